@@ -81,6 +81,11 @@ class SavingTrainer(pl.Trainer):
             self.gpu.host_work(40.0)
 
 
+def timer_of(gpu: FakeGPU, **options: Any) -> GPUPhaseTimer:
+    """A timer that prints nothing and has no warm-up."""
+    return GPUPhaseTimer(_clock=gpu, print_summary=False, **{"warmup_steps": 0, **options})
+
+
 def trainer(*callbacks: pl.Callback, kind: Any = pl.Trainer, **options: Any) -> pl.Trainer:
     made: pl.Trainer = kind(
         **{
@@ -100,9 +105,7 @@ def trainer(*callbacks: pl.Callback, kind: Any = pl.Trainer, **options: Any) -> 
 
 def fit(gpu: FakeGPU, model: pl.LightningModule, n: int = 3, **options: Any) -> GPUPhaseTimer:
     """Trains a model on `n` batches and returns its timer."""
-    timer = options.pop("timer", None) or GPUPhaseTimer(
-        _clock=gpu, print_summary=False, warmup_steps=0
-    )
+    timer = options.pop("timer", None) or timer_of(gpu)
     callbacks = options.pop("callbacks", [])
     trainer(timer, *callbacks, **options).fit(model, Loader(gpu, n))
     return timer

@@ -78,6 +78,14 @@ def hooks(loop: Loop, **options: Any) -> GPUPhaseHooks:
     )
 
 
+def train(loop: Loop, n: int, **options: Any) -> GPUPhaseHooks:
+    """Train on `n` batches, and return the timer."""
+    with hooks(loop, **options) as timer:
+        for x in timer.steps(loop.batches(n)):
+            loop.train(x)
+    return timer
+
+
 def timed_indices(every: int, n: int) -> list[int]:
     """Which of the first `n` steps are timed with `every_n_steps`, if no long step recurs."""
     schedule = Schedule(Plan(window=every))

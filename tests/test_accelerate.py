@@ -53,9 +53,7 @@ def test_the_scripts_of_accelerate_pass_and_each_update_is_a_step(
 
 
 @pytest.mark.parametrize("given", [{}, {"accumulate_grad_batches": "auto"}], ids=str)
-def test_accelerate_says_itself_how_many_micro_batches_make_a_step(
-    loop: Loop, given: dict[str, Any]
-) -> None:
+def test_steps_follow_the_accumulation_of_accelerate(loop: Loop, given: dict[str, Any]) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
 
@@ -79,7 +77,7 @@ def test_accelerate_says_itself_how_many_micro_batches_make_a_step(
     assert timer.summary().skipped_updates == 0
 
 
-def test_accelerate_goes_on_with_the_micro_batches_of_the_epoch_before(loop: Loop) -> None:
+def test_accumulation_of_accelerate_continues_across_epochs(loop: Loop) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer = accelerator.prepare(loop.model, loop.optimizer)
@@ -95,7 +93,7 @@ def test_accelerate_goes_on_with_the_micro_batches_of_the_epoch_before(loop: Loo
     assert timer.history()["step_ms"].tolist() == [2 * (1.0 + 4.0 + 7.75) + 2.0] * 3
 
 
-def test_a_loop_without_accelerates_accumulation_has_a_step_a_batch(loop: Loop) -> None:
+def test_accelerate_without_accumulation_has_one_step_per_batch(loop: Loop) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(loop.model, loop.optimizer)

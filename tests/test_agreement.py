@@ -5,14 +5,14 @@ import time
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from lightning_gputime._session import rank_comparer
 from lightning_gputime._session.rank_comparer import Exchange
 
 
 @pytest.fixture
 def agreements(monkeypatch: pytest.MonkeyPatch) -> list[Exchange]:
     """Those of three ranks."""
-    monkeypatch.setattr(rank_comparer, "_AGREEMENT_TIMEOUT_S", 0.01)
+    path = "lightning_gputime._session.rank_comparer._AGREEMENT_TIMEOUT_S"
+    monkeypatch.setattr(path, 0.01)
     store = HashStore()
     return [Exchange(store, rank, 3) for rank in range(3)]
 
@@ -51,7 +51,7 @@ def test_nobody_waits_longer_than_a_collective_may_last(
         waits.append(deadline - time.monotonic())
         return []
 
-    monkeypatch.setattr(rank_comparer, "wait_for", wait)
+    monkeypatch.setattr("lightning_gputime._session.rank_comparer.wait_for", wait)
     alone = Exchange(HashStore(), 1, 2, timeout_s=0.3)
     assert [alone.agree([7]) for _ in range(3)] == [[1], [1], [1]]
     assert waits == [pytest.approx(0.3, abs=0.1)]

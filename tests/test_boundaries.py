@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import AUTOGRAD, hooks_of, installed
-from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, steps
+from fake_gpu import STEP_MS, FakeGPU, Layer, steps
 from fake_loop import Loop, hooks
 from torch import Tensor, nn
 
@@ -49,7 +49,7 @@ def time_step() -> Iterator[Callable[..., Timed]]:
         timed.timer.remove()
 
 
-def test_only_the_outermost_call_is_a_boundary(
+def test_only_the_outermost_call_records_events(
     gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
 ) -> None:
     model = nn.Sequential(Layer(gpu, 1.0), nn.Sequential(Layer(gpu, 2.0), Layer(gpu, 4.0)))
@@ -61,7 +61,7 @@ def test_only_the_outermost_call_is_a_boundary(
     assert timed.end_step() == {"forward": 7.0, "other": 8.0}
 
 
-def test_children_that_the_model_call_covers_lose_their_hooks(
+def test_children_inside_the_model_call_lose_their_hooks(
     gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
 ) -> None:
     model = nn.Sequential(*(Layer(gpu, 1.0) for _ in range(10)))
@@ -75,7 +75,7 @@ def test_children_that_the_model_call_covers_lose_their_hooks(
     assert timed.end_step() == {"forward": 10.0}
 
 
-def test_children_get_their_hooks_back_when_a_step_has_no_forward_without_them(
+def test_children_regain_hooks_after_a_step_without_forward(
     gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
 ) -> None:
     model = nn.Sequential(Layer(gpu, 1.0), Layer(gpu, 2.0))
@@ -88,7 +88,7 @@ def test_children_get_their_hooks_back_when_a_step_has_no_forward_without_them(
     assert timed.end_step() == {"forward": 1.0}
 
 
-def test_a_child_that_is_called_alone_as_well_keeps_its_hooks(
+def test_child_that_is_also_called_alone_keeps_its_hooks(
     gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
 ) -> None:
     model = nn.Sequential(Layer(gpu, 1.0), Layer(gpu, 2.0))
@@ -100,7 +100,7 @@ def test_a_child_that_is_called_alone_as_well_keeps_its_hooks(
         assert timed.end_step() == {"forward": 12.0}
 
 
-def test_backward_can_be_left_alone(
+def test_backward_is_not_timed_with_wrap_backward_false(
     gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
 ) -> None:
     before = AUTOGRAD._engine_run_backward
@@ -111,7 +111,7 @@ def test_backward_can_be_left_alone(
     assert timed.end_step() == {"forward": 1.0, "other": 2.0}
 
 
-def test_timers_come_off_in_any_order(gpu: FakeGPU, x: Tensor) -> None:
+def test_timers_can_be_removed_in_any_order(gpu: FakeGPU, x: Tensor) -> None:
     before = AUTOGRAD._engine_run_backward
     model = Layer(gpu, 1.0, 2.0)
     bare = installed(model)
@@ -126,7 +126,7 @@ def test_timers_come_off_in_any_order(gpu: FakeGPU, x: Tensor) -> None:
     assert installed(model) == bare
 
 
-def test_a_wrapper_of_somebody_else_over_ours_keeps_working(gpu: FakeGPU, x: Tensor) -> None:
+def test_foreign_patch_around_ours_keeps_working_after_remove(gpu: FakeGPU, x: Tensor) -> None:
     before = AUTOGRAD._engine_run_backward
     model = Layer(gpu, 1.0, 2.0)
     timed = Timed(gpu, model)
@@ -157,7 +157,7 @@ def saved(thing: object) -> bytes:
     return file.getvalue()
 
 
-def test_the_state_of_a_model_is_saved_as_if_it_were_not_timed(
+def test_state_dict_is_saved_as_without_a_timer(
     gpu: FakeGPU, time_step: Callable[..., Timed]
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -169,7 +169,7 @@ def test_the_state_of_a_model_is_saved_as_if_it_were_not_timed(
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_a_copy_of_a_model_has_no_hook_of_ours(
+def test_copy_of_a_timed_model_has_no_hooks(
     gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed], duplicate: Callable[[Any], Any]
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -183,7 +183,7 @@ def test_a_copy_of_a_model_has_no_hook_of_ours(
         assert torch.equal(copied(x), one(x))
 
 
-def test_a_model_that_was_saved_while_it_was_timed_is_loaded_where_only_its_classes_are_safe(
+def test_model_saved_while_timed_loads_with_weights_only(
     gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
 ) -> None:
     # As pytorch/examples does in `word_language_model`.
@@ -196,7 +196,7 @@ def test_a_model_that_was_saved_while_it_was_timed_is_loaded_where_only_its_clas
         assert torch.equal(torch.load(io.BytesIO(file))(x), model(x))
 
 
-def test_a_model_with_hooks_of_others_needs_nothing_of_ours_to_be_loaded(
+def test_pickle_of_a_timed_model_does_not_name_the_package(
     gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -209,7 +209,7 @@ def test_a_model_with_hooks_of_others_needs_nothing_of_ours_to_be_loaded(
     assert b"lightning_gputime" not in pickled
 
 
-def test_a_copy_keeps_the_hooks_of_others_and_their_handles(
+def test_copy_keeps_foreign_hooks_and_handles(
     gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
 ) -> None:
     model = nn.Linear(2, 2)
@@ -242,7 +242,7 @@ class Keeping(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_a_copy_of_an_optimizer_clears_its_own_gradients(
+def test_zero_grad_of_a_copied_optimizer_clears_the_copy(
     gpu: FakeGPU, time_step: Callable[..., Timed], duplicate: Callable[[Any], Any]
 ) -> None:
     model = nn.Linear(2, 2)
@@ -270,7 +270,7 @@ class Unhooked(torch.optim.Optimizer):
         pass
 
 
-def test_a_scheduler_can_be_made_of_an_optimizer_that_is_timed(
+def test_lr_scheduler_accepts_a_timed_optimizer(
     gpu: FakeGPU, time_step: Callable[..., Timed]
 ) -> None:
     model = nn.Linear(2, 2)
@@ -281,21 +281,7 @@ def test_a_scheduler_can_be_made_of_an_optimizer_that_is_timed(
     optimizer.step()
 
 
-def test_nothing_is_left_on_the_model_and_the_optimizer(gpu: FakeGPU, x: Tensor) -> None:
-    model = nn.Sequential(Layer(gpu, 1.0, 2.0), Layer(gpu, 1.0, 2.0))
-    optimizer = Adder(model.parameters(), gpu, 2.0)
-    things = (model, *model.modules(), optimizer)
-    bare = installed(*things)
-    timed = Timed(gpu, model, optimizer)
-    assert installed(*things) != bare
-    model(x).sum().backward()
-    optimizer.step()
-    timed.end_step()
-    timed.timer.remove()
-    assert installed(*things) == bare
-
-
-def test_a_copy_of_accelerates_optimizer_leaves_the_gradients_of_the_original(loop: Loop) -> None:
+def test_zero_grad_of_a_copied_accelerate_optimizer_keeps_the_gradients(loop: Loop) -> None:
     accelerate: Any = pytest.importorskip("accelerate")
     optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
     model, prepared = accelerate.Accelerator(cpu=True).prepare(loop.model, optimizer)

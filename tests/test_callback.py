@@ -13,20 +13,12 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from conftest import installed
 from fake_gpu import STEP_MS, FakeGPU, steps
-from fake_lightning import Loader, MemoryLogger, Model, fit, trainer
+from fake_lightning import Loader, MemoryLogger, Model, fit, timer_of, trainer
 from fake_loop import timed_indices
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseTimer
-
-
-def test_every_phase_of_every_step_is_timed_and_they_add_up(gpu: FakeGPU) -> None:
-    timer = fit(gpu, Model(gpu), n=4)
-    assert steps(timer) == [STEP_MS] * 4
-    assert timer.history()["step"].tolist() == [0, 1, 2, 3]
-    assert timer.history()["step_ms"].tolist() == [sum(STEP_MS.values())] * 4
 
 
 def test_the_host_waits_at_most_once_a_step(gpu: FakeGPU) -> None:
@@ -77,11 +69,11 @@ FIT = {"fit/wall_s", "fit/steps_share"}
         ({"log": ["step", "host"]}, {"step_ms", "host_wait_ms"}),
     ],
 )
-def test_what_is_logged_is_what_is_asked_for(
+def test_log_option_selects_the_logged_keys(
     gpu: FakeGPU, options: dict[str, Any], logged: set[str]
 ) -> None:
     logger = MemoryLogger()
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, **options)
+    timer = timer_of(gpu, **options)
     runner = trainer(timer, logger=logger, log_every_n_steps=20)
     runner.fit(Model(gpu), Loader(gpu, 20), Loader(gpu, 1))
     found = [{key for key in row if "phase_time" in key} for _, row in logger.calls]
@@ -99,7 +91,7 @@ def test_what_is_logged_is_what_is_asked_for(
     assert of_phases < {*timer._run().evaluations[0]}
 
 
-def test_lag_zero_has_the_times_when_the_step_ends(gpu: FakeGPU) -> None:
+def test_lag_zero_resolves_a_step_when_it_ends(gpu: FakeGPU) -> None:
     seen: list[int] = []
 
     class Reader(pl.Callback):
@@ -112,29 +104,7 @@ def test_lag_zero_has_the_times_when_the_step_ends(gpu: FakeGPU) -> None:
     assert seen == [0, 1, 2]
 
 
-def test_accumulated_micro_batches_are_one_step(gpu: FakeGPU) -> None:
-    logger = MemoryLogger()
-    timer = fit(gpu, Model(gpu), n=5, accumulate_grad_batches=2, logger=logger, log_every_n_steps=1)
-    once = {name: STEP_MS[name] for name in ("forward", "loss", "backward", "data", "other")}
-    twice = {name: 2 * ms for name, ms in once.items()}
-    # zero_grad, which takes no time here, is called in the first micro-batch only.
-    assert steps(timer) == [
-        {**twice, "optimizer": 2.0},
-        {**twice, "optimizer": 2.0},
-        {**once, "optimizer": 2.0},
-    ]
-    assert [step for step, _ in logger.phase_times()] == [0, 1, 2]
-
-
-def test_validation_belongs_to_no_step(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
-    options: dict[str, Any] = {"val_check_interval": 2, "max_epochs": 2, "num_sanity_val_steps": 2}
-    trainer(timer, **options).fit(Model(gpu), Loader(gpu, 4), Loader(gpu, 3))
-    assert steps(timer) == [STEP_MS] * 8
-    assert timer.history()["step"].tolist() == list(range(8))
-
-
-def test_what_other_callbacks_do_at_the_end_of_a_validation_belongs_to_no_step(
+def test_validation_and_callbacks_at_its_end_belong_to_no_step(
     gpu: FakeGPU,
 ) -> None:
     class Saves(pl.Callback):
@@ -144,17 +114,19 @@ def test_what_other_callbacks_do_at_the_end_of_a_validation_belongs_to_no_step(
     timers = [
         GPUPhaseTimer(_clock=gpu, prefix=name, print_summary=False, warmup_steps=0) for name in "ab"
     ]
-    runner = trainer(*timers, Saves(), val_check_interval=2, max_epochs=2)
+    options: dict[str, Any] = {"val_check_interval": 2, "num_sanity_val_steps": 2}
+    runner = trainer(*timers, Saves(), max_epochs=2, **options)
     runner.fit(Model(gpu), Loader(gpu, 4), Loader(gpu, 3))
     assert [steps(timer) for timer in timers] == [[STEP_MS] * 8] * 2
+    assert [timer.history()["step"].tolist() for timer in timers] == [[*range(8)]] * 2
     assert "start" not in vars(runner.profiler)  # type: ignore[attr-defined]
 
 
-def test_a_profiler_of_ones_own_keeps_its_start(gpu: FakeGPU) -> None:
+def test_custom_profiler_keeps_its_start_method(gpu: FakeGPU) -> None:
     profiler = pl.profilers.PassThroughProfiler()
     started: list[str] = []
     own = profiler.start = started.append  # type: ignore[assignment]
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     runner = trainer(timer, profiler=profiler, val_check_interval=2)
     runner.fit(Model(gpu), Loader(gpu, 4), Loader(gpu, 2))
     assert vars(profiler)["start"] is own
@@ -173,18 +145,6 @@ def test_a_profiler_is_not_kept_alive_after_a_validation(gpu: FakeGPU) -> None:
     profiler = fit_with_profiler()
     gc.collect()
     assert profiler() is None
-
-
-def test_two_timers_leave_nothing_behind(gpu: FakeGPU) -> None:
-    timers = [
-        GPUPhaseTimer(_clock=gpu, prefix=name, print_summary=False, warmup_steps=0) for name in "ab"
-    ]
-    runner = trainer(*timers)
-    model = Model(gpu)
-    runner.fit(model, Loader(gpu, 2))
-    assert [steps(timer) for timer in timers] == [[STEP_MS] * 2] * 2
-    assert "zero_grad" not in vars(runner.optimizers[0])
-    assert not any(module._forward_hooks for module in model.modules())
 
 
 class Wrapped:
@@ -209,13 +169,13 @@ class Swaps(pl.Callback):
         trainer.strategy._optimizers = [Wrapped(trainer.optimizers[0])]  # type: ignore[list-item]
 
 
-def test_an_optimizer_inside_a_wrapper_that_is_none_of_torch_is_timed(gpu: FakeGPU) -> None:
+def test_optimizer_inside_a_foreign_wrapper_is_timed(gpu: FakeGPU) -> None:
     timer = fit(gpu, Model(gpu), callbacks=[Swaps()])
     assert steps(timer) == [STEP_MS] * 3
     assert timer.summary().skipped_updates == 0
 
 
-def test_where_no_update_is_seen_every_batch_of_a_manual_optimization_is_a_step(
+def test_manual_optimization_without_visible_updates_has_one_step_per_batch(
     gpu: FakeGPU,
 ) -> None:
     class Manual(Model):
@@ -238,22 +198,6 @@ def test_the_end_of_an_epoch_belongs_to_no_step(gpu: FakeGPU) -> None:
 
     timer = fit(gpu, Model(gpu), n=2, max_epochs=3, callbacks=[Slow()])
     assert steps(timer) == [STEP_MS] * 6
-
-
-def test_callback_metrics_have_the_means(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
-    runner = trainer(timer, log_every_n_steps=1)
-    runner.fit(Model(gpu), Loader(gpu, 3))
-    assert runner.callback_metrics["phase_time/forward_ms"] == torch.tensor(4.0)
-    assert runner.callback_metrics["phase_time/step_ms"] == torch.tensor(15.625)
-
-
-def test_early_stopping_can_watch_a_phase(gpu: FakeGPU) -> None:
-    stop = pl.callbacks.EarlyStopping(
-        "phase_time/forward_ms", patience=1, check_on_train_epoch_end=True
-    )
-    timer = fit(gpu, Model(gpu), n=3, max_epochs=10, log_every_n_steps=1, callbacks=[stop])
-    assert len(timer.history()) == 6
 
 
 def test_the_table_is_printed_once_when_training_ends(
@@ -291,7 +235,7 @@ def test_nothing_is_left_on_the_model_after_training(gpu: FakeGPU) -> None:
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "training_step", "on_train_epoch_end"])
-def test_nothing_is_left_after_an_exception_and_what_was_measured_is_kept(
+def test_exception_keeps_the_measurement_and_leaves_nothing(
     gpu: FakeGPU, error: type[BaseException], hook: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Fails(Model):
@@ -320,26 +264,19 @@ def test_nothing_is_left_after_an_exception_and_what_was_measured_is_kept(
     assert "zero_grad" not in vars(optimizer)
 
 
-def test_an_exception_before_training_is_survived(gpu: FakeGPU) -> None:
+def test_timer_works_after_an_exception_before_training(gpu: FakeGPU) -> None:
     class Fails(Model):
         def on_fit_start(self) -> None:
             raise KeyError
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     with pytest.raises(KeyError):
         fit(gpu, Fails(gpu), timer=timer)
     assert steps(fit(gpu, Model(gpu), timer=timer)) == [STEP_MS] * 3
 
 
-def test_a_timer_serves_several_fits_each_a_new_measurement(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
-    for n in (3, 2):
-        fit(gpu, Model(gpu), n=n, timer=timer)
-        assert steps(timer) == [STEP_MS] * n
-
-
-def test_a_second_fit_of_the_same_trainer_goes_on_counting(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+def test_second_fit_of_a_trainer_continues_the_step_count(gpu: FakeGPU) -> None:
+    timer = timer_of(gpu)
     runner = trainer(timer)
     model = Model(gpu)
     runner.fit(model, Loader(gpu, 2))
@@ -369,7 +306,7 @@ def test_a_timer_is_copied_in_the_middle_of_training(gpu: FakeGPU) -> None:
             copied = copy.deepcopy(model.net)
             copied(torch.ones(1, 2))
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     model = Model(gpu)
     fit(gpu, model, timer=timer, callbacks=[Copies()])
     # The call of the copy is other work, after the end of the step.
@@ -385,7 +322,7 @@ def test_no_state_is_added_to_checkpoints(gpu: FakeGPU, tmp_path: Any) -> None:
     assert checkpoint["callbacks"] == {}
 
 
-def test_a_batch_that_is_skipped_and_one_that_is_none_are_survived(gpu: FakeGPU) -> None:
+def test_skipped_batches_and_batches_that_are_none_end_no_step(gpu: FakeGPU) -> None:
     class Holes(Loader):
         def __iter__(self) -> Any:
             for i, batch in enumerate(super().__iter__()):
@@ -395,7 +332,7 @@ def test_a_batch_that_is_skipped_and_one_that_is_none_are_survived(gpu: FakeGPU)
         def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
             return -1 if batch_idx == 3 else None
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     runner = trainer(timer, max_epochs=2)
     with pytest.warns(UserWarning, match="yielded None"):
         runner.fit(Stops(gpu), Holes(gpu, 5))
@@ -416,35 +353,7 @@ def test_a_training_step_that_returns_none_has_no_backward(gpu: FakeGPU) -> None
     assert steps(timer) == [STEP_MS, skipped, STEP_MS]
 
 
-def test_manual_optimization_is_timed_by_the_same_boundaries(gpu: FakeGPU) -> None:
-    class Manual(Model):
-        def __init__(self, gpu: FakeGPU) -> None:
-            super().__init__(gpu)
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            loss = super().training_step(batch, batch_idx)
-            optimizer = self.optimizers(use_pl_optimizer=batch_idx % 2 == 0)
-            assert not isinstance(optimizer, list)
-            optimizer.zero_grad()
-            loss.backward()
-            if batch_idx > 0:
-                optimizer.step()
-
-    timer = fit(gpu, Manual(gpu), n=4)
-    accumulated = {name: 2 * ms for name, ms in STEP_MS.items() if name != "optimizer"}
-    assert steps(timer) == [{**accumulated, "optimizer": 2.0}, STEP_MS, STEP_MS]
-
-
-@pytest.mark.parametrize("log_every_n_steps", [0, 1])
-def test_without_a_logger_the_values_are_kept_in_memory(
-    gpu: FakeGPU, log_every_n_steps: int
-) -> None:
-    timer = fit(gpu, Model(gpu), logger=False, log_every_n_steps=log_every_n_steps)
-    assert steps(timer) == [STEP_MS] * 3
-
-
-def test_an_empty_loader_is_survived(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_loader_has_no_steps(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
     timer = GPUPhaseTimer(_clock=gpu)
     with pytest.warns(UserWarning, match="across ranks is zero"):
         fit(gpu, Model(gpu), n=0, timer=timer)
@@ -452,7 +361,7 @@ def test_an_empty_loader_is_survived(gpu: FakeGPU, capsys: pytest.CaptureFixture
     assert len(timer.history()) == 0
 
 
-def test_a_timer_that_fails_lets_training_go_on(
+def test_training_continues_after_an_error_of_the_timer(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_gputime._session.session.Boundaries", lambda *_, **__: 1 / 0)
@@ -476,7 +385,7 @@ def test_a_timer_that_fails_lets_training_go_on(
         ({"modules": UserList(["net"])}, ["net"]),
     ],
 )
-def test_values_are_taken_as_configuration_files_give_them(
+def test_options_are_converted_from_configuration_files(
     gpu: FakeGPU, given: dict[str, Any], taken: Any
 ) -> None:
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, **given)
@@ -509,7 +418,9 @@ def test_values_are_taken_as_configuration_files_give_them(
         ({"prefix": 3}, "prefix must be a string .* got 3"),
     ],
 )
-def test_a_bad_argument_fails_in_the_constructor(options: dict[str, Any], message: str) -> None:
+def test_callback_constructor_refuses_wrong_arguments(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         GPUPhaseTimer(**options)
 
@@ -546,9 +457,7 @@ def evaluations(logger: MemoryLogger, stage: str) -> list[tuple[int | None, dict
 
 
 @pytest.mark.parametrize("stage", ["val", "test", "predict"])
-def test_an_evaluation_loop_is_timed_apart_and_logged_when_it_ends(
-    gpu: FakeGPU, stage: str
-) -> None:
+def test_evaluation_loop_has_its_own_times_logged_at_its_end(gpu: FakeGPU, stage: str) -> None:
     logger = MemoryLogger()
     timer = GPUPhaseTimer(_clock=gpu)
     runner = trainer(timer, logger=logger)
@@ -570,7 +479,7 @@ def test_an_evaluation_loop_is_timed_apart_and_logged_when_it_ends(
 
 
 @pytest.mark.parametrize(("after_ms", "is_told"), [(2.0, False), (20.0, True)])
-def test_what_a_validation_does_after_its_batches_is_told(
+def test_summary_reports_validation_time_after_its_batches(
     gpu: FakeGPU, after_ms: float, is_told: bool
 ) -> None:
     class Measures(Evaluated):
@@ -578,7 +487,7 @@ def test_what_a_validation_does_after_its_batches_is_told(
             self.gpu.host_work(after_ms)
 
     line = Measures.on_validation_epoch_end.__code__.co_firstlineno
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     others = {"max_epochs": 2, "num_sanity_val_steps": 1}
     trainer(timer, **others).fit(Measures(gpu), Loader(gpu, 4), Loader(gpu, 4))
     summary = timer.summary()
@@ -591,7 +500,7 @@ def test_what_a_validation_does_after_its_batches_is_told(
 @pytest.mark.parametrize(
     ("stage", "named"), [("val", "validation"), ("test", "test"), ("predict", "prediction")]
 )
-def test_the_summary_of_an_evaluation_alone_is_its_table(
+def test_summary_without_a_fit_is_that_of_the_evaluation(
     gpu: FakeGPU, stage: str, named: str
 ) -> None:
     timer = GPUPhaseTimer(_clock=gpu)
@@ -611,10 +520,10 @@ def test_the_summary_of_an_evaluation_alone_is_its_table(
     assert str(timer.summary("fit")).startswith("No step was timed")
 
 
-def test_after_a_fit_the_summary_is_that_of_the_fit_and_evaluations_have_theirs(
+def test_summary_after_a_fit_is_that_of_the_fit(
     gpu: FakeGPU,
 ) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     model = Evaluated(gpu)
     trainer(timer).test(model, Loader(gpu, 3))
     runner = trainer(timer, val_check_interval=2)
@@ -631,7 +540,7 @@ def test_after_a_fit_the_summary_is_that_of_the_fit_and_evaluations_have_theirs(
     assert str(timer.summary("predict")).startswith("No step was timed")
 
 
-def test_a_stage_that_there_is_not_is_refused(gpu: FakeGPU) -> None:
+def test_summary_refuses_an_unknown_stage(gpu: FakeGPU) -> None:
     with pytest.raises(
         ValueError, match="stage must be one of fit, val, test, predict, got 'val_'"
     ):
@@ -640,7 +549,7 @@ def test_a_stage_that_there_is_not_is_refused(gpu: FakeGPU) -> None:
 
 def test_validation_during_training_is_logged_under_the_training_step(gpu: FakeGPU) -> None:
     logger = MemoryLogger()
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     options: dict[str, Any] = {"val_check_interval": 2, "num_sanity_val_steps": 1}
     trainer(timer, logger=logger, **options).fit(Evaluated(gpu), Loader(gpu, 4), Loader(gpu, 3))
     assert steps(timer) == [STEP_MS] * 4
@@ -663,15 +572,15 @@ def test_an_exception_in_a_validation_leaves_nothing(gpu: FakeGPU) -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_part_that_the_model_does_not_have_is_refused_before_training(gpu: FakeGPU) -> None:
+def test_unknown_module_is_refused_before_training(gpu: FakeGPU) -> None:
     with pytest.raises(ValueError, match="the model has no module 'head'; it has net"):
         fit(gpu, Model(gpu), timer=GPUPhaseTimer(_clock=gpu, modules=["head"]))
     with pytest.raises(TypeError, match=r"modules must be a depth .* got 1\.5"):
         GPUPhaseTimer(modules=1.5)  # type: ignore[arg-type]
 
 
-def test_parts_are_timed_under_lightning(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, modules=["net"])
+def test_sub_phases_are_timed_under_lightning(gpu: FakeGPU) -> None:
+    timer = timer_of(gpu, modules=["net"])
     fit(gpu, Model(gpu), timer=timer)
     parts = {"forward/net": 4.0, "backward/net": 7.75}
     assert steps(timer) == [{**STEP_MS, **parts}] * 3
@@ -711,14 +620,14 @@ def test_losses_and_weights_are_bitwise_the_same_with_and_without_the_timer() ->
 
 
 def test_one_step_in_n_is_timed_across_epochs_and_validations(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, every_n_steps=4)
+    timer = timer_of(gpu, every_n_steps=4)
     runner = trainer(timer, max_epochs=2, val_check_interval=3)
     runner.fit(Model(gpu), Loader(gpu, 6), Loader(gpu, 2))
     assert timer.history()["step"].tolist() == timed_indices(4, 12)
     assert steps(timer) == [STEP_MS] * 3
 
 
-def test_the_first_steps_of_a_run_that_goes_on_are_warm_up(gpu: FakeGPU, tmp_path: Path) -> None:
+def test_first_steps_of_a_resumed_run_are_warm_up(gpu: FakeGPU, tmp_path: Path) -> None:
     first = trainer(max_epochs=7)
     first.fit(Model(gpu), Loader(gpu, 14))
     first.save_checkpoint(tmp_path / "last.ckpt")
@@ -729,7 +638,7 @@ def test_the_first_steps_of_a_run_that_goes_on_are_warm_up(gpu: FakeGPU, tmp_pat
     assert timer.summary().warmup_steps == 1
 
 
-def test_a_timer_keeps_out_of_a_graph_of_the_validation(gpu: FakeGPU) -> None:
+def test_graph_capture_in_a_validation_is_not_broken(gpu: FakeGPU) -> None:
     class Captures(Model):
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             with gpu.capture():
@@ -742,13 +651,13 @@ def test_a_timer_keeps_out_of_a_graph_of_the_validation(gpu: FakeGPU) -> None:
         assert timer.summary().steps
 
 
-def test_a_copy_of_a_timer_holds_no_model(gpu: FakeGPU) -> None:
+def test_copy_of_a_timer_holds_no_model(gpu: FakeGPU) -> None:
     timer = fit(gpu, Model(gpu))
     assert not {"log", "log_dict"} & vars(copy.deepcopy(timer)).keys()
     assert not {"log", "log_dict"} & timer.__getstate__().keys()
 
 
-def test_a_fit_inside_a_fit_with_the_same_timer_is_told(
+def test_warns_when_a_nested_fit_uses_the_same_timer(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Nested(pl.Callback):
@@ -759,7 +668,7 @@ def test_a_fit_inside_a_fit_with_the_same_timer_is_told(
                 self.done = True
                 trainer(timer).fit(Model(gpu), Loader(gpu, 2))
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     trainer(timer, Nested(), max_epochs=2).fit(Model(gpu), Loader(gpu, 3))
     assert (
         caplog.text.count("A training inside another one has ended the timing of the outer one")
@@ -767,8 +676,8 @@ def test_a_fit_inside_a_fit_with_the_same_timer_is_told(
     )
 
 
-def test_a_trainer_that_logs_nothing_still_shows_the_means_to_others(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+def test_callback_metrics_have_the_means_without_logging(gpu: FakeGPU) -> None:
+    timer = timer_of(gpu)
     stopping = pl.callbacks.EarlyStopping("phase_time/step_ms", check_on_train_epoch_end=True)
     runner = trainer(timer, stopping, log_every_n_steps=0)
     runner.fit(Model(gpu), Loader(gpu, 3))

@@ -8,7 +8,7 @@ import torch
 from conftest import installed
 from fake_gpu import STEP_MS, FakeGPU, Layer, steps, work
 from fake_lightning import Model, fit
-from fake_loop import Loop, hooks
+from fake_loop import Loop, hooks, train
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
@@ -43,9 +43,7 @@ def parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
 def test_the_wait_is_told_apart_from_the_work(two_ranks: None, gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     wait_after_backward(loop.model.linear.weight, gpu, 3.0)
-    with hooks(loop, sync_ranks=False) as timer:
-        for x in timer.steps(loop.batches(3)):
-            loop.train(x)
+    timer = train(loop, 3, sync_ranks=False)
     expected = {**STEP_MS, "backward": STEP_MS["backward"] + 3.0, "backward/comm": 3.0}
     assert steps(timer) == [expected] * 3
 
@@ -61,9 +59,7 @@ def test_in_lightning(two_ranks: None, gpu: FakeGPU) -> None:
 def test_alone_there_is_none(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     wait_after_backward(loop.model.linear.weight, gpu, 3.0)
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(2)):
-            loop.train(x)
+    timer = train(loop, 2)
     assert steps(timer) == [{**STEP_MS, "backward": STEP_MS["backward"] + 3.0}] * 2
 
 
@@ -71,9 +67,7 @@ def test_alone_there_is_none(gpu: FakeGPU) -> None:
 def test_distributed_data_parallel(two_ranks: None, gpu: FakeGPU, options: dict[str, Any]) -> None:
     loop = Loop(gpu)
     loop.model = parallel(loop.model, **options)
-    with hooks(loop, sync_ranks=False) as timer:
-        for x in timer.steps(loop.batches(3)):
-            loop.train(x)
+    timer = train(loop, 3, sync_ranks=False)
     # The mark comes after all work of backward.
     assert steps(timer) == [{**STEP_MS, "backward/comm": 0.0}] * 3
 
@@ -116,9 +110,7 @@ def test_the_broadcast_of_buffers_is_a_wait_in_forward(
     monkeypatch.setattr(model, "_sync_buffers", lambda: gpu.work(5.0))
     loop.model = model
     before = installed(*model.modules())
-    with hooks(loop, sync_ranks=False) as timer:
-        for x in timer.steps(loop.batches(3)):
-            loop.train(x)
+    timer = train(loop, 3, sync_ranks=False)
     expected = {"forward": 9.0, "forward/comm": 5.0, "backward/comm": 0.0}
     assert steps(timer) == [{**STEP_MS, **expected}] * 3
     assert installed(*model.modules()) == before
@@ -204,8 +196,6 @@ def test_sub_phases_of_modules_end_where_the_wait_begins(two_ranks: None, gpu: F
     wait_after_backward(loop.model.linear.weight, gpu, 3.0)
     model: Any = nn.Sequential(OrderedDict(net=loop.model))
     loop.model = model
-    with hooks(loop, modules=["net"], sync_ranks=False) as timer:
-        for x in timer.steps(loop.batches(2)):
-            loop.train(x)
+    timer = train(loop, 2, modules=["net"], sync_ranks=False)
     of_net = {"forward/net": 4.0, "backward/net": 7.75, "backward/comm": 3.0}
     assert steps(timer) == [{**STEP_MS, **of_net, "backward": STEP_MS["backward"] + 3.0}] * 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import hooks_of
 from fake_gpu import Adder, FakeGPU, batches, steps, work
-from fake_lightning import Loader, Model, trainer
+from fake_lightning import Loader, Model, timer_of, trainer
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
@@ -100,7 +100,7 @@ def test_lightning_compiles_the_same_and_times_every_phase(how: str, gpu: FakeGP
     measured: list[dict[str, float]] = []
 
     def fit(timed: bool, backend: Count) -> None:
-        timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+        timer = timer_of(gpu)
         model: Any = Compiled(gpu, how, backend)
         bare = hooks_of(model)
         if how == "compile(LightningModule)":
@@ -121,7 +121,7 @@ def test_a_compiled_net_that_is_called_by_itself_is_timed(gpu: FakeGPU) -> None:
         def loss(self, x: Tensor) -> Tensor:
             return work(self.net(x), self.gpu, 0.5, 0.25).sum()
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     trainer(timer).fit(Direct(gpu, "compile(net)", "eager"), Loader(gpu, N))
     assert [set(step) for step in steps(timer)] == [PHASES["compile(net)"]] * N
     assert [step["loss"] for step in steps(timer)] == [0.5] * N
@@ -281,6 +281,6 @@ def test_untimed_steps_in_blocks_compile_nothing_again(how: str, gpu: FakeGPU) -
 
         return compilations(fit)
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, every_n_steps=10)
+    timer = timer_of(gpu, every_n_steps=10)
     assert run(timer) == run()
     assert timer.summary().steps == 30

@@ -9,6 +9,7 @@ import torch
 from conformance import (
     CASES,
     LIGHTNING,
+    MANUAL,
     PLAIN,
     README,
     SAMPLED,
@@ -21,7 +22,7 @@ from conformance import (
 )
 from conftest import hooks_of, installed
 from fake_gpu import FakeGPU, steps
-from fake_lightning import Loader, trainer
+from fake_lightning import Loader, timer_of, trainer
 from fake_loop import Loop
 from torch import Tensor, nn
 
@@ -57,7 +58,7 @@ class Module(pl.LightningModule):
 
 
 def run_lightning(case: Case, loop: Loop, front_end: str) -> GPUPhaseTimer:
-    timer = GPUPhaseTimer(_clock=loop.gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(loop.gpu)
     micro_batches = case.micro_batches if front_end == LIGHTNING else 1
     runner = trainer(timer, accumulate_grad_batches=micro_batches)
     runner.fit(Module(case, loop, front_end), Loader(loop.gpu, case.batches))
@@ -151,6 +152,15 @@ def test_phases_of_each_step(
         case, front_end
     )
     assert not [row for row in found if case.absent & row.keys()]
+    numbers = timer.history()["step"].tolist()
+    if front_end == SAMPLED:
+        assert len(numbers) == len(found)
+    else:
+        # In manual optimization, steps have the numbers of their last batches.
+        batches = case.micro_batches if front_end == MANUAL else 1
+        first = int(front_end == TRANSFORMERS) + batches - 1
+        assert numbers == [*range(first, first + batches * len(found), batches)]
+    assert len(gpu.waits) <= len(found)
     step_ms = [sum(ms for name, ms in row.items() if "/" not in name) for row in found]
     assert timer.history()["step_ms"].tolist() == step_ms
     assert timer.summary().skipped_updates == case.skipped_updates

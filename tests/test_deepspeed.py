@@ -5,11 +5,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from fake_gpu import STEP_MS, Adder, FakeGPU, steps, work
-from fake_lightning import Loader, Model, trainer
+from fake_lightning import Loader, Model, timer_of, trainer
 from fake_loop import Loop
 from torch import Tensor, nn
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime import GPUPhaseHooks
 
 UNSCALES_MS, GATHERS_MS = 0.5, 1.5
 """What an update takes before and after that of the optimizer inside."""
@@ -149,6 +149,6 @@ def test_under_lightning_the_update_is_optimizer(gpu: FakeGPU) -> None:
             trainer.strategy._optimizers = [zero]  # type: ignore[list-item]
 
     zero = Zero(gpu)
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     trainer(Swaps(), timer).fit(Trains(gpu), Loader(gpu, 3))
     assert steps(timer) == [{**STEP, "backward": STEP_MS["backward"]}] * 3

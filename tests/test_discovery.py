@@ -7,10 +7,10 @@ import pytest
 import torch
 from conftest import installed
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, steps, work
-from fake_lightning import Loader, Model, trainer
+from fake_lightning import Loader, Model, timer_of, trainer
 from torch import Tensor, nn
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime import GPUPhaseHooks
 
 
 def train(gpu: FakeGPU, model: nn.Module, loss_of: Callable[[Tensor], Tensor]) -> GPUPhaseHooks:
@@ -61,7 +61,7 @@ def test_a_teacher_in_eval_mode_keeps_the_fast_path_of_its_layers(
     assert len(calls) == 2 * 3
 
 
-def test_a_model_of_layers_with_a_fast_path_is_found_all_the_same(gpu: FakeGPU) -> None:
+def test_model_of_layers_with_a_fast_path_is_timed(gpu: FakeGPU) -> None:
     class Layers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -93,10 +93,10 @@ def test_a_scripted_or_traced_child_is_timed_and_left_as_it_was(how: str) -> Non
     assert not any(module._forward_pre_hooks for module in (model, child, model["head"]))
 
 
-def test_lightning_takes_no_update_for_skipped_where_another_optimizer_took_over(
+def test_replaced_optimizer_of_a_trainer_has_no_skipped_updates(
     gpu: FakeGPU,
 ) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     runner = trainer(timer)
 
     class Replaces(Model):
@@ -109,7 +109,7 @@ def test_lightning_takes_no_update_for_skipped_where_another_optimizer_took_over
     assert timer.summary().skipped_updates == 0
 
 
-def test_a_root_that_is_its_own_loss_after_a_call_of_its_part(gpu: FakeGPU) -> None:
+def test_model_that_returns_its_loss_after_a_call_of_its_part_is_timed(gpu: FakeGPU) -> None:
     class WithLoss(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fake_gpu import STEP_MS, FakeGPU
-from fake_loop import Loop, hooks
+from fake_loop import Loop, train
 from matplotlib.figure import Figure
 from processes import run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -167,9 +167,7 @@ def test_the_phases_of_all_steps_and_the_lanes_of_one_are_drawn(gpu: FakeGPU) ->
     plot_step, plot_steps = drawing["plot_step"], drawing["plot_steps"]
 
     loop = Loop(gpu)
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(4)):
-            loop.train(x)
+    timer = train(loop, 4)
     all_steps, one_step = (Figure().add_subplot() for _ in range(2))
     assert plot_steps(timer.history(), all_steps) is all_steps.figure
     legend = all_steps.get_legend_handles_labels()[1][::-1]

@@ -11,27 +11,15 @@ import torch
 from conftest import AUTOGRAD, installed
 from fake_gpu import STEP_MS, Adder, FakeEvent, FakeGPU, batches, steps
 from fake_loop import Logger, Loop, hooks, timed_indices
+from fake_loop import train as train_loop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import GPUPhaseHooks, PhaseTimeMetric, StepTimes, phase
-from lightning_gputime._boundaries import boundaries
-from lightning_gputime._phases import StepRecord
-from lightning_gputime._record.recorder import Annotator
 from lightning_gputime._session.session import Session
 
 
-def test_every_phase_of_every_step_is_timed_and_they_add_up(loop: Loop) -> None:
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(4)):
-            loop.train(x)
-    assert steps(timer) == [STEP_MS] * 4
-    assert timer.history()["step"].tolist() == [0, 1, 2, 3]
-    assert timer.history()["step_ms"].tolist() == [sum(STEP_MS.values())] * 4
-    assert len(loop.gpu.waits) == 4
-
-
-def test_the_time_between_two_epochs_belongs_to_no_step(loop: Loop) -> None:
+def test_time_between_epochs_belongs_to_no_step(loop: Loop) -> None:
     with hooks(loop) as timer:
         for _ in range(2):
             for x in timer.steps(loop.batches(2)):
@@ -41,7 +29,7 @@ def test_the_time_between_two_epochs_belongs_to_no_step(loop: Loop) -> None:
     assert steps(timer) == [STEP_MS] * 4
 
 
-def test_last_is_the_newest_step_that_was_read(loop: Loop) -> None:
+def test_last_step_is_the_newest_resolved_step(loop: Loop) -> None:
     with hooks(loop, _lag=0) as timer:
         assert timer.last_step is None
         for number, x in enumerate(timer.steps(loop.batches(3))):
@@ -51,7 +39,7 @@ def test_last_is_the_newest_step_that_was_read(loop: Loop) -> None:
     assert timer.last_step.phase_ms == STEP_MS
 
 
-def test_flush_reads_what_is_pending_at_once(loop: Loop) -> None:
+def test_flush_resolves_pending_steps(loop: Loop) -> None:
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(2)):
             loop.train(x)
@@ -70,7 +58,7 @@ def test_accumulated_micro_batches_are_one_step(loop: Loop) -> None:
     assert steps(timer) == [{**twice, "optimizer": 2.0}] * 2 + [STEP_MS]
 
 
-def test_an_incomplete_group_of_micro_batches_does_not_spill_into_the_next_epoch(
+def test_incomplete_accumulation_does_not_reach_into_the_next_epoch(
     loop: Loop,
 ) -> None:
     with hooks(loop, accumulate_grad_batches=2) as timer:
@@ -83,7 +71,7 @@ def test_an_incomplete_group_of_micro_batches_does_not_spill_into_the_next_epoch
     assert steps(timer) == [{**twice, "optimizer": 2.0}] * 2
 
 
-def test_a_phase_by_hand_takes_its_time(loop: Loop) -> None:
+def test_named_phases_take_their_time(loop: Loop) -> None:
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(2)):
             with timer.phase("augment"):
@@ -95,7 +83,7 @@ def test_a_phase_by_hand_takes_its_time(loop: Loop) -> None:
     assert steps(timer) == [expected] * 2
 
 
-def test_the_phase_of_one_timer_leaves_others_alone(loop: Loop) -> None:
+def test_phase_of_a_timer_does_not_affect_other_timers(loop: Loop) -> None:
     with hooks(loop) as one, hooks(loop) as two:
         for x in one.steps(two.steps(loop.batches(2))):
             with one.phase("augment"):
@@ -105,7 +93,9 @@ def test_the_phase_of_one_timer_leaves_others_alone(loop: Loop) -> None:
     assert steps(two)[0] == {**STEP_MS, "other": 3.125}
 
 
-def test_without_optimizers_inference_is_timed(loop: Loop) -> None:
+@pytest.mark.parametrize("is_training", [True, False])
+def test_inference_is_timed_without_optimizers(loop: Loop, is_training: bool) -> None:
+    loop.model.train(is_training)
     with GPUPhaseHooks(loop.model, _clock=loop.gpu) as timer, torch.no_grad():
         for x in timer.steps(loop.batches(2)):
             loop.model(x)
@@ -113,11 +103,9 @@ def test_without_optimizers_inference_is_timed(loop: Loop) -> None:
     assert steps(timer) == [{"data": 1.0, "forward": 4.0, "other": 0.5}] * 2
 
 
-def test_means_are_logged_to_every_logger_under_the_step_they_belong_to(loop: Loop) -> None:
+def test_means_are_logged_to_every_logger_with_their_step(loop: Loop) -> None:
     one, two = Logger(), Logger()
-    with hooks(loop, logger=[one, two], log_every_n_steps=2, prefix="gpu") as timer:
-        for x in timer.steps(loop.batches(5)):
-            loop.train(x)
+    train_loop(loop, 5, logger=[one, two], log_every_n_steps=2, prefix="gpu")
     # A host that does nothing else waits for all that the GPU does.
     whole = {name: sum(STEP_MS.values()) for name in ("step", "host_wait")}
     means = {f"gpu/{name}_ms": ms for name, ms in {**STEP_MS, **whole}.items()}
@@ -125,7 +113,7 @@ def test_means_are_logged_to_every_logger_under_the_step_they_belong_to(loop: Lo
     assert one.calls == two.calls == [(step, means) for step in (1, 3, 4)]
 
 
-def test_attach_and_remove_are_idempotent_and_leave_nothing(loop: Loop) -> None:
+def test_attach_and_remove_are_idempotent(loop: Loop) -> None:
     things = (*loop.model.modules(), loop.optimizer)
     bare = installed(*things)
     timer = hooks(loop)
@@ -137,7 +125,7 @@ def test_attach_and_remove_are_idempotent_and_leave_nothing(loop: Loop) -> None:
     assert installed(*things) == bare
 
 
-def test_each_attach_is_a_new_measurement_and_the_last_can_be_read_until_then(loop: Loop) -> None:
+def test_each_attach_starts_a_new_measurement(loop: Loop) -> None:
     timer = hooks(loop)
     for n in (3, 2):
         with timer:
@@ -147,19 +135,7 @@ def test_each_attach_is_a_new_measurement_and_the_last_can_be_read_until_then(lo
         assert timer.summary().steps == n
 
 
-def test_a_loop_that_breaks_out_leaves_nothing(loop: Loop) -> None:
-    things = (*loop.model.modules(), loop.optimizer)
-    bare = installed(*things)
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(5)):
-            loop.train(x)
-            if timer.last_step is not None:
-                break
-    assert timer.history()["step"].tolist() == [0, 1, 2]
-    assert installed(*things) == bare
-
-
-def test_a_loop_that_was_left_does_not_spoil_the_next(loop: Loop) -> None:
+def test_loop_left_in_an_accumulation_does_not_affect_the_next(loop: Loop) -> None:
     with hooks(loop, accumulate_grad_batches=2) as timer:
         for number, x in enumerate(timer.steps(loop.batches(6))):
             loop.micro_batch(x)
@@ -174,7 +150,7 @@ def test_a_loop_that_was_left_does_not_spoil_the_next(loop: Loop) -> None:
     assert steps(timer) == [{**twice, "optimizer": 2.0}] * 3
 
 
-def test_a_validation_between_two_steps_of_an_ordinary_loop_belongs_to_no_step(
+def test_validation_between_calls_of_step_belongs_to_no_step(
     loop: Loop,
 ) -> None:
     with hooks(loop) as timer:
@@ -196,7 +172,7 @@ def test_a_validation_between_two_steps_of_an_ordinary_loop_belongs_to_no_step(
     }
 
 
-def test_a_loop_in_another_thread_than_the_one_that_attached_is_timed(loop: Loop) -> None:
+def test_loop_in_another_thread_is_timed(loop: Loop) -> None:
     timer = hooks(loop).attach()
 
     def train() -> None:
@@ -212,12 +188,14 @@ def test_a_loop_in_another_thread_than_the_one_that_attached_is_timed(loop: Loop
     assert steps(timer) == [{**STEP_MS, "data": 1.125, "other": 0.0}] * 2
 
 
-def test_an_attach_that_fails_leaves_nothing_and_the_loop_goes_on(
+def test_failed_attach_leaves_nothing_and_the_loop_continues(
     loop: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     things = (*loop.model.modules(), loop.optimizer)
     bare = installed(*things)
-    monkeypatch.setattr(boundaries, "BackwardBoundary", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(
+        "lightning_gputime._boundaries.boundaries.BackwardBoundary", lambda *_, **__: 1 / 0
+    )
     timer = hooks(loop).attach()
     assert "Steps are no longer timed" in caplog.text
     assert installed(*things) == bare
@@ -228,16 +206,7 @@ def test_an_attach_that_fails_leaves_nothing_and_the_loop_goes_on(
     assert len(timer.history()) == 0
 
 
-def test_two_timers_come_off_in_the_order_they_came_on(loop: Loop) -> None:
-    things = (*loop.model.modules(), loop.optimizer)
-    bare = installed(*things)
-    one, two = hooks(loop).attach(), hooks(loop, _lag=0).attach()
-    one.remove()
-    two.remove()
-    assert installed(*things) == bare
-
-
-def test_an_exception_in_the_loop_passes_and_leaves_nothing(loop: Loop) -> None:
+def test_exception_in_the_loop_is_raised_and_leaves_nothing(loop: Loop) -> None:
     things = (*loop.model.modules(), loop.optimizer)
     bare = installed(*things)
     timer = hooks(loop)
@@ -258,7 +227,7 @@ def test_an_exception_in_the_loop_passes_and_leaves_nothing(loop: Loop) -> None:
     assert loop.gpu.waits == []
 
 
-def test_removing_the_timer_inside_the_loop_lets_the_loop_go_on(loop: Loop) -> None:
+def test_loop_continues_after_remove(loop: Loop) -> None:
     seen = 0
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(4)):
@@ -271,15 +240,13 @@ def test_removing_the_timer_inside_the_loop_lets_the_loop_go_on(loop: Loop) -> N
 
 
 @pytest.mark.parametrize("n", [0, 1])
-def test_a_short_loader_is_survived(loop: Loop, n: int) -> None:
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(n)):
-            loop.train(x)
+def test_loaders_with_no_or_one_batch_are_timed(loop: Loop, n: int) -> None:
+    timer = train_loop(loop, n)
     assert steps(timer) == [STEP_MS] * n
     assert timer.summary().steps == n
 
 
-def test_an_attached_timer_pickles_and_copies_as_one_that_is_not(loop: Loop) -> None:
+def test_copies_and_pickles_of_an_attached_timer_are_detached(loop: Loop) -> None:
     model = nn.Linear(2, 2)
     with GPUPhaseHooks(model, torch.optim.SGD(model.parameters())) as timer:
         for twin in (pickle.loads(pickle.dumps(timer)), copy.deepcopy(timer)):
@@ -290,7 +257,7 @@ def test_an_attached_timer_pickles_and_copies_as_one_that_is_not(loop: Loop) -> 
             assert twin.history()["step"].tolist() == [0]
 
 
-def test_a_model_on_the_cpu_is_timed_on_the_host_clock_which_is_said(
+def test_model_on_the_cpu_is_timed_on_the_host_clock_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = nn.Linear(2, 2)
@@ -305,7 +272,7 @@ def test_a_model_on_the_cpu_is_timed_on_the_host_clock_which_is_said(
 
 
 @pytest.mark.parametrize("call", ["step", "steps"])
-def test_a_call_before_attach_says_what_to_do(loop: Loop, call: str) -> None:
+def test_step_and_steps_require_attach(loop: Loop, call: str) -> None:
     timer = hooks(loop)
     with pytest.raises(
         RuntimeError, match=rf"{call}\(\) needs an attached timer\. .* call attach\(\)"
@@ -343,23 +310,19 @@ def test_a_call_before_attach_says_what_to_do(loop: Loop, call: str) -> None:
         ({"logger": "csv"}, "logger must have a method log_metrics.* got 'csv'"),
     ],
 )
-def test_a_bad_argument_fails_in_the_constructor_with_the_value(
-    options: dict[str, Any], message: str
-) -> None:
+def test_hooks_constructor_refuses_wrong_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         GPUPhaseHooks(**{"model": nn.Linear(1, 1), **options})
 
 
-def test_a_loop_that_ends_no_step_is_told_what_to_do(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warns_when_no_step_has_ended(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     with hooks(loop):
         for x in loop.batches(3):
             loop.train(x)
     assert "No step has ended: iterate over steps(loader), or call step()" in caplog.text
 
 
-def test_a_model_that_is_not_called_is_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_when_the_model_is_never_called(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     other = nn.Linear(1, 1)
     with GPUPhaseHooks(other, loop.optimizer, _clock=loop.gpu, warmup_steps=0) as timer:
         for x in timer.steps(loop.batches(3)):
@@ -460,9 +423,7 @@ def test_the_cost_grows_neither_with_the_modules_nor_with_the_steps(gpu: FakeGPU
 def test_one_step_in_n_is_timed(gpu: FakeGPU, lag: int) -> None:
     loop, logger = Loop(gpu), Logger()
     options = {"_lag": lag, "logger": logger, "log_every_n_steps": 10}
-    with hooks(loop, every_n_steps=5, **options) as timer:
-        for x in timer.steps(loop.batches(32)):
-            loop.train(x)
+    timer = train_loop(loop, 32, every_n_steps=5, **options)
     assert timer.history()["step"].tolist() == timed_indices(5, 32)
     assert steps(timer) == [STEP_MS] * 7
     assert [step for step, _ in logger.calls] == [9, 19, 29, 31]
@@ -471,21 +432,19 @@ def test_one_step_in_n_is_timed(gpu: FakeGPU, lag: int) -> None:
     assert timer.summary().skipped_updates == 0
 
 
-def test_the_first_log_of_some_steps_is_the_first_that_is_due(gpu: FakeGPU) -> None:
+def test_sampled_steps_are_logged_when_a_log_is_due(gpu: FakeGPU) -> None:
     loop, logger = Loop(gpu), Logger()
-    with hooks(loop, every_n_steps=10, logger=logger, log_every_n_steps=8) as timer:
-        for x in timer.steps(loop.batches(40)):
-            loop.train(x)
+    train_loop(loop, 40, every_n_steps=10, logger=logger, log_every_n_steps=8)
     assert [step for step, _ in logger.calls] == [7, 15, 23, 31, 39]
 
 
-def test_the_steps_between_cost_a_fraction(gpu: FakeGPU) -> None:
+def test_untimed_steps_call_fewer_functions(gpu: FakeGPU) -> None:
     always = calls_in_a_step(gpu, 10)
     seldom = calls_in_a_step(gpu, 10, every_n_steps=1000)
     assert seldom < 0.8 * always
 
 
-def test_the_steps_between_record_nothing(gpu: FakeGPU) -> None:
+def test_untimed_steps_record_no_event(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     with hooks(loop, every_n_steps=10**6) as timer:
         for x in timer.steps(loop.batches(998)):
@@ -497,15 +456,13 @@ def test_the_steps_between_record_nothing(gpu: FakeGPU) -> None:
 
 def test_warm_up_counts_all_steps(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
-    with hooks(loop, every_n_steps=5, warmup_steps=12) as timer:
-        for x in timer.steps(loop.batches(30)):
-            loop.train(x)
+    timer = train_loop(loop, 30, every_n_steps=5, warmup_steps=12)
     assert (timer.summary().steps, timer.summary().warmup_steps) == (4, 2)
     with pytest.raises(ValueError, match="every_n_steps must be 1 or more"):
         hooks(loop, every_n_steps=0)
 
 
-def test_a_model_that_is_called_in_a_phase_named_by_hand_is_called(
+def test_model_called_in_a_named_phase_does_not_warn(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     with hooks(loop) as timer:
@@ -520,26 +477,24 @@ def test_a_model_that_is_called_in_a_phase_named_by_hand_is_called(
 
 
 @pytest.mark.parametrize("every", [7, 50, 1000])
-def test_steps_are_read_in_batches_until_a_log_is_due(
+def test_steps_are_resolved_in_batches_until_a_log_is_due(
     loop: Loop, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
     steps_read = Session._steps_read
 
-    def count(self: Session, steps: list[StepRecord]) -> None:
+    def count(self: Session, steps: list[Any]) -> None:
         read.append(len(steps))
         steps_read(self, steps)
 
     monkeypatch.setattr(Session, "_steps_read", count)
-    with hooks(loop, log_every_n_steps=every) as timer:
-        for x in timer.steps(loop.batches(120)):
-            loop.train(x)
+    train_loop(loop, 120, log_every_n_steps=every)
     assert sum(read) == 120
     assert max(read) == min(every, 25)
     assert len(read) <= 120 // 25 + 120 // every + 2
 
 
-def test_an_error_costs_no_step_that_is_finished(
+def test_device_error_loses_only_the_open_and_the_pending_step(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, records = FakeEvent.record, 0
@@ -552,9 +507,7 @@ def test_an_error_costs_no_step_that_is_finished(
         record(event)
 
     monkeypatch.setattr(FakeEvent, "record", fail_once)
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(40)):
-            loop.train(x)
+    timer = train_loop(loop, 40)
     left_out = set(range(40)) - set(timer.history()["step"].tolist())
     # The one that it happened in, and the one that was pending.
     assert len(left_out) == 2
@@ -621,7 +574,7 @@ def test_steps_are_counted_from_the_first_through_all_epochs(loop: Loop) -> None
     assert [step for step, _ in logger.calls] == [1001, 1003, 1005] * 2
 
 
-def test_what_only_has_an_update_of_its_own_is_called(loop: Loop) -> None:
+def test_observer_with_its_own_update_method_is_called(loop: Loop) -> None:
     class Bar:
         def __init__(self) -> None:
             self.steps: list[int] = []
@@ -633,17 +586,13 @@ def test_what_only_has_an_update_of_its_own_is_called(loop: Loop) -> None:
             self.steps.append(times.step)
 
     bar = Bar()
-    with hooks(loop, observers=[bar]) as timer:
-        for x in timer.steps(loop.batches(3)):
-            loop.train(x)
+    train_loop(loop, 3, observers=[bar])
     assert bar.steps == [0, 1, 2]
 
 
 @pytest.mark.parametrize("where", ["observer", "loop"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_step_does_nothing_on_a_timer_that_was_removed(
-    loop: Loop, where: str, accumulate: int
-) -> None:
+def test_step_after_remove_does_nothing(loop: Loop, where: str, accumulate: int) -> None:
     def remove(_: object) -> None:
         timer.remove()
 
@@ -667,11 +616,12 @@ def test_step_does_nothing_on_a_timer_that_was_removed(
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_a_timer_that_is_removed_by_its_own_observer_stays_removed(
+def test_timer_removed_by_its_observer_stays_removed(
     loop: Loop, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranges: list[str | None] = []
-    monkeypatch.setattr(Annotator, "__call__", lambda self, name: ranges.append(name))
+    path = "lightning_gputime._record.recorder.Annotator.__call__"
+    monkeypatch.setattr(path, lambda self, name: ranges.append(name))
     timer: GPUPhaseHooks
     options: dict[str, Any] = {"observers": [lambda _: timer.remove()], "annotate": True}
     with hooks(loop, every_n_steps=every, **options) as timer:
@@ -682,7 +632,7 @@ def test_a_timer_that_is_removed_by_its_own_observer_stays_removed(
     assert ranges[-1] is None
 
 
-def test_a_timer_at_rest_takes_no_evaluation_for_a_call_of_the_model(
+def test_evaluation_between_timed_steps_is_not_a_model_call(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = nn.Linear(1, 1)
@@ -709,7 +659,7 @@ class Epochs(DataLoader[Any]):
         return batches(self.gpu, 3, copy_ms=1.0)
 
 
-def test_the_steps_of_a_loader_are_iterated_in_every_epoch(loop: Loop) -> None:
+def test_steps_object_is_reused_in_every_epoch(loop: Loop) -> None:
     own = Epochs(loop.gpu)
     with hooks(loop, warmup_steps=0) as timer:
         loader = timer.steps(own)
@@ -723,7 +673,7 @@ def test_the_steps_of_a_loader_are_iterated_in_every_epoch(loop: Loop) -> None:
     assert steps(timer) == [STEP_MS] * 9
 
 
-def test_a_loop_that_is_left_is_begun_anew_by_the_next(loop: Loop) -> None:
+def test_steps_object_restarts_after_break(loop: Loop) -> None:
     with hooks(loop) as timer:
         loader = timer.steps(Epochs(loop.gpu))
         for x in loader:
@@ -734,7 +684,7 @@ def test_a_loop_that_is_left_is_begun_anew_by_the_next(loop: Loop) -> None:
     assert steps(timer) == [STEP_MS] * 4
 
 
-def test_steps_have_all_that_their_loader_has(loop: Loop) -> None:
+def test_steps_object_has_the_attributes_of_its_loader(loop: Loop) -> None:
     own = Epochs(loop.gpu)
     with hooks(loop) as timer:
         loader = timer.steps(own)
@@ -747,7 +697,7 @@ def test_steps_have_all_that_their_loader_has(loop: Loop) -> None:
             len(timer.steps(iter(own)))
 
 
-def test_a_loop_goes_on_with_what_next_has_begun_and_is_over_with_an_iterator(loop: Loop) -> None:
+def test_loop_continues_an_iterator_that_next_has_started(loop: Loop) -> None:
     with hooks(loop) as timer:
         loader = iter(timer.steps(Epochs(loop.gpu).__iter__()))
         loop.train(next(loader))
@@ -759,14 +709,14 @@ def test_a_loop_goes_on_with_what_next_has_begun_and_is_over_with_an_iterator(lo
         next(iter(GPUPhaseHooks(loop.model, loop.optimizer, _clock=loop.gpu).steps([1])))
 
 
-def test_a_for_runs_over_the_generator_itself(loop: Loop) -> None:
+def test_iter_of_steps_is_one_generator(loop: Loop) -> None:
     with hooks(loop) as timer:
         items = iter(timer.steps([1, 2]))
         assert inspect.isgenerator(items)
         assert items is iter(items)
 
 
-def test_hooks_only_with_backward_named_by_hand(loop: Loop) -> None:
+def test_wrap_backward_false_leaves_backward_to_a_named_phase(loop: Loop) -> None:
     before = AUTOGRAD._engine_run_backward
     with hooks(loop, wrap_backward=False) as timer:
         assert AUTOGRAD._engine_run_backward is before
@@ -780,13 +730,11 @@ def test_hooks_only_with_backward_named_by_hand(loop: Loop) -> None:
     assert steps(timer) == [{**STEP_MS, "optimizer": 3.0}] * 3
 
 
-def test_data_parallel_is_refused_on_several_devices_alone(loop: Loop) -> None:
+def test_data_parallel_is_refused_only_on_several_devices(loop: Loop) -> None:
     parallel = nn.DataParallel(loop.model)
     # On one device it calls the module in the loop's thread.
     loop.model = parallel
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(2)):
-            loop.train(x)
+    timer = train_loop(loop, 2)
     assert steps(timer) == [STEP_MS] * 2
     parallel.device_ids = [0, 1]
     model = nn.Sequential(parallel)
@@ -794,7 +742,7 @@ def test_data_parallel_is_refused_on_several_devices_alone(loop: Loop) -> None:
         GPUPhaseHooks(model)
 
 
-def test_a_cell_that_is_run_twice_leaves_nothing_behind(loop: Loop) -> None:
+def test_notebook_cell_run_twice_leaves_nothing(loop: Loop) -> None:
     bare = installed(loop.model, loop.optimizer)
     timer = hooks(loop).attach()
     timer = hooks(loop).attach()

@@ -10,15 +10,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, between_batches, steps
-from fake_lightning import Loader, MemoryLogger, Model, trainer
+from fake_lightning import Loader, MemoryLogger, Model, fit, timer_of, trainer
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseTimer, PhaseTimeMetric, StepTimes
-
-
-def timer_of(gpu: FakeGPU, **options: Any) -> GPUPhaseTimer:
-    return GPUPhaseTimer(_clock=gpu, print_summary=False, **{"warmup_steps": 0, **options})
-
 
 # Where an epoch begins
 
@@ -26,7 +21,7 @@ def timer_of(gpu: FakeGPU, **options: Any) -> GPUPhaseTimer:
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("max_epochs", [1, 2])
-def test_a_run_that_goes_on_in_the_middle_of_an_epoch_is_timed_from_its_first_fetch(
+def test_run_resumed_within_an_epoch_is_timed_from_its_first_fetch(
     gpu: FakeGPU, max_epochs: int, tmp_path: Path
 ) -> None:
     saves = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
@@ -56,7 +51,7 @@ class Finds(pl.Callback):
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("log_every_n_steps", [2, 3, 50])
-def test_at_an_epochs_end_the_means_are_there_whatever_the_order_of_the_callbacks(
+def test_epoch_end_hooks_find_the_means_in_any_callback_order(
     gpu: FakeGPU, log_every_n_steps: int, first: bool
 ) -> None:
     finds, timer = Finds("on_train_epoch_end"), timer_of(gpu)
@@ -72,7 +67,7 @@ def test_at_an_epochs_end_the_means_are_there_whatever_the_order_of_the_callback
 
 @pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_end"])
 @pytest.mark.parametrize("first", [False, True])
-def test_early_stopping_and_checkpoints_can_watch_a_phase_from_the_first_epoch_on(
+def test_early_stopping_and_checkpoints_monitor_a_phase_from_the_first_epoch(
     gpu: FakeGPU, hook: str, first: bool, tmp_path: Path
 ) -> None:
     at_epoch_end = hook == "on_train_epoch_end"
@@ -90,7 +85,7 @@ def test_early_stopping_and_checkpoints_can_watch_a_phase_from_the_first_epoch_o
     assert save.best_model_score == sum(STEP_MS.values())
 
 
-def test_what_is_read_at_an_epochs_end_is_counted_once(gpu: FakeGPU) -> None:
+def test_steps_resolved_at_an_epoch_end_are_counted_once(gpu: FakeGPU) -> None:
     class Slower(Loader):
         def __iter__(self) -> Any:
             for i, batch in enumerate(super().__iter__()):
@@ -109,7 +104,7 @@ def test_what_is_read_at_an_epochs_end_is_counted_once(gpu: FakeGPU) -> None:
 # Where a validation begins
 
 
-def test_what_hooks_and_loggers_take_before_a_validation_belongs_to_the_step(gpu: FakeGPU) -> None:
+def test_hooks_and_loggers_before_a_validation_belong_to_the_step(gpu: FakeGPU) -> None:
     class Logs(MemoryLogger):
         def log_metrics(self, *args: Any, **kwargs: Any) -> None:
             gpu.work(0.5)
@@ -138,7 +133,7 @@ def test_what_hooks_and_loggers_take_before_a_validation_belongs_to_the_step(gpu
 
 @pytest.mark.parametrize("accumulate", [2, 3, 4])
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_what_hooks_take_before_a_validation_inside_an_accumulation_belongs_to_the_step(
+def test_hooks_before_a_validation_inside_an_accumulation_belong_to_the_step(
     gpu: FakeGPU, accumulate: int, every: int
 ) -> None:
     class Long(Model):
@@ -210,7 +205,7 @@ class Samples(pl.Callback):
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
-def test_calls_of_the_model_by_other_callbacks_are_no_forward(
+def test_model_calls_of_other_callbacks_are_not_forward(
     gpu: FakeGPU, hook: str, first: bool
 ) -> None:
     timer, samples = timer_of(gpu), Samples(hook)
@@ -221,19 +216,18 @@ def test_calls_of_the_model_by_other_callbacks_are_no_forward(
 
 
 @pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer"])
-def test_a_module_that_augments_batches_is_no_forward(gpu: FakeGPU, hook: str) -> None:
+def test_module_that_augments_batches_is_data(gpu: FakeGPU, hook: str) -> None:
     class Augments(Model):
         def augment(self, batch: Tensor, dataloader_idx: int) -> Tensor:
             self.net(batch)
             return batch
 
     setattr(Augments, hook, Augments.augment)
-    timer = timer_of(gpu)
-    trainer(timer).fit(Augments(gpu), Loader(gpu, 3))
+    timer = fit(gpu, Augments(gpu))
     assert steps(timer) == [{**STEP_MS, "data": 1.0 + 4.0}] * 3
 
 
-def test_calls_of_the_model_between_two_batches_of_a_validation_are_no_forward(
+def test_model_calls_between_validation_batches_are_not_forward(
     gpu: FakeGPU,
 ) -> None:
     logger = MemoryLogger()
@@ -269,7 +263,7 @@ class Transfers(Model):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_data_is_split_into_what_the_trainer_does_there(gpu: FakeGPU, first: bool) -> None:
+def test_data_is_split_into_fetch_and_copy(gpu: FakeGPU, first: bool) -> None:
     timer, slow = timer_of(gpu), Slow(gpu)
     trainer(*([slow, timer] if first else [timer, slow])).fit(Transfers(gpu), Loader(gpu, 3))
     parts = {"data/fetch": 1.0, "data/copy": 2.0}
@@ -280,7 +274,7 @@ def test_data_is_split_into_what_the_trainer_does_there(gpu: FakeGPU, first: boo
     assert steps(timer)[1] == {**STEP_MS, "data": 6.0, "callbacks": 10.0}
 
 
-def test_the_start_of_the_loaders_workers_is_the_fetch(gpu: FakeGPU) -> None:
+def test_start_of_the_loader_workers_is_data_fetch(gpu: FakeGPU) -> None:
     class Starts(Loader):
         def __iter__(self) -> Any:
             gpu.work(32.0)
@@ -305,7 +299,7 @@ def test_parts_of_data_in_accumulated_micro_batches_add_up(gpu: FakeGPU) -> None
     }
 
 
-def test_a_callback_that_takes_long_is_named_and_is_no_input(gpu: FakeGPU) -> None:
+def test_slow_callback_is_named_and_not_input_bound(gpu: FakeGPU) -> None:
     timer, logger = timer_of(gpu, warmup_steps=1), MemoryLogger()
     trainer(timer, Slow(gpu), logger=logger).fit(Model(gpu), Loader(gpu, 3))
     summary = timer.summary()
@@ -357,14 +351,13 @@ def test_a_fit_inside_a_callback_counts_for_the_callback(gpu: FakeGPU) -> None:
         def on_before_zero_grad(self, *_: Any) -> None:
             trainer().fit(OfAnother(gpu), Loader(gpu, 2))
 
-    timer = timer_of(gpu)
-    trainer(timer, Nested()).fit(Model(gpu), Loader(gpu, 3))
+    timer = fit(gpu, Model(gpu), callbacks=[Nested()])
     name = "callbacks/Nested.on_before_zero_grad"
     assert [step[name] for step in between_batches(timer)] == [23.0] * 3
     assert [step["forward"] for step in steps(timer)] == [4.0] * 3
 
 
-def test_a_checkpoint_of_every_step_is_no_input(gpu: FakeGPU, tmp_path: Path) -> None:
+def test_checkpoint_in_every_step_is_not_input_bound(gpu: FakeGPU, tmp_path: Path) -> None:
     class Saves(Model):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             gpu.work(20.0)
@@ -379,7 +372,7 @@ def test_a_checkpoint_of_every_step_is_no_input(gpu: FakeGPU, tmp_path: Path) ->
     assert re.search(r"^  checkpoints +20\.000 ", str(timer.summary()), re.MULTILINE)
 
 
-def test_the_question_whether_to_end_is_a_wait_for_other_ranks(
+def test_sigterm_broadcast_is_a_wait_for_other_ranks(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as EpochLoop
@@ -405,7 +398,7 @@ def test_the_question_whether_to_end_is_a_wait_for_other_ranks(
     assert "_broadcast_sigterm_tensor" not in vars(runner.fit_loop.epoch_loop)
 
 
-def test_an_error_in_what_the_trainer_tells_ends_the_timing_alone(
+def test_error_in_a_trainer_event_ends_only_the_timing(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("lightning_gputime._fit.Fit.fetch_begins", lambda _: 1 / 0)
@@ -427,7 +420,7 @@ def micro_batches(*numbers: int) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_step_ends_at_the_update_where_a_callback_changes_the_accumulation(
+def test_step_ends_at_the_update_when_a_callback_changes_the_accumulation(
     gpu: FakeGPU, first: bool
 ) -> None:
     class Changes(pl.Callback):
@@ -443,7 +436,7 @@ def test_a_step_ends_at_the_update_where_a_callback_changes_the_accumulation(
     assert timer.summary().skipped_updates == 0
 
 
-def test_a_step_ends_at_the_update_where_the_module_leaves_updates_out(gpu: FakeGPU) -> None:
+def test_step_ends_at_the_update_when_the_module_leaves_updates_out(gpu: FakeGPU) -> None:
     class Seldom(Model):
         def optimizer_step(
             self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
@@ -453,8 +446,7 @@ def test_a_step_ends_at_the_update_where_the_module_leaves_updates_out(gpu: Fake
             else:
                 optimizer_closure()
 
-    timer = timer_of(gpu)
-    trainer(timer).fit(Seldom(gpu), Loader(gpu, 7))
+    timer = fit(gpu, Seldom(gpu), n=7)
     last = {name: ms for name, ms in STEP_MS.items() if name != "optimizer"}
     assert steps(timer) == [*micro_batches(3, 3), last]
     assert timer.history()["step"].tolist() == [2, 5, 6]
@@ -462,15 +454,14 @@ def test_a_step_ends_at_the_update_where_the_module_leaves_updates_out(gpu: Fake
     assert timer.summary().skipped_updates == 1
 
 
-def test_where_no_update_ever_shows_the_trainers_count_is_taken(gpu: FakeGPU) -> None:
+def test_steps_follow_the_trainer_when_no_update_is_visible(gpu: FakeGPU) -> None:
     class Hides(Model):
         def optimizer_step(
             self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
         ) -> None:
             optimizer_closure()
 
-    timer = timer_of(gpu)
-    trainer(timer).fit(Hides(gpu), Loader(gpu, 104))
+    timer = fit(gpu, Hides(gpu), n=104)
     assert timer.history()["step"].tolist() == [100, 101, 102, 103]
 
 
@@ -501,7 +492,7 @@ class Breaks(pl.Callback):
 @pytest.mark.parametrize("others", [[], [Breaks()]], ids=["it ends", "it fails"])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
-def test_a_validation_by_another_trainer_inside_a_fit_loses_no_step(
+def test_validation_by_another_trainer_inside_a_fit_loses_no_step(
     gpu: FakeGPU, hook: str, first: bool, others: list[pl.Callback]
 ) -> None:
     timer = timer_of(gpu)
@@ -511,7 +502,7 @@ def test_a_validation_by_another_trainer_inside_a_fit_loses_no_step(
     assert steps(timer) == [STEP_MS] * 4
 
 
-def test_a_validation_by_the_same_trainer_which_breaks_the_fit_keeps_what_has_ended(
+def test_validation_that_breaks_the_fit_keeps_the_ended_steps(
     gpu: FakeGPU,
 ) -> None:
     class Again(pl.Callback):
@@ -631,7 +622,7 @@ def test_the_file_that_a_lightning_cli_saves_can_be_run_again(
         path = tmp_path / "config.yaml"
 
 
-def test_a_run_of_warm_up_alone_prints_its_table_and_says_so(
+def test_run_that_is_all_warm_up_prints_a_labelled_table(
     gpu: FakeGPU, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timer = GPUPhaseTimer(_clock=gpu)
@@ -735,9 +726,7 @@ class ByHand(Model):
 
 
 @pytest.mark.parametrize("validates", [False, True])
-def test_an_update_at_an_epochs_end_ends_the_step_of_its_batches(
-    gpu: FakeGPU, validates: bool
-) -> None:
+def test_update_at_an_epoch_end_ends_the_step_of_its_batches(gpu: FakeGPU, validates: bool) -> None:
     timer = timer_of(gpu)
     validation = Loader(gpu, 2) if validates else None
     trainer(timer, max_epochs=2).fit(ByHand(gpu), Loader(gpu, 3), validation)
@@ -761,8 +750,7 @@ class UpdatesLate(ByHand):
 
 
 def test_an_update_in_the_hook_at_the_end_of_its_batch_ends_the_step(gpu: FakeGPU) -> None:
-    timer = timer_of(gpu)
-    trainer(timer, max_epochs=2).fit(UpdatesLate(gpu), Loader(gpu, 3))
+    timer = fit(gpu, UpdatesLate(gpu), max_epochs=2)
     assert steps(timer) == [{**STEP_MS}] * 6
     assert timer.history()["step"].tolist() == [*range(6)]
 
@@ -782,9 +770,8 @@ class WithoutOptimizer(ByHand):
 
 
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.*")
-def test_every_batch_is_a_step_where_there_is_no_optimizer(gpu: FakeGPU) -> None:
-    timer = timer_of(gpu)
-    trainer(timer, max_epochs=2).fit(WithoutOptimizer(gpu), Loader(gpu, 3))
+def test_every_batch_is_a_step_without_an_optimizer(gpu: FakeGPU) -> None:
+    timer = fit(gpu, WithoutOptimizer(gpu), max_epochs=2)
     assert [one["forward"] for one in steps(timer)] == [4.0] * 6
     assert timer.summary().skipped_updates == 0
 
@@ -802,19 +789,22 @@ def test_two_timers_with_the_same_keys_are_refused_before_training(
     assert not steps(timer)
 
 
-def test_two_timers_with_keys_of_their_own_are_not_told(
+def test_two_timers_with_different_prefixes_do_not_warn(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     timers = timer_of(gpu, prefix="one"), timer_of(gpu, prefix="two")
-    trainer(*timers).fit(Model(gpu), Loader(gpu, 2))
+    runner, model = trainer(*timers), Model(gpu)
+    runner.fit(model, Loader(gpu, 2))
     assert [steps(timer) for timer in timers] == [[STEP_MS] * 2] * 2
+    assert "zero_grad" not in vars(runner.optimizers[0])
+    assert not any(module._forward_hooks for module in model.modules())
     assert not [one for one in caplog.records if one.name == "lightning_gputime"]
 
 
 # Fits one after another, and inside one another
 
 
-def test_a_fit_in_a_callback_of_a_fit_has_a_timer_of_its_own(gpu: FakeGPU) -> None:
+def test_nested_fit_with_another_timer_is_timed(gpu: FakeGPU) -> None:
     class Fits(pl.Callback):
         def on_train_epoch_end(self, *_: Any) -> None:
             trainer(inner).fit(Model(gpu), Loader(gpu, 2))
@@ -825,7 +815,7 @@ def test_a_fit_in_a_callback_of_a_fit_has_a_timer_of_its_own(gpu: FakeGPU) -> No
     assert steps(inner) == [STEP_MS] * 2
 
 
-def test_a_fit_after_one_that_raised_is_a_new_measurement(gpu: FakeGPU) -> None:
+def test_fit_after_a_failed_fit_is_a_new_measurement(gpu: FakeGPU) -> None:
     class Breaks(Model):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             if batch_idx == 2:
@@ -843,14 +833,14 @@ def test_a_fit_after_one_that_raised_is_a_new_measurement(gpu: FakeGPU) -> None:
 # Words
 
 
-def test_a_fits_shares_are_logged_in_a_row_of_its_last_epoch(gpu: FakeGPU) -> None:
+def test_fit_shares_are_logged_in_the_row_of_the_last_epoch(gpu: FakeGPU) -> None:
     logger = MemoryLogger()
     trainer(timer_of(gpu, log=["fit"]), logger=logger, max_epochs=2).fit(Model(gpu), Loader(gpu, 3))
     [(step, row)] = [call for call in logger.calls if "phase_time/fit/wall_s" in call[1]]
     assert (step, row["epoch"]) == (5, 1)
 
 
-def test_a_callback_whose_name_has_a_slash_is_one_part_of_data(gpu: FakeGPU) -> None:
+def test_slash_in_a_callback_name_is_replaced(gpu: FakeGPU) -> None:
     timer = timer_of(gpu)
     odd = type("Odd/Name", (Slow,), {})
     trainer(timer, odd(gpu)).fit(Model(gpu), Loader(gpu, 8))

@@ -19,6 +19,7 @@ import pytest
 from fake_gpu import STEP_MS, FakeGPU
 from fake_lightning import Loader, Model, fit, trainer
 from fake_loop import Loop, hooks
+from fake_loop import train as train_loop
 from lightning.pytorch.loggers import (
     CSVLogger,
     Logger,
@@ -194,9 +195,7 @@ def test_a_plain_loop_gives_the_chart_once_and_a_writer_that_fails_is_no_error(
 
     loop = Loop(gpu)
     writer, fails = Writer(), Fails()
-    with hooks(loop, logger=[fails, writer], log_every_n_steps=1, prefix="a.b") as timer:
-        for x in timer.steps(loop.batches(3)):
-            loop.train(x)
+    train_loop(loop, 3, logger=[fails, writer], log_every_n_steps=1, prefix="a.b")
     [layout] = writer.layouts
     assert layout["a.b"]["step (ms)"] == ["Multiline", [r"^a\.b/step_ms$"]]
     assert len(writer.logged) == len(fails.logged) == 3
@@ -307,9 +306,7 @@ def test_comet_offline(gpu: FakeGPU, tmp_path: Path) -> None:
     # Comet's own experiment: Lightning's CometLogger stores nothing when it is offline.
     experiment = comet_ml.OfflineExperiment(offline_directory=str(tmp_path), project_name="p")
     loop = Loop(gpu)
-    with hooks(loop, logger=experiment, log_every_n_steps=2) as timer:
-        for x in timer.steps(loop.batches(5)):
-            loop.train(x)
+    train_loop(loop, 5, logger=experiment, log_every_n_steps=2)
     experiment.end()
     [path] = tmp_path.glob("*.zip")
     found = defaultdict(list)

@@ -10,7 +10,7 @@ import pytorch_lightning
 import torch
 from conftest import hooks_of
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, between_batches, steps
-from fake_lightning import Loader, MemoryLogger, Model, fit, trainer
+from fake_lightning import Loader, MemoryLogger, Model, fit, timer_of, trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
@@ -21,8 +21,6 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor
-
-from lightning_gputime import GPUPhaseTimer
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +65,7 @@ def test_every_precision_and_clipping(gpu: FakeGPU, options: dict[str, Any]) -> 
     assert timer.summary().skipped_updates == 0
 
 
-def test_clipping_of_ones_own_is_optimizer(gpu: FakeGPU) -> None:
+def test_configure_gradient_clipping_is_optimizer(gpu: FakeGPU) -> None:
     class Clips(Model):
         def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
             gpu.work(3.0)
@@ -81,7 +79,7 @@ def test_a_skipped_update_is_marked_and_counted(gpu: FakeGPU) -> None:
             loss = super().loss(x)
             return loss * float("inf") if self.global_step == 1 else loss
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, _lag=0)
+    timer = timer_of(gpu, _lag=0)
     skipped: list[bool] = []
 
     class Look(pl.Callback):
@@ -136,7 +134,7 @@ def test_a_gradient_accumulation_scheduler(gpu: FakeGPU) -> None:
 
 
 def test_validation_in_the_middle_of_an_accumulation(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     trainer(timer, accumulate_grad_batches=2, val_check_interval=3).fit(
         Model(gpu), Loader(gpu, 6), Loader(gpu, 2)
     )
@@ -175,7 +173,7 @@ def test_a_skipped_update_in_manual_optimization_ends_the_step(gpu: FakeGPU) -> 
 # The course of a run
 
 
-def test_training_step_with_an_iterator_fetches_in_other(gpu: FakeGPU) -> None:
+def test_fetch_of_a_dataloader_iter_step_is_other(gpu: FakeGPU) -> None:
     class Fetches(Model):
         def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
             batch, _, _ = next(dataloader_iter)
@@ -192,7 +190,7 @@ def test_training_step_with_an_iterator_fetches_in_other(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_an_lr_scheduler_is_data(gpu: FakeGPU, interval: str) -> None:
+def test_lr_scheduler_is_data(gpu: FakeGPU, interval: str) -> None:
     class Schedules(Model):
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
@@ -232,7 +230,7 @@ def test_work_of_other_callbacks_in_the_same_hooks(gpu: FakeGPU, first: bool) ->
         def on_train_batch_end(self, *_: Any) -> None:
             gpu.work(256.0)
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     callbacks = [Works(), timer] if first else [timer, Works()]
     trainer(*callbacks).fit(Model(gpu), Loader(gpu, 3))
     # What is before ours in the list ends before the step does, the rest is the next step's.
@@ -276,7 +274,7 @@ def test_overfit_batches_max_steps_and_early_stop(gpu: FakeGPU) -> None:
 
     assert steps(fit(gpu, Model(gpu), n=5, max_epochs=4, callbacks=[Stops()])) == [STEP_MS] * 3
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     data: Any = torch.ones(8, 2)
     loader: Any = torch.utils.data.DataLoader(data, batch_size=2)
     trainer(timer, overfit_batches=2, max_epochs=3).fit(Model(gpu), loader)
@@ -288,7 +286,7 @@ def test_fit_after_test_validate_and_predict(gpu: FakeGPU) -> None:
         def test_step(self, batch: Tensor, batch_idx: int) -> None:
             self(batch)
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     runner, model = trainer(timer), Evaluates(gpu)
     runner.test(model, Loader(gpu, 2), verbose=False)
     runner.validate(model, Loader(gpu, 2), verbose=False)
@@ -298,11 +296,11 @@ def test_fit_after_test_validate_and_predict(gpu: FakeGPU) -> None:
     assert steps(timer) == [STEP_MS] * 3
 
 
-def test_resuming_from_a_checkpoint_goes_on_counting(gpu: FakeGPU, tmp_path: Path) -> None:
+def test_resuming_from_a_checkpoint_continues_the_step_count(gpu: FakeGPU, tmp_path: Path) -> None:
     runner = trainer()
     runner.fit(Model(gpu), Loader(gpu, 3))
     runner.save_checkpoint(tmp_path / "last.ckpt")
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     logger = MemoryLogger()
     runner = trainer(timer, max_epochs=2, logger=logger, log_every_n_steps=2)
     runner.fit(Model(gpu), Loader(gpu, 3), ckpt_path=tmp_path / "last.ckpt")
@@ -313,7 +311,9 @@ def test_resuming_from_a_checkpoint_goes_on_counting(gpu: FakeGPU, tmp_path: Pat
 
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
 @pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
-def test_the_trainers_own_profilers_run_beside(gpu: FakeGPU, profiler: str, tmp_path: Path) -> None:
+def test_trainer_profilers_run_at_the_same_time(
+    gpu: FakeGPU, profiler: str, tmp_path: Path
+) -> None:
     timer = fit(gpu, Model(gpu), profiler=profiler, default_root_dir=tmp_path)
     assert steps(timer) == [STEP_MS] * 3
 
@@ -347,7 +347,7 @@ class Sized(Model):
 def test_the_finders_trials_are_not_steps(
     gpu: FakeGPU, make: Callable[[], pl.Callback], tmp_path: Path
 ) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     runner = trainer(timer, make(), default_root_dir=tmp_path, enable_checkpointing=True)
     model = Sized(gpu)
     runner.fit(model)
@@ -355,7 +355,7 @@ def test_the_finders_trials_are_not_steps(
     assert steps(timer)[-1] == {**STEP_MS, "data": 0.0, "optimizer": 0.0}
 
 
-def test_callbacks_of_pytorch_lightning_end_where_its_batch_begins(gpu: FakeGPU) -> None:
+def test_pytorch_lightning_trainer_is_timed(gpu: FakeGPU) -> None:
     class Net(pytorch_lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -372,7 +372,7 @@ def test_callbacks_of_pytorch_lightning_end_where_its_batch_begins(gpu: FakeGPU)
         def on_train_batch_start(self, *_: Any) -> None:
             gpu.work(0.5)
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     pytorch_lightning.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -408,14 +408,14 @@ def test_the_optimizer_of_a_callback_ends_no_step(gpu: FakeGPU, is_first: bool) 
         def on_train_batch_end(self, *_: Any) -> None:
             optimizer.step()
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     callbacks = [Probe(), timer] if is_first else [timer, Probe()]
     trainer(*callbacks, accumulate_grad_batches=3).fit(model, Loader(gpu, 6))
     assert timer.history()["step"].tolist() == [0, 1]
     assert [(step["forward"], step["optimizer"]) for step in steps(timer)] == [(12.0, 2.0)] * 2
 
 
-def test_what_the_module_does_where_an_epoch_begins_is_no_fetch(gpu: FakeGPU) -> None:
+def test_module_hook_at_an_epoch_start_is_not_data_fetch(gpu: FakeGPU) -> None:
     class Clusters(Model):
         def on_train_epoch_start(self) -> None:
             gpu.work(200.0)
@@ -462,7 +462,7 @@ def test_a_model_call_between_the_backward_and_the_update(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`")
-def test_the_loss_of_a_micro_batch_without_a_backward_is_no_forward(
+def test_loss_of_a_micro_batch_without_a_backward_is_not_forward(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Lightning warns once in a process, and another test wants to see it.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_gpu import Adder, FakeAllocator, FakeGPU, Layer, steps, work
 from fake_lightning import MemoryLogger, Model, fit
-from fake_loop import Logger, Loop, hooks, timed_indices
+from fake_loop import Logger, Loop, hooks, timed_indices, train
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, MemorySummary, load
@@ -206,9 +206,7 @@ def test_the_times_are_the_same(gpu: FakeGPU) -> None:
         gpu = FakeGPU()
         FakeAllocator(gpu)
         loop = Loop(gpu)
-        with hooks(loop, memory=memory) as timer:
-            for x in timer.steps(loop.batches(30)):
-                loop.train(x)
+        timer = train(loop, 30, memory=memory)
         of_two.append((steps(timer), gpu.waits))
     assert of_two[0] == of_two[1]
 
@@ -450,9 +448,7 @@ def test_a_device_that_does_not_count_is_told(
 
     Bare(gpu)
     loop = Loop(gpu)
-    with hooks(loop, memory=True) as timer:
-        for x in timer.steps(loop.batches(2)):
-            loop.train(x)
+    timer = train(loop, 2, memory=True)
     assert caplog.text.count("cannot be read") == 1
     assert len(steps(timer)) == 2
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import FakeGPU
-from fake_loop import Loop, hooks
+from fake_loop import Loop, hooks, train
 from torch import Tensor
 from torchmetrics import MeanMetric, MetricCollection
 
@@ -90,9 +90,7 @@ def test_forward_adds_a_step_once() -> None:
 def test_in_a_plain_loop_and_in_a_collection(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     collection = MetricCollection({"phases": PhaseTimeMetric(), "again": PhaseTimeMetric()})
-    with hooks(loop, observers=[collection]) as timer:
-        for x in timer.steps(loop.batches(5)):
-            loop.train(x)
+    train(loop, 5, observers=[collection])
     values = collection.compute()
     assert values["phases_forward_ms"].item() == 4.0
     assert values["again_backward_ms"].item() == 8.0
@@ -147,9 +145,7 @@ def test_an_on_step_that_raises_ends_itself_and_nothing_else(
     def fail(times: StepTimes) -> None:
         raise RuntimeError("no disk left")
 
-    with hooks(loop, observers=[fail]) as timer:
-        for x in timer.steps(loop.batches(5)):
-            loop.train(x)
+    timer = train(loop, 5, observers=[fail])
     assert timer.summary().steps == 5
     assert caplog.text.count("no disk left") == 1
     with pytest.raises(TypeError, match="observers must be a list of functions"):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from fake_loop import Logger, Loop, hooks
+from fake_loop import train as train_loop
 
 from lightning_gputime import SlowStep, StepTimes
 
@@ -79,9 +80,7 @@ def test_a_log_has_an_observers_metrics_of_the_same_steps(loop: Loop, every: int
 
     logger = Logger()
     options: dict[str, Any] = {"observers": [Newest()], "log_every_n_steps": every}
-    with hooks(loop, logger=logger, **options) as timer:
-        for x in timer.steps(loop.batches(100)):
-            loop.train(x)
+    train_loop(loop, 100, logger=logger, **options)
     newest = [(step, metrics["phase_time/newest"]) for step, metrics in logger.calls]
     assert newest == [(step, step) for step in range(every - 1, 100, every)]
 

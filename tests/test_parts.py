@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import installed
-from fake_gpu import Adder, FakeGPU, Layer, batches, work
+from fake_gpu import Adder, FakeGPU, Layer, batches, steps, work
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,31 +26,143 @@ class Net(nn.Module):
         return result
 
 
-FORWARD = {"forward": 7.5, "forward/body": 3.0, "forward/head": 4.0}
-BACKWARD = {"backward": 15.0, "backward/body": 6.0, "backward/head": 8.0}
+class Chain(nn.Module):
+    """An embedding of 10 ms in backward, glue of 100, and a body of 2 + 4."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__()
+        self.gpu = gpu
+        self.emb = Layer(gpu, 1.0, 10.0)
+        self.body: Any = nn.Sequential(Layer(gpu, 1.0, 2.0), Layer(gpu, 1.0, 4.0))
+        self.drop = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = work(self.emb(x), self.gpu, 1.0, 100.0)
+        result: Tensor = self.body(self.drop(x))
+        return result
+
+
+class Keyword(Chain):
+    """The same, whose body gets its input by keyword."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = work(self.emb(x), self.gpu, 1.0, 100.0)
+        result: Tensor = self.body(input=hidden)
+        return result
+
+
+class NamedInside(nn.Module):
+    """A body of 3 + 6 ms, in which a phase with a module of 1 + 2 ms is named."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__()
+        self.gpu, self.inner = gpu, Layer(gpu, 1.0, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with phase("augment"):
+            x = self.inner(x)
+        return work(x, self.gpu, 3.0, 6.0)
+
+
+class NamedChain(Chain):
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__(gpu)
+        self.body = NamedInside(gpu)
+
+
+def call_head_again(net: Any, x: Tensor) -> Tensor:
+    result: Tensor = net.head(net(x))
+    return result
+
+
+def checkpoint_body(net: Any, x: Tensor) -> Tensor:
+    result: Tensor = net.head(checkpoint(net.body, x.requires_grad_(), use_reentrant=False))
+    return result
 
 
 def train(gpu: FakeGPU, model: nn.Module, modules: Any, call: Any = None) -> list[dict[str, float]]:
+    """Train for three steps, and return forward and backward with their sub-phases."""
     optimizer = Adder(model.parameters(), gpu, 2.0)
     bare = installed(*model.modules())
-    timer = GPUPhaseHooks(model, optimizer, _clock=gpu, modules=modules, _lag=0)
-    found = []
-    with timer:
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, modules=modules, _lag=0) as timer:
         for x in timer.steps(batches(gpu, 3)):
             (call or model)(x).sum().backward()
             optimizer.step()
-            timer.flush()
-        timer.flush()
-    for record in timer._results._copy()[0]:
-        times = record.times()
-        names = ("forward", "backward")
-        found.append({k: v for k, v in times.phase_ms.items() if k.startswith(names)})
     assert installed(*model.modules()) == bare
-    return found
+    return [
+        {name: ms for name, ms in step.items() if name.startswith(("forward", "backward"))}
+        for step in steps(timer)
+    ]
 
 
-def test_forward_and_backward_are_split_and_parents_stay_sums(gpu: FakeGPU) -> None:
-    assert train(gpu, Net(gpu), ["body", "head"]) == [{**FORWARD, **BACKWARD}] * 3
+BOTH = {"forward": 7.5, "forward/body": 3.0, "backward": 15.0, "backward/body": 6.0}
+HEAD = {"forward/head": 4.0, "backward/head": 8.0}
+CHAIN = {"forward": 4.0, "backward": 116.0}
+IN_CHAIN = {**CHAIN, "forward/body": 2.0, "backward/body": 6.0}
+
+
+@pytest.mark.parametrize(
+    ("make", "modules", "call", "expected"),
+    [
+        (Net, ["body", "head"], None, {**BOTH, **HEAD}),
+        (
+            Net,
+            ["body.0"],
+            None,
+            {"forward": 7.5, "backward": 15.0, "forward/body.0": 1.0, "backward/body.0": 2.0},
+        ),
+        (
+            Net,
+            ["body", "body.1"],
+            None,
+            {**BOTH, "forward/body/body.1": 2.0, "backward/body/body.1": 4.0},
+        ),
+        (
+            Net,
+            ["head"],
+            call_head_again,
+            {"forward": 11.5, "forward/head": 8.0, "backward": 23.0, "backward/head": 16.0},
+        ),
+        (
+            Net,
+            ["body", "head"],
+            checkpoint_body,
+            # The glue between body and head is not called.
+            {**BOTH, **HEAD, "forward": 7.0, "backward": 17.0, "backward/body": 9.0},
+        ),
+        (
+            Chain,
+            ["body", "body.0"],
+            None,
+            {**IN_CHAIN, "forward/body/body.0": 1.0, "backward/body/body.0": 2.0},
+        ),
+        (Chain, ["drop", "body"], None, {**IN_CHAIN, "forward/drop": 0.0}),
+        (Keyword, ["body"], None, IN_CHAIN),
+        (
+            NamedChain,
+            ["body", "body.inner"],
+            None,
+            {"forward": 5.0, "forward/body": 3.0, "backward": 118.0, "backward/body": 8.0},
+        ),
+    ],
+    ids=[
+        "parents are sums",
+        "one part by name",
+        "a part inside a part",
+        "a part called twice",
+        "a checkpointed part",
+        "a part that begins with the part around it",
+        "a part that returns its input",
+        "inputs by keyword",
+        "a part inside a named phase",
+    ],
+)
+def test_sub_phases_of_each_step(
+    gpu: FakeGPU, make: Any, modules: Any, call: Any, expected: dict[str, float]
+) -> None:
+    model = make(gpu)
+    found = train(gpu, model, modules, call and (lambda x: call(model, x)))
+    assert found == [expected] * 3
 
 
 def test_the_labels_of_steps_that_are_alike_are_kept_once(gpu: FakeGPU) -> None:
@@ -62,41 +174,6 @@ def test_the_labels_of_steps_that_are_alike_are_kept_once(gpu: FakeGPU) -> None:
     _, second, *others = timer._results._newest
     assert "forward/body/body.0" in second.labels
     assert [step.labels is second.labels for step in others] == [True, True]
-
-
-def test_parts_can_be_given_by_name(gpu: FakeGPU) -> None:
-    found = train(gpu, Net(gpu), ["body.0"])
-    expected = {"forward": 7.5, "backward": 15.0, "forward/body.0": 1.0, "backward/body.0": 2.0}
-    assert found == [expected] * 3
-
-
-def test_a_part_inside_a_part_counts_for_both(gpu: FakeGPU) -> None:
-    found = train(gpu, Net(gpu), ["body", "body.1"])
-    assert found[0]["forward/body"] == 3.0
-    assert found[0]["forward/body/body.1"] == 2.0
-    assert found[0]["backward/body"] == 6.0
-    assert found[0]["backward/body/body.1"] == 4.0
-
-
-def test_a_part_that_is_called_several_times_is_the_sum(gpu: FakeGPU) -> None:
-    model = Net(gpu)
-    found = train(gpu, model, ["head"], call=lambda x: model.head(model(x)))
-    assert found[0]["forward/head"] == 8.0
-    assert found[0]["backward/head"] == 16.0
-
-
-def test_checkpointed_parts_are_recomputed_in_backward(gpu: FakeGPU) -> None:
-    model = Net(gpu)
-
-    def call(x: Tensor) -> Tensor:
-        hidden = checkpoint(model.body, x.requires_grad_(), use_reentrant=False)
-        result: Tensor = model.head(hidden)
-        return result
-
-    [first, *_] = train(gpu, model, ["body", "head"], call=call)
-    assert first["forward/body"] == 3.0
-    assert first["backward/head"] == 8.0
-    assert first["backward/body"] == 9.0
 
 
 def test_no_hook_is_left_on_an_input_that_needs_a_gradient(gpu: FakeGPU) -> None:
@@ -134,65 +211,6 @@ def test_an_unknown_part_is_refused_with_those_that_there_are(gpu: FakeGPU) -> N
         GPUPhaseHooks(Net(gpu), modules=["tail"])
 
 
-class Chain(nn.Module):
-    """An embedding of 10 ms in backward, glue of 100, and a body of 2 + 4."""
-
-    def __init__(self, gpu: FakeGPU) -> None:
-        super().__init__()
-        self.gpu = gpu
-        self.emb = Layer(gpu, 1.0, 10.0)
-        self.body = nn.Sequential(Layer(gpu, 1.0, 2.0), Layer(gpu, 1.0, 4.0))
-        self.drop = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = work(self.emb(x), self.gpu, 1.0, 100.0)
-        result: Tensor = self.body(self.drop(x))
-        return result
-
-
-def test_a_part_that_begins_with_the_part_around_it_ends_with_it_in_backward(gpu: FakeGPU) -> None:
-    [first, *_] = train(gpu, Chain(gpu), ["body", "body.0"])
-    assert first["backward/body"] == 6.0
-    assert first["backward/body/body.0"] == 2.0
-    assert first["backward"] == 116.0
-
-
-def test_a_part_that_returns_its_input_has_no_backward(gpu: FakeGPU) -> None:
-    [first, *_] = train(gpu, Chain(gpu), ["drop", "body"])
-    assert first["forward/drop"] == 0.0
-    assert first["backward/body"] == 6.0
-    assert "backward/drop" not in first
-
-
-def test_inputs_by_keyword_end_a_part_too(gpu: FakeGPU) -> None:
-    class Keyword(Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = work(self.emb(x), self.gpu, 1.0, 100.0)
-            result: Tensor = self.body(input=hidden)
-            return result
-
-    [first, *_] = train(gpu, Keyword(gpu), ["body"])
-    assert first["backward/body"] == 6.0
-
-
-def test_a_part_inside_a_phase_by_hand_does_not_upset_the_part_around_it(gpu: FakeGPU) -> None:
-    class Body(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Layer(gpu, 1.0, 2.0)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with phase("augment"):
-                x = self.inner(x)
-            return work(x, gpu, 3.0, 6.0)
-
-    model = Chain(gpu)
-    model.body = Body()  # type: ignore[assignment]
-    [first, *_] = train(gpu, model, ["body", "body.inner"])
-    assert first["forward/body"] == 3.0
-    assert first["backward/body"] == 8.0
-
-
 def test_parts_work_with_a_backward_that_is_named_by_hand(gpu: FakeGPU) -> None:
     model = Net(gpu)
     with GPUPhaseHooks(model, _clock=gpu, modules=["head"], wrap_backward=False) as timer:
@@ -200,7 +218,7 @@ def test_parts_work_with_a_backward_that_is_named_by_hand(gpu: FakeGPU) -> None:
             loss = model(x).sum()
             with timer.phase("backward"):
                 loss.backward()
-    assert timer._results._copy()[0][0].times().phase_ms["backward/head"] == 8.0
+    assert [step["backward/head"] for step in steps(timer)] == [8.0] * 2
 
 
 @pytest.mark.parametrize("modules", [{"x": nn.Linear(1, 1)}, [1], True, 1.5, {"body"}, "a/b"])

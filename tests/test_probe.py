@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, raw, steps
-from fake_lightning import Loader, Model, trainer
+from fake_lightning import Loader, Model, timer_of, trainer
 from fake_loop import Logger, timed_indices
 from torch import Tensor, nn
 
@@ -17,8 +17,6 @@ from lightning_gputime import (
 )
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._phases import EXCLUDED
-from lightning_gputime._record.clock import HostClock
-from lightning_gputime._record.recorder import Annotator
 from lightning_gputime._session import schedule
 from lightning_gputime._session.schedule import Plan, Probe, Schedule
 
@@ -208,7 +206,7 @@ def test_a_step_too_long_to_launch_is_not_probed(
 
 def test_without_a_queue_no_step_is_probed(caplog: pytest.LogCaptureFixture) -> None:
     gpu = FakeGPU()
-    summary = run(Loop(gpu), 10, _clock=HostClock()).summary()
+    summary = run(Loop(gpu), 10, _clock=None).summary()
     assert summary.probed_steps == 0
     assert "there is no device, or not the current one, whose queue could be filled" in caplog.text
 
@@ -267,7 +265,7 @@ class LaunchBound(Model):
 
 
 def test_in_lightning_across_epochs_and_validations(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, probe_every_n_steps=4)
+    timer = timer_of(gpu, probe_every_n_steps=4)
     runner = trainer(timer, max_epochs=2, val_check_interval=4)
     runner.fit(LaunchBound(gpu), Loader(gpu, 8), Loader(gpu, 2))
     summary = timer.summary()
@@ -372,7 +370,7 @@ def test_sampling_with_updates_that_do_not_follow_the_batches(gpu: FakeGPU) -> N
                 optimizer.step()
                 optimizer.zero_grad()
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, every_n_steps=2)
+    timer = timer_of(gpu, every_n_steps=2)
     trainer(timer).fit(Manual(), Loader(gpu, 48))
     assert timer.history()["step"].tolist() == [4 * i + 3 for i in timed_indices(2, 12)]
 
@@ -434,7 +432,8 @@ def test_a_profiler_sees_no_range_for_the_spin(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranges: list[str | None] = []
-    monkeypatch.setattr(Annotator, "__call__", lambda self, name: ranges.append(name))
+    path = "lightning_gputime._record.recorder.Annotator.__call__"
+    monkeypatch.setattr(path, lambda self, name: ranges.append(name))
     timer = run(Loop(gpu), 20, annotate=True)
     assert timer.summary().probed_steps == 4
     assert "forward" in ranges

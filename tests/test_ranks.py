@@ -16,6 +16,7 @@ import pytest
 import torch
 from fake_gpu import STEP_MS, FakeGPU, raw, steps
 from fake_loop import Logger, Loop, hooks, timed_indices
+from fake_loop import train as train_loop
 from processes import finish, run, start
 from torch._C._distributed_c10d import HashStore
 
@@ -550,9 +551,7 @@ def test_the_end_waits_for_other_ranks_where_they_are_logged_or_else_where_they_
     gpu: FakeGPU, exchange: FakeExchange, log: list[str], is_logged: bool
 ) -> None:
     loop, logger, exchange.is_late = Loop(gpu), RankLogger(), True
-    with hooks(loop, logger=logger, log=log) as timer:
-        for x in timer.steps(loop.batches(5)):
-            loop.train(x)
+    timer = train_loop(loop, 5, logger=logger, log=log)
     assert any(exchange.waits) == is_logged
     assert bool(logger.of_ranks()) == is_logged
     pickle.dumps(timer._results)
@@ -714,9 +713,7 @@ def test_with_log_numbers_may_be_skipped(gpu: FakeGPU, exchange: FakeExchange) -
 
 def test_without_sync_ranks_nothing_is_sent(gpu: FakeGPU, exchange: FakeExchange) -> None:
     loop = Loop(gpu)
-    with hooks(loop, sync_ranks=False) as timer:
-        for x in timer.steps(loop.batches(3)):
-            loop.train(x)
+    timer = train_loop(loop, 3, sync_ranks=False)
     assert exchange.sent == []
     assert timer.summary().ranks is None
 

@@ -37,6 +37,173 @@ def run(gpu: FakeGPU) -> Recorded:
     return recorded
 
 
+def play(run: Recorded, script: str) -> list[dict[str, float]]:
+    """Call methods of the recorder, and return the phases of each step.
+
+    A number in the script is work on the GPU (in ms), `wait` a wait of 3 ms for other ranks, and
+    `end` the end of a step. The rest are methods with their arguments.
+    """
+    for number, call in enumerate(part.strip() for part in script.split(";")):
+        name, _, text = call.partition(" ")
+        arguments = [one for one in text.split(", ") if one]
+        if name == "end":
+            run.recorder.end_step(number)
+        elif name == "probe":
+            run.recorder.start_probe(lambda: run.gpu.spin(1_000_000))
+        elif name[0].isdigit():
+            run.gpu.work(float(name))
+        elif name == "wait":
+            if run.recorder.wait_begins("<waits>"):
+                run.gpu.work(3.0)
+                run.recorder.wait_ends()
+            else:
+                run.gpu.work(3.0)
+        elif name == "pause" and arguments:
+            run.recorder.pause(since=arguments[0])
+        else:
+            getattr(run.recorder, name)(*arguments)
+    run.recorder.flush()
+    return [dict(times.phase_ms) for times in run.emitted]
+
+
+STEP = "mark forward; 4; mark backward; 6; end"
+SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
+    "a phase that did not run is absent": ("mark forward; end", [{"data": 0, "forward": 0}]),
+    "a phase that runs twice is the sum": (
+        "mark forward; 2; mark backward; 1; mark forward; 3; mark backward; 1; end",
+        [{"data": 0, "forward": 5, "backward": 2}],
+    ),
+    "begin drops what the open step held": (
+        f"{STEP}; mark forward; 50; begin; {STEP}",
+        [{"data": 0, "forward": 4, "backward": 6}] * 2,
+    ),
+    "paused time belongs to no step": (
+        f"{STEP}; 3; pause; mark forward; probe; 70; resume; resume other; 1; {STEP}",
+        [{"data": 0, "forward": 4, "backward": 6}, {"data": 1, "forward": 4, "backward": 6}],
+    ),
+    "a pause from now on keeps what was before it": (
+        "mark other; 2; pause_now; 35; pause_now; 35; resume_or_mark other; 1;"
+        "resume_or_mark backward; 4; end",
+        [{"data": 0, "other": 3, "backward": 4}],
+    ),
+    "a pause from now on keeps another phase before it": (
+        "mark forward; 2; pause_now; 35; pause_now; 35; resume_or_mark other; 1;"
+        "resume_or_mark backward; 4; end",
+        [{"data": 0, "forward": 2, "other": 1, "backward": 4}],
+    ),
+    "resume without a pause does nothing": (
+        "mark forward; resume; 1; end",
+        [{"data": 0, "forward": 1}],
+    ),
+    "a phase named while paused begins with the resume": (
+        "mark forward; pause; enter_phase export; 70; resume; 2; leave_phase export; 1; end",
+        [{"data": 1, "export": 2}],
+    ),
+    "a named phase gives back to the one before it": (
+        "mark forward; 1; enter_phase augment; 2; enter_phase crop; 4; leave_phase crop; 8;"
+        "leave_phase augment; 16; end",
+        [{"data": 0, "forward": 17, "augment": 10, "crop": 4}],
+    ),
+    "boundaries inside a named phase do not count": (
+        "enter_phase teacher; mark forward; 2; mark other; 3; leave_phase teacher; 1; end",
+        [{"data": 0, "teacher": 5, "other": 1}],
+    ),
+    "a named phase reaches across steps": (
+        "enter_phase all; 2; end; 2; end; leave_phase all; end",
+        [{"data": 0, "all": 2}, {"all": 2}, {"all": 0, "data": 0}],
+    ),
+    "data follows a named phase that ends in a later step": (
+        "mark forward; enter_phase all; end; leave_phase all; 1; end",
+        [{"data": 0, "forward": 0, "all": 0}, {"all": 0, "data": 1}],
+    ),
+    "phases that are left out of order are left": (
+        "enter_phase fetch; 1; enter_phase load; 2; leave_phase fetch; 4; leave_phase load; 8; end;"
+        "enter_phase fetch; 1; enter_phase load; 2; leave_phase fetch; 4; leave_phase load; 8; end",
+        [{"data": 8, "fetch": 1, "load": 6}] * 2,
+    ),
+    "a phase named at rest begins with the first step": (
+        "rest; enter_phase augment; 5; begin; 2; leave_phase augment; 1; end",
+        [{"data": 1, "augment": 2}],
+    ),
+    "the optimizer follows a backward named by hand": (
+        "enter_phase backward; 5; leave_phase backward; 1; enter_phase optimizer; 2;"
+        "leave_phase optimizer; 4; end",
+        [{"data": 0, "backward": 5, "optimizer": 3, "other": 4}],
+    ),
+    "mark_instead takes the time since its label, and else begins another": (
+        "mark <after forward>; 1; mark_instead <after forward>, loss; 2; mark forward; 4;"
+        "mark_instead <after forward>, loss; 8; end",
+        [{"data": 0, "loss": 11, "forward": 4}],
+    ),
+    "the mark before the last one can be renamed": (
+        "mark forward; 4; rename_before data, other; mark <after forward>; 1;"
+        "rename_before loss, data; rename_before forward, loss; end; rename_before data, loss; 1;"
+        "end",
+        [{"loss": 4, "other": 1}, {"data": 1}],
+    ),
+    "data follows a pause by hand that outlasts its step": (
+        f"mark forward; 4; enter_phase {EXCLUDED}; 16; end; 32; leave_phase {EXCLUDED}; 1; end",
+        [{"data": 0, "forward": 4}, {"data": 1}],
+    ),
+    # Waits for other ranks, of 3 ms each.
+    "a phase that is renamed takes its waits along": (
+        "mark <after forward>; 1; wait; 1; mark_instead <after forward>, loss; 2; mark forward;"
+        "wait; 4; mark <after forward>; rename_before forward, loss; mark backward; 8; end",
+        [{"data": 0, "loss": 14, "loss/comm": 6, "backward": 8}],
+    ),
+    "a pause of an evaluation takes the waits before it along": (
+        "mark forward; 4; mark other; 1; wait; pause; wait; 16; resume other; wait; end",
+        [{"data": 0, "forward": 4, "other": 3, "other/comm": 3}],
+    ),
+    "a pause by hand has no waits": (
+        f"mark forward; 4; wait; enter_phase {EXCLUDED}; wait; 13; leave_phase {EXCLUDED}; 1; wait;"
+        "end",
+        [{"data": 0, "forward": 11, "forward/comm": 6}],
+    ),
+    "a pause inside a wait ends it": (
+        f"mark forward; 4; wait_begins <waits>; 3; enter_phase {EXCLUDED}; 16; wait_ends;"
+        f"leave_phase {EXCLUDED}; 1; end",
+        [{"data": 0, "forward": 8, "forward/comm": 3}],
+    ),
+    "an evaluation is left out with its waits, and the fetch before it": (
+        "mark data; 1; wait; mark <evaluation>; 4; wait; pause <evaluation>; 16; wait; resume data;"
+        "mark data; 2; wait; mark forward; 4; end",
+        [{"data": 5, "data/comm": 3, "forward": 4}],
+    ),
+    "an evaluation leaves the waits before it": (
+        "mark forward; 4; wait; mark <evaluation>; 4; wait; pause <evaluation>; resume data; end",
+        [{"data": 0, "forward": 7, "forward/comm": 3}],
+    ),
+    "a wait inside a callback is not the loader's": (
+        "mark callbacks/Saves.on_train_batch_end; 1; wait; mark data/fetch; 2; end",
+        [
+            {
+                "data": 2,
+                "data/fetch": 2,
+                "callbacks": 4,
+                "callbacks/Saves.on_train_batch_end": 1,
+                "callbacks/comm": 3,
+            }
+        ],
+    ),
+    "a step that ended before its last waits is without them": (
+        "mark forward; 4; mark backward; 8; wait; mark optimizer; 2; mark <after update>; 1; wait;"
+        "end_at <after update>, 0",
+        [{"data": 0, "forward": 4, "backward": 11, "backward/comm": 3, "optimizer": 2}],
+    ),
+    "the next step begins where a wait does not end": (
+        "mark forward; 4; wait_begins <waits>; 3; end; 1; wait_ends; wait; end",
+        [{"data": 0, "forward": 7, "forward/comm": 3}, {"data": 4, "data/comm": 3}],
+    ),
+}
+
+
+@pytest.mark.parametrize(("script", "phases"), SCRIPTS.values(), ids=SCRIPTS)
+def test_phases_of_marks(run: Recorded, script: str, phases: list[dict[str, float]]) -> None:
+    assert play(run, script) == phases
+    assert run.gpu.spins == []
+
+
 def test_a_step_has_the_device_time_and_the_host_time_of_each_phase(
     gpu: FakeGPU, run: Recorded
 ) -> None:
@@ -80,7 +247,7 @@ def test_lag_zero_reads_a_step_when_it_ends(gpu: FakeGPU) -> None:
     assert len(gpu.waits) == 3
 
 
-def test_a_larger_lag_waits_later(gpu: FakeGPU) -> None:
+def test_larger_lag_waits_later(gpu: FakeGPU) -> None:
     run = Recorded(gpu, lag=3)
     run.recorder.begin()
     for number in range(4):
@@ -138,24 +305,6 @@ def test_the_end_of_a_step_is_the_begin_of_the_next(gpu: FakeGPU, run: Recorded)
     assert [times.phase_ms["data"] for times in run.emitted] == [1.5] * 4
 
 
-def test_a_phase_that_did_not_run_is_absent(run: Recorded) -> None:
-    run.recorder.mark("forward")
-    run.recorder.end_step(0)
-    run.recorder.flush()
-    assert set(run.emitted[0].phase_ms) == {"data", "forward"}
-
-
-def test_a_phase_that_runs_twice_is_the_sum(gpu: FakeGPU, run: Recorded) -> None:
-    for ms in (2.0, 3.0):
-        run.recorder.mark("forward")
-        gpu.work(ms)
-        run.recorder.mark("backward")
-        gpu.work(1.0)
-    run.recorder.end_step(0)
-    run.recorder.flush()
-    assert run.emitted[0].phase_ms == {"data": 0.0, "forward": 5.0, "backward": 2.0}
-
-
 def test_marks_of_the_same_label_cost_one_event(gpu: FakeGPU, run: Recorded) -> None:
     for _ in range(10):
         run.recorder.mark("forward")
@@ -183,19 +332,6 @@ def test_the_events_of_a_step_that_is_dropped_are_used_again(gpu: FakeGPU, run: 
     assert gpu.created == created + 2
 
 
-def test_begin_drops_what_the_open_step_held(gpu: FakeGPU, run: Recorded) -> None:
-    run.step(0)
-    run.recorder.mark("forward")
-    gpu.work(50.0)
-    run.recorder.begin()
-    run.step(1)
-    run.recorder.flush()
-    assert [(times.step, times.phase_ms) for times in run.emitted] == [
-        (0, {"data": 0.0, "forward": 5.0, "backward": 6.0}),
-        (1, {"data": 0.0, "forward": 4.0, "backward": 6.0}),
-    ]
-
-
 def test_a_step_that_is_dropped_leaves_the_pending_ones_their_ends(gpu: FakeGPU) -> None:
     run = Recorded(gpu, lag=3)
     run.recorder.begin()
@@ -206,136 +342,6 @@ def test_a_step_that_is_dropped_leaves_the_pending_ones_their_ends(gpu: FakeGPU)
     run.step(2)
     run.recorder.flush()
     assert [times.step_ms for times in run.emitted] == [11.0, 10.0, 10.0]
-
-
-def test_paused_time_belongs_to_no_step(
-    gpu: FakeGPU, run: Recorded, caplog: pytest.LogCaptureFixture
-) -> None:
-    run.step(0)
-    gpu.work(3.0)
-    run.recorder.pause()
-    run.recorder.mark("forward")
-    run.recorder.start_probe(lambda: gpu.spin(1))
-    gpu.work(70.0)
-    run.recorder.resume()
-    run.recorder.resume("other")
-    gpu.work(1.0)
-    run.step(1)
-    run.recorder.flush()
-    assert run.emitted[1].phase_ms == {"data": 1.0, "forward": 4.0, "backward": 6.0}
-    assert run.emitted[1].step_ms == 11.0
-    assert gpu.spins == []
-    assert caplog.text == ""
-
-
-@pytest.mark.parametrize("before", ["other", "forward"])
-def test_a_pause_from_here_on_leaves_what_was_before(
-    gpu: FakeGPU, run: Recorded, before: str
-) -> None:
-    run.recorder.mark(before)
-    gpu.work(2.0)
-    for _ in range(2):
-        run.recorder.pause_now()
-        gpu.work(35.0)
-    run.recorder.resume_or_mark("other")
-    gpu.work(1.0)
-    run.recorder.resume_or_mark("backward")
-    gpu.work(4.0)
-    run.recorder.end_step(0)
-    run.recorder.flush()
-    found = {"data": 0.0, "other": 1.0, "backward": 4.0}
-    found[before] = found.get(before, 0.0) + 2.0
-    assert run.emitted[0].phase_ms == found
-
-
-def test_resume_without_pause_does_nothing(gpu: FakeGPU, run: Recorded) -> None:
-    run.recorder.mark("forward")
-    run.recorder.resume()
-    assert run.recorder.label == "forward"
-
-
-def test_a_phase_named_while_paused_begins_with_the_resume(gpu: FakeGPU, run: Recorded) -> None:
-    run.recorder.mark("forward")
-    run.recorder.pause()
-    run.recorder.enter_phase("export")
-    gpu.work(70.0)
-    run.recorder.resume()
-    gpu.work(2.0)
-    run.recorder.leave_phase("export")
-    gpu.work(1.0)
-    run.recorder.end_step(0)
-    run.recorder.flush()
-    assert run.emitted[0].phase_ms == {"data": 1.0, "export": 2.0}
-
-
-def test_a_named_phase_takes_its_time_and_gives_back_to_the_one_before(
-    gpu: FakeGPU, run: Recorded
-) -> None:
-    run.recorder.mark("forward")
-    gpu.work(1.0)
-    run.recorder.enter_phase("augment")
-    gpu.work(2.0)
-    run.recorder.enter_phase("crop")
-    gpu.work(4.0)
-    run.recorder.leave_phase("crop")
-    gpu.work(8.0)
-    run.recorder.leave_phase("augment")
-    gpu.work(16.0)
-    run.recorder.end_step(0)
-    run.recorder.flush()
-    assert run.emitted[0].phase_ms == {"data": 0.0, "forward": 17.0, "augment": 10.0, "crop": 4.0}
-
-
-def test_inside_a_named_phase_the_boundaries_do_not_count(gpu: FakeGPU, run: Recorded) -> None:
-    run.recorder.enter_phase("teacher")
-    run.recorder.mark("forward")
-    gpu.work(2.0)
-    run.recorder.mark("other")
-    gpu.work(3.0)
-    run.recorder.leave_phase("teacher")
-    assert run.recorder.label == "other"
-    run.recorder.end_step(0)
-    run.recorder.flush()
-    assert run.emitted[0].phase_ms == {"data": 0.0, "teacher": 5.0, "other": 0.0}
-
-
-def test_a_named_phase_reaches_across_steps(gpu: FakeGPU, run: Recorded) -> None:
-    run.recorder.enter_phase("all")
-    for number in range(2):
-        gpu.work(2.0)
-        run.recorder.end_step(number)
-    run.recorder.leave_phase("all")
-    run.recorder.end_step(2)
-    run.recorder.flush()
-    assert [times.phase_ms.get("all") for times in run.emitted] == [2.0, 2.0, 0.0]
-    assert "data" in run.emitted[2].phase_ms
-
-
-def test_a_named_phase_that_ends_in_a_later_step_is_followed_by_that_steps_data(
-    gpu: FakeGPU, run: Recorded
-) -> None:
-    run.recorder.mark("forward")
-    run.recorder.enter_phase("all")
-    run.recorder.end_step(0)
-    run.recorder.leave_phase("all")
-    assert run.recorder.label == "data"
-
-
-def test_phases_that_are_left_out_of_order_are_left(gpu: FakeGPU, run: Recorded) -> None:
-    for number in range(2):
-        run.recorder.enter_phase("fetch")
-        gpu.work(1.0)
-        run.recorder.enter_phase("load")
-        gpu.work(2.0)
-        run.recorder.leave_phase("fetch")
-        gpu.work(4.0)
-        run.recorder.leave_phase("load")
-        gpu.work(8.0)
-        run.recorder.end_step(number)
-    run.recorder.flush()
-    assert [times.phase_ms for times in run.emitted] == [
-        {"data": 8.0, "fetch": 1.0, "load": 6.0}
-    ] * 2
 
 
 def test_a_read_that_fails_while_paused_leaves_the_step_out(
@@ -369,34 +375,6 @@ def test_a_step_that_ends_while_paused_has_no_times_and_counts_for_the_lag(
     run.step(2)
     run.recorder.flush()
     assert [times.step for times in run.emitted] == [0, 2]
-
-
-def test_a_phase_that_is_named_at_rest_begins_with_the_first_step(gpu: FakeGPU) -> None:
-    run = Recorded(gpu)
-    run.recorder.rest()
-    run.recorder.enter_phase("augment")
-    assert gpu.created == 0
-    run.recorder.begin()
-    assert run.recorder.label == "augment"
-
-
-def test_backward_named_by_hand_is_followed_by_the_optimizer(gpu: FakeGPU, run: Recorded) -> None:
-    run.recorder.enter_phase("backward")
-    gpu.work(5.0)
-    run.recorder.leave_phase("backward")
-    gpu.work(1.0)
-    run.recorder.enter_phase("optimizer")
-    gpu.work(2.0)
-    run.recorder.leave_phase("optimizer")
-    gpu.work(4.0)
-    run.recorder.end_step(0)
-    run.recorder.flush()
-    assert run.emitted[0].phase_ms == {
-        "data": 0.0,
-        "backward": 5.0,
-        "optimizer": 3.0,
-        "other": 4.0,
-    }
 
 
 def test_no_capture_is_broken_and_its_step_is_left_out(
@@ -632,7 +610,7 @@ def test_after_a_mark_that_failed_nothing_is_recorded_until_the_step_ends(
     ]
 
 
-def test_an_annotator_is_told_every_label_and_none_where_no_step_is_timed(gpu: FakeGPU) -> None:
+def test_annotator_gets_every_label_and_none_between_timed_steps(gpu: FakeGPU) -> None:
     told: list[str | None] = []
     run = Recorded(gpu, annotate=told.append)
     run.recorder.begin()
@@ -650,7 +628,7 @@ def test_an_annotator_is_told_every_label_and_none_where_no_step_is_timed(gpu: F
     assert told == ["data", "backward", *paused, *filled, None, "data", None]
 
 
-def test_an_annotator_that_fails_is_told_of_and_left_alone_and_costs_no_time(
+def test_failing_annotator_is_reported_once_and_dropped(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[str | None] = []
@@ -673,23 +651,7 @@ def test_an_annotator_that_fails_is_told_of_and_left_alone_and_costs_no_time(
     ]
 
 
-def test_a_turn_takes_the_time_since_its_label_and_else_begins_another(
-    gpu: FakeGPU, run: Recorded
-) -> None:
-    run.recorder.mark("<after forward>")
-    gpu.work(1.0)
-    run.recorder.mark_instead("<after forward>", "loss")
-    gpu.work(2.0)
-    run.recorder.mark("forward")
-    gpu.work(4.0)
-    run.recorder.mark_instead("<after forward>", "loss")
-    gpu.work(8.0)
-    run.recorder.end_step(0)
-    run.recorder.flush()
-    assert run.emitted[0].phase_ms == {"data": 0.0, "loss": 11.0, "forward": 4.0}
-
-
-def test_a_turn_is_seen_in_the_thread_that_is_timed_alone(gpu: FakeGPU, run: Recorded) -> None:
+def test_mark_instead_ignores_other_threads(gpu: FakeGPU, run: Recorded) -> None:
     run.recorder.mark("<after forward>")
     thread = threading.Thread(target=run.recorder.mark_instead, args=("<after forward>", "loss"))
     thread.start()
@@ -697,7 +659,7 @@ def test_a_turn_is_seen_in_the_thread_that_is_timed_alone(gpu: FakeGPU, run: Rec
     assert run.recorder.label == "<after forward>"
 
 
-def test_a_step_is_emitted_with_all_that_was_seen_of_it(gpu: FakeGPU) -> None:
+def test_emitted_step_has_every_field(gpu: FakeGPU) -> None:
     steps: list[StepRecord] = []
     recorder = Recorder(gpu, lag=0, emit=steps.extend)
     recorder.begin()
@@ -729,7 +691,7 @@ def test_a_step_is_emitted_with_all_that_was_seen_of_it(gpu: FakeGPU) -> None:
     ]
 
 
-def test_a_skipped_update_is_told_unless_a_replay_may_have_run_it(
+def test_skipped_update_is_reported_unless_a_replay_may_have_run_it(
     gpu: FakeGPU, run: Recorded
 ) -> None:
     run.recorder.end_step(0, skipped_update=True)
@@ -796,7 +758,7 @@ def test_before_it_begins_nothing_is_recorded(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.parametrize(("wait_ms", "finished_ns"), [(0.019999, 0), (0.02, 1_020_000)])
-def test_a_wait_that_did_not_block_tells_nothing_of_where_the_clocks_meet(
+def test_wait_that_did_not_block_does_not_align_the_clocks(
     gpu: FakeGPU, wait_ms: float, finished_ns: int
 ) -> None:
     run = Recorded(gpu, lag=0)
@@ -810,29 +772,8 @@ def test_a_wait_that_did_not_block_tells_nothing_of_where_the_clocks_meet(
     assert times.timeline.finished_ns == finished_ns
 
 
-def test_the_mark_before_the_last_one_can_be_given_to_another_label(
-    gpu: FakeGPU, run: Recorded
-) -> None:
-    run.recorder.mark("forward")
-    gpu.work(4.0)
-    run.recorder.rename_before("data", "other")
-    run.recorder.mark("<after forward>")
-    gpu.work(1.0)
-    run.recorder.rename_before("loss", "data")
-    run.recorder.rename_before("forward", "loss")
-    run.recorder.end_step(0)
-    run.recorder.rename_before("data", "loss")  # The new step has one mark.
-    gpu.work(1.0)
-    run.recorder.end_step(1)
-    run.recorder.flush()
-    assert [times.phase_ms for times in run.emitted] == [
-        {"loss": 4.0, "other": 1.0},
-        {"data": 1.0},
-    ]
-
-
 @pytest.mark.parametrize("after_fetch", [True, False])
-def test_what_turns_out_to_be_an_evaluation_pauses_the_step_from_its_first_mark(
+def test_evaluation_found_late_pauses_the_step_from_its_first_mark(
     gpu: FakeGPU, after_fetch: bool
 ) -> None:
     told: list[str | None] = []
@@ -862,34 +803,14 @@ def test_what_turns_out_to_be_an_evaluation_pauses_the_step_from_its_first_mark(
     assert run.emitted[0].phase_ms == {**before, "other": 0.5}
 
 
-def test_calls_of_the_model_in_another_thread_are_noted(run: Recorded) -> None:
+def test_model_calls_in_another_thread_are_recorded(run: Recorded) -> None:
     assert not run.recorder.was_elsewhere
     assert not run.recorder.is_resting_here()
     assert run.recorder.was_elsewhere is True
 
 
-def test_a_pause_by_hand_that_outlasts_its_step_ends_in_the_next_ones_data(
-    gpu: FakeGPU, run: Recorded
-) -> None:
-    run.recorder.mark("forward")
-    gpu.work(4.0)
-    run.recorder.enter_phase(EXCLUDED)
-    gpu.work(16.0)
-    run.recorder.end_step(0)
-    gpu.work(32.0)
-    run.recorder.leave_phase(EXCLUDED)
-    assert run.recorder.label == "data"
-    gpu.work(1.0)
-    run.recorder.end_step(1)
-    run.recorder.flush()
-    assert [times.phase_ms for times in run.emitted] == [
-        {"data": 0.0, "forward": 4.0},
-        {"data": 1.0},
-    ]
-
-
 @pytest.mark.parametrize(("lag", "read"), [(0, 2), (2, 0)])
-def test_a_step_that_is_left_ends_at_its_update_also_out_of_a_pause(
+def test_step_that_is_left_during_a_pause_ends_at_its_update(
     gpu: FakeGPU, lag: int, read: int
 ) -> None:
     run = Recorded(gpu, lag=lag)
@@ -932,7 +853,7 @@ def test_a_step_that_is_left_in_which_a_graph_was_captured_has_no_times(
     assert run.emitted == []
 
 
-def test_a_process_that_was_forked_off_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
+def test_forked_process_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
     run = Recorded(gpu, batch=9)
     run.recorder.begin()
     for number in range(4):
@@ -951,7 +872,7 @@ def test_a_process_that_was_forked_off_uses_no_event_of_its_parent(gpu: FakeGPU)
     assert [times.step for times in run.emitted] == [0, 1, 2, 3, 6]
 
 
-def test_a_pause_by_hand_shows_as_no_phase_and_is_its_own_threads(gpu: FakeGPU) -> None:
+def test_named_pause_has_no_label_and_belongs_to_its_thread(gpu: FakeGPU) -> None:
     told: list[str | None] = []
     run = Recorded(gpu, annotate=told.append)
     run.recorder.begin()
@@ -967,7 +888,7 @@ def test_a_pause_by_hand_shows_as_no_phase_and_is_its_own_threads(gpu: FakeGPU) 
     assert (run.recorder.state.name, run.recorder.label) == ("OPEN", "forward")
 
 
-def test_a_new_thread_with_the_number_of_the_timed_one_is_another(gpu: FakeGPU) -> None:
+def test_new_thread_with_the_id_of_the_timed_thread_is_not_timed(gpu: FakeGPU) -> None:
     run = Recorded(gpu)
     numbers: list[int] = []
 

@@ -10,14 +10,13 @@ import pytest
 import torch
 from conftest import installed
 from fake_gpu import Adder, FakeGPU, Layer, steps
-from fake_lightning import Loader, Model, fit, trainer
+from fake_lightning import Loader, Model, fit, timer_of, trainer
 from fake_loop import Loop, hooks
 from test_nothing_stays import left_on
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, phase
-from lightning_gputime._boundaries.optimizer import OptimizerBoundary
+from lightning_gputime import GPUPhaseHooks, phase
 
 # Attributes of a model that the package must not trust
 
@@ -37,12 +36,12 @@ VALUES: dict[str, Callable[[], Any]] = {
 def test_attributes_of_a_model_are_the_users(gpu: FakeGPU, name: str, value: str) -> None:
     model = Model(gpu)
     setattr(model, name, VALUES[value]())
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, modules=["net"])
+    timer = timer_of(gpu, modules=["net"])
     fit(gpu, model, 2, timer=timer)
     assert [step["forward/net"] for step in steps(timer)] == [4.0, 4.0]
 
 
-def test_a_module_that_is_called_module_is_no_wrapper(gpu: FakeGPU) -> None:
+def test_submodule_called_module_is_not_a_wrapper(gpu: FakeGPU) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -139,7 +138,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("place", FAILING)
-def test_an_error_of_the_timer_ends_the_timing_alone(
+def test_error_of_the_timer_ends_only_the_timing(
     loop: Loop, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     things = (*loop.model.modules(), loop.optimizer)
@@ -169,10 +168,11 @@ def test_an_evaluation_that_cannot_be_set_up_leaves_the_training_alone(
 
     class Fails(pl.Callback):
         def on_validation_start(self, *_: Any) -> None:
-            monkeypatch.setattr(OptimizerBoundary, "patch_zero_grad", fails)
+            path = "lightning_gputime._boundaries.optimizer.OptimizerBoundary.patch_zero_grad"
+            monkeypatch.setattr(path, fails)
 
     model = Model(gpu)
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     owner = trainer(Fails(), timer)
     if error is KeyboardInterrupt:
         with pytest.raises(SystemExit):
@@ -288,7 +288,7 @@ def test_an_interrupted_last_wait_leaves_nothing(
     assert not torch_optimizer._global_optimizer_post_hooks
 
 
-def test_an_error_of_a_boundary_does_not_reach_the_training(
+def test_error_of_a_boundary_does_not_reach_the_training(
     loop: Loop, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hooks(loop) as timer:

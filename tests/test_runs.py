@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_gpu import FakeGPU, raw
-from fake_loop import Loop, hooks, with_facts
+from fake_loop import Loop, hooks, train, with_facts
 
 import lightning_gputime
 from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, Run, SlowStep, load
@@ -33,10 +33,7 @@ def run_of(results: Results, **more: Any) -> Run:
 def timed(steps: int = 4, **options: Any) -> GPUPhaseHooks:
     """A timer that has timed some steps of known times."""
     loop = Loop(FakeGPU())
-    with hooks(loop, **options) as timer:
-        for x in timer.steps(loop.batches(steps)):
-            loop.train(x)
-    return timer
+    return train(loop, steps, **options)
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
@@ -170,9 +167,7 @@ def test_a_run_without_steps_is_saved_and_told(
 
 def test_the_environment_says_what_it_ran_on() -> None:
     loop = Loop(FakeGPU())
-    with hooks(loop, modules=[], _lag=0, accumulate_grad_batches=2) as timer:
-        for x in timer.steps(loop.batches(2)):
-            loop.train(x)
+    timer = train(loop, 2, modules=[], _lag=0, accumulate_grad_batches=2)
     found = timer._run().environment
     assert (found.device_type, found.world_size, found.rank) == ("cpu", 1, 0)
     assert (found.precision, found.parameters) == ("float32", 6)

@@ -11,8 +11,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fake_gpu import Adder, FakeGPU, Layer, steps, work
-from fake_lightning import Loader
+from fake_lightning import Loader, timer_of
 from fake_loop import Loop, hooks
+from fake_loop import train as train_loop
 from processes import run
 from torch import Tensor, nn
 
@@ -33,9 +34,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_loop_that_is_right_is_told_nothing(
     loop: Loop, options: dict[str, Any], every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with hooks(loop, warmup_steps=WARMUP, every_n_steps=every, **options) as timer:
-        for x in timer.steps(loop.batches(200)):
-            loop.train(x)
+    train_loop(loop, 200, warmup_steps=WARMUP, every_n_steps=every, **options)
     assert told(caplog) == []
 
 
@@ -59,9 +58,7 @@ def test_modules_of_which_the_model_calls_none_are_told(
 ) -> None:
     loop.model.add_module("unused", nn.Linear(1, 1))
     modules = ["unused"] if unused else ["unused", "linear"]
-    with hooks(loop, warmup_steps=WARMUP, modules=modules) as timer:
-        for x in timer.steps(loop.batches(60)):
-            loop.train(x)
+    train_loop(loop, 60, warmup_steps=WARMUP, modules=modules)
     assert [message[:45] for message in told(caplog)] == [
         "None of the modules that `modules` selects wa"
     ] * unused
@@ -115,9 +112,7 @@ def test_a_model_that_replaces_call_is_reported(
 
 
 def test_a_backward_that_is_not_seen_is_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
-    with hooks(loop, wrap_backward=False) as timer:
-        for x in timer.steps(loop.batches(60)):
-            loop.train(x)
+    train_loop(loop, 60, wrap_backward=False)
     [message] = told(caplog)
     assert message.startswith("No backward was seen, so its time is in `other`.")
 
@@ -249,9 +244,7 @@ def test_a_timer_that_was_never_attached_says_so(loop: Loop) -> None:
 
 
 def test_a_run_of_too_few_steps_to_time_one_says_so(loop: Loop) -> None:
-    with hooks(loop, every_n_steps=1000) as timer:
-        for x in timer.steps(loop.batches(5)):
-            loop.train(x)
+    timer = train_loop(loop, 5, every_n_steps=1000)
     said = "No step was timed. Of each 1,000 steps one is timed (every_n_steps)."
     assert str(timer.summary()) == said
 
@@ -350,7 +343,7 @@ def test_self_check_finds_an_action_under_another_name(
                 yield x
 
     def train() -> GPUPhaseTimer:
-        timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+        timer = timer_of(gpu)
         fake_lightning.trainer(timer).fit(fake_lightning.Model(gpu), Slow(gpu, 8))
         return timer
 
@@ -458,7 +451,7 @@ def test_self_check_finds_nothing_in_loops_that_are_right(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     options = {} if kind is Gan else {"accumulate_grad_batches": accumulate}
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     others = [HasHooks(), timer]
     fake_lightning.trainer(*others, **options).fit(kind(gpu), Loader(gpu, 90))
     assert timer.summary().steps > 5
@@ -477,7 +470,7 @@ def test_self_check_finds_actions_that_are_all_renamed(
     for action in ("fetch_action", "copy_action", "callback_action", "module_action"):
         expected = getattr(lightning_, action)
         monkeypatch.setattr(lightning_, action, lambda *args, a=expected: f"old {a(*args)}")
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     fake_lightning.trainer(HasHooks(), timer).fit(fake_lightning.Model(gpu), Loader(gpu, 8))
     summary = timer.summary()
     assert [text.partition(", because")[0] for text in summary.not_measured] == [

@@ -51,7 +51,7 @@ def test_two_timers_on_two_models_do_not_mix(gpu: FakeGPU) -> None:
         ({}, {"probe_every_n_steps": 5}),
     ],
 )
-def test_two_timers_of_which_one_rests_do_not_mix(
+def test_two_timers_with_sampled_steps_do_not_mix(
     gpu: FakeGPU, options: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
     for timed in time_two(gpu, 24, *options):

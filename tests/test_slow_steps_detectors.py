@@ -16,7 +16,7 @@ import pytest
 import torch
 from fake_gpu import MS, FakeGPU
 from fake_lightning import Loader as FakeLoader
-from fake_lightning import MemoryLogger, Model, fit, trainer
+from fake_lightning import MemoryLogger, Model, fit, timer_of, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -401,7 +401,7 @@ def test_lightnings_loader_is_told(gpu: FakeGPU) -> None:
                 gpu.host_work(40.0 if number == SLOW else 0.0)
                 yield x
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
+    timer = timer_of(gpu)
     trainer(timer).fit(Model(gpu), Late(gpu, 60))
     [slow] = timer.slow_steps()
     assert [(one.kind, one.host_ms) for one in slow.causes] == [("dataloader", 40.0)]

@@ -1,16 +1,54 @@
-"""Which steps a loop over `steps()` has, however it is left, and whatever its body calls."""
+"""Steps of plain loops, whatever drives them, and the warnings where that is uncertain."""
 
+import copy
+import itertools
+import random
+import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from fake_gpu import STEP_MS, steps
+from conftest import installed
+from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, steps, work
 from fake_loop import Loop, hooks, timed_indices
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_gputime import GPUPhaseHooks
+from lightning_gputime import GPUPhaseHooks, phase
+
+
+def total(timer: GPUPhaseHooks) -> list[float]:
+    """Time of each step, in ms."""
+    timer.flush()
+    return [round(float(ms), 3) for ms in timer.history()["step_ms"]]
+
+
+def ms(timer: GPUPhaseHooks, phase: str) -> list[float]:
+    """Time of a phase in each step, in ms."""
+    return [one.get(phase, 0.0) for one in steps(timer)]
+
+
+def validate(loop: Loop, n: int) -> None:
+    loop.model.eval()
+    with torch.no_grad():
+        for _ in range(n):
+            loop.model(torch.ones(1, 2))
+    loop.model.train()
+
+
+def graph_of(loop: Loop) -> Callable[[], None]:
+    """Capture work of 14 ms, and return what replays it."""
+    with loop.gpu.capture() as replay:
+        loop.gpu.work(14.0)
+    return replay
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+# Loops that are left, and calls of step()
 
 
 def first(batches: Iterator[Tensor], n: int) -> Iterator[Tensor]:
@@ -32,9 +70,10 @@ def first(batches: Iterator[Tensor], n: int) -> Iterator[Tensor]:
     ],
     ids=["break", "islice", "zip(range, steps)", "zip(steps, range)", "next"],
 )
-def test_a_loop_that_is_left_has_its_last_step(
+def test_loop_that_is_left_keeps_its_last_step(
     loop: Loop, taken: Callable[..., Iterator[Tensor]], options: dict[str, Any]
 ) -> None:
+    bare = installed(*loop.model.modules(), loop.optimizer)
     with hooks(loop, **options) as timer:
         for _ in range(2):
             for x in taken(timer.steps(loop.batches(9)), 3):
@@ -43,6 +82,7 @@ def test_a_loop_that_is_left_has_its_last_step(
     assert steps(timer) == [STEP_MS] * 6
     assert timer.history()["step"].tolist() == [0, 1, 2, 3, 4, 5]
     assert timer.summary().skipped_updates == 0
+    assert installed(*loop.model.modules(), loop.optimizer) == bare
 
 
 def test_the_last_step_of_a_loop_that_is_left_ends_with_its_update(loop: Loop) -> None:
@@ -58,7 +98,7 @@ def test_the_last_step_of_a_loop_that_is_left_ends_with_its_update(loop: Loop) -
 
 
 @pytest.mark.parametrize("part", ["nothing", "forward", "backward", "next forward"])
-def test_a_step_in_which_the_loop_is_left_too_early_is_not_timed(loop: Loop, part: str) -> None:
+def test_step_left_before_its_update_is_not_timed(loop: Loop, part: str) -> None:
     with hooks(loop) as timer:
         for number, x in enumerate(timer.steps(loop.batches(9))):
             if number == 2:
@@ -74,7 +114,7 @@ def test_a_step_in_which_the_loop_is_left_too_early_is_not_timed(loop: Loop, par
     assert steps(timer) == [STEP_MS] * 2
 
 
-def test_some_steps_of_a_loop_that_is_left_keep_their_numbers(loop: Loop) -> None:
+def test_sampled_steps_of_a_loop_that_is_left_keep_their_numbers(loop: Loop) -> None:
     with hooks(loop, every_n_steps=3) as timer:
         for _ in range(4):
             for x in islice(timer.steps(loop.batches(9)), 3):
@@ -129,19 +169,6 @@ def test_steps_around_steps_end_each_step_once(loop: Loop) -> None:
     assert timer.history()["step"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_steps_has_the_length_of_its_loader(loop: Loop) -> None:
-    timer = hooks(loop)
-    assert len(timer.steps([1, 2, 3])) == 3
-    with pytest.raises(TypeError, match="no len"):
-        len(timer.steps(loop.batches(3)))
-    with timer:
-        batches = timer.steps([torch.ones(1, 2)] * 3)
-        loop.train(next(batches))
-        for x in batches:
-            loop.train(x)
-    assert timer.history()["step"].tolist() == [0, 1, 2]
-
-
 def test_a_loop_that_is_left_after_an_update_by_hand_has_its_last_step(loop: Loop) -> None:
     with GPUPhaseHooks(loop.model, _clock=loop.gpu, warmup_steps=0) as timer:
         for _ in range(2):
@@ -153,3 +180,604 @@ def test_a_loop_that_is_left_after_an_update_by_hand_has_its_last_step(loop: Loo
             loop.gpu.work(99.0)
     by_hand = {name: ms for name, ms in STEP_MS.items() if name != "optimizer"}
     assert steps(timer) == [{**by_hand, "other": 2.125}] * 6
+
+
+# Iterators
+
+
+@pytest.mark.parametrize("tasks", [2, 3])
+@pytest.mark.parametrize("is_random", [False, True])
+@pytest.mark.parametrize("every", [1, 10])
+def test_several_live_iterators(loop: Loop, tasks: int, is_random: bool, every: int) -> None:
+    order = [number % tasks for number in range(60)]
+    if is_random:
+        random.Random(1).shuffle(order)
+    with hooks(loop, every_n_steps=every) as timer:
+        iterators = [iter(timer.steps(loop.batches(60))) for _ in range(tasks)]
+        for which in order:
+            loop.train(next(iterators[which]))
+    assert steps(timer) == [STEP_MS] * (60 // every)
+
+
+def test_abandoned_iterator_ends_no_step_of_another(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        first, second = (iter(timer.steps(loop.batches(10))) for _ in "ab")
+        for one in (first, second, first):
+            loop.train(next(one))
+        loop.train(next(second))
+        del first, one
+        loop.train(next(second))
+    assert steps(timer) == [STEP_MS] * 5
+
+
+def test_zipped_loaders_have_one_step_per_pair(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        pairs = [timer.steps(loop.batches(6)) for _ in "ab"]
+        for x, _ in zip(*pairs, strict=False):
+            loop.train(x)
+    assert [one["forward"] for one in steps(timer)] == [4.0] * 6
+    assert ms(timer, "data")[1:] == [2.0] * 5
+
+
+def ahead(items: Any) -> Iterator[Tensor]:
+    """Yields the items, and is always one ahead: so it knows which is the last."""
+    items = iter(items)
+    item = next(items)
+    for following in items:
+        yield item
+        item = following
+    yield item
+
+
+@pytest.mark.parametrize("end", ["remove", "epoch"])
+def test_look_ahead_iterators_keep_each_step(loop: Loop, end: str) -> None:
+    with hooks(loop) as timer:
+        for _ in range(2):
+            for x in ahead(timer.steps(loop.batches(4))):
+                loop.train(x)
+            if end == "epoch":
+                loop.gpu.work(100.0)
+    epoch = [{**STEP_MS, "data": 2.0}, STEP_MS, STEP_MS, {**STEP_MS, "data": 0.0}]
+    assert steps(timer) == epoch * 2
+
+
+def test_warns_about_cycle_around_steps(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    with hooks(loop) as timer:
+        cycle = itertools.cycle(timer.steps(loop.batches(10)))
+        for _ in range(25):
+            loop.train(next(cycle))
+    assert steps(timer) == [STEP_MS] * 10
+    assert "timer.steps(itertools.cycle(loader))" in caplog.text
+
+
+def test_validation_over_steps_has_no_steps(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for _ in range(3):
+            for x in timer.steps(loop.batches(5)):
+                loop.train(x)
+            loop.model.eval()
+            with torch.no_grad():
+                for x in timer.steps(loop.batches(5)):
+                    loop.model(x)
+            loop.model.train()
+    assert steps(timer) == [STEP_MS] * 15
+
+
+@pytest.mark.parametrize("how", ["step", "steps"])
+def test_validation_over_steps_inside_a_loop_has_no_steps(loop: Loop, how: str) -> None:
+    with hooks(loop) as timer:
+        loader = loop.batches(12)
+        for number, x in enumerate(timer.steps(loader) if how == "steps" else loader, 1):
+            loop.train(x)
+            if how == "step":
+                timer.step()
+            if number % 4 == 0:
+                loop.model.eval()
+                with torch.no_grad():
+                    for y in timer.steps(loop.batches(5)):
+                        loop.model(y)
+                loop.model.train()
+    expected = STEP_MS if how == "steps" else {**STEP_MS, "data": 1.125, "other": 0.0}
+    assert steps(timer) == [expected] * 12
+
+
+def test_model_called_in_the_loader_is_data(loop: Loop) -> None:
+    def mining() -> Iterator[Tensor]:
+        for x in loop.batches(6):
+            with torch.no_grad():
+                loop.model(x)
+            yield x
+
+    with hooks(loop) as timer:
+        for x in timer.steps(mining()):
+            loop.train(x)
+    assert steps(timer) == [{**STEP_MS, "data": 5.0}] * 6
+
+
+def test_training_inside_the_iterated_generator_is_timed(loop: Loop) -> None:
+    def training() -> Iterator[None]:
+        for x in loop.batches(6):
+            loop.train(x)
+            yield None
+
+    with hooks(loop) as timer:
+        for _ in timer.steps(training()):
+            pass
+    assert ms(timer, "forward") == [4.0] * 6
+
+
+# Accumulation
+
+
+@pytest.mark.parametrize("per_epoch", [3, 10])
+def test_accumulation_that_counts_batches_across_epochs(loop: Loop, per_epoch: int) -> None:
+    epochs, k = 48 // per_epoch + 1, 0
+    with hooks(loop, accumulate_grad_batches="auto") as timer:
+        for _ in range(epochs):
+            for x in timer.steps(loop.batches(per_epoch)):
+                loop.micro_batch(x)
+                k += 1
+                if k % 8 == 0:
+                    loop.update()
+            loop.gpu.work(50.0)
+            validate(loop, 3)
+    step = {name: 8 * time for name, time in STEP_MS.items()}
+    assert steps(timer) == [{**step, "optimizer": 2.0}] * (epochs * per_epoch // 8)
+
+
+@pytest.mark.parametrize("n", ["auto", 4])
+def test_update_after_the_loop_ends_the_last_step(loop: Loop, n: Any) -> None:
+    with hooks(loop, accumulate_grad_batches=n) as timer:
+        for _ in range(2):
+            for number, x in enumerate(timer.steps(loop.batches(6)), 1):
+                loop.micro_batch(x)
+                if number % 4 == 0:
+                    loop.update()
+            loop.update()
+            loop.gpu.work(50.0)
+    assert ms(timer, "forward") == [16.0, 8.0] * 2
+    assert ms(timer, "optimizer") == [2.0] * 4
+    assert total(timer) == [4 * 13.625 + 2.0, 2 * 13.625 + 2.0] * 2
+
+
+# Loops without an optimizer, and unusual updates
+
+
+class ByHand(Loop):
+    """A loop whose update is none of an optimizer."""
+
+    def update(self) -> None:
+        self.gpu.work(2.0)
+        for one in self.model.parameters():
+            if one.grad is not None:
+                one.data -= 0.1 * one.grad
+                one.grad = None
+
+
+def test_validation_between_steps_without_an_optimizer_is_in_no_step(gpu: FakeGPU) -> None:
+    loop = ByHand(gpu)
+    with GPUPhaseHooks(loop.model, _clock=gpu, warmup_steps=0) as timer:
+        for _ in range(4):
+            for x in loop.batches(15):
+                loop.train(x)
+                timer.step()
+            validate(loop, 20)
+    assert ms(timer, "forward") == [4.0] * 60
+    assert max(total(timer)) <= sum(STEP_MS.values()) + 0.125
+
+
+def test_validation_in_the_body_without_an_optimizer_is_not_forward(gpu: FakeGPU) -> None:
+    loop = ByHand(gpu)
+    with GPUPhaseHooks(loop.model, _clock=gpu, warmup_steps=0) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(40)), 1):
+            loop.train(x)
+            if number % 10 == 0:
+                validate(loop, 20)
+    assert ms(timer, "forward") == [4.0] * 40
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("calls_step", [False, True])
+def test_zeroth_order_training_in_eval_mode(
+    loop: Loop, grad: Callable[..., Any], calls_step: bool
+) -> None:
+    loop.model.eval()
+    with hooks(loop) as timer, grad():
+        for x in timer.steps(loop.batches(12)):
+            for _ in range(2):
+                loop.gpu.work(0.5)  # perturbs
+                loop.model(x)
+            if calls_step:
+                loop.optimizer.step()
+            else:
+                loop.gpu.work(2.0)
+    assert ms(timer, "forward")[1:] == [8.5] * 11
+    assert total(timer)[1:] == [12.0] * 11
+
+
+def test_step_from_a_hook_of_the_optimizer(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        loop.optimizer.register_step_post_hook(lambda *_: timer.step())
+        for x in loop.batches(6):
+            loop.train(x)
+    expected = {**STEP_MS, "data": 1.125, "other": 0.0}
+    assert steps(timer) == [expected] * 6
+    assert timer.summary().skipped_updates == 0
+
+
+@pytest.mark.parametrize("every", [1, 2, 30])
+def test_step_from_a_hook_of_the_optimizer_with_accumulation(loop: Loop, every: int) -> None:
+    with hooks(loop, accumulate_grad_batches="auto", every_n_steps=every) as timer:
+        loop.optimizer.register_step_post_hook(lambda *_: timer.step())
+        for number, x in enumerate(loop.batches(240)):
+            loop.micro_batch(x)
+            if number % 2:
+                loop.update()
+    assert set(ms(timer, "forward")) == {8.0}
+    # Where the first step is not timed, nothing has shown yet that it ends inside an update.
+    assert timer.history()["step"].tolist() == timed_indices(every, 120 - (every > 1))
+
+
+# Advice and refusals
+
+
+def test_advises_to_pause_the_validation_of_a_copy(loop: Loop) -> None:
+    ema = copy.deepcopy(loop.model).eval()
+    with hooks(loop) as timer:
+        for _ in range(4):
+            for x in loop.batches(25):
+                loop.train(x)
+                timer.step()
+            with torch.no_grad():
+                for _ in range(150):
+                    ema(torch.ones(1, 2))
+    summary = timer.summary()
+    advice = "put what belongs to no step, such as a validation, into `with timer.paused()`"
+    assert summary.diagnosis.entry == "data"
+    assert summary.advice[0] == f"`data` is long in few steps: {advice}"
+
+
+def test_advises_to_name_forward_when_a_method_of_a_child_is_called(
+    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Backbone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 2))
+
+        def features(self, x: Tensor) -> Tensor:
+            return work(x @ self.weight, gpu, 19.0, 19.0)
+
+    model = nn.ModuleDict({"backbone": Backbone(), "head": Layer(gpu, 1.0, 1.0)})
+    optimizer = Adder(model.parameters(), gpu, 1.0)
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0) as timer:
+        for x in timer.steps(batches(gpu, 30)):
+            model["head"](model["backbone"].features(x)).sum().backward()  # type: ignore[operator]
+            optimizer.step()
+    print(timer.summary())
+    assert 'phase("forward")' in str(timer.summary()) + caplog.text
+
+
+def test_warns_about_phase_on_a_generator(caplog: pytest.LogCaptureFixture) -> None:
+    @phase("augment")
+    def generate() -> Iterator[int]:
+        yield 1
+
+    assert [*generate()] == [1]
+    assert "`with phase('augment')` inside" in caplog.text
+
+    @phase("load")
+    async def load() -> None: ...
+
+    assert "load" in caplog.text
+
+
+def test_threads_with_reused_ids_are_timed(loop: Loop) -> None:
+    def train() -> int:
+        for x in loop.batches(3):
+            loop.train(x)
+            timer.step()
+        return threading.get_ident()
+
+    def alone(call: Callable[[], int]) -> int:
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(call()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    with hooks(loop) as timer:
+        numbers = [alone(train) for _ in range(8)]
+        timer.flush()
+    assert len({*numbers}) < len(numbers)
+    assert {one["forward"] for one in steps(timer)} == {4.0}
+    assert len(steps(timer)) >= 2 * 8
+
+
+def test_refused_optimizer_wrapper_names_the_inner_optimizer(loop: Loop) -> None:
+    class ScheduleFreeWrapper:
+        def __init__(self, base: Any) -> None:
+            self.base = base
+
+    with pytest.raises(TypeError, match="its attribute `base`"):
+        GPUPhaseHooks(loop.model, ScheduleFreeWrapper(loop.optimizer))
+
+
+# Batches without work, and evaluations inside the loop
+
+
+@pytest.mark.parametrize("how", ["continue", "filter"])
+def test_batch_without_work_is_part_of_the_next_step(loop: Loop, how: str) -> None:
+    with hooks(loop) as timer:
+        batches = enumerate(timer.steps(loop.batches(24)))
+        for number, x in filter(lambda one: how != "filter" or one[0] % 4 < 3, batches):
+            if number % 4 == 3:
+                continue
+            loop.train(x)
+    assert steps(timer)[1:] == [
+        {**STEP_MS, "data": 1.0 + (number % 3 == 0)} for number in range(1, 18)
+    ]
+
+
+def test_batches_grouped_around_steps_are_one_step(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        iterator = iter(timer.steps(loop.batches(24)))
+        while group := [*itertools.islice(iterator, 4)]:
+            for x in group:
+                loop.micro_batch(x)
+            loop.update()
+    step = {name: 4 * time for name, time in STEP_MS.items()}
+    assert steps(timer)[-5:] == [{**step, "optimizer": 2.0}] * 5
+
+
+def test_replays_without_a_model_call_are_steps(loop: Loop) -> None:
+    replay = graph_of(loop)
+    with hooks(loop) as timer:
+        for _ in timer.steps(loop.batches(24)):
+            replay()
+    assert total(timer)[1:] == [15.0] * 22  # The first could be that of a look-ahead.
+
+
+def test_loop_whose_body_decides_to_evaluate_has_no_steps(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for _ in range(3):
+            for trains, n in ((True, 5), (False, 3)):
+                for x in timer.steps(loop.batches(n)):
+                    loop.model.train(trains)
+                    with torch.set_grad_enabled(trains):
+                        if trains:
+                            loop.train(x)
+                        else:
+                            loop.model(x)
+    assert steps(timer) == [STEP_MS] * 15
+    assert timer.history()["step"].tolist() == [*range(15)]
+
+
+@pytest.mark.parametrize("how", ["step", "steps"])
+def test_validation_of_all_models_of_a_container_is_in_no_step(gpu: FakeGPU, how: str) -> None:
+    encoders = nn.ModuleDict({"image": Layer(gpu, 2.0, 4.0), "text": Layer(gpu, 1.0, 2.0)})
+    optimizer = Adder(encoders.parameters(), gpu, 2.0)
+    with GPUPhaseHooks(encoders, optimizer, _clock=gpu, warmup_steps=0) as timer:
+        loader = batches(gpu, 45, copy_ms=1.0)
+        for number, x in enumerate(timer.steps(loader) if how == "steps" else loader, 1):
+            (encoders["image"](x) * encoders["text"](x)).sum().backward()
+            optimizer.step()
+            if how == "step":
+                timer.step()
+            if number % 15 == 0:
+                for encoder in encoders.values():
+                    encoder.eval()
+                with torch.no_grad():
+                    for _ in range(6):
+                        encoders["image"](x)
+                        encoders["text"](x)
+                for encoder in encoders.values():
+                    encoder.train()
+    assert ms(timer, "forward") == [3.0] * 45
+    assert ms(timer, "other") == [0.0] * 45
+
+
+def test_advises_to_pause_an_uncertain_validation(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(40)), 1):
+            loop.train(x)
+            if number % 5 == 0:
+                validate(loop, 6)
+    assert "`other` is long in few steps: put what belongs to no step" in str(timer.summary())
+
+
+def test_warns_about_threads_that_train_in_turn(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = [threading.Semaphore(1), threading.Semaphore(0)]
+
+    def train(me: int) -> None:
+        for x in batches(loop.gpu, 10):
+            turns[me].acquire()
+            loop.train(x)
+            timer.step()
+            turns[1 - me].release()
+
+    with hooks(loop) as timer:
+        threads = [threading.Thread(target=train, args=(me,)) for me in range(2)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    assert "several threads train in turn" in caplog.text
+
+
+# Warnings about steps that differ
+
+
+def no_grad_calls(loop: Loop, n: int, *, grad: bool = False) -> None:
+    with torch.set_grad_enabled(grad):
+        for _ in range(n):
+            loop.model(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("how", ["passed over", "evaluation", "step first"])
+def test_warns_about_steps_before_the_first_backward(
+    loop: Loop, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop) as timer:
+        if how == "evaluation":
+            loop.model.eval()
+            with torch.no_grad():
+                for x in timer.steps(loop.batches(3)):
+                    loop.model(x)
+            loop.model.train()
+        loader = loop.batches(40)
+        for number, x in enumerate(loader if how == "step first" else timer.steps(loader)):
+            if how == "step first":
+                timer.step()
+            if how != "passed over" or number > 3:
+                loop.train(x)
+    [message] = said(caplog)
+    n = 1 if how == "step first" else 3
+    assert message.startswith(f"The first {n} timed steps have no backward. Call step() at the end")
+
+
+def test_batches_dropped_inside_steps_do_not_warn(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(itertools.islice(loop.batches(40), 4, None)):
+            loop.train(x)
+    assert steps(timer) == [{**STEP_MS, "data": 5.0}, *[STEP_MS] * 35]
+    assert not said(caplog)
+
+
+def test_paused_evaluation_before_training_does_not_warn(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop) as timer:
+        with timer.paused():
+            for x in timer.steps(loop.batches(3)):
+                loop.model(x)
+        for x in timer.steps(loop.batches(30)):
+            loop.train(x)
+    assert steps(timer) == [STEP_MS] * 30
+    assert not said(caplog)
+
+
+def test_warns_about_batches_without_work_next_to_compiled_code(
+    loop: Loop, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_gputime._session.session.has_compiled", lambda: True)
+    with hooks(loop) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(40))):
+            if number % 4 != 3:
+                loop.train(x)
+    [message] = said(caplog)
+    assert message.startswith("10 of 40 steps have no call of the model. Call step() once")
+    assert "as in timer.steps(filter(is_good, loader))" in message
+
+
+def test_warns_about_training_of_another_model(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop) as timer:
+        for one in (loop, Loop(loop.gpu), Loop(loop.gpu)):
+            for x in timer.steps(loop.batches(24)):
+                one.train(x)
+    [message] = said(caplog)
+    assert message.startswith("48 of 72 steps have no call of the model. Call step() once")
+    assert "another model" in message
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("how", ["step", "steps"])
+def test_advises_to_pause_an_evaluation_in_training_mode(loop: Loop, how: str, grad: bool) -> None:
+    with hooks(loop) as timer:
+        loader = loop.batches(100)
+        for number, x in enumerate(loader if how == "step" else timer.steps(loader), 1):
+            loop.train(x)
+            if how == "step":
+                timer.step()
+            if number % 40 == 0:
+                no_grad_calls(loop, 60, grad=grad)
+    assert ms(timer, "forward").count(4.0) == 98
+    advice = "`forward` is long in few steps: put what belongs to no step, such as a validation"
+    assert advice in str(timer.summary())
+
+
+def test_batches_longer_in_all_phases_get_no_advice(gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
+    with hooks(loop) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(100)), 1):
+            for _ in range(30 if number % 25 == 0 else 1):
+                loop.micro_batch(x)
+            loop.update()
+    assert "few steps" not in str(timer.summary())
+
+
+def test_advises_to_pause_work_between_steps(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for number, x in enumerate(loop.batches(60), 1):
+            loop.train(x)
+            timer.step()
+            if number % 20 == 0:
+                loop.gpu.work(200.0)
+    assert "`data` is long in few steps: put what belongs to no step" in str(timer.summary())
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_warns_about_micro_batches_left_over_at_the_end_of_a_loop(
+    loop: Loop, every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop, accumulate_grad_batches=4, every_n_steps=every) as timer:
+        for _ in range(20):
+            for number, x in enumerate(timer.steps(loop.batches(10)), 1):
+                loop.micro_batch(x)
+                if number % 4 == 0:
+                    loop.update()
+    assert len(steps(timer)) == 40 // every
+    [message] = said(caplog)
+    assert message.startswith("A loop ends with 2 of 4 micro-batches, which are in no step. Pass")
+
+
+@pytest.mark.parametrize("eager", [3, 10])
+def test_warns_about_graph_replays_among_other_steps(
+    loop: Loop, eager: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    replay = graph_of(loop)
+    with hooks(loop) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(300))):
+            if number % eager:
+                replay()
+            else:
+                loop.train(x)
+    assert len(steps(timer)) == 300 // eager
+    [message] = said(caplog)
+    assert message.startswith("Batches without a call of the model take ")
+    assert "call step() at the end of the loop body" in message
+
+
+def test_warns_about_graph_replays_after_other_steps(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    replay = graph_of(loop)
+    with hooks(loop) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(53))):
+            if number >= 3:
+                replay()
+            else:
+                loop.train(x)
+    assert steps(timer) == [STEP_MS] * 3
+    [message] = said(caplog)
+    assert message.startswith("50 batches in a row have neither a call of the model nor an update")
+
+
+def test_graph_replays_that_call_step_are_steps(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    replay = graph_of(loop)
+    with hooks(loop) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(60))):
+            if number % 2:
+                replay()
+                timer.step()
+            else:
+                loop.train(x)
+    assert total(timer) == [sum(STEP_MS.values()), 15.0] * 30

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed
 from fake_gpu import STEP_MS, FakeGPU, steps
-from fake_loop import Loop, hooks
+from fake_loop import Loop, train
 from processes import run
 from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
@@ -71,9 +71,7 @@ def test_a_plain_loop_with_distributed_data_parallel(gpu: FakeGPU, tmp_path: Pat
     try:
         loop = Loop(gpu)
         loop.model = DistributedDataParallel(loop.model)
-        with hooks(loop) as timer:
-            for x in timer.steps(loop.batches(3)):
-                loop.train(x)
+        timer = train(loop, 3)
         assert steps(timer) == [STEP_MS] * 3
     finally:
         torch.distributed.destroy_process_group()

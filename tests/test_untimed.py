@@ -17,7 +17,6 @@ from processes import finish, start
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime._measurement.untimed import UntimedSteps
 
 EVERY, N = 5, 43
 AUTOGRAD: Any = torch.autograd
@@ -215,7 +214,8 @@ def test_it_knows_as_much_as_if_it_were_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Both read steps at other times, and so would chase other long ones.
-    monkeypatch.setattr(UntimedSteps, "next_long", lambda self: None)
+    path = "lightning_gputime._measurement.untimed.UntimedSteps.next_long"
+    monkeypatch.setattr(path, lambda self: None)
     off = found(FakeGPU(), model, callback, **how)
     monkeypatch.setattr(HAS_COMPILED, lambda: True)
     assert off == found(FakeGPU(), model, callback, **how)

@@ -7,7 +7,7 @@ import pytest
 from fake_gpu import FakeGPU
 
 from lightning_gputime import StepTimes
-from lightning_gputime._phases import EXCLUDED, resolve_labels
+from lightning_gputime._phases import resolve_labels
 from lightning_gputime._record.recorder import Recorder
 
 
@@ -47,54 +47,13 @@ def run(gpu: FakeGPU) -> Iterator[Recorded]:
     assert not gpu.capture_broken
 
 
-def test_a_wait_interrupts_the_phase_which_goes_on_after_it(run: Recorded, gpu: FakeGPU) -> None:
+def test_wait_interrupts_its_phase(run: Recorded, gpu: FakeGPU) -> None:
     run.run("forward", 4.0)
     run.wait()
     gpu.work(2.0)
     run.run("forward", 1.0)  # No mark: it goes on.
     assert run.end() == {"forward": 10.0, "forward/comm": 3.0}
     assert len(run.emitted[0].timeline.names) == 4  # type: ignore[union-attr]
-
-
-def test_the_phase_that_is_renamed_takes_its_waits_along(run: Recorded, gpu: FakeGPU) -> None:
-    run.run("<after forward>", 1.0)
-    run.wait()
-    gpu.work(1.0)
-    run.mark_instead("<after forward>", "loss")
-    gpu.work(2.0)
-    run.mark("forward")
-    run.wait()
-    gpu.work(4.0)
-    run.mark("<after forward>")
-    run.rename_before("forward", "loss")
-    run.run("backward", 8.0)
-    expected = {"loss": 14.0, "loss/comm": 6.0, "backward": 8.0}
-    assert run.end() == expected
-
-
-def test_a_pause_of_an_evaluation_takes_the_waits_before_it_along(
-    run: Recorded, gpu: FakeGPU
-) -> None:
-    run.run("forward", 4.0)
-    run.run("other", 1.0)
-    run.wait()
-    run.pause()
-    run.wait()
-    gpu.work(16.0)
-    run.resume("other")
-    run.wait()
-    assert run.end() == {"forward": 4.0, "other": 3.0, "other/comm": 3.0}
-
-
-def test_a_pause_by_hand_has_no_waits(run: Recorded, gpu: FakeGPU) -> None:
-    run.run("forward", 4.0)
-    run.wait()
-    run.enter_phase(EXCLUDED)
-    run.wait(16.0)
-    run.leave_phase(EXCLUDED)
-    gpu.work(1.0)
-    run.wait()
-    assert run.end() == {"forward": 11.0, "forward/comm": 6.0}
 
 
 @pytest.mark.parametrize(
@@ -113,73 +72,7 @@ def test_a_wait_in_another_thread_counts_where_that_thread_runs_the_backward(
     assert run.end() == {label: 7.0, **({f"{label}/comm": 3.0} if is_timed else {})}
 
 
-def test_a_pause_inside_a_wait_ends_it(run: Recorded, gpu: FakeGPU) -> None:
-    run.run("forward", 4.0)
-    assert run.wait_begins()
-    gpu.work(3.0)
-    run.enter_phase(EXCLUDED)
-    gpu.work(16.0)
-    run.wait_ends()
-    run.leave_phase(EXCLUDED)
-    gpu.work(1.0)
-    assert run.end() == {"forward": 8.0, "forward/comm": 3.0}
-
-
-def test_what_is_found_to_be_an_evaluation_is_left_out_with_its_waits(
-    run: Recorded, gpu: FakeGPU
-) -> None:
-    run.run("data", 1.0)
-    run.wait()
-    run.run("<evaluation>", 4.0)
-    run.wait()
-    run.pause(since="<evaluation>")
-    gpu.work(16.0)
-    run.wait()
-    run.resume("data")
-    run.run("data", 2.0)
-    run.wait()
-    run.run("forward", 4.0)
-    # The fetch before it was that of the evaluation.
-    assert run.end() == {"data": 5.0, "data/comm": 3.0, "forward": 4.0}
-
-
-def test_a_wait_inside_a_callback_is_its_own_and_none_of_the_loader(run: Recorded) -> None:
-    run.run("callbacks/Saves.on_train_batch_end", 1.0)
-    run.wait()
-    run.run("data/fetch", 2.0)
-    saves = {"callbacks": 4.0, "callbacks/Saves.on_train_batch_end": 1.0, "callbacks/comm": 3.0}
-    assert run.end() == {**saves, "data": 2.0, "data/fetch": 2.0}
-
-
-def test_only_what_comes_after_the_work_is_left_out(run: Recorded) -> None:
-    run.run("forward", 4.0)
-    run.wait()
-    run.run("<evaluation>", 4.0)
-    run.wait()
-    run.pause(since="<evaluation>")
-    run.resume("data")
-    assert run.end() == {"forward": 7.0, "forward/comm": 3.0}
-
-
-def test_a_step_that_has_ended_before_its_last_waits_is_without_them(run: Recorded) -> None:
-    run.run("forward", 4.0)
-    run.run("backward", 8.0)
-    run.wait()
-    run.run("optimizer", 2.0)
-    run.run("<after update>", 1.0)
-    run.wait()
-    assert run.end_at("<after update>", 0)
-    run.flush()
-    assert run.emitted[0].phase_ms == {
-        "data": 0.0,
-        "forward": 4.0,
-        "backward": 11.0,
-        "backward/comm": 3.0,
-        "optimizer": 2.0,
-    }
-
-
-def test_a_step_that_is_filled_keeps_the_waits_after_it(run: Recorded, gpu: FakeGPU) -> None:
+def test_probed_step_keeps_the_waits_after_the_spin(run: Recorded, gpu: FakeGPU) -> None:
     run.run("data", 1.0)
     run.wait()
     run.start_probe(lambda: gpu.spin(2_000_000))
@@ -188,7 +81,7 @@ def test_a_step_that_is_filled_keeps_the_waits_after_it(run: Recorded, gpu: Fake
     assert run.end() == {"data": 3.0, "data/comm": 3.0, "forward": 4.0}
 
 
-def test_no_step_no_wait(run: Recorded, gpu: FakeGPU) -> None:
+def test_wait_outside_a_step_records_nothing(run: Recorded, gpu: FakeGPU) -> None:
     run.end()
     run.rest()
     created = gpu.created
@@ -198,18 +91,7 @@ def test_no_step_no_wait(run: Recorded, gpu: FakeGPU) -> None:
     assert gpu.created == created
 
 
-def test_the_next_step_begins_where_a_wait_does_not_end(run: Recorded, gpu: FakeGPU) -> None:
-    run.run("forward", 4.0)
-    assert run.wait_begins()
-    gpu.work(3.0)
-    assert run.end() == {"forward": 7.0, "forward/comm": 3.0}
-    gpu.work(1.0)
-    run.wait_ends()
-    run.wait()
-    assert run.end() == {"data": 4.0, "data/comm": 3.0}
-
-
-def test_the_end_of_a_wait_that_was_cut_short_is_no_mark(run: Recorded, gpu: FakeGPU) -> None:
+def test_end_of_an_interrupted_wait_adds_no_mark(run: Recorded, gpu: FakeGPU) -> None:
     run.run("forward", 4.0)
     assert run.wait_begins()
     gpu.work(3.0)
@@ -219,7 +101,7 @@ def test_the_end_of_a_wait_that_was_cut_short_is_no_mark(run: Recorded, gpu: Fak
     assert len(run.emitted[0].timeline.names) == 4  # type: ignore[union-attr]
 
 
-def test_the_tail_of_a_backward_is_a_wait_as_it_is(run: Recorded) -> None:
+def test_wait_in_the_tail_of_a_backward_adds_no_mark(run: Recorded) -> None:
     run.run("backward/comm", 1.0)
     run.wait()
     assert run.end() == {"backward": 4.0, "backward/comm": 4.0}
@@ -258,7 +140,5 @@ def test_a_wait_whose_mark_fails_costs_its_step_alone(
         (("augment/part", "<receives>", "<goes on>", "forward"), "augment"),
     ],
 )
-def test_what_a_pipeline_receives_is_for_the_pass_that_follows(
-    labels: tuple[str, ...], phase: str
-) -> None:
+def test_pipeline_receive_belongs_to_the_next_pass(labels: tuple[str, ...], phase: str) -> None:
     assert resolve_labels(labels)[1] == (phase, f"{phase}/comm")

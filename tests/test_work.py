@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fake_gpu import STEP_MS, FakeGPU, work
-from fake_lightning import Loader, MemoryLogger, Model, fit, trainer
+from fake_lightning import Loader, MemoryLogger, Model, fit, timer_of, trainer
 from fake_loop import Logger, Loop, hooks
 from torch import Tensor, nn
 
@@ -250,7 +250,7 @@ def test_training_and_validation_have_their_own_items_under_lightning(gpu: FakeG
                 yield x.repeat(3, 1)
 
     logger = MemoryLogger()
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, items=None)
+    timer = timer_of(gpu, items=None)
     runner = trainer(timer, logger=logger, log_every_n_steps=2)
     runner.fit(Model(gpu), Loader(gpu, 4), Batches(gpu, 2))
     logged = {key: value for _, metrics in logger.calls for key, value in metrics.items()}
@@ -262,7 +262,7 @@ def test_training_and_validation_have_their_own_items_under_lightning(gpu: FakeG
 
 def test_a_number_of_items_is_not_taken_for_validation(gpu: FakeGPU) -> None:
     logger = MemoryLogger()
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, items=100)
+    timer = timer_of(gpu, items=100)
     trainer(timer, logger=logger).fit(Model(gpu), Loader(gpu, 4), Loader(gpu, 2))
     logged = {key: value for _, metrics in logger.calls for key, value in metrics.items()}
     assert timer.summary().items_per_sec == 100_000 / STEP
@@ -438,7 +438,7 @@ def test_in_a_compiled_training_step_a_short_type_of_parameters_shows_the_precis
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, flops=1e6)
+    timer = timer_of(gpu, flops=1e6)
     task: Any = torch.compile(Task(), backend="eager")
     work = fit(gpu, task, n=4, timer=timer).summary().work
     assert work is not None
