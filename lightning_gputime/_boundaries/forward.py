@@ -461,12 +461,7 @@ class _EvaluationSearch:
         # In a loop over `steps()` the step begins with its batch, which is `other`.
         labels = self._recorder.labels
         is_first = len(runs) == 1 and is_fetch(labels[: runs[0][0]])
-        return (
-            is_first
-            and self.steps_without == 1
-            and not self._had_first
-            and counts <= {inside}
-        )
+        return is_first and self.steps_without == 1 and not self._had_first and counts <= {inside}
 
 
 # Work after which an evaluation is another one.

@@ -12,6 +12,7 @@ from lightning_gputime._diagnosis.codes import (
     GPU_WORK,
     HOOKS,
     LAUNCH,
+    OTHER_RANKS,
     SLOW,
     SLOWEST_RANK,
     SYNC,
@@ -21,7 +22,7 @@ from lightning_gputime._diagnosis.pace import Pace
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import OFF_CPU
-from lightning_gputime._measurement.stats import PhaseStats
+from lightning_gputime._measurement.stats import is_uneven
 from lightning_gputime._measurement.table import duration, percent
 from lightning_gputime._measurement.wall_clock import (
     BETWEEN_LOOPS,
@@ -30,7 +31,9 @@ from lightning_gputime._measurement.wall_clock import (
     EVALUATION,
     FIRST_STEP,
     PAUSED,
+    SANITY_CHECK,
     SET_UP,
+    TEAR_DOWN,
     VALIDATION,
 )
 from lightning_gputime._phases import (
@@ -83,12 +86,13 @@ def _load_faster(m: Measurement, setup: TrainingSetup, pace: Pace) -> Iterator[A
         yield Advice("index_batches", text)
         return
     workers, cores, prefix = setup.num_workers, setup.cores, setup.loader_prefix
-    if not setup.has_loader and FETCH not in m.rows and _is_uneven(fetches):
+    if not setup.has_loader and FETCH not in m.rows and is_uneven(fetches):
         yield _pause(DATA)
     if workers is None and not setup.has_loader and FETCH not in m.rows:
         text = "iterate over timer.steps(loader): without it, `data` may include your own code"
         yield Advice("iterate_over_steps", text)
-    if fetches.share < _MIN_PART and pace.code != SYNC:
+    is_long = max(fetches.share, m.host_share(FETCH if FETCH in m.rows else DATA)) >= _MIN_PART
+    if not is_long and pace.code != SYNC:
         return  # Workers cost about as much.
     apart = "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
     of_cores = "" if cores is None else f"; {cores} CPU cores per rank"
@@ -108,7 +112,7 @@ def _load_faster(m: Measurement, setup: TrainingSetup, pace: Pace) -> Iterator[A
         text = f"more workers (now {prefix}num_workers={workers}{of_cores}){apart}"
         yield Advice("num_workers", text, {"now": workers})
         yield cheaper
-    if workers and _is_uneven(fetches):
+    if workers and is_uneven(fetches):
         few = "few fetches take most of the time"
         if setup.persistent_workers is False:
             text = f"{prefix}persistent_workers=True (now False): {few}"
@@ -116,11 +120,6 @@ def _load_faster(m: Measurement, setup: TrainingSetup, pace: Pace) -> Iterator[A
         if ahead := setup.prefetch_factor:
             text = f"{prefix}prefetch_factor={2 * ahead} (now {ahead}): {few}"
             yield Advice("prefetch_factor", text, {"now": ahead, "suggested": 2 * ahead})
-
-
-def _is_uneven(row: PhaseStats) -> bool:
-    """Return whether few steps have most of a phase's time."""
-    return row.p50_ms < 0.5 * row.mean_ms
 
 
 def _pause(name: str) -> Advice:
@@ -146,10 +145,14 @@ def _move_to_workers(m: Measurement, setup: TrainingSetup, _: Pace) -> Iterator[
 
 def _copy_faster(m: Measurement, setup: TrainingSetup, pace: Pace) -> Iterator[Advice]:
     if m.on_host_clock:
-        return  # Nothing is copied to a device.
-    if setup.pin_memory is False:
+        # Nothing is copied to a device.
+        text = (
+            f"transfer_batch_to_device takes {_per_step(m, COPY)}: move its work into the dataset"
+        )
+        yield Advice("transfer_hooks", text)
+    elif setup.pin_memory is False:
         yield _pin_memory(setup)
-    elif m.share(COPY) >= 0.2:
+    else:
         text = "copy smaller types (uint8, bfloat16), and convert them on the device"
         yield Advice("smaller_copies", text)
 
@@ -194,7 +197,7 @@ def _communicate_less(*_: object) -> Iterator[Advice]:
 
 
 def _work_less(m: Measurement, setup: TrainingSetup, pace: Pace) -> Iterator[Advice]:
-    uneven = [name for name in (FORWARD, BACKWARD) if name in m.rows and _is_uneven(m.rows[name])]
+    uneven = [name for name in (FORWARD, BACKWARD) if name in m.rows and is_uneven(m.rows[name])]
     if setup.is_own_loop and uneven == [FORWARD]:  # Steps of more micro-batches are longer in both.
         yield _pause(FORWARD)
     if pace.code == LAUNCH and m.launch_gap_share is None:
@@ -254,7 +257,7 @@ def _optimize_faster(m: Measurement, setup: TrainingSetup, _: Pace) -> Iterator[
 def _own_code(
     name: str, where: str, m: Measurement, setup: TrainingSetup, _: Pace
 ) -> Iterator[Advice]:
-    if setup.is_own_loop and _is_uneven(m.rows[name]):
+    if setup.is_own_loop and is_uneven(m.rows[name]):
         yield _pause(name)
     if name == OTHER and setup.is_own_loop and setup.pin_memory is False and not m.on_host_clock:
         yield _pin_memory(setup, "; `other` includes copies of the batch")
@@ -320,6 +323,9 @@ _RULES: Mapping[str, Rule] = {
     OPTIMIZER: _optimize_faster,
     COMMUNICATION: _communicate_less,
     SLOWEST_RANK: _meet_the_rank,
+    OTHER_RANKS: _text(
+        "other_ranks", "look for the rank whose loader or callbacks take longest: all others wait"
+    ),
     GAPS: _launch_less,
     VALIDATION: partial(
         _evaluate_less,
@@ -340,6 +346,12 @@ _RULES: Mapping[str, Rule] = {
     FIRST_STEP: _text("first_step", "it occurs once: compilation, autotuning, start of workers"),
     BETWEEN_LOOPS: _text(
         "between_loops", "run less often what is between two loops, such as an evaluation"
+    ),
+    SANITY_CHECK: _text("sanity_check", "it occurs once: num_sanity_val_steps=0 leaves it out"),
+    TEAR_DOWN: _text(
+        "tear_down",
+        "it occurs once: look at what runs after the last epoch, such as a last checkpoint, a test"
+        " or an upload",
     ),
     PAUSED: _text("paused", "run less often what is in timer.paused(), such as an evaluation"),
     f"{SLOW}garbage collection": _text("gc_freeze", "gc.freeze() after the set-up"),
