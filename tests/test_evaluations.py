@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, steps, work
-from fake_loop import Loop, hooks
+from fake_loop import Loop, hooks, timed_indices
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks
@@ -322,6 +322,26 @@ def test_a_pause_ends_when_its_code_raises(loop: Loop) -> None:
                 fails(timer)
             loop.train(x)
     assert steps(timer) == [STEP_MS] * 2
+
+
+@pytest.mark.parametrize("every", [10, 50])
+def test_an_evaluation_before_the_first_timed_step_has_no_steps(loop: Loop, every: int) -> None:
+    n = every // 2
+    timed = timed_indices(every, 3 * every)
+    assert timed[0] >= n
+    with hooks(loop, every_n_steps=every) as timer:
+        for x in timer.steps(loop.batches(n)):
+            loop.train(x)
+        loop.model.eval()
+        with torch.no_grad():
+            for x in timer.steps(loop.batches(5)):
+                loop.model(x)
+        loop.model.train()
+        for x in timer.steps(loop.batches(3 * every - n)):
+            loop.train(x)
+    assert timer.history()["step"].tolist() == timed
+    assert steps(timer) == [STEP_MS] * len(timed)
+    assert timer.summary().untimed_steps == 3 * every - len(timed)
 
 
 def called(loop: Loop, n: int) -> None:
