@@ -12,6 +12,8 @@ from lightning_gputime._compat.torch_ import skip_in_compilation
 from lightning_gputime._messages import messages
 
 _MISSING = object()
+# Attributes of a function that say what torch's compiler has made of it, and what replaces it.
+_PRIVATE = ("_torchdynamo", "_patch")
 # What compiled code may carry; torch.compile leaves the other files of the package alone.
 _TRACED = ("__init__.py", "_timer.py", "_boundaries/module_hooks.py", "_boundaries/named.py")
 
@@ -178,6 +180,9 @@ class FunctionPatch:
         def method(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
+        # Code of others may read an attribute of their function.
+        own = getattr(self._call, "__dict__", {})
+        vars(method).update({name: own[name] for name in own if not name.startswith(_PRIVATE)})
         return method
 
     def _lose(self, listener: Any, error: Exception) -> None:
