@@ -130,20 +130,20 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         # garbage collection; and a callback may be added to a Trainer without notice.
         if owner in self._train_calls:
             return
-        timer = weakref.ref(self)
-        calls = Calls(partial(_start_run, timer), partial(_return_run, timer))
+        start, end = weakref.WeakMethod(self._start_run), weakref.WeakMethod(self._return_run)
+        calls = Calls(partial(_call_alive, start), partial(_call_alive, end))
         self._train_calls[owner] = call = Subscription(owner, "train", calls)
         weakref.finalize(self, call.remove).atexit = False
         call.put_on()
 
-    def _start_run(self, trainer: Trainer) -> bool | None:
+    def _start_run(self, trainer: Trainer, *_: Any, **__: Any) -> bool | None:
         is_known = self._run_of is not None and self._run_of() is trainer
         if is_known or not any(one is self for one in transformers_.callbacks_of(trainer)):
             return False  # A method of a subclass calls that of its base class, or another Trainer.
         self._run_of, self._run_start_ns = weakref.ref(trainer), self._host_ns()
         return None
 
-    def _return_run(self) -> None:
+    def _return_run(self, _: Any) -> None:
         try:
             if self._session.is_attached:
                 self._end_run(None)
@@ -445,16 +445,10 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._show(is_due)
 
 
-def _start_run(
-    timer: weakref.ref[TransformersPhaseTimer], trainer: Trainer, *_: Any, **__: Any
-) -> bool | None:
-    found = timer()
-    return False if found is None else found._start_run(trainer)
-
-
-def _return_run(timer: weakref.ref[TransformersPhaseTimer], _: Any) -> None:
-    if (found := timer()) is not None:
-        found._return_run()
+def _call_alive(method: weakref.WeakMethod[Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a method of an object, if that still exists."""
+    bound = method()
+    return False if bound is None else bound(*args, **kwargs)
 
 
 def find_trainer(callback: TrainerCallback) -> Any:

@@ -8,12 +8,10 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from lightning_gputime._compat.torch_ import skip_in_compilation
+from lightning_gputime._compat.torch_ import attributes_of, skip_in_compilation
 from lightning_gputime._messages import messages
 
 _MISSING = object()
-# Attributes of a function that say what torch's compiler has made of it, and what replaces it.
-_PRIVATE = ("_torchdynamo", "_patch")
 # What compiled code may carry; torch.compile leaves the other files of the package alone.
 _TRACED = ("__init__.py", "_timer.py", "_boundaries/module_hooks.py", "_boundaries/named.py")
 
@@ -181,8 +179,7 @@ class FunctionPatch:
             return self(*args, **kwargs)
 
         # Code of others may read an attribute of their function.
-        own = getattr(self._call, "__dict__", {})
-        vars(method).update({name: own[name] for name in own if not name.startswith(_PRIVATE)})
+        vars(method).update(attributes_of(self._call))
         return method
 
     def _lose(self, listener: Any, error: Exception) -> None:
