@@ -334,6 +334,13 @@ def test_a_copy_that_is_short_on_the_gpu_and_long_on_the_host_has_advice(
     assert found.advice[0].code == ("pin_memory" if pin_memory is False else "smaller_copies")
 
 
+def test_a_fetch_that_is_short_on_the_gpu_and_long_on_the_host_has_advice() -> None:
+    measured = measurement(STEP, host_ms={"data": 9.0}, wait_ms=0.0)
+    found = check(diagnose(measured, LOADER))
+    assert (found.code, found.grade) == ("input-bound", "bound")
+    assert found.advice[0].code == "num_workers"
+
+
 def test_no_verdict_rests_on_phases_that_are_not_separated() -> None:
     measured = on_host(STEP | {"data": 20.0}, blurred=("data", "callbacks"))
     found = check(diagnose(measured, LOADER))

@@ -91,8 +91,8 @@ def _load_faster(m: Measurement, setup: TrainingSetup, pace: Pace) -> Iterator[A
     if workers is None and not setup.has_loader and FETCH not in m.rows:
         text = "iterate over timer.steps(loader): without it, `data` may include your own code"
         yield Advice("iterate_over_steps", text)
-    is_long = max(fetches.share, m.host_share(FETCH if FETCH in m.rows else DATA)) >= _MIN_PART
-    if not is_long and pace.code != SYNC:
+    long_for_host = pace.code == LAUNCH and m.host_share(DATA) >= _MIN_PART
+    if fetches.share < _MIN_PART and pace.code != SYNC and not long_for_host:
         return  # Workers cost about as much.
     apart = "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
     of_cores = "" if cores is None else f"; {cores} CPU cores per rank"
