@@ -186,7 +186,7 @@ def test_an_extra_forward_without_grad_is_forward_and_a_teachers_is_not(loop: Lo
     assert steps(run(loop, step)) == [expected] * 3
 
 
-def test_a_validation_in_the_middle_of_the_loop_is_no_forward(loop: Loop) -> None:
+def test_a_validation_at_the_end_of_the_body_belongs_to_no_step(loop: Loop) -> None:
     def step(x: Tensor) -> None:
         loop.train(x)
         loop.model.eval()
@@ -194,7 +194,7 @@ def test_a_validation_in_the_middle_of_the_loop_is_no_forward(loop: Loop) -> Non
             loop.model(x)
         loop.model.train()
 
-    assert steps(run(loop, step)) == [{**STEP_MS, "other": 4.25}] * 3
+    assert steps(run(loop, step)) == [{**STEP_MS, "other": 0.25}] * 3
 
 
 def test_hooks_only_with_backward_named_by_hand(loop: Loop) -> None:
