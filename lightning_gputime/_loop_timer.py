@@ -139,8 +139,12 @@ class LoopTimer(Timer):
 
     def remove(self) -> None:
         """Read and log the last steps, then remove all hooks. Safe to call twice."""
-        if self._session.is_attached:
-            self._remove()
+        try:
+            if self._session.is_attached:
+                self._remove()
+        except BaseException:
+            self._detach()  # As Ctrl-C, anywhere in between.
+            raise
 
     @never_raises
     def _remove(self) -> None:

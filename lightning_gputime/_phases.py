@@ -42,8 +42,10 @@ AFTER_UPDATE = "<after update>"
 EVALUATION = "<evaluation>"
 BETWEEN = "<between>"
 EXCLUDED = "<excluded>"
+EVALUATED = "<evaluated>"  # As that, for an evaluation inside a step.
 LEFT = "<left>"
-EVALUATES = (EVALUATION, EXCLUDED)
+EVALUATES = (EVALUATION, EVALUATED, EXCLUDED)
+IN_NO_STEP = (EXCLUDED, EVALUATED, LEFT)
 # Labels of marks that interrupt the one before them: a wait for other ranks, one for what a
 # pipeline sends, which is part of what it is for, and the end of both.
 WAITS = "<waits>"
@@ -187,6 +189,12 @@ class StepRecord(NamedTuple):
         """How long the device was kept busy before it (in milliseconds)."""
         return self.device_ms[self.post_spin_index - 1] if self.post_spin_index else 0.0
 
+    @property
+    def evaluation_ms(self) -> float:
+        """How long the device took for an evaluation inside it (in milliseconds)."""
+        labels_and_ms = zip(self.labels, self.device_ms, strict=True)
+        return sum(ms for label, ms in labels_and_ms if label == EVALUATED)
+
     def times(self) -> StepTimes:
         # Made when somebody asks, and not kept: most steps are only added up, for which the record
         # is enough.
@@ -234,11 +242,11 @@ def resolve_labels(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         if label not in INTERRUPTIONS:
             phase, follower = next(phases)
         name = phase
-        if label in (WAITS, RECEIVES) and phase not in (EXCLUDED, LEFT):
+        if label in (WAITS, RECEIVES) and phase not in IN_NO_STEP:
             waits_in = follower if label == RECEIVES else phase
             name = f"{waits_in.partition('/')[0]}/{COMM}"
         parents = itertools.accumulate(name.split("/"), "{}/{}".format)
-        settled.append(() if name in (EXCLUDED, LEFT) else tuple(parents))
+        settled.append(() if name in IN_NO_STEP else tuple(parents))
     return tuple(settled)
 
 

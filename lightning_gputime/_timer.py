@@ -300,10 +300,10 @@ class Timer(Tabular):
     def paused(self) -> NamedPhase:
         """Return a context manager that excludes the time of its code from all steps.
 
-        Use it for a validation inside a loop. Without it, evaluations are excluded if they are
-        certain: calls of the whole model under `torch.inference_mode`, or calls in eval mode
-        without grad, at least two more than in each of the ten steps before. A loop over `steps`
-        inside it is not timed.
+        Use it for a validation inside a loop. Without it, calls of the whole model in eval mode
+        without grad are excluded under `torch.inference_mode`, after the last update of a step,
+        after each `step()`, and if at most half of the last ten steps have such calls. A loop over
+        `steps` inside it is not timed.
 
         Examples:
             >>> with timer.paused():

@@ -121,13 +121,17 @@ class GPUPhaseHooks(LoopTimer):
         return self.attach()
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
-        if exc_type is None:
-            self.remove()
-        else:
+        try:
+            if exc_type is None:
+                self.remove()
+                return
             try:
                 self._abort()
             except Exception as error:
                 self._give_up(error)
+        except BaseException:
+            self._detach()  # As Ctrl-C, anywhere in between.
+            raise
 
 
 def _check_accumulation(batches: int | str, loop: Loop) -> int:

@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Unpack
 
@@ -68,8 +68,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     An evaluation inside a training belongs to no step. Its own means are logged with `eval_loss`:
     `eval_phase_time/forward_ms` (in `log_history` before it). `train` and `evaluate` return none.
 
-    The wall clock starts with the first `train()` of a Trainer that got the timer by `callbacks=`,
-    else with `on_train_begin`.
+    The wall clock runs from the call of `train()` to its return.
 
     `data/fetch` fetches all micro-batches of a step and copies them to the device. `callbacks` is
     the time of callbacks, logging and checkpoints.
@@ -92,9 +91,10 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         # The Trainer at work, and what is on it.
         self._trainer: Any = None
         self._handled: BaseException | None = None
-        # Calls of `train`, and when that of this timer's Trainer started.
-        self._train_call: Subscription | None = None
+        # The Trainer whose `train` runs, and when that was called.
+        self._run_of: weakref.ref[Trainer] | None = None
         self._run_start_ns: int | None = None
+        self._train_calls: dict[type, Subscription] = {}  # By the class that defines `train`.
         self._is_table_due = False
         self._before: Any = None  # The callback before this one, when no training runs.
         # Of a training. A step may reach across epochs.
@@ -105,34 +105,44 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         # Means of steps for the Trainer's next log; its newest log, and the keys added to that.
         self._unlogged = dict[str, float]()
         self._added: tuple[dict[str, Any], list[str]] = ({}, [])
+        self._watch_train(Trainer)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is not attached to a training.
-        own = {"_trainer": None, "_handled": None, "_train_call": None, "_before": None}
-        off = {"_run_start_ns": None, "_is_table_due": False, "_is_in_step": False}
-        return {**super().__getstate__(), **own, **off}
+        own: dict[str, Any] = {"_trainer": None, "_handled": None, "_before": None}
+        off = {"_run_of": None, "_run_start_ns": None, "_is_table_due": False}
+        more = {"_train_calls": {}, "_is_in_step": False}
+        return {**super().__getstate__(), **own, **off, **more}
 
     # A training
 
     @never_raises
     def on_init_end(self, *_: Any, **__: Any) -> None:
-        # No event is as early as the call of `train`. Patch the class: a patch on the Trainer would
-        # be a reference cycle, which keeps its model in memory until a garbage collection.
-        if (trainer := find_trainer(self)) is not None:
-            self._leave_run()
-            start = partial(self._start_run, weakref.ref(trainer))
-            # Where it is defined: a subclass then still finds what others put there later.
-            owner = next(kind for kind in type(trainer).__mro__ if "train" in vars(kind))
-            self._train_call = Subscription(owner, "train", Calls(start, self._return_run))
-            self._train_call.put_on()
-            weakref.finalize(trainer, self._train_call.remove).atexit = False
+        trainer = find_trainer(self)
+        for kind in type(trainer).__mro__:
+            if "train" in vars(kind):
+                # Where it is defined: a subclass then still finds what others put there later.
+                self._watch_train(kind)
+                break
 
-    def _start_run(
-        self, expected: Callable[[], Trainer | None], trainer: Trainer, *_: Any, **__: Any
-    ) -> bool | None:
-        if trainer is not expected():
-            return False
-        self._run_start_ns = self._host_ns()
+    def _watch_train(self, owner: type) -> None:
+        """Note the calls of `train`, while this timer exists."""
+        # No event is as early as that call, and none is as late as its end. Patch the class: a
+        # patch on the Trainer would be a reference cycle, which keeps its model in memory until a
+        # garbage collection; and a callback may be added to a Trainer without notice.
+        if owner in self._train_calls:
+            return
+        start, end = weakref.WeakMethod(self._start_run), weakref.WeakMethod(self._return_run)
+        calls = Calls(partial(_call_alive, start), partial(_call_alive, end))
+        self._train_calls[owner] = call = Subscription(owner, "train", calls)
+        weakref.finalize(self, call.remove).atexit = False
+        call.put_on()
+
+    def _start_run(self, trainer: Trainer, *_: Any, **__: Any) -> bool | None:
+        is_known = self._run_of is not None and self._run_of() is trainer
+        if is_known or not any(one is self for one in transformers_.callbacks_of(trainer)):
+            return False  # A method of a subclass calls that of its base class, or another Trainer.
+        self._run_of, self._run_start_ns = weakref.ref(trainer), self._host_ns()
         return None
 
     def _return_run(self, _: Any) -> None:
@@ -142,13 +152,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             if self._session.is_attached:
                 self._detach()  # The Trainer returned without `on_train_end`.
         finally:
+            self._run_of = self._run_start_ns = None
             self._leave()
-            self._leave_run()
-
-    def _leave_run(self) -> None:
-        if self._train_call is not None:
-            self._train_call.remove()
-        self._train_call = self._run_start_ns = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         # Raises, before training, if a name is wrong.
@@ -452,6 +457,12 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 def _logs_every_step(args: Any, state: Any) -> bool:
     # `args.logging_steps` may be a fraction of all steps; the state has the number.
     return bool(args.logging_strategy == "steps" and state.logging_steps == 1)
+
+
+def _call_alive(method: weakref.WeakMethod[Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a method of an object, if that still exists."""
+    bound = method()
+    return False if bound is None else bound(*args, **kwargs)
 
 
 def find_trainer(callback: TrainerCallback) -> Any:

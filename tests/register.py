@@ -159,7 +159,7 @@ REGISTER = (
         CLASS,
         frozenset({"train"}),
         "no callback is called before the set-up, or after an error",
-        when="from the construction of a Trainer to the end of its training",
+        when="while a timer exists",
     ),
     Replaced(
         "transformers' models: `generate`, `generate_batch`; in its Trainer `_loss_function`",

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from conftest import installed
 from fake_gpu import STEP_MS, FakeGPU, steps
 from fake_lightning import Loader, MemoryLogger, Model, fit, timer_of, trainer
 from fake_loop import timed_indices

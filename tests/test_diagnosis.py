@@ -15,6 +15,7 @@ from fake_loop import Loop, hooks
 from torch import Tensor
 
 from lightning_gputime import Cause, GPUPhaseTimer, SlowStep, load
+from lightning_gputime._diagnosis.codes import CODES
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Diagnosis
 from lightning_gputime._measurement.changes import Slowdown
@@ -289,6 +290,55 @@ def test_advice_belongs_to_the_entries(
 ) -> None:
     found = [advice.code for advice in check(diagnose(measured, setup)).advice]
     assert found[: len(codes)] == codes
+
+
+def measured_with(entry: str) -> Measurement:
+    """Return a measurement whose bottleneck is one entry of the time breakdown."""
+    if entry in ("the slowest rank", "other ranks"):
+        phase = "backward" if entry == "the slowest rank" else "data"
+        ranks = RankSummary({}, (0, 1), 1, 6.0, phase)
+        waits = {f"{phase}/comm": 8.0, phase: 12.0}
+        return measurement(STEP | waits, ranks=ranks if phase == "backward" else None)
+    if entry == "communication":
+        return measurement(STEP | {"backward/comm": 5.0})
+    if entry == "launch gaps":
+        rows = measurement(STEP, wait_ms=0.0, probed_steps=9).rows
+        busy = {name: replace(row, gpu_busy_mean_ms=row.mean_ms / 2) for name, row in rows.items()}
+        return replace(measurement(STEP, wait_ms=0.0, probed_steps=9), rows=busy)
+    if entry.startswith("slow steps: "):
+        return on_host(STEP, slow=slow(0.4, **{entry.removeprefix("slow steps: "): 0.4}))
+    if entry.startswith("data"):
+        parts = {"data/fetch": 0.1, "data/copy": 0.1} | ({entry: 13.0} if "/" in entry else {})
+        return on_host(STEP | {"data": 13.3} | (parts if entry != "data" else {}))
+    if entry in (*STEP, "callbacks"):
+        return on_host(STEP | {entry: 13.3})
+    return on_host(STEP, wall_clock=WallClockBreakdown({"steps": 10.0, entry: 30.0}))
+
+
+@pytest.mark.parametrize("entry", CODES)
+def test_a_bottleneck_of_any_code_has_advice(entry: str) -> None:
+    found = check(diagnose(measured_with(entry), LOADER))
+    assert (found.code, found.grade, found.entry) == (CODES[entry], "bound", entry)
+    assert found.time_breakdown is not None
+    assert found.time_breakdown[entry].advice
+
+
+@pytest.mark.parametrize("pin_memory", [None, False, True])
+def test_a_copy_that_is_short_on_the_gpu_and_long_on_the_host_has_advice(
+    pin_memory: bool | None,
+) -> None:
+    copies = STEP | {"data": 1.6, "data/fetch": 0.1, "data/copy": 1.5}
+    measured = measurement(copies, host_ms={"data/copy": 9.0}, wait_ms=0.0)
+    found = check(diagnose(measured, replace(LOADER, pin_memory=pin_memory)))
+    assert (found.code, found.grade) == ("copy-bound", "bound")
+    assert found.advice[0].code == ("pin_memory" if pin_memory is False else "smaller_copies")
+
+
+def test_a_fetch_that_is_short_on_the_gpu_and_long_on_the_host_has_advice() -> None:
+    measured = measurement(STEP, host_ms={"data": 9.0}, wait_ms=0.0)
+    found = check(diagnose(measured, LOADER))
+    assert (found.code, found.grade) == ("input-bound", "bound")
+    assert found.advice[0].code == "num_workers"
 
 
 def test_no_verdict_rests_on_phases_that_are_not_separated() -> None:

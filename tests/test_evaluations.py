@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, steps, work
-from fake_loop import Loop, hooks
+from fake_loop import Loop, hooks, timed_indices
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks
@@ -140,12 +140,117 @@ def test_a_validation_under_inference_mode_belongs_to_no_step(loop: Loop, n: int
     assert steps(timer) == [{**STEP_MS, "other": 1.125}] * 3
 
 
-def test_a_validation_of_one_batch_is_not_certain_and_is_other(loop: Loop) -> None:
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(3)):
+@pytest.mark.parametrize("how", ["step", "steps"])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_test_after_each_update_belongs_to_no_step(
+    loop: Loop, how: str, n: int, every: int
+) -> None:
+    with hooks(loop, every_n_steps=every) as timer:
+        for x in each_batch(timer, loop.batches(3 * every), how):
             loop.train(x)
-            validate(loop, 1)
-    assert steps(timer) == [{**STEP_MS, "other": 5.125}] * 3
+            validate(loop, n)
+    # The fetch of its first batch follows the update, as any other code.
+    expected = STEP_MS if how == "steps" else IN_STEP_LOOP
+    assert steps(timer) == [{**expected, "other": expected["other"] + 1.0}] * 3
+
+
+def test_a_test_after_each_step_belongs_to_no_step(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for x in loop.batches(30):
+            loop.train(x)
+            timer.step()
+            validate(loop)
+    after = {name: ms for name, ms in IN_STEP_LOOP.items() if name != "data"}
+    assert steps(timer) == [IN_STEP_LOOP, *[after] * 29]
+
+
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("per_epoch", [2, 3, 6, 20])
+def test_a_validation_after_each_short_epoch_belongs_to_no_step(
+    loop: Loop, per_epoch: int, n: int
+) -> None:
+    with hooks(loop) as timer:
+        for number, x in enumerate(loop.batches(60), 1):
+            loop.train(x)
+            timer.step()
+            if number % per_epoch == 0:
+                validate(loop, n)
+    after = {name: ms for name, ms in IN_STEP_LOOP.items() if name != "data"}
+    is_after = [number and number % per_epoch == 0 for number in range(60)]
+    assert steps(timer) == [after if is_so else IN_STEP_LOOP for is_so in is_after]
+
+
+@pytest.mark.parametrize("where", ["before step()", "after step()"])
+def test_a_validation_after_an_update_by_hand_belongs_to_no_step(gpu: FakeGPU, where: str) -> None:
+    net = Layer(gpu, 4.0, 8.0)
+
+    def evaluate() -> None:
+        net.eval()
+        with torch.no_grad():
+            for _ in range(4):
+                net(torch.ones(1, 2))
+        net.train()
+
+    with GPUPhaseHooks(net, _clock=gpu, warmup_steps=0) as timer:
+        for number, x in enumerate(batches(gpu, 36, copy_ms=1.0), 1):
+            work(net(x), gpu, 0.5).sum().backward()
+            gpu.work(2.0)
+            if number % 6 == 0 and where == "before step()":
+                evaluate()
+            timer.step()
+            if number % 6 == 0 and where == "after step()":
+                evaluate()
+    step = {"data": 1.0, "forward": 4.0, "loss": 0.5, "backward": 8.0, "other": 2.0}
+    after = step if where == "before step()" else {**step, "data": 0.0}
+    found = [{"data": 0.0, **one} for one in steps(timer)]
+    assert found == [after if number and number % 6 == 0 else step for number in range(36)]
+
+
+def test_pseudo_labels_between_two_updates_are_part_of_the_step(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(12)):
+            loop.train(x)
+            loop.model.eval()
+            with torch.no_grad():
+                loop.model(x)
+            loop.model.train()
+            loop.train(x)
+    assert [sum(step.values()) for step in steps(timer)] == [34.25] * 12
+
+
+@pytest.mark.parametrize("how", ["step", "steps"])
+def test_time_of_evaluations_inside_of_steps_is_evaluation_in_the_time_breakdown(
+    loop: Loop, how: str
+) -> None:
+    n = 60
+    with hooks(loop) as timer:
+        for x in each_batch(timer, loop.batches(n), how):
+            loop.train(x)
+            validate(loop, 5)
+    breakdown = timer.summary().diagnosis.time_breakdown
+    assert breakdown is not None
+    # Without the fetch of the first batch. The end of the last step is read after the loop.
+    assert breakdown["evaluation"].seconds == pytest.approx(0.024 * n, rel=0.02)
+    assert timer.summary().diagnosis.code == "evaluation-bound"
+
+
+def test_calls_before_each_training_by_step_are_told_and_have_no_verdict(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop) as timer:
+        for x in loop.batches(100):
+            called(loop, 2)
+            loop.train(x)
+            timer.step()
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "Before the training part of a step, the model runs in eval mode without gradients for"
+        " 68.1 ms. That counts as `other`. If it is an evaluation, put it into"
+        " `with timer.paused()` or iterate over timer.steps(loader)."
+    )
+    assert timer.summary().diagnosis.code == "GPU-bound"
+    assert "not measured: evaluations, because they may be a part" in str(timer.summary())
 
 
 @pytest.mark.parametrize("how", ["step", "steps"])
@@ -217,6 +322,26 @@ def test_a_pause_ends_when_its_code_raises(loop: Loop) -> None:
                 fails(timer)
             loop.train(x)
     assert steps(timer) == [STEP_MS] * 2
+
+
+@pytest.mark.parametrize("every", [10, 50])
+def test_an_evaluation_before_the_first_timed_step_has_no_steps(loop: Loop, every: int) -> None:
+    n = every // 2
+    timed = timed_indices(every, 3 * every)
+    assert timed[0] >= n
+    with hooks(loop, every_n_steps=every) as timer:
+        for x in timer.steps(loop.batches(n)):
+            loop.train(x)
+        loop.model.eval()
+        with torch.no_grad():
+            for x in timer.steps(loop.batches(5)):
+                loop.model(x)
+        loop.model.train()
+        for x in timer.steps(loop.batches(3 * every - n)):
+            loop.train(x)
+    assert timer.history()["step"].tolist() == timed
+    assert steps(timer) == [STEP_MS] * len(timed)
+    assert timer.summary().untimed_steps == 3 * every - len(timed)
 
 
 def called(loop: Loop, n: int) -> None:

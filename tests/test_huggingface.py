@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import itertools
 import json
 import pickle
@@ -1254,6 +1255,86 @@ def test_a_timer_without_a_model_leaves_the_training_alone(
 
     assert new([Passes()], tmp_path).state.global_step == 4
     assert "No Trainer is known" in caplog.text
+
+
+@since_5
+@pytest.mark.parametrize("how", ["callbacks=", "add_callback"])
+def test_each_training_has_its_set_up_and_its_tear_down(
+    fake: Make, gpu: FakeGPU, timer: TransformersPhaseTimer, how: str
+) -> None:
+    class Slow(transformers.Trainer):  # type: ignore[misc]  # has no types
+        def get_train_dataloader(self) -> Any:
+            gpu.host_work(70.0)
+            return super().get_train_dataloader()
+
+    class Ends(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            gpu.host_work(30.0)
+
+    trainer = fake([Ends()] + [timer] * (how == "callbacks="), trainer_class=Slow)
+    if how == "add_callback":
+        trainer.add_callback(timer)
+    for _ in range(2):
+        begin = gpu.now
+        trainer.train()
+        wall_clock = timer.summary().wall_clock
+        assert wall_clock is not None
+        entries_s = wall_clock.entries_s
+        assert entries_s["set-up"] >= 0.07
+        assert entries_s["tear-down"] >= 0.03
+        assert sum(entries_s.values()) == pytest.approx((gpu.now - begin) / 1e9)
+    # A Trainer that the timer does not belong to is not its.
+    trainer.remove_callback(timer)
+    trainer.train()
+    assert timer.summary().wall_clock == wall_clock
+
+
+class WithMark(transformers.Trainer):  # type: ignore[misc]  # has no types
+    """A Trainer whose `train` has an attribute."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        return super().train(*args, **kwargs)
+
+    train.mark = "mine"  # type: ignore[attr-defined]  # on purpose
+
+
+def test_train_stays_what_it_is_while_a_trainer_has_not_trained(tmp_path: Path) -> None:
+    timer = TransformersPhaseTimer(print_summary=False)
+    trainer = new([timer], tmp_path, False, trainer_class=WithMark)
+    for function in (WithMark.train, transformers.Trainer.train):
+        assert pickle.loads(pickle.dumps(function)) is function
+        assert copy.deepcopy(function) is function
+    assert vars(WithMark.train)["mark"] == "mine"
+    assert (WithMark.train.__name__, WithMark.train.__qualname__) == ("train", "WithMark.train")
+    assert "resume_from_checkpoint" in inspect.signature(transformers.Trainer.train).parameters
+    trainer.remove_callback(timer)
+    del timer, trainer
+    gc.collect()
+    assert not hasattr(WithMark.train, "_patch")
+    assert not hasattr(transformers.Trainer.train, "_patch")
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda timer: pickle.loads(pickle.dumps(timer))])
+def test_a_copy_of_a_timer_that_is_training_is_detached(
+    tmp_path: Path, how: Callable[[Any], Any]
+) -> None:
+    class Copies(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == 2:
+                copies.append(how(timer))
+
+    copies: list[Any] = []
+    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
+    trainer = new([timer, Copies()], tmp_path)
+    [twin] = copies
+    assert timer.history()["step"].tolist() == [1, 2, 3, 4]
+    assert len(twin.history()) <= 2
+    assert not twin._session.is_attached
+    twin.on_step_end(trainer.args, trainer.state)  # Raises nothing, and times nothing.
+    assert len(twin.history()) <= 2
+    again = new([twin], tmp_path)
+    assert again.state.global_step == 4
+    assert twin.history()["step"].tolist() == [1, 2, 3, 4]
 
 
 def test_what_replaces_train_later_is_called(tmp_path: Path, monkeypatch: Any) -> None:

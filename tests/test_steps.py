@@ -433,7 +433,10 @@ def test_advises_to_pause_the_validation_of_a_copy(loop: Loop) -> None:
                     ema(torch.ones(1, 2))
     summary = timer.summary()
     advice = "put what belongs to no step, such as a validation, into `with timer.paused()`"
-    assert summary.diagnosis.entry == "data"
+    assert summary.verdict.endswith("most of it in few steps, as evaluations do")
+    assert (summary.diagnosis.entry, summary.diagnosis.code) == ("GPU work", "GPU-bound")
+    assert summary.diagnosis.time_breakdown is not None
+    assert summary.diagnosis.time_breakdown["data"].speed_up is None
     assert summary.advice[0] == f"`data` is long in few steps: {advice}"
 
 
@@ -577,12 +580,15 @@ def test_validation_of_all_models_of_a_container_is_in_no_step(gpu: FakeGPU, how
     assert ms(timer, "other") == [0.0] * 45
 
 
-def test_advises_to_pause_an_uncertain_validation(loop: Loop) -> None:
+def test_advises_to_pause_the_validation_of_a_copy_inside_steps(loop: Loop) -> None:
+    ema = copy.deepcopy(loop.model).eval()
     with hooks(loop) as timer:
         for number, x in enumerate(timer.steps(loop.batches(40)), 1):
             loop.train(x)
             if number % 5 == 0:
-                validate(loop, 6)
+                with torch.no_grad():
+                    for _ in range(6):
+                        ema(x)
     assert "`other` is long in few steps: put what belongs to no step" in str(timer.summary())
 
 

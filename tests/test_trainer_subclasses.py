@@ -4,6 +4,7 @@ Each trains a tiny model that is made on the spot. Those that are not installed 
 """
 
 import copy
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -190,12 +191,11 @@ def test_a_trainer_is_timed_and_trains_the_same(
         torch.manual_seed(0)
         trainer = make(tmp_path / name, callbacks)
         patched = (type(trainer), transformers.Trainer, transformers.GenerationMixin)
-        # `train` is replaced from the construction on.
+        # `train` is replaced while a timer exists.
         before = [{**vars(one), "train": None} for one in patched]
         there = {*vars(trainer)}
         trainer.train()
         assert [{**vars(one), "train": None} for one in patched] == before
-        assert not hasattr(type(trainer).train, "_patch")
         assert not {*vars(trainer)} & METHODS - there
         assert all("_loss_function" not in vars(one) for one in trainer.model.modules())
         # TRL's leave hooks of their own.
@@ -228,6 +228,10 @@ def test_a_trainer_is_timed_and_trains_the_same(
     evaluations = timer._run().evaluations
     assert [one["step"] for one in evaluations] == [2, 4, 6]
     assert all(("reward_ms" in one) == ("reward" in more) for one in evaluations)
+    classes = patched[:2]
+    del timer, trainer, callbacks
+    gc.collect()
+    assert not any(hasattr(one.train, "_patch") for one in classes)
 
 
 METHODS = PATCHED | {"_calculate_rewards"}

@@ -84,6 +84,8 @@ class BackwardBoundary:
         recorder = self._recorder
         # Checkpointing the reentrant way runs a whole backward inside the one that is marked.
         if self._returns_to is not None or get_ident() != recorder.thread:
+            if recorder.thread == -1 and not self._model.has_trained:
+                self._note_untimed_backward()
             return False
         if not self._batch.is_open:
             return False
@@ -102,6 +104,13 @@ class BackwardBoundary:
         if self._marks_comm:
             self._hook_losses(tensors)
         return True
+
+    def _note_untimed_backward(self) -> None:
+        # A loop in eval mode that follows is an evaluation also before the first timed step.
+        is_here = get_ident() == self._recorder.home and self._batch.is_open
+        is_own = self._model.calls > 0 or not self._is_anothers()
+        if is_here and is_own and self._optimizer.has_any:
+            self._model.note_backward()
 
     def _grad_begins(self) -> bool:
         """Mark the start of `torch.autograd.grad`; what follows tells what it is."""

@@ -46,7 +46,10 @@ class Boundaries:
             self.waits = WaitBoundary(recorder, own)
             if hides_collectives(loop.model):
                 recorder.warn_once(_HIDDEN)
-        self.forward = ForwardBoundary(recorder, own, loop, self.waits, self._on_call)
+        self.optimizer = OptimizerBoundary(recorder, self._of_updates, loop)
+        self.forward = ForwardBoundary(
+            recorder, own, loop, self.optimizer, self.waits, self._on_call
+        )
         self.forward.time_generation()
         if loop.splits_loss:
             time_inner_loss(recorder, own, loop.model)
@@ -59,7 +62,6 @@ class Boundaries:
             )
         if seen := {name: one for name, one in loop.submodules.items() if name not in hidden}:
             self._submodules = SubmoduleBoundary(recorder, own, seen)
-        self.optimizer = OptimizerBoundary(recorder, self._of_updates, loop)
         self.optimizer.patch_zero_grad(own, loop)
         if loop.wrap_backward:
             BackwardBoundary(recorder, own, loop, self.forward, self.optimizer, shared=shared)
@@ -81,15 +83,20 @@ class Boundaries:
         """Whether there are modules to be seen as parts, and no call of any was seen."""
         return self._submodules is not None and not self._submodules.labels
 
-    def step_ended(self, *, timed: bool = True) -> bool:
-        """End a step. Return whether there are optimizers, and none of them ran its update."""
+    def step_ended(self, *, timed: bool = True, is_dropped: bool = False) -> bool:
+        """End a step. Return whether there are optimizers, and none of them ran its update.
+
+        Args:
+            timed: Whether the step was timed.
+            is_dropped: Whether it has not ended, and the next one takes its place.
+        """
         optimizer = self.optimizer
         if optimizer.depth:
             optimizer.end_early()
         has_updated = optimizer.updates > 0
+        self.forward.step_ended(timed, is_dropped=is_dropped)
         optimizer.updates = optimizer.depth = 0  # No post hook fires when `step` raises.
         optimizer.was_tried = False
-        self.forward.step_ended(timed)
         if self.waits is not None:
             self.waits.step_ended()
         if timed and self._submodules is not None:
@@ -109,8 +116,7 @@ class Boundaries:
         if self._submodules is not None:
             self._submodules.step_ended()
 
-    def reattach(self, unseen_steps: int = 0) -> None:
-        self.forward.evaluation.before.extend([0] * unseen_steps)
+    def reattach(self) -> None:
         self._attachments.reattach()
         self._of_updates.reattach()
 

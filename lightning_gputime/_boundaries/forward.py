@@ -1,7 +1,7 @@
 """`forward`: the calls of models as marks, and what of them is `loss` or `generate`."""
 
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
 from typing import Any
@@ -15,7 +15,8 @@ from lightning_gputime._boundaries.compiled import around_calls
 from lightning_gputime._boundaries.loop import Loop, is_training
 from lightning_gputime._boundaries.module_hooks import hook_before
 from lightning_gputime._boundaries.named import NamedPhase
-from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
+from lightning_gputime._boundaries.optimizer import OptimizerBoundary
+from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription, do_nothing
 from lightning_gputime._compat.torch_ import (
     LOSSES,
     current_graph_task_id,
@@ -34,22 +35,27 @@ from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
     AFTER_UPDATE,
+    BACKWARD,
     DATA,
     EVALUATION,
     FORWARD,
     GENERATE,
+    GRAD,
+    INTERRUPTIONS,
     LOSS,
+    OPTIMIZER,
     OTHER,
     TRAINING_STEP,
     is_metric,
 )
-from lightning_gputime._record.recorder import OPEN, PAUSED, Recorder
+from lightning_gputime._record.recorder import OPEN, PAUSED, Recorder, is_fetch
 
 OnCall = Callable[[nn.Module], None] | None
 """What to call with the module of each outermost call, in steps that are timed."""
 
-# In the last _STEPS steps with calls all have as many; an evaluation has at least _MORE more.
-_STEPS, _MORE = 10, 2
+# Calls in eval mode are compared with those of the _STEPS newest steps. They are an exception if at
+# least _LEAST_WITHOUT of these, and half of all, have none; or if all have _MORE fewer.
+_STEPS, _LEAST_WITHOUT, _MORE = 10, 2, 2
 
 
 class ForwardBoundary:
@@ -64,6 +70,7 @@ class ForwardBoundary:
         recorder: Recorder,
         attachments: Attachments,
         loop: Loop,
+        optimizer: OptimizerBoundary,
         waits: WaitBoundary | None = None,
         on_call: OnCall = None,
     ) -> None:
@@ -94,7 +101,7 @@ class ForwardBoundary:
         # The ids of the modules that are losses, and of those that are none.
         self._losses: set[int] = set()
         self._others: set[int] = set()
-        self.evaluation = _EvaluationSearch(recorder, loop.model)
+        self.evaluation = _EvaluationSearch(recorder, loop.model, optimizer)
         self._hooked: dict[int, list[Any]] = {}
         # Those that were called by others in this step, and those that ever were by the loop.
         self._nested: set[int] = set()
@@ -128,7 +135,7 @@ class ForwardBoundary:
         """Note a call of what DDP wraps, but not by DDP: it may be an evaluation."""
         is_evaluation = not (module.training or torch.is_grad_enabled())
         if self._pause_evaluation and is_evaluation and not self._running:
-            self.evaluation.on_call_start()
+            self.evaluation.on_call_start(self.calls)
 
     def time_generation(self) -> None:
         calls, owner = Calls(self._generate_begins, self._generate_ends), generation_class()
@@ -147,7 +154,7 @@ class ForwardBoundary:
         self._before_generation = OTHER if label.startswith(DATA) else label
         batch.is_open = False  # Calls inside are part of it.
         if self._pause_evaluation and not is_training(self._model):
-            self.evaluation.on_call_start(GENERATE)
+            self.evaluation.on_call_start(self.calls, GENERATE)
         recorder.mark(GENERATE)
         return None
 
@@ -171,18 +178,25 @@ class ForwardBoundary:
             if module is not self._model:
                 self._time_loss(module)
 
-    def step_ended(self, timed: bool) -> None:
+    def step_ended(self, timed: bool, *, is_dropped: bool = False) -> None:
         """Take the hooks off modules that the calls of others cover: they would cost time.
 
-        They come back when a step that is timed has no `forward` without them.
+        They come back when a step that is timed has no `forward` without them. A step that
+        `is_dropped` says nothing of others.
         """
         if self._is_compiled_step:
             return
         self._running.clear()
         self._room.end()
-        evaluation = self.evaluation
-        evaluation.before.append(evaluation.calls)
-        evaluation.calls = 0
+        evaluation, evaluated = self.evaluation, 0
+        if is_dropped:
+            evaluation.drop()
+        else:
+            if evaluation.is_pending:
+                evaluation.settle(self.calls)
+            evaluated, evaluation.inside = evaluation.inside, 0
+            evaluation.before.append(evaluated)
+            evaluation.steps_without += not evaluated
         if self.calls:
             self.was_ever_called = True
             self._discovers = False
@@ -190,7 +204,7 @@ class ForwardBoundary:
             if self._nested:
                 self._forget([*(self._hooked.keys() & self._nested) - self._alone])
                 self._nested.clear()
-        elif self._pause_evaluation and not self.has_trained and evaluation.before[-1]:
+        elif self._pause_evaluation and not self.has_trained and evaluated:
             # A training without backward, such as of zeroth order, in eval mode: these are its own.
             self._pause_evaluation = self._evaluates = False
         elif timed:
@@ -245,9 +259,7 @@ class ForwardBoundary:
                 return
             if self._trains and not (module.training or torch.is_grad_enabled()):
                 if not is_training(self._model):
-                    self.evaluation.count()
-                    if not recorder.named:
-                        recorder.pause()  # Nothing else tells it of a step that is not timed.
+                    self.evaluation.count(self.calls)
                 return
             recorder.note_capture()
             if not self._discovers:
@@ -278,7 +290,7 @@ class ForwardBoundary:
                 return
             self._evaluates = not (module.training or torch.is_grad_enabled())
             if self._evaluates:
-                self.evaluation.on_call_start()
+                self.evaluation.on_call_start(self.calls)
                 return
             if recorder.state is PAUSED:
                 recorder.resume(FORWARD)
@@ -348,47 +360,131 @@ class _StackRoom:
 
 
 class _EvaluationSearch:
-    """Tell a validation, which belongs to no step, from a part of the step that needs no grad.
+    """Tell an evaluation, which belongs to no step, from a part of the step that needs no grad.
 
-    A frozen encoder, a teacher and pseudo-labels are called in eval mode without grad, too, but in
-    every step, and alike. So it is a validation if the model as a whole is in eval mode, and is
-    called more often than in the steps before, which are alike in that; or under
-    `torch.inference_mode`, whose results cannot be trained on. What is not certain is `other`.
+    A teacher, a rollout and pseudo-labels call the model in eval mode without grad, too. The rules,
+    where the model as a whole is in eval mode:
+
+    - Calls under `torch.inference_mode` are an evaluation: nothing can be trained on the results.
+    - Calls after the last update of a step are an evaluation: nothing in the step uses them.
+    - Other calls are an evaluation where they are the exception: few steps have them, or this step
+      has many more than all others, which are alike.
+    - Calls before the first work of a step are an evaluation if each step but the first has as
+      many: a loop that evaluates after `step()`. A part of the step would be in the first one, too.
+
+    All this is known when the step ends; until then the calls have the label `EVALUATION`. Calls
+    that no rule decides on keep it, and count as `other`.
     """
 
-    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
-        self._recorder = recorder
-        self._model = model
-        self.calls = 0
-        """How many such calls the open step has; who ends it puts them into `before`."""
+    def __init__(self, recorder: Recorder, model: nn.Module, optimizer: OptimizerBoundary) -> None:
+        self._recorder, self._model, self._optimizer = recorder, model, optimizer
+        self.exclude_ns: Callable[[int], object] = do_nothing
+        """Is called with the host time of an evaluation in the open step (in nanoseconds)."""
+        self.is_pending = False
+        """True once the open step has such calls."""
+        self.inside = 0
+        """Number of these that are not behind the step's last update."""
         self.before: deque[int] = deque(maxlen=_STEPS)
-        """How many the last steps had."""
+        """`inside` of the newest steps that were seen."""
+        self.steps_without = 0
+        """Number of steps that had none inside."""
+        self._had_first = False  # True if the first step had some.
+        self._reset()
 
-    def on_call_start(self, label: str = EVALUATION) -> None:
-        """Mark an evaluation. Call at each outermost call in eval mode without grad."""
+    def _reset(self) -> None:
+        self.is_pending, self.inside = False, 0
+        # How many calls there were after so many training calls and updates of the step, and which
+        # of these places are behind a backward without an optimizer.
+        self._calls: Counter[tuple[int, int]] = Counter()
+        self._by_hand: set[tuple[int, int]] = set()
+        self._generations = 0
+        self._is_inference = True  # All of them.
+
+    def on_call_start(self, forwards: int, label: str = EVALUATION) -> None:
+        """Mark a call in eval mode without grad, after so many other calls. Outermost ones only."""
         recorder = self._recorder
         if is_training(self._model):
             # A part of it alone. The fetch is over.
             if recorder.label == DATA:
                 recorder.mark(OTHER)
             return
-        is_certain = self.count() or torch.is_inference_mode_enabled()
+        place = self.count(forwards, label)
+        if recorder.label == AFTER_BACKWARD and not self._optimizer.has_any:
+            self._by_hand.add(place)
         if recorder.label in (DATA, OTHER, AFTER_BACKWARD, AFTER_UPDATE):
             recorder.mark(label)
-        if is_certain and recorder.label == label:
-            recorder.pause(since=label)
 
-    def count(self) -> bool:
-        """Count a call. Return whether the open step has certainly more of them than before."""
-        self.calls += 1
+    def count(self, forwards: int, label: str = EVALUATION) -> tuple[int, int]:
+        """Count a call. Return its place in the step."""
+        place = forwards, self._optimizer.updates
+        self.is_pending = True
+        self._is_inference &= torch.is_inference_mode_enabled()
+        if label == GENERATE:
+            self._generations += 1
+        else:
+            self._calls[place] += 1
+        return place
+
+    def settle(self, forwards: int) -> None:
+        """Decide on the calls of a step that ends after so many training calls."""
+        place = forwards, self._optimizer.updates
+        is_behind = place in self._calls and (place[1] > 0 or place in self._by_hand)
+        behind = self._calls[place] if is_behind else 0
+        inside = self._calls.total() + self._generations - behind
+        labels = [EVALUATION, GENERATE] if self._generations else [EVALUATION]
+        runs, is_open = _runs_of(labels, self._recorder.labels)
+        last = [runs.pop()] if is_open and is_behind else []
+        if inside and not (self._is_inference or self._is_exception(inside, runs)):
+            runs = []
+        for first, stop in [*last, *reversed(runs)]:
+            self.exclude_ns(self._recorder.exclude_evaluation(first, stop))
+        if inside and not self.steps_without:
+            self._had_first = True
+        self._reset()
+        self.inside = inside
+
+    def drop(self) -> None:
+        """Forget the calls of a step that is dropped."""
+        if self.is_pending:
+            self._reset()
+
+    def _is_exception(self, inside: int, runs: Sequence[tuple[int, int]]) -> bool:
+        """Return whether a step is an exception with so many calls, which may be in marks."""
         counts = {calls for calls in self.before if calls}
-        ended = self._recorder.pending.ended
-        if len(counts) > 1 or (counts and ended < _STEPS):
-            # Each step has them, now more and now fewer: a rollout, a generation. Of the first
-            # steps that is not known.
-            return False
-        # With no step before it nothing is known of what a step has.
-        return ended > 0 and self.calls >= max(counts, default=0) + _MORE
+        without = self.before.count(0)
+        if without >= max(_LEAST_WITHOUT, len(self.before) / 2):
+            return True
+        if len(counts) > 1:
+            return False  # Each step has them, now more and now fewer, such as a rollout.
+        if len(self.before) == _STEPS and inside >= max(counts, default=0) + _MORE:
+            return True
+        # In a loop over `steps()` the step begins with its batch, which is `other`.
+        labels = self._recorder.labels
+        is_first = len(runs) == 1 and is_fetch(labels[: runs[0][0]])
+        return is_first and self.steps_without == 1 and not self._had_first and counts <= {inside}
+
+
+# Work after which an evaluation is another one.
+_WORK = (FORWARD, LOSS, BACKWARD, GRAD, OPTIMIZER)
+
+
+def _runs_of(names: Sequence[str], labels: Sequence[str]) -> tuple[list[tuple[int, int]], bool]:
+    """Return where marks of some labels begin and end, without work in between.
+
+    Also return whether the last run has no work behind it.
+    """
+    runs: list[tuple[int, int]] = []
+    is_open = False
+    for place, label in enumerate(labels):
+        if label in names:
+            first = runs.pop()[0] if is_open else place
+            runs.append((first, place + 1))
+            is_open = True
+        elif is_open and label in INTERRUPTIONS and runs[-1][1] == place:
+            runs[-1] = runs[-1][0], place + 1
+        elif label.partition("/")[0] in _WORK:
+            is_open = False
+    return runs, is_open
 
 
 def _callers_among(ids: Sequence[int], module: nn.Module) -> list[int]:

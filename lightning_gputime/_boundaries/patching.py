@@ -8,7 +8,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from lightning_gputime._compat.torch_ import skip_in_compilation
+from lightning_gputime._compat.torch_ import attributes_of, skip_in_compilation
 from lightning_gputime._messages import messages
 
 _MISSING = object()
@@ -178,6 +178,8 @@ class FunctionPatch:
         def method(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
+        # Code of others may read an attribute of their function.
+        vars(method).update(attributes_of(self._call))
         return method
 
     def _lose(self, listener: Any, error: Exception) -> None:

@@ -216,6 +216,15 @@ _SKIPPED = Name(
 )
 
 
+_COMPILED = ("_torchdynamo", "_patch")  # By the first, torch takes another function for this one.
+
+
+def attributes_of(function: Any) -> dict[str, Any]:
+    """Return a function's attributes without those of torch's compiler and of our patches."""
+    attributes = getattr(function, "__dict__", {})
+    return {name: attributes[name] for name in attributes if not name.startswith(_COMPILED)}
+
+
 def skip_in_compilation(files: set[Path]) -> None:
     """Let compiled code call functions in some files without tracing into them."""
     skipped = _SKIPPED.find(MISSING)

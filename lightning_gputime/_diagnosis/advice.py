@@ -15,6 +15,7 @@ from lightning_gputime._diagnosis.codes import (
     GPU_WORK,
     HOOKS,
     LAUNCH,
+    OTHER_RANKS,
     SLOW,
     SLOWEST_RANK,
     SYNC,
@@ -26,7 +27,7 @@ from lightning_gputime._measurement.culprits import PLACE, SAMPLER, STAGES
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import OFF_CPU
-from lightning_gputime._measurement.stats import PhaseStats
+from lightning_gputime._measurement.stats import is_uneven
 from lightning_gputime._measurement.table import duration, percent
 from lightning_gputime._measurement.wall_clock import (
     BETWEEN_LOOPS,
@@ -35,7 +36,9 @@ from lightning_gputime._measurement.wall_clock import (
     EVALUATION,
     FIRST_STEP,
     PAUSED,
+    SANITY_CHECK,
     SET_UP,
+    TEAR_DOWN,
     VALIDATION,
 )
 from lightning_gputime._phases import (
@@ -128,12 +131,13 @@ def _load_faster(case: Case) -> Iterator[Advice]:
         yield Advice("sampler", text, {"sampler": culprit.name})
         return
     workers, cores, prefix = setup.num_workers, setup.cores, setup.loader_prefix
-    if not setup.has_loader and FETCH not in m.rows and _is_uneven(fetches):
+    if not setup.has_loader and FETCH not in m.rows and is_uneven(fetches):
         yield _pause(DATA)
     if workers is None and not setup.has_loader and FETCH not in m.rows:
         text = "iterate over timer.steps(loader): without it, `data` may include your own code"
         yield Advice("iterate_over_steps", text)
-    if fetches.share < _MIN_PART and case.pace.code != SYNC:
+    long_for_host = case.pace.code == LAUNCH and m.host_share(DATA) >= _MIN_PART
+    if fetches.share < _MIN_PART and case.pace.code != SYNC and not long_for_host:
         return  # Workers cost about as much.
     apart = "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
     of_cores = "" if cores is None else f"; {cores} CPU cores per rank"
@@ -154,7 +158,7 @@ def _load_faster(case: Case) -> Iterator[Advice]:
         text = f"more workers (now {prefix}num_workers={workers}{of_cores}){apart}"
         yield Advice("num_workers", text, {"now": workers})
         yield cheaper
-    if workers and _is_uneven(fetches):
+    if workers and is_uneven(fetches):
         few = "few fetches take most of the time"
         if setup.persistent_workers is False:
             text = f"{prefix}persistent_workers=True (now False): {few}"
@@ -162,11 +166,6 @@ def _load_faster(case: Case) -> Iterator[Advice]:
         if ahead := setup.prefetch_factor:
             text = f"{prefix}prefetch_factor={2 * ahead} (now {ahead}): {few}"
             yield Advice("prefetch_factor", text, {"now": ahead, "suggested": 2 * ahead})
-
-
-def _is_uneven(row: PhaseStats) -> bool:
-    """Return whether few steps have most of a phase's time."""
-    return row.p50_ms < 0.5 * row.mean_ms
 
 
 def _pause(name: str) -> Advice:
@@ -197,10 +196,14 @@ def _move_to_workers(case: Case) -> Iterator[Advice]:
 def _copy_faster(case: Case) -> Iterator[Advice]:
     m, setup = case.m, case.setup
     if m.on_host_clock:
-        return  # Nothing is copied to a device.
-    if setup.pin_memory is False:
+        # Nothing is copied to a device.
+        text = (
+            f"transfer_batch_to_device takes {_per_step(m, COPY)}: move its work into the dataset"
+        )
+        yield Advice("transfer_hooks", text)
+    elif setup.pin_memory is False:
         yield _pin_memory(setup)
-    elif m.share(COPY) >= 0.2:
+    else:
         text = "copy smaller types (uint8, bfloat16), and convert them on the device"
         yield Advice("smaller_copies", text)
 
@@ -259,7 +262,7 @@ def _communicate_less(_: Case) -> Iterator[Advice]:
 
 def _work_less(case: Case) -> Iterator[Advice]:
     m, setup, pace = case.m, case.setup, case.pace
-    uneven = [name for name in (FORWARD, BACKWARD) if name in m.rows and _is_uneven(m.rows[name])]
+    uneven = [name for name in (FORWARD, BACKWARD) if name in m.rows and is_uneven(m.rows[name])]
     if setup.is_own_loop and uneven == [FORWARD]:  # Steps of more micro-batches are longer in both.
         yield _pause(FORWARD)
     if pace.code == LAUNCH and m.launch_gap_share is None:
@@ -331,7 +334,7 @@ def _own_code(where: str, case: Case) -> Iterator[Advice]:
     else:
         text = f'`{name}` is code {where}: name its parts, with phase("name")'
         yield Advice("name_phase", text, {"phase": name})
-    if setup.is_own_loop and _is_uneven(m.rows[name]):
+    if setup.is_own_loop and is_uneven(m.rows[name]):
         yield _pause(name)
 
 
@@ -435,6 +438,9 @@ _RULES: Mapping[str, Rule] = {
     OPTIMIZER: _optimize_faster,
     COMMUNICATION: _communicate_less,
     SLOWEST_RANK: _meet_the_rank,
+    OTHER_RANKS: _text(
+        "other_ranks", "look for the rank whose loader or callbacks take longest: all others wait"
+    ),
     GAPS: _launch_less,
     VALIDATION: partial(
         _evaluate_less,
@@ -463,6 +469,14 @@ _RULES: Mapping[str, Rule] = {
         "between_loops",
         "run less often what is between two loops, such as an evaluation",
         "run it less often, or make it cheaper",
+    ),
+    SANITY_CHECK: _text("sanity_check", "it occurs once: num_sanity_val_steps=0 leaves it out"),
+    TEAR_DOWN: partial(
+        _outside_steps,
+        "tear_down",
+        "it occurs once: look at what runs after the last epoch, such as a last checkpoint, a test"
+        " or an upload",
+        "it occurs once, after the last epoch",
     ),
     PAUSED: partial(
         _outside_steps,

@@ -25,7 +25,7 @@ from lightning_gputime._diagnosis.pace import Pace
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import UNEXPLAINED
-from lightning_gputime._measurement.stats import PhaseStats
+from lightning_gputime._measurement.stats import PhaseStats, is_uneven
 from lightning_gputime._measurement.wall_clock import FIRST_STEP, ONCE, STEPS, WallClockBreakdown
 from lightning_gputime._phases import (
     CALLBACK_WAIT,
@@ -119,14 +119,15 @@ def break_down(
         in_steps = steps_s / wall_s if wall_s else 0.0
         gain = share + max(_removable(name, part, m, pace) - part.share, 0.0) * in_steps
         is_single = name in m.rows and _is_of_one_step(m.rows[name], m)
+        is_unclear = may_hide_evaluations(name, m, setup)
         blurred = is_blurred(name, m)
         is_work = name in (work, *_NOT_REMOVABLE)
         code = (
             ""
-            if is_work or blurred or is_single
+            if is_work or blurred or is_unclear or is_single
             else CODES.get(name, PHASE if name in m.rows else "")
         )
-        can_be_removed = not (is_work or blurred or name in ONCE)
+        can_be_removed = not (is_work or blurred or is_unclear or name in ONCE)
         rows.append(
             Entry(
                 name,
@@ -164,6 +165,16 @@ def is_blurred(name: str, m: Measurement) -> bool:
     """Return whether an entry is, or may include, a phase whose time is not separated."""
     top = name.partition("/")[0].partition(" ")[0]
     return top in {phase.partition("/")[0] for phase in m.blurred}
+
+
+def may_hide_evaluations(name: str, m: Measurement, setup: TrainingSetup) -> bool:
+    """Return whether an entry may be evaluations that were not seen, as of a copy of the model.
+
+    In a loop that only calls `step()`, `data` is all that precedes the forward.
+    """
+    row = m.rows.get(name)
+    is_all = name == DATA and setup.is_own_loop and not setup.has_loader and FETCH not in m.rows
+    return is_all and row is not None and is_uneven(row)
 
 
 def _removable(name: str, part: _Part, m: Measurement, pace: Pace) -> float:

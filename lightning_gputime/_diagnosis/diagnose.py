@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_gputime._diagnosis.advice import advise
-from lightning_gputime._diagnosis.breakdown import break_down, is_blurred
+from lightning_gputime._diagnosis.breakdown import break_down, is_blurred, may_hide_evaluations
 from lightning_gputime._diagnosis.codes import GPU, LAUNCH, SYNC
 from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, Grade, TimeBreakdown
 from lightning_gputime._diagnosis.pace import pace_of
@@ -11,6 +11,7 @@ from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.table import duration, percent
 from lightning_gputime._measurement.wall_clock import ONCE
+from lightning_gputime._phases import DATA
 
 # Fractions of the wall clock: from which on an entry is the bottleneck, and is worth a look. XProf
 # grades input pipelines by the same.
@@ -18,6 +19,7 @@ _BOUND, _WORTH_A_LOOK = 0.2, 0.05
 # Where the CPU blocks on the GPU, other entries are partly its consequence: they must be larger.
 _BOUND_BESIDE_SYNC = 0.3
 _MIN_BATCHES = 20  # Shorter evaluations are not judged.
+_UNCLEAR = "unclear: `data` takes {} of the {}, most of it in few steps, as evaluations do"
 _MIN_LOST = 0.1  # A slowdown that costs less of the run is not in the headline.
 
 
@@ -42,6 +44,11 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     if blurred >= _BOUND and pace.code != GPU:
         # Time that cannot be attributed may be the bottleneck.
         return Diagnosis(time_breakdown=breakdown)
+    unclear = sum(row.share for row in breakdown.rows if may_hide_evaluations(row.name, m, setup))
+    if unclear >= _BOUND and pace.code != GPU:
+        headline = _UNCLEAR.format(percent(unclear), breakdown.scope)
+        advice = _advice_of(breakdown, DATA)
+        return Diagnosis("", "unknown", "", headline, breakdown, advice)
     largest = sorted((row for row in breakdown.rows if row.code), key=_weight, reverse=True)
     entry = largest[0] if largest else None
     weight = _weight(entry) if entry is not None else 0.0
@@ -67,10 +74,13 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     else:
         code, name, grade = pace.code, breakdown.work, "balanced"
         headline = f"{pace.code}: {pace.grounds}, and nothing else takes 5 % of the time"
-    if m.blurred and code == pace.code and grade == "balanced":
+    if (m.blurred or unclear) and code == pace.code and grade == "balanced":
         # How long the device works does not depend on what is missing; the rest may.
         headline = f"{pace.code}: {pace.grounds}"
     first = breakdown.work if code == SYNC else name  # What blocks the CPU is part of the work.
+    if unclear >= _WORTH_A_LOOK:
+        headline += f"; {_UNCLEAR.format(percent(unclear), breakdown.scope)}"
+        first = DATA
     if (slowdown := m.slowdown) is not None and slowdown.lost_share >= _MIN_LOST:
         headline += f"; {slowdown}"
     return Diagnosis(code, grade, name, headline, breakdown, _advice_of(breakdown, first))

@@ -51,6 +51,11 @@ class PhaseStats:
     frequency: float = 1.0
 
 
+def is_uneven(row: PhaseStats) -> bool:
+    """Return whether few steps have most of a phase's time."""
+    return row.p50_ms < 0.5 * row.mean_ms
+
+
 def largest_part(of_phases: Mapping[str, float], found: str = "", sign: float = 1.0) -> str:
     """Return the phase with the most time, or the part of it (or of `found`) that is half of it.
 

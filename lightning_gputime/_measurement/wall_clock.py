@@ -209,6 +209,16 @@ class WallClock:
             self._nested.remove(entry)
             self._update()
 
+    def shorten_step(self, ns: int) -> None:
+        """Take time off the open step, which still counts for its entry (in nanoseconds)."""
+        account = self._current()
+        if account.is_step:
+            self._put(replace(account, steps_ns=max(account.steps_ns - ns, 0)))
+
+    def move(self, source: str, entry: str, ms: float) -> None:
+        """Give time of one entry, as far as it has that much, to another (in milliseconds)."""
+        self._put(self._current().with_moved(source, entry, round(1e6 * ms)))
+
     def add_after_batches(self, ns: int) -> None:
         """Note how long an evaluation took after its last batch (in nanoseconds)."""
         self._after_batches_ns += ns

@@ -1,6 +1,6 @@
 """Marks on a timeline, cut into steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import Enum
 from math import nan
@@ -15,6 +15,7 @@ from lightning_gputime._phases import (
     BACKWARD,
     COMM,
     DATA,
+    EVALUATED,
     EXCLUDED,
     FOLLOWED_BY,
     FORWARD,
@@ -80,6 +81,11 @@ checks and checkpoints. Locating a mark takes some 3 us."""
 FIRST_SAMPLED, SAMPLED_EVERY = 3, 20
 """The first 3 steps are sampled, as optimizers allocate in the first; then 1 in 20. A mark of a
 sampled step costs the host some 20 us, one of another step nothing."""
+
+
+def is_fetch(labels: Sequence[str]) -> bool:
+    """Return whether these are the labels of a fetch, and of nothing else in a step."""
+    return {*labels} <= {DATA, EXCLUDED, EVALUATED, *INTERRUPTIONS}
 
 
 class Annotator:
@@ -309,10 +315,34 @@ class Recorder:
             self._relabel(EXCLUDED)
         else:
             first = labels.index(since)
-            only_fetch = {*labels[:first]} <= {DATA, EXCLUDED, *INTERRUPTIONS}
-            self._exclude_from(0 if only_fetch else first)
+            self._exclude_from(0 if is_fetch(labels[:first]) else first)
         self.state = PAUSED
         self._show(None)
+
+    def exclude_evaluation(self, first: int, stop: int) -> int:
+        """Exclude an evaluation that ended before; return its host time (in nanoseconds).
+
+        If only the fetch was before it, it was not the fetch of this step: it is excluded, too.
+        Where the last mark is excluded, this is a pause.
+
+        Args:
+            first: Index of its first mark in the open step.
+            stop: Index after its last mark.
+        """
+        marks = self._open
+        end_ns = marks[stop][2] if stop < len(marks) else self._host_ns()
+        ns = end_ns - marks[first][2]
+        if is_fetch(self.labels[:first]):
+            first = 0
+        # A pause inside is no evaluation.
+        marks[first:stop] = [
+            mark if mark[0] == EXCLUDED else (EVALUATED, *mark[1:]) for mark in marks[first:stop]
+        ]
+        self._n_looked_at = -1
+        if stop == len(marks):
+            self.label, self.state = EVALUATED, PAUSED
+            self._show(None)
+        return ns
 
     def pause_now(self) -> None:
         """Exclude the time from now until `resume`. Safe to call again."""
@@ -544,7 +574,9 @@ class Recorder:
         return place
 
     def _exclude_from(self, first: int) -> None:
-        self._open[first:] = [(EXCLUDED, *mark[1:]) for mark in self._open[first:]]
+        self._open[first:] = [
+            mark if mark[0] == EVALUATED else (EXCLUDED, *mark[1:]) for mark in self._open[first:]
+        ]
         self._n_looked_at = -1
         self.label = EXCLUDED
 
@@ -606,7 +638,7 @@ class Recorder:
 
     def _is_empty(self) -> bool:
         """Return whether all time of the open step is in pauses."""
-        return {*self.labels} <= {EXCLUDED, *INTERRUPTIONS}
+        return {*self.labels} <= {EXCLUDED, EVALUATED, *INTERRUPTIONS}
 
     def _cut_after(self, label: str) -> bool:
         """Exclude what follows the last mark of `label`. Return False if that is more work."""

@@ -12,7 +12,7 @@ from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import EXCLUDED, FIRST_STEPS, StepRecord, in_order
+from lightning_gputime._phases import EVALUATED, EXCLUDED, FIRST_STEPS, StepRecord, in_order
 from lightning_gputime._record.clock import Clock
 
 # Successive multiples of it, modulo 1, lie as evenly as can be.
@@ -331,7 +331,7 @@ class Probe:
         return [step for step in steps if step.was_fully_queued is None]
 
     def _judge(self, step: StepRecord) -> None:
-        if EXCLUDED in step.labels[step.post_spin_index :]:
+        if not {EXCLUDED, EVALUATED}.isdisjoint(step.labels[step.post_spin_index :]):
             self._miss("an evaluation runs inside every one of them")
             return
         # Then the spin was over too early, which says nothing of the step; the next goes by its

@@ -18,6 +18,7 @@ from lightning_gputime._options import AUTO, Options
 from lightning_gputime._phases import (
     BACKWARD,
     DATA,
+    EVALUATION,
     FETCH,
     FORWARD,
     GRAD,
@@ -27,7 +28,7 @@ from lightning_gputime._phases import (
     PHASES,
     StepRecord,
 )
-from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.recorder import Recorder, is_fetch
 
 _FIRST_STEPS = 5  # Warm-up included.
 _MIN_FIRST_STEPS = 3  # A trainer may fetch all of fewer batches before the first step.
@@ -87,6 +88,11 @@ _EARLY = (
     " batches inside steps(), as in timer.steps(filter(is_good, loader)), and put an evaluation"
     " before the training into `with timer.paused()`."
 )
+_MAY_EVALUATE = (
+    "Before the training part of a step, the model runs in eval mode without gradients for %.3g ms."
+    " That counts as `other`. If it is an evaluation, put it into `with timer.paused()` or iterate"
+    " over timer.steps(loader)."
+)
 _UNSEEN = (
     "Batches without a call of the model take %.3g ms of `other` a step. If they train in a way the"
     " timer cannot see, such as by a graph that was captured before attach(), call step() at the"
@@ -126,6 +132,7 @@ _NO_ROOM_FOR = {
     _ELSEWHERE: ("forward, because the model is called in another thread", (FORWARD, OTHER)),
     _BYPASSED: ("forward, because the model is called without its hooks", (FORWARD, LOSS, OTHER)),
     _NO_BACKWARD: ("backward, because no backward was seen", (BACKWARD, OTHER)),
+    _MAY_EVALUATE: ("evaluations, because they may be a part of the steps", (OTHER,)),
     _NO_UPDATE: ("updates, because no optimizer was seen to run one", (OPTIMIZER, OTHER)),
 }
 """What a mismatch means for the summary: what is not measured, and the phases it is lost in."""
@@ -159,6 +166,8 @@ class SelfCheck:
         self._has_checked_means = self._has_trained = False
         # Time of batches without any work, which end no step; steps before the first backward.
         self._idle_ms, self._early = 0.0, 0
+        # Time of calls before a step's training that no rule takes for an evaluation.
+        self._maybe_evaluated_ms = 0.0
 
     def steps_read(self, steps: ReadSteps) -> None:
         """Take steps that were read. Check them once there are enough."""
@@ -170,6 +179,9 @@ class SelfCheck:
         # Replays of a captured graph do not show what they run; the recorder has warned of that.
         if self._has_checked_means or self._recorder.has_captured:
             return
+        for step in steps.measured:
+            if EVALUATION in step.labels:
+                self._maybe_evaluated_ms += _undecided_ms(step)
         for step in steps:
             marks = zip(step.labels, step.labels[1:], step.device_ms, strict=False)
             self._idle_ms += sum(ms for *both, ms in marks if both == [OTHER, DATA])
@@ -261,6 +273,8 @@ class SelfCheck:
         self._report(FORWARD in ran and seen.sees_no_modules, _NO_MODULES)
         self._report(trains and BACKWARD not in ran, _NO_BACKWARD)
         self._report(trains and (is_in_other or is_in_loss), _METHOD, place, ms[place] / n)
+        evaluated_ms = self._maybe_evaluated_ms
+        self._report(20 * evaluated_ms > sums.step.device_ms, _MAY_EVALUATE, evaluated_ms / n)
         self._report(self._is_own_loop and is_idle, _UNSEEN, self._idle_ms / n)
         self._report(self._is_own_loop and seen.forward.is_evaluated, _EVALUATED)
         self._report(is_twice, _TWICE, n - with_forward, n)
@@ -275,6 +289,15 @@ class SelfCheck:
 
     def _note(self, text: str, blurred: tuple[str, ...] = ()) -> None:
         self._results.mismatches.append(NotMeasured(f"not measured: {text}", blurred))
+
+
+def _undecided_ms(step: StepRecord) -> float:
+    """Return the time of calls in eval mode that begin a step and may be an evaluation."""
+    # In a loop over `steps()` the step begins with its batch, and such calls are a part of it.
+    if not is_fetch(step.labels[: step.labels.index(EVALUATION)]):
+        return 0.0
+    labels_and_ms = zip(step.labels, step.device_ms, strict=True)
+    return sum(ms for label, ms in labels_and_ms if label == EVALUATION)
 
 
 def _ends_inside_batch(labels: tuple[str, ...]) -> bool:

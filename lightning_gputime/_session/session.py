@@ -22,7 +22,7 @@ from lightning_gputime._culprits.places import PlaceReader, place_here
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._measurement.wall_clock import WallClock
+from lightning_gputime._measurement.wall_clock import EVALUATION, FIRST_STEP, STEPS, WallClock
 from lightning_gputime._memory import PhaseMemory, counters_of, sampler
 from lightning_gputime._options import AUTO, Options
 from lightning_gputime._phases import (
@@ -33,6 +33,7 @@ from lightning_gputime._phases import (
     BETWEEN,
     BETWEEN_BATCHES,
     DATA,
+    EVALUATED,
     EVALUATES,
     OPTIMIZER,
     OTHER,
@@ -111,14 +112,15 @@ class Session:
         self._long_to_locate = _LONG_TO_LOCATE
         self.times_all = self._auto is None and self._schedule.times_all
         """Whether every step is timed, and all alike."""
+        self._has_read = False  # True once a step was read.
         self._index = 0
         self._kind: StepKind = UNTIMED
         self.is_off = False
         """Whether the hooks are off, as in most untimed steps: only ends of steps are counted."""
         self.needs_updates = loop.needs_updates  # Only they tell where steps end.
-        # While off: the index of the step that turned the hooks off, of that which turns them on
-        # again, and of the next in which something is due.
-        self._off_at = self._on_at = self._due_at = 0
+        # While off: the index of the step that turns the hooks on again, and of the next in which
+        # something is due.
+        self._on_at = self._due_at = 0
         # What is an evaluation the step before a timed one must show.
         self._lead_in = int(loop.pause_evaluation is not False)
         self._looked = (0, 0)  # When, and with which index, the host's time was last looked at.
@@ -169,6 +171,7 @@ class Session:
         try:
             boundaries.attach()
             self.forward, self.optimizer = boundaries.forward, boundaries.optimizer
+            self.forward.evaluation.exclude_ns = self._wall_clock.shorten_step
             self.analyzer.attach()
             call_safely(methods(self._observers, "attach"))
             # Here, and not where a timer is lost: Python may notice that at any moment.
@@ -189,7 +192,7 @@ class Session:
 
     def begin(self) -> None:
         """Start a step here, in the calling thread. Drop what is open."""
-        self._boundaries.step_ended(timed=False)
+        self._boundaries.step_ended(timed=False, is_dropped=True)
         self.work.reset()
         self.analyzer.loop_begins()
         self._untimed.restart(self._wall_clock.steps_ns(self._now_ns()))
@@ -270,7 +273,6 @@ class Session:
             return self._end_step_off(number)
         self._newest = number
         now_ns = self._now_ns()
-        self._ended_ns = now_ns - self._wall_clock.outside_ns
         self.analyzer.step_ends(now_ns)
         recorder = self.recorder
         recorder.items = self.work.take_items()
@@ -278,9 +280,12 @@ class Session:
             self._end_due_step(number, self._index)
         reads = self._means.is_owed
         if self.times_all:
-            recorder.end_step(number, self._boundaries.step_ended(), reads, label)
+            skipped_update = self._boundaries.step_ended()
+            self._ended_ns = now_ns - self._wall_clock.outside_ns
+            recorder.end_step(number, skipped_update, reads, label)
         else:
             self._end_planned_step(number, reads)
+            self._ended_ns = now_ns - self._wall_clock.outside_ns
             if reads:
                 self._log_sampled()
         if self._comparison.due_step is not None:
@@ -305,6 +310,8 @@ class Session:
         if self.is_off:
             has_ended = self.optimizer.has_updated or not self.needs_updates
         elif self._kind is TIMED:
+            if self.forward.evaluation.is_pending:
+                self.forward.evaluation.settle(self.forward.calls)
             last = AFTER_UPDATE if self.optimizer.has_any else AFTER_FORWARD
             if not self.optimizer.has_any and BACKWARD in self.recorder.phases:
                 # An update by hand shows nowhere: it is over here, and is `other`.
@@ -465,7 +472,6 @@ class Session:
         begin_ns = self._now_ns()
         self._boundaries.suspend(keep_updates=self.needs_updates)
         self.is_off = True
-        self._off_at = self._index
         self._on_at = self._schedule.next_timed(self._index) - self._lead_in
         # The wait for the last timed steps may be due before.
         is_pending = self.recorder.pending.count > 0
@@ -508,7 +514,7 @@ class Session:
 
     def _turn_on(self) -> None:
         begin_ns = self._now_ns()
-        self._boundaries.reattach(self._index - self._off_at)
+        self._boundaries.reattach()
         self.is_off = False
         self.analyzer.timing_resumes()
         self._kind = self._unprobed_kind()
@@ -556,6 +562,12 @@ class Session:
 
     def _steps_read(self, records: list[StepRecord]) -> None:
         auto, since_ns = self._auto, self.recorder.pending.reading_since_ns
+        for record in records:
+            if EVALUATED in record.labels:
+                is_first = not self._has_read and record is records[0]
+                source = FIRST_STEP if is_first else STEPS
+                self._wall_clock.move(source, EVALUATION, record.evaluation_ms)
+        self._has_read = True
         self.analyzer.reading_since_ns = since_ns
         if self._probe is not None:
             records = self._probe.take(records)

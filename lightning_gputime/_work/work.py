@@ -12,7 +12,7 @@ from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._measurement.sums import ThroughputReference
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
-from lightning_gputime._phases import EXCLUDED
+from lightning_gputime._phases import IN_NO_STEP
 from lightning_gputime._record.clock import device_of
 from lightning_gputime._record.recorder import AT_REST, OPEN, Recorder
 from lightning_gputime._work.peaks import (
@@ -60,7 +60,7 @@ class WorkCounter:
         return self._see_precision if self._has_flops else None
 
     def add_batch(self, batch: Any) -> None:
-        if self._recorder.state is OPEN and self._recorder.label != EXCLUDED:
+        if self._recorder.state is OPEN and self._recorder.label not in IN_NO_STEP:
             self._batch_items = self._items.of(batch)
 
     def end_batch(self) -> None:
