@@ -13,11 +13,11 @@ import torch
 from lightning_gputime._boundaries.arguments import check_loader
 from lightning_gputime._boundaries.loop import Loop, is_training
 from lightning_gputime._culprits.places import (
+    AfterLoop,
+    Here,
+    Passage,
     PlaceTimer,
-    place_here,
-    source_after_loop,
-    source_between,
-    source_here,
+    frames_here,
 )
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog, MetricsLogger
@@ -124,7 +124,7 @@ class LoopTimer(Timer):
         # Of code that is no loop over `steps`, and of evaluations.
         self._between = PlaceTimer(self._culprits, clock.host_ns, wall_clock)
         self._evaluation = PlaceTimer(self._culprits, clock.host_ns, wall_clock)
-        self._attached_at = place_here()
+        self._attached_at = frames_here()
         self._between.start(None)
         self._start(clock, self._loop, means, wall_clock, **known)
         self._time_loader()
@@ -236,13 +236,13 @@ class LoopTimer(Timer):
     @never_raises
     def _enter_between(self) -> None:
         if self._wall_clock.entry == BETWEEN_LOOPS:
-            self._between.start(source_after_loop())
+            self._between.start(AfterLoop(frames_here()))
 
     @never_raises
     def _leave_between(self) -> None:
         entry = self._wall_clock.entry
         if entry == SET_UP:
-            self._between.end(entry, source_between(self._attached_at, place_here()))
+            self._between.end(entry, Passage(self._attached_at, frames_here()))
         elif entry == BETWEEN_LOOPS:
             self._between.end(entry)
 
@@ -294,7 +294,7 @@ class LoopTimer(Timer):
         self._is_evaluating, self._had_batch = True, self._loop.batch.is_open
         self._loop.batch.is_open = False
         self._wall_clock.enter_phase(EVALUATION)
-        self._evaluation.start(source_here())
+        self._evaluation.start(Here(frames_here()))
         self._session.recorder.pause_now()
 
     @never_raises

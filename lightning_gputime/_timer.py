@@ -5,7 +5,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -18,10 +18,9 @@ from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.modules import resolve
 from lightning_gputime._boundaries.named import NamedPhase
 from lightning_gputime._boundaries.patching import Attachments, Subscription
-from lightning_gputime._compat.python_ import Frame
 from lightning_gputime._culprits.loader import StagedLoaders
 from lightning_gputime._culprits.named_calls import NamedCalls
-from lightning_gputime._culprits.places import PlaceTimer
+from lightning_gputime._culprits.places import Frames, PlaceTimer
 from lightning_gputime._diagnosis.codes import CPU_WORK, GPU_WORK
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
@@ -138,7 +137,7 @@ class Timer(Tabular):
         loop: Loop,
         means: MeanLog,
         wall_clock: WallClock,
-        outside: Collection[Frame] = (),
+        outside: Frames = (),
         **known: Any,
     ) -> None:
         """Start a new measurement, and put the hooks on.

@@ -12,7 +12,7 @@ from lightning_gputime import _lightning
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.patching import Calls, Subscription, do_nothing
 from lightning_gputime._compat import lightning_
-from lightning_gputime._culprits.places import place_here
+from lightning_gputime._culprits.places import frames_here
 from lightning_gputime._fit import Fit
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.results import Results
@@ -182,7 +182,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             loop,
             _lightning.mean_log_of(trainer, self._options.prefix, row),
             self._wall_clock,
-            place_here(),
+            frames_here(),
             precision=str(trainer.precision),
             accumulate_grad_batches=trainer.accumulate_grad_batches,
         )

@@ -22,7 +22,7 @@ from lightning_gputime._boundaries.named import phase
 from lightning_gputime._boundaries.patching import Calls, Subscription, do_nothing
 from lightning_gputime._compat import transformers_
 from lightning_gputime._compat.python_ import variables_of_callers
-from lightning_gputime._culprits.places import place_here
+from lightning_gputime._culprits.places import frames_here
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.wall_clock import (
@@ -214,7 +214,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             loop,
             MeanLog(self._options.prefix, sys.maxsize, (), self._unlogged.update),
             self._wall_clock,
-            place_here(),
+            frames_here(),
             accumulate_grad_batches=args.gradient_accumulation_steps,
             batch_size=args.per_device_train_batch_size,
             precision=None if precision == "no" else f"{precision}-mixed",

@@ -187,7 +187,8 @@ class ForwardBoundary:
         if self._is_compiled_step:
             return
         self._running.clear()
-        self._room.end()
+        if self._room.is_made:
+            self._room.end()
         evaluation, evaluated = self.evaluation, 0
         if is_dropped:
             evaluation.drop()
@@ -320,7 +321,7 @@ class ForwardBoundary:
         running, key = self._running, id(module)
         while running.pop() != key and running:
             pass  # Calls inside this one that raised.
-        if not running:
+        if not running and self._room.is_made:
             self._room.end()
         if not running and not self._evaluates:
             recorder.mark(AFTER_FORWARD)
@@ -343,20 +344,21 @@ class _StackRoom:
 
     def __init__(self) -> None:
         self._before = self._limit = 0
+        self.is_made = False
+        """True while the limit is raised."""
 
     def make(self, depth: int) -> None:
         """Raise the recursion limit for hooked calls that are `depth` deep."""
-        if not self._before:
-            self._before = sys.getrecursionlimit()
+        if not self.is_made:
+            self.is_made, self._before = True, sys.getrecursionlimit()
         self._limit = self._before + self._HOOK_FRAMES + depth
         sys.setrecursionlimit(self._limit)
 
     def end(self) -> None:
         """Restore the limit, unless somebody else has set it."""
-        if self._before:
-            if sys.getrecursionlimit() == self._limit:
-                sys.setrecursionlimit(self._before)
-            self._before = 0
+        self.is_made = False
+        if sys.getrecursionlimit() == self._limit:
+            sys.setrecursionlimit(self._before)
 
 
 class _EvaluationSearch:

@@ -19,7 +19,7 @@ import torch
 
 from lightning_gputime._causes.attribution import Baseline, Detector, ExcessAttribution, Span
 from lightning_gputime._compat.torch_ import compile_callbacks
-from lightning_gputime._culprits.places import source_here
+from lightning_gputime._culprits.places import Here, frames_here
 from lightning_gputime._measurement.culprits import PLACE, CulpritSums
 from lightning_gputime._measurement.slow import CauseKind
 from lightning_gputime._phases import (
@@ -110,7 +110,7 @@ class HostSpans:
             self._newest.append((started_ns, now_ns, kind, detail))
             if kind != "callback" and now_ns - started_ns >= _SHORTEST_LOCATED_NS:
                 entry = f"slow steps: {kind.replace('_', ' ')}"
-                source = source_here()
+                source = Here(frames_here())
                 self._culprits.add(entry, "", now_ns - started_ns, source=source, kind=PLACE)
 
     def collect(self, steps: Sequence[StepRecord], baseline: Baseline) -> Detector | None:

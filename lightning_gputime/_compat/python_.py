@@ -23,51 +23,58 @@ class Frame(NamedTuple):
     """A running function of the user. It refers to no frame of Python.
 
     Attributes:
-        file: Path of the file.
-        function: Qualified name of the function.
-        first_line: Line of its definition.
-        last_line: Its last line.
+        code: Its code.
         line: Line that it runs.
-        loop_line: Last line of the body of a `for` loop that asks for its next item; else 0.
-        lines_after: Lines after that loop, up to the next round of a loop around it; None if there
-            are none.
+        at: Offset of the instruction that it runs.
     """
 
-    file: str
-    function: str
-    first_line: int
-    last_line: int
+    code: CodeType
     line: int
-    loop_line: int
-    lines_after: tuple[int, int] | None
+    at: int
 
-    def is_in_function_of(self, other: "Frame") -> bool:
-        return self[:3] == other[:3]
+    @property
+    def file(self) -> str:
+        """Path of the file."""
+        return self.code.co_filename
+
+    @property
+    def function(self) -> str:
+        """Qualified name of the function."""
+        return self.code.co_qualname
+
+    @property
+    def last_line(self) -> int:
+        """Last line of the function."""
+        return _lines_of(self.code)[0]
+
+    @property
+    def loop_line(self) -> int:
+        """Last line of the body of a `for` loop that asks for its next item; else 0."""
+        return _lines_of(self.code)[1].get(self.at, _NO_LOOP).body_line
+
+    @property
+    def lines_after(self) -> tuple[int, int] | None:
+        """Lines after that loop, up to the next round of a loop around it; None if unknown."""
+        return _lines_of(self.code)[1].get(self.at, _NO_LOOP).lines_after
 
 
-def user_frames(most: int) -> Iterator[Frame]:
-    """Yield the innermost functions of the user on the stack, at most `most`.
+def user_frames(most: int) -> tuple[Frame, ...]:
+    """Return the innermost functions of the user on the stack, at most `most`.
 
     Code of installed packages counts only if there is no other, as in a command that is installed.
     """
+    # One call, as it runs at each mark of some steps.
     frame: FrameType | None = sys._getframe(1)
-    found: list[FrameType] = []
-    installed: list[FrameType] = []
+    found: list[Frame] = []
+    installed: list[Frame] = []
     while frame is not None and len(found) < most:
         name = frame.f_globals.get("__name__")
         if isinstance(name, str) and name.partition(".")[0] not in _NOT_USER_CODE:
-            is_installed = "-packages" in frame.f_code.co_filename
-            (installed if is_installed else found).append(frame)
+            code = frame.f_code
+            here = Frame._make((code, frame.f_lineno or code.co_firstlineno, frame.f_lasti))
+            (installed if "-packages" in code.co_filename else found).append(here)
         frame = frame.f_back
-    return map(_frame_of, found or installed[:most])
-
-
-def _frame_of(frame: FrameType) -> Frame:
-    code = frame.f_code
-    last_line, loops = _lines_of(code)
-    loop = loops.get(frame.f_lasti, _NO_LOOP)
-    line = frame.f_lineno or code.co_firstlineno
-    return Frame(code.co_filename, code.co_qualname, code.co_firstlineno, last_line, line, *loop)
+    return tuple(found or installed[:most])
 
 
 def definition_of(function: Any) -> tuple[str, int, str] | None:

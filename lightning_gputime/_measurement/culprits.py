@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from lightning_gputime._phases import FETCH
 
@@ -104,13 +105,23 @@ def short_name(qualified: str) -> str:
     return qualified.rpartition("<locals>.")[2]
 
 
+class Place(Protocol):
+    """A place in the code whose lines are looked up when somebody asks: that takes milliseconds."""
+
+    def source(self) -> Source | None:
+        """Return the lines; None if they are unknown."""
+
+
 class CulpritSums:
     """Sum the time of named calls and of places, by entry. The training's thread adds."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, str, str, Source | None, str], list[int]] = {}
-        self._observed_ns: dict[tuple[str, str], int] = {}
+        self._sums: dict[tuple[str, str, str, Source | Place | None, str], list[int]] = {}
         self._loaders: list[LoaderStages] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Places refer to code, which cannot be pickled.
+        return {"_sums": self._located(), "_loaders": self._loaders}
 
     def add_loader(self, stages: LoaderStages) -> LoaderStages:
         """Add the stages of a loader; return those of an earlier iterator of the same one."""
@@ -126,7 +137,7 @@ class CulpritSums:
         name: str,
         ns: int,
         *,
-        source: Source | None = None,
+        source: Source | Place | None = None,
         caller: str = "",
         kind: str = CALL,
     ) -> None:
@@ -139,26 +150,36 @@ class CulpritSums:
         elif len(self._sums) < MAX_CULPRITS:
             self._sums[key] = [ns, 1]
 
-    def add_observed(self, entry: str, kind: str, ns: int) -> None:
-        """Add to the time of an entry while calls of one kind were observed."""
-        key = entry, kind
-        self._observed_ns[key] = self._observed_ns.get(key, 0) + ns
+    def _located(self) -> dict[tuple[str, str, str, Source | None, str], list[int]]:
+        """Return the sums by lines."""
+        located: dict[tuple[str, str, str, Source | None, str], list[int]] = {}
+        for (entry, name, kind, place, caller), (ns, calls) in [*self._sums.items()]:
+            source = place if place is None or isinstance(place, Source) else place.source()
+            found = located.setdefault((entry, name, kind, source, caller), [0, 0])
+            found[0] += ns
+            found[1] += calls
+        return located
 
     def summary(self) -> tuple[Culprit, ...]:
         """Return all culprits, the longest of each entry first."""
-        observed_ns = dict(self._observed_ns)
+        located = self._located()
+        observed_s: dict[str, float] = {}
+        for (entry, _, kind, _, _), (ns, _) in located.items():
+            if kind == PLACE:
+                observed_s[entry] = observed_s.get(entry, 0.0) + ns / 1e9
         found = [
             Culprit(
                 entry,
                 name,
                 ns / 1e9,
                 calls,
-                observed_ns[entry, kind] / 1e9 if (entry, kind) in observed_ns else None,
+                observed_s[entry] if kind == PLACE else None,
                 source,
                 caller,
                 kind,
             )
-            for (entry, name, kind, source, caller), (ns, calls) in [*self._sums.items()]
+            for (entry, name, kind, source, caller), (ns, calls) in located.items()
+            if source is not None or kind != PLACE
         ]
         found += [culprit for loader in self._loaders for culprit in loader.culprits()]
         return tuple(sorted(found, key=lambda culprit: (culprit.entry, -culprit.seconds)))

@@ -75,7 +75,7 @@ class State(Enum):
 AT_REST, OPEN, PAUSED, LOST = State
 
 
-FIRST_LOCATED, LOCATED = frozenset((3, 48, *(98 * 2**k for k in range(30)))), 5
+FIRST_LOCATED, LOCATED = (3, 48, 98), 5
 """From each of these timed steps on, 5 steps are located. 50 is the most common period of loggers,
 checks and checkpoints. Locating a mark takes some 3 us."""
 FIRST_SAMPLED, SAMPLED_EVERY = 3, 20
@@ -548,7 +548,7 @@ class Recorder:
                 self._locate()
             elif self._is_sampled:
                 self._sample()
-            if annotate:
+            if annotate and self._annotate is not None:
                 self._show(None if label == EXCLUDED else label)
 
     def _interrupt(self, label: str) -> None:

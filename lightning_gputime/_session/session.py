@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -16,9 +16,8 @@ from lightning_gputime._boundaries.comm import is_distributed
 from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.patching import Attachment, Attachments
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
-from lightning_gputime._compat.python_ import Frame
 from lightning_gputime._compat.torch_ import has_compiled
-from lightning_gputime._culprits.places import PlaceReader, place_here
+from lightning_gputime._culprits.places import Frames, PlaceReader, frames_here
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._measurement.results import Results
@@ -76,7 +75,7 @@ class Session:
         loop: Loop,
         results: Results,
         means: MeanLog,
-        outside: Collection[Frame] = (),
+        outside: Frames = (),
     ) -> None:
         self._results = results
         self._now_ns = clock.host_ns
@@ -140,7 +139,7 @@ class Session:
             batch=users.batch,
             annotate=Annotator() if options.annotate else None,
             sample=sampler(counters) if counters is not None else None,
-            locate=partial(place_here, outside) if counters is None else None,
+            locate=frames_here if counters is None else None,
         )
         self.recorders = [self.recorder]
         self.work = WorkCounter(options, loop, self.recorder)
@@ -149,7 +148,7 @@ class Session:
         self._comparison = RankComparer(results, means, options)
         self._self_check = SelfCheck(results, self._boundaries, self.recorder, loop, options)
         # The log asks for metrics of the steps that the others have been told of.
-        places = PlaceReader(results.culprits, _name_of_update(loop))
+        places = PlaceReader(results.culprits, _name_of_update(loop), outside)
         observers = [results, places, self._comparison, self.analyzer, users, means]
         observers.append(self._self_check)
         if counters is not None:
