@@ -21,7 +21,8 @@ from lightning_gputime._boundaries.patching import Attachments, Subscription
 from lightning_gputime._culprits.loader import StagedLoaders
 from lightning_gputime._culprits.named_calls import NamedCalls
 from lightning_gputime._culprits.places import Frames, PlaceTimer
-from lightning_gputime._diagnosis.codes import CPU_WORK, GPU_WORK
+from lightning_gputime._diagnosis.codes import CPU_WORK, GPU_WORK, SYNC
+from lightning_gputime._diagnosis.pace import pace_of
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.results import Results
@@ -61,6 +62,11 @@ _NESTED = (
 
 def _attribute_of(owner: Callable[[], object], name: str) -> object:
     return getattr(owner(), name, None)
+
+
+def _blocks(results: Results) -> bool:
+    """Return whether the CPU blocks on the GPU inside steps."""
+    return pace_of(results.measurement()).code == SYNC
 
 
 def never_raises(hook: Hook) -> Hook:
@@ -166,7 +172,10 @@ class Timer(Tabular):
         self._costly_settings = CostlySettings.of(self._environment, loop, work)
         self._read_costly_settings()
         # Owned before it is attached: whatever is interrupted, `_detach` finds it.
-        self._session = session = Session(options, clock, loop, self._results, means, outside)
+        results = self._results
+        is_cuda = getattr(getattr(clock, "device", None), "type", "") == "cuda"
+        blocks = partial(_blocks, results) if is_cuda else partial(bool)
+        self._session = session = Session(options, clock, loop, results, means, outside, blocks)
         try:
             session.attach()
         except BaseException:

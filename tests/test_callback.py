@@ -494,7 +494,7 @@ def test_summary_reports_validation_time_after_its_batches(
     summary = timer.summary()
     assert summary.wall_clock is not None
     assert summary.wall_clock.after_batches_s == pytest.approx(2 * after_ms / 1e3)
-    told = f"`Measures.on_validation_epoch_end` (test_callback.py:{line}) takes 40.0 ms of "
+    told = f"`Measures.on_validation_epoch_end` (test_callback.py:{line}) takes 40 ms of "
     assert (told in str(summary)) == is_told
 
 

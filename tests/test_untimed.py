@@ -310,7 +310,7 @@ def test_the_title_says_how_many_of_all_steps_were_timed(
 def test_where_one_step_of_each_window_is_too_many_that_is_said() -> None:
     timer = train(DearGPU(40.0), 1000, host_ms=0.2)
     assert timer.summary().timed_every_n_steps == 50
-    said = "to a step of 0.247 ms; a larger log_every_n_steps times fewer"
+    said = "to a step of 0.248 ms; a larger log_every_n_steps times fewer"
     assert said in str(timer.summary())
 
 

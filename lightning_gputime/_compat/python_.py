@@ -71,7 +71,7 @@ def user_frames(most: int) -> tuple[Frame, ...]:
         name = frame.f_globals.get("__name__")
         if isinstance(name, str) and name.partition(".")[0] not in _NOT_USER_CODE:
             code = frame.f_code
-            here = Frame._make((code, frame.f_lineno or code.co_firstlineno, frame.f_lasti))
+            here = Frame(code, frame.f_lineno or code.co_firstlineno, frame.f_lasti)
             (installed if "-packages" in code.co_filename else found).append(here)
         frame = frame.f_back
     return tuple(found or installed[:most])

@@ -20,10 +20,16 @@ from lightning_gputime._diagnosis.codes import (
     SLOWEST_RANK,
     SYNC,
 )
-from lightning_gputime._diagnosis.culprit import EntryCulprit, culprits_of, takes, total
+from lightning_gputime._diagnosis.culprit import (
+    EntryCulprit,
+    blocking_calls,
+    culprits_of,
+    takes,
+    total,
+)
 from lightning_gputime._diagnosis.diagnosis import Advice
 from lightning_gputime._diagnosis.pace import Pace
-from lightning_gputime._measurement.culprits import PLACE, SAMPLER, STAGES
+from lightning_gputime._measurement.culprits import BLOCKING_STEPS, PLACE, SAMPLER, STAGES
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import OFF_CPU
@@ -301,6 +307,12 @@ def _fuse(m: Measurement, setup: TrainingSetup) -> Iterator[Advice]:
 
 def _unblock(case: Case) -> Iterator[Advice]:
     others = []
+    for call in blocking_calls(case.pace.phases, case.m):
+        n = call.calls / BLOCKING_STEPS
+        often = f", {n:.3g} times per step" if n >= 1.5 else ""
+        where = f" in `{call.caller}`" if call.caller else ""
+        text = f"{call} waits for the GPU{often}{where}: read the value less often, or later"
+        yield Advice("blocking_call", text, {"phase": call.caller})
     for name in case.pace.phases:
         if name in (FETCH, DATA):
             yield from _load_faster(replace(case, entry=name))
@@ -327,11 +339,12 @@ def _optimize_faster(case: Case) -> Iterator[Advice]:
 
 def _own_code(where: str, case: Case) -> Iterator[Advice]:
     m, setup, name = case.m, case.setup, case.entry
+    culprits = case.culprits
+    if culprits:
+        yield _shorten_code(case, culprits)
     if name == OTHER and setup.is_own_loop and setup.pin_memory is False and not m.on_host_clock:
         yield _pin_memory(setup, "; `other` includes copies of the batch")
-    if culprits := case.culprits:
-        yield _shorten_code(case, culprits)
-    else:
+    if not culprits:
         text = f'`{name}` is code {where}: name its parts, with phase("name")'
         yield Advice("name_phase", text, {"phase": name})
     if setup.is_own_loop and is_uneven(m.rows[name]):

@@ -1,10 +1,18 @@
 """The code in which most of an entry's time is spent."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_gputime._diagnosis.codes import HOOKS, SLOW
-from lightning_gputime._measurement.culprits import CALL, PLACE, STAGES, Culprit, Source, of_entry
+from lightning_gputime._measurement.culprits import (
+    BLOCKING,
+    CALL,
+    PLACE,
+    STAGES,
+    Culprit,
+    Source,
+    of_entry,
+)
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.table import duration
 from lightning_gputime._measurement.wall_clock import BETWEEN_LOOPS, TEAR_DOWN
@@ -13,6 +21,7 @@ from lightning_gputime._phases import CALLBACKS, DATA, FETCH, SAVES, of_one_call
 _MIN_SHARE = 0.4  # A smaller part of an entry is not its culprit.
 _MIN_SHARE_INSIDE = 0.7  # A call that takes more of the call around it is named in its place.
 _MIN_SHARE_BESIDE = 0.2  # A call that takes less of an entry is not named next to a place.
+_MAX_BLOCKING = 3  # Number of lines that wait for the GPU and are named.
 _MIN_STEPS = 0.5  # A call in fewer of the steps is described by its total.
 _ENTRIES = {HOOKS: (DATA,), TEAR_DOWN: (TEAR_DOWN, BETWEEN_LOOPS)}
 """Where the culprits of an entry are found, if not under its name."""
@@ -53,12 +62,13 @@ class EntryCulprit:
         return str(Source(self.file, self.line, self.last_line)) if self.file else ""
 
     def __str__(self) -> str:
-        if self.kind != PLACE or self.name.endswith(".step"):
+        if self.kind not in (PLACE, BLOCKING) or self.name.endswith(".step"):
             name, part = f"`{self.name}`", ""
         else:
             name, part = f"`{self.function}`" if self.function != "<module>" else "", self.name
         where = ", ".join(filter(None, (self.where, part)))
-        caller = f" in `{self.caller}`" if self.caller else ""
+        is_call = self.kind not in (PLACE, BLOCKING)
+        caller = f" in `{self.caller}`" if self.caller and is_call else ""
         if not name:
             return where
         return (f"{name} ({where})" if where else name) + caller
@@ -91,6 +101,21 @@ def culprits_of(entry: str, seconds: float, m: Measurement) -> tuple[EntryCulpri
         places = [_of_entry(culprit, all_s) for culprit in found if culprit.source]
     beside = [culprit for culprit in calls if culprit.share >= _MIN_SHARE_BESIDE]
     return _first(places, beside)
+
+
+def blocking_calls(phases: Sequence[str], m: Measurement) -> list[EntryCulprit]:
+    """Return the lines that wait for the GPU in some phases, the most frequent first.
+
+    The phase is their `caller`.
+    """
+    tops = {phase.partition("/")[0] for phase in phases}
+    found = [
+        replace(_entry_culprit(culprit, 0.0), caller=culprit.entry)
+        for culprit in m.culprits
+        if culprit.kind == BLOCKING and culprit.entry.partition("/")[0] in {*tops, ""}
+    ]
+    lines = [culprit for culprit in found if culprit.file]
+    return sorted(lines, key=lambda culprit: -culprit.calls)[:_MAX_BLOCKING]
 
 
 def _first(

@@ -7,8 +7,10 @@ from typing import Any, Protocol
 
 from lightning_gputime._phases import FETCH
 
-CALL, PLACE = "call", "place"
+CALL, PLACE, BLOCKING = "call", "place", "blocking"
 SAMPLER, DATASET, COLLATE = STAGES = ("sampler", "dataset", "collate")
+BLOCKING_STEPS = 3
+"""Number of steps in which calls that wait for the GPU are noted."""
 MAX_CULPRITS = 500
 """Further names and places are not added, so that a training of any length needs little memory."""
 
@@ -48,8 +50,8 @@ class Culprit:
             they were observed all the time.
         source: Place in the source; None if it is unknown.
         caller: Name of the culprit whose calls contain these; empty if none.
-        kind: "call" of a function, "place" in a step or between loops, or a stage of a loader:
-            "sampler", "dataset" or "collate".
+        kind: "call" of a function, "place" in a step or between loops, "blocking" for a line that
+            waits for the GPU, or a stage of a loader: "sampler", "dataset" or "collate".
     """
 
     entry: str
@@ -179,7 +181,7 @@ class CulpritSums:
                 kind,
             )
             for (entry, name, kind, source, caller), (ns, calls) in located.items()
-            if source is not None or kind != PLACE
+            if source is not None or kind not in (PLACE, BLOCKING)
         ]
         found += [culprit for loader in self._loaders for culprit in loader.culprits()]
         return tuple(sorted(found, key=lambda culprit: (culprit.entry, -culprit.seconds)))

@@ -116,7 +116,9 @@ class Results:
         """Take the next steps, with their sums if known. Return whether to look for a change."""
         with self._lock:
             many = MIN_PACKED_MARKS
-            self._newest += [pack(one) if len(one.labels) >= many else one for one in steps]
+            # Places refer to code, which cannot be pickled.
+            kept = [step._replace(places=()) if step.places else step for step in steps]
+            self._newest += [pack(step) if len(step.labels) >= many else step for step in kept]
             warmup = max(self._warmup_steps - self._seen, 0)
             self._seen += len(steps)
             if steps[-1].step_index >= 0:

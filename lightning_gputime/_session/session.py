@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -17,6 +17,7 @@ from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._boundaries.patching import Attachment, Attachments
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._compat.torch_ import has_compiled
+from lightning_gputime._culprits.blocking import BlockingCalls
 from lightning_gputime._culprits.places import Frames, PlaceReader, frames_here
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
@@ -56,6 +57,7 @@ from lightning_gputime._session.schedule import (
 from lightning_gputime._session.self_check import SelfCheck
 from lightning_gputime._work.work import WorkCounter
 
+_PACE_STEPS = 50  # After this many timed steps it is asked whether the CPU blocks on the GPU.
 _LONG_TO_LOCATE = 10  # Number of blocks around recurring long steps that are located in the code.
 # In this many first steps hooks stay on: they find what the loop calls, and graphs it captures.
 _SEARCH_STEPS = 20
@@ -76,6 +78,7 @@ class Session:
         results: Results,
         means: MeanLog,
         outside: Frames = (),
+        blocks: Callable[[], bool] = lambda: False,
     ) -> None:
         self._results = results
         self._now_ns = clock.host_ns
@@ -155,6 +158,8 @@ class Session:
             results.peaks = PhaseMemory(counters.total)
             observers.insert(0, results.peaks)
         self._calls = methods(observers, "steps_read")
+        self._blocks, self._is_pace_known = blocks, False
+        self._blocking = BlockingCalls(results.culprits, self.recorder)
         self._until_end = Attachments()
         self._observers = options.observers
         self._to_remove = [self._comparison, self.analyzer, *options.observers]
@@ -271,6 +276,8 @@ class Session:
         if self.is_off:
             return self._end_step_off(number)
         self._newest = number
+        if self._blocking.steps_left:
+            self._blocking.end_step()
         now_ns = self._now_ns()
         self.analyzer.step_ends(now_ns)
         recorder = self.recorder
@@ -487,6 +494,8 @@ class Session:
         """Count a step while off. Return whether hooks are on again."""
         self._index += 1
         self._newest = number
+        if self._blocking.steps_left:
+            self._blocking.end_step()
         self._untimed.end_step(self._now_ns() - self._wall_clock.outside_ns)
         if self.needs_updates:
             optimizer = self.optimizer
@@ -576,6 +585,12 @@ class Session:
             call_safely(self._calls, ReadSteps(records, warmup))
         if auto is not None:
             auto.add_timed(records, self._now_ns() - since_ns)
+        if not self._is_pace_known and self._results.sums.step.n >= _PACE_STEPS:
+            self._is_pace_known = True
+            self.analyzer.start_own_call()
+            if self._blocks():
+                self._blocking.start()
+            self.analyzer.end_own_call("the timer's search for blocking calls")
 
     # What a user asks, from any thread
 
@@ -625,6 +640,7 @@ class Session:
         _attached.discard(self)
         _take_off_lost()
         self._until_end.remove()
+        self._blocking.stop()
         self._boundaries.remove()
         self.recorder.rest()
         try:

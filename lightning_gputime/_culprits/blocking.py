@@ -1,0 +1,80 @@
+"""Lines at which the CPU waits for the GPU inside a step."""
+
+import warnings
+from typing import Any
+
+import torch
+
+from lightning_gputime._culprits.places import Here, frames_here
+from lightning_gputime._measurement.culprits import BLOCKING, BLOCKING_STEPS, CulpritSums
+from lightning_gputime._messages import messages
+from lightning_gputime._phases import DATA, LIKELY
+from lightning_gputime._record.recorder import Recorder
+
+_WARNING = "called a synchronizing CUDA operation"
+_PROTOTYPE = "Synchronization debug mode is a prototype feature"
+
+
+class BlockingCalls:
+    """Note each call that waits for the GPU, by torch's own warnings, in a few steps.
+
+    `torch.cuda.set_sync_debug_mode` is set for the process, and reset at the end. It is left alone
+    where the program has set it, or turns warnings into errors.
+
+    Args:
+        sums: Where the calls are added.
+        recorder: Knows the label that time goes to, in a timed step.
+    """
+
+    def __init__(self, sums: CulpritSums, recorder: Recorder) -> None:
+        self._sums, self._recorder = sums, recorder
+        self._show: Any = None  # What showed warnings before; None while off.
+        self.steps_left = 0
+        """Number of steps in which calls are still to be noted."""
+
+    def start(self) -> None:
+        """Note the calls of the next steps, if nothing prevents it."""
+        try:
+            are_errors = any(action == "error" for action, *_ in warnings.filters)
+            if self._show is not None or are_errors or torch.cuda.get_sync_debug_mode():
+                return
+            self._show, self.steps_left = warnings.showwarning, BLOCKING_STEPS
+            warnings.filterwarnings("ignore", _PROTOTYPE)
+            warnings.filterwarnings("always", _WARNING)
+            warnings.showwarning = self._note
+            torch.cuda.set_sync_debug_mode("warn")
+        except Exception as error:
+            messages.warning("Calls that wait for the GPU cannot be located: %r", error)
+            self.stop()
+
+    def end_step(self) -> None:
+        """End a step in which calls were noted."""
+        self.steps_left -= 1
+        if self.steps_left <= 0:
+            self.stop()
+
+    def stop(self) -> None:
+        """Restore torch's mode and Python's warnings. Safe to call twice."""
+        self.steps_left = 0
+        if self._show is None:
+            return
+        show, self._show = self._show, None
+        torch.cuda.set_sync_debug_mode("default")
+        if warnings.showwarning == self._note:
+            warnings.showwarning = show
+        for message in (_PROTOTYPE, _WARNING):
+            for rule in [*warnings.filters]:
+                pattern = rule[1]
+                if pattern is not None and getattr(pattern, "pattern", pattern) == message:
+                    warnings.filters.remove(rule)  # type: ignore[attr-defined]  # It is a list.
+                    break
+
+    def _note(self, message: Any, category: Any, *args: Any, **kwargs: Any) -> None:
+        if not str(message).startswith(_WARNING):
+            if self._show is not None:
+                self._show(message, category, *args, **kwargs)
+            return
+        label = self._recorder.label or ""  # Unknown in an untimed step.
+        phase = LIKELY.get(label, label)
+        entry = phase if phase.startswith(f"{DATA}/") else phase.partition("/")[0]
+        self._sums.add(entry, "", 0, source=Here(frames_here()), kind=BLOCKING)
