@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from itertools import pairwise
 from traceback import walk_stack
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -100,16 +101,16 @@ def _lines_of(code: CodeType) -> tuple[int, dict[int, _Loop]]:
     found = [*dis.get_instructions(code)]
     last_line = max([*_lines(found), code.co_firstlineno])
     loops = {}
-    for instruction in found:
+    for instruction, following in pairwise(found):
         if instruction.opname == "FOR_ITER":
             head, end = instruction.offset, int(instruction.argval)
             body = [other for other in found if head < other.offset < end]
             after = [*_until_next_round([other for other in found if other.offset >= end], head)]
             for_line = instruction.positions.lineno if instruction.positions else None
             lines = [line for line in _lines(after) if line != for_line]
-            loops[head] = _Loop(
-                max([*_lines(body), 0]), (min(lines), max(lines)) if lines else None
-            )
+            loop = _Loop(max([*_lines(body), 0]), (min(lines), max(lines)) if lines else None)
+            # While a generator runs, Python 3.12 shows the cache behind the instruction.
+            loops.update(dict.fromkeys(range(head, following.offset, 2), loop))
     return last_line, loops
 
 
