@@ -271,7 +271,17 @@ def selected(plants: Sequence[Plant], words: Sequence[str]) -> list[Plant]:
 
 
 def result(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the counts, and one line per plant."""
+    """Return the counts, and one line per plant that is not right, or whose culprit is not named.
+
+    `reported_by_measured` has the reported speed-ups by the measured ones: the smallest, the median
+    and the largest.
+    """
+    ratios = [
+        outcome.speed_up / outcome.gain
+        for outcome in outcomes
+        if outcome.speed_up is not None and not outcome.plant.is_balanced
+    ]
+    spread = (min(ratios), statistics.median(ratios), max(ratios)) if ratios else ()
     has_culprit = [outcome for outcome in outcomes if outcome.plant.culprits]
     return {
         **environment(
@@ -283,7 +293,12 @@ def result(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "culprits": len(has_culprit),
         "culprits_named": sum(outcome.is_culprit_named for outcome in has_culprit),
         "seconds": round(sum(outcome.seconds for outcome in outcomes)),
-        "results": {outcome.plant.name: str(outcome) for outcome in outcomes},
+        "reported_by_measured": [round(ratio, 3) for ratio in spread],
+        "others": {
+            outcome.plant.name: str(outcome)
+            for outcome in outcomes
+            if outcome.failures or not outcome.is_culprit_named
+        },
     }
 
 

@@ -1225,9 +1225,10 @@ def test_a_trainer_is_told_which_timer_is_its_own(fake: Make, gpu: FakeGPU) -> N
         assert HOMES in str(error.value)
     with pytest.raises(TypeError, match=r"huggingface\.TransformersPhaseTimer\(\)\]\)"):
         GPUPhaseHooks(fake([]))
-    with pytest.raises(AttributeError) as error:
+    # Before 2.6 Lightning refuses what is no callback of its own by itself.
+    with pytest.raises((AttributeError, ValueError)) as error:
         pl_trainer(own).fit(Model(gpu), Loader(gpu, 1))
-    assert HOMES in str(error.value)
+    assert isinstance(error.value, ValueError) or HOMES in str(error.value)
 
 
 def test_a_model_that_is_no_module_leaves_the_training_alone(
