@@ -1226,9 +1226,9 @@ def test_a_trainer_is_told_which_timer_is_its_own(fake: Make, gpu: FakeGPU) -> N
     with pytest.raises(TypeError, match=r"huggingface\.TransformersPhaseTimer\(\)\]\)"):
         GPUPhaseHooks(fake([]))
     # Before 2.6 Lightning refuses what is no callback of its own by itself.
-    with pytest.raises((AttributeError, ValueError)) as error:
+    with pytest.raises((AttributeError, ValueError)) as refusal:
         pl_trainer(own).fit(Model(gpu), Loader(gpu, 1))
-    assert isinstance(error.value, ValueError) or HOMES in str(error.value)
+    assert isinstance(refusal.value, ValueError) or HOMES in str(refusal.value)
 
 
 def test_a_model_that_is_no_module_leaves_the_training_alone(
