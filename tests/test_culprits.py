@@ -342,6 +342,16 @@ def test_places_are_the_lines_of_the_code(
     assert found[source] == pytest.approx(ms, abs=1.0)
 
 
+def test_other_is_split_into_its_parts(gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(60)):
+            gpu.work(3.0)
+            loop.train_on(x)
+            gpu.work(1.0)
+    assert "`other` is 75 % before forward and 25 % after the update" in str(timer.summary())
+
+
 def test_a_copy_of_a_timer_keeps_the_culprits(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     with hooks(loop) as timer:
@@ -400,7 +410,7 @@ def test_calls_that_wait_for_the_gpu_are_located(modes: list[Any]) -> None:
     assert (found.entry, found.calls) == ("other", 3)
     assert found.source is not None
     assert (found.source.function, found.source.first_line) == ("block", line)
-    told = f"`block` (test_culprits.py:{line}) waits for the GPU in `other`"
+    told = f"`block` (test_culprits.py:{line}) waits for the GPU in `other`, which takes the CPU "
     assert any(advice.startswith(told) for advice in summary.advice)
 
 

@@ -309,9 +309,14 @@ def _unblock(case: Case) -> Iterator[Advice]:
     others = []
     for call in blocking_calls(case.pace.phases, case.m):
         n = call.calls / BLOCKING_STEPS
-        often = f", {n:.3g} times per step" if n >= 1.5 else ""
-        where = f" in `{call.caller}`" if call.caller else ""
-        text = f"{call} waits for the GPU{often}{where}: read the value less often, or later"
+        often = f" {n:.3g} times per step" if n >= 1.5 else ""
+        row = case.m.rows.get(call.caller)
+        blocked = ""
+        if row is not None:
+            took = duration(row.frequency * row.host_mean_ms)
+            step = duration(case.m.step.mean_ms)
+            blocked = f" in `{call.caller}`, which takes the CPU {took} of {step} per step"
+        text = f"{call} waits for the GPU{often}{blocked}: read the value less often, or later"
         yield Advice("blocking_call", text, {"phase": call.caller})
     for name in case.pace.phases:
         if name in (FETCH, DATA):

@@ -14,13 +14,14 @@ from lightning_gputime._measurement.culprits import (
     of_entry,
 )
 from lightning_gputime._measurement.measurement import Measurement
-from lightning_gputime._measurement.table import duration
+from lightning_gputime._measurement.table import duration, percent
 from lightning_gputime._measurement.wall_clock import BETWEEN_LOOPS, TEAR_DOWN
-from lightning_gputime._phases import CALLBACKS, DATA, FETCH, SAVES, of_one_callback
+from lightning_gputime._phases import CALLBACKS, DATA, FETCH, OTHER, SAVES, of_one_callback
 
 _MIN_SHARE = 0.4  # A smaller part of an entry is not its culprit.
 _MIN_SHARE_INSIDE = 0.7  # A call that takes more of the call around it is named in its place.
 _MIN_SHARE_BESIDE = 0.2  # A call that takes less of an entry is not named next to a place.
+_MIN_SHARE_OF_OTHER = 0.05  # Fraction of the step from which on the parts of `other` are told.
 _MAX_BLOCKING = 3  # Number of lines that wait for the GPU and are named.
 _MIN_STEPS = 0.5  # A call in fewer of the steps is described by its total.
 _ENTRIES = {HOOKS: (DATA,), TEAR_DOWN: (TEAR_DOWN, BETWEEN_LOOPS)}
@@ -101,6 +102,21 @@ def culprits_of(entry: str, seconds: float, m: Measurement) -> tuple[EntryCulpri
         places = [_of_entry(culprit, all_s) for culprit in found if culprit.source]
     beside = [culprit for culprit in calls if culprit.share >= _MIN_SHARE_BESIDE]
     return _first(places, beside)
+
+
+def parts_of_other(m: Measurement) -> str:
+    """Return a sentence on how `other` divides into its parts; empty if it is short, or unknown."""
+    places = [
+        culprit for culprit in of_entry(m.culprits, OTHER) if culprit.kind == PLACE and culprit.name
+    ]
+    seconds: dict[str, float] = {}
+    for culprit in places:
+        seconds[culprit.name] = seconds.get(culprit.name, 0.0) + culprit.seconds
+    if len(seconds) < 2 or m.share(OTHER) < _MIN_SHARE_OF_OTHER:
+        return ""
+    all_s = sum(seconds.values())
+    parts = [f"{percent(s / all_s)} {name}" for name, s in seconds.items()]
+    return f"`other` is {' and '.join(parts)}"
 
 
 def blocking_calls(phases: Sequence[str], m: Measurement) -> list[EntryCulprit]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from lightning_gputime._diagnosis.culprit import parts_of_other
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Diagnosis, Entry, TimeBreakdown
 from lightning_gputime._measurement.changes import Slowdown
@@ -326,6 +327,7 @@ class PhaseSummary(Tabular):
         step = unit.of(step_ms)
         if any(2 * row.n <= self.steps for name, row in self.rows.items() if "/" not in name):
             yield "share is of all steps; the other columns are of the steps in which a phase ran"
+        yield parts_of_other(self.measurement)
         yield self.probe_failure
         for feature in (self.memory, self.work):
             yield from feature.sentences if feature is not None else ()

@@ -41,7 +41,7 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.pending_steps import BATCH
-from lightning_gputime._record.recorder import PAUSED, Annotator, Recorder
+from lightning_gputime._record.recorder import LOCATED, PAUSED, Annotator, Recorder
 from lightning_gputime._session.rank_comparer import RankComparer, open_exchange
 from lightning_gputime._session.schedule import (
     LONGEST_STRETCH,
@@ -159,6 +159,7 @@ class Session:
             observers.insert(0, results.peaks)
         self._calls = methods(observers, "steps_read")
         self._blocks, self._is_pace_known = blocks, False
+        self._is_slowdown_located = False
         self._blocking = BlockingCalls(results.culprits, self.recorder)
         self._until_end = Attachments()
         self._observers = options.observers
@@ -585,6 +586,9 @@ class Session:
             call_safely(self._calls, ReadSteps(records, warmup))
         if auto is not None:
             auto.add_timed(records, self._now_ns() - since_ns)
+        if self._results.slowdown is not None and not self._is_slowdown_located:
+            self._is_slowdown_located = True
+            self.recorder.locate_next(LOCATED)
         if not self._is_pace_known and self._results.sums.step.n >= _PACE_STEPS:
             self._is_pace_known = True
             self.analyzer.start_own_call()
