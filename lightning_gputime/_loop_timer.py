@@ -14,6 +14,7 @@ from lightning_gputime._boundaries.arguments import check_loader
 from lightning_gputime._boundaries.loop import Loop, is_training
 from lightning_gputime._culprits.places import (
     AfterLoop,
+    Frames,
     Here,
     Passage,
     PlaceTimer,
@@ -115,13 +116,29 @@ class LoopTimer(Timer):
         self._is_evaluating = self._had_batch = False  # The batch that an evaluation interrupts.
         # The step and the micro-batch in whose body a loop over `steps` is; None outside.
         self._body: tuple[int, int] | None = None
+        self._forget_places()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Places refer to code, which cannot be pickled.
+        names = ("_attached_at", "_between", "_evaluation")
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget_places()
+
+    def _forget_places(self) -> None:
+        self._attached_at: Frames = ()
+        # Code that is no loop over `steps`, and evaluations.
+        self._between = PlaceTimer(self._culprits, int, self._wall_clock)
+        self._evaluation = PlaceTimer(self._culprits, int, self._wall_clock)
 
     def _start_loop(self, clock: Clock, loggers: Sequence[MetricsLogger], **known: Any) -> None:
         """Start a new measurement, see `_start`."""
         means = MeanLog(self._options.prefix, self._log_every_n_steps, loggers)
         self._step, self._micro_batches, self._body = self._first_step, 0, None
         wall_clock, self._culprits = WallClock(clock.host_ns), CulpritSums()
-        # Of code that is no loop over `steps`, and of evaluations.
         self._between = PlaceTimer(self._culprits, clock.host_ns, wall_clock)
         self._evaluation = PlaceTimer(self._culprits, clock.host_ns, wall_clock)
         self._attached_at = frames_here()

@@ -232,6 +232,8 @@ def huggingface(has_timer: bool, tmp_path: Path) -> Training:
     return Training(model, optimizer, owner.train, things=things)
 
 
+_NOT_ITERATED = "Please call `iter(combined_loader)` first."
+
 CASES: dict[str, tuple[int, Callable[[bool, Path], Training]]] = {
     "steps": (300, plain(iterate_with_evaluations, logger=Logger(), log_every_n_steps=1)),
     "step": (300, plain(step_by_hand, every_n_steps=2, modules=1, observers=[print])),
@@ -275,6 +277,7 @@ def shared() -> list[Any]:
         [*gc.callbacks],
         [*session._attached],
         [*named._active],
+        vars(DataLoader)["__iter__"],
     ]
 
 
@@ -307,7 +310,9 @@ def test_an_interruption_at_any_line_leaves_nothing(
             found.append("something on torch or Python")
         if state_of(training.model) not in states:
             found.append("other weights")
-        if not isinstance(ended, KeyboardInterrupt | SystemExit | None):
+        # Lightning asks its loaders to end when they were interrupted as their iterators are made.
+        is_lightnings = isinstance(ended, RuntimeError) and _NOT_ITERATED in str(ended)
+        if not (is_lightnings or isinstance(ended, KeyboardInterrupt | SystemExit | None)):
             found.append(f"{ended!r} raised")
         if found and interrupter.place not in ENDS:
             wrong.append((at, interrupter.place, found))

@@ -58,8 +58,9 @@ class StagedLoaders:
         return True
 
     def on_call_end(self, _: Any) -> None:
-        loader, kept = self._replaced.pop()
-        vars(loader).update(kept)
+        if self._replaced:  # Else Ctrl-C came before the loader was prepared.
+            loader, kept = self._replaced.pop()
+            vars(loader).update(kept)
 
 
 def _several(loader: object) -> list[object]:
