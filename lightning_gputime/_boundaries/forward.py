@@ -356,9 +356,9 @@ class _StackRoom:
 
     def end(self) -> None:
         """Restore the limit, unless somebody else has set it."""
-        self.is_made = False
         if sys.getrecursionlimit() == self._limit:
-            sys.setrecursionlimit(self._before)
+            sys.setrecursionlimit(self._before)  # Raises where the stack is still too deep.
+        self.is_made = False
 
 
 class _EvaluationSearch:
