@@ -7,6 +7,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -230,11 +231,20 @@ def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     for front in FRONTS:
         if front == "huggingface":
             pytest.importorskip("transformers")
+            import_module("lightning_gputime.huggingface")
         for end in (lambda: None, fail):
             with contextlib.suppress(UserError):
                 Run(front, end, tmp_path_factory.mktemp("warm")).train(None)
     with GPUPhaseHooks(nn.Linear(2, 2)):  # Imports torch's compiler.
         pass
+
+
+def changes_but_train(before: Any) -> list[str]:
+    """Return what has changed, but for `train` of transformers' Trainer.
+
+    It is patched while a timer exists. That it is restored then is a test of trainer subclasses.
+    """
+    return [change for change in changes(before, snapshot()) if ".train: " not in change]
 
 
 @pytest.mark.slow
@@ -245,7 +255,7 @@ def test_nothing_stays_behind(front: str, end: str, tmp_path: Path) -> None:
     run = Run(front, ENDS[end], tmp_path)
     before = snapshot()
     timer = run.timer()
-    assert changes(before, snapshot()) == []
+    assert changes_but_train(before) == []
     if end == "it is pickled" and front != "hooks":
         timer = pickle.loads(pickle.dumps(timer))
     if end == "it is abandoned" and front == "hooks":
@@ -261,7 +271,7 @@ def test_nothing_stays_behind(front: str, end: str, tmp_path: Path) -> None:
             run.train(timer)
         del timer
     assert left_on(*run.things) == []
-    assert changes(before, snapshot()) == []
+    assert changes_but_train(before) == []
 
 
 # What a timer held goes at once
