@@ -355,7 +355,7 @@ def summarize(results: Mapping[str, Any]) -> dict[str, Any]:
     cases = [case for cases in results.values() for case in cases.values()]
     waits = {
         strategy: [
-            row for ranks in cases.values() for one in ranks for row in one["windows"].values()
+            row for ranks in cases.values() for rank in ranks for row in rank["windows"].values()
         ]
         for strategy, cases in results.items()
     }

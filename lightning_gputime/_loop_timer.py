@@ -116,7 +116,7 @@ class LoopTimer(Timer):
         self._is_evaluating = self._had_batch = False  # The batch that an evaluation interrupts.
         # The step and the micro-batch in whose body a loop over `steps` is; None outside.
         self._body: tuple[int, int] | None = None
-        self._forget_places()
+        self._reset_places()
 
     def __getstate__(self) -> dict[str, Any]:
         # Places refer to code, which cannot be pickled.
@@ -126,24 +126,24 @@ class LoopTimer(Timer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forget_places()
+        self._reset_places()
 
-    def _forget_places(self) -> None:
+    def _reset_places(self, now_ns: Callable[[], int] = int) -> None:
+        """Forget the places of the last measurement; `now_ns` is the clock of the next one."""
         self._attached_at: Frames = ()
-        # Code that is no loop over `steps`, and evaluations.
-        self._between = PlaceTimer(self._culprits, int, self._wall_clock)
-        self._evaluation = PlaceTimer(self._culprits, int, self._wall_clock)
+        # Code outside of loops over `steps`, and evaluations.
+        self._between = PlaceTimer(self._culprits, now_ns, self._wall_clock)
+        self._evaluation = PlaceTimer(self._culprits, now_ns, self._wall_clock)
 
     def _start_loop(self, clock: Clock, loggers: Sequence[MetricsLogger], **known: Any) -> None:
         """Start a new measurement, see `_start`."""
         means = MeanLog(self._options.prefix, self._log_every_n_steps, loggers)
         self._step, self._micro_batches, self._body = self._first_step, 0, None
-        wall_clock, self._culprits = WallClock(clock.host_ns), CulpritSums()
-        self._between = PlaceTimer(self._culprits, clock.host_ns, wall_clock)
-        self._evaluation = PlaceTimer(self._culprits, clock.host_ns, wall_clock)
+        self._wall_clock, self._culprits = WallClock(clock.host_ns), CulpritSums()
+        self._reset_places(clock.host_ns)
         self._attached_at = frames_here()
         self._between.start(None)
-        self._start(clock, self._loop, means, wall_clock, **known)
+        self._start(clock, self._loop, means, self._wall_clock, **known)
         self._time_loader()
         self._results.setup = replace(self._results.setup, is_own_loop=True)
         self._session.begin()

@@ -100,6 +100,13 @@ LIKELY = {
     BETWEEN: OTHER,
 }
 
+
+def likely_phase(label: str) -> str:
+    """Return the phase that a label most often is: a part of `data`, or a whole other phase."""
+    phase = LIKELY.get(label, label)
+    return phase if phase.startswith(f"{DATA}/") else phase.partition("/")[0]
+
+
 # Phases have keys such as `forward_ms`; so have these. "slow" begins keys such as `slow/ranks_ms`.
 _RESERVED = ("step", "host_wait", "slow", "slow_excess", "lasting_change", "local")
 # No line of a table, and no key of a logger, has control characters or ends of lines.

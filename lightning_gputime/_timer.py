@@ -159,11 +159,10 @@ class Timer(Tabular):
         n = options.every_n_steps
         hint = "" if n in (1, AUTO) else f"Of each {n:,} steps one is timed (every_n_steps)."
         self._results = Results(
-            options.history_size, options.timed_warmup_steps, on_host, hint=hint
+            options.history_size, options.timed_warmup_steps, on_host, hint, self._culprits
         )
         self._results.libraries = self._libraries
         self._results.wall_clock = self._wall_clock = wall_clock
-        self._results.culprits = self._culprits
         self._evaluations.means.clear()
         self._environment = environment_of(loop, options, **known)
         means.begin()

@@ -357,7 +357,9 @@ def test_other_is_split_into_its_parts(gpu: FakeGPU) -> None:
             gpu.work(3.0)
             loop.train_on(x)
             gpu.work(1.0)
-    assert "`other` is 75 % before forward and 25 % after the update" in str(timer.summary())
+    assert "`other` is about 75 % before forward and 25 % after the update, by a few" in str(
+        timer.summary()
+    )
 
 
 def test_a_copy_of_a_timer_keeps_the_culprits(gpu: FakeGPU) -> None:

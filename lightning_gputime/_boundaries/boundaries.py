@@ -1,5 +1,7 @@
 """Where one phase ends and the next begins: all boundaries of a loop together."""
 
+from collections.abc import Callable
+
 import torch
 
 from lightning_gputime._boundaries.backward import BackwardBoundary
@@ -11,7 +13,7 @@ from lightning_gputime._boundaries.module_hooks import without_hooks
 from lightning_gputime._boundaries.modules import SubmoduleBoundary
 from lightning_gputime._boundaries.named import activate, deactivate
 from lightning_gputime._boundaries.optimizer import OptimizerBoundary
-from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
+from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription, do_nothing
 from lightning_gputime._compat.torch_ import report_missing_names, script_entry
 from lightning_gputime._record.recorder import Recorder
 
@@ -25,12 +27,23 @@ class Boundaries:
     """Put marks at the boundaries of a loop's steps, also by `phase`, until it is removed.
 
     They are put on by `attach`, also where that is interrupted: `remove` takes off what there is.
-    If it is given, `on_call` is called with the module of each outermost call of a model.
+
+    Args:
+        recorder: Takes the marks.
+        loop: What the loop runs.
+        on_call: Is called with the module of each outermost call of a model.
+        exclude_ns: Is called with the host time of an evaluation in the open step (in nanoseconds).
     """
 
-    def __init__(self, recorder: Recorder, loop: Loop, on_call: OnCall = None) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        loop: Loop,
+        on_call: OnCall = None,
+        exclude_ns: Callable[[int], object] = do_nothing,
+    ) -> None:
         self._recorder = recorder
-        self._loop, self._on_call = loop, on_call
+        self._loop, self._on_call, self._exclude_ns = loop, on_call, exclude_ns
         self._attachments = Attachments()
         # Those that count updates may stay on between timed steps.
         self._of_updates = Attachments()
@@ -48,7 +61,7 @@ class Boundaries:
                 recorder.warn_once(_HIDDEN)
         self.optimizer = OptimizerBoundary(recorder, self._of_updates, loop)
         self.forward = ForwardBoundary(
-            recorder, own, loop, self.optimizer, self.waits, self._on_call
+            recorder, own, loop, self.optimizer, self.waits, self._on_call, self._exclude_ns
         )
         self.forward.time_generation()
         if loop.splits_loss:

@@ -73,6 +73,7 @@ class ForwardBoundary:
         optimizer: OptimizerBoundary,
         waits: WaitBoundary | None = None,
         on_call: OnCall = None,
+        exclude_ns: Callable[[int], object] = do_nothing,
     ) -> None:
         self._recorder = recorder
         self._attachments = attachments
@@ -101,7 +102,12 @@ class ForwardBoundary:
         # The ids of the modules that are losses, and of those that are none.
         self._losses: set[int] = set()
         self._others: set[int] = set()
-        self.evaluation = _EvaluationSearch(recorder, loop.model, optimizer)
+        # Calls in eval mode without grad that may be part of the open step, of the newest steps, and
+        # the number of all steps that had none.
+        self._evaluated = 0
+        self._evaluated_before: deque[int] = deque(maxlen=_STEPS)
+        self._steps_without = 0
+        self.evaluation = _EvaluationSearch(recorder, loop.model, optimizer, exclude_ns)
         self._hooked: dict[int, list[Any]] = {}
         # Those that were called by others in this step, and those that ever were by the loop.
         self._nested: set[int] = set()
@@ -178,6 +184,12 @@ class ForwardBoundary:
             if module is not self._model:
                 self._time_loss(module)
 
+    def settle_evaluations(self) -> None:
+        """Decide on the calls in eval mode of the step that ends."""
+        self._evaluated = self.evaluation.settle(
+            self.calls, self._evaluated_before, self._steps_without
+        )
+
     def step_ended(self, timed: bool, *, is_dropped: bool = False) -> None:
         """Take the hooks off modules that the calls of others cover: they would cost time.
 
@@ -194,10 +206,10 @@ class ForwardBoundary:
             evaluation.drop()
         else:
             if evaluation.is_pending:
-                evaluation.settle(self.calls)
-            evaluated, evaluation.inside = evaluation.inside, 0
-            evaluation.before.append(evaluated)
-            evaluation.steps_without += not evaluated
+                self.settle_evaluations()
+            evaluated, self._evaluated = self._evaluated, 0
+            self._evaluated_before.append(evaluated)
+            self._steps_without += not evaluated
         if self.calls:
             self.was_ever_called = True
             self._discovers = False
@@ -378,32 +390,31 @@ class _EvaluationSearch:
     that no rule decides on keep it, and count as `other`.
     """
 
-    def __init__(self, recorder: Recorder, model: nn.Module, optimizer: OptimizerBoundary) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        model: nn.Module,
+        optimizer: OptimizerBoundary,
+        exclude_ns: Callable[[int], object],
+    ) -> None:
         self._recorder, self._model, self._optimizer = recorder, model, optimizer
-        self.exclude_ns: Callable[[int], object] = do_nothing
-        """Is called with the host time of an evaluation in the open step (in nanoseconds)."""
+        self._exclude_ns = exclude_ns
         self.is_pending = False
         """True once the open step has such calls."""
-        self.inside = 0
-        """Number of these that are not behind the step's last update."""
-        self.before: deque[int] = deque(maxlen=_STEPS)
-        """`inside` of the newest steps that were seen."""
-        self.steps_without = 0
-        """Number of steps that had none inside."""
         self._had_first = False  # True if the first step had some.
         self._reset()
 
     def _reset(self) -> None:
-        self.is_pending, self.inside = False, 0
-        # How many calls there were after so many training calls and updates of the step, and which
-        # of these places are behind a backward without an optimizer.
+        self.is_pending = False
+        # Number of calls by place: the training calls and updates of the step before them. And the
+        # places after a backward without an optimizer.
         self._calls: Counter[tuple[int, int]] = Counter()
         self._by_hand: set[tuple[int, int]] = set()
         self._generations = 0
         self._is_inference = True  # All of them.
 
     def on_call_start(self, forwards: int, label: str = EVALUATION) -> None:
-        """Mark a call in eval mode without grad, after so many other calls. Outermost ones only."""
+        """Mark an outermost call in eval mode without grad. `forwards` counts training calls."""
         recorder = self._recorder
         if is_training(self._model):
             # A part of it alone. The fetch is over.
@@ -427,8 +438,14 @@ class _EvaluationSearch:
             self._calls[place] += 1
         return place
 
-    def settle(self, forwards: int) -> None:
-        """Decide on the calls of a step that ends after so many training calls."""
+    def settle(self, forwards: int, before: Sequence[int], steps_without: int) -> int:
+        """Decide on the calls of a step that ends. Return how many are not after its last update.
+
+        Args:
+            forwards: Number of its training calls.
+            before: What this returned for the newest steps.
+            steps_without: Number of all steps before for which this was 0.
+        """
         place = forwards, self._optimizer.updates
         is_behind = place in self._calls and (place[1] > 0 or place in self._by_hand)
         behind = self._calls[place] if is_behind else 0
@@ -436,34 +453,42 @@ class _EvaluationSearch:
         labels = [EVALUATION, GENERATE] if self._generations else [EVALUATION]
         runs, is_open = _runs_of(labels, self._recorder.labels)
         last = [runs.pop()] if is_open and is_behind else []
-        if inside and not (self._is_inference or self._is_exception(inside, runs)):
+        if inside and not (
+            self._is_inference or self._is_exception(inside, runs, before, steps_without)
+        ):
             runs = []
         for first, stop in [*last, *reversed(runs)]:
-            self.exclude_ns(self._recorder.exclude_evaluation(first, stop))
-        if inside and not self.steps_without:
+            self._exclude_ns(self._recorder.exclude_evaluation(first, stop))
+        if inside and not steps_without:
             self._had_first = True
         self._reset()
-        self.inside = inside
+        return inside
 
     def drop(self) -> None:
         """Forget the calls of a step that is dropped."""
         if self.is_pending:
             self._reset()
 
-    def _is_exception(self, inside: int, runs: Sequence[tuple[int, int]]) -> bool:
-        """Return whether a step is an exception with so many calls, which may be in marks."""
-        counts = {calls for calls in self.before if calls}
-        without = self.before.count(0)
-        if without >= max(_LEAST_WITHOUT, len(self.before) / 2):
+    def _is_exception(
+        self,
+        inside: int,
+        runs: Sequence[tuple[int, int]],
+        before: Sequence[int],
+        steps_without: int,
+    ) -> bool:
+        """Return whether a step is an exception: `inside` calls, in these `runs` of its marks."""
+        counts = {calls for calls in before if calls}
+        without = before.count(0)
+        if without >= max(_LEAST_WITHOUT, len(before) / 2):
             return True
         if len(counts) > 1:
             return False  # Each step has them, now more and now fewer, such as a rollout.
-        if len(self.before) == _STEPS and inside >= max(counts, default=0) + _MORE:
+        if len(before) == _STEPS and inside >= max(counts, default=0) + _MORE:
             return True
         # In a loop over `steps()` the step begins with its batch, which is `other`.
         labels = self._recorder.labels
         is_first = len(runs) == 1 and is_fetch(labels[: runs[0][0]])
-        return is_first and self.steps_without == 1 and not self._had_first and counts <= {inside}
+        return is_first and steps_without == 1 and not self._had_first and counts <= {inside}
 
 
 # Work after which an evaluation is another one.

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lightning_gputime._boundaries.loaders import attribute
 from lightning_gputime._causes.attribution import Baseline, Detector, ExcessAttribution, Span
 from lightning_gputime._compat.torch_ import compile_callbacks
 from lightning_gputime._culprits.places import Here, frames_here
@@ -193,14 +194,6 @@ def _callback(name: str) -> str:
     if name.partition("/")[0] in (*PHASES, TRAINING_STEP):
         return of_one_callback(name)
     return f"phase {name}"
-
-
-def attribute(one: object, name: str) -> Any:
-    """Return an attribute of an object of the user's; None if it has none, or raises."""
-    try:
-        return getattr(one, name, None)
-    except Exception:
-        return None
 
 
 class Preemption:

@@ -182,7 +182,7 @@ NAMED_HOOKS = (
     *("transfer_batch_to_device", "configure_gradient_clipping", "lr_scheduler_step"),
     *("optimizer_zero_grad",),
 )
-"""Hooks of modules that are timed by name beside those that begin with "on_"."""
+"""Hooks of modules that are timed by name, in addition to those that start with "on_"."""
 LOGGER_METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize")
 METRIC_METHODS = ("update", "compute")
 
@@ -201,7 +201,7 @@ def own_functions(trainer: Any, model: Any) -> Iterator[tuple[Any, str, str]]:
 
 
 def named_functions(trainer: Any, model: Any, own: type) -> Iterator[tuple[Any, str, str]]:
-    """Yield what user code, callbacks and loggers run beside the model: owner, function and name.
+    """Yield the hooks of modules and callbacks, and methods of loggers: owner, function and name.
 
     Callbacks of class `own`, and hooks that are phases of a step already, are left out.
     """

@@ -112,6 +112,20 @@ def is_wrapper(module: nn.Module) -> bool:
     return len(kinds) > 1 and is_of_torch and len([*module.children()]) == 1
 
 
+def is_checkpointed(module: nn.Module) -> bool:
+    """Return whether a module repeats its forward in backward, by torch's wrapper or by a mark.
+
+    transformers and diffusers mark their modules so.
+    """
+    is_marked = vars(module).get("gradient_checkpointing") is True
+    return is_marked or type(module).__name__ == "CheckpointWrapper"
+
+
+SYNC_WARNING = "called a synchronizing CUDA operation"
+"""Start of the warning about a call that waits for the GPU, in torch's sync debug mode."""
+SYNC_MODE_WARNING = "Synchronization debug mode is a prototype feature"
+"""Start of the warning when that mode is set."""
+
 _COMPILED_MODULE = Name(
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod", "the modules inside a compiled model"
 )

@@ -159,7 +159,7 @@ NAMED_METHODS = ("save_model", "log", "create_optimizer_and_scheduler")
 
 
 def named_functions(trainer: Any) -> Iterator[tuple[Any, str, str]]:
-    """Yield what user code and callbacks run beside the model: owner, function and name."""
+    """Yield events of callbacks and methods of the Trainer: owner, function and name."""
     for callback in callbacks_of(trainer):
         for event in NAMED_EVENTS:
             if _defines(callback, event):

@@ -1,4 +1,4 @@
-"""Who takes the time: calls by name, places in the user's code, and stages of a loader.
+"""Culprits: calls by name, places in the user's code, stages of a loader, blocking calls.
 
-What is found goes to the sums of `_measurement.culprits`. Nothing here marks a phase or judges.
+Everything here adds to the sums of `_measurement.culprits`. It marks no phase and judges nothing.
 """

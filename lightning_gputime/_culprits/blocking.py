@@ -5,14 +5,12 @@ from typing import Any
 
 import torch
 
+from lightning_gputime._compat.torch_ import SYNC_MODE_WARNING, SYNC_WARNING
 from lightning_gputime._culprits.places import Here, frames_here
 from lightning_gputime._measurement.culprits import BLOCKING, BLOCKING_STEPS, CulpritSums
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import DATA, LIKELY
+from lightning_gputime._phases import likely_phase
 from lightning_gputime._record.recorder import Recorder
-
-_WARNING = "called a synchronizing CUDA operation"
-_PROTOTYPE = "Synchronization debug mode is a prototype feature"
 
 
 class BlockingCalls:
@@ -29,6 +27,7 @@ class BlockingCalls:
     def __init__(self, sums: CulpritSums, recorder: Recorder) -> None:
         self._sums, self._recorder = sums, recorder
         self._show: Any = None  # What showed warnings before; None while off.
+        self._rules: list[Any] = []  # Filters of warnings that were added.
         self.steps_left = 0
         """Number of steps in which calls are still to be noted."""
 
@@ -39,8 +38,10 @@ class BlockingCalls:
             if self._show is not None or are_errors or torch.cuda.get_sync_debug_mode():
                 return
             self._show, self.steps_left = warnings.showwarning, BLOCKING_STEPS
-            warnings.filterwarnings("ignore", _PROTOTYPE)
-            warnings.filterwarnings("always", _WARNING)
+            before = [*warnings.filters]
+            warnings.filterwarnings("ignore", SYNC_MODE_WARNING)
+            warnings.filterwarnings("always", SYNC_WARNING)
+            self._rules = [rule for rule in warnings.filters if rule not in before]
             warnings.showwarning = self._note
             torch.cuda.set_sync_debug_mode("warn")
         except Exception as error:
@@ -59,22 +60,22 @@ class BlockingCalls:
         if self._show is None:
             return
         show, self._show = self._show, None
-        torch.cuda.set_sync_debug_mode("default")
         if warnings.showwarning == self._note:
             warnings.showwarning = show
-        for message in (_PROTOTYPE, _WARNING):
-            for rule in [*warnings.filters]:
-                pattern = rule[1]
-                if pattern is not None and getattr(pattern, "pattern", pattern) == message:
-                    warnings.filters.remove(rule)  # type: ignore[attr-defined]  # It is a list.
-                    break
+        for rule in self._rules:
+            if rule in warnings.filters:
+                warnings.filters.remove(rule)  # type: ignore[attr-defined]  # It is a list.
+        self._rules.clear()
+        try:
+            torch.cuda.set_sync_debug_mode("default")
+        except Exception as error:  # As after an error of the device.
+            messages.warning("torch.cuda.set_sync_debug_mode could not be reset: %r", error)
 
     def _note(self, message: Any, category: Any, *args: Any, **kwargs: Any) -> None:
-        if not str(message).startswith(_WARNING):
+        if not str(message).startswith(SYNC_WARNING):
             if self._show is not None:
                 self._show(message, category, *args, **kwargs)
             return
-        label = self._recorder.label or ""  # Unknown in an untimed step.
-        phase = LIKELY.get(label, label)
-        entry = phase if phase.startswith(f"{DATA}/") else phase.partition("/")[0]
+        label = self._recorder.label
+        entry = likely_phase(label) if label is not None else ""  # Unknown in an untimed step.
         self._sums.add(entry, "", 0, source=Here(frames_here()), kind=BLOCKING)

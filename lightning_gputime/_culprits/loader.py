@@ -1,22 +1,28 @@
 """Stages of a DataLoader without workers: its sampler, its dataset and its `collate_fn`."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_gputime._boundaries.loaders import dataset_of, loaders_in
 from lightning_gputime._boundaries.patching import Subscription, do_nothing
 from lightning_gputime._culprits.places import source_of
-from lightning_gputime._measurement.culprits import LoaderStages, Stage, short_name
-
-_MAX_LOADERS = 10  # More side by side are the batches themselves.
+from lightning_gputime._measurement.culprits import (
+    COLLATE,
+    DATASET,
+    SAMPLER,
+    LoaderStages,
+    Stage,
+    short_name,
+)
 
 
 class StagedLoaders:
     """Time the stages of loaders whose iterators are made while it is attached.
 
-    What a loader reads from is replaced while `iter(loader)` runs, and put back at its end: only
-    the iterator keeps the stand-ins, which add two Python calls to a batch.
+    The sampler and `collate_fn` of a loader are replaced while `iter(loader)` runs. Only the
+    iterator keeps the stand-ins, which add two Python calls per batch.
 
     Args:
         find: Returns the loader, or several in a list or dict.
@@ -44,17 +50,20 @@ class StagedLoaders:
     # As a listener of `DataLoader.__iter__`, see `Calls`
 
     def on_call_start(self, loader: Any, *_: Any, **__: Any) -> bool:
-        if loader.num_workers or not any(loader is known for known in _several(self._find())):
+        found = loaders_in(self._find())
+        # A loader of accelerate iterates over the one inside.
+        known = [getattr(outer, "base_dataloader", outer) for outer in found]
+        if loader.num_workers or not any(loader is inner for inner in known):
             return False
         indices = "sampler" if loader.batch_sampler is None else "batch_sampler"
         own = vars(loader)
         kept = {name: own[name] for name in (indices, "collate_fn") if name in own}
         if len(kept) < 2 or not callable(kept["collate_fn"]):
             return False  # A loader that keeps them elsewhere.
-        batch = _Batch(self._now_ns, self._add(LoaderStages(*_stages_of(loader))))
+        sums = self._add(LoaderStages(*_stages_of(loader)))
+        stages = _Stages(kept[indices], kept["collate_fn"], self._now_ns, sums)
         self._replaced.append((loader, kept))
-        own[indices] = _TimedIndices(kept[indices], batch)
-        own["collate_fn"] = _TimedCollate(kept["collate_fn"], batch)
+        own.update({indices: stages, "collate_fn": stages.collate})
         return True
 
     def on_call_end(self, _: Any) -> None:
@@ -63,87 +72,50 @@ class StagedLoaders:
             vars(loader).update(kept)
 
 
-def _several(loader: object) -> list[object]:
-    """Return the loaders in a list or dict; of a loader of accelerate, the one inside."""
-    inside = [*loader.values()] if isinstance(loader, dict) else loader
-    is_several = isinstance(inside, list | tuple) and len(inside) <= _MAX_LOADERS
-    several: Iterable[object] = inside if is_several else [loader]  # type: ignore[assignment]
-    return [getattr(known, "base_dataloader", known) for known in several]
+class _Stages:
+    """Stand in for the sampler of a loader, and for its `collate_fn` by a method."""
 
-
-class _Batch:
-    """The batch that a loader is making."""
-
-    __slots__ = ("has_indices_ns", "now_ns", "sampler_ns", "stages")
-
-    def __init__(self, now_ns: Callable[[], int], stages: LoaderStages) -> None:
-        self.now_ns, self.stages = now_ns, stages
-        self.sampler_ns = self.has_indices_ns = 0
-
-
-class _TimedIndices:
-    """Stand in for a sampler."""
-
-    def __init__(self, indices: Any, batch: _Batch) -> None:
-        self._indices, self._batch = indices, batch
+    def __init__(
+        self, indices: Any, collate: Any, now_ns: Callable[[], int], sums: LoaderStages
+    ) -> None:
+        self._indices, self._collate = indices, collate
+        self._now_ns, self._sums = now_ns, sums
+        self._sampler_ns = self._has_indices_ns = 0  # Of the batch that is made now.
 
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_indices" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self._indices, name)
-
     def __iter__(self) -> Iterator[Any]:
-        batch, now_ns = self._batch, self._batch.now_ns
+        now_ns = self._now_ns
         start_ns = now_ns()
         for index in self._indices:
-            batch.has_indices_ns = now_ns()
-            batch.sampler_ns = batch.has_indices_ns - start_ns
+            self._has_indices_ns = now_ns()
+            self._sampler_ns = self._has_indices_ns - start_ns
             yield index
             start_ns = now_ns()
 
-
-class _TimedCollate:
-    """Stand in for a `collate_fn`."""
-
-    def __init__(self, collate: Callable[[Any], Any], batch: _Batch) -> None:
-        self._collate, self._batch = collate, batch
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (self._collate,)
-
-    def __call__(self, examples: Any) -> Any:
-        batch = self._batch
-        start_ns = batch.now_ns()
+    def collate(self, examples: Any) -> Any:
+        start_ns = self._now_ns()
         collated = self._collate(examples)
-        end_ns = batch.now_ns()
-        dataset_ns, collate_ns = start_ns - batch.has_indices_ns, end_ns - start_ns
-        batch.stages.add(batch.sampler_ns, dataset_ns, collate_ns)
+        end_ns = self._now_ns()
+        self._sums.add(self._sampler_ns, start_ns - self._has_indices_ns, end_ns - start_ns)
         return collated
-
-
-def _same(found: Any) -> Any:
-    return found
 
 
 def _stages_of(loader: Any) -> Iterator[Stage]:
     """Yield what is called in each stage."""
     own_batches = type(loader.batch_sampler).__module__.partition(".")[0] != "torch"
     sampler = loader.batch_sampler if own_batches and loader.batch_sampler else loader.sampler
-    yield Stage("sampler", type(sampler).__name__, source_of(type(sampler).__iter__))
-    dataset = loader.dataset
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
+    yield Stage(SAMPLER, type(sampler).__name__, source_of(type(sampler).__iter__))
+    dataset = dataset_of(loader)
     kind = type(dataset)
     if isinstance(dataset, IterableDataset):
         method = "__iter__"
     else:
         method = "__getitems__" if hasattr(kind, "__getitems__") else "__getitem__"
-    yield Stage("dataset", f"{kind.__name__}.{method}", source_of(getattr(kind, method, None)))
-    # The Trainer of transformers puts one around its own that removes columns.
+    yield Stage(DATASET, f"{kind.__name__}.{method}", source_of(getattr(kind, method, None)))
+    # The Trainer of transformers wraps its collator in one that removes columns.
     collate = getattr(loader.collate_fn, "data_collator", loader.collate_fn)
-    name = short_name(getattr(collate, "__qualname__", type(collate).__name__))
-    call = collate if hasattr(collate, "__qualname__") else type(collate).__call__
-    yield Stage("collate", name, source_of(call))
+    is_function = hasattr(collate, "__qualname__")
+    name = short_name(collate.__qualname__) if is_function else type(collate).__name__
+    yield Stage(COLLATE, name, source_of(collate if is_function else type(collate).__call__))

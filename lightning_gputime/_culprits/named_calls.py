@@ -7,7 +7,7 @@ from lightning_gputime._boundaries.patching import Subscription
 from lightning_gputime._culprits.places import source_of
 from lightning_gputime._measurement.culprits import CulpritSums, Source
 from lightning_gputime._measurement.wall_clock import WallClock
-from lightning_gputime._phases import LIKELY, OTHER
+from lightning_gputime._phases import OTHER, likely_phase
 
 
 class NamedCalls:
@@ -57,12 +57,9 @@ class NamedCalls:
     def _phase_of(self, name: str) -> str:
         """Return the phase of a call inside a step; in an untimed step, that of the last one."""
         label = self._label_now()
-        if label is None:
-            return self._phases.get(name, OTHER)
-        phase = LIKELY.get(label, label)
-        top = phase.partition("/")[0]
-        self._phases[name] = phase = phase if top == "data" else top
-        return phase
+        if label is not None:
+            self._phases[name] = likely_phase(label)
+        return self._phases.get(name, OTHER)
 
 
 class _NamedCall:

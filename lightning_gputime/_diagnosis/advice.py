@@ -77,6 +77,7 @@ class Case:
         m: The measurement.
         setup: How the training is set up.
         pace: What limits the model's own work in a step.
+        culprits: Code in which its time is spent.
     """
 
     entry: str
@@ -84,11 +85,7 @@ class Case:
     m: Measurement
     setup: TrainingSetup
     pace: Pace
-
-    @property
-    def culprits(self) -> tuple[EntryCulprit, ...]:
-        """Code in which its time is spent."""
-        return culprits_of(self.entry, self.seconds, self.m)
+    culprits: tuple[EntryCulprit, ...] = ()
 
     @property
     def per_step(self) -> str:
@@ -100,17 +97,14 @@ class Case:
         return takes(culprit, self.entry, self.seconds, self.m)
 
 
-def advise(
-    name: str, seconds: float, share: float, m: Measurement, setup: TrainingSetup, pace: Pace
-) -> tuple[Advice, ...]:
-    """Return what to do about an entry of this time, which is this share of the wall clock."""
+def advise(case: Case, share: float) -> tuple[Advice, ...]:
+    """Return what to do about an entry that takes this share of the wall clock."""
     if share < _MIN_SHARE:
         return ()
-    case = Case(name, seconds, m, setup, pace)
-    rule = _RULES.get(name)
+    rule = _RULES.get(case.entry)
     if rule is None:
-        is_phase = name in m.rows and name not in KNOWN
-        return tuple(_shorten(name, case)) if is_phase else ()
+        is_phase = case.entry in case.m.rows and case.entry not in KNOWN
+        return tuple(_shorten(case)) if is_phase else ()
     return tuple({advice.text: advice for advice in rule(case)}.values())
 
 
@@ -320,7 +314,8 @@ def _unblock(case: Case) -> Iterator[Advice]:
         yield Advice("blocking_call", text, {"phase": call.caller})
     for name in case.pace.phases:
         if name in (FETCH, DATA):
-            yield from _load_faster(replace(case, entry=name))
+            culprits = culprits_of(name, case.seconds, case.m)
+            yield from _load_faster(replace(case, entry=name, culprits=culprits))
         elif name == COPY:
             yield from _copy_faster(case)
         else:
@@ -367,7 +362,8 @@ def _shorten_code(case: Case, culprits: tuple[EntryCulprit, ...]) -> Advice:
     return Advice("shorten", text, {"phase": case.entry})
 
 
-def _shorten(name: str, case: Case) -> Iterator[Advice]:
+def _shorten(case: Case) -> Iterator[Advice]:
+    name = case.entry
     inside = [*_look_inside(name, case.m, case.setup)]
     culprits = case.culprits[:1]
     where = f" ({culprits[0].where})" if culprits and culprits[0].where else ""
@@ -430,7 +426,7 @@ def _free_cores(case: Case) -> Iterator[Advice]:
 
 def _collect_less(case: Case) -> Iterator[Advice]:
     if culprits := case.culprits:
-        text = f"most garbage collections start in {culprits[0]}: call gc.collect() less often"
+        text = f"most garbage collections start in {culprits[0]}: run gc.collect() there less often"
         yield Advice("collect_less", text)
     yield Advice("gc_freeze", "gc.freeze() after the set-up")
 

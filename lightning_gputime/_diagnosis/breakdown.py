@@ -19,7 +19,7 @@ from lightning_gputime._diagnosis.codes import (
     SLOWEST_RANK,
     TIMING,
 )
-from lightning_gputime._diagnosis.culprit import culprits_of
+from lightning_gputime._diagnosis.culprit import EntryCulprit, culprits_of
 from lightning_gputime._diagnosis.diagnosis import Advice, Entry, TimeBreakdown
 from lightning_gputime._diagnosis.pace import Pace
 from lightning_gputime._measurement.measurement import Measurement
@@ -83,11 +83,12 @@ def break_down(
     measurement: Measurement,
     setup: TrainingSetup,
     pace: Pace,
-    advise: Callable[[str, float, float], tuple[Advice, ...]],
+    advise: Callable[[str, float, float, tuple[EntryCulprit, ...]], tuple[Advice, ...]],
 ) -> TimeBreakdown:
     """Return the time breakdown.
 
-    `advise` gets an entry's name, its time (in seconds), and its share of the wall clock.
+    `advise` gets an entry's name, its time (in seconds), its share of the wall clock, and its
+    culprits.
     """
     m = measurement
     work = CPU_WORK if m.on_host_clock else GPU_WORK
@@ -121,6 +122,7 @@ def break_down(
         is_single = name in m.rows and _is_of_one_step(m.rows[name], m)
         is_unclear = may_hide_evaluations(name, m, setup)
         blurred = is_blurred(name, m)
+        culprits = () if blurred else culprits_of(name, seconds, m)
         is_work = name in (work, *_NOT_REMOVABLE)
         code = (
             ""
@@ -136,8 +138,8 @@ def break_down(
                 part.error * in_steps,
                 1 / (1 - gain) if can_be_removed and gain < 1 else None,
                 code,
-                () if blurred else advise(name, seconds, max(share, gain)),
-                () if blurred else culprits_of(name, seconds, m),
+                () if blurred else advise(name, seconds, max(share, gain), culprits),
+                culprits,
             )
         )
     mfu = m.mfu

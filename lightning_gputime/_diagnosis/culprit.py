@@ -1,9 +1,9 @@
 """The code in which most of an entry's time is spent."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_gputime._diagnosis.codes import HOOKS, SLOW
+from lightning_gputime._diagnosis.codes import COMPILATIONS, HOOKS
 from lightning_gputime._measurement.culprits import (
     BLOCKING,
     CALL,
@@ -22,6 +22,7 @@ _MIN_SHARE = 0.4  # A smaller part of an entry is not its culprit.
 _MIN_SHARE_INSIDE = 0.7  # A call that takes more of the call around it is named in its place.
 _MIN_SHARE_BESIDE = 0.2  # A call that takes less of an entry is not named next to a place.
 _MIN_SHARE_OF_OTHER = 0.05  # Fraction of the step from which on the parts of `other` are told.
+_MIN_KNOWN_OF_OTHER = 0.95  # Fraction of `other` that is in known parts, to tell them.
 _MAX_BLOCKING = 3  # Number of lines that wait for the GPU and are named.
 _MIN_STEPS = 0.5  # A call in fewer of the steps is described by its total.
 _ENTRIES = {HOOKS: (DATA,), TEAR_DOWN: (TEAR_DOWN, BETWEEN_LOOPS)}
@@ -97,26 +98,25 @@ def culprits_of(entry: str, seconds: float, m: Measurement) -> tuple[EntryCulpri
     places = [_of_part(culprit) for culprit in found if culprit.kind == PLACE and culprit.source]
     if entry in (BETWEEN_LOOPS, TEAR_DOWN):
         places = [_of_entry(culprit, seconds) for culprit in found if culprit.kind == PLACE]
-    elif entry.startswith(SLOW):
-        all_s = sum(culprit.seconds for culprit in found)
-        places = [_of_entry(culprit, all_s) for culprit in found if culprit.source]
+    elif entry == COMPILATIONS:
+        # Code that was compiled once is no recompilation.
+        places = [place for place in places if place.calls > 1]
     beside = [culprit for culprit in calls if culprit.share >= _MIN_SHARE_BESIDE]
     return _first(places, beside)
 
 
 def parts_of_other(m: Measurement) -> str:
     """Return a sentence on how `other` divides into its parts; empty if it is short, or unknown."""
-    places = [
-        culprit for culprit in of_entry(m.culprits, OTHER) if culprit.kind == PLACE and culprit.name
-    ]
-    seconds: dict[str, float] = {}
-    for culprit in places:
-        seconds[culprit.name] = seconds.get(culprit.name, 0.0) + culprit.seconds
-    if len(seconds) < 2 or m.share(OTHER) < _MIN_SHARE_OF_OTHER:
+    shares: dict[str, float] = {}
+    for culprit in of_entry(m.culprits, OTHER):
+        if culprit.kind == PLACE and culprit.name and culprit.observed_s:
+            share = culprit.seconds / culprit.observed_s
+            shares[culprit.name] = shares.get(culprit.name, 0.0) + share
+    is_known = sum(shares.values()) >= _MIN_KNOWN_OF_OTHER
+    if len(shares) < 2 or not is_known or m.share(OTHER) < _MIN_SHARE_OF_OTHER:
         return ""
-    all_s = sum(seconds.values())
-    parts = [f"{percent(s / all_s)} {name}" for name, s in seconds.items()]
-    return f"`other` is {' and '.join(parts)}"
+    parts = [f"{percent(share)} {name}" for name, share in shares.items()]
+    return f"`other` is about {' and '.join(parts)}, by a few steps"
 
 
 def blocking_calls(phases: Sequence[str], m: Measurement) -> list[EntryCulprit]:
@@ -135,7 +135,7 @@ def blocking_calls(phases: Sequence[str], m: Measurement) -> list[EntryCulprit]:
 
 
 def _first(
-    culprits: "Iterator[EntryCulprit] | Sequence[EntryCulprit] | map[EntryCulprit]",
+    culprits: Iterable[EntryCulprit],
     beside: Sequence[EntryCulprit] = (),
 ) -> tuple[EntryCulprit, ...]:
     best = max(culprits, key=lambda culprit: culprit.share, default=None)

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from lightning_gputime._diagnosis.advice import advise
+from lightning_gputime._diagnosis.advice import Case, advise
 from lightning_gputime._diagnosis.breakdown import break_down, is_blurred, may_hide_evaluations
 from lightning_gputime._diagnosis.codes import GPU, LAUNCH, SYNC
+from lightning_gputime._diagnosis.culprit import EntryCulprit
 from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, Grade, TimeBreakdown
 from lightning_gputime._diagnosis.pace import pace_of
 from lightning_gputime._measurement.measurement import Measurement
@@ -35,9 +36,11 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
         return Diagnosis()
     pace = pace_of(m)
 
-    def advise_all(name: str, seconds: float, share: float) -> tuple[Advice, ...]:
+    def advise_all(
+        name: str, seconds: float, share: float, culprits: tuple[EntryCulprit, ...]
+    ) -> tuple[Advice, ...]:
         costly = _on_costly_settings(name, setup) if share >= _WORTH_A_LOOK else ()
-        return (*advise(name, seconds, share, m, setup, pace), *costly)
+        return (*advise(Case(name, seconds, m, setup, pace, culprits), share), *costly)
 
     breakdown = break_down(m, setup, pace, advise_all)
     blurred = sum(row.share for row in breakdown.rows if is_blurred(row.name, m))

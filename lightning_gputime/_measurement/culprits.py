@@ -1,5 +1,6 @@
 """Code in which the time of an entry was spent: sums by name, and by place in the source."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,9 @@ CALL, PLACE, BLOCKING = "call", "place", "blocking"
 SAMPLER, DATASET, COLLATE = STAGES = ("sampler", "dataset", "collate")
 BLOCKING_STEPS = 3
 """Number of steps in which calls that wait for the GPU are noted."""
-MAX_CULPRITS = 500
-"""Further names and places are not added, so that a training of any length needs little memory."""
+MAX_CULPRITS = 100
+"""Number of names and places of an entry. Further ones are added as one that is unknown, so that a
+training of any length needs little memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,8 @@ class Culprit:
             place is known.
         seconds: Time of all calls (in seconds).
         calls: Number of calls, or of passes through a place.
-        observed_s: Time of the whole entry while these calls were observed (in seconds); None if
-            they were observed all the time.
+        observed_s: Time of the whole entry while these places or stages were observed (in seconds);
+            None for calls, which are observed all the time.
         source: Place in the source; None if it is unknown.
         caller: Name of the culprit whose calls contain these; empty if none.
         kind: "call" of a function, "place" in a step or between loops, "blocking" for a line that
@@ -119,11 +121,12 @@ class CulpritSums:
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str, str, Source | Place | None, str], list[int]] = {}
+        self._known: Counter[str] = Counter()  # Number of keys by entry.
         self._loaders: list[LoaderStages] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # Places refer to code, which cannot be pickled.
-        return {"_sums": self._located(), "_loaders": self._loaders}
+        return {**self.__dict__, "_sums": self._located()}
 
     def add_loader(self, stages: LoaderStages) -> LoaderStages:
         """Add the stages of a loader; return those of an earlier iterator of the same one."""
@@ -146,11 +149,13 @@ class CulpritSums:
         """Add a call of `name`, or a pass through a place, that took `ns` nanoseconds."""
         key = entry, name, kind, source, caller
         found = self._sums.get(key)
-        if found is not None:
-            found[0] += ns
-            found[1] += 1
-        elif len(self._sums) < MAX_CULPRITS:
-            self._sums[key] = [ns, 1]
+        if found is None:
+            self._known[entry] += 1
+            if self._known[entry] > MAX_CULPRITS:
+                key = entry, "", PLACE, None, ""
+            found = self._sums.setdefault(key, [0, 0])
+        found[0] += ns
+        found[1] += 1
 
     def _located(self) -> dict[tuple[str, str, str, Source | None, str], list[int]]:
         """Return the sums by lines."""

@@ -38,10 +38,16 @@ class Results:
         warmup_steps: Number of first steps to leave out of the summary.
         on_host_clock: Whether they are timed without a device.
         hint: What to do if there are no steps.
+        culprits: Sums of the code that takes the time; empty by default.
     """
 
     def __init__(
-        self, capacity: int, warmup_steps: int, on_host_clock: bool = False, hint: str = ""
+        self,
+        capacity: int,
+        warmup_steps: int,
+        on_host_clock: bool = False,
+        hint: str = "",
+        culprits: CulpritSums | None = None,
     ) -> None:
         # Not a plain lock: a signal handler may read in the thread, and in the moment, of an `add`.
         self._lock = RLock()
@@ -68,7 +74,7 @@ class Results:
         self.probe_failure = ""  # Why no step is probed any more.
         self.wall_clock: WallClock | None = None  # None for evaluations.
         self.peaks: PhaseMemory | None = None
-        self.culprits = CulpritSums()
+        self.culprits = culprits or CulpritSums()
         self.setup = TrainingSetup()
         self.throughput = ThroughputReference()
         # With `every_n_steps="auto"`, see `PhaseSummary`.

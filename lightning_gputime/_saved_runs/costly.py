@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gputime._boundaries.loaders import attribute
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._causes.detectors import attribute
+from lightning_gputime._compat.torch_ import is_checkpointed
 from lightning_gputime._diagnosis.codes import COMMUNICATION
 from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
 from lightning_gputime._measurement.wall_clock import FIRST_STEP
@@ -55,7 +56,7 @@ class CostlySettings:
             work,
             loop.every_step_log,
             any(isinstance(module, _CONVOLUTIONS) for module in modules),
-            any(map(_is_checkpointed, modules)),
+            any(map(is_checkpointed, modules)),
             any(
                 isinstance(module, DistributedDataParallel)
                 and attribute(module, "find_unused_parameters") is True
@@ -188,12 +189,6 @@ class CostlySettings:
 def merge(*readings: Iterable[CostlySetting]) -> tuple[CostlySetting, ...]:
     """Return the settings of several readings, each once."""
     return tuple({setting.name: setting for found in readings for setting in found}.values())
-
-
-def _is_checkpointed(module: nn.Module) -> bool:
-    # The first is how transformers and diffusers mark a module, the second torch's own wrapper.
-    is_marked = vars(module).get("gradient_checkpointing") is True
-    return is_marked or type(module).__name__ == "CheckpointWrapper"
 
 
 def _leaves_tf32_out() -> bool:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from lightning_gputime._boundaries.comm import is_distributed
+from lightning_gputime._boundaries.loaders import attribute, dataset_of, loaders_in
 from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._causes.detectors import attribute
 from lightning_gputime._compat.torch_ import is_compiled
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._messages import messages
@@ -29,7 +29,6 @@ from lightning_gputime._options import Options, TimerOptions
 from lightning_gputime._work.peaks import device_name
 
 _OF_LOADERS = ("num_workers", "prefetch_factor", "batch_size", "pin_memory", "persistent_workers")
-_MAX_LOADERS = 10  # More side by side are not loaders, but the batches themselves.
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +184,12 @@ def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> Trai
 
 def known_of_loader(loader: object) -> dict[str, Any]:
     """Return the fields of a `TrainingSetup` that a loader shows: any iterable, or several."""
-    inside = [*loader.values()] if isinstance(loader, dict) else loader
-    is_several = isinstance(inside, list | tuple) and 0 < len(inside) <= _MAX_LOADERS
-    loaders: list[object] = [*inside] if is_several else [loader]  # type: ignore[misc]
-    datasets = [_dataset(one) for one in loaders]
+    loaders = loaders_in(loader)
+    datasets = [dataset_of(known) for known in loaders]
     return {
         "has_loader": True,
-        "is_iterable": any(isinstance(one, IterableDataset) for one in datasets),
-        "is_in_memory": any(isinstance(one, TensorDataset) for one in datasets),
+        "is_iterable": any(isinstance(dataset, IterableDataset) for dataset in datasets),
+        "is_in_memory": any(isinstance(dataset, TensorDataset) for dataset in datasets),
         **{name: _common(loaders, name) for name in _OF_LOADERS},
     }
 
@@ -201,14 +198,6 @@ def _common(loaders: Sequence[object], name: str) -> Any:
     """Return the number or switch that all loaders agree on; else None."""
     first, *others = [attribute(one, name) for one in loaders]
     return first if isinstance(first, int) and all(one == first for one in others) else None
-
-
-def _dataset(loader: object) -> object:
-    """Return what a loader loads from: for a part of a dataset, the whole."""
-    dataset = attribute(loader, "dataset")
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    return dataset
 
 
 def cores_of_rank(world_size: int) -> int | None:

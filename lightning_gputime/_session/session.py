@@ -147,7 +147,9 @@ class Session:
         self.recorders = [self.recorder]
         self.work = WorkCounter(options, loop, self.recorder)
         results.throughput = self.work.reference
-        self._boundaries = Boundaries(self.recorder, loop, self.work.on_call)
+        self._boundaries = Boundaries(
+            self.recorder, loop, self.work.on_call, self._wall_clock.shorten_step
+        )
         self._comparison = RankComparer(results, means, options)
         self._self_check = SelfCheck(results, self._boundaries, self.recorder, loop, options)
         # The log asks for metrics of the steps that the others have been told of.
@@ -176,7 +178,6 @@ class Session:
         try:
             boundaries.attach()
             self.forward, self.optimizer = boundaries.forward, boundaries.optimizer
-            self.forward.evaluation.exclude_ns = self._wall_clock.shorten_step
             self.analyzer.attach()
             call_safely(methods(self._observers, "attach"))
             # Here, and not where a timer is lost: Python may notice that at any moment.
@@ -318,7 +319,7 @@ class Session:
             has_ended = self.optimizer.has_updated or not self.needs_updates
         elif self._kind is TIMED:
             if self.forward.evaluation.is_pending:
-                self.forward.evaluation.settle(self.forward.calls)
+                self.forward.settle_evaluations()
             last = AFTER_UPDATE if self.optimizer.has_any else AFTER_FORWARD
             if not self.optimizer.has_any and BACKWARD in self.recorder.phases:
                 # An update by hand shows nowhere: it is over here, and is `other`.
