@@ -102,8 +102,8 @@ class ForwardBoundary:
         # The ids of the modules that are losses, and of those that are none.
         self._losses: set[int] = set()
         self._others: set[int] = set()
-        # Calls in eval mode without grad that may be part of the open step, of the newest steps, and
-        # the number of all steps that had none.
+        # Number of calls in eval mode without grad that may be part of the open step, the same of
+        # the newest steps, and the number of all steps that had none.
         self._evaluated = 0
         self._evaluated_before: deque[int] = deque(maxlen=_STEPS)
         self._steps_without = 0
@@ -203,7 +203,9 @@ class ForwardBoundary:
             self._room.end()
         evaluation, evaluated = self.evaluation, 0
         if is_dropped:
-            evaluation.drop()
+            if evaluation.is_pending:
+                self._evaluated = 0
+                evaluation.drop()
         else:
             if evaluation.is_pending:
                 self.settle_evaluations()
@@ -453,9 +455,8 @@ class _EvaluationSearch:
         labels = [EVALUATION, GENERATE] if self._generations else [EVALUATION]
         runs, is_open = _runs_of(labels, self._recorder.labels)
         last = [runs.pop()] if is_open and is_behind else []
-        if inside and not (
-            self._is_inference or self._is_exception(inside, runs, before, steps_without)
-        ):
+        is_certain = not inside or self._is_inference
+        if not (is_certain or self._is_exception(inside, runs, before, steps_without)):
             runs = []
         for first, stop in [*last, *reversed(runs)]:
             self._exclude_ns(self._recorder.exclude_evaluation(first, stop))
@@ -466,8 +467,7 @@ class _EvaluationSearch:
 
     def drop(self) -> None:
         """Forget the calls of a step that is dropped."""
-        if self.is_pending:
-            self._reset()
+        self._reset()
 
     def _is_exception(
         self,
