@@ -173,8 +173,8 @@ def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from lightning_gputime._saved_runs.page import page
-    from lightning_gputime._saved_runs.saved import write
+    from lightning_gputime._runs.page import page
+    from lightning_gputime._runs.saved import write
 
     if len(args.runs) > 2:
         raise ValueError(f"report takes one run, or two, got {len(args.runs)}")

@@ -1,6 +1,6 @@
 """The public names that need torch, and no Lightning: those that `__init__` lists."""
 
-from lightning_gputime._boundaries.named import phase as phase
+from lightning_gputime._instrumentation.named import phase as phase
 from lightning_gputime._measurement.means import MetricsLogger as MetricsLogger
 from lightning_gputime._measurement.observers import StepObserver as StepObserver
 from lightning_gputime._measurement.ranks import RankStats as RankStats
@@ -13,12 +13,12 @@ from lightning_gputime._memory import MemorySummary as MemorySummary
 from lightning_gputime._options import TimerOptions as TimerOptions
 from lightning_gputime._output.summary import PhaseSummary as PhaseSummary
 from lightning_gputime._phases import StepTimes as StepTimes
-from lightning_gputime._saved_runs.compare import RunComparison as RunComparison
-from lightning_gputime._saved_runs.compare import compare as compare
-from lightning_gputime._saved_runs.environment import Environment as Environment
-from lightning_gputime._saved_runs.estimates import Difference as Difference
-from lightning_gputime._saved_runs.saved import Run as Run
-from lightning_gputime._saved_runs.saved import load as load
+from lightning_gputime._runs.compare import RunComparison as RunComparison
+from lightning_gputime._runs.compare import compare as compare
+from lightning_gputime._runs.environment import Environment as Environment
+from lightning_gputime._runs.estimates import Difference as Difference
+from lightning_gputime._runs.saved import Run as Run
+from lightning_gputime._runs.saved import load as load
 from lightning_gputime.hooks import GPUPhaseHooks as GPUPhaseHooks
 
 for _one in [one for one in vars().values() if isinstance(one, type)]:

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from lightning_gputime import _lightning
-from lightning_gputime._boundaries.loop import Batch
-from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
 from lightning_gputime._compat import lightning_
+from lightning_gputime._instrumentation.loop import Batch
+from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription
 from lightning_gputime._measurement.wall_clock import (
     EPOCH_ENDS,
     STEPS,

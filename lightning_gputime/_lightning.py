@@ -8,10 +8,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_gputime._boundaries.loop import Batch, Loop
-from lightning_gputime._boundaries.optimizer import is_optimizer, parameters_of
-from lightning_gputime._boundaries.patching import Calls, Subscription
 from lightning_gputime._compat import lightning_
+from lightning_gputime._instrumentation.loop import Batch, Loop
+from lightning_gputime._instrumentation.optimizer import is_optimizer, parameters_of
+from lightning_gputime._instrumentation.patching import Calls, Subscription
 from lightning_gputime._measurement.means import MeanLog
 
 

@@ -10,8 +10,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from lightning_gputime._boundaries.arguments import check_loader
-from lightning_gputime._boundaries.loop import Loop, is_training
 from lightning_gputime._culprits.places import (
     AfterLoop,
     Frames,
@@ -20,6 +18,8 @@ from lightning_gputime._culprits.places import (
     PlaceTimer,
     frames_here,
 )
+from lightning_gputime._instrumentation.arguments import check_loader
+from lightning_gputime._instrumentation.loop import Loop, is_training
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog, MetricsLogger
 from lightning_gputime._measurement.wall_clock import (

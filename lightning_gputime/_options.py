@@ -10,7 +10,7 @@ from math import isfinite
 from numbers import Number
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
-from lightning_gputime._boundaries.modules import Modules
+from lightning_gputime._instrumentation.modules import Modules
 from lightning_gputime._measurement.means import GROUPS
 from lightning_gputime._measurement.observers import is_observer
 from lightning_gputime._messages import format_value, suggest

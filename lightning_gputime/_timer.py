@@ -14,15 +14,15 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.modules import resolve
-from lightning_gputime._boundaries.named import NamedPhase
-from lightning_gputime._boundaries.patching import Attachments, Subscription
 from lightning_gputime._culprits.loader import StagedLoaders
 from lightning_gputime._culprits.named_calls import NamedCalls
 from lightning_gputime._culprits.places import Frames, PlaceTimer
 from lightning_gputime._diagnosis.codes import CPU_WORK, GPU_WORK, SYNC
 from lightning_gputime._diagnosis.pace import pace_of
+from lightning_gputime._instrumentation.loop import Loop
+from lightning_gputime._instrumentation.modules import resolve
+from lightning_gputime._instrumentation.named import NamedPhase
+from lightning_gputime._instrumentation.patching import Attachments, Subscription
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.results import Results
@@ -35,15 +35,15 @@ from lightning_gputime._options import AUTO, Options, check_bools, check_int
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._phases import EXCLUDED, SAVES, StepTimes
 from lightning_gputime._record.clock import Clock, HostClock, clock_for
-from lightning_gputime._saved_runs import saved
-from lightning_gputime._saved_runs.costly import CostlySettings, merge
-from lightning_gputime._saved_runs.environment import (
+from lightning_gputime._runs import saved
+from lightning_gputime._runs.costly import CostlySettings, merge
+from lightning_gputime._runs.environment import (
     Environment,
     environment_of,
     known_of_loader,
     setup_of,
 )
-from lightning_gputime._saved_runs.saved import Run
+from lightning_gputime._runs.saved import Run
 from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._session.session import NEVER_ATTACHED, REMOVED, Session
 

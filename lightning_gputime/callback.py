@@ -9,11 +9,11 @@ from typing import Any, NoReturn, Unpack
 import lightning.pytorch as pl
 
 from lightning_gputime import _lightning
-from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.patching import Calls, Subscription, do_nothing
 from lightning_gputime._compat import lightning_
 from lightning_gputime._culprits.places import frames_here
 from lightning_gputime._fit import Fit
+from lightning_gputime._instrumentation.loop import Loop
+from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.setup import TrainingSetup
@@ -25,8 +25,8 @@ from lightning_gputime._measurement.wall_clock import (
 )
 from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._output.summary import PhaseSummary, summary_of
-from lightning_gputime._saved_runs.environment import cores_of_rank, known_of_loader
-from lightning_gputime._saved_runs.paths import check_save_path
+from lightning_gputime._runs.environment import cores_of_rank, known_of_loader
+from lightning_gputime._runs.paths import check_save_path
 from lightning_gputime._timer import Timer, never_raises
 
 _NOT_SAVED = (

@@ -7,8 +7,8 @@ from typing import Any, Literal, Self, Unpack
 import torch
 from torch import nn
 
-from lightning_gputime._boundaries.arguments import check_model, check_optimizers
-from lightning_gputime._boundaries.loop import Loop, is_engine
+from lightning_gputime._instrumentation.arguments import check_model, check_optimizers
+from lightning_gputime._instrumentation.loop import Loop, is_engine
 from lightning_gputime._loop_timer import LoopTimer
 from lightning_gputime._measurement.means import MetricsLogger, check_loggers
 from lightning_gputime._options import AllOptions, Options, check_bools, check_int, takes_options

@@ -17,12 +17,12 @@ except ImportError as error:
         " transformers accelerate"
     ) from error
 
-from lightning_gputime._boundaries.loop import Batch, Loop
-from lightning_gputime._boundaries.named import phase
-from lightning_gputime._boundaries.patching import Calls, Subscription, do_nothing
 from lightning_gputime._compat import transformers_
 from lightning_gputime._compat.python_ import variables_of_callers
 from lightning_gputime._culprits.places import frames_here
+from lightning_gputime._instrumentation.loop import Batch, Loop
+from lightning_gputime._instrumentation.named import phase
+from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.wall_clock import (

@@ -14,8 +14,8 @@ from fake_ranks import Ranks, places
 from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_gputime._boundaries import named
-from lightning_gputime._boundaries.patching import FunctionPatch
+from lightning_gputime._instrumentation import named
+from lightning_gputime._instrumentation.patching import FunctionPatch
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._record import clock
 

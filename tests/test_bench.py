@@ -13,7 +13,7 @@ from scipy import stats
 from test_compare import run
 
 from lightning_gputime.__main__ import main
-from lightning_gputime._saved_runs import saved
+from lightning_gputime._runs import saved
 
 TRAIN = """\
 import sys, torch

@@ -26,9 +26,9 @@ from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import summary_of
 from lightning_gputime._phases import StepRecord
-from lightning_gputime._saved_runs import saved
-from lightning_gputime._saved_runs.environment import Environment
-from lightning_gputime._saved_runs.estimates import (
+from lightning_gputime._runs import saved
+from lightning_gputime._runs.environment import Environment
+from lightning_gputime._runs.estimates import (
     differences,
     mean_step,
     quantile_of_t,

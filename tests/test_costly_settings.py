@@ -19,14 +19,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, load
-from lightning_gputime._boundaries import loop as boundaries
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Diagnosis
+from lightning_gputime._instrumentation import loop as boundaries
 from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import PhaseSummary
-from lightning_gputime._saved_runs.costly import CostlySettings
-from lightning_gputime._saved_runs.environment import Environment
+from lightning_gputime._runs.costly import CostlySettings
+from lightning_gputime._runs.environment import Environment
 
 VARIABLES = (
     *("CUDA_LAUNCH_BLOCKING", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES"),

@@ -194,7 +194,7 @@ def test_failed_attach_leaves_nothing_and_the_loop_continues(
     things = (*loop.model.modules(), loop.optimizer)
     bare = installed(*things)
     monkeypatch.setattr(
-        "lightning_gputime._boundaries.boundaries.BackwardBoundary", lambda *_, **__: 1 / 0
+        "lightning_gputime._instrumentation.boundaries.BackwardBoundary", lambda *_, **__: 1 / 0
     )
     timer = hooks(loop).attach()
     assert "Steps are no longer timed" in caplog.text

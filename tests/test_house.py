@@ -28,13 +28,14 @@ FLOORS = [
     "_compat",
     "_record",
     "_memory",
-    "_boundaries _measurement",
+    "_measurement",
+    "_instrumentation",
     "_diagnosis",
     "_output",
     "_options",
     "_culprits",
-    "_causes _work",
-    "_saved_runs _session",
+    "_causes",
+    "_runs _session",
     "_lightning _timer",
     "_fit _loop_timer",
     "callback hooks huggingface metric",
@@ -331,10 +332,10 @@ def names_of_others(code: str) -> list[str]:
 
 
 ALLOWED = {
-    ("_boundaries.optimizer", "args[1]"),  # torch documents the arguments of this hook.
+    ("_instrumentation.optimizer", "args[1]"),  # torch documents the arguments of this hook.
     # `run` waits for this module, to add a timer to each Trainer.
     ("_auto_instrumentation.__init__", "transformers.trainer"),
-    ("_boundaries.patching", "_patch"),  # What this package sets on its stand-ins.
+    ("_instrumentation.patching", "_patch"),  # What this package sets on its stand-ins.
 }
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, phase
-from lightning_gputime._boundaries import named
+from lightning_gputime._instrumentation import named
 from lightning_gputime._session import session
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]

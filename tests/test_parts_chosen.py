@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import BinaryAccuracy
 
 from lightning_gputime import GPUPhaseHooks
-from lightning_gputime._boundaries.modules import resolve
+from lightning_gputime._instrumentation.modules import resolve
 
 
 class Work(nn.Module):

@@ -17,7 +17,7 @@ from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.table import Section
 from lightning_gputime._output.summary import summary_of
 from lightning_gputime._phases import StepRecord
-from lightning_gputime._saved_runs import saved
+from lightning_gputime._runs import saved
 
 
 def filled(*steps: StepRecord, capacity: int = 100, warmup_steps: int = 0) -> Results:

@@ -130,8 +130,8 @@ def test_an_optimizer_with_other_groups_updates(loop: Loop, groups: str, is_give
 FAILING = {
     "step()": "lightning_gputime._session.session.Session.end_step",
     "steps()": "lightning_gputime._session.session.Session.begin",
-    "an update": "lightning_gputime._boundaries.optimizer.OptimizerBoundary._begin",
-    "a backward": "lightning_gputime._boundaries.backward.BackwardBoundary.on_call_end",
+    "an update": "lightning_gputime._instrumentation.optimizer.OptimizerBoundary._begin",
+    "a backward": "lightning_gputime._instrumentation.backward.BackwardBoundary.on_call_end",
     "remove()": "lightning_gputime._session.session.Session.compare_ranks",
     "the end of a loop": "lightning_gputime._session.session.Session.loop_ends",
 }
@@ -168,7 +168,7 @@ def test_an_evaluation_that_cannot_be_set_up_leaves_the_training_alone(
 
     class Fails(pl.Callback):
         def on_validation_start(self, *_: Any) -> None:
-            path = "lightning_gputime._boundaries.optimizer.OptimizerBoundary.patch_zero_grad"
+            path = "lightning_gputime._instrumentation.optimizer.OptimizerBoundary.patch_zero_grad"
             monkeypatch.setattr(path, fails)
 
     model = Model(gpu)
@@ -293,7 +293,7 @@ def test_error_of_a_boundary_does_not_reach_the_training(
 ) -> None:
     with hooks(loop) as timer:
         monkeypatch.setattr(
-            "lightning_gputime._boundaries.backward.BackwardBoundary.on_call_start",
+            "lightning_gputime._instrumentation.backward.BackwardBoundary.on_call_start",
             lambda *_: 1 / 0,
         )
         for x in timer.steps(loop.batches(3)):

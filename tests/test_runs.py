@@ -22,8 +22,8 @@ from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.table import Section
 from lightning_gputime._measurement.wall_clock import WallClock, WallClockBreakdown
 from lightning_gputime._output.summary import summary_of
-from lightning_gputime._saved_runs import environment, saved
-from lightning_gputime._saved_runs.environment import Environment
+from lightning_gputime._runs import environment, saved
+from lightning_gputime._runs.environment import Environment
 
 
 def run_of(results: Results, **more: Any) -> Run:

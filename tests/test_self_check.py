@@ -18,8 +18,8 @@ from processes import run
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime._boundaries import optimizer as optimizer_boundary
 from lightning_gputime._compat import lightning_
+from lightning_gputime._instrumentation import optimizer as optimizer_boundary
 
 WARMUP = 5
 

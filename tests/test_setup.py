@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from lightning_gputime import GPUPhaseTimer
-from lightning_gputime._boundaries import loop as boundaries
-from lightning_gputime._saved_runs.environment import (
+from lightning_gputime._instrumentation import loop as boundaries
+from lightning_gputime._runs.environment import (
     Environment,
     _unfused,
     cores_of_rank,

@@ -17,7 +17,7 @@ from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.table import Table, duration, show, unit_of
 from lightning_gputime._output.summary import PhaseSummary, summary_of
-from lightning_gputime._saved_runs.environment import Environment
+from lightning_gputime._runs.environment import Environment
 
 TERMINAL_RUN = Path(__file__).parent / "terminal_run.py"
 NUMBER = re.compile(r"\d+(\.\d+)?%?")

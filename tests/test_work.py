@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._diagnosis.codes import GAPS
-from lightning_gputime._work import work as counting
-from lightning_gputime._work.peaks import dtype_of_call, peaks_tflops, precision_of
-from lightning_gputime._work.work import Items
+from lightning_gputime._instrumentation import work as counting
+from lightning_gputime._instrumentation.peaks import dtype_of_call, peaks_tflops, precision_of
+from lightning_gputime._instrumentation.work import Items
 
 STEP = sum(STEP_MS.values())
 FIRST = "the first dimension of the batch's first tensor"
@@ -589,7 +589,7 @@ def test_more_than_the_peak_is_no_mfu_and_has_no_rest(gpu: FakeGPU) -> None:
 
 @pytest.mark.usefixtures("h200")
 def test_a_saved_run_has_its_work_and_its_page_shows_it(gpu: FakeGPU, tmp_path: Any) -> None:
-    from lightning_gputime._saved_runs.page import page
+    from lightning_gputime._runs.page import page
 
     timer = learn(Net(gpu), [torch.ones(8, 64)] * 40, gpu, probe_every_n_steps=5)
     timer.save(tmp_path / "run.json")

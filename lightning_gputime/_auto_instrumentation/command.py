@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, options_of_all
 from lightning_gputime._auto_instrumentation.program import KEEPS_OUT, find_program
 from lightning_gputime._compat.python_ import interpreter_flags
-from lightning_gputime._saved_runs.paths import check_save_path
+from lightning_gputime._runs.paths import check_save_path
 
 if TYPE_CHECKING:
     from lightning_gputime import RunComparison
@@ -130,7 +130,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(args: argparse.Namespace) -> "RunComparison":
-    from lightning_gputime._saved_runs.compare import compare_groups  # Imports torch.
+    from lightning_gputime._runs.compare import compare_groups  # Imports torch.
 
     commands = {"before": args.before, "after": args.after}
     for side, command in commands.items():

@@ -90,8 +90,8 @@ class PlainLoops:
             self._next = ref(optimizer)
             # Torch is going through its hooks: none may be added or removed before the next
             # backward.
-            from lightning_gputime._boundaries.patching import Calls, Subscription
             from lightning_gputime._compat.torch_ import backward_entry
+            from lightning_gputime._instrumentation.patching import Calls, Subscription
 
             calls = Calls(self._next_backward)
             self._subscription = Subscription(*backward_entry(), calls)
@@ -271,7 +271,7 @@ def _trainer_at_work() -> str:
 
 def _models_of(optimizer: Optimizer) -> list[nn.Module]:
     """Return the outermost modules that have parameters of an optimizer."""
-    from lightning_gputime._boundaries.optimizer import parameters_of
+    from lightning_gputime._instrumentation.optimizer import parameters_of
 
     own = {id(one) for one in parameters_of(optimizer)}
     modules = [*filter(_is_model, _instances_of(nn.Module))]

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from lightning_gputime._boundaries.loaders import attribute
 from lightning_gputime._causes.attribution import Baseline, Detector, ExcessAttribution, Span
 from lightning_gputime._compat.torch_ import compile_callbacks
 from lightning_gputime._culprits.places import Here, frames_here
+from lightning_gputime._instrumentation.loaders import attribute
 from lightning_gputime._measurement.culprits import PLACE, CulpritSums
 from lightning_gputime._measurement.slow import CauseKind
 from lightning_gputime._phases import (

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_gputime._boundaries.loaders import dataset_of, loaders_in
-from lightning_gputime._boundaries.patching import Subscription, do_nothing
 from lightning_gputime._culprits.places import source_of
+from lightning_gputime._instrumentation.loaders import dataset_of, loaders_in
+from lightning_gputime._instrumentation.patching import Subscription, do_nothing
 from lightning_gputime._measurement.culprits import (
     COLLATE,
     DATASET,

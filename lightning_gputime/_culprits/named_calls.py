@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from lightning_gputime._boundaries.patching import Subscription
 from lightning_gputime._culprits.places import source_of
+from lightning_gputime._instrumentation.patching import Subscription
 from lightning_gputime._measurement.culprits import CulpritSums, Source
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._phases import OTHER, likely_phase

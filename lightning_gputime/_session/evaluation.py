@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from lightning_gputime._boundaries.boundaries import Boundaries
-from lightning_gputime._boundaries.loop import Batch, Loop
+from lightning_gputime._instrumentation.boundaries import Boundaries
+from lightning_gputime._instrumentation.loop import Batch, Loop
+from lightning_gputime._instrumentation.work import Items
 from lightning_gputime._measurement.means import MeanLog, MetricsLogger
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.results import Results
@@ -19,7 +20,6 @@ from lightning_gputime._phases import OTHER, StepRecord
 from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._record.pending_steps import BATCH
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._work.work import Items
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Literal
 
-from lightning_gputime._boundaries.comm import is_distributed
+from lightning_gputime._instrumentation.comm import is_distributed
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._messages import messages

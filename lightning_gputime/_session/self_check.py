@@ -6,11 +6,11 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from lightning_gputime._boundaries.boundaries import Boundaries
-from lightning_gputime._boundaries.comm import is_distributed
-from lightning_gputime._boundaries.loop import Loop, is_engine
-from lightning_gputime._boundaries.optimizer import parameters_of
 from lightning_gputime._compat.names import NotMeasured
+from lightning_gputime._instrumentation.boundaries import Boundaries
+from lightning_gputime._instrumentation.comm import is_distributed
+from lightning_gputime._instrumentation.loop import Loop, is_engine
+from lightning_gputime._instrumentation.optimizer import parameters_of
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._messages import WarnOnce, messages

@@ -10,15 +10,16 @@ from threading import get_ident
 from typing import Any, cast
 from weakref import WeakSet
 
-from lightning_gputime._boundaries import named
-from lightning_gputime._boundaries.boundaries import Boundaries
-from lightning_gputime._boundaries.comm import is_distributed
-from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.patching import Attachment, Attachments
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._compat.torch_ import has_compiled
 from lightning_gputime._culprits.blocking import BlockingCalls
 from lightning_gputime._culprits.places import Frames, PlaceReader, frames_here
+from lightning_gputime._instrumentation import named
+from lightning_gputime._instrumentation.boundaries import Boundaries
+from lightning_gputime._instrumentation.comm import is_distributed
+from lightning_gputime._instrumentation.loop import Loop
+from lightning_gputime._instrumentation.patching import Attachment, Attachments
+from lightning_gputime._instrumentation.work import WorkCounter
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._measurement.results import Results
@@ -55,7 +56,6 @@ from lightning_gputime._session.schedule import (
     StepKind,
 )
 from lightning_gputime._session.self_check import SelfCheck
-from lightning_gputime._work.work import WorkCounter
 
 _PACE_STEPS = 50  # After this many timed steps it is asked whether the CPU blocks on the GPU.
 _LONG_TO_LOCATE = 10  # Number of blocks around recurring long steps that are located in the code.
@@ -145,7 +145,7 @@ class Session:
             locate=frames_here if counters is None else None,
         )
         self.recorders = [self.recorder]
-        self.work = WorkCounter(options, loop, self.recorder)
+        self.work = WorkCounter(options.items, options.flops, loop, self.recorder)
         results.throughput = self.work.reference
         self._boundaries = Boundaries(
             self.recorder, loop, self.work.on_call, self._wall_clock.shorten_step

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription
 from lightning_gputime._compat.torch_ import (
     BLOCKING,
     TENSOR_WAITS,
@@ -18,6 +17,7 @@ from lightning_gputime._compat.torch_ import (
     waits_for_stage,
     waits_in_torch,
 )
+from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription
 from lightning_gputime._phases import RECEIVES, WAITS
 from lightning_gputime._record.recorder import Recorder
 

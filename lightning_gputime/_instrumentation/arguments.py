@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_gputime._boundaries.loop import is_engine
-from lightning_gputime._boundaries.optimizer import is_optimizer
+from lightning_gputime._instrumentation.loop import is_engine
+from lightning_gputime._instrumentation.optimizer import is_optimizer
 from lightning_gputime._messages import format_value
 
 _RIGHT = "GPUPhaseHooks(model, optimizer)"

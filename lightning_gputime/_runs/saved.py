@@ -25,7 +25,7 @@ from lightning_gputime._measurement.slow import SlowStep
 from lightning_gputime._measurement.table import Table, Tabular, unit_of
 from lightning_gputime._messages import Named, messages
 from lightning_gputime._output.summary import PhaseSummary
-from lightning_gputime._saved_runs.environment import Environment
+from lightning_gputime._runs.environment import Environment
 
 FORMAT = "lightning_gputime run"
 VERSION = 5  # Files of another version cannot be read.

@@ -12,13 +12,13 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from lightning_gputime._boundaries.compiled import around_calls
-from lightning_gputime._boundaries.patching import Attachments
 from lightning_gputime._compat.torch_ import (
     current_graph_task_id,
     is_wrapper,
     unwrapped,
 )
+from lightning_gputime._instrumentation.compiled import around_calls
+from lightning_gputime._instrumentation.patching import Attachments
 from lightning_gputime._phases import BACKWARD, COMM, FORWARD, UNUSABLE, is_metric
 from lightning_gputime._record.recorder import Recorder
 

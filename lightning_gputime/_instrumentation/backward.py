@@ -6,12 +6,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gputime._boundaries.comm import is_sharded
-from lightning_gputime._boundaries.forward import ForwardBoundary
-from lightning_gputime._boundaries.loop import Loop, is_engine
-from lightning_gputime._boundaries.module_hooks import hook_before
-from lightning_gputime._boundaries.optimizer import OptimizerBoundary
-from lightning_gputime._boundaries.patching import Attachments, Subscription
 from lightning_gputime._compat.torch_ import (
     CAN_QUEUE,
     backward_entry,
@@ -21,6 +15,12 @@ from lightning_gputime._compat.torch_ import (
     syncs_buffers,
     syncs_gradients,
 )
+from lightning_gputime._instrumentation.comm import is_sharded
+from lightning_gputime._instrumentation.forward import ForwardBoundary
+from lightning_gputime._instrumentation.loop import Loop, is_engine
+from lightning_gputime._instrumentation.module_hooks import hook_before
+from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
+from lightning_gputime._instrumentation.patching import Attachments, Subscription
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_GRAD,

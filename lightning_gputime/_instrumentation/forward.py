@@ -10,13 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lightning_gputime._boundaries.comm import WaitBoundary
-from lightning_gputime._boundaries.compiled import around_calls
-from lightning_gputime._boundaries.loop import Loop, is_training
-from lightning_gputime._boundaries.module_hooks import hook_before
-from lightning_gputime._boundaries.named import NamedPhase
-from lightning_gputime._boundaries.optimizer import OptimizerBoundary
-from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription, do_nothing
 from lightning_gputime._compat.torch_ import (
     LOSSES,
     current_graph_task_id,
@@ -31,6 +24,13 @@ from lightning_gputime._compat.transformers_ import (
     has_inner_loss,
     lacks_inner_loss,
 )
+from lightning_gputime._instrumentation.comm import WaitBoundary
+from lightning_gputime._instrumentation.compiled import around_calls
+from lightning_gputime._instrumentation.loop import Loop, is_training
+from lightning_gputime._instrumentation.module_hooks import hook_before
+from lightning_gputime._instrumentation.named import NamedPhase
+from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
+from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription, do_nothing
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_FORWARD,

@@ -7,21 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gputime._boundaries.forward import OnCall
-from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._measurement.sums import ThroughputReference
-from lightning_gputime._messages import messages
-from lightning_gputime._options import Options
-from lightning_gputime._phases import IN_NO_STEP
-from lightning_gputime._record.clock import device_of
-from lightning_gputime._record.recorder import AT_REST, OPEN, Recorder
-from lightning_gputime._work.peaks import (
+from lightning_gputime._instrumentation.forward import OnCall
+from lightning_gputime._instrumentation.loop import Loop
+from lightning_gputime._instrumentation.peaks import (
     device_name,
     dtype_of,
     dtype_of_call,
     peaks_tflops,
     precision_of,
 )
+from lightning_gputime._measurement.sums import ThroughputReference
+from lightning_gputime._messages import messages
+from lightning_gputime._phases import IN_NO_STEP
+from lightning_gputime._record.clock import device_of
+from lightning_gputime._record.recorder import AT_REST, OPEN, Recorder
 
 FIRST_DIMENSION = "the first dimension of the batch's first tensor"
 _HAVE_TENSORS = (Tensor, Mapping, list, tuple)
@@ -34,22 +33,22 @@ _NO_ITEMS = "flops= is that of an item, and how many items a batch has is not kn
 class WorkCounter:
     """The items of the open step, until `take_items` hands them over."""
 
-    def __init__(self, options: Options, loop: Loop, recorder: Recorder) -> None:
+    def __init__(self, items: Any, flops: Any, loop: Loop, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._items = Items(options.items)
+        self._items = Items(items)
         self._step_items, self._batch_items = 0.0, self._items.fixed
         self.reference = ThroughputReference(self._items.source)
-        self._has_flops = options.flops is not None
+        self._has_flops = flops is not None
         self._unknown_steps = 0  # On end.
         if not self._has_flops:
             return
         self._device = device_of(loop.model)
         self._name = device_name(self._device)
         self._peaks = peaks_tflops(self._name)
-        several = isinstance(options.flops, list | tuple)
-        forward, backward = options.flops if several else (nan, nan)
-        flops = forward + backward if several else float(options.flops)
-        self.reference.flops = (flops, forward, backward)
+        several = isinstance(flops, list | tuple)
+        forward, backward = flops if several else (nan, nan)
+        total = forward + backward if several else float(flops)
+        self.reference.flops = (total, forward, backward)
         if loop.compiled_step and (dtype := dtype_of(loop.model)).itemsize <= 2:
             # No call of the model will be seen, nor autocast in the step.
             self._set_precision(loop.model, dtype)

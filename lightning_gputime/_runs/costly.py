@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gputime._boundaries.loaders import attribute
-from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._compat.torch_ import is_checkpointed
 from lightning_gputime._diagnosis.codes import COMMUNICATION
+from lightning_gputime._instrumentation.loaders import attribute
+from lightning_gputime._instrumentation.loop import Loop
 from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
 from lightning_gputime._measurement.wall_clock import FIRST_STEP
 from lightning_gputime._phases import CALLBACKS, FETCH
-from lightning_gputime._saved_runs.environment import Environment
+from lightning_gputime._runs.environment import Environment
 
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),

@@ -17,8 +17,8 @@ from lightning_gputime._measurement.wall_clock import STEPS
 from lightning_gputime._messages import Named, format_value
 from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._phases import in_order, of_one_callback
-from lightning_gputime._saved_runs.environment import Environment
-from lightning_gputime._saved_runs.estimates import (
+from lightning_gputime._runs.environment import Environment
+from lightning_gputime._runs.estimates import (
     MAX_RUNS,
     MIN_STEPS,
     RESOLUTION_MS,
@@ -32,7 +32,7 @@ from lightning_gputime._saved_runs.estimates import (
     runs_needed,
     typical_step,
 )
-from lightning_gputime._saved_runs.saved import Run, load
+from lightning_gputime._runs.saved import Run, load
 
 # Fields of the environment that decide what work a step does: runs must agree in them.
 MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_grad_batches")

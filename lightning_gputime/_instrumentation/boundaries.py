@@ -4,17 +4,17 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_gputime._boundaries.backward import BackwardBoundary
-from lightning_gputime._boundaries.comm import WaitBoundary, is_distributed
-from lightning_gputime._boundaries.compiled import hides_collectives, inside_compiled
-from lightning_gputime._boundaries.forward import ForwardBoundary, OnCall, time_inner_loss
-from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.module_hooks import without_hooks
-from lightning_gputime._boundaries.modules import SubmoduleBoundary
-from lightning_gputime._boundaries.named import activate, deactivate
-from lightning_gputime._boundaries.optimizer import OptimizerBoundary
-from lightning_gputime._boundaries.patching import Attachments, Calls, Subscription, do_nothing
 from lightning_gputime._compat.torch_ import report_missing_names, script_entry
+from lightning_gputime._instrumentation.backward import BackwardBoundary
+from lightning_gputime._instrumentation.comm import WaitBoundary, is_distributed
+from lightning_gputime._instrumentation.compiled import hides_collectives, inside_compiled
+from lightning_gputime._instrumentation.forward import ForwardBoundary, OnCall, time_inner_loss
+from lightning_gputime._instrumentation.loop import Loop
+from lightning_gputime._instrumentation.module_hooks import without_hooks
+from lightning_gputime._instrumentation.modules import SubmoduleBoundary
+from lightning_gputime._instrumentation.named import activate, deactivate
+from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
+from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription, do_nothing
 from lightning_gputime._record.recorder import Recorder
 
 _HIDDEN = (

@@ -19,14 +19,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset, TensorDataset
 
-from lightning_gputime._boundaries.comm import is_distributed
-from lightning_gputime._boundaries.loaders import attribute, dataset_of, loaders_in
-from lightning_gputime._boundaries.loop import Loop
 from lightning_gputime._compat.torch_ import is_compiled
+from lightning_gputime._instrumentation.comm import is_distributed
+from lightning_gputime._instrumentation.loaders import attribute, dataset_of, loaders_in
+from lightning_gputime._instrumentation.loop import Loop
+from lightning_gputime._instrumentation.peaks import device_name
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, TimerOptions
-from lightning_gputime._work.peaks import device_name
 
 _OF_LOADERS = ("num_workers", "prefetch_factor", "batch_size", "pin_memory", "persistent_workers")
 

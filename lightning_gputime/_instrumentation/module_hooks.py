@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from lightning_gputime._boundaries.patching import Registration, do_nothing
 from lightning_gputime._compat.torch_ import hooks_of_calls
+from lightning_gputime._instrumentation.patching import Registration, do_nothing
 from lightning_gputime._messages import messages
 
 

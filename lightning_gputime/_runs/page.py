@@ -14,8 +14,8 @@ from lightning_gputime._measurement.history import list_top_phases
 from lightning_gputime._measurement.slow import SlowStep
 from lightning_gputime._measurement.table import duration, marked, unit_of
 from lightning_gputime._phases import colours_of
-from lightning_gputime._saved_runs.compare import RunComparison
-from lightning_gputime._saved_runs.saved import Run
+from lightning_gputime._runs.compare import RunComparison
+from lightning_gputime._runs.saved import Run
 
 _MAX_POINTS = 2000  # A chart has no more points: of more steps it shows the means of neighbours.
 _LEGEND_COLUMNS, _LEGEND_ROW = 4, 28  # How many, and their height (in pixels).

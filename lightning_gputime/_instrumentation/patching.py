@@ -13,7 +13,12 @@ from lightning_gputime._messages import messages
 
 _MISSING = object()
 # What compiled code may carry; torch.compile leaves the other files of the package alone.
-_TRACED = ("__init__.py", "_timer.py", "_boundaries/module_hooks.py", "_boundaries/named.py")
+_TRACED = (
+    "__init__.py",
+    "_timer.py",
+    "_instrumentation/module_hooks.py",
+    "_instrumentation/named.py",
+)
 
 
 @functools.cache

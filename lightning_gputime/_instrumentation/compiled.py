@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import nn
 
-from lightning_gputime._boundaries.comm import is_cut
-from lightning_gputime._boundaries.module_hooks import hook_after, hook_before
-from lightning_gputime._boundaries.patching import Calls, Registration, Subscription
 from lightning_gputime._compat.torch_ import COMPILED_CALL, compiled_call, compiled_module
+from lightning_gputime._instrumentation.comm import is_cut
+from lightning_gputime._instrumentation.module_hooks import hook_after, hook_before
+from lightning_gputime._instrumentation.patching import Calls, Registration, Subscription
 
 
 def around_calls(

@@ -11,13 +11,18 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lightning_gputime._boundaries.loop import Loop
-from lightning_gputime._boundaries.patching import Attachments, Calls, Registration, Subscription
 from lightning_gputime._compat.torch_ import (
     current_graph_task_id,
     has_step_hooks,
     is_step_compiled,
     steps_on_stack,
+)
+from lightning_gputime._instrumentation.loop import Loop
+from lightning_gputime._instrumentation.patching import (
+    Attachments,
+    Calls,
+    Registration,
+    Subscription,
 )
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
