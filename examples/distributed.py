@@ -33,7 +33,7 @@ class SlowNet(nn.Module):
         return y
 
 
-def main(steps: int = 50) -> None:
+def main(steps: int = 200) -> None:
     """Trains on the GPUs of this machine or, without any, on its CPU."""
     on_gpu = torch.cuda.is_available()
     torch.distributed.init_process_group("nccl" if on_gpu else "gloo")

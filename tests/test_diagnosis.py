@@ -442,6 +442,18 @@ def test_the_slowest_rank_is_named() -> None:
     assert found.advice[0].text == "look at rank 1, in `data`: the other ranks wait for it"
 
 
+def test_a_rank_that_may_be_slow_is_named_as_a_possible_cause_of_communication() -> None:
+    ranks = RankSummary({}, (0, 1), None, 6.0, "forward", suspect=1, error_ms=2.0)
+    measured = measurement(STEP | {"backward": 14.0, "backward/comm": 7.0}, ranks=ranks)
+    found = check(diagnose(measured, LOADER))
+    assert found.code == "communication-bound"
+    assert found.headline.endswith("; rank 1 may be the cause")
+    assert found.advice[0].text == (
+        "rank 1 may cause this wait: it takes 6 ms ± 2 ms longer per step than the others,"
+        " in `forward`; time more steps to be certain"
+    )
+
+
 @pytest.mark.parametrize(
     "facts",
     [{"is_warmup": True}, {"stage": "validation", "steps": 19}, {"steps": 0}],

@@ -216,6 +216,9 @@ def test_what_lasts_for_many_steps_is_seen_in_longer_blocks() -> None:
     assert ranks is not None
     assert ranks.behind_median_ms == pytest.approx(1.0)
     assert ranks.slowest_rank is None
+    assert ranks.suspect == 0
+    assert ranks.error_ms is not None
+    assert ranks.behind_median_ms < 4 * ranks.error_ms
 
 
 def test_one_step_that_stalls_makes_no_slow_rank() -> None:

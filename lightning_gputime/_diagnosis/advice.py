@@ -255,7 +255,15 @@ def _meet_the_rank(case: Case) -> Iterator[Advice]:
         yield Advice("slowest_rank", text, {"rank": ranks.slowest_rank, "phase": ranks.phase})
 
 
-def _communicate_less(_: Case) -> Iterator[Advice]:
+def _communicate_less(case: Case) -> Iterator[Advice]:
+    if (ranks := case.m.ranks) is not None and ranks.suspect is not None:
+        error = f" ± {duration(ranks.error_ms)}" if ranks.error_ms is not None else ""
+        text = (
+            f"rank {ranks.suspect} may cause this wait: it takes"
+            f" {duration(ranks.behind_median_ms)}{error} longer per step than the others, in"
+            f" `{ranks.phase}`; time more steps to be certain"
+        )
+        yield Advice("suspect_rank", text, {"rank": ranks.suspect, "phase": ranks.phase})
     text = "more work between collectives: larger batches, or accumulation under no_sync()"
     yield Advice("communicate_less", text)
 

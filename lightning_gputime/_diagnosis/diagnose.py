@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from lightning_gputime._diagnosis.advice import Case, advise
 from lightning_gputime._diagnosis.breakdown import break_down, is_blurred, may_hide_evaluations
-from lightning_gputime._diagnosis.codes import GPU, LAUNCH, SYNC
+from lightning_gputime._diagnosis.codes import COMMUNICATES, GPU, LAUNCH, SYNC
 from lightning_gputime._diagnosis.culprit import EntryCulprit
 from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, Grade, TimeBreakdown
 from lightning_gputime._diagnosis.pace import pace_of
@@ -80,6 +80,8 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     if (m.blurred or unclear) and code == pace.code and grade == "balanced":
         # How long the device works does not depend on what is missing; the rest may.
         headline = f"{pace.code}: {pace.grounds}"
+    if code == COMMUNICATES and m.ranks is not None and m.ranks.suspect is not None:
+        headline += f"; rank {m.ranks.suspect} may be the cause"
     first = breakdown.work if code == SYNC else name  # What blocks the CPU is part of the work.
     if unclear >= _WORTH_A_LOOK:
         headline += f"; {_UNCLEAR.format(percent(unclear), breakdown.scope)}"

@@ -178,6 +178,9 @@ class RankSummary:
         sentence: Which rank is slow, and in what; empty where none is.
         slow: All ranks as slow as the slowest: their local times are nearer to its own than to the
             median. Several have a cause in common, such as a longer stage of a pipeline.
+        suspect: The rank with the longest local time, if it exceeds the median by 5 % or more, but
+            by too few standard errors to be named as the slowest; else None.
+        error_ms: Standard error of `behind_median_ms` (in milliseconds; None if unknown).
     """
 
     rows: Mapping[str, RankStats]
@@ -187,6 +190,8 @@ class RankSummary:
     phase: str
     sentence: str = ""
     slow: tuple[int, ...] = ()
+    suspect: int | None = None
+    error_ms: float | None = None
 
     def metrics(self) -> dict[str, float]:
         """Return what is logged; `slowest_rank` is -1 where no rank is slow."""
@@ -217,7 +222,8 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     error_ms = math.hypot(
         totals[rank].error_ms, statistics.median(totals[one].error_ms for one in others)
     )
-    is_slow = local_ms >= _MIN_BEHIND * median_ms(STEP) and local_ms > _STANDARD_ERRORS * error_ms
+    is_behind = local_ms >= _MIN_BEHIND * median_ms(STEP)
+    is_slow = is_behind and local_ms > _STANDARD_ERRORS * error_ms
     phase, rows = largest_part(behind_median_ms), _rows(phases)
     has_waits = f"{phase}/{COMM}" in rows and phase.partition("/")[0] not in BETWEEN_BATCHES
     where = f"{phase} compute" if has_waits else phase
@@ -232,6 +238,8 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         phase=phase,
         sentence=f"{_named(slow)} {behind}" if is_slow else "",
         slow=slow,
+        suspect=rank if is_behind and not is_slow else None,
+        error_ms=error_ms if math.isfinite(error_ms) else None,
     )
 
 
