@@ -30,19 +30,16 @@ class TimerOptions(TypedDict, total=False):
 
     Attributes:
         prefix: First part of the logged keys.
-        log: Groups of values to log: a list of them, "default" or "all". The default is "phases"
-            (with "step"), "host" (`host_wait_ms`) and "work" (items and FLOPs per second). Other
-            options add groups: `modules` "parts", `memory` "memory", `probe_every_n_steps` "gaps",
-            `sync_ranks="log"` "ranks". Further groups are "step" alone, "comm", "slow" and, for
-            `GPUPhaseTimer`, "fit". Metrics of `observers` are always logged.
+        log: Groups of values to log: "default", "all", or a list. "default" contains the phases,
+            the step, `host_wait_ms`, items and FLOPs per second, and the values that `modules`,
+            `probe_every_n_steps` and `sync_ranks="log"` add. A list can also contain "comm",
+            "slow", "fit" (`GPUPhaseTimer` only) and, in place of "default", "phases". Metrics of
+            `observers` are always logged.
         warmup_steps: Number of first steps to exclude from the summary.
         history_size: Number of newest steps in `history` and in percentiles.
         modules: Modules to time as sub-phases, `forward/<name>` and `backward/<name>`: a depth such
             as 2, "all", dotted names, or patterns such as "layers.*".
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight Systems.
-        memory: Whether to measure the peak memory of each phase (in MiB), in the first 3 steps and
-            in 1 of 20 after them. Each of these steps resets torch's peak counters, and so changes
-            what `torch.cuda.max_memory_allocated` returns.
         every_n_steps: Time 1 of every n steps. "auto" times each step where the GPU sets the pace.
             Elsewhere it times the first 100 steps, then a block of steps between two logs, so that
             timing takes about 1 % of the time. It times each step, too, for `annotate`,
@@ -71,7 +68,6 @@ class TimerOptions(TypedDict, total=False):
     history_size: int
     modules: Modules
     annotate: bool
-    memory: bool
     every_n_steps: int | Literal["auto"]
     probe_every_n_steps: int
     sync_ranks: SyncRanks
@@ -99,7 +95,6 @@ class Options:
     history_size: int = 10_000
     modules: Modules = ()
     annotate: bool = False
-    memory: bool = False
     every_n_steps: int | Literal["auto"] = "auto"
     probe_every_n_steps: int = 0
     sync_ranks: SyncRanks = True
@@ -116,15 +111,12 @@ class Options:
                 object.__setattr__(self, name, check_int(name, value, least, meaning))
         for name in ("items", "flops"):
             object.__setattr__(self, name, _number(getattr(self, name)))
-        check_bools(annotate=self.annotate, memory=self.memory)
+        check_bools(annotate=self.annotate)
         for name, error, is_right, what in _REQUIREMENTS:
             value = getattr(self, name)
             if not is_right(value):
                 raise error(f"{name} must {what}, got {format_value(value)}")
         _check_modules(self.modules)
-        for group, option in _MEASURED_BY.items():
-            if group in self.asked_groups and not getattr(self, option):
-                raise ValueError(f"log={group!r} needs {option}, which is not set")
 
     @property
     def timed_warmup_steps(self) -> int:
@@ -139,18 +131,18 @@ class Options:
     @property
     def logged_groups(self) -> frozenset[str]:
         """Groups of the values that are logged, see `GROUPS`."""
-        wanted = {*self.asked_groups}
-        if "all" in wanted:
+        groups = {*self.asked_groups}
+        if "all" in groups:
             return frozenset(GROUPS)
-        if "default" in wanted:
-            by_option = {**_MEASURED_BY, "parts": "modules"}
-            wanted |= {group for group, option in by_option.items() if getattr(self, option)}
-            wanted |= {"phases", "host", "work"}
+        if "default" in groups:
+            groups |= {"phases", "host", "work", "gaps"}
+            if self.modules:
+                groups.add("parts")
             if self.sync_ranks == "log":
-                wanted.add("ranks")
-        if "phases" in wanted:
-            wanted.add("step")
-        return frozenset(wanted)
+                groups.add("ranks")
+        if "phases" in groups:
+            groups.add("step")
+        return frozenset(groups - {"default"})
 
 
 def takes_options(cls: type[T]) -> type[T]:
@@ -237,7 +229,7 @@ def _is_several(value: Any) -> bool:
 
 def _is_log(value: Any) -> bool:
     groups = value if _is_several(value) else [value]
-    return all(group in (*GROUPS, "default", "all") for group in groups)
+    return all(group in LOG_GROUPS for group in groups)
 
 
 def _are_observers(value: Any) -> bool:
@@ -253,8 +245,8 @@ def _is_flops(value: Any) -> bool:
 # What to do in place of an option that a timer has not.
 _INSTEAD = {"save_path": "call timer.save(path) after the training"}
 
-# Groups of logged values, and the option without which there are none.
-_MEASURED_BY = {"memory": "memory", "gaps": "probe_every_n_steps"}
+LOG_GROUPS = ("default", "all", "phases", "comm", "slow", "fit")
+"""What `log=` accepts."""
 
 # Options that are integers: the least that each may be, and what it means.
 _INTEGERS = {
@@ -286,7 +278,7 @@ _REQUIREMENTS: Sequence[tuple[str, type[Exception], Callable[[Any], bool], str]]
     ("prefix", TypeError, lambda value: isinstance(value, str), "be a string such as 'phase_time'"),
     ("observers", TypeError, _are_observers, _IS_OBSERVERS),
     ("prefix", ValueError, lambda value: value and value == value.strip("/ "), _IS_KEY),
-    ("log", ValueError, _is_log, f"be 'default', 'all' or a list of groups: {', '.join(GROUPS)}"),
+    ("log", ValueError, _is_log, f"be one or a list of {', '.join(LOG_GROUPS)}"),
     ("probe_every_n_steps", ValueError, lambda n: n not in (1, 2), _IS_PROBES),
     ("sync_ranks", ValueError, lambda value: isinstance(value, bool) or value == "log", _IS_SYNC),
 )

@@ -11,7 +11,7 @@ from lightning_gputime._instrumentation.arguments import check_model, check_opti
 from lightning_gputime._instrumentation.loop import Loop, is_engine
 from lightning_gputime._loop_timer import LoopTimer
 from lightning_gputime._measurement.means import MetricsLogger, check_loggers
-from lightning_gputime._options import AllOptions, Options, check_bools, check_int, takes_options
+from lightning_gputime._options import AllOptions, Options, check_int, takes_options
 from lightning_gputime._record.clock import check_device, device_of
 from lightning_gputime._session.self_check import (
     warn_of_other_parameters,
@@ -41,8 +41,6 @@ class GPUPhaseHooks(LoopTimer):
         log_every_n_steps: Number of steps averaged into one log.
         first_step: Number of the first step after `attach`, to resume training. Steps are counted
             through all epochs; each `attach` starts here again.
-        wrap_backward: Whether to replace the function that runs torch's autograd engine. If not,
-            use `with timer.phase("backward")`.
         **options: Those of `TimerOptions`.
 
     Examples:
@@ -69,11 +67,9 @@ class GPUPhaseHooks(LoopTimer):
         logger: MetricsLogger | Sequence[MetricsLogger] | None = None,
         log_every_n_steps: int = 50,
         first_step: int = 0,
-        wrap_backward: bool = True,
         **options: Unpack[AllOptions],
     ) -> None:
         super().__init__(Options(**options), log_every_n_steps)
-        check_bools(wrap_backward=wrap_backward)
         first_step = check_int("first_step", first_step, 0, "the first step after attach()")
         found = check_optimizers(optimizers, check_model(model, optimizers))
         if is_engine(model) and accumulate_grad_batches == 1:
@@ -83,7 +79,6 @@ class GPUPhaseHooks(LoopTimer):
             found,
             pause_evaluation=True if found else None,
             submodules=self._submodules(model),
-            wrap_backward=wrap_backward,
             needs_updates=accumulate_grad_batches != 1,
         )
         warn_of_other_parameters(model, self._loop.optimizers)

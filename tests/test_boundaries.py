@@ -100,17 +100,6 @@ def test_child_that_is_also_called_alone_keeps_its_hooks(
         assert timed.end_step() == {"forward": 12.0}
 
 
-def test_backward_is_not_timed_with_wrap_backward_false(
-    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
-) -> None:
-    before = AUTOGRAD._engine_run_backward
-    model = Layer(gpu, 1.0, 2.0)
-    timed = time_step(gpu, model, wrap_backward=False)
-    assert AUTOGRAD._engine_run_backward is before
-    model(x).sum().backward()
-    assert timed.end_step() == {"forward": 1.0, "other": 2.0}
-
-
 def test_timers_can_be_removed_in_any_order(gpu: FakeGPU, x: Tensor) -> None:
     before = AUTOGRAD._engine_run_backward
     model = Layer(gpu, 1.0, 2.0)

@@ -55,7 +55,6 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
         ("[]", []),
     ],
     "annotate": [("true", True)],
-    "memory": [("true", True)],
     "every_n_steps": [("2", 2), ("auto", "auto")],
     "probe_every_n_steps": [("3", 3)],
     "sync_ranks": [("true", True), ("false", False), ("log", "log")],
@@ -73,7 +72,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
 
 WRONG = {
     **dict.fromkeys(["warmup_steps", "history_size", "every_n_steps"], "often"),
-    **dict.fromkeys(["print_summary", "annotate", "memory"], "3"),
+    **dict.fromkeys(["print_summary", "annotate"], "3"),
     **dict.fromkeys(["items", "flops"], "often"),
     **dict.fromkeys(["prefix", "save_path"], "[1]"),
     "probe_every_n_steps": "1.5",

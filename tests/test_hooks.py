@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import AUTOGRAD, installed
+from conftest import installed
 from fake_gpu import STEP_MS, Adder, FakeEvent, FakeGPU, batches, steps
 from fake_loop import Logger, Loop, hooks, timed_indices
 from fake_loop import train as train_loop
@@ -302,7 +302,6 @@ def test_step_and_steps_require_attach(loop: Loop, call: str) -> None:
         ({"device": "gpu"}, "device 'gpu' is unknown"),
         ({"device": "cuda:99"}, "device 'cuda:99' cannot be timed here"),
         ({"annotate": "yes"}, "annotate must be True or False, got 'yes'"),
-        ({"wrap_backward": 1}, "wrap_backward must be True or False, got 1"),
         ({"sync_ranks": 1}, "sync_ranks must be True .* got 1"),
         ({"observers": print}, "observers must be a list of functions .* got <built-in"),
         ({"observers": [3]}, r"observers must be a list of functions .* got \[3\]"),
@@ -714,20 +713,6 @@ def test_iter_of_steps_is_one_generator(loop: Loop) -> None:
         items = iter(timer.steps([1, 2]))
         assert inspect.isgenerator(items)
         assert items is iter(items)
-
-
-def test_wrap_backward_false_leaves_backward_to_a_named_phase(loop: Loop) -> None:
-    before = AUTOGRAD._engine_run_backward
-    with hooks(loop, wrap_backward=False) as timer:
-        assert AUTOGRAD._engine_run_backward is before
-        for x in timer.steps(loop.batches(3)):
-            loop.gpu.work(0.125)
-            loss = loop.loss(x)
-            with timer.phase("backward"):
-                loss.backward()
-            loop.gpu.work(1.0)
-            loop.optimizer.step()
-    assert steps(timer) == [{**STEP_MS, "optimizer": 3.0}] * 3
 
 
 def test_data_parallel_is_refused_only_on_several_devices(loop: Loop) -> None:

@@ -213,7 +213,7 @@ def test_an_unknown_part_is_refused_with_those_that_there_are(gpu: FakeGPU) -> N
 
 def test_parts_work_with_a_backward_that_is_named_by_hand(gpu: FakeGPU) -> None:
     model = Net(gpu)
-    with GPUPhaseHooks(model, _clock=gpu, modules=["head"], wrap_backward=False) as timer:
+    with GPUPhaseHooks(model, _clock=gpu, modules=["head"]) as timer:
         for x in timer.steps(batches(gpu, 2)):
             loss = model(x).sum()
             with timer.phase("backward"):

@@ -511,7 +511,7 @@ class RankLogger(Logger):
 
 def test_the_ranks_are_compared_when_an_epoch_ends(gpu: FakeGPU, exchange: FakeExchange) -> None:
     loop, logger = Loop(gpu), RankLogger()
-    with hooks(loop, logger=logger, log=["ranks"], log_every_n_steps=2) as timer:
+    with hooks(loop, logger=logger, log="all", log_every_n_steps=2) as timer:
         for _ in range(2):
             for x in timer.steps(loop.batches(5)):
                 loop.train(x)
@@ -549,9 +549,9 @@ def test_times_that_arrive_late_are_compared_when_they_are_there(
     assert exchange.waits[-1]
 
 
-@pytest.mark.parametrize(("log", "is_logged"), [(["ranks"], True), (["phases"], False)])
+@pytest.mark.parametrize(("log", "is_logged"), [("all", True), ("phases", False)])
 def test_the_end_waits_for_other_ranks_where_they_are_logged_or_else_where_they_are_read(
-    gpu: FakeGPU, exchange: FakeExchange, log: list[str], is_logged: bool
+    gpu: FakeGPU, exchange: FakeExchange, log: str, is_logged: bool
 ) -> None:
     loop, logger, exchange.is_late = Loop(gpu), RankLogger(), True
     timer = train_loop(loop, 5, logger=logger, log=log)

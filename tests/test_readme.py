@@ -160,7 +160,7 @@ def test_the_line_of_each_question_runs(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     names = {**vars(lightning_gputime), "GPUPhaseTimer": GPUPhaseTimer, **run_blocks("README.md")}
     questions = rows("README.md", "| question |")
-    assert len(questions) == 13
+    assert len(questions) == 12
     for _, line, more in questions:
         exec(line.strip("`"), names)
         assert more.startswith("[")

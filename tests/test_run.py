@@ -540,7 +540,7 @@ def test_a_script_ends_as_without(
     (tmp_path / "sitecustomize.py").write_text("import torch, missing")
     environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
     alone = run(script, tmp_path, environment, *own)
-    timed = run(script, tmp_path, environment, *RUN, "--memory", "--history-size", "9", *own)
+    timed = run(script, tmp_path, environment, *RUN, "--history-size", "9", *own)
     assert alone[0] == timed[0] == code
     assert alone[1] == "arguments ['--lag', 'a'] __main__\n"
     assert timed[1] == alone[1]

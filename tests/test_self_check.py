@@ -112,7 +112,14 @@ def test_a_model_that_replaces_call_is_reported(
 
 
 def test_a_backward_that_is_not_seen_is_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
-    train_loop(loop, 60, wrap_backward=False)
+    run_backward = torch.autograd.Variable._execution_engine.run_backward
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(60)):
+            loss = loop.loss(x)
+            run_backward(
+                (loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True
+            )
+            loop.optimizer.step()
     [message] = told(caplog)
     assert message.startswith("No backward was seen, so its time is in `other`.")
 

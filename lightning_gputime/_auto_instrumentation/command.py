@@ -46,7 +46,7 @@ scripts have no timer of their own.
 _FAILED = 2
 _LOOKS = (3, 5, 8, 12, 18, 27, 40)  # Turns after which it may end: the looks share the chance.
 
-SWITCHES = ("annotate", "memory")
+SWITCHES = ("annotate",)
 VALUES = (
     "every_n_steps",
     "flops",

@@ -24,7 +24,6 @@ from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.wall_clock import EVALUATION, FIRST_STEP, STEPS, WallClock
-from lightning_gputime._memory import PhaseMemory, counters_of, sampler
 from lightning_gputime._options import AUTO, Options
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
@@ -134,15 +133,13 @@ class Session:
         means.results, means.groups = results, options.logged_groups
         means.is_sampled = not self.times_all
         means.on_logged = partial(self.analyzer.end_own_call, "the timer's logging")
-        counters = counters_of(clock) if options.memory else None
         self.recorder = Recorder(
             clock,
             lag=options._lag,
             emit=self._steps_read,
             batch=users.batch,
             annotate=Annotator() if options.annotate else None,
-            sample=sampler(counters) if counters is not None else None,
-            locate=frames_here if counters is None else None,
+            locate=frames_here,
         )
         self.recorders = [self.recorder]
         self.work = WorkCounter(options.items, options.flops, loop, self.recorder)
@@ -156,9 +153,6 @@ class Session:
         places = PlaceReader(results.culprits, _name_of_update(loop), outside)
         observers = [results, places, self._comparison, self.analyzer, users, means]
         observers.append(self._self_check)
-        if counters is not None:
-            results.peaks = PhaseMemory(counters.total)
-            observers.insert(0, results.peaks)
         self._calls = methods(observers, "steps_read")
         self._blocks, self._is_pace_known = blocks, False
         self._is_slowdown_located = False
