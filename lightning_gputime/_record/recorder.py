@@ -168,8 +168,6 @@ class Recorder:
         self._home_end: Any = None
         self.was_elsewhere = False
         """Whether a boundary was seen in another thread."""
-        self.items = nan
-        """What the step that ends next has worked on, see `StepRecord`."""
         self.label: str | None = None
         """The label that time is going to now; None while no step is timed."""
         # The open step: its place among the timed ones, its marks, the index of the one behind a
@@ -435,11 +433,13 @@ class Recorder:
         label: str = DATA,
         may_wait: bool = True,
         index: int = -1,
+        items: float = nan,
     ) -> None:
         """End the open step under `number`, and begin the next.
 
         This is the only place where the host may wait in a training loop. With `read` the finished
-        steps are read now. The next one starts with `label`. `index` is that of `StepRecord`.
+        steps are read now. The next one starts with `label`. `index` and `items` are those of
+        `StepRecord`.
         """
         if get_ident() != self.thread:
             return
@@ -471,7 +471,7 @@ class Recorder:
             skipped_update = False
             if len(marks) == 2 and marks[0][0] == DATA:
                 marks[0] = (OTHER, *marks[0][1:])
-        step = PendingStep(marks, number, skipped_update, self.items, index, is_located)
+        step = PendingStep(marks, number, skipped_update, items, index, is_located)
         if self.is_located and self._to_locate:
             self._to_locate -= 1
         elif self.is_located or (self._is_sampled and not self._is_due()):
@@ -480,7 +480,7 @@ class Recorder:
             step.post_spin_index, self._post_spin_index = self._post_spin_index, 0
         self.pending.add(step, read, may_wait)
 
-    def end_at(self, label: str, number: int, index: int = -1) -> bool:
+    def end_at(self, label: str, number: int, index: int = -1, items: float = nan) -> bool:
         """End the open step at its last mark of `label`, without a wait, and begin the next.
 
         Return False if there is no such mark, or a model or a backward after it.
@@ -489,7 +489,7 @@ class Recorder:
         if not is_open or get_ident() != self.thread or not self._cut_after(label):
             return False
         self.state = OPEN
-        self.end_step(number, may_wait=False, index=index)
+        self.end_step(number, may_wait=False, index=index, items=items)
         return True
 
     def rest(self) -> None:

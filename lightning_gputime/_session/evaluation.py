@@ -4,6 +4,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from types import MappingProxyType
 from typing import Any
 
@@ -31,6 +32,7 @@ class _Running:
     means: MeanLog
     batch: Batch
     number: int
+    items: float
     now_ns: Callable[[], int]
     batch_ended_ns: int
 
@@ -96,7 +98,7 @@ class Evaluations:
         boundaries, now_ns = Boundaries(recorder, loop), clock.host_ns
         # Owned before it is attached: `abort` finds whatever is there when this is interrupted.
         self._running = _Running(
-            recorder, boundaries, means, loop.batch, number, now_ns, batch_ended_ns=now_ns()
+            recorder, boundaries, means, loop.batch, number, nan, now_ns, batch_ended_ns=now_ns()
         )
         try:
             boundaries.attach()
@@ -109,13 +111,13 @@ class Evaluations:
         if (running := self._running) is not None:
             running.batch.is_open = True
             running.recorder.mark(OTHER)
-            running.recorder.items = self._items.of(batch)
+            running.items = self._items.of(batch)
 
     def batch_ends(self) -> None:
         if (running := self._running) is not None:
             running.batch.is_open = False
             running.boundaries.step_ended()
-            running.recorder.end_step(running.number)
+            running.recorder.end_step(running.number, items=running.items)
             running.batch_ended_ns = running.now_ns()
 
     def end(self) -> int:

@@ -277,16 +277,16 @@ class Session:
         now_ns = self._now_ns()
         self.analyzer.step_ends(now_ns)
         recorder = self.recorder
-        recorder.items = self.work.take_items()
+        items = self.work.take_items()
         if number >= self._log_at:
             self._end_due_step(number, self._index)
         reads = self._means.is_owed
         if self.times_all:
             skipped_update = self._boundaries.step_ended()
             self._ended_ns = now_ns - self._wall_clock.outside_ns
-            recorder.end_step(number, skipped_update, reads, label)
+            recorder.end_step(number, skipped_update, reads, label, items=items)
         else:
-            self._end_planned_step(number, reads)
+            self._end_planned_step(number, items, reads)
             self._ended_ns = now_ns - self._wall_clock.outside_ns
             if reads:
                 self._log_sampled()
@@ -308,7 +308,7 @@ class Session:
         """
         if get_ident() != self.recorder.home:
             return False
-        self.recorder.items = self.work.take_items()
+        items = self.work.take_items()
         if self.is_off:
             has_ended = self.optimizer.has_updated or not self.needs_updates
         elif self._kind is TIMED:
@@ -320,7 +320,7 @@ class Session:
                 self.recorder.mark_instead(AFTER_BACKWARD, OTHER)
                 self.recorder.mark(AFTER_UPDATE)
                 last = AFTER_UPDATE
-            has_ended = self.recorder.end_at(last, number, self._index)
+            has_ended = self.recorder.end_at(last, number, self._index, items)
         else:
             has_ended = self.optimizer.has_updated
         if has_ended:
@@ -385,7 +385,7 @@ class Session:
 
     # Steps that are not all alike
 
-    def _end_planned_step(self, number: int, reads: bool) -> None:
+    def _end_planned_step(self, number: int, items: float, reads: bool) -> None:
         kind = self._kind
         is_usual = True
         if self._probe is not None:
@@ -400,7 +400,7 @@ class Session:
             self._untimed.leave_out(self._now_ns() - self._wall_clock.outside_ns)
         if is_timed:
             index, first = self._index, self._first_label
-            self.recorder.end_step(number, skipped_update, reads, first, index=index)
+            self.recorder.end_step(number, skipped_update, reads, first, index=index, items=items)
         else:
             self.recorder.end_untimed(reads)
         self._index += 1
