@@ -90,17 +90,18 @@ def _new_parser() -> argparse.ArgumentParser:
     printed.add_argument("run", help="the file of a run")
     printed.add_argument("--json", action="store_true", help="print the summary as JSON")
 
-    versus = new("compare", help="compare two runs, or groups", description=_COMPARE)
+    versus = new("compare", help="compare two runs, or groups", description=_COMPARE, epilog=_CODES)
     versus.set_defaults(command=_compare)
-    versus.epilog = _CODES
     before, after = "the run before, or a folder of runs", "the run, or folders of runs, after"
     versus.add_argument("before", metavar="BEFORE", help=before)
     versus.add_argument("after", nargs="+", metavar="AFTER", help=after)
     _add_bounds(versus)
 
-    turns = new("bench", help="run two commands in turns", description=command.ABOUT_BENCH)
+    failed = f"{_CODES}If a command fails, bench exits with 2; 128 + n if signal n ended it."
+    turns = new(
+        "bench", help="run two commands in turns", description=command.ABOUT_BENCH, epilog=failed
+    )
     turns.set_defaults(command=lambda args: _judge(command.bench(args), args))
-    turns.epilog = f"{_CODES}If a command fails, bench exits with 2; 128 + n if signal n ended it."
     command.add_bench_arguments(turns)
     _add_bounds(turns)
 
@@ -173,7 +174,7 @@ def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from lightning_gputime._runs.page import page
+    from lightning_gputime._output.page import page
     from lightning_gputime._runs.saved import write
 
     if len(args.runs) > 2:
@@ -189,7 +190,7 @@ def _report(args: argparse.Namespace) -> int:
 
 def _print(*parts: "package.PhaseSummary | package.RunComparison | str") -> None:
     """Print tables and texts, also where nobody reads them, as in a pipe into `head`."""
-    from lightning_gputime._measurement.table import show
+    from lightning_gputime._output.table import show
 
     try:
         for part in parts:

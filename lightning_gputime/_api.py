@@ -1,16 +1,16 @@
 """The public names that need torch, and no Lightning: those that `__init__` lists."""
 
 from lightning_gputime._instrumentation.named import phase as phase
-from lightning_gputime._measurement.means import MetricsLogger as MetricsLogger
+from lightning_gputime._measurement.observers import Section as Section
 from lightning_gputime._measurement.observers import StepObserver as StepObserver
 from lightning_gputime._measurement.ranks import RankStats as RankStats
 from lightning_gputime._measurement.ranks import RankSummary as RankSummary
 from lightning_gputime._measurement.slow import Cause as Cause
 from lightning_gputime._measurement.slow import SlowStep as SlowStep
 from lightning_gputime._measurement.stats import PhaseStats as PhaseStats
-from lightning_gputime._measurement.table import Section as Section
 from lightning_gputime._memory import MemorySummary as MemorySummary
 from lightning_gputime._options import TimerOptions as TimerOptions
+from lightning_gputime._output.loggers import MetricsLogger as MetricsLogger
 from lightning_gputime._output.summary import PhaseSummary as PhaseSummary
 from lightning_gputime._phases import StepTimes as StepTimes
 from lightning_gputime._runs.compare import RunComparison as RunComparison
@@ -21,5 +21,5 @@ from lightning_gputime._runs.saved import Run as Run
 from lightning_gputime._runs.saved import load as load
 from lightning_gputime.hooks import GPUPhaseHooks as GPUPhaseHooks
 
-for _one in [one for one in vars().values() if isinstance(one, type)]:
-    _one.__module__ = "lightning_gputime"  # Where users find it.
+for found in [value for value in vars().values() if isinstance(value, type)]:
+    found.__module__ = "lightning_gputime"  # Users import it from there.

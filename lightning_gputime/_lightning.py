@@ -13,6 +13,8 @@ from lightning_gputime._instrumentation.loop import Batch, Loop
 from lightning_gputime._instrumentation.optimizer import is_optimizer, parameters_of
 from lightning_gputime._instrumentation.patching import Calls, Subscription
 from lightning_gputime._measurement.means import MeanLog
+from lightning_gputime._options import Options
+from lightning_gputime._output.loggers import LogWriter
 
 
 def loop_of(
@@ -66,11 +68,17 @@ def _updates(optimizer: Any) -> bool:
     return any(getattr(parameter, "requires_grad", True) for parameter in parameters)
 
 
-def mean_log_of(trainer: pl.Trainer, prefix: str, row: Mapping[str, float]) -> MeanLog:
-    """Return what logs means when and where a trainer logs."""
+def log_writer_of(trainer: pl.Trainer, options: Options, row: Mapping[str, float]) -> LogWriter:
+    """Return a writer to the loggers and the metrics of a trainer."""
+    publish_to = partial(publish, trainer)
+    groups = options.logged_groups
+    return LogWriter(options.prefix, trainer.loggers, publish_to, groups=groups, row=row)
+
+
+def mean_log_of(trainer: pl.Trainer, options: Options, row: Mapping[str, float]) -> MeanLog:
+    """Return a log of means in the steps in which a trainer logs."""
     every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
-    log = partial(publish, trainer)
-    return MeanLog(prefix, every_n_steps, trainer.loggers, log, row=row)
+    return MeanLog(every_n_steps, log_writer_of(trainer, options, row))
 
 
 def publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:

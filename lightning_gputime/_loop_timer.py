@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
 from enum import Enum
 from functools import partial
 from threading import get_ident
@@ -21,7 +20,7 @@ from lightning_gputime._culprits.places import (
 from lightning_gputime._instrumentation.arguments import check_loader
 from lightning_gputime._instrumentation.loop import Loop, is_training
 from lightning_gputime._measurement.culprits import CulpritSums
-from lightning_gputime._measurement.means import MeanLog, MetricsLogger
+from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.wall_clock import (
     BETWEEN_LOOPS,
     EVALUATION,
@@ -31,6 +30,7 @@ from lightning_gputime._measurement.wall_clock import (
 )
 from lightning_gputime._messages import HOMES, messages
 from lightning_gputime._options import Options, check_int
+from lightning_gputime._output.loggers import LogWriter, MetricsLogger
 from lightning_gputime._phases import DATA, OTHER
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._session.session import Session
@@ -137,7 +137,9 @@ class LoopTimer(Timer):
 
     def _start_loop(self, clock: Clock, loggers: Sequence[MetricsLogger], **known: Any) -> None:
         """Start a new measurement, see `_start`."""
-        means = MeanLog(self._options.prefix, self._log_every_n_steps, loggers)
+        options = self._options
+        writer = LogWriter(options.prefix, loggers, groups=options.logged_groups)
+        means = MeanLog(self._log_every_n_steps, writer)
         self._step, self._micro_batches, self._body = self._first_step, 0, None
         self._wall_clock, self._culprits = WallClock(clock.host_ns), CulpritSums()
         self._reset_places(clock.host_ns)
@@ -145,7 +147,7 @@ class LoopTimer(Timer):
         self._between.start(None)
         self._start(clock, self._loop, means, self._wall_clock, **known)
         self._time_loader()
-        self._results.setup = replace(self._results.setup, is_own_loop=True)
+        self._results.update_setup(is_own_loop=True)
         self._session.begin()
 
     def _forget(self, session: Session) -> None:
@@ -153,6 +155,10 @@ class LoopTimer(Timer):
         if self._wall_clock.entry == BETWEEN_LOOPS:
             self._between.end(BETWEEN_LOOPS)
         super()._forget(session)
+
+    def _forget_loop(self) -> None:
+        """Release the model and the optimizers; the timer cannot be attached again."""
+        del self._loop
 
     def remove(self) -> None:
         """Read and log the last steps, then remove all hooks. Safe to call twice."""

@@ -11,9 +11,9 @@ from numbers import Number
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from lightning_gputime._instrumentation.modules import Modules
-from lightning_gputime._measurement.means import GROUPS
 from lightning_gputime._measurement.observers import is_observer
 from lightning_gputime._messages import format_value, suggest
+from lightning_gputime._output.loggers import GROUPS
 from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock
 

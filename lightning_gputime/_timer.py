@@ -28,11 +28,11 @@ from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.setup import CostlySetting
 from lightning_gputime._measurement.slow import SlowStep
-from lightning_gputime._measurement.table import Table, Tabular, show
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._messages import HOMES, WarnOnce, messages
 from lightning_gputime._options import AUTO, Options, check_bools, check_int
 from lightning_gputime._output.summary import PhaseSummary, summary_of
+from lightning_gputime._output.table import Table, Tabular, show
 from lightning_gputime._phases import EXCLUDED, SAVES, StepTimes
 from lightning_gputime._record.clock import Clock, HostClock, clock_for
 from lightning_gputime._runs import saved
@@ -137,6 +137,10 @@ class Timer(Tabular):
 
     # For front ends
 
+    def _print_on_stderr(self) -> None:
+        """Print tables on stderr: the output of a script that gets a timer stays as it is."""
+        self._prints_on_stderr = True
+
     def _start(
         self,
         clock: Clock,
@@ -158,15 +162,20 @@ class Timer(Tabular):
         on_host = isinstance(clock, HostClock)
         n = options.every_n_steps
         hint = "" if n in (1, AUTO) else f"Of each {n:,} steps one is timed (every_n_steps)."
-        self._results = Results(
-            options.history_size, options.timed_warmup_steps, on_host, hint, self._culprits
-        )
-        self._results.libraries = self._libraries
-        self._results.wall_clock = self._wall_clock = wall_clock
-        self._evaluations.means.clear()
+        self._wall_clock = wall_clock
         self._environment = environment_of(loop, options, **known)
-        means.begin()
-        self._results.setup = setup_of(self._environment, loop, "precision" in known)
+        self._results = Results(
+            options.history_size,
+            options.timed_warmup_steps,
+            on_host,
+            hint,
+            self._culprits,
+            libraries=self._libraries,
+            wall_clock=wall_clock,
+            setup=setup_of(self._environment, loop, "precision" in known),
+        )
+        self._evaluations.means.clear()
+        means.writer.begin()
         work = CPU_WORK if on_host else GPU_WORK
         self._costly_settings = CostlySettings.of(self._environment, loop, work)
         self._read_costly_settings()
@@ -269,7 +278,7 @@ class Timer(Tabular):
         self._session.analyzer.set_loader(loader, in_data)
         self._loader = loader
         known = known_of_loader(loader)
-        self._results.setup = replace(self._results.setup, **known, loader_prefix=prefix)
+        self._results.update_setup(**known, loader_prefix=prefix)
         if not self._wall_clock.has_stepped:
             self._read_costly_settings()  # Those of torch are often set after `attach`.
         if known["batch_size"] is not None:
@@ -277,9 +286,8 @@ class Timer(Tabular):
 
     def _read_costly_settings(self, before: Iterable[CostlySetting] = ()) -> None:
         """Read the settings that are known to cost time, and keep those read before."""
-        setup = self._results.setup
-        settings = merge(before, self._costly_settings.read(setup))
-        self._results.setup = replace(setup, costly_settings=settings)
+        settings = merge(before, self._costly_settings.read(self._results.setup))
+        self._results.update_setup(costly_settings=settings)
 
     def _submodules(self, model: object) -> dict[str, nn.Module]:
         """Return the modules that `modules` selects. Raise ValueError where it matches none."""

@@ -152,6 +152,10 @@ class GPUPhaseTimer(Timer, pl.Callback):
             start_ns, self._run_start_ns = self._run_start_ns, None
             self._start_clock(trainer, start_ns)
 
+    def _save_to(self, path: str | None) -> None:
+        """Save the run to another file than `save_path`."""
+        self._path = path
+
     @never_raises
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         start_ns, self._run_start_ns = self._run_start_ns, None
@@ -180,7 +184,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._start(
             self._clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero),
             loop,
-            _lightning.mean_log_of(trainer, self._options.prefix, row),
+            _lightning.mean_log_of(trainer, self._options, row),
             self._wall_clock,
             frames_here(),
             precision=str(trainer.precision),
@@ -293,9 +297,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._finish()
             self._wall_clock.switch_to(TEAR_DOWN)
             if self.last_step is not None:
-                log = _lightning.mean_log_of(trainer, self._options.prefix, fit.row)
-                log.groups = self._options.logged_groups
-                log.log_values(self._wall_clock.summary().metrics(), self.last_step.step)
+                writer = _lightning.log_writer_of(trainer, self._options, fit.row)
+                writer.write(self._wall_clock.summary().metrics(), self.last_step.step)
             self._is_table_due = True
 
     @never_raises

@@ -10,8 +10,8 @@ from torch import nn
 from lightning_gputime._instrumentation.arguments import check_model, check_optimizers
 from lightning_gputime._instrumentation.loop import Loop, is_engine
 from lightning_gputime._loop_timer import LoopTimer
-from lightning_gputime._measurement.means import MetricsLogger, check_loggers
 from lightning_gputime._options import AllOptions, Options, check_int, takes_options
+from lightning_gputime._output.loggers import MetricsLogger, check_loggers
 from lightning_gputime._record.clock import check_device, device_of
 from lightning_gputime._session.self_check import (
     warn_of_other_parameters,

@@ -33,6 +33,7 @@ from lightning_gputime._measurement.wall_clock import (
     WallClock,
 )
 from lightning_gputime._options import AllOptions, Options, takes_options
+from lightning_gputime._output.loggers import LogWriter
 from lightning_gputime._phases import (
     AFTER_UPDATE,
     CALLBACKS,
@@ -209,10 +210,12 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         named = transformers_.named_functions(trainer)
         self._time_calls(known for known in named if not isinstance(known[0], Timer))
         precision = getattr(trainer.accelerator, "mixed_precision", "no")
+        options, publish = self._options, self._unlogged.update
+        writer = LogWriter(options.prefix, (), publish, groups=options.logged_groups)
         self._start(
             clock,
             loop,
-            MeanLog(self._options.prefix, sys.maxsize, (), self._unlogged.update),
+            MeanLog(sys.maxsize, writer),
             self._wall_clock,
             frames_here(),
             accumulate_grad_batches=args.gradient_accumulation_steps,

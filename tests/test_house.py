@@ -421,3 +421,51 @@ def test_nothing_else_stands_at_the_top() -> None:
         pytest.skip("this is no checkout")
     top = {path.partition("/")[0] for path in listed.stdout.splitlines()}
     assert {name for name in top if not name.startswith(".")} == TOP
+
+
+# Attributes of other objects. Give the object a method, or return a new one.
+
+OBJECTS_OF_OTHERS = {
+    *("found.__module__", "checked.__signature__", "module.__loader__", "module.__spec__.loader"),
+    *("spec.loader", "os.environ", "warnings.showwarning", "record.msg", "handler.callbacks"),
+    *("parser.allow_abbrev", "weakref.finalize(self, call.remove).atexit"),
+    *("environment.filters", "figure.grid.grid_line_alpha", "figure.grid.grid_line_color"),
+    *("figure.height", "figure.toolbar.active_scroll", "figure.toolbar.logo", "figure.y_range"),
+    "figure.xaxis.formatter.use_scientific",
+}
+"""Attributes of Python and of other libraries, which have no other way to set them."""
+
+WRITES_THAT_REMAIN = {
+    "_causes.attribution": "device_ms host_ms idle_ms unattributed_host_ms",
+    "_fit": "is_open needs_updates",
+    "_instrumentation.boundaries": "depth updates was_tried",
+    "_instrumentation.forward": "is_open",
+    "_instrumentation.patching": "_patch",
+    "_instrumentation.work": "flops note peak_tflops precision",
+    "_loop_timer": "is_fetched is_open",
+    "_record.pending_steps": "ended finished_ns owns_end untimed wait_ms was_fully_queued",
+    "_record.recorder": "alive post_spin_index",
+    "_session.evaluation": "batch_ended_ns is_open items",
+    "_session.session": "depth items reading_since_ns updates was_tried",
+    "huggingface": "is_open",
+}
+"""Writes to be removed, by module. Only take entries out."""
+
+
+def writes_to_others(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Yield each attribute that is assigned or deleted on an object other than `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not is_own and ast.unparse(node) not in OBJECTS_OF_OTHERS:
+                yield node
+
+
+def test_nobody_writes_attributes_of_others() -> None:
+    wrong = [
+        f"{module}:{node.lineno}: {ast.unparse(node)}"
+        for module, text in MODULES.items()
+        for node in writes_to_others(ast.parse(text))
+        if node.attr not in WRITES_THAT_REMAIN.get(module, "").split()
+    ]
+    assert not wrong

@@ -196,7 +196,7 @@ def test_micro_batches_are_one_step_and_the_last_of_an_epoch_too(
     assert found[12] == thrice | {"data": 3.0}
     assert found[13] == STEP | {"data": 0.0}
     assert found[14] == found[0]
-    assert timer._results.step_series._epoch == 1
+    assert timer._results.slowdowns.series._epoch == 1
 
 
 def test_the_means_stand_beside_the_loss_before_all_who_report(

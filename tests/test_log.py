@@ -5,6 +5,7 @@ import pytest
 from fake_gpu import raw
 
 from lightning_gputime._measurement.means import MeanLog
+from lightning_gputime._output.loggers import LogWriter
 
 
 class Logger:
@@ -19,7 +20,7 @@ class Logger:
 
 def test_the_mean_since_the_last_log_is_logged_every_n_steps_in_one_call() -> None:
     logger = Logger()
-    log = MeanLog("phase_time", 2, [logger])
+    log = MeanLog(2, LogWriter("phase_time", [logger]))
     for step in range(4):
         log.add([raw(step, 1.0, forward=float(step), backward=2.0)])
     assert logger.calls == [
@@ -38,7 +39,7 @@ def test_the_mean_since_the_last_log_is_logged_every_n_steps_in_one_call() -> No
 
 def test_a_phase_that_did_not_run_is_not_logged_and_not_averaged_as_zero() -> None:
     logger = Logger()
-    log = MeanLog("p", 3, [logger])
+    log = MeanLog(3, LogWriter("p", [logger]))
     for step, phases in enumerate([{"ema": 4.0}, {"forward": 1.0}, {"ema": 6.0}]):
         log.add([raw(step, **phases)])
     [(_, metrics)] = logger.calls
@@ -49,7 +50,7 @@ def test_a_phase_that_did_not_run_is_not_logged_and_not_averaged_as_zero() -> No
 
 def test_what_is_left_is_logged_under_the_number_of_the_newest_step() -> None:
     logger = Logger()
-    log = MeanLog("p", 50, [logger])
+    log = MeanLog(50, LogWriter("p", [logger]))
     log.log_means()
     assert logger.calls == []
     log.add([raw(50, forward=1.0)])
@@ -61,7 +62,7 @@ def test_what_is_left_is_logged_under_the_number_of_the_newest_step() -> None:
 
 def test_a_number_that_is_due_and_skipped_is_made_up_for_at_the_next() -> None:
     logger = Logger()
-    log = MeanLog("p", 5, [logger])
+    log = MeanLog(5, LogWriter("p", [logger]))
     for step in (101, 103, 105, 107, 109, 111):
         log.add([raw(step, forward=1.0)])
     assert [step for step, _ in logger.calls] == [105, 109]
@@ -73,7 +74,7 @@ def test_every_logger_gets_its_own_separator_and_publish_the_slash() -> None:
     def publish(metrics: Mapping[str, float]) -> None:
         published.update(metrics)
 
-    MeanLog("p", 1, [slash, dash], publish).add([raw(0, forward=1.0)])
+    MeanLog(1, LogWriter("p", [slash, dash], publish)).add([raw(0, forward=1.0)])
     assert "p/forward_ms" in slash.calls[0][1]
     assert "p-forward_ms" in dash.calls[0][1]
     assert "p/forward_ms" in published
@@ -81,7 +82,7 @@ def test_every_logger_gets_its_own_separator_and_publish_the_slash() -> None:
 
 def test_every_zero_steps_logs_nothing() -> None:
     logger = Logger()
-    log = MeanLog("p", 0, [logger])
+    log = MeanLog(0, LogWriter("p", [logger]))
     log.add([raw(0, forward=1.0)])
     log.log_means()
     assert logger.calls == []
@@ -95,7 +96,7 @@ def test_a_logger_that_fails_does_not_stop_training_and_is_told_once(
             raise OSError("disk full")
 
     other = Logger()
-    log = MeanLog("p", 1, [Full(), other])
+    log = MeanLog(1, LogWriter("p", [Full(), other]))
     for step in range(3):
         log.add([raw(step, forward=1.0)])
     assert [step for step, _ in other.calls] == [0, 1, 2]
@@ -106,7 +107,7 @@ def test_a_logger_that_fails_does_not_stop_training_and_is_told_once(
 
 def test_more_logs_than_calls_may_nest_come_out_of_one_batch() -> None:
     logger = Logger()
-    log = MeanLog("p", 2, [logger])
+    log = MeanLog(2, LogWriter("p", [logger]))
     assert log.add([raw(step, forward=float(step)) for step in range(5001)])
     assert [(step, metrics["p/forward_ms"]) for step, metrics in logger.calls] == [
         (step, step - 0.5) for step in range(1, 5000, 2)

@@ -29,7 +29,7 @@ from lightning.pytorch.loggers import (
 )
 
 from lightning_gputime import GPUPhaseTimer
-from lightning_gputime._measurement.means import add_charts, send
+from lightning_gputime._output.loggers import add_charts, send
 
 LOGGED = [1, 3, 4]
 KEYS = {f"phase_time/{name}_ms": ms for name, ms in STEP_MS.items()}

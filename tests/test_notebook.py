@@ -12,7 +12,7 @@ from fake_lightning import Model, fit
 from fake_loop import Loop, hooks
 
 from lightning_gputime import GPUPhaseTimer
-from lightning_gputime._measurement.table import in_notebook
+from lightning_gputime._output.table import in_notebook
 
 
 @pytest.fixture

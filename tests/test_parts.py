@@ -171,7 +171,7 @@ def test_the_labels_of_steps_that_are_alike_are_kept_once(gpu: FakeGPU) -> None:
     with timer:
         for x in timer.steps(batches(gpu, 4)):
             model(x).sum().backward()
-    _, second, *others = timer._results._newest
+    _, second, *others = timer._results._steps.newest
     assert "forward/body/body.0" in second.labels
     assert [step.labels is second.labels for step in others] == [True, True]
 

@@ -398,7 +398,7 @@ def test_a_wait_names_the_phase_that_took_the_host_longest() -> None:
         step = raw(number, **{EXCLUDED: 3.0}, forward=1.0, loss=3.0)
         step = step._replace(was_fully_queued=False, post_spin_index=1)
         assert probe.take([step]) == []
-    assert "in `loss`" in results.probe_failure
+    assert "in `loss`" in results.probes.failure
 
 
 def test_a_probe_that_an_epochs_end_drops_costs_no_step(gpu: FakeGPU) -> None:

@@ -34,12 +34,12 @@ from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Advice
 from lightning_gputime._diagnosis.pace import Pace
 from lightning_gputime._measurement.changes import Slowdown
-from lightning_gputime._measurement.means import GROUPS
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import CauseKind, SlowSummary
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._options import Options
+from lightning_gputime._output.loggers import GROUPS
 from lightning_gputime.huggingface import TransformersPhaseTimer
 
 ROOT = Path(__file__).parent.parent

@@ -21,10 +21,10 @@ from lightning_gputime._measurement.history import list_top_phases
 from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
+from lightning_gputime._output.page import page, phases_over_steps, thin_out
 from lightning_gputime._output.summary import summary_of
 from lightning_gputime._runs import saved
 from lightning_gputime._runs.environment import Environment
-from lightning_gputime._runs.page import page, phases_over_steps, thin_out
 
 needs_bokeh = pytest.mark.skipif(
     importlib.util.find_spec("bokeh") is None, reason="the page needs the extra `report`"

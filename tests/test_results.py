@@ -12,9 +12,8 @@ from fake_gpu import raw
 from fake_loop import with_facts
 
 from lightning_gputime import Environment, Run, load
+from lightning_gputime._measurement.observers import Section
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._measurement.setup import TrainingSetup
-from lightning_gputime._measurement.table import Section
 from lightning_gputime._output.summary import summary_of
 from lightning_gputime._phases import StepRecord
 from lightning_gputime._runs import saved
@@ -268,7 +267,7 @@ def test_steps_of_no_time_at_all_have_no_verdict(on_host_clock: bool) -> None:
 def test_one_long_fetch_makes_no_training_input_bound() -> None:
     def verdict(stalls: int, *, has_loader: bool = True) -> str:
         results = Results(100, 0)
-        results.setup = TrainingSetup(has_loader=has_loader)
+        results.update_setup(has_loader=has_loader)
         fetches = [500.0] * stalls + [0.5] * (55 - stalls)
         results.add([raw(i, data=ms, forward=10.0) for i, ms in enumerate(fetches)])
         return summary_of(results).verdict

@@ -17,9 +17,9 @@ from fake_loop import Loop, hooks, train, with_facts
 import lightning_gputime
 from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, Run, SlowStep, load
 from lightning_gputime.__main__ import main
+from lightning_gputime._measurement.observers import Section
 from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._measurement.table import Section
 from lightning_gputime._measurement.wall_clock import WallClock, WallClockBreakdown
 from lightning_gputime._output.summary import summary_of
 from lightning_gputime._runs import environment, saved
@@ -73,7 +73,7 @@ def test_a_timer_and_its_run_show_the_same(tmp_path: Path) -> None:
         with pytest.raises(KeyError, match=r"'forward_ms': did you mean forward\?"):
             one.summary().rows["forward_ms"]
     for history in (timer.history(), run.history[1:]):
-        with pytest.raises(ValueError, match="of name 'forward': did you mean forward_ms"):
+        with pytest.raises(ValueError, match="named 'forward': did you mean forward_ms"):
             history["forward"]
         assert type(history["forward_ms"]) is np.ndarray
 
@@ -129,7 +129,8 @@ def test_all_that_a_run_can_have_is_kept(tmp_path: Path) -> None:
     results = Results(10, 0)
     results.add([raw(0, forward=2.0)])
     stats = RankStats(1.0, 2.0, 3.0, 1)
-    results.ranks = RankSummary({"step": stats}, (0, 1), 1, 2.0, "forward", "rank 1 is slow")
+    ranks = RankSummary({"step": stats}, (0, 1), 1, 2.0, "forward", "rank 1 is slow")
+    results.ranks.add(ranks)
     results.wall_clock = WallClock(iter([0, 4_000_000_000, 5_000_000_000]).__next__)
     cause = Cause("ranks", 2.0, 1.5, "rank 1")
     lost_ms, phase_ms, host_ms = {"loss": {"unexplained": 3.0}}, {"loss": 9.5}, {"loss": 0.5}
@@ -141,7 +142,7 @@ def test_all_that_a_run_can_have_is_kept(tmp_path: Path) -> None:
     )
     saved.save(run, tmp_path / "run.json.gz")
     found = load(tmp_path / "run.json.gz")
-    assert found.summary().ranks == results.ranks
+    assert found.summary().ranks == ranks
     assert found.summary().wall_clock == WallClockBreakdown({"set-up": 4.0})
     assert found.slow_steps == [slow]
     assert found.evaluations == run.evaluations

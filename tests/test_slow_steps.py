@@ -293,7 +293,7 @@ def test_the_excess_is_logged_and_by_cause_once_there_was_one(loop: Loop) -> Non
 
 def test_a_window_of_many_slow_steps_keeps_no_more_than_their_sums() -> None:
     log = SlowLog()
-    log.is_followed = True
+    log.follow()
     for number in range(5_000):
         causes = (Cause("garbage_collection", 2.0, 2.0, ""),) if number % 2 else ()
         log.add(evidence(SlowStep(number, 20.0, 10.0, "loss", causes, 8.0)), is_known=True)

@@ -48,7 +48,7 @@ class Bench:
     def __init__(self, gpu: FakeGPU, *asked: Any) -> None:
         self.gpu = gpu
         log = SlowLog()
-        log.is_followed = True
+        log.follow()
         self.analyzer = SlowStepAnalyzer(gpu, log, CulpritSums())
         self.analyzer.collectors = [getattr(one, "collect", one) for one in asked]
         for one in asked:

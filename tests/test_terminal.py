@@ -15,8 +15,9 @@ from processes import run
 from lightning_gputime import Run, compare
 from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._measurement.table import Table, duration, show, unit_of
+from lightning_gputime._measurement.units import duration, unit_of
 from lightning_gputime._output.summary import PhaseSummary, summary_of
+from lightning_gputime._output.table import Table, show
 from lightning_gputime._runs.environment import Environment
 
 TERMINAL_RUN = Path(__file__).parent / "terminal_run.py"

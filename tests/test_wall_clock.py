@@ -442,7 +442,7 @@ def test_a_run_is_saved_where_the_interrupt_has_ended_the_reader_of_its_output_t
     gpu = FakeGPU()
     model, path = Killed(gpu), tmp_path / "run.json.gz"
     model.error = KeyboardInterrupt()
-    monkeypatch.setattr("lightning_gputime._measurement.table.sys.stdout", Gone())
+    monkeypatch.setattr("lightning_gputime._output.table.sys.stdout", Gone())
     with pytest.raises((SystemExit, KeyboardInterrupt)):
         fit(gpu, model, 9, timer=GPUPhaseTimer(_clock=gpu, save_path=path, _lag=0))
     monkeypatch.undo()

@@ -60,7 +60,7 @@ def learn(model: nn.Module, batches: Any, gpu: FakeGPU, **options: Any) -> GPUPh
 
 def items_of(timer: Any) -> list[float]:
     timer.flush()
-    return [step.items for step in timer._results._newest]
+    return [step.items for step in timer._results._steps.newest]
 
 
 @pytest.fixture
@@ -589,7 +589,7 @@ def test_more_than_the_peak_is_no_mfu_and_has_no_rest(gpu: FakeGPU) -> None:
 
 @pytest.mark.usefixtures("h200")
 def test_a_saved_run_has_its_work_and_its_page_shows_it(gpu: FakeGPU, tmp_path: Any) -> None:
-    from lightning_gputime._runs.page import page
+    from lightning_gputime._output.page import page
 
     timer = learn(Net(gpu), [torch.ones(8, 64)] * 40, gpu, probe_every_n_steps=5)
     timer.save(tmp_path / "run.json")

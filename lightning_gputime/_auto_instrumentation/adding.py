@@ -24,7 +24,7 @@ def take_place(adder: object, callbacks: list[Any], timer: Timer) -> bool:
         return False
     # In the list that is being gone through: no other callback may be left out.
     callbacks[callbacks.index(adder)] = timer
-    timer._prints_on_stderr = True
+    timer._print_on_stderr()
     return True
 
 
@@ -33,7 +33,7 @@ def show_at_exit(timer: Timer, wanted: dict[str, Any], *, prints: bool = True) -
 
     Return a function that does so earlier; None on other ranks.
     """
-    timer._prints_on_stderr = True
+    timer._print_on_stderr()
     if _rank() not in (None, "0"):
         return None
     # Unlike `atexit`: in no process that is forked off later, and in those of `multiprocessing`.

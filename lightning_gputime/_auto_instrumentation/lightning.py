@@ -27,4 +27,4 @@ class TrainerAdder(pl.Callback):
 @tells_errors()
 def _name_file(timer: GPUPhaseTimer, wanted: dict[str, Any], *_: Any) -> None:
     """Let each fit of a Trainer save to a file of its own."""
-    timer._path = adding.path_to_save(wanted)
+    timer._save_to(adding.path_to_save(wanted))

@@ -76,7 +76,7 @@ class PlainLoops:
         if loop is not None and loop.optimizer is optimizer:
             # Its own hook has ended the step.
             if self._others:
-                loop.patience = max(loop.patience, 2 * self._others + _MIN_PATIENCE)
+                loop.tolerate(self._others)
                 self._others = 0
                 self._census.join()
             return
@@ -185,6 +185,10 @@ class _TimedLoop:
         self._show = adding.show_at_exit(self._timer, wanted)
         self.is_shown = self._show is not None
 
+    def tolerate(self, others: int) -> None:
+        """Expect that other optimizers update this often between two updates of this loop."""
+        self.patience = max(self.patience, 2 * others + _MIN_PATIENCE)
+
     def _step_ends(self, *_: Any) -> None:
         if self._has_begun:
             if (calls := self._timer._session.recorder.labels.count(BACKWARD)) > 1:
@@ -200,7 +204,7 @@ class _TimedLoop:
         timer = self._timer
         self._hook.remove()
         timer._finish()
-        del timer._loop  # The script may need the model no more.
+        timer._forget_loop()  # The script may not need the model any more.
         has_steps = len(timer.history()) > timer._options.timed_warmup_steps
         if self._show is not None:
             if has_steps:

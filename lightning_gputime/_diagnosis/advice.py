@@ -34,7 +34,7 @@ from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import OFF_CPU
 from lightning_gputime._measurement.stats import is_uneven
-from lightning_gputime._measurement.table import duration, percent
+from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import (
     BETWEEN_LOOPS,
     CHECKPOINTS,

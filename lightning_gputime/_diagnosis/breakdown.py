@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lightning_gputime._diagnosis.codes import (
     CODES,
@@ -52,13 +52,13 @@ _MIN_OTHERS = 0.2  # Fraction of the other steps, for a phase that is longest in
 _NOT_REMOVABLE = (TIMING, NOT_SAMPLED)
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class _Part:
     """Time of an entry inside steps, as fractions of the step.
 
     Attributes:
-        share: Its part of the step.
-        host: Host time, where that differs.
+        share: Time on the GPU's clock.
+        host: Host time.
         error: Half the width of the 95 % interval of `share`.
     """
 
@@ -67,16 +67,33 @@ class _Part:
     error: float = 0.0
 
 
-@dataclass
-class _Parts:
-    parts: defaultdict[str, _Part] = field(default_factory=lambda: defaultdict(_Part))
+class _StepShares:
+    """Shares of entries in a step."""
+
+    def __init__(self) -> None:
+        self._share = defaultdict[str, float](float)
+        self._host = defaultdict[str, float](float)
+        self._error = defaultdict[str, float](float)
+
+    def add(self, entry: str, share: float, host: float = 0.0, error: float = 0.0) -> None:
+        self._share[entry] += share
+        self._host[entry] += host
+        self._error[entry] = (self._error[entry] ** 2 + error**2) ** 0.5
 
     def move(self, source: str, entry: str, share: float) -> float:
-        """Give a share of one entry to another. Return how much that had."""
-        moved = max(min(share, self.parts[source].share), 0.0)
-        self.parts[source].share -= moved
-        self.parts[entry].share += moved
+        """Move a share between entries. Return how much `source` had of it."""
+        moved = max(min(share, self._share[source]), 0.0)
+        self._share[source] -= moved
+        self._share[entry] += moved
         return moved
+
+    def parts(self, work: str) -> dict[str, _Part]:
+        """Return all entries. Their shares add up to 1: rounding errors go to `work`."""
+        self._share[work] += 1.0 - sum(self._share.values())
+        return {
+            name: _Part(share, self._host[name], self._error[name])
+            for name, share in self._share.items()
+        }
 
 
 def break_down(
@@ -198,17 +215,13 @@ def _removable(name: str, part: _Part, m: Measurement, pace: Pace) -> float:
 def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> dict[str, _Part]:
     """Return the entries of a step, whose shares add up to 1."""
     entry_of = _entries_of_phases(m, pace, work)
-    found = _Parts()
+    found = _StepShares()
     for name, row in m.rows.items():
         entry, parent = entry_of(name), entry_of(name.partition("/")[0])
         if "/" not in name or entry != parent:
-            part = found.parts[entry]
-            part.share += row.share
-            part.host += m.host_share(name)
-            part.error = (part.error**2 + row.share_error**2) ** 0.5
+            found.add(entry, row.share, m.host_share(name), row.share_error)
             if "/" in name:
-                found.parts[parent].share -= row.share
-                found.parts[parent].host -= m.host_share(name)
+                found.add(parent, -row.share, -m.host_share(name))
     found.move(CALLBACKS, SAVES, saves)  # A checkpoint is a callback to the step.
     work_of_slow_steps = 0.0
     if m.slow is not None:
@@ -225,11 +238,8 @@ def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> dict[
     found.move(work, GAPS, (m.launch_gap_share or 0.0) - work_of_slow_steps)
     found.move(work, TIMING, (m.timing_share or 0.0) / m.timed_every_n_steps)
     if m.not_sampled_share:
-        found.parts[NOT_SAMPLED].share = m.not_sampled_share
-    parts = dict(found.parts)
-    rest = 1.0 - sum(part.share for part in parts.values())
-    parts.setdefault(work, _Part()).share += rest  # Rounding only.
-    return parts
+        found.add(NOT_SAMPLED, m.not_sampled_share)
+    return found.parts(work)
 
 
 def _entries_of_phases(m: Measurement, pace: Pace, work: str) -> Callable[[str], str]:

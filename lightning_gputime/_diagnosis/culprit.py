@@ -14,7 +14,7 @@ from lightning_gputime._measurement.culprits import (
     of_entry,
 )
 from lightning_gputime._measurement.measurement import Measurement
-from lightning_gputime._measurement.table import duration, percent
+from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import BETWEEN_LOOPS, TEAR_DOWN
 from lightning_gputime._phases import CALLBACKS, DATA, FETCH, OTHER, SAVES, of_one_callback
 

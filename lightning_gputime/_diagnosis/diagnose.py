@@ -10,7 +10,7 @@ from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, Gra
 from lightning_gputime._diagnosis.pace import pace_of
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
-from lightning_gputime._measurement.table import duration, percent
+from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import ONCE
 from lightning_gputime._phases import DATA
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from lightning_gputime._diagnosis.codes import COMPUTE, GPU, LAUNCH, SYNC
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.stats import largest_part
-from lightning_gputime._measurement.table import percent, unit_of
+from lightning_gputime._measurement.units import percent, unit_of
 from lightning_gputime._phases import COPY, DATA, FETCH, WAIT
 
 # Fractions of the step. The host waits for the GPU: it sets the pace. The GPU runs behind the host

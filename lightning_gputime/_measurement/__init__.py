@@ -1,4 +1,5 @@
-"""Step records as numbers: sums, history, samples, wall clock, work rates, ranks, slow steps.
+"""Statistics of step records: sums, history, wall clock, work rates, ranks, slow steps.
 
-Plain Python and NumPy, without a clock, a device or torch. Nothing here judges: `_diagnosis` does.
+Each class owns its state and returns facts, in plain Python and NumPy, without torch or a clock.
+Thresholds that lead to advice belong in `_diagnosis`, texts around numbers in `_output`.
 """

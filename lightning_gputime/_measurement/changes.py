@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._measurement.stats import largest_part
-from lightning_gputime._measurement.table import duration
+from lightning_gputime._measurement.sums import Sums
+from lightning_gputime._measurement.units import duration
+from lightning_gputime._measurement.untimed import UntimedSteps
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -227,6 +229,49 @@ class StepSeries:
             since_epoch=start.epoch,
             lost_share=max(lost_ms / all_ms, 0.0),
         )
+
+
+class SlowdownSearch:
+    """Search a run for a slowdown while its steps are added.
+
+    Args:
+        untimed: The steps that are not timed.
+    """
+
+    def __init__(self, untimed: UntimedSteps) -> None:
+        self.series = StepSeries()
+        self._untimed = untimed
+        # Since the newest window of the series: sums over timed steps, untimed steps before it.
+        self._sums, self._untimed_before = Sums(), untimed.totals
+        self._is_followed = False
+        self.found: Slowdown | None = None
+        """The slowdown that was found last during training."""
+
+    def follow(self) -> None:
+        """Search during training, too: logs or observers report slowdowns."""
+        self._is_followed = True
+
+    def add(self, number: int, sums: Sums) -> bool:
+        """Add steps up to this number. Return True if it is time for a search."""
+        self._sums.merge(sums)
+        untimed = self._untimed.estimate_since(self._untimed_before)
+        every = self._sums.plus(untimed.sums)
+        n = int(every.step.n) + untimed.unsampled_steps
+        if n < MIN_STEPS:
+            return False
+        phases_ms = {name: phase.device_ms / n for name, phase in every.phases.items()}
+        self._sums, self._untimed_before = Sums(), self._untimed.totals
+        return self.series.add(number, n, every.step.device_ms + untimed.unsampled_ms, phases_ms)
+
+    def search_followed(self) -> bool:
+        """Search, which takes milliseconds, if anyone follows. Return True for the first find."""
+        if not self._is_followed:
+            return False
+        before, self.found = self.found, self.find()
+        return before is None and self.found is not None
+
+    def find(self) -> Slowdown | None:
+        return self.series.find()
 
 
 class _Change(NamedTuple):

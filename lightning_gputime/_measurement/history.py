@@ -1,23 +1,80 @@
-"""The newest steps, kept in little memory and read as columns."""
+"""Timed steps: the newest ones in a compact form, and sums over all of them."""
 
 from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._messages import suggest
-from lightning_gputime._phases import StepRecord, in_order, resolve_labels
+from lightning_gputime._phases import StepRecord, StepTimes, in_order, resolve_labels
 
-# Steps with this many marks, as with many modules, are packed, which takes a microsecond.
-MIN_PACKED_MARKS = 40
+MIN_PACKED_MARKS = 40  # Packing takes a microsecond: it pays off for steps with many marks.
+
+
+class StepLog:
+    """Newest timed steps, and sums over all timed steps.
+
+    Args:
+        capacity: Number of steps to keep.
+        warmup_steps: Number of first steps that the sums exclude.
+    """
+
+    def __init__(self, capacity: int, warmup_steps: int) -> None:
+        self.newest: deque[StepRecord] = deque(maxlen=capacity)
+        self._max_warmup_steps = warmup_steps
+        self.n = 0
+        """Number of all timed steps, including the warm-up."""
+        self.sums = Sums()
+        self.skipped_warmup_updates = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Also for `copy.copy`: a copy does not change while steps are added.
+        return {**self.__dict__, "newest": self.newest.copy(), "sums": self.sums.copy()}
+
+    def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> tuple[int, Sums]:
+        """Add the next steps, with their sums if known.
+
+        Return how many of them are warm-up, and the sums over the others.
+        """
+        # Places refer to code, which cannot be pickled.
+        kept = [step._replace(places=()) if step.places else step for step in steps]
+        self.newest += [
+            pack(step) if len(step.labels) >= MIN_PACKED_MARKS else step for step in kept
+        ]
+        warmup = max(self._max_warmup_steps - self.n, 0)
+        self.n += len(steps)
+        if warmup:
+            self.skipped_warmup_updates += sum(step.skipped_update for step in steps[:warmup])
+        measured = Sums(steps[warmup:]) if warmup or sums is None else sums
+        self.sums.merge(measured)
+        return warmup, measured
+
+    @property
+    def last(self) -> StepTimes | None:
+        newest = self.newest
+        return unpack(newest[-1]).times() if newest else None
+
+    @property
+    def warmup_steps(self) -> int:
+        """Number of steps that were excluded so far."""
+        return min(self.n, self._max_warmup_steps)
+
+    @property
+    def warmup_in_history(self) -> int:
+        """Number of the oldest steps in the history that are warm-up."""
+        return max(self._max_warmup_steps - (self.n - len(self.newest)), 0)
+
+    def unpacked(self) -> list[StepRecord]:
+        return [*map(unpack, self.newest)]
 
 
 def pack(step: StepRecord) -> StepRecord:
-    """Return a step of many marks in 8 bytes per number; a float in a tuple takes 32."""
-    # Bytes, because the garbage collector tracks arrays.
+    """Return a step with 8 bytes per number; a float in a tuple takes 32."""
+    # Bytes, which the garbage collector does not track, unlike arrays.
     device_ms, host_ns = array("d", step.device_ms), array("q", step.host_ns)
     return step._replace(device_ms=device_ms.tobytes(), host_ns=host_ns.tobytes())
 
@@ -33,7 +90,7 @@ def history(steps: Sequence[StepRecord]) -> npt.NDArray[Any]:
     """Return steps as a structured array; see the timers' `history`."""
     step_ms = np.zeros(len(steps))
     phases: dict[str, npt.NDArray[np.float64]] = {}
-    # All steps with the same marks at once, not step by step.
+    # Vectorized over all steps with the same marks.
     indices = defaultdict[tuple[str, ...], list[int]](list)
     for i, step in enumerate(steps):
         indices[step.labels].append(i)
@@ -69,19 +126,19 @@ def list_top_phases(history: npt.NDArray[Any]) -> list[str]:
 
 
 class History(np.ndarray[Any, Any]):
-    """A structured array that answers an unknown field with the nearest one."""
+    """Structured array that suggests the nearest name for an unknown field."""
 
     def __getitem__(self, at: Any) -> Any:
         names = self.dtype.names
         if isinstance(at, str) and names and at not in names:
-            raise ValueError(f"no field of name {at!r}: {suggest(at, names)}")
+            raise ValueError(f"no field named {at!r}: {suggest(at, names)}")
         found = super().__getitem__(at)
         return found.view(np.ndarray) if isinstance(at, str) else found
 
 
 def structured(columns: dict[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
     dtype = [(name, column.dtype) for name, column in columns.items()]
-    whole = np.empty(len(columns["step"]), np.dtype(dtype))
+    array = np.empty(len(columns["step"]), np.dtype(dtype))
     for name, column in columns.items():
-        whole[name] = column
-    return whole.view(History)
+        array[name] = column
+    return array.view(History)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.culprits import Culprit
+from lightning_gputime._measurement.observers import Section
 from lightning_gputime._measurement.ranks import RankSummary
 from lightning_gputime._measurement.slow import SlowSummary
 from lightning_gputime._measurement.stats import PhaseStats
 from lightning_gputime._measurement.sums import WorkSummary
-from lightning_gputime._measurement.table import Section
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._memory import MemorySummary
 from lightning_gputime._phases import BETWEEN_BATCHES, is_wait

@@ -1,15 +1,30 @@
 """What gets the steps of a loop: results, logs, ranks, causes, observers of the user's."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.slow import SlowStep
 from lightning_gputime._measurement.sums import Sums
-from lightning_gputime._measurement.table import Section
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import StepRecord, StepTimes, is_metric
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Text and numbers that an observer adds to a summary, its page and the saved run.
+
+    Attributes:
+        name: Key in the saved run.
+        sentences: Text below the table, one sentence per line.
+        values: Numbers, or other values that JSON can store.
+    """
+
+    name: str
+    sentences: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ReadSteps:

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from lightning_gputime._measurement.stats import largest_part
 from lightning_gputime._measurement.sums import Sums
-from lightning_gputime._measurement.table import duration
+from lightning_gputime._measurement.units import duration
 from lightning_gputime._phases import (
     BETWEEN_BATCHES,
     COMM,

@@ -1,44 +1,89 @@
-"""The times of many steps as numbers: the newest ones one by one, all of them as a summary."""
+"""Collected facts of one run, and the `Measurement` made of them."""
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._compat.names import NotMeasured, not_measured
-from lightning_gputime._measurement.changes import MIN_STEPS, Slowdown, StepSeries
+from lightning_gputime._measurement.changes import Slowdown, SlowdownSearch
 from lightning_gputime._measurement.culprits import CulpritSums
-from lightning_gputime._measurement.history import MIN_PACKED_MARKS, history, pack, unpack
+from lightning_gputime._measurement.history import StepLog, history
 from lightning_gputime._measurement.measurement import Measurement
-from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, sections_of
+from lightning_gputime._measurement.observers import (
+    ReadSteps,
+    call_safely,
+    methods,
+    metrics_of,
+    sections_of,
+)
+from lightning_gputime._measurement.probes import Probes
 from lightning_gputime._measurement.ranks import STEP, RankSummary
+from lightning_gputime._measurement.rows import phase_rows
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import SlowLog
-from lightning_gputime._measurement.stats import PhaseStats
 from lightning_gputime._measurement.sums import Sums, ThroughputReference
 from lightning_gputime._measurement.untimed import Estimate, UntimedSteps
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._messages import Named
-from lightning_gputime._phases import StepRecord, StepTimes, in_order
+from lightning_gputime._phases import CALLBACK_WAIT, CALLBACKS, StepRecord, StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Facts about which steps were timed; see `Measurement`.
+
+    Attributes:
+        every_n_steps: 1 of this many steps is timed now.
+        timing_share: Cost of timing every step, as a fraction of the step; None if unknown.
+        each_timed_for: Option that requires that every step is timed; empty if none.
+        ended_steps: Number of steps that have ended, timed or not; 0 if every step is timed.
+    """
+
+    every_n_steps: int = 1
+    timing_share: float | None = None
+    each_timed_for: str = ""
+    ended_steps: int = 0
+
+
+class LogWindow(NamedTuple):
+    """Steps since the last log.
+
+    Attributes:
+        newest: Number of the newest step.
+        timed: Sums over the timed steps.
+        every: Sums over all steps; untimed steps are estimated.
+        means_ms: Mean time per step, by name (in milliseconds).
+        is_kept: True if the next log contains these steps again.
+    """
+
+    newest: int
+    timed: Sums
+    every: Sums
+    means_ms: dict[str, float]
+    is_kept: bool
 
 
 class Results:
-    """Keep what the summary and the history need of every step.
+    """Collect the facts of a run.
 
-    One thread adds steps; any may read. A reader holds the lock only while it copies.
+    One thread adds steps, and any thread may read. A reader holds the lock only while it copies.
 
     Args:
         capacity: Number of steps in the history.
-        warmup_steps: Number of first steps to leave out of the summary.
-        on_host_clock: Whether they are timed without a device.
-        hint: What to do if there are no steps.
+        warmup_steps: Number of first steps to exclude from the summary.
+        on_host_clock: True if the steps are timed without a device.
+        hint: Advice if no step was timed.
         culprits: Sums of the code that takes the time; empty by default.
+        libraries: Libraries whose missing names concern this training.
+        wall_clock: Clock of the whole training; None for evaluations.
+        setup: Setup of the training, as far as it is known at the start.
+        throughput: Reference for work per second; empty by default.
     """
 
     def __init__(
@@ -48,121 +93,125 @@ class Results:
         on_host_clock: bool = False,
         hint: str = "",
         culprits: CulpritSums | None = None,
+        *,
+        libraries: tuple[str, ...] = ("torch",),
+        wall_clock: WallClock | None = None,
+        setup: TrainingSetup | None = None,
+        throughput: ThroughputReference | None = None,
     ) -> None:
-        # Not a plain lock: a signal handler may read in the thread, and in the moment, of an `add`.
+        # Reentrant: a signal handler may read in the same thread while `add` holds the lock.
         self._lock = RLock()
-        self.on_host_clock = on_host_clock
-        self._hint = hint
-        self._warmup_steps = warmup_steps
-        self._newest: deque[StepRecord] = deque(maxlen=capacity)
-        self._seen = 0
-        self.sums = Sums()  # Of the timed steps, without the warm-up.
+        self._on_host_clock, self._hint, self._libraries = on_host_clock, hint, libraries
+        self._steps = StepLog(capacity, warmup_steps)
         self.untimed = UntimedSteps(warmup_steps, capacity)
-        self._busy = Sums()  # Over the steps that were probed.
-        self.step_series = StepSeries()
-        # Since the newest window of the series: the timed steps, and the untimed ones before it.
-        self._window, self._window_totals = Sums(), self.untimed.totals
-        self._logged_totals = self.untimed.totals  # The untimed steps before the last log.
-        self.finds_changes = False  # Also while training goes on, not in the summary alone.
-        self.slowdown: Slowdown | None = None  # As it was last found.
-        self._skipped_updates = 0  # In the warm-up.
+        self._logged_totals = self.untimed.totals  # Untimed steps before the last log.
+        self.slowdowns = SlowdownSearch(self.untimed)
         self.slow = SlowLog()
-        self.ranks: RankSummary | None = None  # As they were last compared.
-        # Compares ranks that had not sent their times when training ended: it waits for them.
-        self.complete_ranks: Callable[[], None] | None = None
-        self.newest_probed: StepRecord | None = None  # Its work alone.
-        self.probe_failure = ""  # Why no step is probed any more.
-        self.wall_clock: WallClock | None = None  # None for evaluations.
-        self.peaks: PhaseMemory | None = None
+        self.probes = Probes()
+        self.ranks = RankResults()
         self.culprits = culprits or CulpritSums()
-        self.setup = TrainingSetup()
-        self.throughput = ThroughputReference()
-        # With `every_n_steps="auto"`, see `PhaseSummary`.
-        self.timed_every_n_steps = 1
-        self.ended_steps = 0  # Timed or not; 0 where each is timed.
-        self.timing_share: float | None = None
-        self.each_timed_for = ""
-        self.observers: Sequence[Any] = ()  # Those of the user.
-        self.libraries: tuple[str, ...] = (
-            "torch",
-        )  # Those whose missing names concern this training.
-        self.mismatches: list[NotMeasured] = []  # Found by the self-check.
+        self.wall_clock = wall_clock
+        self.setup = setup or TrainingSetup()
+        self._sampling = Sampling()
+        self._sources = _Sources(throughput or ThroughputReference())
+        self._mismatches: list[NotMeasured] = []  # Found by the self-check.
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            # No lock goes into a copy: `ddp_spawn` pickles callbacks.
-            copied = {"sums": self.sums.copy(), "_busy": self._busy.copy(), "_lock": None}
-            newest = self._newest.copy()
-        return {**self.__dict__, **copied, "_newest": newest, "complete_ranks": None}
+            # A copy has no lock: `ddp_spawn` pickles callbacks.
+            copied = {"_steps": copy(self._steps), "probes": copy(self.probes), "_lock": None}
+        return {**self.__dict__, **copied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=RLock())
 
-    @property
-    def last(self) -> StepTimes | None:
-        newest = self._newest
-        return unpack(newest[-1]).times() if newest else None
+    # Facts of the session
 
-    def _copy(self) -> tuple[list[StepRecord], int]:
-        """Return the steps in the history, and how many of the first ones are warm-up."""
-        with self._lock:
-            newest, seen = self._newest.copy(), self._seen
-        # Outside of the lock, which the thread of the loop may be waiting for.
-        return [*map(unpack, newest)], max(self._warmup_steps - (seen - len(newest)), 0)
-
-    def steps_read(self, steps: ReadSteps) -> None:
-        # It takes milliseconds: only where somebody listens.
-        if self.add(steps.records, steps.sums) and self.finds_changes:
-            before, self.slowdown = self.slowdown, self.step_series.find()
-            if before is None and self.slowdown is not None:
-                calls = methods(self.observers, "on_slowdown")
-                call_safely(calls, self.slowdown)
-
-    def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> bool:
-        """Take the next steps, with their sums if known. Return whether to look for a change."""
-        with self._lock:
-            many = MIN_PACKED_MARKS
-            # Places refer to code, which cannot be pickled.
-            kept = [step._replace(places=()) if step.places else step for step in steps]
-            self._newest += [pack(step) if len(step.labels) >= many else step for step in kept]
-            warmup = max(self._warmup_steps - self._seen, 0)
-            self._seen += len(steps)
-            if steps[-1].step_index >= 0:
-                self.untimed.settle(steps, steps[-1].step_index + 1, warmup=warmup)
-            if warmup:
-                self._skipped_updates += sum(step.skipped_update for step in steps[:warmup])
-            sums = Sums(steps[warmup:]) if warmup or sums is None else sums
-            self.sums.merge(sums)
-            self._window.merge(sums)
-            return self._add_window(self._newest[-1].number)
-
-    def _add_window(self, number: int) -> bool:
-        """Add the next steps to the series. Return True if it is time to look for a slowdown."""
-        untimed = self.untimed.estimate_since(self._window_totals)
-        sums = self._window.plus(untimed.sums)
-        n = int(sums.step.n) + untimed.unsampled_steps
-        if n < MIN_STEPS:
-            return False
-        phases_ms = {name: phase.device_ms / n for name, phase in sums.phases.items()}
-        self._window, self._window_totals = Sums(), self.untimed.totals
-        wall_ms = sums.step.device_ms + untimed.unsampled_ms
-        return self.step_series.add(number, n, wall_ms, phases_ms)
-
-    def settle(self, number: int, *, until: int) -> None:
-        """Take the steps before index `until` as untimed, as far as none of them was read.
+    def connect(
+        self,
+        throughput: ThroughputReference,
+        *,
+        observers: Sequence[Any] = (),
+        logs_slow_steps: bool = False,
+        peaks: PhaseMemory | None = None,
+    ) -> None:
+        """Connect what a session measures besides steps.
 
         Args:
-            number: The number of the last of them.
+            throughput: Reference for work per second.
+            observers: Observers of the user.
+            logs_slow_steps: True if slow steps and slowdowns are logged.
+            peaks: Memory of the phases; None if it is not measured.
+        """
+        self._sources = _Sources(throughput, tuple(observers), peaks)
+        takers = [methods(observers, name) for name in ("on_slow_step", "metrics")]
+        if logs_slow_steps or any(takers):
+            self.slow.follow()
+        if logs_slow_steps or methods(observers, "on_slowdown"):
+            self.slowdowns.follow()
+
+    def update_setup(self, **known: Any) -> None:
+        """Replace fields of the `TrainingSetup`."""
+        self.setup = replace(self.setup, **known)
+
+    def update_sampling(self, **known: Any) -> None:
+        """Replace fields of the `Sampling`."""
+        self._sampling = replace(self._sampling, **known)
+
+    def add_mismatch(self, gap: NotMeasured) -> None:
+        """Add something that cannot be measured, as the self-check found."""
+        self._mismatches.append(gap)
+
+    # Steps
+
+    @property
+    def sums(self) -> Sums:
+        """Sums over the timed steps, without the warm-up."""
+        return self._steps.sums
+
+    @property
+    def last(self) -> StepTimes | None:
+        return self._steps.last
+
+    @property
+    def slowdown(self) -> Slowdown | None:
+        """The slowdown that was found last during training; None if none was looked for."""
+        return self.slowdowns.found
+
+    def steps_read(self, steps: ReadSteps) -> None:
+        if self.add(steps.records, steps.sums) and self.slowdowns.search_followed():
+            call_safely(methods(self._sources.observers, "on_slowdown"), self.slowdowns.found)
+
+    def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> bool:
+        """Add the next steps. Return True if it is time to search for a slowdown."""
+        with self._lock:
+            warmup, measured = self._steps.add(steps, sums)
+            if steps[-1].step_index >= 0:
+                self.untimed.settle(steps, steps[-1].step_index + 1, warmup=warmup)
+            return self.slowdowns.add(steps[-1].number, measured)
+
+    def settle(self, number: int, *, until: int) -> None:
+        """Count all steps before the index `until` that were not read as untimed.
+
+        Args:
+            number: Number of the last of these steps.
             until: The index after it.
         """
         with self._lock:
             self.untimed.settle((), until)
-            self._add_window(number)
+            self.slowdowns.add(number, Sums())
+
+    def add_probed(self, step: StepRecord) -> None:
+        """Add the work of a probed step, which no other statistic includes."""
+        with self._lock:
+            self.probes.add(step)
+
+    # Logs
 
     def untimed_since_log(self, *, restart: bool, has_timed: bool) -> Estimate:
-        """Return the untimed steps since the last log; with `restart` this is the next one.
+        """Return the untimed steps since the last log; with `restart`, this is the next log.
 
-        Before any step is timed nothing can be logged: these steps are left to a later log.
+        Nothing can be logged before the first timed step: a later log includes these steps.
         """
         with self._lock:
             estimate = self.untimed.estimate_since(self._logged_totals)
@@ -170,55 +219,73 @@ class Results:
                 self._logged_totals = self.untimed.totals
             return estimate
 
-    def add_probed(self, step: StepRecord) -> None:
-        """Take the work alone of a step that was probed; it is in no other statistics."""
-        with self._lock:
-            self.newest_probed = step
-            self._busy.merge(Sums([step]))
+    def log_values(self, window: LogWindow) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the values to log, by name, and those that observers add."""
+        sources, n = self._sources, int(window.timed.step.n) or 1
+        means_ms = {**window.means_ms, **self.probes.means_ms(window.means_ms)}
+        if self.slow.is_followed:
+            means_ms |= self.slow.metrics(window.newest, n, keep=window.is_kept)
+        if (change := self.slowdown) is not None:
+            means_ms["lasting_change"] = change.change * change.before_ms
+        values = {f"{name}_ms": ms for name, ms in means_ms.items() if _is_logged(name)}
+        values |= sources.throughput.metrics(window.every)
+        if sources.peaks is not None:
+            values |= sources.peaks.metrics(window.newest, keep=window.is_kept)
+        return values, metrics_of(sources.observers, values)
+
+    # Readings
 
     def history_and_warmup(self) -> tuple[npt.NDArray[Any], int]:
-        newest, warmup = self._copy()
-        return history(newest), warmup
+        steps, warmup = self._read_steps()
+        return history(steps), warmup
+
+    def _read_steps(self) -> tuple[list[StepRecord], int]:
+        """Return the steps in the history, and how many of them are warm-up."""
+        with self._lock:
+            log = copy(self._steps)
+        return log.unpacked(), log.warmup_in_history  # Outside of the lock: it takes time.
 
     def measurement(self, stage: str = "") -> Measurement:
-        """Return the facts of all steps but the warm-up; of that if there are no others."""
-        complete, self.complete_ranks = self.complete_ranks, None
-        if complete is not None:
-            complete()
+        """Return the facts of all steps without the warm-up; with it if there are no others."""
+        ranks = self.ranks.complete()
         with self._lock:
-            steps, warmup = self._copy()
-            seen, skipped_updates = self._seen, self._skipped_updates
-            sums, busy = self.sums.copy(), self._busy.copy()
-        if steps and not sums.step.n:
+            log, busy = copy(self._steps), self.probes.sums.copy()
+        steps = log.unpacked()
+        if steps and not log.sums.step.n:
             return replace(self._measurement_of(steps, Sums(steps), Sums()), is_warmup=True)
         return replace(
-            self._measurement_of(steps[warmup:], sums, busy),
-            slowdown=self.step_series.find(),
-            warmup_steps=min(seen, self._warmup_steps),
-            untimed_steps=max(self.ended_steps - seen, 0),
-            skipped_updates=skipped_updates + sums.skipped_updates,
-            ranks=self.ranks,
-            hint="" if seen else self._hint,
+            self._measurement_of(steps[log.warmup_in_history :], log.sums, busy),
+            slowdown=self.slowdowns.find(),
+            warmup_steps=log.warmup_steps,
+            untimed_steps=max(self._sampling.ended_steps - log.n, 0),
+            skipped_updates=log.skipped_warmup_updates + log.sums.skipped_updates,
+            ranks=ranks,
+            hint="" if log.n else self._hint,
             stage=stage,
         )
 
     def _measurement_of(self, steps: list[StepRecord], sums: Sums, busy: Sums) -> Measurement:
-        times, untimed = history(steps), self.untimed
+        times, untimed, sources, sampling = (
+            history(steps),
+            self.untimed,
+            self._sources,
+            self._sampling,
+        )
         with self._lock:
             estimate, weights = untimed.estimate(), untimed.weights(len(steps))
             percentiles_ms, max_ms = untimed.percentiles_ms(5, 50, 95), untimed.max_ms
             knows_durations = untimed.knows_durations
             slow_scale = untimed.slow_scale or 1.0
         every = sums.plus(estimate.sums)
-        memory = self.peaks.summary() if self.peaks is not None else None
-        tflops = self.throughput.tflops_of_phases(every)
+        memory = sources.peaks.summary() if sources.peaks is not None else None
+        tflops = sources.throughput.tflops_of_phases(every)
         peaks_mib = {} if memory is None else memory.peak_mib
-        rows = _rows(sums, estimate, busy, times, weights, peaks_mib, tflops)
+        rows = phase_rows(sums, estimate, busy, times, weights, peaks_mib, tflops)
         n, step = int(sums.step.n), rows.pop(STEP)
         if estimate.sums.step.n and knows_durations:
             p5_ms, p50_ms, p95_ms = percentiles_ms
             step = replace(step, p5_ms=p5_ms, p50_ms=p50_ms, p95_ms=p95_ms, max_ms=max_ms)
-        gaps = [*not_measured(self.libraries), *self.mismatches]
+        gaps = [*not_measured(self._libraries), *self._mismatches]
         return Measurement(
             rows=Named(rows),
             step=step,
@@ -226,85 +293,60 @@ class Results:
             warmup_steps=0,
             host_wait_mean_ms=sums.wait_ms / n if n else math.nan,
             skipped_updates=sums.skipped_updates,
-            on_host_clock=self.on_host_clock,
+            on_host_clock=self._on_host_clock,
             probed_steps=int(busy.step.n),
             not_sampled_steps=estimate.unsampled_steps,
             not_sampled_share=estimate.unsampled_ms / (every.step.device_ms + estimate.unsampled_ms)
             if estimate.unsampled_ms
             else 0.0,
-            probe_failure=self.probe_failure,
-            timed_every_n_steps=self.timed_every_n_steps,
-            timing_share=self.timing_share,
-            each_timed_for=self.each_timed_for,
+            probe_failure=self.probes.failure,
+            timed_every_n_steps=sampling.every_n_steps,
+            timing_share=sampling.timing_share,
+            each_timed_for=sampling.each_timed_for,
             slow=self.slow.summary(n, sums.step.device_ms / slow_scale),
             wall_clock=self.wall_clock.summary() if self.wall_clock is not None else None,
             memory=memory,
-            work=self.throughput.summary(every),
-            sections=sections_of(self.observers),
+            work=sources.throughput.summary(every),
+            sections=sections_of(sources.observers),
             not_measured=tuple(gap.text for gap in gaps),
             blurred=tuple({phase: None for gap in gaps for phase in gap.blurred}),
             culprits=self.culprits.summary(),
         )
 
 
-def _rows(
-    timed: Sums,
-    untimed: Estimate,
-    busy: Sums,
-    times: npt.NDArray[Any],
-    weights: npt.NDArray[np.float64],
-    peaks_mib: Mapping[str, float],
-    tflops: Mapping[str, float],
-) -> dict[str, PhaseStats]:
-    """Return the statistics of each phase, and of the step, over all steps."""
-    every = timed.plus(untimed.sums)
-    phases = {name: every.phases[name] for name in in_order([*every.phases])}
-    probed = {
-        name: phase.mean_ms for name, phase in {**busy.phases, STEP: busy.step}.items() if phase.n
-    }
-    peaks_mib = {**peaks_mib, STEP: max(peaks_mib.values())} if peaks_mib else {}
-    steps = every.step.n + untimed.unsampled_steps
-    all_ms = every.step.device_ms + untimed.unsampled_ms
-    rows = {}
-    for name, phase in {**phases, STEP: every.step}.items():
-        column = f"{name}_ms"
-        column_ms = times[column] if column in (times.dtype.names or ()) else ()
-        p5_ms, p50_ms, p95_ms = _percentiles(column_ms, weights)
-        of_timed = timed.step if name == STEP else timed.phases.get(name)
-        error_ms = untimed.errors_ms.get(name, 0.0)
-        rows[name] = PhaseStats(
-            n=int(of_timed.n) if of_timed is not None else 0,
-            mean_ms=all_ms / steps if name == STEP and steps else phase.mean_ms,
-            p50_ms=p50_ms,
-            p95_ms=p95_ms,
-            max_ms=phase.max_ms if phase.n else math.nan,
-            share=(all_ms if name == STEP else phase.device_ms) / (all_ms or math.nan),
-            host_mean_ms=phase.host_ms / phase.n if phase.n else math.nan,
-            gpu_busy_mean_ms=probed.get(name),
-            peak_mib=peaks_mib.get(name),
-            tflops=tflops.get(name),
-            error_ms=error_ms / phase.n if phase.n else 0.0,
-            share_error=error_ms / all_ms if all_ms and name != STEP else 0.0,
-            p5_ms=p5_ms,
-            frequency=phase.n / steps if name != STEP and steps else 1.0,
-        )
-    return rows
+class _Sources(NamedTuple):
+    """Measurements besides steps; see `Results.connect`."""
+
+    throughput: ThroughputReference
+    observers: tuple[Any, ...] = ()
+    peaks: PhaseMemory | None = None
 
 
-def _percentiles(
-    times_ms: npt.ArrayLike, weights: npt.NDArray[np.float64]
-) -> tuple[float, float, float]:
-    """Return percentiles of the steps in which a phase ran; each stands for `weights` steps."""
-    every_ms = np.asarray(times_ms)
-    has_run = np.isfinite(every_ms)
-    ran_ms = every_ms[has_run]
-    if not len(ran_ms):
-        return math.nan, math.nan, math.nan
-    if len(weights) != len(every_ms) or np.ptp(weights) == 0:
-        p5_ms, p50_ms, p95_ms = np.percentile(ran_ms, (5, 50, 95)).tolist()
-        return p5_ms, p50_ms, p95_ms
-    order = np.argsort(ran_ms)
-    ends = np.cumsum(weights[has_run][order])
-    places = np.searchsorted(ends, np.array([0.05, 0.5, 0.95]) * ends[-1])
-    p5_ms, p50_ms, p95_ms = ran_ms[order][np.minimum(places, len(ran_ms) - 1)].tolist()
-    return p5_ms, p50_ms, p95_ms
+class RankResults:
+    """Newest comparison of the ranks."""
+
+    def __init__(self) -> None:
+        self._summary: RankSummary | None = None
+        self._complete: Callable[[], object] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_complete": None}
+
+    def add(self, summary: RankSummary | None) -> None:
+        self._summary = summary
+
+    def complete_later(self, complete: Callable[[], object]) -> None:
+        """Call a function before the next reading: it waits for late ranks, and adds them."""
+        self._complete = complete
+
+    def complete(self) -> RankSummary | None:
+        """Return the comparison, once late ranks had time to arrive."""
+        complete, self._complete = self._complete, None
+        if complete is not None:
+            complete()
+        return self._summary
+
+
+def _is_logged(name: str) -> bool:
+    """Return False for the parts of `callbacks` that are single callbacks."""
+    return not name.startswith(f"{CALLBACKS}/") or name == CALLBACK_WAIT

@@ -7,7 +7,7 @@ from itertools import repeat
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
-from lightning_gputime._measurement.table import percent, unit_of
+from lightning_gputime._measurement.units import percent, unit_of
 
 CauseKind = Literal[
     "garbage_collection", "compilation", "allocator", "off_cpu", "dataloader", "callback", "ranks"
@@ -267,7 +267,7 @@ class SlowLog:
 
     def __init__(self) -> None:
         self.is_followed = False
-        """Whether somebody takes slow steps while they come: then each is explained at once."""
+        """True if logs or observers report slow steps during training."""
         self._is_known = False  # Whether any step was judged yet.
         self._kept = _Kept()
         # Those that are not logged yet: those that were added last, and the sums over the others.
@@ -281,6 +281,10 @@ class SlowLog:
         # What is not explained may hold what cannot be pickled.
         self._kept.sums()
         return self.__dict__
+
+    def follow(self) -> None:
+        """Explain each slow step as it is added, as logs or observers report it."""
+        self.is_followed = True
 
     def add(self, found: Sequence[SlowEvidence], *, is_known: bool) -> Sequence[SlowStep]:
         """Take the next slow steps, and whether any step was judged yet.

@@ -8,7 +8,7 @@ from itertools import groupby
 from math import nan
 from operator import attrgetter
 
-from lightning_gputime._measurement.table import percent
+from lightning_gputime._measurement.units import percent
 from lightning_gputime._phases import BACKWARD, FORWARD, StepRecord, resolve_labels
 
 
@@ -45,10 +45,7 @@ class Sums:
                 self.each_ms += of_steps_ms
                 self.add_items(items, of_steps_ms)
             phase = self.step if name is None else self.phases[name]
-            phase.n += n
-            phase.device_ms += sum(of_steps_ms)
-            phase.host_ms += took_ns / 1e6
-            phase.max_ms = max(phase.max_ms, *of_steps_ms)
+            phase.add(n, sum(of_steps_ms), took_ns / 1e6, max(of_steps_ms))
         self.wait_ms += sum(waits_ms)
         self.skipped_updates += sum(skipped_updates)
 
@@ -69,6 +66,25 @@ class Sums:
         self.skipped_updates += other.skipped_updates
         self.items += other.items
         self.items_ms += other.items_ms
+
+    def add_alike(
+        self, n: float, ms: float, phases: Iterable[tuple[str, float, float, float]], items: float
+    ) -> None:
+        """Add steps by how they divide into phases.
+
+        Args:
+            n: Number of steps.
+            ms: Their device time (in milliseconds).
+            phases: Name of each phase, the number of steps in which it ran, and its device and host
+                time (in milliseconds).
+            items: Number of items; NaN if unknown.
+        """
+        self.step.add(n, ms, ms)
+        for name, *sums in phases:
+            self.phases[name].add(*sums)
+        if items == items:
+            self.items += items
+            self.items_ms += ms
 
     def copy(self) -> "Sums":
         copied = Sums()
@@ -97,11 +113,14 @@ class PhaseSum:
     def mean_ms(self) -> float:
         return self.device_ms / self.n if self.n else nan
 
+    def add(self, n: float, device_ms: float, host_ms: float, max_ms: float = 0.0) -> None:
+        self.n += n
+        self.device_ms += device_ms
+        self.host_ms += host_ms
+        self.max_ms = max(self.max_ms, max_ms)
+
     def merge(self, other: "PhaseSum") -> None:
-        self.n += other.n
-        self.device_ms += other.device_ms
-        self.host_ms += other.host_ms
-        self.max_ms = max(self.max_ms, other.max_ms)
+        self.add(other.n, other.device_ms, other.host_ms, other.max_ms)
 
 
 @lru_cache(maxsize=256)

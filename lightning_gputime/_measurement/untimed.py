@@ -268,8 +268,8 @@ class UntimedSteps:
             if self._has_untimed:
                 self._strata[stratum].add_block(block)
             elif not stratum:
-                # The first steps are all timed, and stand for themselves alone.
-                self._strata[0].last = block
+                # The first steps are all timed, and represent only themselves.
+                self._strata[0].replace_last(block)
 
     # What is known
 
@@ -400,6 +400,9 @@ class _Stratum:
         self._scale = self._scale.plus(self._pending, block)
         self._pending = _Gap()
 
+    def replace_last(self, block: Composition) -> None:
+        self.last = block
+
     def estimate(self, composition: Composition | None) -> Estimate:
         """Return its sums. Where none of its steps was timed, `composition` stands for them."""
         if self.last is None:
@@ -448,14 +451,11 @@ def _extend(block: Composition, gap: _Gap) -> Sums:
     if not n:
         return sums
     ms = gap.ms + gap.uncertain * block.ms / block.n
-    for name, share in block.device.items():
-        phase = sums.phases[name]
-        phase.n = n * block.ran[name]
-        phase.device_ms, phase.host_ms = ms * share, ms * block.host[name]
-    sums.step.n = n
-    sums.step.device_ms = sums.step.host_ms = ms
-    if block.items == block.items:
-        sums.items, sums.items_ms = ms * block.items, sums.step.device_ms
+    phases = (
+        (name, n * block.ran[name], ms * share, ms * block.host[name])
+        for name, share in block.device.items()
+    )
+    sums.add_alike(n, ms, phases, ms * block.items)
     return sums
 
 

@@ -114,13 +114,19 @@ class WallClock:
         since_ns: When the training started, on this clock; by default now.
     """
 
-    def __init__(self, now_ns: Callable[[], int] | None, since_ns: int | None = None) -> None:
+    def __init__(
+        self,
+        now_ns: Callable[[], int] | None,
+        since_ns: int | None = None,
+        *,
+        has_stepped: bool = False,
+    ) -> None:
         self._now_ns = now_ns  # None once stopped.
         self._thread = get_ident()  # The one that trains.
         self.entry = SET_UP
         """The entry that is open outside of nested ones, such as checkpoints."""
         self._nested: list[str] = []  # Innermost last.
-        self.has_stepped = False
+        self.has_stepped = has_stepped
         """True once the first step has ended."""
         self._after_batches_ns = 0  # Time of evaluations after their last batch.
         self._open_loops = self._started_loops = 0  # Over `steps()`.
@@ -165,8 +171,7 @@ class WallClock:
     @classmethod
     def of_steps(cls, now_ns: Callable[[], int]) -> "WallClock":
         """Return a clock all of whose time belongs to steps."""
-        clock = cls(now_ns)
-        clock.has_stepped = True
+        clock = cls(now_ns, has_stepped=True)
         clock.resume_steps()
         return clock
 

@@ -1,5 +1,5 @@
-"""How a measurement and its diagnosis are shown: tables, notebooks, JSON.
+"""Renderers of a `Measurement` and its `Diagnosis`: tables, notebooks, JSON, pages, loggers.
 
-Renderers belong here: they show a `Measurement` and the one `Diagnosis` of it. They compute no
-statistics and judge nothing.
+Layout and wording belong here. A new output is one file that reads a `PhaseSummary`. Statistics
+belong in `_measurement`, verdicts and advice in `_diagnosis`.
 """

@@ -10,6 +10,7 @@ from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Diagnosis, Entry, TimeBreakdown
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement
+from lightning_gputime._measurement.observers import Section
 from lightning_gputime._measurement.plain import plain
 from lightning_gputime._measurement.ranks import STEP, RankStats, RankSummary
 from lightning_gputime._measurement.results import Results
@@ -17,9 +18,10 @@ from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import SlowSummary
 from lightning_gputime._measurement.stats import PhaseStats, table_rows
 from lightning_gputime._measurement.sums import WorkSummary
-from lightning_gputime._measurement.table import Section, Table, Tabular, duration, percent, unit_of
+from lightning_gputime._measurement.units import duration, percent, unit_of
 from lightning_gputime._measurement.wall_clock import ONCE, WallClockBreakdown
 from lightning_gputime._memory import MemorySummary
+from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._phases import FIRST_STEPS
 
 _RANKS = "min - max (rank)"

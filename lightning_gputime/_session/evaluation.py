@@ -11,12 +11,13 @@ from typing import Any
 from lightning_gputime._instrumentation.boundaries import Boundaries
 from lightning_gputime._instrumentation.loop import Batch, Loop
 from lightning_gputime._instrumentation.work import Items
-from lightning_gputime._measurement.means import MeanLog, MetricsLogger
+from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.sums import ThroughputReference
 from lightning_gputime._options import Options
+from lightning_gputime._output.loggers import LogWriter, MetricsLogger
 from lightning_gputime._phases import OTHER, StepRecord
 from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._record.pending_steps import BATCH
@@ -76,21 +77,32 @@ class Evaluations:
         """Start to time a loop, in place of the one that runs; log its means under `number`."""
         self.abort()
         options = self._options
-        results = Results(options.history_size, 0, isinstance(clock, HostClock))
-        results.setup = setup or results.setup
-        results.throughput = ThroughputReference(self._items.source)
+        results = Results(
+            options.history_size,
+            0,
+            isinstance(clock, HostClock),
+            setup=setup,
+            throughput=ThroughputReference(self._items.source),
+        )
         self.results.pop(stage, None)
         self.results[stage] = results
         # Nothing is due before the end.
-        means = MeanLog(
-            options.prefix, sys.maxsize, loggers, publish, stage=stage, row=row, kept=self.means
+        writer = LogWriter(
+            options.prefix,
+            loggers,
+            publish,
+            groups=options.logged_groups,
+            stage=stage,
+            row=row,
+            kept=self.means,
         )
-        means.results, means.groups = results, options.logged_groups
+        means = MeanLog(sys.maxsize, writer)
+        means.connect(results, is_sampled=False)
 
         def steps_read(records: list[StepRecord]) -> None:
             steps = ReadSteps(records, warmup=0)
-            means.steps_read(steps)
             results.steps_read(steps)
+            means.take(steps)
 
         # Until the first batch, and between batches, calls of the model are other callbacks'.
         loop.batch.is_open = False

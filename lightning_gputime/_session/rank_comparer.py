@@ -116,7 +116,7 @@ class RankComparer:
         if self._is_logged:
             self._compare(exchange, wait=True)
         elif exchange.is_waiting:
-            self._results.complete_ranks = partial(self._compare, exchange, wait=True)
+            self._results.ranks.complete_later(partial(self._compare, exchange, wait=True))
 
     def remove(self) -> None:
         self._exchange = None
@@ -140,10 +140,10 @@ class RankComparer:
                 # A rank that is absent stays, with what it sent last.
                 before.update(gathered)
                 if len(before) > 1:
-                    self._results.ranks = compare(before)
+                    self._results.ranks.add(compare(before))
                 if len(windows) > 1 and (ranks := compare(windows)) is not None:
                     metrics = {f"ranks/{key}": value for key, value in ranks.metrics().items()}
-                    self._means.log_values(metrics, number)
+                    self._means.writer.write(metrics, number)
         except Exception as error:
             self._give_up(error)
 

@@ -297,7 +297,7 @@ class Probe:
 
     def is_ready(self) -> bool:
         """Return whether the step that begins can be probed; then call `keep_busy`."""
-        if self._results.probe_failure or not self._launch_ms or self._clock.is_capturing():
+        if self._results.probes.failure or not self._launch_ms or self._clock.is_capturing():
             return False
         # The median: a host that was slow once must not make the next spin long.
         usual_ms = statistics.median(self._launch_ms)
@@ -326,7 +326,7 @@ class Probe:
     def take(self, steps: Sequence[StepRecord]) -> list[StepRecord]:
         """Take the probed steps out of those that were read, and return the others."""
         for step in steps:
-            if step.was_fully_queued is not None and not self._results.probe_failure:
+            if step.was_fully_queued is not None and not self._results.probes.failure:
                 self._judge(step)
         return [step for step in steps if step.was_fully_queued is None]
 
@@ -365,9 +365,10 @@ class Probe:
             self._give_up(why)
 
     def _give_up(self, why: str) -> None:
-        which = "no step" if self._results.newest_probed is None else "no further step"
-        self._results.probe_failure = f"{which} can be probed: {why}"
-        messages.warning("In this loop %s", self._results.probe_failure)
+        probes = self._results.probes
+        which = "no step" if probes.newest is None else "no further step"
+        probes.fail(f"{which} can be probed: {why}")
+        messages.warning("In this loop %s", probes.failure)
 
 
 def _held_up(step: StepRecord, usual: Sums) -> str:

@@ -288,7 +288,7 @@ class SelfCheck:
                 self._note(*_NO_ROOM_FOR[message])
 
     def _note(self, text: str, blurred: tuple[str, ...] = ()) -> None:
-        self._results.mismatches.append(NotMeasured(f"not measured: {text}", blurred))
+        self._results.add_mismatch(NotMeasured(f"not measured: {text}", blurred))
 
 
 def _undecided_ms(step: StepRecord) -> float:

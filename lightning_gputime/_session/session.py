@@ -4,7 +4,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
 from threading import get_ident
 from typing import Any, cast
@@ -106,8 +105,9 @@ class Session:
         )
         self._auto: AutoSchedule | None = None
         if is_auto:
-            results.each_timed_for = _who_looks_at_each(options, means, users)
-            if not results.each_timed_for:
+            reason = _who_looks_at_each(options, means, users)
+            results.update_sampling(each_timed_for=reason)
+            if not reason:
                 self._auto = AutoSchedule(means.every_n_steps or 50)
         self._agreement = open_exchange("agreement") if self._auto and options.sync_ranks else None
         self._long_to_locate = _LONG_TO_LOCATE
@@ -130,9 +130,7 @@ class Session:
         self._stays_on = False
         self._probe = Probe(clock, results) if options.probe_every_n_steps else None
         self._means = means
-        means.results, means.groups = results, options.logged_groups
-        means.is_sampled = not self.times_all
-        means.on_logged = partial(self.analyzer.end_own_call, "the timer's logging")
+        means.connect(results, is_sampled=not self.times_all)
         self.recorder = Recorder(
             clock,
             lag=options._lag,
@@ -143,7 +141,6 @@ class Session:
         )
         self.recorders = [self.recorder]
         self.work = WorkCounter(options.items, options.flops, loop, self.recorder)
-        results.throughput = self.work.reference
         self._boundaries = Boundaries(
             self.recorder, loop, self.work.on_call, self._wall_clock.shorten_step
         )
@@ -151,20 +148,21 @@ class Session:
         self._self_check = SelfCheck(results, self._boundaries, self.recorder, loop, options)
         # The log asks for metrics of the steps that the others have been told of.
         places = PlaceReader(results.culprits, _name_of_update(loop), outside)
-        observers = [results, places, self._comparison, self.analyzer, users, means]
-        observers.append(self._self_check)
-        self._calls = methods(observers, "steps_read")
+        results.connect(
+            self.work.reference,
+            observers=options.observers,
+            logs_slow_steps="slow" in options.logged_groups,
+        )
+        # Readers get steps in any order. Observers, logs and checks follow: they read the readers.
+        readers = [results, places, self._comparison, self.analyzer]
+        self._readers = methods(readers, "steps_read")
+        self._followers = [users.steps_read, self._log_read, self._self_check.steps_read]
         self._blocks, self._is_pace_known = blocks, False
         self._is_slowdown_located = False
         self._blocking = BlockingCalls(results.culprits, self.recorder)
         self._until_end = Attachments()
         self._observers = options.observers
         self._to_remove = [self._comparison, self.analyzer, *options.observers]
-        results.observers = options.observers
-        takers = [methods(options.observers, name) for name in ("on_slow_step", "metrics")]
-        results.slow.is_followed = any(takers) or "slow" in options.logged_groups
-        listeners = methods(options.observers, "on_slowdown")
-        results.finds_changes = bool(listeners) or "slow" in options.logged_groups
 
     def attach(self) -> None:
         """Attach the hooks. If that fails or is interrupted, none of them stays."""
@@ -349,7 +347,7 @@ class Session:
 
     def start_epoch(self, first_step: int, epoch: int) -> None:
         """Note that an epoch starts with the step of this number, which has not ended."""
-        self._results.step_series.start_epoch(first_step, epoch)
+        self._results.slowdowns.series.start_epoch(first_step, epoch)
 
     def loop_ends(self, *, accumulates: bool) -> None:
         """Note that a loop over batches has ended, perhaps with gradients that are not used yet."""
@@ -452,7 +450,7 @@ class Session:
         plan = replace(auto.plan(n), recurrence=recurrence)
         if plan != self._schedule.plan:
             self._schedule.follow(plan, self._index)
-        self._results.timed_every_n_steps, self._results.timing_share = n, auto.share
+        self._results.update_sampling(every_n_steps=n, timing_share=auto.share)
 
     # Off: no hooks, between blocks of timed steps
 
@@ -564,6 +562,10 @@ class Session:
         else:
             self._means.log_at(self._newest)
 
+    def _log_read(self, steps: ReadSteps) -> None:
+        if self._means.take(steps):
+            self.analyzer.end_own_call("the timer's logging")
+
     def _steps_read(self, records: list[StepRecord]) -> None:
         auto, since_ns = self._auto, self.recorder.pending.reading_since_ns
         for record in records:
@@ -578,7 +580,9 @@ class Session:
         if records:
             warmup = min(self._warmup, len(records))
             self._warmup -= warmup
-            call_safely(self._calls, ReadSteps(records, warmup))
+            steps = ReadSteps(records, warmup)
+            call_safely(self._readers, steps)
+            call_safely(self._followers, steps)
         if auto is not None:
             auto.add_timed(records, self._now_ns() - since_ns)
         if self._results.slowdown is not None and not self._is_slowdown_located:
@@ -603,7 +607,8 @@ class Session:
         if self._may_read():
             self.recorder.drain()
             self._comparison.compare_arrived()
-            self._results.ended_steps = self._index - self.recorder.pending.count
+            ended_steps = self._index - self.recorder.pending.count
+            self._results.update_sampling(ended_steps=ended_steps)
 
     def _may_read(self) -> bool:
         """Return whether steps can be read here: else two threads would, in no order."""
@@ -644,7 +649,7 @@ class Session:
         self.recorder.rest()
         try:
             if self.is_attached:
-                self._results.ended_steps = self._index
+                self._results.update_sampling(ended_steps=self._index)
                 self.is_attached = self.is_off = False
                 self._agreement = None
                 ends = [self._log_rest, self._self_check.end]

@@ -1,4 +1,4 @@
-"""Times in their units, and tables as text and HTML, shown where the user looks."""
+"""Tables as text and HTML, and where to show them."""
 
 import html
 import os
@@ -18,63 +18,6 @@ from lightning_gputime._phases import colours_of
 
 _BETWEEN = "  "  # What separates the columns of plain text.
 _MAX_WORDS = 40  # The width of a column of words, where that of the whole is limited.
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A unit of `ms` milliseconds; a table shows `digits` behind the point."""
-
-    name: str
-    ms: float
-    digits: int
-
-    def cell(self, ms: float) -> str:
-        """Return a time for a table whose title says the unit."""
-        return f"{ms / self.ms:.{self.digits}f}"
-
-    def number(self, ms: float) -> str:
-        """Return a time in three digits, without the unit."""
-        number = ms / self.ms  # Three digits of a larger one would be 1.23e+03.
-        return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
-
-    def of(self, ms: float) -> str:
-        """Return a time in three digits, with the unit."""
-        return f"{self.number(ms)} {self.name}"
-
-
-_MICROSECONDS, MILLISECONDS, _SECONDS = Unit("us", 1e-3, 1), Unit("ms", 1, 3), Unit("s", 1e3, 4)
-
-
-def unit_of(ms: float) -> Unit:
-    """Return the unit in which a time reads best, such as that of a whole step."""
-    if 0 < ms < 0.1:
-        return _MICROSECONDS
-    return _SECONDS if ms >= 1e3 else MILLISECONDS
-
-
-def duration(ms: float) -> str:
-    """Return a time in three digits, in the unit in which it reads best."""
-    return unit_of(abs(ms)).of(ms)
-
-
-def percent(share: float) -> str:
-    """Return a fraction in a sentence, in two digits where it is small."""
-    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """What an observer adds to a summary: to its table, to the page and to the saved run.
-
-    Attributes:
-        name: What it is called in the saved run.
-        sentences: What is printed below the table, each on a line of its own.
-        values: Its numbers, as JSON has words for.
-    """
-
-    name: str
-    sentences: tuple[str, ...] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

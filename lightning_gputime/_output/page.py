@@ -1,9 +1,9 @@
-"""The page of a run, or of two: one file that needs nothing else."""
+"""HTML page of one or two runs, in a single file without external resources."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,20 +12,40 @@ from markupsafe import Markup
 
 from lightning_gputime._measurement.history import list_top_phases
 from lightning_gputime._measurement.slow import SlowStep
-from lightning_gputime._measurement.table import duration, marked, unit_of
+from lightning_gputime._measurement.units import duration, unit_of
+from lightning_gputime._output.summary import PhaseSummary
+from lightning_gputime._output.table import marked
 from lightning_gputime._phases import colours_of
-from lightning_gputime._runs.compare import RunComparison
-from lightning_gputime._runs.saved import Run
 
-_MAX_POINTS = 2000  # A chart has no more points: of more steps it shows the means of neighbours.
-_LEGEND_COLUMNS, _LEGEND_ROW = 4, 28  # How many, and their height (in pixels).
-_INK = "#808890"  # Readable on white and on black.
+_MAX_POINTS = 2000  # Points of a chart. Longer runs show means over neighboring steps.
+_LEGEND_COLUMNS, _LEGEND_ROW_PX = 4, 28
+_INK = "#808890"  # Readable in light and dark mode.
 
 
-def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
-    """Return the page of a run, or of two side by side; it loads nothing. Raise without bokeh.
+class Run(Protocol):
+    """A saved run, see `_runs.saved.Run`."""
 
-    Every name and text in it is escaped.
+    @property
+    def history(self) -> npt.NDArray[Any]: ...
+
+    @property
+    def slow_steps(self) -> Sequence[SlowStep]: ...
+
+    @property
+    def about(self) -> str: ...
+
+    def summary(self) -> PhaseSummary: ...
+
+
+def page(runs: Sequence[Run], comparison: Any = None) -> str:
+    """Return the page of one run, or of two side by side. All names and texts are escaped.
+
+    Args:
+        runs: One or two runs.
+        comparison: Their `RunComparison`, or None.
+
+    Raises:
+        ImportError: If bokeh is not installed.
     """
     resources = _bokeh().resources.Resources(mode="inline", components=["bokeh"])
     environment = Environment(
@@ -37,14 +57,14 @@ def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
         "duration": duration,
         "marked": lambda text: Markup(marked(text)),
         "share": lambda part: f"{100 * part:.4f}%",
-        "table": lambda one: one._table(),
+        "table": lambda run: run._table(),
         "thinned": lambda run: thin_out(run.history)[1],
         "unit": unit_of,
     }
     template = environment.from_string(
         files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     )
-    # Charts go up to where all can be compared. A first step of a second would flatten the others.
+    # Limit the y-axis: a first step of one second would flatten all other steps.
     steps = [run.history["step_ms"] for run in runs if len(run.history)]
     limit_ms = max((min(float(ms.max()), 3 * float(np.median(ms))) for ms in steps), default=0.0)
     breakdowns = [run.summary().time_breakdown for run in runs]
@@ -54,7 +74,7 @@ def page(runs: Sequence[Run], comparison: RunComparison | None = None) -> str:
         comparison=comparison,
         charts=[_charts(run, limit_ms) for run in runs],
         limit_ms=limit_ms,
-        wall_ms=max((1e3 * one.wall_s for one in breakdowns if one is not None), default=0.0),
+        wall_ms=max((1e3 * found.wall_s for found in breakdowns if found), default=0.0),
         library=Markup(resources.render_js()),
     )
 
@@ -72,7 +92,7 @@ def _bokeh() -> Any:
 
 
 def thin_out(history: npt.NDArray[Any]) -> tuple[dict[str, npt.NDArray[Any]], int]:
-    """Return the columns of a history, and how many steps each point is the mean of."""
+    """Return the columns of a thinned history, and the number of steps per point."""
     every = max(-(-len(history) // _MAX_POINTS), 1)
     starts = np.arange(0, len(history), every)
     counts = np.diff(np.append(starts, len(history)))
@@ -92,19 +112,19 @@ def _charts(run: Run, limit_ms: float) -> list[Markup]:
 
 
 def phases_over_steps(run: Run, limit_ms: float, in_percent: bool = False) -> Any:
-    """Draw the phases of each step, stacked, to zoom in and point at; slow steps are points."""
+    """Return a stacked chart of the phases of each step, with slow steps as points."""
     models, stack = _bokeh().models, _bokeh().transform.stack
     colours = colours_of(list_top_phases(run.history))
     columns, _ = thin_out(run.history)
     unit = "%" if in_percent else "ms"
     scale = 100 / np.maximum(columns["step_ms"], 1e-9) if in_percent else 1.0
-    # By numbers, because a name may have any character.
+    # Number the columns: a phase name may contain any character.
     shown = {f"p{i}": f"{name}_ms" for i, name in enumerate(colours)}
     shown |= {"whole": "step_ms", "wait": "host_wait_ms"}
     data = {key: np.round(columns[name] * scale, 4) for key, name in shown.items()}
     source = models.ColumnDataSource({"step": columns["step"], **data})
     figure = _new_figure("step", f"time per step ({unit})")
-    tips = [("step", "@step"), (f"whole ({unit})", "@whole{0.000}")]
+    tips = [("step", "@step"), (f"step ({unit})", "@whole{0.000}")]
     tips += [(f"{name} ({unit})", f"@p{i}{{0.000}}") for i, name in enumerate(colours)]
     tips += [(f"host waited ({unit})", "@wait{0.000}")]
     items = []
@@ -114,7 +134,7 @@ def phases_over_steps(run: Run, limit_ms: float, in_percent: bool = False) -> An
         items.append((name, [figure.varea_step(**between, **step_wise)]))
     whole = figure.line("step", "whole", source=source, line_alpha=0.0)
     figure.add_tools(models.HoverTool(renderers=[whole], tooltips=tips, mode="vline"))
-    points = [one for one in run.slow_steps if one.step in run.history["step"]]
+    points = [step for step in run.slow_steps if step.step in run.history["step"]]
     if points and not in_percent:
         items.append(("slow steps", [_mark(figure, points, limit_ms)]))
     _add_legend(figure, items)
@@ -123,12 +143,12 @@ def phases_over_steps(run: Run, limit_ms: float, in_percent: bool = False) -> An
 
 
 def _mark(figure: Any, points: Sequence[SlowStep], limit_ms: float) -> Any:
-    """Draw slow steps as points; those beyond the limit stand at the upper end of the axis."""
+    """Draw slow steps as points; steps above the limit are drawn at the upper end of the axis."""
     models = _bokeh().models
     places = {
-        "step": [one.step for one in points],
-        "ms": [min(one.step_ms, 1.06 * limit_ms) for one in points],
-        "why": [str(one) for one in points],
+        "step": [step.step for step in points],
+        "ms": [min(step.step_ms, 1.06 * limit_ms) for step in points],
+        "why": [str(step) for step in points],
     }
     ring = {"color": "white", "line_color": "black", "size": 7}
     dots = figure.scatter("step", "ms", source=models.ColumnDataSource(places), **ring)
@@ -137,8 +157,8 @@ def _mark(figure: Any, points: Sequence[SlowStep], limit_ms: float) -> Any:
 
 
 def _add_legend(figure: Any, items: Sequence[tuple[str, Any]]) -> None:
-    """Add a legend below a chart, which gets as much higher."""
-    figure.height += _LEGEND_ROW * -(-len(items) // _LEGEND_COLUMNS)
+    """Add a legend below a chart, and increase its height accordingly."""
+    figure.height += _LEGEND_ROW_PX * -(-len(items) // _LEGEND_COLUMNS)
     grid = {"orientation": "horizontal", "ncols": _LEGEND_COLUMNS, "spacing": 6}
     clear = {"background_fill_alpha": 0.0, "border_line_alpha": 0.0, "label_text_color": _INK}
     legend = {"items": items, "click_policy": "hide", "location": "center"}
@@ -146,7 +166,7 @@ def _add_legend(figure: Any, items: Sequence[tuple[str, Any]]) -> None:
 
 
 def _new_figure(x: str, y: str) -> Any:
-    """Return an empty chart that is readable on white and on black."""
+    """Return an empty chart that is readable in light and dark mode."""
     wide = {"height": 320, "sizing_mode": "stretch_width", "toolbar_location": "above"}
     clear = {"background_fill_alpha": 0.0, "border_fill_alpha": 0.0, "outline_line_color": _INK}
     tools = "xpan,xwheel_zoom,box_zoom,reset"

@@ -1,0 +1,52 @@
+"""Probed steps: the GPU's work without launch gaps."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_gputime._measurement.sums import Sums
+from lightning_gputime._phases import BETWEEN_BATCHES, StepRecord, StepTimes, is_wait
+
+
+class Probes:
+    """Sums over the probed steps."""
+
+    def __init__(self) -> None:
+        self.sums = Sums()
+        self.newest: StepRecord | None = None
+        self.failure = ""
+        """Reason why no more steps are probed; empty if none."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "sums": self.sums.copy()}
+
+    def add(self, step: StepRecord) -> None:
+        self.newest = step
+        self.sums.merge(Sums([step]))
+
+    def fail(self, reason: str) -> None:
+        self.failure = reason
+
+    def means_ms(self, means_ms: Mapping[str, float]) -> dict[str, float]:
+        """Return the GPU busy time of the newest probed step, and the launch gap (in milliseconds).
+
+        Empty if no step was probed, or if none can be.
+
+        Args:
+            means_ms: Mean times of the steps that were not probed.
+        """
+        if self.newest is None or self.failure:
+            return {}
+        return _busy_means(means_ms, self.newest.times())
+
+
+def _busy_means(means_ms: Mapping[str, float], probed: StepTimes) -> dict[str, float]:
+    busy_ms = {**probed.phase_ms, "step": probed.step_ms}
+    # Between batches the GPU waits for the loader or callbacks, in `comm` for other ranks.
+    step_ms, busy_step_ms = (
+        times_ms["step"] - sum(times_ms.get(name, 0.0) for name in BETWEEN_BATCHES)
+        for times_ms in (means_ms, busy_ms)
+    )
+    waits = (name for name in means_ms if is_wait(name))
+    comm_ms = sum(means_ms[name] for name in waits if name.partition("/")[0] not in BETWEEN_BATCHES)
+    gap_ms = max(step_ms - comm_ms - busy_step_ms, 0.0)
+    return {**{f"{name}_gpu_busy": ms for name, ms in busy_ms.items()}, "step_launch_gap": gap_ms}

@@ -1,0 +1,87 @@
+"""Statistics of each phase over all steps, timed or not."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_gputime._measurement.ranks import STEP
+from lightning_gputime._measurement.stats import PhaseStats
+from lightning_gputime._measurement.sums import Sums
+from lightning_gputime._measurement.untimed import Estimate
+from lightning_gputime._phases import in_order
+
+
+def phase_rows(
+    timed: Sums,
+    untimed: Estimate,
+    busy: Sums,
+    times: npt.NDArray[Any],
+    weights: npt.NDArray[np.float64],
+    peaks_mib: Mapping[str, float],
+    tflops: Mapping[str, float],
+) -> dict[str, PhaseStats]:
+    """Return the statistics of each phase and of "step".
+
+    Args:
+        timed: Sums over the timed steps.
+        untimed: Estimate for the other steps.
+        busy: Sums over the probed steps.
+        times: History of the timed steps.
+        weights: Number of steps that each step of the history represents.
+        peaks_mib: Peak memory of each phase (in MiB).
+        tflops: TFLOP/s of each phase.
+    """
+    every = timed.plus(untimed.sums)
+    phases = {name: every.phases[name] for name in in_order([*every.phases])}
+    probed = {
+        name: phase.mean_ms for name, phase in {**busy.phases, STEP: busy.step}.items() if phase.n
+    }
+    peaks_mib = {**peaks_mib, STEP: max(peaks_mib.values())} if peaks_mib else {}
+    steps = every.step.n + untimed.unsampled_steps
+    all_ms = every.step.device_ms + untimed.unsampled_ms
+    rows = {}
+    for name, phase in {**phases, STEP: every.step}.items():
+        column = f"{name}_ms"
+        column_ms = times[column] if column in (times.dtype.names or ()) else ()
+        p5_ms, p50_ms, p95_ms = _percentiles(column_ms, weights)
+        timed_phase = timed.step if name == STEP else timed.phases.get(name)
+        error_ms = untimed.errors_ms.get(name, 0.0)
+        rows[name] = PhaseStats(
+            n=int(timed_phase.n) if timed_phase is not None else 0,
+            mean_ms=all_ms / steps if name == STEP and steps else phase.mean_ms,
+            p50_ms=p50_ms,
+            p95_ms=p95_ms,
+            max_ms=phase.max_ms if phase.n else math.nan,
+            share=(all_ms if name == STEP else phase.device_ms) / (all_ms or math.nan),
+            host_mean_ms=phase.host_ms / phase.n if phase.n else math.nan,
+            gpu_busy_mean_ms=probed.get(name),
+            peak_mib=peaks_mib.get(name),
+            tflops=tflops.get(name),
+            error_ms=error_ms / phase.n if phase.n else 0.0,
+            share_error=error_ms / all_ms if all_ms and name != STEP else 0.0,
+            p5_ms=p5_ms,
+            frequency=phase.n / steps if name != STEP and steps else 1.0,
+        )
+    return rows
+
+
+def _percentiles(
+    times_ms: npt.ArrayLike, weights: npt.NDArray[np.float64]
+) -> tuple[float, float, float]:
+    """Return the 5th, 50th and 95th percentile over the steps in which a phase ran."""
+    every_ms = np.asarray(times_ms)
+    has_run = np.isfinite(every_ms)
+    ran_ms = every_ms[has_run]
+    if not len(ran_ms):
+        return math.nan, math.nan, math.nan
+    if len(weights) != len(every_ms) or np.ptp(weights) == 0:
+        p5_ms, p50_ms, p95_ms = np.percentile(ran_ms, (5, 50, 95)).tolist()
+        return p5_ms, p50_ms, p95_ms
+    order = np.argsort(ran_ms)
+    ends = np.cumsum(weights[has_run][order])
+    places = np.searchsorted(ends, np.array([0.05, 0.5, 0.95]) * ends[-1])
+    p5_ms, p50_ms, p95_ms = ran_ms[order][np.minimum(places, len(ran_ms) - 1)].tolist()
+    return p5_ms, p50_ms, p95_ms

@@ -1,0 +1,183 @@
+"""Values for loggers: groups, keys, and the calls of each kind of logger."""
+
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache, partial
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from lightning_gputime._messages import format_value, messages
+from lightning_gputime._phases import COMM
+
+# Group of a value by its name; all other values are in "phases".
+_GROUPS = (
+    (re.compile(r"step_ms$"), "step"),
+    (re.compile(r"host_wait_ms$"), "host"),
+    (re.compile(r".+_peak_mib$"), "memory"),
+    (re.compile(r"items_per_sec$|(for|back)ward_tflops$|mfu$"), "work"),
+    (re.compile(r".+_gpu_busy_ms$|step_launch_gap_ms$"), "gaps"),
+    (re.compile(r"slow(_excess_ms$|/)|lasting_change_ms$"), "slow"),
+    (re.compile(r"ranks/"), "ranks"),
+    (re.compile(r"fit/"), "fit"),
+    (re.compile(rf".+/{COMM}_ms$"), "comm"),
+    (re.compile(r".+/"), "parts"),
+)
+GROUPS = ("phases", *(group for _, group in _GROUPS))
+
+
+class MetricsLogger(Protocol):
+    """Interface of a logger. Lightning's and Fabric's loggers have it, and the module `mlflow`."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> Any:
+        """Store `metrics` under `step`."""
+
+
+class LogWriter:
+    """Write values to loggers, and publish them.
+
+    Args:
+        prefix: First part of each key.
+        loggers: Loggers; each gets keys with its own separator.
+        publish: Function that also gets the values, under keys with "/".
+        groups: Groups of values to write.
+        stage: Second part of each key, such as "val"; empty for training.
+        row: Further values of the same row, whose keys get no prefix.
+        kept: Queue that gets all values of each log as JSON objects.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        loggers: Sequence[MetricsLogger],
+        publish: Callable[[Mapping[str, float]], None] | None = None,
+        *,
+        groups: Collection[str] = GROUPS,
+        stage: str = "",
+        row: Mapping[str, float] = MappingProxyType({}),
+        kept: deque[dict[str, Any]] | None = None,
+    ) -> None:
+        self._prefix, self._stage, self._row, self._kept = prefix, stage, row, kept
+        self._loggers, self._groups, self._publish = loggers, groups, publish
+        self._newest = -1  # Largest step number that was logged.
+        self._has_failed = False
+
+    def begin(self) -> None:
+        """Prepare the loggers at the start of training."""
+        for logger in self._loggers:
+            self._try(partial(add_charts, logger, self._prefix))
+
+    def write(
+        self,
+        values: Mapping[str, float],
+        step: int,
+        added: Mapping[str, float] = MappingProxyType({}),
+        *,
+        only_publish: bool = False,
+    ) -> None:
+        """Log the `values` of the wanted groups, and all values that observers `added`.
+
+        They are logged under the number of the step, or of the last log if that is newer.
+        """
+        if self._kept is not None:
+            self._kept.append({"stage": self._stage, "step": step, **values, **added})
+        wanted = {name: value for name, value in values.items() if group_of(name) in self._groups}
+        wanted |= added
+        if not wanted:
+            return
+        if not only_publish:
+            # Some loggers drop values whose step is smaller than the last one.
+            step = self._newest = max(step, self._newest)
+            # One call: for each, CSV writes a row, W&B counts a step, MLflow sends a request.
+            for logger in self._loggers:
+                self._try(partial(send, logger, self._prefix, self._stage, wanted, step, self._row))
+        if self._publish is not None:
+            metrics = {key(self._prefix, self._stage, name): ms for name, ms in wanted.items()}
+            self._try(partial(self._publish, metrics))
+
+    def _try(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except Exception as error:  # Training continues, for example if the server is down.
+            if not self._has_failed:
+                messages.warning("Cannot log phase times: %r", error)
+            self._has_failed = True
+
+
+@lru_cache(maxsize=1000)
+def group_of(name: str) -> str:
+    return next((group for pattern, group in _GROUPS if pattern.match(name)), "phases")
+
+
+def add_charts(logger: MetricsLogger, prefix: str) -> None:
+    """Add charts of all phases to TensorBoard, which shows the last layout that it gets.
+
+    Call it when training begins, so that a layout of the user replaces it.
+    """
+    writer = _tensorboard_writer(logger)
+    if writer is not None:
+        pattern = re.escape(prefix)  # TensorBoard finds phases by regular expressions.
+        charts = {
+            "phases (ms)": ["Multiline", [rf"^{pattern}/(?!step_ms$)[^/]+_ms$"]],
+            "step (ms)": ["Multiline", [rf"^{pattern}/step_ms$"]],
+        }
+        writer.add_custom_scalars({prefix: charts})
+
+
+def send(
+    logger: MetricsLogger,
+    prefix: str,
+    stage: str,
+    values: Mapping[str, float],
+    step: int,
+    row: Mapping[str, float],
+) -> None:
+    """Log `values` under keys with the prefix, and `row` under keys as they are, in one row.
+
+    TensorBoard groups charts by the part of a tag before the first "/". Values other than phases
+    get a group such as "phase_time_val/forward_ms".
+    """
+    if _tensorboard_writer(logger) is None:
+        separator = getattr(logger, "group_separator", "/")
+        metrics = {
+            key(prefix, stage, name).replace("/", separator): value
+            for name, value in values.items()
+        } | {**row}
+    else:
+        # Lightning logs the values of `row` there by itself.
+        metrics = {_tag(prefix, stage, name): value for name, value in values.items()}
+    # By keyword, as Lightning and Fabric do: wrappers of loggers may look them up by name.
+    logger.log_metrics(metrics=metrics, step=step)
+
+
+def _tag(prefix: str, stage: str, name: str) -> str:
+    group = stage or group_of(name)
+    if group in ("phases", "step"):
+        return key(prefix, "", name)
+    first, slash, rest = prefix.partition("/")
+    return f"{first}_{group}{slash}{rest}/{name.removeprefix(f'{group}/')}"
+
+
+def key(prefix: str, stage: str, name: str) -> str:
+    return "/".join(filter(None, (prefix, stage, name)))
+
+
+def _tensorboard_writer(logger: MetricsLogger) -> Any:
+    """Return the TensorBoard writer of a logger, or None."""
+    experiment = getattr(logger, "experiment", None)
+    # Ask the class: on ranks that do not log, the experiment has any attribute.
+    return experiment if hasattr(type(experiment), "add_custom_scalars") else None
+
+
+def check_loggers(logger: Any) -> list[MetricsLogger]:
+    """Return the loggers that an option has: none, one or several. Raise TypeError otherwise."""
+    loggers = logger if isinstance(logger, list | tuple) else [logger]
+    loggers = [] if logger is None else [*loggers]
+    for candidate in loggers:
+        if not callable(getattr(candidate, "log_metrics", None)):
+            raise TypeError(
+                "logger must have a method log_metrics(metrics, step), got"
+                f" {format_value(candidate)};"
+                " Lightning's loggers have it, such as TensorBoardLogger"
+            )
+    return loggers
