@@ -30,7 +30,6 @@ _ONE_CALLBACK = f"{CALLBACKS}/"
 _GROUPS = (
     (re.compile(r"step_ms$"), "step"),
     (re.compile(r"host_wait_ms$"), "host"),
-    (re.compile(r".+_peak_mib$"), "memory"),
     (re.compile(r"items_per_sec$|(for|back)ward_tflops$|mfu$"), "work"),
     (re.compile(r".+_gpu_busy_ms$|step_launch_gap_ms$"), "gaps"),
     (re.compile(r"slow(_excess_ms$|/)|lasting_change_ms$"), "slow"),
@@ -80,7 +79,7 @@ class MeanLog:
         self._publish = publish
         self.on_logged: Callable[[], object] = lambda: None
         """Called where steps that were read are logged."""
-        # What is logged beside the means: slow steps, work, probes, memory and observers of these.
+        # What is logged beside the means: slow steps, work, probes and observers of these.
         self.results: Results | None = None
         self.groups: Collection[str] = GROUPS  # Of the values that are logged.
         self.newest: int | None = None
@@ -176,8 +175,8 @@ class MeanLog:
                 if (change := results.slowdown) is not None:
                     means["lasting_change"] = change.change * change.before_ms
                 beside = results.throughput.metrics(sums)
-                if results.peaks is not None:
-                    beside |= results.peaks.metrics(self.newest, keep=only_publish)
+                if results.memory is not None and not only_publish:
+                    results.memory.read()
             values = {
                 f"{name}_ms": ms
                 for name, ms in means.items()

@@ -15,6 +15,7 @@ from lightning_gputime._measurement.changes import MIN_STEPS, Slowdown, StepSeri
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.history import MIN_PACKED_MARKS, history, pack, unpack
 from lightning_gputime._measurement.measurement import Measurement
+from lightning_gputime._measurement.memory import MemoryWatch
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, sections_of
 from lightning_gputime._measurement.ranks import STEP, RankSummary
 from lightning_gputime._measurement.setup import TrainingSetup
@@ -23,7 +24,6 @@ from lightning_gputime._measurement.stats import PhaseStats
 from lightning_gputime._measurement.sums import Sums, ThroughputReference
 from lightning_gputime._measurement.untimed import Estimate, UntimedSteps
 from lightning_gputime._measurement.wall_clock import WallClock
-from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._messages import Named
 from lightning_gputime._phases import StepRecord, StepTimes, in_order
 
@@ -73,7 +73,7 @@ class Results:
         self.newest_probed: StepRecord | None = None  # Its work alone.
         self.probe_failure = ""  # Why no step is probed any more.
         self.wall_clock: WallClock | None = None  # None for evaluations.
-        self.peaks: PhaseMemory | None = None
+        self.memory: MemoryWatch | None = None
         self.culprits = culprits or CulpritSums()
         self.setup = TrainingSetup()
         self.throughput = ThroughputReference()
@@ -210,10 +210,8 @@ class Results:
             knows_durations = untimed.knows_durations
             slow_scale = untimed.slow_scale or 1.0
         every = sums.plus(estimate.sums)
-        memory = self.peaks.summary() if self.peaks is not None else None
         tflops = self.throughput.tflops_of_phases(every)
-        peaks_mib = {} if memory is None else memory.peak_mib
-        rows = _rows(sums, estimate, busy, times, weights, peaks_mib, tflops)
+        rows = _rows(sums, estimate, busy, times, weights, tflops)
         n, step = int(sums.step.n), rows.pop(STEP)
         if estimate.sums.step.n and knows_durations:
             p5_ms, p50_ms, p95_ms = percentiles_ms
@@ -238,7 +236,7 @@ class Results:
             each_timed_for=self.each_timed_for,
             slow=self.slow.summary(n, sums.step.device_ms / slow_scale),
             wall_clock=self.wall_clock.summary() if self.wall_clock is not None else None,
-            memory=memory,
+            memory=self.memory.summary() if self.memory is not None else None,
             work=self.throughput.summary(every),
             sections=sections_of(self.observers),
             not_measured=tuple(gap.text for gap in gaps),
@@ -253,7 +251,6 @@ def _rows(
     busy: Sums,
     times: npt.NDArray[Any],
     weights: npt.NDArray[np.float64],
-    peaks_mib: Mapping[str, float],
     tflops: Mapping[str, float],
 ) -> dict[str, PhaseStats]:
     """Return the statistics of each phase, and of the step, over all steps."""
@@ -262,7 +259,6 @@ def _rows(
     probed = {
         name: phase.mean_ms for name, phase in {**busy.phases, STEP: busy.step}.items() if phase.n
     }
-    peaks_mib = {**peaks_mib, STEP: max(peaks_mib.values())} if peaks_mib else {}
     steps = every.step.n + untimed.unsampled_steps
     all_ms = every.step.device_ms + untimed.unsampled_ms
     rows = {}
@@ -281,7 +277,6 @@ def _rows(
             share=(all_ms if name == STEP else phase.device_ms) / (all_ms or math.nan),
             host_mean_ms=phase.host_ms / phase.n if phase.n else math.nan,
             gpu_busy_mean_ms=probed.get(name),
-            peak_mib=peaks_mib.get(name),
             tflops=tflops.get(name),
             error_ms=error_ms / phase.n if phase.n else 0.0,
             share_error=error_ms / all_ms if all_ms and name != STEP else 0.0,

@@ -21,6 +21,7 @@ from lightning_gputime._instrumentation.loop import Loop
 from lightning_gputime._instrumentation.patching import Attachment, Attachments
 from lightning_gputime._instrumentation.work import WorkCounter
 from lightning_gputime._measurement.means import MeanLog
+from lightning_gputime._measurement.memory import MemoryWatch
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.wall_clock import EVALUATION, FIRST_STEP, STEPS, WallClock
@@ -133,6 +134,8 @@ class Session:
         means.results, means.groups = results, options.logged_groups
         means.is_sampled = not self.times_all
         means.on_logged = partial(self.analyzer.end_own_call, "the timer's logging")
+        self._memory = MemoryWatch(getattr(clock, "peak_memory", lambda: None))
+        results.memory = self._memory
         self.recorder = Recorder(
             clock,
             lag=options._lag,
@@ -644,6 +647,7 @@ class Session:
         self.recorder.rest()
         try:
             if self.is_attached:
+                self._memory.end()
                 self._results.ended_steps = self._index
                 self.is_attached = self.is_off = False
                 self._agreement = None
