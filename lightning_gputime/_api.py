@@ -1,6 +1,7 @@
 """The public names that need torch, and no Lightning: those that `__init__` lists."""
 
 from lightning_gputime._instrumentation.named import phase as phase
+from lightning_gputime._measurement.memory import MemorySummary as MemorySummary
 from lightning_gputime._measurement.observers import Section as Section
 from lightning_gputime._measurement.observers import StepObserver as StepObserver
 from lightning_gputime._measurement.ranks import RankStats as RankStats
@@ -8,7 +9,6 @@ from lightning_gputime._measurement.ranks import RankSummary as RankSummary
 from lightning_gputime._measurement.slow import Cause as Cause
 from lightning_gputime._measurement.slow import SlowStep as SlowStep
 from lightning_gputime._measurement.stats import PhaseStats as PhaseStats
-from lightning_gputime._memory import MemorySummary as MemorySummary
 from lightning_gputime._options import TimerOptions as TimerOptions
 from lightning_gputime._output.loggers import MetricsLogger as MetricsLogger
 from lightning_gputime._output.summary import PhaseSummary as PhaseSummary

@@ -169,8 +169,6 @@ class StepRecord(NamedTuple):
             host had launched all of it.
         post_spin_index: The index of the mark behind what kept the device busy; 0 if nothing did.
         items: Its items; NaN where they are not known.
-        memory: At each mark, its end included, the peak since the last one and what was allocated
-            (in bytes); nothing in a step that was not sampled.
         step_index: Its place among all steps since the timer was attached, timed or not; -1 where
             only timed steps are counted.
         places: At each mark, its end included, the place in the user's code; empty in a step that
@@ -187,7 +185,6 @@ class StepRecord(NamedTuple):
     was_fully_queued: bool | None = None
     post_spin_index: int = 0
     items: float = nan
-    memory: tuple[tuple[int, int], ...] = ()
     step_index: int = -1
     places: tuple[Any, ...] = ()
 

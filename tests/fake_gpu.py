@@ -34,7 +34,7 @@ class FakeGPU:
         self.graph: list[float] = []
         self.streams: Any = None  # or `FakeStreams`, which put themselves here
         self.device: torch.device | None = None
-        self.allocator: Any = None  # or a `FakeAllocator`, which puts itself here
+        self.memory: tuple[int, int, int] | None = None  # peaks and total, or no counters
 
     @contextmanager
     def capture(self) -> Iterator[Callable[[], None]]:
@@ -72,6 +72,9 @@ class FakeGPU:
         self.created += 1
         return FakeEvent(self)
 
+    def peak_memory(self) -> tuple[int, int, int] | None:
+        return self.memory
+
     def host_ns(self) -> int:
         return self.now
 
@@ -82,46 +85,6 @@ class FakeGPU:
         if self.capturing:
             self.capture_broken = True
             raise RuntimeError("operation not permitted when stream is capturing")
-
-
-class FakeAllocator:
-    """The allocator of a fake GPU, whose counters move with the host.
-
-    Args:
-        gpu: Whose allocator it becomes.
-        total: The memory of the device (in bytes).
-    """
-
-    def __init__(self, gpu: FakeGPU, total: int | None = None) -> None:
-        self._gpu = gpu
-        self.index, self.total = 0, total
-        self.allocated = self.peak = 0
-        self.reads = self.resets = 0
-        self.error: Exception | None = None
-        gpu.allocator = self
-
-    def alloc(self, size: int) -> None:
-        """Allocates some bytes, or frees them if `size` is below zero."""
-        self.allocated += size
-        self.peak = max(self.peak, self.allocated)
-
-    def temp(self, size: int) -> None:
-        """Allocates some bytes, and frees them."""
-        self.alloc(size)
-        self.alloc(-size)
-
-    def read(self) -> dict[str, Any]:
-        self._gpu.touch()
-        self.reads += 1
-        if self.error is not None:
-            raise self.error
-        stat = {"current": self.allocated, "peak": self.peak}
-        return {"num_ooms": 0, "allocated_bytes": {"all": stat, "small_pool": dict(stat)}}
-
-    def reset(self) -> None:
-        self._gpu.touch()
-        self.resets += 1
-        self.peak = self.allocated
 
 
 class FakeEvent:

@@ -27,7 +27,6 @@ FLOORS = [
     "_messages _phases",
     "_compat",
     "_record",
-    "_memory",
     "_measurement",
     "_instrumentation",
     "_diagnosis",

@@ -338,9 +338,7 @@ def headline(step_ms: float, /, **phases_ms: float) -> str:
 
 
 CALLBACK = "callbacks/AccuracyCurve.on_train_batch_end"
-MEMORY = MemorySummary(
-    {"backward": 41_210.0, "forward": 38_000.0}, {"backward": 20, "forward": 20}, 0.0, 81_559.0, 1
-)
+MEMORY = MemorySummary(41_210.0, 47_104.0, 81_559.0)
 SLOW = SlowSummary(
     n=3,
     steps=120,

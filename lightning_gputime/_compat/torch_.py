@@ -14,7 +14,6 @@ from lightning_gputime._compat.names import (
     MISSING,
     Name,
     look_up,
-    read,
     report,
     report_missing,
 )
@@ -452,24 +451,6 @@ def spin_function(module: Any) -> Callable[[int], object] | None:
     """Return the function of a device module that keeps the device busy for some cycles."""
     found: Callable[[int], object] | None = _SLEEP.of(module)
     return found
-
-
-_STATS = Name("torch._C._accelerator_getDeviceStats")
-_RESET = Name("torch._C._accelerator_resetPeakStats")
-
-
-def memory_counters(kind: str) -> tuple[Callable[[int], Any], Callable[[int], Any]] | None:
-    """Return functions that read and reset the counters of a device's memory, or None."""
-    # These take half as long as the public functions: 10 us to read, 2 us to reset.
-    core = look_up("torch._C")
-    for names in (
-        (_STATS.attribute, _RESET.attribute),
-        (f"_{kind}_memoryStats", f"_{kind}_resetPeakMemoryStats"),
-    ):
-        stats, reset = (read(core, name) for name in names)
-        if MISSING not in (stats, reset):
-            return stats, reset
-    return None
 
 
 # At attach

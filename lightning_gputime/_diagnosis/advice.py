@@ -64,6 +64,7 @@ from lightning_gputime._phases import (
 _MIN_SHARE = 0.05  # Smaller entries have no advice.
 _MIN_PART = 0.1  # A smaller fraction of the step is not named.
 _FIRST_WORKERS = 4  # The most workers to begin with, if there are none.
+_MAX_MEMORY = 0.8  # Above this fraction of the device's memory no larger batch is advised.
 _MIN_AFTER_BATCHES = 0.3  # Fraction of an evaluation after its last batch that is named.
 
 
@@ -264,7 +265,8 @@ def _communicate_less(case: Case) -> Iterator[Advice]:
             f" `{ranks.phase}`; time more steps to be certain"
         )
         yield Advice("suspect_rank", text, {"rank": ranks.suspect, "phase": ranks.phase})
-    text = "more work between collectives: larger batches, or accumulation under no_sync()"
+    larger = "larger batches, or " if _has_room(case.m) else ""
+    text = f"more work between collectives: {larger}accumulation under no_sync()"
     yield Advice("communicate_less", text)
 
 
@@ -290,10 +292,16 @@ def _work_less(case: Case) -> Iterator[Advice]:
         yield from _look_inside(longest, m, setup)
 
 
+def _has_room(m: Measurement) -> bool:
+    """Return False if a larger batch may not fit into the memory of the device."""
+    return m.memory is None or m.memory.share <= _MAX_MEMORY
+
+
 def _launch_less(case: Case) -> Iterator[Advice]:
     setup = case.setup
-    now = f" (now {setup.batch_size})" if setup.batch_size is not None else ""
-    yield Advice("batch_size", f"a larger batch{now}", {"now": setup.batch_size})
+    if _has_room(case.m):
+        now = f" (now {setup.batch_size})" if setup.batch_size is not None else ""
+        yield Advice("batch_size", f"a larger batch{now}", {"now": setup.batch_size})
     mode = '(mode="reduce-overhead")' if setup.compiled else ""
     yield Advice("compile", f"torch.compile{mode}")
     yield Advice("cuda_graphs", "CUDA graphs")

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.culprits import Culprit
+from lightning_gputime._measurement.memory import MemorySummary
 from lightning_gputime._measurement.observers import Section
 from lightning_gputime._measurement.ranks import RankSummary
 from lightning_gputime._measurement.slow import SlowSummary
 from lightning_gputime._measurement.stats import PhaseStats
 from lightning_gputime._measurement.sums import WorkSummary
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
-from lightning_gputime._memory import MemorySummary
 from lightning_gputime._phases import BETWEEN_BATCHES, is_wait
 
 
@@ -45,7 +45,7 @@ class Measurement:
         slow: Cost of slow steps; None if none was slow.
         slowdown: Lasting change of the step time; None if there is none.
         wall_clock: Host time of the training by entry; None if unknown.
-        memory: Peak memory of each phase; None if it was not measured.
+        memory: Peak memory of the device; None on a CPU.
         stage: "validation", "test" or "prediction"; empty for training.
         work: Work per second, and its fraction of the GPU's peak.
         sections: What observers add to the summary.

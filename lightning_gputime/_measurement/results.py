@@ -14,6 +14,7 @@ from lightning_gputime._measurement.changes import Slowdown, SlowdownSearch
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.history import StepLog, history
 from lightning_gputime._measurement.measurement import Measurement
+from lightning_gputime._measurement.memory import MemoryWatch
 from lightning_gputime._measurement.observers import (
     ReadSteps,
     call_safely,
@@ -29,7 +30,6 @@ from lightning_gputime._measurement.slow import SlowLog
 from lightning_gputime._measurement.sums import Sums, ThroughputReference
 from lightning_gputime._measurement.untimed import Estimate, UntimedSteps
 from lightning_gputime._measurement.wall_clock import WallClock
-from lightning_gputime._memory import PhaseMemory
 from lightning_gputime._messages import Named
 from lightning_gputime._phases import CALLBACK_WAIT, CALLBACKS, StepRecord, StepTimes
 
@@ -133,7 +133,7 @@ class Results:
         *,
         observers: Sequence[Any] = (),
         logs_slow_steps: bool = False,
-        peaks: PhaseMemory | None = None,
+        memory: MemoryWatch | None = None,
     ) -> None:
         """Connect what a session measures besides steps.
 
@@ -141,9 +141,9 @@ class Results:
             throughput: Reference for work per second.
             observers: Observers of the user.
             logs_slow_steps: True if slow steps and slowdowns are logged.
-            peaks: Memory of the phases; None if it is not measured.
+            memory: Peak memory of the device; None if it is not measured.
         """
-        self._sources = _Sources(throughput, tuple(observers), peaks)
+        self._sources = _Sources(throughput, tuple(observers), memory)
         takers = [methods(observers, name) for name in ("on_slow_step", "metrics")]
         if logs_slow_steps or any(takers):
             self.slow.follow()
@@ -229,8 +229,8 @@ class Results:
             means_ms["lasting_change"] = change.change * change.before_ms
         values = {f"{name}_ms": ms for name, ms in means_ms.items() if _is_logged(name)}
         values |= sources.throughput.metrics(window.every)
-        if sources.peaks is not None:
-            values |= sources.peaks.metrics(window.newest, keep=window.is_kept)
+        if sources.memory is not None and not window.is_kept:
+            sources.memory.read()
         return values, metrics_of(sources.observers, values)
 
     # Readings
@@ -277,10 +277,8 @@ class Results:
             knows_durations = untimed.knows_durations
             slow_scale = untimed.slow_scale or 1.0
         every = sums.plus(estimate.sums)
-        memory = sources.peaks.summary() if sources.peaks is not None else None
         tflops = sources.throughput.tflops_of_phases(every)
-        peaks_mib = {} if memory is None else memory.peak_mib
-        rows = phase_rows(sums, estimate, busy, times, weights, peaks_mib, tflops)
+        rows = phase_rows(sums, estimate, busy, times, weights, tflops)
         n, step = int(sums.step.n), rows.pop(STEP)
         if estimate.sums.step.n and knows_durations:
             p5_ms, p50_ms, p95_ms = percentiles_ms
@@ -305,7 +303,7 @@ class Results:
             each_timed_for=sampling.each_timed_for,
             slow=self.slow.summary(n, sums.step.device_ms / slow_scale),
             wall_clock=self.wall_clock.summary() if self.wall_clock is not None else None,
-            memory=memory,
+            memory=sources.memory.summary() if sources.memory is not None else None,
             work=sources.throughput.summary(every),
             sections=sections_of(sources.observers),
             not_measured=tuple(gap.text for gap in gaps),
@@ -319,7 +317,7 @@ class _Sources(NamedTuple):
 
     throughput: ThroughputReference
     observers: tuple[Any, ...] = ()
-    peaks: PhaseMemory | None = None
+    memory: MemoryWatch | None = None
 
 
 class RankResults:

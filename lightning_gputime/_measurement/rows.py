@@ -20,7 +20,6 @@ def phase_rows(
     busy: Sums,
     times: npt.NDArray[Any],
     weights: npt.NDArray[np.float64],
-    peaks_mib: Mapping[str, float],
     tflops: Mapping[str, float],
 ) -> dict[str, PhaseStats]:
     """Return the statistics of each phase and of "step".
@@ -31,7 +30,6 @@ def phase_rows(
         busy: Sums over the probed steps.
         times: History of the timed steps.
         weights: Number of steps that each step of the history represents.
-        peaks_mib: Peak memory of each phase (in MiB).
         tflops: TFLOP/s of each phase.
     """
     every = timed.plus(untimed.sums)
@@ -39,7 +37,6 @@ def phase_rows(
     probed = {
         name: phase.mean_ms for name, phase in {**busy.phases, STEP: busy.step}.items() if phase.n
     }
-    peaks_mib = {**peaks_mib, STEP: max(peaks_mib.values())} if peaks_mib else {}
     steps = every.step.n + untimed.unsampled_steps
     all_ms = every.step.device_ms + untimed.unsampled_ms
     rows = {}
@@ -58,7 +55,6 @@ def phase_rows(
             share=(all_ms if name == STEP else phase.device_ms) / (all_ms or math.nan),
             host_mean_ms=phase.host_ms / phase.n if phase.n else math.nan,
             gpu_busy_mean_ms=probed.get(name),
-            peak_mib=peaks_mib.get(name),
             tflops=tflops.get(name),
             error_ms=error_ms / phase.n if phase.n else 0.0,
             share_error=error_ms / all_ms if all_ms and name != STEP else 0.0,

@@ -25,8 +25,6 @@ class PhaseStats:
         host_mean_ms: Mean host time per step between the same marks (in milliseconds).
         gpu_busy_mean_ms: Mean device time in probed steps: the work without launch gaps (in
             milliseconds). None if no step was probed.
-        peak_mib: Maximum memory allocated in it, over all sampled steps (in MiB). None if it was
-            not measured, see `PhaseSummary.memory`.
         tflops: Its FLOPs per second, recomputation included (in TFLOP/s). None if not known.
         error_ms: Half the width of the 95 % interval of `mean_ms`, where a sample of the steps was
             timed (in milliseconds); 0.0 where every step was.
@@ -43,7 +41,6 @@ class PhaseStats:
     share: float = math.nan
     host_mean_ms: float = math.nan
     gpu_busy_mean_ms: float | None = None
-    peak_mib: float | None = None
     tflops: float | None = None
     error_ms: float = 0.0
     share_error: float = 0.0

@@ -14,7 +14,6 @@ from lightning_gputime._phases import COMM
 _GROUPS = (
     (re.compile(r"step_ms$"), "step"),
     (re.compile(r"host_wait_ms$"), "host"),
-    (re.compile(r".+_peak_mib$"), "memory"),
     (re.compile(r"items_per_sec$|(for|back)ward_tflops$|mfu$"), "work"),
     (re.compile(r".+_gpu_busy_ms$|step_launch_gap_ms$"), "gaps"),
     (re.compile(r"slow(_excess_ms$|/)|lasting_change_ms$"), "slow"),

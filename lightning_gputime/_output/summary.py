@@ -10,6 +10,7 @@ from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Diagnosis, Entry, TimeBreakdown
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement
+from lightning_gputime._measurement.memory import MemorySummary
 from lightning_gputime._measurement.observers import Section
 from lightning_gputime._measurement.plain import plain
 from lightning_gputime._measurement.ranks import STEP, RankStats, RankSummary
@@ -20,14 +21,12 @@ from lightning_gputime._measurement.stats import PhaseStats, table_rows
 from lightning_gputime._measurement.sums import WorkSummary
 from lightning_gputime._measurement.units import duration, percent, unit_of
 from lightning_gputime._measurement.wall_clock import ONCE, WallClockBreakdown
-from lightning_gputime._memory import MemorySummary
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._phases import FIRST_STEPS
 
 _RANKS = "min - max (rank)"
-_PEAK = "peak MiB"
 # The columns to leave out where a table is too wide, in this order.
-_DROPS = ("max", "steps", "host", "p95", "p50", "share", "busy", _PEAK, _RANKS)
+_DROPS = ("max", "steps", "host", "p95", "p50", "share", "busy", _RANKS)
 _SPEED_UP, _WHAT_TO_DO = "maximum speed-up", "what to do"
 _MIN_ROW = 0.01  # Smaller entries of the time breakdown share one line.
 _MIN_VARIATION = 0.05  # From this share of the time on, unexplained slow steps are reported.
@@ -188,7 +187,7 @@ class PhaseSummary(Tabular):
 
     @property
     def memory(self) -> MemorySummary | None:
-        """Peak memory of each phase."""
+        """Peak memory of the device."""
         return self.measurement.memory
 
     @property
@@ -299,9 +298,6 @@ class PhaseSummary(Tabular):
             del columns["host"]  # It is the mean.
         if self.probed_steps:
             columns["busy"] = self._times(row.gpu_busy_mean_ms for row in rows)
-        if self.memory is not None:
-            peaks = [row.peak_mib for row in rows]
-            columns[_PEAK] = ["" if peak is None else f"{peak:,.1f}" for peak in peaks]
         if self.ranks is not None:
             of_ranks = self.ranks.rows
             columns[_RANKS] = [self._bounds(of_ranks.get(name)) for name in names]

@@ -204,9 +204,8 @@ class PendingSteps:
             self._emit(records)
 
     def _read_step(self, step: PendingStep) -> StepRecord:
-        # In a step that was sampled or located all marks have a fourth part.
-        labels, events, host_ns, *fourth = zip(*step.marks, strict=False)
-        places = fourth[0] if fourth and step.is_located else ()
+        # In a located step all marks have a fourth part.
+        labels, events, host_ns, *places = zip(*step.marks, strict=False)
         # Without a loop in Python: this runs at every step.
         elapsed_ms = type(events[0]).elapsed_time
         try:
@@ -229,9 +228,8 @@ class PendingSteps:
             step.was_fully_queued,
             step.post_spin_index,
             step.items,
-            fourth[0] if fourth and not step.is_located else (),
             step.index,
-            places,
+            places[0] if places else (),
         )
 
 

@@ -50,10 +50,6 @@ _CAPTURES = (
     "No phase is seen inside a captured graph. Its replays count for the phase that they are"
     ' launched in: name that, as in `with phase("forward"): graph.replay()`.'
 )
-_MEMORY_OF_GRAPHS = (
-    "memory=True: a captured graph has its own memory, allocated once. No step has peaks from here"
-    " on."
-)
 
 
 class State(Enum):
@@ -78,9 +74,6 @@ AT_REST, OPEN, PAUSED, LOST = State
 FIRST_LOCATED, LOCATED = (3, 48, 98), 5
 """From each of these timed steps on, 5 steps are located. 50 is the most common period of loggers,
 checks and checkpoints. Locating a mark takes some 3 us."""
-FIRST_SAMPLED, SAMPLED_EVERY = 3, 20
-"""The first 3 steps are sampled, as optimizers allocate in the first; then 1 in 20. A mark of a
-sampled step costs the host some 20 us, one of another step nothing."""
 
 
 def is_fetch(labels: Sequence[str]) -> bool:
@@ -124,8 +117,7 @@ class Recorder:
         batch: How many finished steps are read together.
         emit: Called with the steps that were read, in order, in the training thread.
         annotate: Called with each new label, and with None at the end.
-        sample: Called at the marks of some steps, whose records then hold what it returns.
-        locate: The same, for the places in the code that other steps pass.
+        locate: Called at the marks of some steps, whose records then hold what it returns.
     """
 
     def __init__(
@@ -136,7 +128,6 @@ class Recorder:
         emit: Callable[[list[StepRecord]], object],
         batch: int = 1,
         annotate: Callable[[str | None], None] | None = None,
-        sample: Callable[[], tuple[int, int]] | None = None,
         locate: Callable[[], Any] | None = None,
     ) -> None:
         self._host_ns, self._is_capturing = clock.host_ns, clock.is_capturing
@@ -154,7 +145,6 @@ class Recorder:
         self.warn_once = self.pending.warn_once
         self._free = self.pending.free
         self._annotate = annotate
-        self._sample_mark = sample
         self._locate_mark = locate
         self.is_located = False
         """True while the marks of the open step are located."""
@@ -178,8 +168,7 @@ class Recorder:
         self._phases: set[str] = set()
         self._n_looked_at = 0
         self._post_spin_index = 0
-        # Whether a mark is sampled; whether it is shown or sampled.
-        self._is_sampled = False
+        # Whether a mark is shown or located.
         self._is_watched = annotate is not None
         self.named: list[str] = []
         """Phases that were named by hand and are not left yet. `EXCLUDED` is a pause: it wins over
@@ -405,10 +394,6 @@ class Recorder:
         if self._is_capturing():
             self.has_captured = True
             self.warn_once(_CAPTURES)
-            if self._sample_mark is not None:
-                self._sample_mark = None
-                self._watch(sampled=False)
-                self.warn_once(_MEMORY_OF_GRAPHS)
 
     # Steps
 
@@ -418,9 +403,7 @@ class Recorder:
         self.thread = self.home
         self._drop()
         self.state = OPEN
-        if self._sample_mark is not None and self._is_due():
-            self._watch(sampled=True)
-        elif self._to_locate:
+        if self._to_locate:
             self._to_locate -= 1
             self._is_watched = self.is_located = True
         self._record(self._first_label(label))
@@ -448,9 +431,7 @@ class Recorder:
             self.locate_next(LOCATED)
         is_located = self.is_located
         # The end of this step is the first mark of the next.
-        if self._sample_mark is not None and self._is_due():
-            self._watch(sampled=True)
-        elif self._to_locate:
+        if self._to_locate:
             self._is_watched = self.is_located = True
         is_paused = bool(self.named) and self._is_empty()
         if self.state is OPEN and not is_paused:
@@ -474,8 +455,8 @@ class Recorder:
         step = PendingStep(marks, number, skipped_update, items, index, is_located)
         if self.is_located and self._to_locate:
             self._to_locate -= 1
-        elif self.is_located or (self._is_sampled and not self._is_due()):
-            self._watch(sampled=False)
+        elif self.is_located:
+            self._stop_locating()
         if self._post_spin_index:
             step.post_spin_index, self._post_spin_index = self._post_spin_index, 0
         self.pending.add(step, read, may_wait)
@@ -508,7 +489,7 @@ class Recorder:
         label = self.label
         if label is None or self.state is not OPEN:
             return
-        self._watch(sampled=False)  # It would delay the marks.
+        self._stop_locating()  # It would delay the marks.
         self._exclude_from(0)
         self._show(None)
         # A mark of its own before the spin: how long it took sets the length of the next one. What
@@ -546,8 +527,6 @@ class Recorder:
         if self._is_watched:
             if self.is_located:
                 self._locate()
-            elif self._is_sampled:
-                self._sample()
             if annotate and self._annotate is not None:
                 self._show(None if label == EXCLUDED else label)
 
@@ -595,15 +574,6 @@ class Recorder:
                 self._annotate = None
                 self.warn_once("Phases are no longer shown in other profilers: %r", error)
 
-    def _sample(self) -> None:
-        if self._sample_mark is not None:
-            try:
-                self._open[-1] = (*self._open[-1][:3], self._sample_mark())
-            except Exception as error:
-                self._sample_mark = None
-                self._watch(sampled=False)
-                self.warn_once("Memory is no longer measured: %r", error)
-
     def locate_next(self, steps: int) -> None:
         """Note the place in the code at each mark of the next timed steps."""
         if self._locate_mark is not None:
@@ -615,16 +585,11 @@ class Recorder:
                 self._open[-1] = (*self._open[-1][:3], self._locate_mark())
             except Exception as error:
                 self._locate_mark, self._to_locate = None, 0
-                self._watch(sampled=False)
+                self._stop_locating()
                 self.warn_once("Phases are no longer located in the code: %r", error)
 
-    def _is_due(self) -> bool:
-        """Return whether the open step is sampled."""
-        return self._index < FIRST_SAMPLED or self._index % SAMPLED_EVERY == 0
-
-    def _watch(self, *, sampled: bool) -> None:
-        self._is_sampled, self.is_located = sampled, False
-        self._is_watched = sampled or self._annotate is not None
+    def _stop_locating(self) -> None:
+        self.is_located, self._is_watched = False, self._annotate is not None
 
     # How a step ends, or is lost
 
@@ -660,7 +625,7 @@ class Recorder:
     def _forget_open(self) -> list[Mark]:
         marks, self._open, self.label, self._post_spin_index = self._open, [], None, 0
         self._n_looked_at = -1
-        self._watch(sampled=False)
+        self._stop_locating()
         return marks
 
     def _fail(self, error: Exception) -> None:

@@ -20,6 +20,7 @@ from lightning_gputime._instrumentation.loop import Loop
 from lightning_gputime._instrumentation.patching import Attachment, Attachments
 from lightning_gputime._instrumentation.work import WorkCounter
 from lightning_gputime._measurement.means import MeanLog
+from lightning_gputime._measurement.memory import MemoryWatch
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.wall_clock import EVALUATION, FIRST_STEP, STEPS, WallClock
@@ -148,10 +149,12 @@ class Session:
         self._self_check = SelfCheck(results, self._boundaries, self.recorder, loop, options)
         # The log asks for metrics of the steps that the others have been told of.
         places = PlaceReader(results.culprits, _name_of_update(loop), outside)
+        self._memory = MemoryWatch(getattr(clock, "peak_memory", lambda: None))
         results.connect(
             self.work.reference,
             observers=options.observers,
             logs_slow_steps="slow" in options.logged_groups,
+            memory=self._memory,
         )
         # Readers get steps in any order. Observers, logs and checks follow: they read the readers.
         readers = [results, places, self._comparison, self.analyzer]
@@ -649,6 +652,7 @@ class Session:
         self.recorder.rest()
         try:
             if self.is_attached:
+                self._memory.end()
                 self._results.update_sampling(ended_steps=self._index)
                 self.is_attached = self.is_off = False
                 self._agreement = None

@@ -1,0 +1,84 @@
+"""Peak memory of a run on its device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_MIB = 2**20
+
+Peaks = tuple[int, int, int]
+"""Peak allocated, peak reserved and total memory of a device (in bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySummary:
+    """Peak memory of a run, as torch's allocator counts it.
+
+    The counters of torch are never reset: the peaks include what ran before the timer was attached.
+
+    Attributes:
+        allocated_mib: Peak memory of tensors (in MiB), as `torch.cuda.max_memory_allocated` returns
+            it.
+        reserved_mib: Peak memory that the allocator held (in MiB), as
+            `torch.cuda.max_memory_reserved` returns it.
+        device_mib: Memory of the device (in MiB).
+    """
+
+    allocated_mib: float = 0.0
+    reserved_mib: float = 0.0
+    device_mib: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Peak of allocated memory as a fraction of the device's, from 0 to 1."""
+        return self.allocated_mib / self.device_mib if self.device_mib else 0.0
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The line that the summary shows."""
+        return (
+            f"memory: at most {self.allocated_mib:,.0f} of {self.device_mib:,.0f} MiB allocated"
+            f" ({100 * self.share:.0f} %), and {self.reserved_mib:,.0f} reserved",
+        )
+
+
+class MemoryWatch:
+    """The highest peaks at the logs of a run, and at its end.
+
+    Code in the loop may reset torch's counters: a log keeps the peaks before that.
+
+    Args:
+        read: Return the peaks of the device; None if it does not count them.
+    """
+
+    def __init__(self, read: Callable[[], Peaks | None]) -> None:
+        self._read: Callable[[], Peaks | None] | None = read
+        self._highest: Peaks | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        # A copy in another process has another device.
+        return {"_read": None, "_highest": self._highest}
+
+    def read(self) -> None:
+        """Read the counters, and keep the highest peaks."""
+        try:
+            peaks = self._read() if self._read is not None else None
+        except Exception:  # Not every allocator counts. Training continues.
+            self._read = peaks = None
+        if peaks is not None:
+            allocated, reserved, device = peaks
+            if self._highest is not None:
+                allocated = max(allocated, self._highest[0])
+                reserved = max(reserved, self._highest[1])
+            self._highest = allocated, reserved, device
+
+    def end(self) -> None:
+        """Read the counters once more: what follows is not part of the run."""
+        self.read()
+        self._read = None
+
+    def summary(self) -> MemorySummary | None:
+        """Return the highest peaks so far; None if they are not measured."""
+        if self._highest is None:
+            return None
+        allocated_mib, reserved_mib, device_mib = (size / _MIB for size in self._highest)
+        return MemorySummary(allocated_mib, reserved_mib, device_mib)
