@@ -58,9 +58,9 @@ TOP = {
     "docs",
     "examples",
     "lightning_gputime",
-    "mkdocs.yml",
     "pyproject.toml",
     "tests",
+    "zensical.toml",
 }
 """What stands beside the dot files."""
 
