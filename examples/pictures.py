@@ -101,19 +101,22 @@ def _read(end: int) -> bytes:
         return b""
 
 
-def page(written: bytes, columns: int) -> str:
-    """Returns the summary that a terminal shows as HTML."""
+def page(written: bytes, columns: int, *, only_breakdown: bool = False) -> str:
+    """Return the summary that a terminal shows as HTML, or only its time breakdown."""
     import pyte
 
     screen = pyte.Screen(columns, ROWS)
     pyte.ByteStream(screen).feed(written)
     used = [i for i, line in enumerate(screen.display) if line.strip()]
-    # What follows the summary of a run is not the subject here.
+    # Leave out the description of the environment after the summary.
     ends = (n for n, i in enumerate(used) if ENVIRONMENT in screen.display[i])
     used = used[: next(ends, None)]
     title = max(i for i in used if screen.display[i].startswith("Time per step in"))
     first = max(i for i in range(title) if VERDICT.match(screen.display[i]))
-    text = "\n".join(_line(screen, i) for i in range(first, used[-1] + 1))
+    last = used[-1]
+    if only_breakdown:
+        last = max(i for i in range(title) if screen.display[i].startswith("total "))
+    text = "\n".join(_line(screen, i) for i in range(first, last + 1))
     return f"<!doctype html><style>{STYLE}</style><pre>{text}</pre>"
 
 
@@ -181,7 +184,8 @@ def main(directory: str = "pictures") -> None:
     for name, columns in TERMINALS.items():
         shown = record(SHOW, ["show", str(folder / RUN)], columns)
         width = round(8.43 * columns) + 28
-        photograph(browser, page(shown, columns), folder / f"{name}.png", width)
+        text = page(shown, columns, only_breakdown=name == "hero")
+        photograph(browser, text, folder / f"{name}.png", width)
     photograph(browser, notebook(folder), folder / "notebook.png", 900, height=2000)
     photograph(browser, report(folder), folder / "report.png", 1200, height=2400)
 

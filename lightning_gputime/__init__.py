@@ -36,7 +36,7 @@ __all__ = [
     "phase",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HEAVY = {
     "GPUPhaseTimer": "callback",

@@ -57,9 +57,9 @@ TOP = {
     "docs",
     "examples",
     "lightning_gputime",
-    "mkdocs.yml",
     "pyproject.toml",
     "tests",
+    "zensical.toml",
 }
 """What stands beside the dot files."""
 
