@@ -169,7 +169,7 @@ def test_advice_names_the_stage_and_what_to_do(gpu: FakeGPU) -> None:
     assert "`pad` (" in advice["collate"]
     assert "num_workers=" in advice["collate"]
     assert "`Hardest` (" in advice["sampler"]
-    assert "in the main process, with workers too" in advice["sampler"]
+    assert "in the main process, even with workers" in advice["sampler"]
 
 
 class Corpus(pl.LightningDataModule):
@@ -357,8 +357,9 @@ def test_other_is_split_into_its_parts(gpu: FakeGPU) -> None:
             gpu.work(3.0)
             loop.train_on(x)
             gpu.work(1.0)
-    assert "`other` is about 75 % before forward and 25 % after the update, by a few" in str(
-        timer.summary()
+    assert (
+        "`other` is about 75 % before forward and 25 % after the update, as measured in a few"
+        in str(timer.summary())
     )
 
 

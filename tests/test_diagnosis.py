@@ -213,35 +213,42 @@ def test_speed_up_is_bounded_by_the_work_of_the_gpu(busy_ms: float | None, speed
 @pytest.mark.parametrize(
     ("setup", "phases", "expected"),
     [
-        (replace(LOADER, num_workers=0), {}, ["num_workers=4 (now 0)"]),
-        (replace(LOADER, num_workers=0, cores=2), {}, ["num_workers=2 (now 0)"]),
+        (replace(LOADER, num_workers=0), {}, ["set num_workers=4 (now 0)"]),
+        (replace(LOADER, num_workers=0, cores=2), {}, ["set num_workers=2 (now 0)"]),
         (
             LOADER,
             {},
-            ["more workers (now num_workers=2; 16 CPU cores per rank)", "cheaper transforms"],
+            [
+                "use more workers (now num_workers=2; 16 CPU cores per rank)",
+                "use faster transforms",
+            ],
         ),
         (
             replace(LOADER, num_workers=15),
             {},
             [
-                "cheaper transforms: the CPU cores are busy (now num_workers=15; 16 CPU cores per"
-                " rank)"
+                "use faster transforms: all CPU cores are busy (now num_workers=15; 16 CPU cores"
+                " per rank)"
             ],
         ),
         (
             replace(LOADER, is_in_memory=True),
             {},
-            ["index whole batches, by dataset[indices]: the tensors are in memory already"],
+            ["index whole batches with dataset[indices]; the tensors are in memory"],
         ),
-        (replace(LOADER, num_workers=None), {}, ["cheaper transforms, or workers that load ahead"]),
+        (
+            replace(LOADER, num_workers=None),
+            {},
+            ["use faster transforms, or workers that load in advance"],
+        ),
         # Not the fetch: hooks between fetch and copy. The dataset does not matter.
         (
             replace(LOADER, is_in_memory=True),
             {"data/fetch": 0.2},
             [
                 "on_before_batch_transfer, on_after_batch_transfer and transfer_batch_to_device"
-                " take 11.8 ms of 25.3 ms per step: move them into the dataset, so that its workers"
-                " run them"
+                " take 11.8 ms of 25.3 ms per step: move their work into the dataset, so that the"
+                " workers run it"
             ],
         ),
     ],
@@ -422,7 +429,9 @@ def test_long_steps_that_were_not_sampled_are_an_entry_without_verdict() -> None
     assert entry.share == pytest.approx(0.4)
     assert (entry.code, entry.speed_up) == ("", None)
     assert found.time_breakdown["CPU work"].error > 0.02
-    assert "not sampled: 40 long steps, 40 % of the time" in str(PhaseSummary(measured, LOADER))
+    assert "40 long steps (40 % of the time) were not sampled" in str(
+        PhaseSummary(measured, LOADER)
+    )
 
 
 def test_a_costly_slowdown_is_in_the_headline() -> None:
@@ -439,7 +448,7 @@ def test_the_slowest_rank_is_named() -> None:
     measured = measurement(STEP | {"backward": 14.0, "backward/comm": 7.0}, ranks=ranks)
     found = check(diagnose(measured, LOADER))
     assert (found.code, found.entry) == ("rank-bound", "the slowest rank")
-    assert found.advice[0].text == "look at rank 1, in `data`: the other ranks wait for it"
+    assert found.advice[0].text == "speed up rank 1 in `data`: all other ranks wait for it"
 
 
 def test_a_rank_that_may_be_slow_is_named_as_a_possible_cause_of_communication() -> None:

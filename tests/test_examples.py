@@ -123,7 +123,7 @@ def test_a_notebook_holds_the_outputs_of_a_whole_run(notebook: str) -> None:
 def test_the_notebook_finds_slow_data_and_says_what_it_brought(tmp_path: Path) -> None:
     printed = run(NOTEBOOK_RUN, EXAMPLES / NOTEBOOKS[0], cwd=tmp_path)
     assert printed.startswith("input-bound: ")
-    assert re.search(r"per step: num_workers=\d+ \(now 0\), or make it cheaper$", printed, re.M)
+    assert re.search(r"per step: set num_workers=\d+ \(now 0\), or make it faster$", printed, re.M)
     comparison = printed.splitlines()[-1]
     assert re.search(r"data \(data/fetch\) [\d.]+ ± [\d.]+ ms faster", comparison)
 

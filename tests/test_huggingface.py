@@ -1035,7 +1035,7 @@ def test_advice_knows_the_loader(fake: Make, timer: TransformersPhaseTimer, gpu:
     line = slow.__code__.co_firstlineno
     assert re.fullmatch(
         rf"`slow` \(test_huggingface.py:{line}\) takes [0-9.]+ ms of [0-9.]+ ms per step:"
-        r" dataloader_num_workers=\d \(now 0\), or make it cheaper",
+        r" set dataloader_num_workers=\d \(now 0\), or make it faster",
         summary.advice[0],
     )
 
@@ -1163,7 +1163,7 @@ def test_time_breakdown_is_of_the_whole_training_with_its_evaluations(
     assert summary.wall_clock.after_batches_s == pytest.approx(0.3)
     line = compute.__code__.co_firstlineno
     told = f"`compute` (test_huggingface.py:{line}) takes 300 ms of {sum(evaluations_ms):.0f} ms"
-    assert breakdown.rows[0].advice[0].text == f"{told}: make it cheaper"
+    assert breakdown.rows[0].advice[0].text == f"{told}: make it faster"
     assert breakdown["checkpoints"].share == pytest.approx(60.0 / sum(entries_ms.values()))
 
 

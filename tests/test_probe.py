@@ -108,7 +108,7 @@ def test_the_share_of_launch_gaps_is_told(gpu: FakeGPU) -> None:
     # Of the whole training, which is slightly longer than its steps.
     gaps = pytest.approx(summary.launch_gap_share, rel=0.001)
     assert breakdown["launch gaps"].share == gaps
-    assert summary.advice[:3] == ("a larger batch", "torch.compile", "CUDA graphs")
+    assert summary.advice[:3] == ("use a larger batch", "use torch.compile", "use CUDA graphs")
     header = str(summary).rpartition("Time per step")[2].splitlines()[2].split()
     assert header == ["phase", "mean", "share", "p50", "p95", "max", "host", "steps", "busy"]
     assert summary.to_dict()["rows"]["forward"]["gpu_busy_mean_ms"] == BUSY["forward"]

@@ -244,7 +244,7 @@ def test_a_run_of_nothing_but_warm_up_shows_that_and_draws_nothing_empty(
     timer = timed(3, warmup_steps=5)
     timer.save(tmp_path / "run.json.gz")
     one = load(tmp_path / "run.json.gz")
-    table = "over 3 steps, which are warm-up: no other was timed"
+    table = "over 3 steps of the warm-up; no other step was timed"
     assert table in str(one.summary())
     body = without_library(made(one))
     assert table in body

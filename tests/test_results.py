@@ -104,7 +104,7 @@ def test_where_a_phase_runs_in_half_of_the_steps_or_fewer_the_table_says_what_a_
     summary = summary_of(filled(*steps))
     optimizer = summary.rows["optimizer"]
     assert (optimizer.mean_ms, optimizer.share) == (8.0, 8.0 / (8.0 + 2.0 * every))
-    said = "share is of all steps; the other columns are of the steps in which a phase ran"
+    said = "share: fraction of all steps; other columns: only steps in which the phase ran"
     assert (said in str(summary)) == is_said
 
 
@@ -119,7 +119,7 @@ def test_a_run_shorter_than_the_warm_up_has_the_statistics_of_that_and_says_so()
     summary = summary_of(filled(raw(0, forward=1.0), warmup_steps=5))
     assert (summary.steps, summary.rows["forward"].mean_ms) == (1, 1.0)
     assert (summary.is_warmup, summary.time_breakdown) == (True, None)
-    assert "over 1 step, which is warm-up: no other was timed" in str(summary)
+    assert "over 1 step of the warm-up; no other step was timed" in str(summary)
     empty = summary_of(filled())
     assert (empty.steps, empty.rows, str(empty)) == (0, {}, "No step was timed.")
     assert math.isnan(empty.step.mean_ms)
@@ -135,7 +135,7 @@ def test_count_mean_and_max_are_over_all_steps_and_percentiles_over_the_history(
 def test_the_summary_says_how_many_first_steps_are_timed() -> None:
     summary = summary_of(filled(raw(0, forward=2.0)))
     text = str(with_facts(summary, timed_every_n_steps=8, timing_share=0.04))
-    assert "timed the first 100 steps, in the end 1 in 8: timing every step would add 4 %" in text
+    assert "timed the first 100 steps, then 1 of every 8: timing every step would add 4 %" in text
 
 
 def test_to_dict_is_ready_for_json() -> None:
@@ -152,16 +152,21 @@ def test_the_table_is_aligned_and_in_the_order_of_a_step() -> None:
         "launch-bound: the GPU idles while the CPU launches kernels; the CPU waits 1.5 of 130 ms"
         " per step for the GPU",
         "",
-        "of the timed steps         time   share  maximum speed-up  what to do",
-        "-------------------------------------------------------------------------",
-        "2 more, below 1 % each  1.25 ms    1.0%",
-        "GPU work                 129 ms   99.0%                    a larger batch",
-        "                                                           torch.compile",
-        "                                                           CUDA graphs",
-        "-------------------------------------------------------------------------",
-        "total                    130 ms  100.0%",
+        "Time breakdown of the timed steps",
         "",
-        "Not measured: launch gaps (set probe_every_n_steps=100); work at the peak (set flops=)",
+        "entry                  time   share  speed-up if removed",
+        "--------------------------------------------------------",
+        "2 others below 1 %  1.25 ms    1.0%",
+        "GPU work             129 ms   99.0%",
+        "--------------------------------------------------------",
+        "total                130 ms  100.0%",
+        "",
+        "What to do, most important first:",
+        "  1. GPU work: use a larger batch",
+        "  2. GPU work: use torch.compile",
+        "  3. GPU work: use CUDA graphs",
+        "",
+        "Not measured: launch gaps (pass probe_every_n_steps=100), MFU (pass flops=)",
         "",
         "Time per step in ms over 1 step",
         "",
@@ -223,7 +228,7 @@ def test_a_host_that_waits_inside_the_step_is_no_launch_bound_one() -> None:
     host = {"forward": 1.0, "loss": 6.1, "backward": 2.0}
     summary = summary_of(filled(raw(0, 0.01, **device)._replace(host_ns=raw(0, **host).host_ns)))
     assert summary.verdict == (
-        "sync-bound: the CPU blocks on the GPU in `loss`: the GPU runs behind the CPU for 6 of"
+        "sync-bound: the CPU blocks on the GPU in `loss`: the GPU lags the CPU for 6 of"
         " 9.1 ms per step"
     )
 
@@ -283,7 +288,7 @@ def test_the_verdict_without_a_gpu_names_no_gpu() -> None:
     results.add([raw(0, forward=2.1, backward=6.0, optimizer=1.9)])
     summary = summary_of(results)
     assert summary.code == "compute-bound"
-    assert summary.advice == ("split `backward`, 60 % of the step, by module: modules=2",)
+    assert summary.advice == ("pass modules=2 to split `backward` (60 % of the step) by module",)
     assert "GPU" not in str(summary)
 
 

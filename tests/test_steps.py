@@ -432,12 +432,12 @@ def test_advises_to_pause_the_validation_of_a_copy(loop: Loop) -> None:
                 for _ in range(150):
                     ema(torch.ones(1, 2))
     summary = timer.summary()
-    advice = "put what belongs to no step, such as a validation, into `with timer.paused()`"
-    assert summary.verdict.endswith("most of it in few steps, as evaluations do")
+    advice = "wrap code that is not part of a step, such as a validation, in `with timer.paused()`"
+    assert summary.verdict.endswith("mostly in a few steps, which may be evaluations")
     assert (summary.diagnosis.entry, summary.diagnosis.code) == ("GPU work", "GPU-bound")
     assert summary.diagnosis.time_breakdown is not None
     assert summary.diagnosis.time_breakdown["data"].speed_up is None
-    assert summary.advice[0] == f"`data` is long in few steps: {advice}"
+    assert summary.advice[0] == f"`data` is long in only a few steps: {advice}"
 
 
 def test_advises_to_name_forward_when_a_method_of_a_child_is_called(
@@ -589,7 +589,9 @@ def test_advises_to_pause_the_validation_of_a_copy_inside_steps(loop: Loop) -> N
                 with torch.no_grad():
                     for _ in range(6):
                         ema(x)
-    assert "`other` is long in few steps: put what belongs to no step" in str(timer.summary())
+    assert "`other` is long in only a few steps: wrap code that is not part of a step" in str(
+        timer.summary()
+    )
 
 
 def test_warns_about_threads_that_train_in_turn(
@@ -704,7 +706,7 @@ def test_advises_to_pause_an_evaluation_in_training_mode(loop: Loop, how: str, g
             if number % 40 == 0:
                 no_grad_calls(loop, 60, grad=grad)
     assert ms(timer, "forward").count(4.0) == 98
-    advice = "`forward` is long in few steps: put what belongs to no step, such as a validation"
+    advice = "`forward` is long in only a few steps: wrap code that is not part of a step"
     assert advice in str(timer.summary())
 
 
@@ -725,7 +727,9 @@ def test_advises_to_pause_work_between_steps(loop: Loop) -> None:
             timer.step()
             if number % 20 == 0:
                 loop.gpu.work(200.0)
-    assert "`data` is long in few steps: put what belongs to no step" in str(timer.summary())
+    assert "`data` is long in only a few steps: wrap code that is not part of a step" in str(
+        timer.summary()
+    )
 
 
 @pytest.mark.parametrize("every", [1, 10])

@@ -280,7 +280,7 @@ def test_so_few_steps_are_timed_that_timing_takes_less_than_1_percent() -> None:
     with_timer, without = longer_gpu.now - first[0], bare_longer.now - first[1]
     assert 0.002 < with_timer / without - 1 < 0.01
     said = str(longer.summary())
-    assert ", in the end 1 in " in said
+    assert ", then 1 of every " in said
     assert "log_every_n_steps" not in said
     assert "timing every step would add" in str(longer.summary())
 
@@ -310,7 +310,7 @@ def test_the_title_says_how_many_of_all_steps_were_timed(
 def test_where_one_step_of_each_window_is_too_many_that_is_said() -> None:
     timer = train(DearGPU(40.0), 1000, host_ms=0.2)
     assert timer.summary().timed_every_n_steps == 50
-    said = "to a step of 0.248 ms; a larger log_every_n_steps times fewer"
+    said = "to a step of 0.248 ms; increase log_every_n_steps to time fewer"
     assert said in str(timer.summary())
 
 
@@ -336,7 +336,7 @@ def test_where_somebody_looks_at_each_step_all_are_timed_and_it_is_said(
 ) -> None:
     timer = train(DearGPU(20.0), 400, **options)
     assert len(timer.history()) == 400
-    said = f"every step is timed because of {who}: this takes the CPU about 0.14 ms of 2.14 ms"
+    said = f"every step is timed because of {who}, which takes the CPU about 0.14 ms of 2.14 ms"
     assert said in str(timer.summary())
     # Nothing is lost where the host waits for the GPU, in long steps, and where a number is given.
     others = ({"host_ms": 1.0, "device_ms": 4.0}, {"host_ms": 60.0}, {"every_n_steps": 1})

@@ -61,24 +61,24 @@ from lightning_gputime._phases import (
     is_wait,
 )
 
-_MIN_SHARE = 0.05  # Smaller entries have no advice.
-_MIN_PART = 0.1  # A smaller fraction of the step is not named.
-_FIRST_WORKERS = 4  # The most workers to begin with, if there are none.
-_MAX_MEMORY = 0.8  # Above this fraction of the device's memory no larger batch is advised.
-_MIN_AFTER_BATCHES = 0.3  # Fraction of an evaluation after its last batch that is named.
+_MIN_SHARE = 0.05  # Fraction of the wall clock from which an entry has advice.
+_MIN_PART = 0.1  # Fraction of the step from which a part is named.
+_FIRST_WORKERS = 4  # Suggested number of workers for a loader without any.
+_MAX_MEMORY = 0.8  # Fraction of the GPU memory above which no larger batch is suggested.
+_MIN_AFTER_BATCHES = 0.3  # Fraction of an evaluation, after its last batch, that is named.
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An entry that needs advice, and what is known of it.
+    """An entry that needs advice, and the facts about it.
 
     Attributes:
         entry: Name of the entry.
-        seconds: Its time (in seconds).
-        m: The measurement.
-        setup: How the training is set up.
-        pace: What limits the model's own work in a step.
-        culprits: Code in which its time is spent.
+        seconds: Time of the entry (in seconds).
+        m: Measurement of the run.
+        setup: Setup of the training.
+        pace: Limit of the model's own work.
+        culprits: Code that takes the time.
     """
 
     entry: str
@@ -90,16 +90,16 @@ class Case:
 
     @property
     def per_step(self) -> str:
-        """Its time in words, "4.1 ms of 9.8 ms per step"."""
+        """Time of the entry, such as "4.1 ms of 9.8 ms per step"."""
         return _per_step(self.m, self.entry)
 
     def takes(self, culprit: EntryCulprit) -> str:
-        """Return the time of a culprit in words."""
+        """Return the time of a culprit, such as "4.1 ms of 9.8 ms per step"."""
         return takes(culprit, self.entry, self.seconds, self.m)
 
 
 def advise(case: Case, share: float) -> tuple[Advice, ...]:
-    """Return what to do about an entry that takes this share of the wall clock."""
+    """Return advice on an entry with this share of the wall clock."""
     if share < _MIN_SHARE:
         return ()
     rule = _RULES.get(case.entry)
@@ -110,7 +110,7 @@ def advise(case: Case, share: float) -> tuple[Advice, ...]:
 
 
 def _per_step(m: Measurement, name: str) -> str:
-    """Return a phase's time per step in words, "4.1 ms of 9.8 ms per step"."""
+    """Return the time of a phase, such as "4.1 ms of 9.8 ms per step"."""
     step_ms = m.step.mean_ms
     return f"{duration(m.share(name) * step_ms)} of {duration(step_ms)} per step"
 
@@ -121,83 +121,92 @@ def _load_faster(case: Case) -> Iterator[Advice]:
     if fetches is None:
         return
     culprit = next((found for found in case.culprits if found.kind in STAGES), None)
-    who = "" if culprit is None else f"{culprit} takes {case.takes(culprit)}: "
+    reason = "" if culprit is None else f"{culprit} takes {case.takes(culprit)}: "
     if setup.is_in_memory:
         # Workers would copy each batch twice, and cannot read tensors on a device.
-        text = f"{who}index whole batches, by dataset[indices]: the tensors are in memory already"
+        text = f"{reason}index whole batches with dataset[indices]; the tensors are in memory"
         yield Advice("index_batches", text)
         return
     if culprit is not None and culprit.kind == SAMPLER:
-        text = f"{who}make it cheaper; it runs in the main process, with workers too"
+        text = f"{reason}make it faster; it runs in the main process, even with workers"
         yield Advice("sampler", text, {"sampler": culprit.name})
         return
+    if not setup.has_loader and FETCH not in m.rows:
+        if is_uneven(fetches):
+            yield _pause(DATA)
+        if setup.num_workers is None:
+            text = "iterate over timer.steps(loader), so that `data` excludes your own code"
+            yield Advice("iterate_over_steps", text)
+    is_long_on_host = case.pace.code == LAUNCH and m.host_share(DATA) >= _MIN_PART
+    if fetches.share >= _MIN_PART or case.pace.code == SYNC or is_long_on_host:
+        # Workers for a shorter fetch cost about as much as they save.
+        yield from _use_workers(case, reason)
+        if setup.num_workers and is_uneven(fetches):
+            yield from _load_ahead(setup)
+
+
+def _use_workers(case: Case, reason: str) -> Iterator[Advice]:
+    m, setup = case.m, case.setup
     workers, cores, prefix = setup.num_workers, setup.cores, setup.loader_prefix
-    if not setup.has_loader and FETCH not in m.rows and is_uneven(fetches):
-        yield _pause(DATA)
-    if workers is None and not setup.has_loader and FETCH not in m.rows:
-        text = "iterate over timer.steps(loader): without it, `data` may include your own code"
-        yield Advice("iterate_over_steps", text)
-    long_for_host = case.pace.code == LAUNCH and m.host_share(DATA) >= _MIN_PART
-    if fetches.share < _MIN_PART and case.pace.code != SYNC and not long_for_host:
-        return  # Workers cost about as much.
-    apart = "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
-    of_cores = "" if cores is None else f"; {cores} CPU cores per rank"
+    split = "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
+    per_rank = "" if cores is None else f"; {cores} CPU cores per rank"
     off_cpu = m.slow.cause_shares.get(OFF_CPU, 0.0) if m.slow is not None else 0.0
-    cheaper = Advice("cheaper_transforms", "cheaper transforms")
     if workers is None:
-        yield Advice("workers", "cheaper transforms, or workers that load ahead")
+        yield Advice("workers", "use faster transforms, or workers that load in advance")
     elif workers == 0:
         n = min(_FIRST_WORKERS, cores or _FIRST_WORKERS)
-        cheap = ", or make it cheaper" if culprit is not None else ""
-        text = f"{who}{prefix}num_workers={n} (now 0){cheap}{apart}"
+        faster = ", or make it faster" if reason else ""
+        text = f"{reason}set {prefix}num_workers={n} (now 0){faster}{split}"
         yield Advice("num_workers", text, {"now": 0, "suggested": n})
     elif off_cpu >= _MIN_SHARE or (cores is not None and workers + 1 >= cores):
         # The training loop needs a core, too.
-        now = f"now {prefix}num_workers={workers}{of_cores}"
-        yield Advice("cheaper_transforms", f"cheaper transforms: the CPU cores are busy ({now})")
+        now = f"now {prefix}num_workers={workers}{per_rank}"
+        yield Advice("cheaper_transforms", f"use faster transforms: all CPU cores are busy ({now})")
     else:
-        text = f"more workers (now {prefix}num_workers={workers}{of_cores}){apart}"
+        text = f"use more workers (now {prefix}num_workers={workers}{per_rank}){split}"
         yield Advice("num_workers", text, {"now": workers})
-        yield cheaper
-    if workers and is_uneven(fetches):
-        few = "few fetches take most of the time"
-        if setup.persistent_workers is False:
-            text = f"{prefix}persistent_workers=True (now False): {few}"
-            yield Advice("persistent_workers", text, {"now": False, "suggested": True})
-        if ahead := setup.prefetch_factor:
-            text = f"{prefix}prefetch_factor={2 * ahead} (now {ahead}): {few}"
-            yield Advice("prefetch_factor", text, {"now": ahead, "suggested": 2 * ahead})
+        yield Advice("cheaper_transforms", "use faster transforms")
+
+
+def _load_ahead(setup: TrainingSetup) -> Iterator[Advice]:
+    prefix, few = setup.loader_prefix, "a few fetches take most of the time"
+    if setup.persistent_workers is False:
+        text = f"set {prefix}persistent_workers=True (now False): {few}"
+        yield Advice("persistent_workers", text, {"now": False, "suggested": True})
+    if factor := setup.prefetch_factor:
+        text = f"set {prefix}prefetch_factor={2 * factor} (now {factor}): {few}"
+        yield Advice("prefetch_factor", text, {"now": factor, "suggested": 2 * factor})
 
 
 def _pause(name: str) -> Advice:
     text = (
-        f"`{name}` is long in few steps: put what belongs to no step, such as a validation, into"
-        " `with timer.paused()`"
+        f"`{name}` is long in only a few steps: wrap code that is not part of a step, such as a"
+        " validation, in `with timer.paused()`"
     )
     return Advice("pause", text, {"phase": name})
 
 
 def _move_to_workers(case: Case) -> Iterator[Advice]:
     m = case.m
-    rest = m.share(DATA) - m.share(FETCH) - m.share(COPY)
-    took = f"{duration(rest * m.step.mean_ms)} of {duration(m.step.mean_ms)} per step"
-    move = "move it into the dataset, so that its workers run it"
+    share = m.share(DATA) - m.share(FETCH) - m.share(COPY)
+    took = f"{duration(share * m.step.mean_ms)} of {duration(m.step.mean_ms)} per step"
+    move = "move it into the dataset, so that the workers run it"
     calls = [culprit for culprit in case.culprits if culprit.kind != PLACE]
     if case.setup.is_own_loop:
-        yield Advice("transfer_hooks", f"{took} of `data` lie between fetch and copy")
+        yield Advice("transfer_hooks", f"`data` takes {took} between fetch and copy")
     elif calls:
         text = f"{calls[0]} takes {case.takes(calls[0])}, on the CPU: {move}"
         yield Advice("transfer_hooks", text, {"hook": calls[0].name})
     else:
         hooks = "on_before_batch_transfer, on_after_batch_transfer and transfer_batch_to_device"
-        text = f"{hooks} take {took}: move them into the dataset, so that its workers run them"
+        text = f"{hooks} take {took}: move their work into the dataset, so that the workers run it"
         yield Advice("transfer_hooks", text)
 
 
 def _copy_faster(case: Case) -> Iterator[Advice]:
     m, setup = case.m, case.setup
     if m.on_host_clock:
-        # Nothing is copied to a device.
+        # Without a GPU nothing is copied: the hook itself takes the time.
         text = (
             f"transfer_batch_to_device takes {_per_step(m, COPY)}: move its work into the dataset"
         )
@@ -205,12 +214,12 @@ def _copy_faster(case: Case) -> Iterator[Advice]:
     elif setup.pin_memory is False:
         yield _pin_memory(setup)
     else:
-        text = "copy smaller types (uint8, bfloat16), and convert them on the device"
+        text = "copy smaller types (uint8, bfloat16) and convert them on the GPU"
         yield Advice("smaller_copies", text)
 
 
 def _pin_memory(setup: TrainingSetup, why: str = "") -> Advice:
-    text = f"{setup.loader_prefix}pin_memory=True (now False){why}"
+    text = f"set {setup.loader_prefix}pin_memory=True (now False){why}"
     return Advice("pin_memory", text, {"now": False, "suggested": True})
 
 
@@ -222,38 +231,39 @@ def _call_back_less(case: Case) -> Iterator[Advice]:
         yield from _save_less(case)
     else:
         text = (
-            "log less often (log_every_n_steps), or remove callbacks one by one: they take"
-            f" {_per_step(m, CALLBACKS)}"
+            f"callbacks take {_per_step(m, CALLBACKS)}: log less often (log_every_n_steps), or"
+            " remove callbacks one at a time to find the slow one"
         )
         yield Advice("callbacks", text)
 
 
 def _run_less(case: Case, culprit: EntryCulprit) -> Advice:
     """Return advice to call a hook, a logger or `self.log` less often."""
-    who = f"{culprit} takes {case.takes(culprit)}"
+    took = f"{culprit} takes {case.takes(culprit)}"
     if culprit.name == "self.log":
         steps = case.m.steps + case.m.untimed_steps
         n = f", {culprit.calls / steps:.0f} calls" if culprit.calls >= 2 * steps else ""
-        return Advice("log_less", f"{who}{n}: log fewer values, or only every n-th step")
+        return Advice("log_less", f"{took}{n}: log fewer values, or log only every n-th step")
     if culprit.name.endswith((".log_metrics", ".on_log")):
         how = "logging_steps" if culprit.name.endswith(".on_log") else "log_every_n_steps"
-        text = f"{who}: log less often ({how})"
+        text = f"{took}: log less often ({how})"
         return Advice("log_less", text, {"callback": culprit.name})
-    text = f"{who}: run it less often, or make it cheaper"
+    text = f"{took}: run it less often, or make it faster"
     return Advice("callback", text, {"callback": culprit.name})
 
 
 def _save_less(case: Case) -> Iterator[Advice]:
     how = "save less often: every_n_train_steps (Lightning), save_steps (transformers)"
     culprits = [culprit for culprit in case.culprits if culprit.kind != PLACE]
-    who = f"{culprits[0]} takes {total(culprits[0])}: " if culprits else ""
-    yield Advice("save_less", f"{who}{how}")
+    took = f"{culprits[0]} takes {total(culprits[0])}: " if culprits else ""
+    yield Advice("save_less", f"{took}{how}")
 
 
 def _meet_the_rank(case: Case) -> Iterator[Advice]:
     if (ranks := case.m.ranks) is not None:
-        text = f"look at rank {ranks.slowest_rank}, in `{ranks.phase}`: the other ranks wait for it"
-        yield Advice("slowest_rank", text, {"rank": ranks.slowest_rank, "phase": ranks.phase})
+        rank, phase = ranks.slowest_rank, ranks.phase
+        text = f"speed up rank {rank} in `{phase}`: all other ranks wait for it"
+        yield Advice("slowest_rank", text, {"rank": rank, "phase": phase})
 
 
 def _communicate_less(case: Case) -> Iterator[Advice]:
@@ -266,14 +276,15 @@ def _communicate_less(case: Case) -> Iterator[Advice]:
         )
         yield Advice("suspect_rank", text, {"rank": ranks.suspect, "phase": ranks.phase})
     larger = "larger batches, or " if _has_room(case.m) else ""
-    text = f"more work between collectives: {larger}accumulation under no_sync()"
+    text = f"do more work per collective: {larger}gradient accumulation under no_sync()"
     yield Advice("communicate_less", text)
 
 
 def _work_less(case: Case) -> Iterator[Advice]:
     m, setup, pace = case.m, case.setup, case.pace
     uneven = [name for name in (FORWARD, BACKWARD) if name in m.rows and is_uneven(m.rows[name])]
-    if setup.is_own_loop and uneven == [FORWARD]:  # Steps of more micro-batches are longer in both.
+    # Steps with more micro-batches are longer in both phases: then nothing has to be paused.
+    if setup.is_own_loop and uneven == [FORWARD]:
         yield _pause(FORWARD)
     if pace.code == LAUNCH and m.launch_gap_share is None:
         yield from _launch_less(case)
@@ -284,7 +295,7 @@ def _work_less(case: Case) -> Iterator[Advice]:
     if pace.code == GPU:
         compute = m.share(FORWARD) + m.share(BACKWARD)
         if setup.precision == "32-true" and setup.has_bf16 and compute >= 0.5:
-            text = 'precision="bf16-mixed" (now "32-true")'
+            text = 'set precision="bf16-mixed" (now "32-true")'
             yield Advice("precision", text, {"now": "32-true", "suggested": "bf16-mixed"})
         yield from _fuse(m, setup)
     longest = max((FORWARD, BACKWARD), key=m.share)
@@ -293,7 +304,7 @@ def _work_less(case: Case) -> Iterator[Advice]:
 
 
 def _has_room(m: Measurement) -> bool:
-    """Return False if a larger batch may not fit into the memory of the device."""
+    """Return False if a larger batch may not fit into the memory of the GPU."""
     return m.memory is None or m.memory.share <= _MAX_MEMORY
 
 
@@ -301,17 +312,17 @@ def _launch_less(case: Case) -> Iterator[Advice]:
     setup = case.setup
     if _has_room(case.m):
         now = f" (now {setup.batch_size})" if setup.batch_size is not None else ""
-        yield Advice("batch_size", f"a larger batch{now}", {"now": setup.batch_size})
+        yield Advice("batch_size", f"use a larger batch{now}", {"now": setup.batch_size})
     mode = '(mode="reduce-overhead")' if setup.compiled else ""
-    yield Advice("compile", f"torch.compile{mode}")
-    yield Advice("cuda_graphs", "CUDA graphs")
+    yield Advice("compile", f"use torch.compile{mode}")
+    yield Advice("cuda_graphs", "use CUDA graphs")
     yield from _fuse(case.m, setup)
 
 
 def _fuse(m: Measurement, setup: TrainingSetup) -> Iterator[Advice]:
     if setup.unfused and m.share(OPTIMIZER) >= _MIN_PART:
         share = percent(m.share(OPTIMIZER))
-        text = f"{setup.unfused}(fused=True): `optimizer` is {share} of the step"
+        text = f"use {setup.unfused}(fused=True): `optimizer` takes {share} of the step"
         yield Advice("fused", text, {"optimizer": setup.unfused})
 
 
@@ -319,14 +330,14 @@ def _unblock(case: Case) -> Iterator[Advice]:
     others = []
     for call in blocking_calls(case.pace.phases, case.m):
         n = call.calls / BLOCKING_STEPS
-        often = f" {n:.3g} times per step" if n >= 1.5 else ""
+        rate = f" {n:.3g} times per step" if n >= 1.5 else ""
         row = case.m.rows.get(call.caller)
         blocked = ""
         if row is not None:
             took = duration(row.frequency * row.host_mean_ms)
             step = duration(case.m.step.mean_ms)
             blocked = f" in `{call.caller}`, which takes the CPU {took} of {step} per step"
-        text = f"{call} waits for the GPU{often}{blocked}: read the value less often, or later"
+        text = f"{call} waits for the GPU{rate}{blocked}: read the value less often, or later"
         yield Advice("blocking_call", text, {"phase": call.caller})
     for name in case.pace.phases:
         if name in (FETCH, DATA):
@@ -349,7 +360,10 @@ def _optimize_faster(case: Case) -> Iterator[Advice]:
     if culprits := case.culprits:
         yield _shorten_code(case, culprits)
     else:
-        text = "`optimizer` is clipping, hooks before the update, and the update itself"
+        text = (
+            "use a faster optimizer or clip less: `optimizer` includes clipping, hooks before the"
+            " update, and the update"
+        )
         yield Advice("optimizer", text)
 
 
@@ -359,9 +373,9 @@ def _own_code(where: str, case: Case) -> Iterator[Advice]:
     if culprits:
         yield _shorten_code(case, culprits)
     if name == OTHER and setup.is_own_loop and setup.pin_memory is False and not m.on_host_clock:
-        yield _pin_memory(setup, "; `other` includes copies of the batch")
+        yield _pin_memory(setup, ": `other` includes copies of the batch")
     if not culprits:
-        text = f'`{name}` is code {where}: name its parts, with phase("name")'
+        text = f'`{name}` is code {where}: name its parts with phase("name")'
         yield Advice("name_phase", text, {"phase": name})
     if setup.is_own_loop and is_uneven(m.rows[name]):
         yield _pause(name)
@@ -373,8 +387,8 @@ def _shorten_code(case: Case, culprits: tuple[EntryCulprit, ...]) -> Advice:
     if culprit.kind != PLACE:
         return _run_less(case, culprit)
     took = f"{culprit} takes {case.takes(culprit)}"
-    parts = f", of which {inside[0]} takes {percent(inside[0].share)}" if inside else ""
-    text = f"{took}{parts}: make it cheaper, or run it less often"
+    parts = f", {percent(inside[0].share)} of it in {inside[0]}" if inside else ""
+    text = f"{took}{parts}: make it faster, or run it less often"
     return Advice("shorten", text, {"phase": case.entry})
 
 
@@ -383,23 +397,23 @@ def _shorten(case: Case) -> Iterator[Advice]:
     inside = [*_look_inside(name, case.m, case.setup)]
     culprits = case.culprits[:1]
     where = f" ({culprits[0].where})" if culprits and culprits[0].where else ""
-    text = f"`{name}`{where} takes {case.per_step}: run it less often, or make it cheaper"
+    text = f"`{name}`{where} takes {case.per_step}: run it less often, or make it faster"
     yield from inside or [Advice("shorten", text, {"phase": name})]
 
 
 def _look_inside(top: str, m: Measurement, setup: TrainingSetup) -> Iterator[Advice]:
     parts = [name for name in m.rows if name.startswith(f"{top}/") and not is_wait(name)]
     long = [name for name in parts if m.share(name) >= _MIN_PART]
-    # The innermost: modules around it are long because of it.
+    # Name the innermost module: those around it are long because of it.
     inner = [name for name in long if not any(other.startswith(f"{name}/") for other in long)]
     if inner:
         part = max(inner, key=m.share)
         name = part.rpartition("/")[2]
         module = f"{name} {setup.classes.get(name, '')}".rstrip()
-        text = f"look at `{module}` in `{top}`: it takes {_per_step(m, part)}"
+        text = f"speed up `{module}`: it takes {_per_step(m, part)} in `{top}`"
         yield Advice("module", text, {"module": name})
     if not parts and top in (FORWARD, BACKWARD) and setup.has_parts:
-        text = f"split `{top}`, {percent(m.share(top))} of the step, by module: modules=2"
+        text = f"pass modules=2 to split `{top}` ({percent(m.share(top))} of the step) by module"
         yield Advice("modules", text, {"suggested": 2})
 
 
@@ -409,20 +423,20 @@ def _evaluate_less(how: str, after: str, case: Case) -> Iterator[Advice]:
     calls = [culprit for culprit in culprits if culprit.kind != PLACE]
     if calls:
         of = f"{duration(1e3 * calls[0].seconds)} of {duration(1e3 * case.seconds)}"
-        yield Advice("metrics", f"{calls[0]} takes {of}: make it cheaper")
+        yield Advice("metrics", f"{calls[0]} takes {of}: make it faster")
     elif wall_clock is not None and wall_clock.after_batches_s:
         entries_s, after_s = wall_clock.entries_s, wall_clock.after_batches_s
         all_s = entries_s.get(VALIDATION, 0.0) + entries_s.get(EVALUATION, 0.0)
         if after_s >= _MIN_AFTER_BATCHES * all_s:
             of = f"{duration(1e3 * after_s)} of {duration(1e3 * all_s)}"
-            text = f"cheaper metrics: {of} come after the last batch, in {after}"
+            text = f"use faster metrics: {of} are spent after the last batch, in {after}"
             yield Advice("metrics", text)
-    who = "".join(f"{culprit}: " for culprit in culprits if culprit.kind == PLACE)
-    yield Advice("evaluate_less", f"{who}{how}")
+    place = "".join(f"{culprit}: " for culprit in culprits if culprit.kind == PLACE)
+    yield Advice("evaluate_less", f"{place}{how}")
 
 
 def _outside_steps(code: str, general: str, how: str, case: Case) -> Iterator[Advice]:
-    """Yield advice on an entry outside of steps: on its culprit, if that is known."""
+    """Yield advice on an entry outside of steps, or on its culprit if known."""
     if culprits := case.culprits:
         culprit = culprits[0]
         yield Advice(code, f"{culprit} takes {total(culprit)}: {how}", {"name": culprit.name})
@@ -436,20 +450,25 @@ def _text(code: str, text: str) -> "Rule":
 
 def _free_cores(case: Case) -> Iterator[Advice]:
     workers = "" if case.setup.num_workers == 0 else "workers, "
-    text = f"use fewer {workers}threads and other processes than CPU cores"
+    text = f"run fewer {workers}threads and other processes than there are CPU cores"
     yield Advice("free_cores", text)
 
 
 def _collect_less(case: Case) -> Iterator[Advice]:
     if culprits := case.culprits:
-        text = f"most garbage collections start in {culprits[0]}: run gc.collect() there less often"
+        text = (
+            f"most garbage collections start in {culprits[0]}: call gc.collect() there less often"
+        )
         yield Advice("collect_less", text)
-    yield Advice("gc_freeze", "gc.freeze() after the set-up")
+    yield Advice(
+        "gc_freeze",
+        "call gc.freeze() before training, so that the collector skips objects of the set-up",
+    )
 
 
 def _compile_once(case: Case) -> Iterator[Advice]:
     where = f"{case.culprits[0]} is compiled again: " if case.culprits else ""
-    text = f"{where}batches of equal shape, or torch.compile(dynamic=True)"
+    text = f"{where}use batches of equal shape, or torch.compile(dynamic=True)"
     yield Advice("dynamic_shapes", text)
 
 
@@ -463,13 +482,14 @@ _RULES: Mapping[str, Rule] = {
     HOOKS: _move_to_workers,
     COPY: _copy_faster,
     CALLBACKS: _call_back_less,
-    OTHER: partial(_own_code, "outside of the model, the loss, backward and the update"),
+    OTHER: partial(_own_code, "outside the model, loss, backward and update"),
     LOSS: partial(_own_code, "between forward and backward"),
     OPTIMIZER: _optimize_faster,
     COMMUNICATION: _communicate_less,
     SLOWEST_RANK: _meet_the_rank,
     OTHER_RANKS: _text(
-        "other_ranks", "look for the rank whose loader or callbacks take longest: all others wait"
+        "other_ranks",
+        "find the rank with the slowest loader or callbacks: all others wait for it",
     ),
     GAPS: _launch_less,
     VALIDATION: partial(
@@ -484,40 +504,43 @@ _RULES: Mapping[str, Rule] = {
     EPOCH_ENDS: partial(
         _outside_steps,
         "epoch_ends",
-        "cheaper hooks at the start and end of epochs, or longer epochs",
-        "make it cheaper, or run it in fewer epochs",
+        "make hooks at the start and end of epochs faster, or use longer epochs",
+        "make it faster, or run it in fewer epochs",
     ),
     SET_UP: partial(
         _outside_steps,
         "set_up",
-        "it occurs once: cache what prepare_data, setup and the construction of loaders compute",
-        "it occurs once; cache what it computes",
+        "cache results of prepare_data, setup and the construction of loaders; this occurs once",
+        "cache its result; this occurs once",
     ),
-    FIRST_STEP: _text("first_step", "it occurs once: compilation, autotuning, start of workers"),
+    FIRST_STEP: _text(
+        "first_step",
+        "cache compiled code; compilation, autotuning and the start of workers occur once",
+    ),
     BETWEEN_LOOPS: partial(
         _outside_steps,
         "between_loops",
-        "run less often what is between two loops, such as an evaluation",
-        "run it less often, or make it cheaper",
+        "run code between two loops, such as an evaluation, less often",
+        "run it less often, or make it faster",
     ),
-    SANITY_CHECK: _text("sanity_check", "it occurs once: num_sanity_val_steps=0 leaves it out"),
+    SANITY_CHECK: _text("sanity_check", "pass num_sanity_val_steps=0 to skip it; this occurs once"),
     TEAR_DOWN: partial(
         _outside_steps,
         "tear_down",
-        "it occurs once: look at what runs after the last epoch, such as a last checkpoint, a test"
-        " or an upload",
-        "it occurs once, after the last epoch",
+        "speed up code after the last epoch, such as a checkpoint, a test or an upload; this occurs"
+        " once",
+        "make it faster; this occurs once, after the last epoch",
     ),
     PAUSED: partial(
         _outside_steps,
         "paused",
-        "run less often what is in timer.paused(), such as an evaluation",
-        "run it less often, or make it cheaper",
+        "run code in timer.paused(), such as an evaluation, less often",
+        "run it less often, or make it faster",
     ),
     COLLECTIONS: _collect_less,
     COMPILATIONS: _compile_once,
     f"{SLOW}the allocator": _text(
-        "expandable_segments", "PYTORCH_ALLOC_CONF=expandable_segments:True"
+        "expandable_segments", "set PYTORCH_ALLOC_CONF=expandable_segments:True"
     ),
     f"{SLOW}{OFF_CPU}": _free_cores,
 }

@@ -1,4 +1,4 @@
-"""Where the wall clock of a training went, entry by entry."""
+"""Time breakdown of a training: its wall clock, divided into entries."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -46,9 +46,11 @@ from lightning_gputime._phases import (
 )
 
 KNOWN = (*PHASES, GENERATE, REWARD, TRAINING_STEP)
-# From these fractions of the step on, a phase of the model's own work is an entry of its own.
+# Smallest fraction of the step for which a phase of the model's own work is a separate entry.
 _MIN_OTHER, _MIN_LOSS, _MIN_OPTIMIZER, _MIN_LOSS_ON_DEVICE = 0.05, 0.1, 0.2, 0.2
-_MIN_OTHERS = 0.2  # Fraction of the other steps, for a phase that is longest in a single one.
+# A phase that takes more time in one step than in all others is a bottleneck only if it also takes
+# this fraction of the other steps.
+_MIN_OTHERS = 0.2
 _NOT_REMOVABLE = (TIMING, NOT_SAMPLED)
 
 
@@ -104,13 +106,17 @@ def break_down(
 ) -> TimeBreakdown:
     """Return the time breakdown.
 
-    `advise` gets an entry's name, its time (in seconds), its share of the wall clock, and its
-    culprits.
+    Args:
+        measurement: Measurement of the run.
+        setup: Setup of the training.
+        pace: Limit of the model's own work.
+        advise: Function that returns advice on an entry, given its name, its time (in seconds), its
+            share of the wall clock, and its culprits.
     """
     m = measurement
     work = CPU_WORK if m.on_host_clock else GPU_WORK
     wall_clock = m.wall_clock
-    # A training that was looked at before its second step has no steps yet.
+    # Before the second step, the wall clock has no entry for steps.
     is_known = wall_clock is not None and STEPS in wall_clock.entries_s
     if wall_clock is None or not is_known:
         all_steps = m.steps + m.untimed_steps
@@ -118,9 +124,9 @@ def break_down(
     entries_s = dict(wall_clock.entries_s)
     steps_s, saves_s = entries_s.pop(STEPS), wall_clock.saves_in_steps_s
     parts = _parts_of_step(m, pace, work, saves_s / (steps_s + saves_s or 1.0))
-    # The wall clock has the checkpoints already, and not among the steps.
+    # The wall clock has a separate entry for checkpoints, so exclude them from the steps.
     without_saves = 1.0 - parts.pop(SAVES, _Part()).share
-    # The first step is also a step: only its excess over the others is an entry.
+    # Only the excess of the first step over the others is an entry.
     first_s = entries_s.get(FIRST_STEP, 0.0)
     steady_s = min(without_saves * m.step.mean_ms / 1e3, first_s)
     if first_s:
@@ -130,7 +136,8 @@ def break_down(
     rows = []
     for name in dict.fromkeys([*entries_s, *parts]):
         part = parts.get(name, _Part())
-        seconds = entries_s.get(name, 0.0) + part.share * steps_s  # A phase may be named so, too.
+        # A phase may have the name of an entry outside of steps: add both.
+        seconds = entries_s.get(name, 0.0) + part.share * steps_s
         if seconds <= 0 and name != work:
             continue
         share = seconds / wall_s if wall_s else 0.0
@@ -166,14 +173,14 @@ def break_down(
         wall_s=wall_s,
         scope=scope,
         work=work,
-        # More than 1: the FLOPs, or the peak, are not those of this training.
+        # MFU above 1 means that the FLOPs or the peak are wrong.
         peak_share=None if mfu is None or mfu > 1 or not wall_s else mfu * steps_s / wall_s,
         unknown=_unknown(m),
     )
 
 
 def _is_of_one_step(row: PhaseStats, m: Measurement) -> bool:
-    """Return whether a phase is long in a single step: that does not limit the training."""
+    """Return True if a phase is long in a single step only, which does not limit the training."""
     n = m.steps + m.untimed_steps
     others_ms = n * row.share * m.step.mean_ms - row.max_ms
     step_ms = n * m.step.mean_ms - row.max_ms
@@ -181,15 +188,15 @@ def _is_of_one_step(row: PhaseStats, m: Measurement) -> bool:
 
 
 def is_blurred(name: str, m: Measurement) -> bool:
-    """Return whether an entry is, or may include, a phase whose time is not separated."""
+    """Return True if an entry includes a phase whose time is not separated."""
     top = name.partition("/")[0].partition(" ")[0]
     return top in {phase.partition("/")[0] for phase in m.blurred}
 
 
 def may_hide_evaluations(name: str, m: Measurement, setup: TrainingSetup) -> bool:
-    """Return whether an entry may be evaluations that were not seen, as of a copy of the model.
+    """Return True if an entry may include undetected evaluations, such as of a copy of the model.
 
-    In a loop that only calls `step()`, `data` is all that precedes the forward.
+    In a loop that only calls `step()`, `data` is all time before the forward.
     """
     row = m.rows.get(name)
     is_all = name == DATA and setup.is_own_loop and not setup.has_loader and FETCH not in m.rows
@@ -197,10 +204,10 @@ def may_hide_evaluations(name: str, m: Measurement, setup: TrainingSetup) -> boo
 
 
 def _removable(name: str, part: _Part, m: Measurement, pace: Pace) -> float:
-    """Return the fraction of the step that is saved at most if an entry is removed.
+    """Return the maximum fraction of the step that removing an entry would save.
 
-    Where the host sets the pace, that is the entry's host time: the GPU time of the phase may be
-    small, as the GPU still works off its queue. No step gets shorter than the work of the GPU.
+    In launch-bound training, this is the entry's host time: its GPU time may be small while the GPU
+    works off its queue. No step can be shorter than the work of the GPU.
     """
     if pace.code != LAUNCH or name in (GAPS, COMMUNICATION):
         return part.share
@@ -213,7 +220,7 @@ def _removable(name: str, part: _Part, m: Measurement, pace: Pace) -> float:
 
 
 def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> dict[str, _Part]:
-    """Return the entries of a step, whose shares add up to 1."""
+    """Return the entries of a step. Their shares add up to 1."""
     entry_of = _entries_of_phases(m, pace, work)
     found = _StepShares()
     for name, row in m.rows.items():
@@ -222,7 +229,7 @@ def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> dict[
             found.add(entry, row.share, m.host_share(name), row.share_error)
             if "/" in name:
                 found.add(parent, -row.share, -m.host_share(name))
-    found.move(CALLBACKS, SAVES, saves)  # A checkpoint is a callback to the step.
+    found.move(CALLBACKS, SAVES, saves)  # In a step, checkpoints are part of callbacks.
     work_of_slow_steps = 0.0
     if m.slow is not None:
         for name, causes in m.slow.lost_shares.items():
@@ -231,10 +238,10 @@ def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> dict[
                     moved = found.move(entry_of(name), f"{SLOW}{cause}", share)
                     work_of_slow_steps += moved * (entry_of(name) == work)
     if (ranks := m.ranks) is not None and ranks.slowest_rank is not None:
-        # This is rank zero: if it is the slowest, it does not wait.
+        # Rank zero measures: it waits for the slowest rank, unless it is the slowest.
         source = entry_of(ranks.phase) if ranks.slowest_rank == 0 else COMMUNICATION
         found.move(source, SLOWEST_RANK, ranks.behind_median_ms / m.step.mean_ms)
-    # Slow steps are not probed: their excess is no launch gap.
+    # Slow steps are not probed, so their excess is not a launch gap.
     found.move(work, GAPS, (m.launch_gap_share or 0.0) - work_of_slow_steps)
     found.move(work, TIMING, (m.timing_share or 0.0) / m.timed_every_n_steps)
     if m.not_sampled_share:
@@ -243,8 +250,8 @@ def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> dict[
 
 
 def _entries_of_phases(m: Measurement, pace: Pace, work: str) -> Callable[[str], str]:
-    """Return a function from a phase, or a part of one, to its entry."""
-    alone: Mapping[str, bool] = {
+    """Return a function that maps a phase or sub-phase to its entry."""
+    is_separate: Mapping[str, bool] = {
         OTHER: m.share(OTHER) >= _MIN_OTHER or m.host_share(OTHER) >= _MIN_OTHER,
         LOSS: m.share(LOSS) >= _MIN_LOSS
         if m.on_host_clock
@@ -263,7 +270,7 @@ def _entries_of_phases(m: Measurement, pace: Pace, work: str) -> Callable[[str],
             return name
         if top == DATA:
             return data
-        if top not in KNOWN or top == CALLBACKS or alone.get(top):
+        if top not in KNOWN or top == CALLBACKS or is_separate.get(top):
             return top
         return work
 
@@ -273,7 +280,7 @@ def _entries_of_phases(m: Measurement, pace: Pace, work: str) -> Callable[[str],
 def _unknown(m: Measurement) -> str:
     if m.on_host_clock or m.stage:
         return ""
-    how = "no step can be probed" if m.probe_failure else "set probe_every_n_steps=100"
+    how = "no step can be probed" if m.probe_failure else "pass probe_every_n_steps=100"
     gaps = "" if m.probed_steps else f"launch gaps ({how})"
-    peak = "" if m.mfu is not None else "work at the peak (set flops=)"
-    return "; ".join(filter(None, (gaps, peak)))
+    peak = "" if m.mfu is not None else "MFU (pass flops=)"
+    return ", ".join(filter(None, (gaps, peak)))

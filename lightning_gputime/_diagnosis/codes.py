@@ -1,4 +1,4 @@
-"""The verdict codes, and the entries of the time breakdown that they are about."""
+"""Verdict codes, and the names of entries of the time breakdown."""
 
 from collections.abc import Mapping
 
@@ -21,8 +21,8 @@ GPU, LAUNCH, SYNC, COMPUTE = "GPU-bound", "launch-bound", "sync-bound", "compute
 INPUT, COPIES, COMMUNICATES, RANK = "input-bound", "copy-bound", "communication-bound", "rank-bound"
 STARTUP, PHASE = "startup-bound", "phase-bound"
 
-# Names of entries that are no phases.
-HOOKS = "data (transfer hooks)"  # `data` without fetch and copy, where a trainer shows these.
+# Names of entries that are not phases.
+HOOKS = "data (transfer hooks)"  # `data` without fetch and copy, if a trainer separates them.
 COMMUNICATION = "communication"
 OTHER_RANKS = "other ranks"
 SLOWEST_RANK = "the slowest rank"

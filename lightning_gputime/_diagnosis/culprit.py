@@ -1,4 +1,4 @@
-"""The code in which most of an entry's time is spent."""
+"""Code that takes most of the time of an entry."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,32 +18,32 @@ from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import BETWEEN_LOOPS, TEAR_DOWN
 from lightning_gputime._phases import CALLBACKS, DATA, FETCH, OTHER, SAVES, of_one_callback
 
-_MIN_SHARE = 0.4  # A smaller part of an entry is not its culprit.
-_MIN_SHARE_INSIDE = 0.7  # A call that takes more of the call around it is named in its place.
-_MIN_SHARE_BESIDE = 0.2  # A call that takes less of an entry is not named next to a place.
-_MIN_SHARE_OF_OTHER = 0.05  # Fraction of the step from which on the parts of `other` are told.
-_MIN_KNOWN_OF_OTHER = 0.95  # Fraction of `other` that is in known parts, to tell them.
-_MAX_BLOCKING = 3  # Number of lines that wait for the GPU and are named.
-_MIN_STEPS = 0.5  # A call in fewer of the steps is described by its total.
+_MIN_SHARE = 0.4  # Smallest fraction of an entry for a culprit.
+_MIN_SHARE_INSIDE = 0.7  # An inner call with this fraction of the outer call replaces it.
+_MIN_SHARE_NEXT_TO_PLACE = 0.2  # Smallest fraction of an entry for a call next to a place.
+_MIN_SHARE_OF_OTHER = 0.05  # Smallest fraction of the step for which parts of `other` are reported.
+_MIN_KNOWN_OF_OTHER = 0.95  # Fraction of `other` that its known parts must cover.
+_MAX_BLOCKING = 3  # Maximum number of reported lines that wait for the GPU.
+_MIN_STEPS = 0.5  # Calls in a smaller fraction of the steps are described by their total time.
 _ENTRIES = {HOOKS: (DATA,), TEAR_DOWN: (TEAR_DOWN, BETWEEN_LOOPS)}
-"""Where the culprits of an entry are found, if not under its name."""
+"""Entries under which culprits are recorded, if not under the same name."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryCulprit:
-    """Code in which an entry of the time breakdown spends its time.
+    """Code that takes the time of an entry of the time breakdown.
 
     Attributes:
         name: Hook, class or function, such as "Corpus.on_after_batch_transfer"; empty if only its
             lines are known.
         kind: "call", "place", or a stage of a loader: "sampler", "dataset" or "collate".
         share: Fraction of the entry's time, from 0 to 1.
-        seconds: Time of all calls (in seconds); of a place, of those that were observed.
+        seconds: Time of all calls, or of the observed passes through a place (in seconds).
         calls: Number of calls.
-        file: Path of the file of the user's that has the code; empty if it is unknown.
-        line: First line; 0 if it is unknown.
-        last_line: Last line; 0 if it is unknown.
-        function: Function around the lines; empty if it is unknown.
+        file: Path of the user's file; empty if unknown.
+        line: First line; 0 if unknown.
+        last_line: Last line; 0 if unknown.
+        function: Function around the lines; empty if unknown.
         caller: Name of the call around it; empty if there is none.
     """
 
@@ -60,7 +60,7 @@ class EntryCulprit:
 
     @property
     def where(self) -> str:
-        """Its lines, such as "train.py:63-70"; empty if they are unknown."""
+        """Lines, such as "train.py:63-70"; empty if unknown."""
         return str(Source(self.file, self.line, self.last_line)) if self.file else ""
 
     def __str__(self) -> str:
@@ -77,14 +77,14 @@ class EntryCulprit:
 
 
 def culprits_of(entry: str, seconds: float, m: Measurement) -> tuple[EntryCulprit, ...]:
-    """Return the code in which an entry spends its time: its culprit first, then what is in it.
+    """Return the code that takes the time of an entry: the culprit first, then code inside it.
 
-    Empty if no known code takes 40 % of it.
+    Empty if no known code takes 40 % of the entry.
 
     Args:
         entry: Name of the entry.
-        seconds: Its time (in seconds).
-        m: The measurement.
+        seconds: Time of the entry (in seconds).
+        m: Measurement of the run.
     """
     names = _ENTRIES.get(entry, (entry,))
     found = [culprit for name in names for culprit in of_entry(m.culprits, name)]
@@ -99,14 +99,14 @@ def culprits_of(entry: str, seconds: float, m: Measurement) -> tuple[EntryCulpri
     if entry in (BETWEEN_LOOPS, TEAR_DOWN):
         places = [_of_entry(culprit, seconds) for culprit in found if culprit.kind == PLACE]
     elif entry == COMPILATIONS:
-        # Code that was compiled once is no recompilation.
+        # Code that was compiled once is not a recompilation.
         places = [place for place in places if place.calls > 1]
-    beside = [culprit for culprit in calls if culprit.share >= _MIN_SHARE_BESIDE]
-    return _first(places, beside)
+    inside = [culprit for culprit in calls if culprit.share >= _MIN_SHARE_NEXT_TO_PLACE]
+    return _first(places, inside)
 
 
 def parts_of_other(m: Measurement) -> str:
-    """Return a sentence on how `other` divides into its parts; empty if it is short, or unknown."""
+    """Return a sentence on the parts of `other`; empty if it is short or its parts are unknown."""
     shares: dict[str, float] = {}
     for culprit in of_entry(m.culprits, OTHER):
         if culprit.kind == PLACE and culprit.name and culprit.observed_s:
@@ -116,7 +116,7 @@ def parts_of_other(m: Measurement) -> str:
     if len(shares) < 2 or not is_known or m.share(OTHER) < _MIN_SHARE_OF_OTHER:
         return ""
     parts = [f"{percent(share)} {name}" for name, share in shares.items()]
-    return f"`other` is about {' and '.join(parts)}, by a few steps"
+    return f"`other` is about {' and '.join(parts)}, as measured in a few steps"
 
 
 def blocking_calls(phases: Sequence[str], m: Measurement) -> list[EntryCulprit]:
@@ -136,14 +136,14 @@ def blocking_calls(phases: Sequence[str], m: Measurement) -> list[EntryCulprit]:
 
 def _first(
     culprits: Iterable[EntryCulprit],
-    beside: Sequence[EntryCulprit] = (),
+    inside: Sequence[EntryCulprit] = (),
 ) -> tuple[EntryCulprit, ...]:
     best = max(culprits, key=lambda culprit: culprit.share, default=None)
-    return () if best is None or best.share < _MIN_SHARE else (best, *beside[:1])
+    return () if best is None or best.share < _MIN_SHARE else (best, *inside[:1])
 
 
 def _calls(found: Sequence[Culprit], seconds: float) -> Iterator[EntryCulprit]:
-    """Yield the outermost calls, or the single ones inside that take nearly all of their time."""
+    """Yield the outermost calls, or the inner calls that take nearly all of their time."""
     calls = [culprit for culprit in found if culprit.kind == CALL]
     names = {culprit.name for culprit in calls}
     for call in calls:
@@ -184,7 +184,7 @@ def _of_entry(culprit: Culprit, seconds: float) -> EntryCulprit:
 
 def _entry_culprit(culprit: Culprit, share: float) -> EntryCulprit:
     source = culprit.source
-    # Lines of an installed library are not the user's to change.
+    # The user cannot change lines of an installed library.
     if source is None or "-packages" in source.file:
         where: tuple[str, int, int, str] = "", 0, 0, ""
     else:
@@ -196,13 +196,13 @@ def _entry_culprit(culprit: Culprit, share: float) -> EntryCulprit:
 
 
 def takes(culprit: EntryCulprit, entry: str, seconds: float, m: Measurement) -> str:
-    """Return how long a culprit takes, "2.5 ms of 7.1 ms per step" or "0.9 s in 3 calls".
+    """Return the time of a culprit, such as "2.5 ms of 7.1 ms per step" or "0.9 s in 3 calls".
 
     Args:
         culprit: The culprit.
         entry: Name of its entry, which is inside steps.
         seconds: Time of that entry (in seconds).
-        m: The measurement.
+        m: Measurement of the run.
     """
     steps, step_ms = m.steps + m.untimed_steps + m.warmup_steps, m.step.mean_ms
     if culprit.kind == CALL and culprit.calls < _MIN_STEPS * (m.steps + m.untimed_steps):
@@ -212,6 +212,6 @@ def takes(culprit: EntryCulprit, entry: str, seconds: float, m: Measurement) -> 
 
 
 def total(culprit: EntryCulprit) -> str:
-    """Return the time of all calls, "0.9 s in 3 calls"."""
+    """Return the time of all calls, such as "0.9 s in 3 calls"."""
     n = culprit.calls
     return f"{duration(1e3 * culprit.seconds)} in {n} call{'s' * (n != 1)}"

@@ -1,34 +1,35 @@
-"""From a measurement to the one answer: what limits this training?"""
+"""Diagnosis of a training from its measurement."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from lightning_gputime._diagnosis.advice import Case, advise
 from lightning_gputime._diagnosis.breakdown import break_down, is_blurred, may_hide_evaluations
 from lightning_gputime._diagnosis.codes import COMMUNICATES, GPU, LAUNCH, SYNC
 from lightning_gputime._diagnosis.culprit import EntryCulprit
 from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, Grade, TimeBreakdown
-from lightning_gputime._diagnosis.pace import pace_of
+from lightning_gputime._diagnosis.pace import Pace, pace_of
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import ONCE
 from lightning_gputime._phases import DATA
 
-# Fractions of the wall clock: from which on an entry is the bottleneck, and is worth a look. XProf
-# grades input pipelines by the same.
-_BOUND, _WORTH_A_LOOK = 0.2, 0.05
-# Where the CPU blocks on the GPU, other entries are partly its consequence: they must be larger.
-_BOUND_BESIDE_SYNC = 0.3
-_MIN_BATCHES = 20  # Shorter evaluations are not judged.
-_UNCLEAR = "unclear: `data` takes {} of the {}, most of it in few steps, as evaluations do"
-_MIN_LOST = 0.1  # A slowdown that costs less of the run is not in the headline.
+# Smallest fraction of the wall clock for a bottleneck, and for an entry that is reported. XProf
+# grades input pipelines by the same fractions.
+_MIN_BOTTLENECK, _MIN_REPORTED = 0.2, 0.05
+# If the CPU blocks on the GPU, other entries grow as a consequence: require a larger fraction.
+_MIN_BOTTLENECK_IF_SYNC = 0.3
+_MIN_BATCHES = 20  # Shorter evaluations have no diagnosis.
+_MIN_SLOWDOWN = 0.1  # Smallest fraction of the run that a slowdown in the headline costs.
+_UNCLEAR = "unclear: `data` takes {} of the {}, mostly in a few steps, which may be evaluations"
 
 
 def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
-    """Return what limits a training, by its measurement and its set-up alone.
+    """Return the diagnosis of a training.
 
-    The bottleneck is the largest entry of the time breakdown that can be removed, by how much
-    faster the training is without it. If there is none, it is what limits the model's own work.
+    The bottleneck is the entry of the time breakdown whose removal would speed up the training
+    most. If no entry is large enough, it is the limit of the model's own work.
     """
     m = measurement
     is_short = m.stage and m.steps < _MIN_BATCHES
@@ -39,56 +40,69 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     def advise_all(
         name: str, seconds: float, share: float, culprits: tuple[EntryCulprit, ...]
     ) -> tuple[Advice, ...]:
-        costly = _on_costly_settings(name, setup) if share >= _WORTH_A_LOOK else ()
+        costly = _on_costly_settings(name, setup) if share >= _MIN_REPORTED else ()
         return (*advise(Case(name, seconds, m, setup, pace, culprits), share), *costly)
 
     breakdown = break_down(m, setup, pace, advise_all)
     blurred = sum(row.share for row in breakdown.rows if is_blurred(row.name, m))
-    if blurred >= _BOUND and pace.code != GPU:
-        # Time that cannot be attributed may be the bottleneck.
+    if blurred >= _MIN_BOTTLENECK and pace.code != GPU:
+        # Time of phases that are not separated may be the bottleneck.
         return Diagnosis(time_breakdown=breakdown)
     unclear = sum(row.share for row in breakdown.rows if may_hide_evaluations(row.name, m, setup))
-    if unclear >= _BOUND and pace.code != GPU:
+    if unclear >= _MIN_BOTTLENECK and pace.code != GPU:
         headline = _UNCLEAR.format(percent(unclear), breakdown.scope)
         advice = _advice_of(breakdown, DATA)
         return Diagnosis("", "unknown", "", headline, breakdown, advice)
-    largest = sorted((row for row in breakdown.rows if row.code), key=_weight, reverse=True)
-    entry = largest[0] if largest else None
-    weight = _weight(entry) if entry is not None else 0.0
-    is_sync = pace.code == SYNC
-    grade: Grade
-    if entry is not None and weight >= (_BOUND_BESIDE_SYNC if is_sync else _BOUND):
-        code, name, grade = entry.code, entry.name, "bound"
-        headline = _about(entry, breakdown)
-        second = next((row for row in largest if row.name not in ONCE), None)
-        if entry.name in ONCE and second is not None and _weight(second) >= _WORTH_A_LOOK:
-            headline += f"; apart from that, {_about(second, breakdown)}"
-    elif pace.code in (LAUNCH, SYNC):
-        code, name, grade = pace.code, breakdown.work, "bound"
-        headline = f"{pace.code}: {pace.grounds}"
-        # While the CPU blocks, the GPU runs out of work: it idles in these phases.
-        blocked = [row for row in largest if row.name in pace.phases]
-        if blocked and blocked[0].speed_up is not None and _weight(blocked[0]) >= _WORTH_A_LOOK:
-            name = blocked[0].name
-            headline += f"; without that the training is up to {blocked[0].speed_up:.2f}x as fast"
-    elif entry is not None and weight >= _WORTH_A_LOOK:
-        code, name, grade = entry.code, entry.name, "worth a look"
-        headline = f"{pace.code}, and worth a look: {_about(entry, breakdown)}"
-    else:
-        code, name, grade = pace.code, breakdown.work, "balanced"
-        headline = f"{pace.code}: {pace.grounds}, and nothing else takes 5 % of the time"
-    if (m.blurred or unclear) and code == pace.code and grade == "balanced":
-        # How long the device works does not depend on what is missing; the rest may.
+    found = _bottleneck(breakdown, pace)
+    code, headline = found.code, found.headline
+    if (m.blurred or unclear) and code == pace.code and found.grade == "balanced":
+        # The device's work is known, but the rest may hide another bottleneck.
         headline = f"{pace.code}: {pace.grounds}"
     if code == COMMUNICATES and m.ranks is not None and m.ranks.suspect is not None:
         headline += f"; rank {m.ranks.suspect} may be the cause"
-    first = breakdown.work if code == SYNC else name  # What blocks the CPU is part of the work.
-    if unclear >= _WORTH_A_LOOK:
+    # Calls that block the CPU are part of the work.
+    first = breakdown.work if code == SYNC else found.entry
+    if unclear >= _MIN_REPORTED:
         headline += f"; {_UNCLEAR.format(percent(unclear), breakdown.scope)}"
         first = DATA
-    if (slowdown := m.slowdown) is not None and slowdown.lost_share >= _MIN_LOST:
+    if (slowdown := m.slowdown) is not None and slowdown.lost_share >= _MIN_SLOWDOWN:
         headline += f"; {slowdown}"
-    return Diagnosis(code, grade, name, headline, breakdown, _advice_of(breakdown, first))
+    advice = _advice_of(breakdown, first)
+    return Diagnosis(code, found.grade, found.entry, headline, breakdown, advice)
+
+
+class _Bottleneck(NamedTuple):
+    """Fields of a `Diagnosis`."""
+
+    code: str
+    entry: str
+    grade: Grade
+    headline: str
+
+
+def _bottleneck(breakdown: TimeBreakdown, pace: Pace) -> _Bottleneck:
+    entries = sorted((row for row in breakdown.rows if row.code), key=_weight, reverse=True)
+    largest = entries[0] if entries else Entry("", 0.0, 0.0)
+    weight = _weight(largest)
+    if weight >= (_MIN_BOTTLENECK_IF_SYNC if pace.code == SYNC else _MIN_BOTTLENECK):
+        headline = _about(largest, breakdown)
+        second = next((row for row in entries if row.name not in ONCE), None)
+        if largest.name in ONCE and second is not None and _weight(second) >= _MIN_REPORTED:
+            headline += f"; apart from that, {_about(second, breakdown)}"
+        return _Bottleneck(largest.code, largest.name, "bound", headline)
+    if pace.code in (LAUNCH, SYNC):
+        name, headline = breakdown.work, f"{pace.code}: {pace.grounds}"
+        # While the CPU blocks, the GPU runs out of work: it idles in these phases.
+        blocked = next((row for row in entries if row.name in pace.phases), None)
+        if blocked and blocked.speed_up is not None and _weight(blocked) >= _MIN_REPORTED:
+            name = blocked.name
+            headline += f"; without that the training is up to {blocked.speed_up:.2f}x as fast"
+        return _Bottleneck(pace.code, name, "bound", headline)
+    if weight >= _MIN_REPORTED:
+        headline = f"{pace.code}, and worth a look: {_about(largest, breakdown)}"
+        return _Bottleneck(largest.code, largest.name, "worth a look", headline)
+    headline = f"{pace.code}: {pace.grounds}, and nothing else takes 5 % of the time"
+    return _Bottleneck(pace.code, breakdown.work, "balanced", headline)
 
 
 def _on_costly_settings(name: str, setup: TrainingSetup) -> Iterator[Advice]:
@@ -98,7 +112,7 @@ def _on_costly_settings(name: str, setup: TrainingSetup) -> Iterator[Advice]:
 
 
 def _weight(entry: Entry) -> float:
-    """Return the fraction of the wall clock that is saved without an entry."""
+    """Return the fraction of the wall clock that removing an entry would save."""
     return entry.share if entry.speed_up is None else 1 - 1 / entry.speed_up
 
 
@@ -111,13 +125,13 @@ def _about(entry: Entry, breakdown: TimeBreakdown) -> str:
     if entry.speed_up is None:
         return about
     if _weight(entry) >= 2 * entry.share:
-        # Little GPU time, but much of the CPU, which sets the pace.
+        # The entry takes little GPU time, but much CPU time, which limits the step.
         about = f"{entry.code}: `{entry.name}` keeps the CPU from launching work"
     return f"{about}; without it the training is up to {entry.speed_up:.2f}x as fast"
 
 
 def _advice_of(breakdown: TimeBreakdown, bottleneck: str) -> tuple[Advice, ...]:
-    """Return the advice of all entries: first of the bottleneck, last of the model's work."""
+    """Return the advice of all entries: bottleneck first, the model's work last."""
     rows = sorted(
         breakdown.rows,
         key=lambda row: (row.name != bottleneck, row.name == breakdown.work, -_weight(row)),

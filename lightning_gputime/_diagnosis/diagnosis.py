@@ -11,11 +11,11 @@ Grade = Literal["bound", "worth a look", "balanced", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to do next.
+    """Recommended action.
 
     Attributes:
         code: Machine-readable name, such as "num_workers".
-        text: The advice as a sentence.
+        text: Advice as a sentence.
         parameters: Values such as `{"now": 0, "suggested": 4}`.
     """
 
@@ -30,14 +30,14 @@ class Entry:
 
     Attributes:
         name: Name, such as "data/fetch" or "validation".
-        seconds: Its part of the wall clock (in seconds).
-        share: The same as a fraction of the wall clock, from 0 to 1.
-        error: Half the width of the 95 % interval of `share`; 0.0 where it was not sampled.
-        speed_up: Maximum speed-up of the training if it is removed, such as 1.25; None where it
+        seconds: Wall-clock time (in seconds).
+        share: Fraction of the wall clock, from 0 to 1.
+        error: Half the width of the 95 % interval of `share`; 0.0 if every step was timed.
+        speed_up: Maximum speed-up of the training if the entry is removed, such as 1.25; None if it
             cannot be removed, occurs once, or is unknown.
-        code: Verdict code if this is the bottleneck; empty if it cannot be one.
-        advice: What to do about it.
-        culprits: Code in which its time is spent, the most important first.
+        code: Verdict code if this is the bottleneck; empty if it cannot be the bottleneck.
+        advice: Recommended actions.
+        culprits: Code that takes the time, the most important first.
     """
 
     name: str
@@ -52,16 +52,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class TimeBreakdown:
-    """Where the wall clock went. The shares of all rows add up to 1.
+    """Wall clock of a training, divided into entries. The shares of all rows add up to 1.
 
     Attributes:
-        rows: The entries, the largest first.
-        wall_s: Time that the shares are fractions of (in seconds).
-        scope: "fit", "training" or "loops" if that is the whole training, else "timed steps".
+        rows: Entries, the largest first.
+        wall_s: Total time (in seconds).
+        scope: "fit" or "training" if the whole training is included, else "timed steps".
         work: Name of the entry of the model's work, "GPU work" or "CPU work".
-        peak_share: Fraction of the wall clock that the model's FLOPs take at the peak of the GPU,
-            which is MFU over the whole training; None if unknown.
-        unknown: What was not measured, and the options that measure it.
+        peak_share: Fraction of the wall clock that the model's FLOPs would take at the peak of the
+            GPU, or MFU over the whole training; None if unknown.
+        unknown: Quantities that were not measured, with the options that measure them.
     """
 
     rows: tuple[Entry, ...]
@@ -72,22 +72,22 @@ class TimeBreakdown:
     unknown: str = ""
 
     def __getitem__(self, name: str) -> Entry:
-        """Return the entry of this name; one without time if there is none."""
+        """Return the entry of this name; an entry without time if it did not occur."""
         return next((row for row in self.rows if row.name == name), Entry(name, 0.0, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What limits a training.
+    """Bottleneck of a training, and advice.
 
     Attributes:
-        code: Verdict code, such as "input-bound"; empty if nothing can be said.
+        code: Verdict code, such as "input-bound"; empty if unknown.
         grade: "bound" from 20 % of the wall clock on, "worth a look" from 5 %, "balanced" below,
-            "unknown" if nothing can be said.
-        entry: Name of the entry that the code is about; empty if it is about the whole step.
-        headline: One sentence.
-        time_breakdown: Where the wall clock went; None if nothing can be said.
-        advice: What to do, about the largest entries first.
+            "unknown" if there is no code.
+        entry: Entry that is the bottleneck; empty if unknown.
+        headline: Verdict as a sentence.
+        time_breakdown: Wall clock by entry; None if unknown.
+        advice: Recommended actions, those on the largest entries first.
     """
 
     code: str = ""

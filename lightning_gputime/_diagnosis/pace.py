@@ -1,4 +1,4 @@
-"""What sets the pace of a step: the GPU, the launches by the CPU, or waits of the CPU."""
+"""Limit of the model's own work in a step: GPU, kernel launches, or synchronizations."""
 
 from typing import NamedTuple
 
@@ -8,19 +8,19 @@ from lightning_gputime._measurement.stats import largest_part
 from lightning_gputime._measurement.units import percent, unit_of
 from lightning_gputime._phases import COPY, DATA, FETCH, WAIT
 
-# Fractions of the step. The host waits for the GPU: it sets the pace. The GPU runs behind the host
-# by this much: the host is blocked or busy in the phases in which it catches up.
-_MIN_WAIT, _MIN_BEHIND, _MIN_BLOCKED = 0.1, 0.2, 0.05
-MIN_GAPS = 0.1  # Smaller launch gaps do not limit a step.
+# Fractions of the step. With a longer host wait, the GPU is the limit. With a longer lag of the
+# GPU, the host blocks on the GPU in the phases in which the lag shrinks.
+_MIN_WAIT, _MIN_LAG, _MIN_BLOCKED = 0.1, 0.2, 0.05
+MIN_GAPS = 0.1  # Smallest fraction of launch gaps that limits a step.
 
 
 class Pace(NamedTuple):
-    """What limits the model's own work in a step.
+    """Limit of the model's own work in a step.
 
     Attributes:
         code: `GPU-bound`, `launch-bound` or `sync-bound`; `compute-bound` without a GPU.
-        grounds: The reason, in words.
-        phases: Phases in which the CPU is blocked or busy, if it is sync-bound.
+        grounds: Reason, as part of a sentence.
+        phases: Phases in which the CPU blocks, if sync-bound.
     """
 
     code: str
@@ -29,31 +29,31 @@ class Pace(NamedTuple):
 
 
 def pace_of(measurement: Measurement) -> Pace:
-    """Return what limits the model's own work in a step."""
+    """Return the limit of the model's own work in a step."""
     m = measurement
     if m.on_host_clock:
-        return Pace(COMPUTE, "the CPU computes all the time")
+        return Pace(COMPUTE, "the CPU computes the whole step")
     step_ms, wait_ms = m.step.mean_ms, m.host_wait_mean_ms
     unit = unit_of(step_ms)
     step = f"{unit.of(step_ms)} per step"
     waits = f"the CPU waits {unit.number(wait_ms)} of {step} for the GPU"
     if wait_ms >= _MIN_WAIT * step_ms:
         return Pace(GPU, waits)
-    # Where the GPU takes longer than the host, work is queued. Where the host takes longer, it is
-    # busy (a fetch) or blocked (a copy, `.item()`).
-    behind_ms = {
+    # Work queues up in phases in which the GPU takes longer than the host. In phases in which the
+    # host takes longer, it is busy (a fetch) or blocked (a copy, `.item()`).
+    lag_ms = {
         name: row.frequency * (row.mean_ms - row.host_mean_ms)
         for name, row in m.rows.items()
         if "/" not in name
     }
-    ahead_ms = sum(ms for ms in behind_ms.values() if ms > 0)
-    if ahead_ms >= _MIN_BEHIND * step_ms:
-        grounds = f"the GPU runs behind the CPU for {unit.number(ahead_ms)} of {step}"
-        late = [name for name, ms in behind_ms.items() if -ms >= _MIN_BLOCKED * step_ms]
+    queued_ms = sum(ms for ms in lag_ms.values() if ms > 0)
+    if queued_ms >= _MIN_LAG * step_ms:
+        grounds = f"the GPU lags the CPU for {unit.number(queued_ms)} of {step}"
+        late = [name for name, ms in lag_ms.items() if -ms >= _MIN_BLOCKED * step_ms]
         if not late:
             return Pace(GPU, grounds)
-        of_data = (DATA, FETCH, COPY, WAIT)
-        host_ms = {name: m.rows[name].host_mean_ms for name in of_data if name in m.rows}
+        data = (DATA, FETCH, COPY, WAIT)
+        host_ms = {name: m.rows[name].host_mean_ms for name in data if name in m.rows}
         phases = tuple(largest_part(host_ms, name) for name in late)
         named = ", ".join(f"`{name}`" for name in phases)
         return Pace(SYNC, f"the CPU blocks on the GPU in {named}: {grounds}", phases)

@@ -1,4 +1,4 @@
-"""Slowdowns: since when steps take longer, or shorter, than at the start of a run."""
+"""Slowdowns: lasting changes of the step time since the start of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,37 +16,35 @@ from lightning_gputime._measurement.untimed import UntimedSteps
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-MIN_STEPS = 25  # Fewer steps wait for more, and make a window together.
+MIN_STEPS = 25  # Smallest number of steps in a window.
 _MIN_WINDOWS = 10
-_MAX_WINDOWS = 256  # When there are more, neighbors are merged.
-_MAX_PHASES = 64  # With more, the parts of phases are dropped.
-_FIND_GROWTH = 1.25  # `add` asks for a search each time the run has grown by this factor.
-# The first windows are warm-up while each takes longer than the next by this factor, up to this
-# fraction of the run.
+_MAX_WINDOWS = 256  # Beyond this number, neighbors are merged.
+_MAX_PHASES = 64  # Beyond this number, sub-phases are dropped.
+_FIND_GROWTH = 1.25  # A search is due each time the run has grown by this factor.
+# Warm-up ends when a window takes less than this multiple of the next window, at the latest after
+# this fraction of the run.
 _WARMUP_FACTOR, _MAX_WARMUP = 1.25, 0.1
-# Fewest windows, and smallest fraction of the run, of the level at the start and of a later level.
+# Minimum number of windows and fraction of the run, for the first level and for a later level.
 _MIN_START, _MIN_START_SHARE = 2, 0.05
 _MIN_LEVEL, _MIN_LEVEL_SHARE = 3, 0.1
-_MIN_RISE_SHARE = 0.25  # A trend without a level at the start extends over this part of the run.
-# A stretch is longer than the outliers that are clipped, and is looked for in this many windows.
+_MIN_RISE_SHARE = 0.25  # Minimum fraction of the run of a trend without a first level.
+# A stretch is longer than outliers, which are clipped. Shorter runs are not searched.
 _MIN_STRETCH, _MIN_WINDOWS_OF_STRETCH = 6, 20
-# Smaller changes are not reported (logarithms of the ratio of step times). GPUs that warm up get a
-# few percent slower or faster, so a change in the first minutes must be larger. In n windows, noise
-# whose neighbors correlate drifts by up to 4.5 / n.
+# Smallest reported changes, as logarithms of the ratio of step times. While a GPU warms up, it gets
+# a few percent slower or faster, so an early change must be larger. In n windows, correlated noise
+# drifts by up to 4.5 / n.
 _MIN_CHANGE, _MIN_EARLY_CHANGE, _EARLY_MS = 0.05, 0.1, 900e3
 _MAX_DRIFT, _DRIFT = 0.19, 4.5
-# Likelihood of noise with a change, relative to noise alone (twice the logarithm). It is smaller in
-# short runs, where little can be more likely.
+# Minimum log likelihood ratio (times two) of change and noise to noise alone; lower in short runs.
 _MIN_RATIO, _MIN_RATIO_OF_NONE, _MIN_RATIO_PER_WINDOW = 22.0, 4.0, 0.5
-_MIN_ORDERED = 0.85  # Fraction of pairs of a low and a high window that are in the right order.
-_JUMP_SHARE = 0.1  # A rise that takes a smaller fraction of the run is a jump.
-# Cost of each free position of a change, and of a stretch per window, relative to simpler changes:
-# twice the logarithm of the likelihood.
+_MIN_ORDERED = 0.85  # Minimum fraction of pairs of a low and a high window in the right order.
+_JUMP_SHARE = 0.1  # Maximum fraction of the run for the rise of a jump.
+# Penalties on the log likelihood (times two): per free position, and per window of a stretch.
 _POSITION_COST, _STRETCH_RATIO = 6.0, math.log(2.0)
 _GRID = 40  # Number of positions in the coarse search for the start and the end of a change.
-_NOISE_FLOOR = 1e-3  # Relative noise that any series has at least.
+_NOISE_FLOOR = 1e-3  # Minimum relative noise of a series.
 _CORRELATIONS = np.linspace(0.0, 0.95, 20)
-_MIN_TIMED_WINDOWS = 5  # With steps timed; fewer name no phase.
+_MIN_TIMED_WINDOWS = 5  # Minimum number of windows with timed steps to name a phase.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +52,18 @@ class Slowdown:
     """A lasting change of the step time against the start of the run.
 
     Attributes:
-        kind: "jump" between two levels, "trend" if the step time grows or shrinks gradually,
-            "stretch" if it changed and came back.
+        kind: "jump" between two levels, "trend" for a gradual change, "stretch" for a change that
+            ended.
         since_step: Number of the first step of the change.
-        change: Relative change of the step time, such as 0.5 for +50 %. It is negative if steps got
+        change: Relative change of the step time, such as 0.5 for +50 %; negative if steps got
             faster.
         error: Half the width of the 95 % interval of `change`.
         before_ms: Mean step time at the start, after the warm-up (in milliseconds).
-        phase: Phase with the largest part of the change; empty if the sampled steps show none.
+        phase: Phase with the largest part of the change; empty if unknown.
         phase_change_ms: Change of that phase (in milliseconds per step).
         until_step: Number of the first step after a stretch; else None.
-        since_epoch: Epoch of `since_step`, as the trainer counts; None if unknown.
-        lost_share: Fraction of the time of all steps that is above the level at the start, from 0
-            to 1.
+        since_epoch: Epoch of `since_step`, as the trainer counts it; None if unknown.
+        lost_share: Fraction of the time of all steps above the first level, from 0 to 1.
     """
 
     kind: str
@@ -111,13 +108,13 @@ class Slowdown:
 
 
 class _Window(NamedTuple):
-    """Some steps in a row."""
+    """Consecutive steps."""
 
     first_step: int
     epoch: int | None  # Epoch of the first step.
     steps: int
     wall_ms: float
-    phases_ms: Mapping[str, float]  # Mean per step; empty if none of the steps was timed.
+    phases_ms: Mapping[str, float]  # Mean per step; empty if no step was timed.
 
     def merge(self, later: "_Window") -> "_Window":
         phases_ms = {**later.phases_ms, **self.phases_ms}
@@ -137,16 +134,16 @@ class StepSeries:
 
     def __init__(self) -> None:
         self._windows: list[_Window] = []
-        self._open: _Window | None = None  # It has too few steps yet.
+        self._open: _Window | None = None  # Still has too few steps.
         self._min_steps = MIN_STEPS
         self._next_step: int | None = None
         self._epoch: int | None = None  # Epoch of the next step.
-        self._later_epochs: list[tuple[int, int]] = []  # First step and number of each.
+        self._later_epochs: list[tuple[int, int]] = []  # First step and number.
         self._steps = 0
         self._find_at = 0
 
     def start_epoch(self, first_step: int, epoch: int) -> None:
-        """Record that an epoch starts with the step of this number, which may be still to come."""
+        """Record that an epoch starts with this step, which may not have been added yet."""
         self._later_epochs.append((first_step, epoch))
 
     def add(self, number: int, steps: int, wall_ms: float, phases_ms: Mapping[str, float]) -> bool:
@@ -154,13 +151,13 @@ class StepSeries:
 
         Args:
             number: Number of its last step.
-            steps: How many steps it has, timed or not.
+            steps: Number of steps, timed or not.
             wall_ms: Time of all these steps (in milliseconds).
-            phases_ms: Mean time of each phase per step, as estimated from the timed steps (in
-                milliseconds). Empty if none was timed.
+            phases_ms: Mean time of each phase per step, estimated from the timed steps (in
+                milliseconds); empty if no step was timed.
 
         Returns:
-            True if the run has grown enough for another call of `find`, which takes milliseconds.
+            True if another call of `find`, which takes milliseconds, is due.
         """
         if steps <= 0:
             return False
@@ -179,12 +176,12 @@ class StepSeries:
         self._open = None
         self._windows.append(window)
         if len(self._windows) > _MAX_WINDOWS:
-            # A new list: another thread may be reading this one.
+            # Create a new list: another thread may be reading this one.
             pairs = zip(self._windows[::2], self._windows[1::2], strict=False)
             last = self._windows[-1]
             self._windows = [first.merge(second) for first, second in pairs]
-            self._min_steps = sum(one.steps for one in self._windows) // len(self._windows)
-            self._open = last  # It has no partner.
+            self._min_steps = sum(window.steps for window in self._windows) // len(self._windows)
+            self._open = last  # No partner to merge with.
         self._steps += window.steps
         if len(self._windows) < _MIN_WINDOWS or self._steps < self._find_at:
             return False
@@ -198,7 +195,7 @@ class StepSeries:
     def find(self) -> Slowdown | None:
         """Return the lasting change of the step time, or None.
 
-        Any thread may call it while another one adds windows.
+        Any thread may call it while another thread adds windows.
         """
         windows = _merge_short(self._windows.copy())
         if len(windows) < _MIN_WINDOWS:
@@ -275,13 +272,13 @@ class SlowdownSearch:
 
 
 class _Change(NamedTuple):
-    """A change starts with the window `start`, is complete at `full`, and is over at `until`."""
+    """Change that starts in window `start`, is complete at `full`, and ends at `until`."""
 
     start: int
     full: int
     until: int
-    shape: Floats  # How much of the change each window has, from 0 to 1.
-    cost: float  # Minus twice the log likelihood, and something for each position.
+    shape: Floats  # Fraction of the change in each window.
+    cost: float  # Minus twice the log likelihood, plus penalties.
 
     @property
     def kind(self) -> str:
@@ -305,10 +302,10 @@ class _Levels(NamedTuple):
 
 
 def _merge_short(windows: Sequence[_Window]) -> list[_Window]:
-    """Merge neighbors until windows have about as many steps as the one of the median step.
+    """Merge neighbors until all windows have about as many steps as the window of the median step.
 
-    While each step is timed, steps are read in smaller groups. If few steps take much longer, a
-    small window often has none, and clipping outliers would lower the mean of small windows alone.
+    While every step is timed, windows are smaller. Small windows often contain no outlier, so
+    clipping outliers would bias the mean of small and large windows differently.
     """
     if not windows:
         return []
@@ -326,7 +323,7 @@ def _merge_short(windows: Sequence[_Window]) -> list[_Window]:
 
 
 def _count_warmup(windows: Sequence[_Window]) -> int:
-    """Return how many of the first windows are warm-up, such as compilation."""
+    """Return the number of first windows that are warm-up, such as compilation."""
     means_ms = [window.wall_ms / window.steps for window in windows]
     most, n = max(1, int(_MAX_WARMUP * len(windows))), 0
     while n < most and means_ms[n] > _WARMUP_FACTOR * means_ms[n + 1]:
@@ -337,30 +334,30 @@ def _count_warmup(windows: Sequence[_Window]) -> int:
 def _local_medians(values: Floats) -> Floats:
     """Return the medians of five neighbors."""
     medians = np.median(np.lib.stride_tricks.sliding_window_view(values, 5), axis=1)
-    # The median of three keeps a first level of two windows.
+    # At the ends, the median of three preserves a level of two windows.
     first, last = np.median(values[:3]), np.median(values[-3:])
     rise, last_rise = (np.median(np.diff(part)) for part in (values[:5], values[-5:]))
     return np.concatenate([[first - rise, first], medians, [last, last + last_rise]])
 
 
 def _clip_outliers(values: Floats, expected: Floats) -> Floats:
-    """Return values at most four standard deviations away from the expected ones."""
+    """Clip values to four standard deviations around the expected values."""
     away = values - expected
-    # The quantile gives the deviation also if most windows are alike.
+    # A quantile estimates the deviation even if most windows are equal.
     most = 4.0 * 0.75 * float(np.quantile(np.abs(away), 0.8))
     clipped: Floats = expected + np.clip(away, -most, most)
     return clipped
 
 
 def _fit(edges: Floats, values: Floats) -> tuple[_Change, _Levels]:
-    """Return the jump, trend or stretch that explains the values best, certain or not."""
+    """Return the jump, trend or stretch with the best fit, significant or not."""
     steps = np.diff(edges)
     change = _search(edges, values, steps)
-    # Noise grows with the step time: weigh windows by the level that the first fit finds.
+    # Noise grows with the step time: weight windows by the levels of a first fit.
     fitted = _fit_levels(values, change.shape, steps).at(change.shape)
     weights = steps / np.maximum(fitted, _NOISE_FLOOR * fitted.max()) ** 2
     change = _search(edges, values, weights)
-    # The start and the end of a trend are estimates, which makes its size less certain.
+    # The start and the end of a trend are estimates, which increases the error of its size.
     start, full, n = change.start, change.full, len(values)
     moved = []
     if full > start:
@@ -394,7 +391,7 @@ def _search(edges: Floats, values: Floats, weights: Floats) -> _Change:
         starts, untils = starts[is_stretch], untils[is_stretch]
         return best(starts, starts, untils)
 
-    # A change that is too recent to be reported is found, so that no earlier one is in its place.
+    # Include changes that are too recent to report: else an earlier position would be reported.
     jumps = np.arange(least_start, n - _MIN_LEVEL + 1)
     jump = best(jumps, jumps, np.full_like(jumps, n))
     grid = np.unique(np.linspace(0, n, min(n, _GRID) + 1).astype(int))
@@ -416,9 +413,9 @@ def _pairs(first: Ints, second: Ints) -> tuple[Ints, Ints]:
 
 
 def _shapes(edges: Floats, starts: Ints, fulls: Ints, untils: Ints) -> Floats:
-    """Return how much of each change each window has, from 0 to 1."""
+    """Return the fraction of each change in each window."""
     start, full, until = (edges[at][:, None] for at in (starts, fulls, untils))
-    # The integral of a change that grows from `start` to `full` and ends at `until`.
+    # Integral of a change that grows from `start` to `full` and ends at `until`.
     rise = np.maximum(full - start, 1e-9)
     integral = np.clip(edges - start, 0.0, rise) ** 2 / (2.0 * rise)
     integral += np.maximum(edges - full, 0.0) - np.maximum(edges - until, 0.0)
@@ -429,7 +426,7 @@ def _shapes(edges: Floats, starts: Ints, fulls: Ints, untils: Ints) -> Floats:
 def _best(
     edges: Floats, values: Floats, weights: Floats, changes: tuple[Ints, Ints, Ints]
 ) -> _Change:
-    """Return which of these changes, given by starts, fulls and untils, costs least."""
+    """Return the change with the lowest cost, among starts, fulls and untils."""
     n, (starts, fulls, untils) = len(values), changes
     shapes = _shapes(edges, *changes)
     weights = weights / weights.sum()
@@ -451,9 +448,9 @@ def _fit_levels(
 
     Args:
         values: Step time of each window.
-        shape: How much of the change each window has.
+        shape: Fraction of the change in each window.
         weights: Weight of each window.
-        others: How the shape differs if the change starts or ends elsewhere, one per row.
+        others: Difference of the shape if the change starts or ends elsewhere, one per row.
     """
     design = np.stack([np.ones_like(shape), shape], axis=1)
     covariance = np.linalg.inv(design.T * weights @ design)
@@ -461,8 +458,8 @@ def _fit_levels(
     residuals = np.sqrt(weights) * (values - before_ms - change_ms * shape)
     squares = float(residuals @ residuals)
     n = len(values)
-    # Neighbors are alike, so the mean of the windows is less certain. The second term is the bias
-    # of the estimate in short runs.
+    # Correlated neighbors increase the error of the mean. The second term corrects the bias of the
+    # estimate in short runs.
     correlation = float(residuals[1:] @ residuals[:-1]) / squares if squares else 0.0
     correlation = min(max(correlation + (1.0 + 3.0 * correlation) / n, 0.0), 0.95)
     variance = squares / (n - 3) * (1.0 + correlation) / (1.0 - correlation)
@@ -472,13 +469,13 @@ def _fit_levels(
     if not before_ms:
         return _Levels(0.0, float(change_ms), math.inf)
     gradient = np.array([-change_ms / before_ms, 1.0]) / before_ms
-    # The factor is for the position of a jump, which is an estimate, too.
+    # The factor accounts for the estimated position of a jump.
     error = math.sqrt(variance * float(gradient @ covariance @ gradient)) * (1.0 + 6.0 / n)
     return _Levels(float(before_ms), float(change_ms), 1.96 * error)
 
 
 def _is_certain(edges: Floats, values: Floats, change: _Change, levels: _Levels) -> bool:
-    """Return whether the change is large, and more likely than correlated noise."""
+    """Return True if the change is large, and more likely than correlated noise."""
     n, shape, fitted = len(values), change.shape, levels.at(change.shape)
     if change.start + change.full > 2.0 * n * (1.0 - _MIN_LEVEL_SHARE):
         return False
@@ -498,10 +495,10 @@ def _is_certain(edges: Floats, values: Floats, change: _Change, levels: _Levels)
 
 
 def _autoregressive_cost(values: Floats) -> float:
-    """Return minus twice the log likelihood of values that are a mean and AR(1) noise."""
+    """Return minus twice the log likelihood of values as a mean plus AR(1) noise."""
     n, rho = len(values), _CORRELATIONS[:, None]
     first = np.sqrt(1.0 - rho**2)
-    # Independent noise, and how much of the mean is in it.
+    # Independent noise, and the coefficient of the mean in it.
     noise = np.concatenate([first * values[0], values[1:] - rho * values[:-1]], axis=1)
     mean = np.concatenate([first, np.repeat(1.0 - rho, n - 1, axis=1)], axis=1)
     noise -= mean * ((noise * mean).sum(axis=1) / (mean**2).sum(axis=1))[:, None]
@@ -512,7 +509,7 @@ def _autoregressive_cost(values: Floats) -> float:
 def _largest_phase(
     windows: Sequence[_Window], shape: Floats, change_ms: float
 ) -> tuple[str, float]:
-    """Return the phase with the largest part of the change, and how much it changed."""
+    """Return the phase with the largest part of the change, and its change."""
     timed = [i for i, window in enumerate(windows) if window.phases_ms]
     shape = shape[timed]
     if len(timed) < _MIN_TIMED_WINDOWS or np.ptp(shape) < 0.5:

@@ -1,4 +1,4 @@
-"""Code in which the time of an entry was spent: sums by name, and by place in the source."""
+"""Code that takes the time of an entry: sums by name and by place in the source."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,10 +11,10 @@ from lightning_gputime._phases import FETCH
 CALL, PLACE, BLOCKING = "call", "place", "blocking"
 SAMPLER, DATASET, COLLATE = STAGES = ("sampler", "dataset", "collate")
 BLOCKING_STEPS = 3
-"""Number of steps in which calls that wait for the GPU are noted."""
+"""Number of steps in which calls that wait for the GPU are recorded."""
 MAX_CULPRITS = 100
-"""Number of names and places of an entry. Further ones are added as one that is unknown, so that a
-training of any length needs little memory."""
+"""Maximum number of names and places per entry, to limit memory. All further code is summed without
+a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +40,18 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """Code in which the time of an entry was spent.
+    """Code that takes the time of an entry.
 
     Attributes:
         entry: Phase, or entry of the wall clock.
-        name: Hook, class or function, such as "Corpus.on_after_batch_transfer"; empty if only the
-            place is known.
+        name: Hook, class or function, such as "Corpus.on_after_batch_transfer"; empty for a place
+            without a name.
         seconds: Time of all calls (in seconds).
         calls: Number of calls, or of passes through a place.
         observed_s: Time of the whole entry while these places or stages were observed (in seconds);
-            None for calls, which are observed all the time.
-        source: Place in the source; None if it is unknown.
-        caller: Name of the culprit whose calls contain these; empty if none.
+            None for calls, which are always observed.
+        source: Place in the source; None if unknown.
+        caller: Name of the culprit that makes these calls; empty if none.
         kind: "call" of a function, "place" in a step or between loops, "blocking" for a line that
             waits for the GPU, or a stage of a loader: "sampler", "dataset" or "collate".
     """
@@ -68,12 +68,12 @@ class Culprit:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a stage of a loader calls.
+    """Stage of a loader.
 
     Attributes:
         kind: "sampler", "dataset" or "collate".
-        name: Class or function.
-        source: Where it is defined; None if that is unknown.
+        name: Class or function that the stage calls.
+        source: Definition of it; None if unknown.
     """
 
     kind: str
@@ -82,7 +82,7 @@ class Stage:
 
 
 class LoaderStages:
-    """Sum the time of the stages of a loader (in nanoseconds)."""
+    """Sums of the time of the stages of a loader (in nanoseconds)."""
 
     def __init__(self, *stages: Stage) -> None:
         self.stages = stages
@@ -90,7 +90,7 @@ class LoaderStages:
         self._batches = 0
 
     def add(self, *ns: int) -> None:
-        """Add a batch: the time of each stage."""
+        """Add the time of each stage for a batch."""
         self._batches += 1
         for place, stage_ns in enumerate(ns):
             self._ns[place] += stage_ns
@@ -110,18 +110,18 @@ def short_name(qualified: str) -> str:
 
 
 class Place(Protocol):
-    """A place in the code whose lines are looked up when somebody asks: that takes milliseconds."""
+    """Place in the code whose lines are looked up on request, which takes milliseconds."""
 
     def source(self) -> Source | None:
         """Return the lines; None if they are unknown."""
 
 
 class CulpritSums:
-    """Sum the time of named calls and of places, by entry. The training's thread adds."""
+    """Sums of the time of named calls and places, by entry. The training's thread adds to them."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str, str, Source | Place | None, str], list[int]] = {}
-        self._known: Counter[str] = Counter()  # Number of keys by entry.
+        self._n_keys: Counter[str] = Counter()  # Number of keys by entry.
         self._loaders: list[LoaderStages] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class CulpritSums:
         return {**self.__dict__, "_sums": self._located()}
 
     def add_loader(self, stages: LoaderStages) -> LoaderStages:
-        """Add the stages of a loader; return those of an earlier iterator of the same one."""
+        """Add the stages of a loader; return those of an earlier iterator of the same loader."""
         for known in self._loaders:
             if known.stages == stages.stages:
                 return known
@@ -150,15 +150,15 @@ class CulpritSums:
         key = entry, name, kind, source, caller
         found = self._sums.get(key)
         if found is None:
-            self._known[entry] += 1
-            if self._known[entry] > MAX_CULPRITS:
+            self._n_keys[entry] += 1
+            if self._n_keys[entry] > MAX_CULPRITS:
                 key = entry, "", PLACE, None, ""
             found = self._sums.setdefault(key, [0, 0])
         found[0] += ns
         found[1] += 1
 
     def _located(self) -> dict[tuple[str, str, str, Source | None, str], list[int]]:
-        """Return the sums by lines."""
+        """Return the sums by lines of code."""
         located: dict[tuple[str, str, str, Source | None, str], list[int]] = {}
         for (entry, name, kind, place, caller), (ns, calls) in [*self._sums.items()]:
             source = place if place is None or isinstance(place, Source) else place.source()

@@ -1,4 +1,4 @@
-"""Timed steps: the newest ones in a compact form, and sums over all of them."""
+"""Timed steps: the newest steps in a compact form, and sums over all of them."""
 
 from array import array
 from collections import defaultdict, deque

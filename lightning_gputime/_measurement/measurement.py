@@ -1,4 +1,4 @@
-"""The facts about a run, as an immutable snapshot."""
+"""Facts about a run, as an immutable snapshot."""
 
 import math
 from collections.abc import Mapping
@@ -18,40 +18,40 @@ from lightning_gputime._phases import BETWEEN_BATCHES, is_wait
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a timer has measured of a run. Nothing in it is judged.
+    """Facts that a timer has measured, without a diagnosis.
 
     Attributes:
-        rows: Statistics of each phase that ran, in the order of a step. Where a sample of the steps
-            was timed, they are estimates for all steps.
+        rows: Statistics of each phase that ran, in the order of a step. If some steps were not
+            timed, these are estimates for all steps.
         step: Statistics of whole steps.
         steps: Number of timed steps, without the warm-up.
-        warmup_steps: Number of steps before them, which are excluded.
-        host_wait_mean_ms: Mean time per step that the host was blocked until the device had
-            finished one (in milliseconds). Near zero, the host cannot keep the device busy.
+        warmup_steps: Number of first steps, which are excluded.
+        host_wait_mean_ms: Mean time per step that the host waited for the GPU to finish a step (in
+            milliseconds). Near zero, the host cannot keep the GPU busy.
         skipped_updates: Number of steps whose update was skipped, including the warm-up.
-        on_host_clock: True if there was no device, and all times are the host's.
+        on_host_clock: True if all times are the host's, because there was no GPU.
         ranks: On rank zero of a distributed run, the comparison of all ranks.
         probed_steps: Number of steps that were probed; no other statistic includes them.
         probe_failure: Reason why no step can be probed; empty if none.
         untimed_steps: Number of steps that were not timed, or were probed.
         not_sampled_steps: Number of long steps that no timed step represents.
-        not_sampled_share: Fraction of the time of all steps that these took, from 0 to 1.
-        timed_every_n_steps: With `every_n_steps="auto"`: 1 of this many steps was timed in the end.
-        timing_share: Cost of timing every step as a fraction of the step (0 to 1), where "auto" has
-            measured it; else None.
-        each_timed_for: With `every_n_steps="auto"`: option that requires that each step is timed.
-        is_warmup: True if only the warm-up was timed, and these are its steps.
-        hint: What to do if no step was timed.
-        slow: Cost of slow steps; None if none was slow.
+        not_sampled_share: Their fraction of the time of all steps, from 0 to 1.
+        timed_every_n_steps: With `every_n_steps="auto"`: 1 of this many steps was timed at the end.
+        timing_share: Cost of timing every step as a fraction of the step, from 0 to 1; None unless
+            "auto" has measured it.
+        each_timed_for: With `every_n_steps="auto"`: option that requires timing every step.
+        is_warmup: True if only warm-up steps were timed. Then the statistics include them.
+        hint: Advice if no step was timed.
+        slow: Cost of slow steps; None if no step was slow.
         slowdown: Lasting change of the step time; None if there is none.
         wall_clock: Host time of the training by entry; None if unknown.
         memory: Peak memory of the device; None on a CPU.
         stage: "validation", "test" or "prediction"; empty for training.
-        work: Work per second, and its fraction of the GPU's peak.
-        sections: What observers add to the summary.
-        not_measured: A sentence for each thing that could not be measured.
-        blurred: Phases whose times are not separated because of that.
-        culprits: Code in which the time of phases and entries was spent, as far as it is known.
+        work: Work per second and its fraction of the GPU's peak; None if unknown.
+        sections: Sections that observers add to the summary.
+        not_measured: Sentences on quantities that could not be measured.
+        blurred: Phases whose times are therefore not separated.
+        culprits: Code that takes the time of phases and entries, as far as it is known.
     """
 
     rows: Mapping[str, PhaseStats] = field(default_factory=dict)
@@ -95,10 +95,9 @@ class Measurement:
 
     @property
     def launch_gap_share(self) -> float | None:
-        """Fraction of the step in which the device waits for launches, from 0 to 1.
+        """Fraction of the step in which the GPU waits for launches, from 0 to 1.
 
-        Waits for the loader, for callbacks and for other ranks are not counted. None if no step was
-        probed.
+        It excludes waiting for the loader, callbacks and other ranks. None if no step was probed.
         """
         if not self.probed_steps or not self.steps or not self.step.mean_ms:
             return None

@@ -1,4 +1,4 @@
-"""What gets the steps of a loop: results, logs, ranks, causes, observers of the user's."""
+"""Receivers of steps: the interface for observers, and how to call them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Section:
 
 
 class ReadSteps:
-    """Steps that were read together, in order. Iterate for all, those of the warm-up first."""
+    """Steps that were read together, in order; warm-up steps come first."""
 
     def __init__(self, records: Sequence[StepRecord], warmup: int) -> None:
         self.records, self.warmup = records, warmup
@@ -49,10 +49,10 @@ class ReadSteps:
 
 
 class StepObserver(Protocol):
-    """What `observers=` takes beside functions and metrics. Every method is optional.
+    """Interface of objects for `observers=`, which also accepts functions and metrics.
 
-    They are called in the training thread. One that raises is no longer called, and a warning says
-    so; but `metrics` and `summary` are asked again.
+    Every method is optional, and is called in the training thread. A method that raises is not
+    called again, and a warning reports it; except for `metrics` and `summary`.
 
     Examples:
         >>> class Longest:
@@ -67,65 +67,67 @@ class StepObserver(Protocol):
     """
 
     def attach(self) -> None:
-        """Start: a measurement begins."""
+        """Start a measurement."""
 
     def on_step(self, times: StepTimes) -> None:
-        """Take a step that was timed, as soon as it is read. Probed steps are left out."""
+        """Receive a timed step as soon as it is read; probed steps are excluded."""
 
     def on_slow_step(self, step: SlowStep) -> None:
-        """Take a step that took much longer than those before it, with its causes."""
+        """Receive a step that took much longer than the steps before it, with its causes."""
 
     def on_slowdown(self, change: Slowdown) -> None:
-        """Take the first slowdown that was found, once it has lasted for a tenth of the run."""
+        """Receive the first slowdown, once it has lasted for a tenth of the run."""
 
     def metrics(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """Return what is logged beside the means since the last log, by name without prefix.
+        """Return further values to log, by name without prefix.
 
         Args:
-            means: These means, by name without prefix, such as `step_ms` and `items_per_sec`.
+            means: Means since the last log, such as `step_ms` and `items_per_sec`.
         """
         raise NotImplementedError
 
     def summary(self) -> Section | str | None:
-        """Return what the summary says of it: a line, or a `Section`; None for nothing."""
+        """Return a line or a `Section` for the summary, or None."""
         return None
 
     def remove(self) -> None:
-        """End: the measurement is over. Safe to call twice."""
+        """End the measurement. Safe to call twice."""
 
 
-def is_observer(one: object) -> bool:
-    """Return whether `observers=` takes it."""
+def is_observer(candidate: object) -> bool:
+    """Return True if `observers=` accepts an object."""
     names = (name for name in vars(StepObserver) if not name.startswith("_"))
-    has_method = any(callable(getattr(one, name, None)) for name in names)
-    return not isinstance(one, type) and (callable(one) or has_method)
+    has_method = any(callable(getattr(candidate, name, None)) for name in names)
+    return not isinstance(candidate, type) and (callable(candidate) or has_method)
 
 
 def step_calls(observers: Sequence[Any]) -> list[Callable[[StepTimes], object]]:
-    """Return what is called with each step: metrics are updated, others may be functions."""
-    # To call a metric would also compute it. Others may have an `update` that is none.
-    found = (
-        one.update if is_metric(one) else getattr(one, "on_step", one if callable(one) else None)
-        for one in observers
+    """Return the functions to call with each step."""
+    # Update metrics, because calling a metric also computes it.
+    calls = (
+        observer.update
+        if is_metric(observer)
+        else getattr(observer, "on_step", observer if callable(observer) else None)
+        for observer in observers
     )
-    return [call for call in found if call is not None]
+    return [call for call in calls if call is not None]
 
 
 def sections_of(observers: Sequence[Any]) -> tuple[Section, ...]:
-    """Return what observers add to a summary; one that raises adds nothing."""
+    """Return the sections that observers add to a summary, without observers that raise."""
     return tuple(_ask(observers, "summary", _section))
 
 
-def _section(one: object, found: object) -> Section:
+def _section(observer: object, found: object) -> Section:
     if isinstance(found, str):
-        return Section(type(one).__name__, (found,))
+        return Section(type(observer).__name__, (found,))
     if not isinstance(found, Section):
         raise TypeError(f"return a str, a Section or None, not {found!r:.60}")
     return found
 
 
 def metrics_of(observers: Sequence[Any], means: Mapping[str, float]) -> dict[str, float]:
-    """Return what observers add to a log; one that raises adds nothing."""
+    """Return the values that observers add to a log, without observers that raise."""
     metrics: dict[str, float] = {}
     for found in _ask(observers, "metrics", lambda _, found: dict(found), means):
         metrics |= found
@@ -135,28 +137,27 @@ def metrics_of(observers: Sequence[Any], means: Mapping[str, float]) -> dict[str
 def _ask(
     observers: Sequence[Any], name: str, convert: Callable[[object, Any], Any], *args: Any
 ) -> list[Any]:
-    """Return what observers say that have a method; a warning where one raises."""
+    """Return the converted results of a method of each observer that has it."""
     answers = []
-    for one in observers:
-        if hasattr(one, name):
+    for observer in observers:
+        if hasattr(observer, name):
             try:
-                found = getattr(one, name)(*args)
+                found = getattr(observer, name)(*args)
                 if found is not None:
-                    answers.append(convert(one, found))
+                    answers.append(convert(observer, found))
             except Exception as error:
-                messages.warning("%s.%s() failed: %r", type(one).__name__, name, error)
+                messages.warning("%s.%s() failed: %r", type(observer).__name__, name, error)
     return answers
 
 
 def methods(observers: Sequence[Any], name: str) -> list[Callable[..., Any]]:
-    """Return the methods of a name of those observers that have it, in their order."""
-    found = [getattr(one, name, None) for one in observers]
-    return [one for one in found if one is not None]
+    """Return the methods of this name of all observers that have it, in order."""
+    found = [getattr(observer, name, None) for observer in observers]
+    return [method for method in found if method is not None]
 
 
 def call_safely(calls: list[Callable[..., Any]], *args: Any) -> None:
-    """Call each of them; one that raises is left out from then on, and a warning says so."""
-    # Over a copy, because one that fails is taken out.
+    """Call each function. Remove a function that raises from the list, with a warning."""
     for call in [*calls]:
         try:
             call(*args)

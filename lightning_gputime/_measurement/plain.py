@@ -1,4 +1,4 @@
-"""Values as JSON has them."""
+"""Conversion to values that JSON can store."""
 
 import math
 from collections.abc import Mapping
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """Return `value` in types that JSON has words for, with None for a number that is none."""
+    """Return `value` in types of JSON, with None for NaN and infinity."""
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(plain, value))
     if isinstance(value, float):

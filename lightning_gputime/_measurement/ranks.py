@@ -1,4 +1,4 @@
-"""The times of several ranks beside each other: who is slow, and in what."""
+"""Comparison of the ranks of a distributed training."""
 
 import math
 import statistics
@@ -24,16 +24,16 @@ STEP = "step"
 LOCAL = "local"
 _IN_DATA = f"{DATA}/"
 
-# Sums of phases and of "step" (in milliseconds), each with the number of steps in which it ran.
+# Time of each phase and of "step" (in milliseconds), and the number of steps in which it ran.
 PhaseTotals = Mapping[str, tuple[float, int]]
 
 
-# What one rank adds up, and sends to be compared
+# Totals of one rank
 
 
 @dataclass(frozen=True, slots=True)
 class RankTotals:
-    """What one rank sends: sums over its steps."""
+    """Sums over the steps of one rank, which it sends to rank zero."""
 
     phases: PhaseTotals
     deviation_ms: float = 0.0  # See `BatchMeans`.
@@ -44,22 +44,21 @@ class RankTotals:
 
     @property
     def error_ms(self) -> float:
-        """Standard error of the mean local time; nothing is known of one step."""
+        """Standard error of the mean local time (in milliseconds); infinite for a single step."""
         return self.deviation_ms / math.sqrt(self.steps) if self.steps > 1 else math.inf
 
 
 _MAX_BLOCKS = 64
-_MIN_BLOCKS = 4  # With fewer blocks of several steps nothing is known.
-# What slows a rank down lasts for some steps: this many count as one at least.
-_CORRELATED_STEPS = 10
+_MIN_BLOCKS = 4  # Minimum number of blocks of several steps for an estimate.
+_CORRELATED_STEPS = 10  # Delays of a rank last: count at least this many steps as one sample.
 
 
 class BatchMeans:
-    """Estimate the noise of a rank's local time, which is that without waits for other ranks.
+    """Noise of a rank's local time, which excludes waiting for other ranks.
 
-    Steps are correlated: what slows a rank down may last for some, or for hundreds. Means over long
-    blocks of steps are not. The blocks are doubled when there are many: "dynamic batch means",
-    Yeh and Schmeiser (2000).
+    Successive steps are correlated, because delays of a rank may last for hundreds of steps. Means
+    over long blocks are not. The block length doubles as the run grows: "dynamic batch means", Yeh
+    and Schmeiser (2000).
     """
 
     def __init__(self) -> None:
@@ -69,7 +68,7 @@ class BatchMeans:
 
     def add(self, steps: Iterable[StepRecord]) -> None:
         for step in steps:
-            self.take(sum(map(step.device_ms.__getitem__, _own_marks(step.labels))))
+            self.take(sum(map(step.device_ms.__getitem__, _local_marks(step.labels))))
 
     def take(self, local_ms: float) -> None:
         """Add the local time of the next step (in milliseconds)."""
@@ -85,26 +84,26 @@ class BatchMeans:
 
     @property
     def deviation_ms(self) -> float:
-        """Standard deviation of one step; its correlation included (in milliseconds).
+        """Standard deviation of a step, increased for correlation (in milliseconds).
 
-        The standard error of the mean over n steps is this, divided by the root of n. It is the
-        largest of those by the blocks as they are, by blocks of twice their length, and so on.
+        Divided by the square root of n, it is the standard error of the mean over n steps. It is
+        the maximum over blocks of the current length, twice that length, and so on.
         """
         means, length, largest_ms = self._means_ms, self._length, 0.0
         while (n := len(means)) >= (_MIN_BLOCKS if length > 1 else 2):
-            own_ms = statistics.stdev(means) * math.sqrt(max(length, _CORRELATED_STEPS))
-            # The deviation of few blocks may be too small by chance.
-            largest_ms = max(largest_ms, own_ms * (1 + 2 / (n - 1)))
+            deviation_ms = statistics.stdev(means) * math.sqrt(max(length, _CORRELATED_STEPS))
+            # The deviation of a few blocks may be too small by chance.
+            largest_ms = max(largest_ms, deviation_ms * (1 + 2 / (n - 1)))
             means, length = _by_twos(means), 2 * length
         return largest_ms
 
 
 def _by_twos(means: list[float]) -> list[float]:
-    return [(one + other) / 2 for one, other in zip(means[::2], means[1::2], strict=False)]
+    return [sum(pair) / 2 for pair in zip(means[::2], means[1::2], strict=False)]
 
 
 @lru_cache(maxsize=256)
-def _own_marks(labels: tuple[str, ...]) -> tuple[int, ...]:
+def _local_marks(labels: tuple[str, ...]) -> tuple[int, ...]:
     settled = resolve_labels(labels)
     return tuple(i for i, names in enumerate(settled) if names and not is_wait(names[-1]))
 
@@ -113,8 +112,8 @@ def totals_of(sums: Sums, deviation_ms: float = 0.0) -> RankTotals:
     phases = {**sums.phases, STEP: sums.step}
     return RankTotals(
         {
-            name: (one.device_ms, int(one.n))
-            for name, one in phases.items()
+            name: (phase.device_ms, int(phase.n))
+            for name, phase in phases.items()
             if not of_one_callback(name)
         },
         deviation_ms,
@@ -122,7 +121,7 @@ def totals_of(sums: Sums, deviation_ms: float = 0.0) -> RankTotals:
 
 
 def since(now: RankTotals, before: RankTotals | None) -> RankTotals:
-    """Return what was added to a rank's totals since `before`."""
+    """Return a rank's totals minus its totals `before`."""
     if before is None:
         return now
     phases = {}
@@ -135,21 +134,21 @@ def since(now: RankTotals, before: RankTotals | None) -> RankTotals:
 
 # The comparison of all ranks
 
-# A rank is named if it is slower than the others by this fraction of their step.
-_MIN_BEHIND = 0.05
-_STANDARD_ERRORS = 4.0  # And by this many standard errors of the difference.
-_MAX_NAMED = 8  # The sentence names no more ranks than this.
+# A straggler is slower than the other ranks by this fraction of their step, and by this many
+# standard errors of the difference.
+_MIN_DELAY, _STANDARD_ERRORS = 0.05, 4.0
+_MAX_NAMED = 8  # Maximum number of ranks in a sentence.
 
 
 @dataclass(frozen=True, slots=True)
 class RankStats:
-    """The mean times of one phase on all ranks.
+    """Mean times of a phase on all ranks.
 
     Attributes:
         min_ms: Shortest of the ranks' means (in milliseconds).
         mean_ms: Mean over the steps of all ranks (in milliseconds).
         max_ms: Longest of the ranks' means (in milliseconds).
-        slowest_rank: The rank that it is of.
+        slowest_rank: Rank with that mean.
     """
 
     min_ms: float
@@ -160,26 +159,24 @@ class RankStats:
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """The times of all ranks beside each other.
+    """Comparison of all ranks.
 
-    A rank's local time is its step without `backward/comm` and the like, in which it waits for the
-    others. The ranks of a pipeline are compared as any others: a longer stage is a slower rank.
+    The local time of a rank is its step without `backward/comm` and similar phases, in which it
+    waits for other ranks. In a pipeline, the rank of a longer stage is slower.
 
     Attributes:
-        rows: For each phase that ran, for "step" and for "local".
-        ranks: The ranks that took part, in order.
-        slowest_rank: The rank with the longest local time, if it is longer than the median of the
-            other ranks by 5 % of their median step or more, and by more than 4 standard errors;
-            else None. The standard error is by the means over blocks of steps ("batch means"), of
-            the block length where it is largest.
-        behind_median_ms: The longest local time, less that median (in milliseconds).
-        phase: The phase in which that rank loses most, of its local time; of `data` the part, if
-            that is known.
-        sentence: Which rank is slow, and in what; empty where none is.
-        slow: All ranks as slow as the slowest: their local times are nearer to its own than to the
-            median. Several have a cause in common, such as a longer stage of a pipeline.
-        suspect: The rank with the longest local time, if it exceeds the median by 5 % or more, but
-            by too few standard errors to be named as the slowest; else None.
+        rows: Statistics of each phase that ran, of "step" and of "local".
+        ranks: Ranks that took part, in order.
+        slowest_rank: Rank with the longest local time, if it exceeds the median of the other ranks
+            by 5 % of their median step or more, and by more than 4 standard errors; else None. The
+            standard error is estimated from means over blocks of steps ("batch means").
+        behind_median_ms: Longest local time minus that median (in milliseconds).
+        phase: Phase with the largest part of this difference; a sub-phase for `data`, if known.
+        sentence: Sentence on the slow ranks; empty if no rank is slow.
+        slow: All ranks whose local time is closer to the slowest rank than to the median. Several
+            have a common cause, such as a longer stage of a pipeline.
+        suspect: Rank with the longest local time, if it exceeds the median by 5 % or more, but by
+            too few standard errors to be the slowest rank; else None.
         error_ms: Standard error of `behind_median_ms` (in milliseconds; None if unknown).
     """
 
@@ -194,7 +191,7 @@ class RankSummary:
     error_ms: float | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Return what is logged; `slowest_rank` is -1 where no rank is slow."""
+        """Return the values to log; `slowest_rank` is -1 if no rank is slow."""
         metrics: dict[str, float] = {}
         for name, row in self.rows.items():
             metrics |= {f"{name}_max_ms": row.max_ms, f"{name}_min_ms": row.min_ms}
@@ -203,32 +200,32 @@ class RankSummary:
 
 
 def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
-    """Compare the ranks by the totals of each; None if no rank has timed a step."""
-    totals = {rank: one for rank, one in sorted(totals.items()) if one.steps}
+    """Compare the ranks by their totals; return None if no step was timed."""
+    totals = {rank: total for rank, total in sorted(totals.items()) if total.steps}
     if not totals:
         return None
-    phases = {rank: _with_local(one) for rank, one in totals.items()}
-    own_ms = {rank: _own_ms(one) for rank, one in phases.items()}
-    rank = max(own_ms, key=lambda one: own_ms[one][LOCAL])
-    # Of two ranks, the slow one would be half of a median that it is part of.
-    others = [one for one in totals if one != rank] or [rank]
+    phases = {rank: _with_local(total) for rank, total in totals.items()}
+    local = {rank: _local_ms(total) for rank, total in phases.items()}
+    rank = max(local, key=lambda rank: local[rank][LOCAL])
+    # Exclude the slowest rank from the median: with two ranks, it would be half of it.
+    others = [other for other in totals if other != rank] or [rank]
 
     def median_ms(name: str) -> float:
-        return statistics.median(own_ms[one].get(name, 0.0) for one in others)
+        return statistics.median(local[other].get(name, 0.0) for other in others)
 
-    behind_median_ms = {name: ms - median_ms(name) for name, ms in own_ms[rank].items()}
+    behind_median_ms = {name: ms - median_ms(name) for name, ms in local[rank].items()}
     local_ms = behind_median_ms.pop(LOCAL)
     del behind_median_ms[STEP]
     error_ms = math.hypot(
-        totals[rank].error_ms, statistics.median(totals[one].error_ms for one in others)
+        totals[rank].error_ms, statistics.median(totals[other].error_ms for other in others)
     )
-    is_behind = local_ms >= _MIN_BEHIND * median_ms(STEP)
+    is_behind = local_ms >= _MIN_DELAY * median_ms(STEP)
     is_slow = is_behind and local_ms > _STANDARD_ERRORS * error_ms
     phase, rows = largest_part(behind_median_ms), _rows(phases)
     has_waits = f"{phase}/{COMM}" in rows and phase.partition("/")[0] not in BETWEEN_BATCHES
     where = f"{phase} compute" if has_waits else phase
-    nearer_ms = own_ms[rank][LOCAL] - local_ms / 2
-    slow = tuple(one for one in totals if is_slow and own_ms[one][LOCAL] >= nearer_ms)
+    threshold_ms = local[rank][LOCAL] - local_ms / 2
+    slow = tuple(other for other in totals if is_slow and local[other][LOCAL] >= threshold_ms)
     behind = f"{duration(local_ms)} per step slower than the median of the others, in {where}"
     return RankSummary(
         rows=rows,
@@ -243,22 +240,23 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     )
 
 
-def _own_ms(phases: PhaseTotals) -> dict[str, float]:
+def _local_ms(phases: PhaseTotals) -> dict[str, float]:
     """Return the time per step of each top-level phase and part of `data`, without waits."""
-    # Over all steps, also where a phase ran in some: so they add up to the local time.
+    # Divide by all steps, even if a phase ran in a few, so that phases add up to the local time.
     steps = phases[STEP][1]
     ms = {name: total_ms / steps for name, (total_ms, _) in phases.items()}
-    own_ms = {name: of for name, of in ms.items() if "/" not in name or name.startswith(_IN_DATA)}
+    local_ms = {
+        name: mean for name, mean in ms.items() if "/" not in name or name.startswith(_IN_DATA)
+    }
     for name in filter(is_wait, ms):
-        own_ms.pop(name, None)
-        own_ms[name.partition("/")[0]] -= ms[name]
-    return own_ms
+        local_ms.pop(name, None)
+        local_ms[name.partition("/")[0]] -= ms[name]
+    return local_ms
 
 
 def _with_local(totals: RankTotals) -> PhaseTotals:
-    # With its waits the step of every rank is as long as that of the slowest: under DDP, with one
-    # rank late in backward, two read 20.8 and 20.9 ms there, of which 3.5 and 20.5 were work of
-    # their own.
+    # Including waits, the step of every rank is as long as on the slowest rank. Example: under DDP
+    # with one slow rank, backward took 20.8 and 20.9 ms, of which 3.5 and 20.5 ms were local work.
     step_ms, steps = totals.phases[STEP]
     waits_ms = sum(ms for name, (ms, _) in totals.phases.items() if is_wait(name))
     return {**totals.phases, LOCAL: (step_ms - waits_ms, steps)}
@@ -273,13 +271,13 @@ def _named(slow: tuple[int, ...]) -> str:
 
 def _rows(phases: Mapping[int, PhaseTotals]) -> dict[str, RankStats]:
     # In the order of the first rank.
-    names = dict.fromkeys(name for one in phases.values() for name in one)
-    own = in_order([name for name in names if name not in (STEP, LOCAL)])
+    names = dict.fromkeys(name for totals in phases.values() for name in totals)
+    ordered = in_order([name for name in names if name not in (STEP, LOCAL)])
     rows = {}
-    for name in (*own, STEP, LOCAL):
-        of_ranks = {rank: one[name] for rank, one in phases.items() if name in one}
-        means = {rank: ms / n for rank, (ms, n) in of_ranks.items()}
+    for name in (*ordered, STEP, LOCAL):
+        by_rank = {rank: totals[name] for rank, totals in phases.items() if name in totals}
+        means = {rank: ms / n for rank, (ms, n) in by_rank.items()}
         slowest = max(means, key=means.__getitem__)
-        all_ms, steps = map(sum, zip(*of_ranks.values(), strict=True))
+        all_ms, steps = map(sum, zip(*by_rank.values(), strict=True))
         rows[name] = RankStats(min(means.values()), all_ms / steps, means[slowest], slowest)
     return rows

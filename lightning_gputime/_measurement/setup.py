@@ -1,4 +1,4 @@
-"""What is known of how a training is set up."""
+"""Setup of a training, as far as it is known."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class CostlySetting:
-    """A setting that is known to cost time; how much was not measured.
+    """Setting that may cost time; its cost is not measured.
 
     Attributes:
         name: Name, such as "detect_anomaly".
-        entry: Entry of the time breakdown that it inflates.
-        text: What it may cost, and what to do.
+        entry: Entry of the time breakdown that includes the cost.
+        text: Possible cost, and advice.
     """
 
     name: str
@@ -21,9 +21,9 @@ class CostlySetting:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
-    """How a training is set up, as far as its timer knows. Unknown values are None."""
+    """Setup of a training. Unknown values are None."""
 
-    is_own_loop: bool = False  # No trainer runs it.
+    is_own_loop: bool = False  # No trainer runs the loop.
     has_loader: bool = False
     is_iterable: bool = False  # Each worker has a copy of the dataset.
     is_in_memory: bool = False  # The dataset is a TensorDataset.
@@ -34,10 +34,10 @@ class TrainingSetup:
     loader_prefix: str = ""  # Prefix of the loader's options, as in transformers.
     cores: int | None = None  # Per rank.
     batch_size: int | None = None
-    precision: str = ""  # Such as "32-true", if a trainer shows it.
+    precision: str = ""  # Such as "32-true", if a trainer reports it.
     has_bf16: bool = False  # The device multiplies bfloat16 faster than float32.
-    compiled: bool = False  # At least a part of the model, by torch.
-    unfused: str = ""  # The class of the optimizers that could be fused, and are not.
-    has_parts: bool = True  # There are modules inside the model.
+    compiled: bool = False  # torch compiles at least a part of the model.
+    unfused: str = ""  # Class of optimizers that could be fused but are not.
+    has_parts: bool = True  # The model has submodules.
     classes: Mapping[str, str] = field(default_factory=dict)  # Class names of selected modules.
     costly_settings: tuple[CostlySetting, ...] = ()

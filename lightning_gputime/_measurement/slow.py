@@ -1,4 +1,4 @@
-"""Steps that took much longer than the baseline, why they did, and what they cost a run."""
+"""Slow steps: their causes, and their cost for a run."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,10 +15,10 @@ CauseKind = Literal[
 
 UNEXPLAINED = "unexplained"
 OFF_CPU = "off-CPU"
-# Whose time is that of phases of their own: `data`, `callbacks` and `comm`.
+# Causes whose time belongs to a phase: `data`, `callbacks` and `comm`.
 HAVE_PHASES: tuple[CauseKind, ...] = ("dataloader", "callback", "ranks")
 
-# What a kind of cause is called in a sentence, where that is not its name.
+# Names of causes in sentences, if they differ from the kind.
 _WORDS: Mapping[str, str] = {
     "garbage_collection": "garbage collection",
     "allocator": "the allocator",
@@ -27,24 +27,23 @@ _WORDS: Mapping[str, str] = {
     "ranks": "other ranks",
 }
 
-_MAX_SHARE = 0.25  # Of more of the steps none is called slow: that is how much they vary.
+_MAX_SHARE = 0.25  # With a larger share, step times simply vary: no step is called slow.
 _MAX_KEPT = 1_000
-"""Of more slow steps, those with the largest excess are kept; the others are only added up."""
+"""Maximum number of slow steps to keep, those with the largest excess; all others are summed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One reason why a step was slow.
+    """Cause of a slow step.
 
     Attributes:
-        kind: What it was: "garbage_collection" (of Python), "compilation" (by `torch.compile`),
-            "allocator" (of the device's memory), "off_cpu" (the loop's thread was not running),
-            "dataloader", "callback" (or a logger, or a phase that was named by hand) or "ranks" (a
-            wait for others).
-        host_ms: How long it held up the host (in milliseconds).
-        exposed_ms: How much of that the device had to wait (in milliseconds): what run-ahead
-            did not hide.
-        detail: More, for a person.
+        kind: "garbage_collection" (of Python), "compilation" (by `torch.compile`), "allocator" (of
+            GPU memory), "off_cpu" (the thread of the loop was not running), "dataloader",
+            "callback" (also a logger or a named phase) or "ranks" (waiting for other ranks).
+        host_ms: Delay of the host (in milliseconds).
+        exposed_ms: Part of the delay that reached the GPU, because queued work did not hide it (in
+            milliseconds).
+        detail: Further text, such as the name of a callback.
     """
 
     kind: CauseKind
@@ -54,24 +53,24 @@ class Cause:
 
     @property
     def name(self) -> str:
-        """What it is called in a sentence; a callback by its own name."""
+        """Name for sentences; for a callback, its own name."""
         return self.detail if self.kind == "callback" else _WORDS.get(self.kind, self.kind)
 
 
 @dataclass(frozen=True, slots=True)
 class SlowStep:
-    """A step that took much longer than those around it.
+    """Step that took much longer than the steps around it.
 
     Attributes:
-        step: Its number.
-        step_ms: How long it took (in milliseconds).
-        baseline_ms: The median of the steps around it (in milliseconds).
-        phase: The phase, or the part of one, with the largest excess.
-        causes: Why, the largest first.
-        unexplained_ms: What of its excess has no known cause (in milliseconds).
-        phase_excess_ms: How much of its excess is in that phase (in milliseconds).
-        lost_ms: What of its excess is not that of `data`, `callbacks` or a wait for other ranks, by
-            phase and cause (in milliseconds).
+        step: Step number.
+        step_ms: Step time (in milliseconds).
+        baseline_ms: Median time of the steps around it (in milliseconds).
+        phase: Phase or sub-phase with the largest excess.
+        causes: Causes, the largest first.
+        unexplained_ms: Part of the excess without a known cause (in milliseconds).
+        phase_excess_ms: Part of the excess in `phase` (in milliseconds).
+        lost_ms: Excess by phase and cause, without causes that have a phase, such as `data` (in
+            milliseconds).
         phase_ms: Device time of each phase that ran, without sub-phases (in milliseconds).
         host_ms: Host time between the same marks (in milliseconds).
     """
@@ -89,12 +88,12 @@ class SlowStep:
 
     @property
     def excess_ms(self) -> float:
-        """How much longer than the baseline it took (in milliseconds)."""
+        """Step time minus baseline (in milliseconds)."""
         return self.step_ms - self.baseline_ms
 
     @property
     def why(self) -> str:
-        """What its excess is made of, the largest part first."""
+        """Parts of the excess, the largest first."""
         unit, grounds = unit_of(self.baseline_ms), []
         for cause in self.causes:
             detail = f" ({cause.detail})" if cause.detail and cause.kind != "callback" else ""
@@ -115,50 +114,52 @@ class SlowStep:
 
 @dataclass(frozen=True, slots=True)
 class SlowSummary:
-    """What slow steps cost a run.
+    """Cost of slow steps for a run.
 
     The shares of causes are exact for up to 2,000 slow steps. With more, they are estimated from
     the 1,000 with the largest excess and a sample of the others.
     """
 
-    n: int  # How many there were,
-    steps: int  # among how many.
-    share: float  # The part of the time of all steps that was their excess, from 0 to 1.
-    cause_shares: Mapping[str, float]  # Of that time, by the name of the cause, the largest first.
-    unexplained_share: float  # Of that time, without a known cause.
-    worst: SlowStep  # The one with the largest excess.
-    # Of that time, by phase and cause, what is not that of a phase such as `data` anyway.
+    n: int  # Number of slow steps.
+    steps: int  # Number of timed steps.
+    share: float  # Excess as a fraction of the time of all steps, from 0 to 1.
+    cause_shares: Mapping[str, float]  # The same by cause, the largest first.
+    unexplained_share: float  # The same without a known cause.
+    worst: SlowStep  # Slow step with the largest excess.
+    # The same by phase and cause, without causes that have a phase, such as `data`.
     lost_shares: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What a person should know: what they cost, and the worst."""
-        # Of the excess, not of the time: the losses have that, without what is `data` anyway.
+        """Cost of all slow steps, and the worst of them."""
+        # Fractions of the excess: the time breakdown has the fractions of the time.
         shares = {**self.cause_shares, UNEXPLAINED: self.unexplained_share}
-        known = [f"{percent(one / self.share)} {name}" for name, one in shares.items() if one > 0]
+        parts = [
+            f"{percent(part / self.share)} {name}" for name, part in shares.items() if part > 0
+        ]
         was = "was slow, and cost" if self.n == 1 else "were slow, and cost"
         if self.n > _MAX_SHARE * self.steps:
             was = "took longer than their baseline (step times vary), and cost"
         return (
             f"{self.n:,} of {self.steps:,} steps {was} {percent(self.share)} of the time;"
-            f" of that {', '.join(known)}",
+            f" of that {', '.join(parts)}",
             f"largest excess: {self.worst}",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Sums over slow steps, never changed: any thread may read them."""
+    """Sums over slow steps. Immutable, so that any thread may read them."""
 
     n: int = 0
     excess_ms: float = 0.0
     unexplained_ms: float = 0.0
     kinds_ms: Mapping[str, float] = field(default_factory=dict)
-    names_ms: Mapping[str, float] = field(default_factory=dict)  # Of causes.
+    names_ms: Mapping[str, float] = field(default_factory=dict)  # By cause.
     lost_ms: Mapping[tuple[str, str], float] = field(default_factory=dict)  # By phase and cause.
 
     def plus(self, steps: Iterable[SlowStep], weights: Iterable[float] = repeat(1.0)) -> "_Sums":
-        """Return these sums with those over more steps, each of which stands for several."""
+        """Return the sums including more steps, each with a weight."""
         n, excess_ms, unexplained_ms = 0, 0.0, 0.0
         kinds_ms, names_ms = defaultdict(float, self.kinds_ms), defaultdict(float, self.names_ms)
         lost_ms = defaultdict(float, self.lost_ms)
@@ -183,7 +184,7 @@ class _Sums:
 
 
 class SlowEvidence:
-    """A slow step that is explained when somebody asks for its causes, and only once."""
+    """Slow step whose causes are computed once, on request."""
 
     __slots__ = ("_explain", "_explained", "excess_ms", "number")
 
@@ -197,7 +198,7 @@ class SlowEvidence:
         return self._explain is None
 
     def explained(self) -> SlowStep:
-        # Several threads may ask. Each reads first what the other one drops last.
+        # Several threads may call this: read `_explain` first, as it is cleared last.
         explain = self._explain
         if explain is not None:
             self._explained = explain()
@@ -207,13 +208,13 @@ class SlowEvidence:
 
 
 class _Kept(NamedTuple):
-    """The slow steps of a run, never changed: any thread may read them."""
+    """Slow steps of a run. Immutable, so that any thread may read them."""
 
-    steps: Sequence[SlowEvidence] = ()  # In their order.
-    # How many each stands for: others as slow were dropped before anybody asked for their causes.
+    steps: Sequence[SlowEvidence] = ()  # In order.
+    # Number of steps that each represents: similar steps were dropped before they were explained.
     weights: Sequence[float] = ()
-    others: _Sums = _Sums()  # Over those that were explained, and are not kept.
-    n: int = 0  # Of all slow steps.
+    others: _Sums = _Sums()  # Over explained steps that are not kept.
+    n: int = 0  # Number of all slow steps.
     excess_ms: float = 0.0
 
     def plus(self, steps: Sequence[SlowEvidence]) -> "_Kept":
@@ -229,8 +230,8 @@ class _Kept(NamedTuple):
     def _thinned(self) -> "_Kept":
         """Keep the steps with the largest excess, and a sample of the others.
 
-        Others that are explained are added up. Of the rest every second one is dropped, and the
-        one that is a little slower stands for it.
+        Other steps that are explained are summed. Of the rest, every second step is dropped, and
+        the next slower step gets its weight.
         """
         each = [*zip(self.steps, self.weights, strict=True)]
         order = sorted(range(len(each)), key=lambda i: each[i][0].excess_ms, reverse=True)
@@ -254,31 +255,32 @@ class _Kept(NamedTuple):
         return [step.explained() for step in ordered[: min(n, _MAX_KEPT)]]
 
     def sums(self) -> _Sums:
-        """Return the sums over all slow steps. Where some were dropped, causes are estimates."""
+        """Return the sums over all slow steps. Causes are estimates if steps were dropped."""
         sums = self.others.plus([step.explained() for step in self.steps], self.weights)
         return replace(sums, n=self.n)
 
 
 class SlowLog:
-    """Keep the slow steps of a run: the worst one by one, all of them added up.
+    """Slow steps of a run: the worst steps, and sums over all of them.
 
-    One thread adds steps and logs; any may read. So what they read is replaced, and never changed.
+    One thread adds steps and logs, and any thread may read. Therefore all state is immutable and
+    replaced at once.
     """
 
     def __init__(self) -> None:
         self.is_followed = False
         """True if logs or observers report slow steps during training."""
-        self._is_known = False  # Whether any step was judged yet.
+        self._is_known = False  # True once steps were compared with a baseline.
         self._kept = _Kept()
-        # Those that are not logged yet: those that were added last, and the sums over the others.
+        # Steps that are not logged yet: the steps added last, and the sums over the others.
         self._pending: Sequence[SlowStep] = ()
         self._before = _Sums()
-        self._logged = -1  # The number of the last step that is in a log.
-        # That were logged once: loggers such as CSV want a constant set.
+        self._logged = -1  # Number of the last logged step.
+        # Kinds that were logged before: loggers such as CSV require a constant set.
         self._kinds: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is not explained may hold what cannot be pickled.
+        # Explain all steps: their evidence may not be picklable.
         self._kept.sums()
         return self.__dict__
 
@@ -287,18 +289,20 @@ class SlowLog:
         self.is_followed = True
 
     def add(self, found: Sequence[SlowEvidence], *, is_known: bool) -> Sequence[SlowStep]:
-        """Take the next slow steps, and whether any step was judged yet.
+        """Add the next slow steps. Return them with their causes if the log is followed.
 
-        Return them with their causes if somebody follows the log.
+        Args:
+            found: Slow steps.
+            is_known: True if steps were compared with a baseline yet.
         """
         self._is_known = is_known
         if not found:
             return ()
         steps = [step.explained() for step in found] if self.is_followed else []
         self._kept = self._kept.plus(found)
-        # A log that ends inside them is asked for before the next are added.
+        # A log that ends before some of these steps is written before the next are added.
         self._before = self._before.plus(self._pending)
-        # The first ten are judged late: a log of fewer is over, and the next is not theirs.
+        # The first steps are compared late: drop those of a log that was written already.
         self._pending = [step for step in steps if step.step >= self._logged]
         return steps
 
@@ -307,7 +311,13 @@ class SlowLog:
         return self._kept.largest(n)
 
     def metrics(self, newest: int, n: int, *, keep: bool = False) -> dict[str, float]:
-        """Return their excess per step since the last log, of `n` timed steps, and by kind."""
+        """Return the excess per timed step since the last log, in total and by kind.
+
+        Args:
+            newest: Number of the newest step to include.
+            n: Number of timed steps.
+            keep: True to include these steps in the next log, too.
+        """
         sums = self._before.plus([step for step in self._pending if step.step <= newest])
         if not keep:
             self._logged, self._before = newest, _Sums()
@@ -319,30 +329,30 @@ class SlowLog:
         return {"slow_excess": sums.excess_ms / n, **kinds}
 
     def summary(self, steps: int, all_ms: float) -> SlowSummary | None:
-        """Return what they cost a run, whose steps took `all_ms`; None if there are none.
+        """Return the cost of slow steps; None if no step was slow.
 
         Args:
             steps: Number of timed steps.
-            all_ms: Time of these steps; more where timed steps are slow more often than others (in
-                milliseconds).
+            all_ms: Time of these steps (in milliseconds); increased if timed steps are slow more
+                often than others.
         """
         kept = self._kept
         if not kept.n or not all_ms:
             return None
         sums = kept.sums()
-        # The total is exact; its parts are estimates where steps were dropped.
+        # The total is exact. Its parts are estimates if steps were dropped.
         is_exact = len(kept.steps) + kept.others.n == kept.n
-        whole_ms = all_ms if is_exact else all_ms * sums.excess_ms / kept.excess_ms
-        causes = sorted(sums.names_ms.items(), key=lambda one: one[1], reverse=True)
+        total_ms = all_ms if is_exact else all_ms * sums.excess_ms / kept.excess_ms
+        causes = sorted(sums.names_ms.items(), key=lambda cause: cause[1], reverse=True)
         lost: dict[str, dict[str, float]] = defaultdict(dict)
         for (phase, name), ms in sums.lost_ms.items():
-            lost[phase][name] = ms / whole_ms
+            lost[phase][name] = ms / total_ms
         return SlowSummary(
             n=kept.n,
             steps=steps,
             share=kept.excess_ms / all_ms,
-            cause_shares={name: ms / whole_ms for name, ms in causes},
-            unexplained_share=sums.unexplained_ms / whole_ms,
+            cause_shares={name: ms / total_ms for name, ms in causes},
+            unexplained_share=sums.unexplained_ms / total_ms,
             worst=kept.largest(1)[0],
             lost_shares=dict(lost),
         )

@@ -1,4 +1,4 @@
-"""The statistics of phases, and which of them the table shows."""
+"""Statistics of phases, and the rows that a table shows."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -7,8 +7,8 @@ from itertools import groupby
 
 from lightning_gputime._phases import BACKWARD, FORWARD, SAVES, is_wait, of_one_callback
 
-_MOST_OF_IT = 0.5  # A part that is more than this fraction of its phase is named in its place.
-_MAX_MODULES = 10  # The table shows this many modules, or one more if that is all.
+_MIN_PART = 0.5  # A sub-phase with a larger fraction of its phase replaces it.
+_MAX_MODULES = 10  # Maximum number of modules in the table, plus a row for the others.
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +20,14 @@ class PhaseStats:
         mean_ms: Mean device time per step (in milliseconds).
         p50_ms: Median, over the steps in the history (in milliseconds).
         p95_ms: 95th percentile, over the steps in the history (in milliseconds).
-        max_ms: Longest (in milliseconds).
+        max_ms: Maximum (in milliseconds).
         share: Fraction of the device time of all steps, from 0 to 1.
         host_mean_ms: Mean host time per step between the same marks (in milliseconds).
         gpu_busy_mean_ms: Mean device time in probed steps: the work without launch gaps (in
             milliseconds). None if no step was probed.
-        tflops: Its FLOPs per second, recomputation included (in TFLOP/s). None if not known.
-        error_ms: Half the width of the 95 % interval of `mean_ms`, where a sample of the steps was
-            timed (in milliseconds); 0.0 where every step was.
+        tflops: FLOPs per second, including recomputation (in TFLOP/s); None if unknown.
+        error_ms: Half the width of the 95 % interval of `mean_ms` (in milliseconds); 0.0 if every
+            step was timed.
         share_error: The same for `share`, from 0 to 1.
         p5_ms: 5th percentile, over the steps in the history (in milliseconds).
         frequency: Fraction of all steps in which it ran, from 0 to 1.
@@ -49,19 +49,24 @@ class PhaseStats:
 
 
 def is_uneven(row: PhaseStats) -> bool:
-    """Return whether few steps have most of a phase's time."""
+    """Return True if a few steps have most of a phase's time."""
     return row.p50_ms < 0.5 * row.mean_ms
 
 
 def largest_part(of_phases: Mapping[str, float], found: str = "", sign: float = 1.0) -> str:
-    """Return the phase with the most time, or the part of it (or of `found`) that is half of it.
+    """Return the phase with the most time, or its sub-phase with more than half of that time.
 
-    With a negative `sign` that is the one with the least.
+    Args:
+        of_phases: Time of each phase.
+        found: Phase whose sub-phases to consider; all phases if empty.
+        sign: Negative to return the phase with the least time.
     """
     along = {name: math.copysign(1.0, sign) * ms for name, ms in of_phases.items()}
     while True:
-        least = _MOST_OF_IT * along.get(found, 0.0)
-        inside = [one for one in along if one.rpartition("/")[0] == found and along[one] > least]
+        least = _MIN_PART * along.get(found, 0.0)
+        inside = [
+            name for name in along if name.rpartition("/")[0] == found and along[name] > least
+        ]
         if not inside:
             return found
         found = max(inside, key=along.__getitem__)
@@ -70,8 +75,8 @@ def largest_part(of_phases: Mapping[str, float], found: str = "", sign: float = 
 def table_rows(rows: Mapping[str, PhaseStats]) -> Iterator[tuple[str, str, PhaseStats]]:
     """Yield the name, the title and the statistics of each row of the table.
 
-    Of the modules, `forward` and `backward` show the same: those that take longest in both
-    together. Of the others one row has the number.
+    `forward` and `backward` show the same modules, which take longest in both together. A further
+    row has the number of all other modules.
     """
     chosen = _longest_modules(rows)
     for top, of_phase in groupby(rows, lambda name: name.partition("/")[0]):
@@ -96,20 +101,20 @@ def _longest_modules(rows: Mapping[str, PhaseStats]) -> set[str]:
         if _is_module(name):
             module = name.partition("/")[2]
             took[module] = took.get(module, 0.0) + row.n * row.mean_ms
-    # Of two that take as long, the outer one comes first.
+    # At equal times, the outer module comes first.
     longest = sorted(took, key=lambda module: (-took[module], module.count("/")))
     return {*(longest if len(longest) <= _MAX_MODULES + 1 else longest[:_MAX_MODULES])}
 
 
 def _title(name: str, chosen: set[str]) -> str:
-    """Return a name, indented below the row that it is part of, without that row's name."""
+    """Return a name indented below its parent row, without the name of the parent."""
     top, *parts = name.split("/")
     if not parts:
         return top
     if not _is_module(name):
         return f"  {'/'.join(parts)}"
     above = [i for i in range(1, len(parts)) if "/".join(parts[:i]) in chosen]
-    own = parts[-1]
-    if above and own.startswith(f"{parts[above[-1] - 1]}."):
-        own = own.removeprefix(parts[above[-1] - 1])
-    return f"{'  ' * (len(above) + 1)}{own}"
+    name = parts[-1]
+    if above and name.startswith(f"{parts[above[-1] - 1]}."):
+        name = name.removeprefix(parts[above[-1] - 1])
+    return f"{'  ' * (len(above) + 1)}{name}"

@@ -1,4 +1,4 @@
-"""Sums over steps, many at a time, for little; and the work per second that they show."""
+"""Sums over steps, and work per second."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,15 +19,15 @@ class Sums:
         self.phases = defaultdict[str, PhaseSum](PhaseSum)
         self.step = PhaseSum()
         self.each_ms: list[float] = []  # Device time of each step, without those merged.
-        self.wait_ms = 0.0  # How long the host waited.
+        self.wait_ms = 0.0  # Host wait.
         self.skipped_updates = 0
-        # Items where they are known, and the device time of these steps.
+        # Items of the steps whose items are known, and the device time of these steps.
         self.items = self.items_ms = 0.0
         for labels, alike in groupby(steps, attrgetter("labels")):
             self._add_alike(labels, alike)
 
     def _add_alike(self, labels: tuple[str, ...], steps: Iterable[StepRecord]) -> None:
-        # Without a loop over the steps, and without NumPy: its code is cold where this runs.
+        # No loop over steps, for speed; and no NumPy, whose code is not in the caches here.
         _, _, device_ms, host_ns, waits_ms, _, skipped_updates, _, _, items, *_ = zip(
             *steps, strict=True
         )
@@ -50,7 +50,7 @@ class Sums:
         self.skipped_updates += sum(skipped_updates)
 
     def add_items(self, items: Sequence[float], each_ms: Sequence[float]) -> None:
-        """Add the items of steps where they are known, and the device time of these."""
+        """Add the items of the steps whose items are known, and the device time of these steps."""
         all_items = sum(items)
         if all_items != all_items:
             known = [i for i, n in enumerate(items) if n == n]
@@ -92,7 +92,7 @@ class Sums:
         return copied
 
     def plus(self, other: "Sums") -> "Sums":
-        """Return the sums over both."""
+        """Return the sums over the steps of both."""
         if not other.step.n:
             return self
         both = self.copy()
@@ -106,7 +106,7 @@ class PhaseSum:
     __slots__ = ("device_ms", "host_ms", "max_ms", "n")
 
     def __init__(self) -> None:
-        self.n: float = 0  # Of estimated sums it may be a fraction.
+        self.n: float = 0  # Fractional in estimates.
         self.device_ms = self.host_ms = self.max_ms = 0.0
 
     @property
@@ -125,27 +125,27 @@ class PhaseSum:
 
 @lru_cache(maxsize=256)
 def _marks_of(labels: tuple[str, ...]) -> Sequence[tuple[str | None, Sequence[int]]]:
-    """Return which marks count for each phase that ran, and, with None, for the step."""
+    """Return the marks of each phase that ran, and of the step, whose name is None."""
     settled = resolve_labels(labels)
-    names = list(dict.fromkeys(name for of_mark in settled for name in of_mark))
+    names = list(dict.fromkeys(name for phases in settled for name in phases))
     marks_of: list[tuple[str | None, Sequence[int]]] = [
-        (name, [mark for mark, of_mark in enumerate(settled) if name in of_mark]) for name in names
+        (name, [mark for mark, phases in enumerate(settled) if name in phases]) for name in names
     ]
-    return [*marks_of, (None, [mark for mark, of_mark in enumerate(settled) if of_mark])]
+    return [*marks_of, (None, [mark for mark, phases in enumerate(settled) if phases])]
 
 
-_UNSEEN = "no call of the model was seen, which shows the precision: there is no MFU"
+_NO_PRECISION = "MFU is unknown: no call of the model showed its precision"
 
 
 @dataclass(slots=True)
 class ThroughputReference:
-    """What work per second is relative to, as in `WorkSummary`; the first step fills it in."""
+    """Reference for work per second, as in `WorkSummary`; filled in by the first step."""
 
     items_by: str = ""
     precision: str = ""
     peak_tflops: float | None = None
     note: str = ""
-    # FLOPs of an item: of the model, of its forward, of its backward. NaN where not known.
+    # FLOPs per item: total, forward and backward; NaN if unknown.
     flops: tuple[float, float, float] = (nan, nan, nan)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
@@ -156,17 +156,17 @@ class ThroughputReference:
 
     def summary(self, sums: Sums) -> "WorkSummary":
         rates = self._rates(sums)
-        is_unseen = "tflops" in rates and not self.precision
+        has_no_precision = "tflops" in rates and not self.precision
         return WorkSummary(
             **rates,
             items_by=self.items_by,
             precision=self.precision,
             peak_tflops=self.peak_tflops,
-            note=self.note or (_UNSEEN if is_unseen else ""),
+            note=self.note or (_NO_PRECISION if has_no_precision else ""),
         )
 
     def _rates(self, sums: Sums) -> dict[str, float]:
-        """Return what is known of the rates of a `WorkSummary`, by their names there."""
+        """Return the known rates of a `WorkSummary`, by field."""
         items_per_sec = 1e3 * sums.items / sums.items_ms if sums.items_ms else nan
         tflops = items_per_sec * self.flops[0] / 1e12
         mfu = tflops / (self.peak_tflops or nan)
@@ -174,31 +174,31 @@ class ThroughputReference:
         return {name: rate for name, rate in rates.items() if rate == rate}
 
     def tflops_of_phases(self, sums: Sums) -> dict[str, float]:
-        """Return the TFLOP/s of forward and backward, if their FLOPs are known."""
+        """Return the TFLOP/s of forward and backward; empty if their FLOPs are unknown."""
         if self.flops[1] != self.flops[1] or not sums.items_ms:
             return {}
-        # As if the steps whose items are not known had as many.
+        # Assume as many items per time in the steps whose items are unknown.
         items = sums.items / sums.items_ms * sums.step.device_ms
         of_phases = zip((FORWARD, BACKWARD), self.flops[1:], strict=True)
         ms = {name: phase.device_ms for name, phase in sums.phases.items() if phase.device_ms}
-        return {name: items * one / ms[name] / 1e9 for name, one in of_phases if name in ms}
+        return {name: items * flops / ms[name] / 1e9 for name, flops in of_phases if name in ms}
 
 
 @dataclass(frozen=True, slots=True)
 class WorkSummary:
-    """Work per second. What is not known is None."""
+    """Work per second; None if unknown."""
 
-    items_per_sec: float | None = None  # In a second of the time of the steps, without pauses.
-    items_by: str = ""  # What the items are.
-    tflops: float | None = None  # FLOPs of the model in a second.
-    mfu: float | None = None  # That as a part of the peak of the data sheet, from 0 to 1.
-    precision: str = ""  # In what the model computes.
-    peak_tflops: float | None = None  # The dense peak of the data sheet in that precision.
-    note: str = ""  # Why something is not known.
+    items_per_sec: float | None = None  # Per second of the steps, without pauses.
+    items_by: str = ""  # Source of the number of items.
+    tflops: float | None = None  # FLOPs of the model per second.
+    mfu: float | None = None  # Fraction of the peak of the data sheet, from 0 to 1.
+    precision: str = ""  # Precision of the model's computation.
+    peak_tflops: float | None = None  # Dense peak of the data sheet in that precision.
+    note: str = ""  # Reason why a value is unknown.
 
     @property
     def sentences(self) -> Iterator[str]:
-        """Sentences on the items, the FLOPs, and what is lost."""
+        """Sentences on items and FLOPs."""
         n, mfu = self.items_per_sec, self.mfu
         if n is not None:
             amount = f"{n:,.0f}" if n >= 100 else f"{n:.3g}"

@@ -5,19 +5,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit of `ms` milliseconds; a table shows `digits` behind the point."""
+    """Unit of `ms` milliseconds; tables show `digits` decimal places."""
 
     name: str
     ms: float
     digits: int
 
     def cell(self, ms: float) -> str:
-        """Return a time for a table whose title says the unit."""
+        """Return a time for a table whose title contains the unit."""
         return f"{ms / self.ms:.{self.digits}f}"
 
     def number(self, ms: float) -> str:
         """Return a time in three digits, without the unit."""
-        number = ms / self.ms  # Three digits of a larger one would be 1.23e+03.
+        number = ms / self.ms  # With `.3g`, larger numbers would be 1.23e+03.
         return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
 
     def of(self, ms: float) -> str:
@@ -29,14 +29,14 @@ _MICROSECONDS, MILLISECONDS, _SECONDS = Unit("us", 1e-3, 1), Unit("ms", 1, 3), U
 
 
 def unit_of(ms: float) -> Unit:
-    """Return the unit in which a time reads best, such as that of a whole step."""
+    """Return the unit to show a time in."""
     if 0 < ms < 0.1:
         return _MICROSECONDS
     return _SECONDS if ms >= 1e3 else MILLISECONDS
 
 
 def duration(ms: float) -> str:
-    """Return a time in three digits, in the unit in which it reads best."""
+    """Return a time in three digits, in a suitable unit."""
     return unit_of(abs(ms)).of(ms)
 
 

@@ -1,4 +1,4 @@
-"""The steps between the timed ones: their durations are known, their phases are estimated."""
+"""Untimed steps: their durations are measured, and their phases are estimated."""
 
 import math
 from array import array
@@ -14,15 +14,15 @@ from lightning_gputime._measurement.ranks import STEP
 from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._phases import StepRecord
 
-# A step is long from this many medians on. Each further stratum begins at twice the duration.
+# A step is long if it takes this many medians. Each further stratum starts at twice the duration.
 LONG, _GROWTH, _MAX_STRATUM = 1.5, 2.0, 12
-_RECENT, _RECENT_TIMED = 500, 50  # Medians are those of this many newest steps.
-_MAX_TIMING_NS = 0.4e6  # Timing adds at most this to a step.
-_MAX_BLOCK = 5  # Timed steps in a row of one stratum, up to this many, are one block.
-_REMEMBERED = 8  # Newest long steps of a stratum, by which the next one is predicted.
+_RECENT, _RECENT_TIMED = 500, 50  # Number of newest steps in a median.
+_MAX_TIMING_NS = 0.4e6  # Maximum time that timing adds to a step.
+_MAX_BLOCK = 5  # Maximum number of consecutive timed steps of a stratum in a block.
+_REMEMBERED = 8  # Number of newest long steps of a stratum, to predict the next.
 # Quantiles of Student's t for a 95 % interval, from 1 degree of freedom on.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-_PACED = 0.1  # The device sets the pace where the host waits for this fraction of the time.
+_MIN_WAIT = 0.1  # Fraction of the time that the host waits in GPU-bound steps.
 _BINS_PER_FACTOR_E = 50  # Bins of the histogram of durations are 2 % wide.
 
 
@@ -30,14 +30,14 @@ _NOTHING = Sums()
 
 
 class Estimate(NamedTuple):
-    """Sums over the steps that were not timed, estimated from those that were.
+    """Sums over the untimed steps, estimated from the timed steps.
 
     Attributes:
-        sums: The sums of the steps that timed ones represent.
+        sums: Sums over the untimed steps that timed steps represent.
         errors_ms: Half the width of the 95 % interval of the device time of each phase, and of
             "step" (in milliseconds).
         unsampled_steps: Number of long steps that no timed step represents.
-        unsampled_ms: The duration of those (in milliseconds).
+        unsampled_ms: Duration of these steps (in milliseconds).
     """
 
     sums: Sums = _NOTHING
@@ -47,15 +47,15 @@ class Estimate(NamedTuple):
 
 
 class Composition(NamedTuple):
-    """How a block of timed steps divides into phases.
+    """Division of a block of timed steps into phases.
 
     Attributes:
-        n: Number of its steps.
-        ms: Their device time (in milliseconds).
-        device: The fraction of `ms` of each phase.
+        n: Number of steps.
+        ms: Device time of all steps (in milliseconds).
+        device: Device time of each phase, as a fraction of `ms`.
         host: Host time of each phase, as a fraction of `ms`.
-        ran: In which fraction of the steps each phase ran.
-        items: Items per millisecond; NaN where they are not known.
+        ran: Fraction of the steps in which each phase ran.
+        items: Items per millisecond; NaN if unknown.
     """
 
     n: int
@@ -66,12 +66,12 @@ class Composition(NamedTuple):
     items: float
 
     def differences(self, other: "Composition") -> Iterator[tuple[str, float, float]]:
-        """Yield by how much each phase, and the step, differ: as a fraction, and in ms per step."""
-        per_step, of_other = self.ms / self.n, other.ms / other.n
+        """Yield the difference of each phase and of the step: as a fraction, and in ms per step."""
+        step_ms, other_step_ms = self.ms / self.n, other.ms / other.n
         for name in {*self.device, *other.device}:
             here, there = self.device.get(name, 0.0), other.device.get(name, 0.0)
-            yield name, here - there, here * per_step - there * of_other
-        yield STEP, 0.0, per_step - of_other
+            yield name, here - there, here * step_ms - there * other_step_ms
+        yield STEP, 0.0, step_ms - other_step_ms
 
     @classmethod
     def of(cls, steps: Sequence[StepRecord]) -> "Composition":
@@ -88,7 +88,7 @@ class Composition(NamedTuple):
 
 
 class _Gap(NamedTuple):
-    """Untimed steps of a stratum: `n` that took `ms`, and `uncertain` ones of unknown duration."""
+    """Untimed steps of a stratum: `n` took `ms`, and `uncertain` have an unknown duration."""
 
     n: int = 0
     ms: float = 0.0
@@ -107,38 +107,38 @@ class _Gap(NamedTuple):
 
 
 class UntimedSteps:
-    """Know how long every step took, and estimate how the untimed ones divide into phases.
+    """Durations of all steps, and an estimate of the phases of the untimed steps.
 
-    The host's clock is read at the end of every step, timed or not. It splits all steps into
-    strata: ordinary steps, and long ones by their duration relative to the median of the newest
-    steps. So the total time of each stratum is known exactly. A block of timed steps says how its
-    stratum divides into phases, for the untimed steps since the block before it. A stratum without
-    a timed step is reported as not sampled.
+    The host's clock is read at the end of every step, timed or not. Steps are divided into strata
+    by their duration relative to the median of the newest steps: ordinary steps, and strata of long
+    steps. The total time of each stratum is therefore exact. A block of timed steps represents the
+    untimed steps of its stratum since the previous block. A stratum without a timed step is
+    reported as not sampled.
 
-    Where the device sets the pace, the host runs ahead and then waits for several steps at once:
-    how long a single step takes the host says nothing. There each untimed step counts as the timed
-    ones of the next block.
+    In GPU-bound training, the host runs ahead and then waits for several steps at once, so the host
+    time of a single step has no meaning. There, each untimed step counts like the timed steps of
+    the next block.
 
     This is post-stratification (Holt and Smith 1979, https://doi.org/10.2307/2344652). The variance
-    within a stratum is that of successive differences between its blocks.
+    within a stratum is estimated from successive differences between its blocks.
 
     Args:
-        warmup_steps: Number of first steps that count nowhere.
-        history_size: Number of newest timed steps that have `weights`.
+        warmup_steps: Number of first steps to exclude.
+        history_size: Number of newest timed steps with `weights`.
     """
 
     def __init__(self, warmup_steps: int = 0, history_size: int = 0) -> None:
         self._warmup_steps = warmup_steps
-        # The strata of the newest timed steps. Of each stratum: all steps, and the timed ones.
+        # Stratum of each of the newest timed steps. Then, by stratum: all steps, and timed steps.
         self._strata_of_timed = deque[int](maxlen=history_size)
         self._steps = np.zeros((2, _MAX_STRATUM + 1))
         self._ns = np.zeros((2, _MAX_STRATUM + 1))
         self.since_ns = 0
         """End of the last step, as the time of all steps until then (in nanoseconds)."""
-        self._durations_ns = array("q")  # Of the newest steps, not yet settled; -1: left out.
-        self._settled = 0  # The index of the first of these.
-        self._recent = deque[float](maxlen=_RECENT)  # Durations of untimed steps,
-        self._recent_timed = deque[float](maxlen=_RECENT_TIMED)  # and of timed ones.
+        self._durations_ns = array("q")  # Newest steps, not yet settled; -1 if excluded.
+        self._settled = 0  # Index of the first of these steps.
+        self._recent = deque[float](maxlen=_RECENT)  # Durations of untimed steps.
+        self._recent_timed = deque[float](maxlen=_RECENT_TIMED)  # The same for timed steps.
         self._strata = [_Stratum() for _ in range(_MAX_STRATUM + 1)]
         self._counts = defaultdict[int, int](int)  # Histogram of all durations.
         self._max_ns = 0
@@ -161,24 +161,24 @@ class UntimedSteps:
         return self._settled + len(self._durations_ns) - 1
 
     def leave_out(self, now_ns: int) -> None:
-        """End a step that counts nowhere, such as one that was probed."""
+        """End a step that no statistic includes, such as a probed step."""
         self._durations_ns.append(-1)
         self.since_ns = now_ns
 
     @property
     def unsettled(self) -> int:
-        """The number of steps that have ended since the last settled one."""
+        """Number of steps that have ended since the last settled step."""
         return len(self._durations_ns)
 
-    # Where steps are read
+    # After steps were read
 
     def settle(self, timed: Sequence[StepRecord], until: int, *, warmup: int = 0) -> None:
-        """Take the timed steps that were read; all others up to index `until` are untimed.
+        """Add timed steps that were read. All others up to index `until` are untimed.
 
         Args:
             timed: Records of steps, in order.
-            until: The index after the last step that is settled now.
-            warmup: How many of the first records belong to the warm-up, and represent no others.
+            until: Index after the last step to settle.
+            warmup: Number of first records that are warm-up, and represent no other steps.
         """
         n = min(max(until - self._settled, 0), len(self._durations_ns))
         if not n:
@@ -194,7 +194,7 @@ class UntimedSteps:
         took_ns[~is_known] = -1
         if timed:
             waited_ms = sum(step.wait_ms for step in timed)
-            self._waits = waited_ms >= _PACED * sum(sum(step.device_ms) for step in timed)
+            self._waits = waited_ms >= _MIN_WAIT * sum(sum(step.device_ms) for step in timed)
         self._recent.extend(took_ns[is_known & ~is_timed].tolist())
         self._recent_timed.extend(took_ns[is_known & is_timed].tolist())
         stratum_of = self._strata_of(took_ns, is_timed)
@@ -210,7 +210,7 @@ class UntimedSteps:
             found = np.flatnonzero(is_known & (stratum_of == k))
             self._strata[k].newest.extend((first + found).tolist())
         records = {step.step_index - first: step for step in timed[warmup:]}
-        # In the order of the steps, as each block stands for the untimed steps before it.
+        # In order, because each block represents the untimed steps before it.
         edges = [*at, n]
         start = 0
         for place in edges:
@@ -224,14 +224,14 @@ class UntimedSteps:
     def _strata_of(
         self, took_ns: npt.NDArray[np.float64], is_timed: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.int64]:
-        """Return the stratum of each step: 0 for an ordinary one."""
+        """Return the stratum of each step: 0 for ordinary steps."""
         timed, untimed = [*self._recent_timed], [*self._recent]
         median_ns = float(np.median(untimed or timed or [1.0]))
-        # Timing makes a step longer, and must not make it a long one. Half of the timed steps may
-        # really be long: the first quartile is that of ordinary ones.
+        # Subtract the time that timing adds, so that timed steps are not mistaken for long steps.
+        # Up to half of the timed steps may really be long: compare the first quartile.
         added_ns = np.quantile(timed, 0.25) - median_ns if timed and untimed else 0.0
-        own_ns = took_ns - is_timed * min(max(added_ns, 0.0), _MAX_TIMING_NS)
-        ratio = np.maximum(own_ns, 1.0) / (LONG * max(median_ns, 1.0))
+        without_ns = took_ns - is_timed * min(max(added_ns, 0.0), _MAX_TIMING_NS)
+        ratio = np.maximum(without_ns, 1.0) / (LONG * max(median_ns, 1.0))
         levels = np.floor(np.log(ratio) / math.log(_GROWTH)).astype(np.int64) + 1
         return np.clip(levels, 0, _MAX_STRATUM)
 
@@ -271,10 +271,10 @@ class UntimedSteps:
                 # The first steps are all timed, and represent only themselves.
                 self._strata[0].replace_last(block)
 
-    # What is known
+    # Readings
 
     def estimate(self) -> Estimate:
-        """Return sums over all untimed steps, with their errors. It changes nothing."""
+        """Return sums over all untimed steps, with their errors."""
         strata = enumerate(self._strata)
         return _combine([stratum.estimate(self._composition(k)) for k, stratum in strata])
 
@@ -291,13 +291,13 @@ class UntimedSteps:
 
     @property
     def totals(self) -> list[_Gap]:
-        """The untimed steps of each stratum."""
+        """Untimed steps of each stratum."""
         return [stratum.total for stratum in self._strata]
 
     def _composition(self, k: int) -> Composition | None:
-        """Return the newest composition of a stratum, or that of one whose steps are like it."""
+        """Return the newest composition of a stratum, or of a stratum with similar steps."""
         strata = self._strata
-        # The ordinary steps are no neighbours of long ones.
+        # Ordinary steps do not represent long steps.
         if strata[k].last is not None or k == 0:
             return strata[k].last
         mean_ns = self._ns[0] / np.maximum(self._steps[0], 1)
@@ -310,21 +310,21 @@ class UntimedSteps:
 
     @property
     def n(self) -> int:
-        """The number of untimed steps that are settled, without the warm-up."""
+        """Number of settled untimed steps, without the warm-up."""
         every, timed = self._steps.sum(axis=1)
         return int(every - timed)
 
     def weights(self, n: int) -> npt.NDArray[np.float64]:
-        """Return how many steps each of the newest `n` timed ones stands for."""
+        """Return the number of steps that each of the newest `n` timed steps represents."""
         every, timed = self._steps
         per_stratum = every / np.maximum(timed, 1.0)
         return per_stratum[[*self._strata_of_timed][-n:]] if n else np.zeros(0)
 
     @property
     def slow_scale(self) -> float:
-        """What long steps cost of the time of all steps, relative to that of the timed ones.
+        """Share of the excess of long steps in all steps, relative to that in timed steps.
 
-        Blocks are moved onto long steps, so timed steps are long more often than others.
+        Blocks are placed on long steps, so timed steps are long more often than others.
         """
         shares = []
         for n, ns in zip(self._steps, self._ns, strict=True):
@@ -333,7 +333,7 @@ class UntimedSteps:
         return float(min(shares[0] / shares[1], 1.0)) if shares[1] > 0 else 1.0
 
     def percentiles_ms(self, *quantiles: float) -> list[float]:
-        """Return percentiles of the durations of all steps, to 1 % (in milliseconds)."""
+        """Return percentiles of the durations of all steps, accurate to 1 % (in milliseconds)."""
         bins = sorted(self._counts)
         ends = np.cumsum([self._counts[place] for place in bins])
         if not len(ends):
@@ -344,46 +344,46 @@ class UntimedSteps:
 
     @property
     def knows_durations(self) -> bool:
-        """Whether the host knows how long each step took, as the device never set the pace."""
+        """True if the host time of each step is its duration: training was never GPU-bound."""
         return not any(stratum.total.uncertain for stratum in self._strata)
 
     @property
     def max_ms(self) -> float:
-        """The longest of all steps (in milliseconds)."""
+        """Duration of the longest step (in milliseconds)."""
         return self._max_ns / 1e6
 
     def next_long(self) -> tuple[int, int] | None:
-        """Return the index of a recent long step and the distance to expect to the next one.
+        """Return the index of a recent long step and the expected distance to the next.
 
-        Of several strata it is the one of which fewest blocks were timed for the time it takes;
-        None where no long step has recurred.
+        Of several strata, use the stratum with the fewest timed blocks for its time. None if no
+        long step has recurred.
         """
-        found = [one for one in self._strata[1:] if len(one.newest) >= 2]
+        found = [stratum for stratum in self._strata[1:] if len(stratum.newest) >= 2]
         if not found:
             return None
-        stratum = max(found, key=lambda one: one.total.ms / (1 + one.blocks))
+        stratum = max(found, key=lambda stratum: stratum.total.ms / (1 + stratum.blocks))
         distance = int(np.median(np.diff(stratum.newest)))
         return stratum.newest[-1], max(distance, 1)
 
 
 class _Stratum:
-    """The untimed steps of one stratum, and what its blocks of timed steps say of them."""
+    """Untimed steps of a stratum, and the blocks of timed steps that represent them."""
 
     def __init__(self) -> None:
-        self.newest = deque[int](maxlen=_REMEMBERED)  # Indices of steps, timed or not.
+        self.newest = deque[int](maxlen=_REMEMBERED)  # Indices, timed or not.
         self.blocks = 0
-        self.total = _Gap()  # The untimed steps, and those of them since the last block.
+        self.total = _Gap()  # All untimed steps, then those since the last block.
         self._pending = _Gap()
         self.last: Composition | None = None
         self._represented = Sums()
-        # For the variance: squared differences of successive blocks, of fractions and of times per
-        # step, and what they are scaled by.
+        # Variance: squared differences of successive blocks, in fractions and in times per step,
+        # and their scale.
         self._squares = defaultdict[str, float](float)
         self._squares_ms2 = defaultdict[str, float](float)
         self._scale = _Scale()
 
     def add_untimed(self, n: int, ms: float) -> None:
-        """Add steps that take `ms` together; NaN where that is not known."""
+        """Add steps that take `ms` in total; NaN if unknown."""
         gap = _Gap(0, 0.0, n) if ms != ms else _Gap(n, ms, 0)
         self._pending, self.total = self._pending.plus(gap), self.total.plus(gap)
 
@@ -404,7 +404,7 @@ class _Stratum:
         self.last = block
 
     def estimate(self, composition: Composition | None) -> Estimate:
-        """Return its sums. Where none of its steps was timed, `composition` stands for them."""
+        """Return sums over the untimed steps, by `composition` if no step was timed."""
         if self.last is None:
             return self._pending.represented_by(composition)
         sums = self._represented.copy()
@@ -412,12 +412,12 @@ class _Stratum:
         return Estimate(sums, self._errors_ms(self._scale.plus(self._pending, self.last)))
 
     def _errors_ms(self, scale: "_Scale") -> dict[str, float]:
-        """Return half of the width of the 95 % interval of each phase, and of the step."""
+        """Return half the width of the 95 % interval of each phase and of the step."""
         last = self.last
         if last is None or not (scale.ms2 or scale.n2):
             return {}
         if self.blocks < 2:
-            # One block does not tell how much blocks differ: take the most that a fraction can.
+            # One block does not show how much blocks differ: use the maximum for a fraction.
             most = {name: share * max(1 - share, 0.0) for name, share in last.device.items()}
             ms2 = scale.ms2 + scale.n2 * (last.ms / last.n) ** 2
             return {name: 2 * math.sqrt(ms2 * square) for name, square in most.items()}
@@ -434,7 +434,7 @@ class _Stratum:
 
 
 class _Scale(NamedTuple):
-    """What the variance within a stratum is multiplied by, for times and for numbers of steps."""
+    """Factors of the variance within a stratum, for times and for numbers of steps."""
 
     ms2: float = 0.0
     n2: float = 0.0
@@ -446,7 +446,7 @@ class _Scale(NamedTuple):
 
 
 def _extend(block: Composition, gap: _Gap) -> Sums:
-    """Return the sums of the steps of a gap, which divide into phases as those of a block do."""
+    """Return the sums over the steps of a gap, divided into phases like a block."""
     sums, n = Sums(), gap.n + gap.uncertain
     if not n:
         return sums
@@ -461,13 +461,13 @@ def _extend(block: Composition, gap: _Gap) -> Sums:
 
 def _combine(estimates: Sequence[Estimate]) -> Estimate:
     sums, squares = Sums(), defaultdict[str, float](float)
-    for one in estimates:
-        sums.merge(one.sums)
-        for name, error_ms in one.errors_ms.items():
+    for estimate in estimates:
+        sums.merge(estimate.sums)
+        for name, error_ms in estimate.errors_ms.items():
             squares[name] += error_ms * error_ms
     return Estimate(
         sums,
         {name: math.sqrt(square) for name, square in squares.items()},
-        sum(one.unsampled_steps for one in estimates),
-        sum(one.unsampled_ms for one in estimates),
+        sum(estimate.unsampled_steps for estimate in estimates),
+        sum(estimate.unsampled_ms for estimate in estimates),
     )

@@ -1,4 +1,4 @@
-"""The wall clock of a training: where each second between its start and its end went."""
+"""Wall clock of a training: its time from start to end, by entry."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ PAUSED = "paused"
 BETWEEN_LOOPS = "between loops"
 TEAR_DOWN = "tear-down"
 ONCE = (SET_UP, SANITY_CHECK, FIRST_STEP, TEAR_DOWN)
-"""Entries that a training has once, however long it is."""
+"""Entries that occur once, regardless of the length of the training."""
 
 _ENTRY_OF_PHASE = {EXCLUDED: PAUSED, SAVES: CHECKPOINTS}
 
@@ -34,16 +34,16 @@ class WallClockBreakdown:
         entries_s: Host time of each entry that occurred (in seconds).
 
             - `set-up`: until the first batch is fetched, without the `sanity check`
-            - `first step`, with compilation and first allocations; in a loop that only calls
-              `step()`, with all that precedes it
-            - `steps`: all other steps, with the fetch of their batches and their callbacks
+            - `first step`: with compilation and first allocations; in a loop that only calls
+              `step()`, with all time before it
+            - `steps`: all other steps, including the fetch of their batches and their callbacks
             - `validation`, or `evaluation` outside of Lightning
-            - `checkpoints`, inside steps and outside
+            - `checkpoints`: inside and outside of steps
             - `epoch ends`: hooks at the start and the end of epochs
             - `paused`: code inside `timer.paused()`
             - `between loops`: code between loops over `steps()`, and after the last of several
             - `tear-down`: after the last epoch or loop
-        saves_in_steps_s: Part of `checkpoints` that was saved inside `steps` (in seconds).
+        saves_in_steps_s: Part of `checkpoints` inside `steps` (in seconds).
         after_batches_s: Part of `validation` or `evaluation` after its last batch, such as metrics
             (in seconds).
     """
@@ -54,7 +54,7 @@ class WallClockBreakdown:
 
     @property
     def wall_s(self) -> float:
-        """Duration of the training, or of what has run so far (in seconds)."""
+        """Duration of the training so far (in seconds)."""
         return sum(self.entries_s.values())
 
     @property
@@ -64,7 +64,7 @@ class WallClockBreakdown:
         return {name: s / wall_s if wall_s else 0.0 for name, s in self.entries_s.items()}
 
     def metrics(self) -> dict[str, float]:
-        """Return what is logged: the fraction of each entry, and the duration in seconds."""
+        """Return the values to log: the fraction of each entry, and the duration in seconds."""
         keys = {name: name.replace(" ", "_").replace("-", "_") for name in self.entries_s}
         shares = {f"fit/{keys[name]}_share": share for name, share in self.shares.items()}
         return {**shares, "fit/wall_s": self.wall_s}
@@ -72,11 +72,11 @@ class WallClockBreakdown:
 
 @dataclass(frozen=True, slots=True)
 class _Account:
-    """Times of all entries until `since_ns`, and the entry that is open since then."""
+    """Times of all entries until `since_ns`, and the entry that has been open since."""
 
     since_ns: int
     entry: str
-    is_step: bool  # Time since then belongs to a step: checkpoints that a step saves do, too.
+    is_step: bool  # True if the open time belongs to a step, including its checkpoints.
     is_save_in_steps: bool = False
     entries_ns: Mapping[str, int] = field(default_factory=dict)
     steps_ns: int = 0
@@ -110,8 +110,9 @@ class WallClock:
     The thread of the training opens entries. Any thread may read.
 
     Args:
-        now_ns: The host's clock; None for a clock that is stopped.
-        since_ns: When the training started, on this clock; by default now.
+        now_ns: Clock of the host; None for a stopped clock.
+        since_ns: Start of the training on this clock; now by default.
+        has_stepped: True if the first step has ended.
     """
 
     def __init__(
@@ -122,9 +123,9 @@ class WallClock:
         has_stepped: bool = False,
     ) -> None:
         self._now_ns = now_ns  # None once stopped.
-        self._thread = get_ident()  # The one that trains.
+        self._thread = get_ident()  # Thread of the training.
         self.entry = SET_UP
-        """The entry that is open outside of nested ones, such as checkpoints."""
+        """Entry that is open, ignoring nested entries such as checkpoints."""
         self._nested: list[str] = []  # Innermost last.
         self.has_stepped = has_stepped
         """True once the first step has ended."""
@@ -132,13 +133,13 @@ class WallClock:
         self._open_loops = self._started_loops = 0  # Over `steps()`.
         if since_ns is None:
             since_ns = now_ns() if now_ns is not None else 0
-        # Replaced as one object, so that other threads read times that belong together.
+        # Replaced as one object, so that other threads read consistent times.
         self._account = _Account(since_ns, SET_UP, is_step=False)
         self.outside_ns = since_ns
-        """Host clock minus the time of all steps, while a step runs: what lies outside of steps."""
+        """Time outside of steps: host clock minus the time of all steps, while a step runs."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has no clock: it is stopped at this moment.
+        # A copy is stopped: its clock cannot be pickled.
         return {**self.__dict__, "_account": self._current(), "_now_ns": None}
 
     @property
@@ -147,22 +148,22 @@ class WallClock:
 
     @property
     def is_here(self) -> bool:
-        """True in the thread that trains."""
+        """True in the thread of the training."""
         return get_ident() == self._thread
 
     @property
     def entry_outside(self) -> str:
-        """The entry that is open now; empty inside of steps, the first one excepted."""
+        """Entry that is open now; empty inside steps, except the first step."""
         entry = self._nested[-1] if self._nested else self.entry
         return "" if entry == STEPS else _ENTRY_OF_PHASE.get(entry, entry)
 
     def steps_ns(self, now_ns: int) -> int:
-        """Return the time of all steps so far, the first and checkpoints in steps included.
+        """Return the time of all steps so far, including the first step and checkpoints in steps.
 
-        At the end of a step it is `now_ns - outside_ns`, without a call.
+        At the end of a step, `now_ns - outside_ns` is the same without a call.
 
         Args:
-            now_ns: The current time of the host's clock.
+            now_ns: Current time of the host's clock.
         """
         account = self._account
         elapsed_ns = now_ns - account.since_ns if account.is_step else 0
@@ -170,28 +171,28 @@ class WallClock:
 
     @classmethod
     def of_steps(cls, now_ns: Callable[[], int]) -> "WallClock":
-        """Return a clock all of whose time belongs to steps."""
+        """Return a clock that attributes all time to steps."""
         clock = cls(now_ns, has_stepped=True)
         clock.resume_steps()
         return clock
 
-    # What a training does
+    # Events of a training
 
     def switch_to(self, entry: str) -> None:
-        """Attribute time to an entry, outside of nested ones, until the next switch."""
+        """Attribute time to an entry until the next switch, except for nested entries."""
         if entry != self.entry:
             self.entry = entry
             self._update()
 
     def resume_steps(self) -> None:
-        """Attribute time to steps: a batch is fetched, or trained on."""
+        """Attribute time to steps: a batch is being fetched or trained on."""
         self.switch_to(STEPS if self.has_stepped else FIRST_STEP)
 
     def end_first_step(self) -> None:
-        """Note that the first step has ended."""
+        """Record the end of the first step."""
         self.has_stepped, self._thread = True, get_ident()
         if self.entry == SET_UP:
-            # A loop without `steps()`: nothing shows where its first step starts.
+            # In a loop without `steps()`, the start of the first step is unknown.
             account = self._current()
             self._put(
                 replace(
@@ -201,10 +202,10 @@ class WallClock:
             )
         self.resume_steps()
 
-    # `NamedPhase` calls these two, as those of a recorder.
+    # `NamedPhase` calls these two methods, which a recorder has, too.
 
     def enter_phase(self, entry: str) -> None:
-        """Attribute time to a nested entry until `leave_phase`, in the training's thread alone."""
+        """Attribute time to a nested entry until `leave_phase`. Other threads have no effect."""
         if get_ident() == self._thread:
             self._nested.append(entry)
             self._update()
@@ -215,17 +216,17 @@ class WallClock:
             self._update()
 
     def shorten_step(self, ns: int) -> None:
-        """Take time off the open step, which still counts for its entry (in nanoseconds)."""
+        """Exclude time from the open step, but not from its entry (in nanoseconds)."""
         account = self._current()
         if account.is_step:
             self._put(replace(account, steps_ns=max(account.steps_ns - ns, 0)))
 
     def move(self, source: str, entry: str, ms: float) -> None:
-        """Give time of one entry, as far as it has that much, to another (in milliseconds)."""
+        """Move time between entries, at most the time of `source` (in milliseconds)."""
         self._put(self._current().with_moved(source, entry, round(1e6 * ms)))
 
     def add_after_batches(self, ns: int) -> None:
-        """Note how long an evaluation took after its last batch (in nanoseconds)."""
+        """Add the time of an evaluation after its last batch (in nanoseconds)."""
         self._after_batches_ns += ns
 
     # Loops over `steps()`
@@ -247,10 +248,10 @@ class WallClock:
         self._account, self._now_ns = self._current(), None
 
     def stop_own_loop(self, ended_ns: int) -> None:
-        """Stop the clock of a plain loop. If it only calls `step()`, only this shows its end.
+        """Stop the clock of a plain loop, which may end without a notification.
 
         Args:
-            ended_ns: The time of all steps at the end of the last one, as `steps_ns` returns it.
+            ended_ns: Time of all steps at the end of the last step, as `steps_ns` returns it.
         """
         if self._now_ns is not None and not self._started_loops and self.has_stepped:
             account = self._current()
@@ -281,7 +282,7 @@ class WallClock:
         return account if now_ns is None else account.until(now_ns())
 
     def _update(self) -> None:
-        """Attribute time from now on to what is open now."""
+        """Attribute time from now on to the entry that is open."""
         if self._now_ns is None:
             return
         is_in_step = self.entry in (FIRST_STEP, STEPS)

@@ -1,4 +1,4 @@
-"""The summary of a run: a measurement, and the diagnosis of it, as tables and as JSON."""
+"""Summary of a run: a measurement and its diagnosis, as tables and as JSON."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,17 +25,18 @@ from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._phases import FIRST_STEPS
 
 _RANKS = "min - max (rank)"
-# The columns to leave out where a table is too wide, in this order.
+# Columns to drop from a table that is too wide, in this order.
 _DROPS = ("max", "steps", "host", "p95", "p50", "share", "busy", _RANKS)
-_SPEED_UP, _WHAT_TO_DO = "maximum speed-up", "what to do"
-_MIN_ROW = 0.01  # Smaller entries of the time breakdown share one line.
-_MIN_VARIATION = 0.05  # From this share of the time on, unexplained slow steps are reported.
+_SPEED_UP = "speed-up if removed"
+_MIN_ROW = 0.01  # Entries of the time breakdown with a smaller share are combined in one row.
+_MIN_VARIATION = 0.05  # Smallest share of unexplained slow steps that is reported.
 
-_BOUNDARY_MS, _MIN_COST = 0.02, 0.01
-"""Host time of a boundary in a loop that does real work (`benchmarks/cold_cost.py`), and the
-smallest share of a step that is reported."""
+_BOUNDARY_MS = 0.02
+"""Host time of a boundary in a loop with real work, as `benchmarks/cold_cost.py` measures it."""
+_MIN_COST = 0.01
+"""Smallest cost of timing that is reported, as a fraction of the step."""
 
-# Fields that the JSON has only where they say something.
+# Fields that the JSON omits if they are empty.
 _RARE = (
     "sections",
     "untimed_steps",
@@ -50,11 +51,11 @@ _RARE = (
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PhaseSummary(Tabular):
-    """Statistics of a run and what they mean; `print` shows them as tables.
+    """Statistics and diagnosis of a run; `print` shows them as tables.
 
     Attributes:
-        measurement: The facts, see `Measurement`. The most used ones are also attributes here.
-        setup: What is known of how the training is set up.
+        measurement: All facts, see `Measurement`. Most of them are also attributes of the summary.
+        setup: Setup of the training, as far as it is known.
     """
 
     measurement: Measurement
@@ -62,27 +63,27 @@ class PhaseSummary(Tabular):
 
     @property
     def diagnosis(self) -> Diagnosis:
-        """What limits the training: a pure function of the measurement and the set-up."""
+        """Bottleneck, time breakdown and advice, derived from the measurement and the setup."""
         return diagnose(self.measurement, self.setup)
 
     @property
     def code(self) -> str:
-        """Verdict code, such as "input-bound"; empty if nothing can be said."""
+        """Verdict code, such as "input-bound"; empty if unknown."""
         return self.diagnosis.code
 
     @property
     def verdict(self) -> str:
-        """One sentence on the bottleneck; empty if nothing can be said."""
+        """One sentence on the bottleneck; empty if unknown."""
         return self.diagnosis.headline
 
     @property
     def time_breakdown(self) -> TimeBreakdown | None:
-        """Where the wall clock went; None if nothing can be said."""
+        """Wall clock of the training by entry; None if unknown."""
         return self.diagnosis.time_breakdown
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to do next, about the bottleneck first; empty where no number supports any."""
+        """Recommended actions, those on the bottleneck first; empty if no number supports any."""
         return tuple(advice.text for advice in self.diagnosis.advice)
 
     @property
@@ -107,7 +108,7 @@ class PhaseSummary(Tabular):
 
     @property
     def warmup_steps(self) -> int:
-        """Number of timed steps that are excluded."""
+        """Number of timed steps that are excluded from the statistics."""
         return self.measurement.warmup_steps
 
     @property
@@ -127,12 +128,12 @@ class PhaseSummary(Tabular):
 
     @property
     def on_host_clock(self) -> bool:
-        """True if there was no device."""
+        """True if all times are the host's, because there was no GPU."""
         return self.measurement.on_host_clock
 
     @property
     def timed_every_n_steps(self) -> int:
-        """1 of this many steps was timed in the end."""
+        """With `every_n_steps="auto"`: 1 of this many steps was timed at the end."""
         return self.measurement.timed_every_n_steps
 
     @property
@@ -147,7 +148,7 @@ class PhaseSummary(Tabular):
 
     @property
     def not_sampled_share(self) -> float:
-        """Fraction of the time of all steps that these took, from 0 to 1."""
+        """Fraction of the time of all steps that `not_sampled_steps` took, from 0 to 1."""
         return self.measurement.not_sampled_share
 
     @property
@@ -162,27 +163,27 @@ class PhaseSummary(Tabular):
 
     @property
     def launch_gap_share(self) -> float | None:
-        """Fraction of the step in which the device waits for launches."""
+        """Fraction of the step in which the GPU waits for launches; None if no step was probed."""
         return self.measurement.launch_gap_share
 
     @property
     def ranks(self) -> RankSummary | None:
-        """The comparison of all ranks."""
+        """Comparison of all ranks, on rank zero; None without other ranks."""
         return self.measurement.ranks
 
     @property
     def slow(self) -> SlowSummary | None:
-        """Cost of slow steps."""
+        """Cost of slow steps; None if no step was slow."""
         return self.measurement.slow
 
     @property
     def slowdown(self) -> Slowdown | None:
-        """Lasting change of the step time."""
+        """Lasting change of the step time; None if there is none."""
         return self.measurement.slowdown
 
     @property
     def wall_clock(self) -> WallClockBreakdown | None:
-        """Host time of the training by entry."""
+        """Host time of the training by entry; None if unknown."""
         return self.measurement.wall_clock
 
     @property
@@ -192,7 +193,7 @@ class PhaseSummary(Tabular):
 
     @property
     def work(self) -> WorkSummary | None:
-        """Work per second."""
+        """Work per second; None if unknown."""
         return self.measurement.work
 
     @property
@@ -207,17 +208,17 @@ class PhaseSummary(Tabular):
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """What observers add."""
+        """Sections that observers add."""
         return self.measurement.sections
 
     @property
     def not_measured(self) -> tuple[str, ...]:
-        """What could not be measured, and why."""
+        """Sentences on quantities that could not be measured."""
         return self.measurement.not_measured
 
     @property
     def blurred(self) -> tuple[str, ...]:
-        """Phases whose times are not separated because of that."""
+        """Phases whose times are therefore not separated."""
         return self.measurement.blurred
 
     @property
@@ -227,13 +228,13 @@ class PhaseSummary(Tabular):
 
     @property
     def hint(self) -> str:
-        """What to do if no step was timed."""
+        """Advice if no step was timed."""
         return self.measurement.hint
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts of numbers, ready for JSON; None where there is no number."""
         diagnosis = self.diagnosis
-        facts = {one.name: getattr(self.measurement, one.name) for one in fields(Measurement)}
+        facts = {field.name: getattr(self.measurement, field.name) for field in fields(Measurement)}
         derived = {"verdict": diagnosis.headline, "advice": self.advice}
         found: dict[str, Any] = plain(
             {**asdict(self.measurement), **derived, "diagnosis": asdict(diagnosis)}
@@ -249,14 +250,16 @@ class PhaseSummary(Tabular):
             return Table(self._title(), [], [])
         below = [] if m.is_warmup else [*filter(None, self._sentences())]
         diagnosis = self.diagnosis
-        breakdown = diagnosis.time_breakdown
-        above = None if breakdown is None else (diagnosis.headline, _breakdown_table(breakdown))
+        above = None
+        if diagnosis.time_breakdown is not None:
+            advice = _advice_lines(diagnosis)
+            above = diagnosis.headline, _breakdown_table(diagnosis.time_breakdown, advice)
         return Table(
             self._title(), self._lines(), below, above=above, drops=_DROPS, lanes=self._lanes()
         )
 
     def _lanes(self) -> dict[str, dict[str, float]]:
-        """Return the phases of the mean step as the device ran them, and as the host did."""
+        """Return the time of each phase in the mean step, on the GPU and on the host."""
         rows = {name: row for name, row in self.rows.items() if "/" not in name}
         device_ms = {name: row.frequency * row.mean_ms for name, row in rows.items()}
         if self.on_host_clock:
@@ -275,8 +278,7 @@ class PhaseSummary(Tabular):
         part = f" of {all_steps}" if self.untimed_steps else ""
         over = f"{of} in {unit} over {self.steps}{part} step{'s' * (all_steps != 1)}"
         if self.is_warmup:
-            are = "is" if self.steps == 1 else "are"
-            return f"{over}, which {are} warm-up: no other was timed"
+            return f"{over} of the warm-up; no other step was timed"
         skipped = f"; {self.skipped_updates} updates skipped" if self.skipped_updates else ""
         if 2 * self.skipped_updates >= self.steps + n:
             skipped = f"; {self.skipped_updates} of {self.steps + n} timed steps have no update"
@@ -295,7 +297,7 @@ class PhaseSummary(Tabular):
             "steps": [str(row.n or "") for row in rows],
         }
         if self.on_host_clock:
-            del columns["host"]  # It is the mean.
+            del columns["host"]  # It equals the mean.
         if self.probed_steps:
             columns["busy"] = self._times(row.gpu_busy_mean_ms for row in rows)
         if self.ranks is not None:
@@ -324,37 +326,37 @@ class PhaseSummary(Tabular):
         unit = unit_of(step_ms)
         step = unit.of(step_ms)
         if any(2 * row.n <= self.steps for name, row in self.rows.items() if "/" not in name):
-            yield "share is of all steps; the other columns are of the steps in which a phase ran"
+            yield "share: fraction of all steps; other columns: only steps in which the phase ran"
         yield parts_of_other(self.measurement)
         yield self.probe_failure
         for feature in (self.memory, self.work):
             yield from feature.sentences if feature is not None else ()
         n, cost = self.timed_every_n_steps, self.timing_share
         if n > 1 and cost is not None:
-            fewer = "; a larger log_every_n_steps times fewer" if cost > n * _MIN_COST else ""
+            fewer = "; increase log_every_n_steps to time fewer" if cost > n * _MIN_COST else ""
             yield (
-                f"timed the first {FIRST_STEPS} steps, in the end 1 in {n}: timing every step would"
+                f"timed the first {FIRST_STEPS} steps, then 1 of every {n}: timing every step would"
                 f" add {percent(cost)} to a step of {step}{fewer}"
             )
         elif cost is not None and self.untimed_steps:
-            yield f"{self.untimed_steps} steps were not timed, to measure what timing adds"
+            yield f"{self.untimed_steps} steps were not timed, to measure the cost of timing"
         if self.not_sampled_steps:
             yield (
-                f"not sampled: {self.not_sampled_steps} long steps,"
-                f" {percent(self.not_sampled_share)} of the time; every_n_steps=1 times them"
+                f"{self.not_sampled_steps} long steps ({percent(self.not_sampled_share)} of the"
+                " time) were not sampled; pass every_n_steps=1 to time them"
             )
         timing_ms = (len(self.rows) + 1) * _BOUNDARY_MS
         is_costly = timing_ms > max(_MIN_COST * step_ms, self.host_wait_mean_ms)
         reason = self.measurement.each_timed_for
         if reason and is_costly and not self.on_host_clock:
             yield (
-                f"every step is timed because of {reason}: this takes the CPU about"
+                f"every step is timed because of {reason}, which takes the CPU about"
                 f" {unit.of(timing_ms)} of {step}; remove it to time fewer steps"
             )
         if self.slow is not None and self.slow.unexplained_share >= _MIN_VARIATION:
             spread = f"{unit.of(self.step.p5_ms)} to {unit.of(self.step.p95_ms)}"
             yield f"step times vary: 90 % of the steps take {spread}"
-        # A slowdown that costs much is part of the verdict.
+        # The verdict already contains an expensive slowdown.
         slowdown = str(self.slowdown or "")
         yield slowdown if slowdown not in self.verdict else ""
         yield from self.slow.sentences if self.slow is not None else ()
@@ -365,7 +367,7 @@ class PhaseSummary(Tabular):
 
 
 def summary_of(results: Results, stage: str = "") -> PhaseSummary:
-    """Return the summary of what was measured so far."""
+    """Return the summary of the steps so far."""
     return PhaseSummary(results.measurement(stage), results.setup)
 
 
@@ -375,32 +377,37 @@ def _percent_with_error(share: float, error: float) -> str:
     return f"{share:.1%} ± {error:.1%}" if error >= 0.0005 else f"{share:.1%}"
 
 
-def _breakdown_table(breakdown: TimeBreakdown) -> Table:
-    """Return the time breakdown as a table, small entries on one line."""
+def _breakdown_table(breakdown: TimeBreakdown, advice: Sequence[str]) -> Table:
+    """Return the time breakdown as a table, with small entries combined in one row."""
     removable = [row for row in breakdown.rows if row.name != breakdown.work]
     small = [row for row in removable if row.share < _MIN_ROW]
     shown = [row for row in removable if row.share >= _MIN_ROW] if len(small) > 1 else removable
-    lines: list[tuple[str, ...]] = [
-        (f"of the {breakdown.scope}", "time", "share", _SPEED_UP, _WHAT_TO_DO)
-    ]
-    lines += [line for row in shown for line in _entry_lines(row)]
+    lines: list[tuple[str, ...]] = [("entry", "time", "share", _SPEED_UP)]
+    lines += map(_entry_line, shown)
     if len(small) > 1:
         seconds, share = sum(row.seconds for row in small), sum(row.share for row in small)
-        name = f"{len(small)} more, below 1 % each"
-        lines.append((name, duration(1e3 * seconds), f"{share:.1%}", "", ""))
-    lines += _entry_lines(breakdown[breakdown.work])
+        name = f"{len(small)} others below {percent(_MIN_ROW)}"
+        lines.append((name, duration(1e3 * seconds), f"{share:.1%}", ""))
+    lines.append(_entry_line(breakdown[breakdown.work]))
     if breakdown.peak_share is not None:
-        lines.append(("  at the peak", "", f"{breakdown.peak_share:.1%}", "", ""))
-    lines.append(("total", duration(1e3 * breakdown.wall_s), "100.0%", "", ""))
+        lines.append(("  at peak FLOP/s", "", f"{breakdown.peak_share:.1%}", ""))
+    lines.append(("total", duration(1e3 * breakdown.wall_s), "100.0%", ""))
     below = [f"Not measured: {breakdown.unknown}"] if breakdown.unknown else []
-    return Table("", lines, below, left=(0, 4), drops=("time", _SPEED_UP, _WHAT_TO_DO))
+    title = f"Time breakdown of the {breakdown.scope}"
+    return Table(title, lines, below, drops=("time", _SPEED_UP), steps=advice)
 
 
-def _entry_lines(row: Entry) -> list[tuple[str, ...]]:
-    speed_up = f"{row.speed_up:.2f}x" if row.speed_up is not None else ""
+def _entry_line(row: Entry) -> tuple[str, ...]:
+    speed_up = f"up to {row.speed_up:.2f}x" if row.speed_up is not None else ""
     if row.name in ONCE:
-        speed_up = "once"
-    first, *more = [advice.text for advice in row.advice] or [""]
+        speed_up = "occurs once"
     share = _percent_with_error(row.share, row.error)
-    line = (row.name, duration(1e3 * row.seconds), share, speed_up, first)
-    return [line, *(("", "", "", "", text) for text in more)]
+    return (row.name, duration(1e3 * row.seconds), share, speed_up)
+
+
+def _advice_lines(diagnosis: Diagnosis) -> list[str]:
+    """Return the advice, each with the entry that it belongs to."""
+    breakdown = diagnosis.time_breakdown
+    rows = breakdown.rows if breakdown is not None else ()
+    entries = {advice.text: row.name for row in reversed(rows) for advice in row.advice}
+    return [f"{entries[advice.text]}: {advice.text}" for advice in diagnosis.advice]

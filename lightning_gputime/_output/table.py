@@ -16,53 +16,75 @@ from unicodedata import combining, east_asian_width
 
 from lightning_gputime._phases import colours_of
 
-_BETWEEN = "  "  # What separates the columns of plain text.
-_MAX_WORDS = 40  # The width of a column of words, where that of the whole is limited.
+_BETWEEN = "  "  # Separator of the columns of plain text.
+_MAX_WORDS = 40  # Maximum width of the last column of words in a table of limited width.
+_TO_DO = "What to do, most important first:"
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table whose first column has names, and the others mostly numbers."""
+    """Table with names in the first column, and texts around it.
+
+    Attributes:
+        title: Caption.
+        lines: Header, body and a last line for the total. If empty, only the title is shown.
+        sentences: Texts below the table.
+        left: Indices of columns that are aligned to the left.
+        above: Headline and a further table above this table.
+        drops: Columns to drop from a table that is too wide, in this order. No cell is ever cut.
+        lanes: Time of each phase, by lane such as "GPU" (in milliseconds).
+        steps: Recommended actions, as a numbered list below the table.
+    """
 
     title: str
-    # The header, the body, and one line for the whole. Without any, the table is its title.
     lines: Sequence[tuple[str, ...]]
-    sentences: Sequence[str]  # Below it.
-    left: Sequence[int] = (0,)  # The columns that are words.
-    above: tuple[str, "Table"] | None = None  # The most important sentence, and a table of it.
-    # The columns to leave out where the table is too wide, in this order. No cell is ever cut.
+    sentences: Sequence[str]
+    left: Sequence[int] = (0,)
+    above: tuple[str, "Table"] | None = None
     drops: Sequence[str] = ()
-    lanes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # Their times by phase.
+    lanes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    steps: Sequence[str] = ()
 
     def text(self, width: int | None = None, *, in_colour: bool = False) -> str:
-        """Return it as text, with lines of at most `width` characters; its lanes in colour only."""
+        """Return the table as text.
+
+        Args:
+            width: Maximum width of a line; None for no limit.
+            in_colour: Also draw the lanes, in color.
+        """
         if not self.lines:
             return self.title
         table = self if width is None else self._fitting(width)
-        header, *body, whole = table._padded_lines()
-        rule = "-" * max(map(_width_of, (header, *body, whole)))
+        header, *body, total = table._padded_lines()
+        rule = "-" * max(map(_width_of, (header, *body, total)))
         lead = [_wrapped(self.above[0], width), self.above[1].text(width)] if self.above else []
         if in_colour and self.lanes and width is not None:
             lead.insert(1, _draw_lanes(self.lanes, width))
-        title, *below = (_wrapped(one, width) for one in (self.title, *self.sentences))
-        grid = "\n".join([header, rule, *body, rule, whole])
-        return "\n\n".join(filter(None, [*lead, title, grid, *below]))
+        title, *below = (_wrapped(text, width) for text in (self.title, *self.sentences))
+        grid = "\n".join([header, rule, *body, rule, total])
+        steps = [_wrapped(f"{i:3}. {step}", width, "     ") for i, step in enumerate(self.steps, 1)]
+        if steps:
+            steps.insert(0, _TO_DO)
+        return "\n\n".join(filter(None, [*lead, title, grid, "\n".join(steps), *below]))
 
     def html(self) -> str:
         if not self.lines:
             return f"<p>{html.escape(self.title)}</p>"
-        header, *body, whole = self.lines
-        rows = "".join(self._row(line, "td") for line in body) + self._row(whole, "th")
+        header, *body, total = self.lines
+        rows = "".join(self._row(line, "td") for line in body) + self._row(total, "th")
         lead = ""
         if self.above:
             lead = f"<p><strong>{marked(self.above[0])}</strong></p>{self.above[1].html()}"
-        sentences = "".join(f"<p>{marked(sentence)}</p>" for sentence in self.sentences)
+        below = "".join(f"<p>{marked(sentence)}</p>" for sentence in self.sentences)
+        if self.steps:
+            steps = "".join(f"<li>{marked(step)}</li>" for step in self.steps)
+            below = f"<p>{_TO_DO}</p><ol>{steps}</ol>{below}"
         caption = f'<caption style="text-align:left">{html.escape(self.title)}</caption>'
         table = f"{caption}<thead>{self._row(header, 'th')}</thead><tbody>{rows}</tbody>"
-        return f"{lead}<table>{table}</table>{sentences}"
+        return f"{lead}<table>{table}</table>{below}"
 
     def _fitting(self, width: int) -> "Table":
-        """Leave out ever more columns, until it is no wider than `width`."""
+        """Drop columns until the table is no wider than `width`."""
         table = replace(self, lines=[*self._broken_lines()]) if len(self.left) > 1 else self
         for name in self.drops:
             widths = [max(map(_width_of, column)) for column in zip(*table.lines, strict=True)]
@@ -76,11 +98,11 @@ class Table:
         return table
 
     def _broken_lines(self) -> Iterator[tuple[str, ...]]:
-        """Yield its lines, with the words of the last column over several."""
+        """Yield the lines, with the last column wrapped."""
         for *cells, words in self.lines:
             first, *more = textwrap.wrap(words, _MAX_WORDS, subsequent_indent="  ") or [""]
             yield (*cells, first)
-            yield from ((*[""] * len(cells), one) for one in more)
+            yield from ((*[""] * len(cells), part) for part in more)
 
     def _padded_lines(self) -> list[str]:
         columns = []
@@ -92,7 +114,7 @@ class Table:
         return [_BETWEEN.join(line).rstrip() for line in zip(*columns, strict=True)]
 
     def _row(self, line: tuple[str, ...], tag: str) -> str:
-        # Inside the tags: a notebook's own style puts all cells to the right.
+        # Inline styles: the style sheet of a notebook aligns all cells to the right.
         cells = ""
         for i, cell in enumerate(line):
             side = "left" if i in self.left else "right"
@@ -102,7 +124,7 @@ class Table:
 
 
 class Tabular:
-    """What `print`, rich and notebooks show as a table."""
+    """Base of objects that `print`, rich and notebooks show as a table."""
 
     __slots__ = ()
 
@@ -125,19 +147,20 @@ class Tabular:
         """Yield the table for rich, no wider than its console."""
         from rich.text import Text
 
-        # Of 16 colours some phases would get the same one.
+        # With only 16 colors, phases would share colors.
         in_colour = console.color_system in ("256", "truecolor") and not console.no_color
         yield Text.from_ansi(self._table().text(options.max_width, in_colour=in_colour))
 
 
 def _width_of(text: str) -> int:
-    """Return how many columns of a terminal a text takes."""
-    marks = sum(combining(one) > 0 for one in text)
-    return len(text) - marks + sum(east_asian_width(one) in "WF" for one in text)
+    """Return the number of terminal columns that a text takes."""
+    marks = sum(combining(character) > 0 for character in text)
+    wide = sum(east_asian_width(character) in "WF" for character in text)
+    return len(text) - marks + wide
 
 
 def _draw_lanes(lanes: Mapping[str, Mapping[str, float]], width: int) -> str:
-    """Return a bar per lane, in the colours of its phases, and what each colour stands for."""
+    """Return a bar per lane in the colors of its phases, and a legend."""
     colours = colours_of(dict.fromkeys(name for lane in lanes.values() for name in lane))
     longest_ms = max(sum(lane.values()) for lane in lanes.values()) or 1.0
     left = max(map(len, lanes)) + len(_BETWEEN)
@@ -146,7 +169,7 @@ def _draw_lanes(lanes: Mapping[str, Mapping[str, float]], width: int) -> str:
         ends = [round((width - left) * ms / longest_ms) for ms in accumulate(lane.values())]
         sizes = zip(lane, map(sub, ends, [0, *ends]), strict=False)
         lines.append(title.ljust(left) + "".join(_bar(colours[name], n) for name, n in sizes))
-    # Each name in one piece, behind two characters that become a square.
+    # Two placeholder characters before each name become a square; names are not broken.
     names = [f"\0\0 {name}".replace(" ", "\xa0") for name in colours]
     legend = _wrapped("  ".join(names), width)
     for colour in colours.values():
@@ -155,44 +178,50 @@ def _draw_lanes(lanes: Mapping[str, Mapping[str, float]], width: int) -> str:
 
 
 def _bar(colour: str, size: int) -> str:
-    """Return spaces on a ground of the nearest of the 256 colours that terminals have."""
+    """Return spaces on a background of the nearest of the 256 terminal colors."""
     red, green, blue = (max(value - 35, 0) // 40 for value in bytes.fromhex(colour[1:]))
     return f"\x1b[48;5;{16 + 36 * red + 6 * green + blue}m{' ' * size}\x1b[0m"
 
 
 def marked(sentence: str) -> str:
-    """Return a sentence as HTML, with its names in the type of code."""
+    """Return a sentence as HTML, with names in backticks as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(sentence))
 
 
-def _wrapped(sentence: str, width: int | None) -> str:
+def _wrapped(sentence: str, width: int | None, indent: str = "") -> str:
     if width is None:
         return sentence
-    # Between words alone: a name with a hyphen stays whole.
-    return textwrap.fill(sentence, width, break_long_words=False, break_on_hyphens=False)
+    # Break only between words, so that names with hyphens stay intact.
+    return textwrap.fill(
+        sentence,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def show(table: Tabular, *, on_stderr: bool = False) -> None:
-    """Show a table: in a notebook, through rich on a terminal if it is installed, or as text."""
+    """Show a table in a notebook, with rich on a terminal if it is installed, or as text."""
     if in_notebook():
         sys.modules["IPython"].display.display(table)
         return
     stream = sys.stderr if on_stderr else sys.stdout
     if stream is None:
-        return  # As where a process has no standard output.
+        return  # The process has no standard output.
     with _below_bars(stream):
         width = shutil.get_terminal_size().columns if stream.isatty() else None
         try:
             if width is not None and not on_stderr:
                 from rich import get_console
 
-                # Live displays such as rich's progress bar are on this console: another one would
-                # write over them, and they over it.
+                # Use the global console: live displays such as progress bars are on it, and two
+                # consoles would overwrite each other.
                 get_console().print(table)
                 return
         except (ImportError, UnicodeEncodeError):
             pass
-        # With escapes in place of what the stream has no bytes for.
+        # Escape characters that the encoding of the stream does not have.
         encoding = getattr(stream, "encoding", None) or "utf-8"
         kind = os.environ.get("TERM", "") + os.environ.get("COLORTERM", "")
         has_colours = re.search("256color|truecolor", kind) and not os.environ.get("NO_COLOR")
@@ -201,18 +230,18 @@ def show(table: Tabular, *, on_stderr: bool = False) -> None:
 
 
 def in_notebook() -> bool:
-    """Return whether this is the kernel of a notebook, which shows HTML."""
+    """Return True in the kernel of a notebook, which shows HTML."""
     ipython = sys.modules.get("IPython")
     try:
         kernel = getattr(ipython.get_ipython(), "kernel", None) if ipython is not None else None
-        # A process that was forked from a kernel cannot send to its notebook.
+        # A process forked from a kernel cannot send output to its notebook.
         return kernel is not None and getattr(kernel.session, "pid", os.getpid()) == os.getpid()
     except Exception:
         return False
 
 
 def _below_bars(stream: TextIO) -> AbstractContextManager[Any]:
-    """Clear tqdm's progress bars while something is printed, and draw them again below."""
+    """Clear tqdm's progress bars while text is printed, then draw them again below."""
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
     above: Any = getattr(bars, "external_write_mode", None)
     return nullcontext() if above is None else above(file=stream)

@@ -159,7 +159,8 @@ class Session:
         # Readers get steps in any order. Observers, logs and checks follow: they read the readers.
         readers = [results, places, self._comparison, self.analyzer]
         self._readers = methods(readers, "steps_read")
-        self._followers = [users.steps_read, self._log_read, self._self_check.steps_read]
+        logs = _Logs(means, self.analyzer)
+        self._followers = [users.steps_read, logs.steps_read, self._self_check.steps_read]
         self._blocks, self._is_pace_known = blocks, False
         self._is_slowdown_located = False
         self._blocking = BlockingCalls(results.culprits, self.recorder)
@@ -565,10 +566,6 @@ class Session:
         else:
             self._means.log_at(self._newest)
 
-    def _log_read(self, steps: ReadSteps) -> None:
-        if self._means.take(steps):
-            self.analyzer.end_own_call("the timer's logging")
-
     def _steps_read(self, records: list[StepRecord]) -> None:
         auto, since_ns = self._auto, self.recorder.pending.reading_since_ns
         for record in records:
@@ -734,6 +731,17 @@ class _UserCalls:
             call_safely(self._on_slow_step, one)
         self._analyzer.end_own_call("observers")
         self._analyzer.start_own_call()  # Loggers are next.
+
+
+class _Logs:
+    """Log the means of steps. The analyzer notes when: that may be why a step is slow."""
+
+    def __init__(self, means: MeanLog, analyzer: SlowStepAnalyzer) -> None:
+        self._means, self._analyzer = means, analyzer
+
+    def steps_read(self, steps: ReadSteps) -> None:
+        if self._means.take(steps):
+            self._analyzer.end_own_call("the timer's logging")
 
 
 def _name_of_update(loop: Loop) -> str:
