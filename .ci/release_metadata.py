@@ -1,7 +1,7 @@
-"""Completes a release's metadata: the address of the repository, and a README that links to it.
+"""Complete the metadata of a release: addresses of the repository, and a README with badges.
 
-The workflow that builds a release says where it runs. A build anywhere else has no address, and its
-README is the one in the clone.
+The workflow that builds a release knows its repository. Any other build has no addresses, and its
+README is the file in the clone.
 """
 
 import os
@@ -13,6 +13,21 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 _IMAGE = re.compile(r"(!\[[^]]*\]\()(?!https?://|#)")
 _LINK = re.compile(r"(?<!!)(\[[^]]*\]\()(?!https?://|#)")
+_TITLE = re.compile(r"\A# .*\n")
+
+
+def badges(page: str, project: str) -> str:
+    """Return the badges of a release, for the top of its README.
+
+    Args:
+        page: Address of the repository.
+        project: Name on PyPI.
+    """
+    tests = f"{page}/actions/workflows/test.yml"
+    return (
+        f"[![tests]({tests}/badge.svg)]({tests})\n"
+        f"[![PyPI](https://img.shields.io/pypi/v/{project})](https://pypi.org/project/{project}/)\n"
+    )
 
 
 class ReleaseMetadata(MetadataHookInterface):
@@ -27,6 +42,7 @@ class ReleaseMetadata(MetadataHookInterface):
             page = f"{host}/{repository}"
             text = _IMAGE.sub(rf"\1{page}/raw/{ref}/", text)
             text = _LINK.sub(rf"\1{page}/blob/{ref}/", text)
+            text = _TITLE.sub(lambda title: f"{title[0]}\n{badges(page, metadata['name'])}", text)
             metadata["urls"] = {
                 "Source": page,
                 "Documentation": f"{page}/blob/{ref}/docs/index.md",

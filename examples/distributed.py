@@ -1,8 +1,8 @@
-"""Trains under DistributedDataParallel, with a rank that is slow; the table names it.
+"""Train under DistributedDataParallel with a straggler, which the table names.
 
 torchrun --nproc-per-node 2 examples/distributed.py
 
-On several nodes it is the same script, started by torchrun on each of them.
+On several nodes, start the same script with torchrun on each node.
 """
 
 import os
@@ -18,7 +18,7 @@ from lightning_gputime import GPUPhaseHooks
 
 
 class SlowNet(nn.Module):
-    """A net that is slow on one rank."""
+    """Model that is slow on one rank."""
 
     def __init__(self, is_slow: bool) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class SlowNet(nn.Module):
         self.is_slow = is_slow
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns predictions of shape (batch, 1) for `x` of shape (batch, 256)."""
+        """Return predictions of shape (batch, 1) for `x` of shape (batch, 256)."""
         if self.is_slow:
             time.sleep(0.02)
         y: Tensor = self.layers(x)
@@ -34,7 +34,7 @@ class SlowNet(nn.Module):
 
 
 def main(steps: int = 200) -> None:
-    """Trains on the GPUs of this machine or, without any, on its CPU."""
+    """Train on the GPUs of this machine, or on its CPU."""
     on_gpu = torch.cuda.is_available()
     torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
     rank = torch.distributed.get_rank()

@@ -1,4 +1,4 @@
-"""The energy of an NVIDIA GPU by its own counter, as an observer: joules per step, items per joule.
+"""Observer that logs the energy of an NVIDIA GPU: joules per step, items per joule.
 
 python -m pip install nvidia-ml-py
 python examples/energy_meter.py
@@ -17,18 +17,17 @@ _SHORTEST_S = 1.0  # The counter changes every 100 ms: shorter windows are not l
 
 
 class EnergyMeter:
-    """Measure the energy of a GPU between two logs; pass it to a timer as an observer.
+    """Observer that measures the energy of a GPU between two logs.
 
-    It logs `energy_j`, the energy per step (in joules), and `power_w`, the mean power (in watts).
-    Where the timer knows items it logs `items_per_j`, items per joule. It reads the counter at logs
-    alone. The counter includes all work of the GPU, also evaluations and other processes. It
-    changes every 100 ms, so it cannot be split by phase.
-
-    Its source is `nvmlDeviceGetTotalEnergyConsumption` (Volta and newer).
+    It logs `energy_j`, the energy per step (in joules), `power_w`, the mean power (in watts), and
+    `items_per_j`, items per joule, if the timer counts items. It reads the counter
+    `nvmlDeviceGetTotalEnergyConsumption` (Volta and newer) only at logs. The counter includes all
+    work of the GPU, also evaluations and other processes. It changes every 100 ms, so it cannot be
+    split by phase.
 
     Args:
-        device: GPU, as a number or a `torch.device`; by default torch's current one when measuring
-            starts.
+        device: GPU, as a number or a `torch.device`; by default torch's current device at the
+            start.
 
     Raises:
         ImportError: If `nvidia-ml-py` is not installed.
@@ -54,7 +53,7 @@ class EnergyMeter:
         """Find and read the GPU's counter."""
         self._reset()
         self._nvml.nvmlInit()
-        # The number of a device differs where CUDA_VISIBLE_DEVICES hides some.
+        # CUDA_VISIBLE_DEVICES renumbers devices, so find the GPU by its UUID.
         index = torch.cuda.current_device() if self._device is None else self._device
         found = torch.cuda.get_device_properties(index)
         self._handle = self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{found.uuid}")
@@ -103,7 +102,7 @@ class EnergyMeter:
 
 
 def main(steps: int = 500, width: int = 4096) -> GPUPhaseHooks:
-    """Train a net of two layers, and print what a step takes."""
+    """Train a net of two layers, and print its energy."""
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batch = torch.randn(width, width, device="cuda")

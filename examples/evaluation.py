@@ -1,4 +1,4 @@
-"""Times training, validation and test of one model, with its values in TensorBoard.
+"""Time training, validation and test of one model, and log them to TensorBoard.
 
 python examples/evaluation.py
 tensorboard --logdir lightning_logs
@@ -15,16 +15,16 @@ from lightning_gputime import GPUPhaseTimer
 
 
 class Evaluated(ConvNet):
-    """The net of quickstart.py, with a test."""
+    """Model of quickstart.py with a test step."""
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Logs the accuracy on one batch."""
+        """Log the accuracy on one batch."""
         images, labels = batch
         self.log("test/accuracy", (self(images).argmax(1) == labels).float().mean())
 
 
 def main(max_epochs: int = 10, log_dir: str = "lightning_logs") -> dict[str, Tensor]:
-    """Trains and tests; returns the metrics."""
+    """Train and test; return the metrics."""
     pl.seed_everything(0)
     train, val, test = torch.utils.data.random_split(digits(), [1200, 297, 300])
     timer, logger = GPUPhaseTimer(), TensorBoardLogger(log_dir, name="evaluation")

@@ -1,4 +1,4 @@
-"""Times the phases of Hugging Face's Trainer, on a tiny model with random weights.
+"""Time the phases of Hugging Face's Trainer on a tiny model with random weights.
 
 python -m pip install -e ".[examples,huggingface]" && python examples/huggingface.py
 """
@@ -12,7 +12,7 @@ from lightning_gputime.huggingface import TransformersPhaseTimer
 
 
 def main(max_steps: int = 50, output_dir: str = "trainer_output") -> TransformersPhaseTimer:
-    """Trains, and returns the timer with what it measured."""
+    """Train, and return the timer."""
     config = GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=256, n_positions=64)
     tokens = torch.randint(0, 256, (256, 64))
     options: dict[str, Any] = {"report_to": ["tensorboard"], "save_strategy": "no"}

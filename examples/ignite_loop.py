@@ -1,4 +1,4 @@
-"""Times the phases of PyTorch-Ignite's Engine.
+"""Time the phases of PyTorch-Ignite's Engine.
 
 python -m pip install pytorch-ignite && python examples/ignite_loop.py
 """
@@ -16,14 +16,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main(max_epochs: int = 2) -> GPUPhaseHooks:
-    """Trains, and returns the timer with what it measured."""
+    """Train, and return the timer."""
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
     loss_of = nn.CrossEntropyLoss()
     data = TensorDataset(torch.randn(1024, 64), torch.randint(10, (1024,)))
 
     def train(engine: Engine, batch: list[Tensor]) -> float:
-        x, y = (one.to(DEVICE, non_blocking=True) for one in batch)
+        x, y = (tensor.to(DEVICE, non_blocking=True) for tensor in batch)
         loss = loss_of(model(x), y)
         optimizer.zero_grad()
         loss.backward()

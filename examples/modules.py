@@ -1,4 +1,4 @@
-"""Splits forward and backward by module: which part of the model takes the time?
+"""Split forward and backward by module: which part of the model takes the time?
 
 python examples/modules.py
 """
@@ -12,7 +12,7 @@ from lightning_gputime import GPUPhaseHooks
 
 
 def main(width: int = 256, epochs: int = 3) -> GPUPhaseHooks:
-    """Trains, and returns the timer with what it measured."""
+    """Train, and return the timer."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     body = nn.Sequential(

@@ -1,4 +1,4 @@
-"""Each step as a span of OpenTelemetry, with a span for each phase inside.
+"""Export each step as an OpenTelemetry span, with a child span per phase.
 
 python -m pip install opentelemetry-sdk
 python examples/opentelemetry_spans.py
@@ -17,21 +17,21 @@ from lightning_gputime import GPUPhaseHooks, StepTimes
 
 
 class Spans:
-    """Write the steps as spans: they start at the host's time, and last as long as on the GPU."""
+    """Observer that exports steps: spans start at the host time and have GPU durations."""
 
     def __init__(self, provider: Any) -> None:
         self._tracer = provider.get_tracer("lightning_gputime")
-        # Steps have the clock of `time.perf_counter_ns`, spans the time of day.
+        # Steps use `time.perf_counter_ns`, spans the time of day.
         self._to_day_ns = time.time_ns() - time.perf_counter_ns()
 
     def on_step(self, times: StepTimes) -> None:
-        """Take the next step whose times are known."""
+        """Export a step."""
         if times.timeline is not None:
             start_ns = times.timeline.host_ns[0] + self._to_day_ns
             span = self._tracer.start_span(f"step {times.step}", start_time=start_ns)
             at_ns = start_ns
             for name, ms in times.phase_ms.items():
-                if "/" not in name:  # The parts of a phase are inside it.
+                if "/" not in name:  # Sub-phases are included in their phase.
                     inside = trace.set_span_in_context(span)
                     phase = self._tracer.start_span(name, inside, start_time=at_ns)
                     at_ns += round(ms * 1e6)
@@ -40,7 +40,7 @@ class Spans:
 
 
 def main(provider: TracerProvider | None = None, steps: int = 50) -> GPUPhaseHooks:
-    """Train a small net, and write its steps, by default to the terminal."""
+    """Train a small net, and export its steps, by default to the terminal."""
     if provider is None:
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter()))

@@ -1,4 +1,4 @@
-"""An output of your own: an observer of steps that adds a metric and a line of the summary.
+"""Custom output: an observer that logs a metric and adds a line to the summary.
 
 python examples/own_output.py
 """
@@ -12,18 +12,18 @@ from lightning_gputime import GPUPhaseHooks, StepTimes
 
 
 class Longest:
-    """Keep the longest step, log how long it was, and print it below the summary's table."""
+    """Observer that logs the longest step, and adds it to the summary."""
 
     def __init__(self) -> None:
         self.step: StepTimes | None = None
 
     def on_step(self, times: StepTimes) -> None:
-        """Take the next step whose times are known."""
+        """Keep the step if it is the longest."""
         if self.step is None or times.step_ms > self.step.step_ms:
             self.step = times
 
     def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Return what is logged beside the means, under the timer's prefix."""
+        """Return additional values to log, under the prefix of the timer."""
         return {"longest_ms": self.step.step_ms} if self.step else {}
 
     def summary(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Trains a small net, and writes its newest steps as a trace.
+"""Train a small net, and write its newest steps as a trace.
 
     python examples/perfetto_trace.py
 
@@ -18,10 +18,10 @@ from lightning_gputime import GPUPhaseHooks, StepTimes
 
 
 class StepTrace:
-    """Keeps the newest steps for a trace with a lane for the GPU and one for the host.
+    """Trace of the newest steps, with a lane for the GPU and a lane for the host.
 
     Args:
-        steps: How many steps to keep; one takes about 1 kB in the file.
+        steps: Number of steps to keep, each about 1 kB in the file.
     """
 
     def __init__(self, steps: int = 1000) -> None:
@@ -37,8 +37,8 @@ class StepTrace:
         for step in self.newest:
             if (line := step.timeline) is None:
                 continue
-            # The GPU begins a step after the host and after the step before, and ends it where the
-            # host has waited for it.
+            # The GPU starts a step after the host does and after the previous step. If the host
+            # waited, the step ends there.
             start_ns = max(end_ns, line.host_ns[0], line.finished_ns - 1e6 * sum(line.device_ms))
             gpu_ns = [*accumulate((1e6 * ms for ms in line.device_ms), initial=start_ns)]
             end_ns = gpu_ns[-1]
@@ -50,7 +50,7 @@ class StepTrace:
 
 
 def event(pid: int, name: str, start_ns: float, end_ns: float) -> dict[str, Any]:
-    """Return a slice of a lane, on a grid of half a microsecond: so slices never overlap."""
+    """Return a slice of a lane. Rounding to half a microsecond prevents overlaps."""
     start_us, end_us = round(start_ns / 500) / 2, round(end_ns / 500) / 2
     return {
         "ph": "X",
@@ -63,7 +63,7 @@ def event(pid: int, name: str, start_ns: float, end_ns: float) -> dict[str, Any]
 
 
 def main(path: str = "steps_trace.json", steps: int = 100) -> GPUPhaseHooks:
-    """Trains, writes the trace, and returns the timer."""
+    """Train, write the trace, and return the timer."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

@@ -1,12 +1,12 @@
-"""Takes the pictures of the manual, all of them of one run of `tutorial.py`.
+"""Take the pictures of the manual, all from one run of `tutorial.py`.
 
     python -m pip install -e ".[examples]" pyte nbconvert ipykernel
     python examples/pictures.py [DIRECTORY]
 
-It needs Chromium and a terminal of Linux or macOS. Where Chromium is missing, as on many machines
-with a GPU, it keeps the run. Copy the directory, and start it again where Chromium is: a run that
-is there is not measured again. The terminals show what `lightning-gputime show` prints of it, the
-page is that of `lightning-gputime report`.
+It needs Chromium, and Linux or macOS. Without Chromium, as on many machines with a GPU, it only
+saves the run. Copy the directory to a machine with Chromium and start it again: it reuses the run.
+The terminals show the output of `lightning-gputime show`, the page that of `lightning-gputime
+report`.
 """
 
 import argparse
@@ -53,7 +53,7 @@ STYLE = (
 
 
 def measure(directory: str, steps: int = 150, width: int = 0) -> GPUPhaseTimer:
-    """Trains as the tutorial found it, keeps the run, and draws the plots; returns the timer."""
+    """Train the tutorial as found, save the run, and draw the plots. Return the timer."""
     times: list[StepTimes] = []
     folder = Path(directory)
     folder.mkdir(exist_ok=True)
@@ -68,17 +68,17 @@ def measure(directory: str, steps: int = 150, width: int = 0) -> GPUPhaseTimer:
 
 
 def new_axes(height: float) -> Any:
-    """Returns the axes of a new figure."""
+    """Return axes in a new figure."""
     return Figure(figsize=(9.0, height), layout="constrained").add_subplot()
 
 
 def record(code: str, arguments: list[str], columns: int) -> bytes:
-    """Runs Python in a terminal, and returns what it wrote there.
+    """Run Python in a terminal, and return its output.
 
     Args:
-        code: What is run.
-        arguments: Its arguments.
-        columns: The width of the terminal.
+        code: Python code.
+        arguments: Arguments of the code.
+        columns: Width of the terminal.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
@@ -97,7 +97,7 @@ def record(code: str, arguments: list[str], columns: int) -> bytes:
 def _read(end: int) -> bytes:
     try:
         return os.read(end, 65536)
-    except OSError:  # Linux says so where the other end is closed.
+    except OSError:  # Linux raises when the other end is closed.
         return b""
 
 
@@ -131,7 +131,7 @@ def _line(screen: Any, row: int) -> str:
 
 
 def notebook(folder: Path) -> str:
-    """Runs a notebook in a folder; returns it as HTML."""
+    """Run a notebook in a folder, and return it as HTML."""
     nbformat, nbclient, nbconvert = map(import_module, ("nbformat", "nbclient", "nbconvert"))
 
     os.environ["PYTHONPATH"] = os.pathsep.join((str(EXAMPLES), os.environ.get("PYTHONPATH", "")))
@@ -143,7 +143,7 @@ def notebook(folder: Path) -> str:
 
 
 def report(folder: Path) -> str:
-    """Returns the page of the run."""
+    """Return the HTML page of the run."""
     written = folder / "report.html"
     command = [sys.executable, "-m", "lightning_gputime", "report", str(folder / RUN)]
     subprocess.run([*command, "-o", str(written)], check=True, capture_output=True)
@@ -151,7 +151,7 @@ def report(folder: Path) -> str:
 
 
 def photograph(browser: str, text: str, path: Path, width: int, height: int = 1400) -> None:
-    """Takes a picture of a page, and cuts off what is empty."""
+    """Take a picture of a page without its empty borders."""
     from PIL import Image, ImageChops
 
     with tempfile.TemporaryDirectory() as folder:
@@ -159,19 +159,19 @@ def photograph(browser: str, text: str, path: Path, width: int, height: int = 14
         source.write_text(text, encoding="utf-8")
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         options += [f"--window-size={width},{height}", "--force-device-scale-factor=2"]
-        options += ["--virtual-time-budget=5000"]  # For what a script draws.
+        options += ["--virtual-time-budget=5000"]  # Scripts draw parts of the page.
         command = [browser, *options, f"--screenshot={path}", source.as_uri()]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
     with Image.open(path) as image:
-        whole = image.convert("RGB")
-    corner = Image.new("RGB", whole.size, whole.getpixel((whole.width - 1, whole.height - 1)))
-    *_, bottom = ImageChops.difference(whole, corner).getbbox() or (0, 0, 0, whole.height)
-    cut = whole.crop((0, 0, whole.width, min(bottom + 12, whole.height)))
+        full = image.convert("RGB")
+    corner = Image.new("RGB", full.size, full.getpixel((full.width - 1, full.height - 1)))
+    *_, bottom = ImageChops.difference(full, corner).getbbox() or (0, 0, 0, full.height)
+    cut = full.crop((0, 0, full.width, min(bottom + 12, full.height)))
     cut.quantize(64).save(path, optimize=True)
 
 
 def main(directory: str = "pictures") -> None:
-    """Takes all pictures that the machine can take."""
+    """Take all pictures that the machine can take."""
     folder = Path(directory).resolve()
     folder.mkdir(exist_ok=True)
     if not (folder / RUN).exists():
@@ -192,5 +192,5 @@ def main(directory: str = "pictures") -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Takes the pictures of the manual.")
-    parser.add_argument("directory", nargs="?", default="pictures", help="where the files go")
+    parser.add_argument("directory", nargs="?", default="pictures", help="folder for the files")
     main(parser.parse_args().directory)

@@ -1,4 +1,4 @@
-"""Trains the net of quickstart.py in a plain PyTorch loop, and times its phases.
+"""Train the model of quickstart.py in a plain PyTorch loop, and time its phases.
 
 python examples/plain_pytorch.py
 """
@@ -12,7 +12,7 @@ from lightning_gputime import GPUPhaseHooks
 
 
 def main(max_epochs: int = 10) -> GPUPhaseHooks:
-    """Trains, and returns the timer with what it measured."""
+    """Train, and return the timer."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     net = ConvNet().net.to(device)

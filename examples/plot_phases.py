@@ -1,4 +1,4 @@
-"""Draws the phases of each step, stacked, and one step as the GPU ran it and the host launched it.
+"""Plot the phases of each step, stacked, and the timeline of a step on GPU and host.
 
 python examples/plot_phases.py run.json.gz
 """
@@ -14,7 +14,7 @@ from lightning_gputime import StepTimes, load
 
 
 def top_phases(names: Any) -> list[str]:
-    """Return the phases that add up to the step, of names such as `forward/comm_ms`."""
+    """Return the top-level phases among names such as `forward/comm_ms`."""
     known = [name for name in names if name not in ("step", "step_ms", "host_wait_ms")]
     return [name.removesuffix("_ms") for name in known if "/" not in name]
 
@@ -22,10 +22,10 @@ def top_phases(names: Any) -> list[str]:
 def plot_steps(history: Any, ax: Any) -> Any:
     """Stack the phases of each step of `timer.history()`, or of `load(path).history`."""
     phases = top_phases(history.dtype.names)
-    # A phase that did not run took no time.
+    # NaN means that a phase did not run.
     times = [np.nan_to_num(history[f"{name}_ms"]) for name in phases]
     ax.stackplot(history["step"], times, labels=phases, step="post")
-    # A first step of a second would flatten all others.
+    # Without a limit, a slow first step flattens all others.
     ax.set_ylim(0, 3 * np.median(history["step_ms"]))
     ax.set(xlabel="step", ylabel="time per step (ms)", title="Phases of each step")
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
@@ -33,7 +33,7 @@ def plot_steps(history: Any, ax: Any) -> Any:
 
 
 def plot_step(step: StepTimes, ax: Any) -> Any:
-    """Draw a lane of the GPU and one of the host; `timer.last_step` and observers have steps."""
+    """Draw the timeline of a step, such as `timer.last_step`, on GPU and host."""
     line = step.timeline
     assert line is not None
     phases = [name for name in step.phase_ms if "/" not in name]
@@ -42,8 +42,8 @@ def plot_step(step: StepTimes, ax: Any) -> Any:
     for lane, times_ms in enumerate((gpu_ms, host_ms)):
         for names, (start, end) in zip(line.names, pairwise(times_ms), strict=True):
             if names:
-                colour = f"C{phases.index(names[0])}"
-                ax.barh(lane, end - start, left=start, color=colour, label=names[0])
+                color = f"C{phases.index(names[0])}"
+                ax.barh(lane, end - start, left=start, color=color, label=names[0])
     ax.set_yticks((0, 1), ("GPU", "host"))
     ax.invert_yaxis()
     ax.set(xlabel="time since the step began (ms)", title=f"Step {step.step}")

@@ -1,7 +1,7 @@
-"""Trains a small convolutional net on handwritten digits with Lightning, and times its phases.
+"""Train a small convolutional net on handwritten digits with Lightning, and time its phases.
 
-The images come with scikit-learn, so nothing is downloaded. The times go to CSV and TensorBoard
-under `lightning_logs`, and a table of them is printed at the end:
+The images come with scikit-learn, so nothing is downloaded. Times are logged to CSV and TensorBoard
+under `lightning_logs`, and a table is printed at the end:
 
     python examples/quickstart.py
     tensorboard --logdir lightning_logs
@@ -18,7 +18,7 @@ from lightning_gputime import GPUPhaseTimer
 
 
 class ConvNet(pl.LightningModule):
-    """A classifier of 8 x 8 images."""
+    """Classifier for 8 x 8 images."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -33,36 +33,36 @@ class ConvNet(pl.LightningModule):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Returns logits of shape (batch, 10) for images of shape (batch, 1, 8, 8)."""
+        """Return logits of shape (batch, 10) for images of shape (batch, 1, 8, 8)."""
         logits: Tensor = self.net(images)
         return logits
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Returns the loss of one batch."""
+        """Return the loss of one batch."""
         images, labels = batch
         loss = nn.functional.cross_entropy(self(images), labels)
         self.log("train/loss", loss)
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Logs the accuracy on one batch."""
+        """Log the accuracy on one batch."""
         images, labels = batch
         self.log("val/accuracy", (self(images).argmax(1) == labels).float().mean(), prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Returns the optimizer."""
+        """Return the optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
 def digits() -> TensorDataset:
-    """Returns 1797 images of handwritten digits, scaled to 0..1, and their labels."""
+    """Return 1797 images of handwritten digits, scaled to 0..1, and their labels."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     return TensorDataset(images, torch.tensor(data.target))
 
 
 def main(max_epochs: int = 10, log_dir: str = "lightning_logs") -> GPUPhaseTimer:
-    """Trains, and returns the timer with what it measured."""
+    """Train, and return the timer."""
     pl.seed_everything(0)
     train, val = torch.utils.data.random_split(digits(), [1500, 297])
     timer = GPUPhaseTimer()

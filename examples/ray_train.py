@@ -1,4 +1,4 @@
-"""Times the phases on each worker of Ray Train, and reports them to Ray.
+"""Time the phases on each Ray Train worker, and report them to Ray.
 
 python -m pip install "ray[train]" && python examples/ray_train.py
 """
@@ -17,13 +17,13 @@ from lightning_gputime import GPUPhaseHooks
 
 
 def train(config: dict[str, Any]) -> None:
-    """Trains on one worker."""
+    """Train on one worker."""
     model = prepare_model(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
     optimizer = torch.optim.AdamW(model.parameters())
     loss_of = nn.CrossEntropyLoss()
     data = TensorDataset(torch.randn(1024, 64), torch.randint(10, (1024,)))
     loader = prepare_data_loader(DataLoader(data, batch_size=64))
-    # Attached after Ray has made the process group: so the ranks are compared.
+    # Ray has created the process group by now, so ranks are compared.
     with GPUPhaseHooks(model, optimizer, device=get_device()) as timer:
         for _ in range(config["max_epochs"]):
             for x, y in timer.steps(loader):
@@ -32,7 +32,7 @@ def train(config: dict[str, Any]) -> None:
                 loss.backward()
                 optimizer.step()
     metrics = {f"phase_time/{name}_ms": row.mean_ms for name, row in timer.summary().rows.items()}
-    # All workers must report. Ray keeps the metrics of the first, beside a checkpoint.
+    # All workers must report. Ray keeps the metrics of the first, and its checkpoint.
     with tempfile.TemporaryDirectory() as folder:
         timer.save(f"{folder}/run.json.gz")
         is_first = ray.train.get_context().get_world_rank() == 0
@@ -42,7 +42,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def main(max_epochs: int = 2, workers: int = 2, storage: str | None = None) -> dict[str, Any]:
-    """Trains, and returns what the first worker reported last."""
+    """Train, and return the last metrics of the first worker."""
     trainer = TorchTrainer(
         train,
         train_loop_config={"max_epochs": max_epochs},

@@ -1,4 +1,4 @@
-"""The newest times at a port of this machine, as JSON, while training goes on.
+"""Serve the newest times as JSON over HTTP during the training.
 
 python examples/serve_summary.py
 curl http://127.0.0.1:8000
@@ -16,7 +16,7 @@ from lightning_gputime import GPUPhaseHooks, StepTimes
 
 
 class Server:
-    """Serve the times of the newest step. The thread that trains only keeps them."""
+    """Observer that serves the times of the newest step in another thread."""
 
     def __init__(self, port: int = 8000) -> None:
         self._newest = newest = dict[str, Any]()
@@ -27,21 +27,21 @@ class Server:
                 self.end_headers()
                 self.wfile.write(json.dumps(newest).encode())
 
-            def log_message(self, *_: Any) -> None: ...  # No line for a request.
+            def log_message(self, *_: Any) -> None: ...  # Do not log requests.
 
         self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.port = self._server.server_port
 
     def attach(self) -> None:
-        """Start: a measurement begins."""
+        """Start serving."""
         Thread(target=self._server.serve_forever, daemon=True).start()
 
     def on_step(self, times: StepTimes) -> None:
-        """Take the next step whose times are known."""
+        """Keep the times of a step."""
         self._newest |= {"step": times.step, "step_ms": times.step_ms, **times.phase_ms}
 
     def remove(self) -> None:
-        """End."""
+        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
 

@@ -1,4 +1,4 @@
-"""Trains a small net, and keeps a trace of torch.profiler where slow steps recur.
+"""Train a small net, and save torch.profiler traces if slow steps recur.
 
 python examples/trace_slow_steps.py
 """
@@ -14,12 +14,14 @@ from lightning_gputime import GPUPhaseHooks, SlowStep
 
 
 class SlowStepTraces:
-    """Profiles a window of steps once two were slow, and keeps its trace if it has a slow one.
+    """Observer that profiles a window of steps after two slow steps.
+
+    It saves the trace if the window contains a slow step.
 
     Args:
-        folder: Where the traces go.
+        folder: Folder for the traces.
         window: Number of steps in a trace.
-        most: Number of traces to keep in a run.
+        most: Maximum number of traces per run.
     """
 
     def __init__(self, folder: str | Path, window: int = 30, most: int = 3) -> None:
@@ -30,31 +32,31 @@ class SlowStepTraces:
         self.first = 0
 
     def on_slow_step(self, step: SlowStep) -> None:
-        """Take a slow step, when the timer has read it."""
+        """Keep a slow step."""
         self.slow.append(step)
 
     def step(self, timer: GPUPhaseHooks, number: int) -> None:
-        """Call at the end of each step's code: there the profiler starts and stops."""
+        """Start, advance or stop the profiler. Call this at the end of the loop body."""
         if self.profiler is None and (len(self.slow) < 2 or len(self.kept) == self.most):
             return
-        with timer.paused():  # What the profiler takes to start, and to save, is in no step.
+        with timer.paused():  # Exclude starting and saving from all steps.
             if self.profiler is None:
                 self.start(number)
             else:
                 self.profiler.step()
                 if number == self.first + self.window - 1:
-                    timer.flush()  # Reads the steps, and so calls `on_slow_step`.
+                    timer.flush()  # Resolves the steps, which calls `on_slow_step`.
                     self.end(self.profiler)
 
     def start(self, number: int) -> None:
-        """Start a profiler, which sets itself up in one step before it records the next ones."""
+        """Start a profiler, which warms up for a step before it records."""
         self.first = number + 2
         self.profiler = profile(schedule=schedule(wait=0, warmup=1, active=self.window, repeat=1))
         self.profiler.start()
 
     def end(self, profiler: profile) -> None:
-        """Save the trace if a step of it was slow, then wait for two slow steps again."""
-        # All steps are slower under a profiler, but not as much.
+        """Save the trace if it contains a slow step, then wait for two more slow steps."""
+        # All steps are slower under a profiler, but by less than this.
         least_ms = min(step.excess_ms for step in self.slow[:2]) / 2
         for step in self.slow:
             if step.step >= self.first and step.excess_ms >= least_ms:
@@ -68,14 +70,14 @@ class SlowStepTraces:
         self.slow.clear()
 
     def close(self) -> None:
-        """Stop the profiler, if one runs: call it where the loop is left, also by an error."""
+        """Stop a running profiler. Call this after the loop, also after an error."""
         if self.profiler is not None:
             self.profiler.stop()
             self.profiler = None
 
 
 def main(folder: str = "slow_step_traces", steps: int = 300) -> SlowStepTraces:
-    """Trains with a rare, slow branch, and returns what has kept its traces."""
+    """Train with a rare, slow branch, and return the traces."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

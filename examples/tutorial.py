@@ -1,6 +1,6 @@
-"""Trains a net four changes faster, each of which the timer asks for: see docs/tutorial.md.
+"""Train a model, and apply four changes that the timer advises: see docs/tutorial.md.
 
-    python examples/tutorial.py                                  # as it was found
+    python examples/tutorial.py                                  # as found
     python examples/tutorial.py --workers                        # then add a flag per change:
     python examples/tutorial.py --workers --rare-checks --large-batch --bf16
     python examples/tutorial.py --all --json tutorial.json       # all five, in turn
@@ -31,7 +31,7 @@ BATCH, LARGE_BATCH = 32, 512
 
 
 class AugmentedDigits(Dataset[tuple[Tensor, int]]):
-    """Handwritten digits, each rotated, scaled and made noisy when it is fetched."""
+    """Handwritten digits, each distorted when it is loaded."""
 
     def __init__(self, images: int, size: int) -> None:
         data = load_digits()
@@ -43,7 +43,7 @@ class AugmentedDigits(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         index %= len(self._images)
-        # An elastic distortion: noise that is blurred moves each pixel.
+        # Elastic distortion: blurred noise moves each pixel.
         moves = torch.randn(1, 2, self._size, self._size)
         for _ in range(8):
             moves = nn.functional.avg_pool2d(moves, 5, stride=1, padding=2)
@@ -55,7 +55,7 @@ class AugmentedDigits(Dataset[tuple[Tensor, int]]):
 
 
 class ConvNet(pl.LightningModule):
-    """A classifier of digits."""
+    """Classifier for digits."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class ConvNet(pl.LightningModule):
 
 
 class AccuracyCurve(pl.Callback):
-    """Takes the accuracy on some images every n steps, for a curve."""
+    """Callback that computes the accuracy on some images every n steps."""
 
     def __init__(self, images: Dataset[tuple[Tensor, int]], n: int, every_n_steps: int) -> None:
         self._every, self.curve = every_n_steps, list[float]()
@@ -100,7 +100,7 @@ def train(
     width: int = 0,
     timer: GPUPhaseTimer | None = None,
 ) -> dict[str, Any]:
-    """Train with some of the changes; return what the timer measured."""
+    """Train with some of the changes; return the measurements."""
     pl.seed_everything(0, verbose=False)
     on_gpu = torch.cuda.is_available()
     width, size, checked = (width or 96, 32, 128) if on_gpu else (width or 4, 16, 128)
@@ -148,7 +148,7 @@ def train(
 def main(
     changes: Sequence[str] = (), *, all_of_them: bool = False, path: str = "", **options: Any
 ) -> list[dict[str, Any]]:
-    """Train once, or with no change, the first, the first two and so on; return the results."""
+    """Train once, or once for each number of changes; return the results."""
     ways = [CHANGES[:n] for n in range(len(CHANGES) + 1)] if all_of_them else [changes]
     results = [train(way, **options) for way in ways]
     for result in results:

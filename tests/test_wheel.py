@@ -50,6 +50,7 @@ def test_a_release_knows_its_address_and_links_to_it(metadata: Message) -> None:
     text = str(metadata.get_payload())
     assert "](https://github.com/someone/timer/raw/v1.2.3/examples/images/hero.png)" in text
     assert "](https://github.com/someone/timer/blob/v1.2.3/CHANGELOG.md)" in text
+    assert "https://github.com/someone/timer/actions/workflows/test.yml/badge.svg" in text
     links = [one.split(")")[0] for one in text.split("](")[1:]]
     assert not [one for one in links if not one.startswith(("https://", "#"))]
 

@@ -1,7 +1,7 @@
-"""What torch.profiler calls self CPU and self CUDA time, beside our host and device columns.
+"""Compare self CPU and self CUDA time of torch.profiler with our host and device columns.
 
-On small matrices (many launches, little work), on large ones (the opposite), and on a sum of
-products, once in a loop and once vectorized.
+The operations are products of small matrices (many launches, little work), of large matrices (the
+opposite), and a sum of products, in a loop and vectorized.
 
     python examples/experiments/beside_the_profiler.py
 """
@@ -17,19 +17,19 @@ from lightning_gputime import GPUPhaseHooks
 
 
 class Call(nn.Module):
-    """A function as a module."""
+    """Module that calls a function."""
 
     def __init__(self, function: Callable[[], object]) -> None:
         super().__init__()
         self.function = function
 
     def forward(self) -> None:
-        """Calls it."""
+        """Call the function."""
         self.function()
 
 
 def measure(function: Callable[[], object], n: int) -> dict[str, float]:
-    """Returns the times of `n` calls, by the profiler and by us (in milliseconds)."""
+    """Return the times of `n` calls by the profiler and by the timer (in milliseconds)."""
     device = find_device()
     call = Call(function)
     call()
@@ -47,7 +47,7 @@ def measure(function: Callable[[], object], n: int) -> dict[str, float]:
             call()
     forward = timer.summary().rows["forward"]
     cpu_us = sum(event.self_cpu_time_total for event in events)
-    # As the profiler's own total: the operators hold the time of their kernels once more.
+    # Like the profiler's total: operators would count the time of their kernels twice.
     device_us = sum(
         event.self_device_time_total
         for event in events
@@ -64,7 +64,7 @@ def measure(function: Callable[[], object], n: int) -> dict[str, float]:
 def main(
     large: int = 4096, n_small: int = 1000, n_large: int = 10, vectors: int = 100
 ) -> dict[str, dict[str, float]]:
-    """Measures and prints."""
+    """Measure and print."""
     device = find_device()
     small_matrix = torch.rand(3, 3, device=device)
     large_matrix = torch.rand(large, large, device=device)

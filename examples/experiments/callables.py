@@ -1,12 +1,12 @@
-"""Times a callable: on the host's clock, on the device's, and as the steps of a timer.
+"""Time a callable on the host clock, on the device clock, and as the steps of a timer.
 
-The timer needs no loop of its own kind: what a measurement of a kernel wants is said in the loop.
+A kernel benchmark needs no special timer, only the right loop:
 
 - Warm-up: `warmup_steps`.
-- A full queue, where the kernels are shorter than their launches: `probe_every_n_steps`.
-- Inputs that no cache holds: iterate over fresh ones.
-- A cold L2 cache: overwrite it, in a phase with a name.
-- A CUDA graph: call what was captured.
+- A full queue, if kernels are shorter than their launches: `probe_every_n_steps`.
+- Inputs that are in no cache: iterate over fresh inputs.
+- A cold L2 cache: overwrite it in a named phase.
+- A CUDA graph: replay it.
 
     python examples/experiments/callables.py
 """
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from lightning_gputime import GPUPhaseHooks
 
 L2_BYTES = 256 * 2**20
-"""More than the L2 cache of any GPU of today."""
+"""More than the L2 cache of any current GPU."""
 
 
 def time_on_the_host(model: nn.Module, x: Tensor, n: int, warmup: int) -> float:
-    """Returns the mean time of a call, with one wait at the end (in milliseconds)."""
+    """Return the mean time of a call, with one wait at the end (in milliseconds)."""
     for _ in range(warmup):
         model(x)
     synchronize(x.device)
@@ -38,7 +38,7 @@ def time_on_the_host(model: nn.Module, x: Tensor, n: int, warmup: int) -> float:
 
 
 def time_on_the_device(model: nn.Module, x: Tensor, n: int, warmup: int) -> float:
-    """Returns the mean time of a call between two events (in milliseconds)."""
+    """Return the mean time of a call between two events (in milliseconds)."""
     for _ in range(warmup):
         model(x)
     start, end = (torch.Event(device=x.device, enable_timing=True) for _ in range(2))
@@ -51,7 +51,7 @@ def time_on_the_device(model: nn.Module, x: Tensor, n: int, warmup: int) -> floa
 
 
 class Replay(nn.Module):
-    """The calls of a model, captured in a CUDA graph."""
+    """Model whose call is captured in a CUDA graph."""
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Replay(nn.Module):
             self.y: Tensor = model(self.x)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Copies the input to where the graph reads it, and replays."""
+        """Copy the input to the graph, and replay it."""
         self.x.copy_(x)
         self.graph.replay()
         return self.y
@@ -70,7 +70,7 @@ class Replay(nn.Module):
 def time_as_steps(
     model: nn.Module, inputs: Iterable[Tensor], warmup: int, probe: int = 0, flush: bool = False
 ) -> dict[str, float]:
-    """Returns the mean time of a call, and of its work alone if it is probed (in milliseconds)."""
+    """Return the mean time of a call and, with probes, its GPU busy time (in milliseconds)."""
     device = find_device()
     cache = torch.empty(L2_BYTES if flush else 0, dtype=torch.int8, device=device)
     with GPUPhaseHooks(
@@ -89,7 +89,7 @@ def time_as_steps(
 
 @torch.inference_mode()
 def main(width: int = 512, batch: int = 64, n: int = 100) -> dict[str, dict[str, float]]:
-    """Measures and prints."""
+    """Measure and print."""
     device, warmup = find_device(), n // 10
     model = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)).to(device)
     x = torch.randn(batch, width, device=device)

@@ -1,4 +1,4 @@
-"""What the experiments share."""
+"""Helpers of the experiments."""
 
 import random
 import time
@@ -11,17 +11,17 @@ T = TypeVar("T")
 
 
 def find_device() -> torch.device:
-    """Returns the accelerator of this machine, or the CPU."""
+    """Return the accelerator of this machine, or the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def launch(main: Callable[..., object], **on_cpu: int) -> None:
-    """Runs an experiment; on the CPU, which is slower, in the size that is given for it."""
+    """Run an experiment, on a CPU with the sizes in `on_cpu`."""
     main(**(on_cpu if find_device().type == "cpu" else {}))
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done everything."""
+    """Wait until the device is idle."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
@@ -29,10 +29,10 @@ def synchronize(device: torch.device) -> None:
 def in_turn(
     ways: Mapping[str, Callable[[], T]], rounds: int, device: torch.device
 ) -> dict[str, list[tuple[T, float]]]:
-    """Runs each way once a round, in random order.
+    """Run each way once per round, in random order.
 
     Returns:
-        For each way what it returned and how long it took (in milliseconds), in every round.
+        Result and duration (in milliseconds) of each way in every round.
     """
     found: dict[str, list[tuple[T, float]]] = {name: [] for name in ways}
     for _ in range(rounds):
@@ -46,7 +46,7 @@ def in_turn(
 
 
 def show(title: str, rows: dict[str, dict[str, float]]) -> None:
-    """Prints a table: a line for each row, times in milliseconds."""
+    """Print a table of times in milliseconds."""
     columns = list(dict.fromkeys(name for row in rows.values() for name in row))
     width = max(map(len, rows))
     print(f"\n{title} (ms)\n")

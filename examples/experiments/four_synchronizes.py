@@ -1,4 +1,4 @@
-"""A training loop with a body and a head: four synchronizes a step, against one wait.
+"""Compare four synchronizes per step with one wait, in a loop with a body and a head.
 
 python examples/experiments/four_synchronizes.py
 """
@@ -16,7 +16,7 @@ PARTS = ("body forward", "head forward", "loss", "head backward")
 
 
 class Training:
-    """A body that is not trained, and a head that is."""
+    """Training of a head on a frozen body."""
 
     def __init__(self, width: int, batch: int, layers: int) -> None:
         self.device = device = find_device()
@@ -29,23 +29,23 @@ class Training:
         self.optimizer = torch.optim.SGD(self.head.parameters(), lr=1e-3)
 
     def update(self) -> None:
-        """Ends a step."""
+        """Update the head."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def loss(self, outputs: Tensor) -> Tensor:
-        """Returns the loss of the head's outputs."""
+        """Return the loss of the head's outputs."""
         return nn.functional.mse_loss(outputs, self.targets)
 
     def without_a_timer(self, n: int) -> dict[str, float]:
-        """Trains, and returns nothing."""
+        """Train without measuring."""
         for _ in range(n):
             self.loss(self.head(self.body(self.inputs))).backward()
             self.update()
         return {}
 
     def with_four_synchronizes(self, n: int) -> dict[str, float]:
-        """Trains, and returns the time of each part on the host's clock (in milliseconds)."""
+        """Train, and return the time of each part on the host clock (in milliseconds)."""
         seconds = dict.fromkeys(PARTS, 0.0)
         for _ in range(n):
             start = time.perf_counter()
@@ -71,7 +71,7 @@ class Training:
         return {name: total / n * 1e3 for name, total in seconds.items()}
 
     def with_one_wait(self, n: int) -> dict[str, float]:
-        """Trains, and returns the time of each part on the device's clock (in milliseconds)."""
+        """Train, and return the time of each part on the device clock (in milliseconds)."""
         models = {"body": self.body, "head": self.head}
         with GPUPhaseHooks(nn.ModuleDict(models), self.optimizer, modules=[*models]) as timer:
             for _ in timer.steps(range(n)):
@@ -85,7 +85,7 @@ class Training:
 def main(
     width: int = 4096, batch: int = 512, layers: int = 4, n: int = 50, rounds: int = 5
 ) -> dict[str, dict[str, float]]:
-    """Measures, in random order over several rounds, and prints."""
+    """Measure in random order over several rounds, and print."""
     training = Training(width, batch, layers)
     ways = {
         "no timer": lambda: training.without_a_timer(n),
@@ -96,7 +96,7 @@ def main(
     rows = {}
     for name, runs in in_turn(ways, rounds, training.device).items():
         times = [{**parts, "the whole loop": whole_ms} for parts, whole_ms in runs]
-        rows[name] = {part: statistics.median(one[part] for one in times) for part in times[0]}
+        rows[name] = {part: statistics.median(run[part] for run in times) for part in times[0]}
     show(f"A step of training, and the whole loop of {n}", rows)
     return rows
 

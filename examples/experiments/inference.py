@@ -1,7 +1,7 @@
-"""How long does an inference take? By three methods, on a small net of MobileNet's kind.
+"""Time an inference of a small MobileNet by three methods.
 
-Time stamps around the call tell how long the launches take. Waiting for the device before and after
-it, or events, tell how long the inference takes.
+Time stamps around the call measure the launches. Waiting for the device before and after it, or
+events, measure the inference.
 
     python examples/experiments/inference.py
 """
@@ -17,7 +17,7 @@ from lightning_gputime import GPUPhaseHooks
 
 
 def block(channels: int, out: int, stride: int) -> nn.Sequential:
-    """Returns an inverted residual block without its residual."""
+    """Return an inverted residual block without its residual."""
     wide = 4 * channels
     return nn.Sequential(
         nn.Conv2d(channels, wide, 1, bias=False),
@@ -32,7 +32,7 @@ def block(channels: int, out: int, stride: int) -> nn.Sequential:
 
 
 def mobile_net(width: int) -> nn.Sequential:
-    """Returns a net of depthwise separable convolutions."""
+    """Return a net of depthwise separable convolutions."""
     channels = [width, width, 2 * width, 2 * width, 4 * width, 4 * width, 8 * width, 8 * width]
     blocks = [block(a, b, 1 if a == b else 2) for a, b in pairwise(channels)]
     return nn.Sequential(
@@ -48,7 +48,7 @@ def mobile_net(width: int) -> nn.Sequential:
 def main(
     width: int = 32, size: int = 224, batch: int = 32, n: int = 50, warmup: int = 5
 ) -> dict[str, dict[str, float]]:
-    """Measures and prints."""
+    """Measure and print."""
     device = find_device()
     net = mobile_net(width).eval().to(device)
     images = torch.randn(batch, 3, size, size, device=device)

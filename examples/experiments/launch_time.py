@@ -1,7 +1,7 @@
-"""How long does it take? Three answers for the same work, with and without a warm-up.
+"""Time the same work in three ways, with and without a warm-up.
 
-B - A is what the host needs to launch the work, C - A what passes until it has waited for the
-device, E - D what the device takes. Only the last two are the time of the work.
+B - A is the time to launch the work, C - A the time until the device has finished it, E - D the
+time on the device. Only the last two measure the work.
 
     python examples/experiments/launch_time.py
 """
@@ -16,20 +16,20 @@ from lightning_gputime import GPUPhaseHooks
 
 
 class Elementwise(nn.Module):
-    """A product, a sum, a sine and a cosine, several times over."""
+    """Repeated product, sum, sine and cosine."""
 
     def __init__(self, repeat: int) -> None:
         super().__init__()
         self.repeat = repeat
 
     def forward(self, a: Tensor, b: Tensor) -> None:
-        """Launches the work."""
+        """Launch the operations."""
         for _ in range(self.repeat):
             _ = a * b, a + b, torch.sin(a), torch.cos(b)
 
 
 def measure(dim: int, repeat: int, warmup: int) -> dict[str, float]:
-    """Returns the three times of one repetition (in milliseconds)."""
+    """Return the three times of a repetition (in milliseconds)."""
     device = find_device()
     a, b = torch.randn(2, dim, dim, dim, device=device)
     work = Elementwise(repeat)
@@ -50,7 +50,7 @@ def measure(dim: int, repeat: int, warmup: int) -> dict[str, float]:
 
 
 def main(dim: int = 512, repeat: int = 10) -> dict[str, dict[str, float]]:
-    """Measures and prints. The first run in a process is the one without a warm-up."""
+    """Measure and print, first without a warm-up."""
     rows = {
         "without a warm-up": measure(dim, repeat, warmup=0),
         "with a warm-up": measure(dim, repeat, warmup=5),

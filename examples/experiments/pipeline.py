@@ -1,7 +1,7 @@
-"""Two models with work of the CPU between them: waiting to measure makes the whole longer.
+"""Time two models with CPU work between them: waiting makes the pipeline slower.
 
-The host that waits for the first model begins its own work only then. With events it works while
-the device does.
+With `synchronize`, the CPU starts its work only when the first model has finished. With events, CPU
+and device work at the same time.
 
     python examples/experiments/pipeline.py
 """
@@ -21,7 +21,7 @@ from lightning_gputime import GPUPhaseHooks
 
 
 def models(width: int) -> tuple[nn.Module, nn.Module]:
-    """Returns the two parts of a net."""
+    """Return two parts of a net."""
     part0 = nn.Sequential(
         nn.Conv2d(3, width, 3, 2, padding=1),
         nn.GELU(),
@@ -41,13 +41,13 @@ def models(width: int) -> tuple[nn.Module, nn.Module]:
 
 
 def work_of_the_cpu(size: int) -> None:
-    """Keeps the host busy."""
+    """Keep the CPU busy."""
     x = np.random.randn(1, 3, size, size).astype(np.float32)
     x *= 1024**0.5
 
 
 class Waiting:
-    """Times named parts on the host's clock, and waits for the device before and after each."""
+    """Timer of named parts that waits for the device before and after each part."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,7 +55,7 @@ class Waiting:
 
     @contextmanager
     def part(self, name: str) -> Any:
-        """Times the code inside."""
+        """Time the code inside."""
         synchronize(self._device)
         start = time.perf_counter()
         yield
@@ -72,7 +72,7 @@ def main(
     n: int = 20,
     rounds: int = 5,
 ) -> dict[str, dict[str, float]]:
-    """Measures, in random order over several rounds, and prints."""
+    """Measure in random order over several rounds, and print."""
     device = find_device()
     part0, part1 = (part.eval().to(device) for part in models(width))
     images = torch.randn(batch, 3, size, size, device=device)
