@@ -28,6 +28,7 @@ from torch.optim import optimizer as optimizers
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._session.schedule import Plan, Schedule
+from lightning_gputime._session.state import OFF
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -179,12 +180,22 @@ def added_by_least(training: Training) -> Added:
         yield us - without_us
 
 
+def use_schedule(timer: Any, schedule: Alternating) -> None:
+    """Replace the schedule of an attached timer."""
+    timer._session.steps.plan._schedule = schedule
+
+
+def is_off(timer: Any) -> bool:
+    """Return True if the hooks are removed, as between timing windows."""
+    return timer._session.steps.state is OFF
+
+
 def added_by_timed(training: Training) -> Added:
     with GPUPhaseHooks(
         training.net, training.optimizer, every_n_steps=2 * BLOCK, log_every_n_steps=10**6
     ) as timer:
         # Hooks are removed between blocks, as "auto" removes them.
-        timer._session._schedule = Alternating()
+        use_schedule(timer, Alternating())
         batches = iter(timer.steps(repeat(training.x)))
 
         def step() -> None:
@@ -206,13 +217,13 @@ def added_by_default(training: Training, chunks: int) -> Iterator[float]:
         for number in range(chunks + 1):
             all_us, off_us = [], []
             for _ in range(CHUNK):
-                was_off = timer._session.is_off
+                was_off = is_off(timer)
                 start = time.perf_counter()
                 training.step()
                 next(batches)
                 us = (time.perf_counter() - start) * 1e6
                 all_us.append(us)
-                if was_off and timer._session.is_off:
+                if was_off and is_off(timer):
                     off_us.append(us)
             # In the first chunk "auto" measures the cost of timing.
             if number and off_us:
@@ -250,8 +261,8 @@ class Stopwatch(pl.Callback):
 
     def on_train_batch_start(self, *_: Any) -> None:
         if self._schedule is not None and not self.starts_us:
-            self._timer._session._schedule = self._schedule
-        self.was_off.append(self._timer._session.is_off)
+            use_schedule(self._timer, self._schedule)
+        self.was_off.append(is_off(self._timer))
         self.starts_us.append(time.perf_counter() * 1e6)
 
 

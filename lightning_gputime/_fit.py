@@ -20,6 +20,7 @@ from lightning_gputime._measurement.wall_clock import (
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT, label_of_callback
 from lightning_gputime._record.recorder import PAUSED
 from lightning_gputime._session.session import Session
+from lightning_gputime._session.state import OFF
 
 # The first update of all is waited for during this many batches that should end a step.
 _PATIENCE = 100
@@ -47,6 +48,7 @@ class Fit:
         own: type,
     ) -> None:
         self.trainer, self._model, self._session = trainer, model, session
+        self._optimizer = session.open_step.optimizer
         self._batch, self._wall_clock, self._fail = batch, wall_clock, fail
         self._own = own  # The class of callbacks that are timers.
         self._step_number = lightning_.step_counter(trainer)
@@ -61,6 +63,7 @@ class Fit:
         self._validation_entry = lightning_.validation_entry(trainer)
         self._patience: float = _PATIENCE
         self._calls: dict[str, Callable[[], None]] = {}  # By the action of the trainer.
+        self._listener = _lightning.ActionListener(trainer.profiler, self._calls, fail)
         self._callback = ""  # The phase of the callback that was called last inside a step.
 
     # Called by the callback
@@ -73,12 +76,13 @@ class Fit:
         self.end_late_step()
         self.row["epoch"] = epoch = self.trainer.current_epoch
         self._calls.update(self._actions())  # The `state_key` of a callback may have changed.
+        self._listener.refresh()
         self._session.start_epoch(self._step_number(), epoch)
         if self._accumulates:
             # What lies between two epochs belongs to no step.
-            self._session.loop_goes_on()
+            self._session.open_step.continue_in_loop()
         else:
-            self._session.begin()
+            self._session.steps.begin()
         self._session.recorder.mark_instead(DATA, CALLBACKS)
         self._session.recorder.mark(FETCH)  # The loader's workers start next.
 
@@ -90,11 +94,11 @@ class Fit:
     def end_late_step(self) -> None:
         """End a step of manual optimization whose update came after its last batch."""
         session = self._session
-        if self._accumulates and session.optimizer.has_updated:
+        if self._accumulates and session.open_step.has_updated:
             self._accumulates = False
             number = self._step_number() - 1  # That batch is counted already.
-            if not session.is_left(number):
-                session.end_step(number)
+            if not session.steps.leave(number):
+                session.steps.end_step(number)
 
     # The next two run in every batch: without the function of `never_raises` around them.
 
@@ -107,10 +111,9 @@ class Fit:
             self._in_batch = True
             if self._wall_clock.entry is not STEPS:
                 self._wall_clock.resume_steps()
-            if not session.is_off:
+            if session.steps.state is not OFF:
                 self._batch.is_open = True
-                session.batch_begins()
-                session.work.add_batch(batch)
+                session.open_step.batch_begins(batch)
         except Exception as error:
             self._fail(error)
 
@@ -122,19 +125,19 @@ class Fit:
             if batch is None and not self._in_batch:
                 return
             session = self._session
-            if session.is_off:
+            if session.steps.state is OFF:
                 self._end_batch_off(batch_idx)
                 return
             self._in_batch = self._batch.is_open = False
-            has_updated = session.optimizer.updates > 0
-            if has_updated and session.times_all and self._model.automatic_optimization:
+            has_updated = self._optimizer.updates > 0
+            if has_updated and session.steps.times_all and self._model.automatic_optimization:
                 self._accumulates, self._patience = False, math.inf
             else:
                 self._accumulates = not self._ends_step(batch_idx)
             if self._accumulates:
-                session.batch_ends(CALLBACKS)
+                session.open_step.batch_ends(CALLBACKS)
             else:
-                if not session.end_step(self._step_number(), CALLBACKS):
+                if not session.steps.end_step(self._step_number(), CALLBACKS):
                     self._attachments.suspend()
                 if not self._wall_clock.has_stepped:
                     self._wall_clock.end_first_step()
@@ -145,11 +148,11 @@ class Fit:
         """End a batch while the hooks are off: by the trainer's count, where that was right."""
         session = self._session
         self._in_batch = False
-        if session.needs_updates:
+        if session.open_step.needs_updates:
             ends = self._ends_step(batch_idx)
         else:
             ends = _lightning.ends_update(self.trainer, batch_idx)
-        if ends and session.end_step(self._step_number(), CALLBACKS):
+        if ends and session.steps.end_step(self._step_number(), CALLBACKS):
             self._batch.is_open = False
             self._attachments.reattach()
 
@@ -175,28 +178,29 @@ class Fit:
     def _end_validation(self, *_: Any) -> None:
         self._wall_clock.leave_phase(VALIDATION)
         if self._in_batch:
-            self._session.batch_begins()  # A callback has run it inside a step.
+            self._session.open_step.batch_begins()  # A callback has run it inside a step.
         else:
             self._session.recorder.resume(CALLBACKS)
 
     def _ends_step(self, batch_idx: int) -> bool:
         """Return whether a step ends with this batch, by what was seen of it."""
-        session, optimizer = self._session, self._session.optimizer
+        open_step = self._session.open_step
         if not self._model.automatic_optimization:
             # Only the optimizers know.
-            return optimizer.has_updated or not optimizer.has_any
+            return open_step.has_updated or not open_step.has_optimizer
         is_due = _lightning.ends_update(self.trainer, batch_idx)
-        if optimizer.updates:
+        if open_step.updates:
             self._patience = math.inf
-        ends = optimizer.updates > 0 or (is_due and self._is_complete())
+        ends = open_step.updates > 0 or (is_due and self._is_complete())
         # Else the trainer's count tells the end of a step also where no update is seen.
-        session.needs_updates |= ends != is_due
+        if ends != is_due:
+            open_step.rely_on_updates()
         return ends
 
     def _is_complete(self) -> bool:
         """Return whether a step without an update that was due has ended."""
-        optimizer = self._session.optimizer
-        if optimizer.has_updated or not optimizer.has_any or self.trainer.is_last_batch:
+        open_step = self._session.open_step
+        if open_step.has_updated or not open_step.has_optimizer or self.trainer.is_last_batch:
             return True
         # An `optimizer_step` of the user's own may leave updates out. If it shows none at all, the
         # trainer's count is what is left.
@@ -209,7 +213,7 @@ class Fit:
         """Listen to the trainer's actions until `remove`."""
         trainer, session = self.trainer, self._session
         self._calls.update(self._actions())
-        self._attachments.add(_lightning.listen_to_actions(trainer, self._calls, self._fail))
+        self._attachments.add(self._listener)
         if self._validation_entry is not None:
             validation = Calls(self._start_validation, self._end_validation)
             self._loops.add(Subscription(*self._validation_entry, validation))
@@ -238,10 +242,10 @@ class Fit:
         if self._wall_clock.entry is not STEPS:
             self._wall_clock.resume_steps()
         by_hand = not self._model.automatic_optimization
-        if self._accumulates and by_hand and session.optimizer.has_updated:
+        if self._accumulates and by_hand and session.open_step.has_updated:
             # The update came in the hooks at the end of its batch, which is counted already.
             self._accumulates = False
-            if not session.end_step(self._step_number() - 1, CALLBACKS):
+            if not session.steps.end_step(self._step_number() - 1, CALLBACKS):
                 self._attachments.suspend()
         # As `resume_or_mark`, without another call.
         if recorder.state is PAUSED:
@@ -260,7 +264,9 @@ class Fit:
         calls[action_of(_EPOCH_START)] = start_epoch
         # Not by the callback's hook of that name, for which a Trainer takes 2 us.
         update = action_of("on_before_optimizer_step")
-        calls[update] = self._end_callbacks_of_update if update in calls else session.update_begins
+        calls[update] = (
+            self._end_callbacks_of_update if update in calls else session.open_step.update_begins
+        )
         # Where gradients accumulate none are cleared before a validation.
         calls[action_of("on_validation_model_zero_grad")] = session.recorder.pause_now
         return calls
@@ -306,7 +312,7 @@ class Fit:
 
     def _end_callbacks_of_update(self) -> None:
         self._leave_callback()
-        self._session.update_begins()
+        self._session.open_step.update_begins()
 
     def _callbacks_have_begun(self) -> None:
         if self._in_batch:

@@ -98,45 +98,102 @@ def wrapper_of(trainer: pl.Trainer) -> torch.nn.Module | None:
     return None if model is trainer.lightning_module else model
 
 
-def listen_to_actions(
-    trainer: Any, calls: Mapping[str, Callable[[], object]], fail: Callable[[Exception], None]
-) -> Subscription:
-    """Call functions, by the name of the action, when a trainer starts certain actions.
+class ActionListener:
+    """Call functions when a trainer starts certain actions; an attachment.
 
-    A Trainer notifies its profiler of all actions, even of one that does nothing, before it calls
-    any callback: so the order of the callbacks does not matter. Errors go to `fail`.
+    A Trainer notifies its profiler of every action, even of an action that does nothing, before it
+    calls any callback. So the order of the callbacks does not matter.
+
+    Args:
+        profiler: Profiler of the trainer.
+        calls: Functions by the name of the action.
+        fail: Takes errors of the functions.
     """
-    profiler = trainer.profiler
-    # Who has put something there since must be called, too.
-    name = "start_alone" if lightning_.is_idle(profiler) else "start"
-    return Subscription(
-        profiler, "start", (calls, fail), lambda *known: getattr(_Dispatcher(*known), name)
-    )
+
+    def __init__(
+        self,
+        profiler: Any,
+        calls: Mapping[str, Callable[[], object]],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        # Another profiler, or a patch of other code, must be called as well.
+        wrap = _ActionCalls if lightning_.is_idle(profiler) else _relay
+        self._subscription = Subscription(profiler, "start", (calls, fail), wrap)
+
+    def put_on(self) -> None:
+        self._subscription.put_on()
+        self.refresh()
+
+    def remove(self) -> None:
+        self._subscription.remove()
+
+    def refresh(self) -> None:
+        """Apply changes of the calls."""
+        stand_in = self._subscription.patch.replacement
+        getattr(stand_in, "__self__", stand_in).clear()
 
 
-# A step has dozens of actions, of which a few are waited for: the others must cost next to nothing.
-class _Dispatcher:
-    """Stand in for a profiler's `start` by a method, which can be pickled as others can."""
+_MAX_IGNORED = 1000  # Names of actions may contain numbers.
 
-    __slots__ = ("_call", "_listeners", "_patch")
 
-    def __init__(self, call: Callable[[str], Any], listeners: list[Any]) -> None:
-        self._call, self._listeners = call, listeners
+class _ActionCalls(dict[str, None]):
+    """The function `start` of an idle profiler, as a dict of the actions that nobody listens to.
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Dispatcher, (self._call, [])  # Nobody listens to the copy of a profiler.
+    A step has dozens of actions, and few have a listener. Calling the dict looks an action up, in C
+    and without a Python call. Only a missing action, which may have a listener, reaches Python.
+    """
 
-    def start(self, action_name: str) -> Any:
-        self.start_alone(action_name)
-        return self._call(action_name)
+    __slots__ = ("_listeners", "_patch")
 
-    def start_alone(self, action_name: str) -> None:
+    def __init__(self, _: Callable[[str], Any] | None = None, listeners: Any = ()) -> None:
+        super().__init__()
+        self._listeners: list[Any] = listeners
+
+    __call__ = dict.__getitem__
+
+    def __missing__(self, action_name: str) -> None:
+        is_ignored = True
         for calls, fail in self._listeners:
             if action_name in calls:
+                is_ignored = False
                 try:
                     calls[action_name]()
                 except Exception as error:
                     fail(error)
+        if is_ignored and len(self) < _MAX_IGNORED:
+            self[action_name] = None
+
+    def __bool__(self) -> bool:
+        return True  # As functions are, also while it is empty.
+
+    def __hash__(self) -> int:  # type: ignore[override]  # a function, not a value
+        return id(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ActionCalls, ()  # Nobody listens to the copy of a profiler.
+
+
+def _relay(call: Callable[[str], Any], listeners: list[Any]) -> Callable[[str], Any]:
+    return _Relay(call, listeners).start
+
+
+class _Relay:
+    """Stand in for the function `start` of a profiler that is at work. It can be pickled."""
+
+    __slots__ = ("_actions", "_call", "_patch")
+
+    def __init__(self, call: Callable[[str], Any], listeners: list[Any]) -> None:
+        self._call, self._actions = call, _ActionCalls(None, listeners)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Relay, (self._call, [])  # Nobody listens to the copy of a profiler.
+
+    def clear(self) -> None:
+        self._actions.clear()
+
+    def start(self, action_name: str) -> Any:
+        self._actions[action_name]
+        return self._call(action_name)
 
 
 def call_at_start(owner: Any, name: str, call: Callable[[], object]) -> Subscription:

@@ -33,7 +33,9 @@ from lightning_gputime._options import Options, check_int
 from lightning_gputime._output.loggers import LogWriter, MetricsLogger
 from lightning_gputime._phases import DATA, OTHER
 from lightning_gputime._record.clock import Clock
+from lightning_gputime._session.null import NullSession
 from lightning_gputime._session.session import Session
+from lightning_gputime._session.state import NEW, NOT_ATTACHED, OFF
 from lightning_gputime._timer import Timer, never_raises
 
 T = TypeVar("T")
@@ -148,10 +150,10 @@ class LoopTimer(Timer):
         self._start(clock, self._loop, means, self._wall_clock, **known)
         self._time_loader()
         self._results.update_setup(is_own_loop=True)
-        self._session.begin()
+        self._session.steps.begin()
 
-    def _forget(self, session: Session) -> None:
-        self._wall_clock.stop_own_loop(session.ended_ns)
+    def _forget(self, session: Session | NullSession) -> None:
+        self._wall_clock.stop_own_loop(session.steps.ended_ns)
         if self._wall_clock.entry == BETWEEN_LOOPS:
             self._between.end(BETWEEN_LOOPS)
         super()._forget(session)
@@ -211,7 +213,7 @@ class LoopTimer(Timer):
         if not self._session.was_attached:
             raise RuntimeError(f"steps() needs an attached timer. {self._USE}")
         if self._body is not None:
-            self._session.stay_on()  # Another loop over `steps` may go on.
+            self._session.steps.keep_hooks()  # Another loop over `steps` may go on.
         self._begin()
         self._know_loader(loader, in_data=True)
         seen, batch, wall_clock = _Seen.NOTHING, self._loop.batch, self._wall_clock
@@ -222,10 +224,9 @@ class LoopTimer(Timer):
             for item in iterable:
                 batch.is_fetched = False
                 session = self._session
-                if not session.is_off:
+                if session.steps.state is not OFF:
                     try:
-                        session.batch_begins()
-                        session.work.add_batch(item)
+                        session.open_step.batch_begins(item)
                     except Exception as error:
                         self._give_up(error)
                 if self._body is None:
@@ -243,7 +244,8 @@ class LoopTimer(Timer):
                     is_usual = label != OTHER if seen is _Seen.TRAINING else label is None
                     if is_usual and seen is not _Seen.NOTHING and self._body is body:
                         self._body = None
-                        if body == (self._step, self._micro_batches) and self._session.is_attached:
+                        is_attached = self._session.steps.state not in NOT_ATTACHED
+                        if body == (self._step, self._micro_batches) and is_attached:
                             self.step()
                     else:
                         seen = self._end_odd_body(seen)
@@ -275,21 +277,26 @@ class LoopTimer(Timer):
             # The work on the last one is still to come.
             self._body = self._step, self._micro_batches
         if self._body is not None:
-            self._session.batch_begins()
-        self._session.loop_ends(accumulates=self._micro_batches > 0)
+            self._session.open_step.batch_begins()
+        if self._micro_batches:
+            self._session.open_step.wait_for_loop()
+        self._session.compare_ranks()
 
     def _end_odd_body(self, seen: _Seen) -> _Seen:
         """End the work on a batch, which may be none, or an evaluation. Return what was seen."""
         session = self._session
-        if session.has_idled(is_first=seen is _Seen.NOTHING):
+        if self._has_idled(is_first=seen is _Seen.NOTHING):
             # As in a look-ahead, a group, or a `zip` of loops, or where a batch is passed over: it
             # belongs to the next step.
-            session.batch_ends()
+            session.open_step.batch_ends()
             return _Seen.AHEAD if seen is _Seen.NOTHING else seen
         body, self._body = self._body, None
-        is_timed, is_evaluation = session.recorder.label is not None, session.has_evaluated
+        is_timed, is_evaluation = (
+            session.recorder.label is not None,
+            session.open_step.has_evaluated,
+        )
         if is_evaluation and seen is not _Seen.TRAINING:
-            session.begin()
+            session.steps.begin()
         elif body == (self._step, self._micro_batches) and session.is_attached:
             self.step()
         if seen in (_Seen.AHEAD, _Seen.TRAINING):
@@ -329,7 +336,7 @@ class LoopTimer(Timer):
             self._session.recorder.resume(DATA if self._body is None else OTHER)
 
     def _is_evaluation(self, loader: object) -> bool:
-        if torch.is_grad_enabled() or not self._session.forward.has_trained:
+        if torch.is_grad_enabled() or not self._session.open_step.has_trained:
             return False
         return not is_training(self._loop.model)
 
@@ -339,25 +346,25 @@ class LoopTimer(Timer):
         body, self._body = self._body, None
         # Gradients that were left may be used after the loop.
         is_over = body == (self._step, self._micro_batches) or (
-            self._micro_batches > 0 and self._session.optimizer.has_updated
+            self._micro_batches > 0 and self._session.open_step.has_updated
         )
         session = self._session
-        if is_over and session.is_left(self._step):
+        if is_over and session.steps.leave(self._step):
             self._step += 1
             self._micro_batches = 0
-        elif body == (self._step, self._micro_batches) and session.keeps_gradients():
+        elif body == (self._step, self._micro_batches) and session.open_step.leave_gradients():
             self._micro_batches += 1
 
     def _leave_loop(self) -> None:
         """End a loop with its last step. Micro-batches of a known number go into no other loop."""
         session = self._session
         # Of a step that was left there are a few, if there are several optimizers.
-        if (untold := session.optimizer.updates) > 2 * (1 + len(self._loop.optimizers)):
+        if (untold := session.open_step.updates) > 2 * (1 + len(self._loop.optimizers)):
             session.recorder.warn_once(_UNTOLD, untold)
             self._body, self._micro_batches = None, 0
         # Each batch has two marks, and the end of the loop one.
         passed_over = (len(session.recorder.labels) - 1) // 2 if self._body else 0
-        if passed_over >= _MAX_IDLE and session.has_idled(is_first=True):
+        if passed_over >= _MAX_IDLE and self._has_idled(is_first=True):
             session.recorder.warn_once(_UNSEEN, passed_over)
         self._leave_body()
         if self._micro_batches and 1 < self._accumulate_grad_batches < sys.maxsize:
@@ -371,7 +378,7 @@ class LoopTimer(Timer):
             RuntimeError: If the timer was never attached. After `remove` it does nothing.
         """
         session = self._session
-        if not session.was_attached:
+        if session.steps.state is NEW:
             raise RuntimeError(f"step() needs an attached timer. {self._USE}")
         try:
             if get_ident() != session.recorder.home:
@@ -384,16 +391,16 @@ class LoopTimer(Timer):
                 is_last = self._micro_batches >= batches
             else:
                 is_last = accelerate is None or accelerate.sync_gradients
-            if not (is_last or session.optimizer.has_updated):
-                session.batch_ends()
+            if not (is_last or session.open_step.has_updated):
+                session.open_step.batch_ends()
                 return
             if self._is_evaluating:
                 self._end_evaluation()  # Its iterator was left, and may be continued later.
-            session.end_step(self._step)
+            session.steps.end_step(self._step)
             wall_clock = self._wall_clock
             if not wall_clock.has_stepped:
                 wall_clock.end_first_step()
-                session.first_step_ended()
+                session.steps.first_step_ended()
             elif wall_clock.entry is not STEPS:
                 wall_clock.resume_steps()  # A loop by `step()` follows loops over `steps()`.
             self._step += 1
@@ -401,14 +408,18 @@ class LoopTimer(Timer):
         except Exception as error:
             self._give_up(error)
 
+    def _has_idled(self, *, is_first: bool) -> bool:
+        session = self._session
+        return session.steps.state is not OFF and session.open_step.has_idled(is_first=is_first)
+
     @never_raises
     def _begin(self) -> None:
         self._leave_loop()
         session = self._session
         # Batches that were looked at alone, as for a mean, belong to no step.
-        accumulates = self._micro_batches and not session.has_idled(is_first=True)
+        accumulates = self._micro_batches and not self._has_idled(is_first=True)
         if accumulates and session.recorder.home == get_ident():
-            session.loop_goes_on()
+            session.open_step.continue_in_loop()
         elif session.is_attached:
-            session.begin()
+            session.steps.begin()
         self._micro_batches = 0

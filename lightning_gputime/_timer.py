@@ -45,7 +45,8 @@ from lightning_gputime._runs.environment import (
 )
 from lightning_gputime._runs.saved import Run
 from lightning_gputime._session.evaluation import Evaluations
-from lightning_gputime._session.session import NEVER_ATTACHED, REMOVED, Session
+from lightning_gputime._session.null import NEVER_ATTACHED, REMOVED, NullSession
+from lightning_gputime._session.session import Session
 
 Hook = TypeVar("Hook", bound=Callable[..., None])
 
@@ -105,7 +106,7 @@ class Timer(Tabular):
             )
         self._options, self._prints_table = options, print_summary
         self._results = Results(options.history_size, options.timed_warmup_steps, hint=self._USE)
-        self._session: Session = NEVER_ATTACHED
+        self._session: Session | NullSession = NEVER_ATTACHED
         self._patches = Attachments()  # What is on the objects of a trainer.
         self._warn_once = WarnOnce()
         self._environment = Environment()
@@ -149,8 +150,8 @@ class Timer(Tabular):
         wall_clock: WallClock,
         outside: Frames = (),
         **known: Any,
-    ) -> None:
-        """Start a new measurement, and put the hooks on.
+    ) -> Session:
+        """Start a new measurement, and attach the hooks.
 
         `outside` has the functions around the training: their lines say nothing about a phase.
         `known` has fields of the `Environment` that the front end knows better; None if not.
@@ -189,6 +190,7 @@ class Timer(Tabular):
         except BaseException:
             self._forget(session)
             raise
+        return session
 
     def _clock_for(self, device: torch.device, *, tell: bool = False) -> Clock:
         """Return the clock of a device, or the one that was given in its place."""
@@ -250,7 +252,7 @@ class Timer(Tabular):
         finally:
             self._forget(session)
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: Session | NullSession) -> None:
         """Let go of a session that has ended, once nothing of it is left."""
         session.remove()
         if self._session is session:  # An observer may have attached the timer again.
@@ -275,7 +277,7 @@ class Timer(Tabular):
     @never_raises
     def _know_loader(self, loader: object, *, in_data: bool = False, prefix: str = "") -> None:
         """Read a loader's settings; `in_data` says that its fetch is all `data`."""
-        self._session.analyzer.set_loader(loader, in_data)
+        self._session.set_loader(loader, in_data)
         self._loader = loader
         known = known_of_loader(loader)
         self._results.update_setup(**known, loader_prefix=prefix)

@@ -181,7 +181,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         loop = _lightning.loop_of(trainer, pl_module, submodules, type(self))
         row = dict[str, float]()
         self._start_clock(trainer, None)
-        self._start(
+        session = self._start(
             self._clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero),
             loop,
             _lightning.mean_log_of(trainer, self._options, row),
@@ -196,7 +196,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._fit = Fit(
             trainer,
             pl_module,
-            self._session,
+            session,
             loop.batch,
             self._wall_clock,
             row,

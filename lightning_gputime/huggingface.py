@@ -215,7 +215,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._start(
             clock,
             loop,
-            MeanLog(sys.maxsize, writer),
+            MeanLog(None, writer),
             self._wall_clock,
             frames_here(),
             accumulate_grad_batches=args.gradient_accumulation_steps,
@@ -229,7 +229,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if loader is not None:
             self._know_loader(loader, prefix="dataloader_")
             self._time_loader()
-        self._session.begin()
+        self._session.steps.begin()
 
     @never_raises
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
@@ -240,9 +240,9 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._session.start_epoch(state.global_step + 1, int(state.epoch or 0))
         # What lies between two epochs belongs to no step.
         if self._is_in_step:
-            self._session.loop_goes_on()
+            self._session.open_step.continue_in_loop()
         else:
-            self._session.begin()
+            self._session.steps.begin()
         # The last callback before the workers of the loader start.
         self._session.recorder.mark_instead(DATA, FETCH)
 
@@ -259,31 +259,28 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._session.recorder.resume_or_mark(FETCH)
 
     def _end_fetch(self, fetched: Any = None) -> None:
-        work = self._session.work
-        for number, inputs in enumerate(fetched[0] if isinstance(fetched, tuple) else ()):
-            if number:
-                work.end_batch()
-            work.add_batch(inputs)
+        if isinstance(fetched, tuple):
+            self._session.open_step.add_batches(fetched[0])
 
     @never_raises
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._is_in_step = self._batch.is_open = True
         if self._wall_clock.entry is not STEPS:
             self._wall_clock.resume_steps()
-        self._session.batch_begins()
+        self._session.open_step.batch_begins()
 
     @never_raises
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._session.update_begins()
+        self._session.open_step.update_begins()
 
     @never_raises
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         # Before all other callbacks: what they do until the next fetch is no part of the step.
         is_known = self._is_in_step
-        if is_known and not self._session.optimizer.has_any:
+        if is_known and not self._session.open_step.has_optimizer:
             self._session.recorder.mark(AFTER_UPDATE)
         self._is_in_step, self._batch.is_open = False, not is_known
-        self._session.end_step(state.global_step)
+        self._session.steps.end_step(state.global_step)
         if not self._wall_clock.has_stepped:
             self._wall_clock.end_first_step()
         if self._has_fetched:

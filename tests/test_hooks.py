@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import GPUPhaseHooks, PhaseTimeMetric, StepTimes, phase
-from lightning_gputime._session.session import Session
+from lightning_gputime._session.reading import StepReader
 
 
 def test_time_between_epochs_belongs_to_no_step(loop: Loop) -> None:
@@ -480,13 +480,13 @@ def test_steps_are_resolved_in_batches_until_a_log_is_due(
     loop: Loop, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    steps_read = Session._steps_read
+    take = StepReader.take
 
-    def count(self: Session, steps: list[Any]) -> None:
+    def count(self: StepReader, steps: list[Any]) -> None:
         read.append(len(steps))
-        steps_read(self, steps)
+        take(self, steps)
 
-    monkeypatch.setattr(Session, "_steps_read", count)
+    monkeypatch.setattr(StepReader, "take", count)
     train_loop(loop, 120, log_every_n_steps=every)
     assert sum(read) == 120
     assert max(read) == min(every, 25)

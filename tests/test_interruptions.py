@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, phase
 from lightning_gputime._instrumentation import named
-from lightning_gputime._session import session
+from lightning_gputime._session import attached
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
@@ -275,7 +275,7 @@ def shared() -> list[Any]:
         [*torch_optimizer._global_optimizer_pre_hooks],
         [*torch_optimizer._global_optimizer_post_hooks],
         [*gc.callbacks],
-        [*session._attached],
+        [*attached._attached],
         [*named._active],
         vars(DataLoader)["__iter__"],
     ]

@@ -307,7 +307,7 @@ def test_a_model_goes_at_once_where_its_timer_was_removed() -> None:
 def test_a_callback_that_is_kept_after_the_fit_holds_no_model(gpu: FakeGPU) -> None:
     class Looks(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            session = timer._session
+            session: Any = timer._session
             held.extend(map(weakref.ref, (session, session._boundaries, timer._fit)))
 
         def on_validation_batch_end(self, *_: Any) -> None:

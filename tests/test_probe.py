@@ -17,8 +17,9 @@ from lightning_gputime import (
 )
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._phases import EXCLUDED
-from lightning_gputime._session import schedule
-from lightning_gputime._session.schedule import Plan, Probe, Schedule
+from lightning_gputime._session import probe
+from lightning_gputime._session.probe import Probe
+from lightning_gputime._session.schedule import Plan, Schedule
 
 PROBED = (2, 5, 13, 16, 20, 27, 31, 38)
 """The steps that are probed with `probe_every_n_steps=5`: one in each five."""
@@ -176,7 +177,7 @@ def test_busy_times_are_logged_no_more_when_probing_has_ended(gpu: FakeGPU) -> N
 def test_with_several_ranks_no_step_is_probed_which_is_said(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedule, "is_distributed", lambda: True)
+    monkeypatch.setattr(probe, "is_distributed", lambda: True)
     timer = run(Loop(gpu), 25, sync_ranks=False)
     assert gpu.spins == []
     assert timer.history()["step"].tolist() == [*range(25)]
@@ -393,7 +394,7 @@ def test_a_wait_names_the_phase_that_took_the_host_longest() -> None:
     results = Results(10, 0)
     results.add([raw(0, forward=1.0, loss=1.0)])
     probe = Probe(FakeGPU(), results)
-    probe._asked_ms = 1.5
+    probe._spin_ms = 1.5
     for number in (2, 7, 12):
         step = raw(number, **{EXCLUDED: 3.0}, forward=1.0, loss=3.0)
         step = step._replace(was_fully_queued=False, post_spin_index=1)

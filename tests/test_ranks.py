@@ -709,7 +709,7 @@ def test_with_log_numbers_may_be_skipped(gpu: FakeGPU, exchange: FakeExchange) -
     loop = Loop(gpu)
     timer = hooks(loop, sync_ranks="log", log_every_n_steps=4).attach()
     for number in range(1, 20, 2):
-        timer._session.end_step(number)
+        timer._session.steps.end_step(number)
     assert steps_of(exchange.sent) == [2, 4, 6, 8]
     timer.remove()
 

@@ -55,7 +55,7 @@ def test_a_pause_inside_a_step_has_no_phase_in_its_timeline(gpu: FakeGPU) -> Non
         for number, x in enumerate(timer.steps(loop.batches(2))):
             loop.micro_batch(x)
             if number == 0:
-                timer._session.batch_ends()
+                timer._session.open_step.batch_ends()
                 timer._session.recorder.pause()
                 gpu.work(50.0)
                 timer._session.recorder.resume()

@@ -128,12 +128,12 @@ def test_an_optimizer_with_other_groups_updates(loop: Loop, groups: str, is_give
 
 
 FAILING = {
-    "step()": "lightning_gputime._session.session.Session.end_step",
-    "steps()": "lightning_gputime._session.session.Session.begin",
+    "step()": "lightning_gputime._session.steps.Steps.end_step",
+    "steps()": "lightning_gputime._session.steps.Steps.begin",
     "an update": "lightning_gputime._instrumentation.optimizer.OptimizerBoundary._begin",
     "a backward": "lightning_gputime._instrumentation.backward.BackwardBoundary.on_call_end",
-    "remove()": "lightning_gputime._session.session.Session.compare_ranks",
-    "the end of a loop": "lightning_gputime._session.session.Session.loop_ends",
+    "remove()": "lightning_gputime._session.session.Session.finish",
+    "the end of a loop": "lightning_gputime._session.session.Session.compare_ranks",
 }
 
 

@@ -69,8 +69,7 @@ class Bench:
         self.analyzer.step_ends(self.gpu.now)
         ends = tuple(accumulate((round(ms * MS) for ms in on_host), initial=begin))
         record = StepRecord(number, tuple(USUAL), on_device, ends, 0.0, 0, False)
-        self.analyzer.reading_since_ns = self.gpu.now
-        self.analyzer.steps_read(ReadSteps([record], 0))
+        self.analyzer.steps_read(ReadSteps([record], 0, self.gpu.now))
         self.found += self.analyzer.newest
 
     def usual(self, numbers: range = range(SLOW)) -> None:

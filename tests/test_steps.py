@@ -672,7 +672,7 @@ def test_paused_evaluation_before_training_does_not_warn(
 def test_warns_about_batches_without_work_next_to_compiled_code(
     loop: Loop, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_gputime._session.session.has_compiled", lambda: True)
+    monkeypatch.setattr("lightning_gputime._session.open_step.has_compiled", lambda: True)
     with hooks(loop) as timer:
         for number, x in enumerate(timer.steps(loop.batches(40))):
             if number % 4 != 3:

@@ -21,7 +21,7 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 EVERY, N = 5, 43
 AUTOGRAD: Any = torch.autograd
 ENGINE = AUTOGRAD._engine_run_backward
-HAS_COMPILED = "lightning_gputime._session.session.has_compiled"
+HAS_COMPILED = "lightning_gputime._session.hooks_off.has_compiled"
 
 
 def installed(loop: Loop) -> list[bool]:

@@ -197,7 +197,7 @@ class _TimedLoop:
         else:
             # The step in which the timer was attached has no beginning.
             self._has_begun = True
-            self._timer._session.begin()
+            self._timer._session.steps.begin()
 
     def end(self) -> bool:
         """End the timing, and show it. Return False where there is nothing to show but warm-up."""

@@ -68,8 +68,6 @@ class SlowStepAnalyzer:
         # When the timer made the host wait, and when it read steps: no fault of the loop's.
         self._waits: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
         self._readings: deque[tuple[int, int]] = deque(maxlen=4 * _TOGETHER)
-        self.reading_since_ns = 0
-        """When the reading began of the steps that `steps_read` is called with next."""
         self._warn_once = WarnOnce()
         # Of the steps that were read last, if somebody follows the log.
         self.newest: Sequence[SlowStep] = ()
@@ -121,7 +119,7 @@ class SlowStepAnalyzer:
             self._give_up(error)
         self.newest = self._log.add(found, is_known=self._baseline.is_known)
         now_ns = self._now_ns()
-        self._readings.append((self.reading_since_ns, now_ns))
+        self._readings.append((read.since_ns, now_ns))
         self.start_own_call()
 
     def _judge_next(

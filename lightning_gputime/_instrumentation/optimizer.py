@@ -95,6 +95,18 @@ class OptimizerBoundary:
             inner = [*_updating([optimizer])][-1]
             attachments.add(Subscription(inner, "zero_grad", Calls(self._zero_grad_begins)))
 
+    def update_begins(self) -> None:
+        """Mark that a trainer is about to run an update, which it may still skip."""
+        self.was_tried = True
+        # After a backward, `optimizer` has begun already.
+        if self._recorder.label != AFTER_BACKWARD:
+            self._recorder.mark(OPTIMIZER)
+
+    def reset(self) -> None:
+        """Forget the updates of a step that has ended. No hook is called if `step` raises."""
+        self.updates = self.depth = 0
+        self.was_tried = False
+
     def _zero_grad_begins(self, *_: Any, **__: Any) -> bool:
         recorder = self._recorder
         # Inside a backward it belongs to an update there.

@@ -31,11 +31,12 @@ class MeanLog:
 
     Args:
         every_n_steps: The steps `n - 1`, `2 n - 1`, ... are logged, as Lightning counts them, or
-            the next step if such a number is skipped; 0 logs none.
+            the next step if such a number is skipped. 0 logs none; with None, only `log_means`
+            logs.
         writer: Destination of the means.
     """
 
-    def __init__(self, every_n_steps: int, writer: Writer) -> None:
+    def __init__(self, every_n_steps: int | None, writer: Writer) -> None:
         self.every_n_steps = every_n_steps
         self.writer = writer
         self.newest: int | None = None
@@ -114,7 +115,7 @@ class MeanLog:
             untimed = results.untimed_since_log(restart=not only_publish, has_timed=has_timed)
         if not only_publish:
             self._sums = Sums()
-            if not self.every_n_steps:
+            if self.every_n_steps == 0:
                 return
         every = timed.plus(untimed.sums)
         if not every.step.n or self.newest is None:

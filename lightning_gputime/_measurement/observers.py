@@ -28,10 +28,16 @@ class Section:
 
 
 class ReadSteps:
-    """Steps that were read together, in order; warm-up steps come first."""
+    """Steps that were read together, in order; warm-up steps come first.
 
-    def __init__(self, records: Sequence[StepRecord], warmup: int) -> None:
-        self.records, self.warmup = records, warmup
+    Args:
+        records: The steps.
+        warmup: Number of first steps that are warm-up.
+        since_ns: Start of reading them, by the host clock.
+    """
+
+    def __init__(self, records: Sequence[StepRecord], warmup: int, since_ns: int = 0) -> None:
+        self.records, self.warmup, self.since_ns = records, warmup, since_ns
 
     def __iter__(self) -> Iterator[StepRecord]:
         return iter(self.records)

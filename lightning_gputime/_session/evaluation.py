@@ -1,6 +1,5 @@
 """Timing of evaluation loops: `data`, `forward`, `other`."""
 
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,7 +85,6 @@ class Evaluations:
         )
         self.results.pop(stage, None)
         self.results[stage] = results
-        # Nothing is due before the end.
         writer = LogWriter(
             options.prefix,
             loggers,
@@ -96,7 +94,7 @@ class Evaluations:
             row=row,
             kept=self.means,
         )
-        means = MeanLog(sys.maxsize, writer)
+        means = MeanLog(None, writer)
         means.connect(results, is_sampled=False)
 
         def steps_read(records: list[StepRecord]) -> None:

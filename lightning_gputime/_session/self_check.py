@@ -175,7 +175,8 @@ class SelfCheck:
             self._first += steps
             if len(self._first) >= _FIRST_STEPS:
                 self._check_first_steps()
-        self._check_optimizer()
+        if self._lacks_optimizer:
+            self._check_optimizer()
         # Replays of a captured graph do not show what they run; the recorder has warned of that.
         if self._has_checked_means or self._recorder.has_captured:
             return

@@ -1,0 +1,176 @@
+"""The open step: its batches, and what has happened in it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from lightning_gputime._compat.torch_ import has_compiled
+from lightning_gputime._instrumentation.boundaries import Boundaries
+from lightning_gputime._instrumentation.work import WorkCounter
+from lightning_gputime._phases import (
+    AFTER_BACKWARD,
+    AFTER_FORWARD,
+    AFTER_UPDATE,
+    BACKWARD,
+    BETWEEN,
+    BETWEEN_BATCHES,
+    DATA,
+    EVALUATES,
+    OTHER,
+)
+from lightning_gputime._record.recorder import PAUSED, Recorder
+from lightning_gputime._session.state import OFF, TIMED, State
+
+_NO_BATCH = object()
+
+
+class OpenStep:
+    """The open step: its batches, and what has happened in it as far as hooks have seen it.
+
+    Like `Steps`, it may be used only in the thread that is timed, and only while attached.
+
+    Args:
+        recorder: Takes the marks.
+        boundaries: Hooks on the model and the optimizers.
+        work: Counts the items of batches.
+        needs_updates: True if only updates show where steps end, not a count of batches.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        boundaries: Boundaries,
+        work: WorkCounter,
+        *,
+        needs_updates: bool,
+    ) -> None:
+        self._recorder, self._boundaries, self._work = recorder, boundaries, work
+        self.needs_updates = needs_updates
+
+    def attach(self) -> None:
+        """Find the hooks, which were attached just before."""
+        self._forward, self.optimizer = self._boundaries.forward, self._boundaries.optimizer
+        # Without another call: a trainer calls it in every step.
+        self.update_begins = self.optimizer.update_begins
+
+    # Batches
+
+    def batch_begins(self, batch: Any = _NO_BATCH) -> None:
+        """Mark that a batch was fetched, or that a pause is over. Count the items of the batch."""
+        recorder = self._recorder
+        if recorder.named:
+            recorder.end_fetch()
+        if recorder.state is PAUSED:
+            recorder.resume(OTHER)
+        else:
+            recorder.mark(OTHER)
+        if batch is not _NO_BATCH:
+            self._work.add_batch(batch)
+
+    def add_batches(self, batches: Iterable[Any]) -> None:
+        """Count the items of micro-batches that were fetched together."""
+        for i, batch in enumerate(batches):
+            if i:
+                self._work.end_batch()
+            self._work.add_batch(batch)
+
+    def batch_ends(self, label: str = DATA) -> None:
+        """End a micro-batch that does not end the step."""
+        self._work.end_batch()
+        self._recorder.resume_or_mark(label)  # Ends a validation at the end of the body.
+
+    # Across loops
+
+    def wait_for_loop(self) -> None:
+        """Mark that a loop has ended whose gradients wait for an update in the next loop."""
+        self._recorder.mark_instead(DATA, BETWEEN)
+
+    def continue_in_loop(self) -> None:
+        """Continue the open step in another loop. The time between the loops is in no step."""
+        self._recorder.pause(since=BETWEEN)
+        self._recorder.resume()
+
+    def leave_gradients(self) -> bool:
+        """Handle an exit inside a step that only an update ends, perhaps in another loop.
+
+        Return True if gradients wait for that update.
+        """
+        if not self.needs_updates or BACKWARD not in self._recorder.phases:
+            return False
+        self.batch_ends(BETWEEN)
+        return True
+
+    # Updates
+
+    @property
+    def updates(self) -> int:
+        """Number of updates in the open step."""
+        return self.optimizer.updates
+
+    @property
+    def has_updated(self) -> bool:
+        """True if an update was seen or tried in the open step."""
+        return self.optimizer.has_updated
+
+    @property
+    def has_optimizer(self) -> bool:
+        """True if there are optimizers whose updates are seen."""
+        return self.optimizer.has_any
+
+    @property
+    def has_trained(self) -> bool:
+        """True once a backward was seen, in any step."""
+        return self._forward.has_trained
+
+    def reset_updates(self) -> None:
+        """Forget the updates of a step that ends without other hooks."""
+        self.optimizer.reset()
+
+    def rely_on_updates(self) -> None:
+        """From now on only updates show where steps end: the trainer's count was wrong."""
+        self.needs_updates = True
+
+    # Batches without training
+
+    def has_idled(self, *, is_first: bool) -> bool:
+        """Return True if nothing but fetching has happened in the open step, which has hooks.
+
+        Only if any training would have been seen; and, except for the first batch of a loop, only
+        after a step with training.
+        """
+        recorder = self._recorder
+        is_blind = has_compiled() or recorder.has_captured
+        if is_blind or recorder.was_elsewhere or not self.has_optimizer:
+            return False
+        is_idle = (is_first or self.has_trained) and not self._boundaries.has_worked
+        return is_idle and recorder.phases <= {*BETWEEN_BATCHES, OTHER, BETWEEN}
+
+    @property
+    def has_evaluated(self) -> bool:
+        """True if nothing has happened in the open step but evaluating a model that was trained."""
+        if self._recorder.label not in EVALUATES or not self.has_trained:
+            return False
+        is_idle = not self._boundaries.has_worked
+        return is_idle and self._recorder.phases <= {*BETWEEN_BATCHES, OTHER, *EVALUATES}
+
+    # Exits
+
+    def end_at_update(self, state: State, number: int, index: int, items: float) -> bool:
+        """End the open step where the loop is left, if its work is complete. Return True if so.
+
+        It is complete if no model was called after the last update or, in inference, after the last
+        call. The step ends there, and the host does not wait: the loop may have raised.
+        """
+        recorder = self._recorder
+        if state is OFF:
+            return self.has_updated or not self.needs_updates
+        if state is not TIMED:
+            return self.has_updated
+        if self._forward.evaluation.is_pending:
+            self._forward.settle_evaluations()
+        last = AFTER_UPDATE if self.has_optimizer else AFTER_FORWARD
+        if not self.has_optimizer and BACKWARD in recorder.phases:
+            # No hook sees an update by hand. It is over here, and counts as `other`.
+            recorder.mark_instead(AFTER_BACKWARD, OTHER)
+            recorder.mark(AFTER_UPDATE)
+            last = AFTER_UPDATE
+        return recorder.end_at(last, number, index, items)

@@ -1,0 +1,95 @@
+"""Steps that were read, on their way to observers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_gputime._causes.analyzer import SlowStepAnalyzer
+from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
+from lightning_gputime._measurement.wall_clock import EVALUATION, FIRST_STEP, STEPS, WallClock
+from lightning_gputime._phases import EVALUATED, StepRecord
+from lightning_gputime._record.pending_steps import BATCH, PendingSteps
+from lightning_gputime._session.timing_plan import TimingPlan
+
+
+class StepReader:
+    """Pass steps that were read to the observers, in their order and in the training thread.
+
+    Args:
+        plan: Takes the probed steps.
+        wall_clock: Takes the time of evaluations inside steps.
+        warmup_steps: Number of first timed steps that are warm-up.
+    """
+
+    def __init__(self, plan: TimingPlan, wall_clock: WallClock, warmup_steps: int) -> None:
+        self._plan, self._wall_clock, self._warmup_left = plan, wall_clock, warmup_steps
+        self._has_read = False
+        self._readers: list[Any] = []
+        self._followers: list[Any] = []
+
+    def connect(
+        self, pending: PendingSteps, *, readers: Sequence[Any], followers: Sequence[Any]
+    ) -> None:
+        """Set where steps come from, and whose method `steps_read` takes them.
+
+        Args:
+            pending: Provides the steps.
+            readers: Take the steps in any order.
+            followers: Take the steps after the readers, whose state they read.
+        """
+        self._pending = pending
+        self._readers = methods(readers, "steps_read")
+        self._followers = methods(followers, "steps_read")
+
+    def take(self, records: list[StepRecord]) -> None:
+        since_ns = self._pending.reading_since_ns
+        for record in records:
+            if EVALUATED in record.labels:
+                is_first = not self._has_read and record is records[0]
+                source = FIRST_STEP if is_first else STEPS
+                self._wall_clock.move(source, EVALUATION, record.evaluation_ms)
+        self._has_read = True
+        if self._plan.probe is not None:
+            records = self._plan.probe.take(records)
+        if records:
+            warmup = min(self._warmup_left, len(records))
+            self._warmup_left -= warmup
+            steps = ReadSteps(records, warmup, since_ns)
+            call_safely(self._readers, steps)
+            call_safely(self._followers, steps)
+        if self._plan.auto is not None:
+            self._plan.add_timed(records, since_ns)
+
+
+class UserCalls:
+    """Call the user's observers with the steps that were read.
+
+    Args:
+        observers: Observers of the option `observers`.
+        analyzer: Provides the slow steps, and is told of the time that observers take.
+    """
+
+    def __init__(self, observers: Sequence[Any], analyzer: SlowStepAnalyzer) -> None:
+        self._on_step = step_calls(observers)
+        self._on_slow_step = methods(observers, "on_slow_step")
+        self._analyzer = analyzer
+
+    @property
+    def takes_steps(self) -> bool:
+        return bool(self._on_step)
+
+    @property
+    def batch(self) -> int:
+        """Number of steps to read together: 1 if observers want each step at once."""
+        return 1 if self._on_step else BATCH
+
+    def steps_read(self, steps: ReadSteps) -> None:
+        """Call the observers, just after the analyzer. They may read the timer, or remove it."""
+        slow_steps = self._analyzer.newest
+        if not self._on_step and not slow_steps:
+            return
+        for step in steps if self._on_step else ():
+            call_safely(self._on_step, step.times())
+        for slow_step in slow_steps:
+            call_safely(self._on_slow_step, slow_step)
+        self._analyzer.end_own_call("observers")
+        self._analyzer.start_own_call()  # Loggers are next.

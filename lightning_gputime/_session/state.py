@@ -1,0 +1,39 @@
+"""States of a session, and the allowed transitions."""
+
+from enum import Enum
+
+
+class State(Enum):
+    """What a session does with the open step."""
+
+    NEW = "not attached"
+    IDLE = "attached, no step is open"
+    TIMED = "the step is timed"
+    PROBED = "the step is timed behind a spin kernel"
+    UNTIMED = "the step is counted"
+    OFF = "the step is counted, without hooks"
+    ENDED = "removed"
+
+
+# As globals: every step compares them.
+NEW, IDLE, TIMED, PROBED, UNTIMED, OFF, ENDED = State
+
+NOT_ATTACHED = (NEW, ENDED)
+
+TRANSITIONS = {
+    NEW: {IDLE},
+    IDLE: {TIMED, UNTIMED, ENDED},
+    TIMED: {TIMED, PROBED, UNTIMED, ENDED},
+    PROBED: {TIMED, UNTIMED, ENDED},  # The step after a probe is never probed.
+    UNTIMED: {TIMED, PROBED, UNTIMED, OFF, ENDED},
+    OFF: {TIMED, UNTIMED, ENDED},
+    ENDED: set[State](),
+}
+"""The states that may follow each state."""
+
+
+def check_transition(state: State, new: State) -> State:
+    """Return the new state. Raise RuntimeError if it may not follow the old one."""
+    if new not in TRANSITIONS[state]:
+        raise RuntimeError(f"a session cannot change from {state.name} to {new.name}")
+    return new

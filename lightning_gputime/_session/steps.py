@@ -1,0 +1,277 @@
+"""Steps of a loop: where they start and end, timed or not."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import get_ident
+
+from lightning_gputime._causes.analyzer import SlowStepAnalyzer
+from lightning_gputime._culprits.blocking import BlockingCalls
+from lightning_gputime._instrumentation.boundaries import Boundaries
+from lightning_gputime._instrumentation.work import WorkCounter
+from lightning_gputime._measurement.means import MeanLog
+from lightning_gputime._measurement.untimed import UntimedSteps
+from lightning_gputime._measurement.wall_clock import WallClock
+from lightning_gputime._phases import DATA
+from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._session.culprit_search import CulpritSearch
+from lightning_gputime._session.hooks_off import HooksOff
+from lightning_gputime._session.logs import LogSchedule
+from lightning_gputime._session.open_step import OpenStep
+from lightning_gputime._session.rank_comparer import RankComparer
+from lightning_gputime._session.state import (
+    ENDED,
+    NEW,
+    OFF,
+    PROBED,
+    TIMED,
+    UNTIMED,
+    State,
+    check_transition,
+)
+from lightning_gputime._session.timing_plan import TimingPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Parts of a session that `Steps` calls."""
+
+    recorder: Recorder
+    boundaries: Boundaries
+    open_step: OpenStep
+    work: WorkCounter
+    analyzer: SlowStepAnalyzer
+    blocking: BlockingCalls
+    search: CulpritSearch
+    plan: TimingPlan
+    hooks_off: HooksOff
+    logs: LogSchedule
+    means: MeanLog
+    comparison: RankComparer
+    untimed: UntimedSteps
+    wall_clock: WallClock
+    host_ns: Callable[[], int]
+
+
+class Steps:
+    """Start and end the steps of a loop. Front ends report the loop's events here.
+
+    `begin` decides which thread is timed: only this thread may call the other methods.
+    """
+
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+        self.state = NEW
+        self.index = 0
+        """Number of steps that have ended, timed or not."""
+        self.newest: int | None = None
+        """Number of the last step that ended."""
+        self._ended_ns = 0  # Time of all steps when it ended; only kept with hooks.
+        self._first_label = DATA  # The label that the open step starts with.
+        self.plan = parts.plan
+        self.times_all = parts.plan.times_all
+
+    def enter(self, state: State) -> None:
+        """Change the state. Raise RuntimeError if the transition is not allowed."""
+        self.state = check_transition(self.state, state)
+
+    def begin(self) -> None:
+        """Start a step here, in the calling thread. Drop the open step."""
+        parts = self._parts
+        parts.boundaries.step_ended(timed=False, is_dropped=True)
+        parts.work.reset()
+        parts.analyzer.loop_begins()
+        parts.untimed.restart(parts.wall_clock.steps_ns(parts.host_ns()))
+        if self.state is OFF:
+            parts.recorder.rest()  # Moves the recorder to this thread.
+            return
+        # A step is only probed after another step: the first fetch of an epoch may take any time.
+        self.enter(parts.plan.kind_at(self.index))
+        if self.state is TIMED:
+            parts.recorder.begin()
+        else:
+            parts.recorder.rest()
+        if parts.plan.probe is not None:
+            parts.plan.probe.step_begins()
+
+    # Ends of steps
+
+    def end_step(self, number: int, label: str = DATA) -> bool:
+        """End the open step, and start the next with `label`. Return True if hooks are attached."""
+        self._first_label = label
+        if self.state is OFF:
+            return self._end_step_off(number)
+        parts = self._parts
+        self.newest = number
+        if parts.blocking.steps_left:
+            parts.blocking.end_step()
+        now_ns = parts.host_ns()
+        parts.analyzer.step_ends(now_ns)
+        items = parts.work.take_items()
+        if number >= parts.logs.due_at:
+            parts.logs.end_step(number, self.index)
+        reads = parts.means.is_owed
+        if self.times_all:
+            skipped_update = parts.boundaries.step_ended()
+            self._ended_ns = now_ns - parts.wall_clock.outside_ns
+            parts.recorder.end_step(number, skipped_update, reads, label, items=items)
+        else:
+            self._end_planned_step(number, items, reads)
+            self._ended_ns = now_ns - parts.wall_clock.outside_ns
+            if reads:
+                parts.logs.log_finished()
+        if parts.comparison.due_step is not None:
+            # Exclude the exchange from the step that has begun.
+            parts.recorder.pause()
+            parts.comparison.compare_if_due()
+            parts.recorder.resume(label)
+        # An observer may have removed the timer.
+        if not self.times_all and self.state is not ENDED:
+            self._start_planned_step()
+        return self.state is not OFF
+
+    @property
+    def ended_ns(self) -> int:
+        """Time of all steps at the end of the last one (in nanoseconds)."""
+        return max(self._ended_ns, self._parts.untimed.since_ns)
+
+    def first_step_ended(self) -> None:
+        """Start the next step again, once the wall clock knows what the first step contains."""
+        parts = self._parts
+        self._ended_ns = parts.wall_clock.steps_ns(parts.host_ns())
+        parts.untimed.restart(self._ended_ns)
+
+    def leave(self, number: int) -> bool:
+        """Handle an exit inside a step. Return True if the step had ended, now under `number`."""
+        parts = self._parts
+        if get_ident() != parts.recorder.home:
+            return False
+        items = parts.work.take_items()
+        if not parts.open_step.end_at_update(self.state, number, self.index, items):
+            return False
+        self.newest = number
+        self._count_step()
+        parts.logs.end_step(number, self.index)
+        parts.boundaries.step_ended()
+        self.index += 1
+        if self.state is not OFF:
+            if not self.times_all:
+                self._start_planned_step()
+        elif self.index >= parts.hooks_off.back_at:
+            self._turn_on()
+        return True
+
+    # Steps that are not all timed
+
+    def _end_planned_step(self, number: int, items: float, reads: bool) -> None:
+        parts, state, plan = self._parts, self.state, self.plan
+        is_usual = plan.probe is None or plan.is_usual(state, self.index)
+        if plan.probe is not None:
+            # Before reading and logging, which are not part of the launches.
+            plan.probe.step_ends(usual=is_usual and not plan.is_warmup(self.index))
+        is_timed = state in (TIMED, PROBED)
+        skipped_update = parts.boundaries.step_ended(timed=is_timed)
+        self._count_step(is_usual=is_usual)
+        if is_timed:
+            parts.recorder.end_step(
+                number, skipped_update, reads, self._first_label, index=self.index, items=items
+            )
+        else:
+            parts.recorder.end_untimed(reads)
+        self.index += 1
+        if plan.auto is not None:
+            plan.end_stretch(self.index, is_untimed=state is UNTIMED)
+
+    def _count_step(self, *, is_usual: bool = True) -> None:
+        """Note the duration of the step that ends now."""
+        parts = self._parts
+        now_ns = parts.host_ns() - parts.wall_clock.outside_ns
+        if is_usual:
+            parts.untimed.end_step(now_ns)
+        else:
+            parts.untimed.leave_out(now_ns)
+
+    def _start_planned_step(self) -> None:
+        """Start a step. After a timed step, the last mark of that step is its first mark."""
+        parts, plan, before = self._parts, self.plan, self.state
+        if plan.is_decision_due(self.index):
+            self._decide()
+        self.enter(plan.next_kind(before, self.index))
+        if self.state is UNTIMED:
+            parts.recorder.rest()
+            if parts.hooks_off.is_due(self.index):
+                self._turn_off()
+        elif before is UNTIMED:
+            parts.search.expect_long_steps(plan.expected_long_steps)
+            parts.recorder.begin(self._first_label)
+        if plan.probe is not None:
+            if self.state is PROBED:
+                parts.recorder.start_probe(plan.probe.keep_busy)
+            plan.probe.step_begins()
+
+    def _decide(self) -> None:
+        recorder, plan = self._parts.recorder, self.plan
+        if not plan.asks_ranks:
+            plan.decide(self.index)
+            return
+        # Exclude a wait for other ranks from the step that has begun.
+        recorder.pause()
+        plan.decide(self.index)
+        recorder.resume(self._first_label)
+
+    # Without hooks
+
+    def keep_hooks(self) -> None:
+        """Keep the hooks in untimed steps, because `OpenStep.has_idled` needs them."""
+        self._parts.hooks_off.keep_on()
+        self.wake()
+
+    def wake(self) -> None:
+        """Attach the hooks again at the end of the open step."""
+        if self.state is OFF:
+            self._parts.hooks_off.wake(self.index)
+
+    def _turn_off(self) -> None:
+        self.enter(OFF)
+        self._parts.hooks_off.start(
+            self.index,
+            counts_updates=self._parts.open_step.needs_updates,
+            is_pending=self._parts.recorder.pending.count > 0,
+        )
+
+    def _end_step_off(self, number: int) -> bool:
+        """Count a step without hooks. Return True if the hooks are attached again."""
+        parts = self._parts
+        self.index += 1
+        self.newest = number
+        if parts.blocking.steps_left:
+            parts.blocking.end_step()
+        parts.untimed.end_step(parts.host_ns() - parts.wall_clock.outside_ns)
+        if parts.open_step.needs_updates:
+            parts.open_step.reset_updates()
+        if self.index < parts.hooks_off.look_at and number < parts.logs.due_at:
+            return False
+        steps = parts.hooks_off.look(self.index)
+        if self.plan.auto is not None:
+            self.plan.end_stretch(self.index)
+        if number >= parts.logs.due_at:
+            parts.logs.end_step(number, self.index - 1)
+        reads = parts.means.is_owed
+        parts.recorder.end_untimed(reads, steps=steps)
+        if reads:
+            parts.logs.log_finished()
+            self.plan.start_stretch(self.index)
+        if self.state is ENDED:  # An observer has removed the timer.
+            return False
+        if self.index >= parts.hooks_off.back_at:
+            self._turn_on()
+            return True
+        return False
+
+    def _turn_on(self) -> None:
+        parts = self._parts
+        parts.hooks_off.end(self.index)
+        self.enter(parts.plan.kind_at(self.index))
+        parts.analyzer.timing_resumes()
+        parts.work.reset()
+        if self.state is TIMED:
+            parts.recorder.begin(self._first_label)
