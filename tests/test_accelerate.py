@@ -18,7 +18,7 @@ from lightning_gputime import GPUPhaseHooks
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def test_accelerate(loop: Loop) -> None:
+def test_accelerate_example_times_every_phase(loop: Loop) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer = accelerator.prepare(loop.model, loop.optimizer)
@@ -43,7 +43,7 @@ def test_accelerate(loop: Loop) -> None:
     ("script", "updates"),
     [("test_sync", [2] * 4 + [3] * 4 + [2]), ("test_script", [12] * 8)],
 )
-def test_the_scripts_of_accelerate_pass_and_each_update_is_a_step(
+def test_accelerate_test_scripts_pass_with_one_step_per_update(
     script: str, updates: list[int]
 ) -> None:
     pytest.importorskip("accelerate.test_utils")
@@ -53,7 +53,7 @@ def test_the_scripts_of_accelerate_pass_and_each_update_is_a_step(
 
 
 @pytest.mark.parametrize("given", [{}, {"accumulate_grad_batches": "auto"}], ids=str)
-def test_steps_follow_the_accumulation_of_accelerate(loop: Loop, given: dict[str, Any]) -> None:
+def test_accelerate_accumulation_ends_steps_at_updates(loop: Loop, given: dict[str, Any]) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
 
@@ -77,7 +77,7 @@ def test_steps_follow_the_accumulation_of_accelerate(loop: Loop, given: dict[str
     assert timer.summary().skipped_updates == 0
 
 
-def test_accumulation_of_accelerate_continues_across_epochs(loop: Loop) -> None:
+def test_accelerate_accumulation_continues_across_epochs(loop: Loop) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer = accelerator.prepare(loop.model, loop.optimizer)
@@ -105,7 +105,7 @@ def test_accelerate_without_accumulation_has_one_step_per_batch(loop: Loop) -> N
     assert [one["forward"] for one in steps(timer)] == [4.0] * 3
 
 
-def test_the_trainer_of_hugging_face_through_the_example(
+def test_transformers_example_times_every_phase(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers")

@@ -18,9 +18,7 @@ def agreements(monkeypatch: pytest.MonkeyPatch) -> list[Exchange]:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_all_ranks_do_what_rank_zero_wishes(
-    agreements: list[Exchange], order: tuple[int, ...]
-) -> None:
+def test_all_ranks_follow_rank_zero(agreements: list[Exchange], order: tuple[int, ...]) -> None:
     def turn(*wishes: int) -> list[int]:
         return [agreements[rank].agree([wishes[rank]])[0] for rank in order]
 
@@ -29,7 +27,7 @@ def test_all_ranks_do_what_rank_zero_wishes(
     assert turn(9, 1, 1) == [2, 2, 2]
 
 
-def test_a_rank_without_a_timer_is_waited_for_by_nobody(agreements: list[Exchange]) -> None:
+def test_agreement_does_not_wait_for_a_rank_without_a_timer(agreements: list[Exchange]) -> None:
     zero, one, _ = agreements
     assert [one.agree([7]), zero.agree([5, 90, 10])] == [[1], [1]]
     assert [[zero.agree([3]), one.agree([2])] for _ in range(2)] == [
@@ -38,11 +36,11 @@ def test_a_rank_without_a_timer_is_waited_for_by_nobody(agreements: list[Exchang
     ]
 
 
-def test_rank_zero_alone_does_what_it_wishes(agreements: list[Exchange]) -> None:
+def test_single_rank_follows_its_own_wish(agreements: list[Exchange]) -> None:
     assert [agreements[0].agree([7]) for _ in range(3)] == [[1], [7], [7]]
 
 
-def test_nobody_waits_longer_than_a_collective_may_last(
+def test_agreement_waits_no_longer_than_the_collective_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waits = list[float]()
@@ -57,7 +55,7 @@ def test_nobody_waits_longer_than_a_collective_may_last(
     assert waits == [pytest.approx(0.3, abs=0.1)]
 
 
-def test_a_rank_that_is_left_alone_says_so_once(
+def test_rank_warns_once_when_others_do_not_answer(
     agreements: list[Exchange], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert [agreements[1].agree([7]) for _ in range(5)] == [[1]] * 5

@@ -42,7 +42,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return runs
 
 
-def test_commands_run_in_turns_and_save_into_a_folder_each(
+def test_bench_alternates_commands_and_saves_each_into_a_folder(
     ran: list[tuple[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "new" / "runs"
@@ -97,7 +97,7 @@ def test_bench_ends_when_the_answer_is_certain(
     assert code != 3 or "Cannot tell whether " in err
 
 
-def test_looks_share_the_chance(
+def test_repeated_looks_share_the_significance_level(
     ran: list[tuple[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sides = [str(tmp_path / "runs" / side) for side in ("before", "after")]
@@ -124,7 +124,7 @@ def test_looks_share_the_chance(
         (["0", "0", "--fail-above", "lost:2%"], "no phase 'lost'; they have step, data, forward"),
     ],
 )
-def test_invalid_arguments_are_refused_at_once(
+def test_bench_refuses_invalid_arguments_before_running(
     arguments: list[str],
     message: str,
     ran: list[tuple[str, str]],
@@ -154,7 +154,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "expected"), [(1, 2), (3, 2), (137, 137)])
-def test_a_failed_command_ends_bench_with_no_code_of_an_outcome(
+def test_bench_ends_with_its_own_exit_code_when_a_command_fails(
     code: int, expected: int, folder: Path
 ) -> None:
     command = [*BENCH, "train.py", f"python train.py {code}", "--out", "runs"]
@@ -169,7 +169,7 @@ def test_a_failed_command_ends_bench_with_no_code_of_an_outcome(
 
 
 @pytest.mark.slow
-def test_a_command_that_trains_nothing_is_refused(folder: Path) -> None:
+def test_bench_refuses_a_command_that_trains_nothing(folder: Path) -> None:
     command = [*BENCH, "python -c 'print(1)'", "train.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -177,7 +177,7 @@ def test_a_command_that_trains_nothing_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupt_reaches_the_command_and_ends_bench(folder: Path) -> None:
+def test_bench_passes_an_interrupt_to_its_command_and_ends(folder: Path) -> None:
     # The command needs time to end, and succeeds, as a Trainer does.
     (folder / "train.py").write_text(
         "import time\ntry:\n    print('ready', flush=True)\n    time.sleep(60)\n"

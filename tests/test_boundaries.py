@@ -129,17 +129,6 @@ def test_foreign_patch_around_ours_keeps_working_after_remove(gpu: FakeGPU, x: T
     assert len(timed.timer.history()) == 0
 
 
-def test_a_copy_of_the_model_is_not_timed(
-    gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
-) -> None:
-    model = nn.Sequential(Layer(gpu, 1.0))
-    timed = time_step(gpu, model)
-    copied = copy.deepcopy(model)
-    gpu.work(0.5)
-    copied(x)
-    assert timed.end_step() == {"data": 1.5}
-
-
 def saved(thing: object) -> bytes:
     file = io.BytesIO()
     torch.save(thing, file)
@@ -215,7 +204,7 @@ def test_copy_keeps_foreign_hooks_and_handles(
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated.*:DeprecationWarning")
-def test_a_model_is_traced_while_it_is_timed(
+def test_model_is_traced_while_it_is_timed(
     gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed]
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -280,23 +269,6 @@ def test_zero_grad_of_a_copied_accelerate_optimizer_keeps_the_gradients(loop: Lo
             copy.deepcopy(prepared).zero_grad()
             assert all(one.grad is not None for one in model.parameters())
             prepared.step()
-
-
-def test_hooks_come_off_between_timed_steps_and_are_put_back(gpu: FakeGPU) -> None:
-    loop = Loop(gpu, nn.Sequential(Layer(gpu, 4.0, 7.75), nn.Identity()))
-    things = (*loop.model.modules(), loop.optimizer)
-    bare, found = installed(*things), []
-    with hooks(loop, every_n_steps=10, modules=["0"]) as timer:
-        for x in timer.steps(loop.batches(60)):
-            found.append(installed(*things))
-            loop.train(x)
-    timed = [found[number] for number in timer.history()["step"] if number >= 20]
-    assert len(timed) == 4
-    assert all([{*thing} for thing in one] == [{*thing} for thing in timed[0]] for one in timed)
-    assert timed[0] != bare
-    assert found[20:].count(bare) > 30
-    step = {**STEP_MS, "forward/0": 4.0, "backward/0": 7.75}
-    assert steps(timer) == [step] * 6
 
 
 def test_patches_that_others_install_between_timed_steps_are_called(loop: Loop) -> None:

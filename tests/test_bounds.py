@@ -27,7 +27,7 @@ def _bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_bounds")
 @pytest.mark.parametrize("lag", [0, 1, 4])
-def test_a_loop_without_step_holds_a_bounded_number_of_events_and_is_told(
+def test_loop_without_step_holds_a_bounded_number_of_events_and_warns(
     loop: Loop, lag: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with hooks(loop, _lag=lag) as timer:
@@ -48,7 +48,7 @@ def test_a_loop_without_step_holds_a_bounded_number_of_events_and_is_told(
     assert len(caplog.records) == 1
 
 
-def test_a_timer_that_nobody_has_any_more_does_nothing_and_comes_off(gpu: FakeGPU) -> None:
+def test_unreferenced_timer_is_detached(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     bare = hooks_of(loop.model)
 
@@ -68,7 +68,7 @@ def test_a_timer_that_nobody_has_any_more_does_nothing_and_comes_off(gpu: FakeGP
     assert hooks_of(loop.model) == bare
 
 
-def test_a_timer_that_only_refers_to_itself_comes_off(gpu: FakeGPU) -> None:
+def test_timer_in_a_reference_cycle_is_detached(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     bare = hooks_of(loop.model)
     timer = hooks(loop)
@@ -81,9 +81,7 @@ def test_a_timer_that_only_refers_to_itself_comes_off(gpu: FakeGPU) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_process_that_is_forked_off_destroys_no_event(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forked_process_destroys_no_event(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     # In a worker of a loader torch would abort, with "CUDA error: initialization error".
     destroyed: list[int] = []
     monkeypatch.setattr(FakeEvent, "__del__", lambda _: destroyed.append(1), raising=False)
@@ -105,7 +103,7 @@ def test_a_process_that_is_forked_off_destroys_no_event(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_process_that_is_forked_off_holds_no_events_and_keeps_training(gpu: FakeGPU) -> None:
+def test_forked_process_holds_no_events_and_keeps_training(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(3)):
@@ -138,7 +136,7 @@ def test_a_process_that_is_forked_off_holds_no_events_and_keeps_training(gpu: Fa
 
 
 @pytest.mark.usefixtures("_bounds")
-def test_updates_that_no_hook_sees_hold_a_bounded_number_of_events(
+def test_unseen_updates_hold_a_bounded_number_of_events(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     unseen = Adder(torch.nn.Linear(1, 1).parameters(), loop.gpu, 2.0)

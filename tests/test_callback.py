@@ -5,7 +5,6 @@ import warnings
 import weakref
 from collections import UserList
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from conftest import installed
 from fake_gpu import STEP_MS, FakeGPU, steps
 from fake_lightning import Loader, MemoryLogger, Model, fit, timer_of, trainer
 from fake_loop import timed_indices
@@ -22,7 +20,7 @@ from torch import Tensor
 from lightning_gputime import GPUPhaseTimer
 
 
-def test_the_host_waits_at_most_once_a_step(gpu: FakeGPU) -> None:
+def test_host_waits_at_most_once_a_step(gpu: FakeGPU) -> None:
     timer = fit(gpu, Model(gpu), n=50)
     assert len(timer.history()) == 50
     assert len(gpu.waits) == 50
@@ -91,19 +89,6 @@ def test_log_option_selects_the_logged_keys(
     assert of_phases < {*timer._run().evaluations[0]}
 
 
-def test_lag_zero_resolves_a_step_when_it_ends(gpu: FakeGPU) -> None:
-    seen: list[int] = []
-
-    class Reader(pl.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            assert timer.last_step is not None
-            seen.append(timer.last_step.step)
-
-    timer = GPUPhaseTimer(_clock=gpu, _lag=0, print_summary=False)
-    fit(gpu, Model(gpu), n=3, timer=timer, callbacks=[Reader()])
-    assert seen == [0, 1, 2]
-
-
 def test_validation_and_callbacks_at_its_end_belong_to_no_step(
     gpu: FakeGPU,
 ) -> None:
@@ -134,7 +119,7 @@ def test_custom_profiler_keeps_its_start_method(gpu: FakeGPU) -> None:
     assert steps(timer) == [STEP_MS] * 4
 
 
-def test_a_profiler_is_not_kept_alive_after_a_validation(gpu: FakeGPU) -> None:
+def test_profiler_is_not_kept_alive_after_a_validation(gpu: FakeGPU) -> None:
     def fit_with_profiler() -> weakref.ref[pl.profilers.Profiler]:
         profiler = pl.profilers.SimpleProfiler()
         timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
@@ -191,16 +176,7 @@ def test_manual_optimization_without_visible_updates_has_one_step_per_batch(
     assert timer.history()["step_ms"].tolist() == [1.0 + 4.0 + 0.5 + 8.0 + 2.0] * 3
 
 
-def test_the_end_of_an_epoch_belongs_to_no_step(gpu: FakeGPU) -> None:
-    class Slow(pl.Callback):
-        def on_train_epoch_end(self, *_: Any) -> None:
-            gpu.work(1000.0)
-
-    timer = fit(gpu, Model(gpu), n=2, max_epochs=3, callbacks=[Slow()])
-    assert steps(timer) == [STEP_MS] * 6
-
-
-def test_the_table_is_printed_once_when_training_ends(
+def test_table_is_printed_once_when_training_ends(
     gpu: FakeGPU, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timer = GPUPhaseTimer(_clock=gpu, warmup_steps=1)
@@ -208,29 +184,6 @@ def test_the_table_is_printed_once_when_training_ends(
     printed = capsys.readouterr().out
     assert printed.count(str(timer.summary())) == 1
     assert "over 2 steps (1 warm-up step excluded)" in printed
-
-
-def test_without_summary_nothing_is_printed(
-    gpu: FakeGPU, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit(gpu, Model(gpu))
-    assert "forward" not in capsys.readouterr().out
-
-
-def test_nothing_is_left_on_the_model_after_training(gpu: FakeGPU) -> None:
-    class Other(pl.Callback):
-        def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            pass
-
-    model, other = Model(gpu), Other()
-    untimed = trainer(other)
-    untimed.fit(model, Loader(gpu, 3))
-    before = installed(*model.modules()), [*vars(other)]
-    of_optimizers = installed(*untimed.optimizers)
-    runner = trainer(other, GPUPhaseTimer(_clock=gpu, print_summary=False))
-    runner.fit(model, Loader(gpu, 3))
-    assert (installed(*model.modules()), [*vars(other)]) == before
-    assert installed(*runner.optimizers) == of_optimizers
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
@@ -275,19 +228,8 @@ def test_timer_works_after_an_exception_before_training(gpu: FakeGPU) -> None:
     assert steps(fit(gpu, Model(gpu), timer=timer)) == [STEP_MS] * 3
 
 
-def test_second_fit_of_a_trainer_continues_the_step_count(gpu: FakeGPU) -> None:
-    timer = timer_of(gpu)
-    runner = trainer(timer)
-    model = Model(gpu)
-    runner.fit(model, Loader(gpu, 2))
-    runner.fit_loop.max_epochs = 2
-    runner.fit(model, Loader(gpu, 2))
-    assert timer.history()["step"].tolist() == [2, 3]
-    assert steps(timer) == [STEP_MS] * 2
-
-
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_timer_pickles_and_copies_before_and_after_training(gpu: FakeGPU, trained: bool) -> None:
+def test_timer_pickles_and_copies_before_and_after_training(gpu: FakeGPU, trained: bool) -> None:
     timer = GPUPhaseTimer(prefix="gpu", print_summary=False, warmup_steps=0)
     if trained:
         timer._options = replace(timer._options, _clock=gpu)
@@ -298,7 +240,7 @@ def test_a_timer_pickles_and_copies_before_and_after_training(gpu: FakeGPU, trai
         assert twin._options.prefix == "gpu"
 
 
-def test_a_timer_is_copied_in_the_middle_of_training(gpu: FakeGPU) -> None:
+def test_timer_is_copied_in_the_middle_of_training(gpu: FakeGPU) -> None:
     class Copies(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             twin = copy.deepcopy(timer)
@@ -340,7 +282,7 @@ def test_skipped_batches_and_batches_that_are_none_end_no_step(gpu: FakeGPU) -> 
     assert steps(timer) == [STEP_MS, {**STEP_MS, "data": 2.0}] * 2
 
 
-def test_a_training_step_that_returns_none_has_no_backward(gpu: FakeGPU) -> None:
+def test_training_step_that_returns_none_has_no_backward(gpu: FakeGPU) -> None:
     class Skips(Model):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
@@ -359,17 +301,6 @@ def test_empty_loader_has_no_steps(gpu: FakeGPU, capsys: pytest.CaptureFixture[s
         fit(gpu, Model(gpu), n=0, timer=timer)
     assert timer.last_step is None
     assert len(timer.history()) == 0
-
-
-def test_training_continues_after_an_error_of_the_timer(
-    gpu: FakeGPU, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_gputime._session.session.Boundaries", lambda *_, **__: 1 / 0)
-    timer = GPUPhaseTimer(_clock=gpu)
-    runner = trainer(timer)
-    runner.fit(Model(gpu), Loader(gpu, 3))
-    assert runner.global_step == 3
-    assert "a hook failed: ZeroDivisionError" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -556,32 +487,11 @@ def test_validation_during_training_is_logged_under_the_training_step(gpu: FakeG
     assert [metrics["forward_ms"] for _, metrics in logged] == [4.0, 4.0]
 
 
-def test_an_exception_in_a_validation_leaves_nothing(gpu: FakeGPU) -> None:
-    class Fails(Evaluated):
-        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-            raise KeyError
-
-    model = Fails(gpu)
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
-    with pytest.raises(KeyError):
-        trainer(timer).fit(model, Loader(gpu, 2), Loader(gpu, 2))
-    with pytest.raises(KeyError):
-        trainer(timer).validate(model, Loader(gpu, 2))
-    assert not any(module._forward_hooks for module in model.modules())
-
-
 def test_unknown_module_is_refused_before_training(gpu: FakeGPU) -> None:
     with pytest.raises(ValueError, match="the model has no module 'head'; it has net"):
         fit(gpu, Model(gpu), timer=GPUPhaseTimer(_clock=gpu, modules=["head"]))
     with pytest.raises(TypeError, match=r"modules must be a depth .* got 1\.5"):
         GPUPhaseTimer(modules=1.5)  # type: ignore[arg-type]
-
-
-def test_sub_phases_are_timed_under_lightning(gpu: FakeGPU) -> None:
-    timer = timer_of(gpu, modules=["net"])
-    fit(gpu, Model(gpu), timer=timer)
-    parts = {"forward/net": 4.0, "backward/net": 7.75}
-    assert steps(timer) == [{**STEP_MS, **parts}] * 3
 
 
 def weights_and_losses(*callbacks: pl.Callback) -> list[Tensor]:
@@ -625,17 +535,6 @@ def test_one_step_in_n_is_timed_across_epochs_and_validations(gpu: FakeGPU) -> N
     assert steps(timer) == [STEP_MS] * 3
 
 
-def test_first_steps_of_a_resumed_run_are_warm_up(gpu: FakeGPU, tmp_path: Path) -> None:
-    first = trainer(max_epochs=7)
-    first.fit(Model(gpu), Loader(gpu, 14))
-    first.save_checkpoint(tmp_path / "last.ckpt")
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=12, every_n_steps=10)
-    runner = trainer(timer, max_epochs=10)
-    runner.fit(Model(gpu), Loader(gpu, 14), ckpt_path=tmp_path / "last.ckpt")
-    assert timer.history()["step"].tolist() == [98 + i for i in timed_indices(10, 42)]
-    assert timer.summary().warmup_steps == 1
-
-
 def test_graph_capture_in_a_validation_is_not_broken(gpu: FakeGPU) -> None:
     class Captures(Model):
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -647,12 +546,6 @@ def test_graph_capture_in_a_validation_is_not_broken(gpu: FakeGPU) -> None:
         trainer(timer, val_check_interval=15).fit(Captures(gpu), Loader(gpu, 30), Loader(gpu, 1))
         assert not gpu.capture_broken
         assert timer.summary().steps
-
-
-def test_copy_of_a_timer_holds_no_model(gpu: FakeGPU) -> None:
-    timer = fit(gpu, Model(gpu))
-    assert not {"log", "log_dict"} & vars(copy.deepcopy(timer)).keys()
-    assert not {"log", "log_dict"} & timer.__getstate__().keys()
 
 
 def test_warns_when_a_nested_fit_uses_the_same_timer(

@@ -56,7 +56,7 @@ def ramp(n: int, start: float, full: float, size: float) -> Any:
         (np.where(np.arange(40) % 9 == 4, 60.0, level(10.0, 13.3, 20)), "jump", 1000, 0.33),
     ],
 )
-def test_a_slowdown_has_its_kind_start_and_size(
+def test_slowdown_has_its_kind_start_and_size(
     steps_ms: Any, kind: str, since_step: int, change: float
 ) -> None:
     found = find(steps_ms)
@@ -84,7 +84,7 @@ def test_no_slowdown_without_a_large_and_lasting_change(steps_ms: Any) -> None:
 
 @pytest.mark.parametrize(("start", "end"), [(20, 28), (16, 30), (25, 32)])
 @pytest.mark.parametrize("change", [0.125, -0.25])
-def test_a_stretch_has_a_start_and_an_end(start: int, end: int, change: float) -> None:
+def test_stretch_has_a_start_and_an_end(start: int, end: int, change: float) -> None:
     windows = np.arange(40)
     found = find(np.where((windows >= start) & (windows < end), 10.0 * (1.0 + change), 10.0))
     assert found is not None
@@ -103,7 +103,7 @@ def test_lost_share_is_relative_to_the_time_of_all_steps() -> None:
     assert found.lost_share == pytest.approx(210.0 / 610.0)
 
 
-def test_the_phase_is_the_smallest_part_that_grew() -> None:
+def test_phase_is_the_smallest_part_that_grew() -> None:
     series = StepSeries()
     for window in range(40):
         grown = float(window >= 20)
@@ -129,7 +129,7 @@ def test_no_phase_is_named_without_a_phase_that_grew(phases_ms: Mapping[str, flo
     assert str(found).endswith("since step 1,000")
 
 
-def test_a_long_run_takes_no_more_memory() -> None:
+def test_long_run_takes_no_more_memory() -> None:
     series, sizes = StepSeries(), []
     for first in range(0, 1_000_000, 25):
         step_ms = 100.0 if first < 600_000 else 120.0
@@ -154,14 +154,14 @@ def test_short_windows_are_joined() -> None:
     assert found.change == pytest.approx(0.5)
 
 
-def test_a_search_is_due_each_time_the_run_has_grown_by_a_quarter() -> None:
+def test_slowdown_search_runs_each_time_the_run_grows_by_a_quarter() -> None:
     series = StepSeries()
     due = [window + 1 for window in range(30) if series.add(50 * window + 49, 50, 500.0, {})]
     assert due == [10, 13, 17, 22, 28]
 
 
 @pytest.mark.parametrize("length", [1, 130, 1000, 1_000_000])
-def test_a_slowdown_has_its_epoch(length: int) -> None:
+def test_slowdown_has_its_epoch(length: int) -> None:
     series, epoch, sizes = StepSeries(), 0, []
     for first in range(0, 100_000, 25):
         # The next epoch starts before the last steps of this one are added.
@@ -201,7 +201,7 @@ def test_a_slowdown_has_its_epoch(length: int) -> None:
         ),
     ],
 )
-def test_a_slowdown_as_text(found: Slowdown, text: str) -> None:
+def test_slowdown_is_described_in_one_sentence(found: Slowdown, text: str) -> None:
     assert str(found) == text
 
 
@@ -214,7 +214,7 @@ class Grows(Model):
         return super().forward(x)
 
 
-def test_a_fit_reports_the_epoch_of_a_slowdown(gpu: FakeGPU, tmp_path: Path) -> None:
+def test_fit_reports_the_epoch_of_a_slowdown(gpu: FakeGPU, tmp_path: Path) -> None:
     notified = list[Slowdown]()
     observer = SimpleNamespace(on_slowdown=notified.append)
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, every_n_steps=1, observers=[observer])
@@ -270,7 +270,7 @@ def fetched(gpu: FakeGPU, fetch_ms: Callable[[int], float], n: int) -> Iterator[
         (lambda i: 50.0 if i % 8 == 3 else 10.0, lambda i: 0.0, ""),  # Each 8th is slow.
     ],
 )
-def test_a_loop_reports_its_slowdown(
+def test_loop_reports_its_slowdown(
     loop: Loop,
     fetch_ms: Callable[[int], float],
     forward_ms: Callable[[int], float],
@@ -291,7 +291,7 @@ def test_a_loop_reports_its_slowdown(
     assert lightning_gputime.load(tmp_path / "run.json").summary().slowdown == summary.slowdown
 
 
-def test_a_slowdown_is_logged_and_notified_once(loop: Loop) -> None:
+def test_slowdown_is_logged_and_notified_once(loop: Loop) -> None:
     notified = list[Slowdown]()
     rows = list[dict[str, float]]()
     observer = SimpleNamespace(on_slowdown=notified.append)

@@ -133,7 +133,7 @@ def make(*args: str, cli: type[LightningCLI] = LightningCLI, **options: Any) -> 
     return cli(Net, args=[*args], save_config_callback=None, **options)
 
 
-def test_every_option_is_tried_here() -> None:
+def test_cli_tables_cover_every_option() -> None:
     assert sorted(VALUES) == sorted(OPTIONS)
     assert {*WRONG} == {*OPTIONS}
 
@@ -142,7 +142,7 @@ def test_every_option_is_tried_here() -> None:
     ("name", "text", "value"),
     [(name, *one) for name, ones in VALUES.items() for one in ones],
 )
-def test_a_file_may_give_every_option(tmp_path: Path, name: str, text: str, value: Any) -> None:
+def test_cli_file_takes_every_option(tmp_path: Path, name: str, text: str, value: Any) -> None:
     timer = timer_of(make("--config", str(write(tmp_path, {name: text})), run=False))
     given = timer.options[name]
     if value in ([Observer], [PhaseTimeMetric]):
@@ -152,7 +152,7 @@ def test_a_file_may_give_every_option(tmp_path: Path, name: str, text: str, valu
 
 
 @pytest.mark.parametrize(("name", "text"), WRONG.items())
-def test_a_wrong_type_is_an_error_that_names_the_option(
+def test_cli_error_names_the_option_of_a_wrong_type(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
 ) -> None:
     with pytest.raises(SystemExit):
@@ -162,12 +162,12 @@ def test_a_wrong_type_is_an_error_that_names_the_option(
     assert text.strip("[]") in told
 
 
-def test_an_impossible_value_is_told_in_the_words_of_the_timer(tmp_path: Path) -> None:
+def test_cli_reports_an_impossible_value_as_the_timer_does(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"history_size must be 1 or more .* got -1"):
         make("--config", str(write(tmp_path, {"history_size": "-1"})), run=False)
 
 
-def test_a_fit_runs_with_all_options_from_one_file(
+def test_cli_fit_runs_with_all_options_from_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -180,7 +180,7 @@ def test_a_fit_runs_with_all_options_from_one_file(
     assert Path("run.json.gz").is_file()
 
 
-def test_the_printed_file_has_every_option_and_gives_the_same_timer(
+def test_cli_printed_config_has_every_option_and_recreates_the_timer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exits:
@@ -199,7 +199,7 @@ def test_the_printed_file_has_every_option_and_gives_the_same_timer(
     assert timer._options.modules == 2
 
 
-def test_the_help_tells_of_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exits:
         make("fit", "--help", cli=WithTimer)
     assert exits.value.code == 0
@@ -209,7 +209,7 @@ def test_the_help_tells_of_every_option(capsys: pytest.CaptureFixture[str]) -> N
     assert "They get the `StepTimes` of each timed step when it is read" in text
 
 
-def test_a_cli_of_ones_own_takes_the_options_on_its_command_line() -> None:
+def test_custom_cli_takes_the_options_on_its_command_line() -> None:
     SEEN.clear()
     quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]
     args = [
@@ -224,7 +224,7 @@ def test_a_cli_of_ones_own_takes_the_options_on_its_command_line() -> None:
     assert timer._options.modules == ["net"]
 
 
-def test_the_file_of_the_manual_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cli_config_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     manual = (Path(__file__).parent.parent / "docs/how-to/trainers/lightning.md").read_text()
     [text] = re.findall(r"```yaml\n(.*?)```", manual, re.DOTALL)

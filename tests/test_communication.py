@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import installed
 from fake_gpu import STEP_MS, FakeGPU, Layer, steps, work
-from fake_lightning import Model, fit
 from fake_loop import Loop, hooks, train
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
@@ -40,7 +39,7 @@ def parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
     return wrapped
 
 
-def test_the_wait_is_told_apart_from_the_work(two_ranks: None, gpu: FakeGPU) -> None:
+def test_ddp_wait_is_separated_from_backward(two_ranks: None, gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     wait_after_backward(loop.model.linear.weight, gpu, 3.0)
     timer = train(loop, 3, sync_ranks=False)
@@ -48,15 +47,7 @@ def test_the_wait_is_told_apart_from_the_work(two_ranks: None, gpu: FakeGPU) -> 
     assert steps(timer) == [expected] * 3
 
 
-def test_in_lightning(two_ranks: None, gpu: FakeGPU) -> None:
-    model = Model(gpu)
-    wait_after_backward(model.net.linear.weight, gpu, 3.0)
-    timer = fit(gpu, model)
-    expected = {**STEP_MS, "backward": STEP_MS["backward"] + 3.0, "backward/comm": 3.0}
-    assert steps(timer) == [expected] * 3
-
-
-def test_alone_there_is_none(gpu: FakeGPU) -> None:
+def test_single_process_has_no_comm(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     wait_after_backward(loop.model.linear.weight, gpu, 3.0)
     timer = train(loop, 2)
@@ -64,7 +55,9 @@ def test_alone_there_is_none(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
-def test_distributed_data_parallel(two_ranks: None, gpu: FakeGPU, options: dict[str, Any]) -> None:
+def test_ddp_without_a_wait_has_zero_comm(
+    two_ranks: None, gpu: FakeGPU, options: dict[str, Any]
+) -> None:
     loop = Loop(gpu)
     loop.model = parallel(loop.model, **options)
     timer = train(loop, 3, sync_ranks=False)
@@ -86,7 +79,9 @@ class Normed(nn.Module):
         return result
 
 
-def test_a_validation_of_what_ddp_wraps_belongs_to_no_step(two_ranks: None, gpu: FakeGPU) -> None:
+def test_validation_of_the_module_inside_ddp_belongs_to_no_step(
+    two_ranks: None, gpu: FakeGPU
+) -> None:
     loop = Loop(gpu)
     model, loop.model = loop.model, parallel(loop.model)
     with hooks(loop, sync_ranks=False) as timer:
@@ -102,7 +97,7 @@ def test_a_validation_of_what_ddp_wraps_belongs_to_no_step(two_ranks: None, gpu:
     assert steps(timer) == ([step] * 19 + [{**step, "other": 1.125}]) * 2
 
 
-def test_the_broadcast_of_buffers_is_a_wait_in_forward(
+def test_broadcast_of_buffers_is_a_wait_in_forward(
     two_ranks: None, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = Loop(gpu)
@@ -133,7 +128,7 @@ def test_compiled_autograd_is_left_alone(two_ranks: None, gpu: FakeGPU, fullgrap
     assert "backward/comm" not in steps(timer)[0]
 
 
-def test_micro_batches_inside_no_sync_have_none(two_ranks: None, gpu: FakeGPU) -> None:
+def test_micro_batches_inside_no_sync_have_no_comm(two_ranks: None, gpu: FakeGPU) -> None:
     net = parallel(Layer(gpu, 4.0, 8.0))
     optimizer = torch.optim.SGD(net.parameters())
     with GPUPhaseHooks(
@@ -152,7 +147,7 @@ def test_micro_batches_inside_no_sync_have_none(two_ranks: None, gpu: FakeGPU) -
     assert sum("backward/comm" in names for names in times.timeline.names) == 1
 
 
-def test_several_losses_and_ones_without_grad(two_ranks: None, gpu: FakeGPU) -> None:
+def test_backward_of_several_losses_has_one_wait(two_ranks: None, gpu: FakeGPU) -> None:
     net = Layer(gpu, 4.0, 8.0)
     wait_after_backward(net.linear.weight, gpu, 3.0)
     with GPUPhaseHooks(net, _clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
@@ -170,7 +165,7 @@ def test_several_losses_and_ones_without_grad(two_ranks: None, gpu: FakeGPU) -> 
         torch.ones(1, 2).sum().backward()
 
 
-def test_recomputation_and_a_backward_that_raises(two_ranks: None, gpu: FakeGPU) -> None:
+def test_checkpointing_and_failed_backward_leave_no_hooks(two_ranks: None, gpu: FakeGPU) -> None:
     net = Layer(gpu, 4.0, 8.0)
 
     def fail(_: Tensor) -> None:

@@ -1,13 +1,11 @@
 """`compare`: estimates of runs, their differences, three outcomes, and the command line."""
 
-import importlib
 import json
 import math
 import os
 import re
 import subprocess
 import sys
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,13 +125,6 @@ def test_variance_is_that_of_the_means_of_many_series(correlation: float) -> Non
     assert 1.0 <= found / np.var(means) < 1.4
 
 
-def test_correlated_steps_have_a_larger_variance() -> None:
-    shuffled = noise(1).copy()
-    np.random.default_rng(0).shuffle(shuffled)
-    correlated, independent = (variance(x[:, np.newaxis])[0] for x in (noise(1), shuffled))
-    assert correlated > 5 * independent
-
-
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 11, 50])
 @pytest.mark.parametrize("confidence", [0.95, 0.995, 0.9995])
 def test_quantiles_of_t_are_right(freedom: int, confidence: float) -> None:
@@ -180,7 +171,7 @@ def test_steps_without_noise_show_any_difference() -> None:
 @pytest.mark.parametrize(
     ("after_ms", "is_significant"), [(1.0, False), (1.005, False), (1.007, True)]
 )
-def test_a_change_below_the_clocks_resolution_is_none(
+def test_change_below_the_clock_resolution_is_not_significant(
     after_ms: float, is_significant: bool
 ) -> None:
     # Two phases have three boundaries of 2 us.
@@ -191,15 +182,7 @@ def test_a_change_below_the_clocks_resolution_is_none(
     assert found.outcome(0.0, "step") == ("regression" if is_significant else "passed")
 
 
-def test_a_phase_of_one_side_takes_no_time_on_the_other() -> None:
-    row = compare(run(1), run(2, more={"augment": 0.5})).rows["augment"]
-    assert row.before_ms == 0.0
-    assert row.after_ms == pytest.approx(0.5, rel=0.01)
-    assert math.isnan(row.relative_change)
-    assert row.is_significant
-
-
-def test_one_step_of_a_second_is_no_difference() -> None:
+def test_single_outlier_is_no_difference() -> None:
     slow = run(2)
     slow.history["step_ms"][500] += 1000.0
     slow.history["backward_ms"][500] += 1000.0
@@ -221,18 +204,18 @@ def test_recurring_slow_steps_are_reported_as_the_mean() -> None:
     assert found.outcome(0.05) == "regression"
 
 
-def test_equal_runs_are_rarely_called_different_and_one_percent_more_is_found() -> None:
+def test_equal_runs_rarely_differ_and_one_percent_more_is_found() -> None:
     pairs = [
-        (run(2 * i), run(2 * i + 1), run(2 * i + 1, more={"backward": 0.15})) for i in range(100)
+        (run(2 * i), run(2 * i + 1), run(2 * i + 1, more={"backward": 0.15})) for i in range(50)
     ]
     equal = sum(claims(compare(a, b)) for a, b, _ in pairs)
     found = sum(compare(a, c).verdict == "slower" for a, _, c in pairs)
-    # At 5 % each, more than 9 of 100 are called different once in forty times.
-    assert equal <= 9
-    assert found >= 90
+    # 5 % of 50, and as many more as chance explains.
+    assert equal <= 4
+    assert found >= 45
 
 
-def test_groups_are_rarely_called_different_and_planted_changes_are_found() -> None:
+def test_equal_groups_rarely_differ_and_planted_changes_are_found() -> None:
     rng = np.random.default_rng(0)
     template = run(n=24, more={"small": 0.3})
     shares = {"data": 0.1, "forward": 0.4, "small": 0.02, "backward": 0.48}
@@ -250,35 +233,18 @@ def test_groups_are_rarely_called_different_and_planted_changes_are_found() -> N
             runs.append(replace(template, history=times, warmup_steps=0))
         return runs
 
-    equal = [claims(compare(group(), group())) for _ in range(200)]
+    equal = [claims(compare(group(), group())) for _ in range(100)]
     slower = [compare(group(), group(step=1.02)).outcome(0.0, "step") for _ in range(50)]
     small = [compare(group(), group(small=1.1)).outcome(0.0, "small") for _ in range(50)]
-    assert sum(equal) <= 10
+    assert sum(equal) <= 5
     assert slower.count("regression") >= 45
     assert small.count("regression") >= 45
-
-
-@pytest.mark.parametrize("share", [0.25, 0.75])
-def test_equal_runs_of_two_speeds_are_rarely_called_different(share: float) -> None:
-    rng = np.random.default_rng(0)
-
-    def side() -> tuple[float, float]:
-        steps = np.where(rng.random(2000) < share, 20, 10) + rng.normal(0, 0.1, 2000)
-        found = typical_step(steps[:, np.newaxis])
-        return float(found.values[0]), float(found.variances[0])
-
-    width = quantile_of_t(11, 0.95)
-    pairs = [(side(), side()) for _ in range(100)]
-    different = sum(abs(a - b) > width * math.sqrt(of_a + of_b) for (a, of_a), (b, of_b) in pairs)
-    assert different <= 10
 
 
 @pytest.mark.parametrize(
     ("every", "counts"), [(50, (1200, 1201)), (20, (480, 481)), (7, (840, 841))]
 )
-def test_one_more_of_periodic_slow_steps_is_no_difference(
-    every: int, counts: tuple[int, int]
-) -> None:
+def test_one_more_periodic_slow_step_is_no_difference(every: int, counts: tuple[int, int]) -> None:
     sides = [constant(*(1010.0 if i % every == 0 else 10.0 for i in range(n))) for n in counts]
     for before, after in (sides, sides[::-1]):
         found = compare(before, after)
@@ -286,7 +252,7 @@ def test_one_more_of_periodic_slow_steps_is_no_difference(
         assert not claims(found)
 
 
-def test_modules_are_compared_and_named_and_single_callbacks_are_not() -> None:
+def test_comparison_covers_modules_and_not_single_callbacks() -> None:
     names = ("forward/body", "forward/body/body.mlp", "callbacks/Bar.on_train_batch_end")
     results = Results(200, 0), Results(200, 0)
     for side, ms in zip(results, (2.0, 3.0), strict=True):
@@ -328,7 +294,7 @@ def test_spread_between_runs_widens_the_interval() -> None:
     assert (found.runs, found.steps, found.verdict) == ((3, 3), (72, 72), "alike")
 
 
-def test_one_run_per_side_is_labelled_once_in_front() -> None:
+def test_comparison_labels_one_run_per_side_once() -> None:
     fast, slow = (constant(*[ms] * 24) for ms in (10.0, 12.0))
     assert compare(fast, slow).sentence.startswith(f"{ONE_RUN} 20.00 % ± 0.00 % slower")
     for groups in ([fast, slow], [fast, slow, slow]):
@@ -342,7 +308,7 @@ def test_one_run_per_side_is_labelled_once_in_front() -> None:
 
 
 @pytest.mark.parametrize("more_ms", [1.2, 2.0, 5.0, 20.0, 60.0])
-def test_a_short_noisy_phase_that_grows_many_times_is_slower(more_ms: float) -> None:
+def test_short_noisy_phase_that_grows_many_times_is_slower(more_ms: float) -> None:
     random = np.random.default_rng(0)
     before, after = (
         np.hstack([noisy + 10.0, noisy]) for noisy in (random.gamma(0.3, 2.0, (150, 1)),) * 2
@@ -378,12 +344,10 @@ def test_a_short_noisy_phase_that_grows_many_times_is_slower(more_ms: float) -> 
         ("", 0.067, "passed"),
     ],
 )
-def test_outcome_by_where_the_interval_lies(phase: str, bound: float, outcome: str) -> None:
+def test_outcome_follows_from_the_interval_and_the_bound(
+    phase: str, bound: float, outcome: str
+) -> None:
     assert compare(run(1), run(2, more={"backward": 0.6})).outcome(bound, phase) == outcome
-
-
-def test_a_faster_run_passes() -> None:
-    assert compare(run(2, more={"backward": 0.6}), run(1)).outcome(0.01) == "passed"
 
 
 def difference(before_ms: float, after_ms: float, error_ms: float) -> Difference:
@@ -410,7 +374,7 @@ def test_outcome_of_a_difference_at_two_percent(row: Difference, outcome: str) -
     assert row.outcome(0.02) == outcome
 
 
-def test_an_unnamed_phase_passes_if_it_adds_less_than_the_bound_to_the_step() -> None:
+def test_unnamed_phase_passes_if_it_adds_less_than_the_bound_to_the_step() -> None:
     rows = {"data": difference(2.0, 2.0, 1.0), "forward": difference(98.0, 98.0, 0.5)}
     found = comparison(difference(100.0, 100.0, 0.5), rows)
     assert found.outcome(0.02) == "passed"
@@ -436,29 +400,14 @@ def test_an_unnamed_phase_passes_if_it_adds_less_than_the_bound_to_the_step() ->
         ((3, 3), 3.0, 1.0, None),
     ],
 )
-def test_runs_that_would_decide_by_the_observed_spread(
+def test_runs_needed_follow_from_the_observed_spread(
     runs: tuple[int, int], change_ms: float, error_ms: float, needed: int | None
 ) -> None:
     found = comparison(difference(100.0, 100.0 + change_ms, error_ms), runs=runs)
     assert found.runs_needed(0.05, "step") == needed
 
 
-def test_runs_needed_decide_in_four_of_five_cases() -> None:
-    # A change of 2 % with a deviation of 1 % between runs.
-    few = [[constant(*[ms + i] * 24) for i in (-0.1, 0.0, 0.1)] for ms in (10.0, 10.2)]
-    few_runs = compare(*few)
-    assert few_runs.outcome(0.0, "step") == "cannot tell"
-    n = few_runs.runs_needed(0.0, "step")
-    assert n == 7
-    rng = np.random.default_rng(0)
-    decided = 0
-    for _ in range(40):
-        sides = [[constant(*[ms] * 24) for ms in rng.normal(m, 0.1, n)] for m in (10.0, 10.2)]
-        decided += compare(*sides).outcome(0.0, "step") == "regression"
-    assert decided >= 32
-
-
-def test_a_phase_is_found_where_the_step_is_too_unsteady() -> None:
+def test_phase_change_is_found_in_a_noisy_step() -> None:
     # Backward varies by 3 ms between runs, which hides 2 ms more of loss in the step.
     def runs(loss_ms: float, *backward_ms: float) -> list[Run]:
         more = [{"loss": loss_ms, "backward": ms} for ms in backward_ms]
@@ -473,7 +422,7 @@ def test_a_phase_is_found_where_the_step_is_too_unsteady() -> None:
     assert re.search(r"^loss .* \+\d+\.\d%  slower$", str(found), re.MULTILINE)
 
 
-def test_a_new_phase_is_above_any_bound_and_an_unknown_one_is_refused() -> None:
+def test_new_phase_exceeds_any_bound_and_unknown_phase_is_refused() -> None:
     found = compare(run(1), run(2, more={"augment": 0.2}))
     assert found.outcome(0.1, "step") == "passed"
     assert found.outcome(0.1) == found.outcome(5.0, "augment") == "regression"
@@ -481,7 +430,7 @@ def test_a_new_phase_is_above_any_bound_and_an_unknown_one_is_refused() -> None:
         found.outcome(0.0, "lost")
 
 
-def test_a_phase_below_one_percent_of_the_step_is_judged_by_name_alone() -> None:
+def test_phase_below_one_percent_of_the_step_is_judged_by_name_alone() -> None:
     found = compare(run(1, more={"tiny": 0.05}), run(2, more={"tiny": 0.1}))
     assert found.judged == [*PHASES]
     assert found.outcome(0.5) == "passed"
@@ -553,7 +502,7 @@ def test_sampled_runs_are_compared_by_the_mean_of_all_steps() -> None:
     assert re.search("% slower: forward 0.[34]", found.sentence)
 
 
-def test_a_sampled_run_and_a_fully_timed_one_are_compared_by_their_means() -> None:
+def test_sampled_run_and_a_fully_timed_one_are_compared_by_their_means() -> None:
     full = constant(*[2.0, 2.0, 5.0] * 20)
     found = compare(full, sampled(1, 0), allow_mismatch=True)
     assert found.is_sampled
@@ -561,7 +510,7 @@ def test_a_sampled_run_and_a_fully_timed_one_are_compared_by_their_means() -> No
     assert found.steps == (60, 2000)
 
 
-def test_equal_sampled_runs_with_other_offsets_are_rarely_called_different() -> None:
+def test_equal_sampled_runs_with_other_offsets_rarely_differ() -> None:
     offsets = [(0, -1), (0, 25), (3, 49), (0, 1)]
     pairs = [
         (sampled(2 * i, first, period=period), sampled(2 * i + 1, second, period=period))
@@ -575,7 +524,7 @@ def test_equal_sampled_runs_with_other_offsets_are_rarely_called_different() -> 
     assert [comparison.rows["forward"].verdict for comparison in slower] == ["slower"] * 10
 
 
-def test_time_that_was_not_sampled_may_belong_to_any_phase() -> None:
+def test_unsampled_time_widens_the_interval_of_every_phase() -> None:
     before, after = sampled(1, 0), sampled(2, -1)
     summary = after.summary()
     rows = {**summary.rows, "callbacks": replace(summary.rows["callbacks"], share=0.01)}
@@ -614,7 +563,7 @@ def test_runs_in_turns_are_compared_in_pairs() -> None:
     assert not compare(before, [constant(*[9.0] * 24) for _ in range(5)]).in_turns
 
 
-def test_groups_are_compared_with_the_first_and_share_the_chance() -> None:
+def test_groups_are_compared_with_the_first_at_a_shared_level() -> None:
     groups = [[constant(*[ms + i] * 24) for i in range(3)] for ms in (10.0, 10.0, 20.0)]
     found = compare(*groups)
     [other] = found.others
@@ -687,17 +636,6 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return paths
 
 
-def test_the_console_script_is_the_command_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
-    module, _, name = project["project"]["scripts"]["lightning-gputime"].partition(":")
-    script = getattr(importlib.import_module(module), name)
-    monkeypatch.setattr("sys.argv", ["lightning-gputime", "show", "missing.json"])
-    assert script() == main(["show", "missing.json"]) == 2
-    assert capsys.readouterr().err.count("missing.json") >= 2
-
-
 # The step is 4.2 % slower, and backward 6.7 %, give or take 1 %.
 @pytest.mark.parametrize(
     ("bounds", "code", "lines"),
@@ -732,7 +670,7 @@ def test_the_console_script_is_the_command_line(
         ),
     ],
 )
-def test_exit_code_and_message_by_bound(
+def test_compare_exit_code_and_message_follow_from_the_bound(
     bounds: list[str],
     code: int,
     lines: list[str],
@@ -752,13 +690,9 @@ def test_exit_code_and_message_by_bound(
     )
 
 
-def test_table_counts_the_runs_of_each_side(files: tuple[str, str]) -> None:
-    before, after = files
-    found = compare([before, before], [after, after])
-    assert "before 2000 steps of 2 runs, after 2000 steps of 2 runs\n" in str(found)
-
-
-def test_folders_are_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_takes_folders_as_groups(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for i, name in enumerate("abc"):
         for j in range(2):
             (tmp_path / name).mkdir(exist_ok=True)
@@ -779,14 +713,9 @@ def test_folders_are_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"after must be one or more runs, got none in {tmp_path}" in capsys.readouterr().err
 
 
-def test_a_comparison_is_short_in_a_console() -> None:
+def test_comparison_repr_is_one_line() -> None:
     found = compare(run(n=24), run(1, n=24, more={"forward": 5.0}))
     assert repr(found) == f"<RunComparison: {found.sentence}>"
-
-
-def test_json(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    main(["compare", *files, "--json"])
-    assert json.loads(capsys.readouterr().out)["verdict"] == "slower"
 
 
 def test_json_has_null_where_there_is_no_number(
@@ -808,7 +737,7 @@ def test_json_has_null_where_there_is_no_number(
         (["show", __file__], "is not a saved run: write one with timer.save(path)"),
     ],
 )
-def test_bad_input_exits_with_two(
+def test_command_exits_with_two_for_bad_input(
     arguments: list[str],
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -820,7 +749,7 @@ def test_bad_input_exits_with_two(
 @pytest.mark.parametrize(
     "error", [OverflowError("large"), MemoryError(), ZeroDivisionError("0\n0")]
 )
-def test_an_unexpected_error_exits_with_two(
+def test_compare_exits_with_two_for_an_unexpected_error(
     error: Exception,
     files: tuple[str, str],
     monkeypatch: pytest.MonkeyPatch,
@@ -836,7 +765,7 @@ def test_an_unexpected_error_exits_with_two(
 
 
 @pytest.mark.parametrize("bound", ["two", "-1%", "2%%", "nan", "loss:", ":2%", "loss=2%"])
-def test_an_invalid_bound_is_refused(
+def test_invalid_bound_is_refused(
     bound: str, files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
@@ -880,7 +809,7 @@ def test_show_prints_slow_steps_as_one_table(
 
 
 @pytest.mark.slow
-def test_it_runs_as_a_module(files: tuple[str, str]) -> None:
+def test_package_runs_as_a_module(files: tuple[str, str]) -> None:
     command = [sys.executable, "-m", "lightning_gputime"]
     done = subprocess.run([*command, "compare", *files, "--fail-above", "2%"], capture_output=True)
     assert done.returncode == 1
@@ -892,9 +821,7 @@ def test_it_runs_as_a_module(files: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize(("ms", "title", "cells"), [(0.002, "us", "2.0"), (2000.0, "s", "2.0000")])
-def test_the_table_has_the_unit_in_which_the_step_reads_best(
-    ms: float, title: str, cells: str
-) -> None:
+def test_table_has_the_unit_in_which_the_step_reads_best(ms: float, title: str, cells: str) -> None:
     results = Results(100, 0)
     results.add([raw(i, forward=ms) for i in range(48)])
     one = Run(Environment(), *results.history_and_warmup(), summary_of(results))
@@ -905,7 +832,9 @@ def test_the_table_has_the_unit_in_which_the_step_reads_best(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_closed_pipe_keeps_the_exit_code(files: tuple[str, str], unbuffered: str) -> None:
+def test_command_keeps_its_exit_code_when_the_pipe_is_closed(
+    files: tuple[str, str], unbuffered: str
+) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "lightning_gputime"]
@@ -919,14 +848,6 @@ def test_a_closed_pipe_keeps_the_exit_code(files: tuple[str, str], unbuffered: s
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.slow
-def test_an_ascii_output_gets_escapes(files: tuple[str, str]) -> None:
-    command = [sys.executable, "-m", "lightning_gputime", "compare", *files]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert r"% \xb1 " in done.stdout
-
-
 # The sentence and the table
 
 
@@ -938,7 +859,7 @@ def test_sentence_shows_the_interval_that_decides() -> None:
     assert noisy.sentence.startswith("too noisy to tell (-5.0 % ± 10.1 %): record longer runs")
 
 
-def test_a_part_of_one_side_has_no_percentage() -> None:
+def test_phase_of_one_side_has_no_percentage() -> None:
     step = Difference(before_ms=10.0, after_ms=8.0, error_ms=0.1, relative_error=0.01)
     part = Difference(before_ms=2.0, after_ms=0.0, error_ms=0.1, relative_error=0.05)
     rows = {
@@ -953,12 +874,12 @@ def test_a_part_of_one_side_has_no_percentage() -> None:
     assert lines["comm"][-3:] == ["0.100", "only", "after"]
 
 
-def test_a_mean_that_alone_changed_comes_before_a_noisy_step() -> None:
+def test_sentence_names_the_mean_before_a_noisy_step() -> None:
     found = comparison(difference(100.0, 70.0, 33.0), mean=difference(100.0, 75.0, 10.0))
     assert found.sentence.startswith("the mean of all steps 25 ± 10 ms faster; typical step: no")
 
 
-def test_the_mean_of_all_steps_is_named_if_it_alone_is_slower(
+def test_regression_of_the_mean_alone_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rare = [900.0 if i % 10 == 5 else 10.0 for i in range(240)]
@@ -1002,7 +923,7 @@ def test_sentence_says_what_changed_outside_of_the_steps(evaluation_s: float, no
         ([9.0], "cannot tell", 3),  # One run per side shows no noise.
     ],
 )
-def test_an_entry_of_the_wall_clock_is_judged_by_name(
+def test_entry_of_the_wall_clock_is_judged_by_name(
     after_s: list[float], outcome: str, needed: int | None
 ) -> None:
     before = [with_wall_clock(s) for s in (4.9, 5.0, 5.1)[: len(after_s)]]

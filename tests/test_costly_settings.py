@@ -191,7 +191,9 @@ def test_setting_is_not_reported_when_off(
     assert training.settings(monkeypatch) == ()
 
 
-def test_deterministic_training_is_not_told_to_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_training_is_not_advised_to_benchmark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     training = replace(DETERMINISTIC, patches={**DETERMINISTIC.patches, **BENCHMARK.patches})
     [setting] = training.settings(monkeypatch)
     assert setting.name == "deterministic_algorithms"

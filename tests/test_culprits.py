@@ -363,7 +363,7 @@ def test_other_is_split_into_its_parts(gpu: FakeGPU) -> None:
     )
 
 
-def test_a_copy_of_a_timer_keeps_the_culprits(gpu: FakeGPU) -> None:
+def test_copy_of_a_timer_keeps_the_culprits(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     with hooks(loop) as timer:
         train_by_helpers(loop, timer, 30)
@@ -425,7 +425,7 @@ def test_calls_that_wait_for_the_gpu_are_located(modes: list[Any]) -> None:
     assert any(advice.startswith(told) for advice in summary.advice)
 
 
-def test_warnings_that_are_errors_are_left_alone(modes: list[Any]) -> None:
+def test_blocking_calls_are_not_located_if_warnings_are_errors(modes: list[Any]) -> None:
     loop = Loop(Synchronizing())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

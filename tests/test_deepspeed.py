@@ -85,7 +85,7 @@ STEP = {
 
 
 @pytest.mark.parametrize("gives", ["engine", "optimizer", "inner optimizer"])
-def test_an_engine_is_timed_with_its_optimizer(
+def test_deepspeed_engine_is_timed_with_its_optimizer(
     loop: Loop, gives: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     zero = Zero(loop.gpu)
@@ -106,7 +106,7 @@ def test_an_engine_is_timed_with_its_optimizer(
     assert "step" not in vars(zero)
 
 
-def test_an_engine_says_itself_how_many_micro_batches_make_a_step(loop: Loop) -> None:
+def test_deepspeed_engine_sets_the_accumulation(loop: Loop) -> None:
     engine = Engine(loop.model, Zero(loop.gpu), every=3)
     with GPUPhaseHooks(engine, _clock=loop.gpu, warmup_steps=0) as timer:
         for x in timer.steps(loop.batches(9)):
@@ -115,7 +115,7 @@ def test_an_engine_says_itself_how_many_micro_batches_make_a_step(loop: Loop) ->
     assert steps(timer) == [{**micro, "optimizer": STEP["optimizer"]}] * 3
 
 
-def test_an_update_that_overflows_is_a_skipped_one(loop: Loop) -> None:
+def test_deepspeed_overflow_is_a_skipped_update(loop: Loop) -> None:
     zero = Zero(loop.gpu)
     engine = Engine(loop.model, zero)
     with GPUPhaseHooks(engine, _clock=loop.gpu, warmup_steps=0) as timer:
@@ -128,7 +128,7 @@ def test_an_update_that_overflows_is_a_skipped_one(loop: Loop) -> None:
     assert timer.summary().skipped_updates == 1
 
 
-def test_an_engine_of_optimizers_of_torch_is_timed(loop: Loop) -> None:
+def test_deepspeed_engine_with_a_torch_optimizer_is_timed(loop: Loop) -> None:
     engine = Engine(loop.model, loop.optimizer)
     with GPUPhaseHooks(engine, _clock=loop.gpu, warmup_steps=0) as timer:
         for x in timer.steps(loop.batches(3)):
@@ -136,7 +136,7 @@ def test_an_engine_of_optimizers_of_torch_is_timed(loop: Loop) -> None:
     assert steps(timer) == [STEP_MS] * 3
 
 
-def test_under_lightning_the_update_is_optimizer(gpu: FakeGPU) -> None:
+def test_deepspeed_update_under_lightning_is_optimizer(gpu: FakeGPU) -> None:
     class Trains(Model):
         def optimizer_step(
             self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None

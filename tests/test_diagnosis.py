@@ -164,7 +164,7 @@ def test_diagnosis_names_the_largest_removable_entry(
     assert found.headline.startswith(code) or grade == "worth a look"
 
 
-def test_a_phase_that_is_long_in_a_single_step_is_no_bottleneck() -> None:
+def test_phase_that_is_long_in_a_single_step_is_no_bottleneck() -> None:
     def code_of(untimed_steps: int) -> str:
         measured = on_host(STEP | {"callbacks": 6.0}, untimed_steps=untimed_steps)
         rows = measured.rows
@@ -323,7 +323,7 @@ def measured_with(entry: str) -> Measurement:
 
 
 @pytest.mark.parametrize("entry", CODES)
-def test_a_bottleneck_of_any_code_has_advice(entry: str) -> None:
+def test_every_bottleneck_code_has_advice(entry: str) -> None:
     found = check(diagnose(measured_with(entry), LOADER))
     assert (found.code, found.grade, found.entry) == (CODES[entry], "bound", entry)
     assert found.time_breakdown is not None
@@ -331,7 +331,7 @@ def test_a_bottleneck_of_any_code_has_advice(entry: str) -> None:
 
 
 @pytest.mark.parametrize("pin_memory", [None, False, True])
-def test_a_copy_that_is_short_on_the_gpu_and_long_on_the_host_has_advice(
+def test_copy_that_is_short_on_the_gpu_and_long_on_the_host_has_advice(
     pin_memory: bool | None,
 ) -> None:
     copies = STEP | {"data": 1.6, "data/fetch": 0.1, "data/copy": 1.5}
@@ -341,7 +341,7 @@ def test_a_copy_that_is_short_on_the_gpu_and_long_on_the_host_has_advice(
     assert found.advice[0].code == ("pin_memory" if pin_memory is False else "smaller_copies")
 
 
-def test_a_fetch_that_is_short_on_the_gpu_and_long_on_the_host_has_advice() -> None:
+def test_fetch_that_is_short_on_the_gpu_and_long_on_the_host_has_advice() -> None:
     measured = measurement(STEP, host_ms={"data": 9.0}, wait_ms=0.0)
     found = check(diagnose(measured, LOADER))
     assert (found.code, found.grade) == ("input-bound", "bound")
@@ -399,7 +399,7 @@ def test_breakdown_adds_up_whatever_the_numbers_are() -> None:
         assert all(row.seconds >= -1e-12 for row in breakdown.rows)
 
 
-def test_unexplained_slow_steps_are_no_entry_and_no_verdict() -> None:
+def test_unexplained_slow_steps_have_no_entry_and_no_verdict() -> None:
     measured = on_host(STEP | {"forward": 12.0}, slow=slow(0.3, unexplained=0.3))
     found = check(diagnose(measured, LOADER))
     assert found.code == "compute-bound"
@@ -408,7 +408,7 @@ def test_unexplained_slow_steps_are_no_entry_and_no_verdict() -> None:
     assert "unexplained" not in [row.name for row in found.time_breakdown.rows]  # type: ignore[union-attr]
 
 
-def test_a_cause_of_slow_steps_is_an_entry() -> None:
+def test_cause_of_slow_steps_is_an_entry() -> None:
     measured = on_host(STEP | {"forward": 12.0}, slow=slow(0.3, compilation=0.3))
     found = check(diagnose(measured, LOADER))
     assert (found.code, found.entry) == ("compile-bound", "slow steps: compilation")
@@ -434,7 +434,7 @@ def test_long_steps_that_were_not_sampled_are_an_entry_without_verdict() -> None
     )
 
 
-def test_a_costly_slowdown_is_in_the_headline() -> None:
+def test_costly_slowdown_is_in_the_headline() -> None:
     slowdown = Slowdown("jump", 500, 1.0, 0.1, 14.0, "forward", 14.0, lost_share=0.3)
     assert str(slowdown) in diagnose(on_host(STEP, slowdown=slowdown), LOADER).headline
     small = replace(slowdown, lost_share=0.05)
@@ -443,7 +443,7 @@ def test_a_costly_slowdown_is_in_the_headline() -> None:
     assert str(small) in str(PhaseSummary(measured, LOADER))
 
 
-def test_the_slowest_rank_is_named() -> None:
+def test_slowest_rank_is_named() -> None:
     ranks = RankSummary({}, (0, 1), slowest_rank=1, phase="data", behind_median_ms=6.0)
     measured = measurement(STEP | {"backward": 14.0, "backward/comm": 7.0}, ranks=ranks)
     found = check(diagnose(measured, LOADER))
@@ -451,7 +451,7 @@ def test_the_slowest_rank_is_named() -> None:
     assert found.advice[0].text == "speed up rank 1 in `data`: all other ranks wait for it"
 
 
-def test_a_rank_that_may_be_slow_is_named_as_a_possible_cause_of_communication() -> None:
+def test_suspected_rank_is_named_as_a_possible_cause_of_communication() -> None:
     ranks = RankSummary({}, (0, 1), None, 6.0, "forward", suspect=1, error_ms=2.0)
     measured = measurement(STEP | {"backward": 14.0, "backward/comm": 7.0}, ranks=ranks)
     found = check(diagnose(measured, LOADER))
@@ -467,7 +467,7 @@ def test_a_rank_that_may_be_slow_is_named_as_a_possible_cause_of_communication()
     "facts",
     [{"is_warmup": True}, {"stage": "validation", "steps": 19}, {"steps": 0}],
 )
-def test_nothing_is_said_where_too_little_was_measured(facts: dict[str, Any]) -> None:
+def test_diagnosis_is_empty_if_too_little_was_measured(facts: dict[str, Any]) -> None:
     assert diagnose(replace(on_host(STEP | {"data": 20.0}), **facts), LOADER) == Diagnosis()
 
 
@@ -595,7 +595,7 @@ def test_each_entry_of_a_fit_has_the_time_that_was_planted(
     ("plant", "name"),
     [({"fetch_ms": 60.0}, "data/fetch"), ({"saves": [1, 2, 3, 4, 5]}, "checkpoints")],
 )
-def test_removing_an_entry_brings_the_speed_up(plant: dict[str, Any], name: str) -> None:
+def test_removing_an_entry_gains_its_speed_up(plant: dict[str, Any], name: str) -> None:
     breakdown, without = (planted(**one).summary().time_breakdown for one in (plant, {}))
     assert breakdown is not None
     assert without is not None
@@ -603,7 +603,7 @@ def test_removing_an_entry_brings_the_speed_up(plant: dict[str, Any], name: str)
     assert breakdown[name].speed_up == pytest.approx(reached, rel=1e-6)
 
 
-def test_a_saved_run_has_the_diagnosis_of_the_training(loop: Loop, tmp_path: Path) -> None:
+def test_saved_run_has_the_diagnosis_of_the_training(loop: Loop, tmp_path: Path) -> None:
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(8)):
             loop.train(x)

@@ -36,7 +36,7 @@ def test_modules_that_the_loop_never_calls_lose_their_hooks(gpu: FakeGPU) -> Non
     assert hooked == [{*net.modules()}, *[{net, backbone, net["head"]}] * 2]
 
 
-def test_a_teacher_in_eval_mode_keeps_the_fast_path_of_its_layers(
+def test_teacher_in_eval_mode_keeps_the_fast_path_of_its_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fast: Any = torch._transformer_encoder_layer_fwd
@@ -77,7 +77,7 @@ def test_model_of_layers_with_a_fast_path_is_timed(gpu: FakeGPU) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated.*:DeprecationWarning")
 @pytest.mark.parametrize("how", ["scripted", "traced"])
-def test_a_scripted_or_traced_child_is_timed_and_left_as_it_was(how: str) -> None:
+def test_scripted_or_traced_child_is_timed_and_left_as_it_was(how: str) -> None:
     inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     child: Any = torch.jit.script(inner) if how == "scripted" else None
     child = child or torch.jit.trace(inner, torch.ones(1, 2))

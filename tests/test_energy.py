@@ -61,7 +61,7 @@ def train(loop: Loop, n: int, **options: Any) -> tuple[list[dict[str, float]], s
     return [metrics for _, metrics in logger.calls], str(timer.summary())
 
 
-def test_a_step_has_the_mean_power_of_its_window(loop: Loop, counter: Counter) -> None:
+def test_energy_of_a_step_is_the_mean_power_of_its_window(loop: Loop, counter: Counter) -> None:
     logs, summary = train(loop, 400, log_every_n_steps=100)
     for metrics in logs:
         assert metrics["phase_time/power_w"] == pytest.approx(WATTS)
@@ -73,7 +73,9 @@ def test_a_step_has_the_mean_power_of_its_window(loop: Loop, counter: Counter) -
     assert (counter.reads, counter.opened, len(logs)) == (5, 0, 4)
 
 
-def test_a_window_too_short_for_the_counter_repeats_the_last(loop: Loop, counter: Counter) -> None:
+def test_energy_window_too_short_for_the_counter_repeats_the_last(
+    loop: Loop, counter: Counter
+) -> None:
     # Of 16 ms each: most hold no new reading.
     logs, _ = train(loop, 200, log_every_n_steps=1)
     assert {round(one.get("phase_time/power_w", WATTS), 6) for one in logs} == {WATTS}
@@ -82,7 +84,7 @@ def test_a_window_too_short_for_the_counter_repeats_the_last(loop: Loop, counter
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_without_a_gpu_it_is_said_and_nothing_is_logged(
+def test_energy_without_a_gpu_warns_and_logs_nothing(
     loop: Loop, counter: Counter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> int:
@@ -95,7 +97,7 @@ def test_without_a_gpu_it_is_said_and_nothing_is_logged(
     assert caplog.text.count("No CUDA GPUs are available") == 1
 
 
-def test_the_package_that_is_missing_is_named(energy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energy_names_the_missing_package(energy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(ImportError, match="pip install nvidia-ml-py"):
         energy.EnergyMeter()

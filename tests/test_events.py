@@ -37,7 +37,7 @@ def busy(clock: Clock) -> float:
     return 2.0
 
 
-def test_a_finished_interval_can_be_read(clock: Clock) -> None:
+def test_finished_interval_can_be_read(clock: Clock) -> None:
     start, end = clock.event(), clock.event()
     start.record()
     busy_ms = busy(clock)
@@ -48,7 +48,7 @@ def test_a_finished_interval_can_be_read(clock: Clock) -> None:
     assert busy_ms <= start.elapsed_time(end) < busy_ms + 200.0
 
 
-def test_an_event_that_was_never_recorded_cannot_be_read(clock: Clock) -> None:
+def test_event_that_was_never_recorded_cannot_be_read(clock: Clock) -> None:
     end = clock.event()
     end.record()
     end.synchronize()
@@ -56,7 +56,7 @@ def test_an_event_that_was_never_recorded_cannot_be_read(clock: Clock) -> None:
         clock.event().elapsed_time(end)
 
 
-def test_an_event_can_be_recorded_again(clock: Clock) -> None:
+def test_event_can_be_recorded_again(clock: Clock) -> None:
     start, end = clock.event(), clock.event()
     end.record()
     start.record()
@@ -66,13 +66,13 @@ def test_an_event_can_be_recorded_again(clock: Clock) -> None:
     assert start.elapsed_time(end) >= busy_ms
 
 
-def test_an_event_that_was_never_recorded_has_nothing_to_wait_for(clock: Clock) -> None:
+def test_event_that_was_never_recorded_does_not_block(clock: Clock) -> None:
     event = clock.event()
     event.synchronize()
     assert event.query()
 
 
-def test_the_hosts_time_goes_on_while_the_host_waits(clock: Clock) -> None:
+def test_host_clock_advances_while_the_host_waits(clock: Clock) -> None:
     end, begin = clock.event(), clock.host_ns()
     busy_ms = busy(clock)
     end.record()
@@ -84,7 +84,7 @@ def test_the_hosts_time_goes_on_while_the_host_waits(clock: Clock) -> None:
 @pytest.mark.parametrize(
     "clock", ["fake", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
 )
-def test_the_queue_runs_behind_the_host_and_cannot_be_read_before_its_time(clock: Clock) -> None:
+def test_queue_runs_behind_the_host_and_cannot_be_read_before_its_time(clock: Clock) -> None:
     start, end = clock.event(), clock.event()
     start.record()
     busy(clock)
@@ -97,7 +97,7 @@ def test_the_queue_runs_behind_the_host_and_cannot_be_read_before_its_time(clock
 
 
 @pytest.mark.gpu
-def test_a_capture_is_seen_on_whatever_stream_it_runs() -> None:
+def test_capture_is_detected_on_any_stream() -> None:
     clock, x = DeviceClock(torch.device("cuda")), torch.zeros(1, device="cuda")
     assert not clock.is_capturing()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -110,7 +110,7 @@ def test_a_capture_is_seen_on_whatever_stream_it_runs() -> None:
 
 
 @pytest.mark.parametrize(("stream", "asked"), [(0, 0), (7, 3)])
-def test_on_the_default_stream_no_mark_asks_whether_it_is_captured(stream: int, asked: int) -> None:
+def test_marks_on_the_default_stream_do_not_query_captures(stream: int, asked: int) -> None:
     clock: Any = HostClock()
     clock.may_capture = lambda: stream
     clock.is_capturing = Mock(return_value=False)
@@ -122,12 +122,12 @@ def test_on_the_default_stream_no_mark_asks_whether_it_is_captured(stream: int, 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the device is available")
-def test_a_device_that_is_not_here_is_refused_with_its_name() -> None:
+def test_missing_device_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'cuda:3' cannot be timed here"):
         clock_for(torch.device("cuda:3"))
 
 
-def test_a_model_on_the_cpu_gets_the_host_clock(caplog: pytest.LogCaptureFixture) -> None:
+def test_model_on_the_cpu_gets_the_host_clock(caplog: pytest.LogCaptureFixture) -> None:
     assert isinstance(clock_for(torch.device("cpu"), tell=True), HostClock)
     assert "host's clock" in caplog.text
 

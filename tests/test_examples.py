@@ -57,13 +57,13 @@ def test_quickstart_logs_every_phase_to_csv_and_tensorboard(
         assert [event.step for event in events.Scalars(key)] == [9, 19, 29, 39, 47]
 
 
-def test_the_plain_loop_times_every_phase(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_loop_times_every_phase(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     timer = example("plain_pytorch.py", max_epochs=1)
     assert set(timer.summary().rows) == set(PHASES)
     assert str(timer.summary()) in capsys.readouterr().out
 
 
-def test_an_observer_of_ones_own_adds_a_line_and_a_metric(
+def test_custom_output_example_adds_a_line_and_a_metric(
     example: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timer = example("own_output.py", steps=30)
@@ -89,7 +89,7 @@ def test_steps_are_spans_of_opentelemetry(example: Any) -> None:
         assert (span.end_time - span.start_time) / 1e6 == pytest.approx(step["step_ms"], abs=1e-4)
 
 
-def test_the_newest_step_is_served_while_training_goes_on(example: Any) -> None:
+def test_newest_step_is_served_while_training_goes_on(example: Any) -> None:
     asked: list[dict[str, float]] = []
     script = runpy.run_path(str(EXAMPLES / "serve_summary.py"))
     server: Any = script["Server"](port=0)
@@ -109,7 +109,7 @@ def test_the_newest_step_is_served_while_training_goes_on(example: Any) -> None:
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS)
-def test_a_notebook_holds_the_outputs_of_a_whole_run(notebook: str) -> None:
+def test_notebook_holds_the_outputs_of_a_whole_run(notebook: str) -> None:
     cells = json.loads((EXAMPLES / notebook).read_text())["cells"]
     counts = [cell["execution_count"] for cell in cells if cell["cell_type"] == "code"]
     assert counts == [*range(1, len(counts) + 1)]
@@ -120,7 +120,7 @@ def test_a_notebook_holds_the_outputs_of_a_whole_run(notebook: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_finds_slow_data_and_says_what_it_brought(tmp_path: Path) -> None:
+def test_notebook_finds_slow_data_and_compares_the_fix(tmp_path: Path) -> None:
     printed = run(NOTEBOOK_RUN, EXAMPLES / NOTEBOOKS[0], cwd=tmp_path)
     assert printed.startswith("input-bound: ")
     assert re.search(r"per step: set num_workers=\d+ \(now 0\), or make it faster$", printed, re.M)
@@ -129,7 +129,7 @@ def test_the_notebook_finds_slow_data_and_says_what_it_brought(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_notebook_of_a_plain_loop_shows_why_steps_were_slow(tmp_path: Path) -> None:
+def test_notebook_of_a_plain_loop_shows_why_steps_were_slow(tmp_path: Path) -> None:
     printed = run(NOTEBOOK_RUN, EXAMPLES / NOTEBOOKS[1], cwd=tmp_path)
     assert re.search(r"^augment: [\d.]+ ms, 95th percentile [\d.]+ ms$", printed, re.M)
     table, _, slow_steps = printed.partition("the longest step is ")
@@ -139,9 +139,7 @@ def test_the_notebook_of_a_plain_loop_shows_why_steps_were_slow(tmp_path: Path) 
     assert all("garbage collection (generation 2)" in text for _, text in slow)
 
 
-def test_the_run_that_the_pictures_are_of_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_script_keeps_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     measure = runpy.run_path(str(EXAMPLES / "pictures.py"))["measure"]
     timer = measure(str(tmp_path), steps=12, width=2)
@@ -151,7 +149,7 @@ def test_the_run_that_the_pictures_are_of_is_kept(
     assert files == {"run.json.gz", "steps.png", "step.png"}
 
 
-def test_a_page_shows_the_summary_that_was_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_shows_the_summary_that_was_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyte")
     monkeypatch.syspath_prepend(str(EXAMPLES))
     page = runpy.run_path(str(EXAMPLES / "pictures.py"))["page"]
@@ -162,7 +160,7 @@ def test_a_page_shows_the_summary_that_was_printed(monkeypatch: pytest.MonkeyPat
     ]  # fmt: skip
 
 
-def test_the_phases_of_all_steps_and_the_lanes_of_one_are_drawn(gpu: FakeGPU) -> None:
+def test_phases_of_all_steps_and_the_lanes_of_one_are_drawn(gpu: FakeGPU) -> None:
     drawing = runpy.run_path(str(EXAMPLES / "plot_phases.py"))
     plot_step, plot_steps = drawing["plot_step"], drawing["plot_steps"]
 
@@ -180,7 +178,7 @@ def test_the_phases_of_all_steps_and_the_lanes_of_one_are_drawn(gpu: FakeGPU) ->
     assert sorted(filter(None, gpu_lane)) == sorted(STEP_MS.values())
 
 
-def test_the_script_that_draws_phases_says_how_it_is_called(
+def test_plot_script_prints_its_usage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["plot_phases.py"])
@@ -189,7 +187,7 @@ def test_the_script_that_draws_phases_says_how_it_is_called(
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_files_that_examples_write_are_ignored_by_git() -> None:
+def test_files_that_examples_write_are_ignored_by_git() -> None:
     written = ["phase_times_rank0.npy", "slow_step_traces/steps-9.json", "steps.png"]
     written.append("steps_trace.json")
     command = ["git", "check-ignore", *written]
@@ -199,7 +197,7 @@ def test_the_files_that_examples_write_are_ignored_by_git() -> None:
     assert done.stdout.split() == written
 
 
-def test_a_trace_has_both_lanes_of_each_step(example: Any, tmp_path: Path) -> None:
+def test_trace_has_both_lanes_of_each_step(example: Any, tmp_path: Path) -> None:
     timer = example("perfetto_trace.py", path=str(tmp_path / "trace.json"), steps=60)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["GPU", "host"]
@@ -227,7 +225,7 @@ def test_traces_of_slow_steps_are_kept(example: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-def test_the_tutorial_makes_one_change_after_another(
+def test_tutorial_makes_one_change_after_another(
     example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "results.json"
@@ -244,20 +242,20 @@ def test_the_tutorial_makes_one_change_after_another(
     assert all(one["verdict"] in line for one, line in zip(results, printed, strict=True))
 
 
-def test_the_modules_are_sub_phases(example: Any) -> None:
+def test_modules_are_sub_phases(example: Any) -> None:
     rows = example("modules.py", width=8, epochs=2).summary().rows
     for phase in ("forward", "backward"):
         parts = rows[f"{phase}/body"].mean_ms + rows[f"{phase}/head"].mean_ms
         assert 0 < parts <= rows[phase].mean_ms
 
 
-def test_the_evaluation_loops_are_logged(example: Any, tmp_path: Path) -> None:
+def test_evaluation_loops_are_logged(example: Any, tmp_path: Path) -> None:
     metrics = example("evaluation.py", max_epochs=1, log_dir=str(tmp_path))
     for stage in ("", "val/", "test/"):
         assert metrics[f"phase_time/{stage}forward_ms"] > 0
 
 
-def test_the_engine_of_ignite_is_timed(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_of_ignite_is_timed(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ignite")
     timer = example("ignite_loop.py", max_epochs=2)
     assert timer.history()["step"].tolist() == list(range(32))
@@ -267,7 +265,7 @@ def test_the_engine_of_ignite_is_timed(example: Any, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_the_workers_of_ray_train_are_timed(example: Any, tmp_path: Path) -> None:
+def test_workers_of_ray_train_are_timed(example: Any, tmp_path: Path) -> None:
     pytest.importorskip("ray.train.torch")
     metrics = example("ray_train.py", max_epochs=2, storage=str(tmp_path))
     assert all(metrics[f"phase_time/{name}_ms"] > 0 for name in PHASES)

@@ -32,7 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
-def test_launch_time(run: Any) -> None:
+def test_launch_time_experiment_runs(run: Any) -> None:
     rows = run("launch_time", dim=32, repeat=4)
     assert list(rows) == ["without a warm-up", "with a warm-up"]
     for row in rows.values():
@@ -43,7 +43,7 @@ def test_launch_time(run: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_the_launch_time_is_not_the_time_of_the_work(run: Any) -> None:
+def test_launch_time_differs_from_the_time_of_the_work(run: Any) -> None:
     rows = run("launch_time")
     launch, waited, events = rows["with a warm-up"].values()
     assert launch < 0.2 * events
@@ -51,13 +51,13 @@ def test_the_launch_time_is_not_the_time_of_the_work(run: Any) -> None:
     assert rows["without a warm-up"]["launch (B - A)"] > launch
 
 
-def test_inference(run: Any) -> None:
+def test_inference_experiment_runs(run: Any) -> None:
     rows = run("inference", width=8, size=32, batch=4, n=20)
     assert list(rows) == ["1. time stamps", "2. synchronize", "3. events"]
     assert all(row["inference"] > 0 for row in rows.values())
 
 
-def test_pipeline(run: Any) -> None:
+def test_pipeline_experiment_runs(run: Any) -> None:
     rows = run("pipeline", width=16, size=64, batch=4, cpu_size=64, n=20, rounds=2)
     for name in ("synchronize", "events"):
         of_parts = rows[name]["part0"] + rows[name]["part1"]
@@ -75,7 +75,7 @@ def test_waiting_makes_the_pipeline_longer_and_events_do_not(run: Any) -> None:
 
 
 @pytest.mark.slow
-def test_beside_the_profiler(run: Any) -> None:
+def test_profiler_experiment_runs(run: Any) -> None:
     # So long, and so far apart, that what else the machine runs does not change their order.
     rows = run("beside_the_profiler", large=256, n_small=100, n_large=60, vectors=300)
     assert len(rows) == 4
@@ -85,7 +85,7 @@ def test_beside_the_profiler(run: Any) -> None:
         assert looped["our device"] == pytest.approx(looped["our host"], rel=0.2)
 
 
-def test_four_synchronizes(run: Any) -> None:
+def test_synchronize_experiment_runs(run: Any) -> None:
     rows = run("four_synchronizes", width=64, batch=16, layers=2, n=20, rounds=2)
     parts = ["body forward", "head forward", "loss", "head backward", "the whole loop"]
     assert list(rows["four synchronizes"]) == list(rows["one wait"]) == parts
@@ -95,7 +95,7 @@ def test_four_synchronizes(run: Any) -> None:
         assert 0 < sum(of_parts) * 20 < whole * 1.5
 
 
-def test_callables(run: Any) -> None:
+def test_callables_experiment_runs(run: Any) -> None:
     rows = run("callables", width=64, batch=16, n=40)
     assert {"host's clock", "steps", "full queue", "fresh inputs", "cold L2 cache"} <= set(rows)
     for row in rows.values():
@@ -103,7 +103,7 @@ def test_callables(run: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_a_full_queue_takes_the_launches_out_of_a_callable(run: Any) -> None:
+def test_full_queue_takes_the_launches_out_of_a_callable(run: Any) -> None:
     rows = run("callables")
     for name in ("full queue", "CUDA graph"):
         assert rows[name]["the work alone"] < rows[name]["as run"]

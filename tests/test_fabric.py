@@ -28,7 +28,7 @@ def loader_of(fabric: Fabric, n: int) -> Any:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_loop_over_a_loader_of_fabric_is_timed(loop: Loop, fabric: Fabric, apart: bool) -> None:
+def test_loop_over_a_loader_of_fabric_is_timed(loop: Loop, fabric: Fabric, apart: bool) -> None:
     logger = Logger()
     model: Any
     optimizer: Any
@@ -82,7 +82,7 @@ def test_two_optimizers_are_one_step_a_batch(fabric: Fabric) -> None:
     assert [rows[name].n for name in ("forward", "backward", "optimizer")] == [5, 5, 5]
 
 
-def test_an_evaluation_belongs_to_no_step(loop: Loop, fabric: Fabric) -> None:
+def test_evaluation_belongs_to_no_step(loop: Loop, fabric: Fabric) -> None:
     model, optimizer = fabric.setup(loop.model, loop.optimizer)
     with GPUPhaseHooks(model, optimizer, _clock=loop.gpu) as timer:
         for _ in range(2):
@@ -120,7 +120,7 @@ def test_losses_are_the_same_with_the_timer_and_without(fabric: Fabric) -> None:
     assert train(True) == train(False)
 
 
-def test_a_wrong_module_name_fails_before_the_loop(fabric: Fabric) -> None:
+def test_wrong_module_name_fails_before_the_loop(fabric: Fabric) -> None:
     net = nn.Linear(2, 2)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="no module 'head'"):

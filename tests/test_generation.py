@@ -81,19 +81,13 @@ def eval_mode(model: nn.Module, calls: int = 1) -> None:
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-def test_what_a_policy_generates_in_each_step_is_generate(gpu: FakeGPU, mode: str) -> None:
+def test_generation_in_each_step_is_generate(gpu: FakeGPU, mode: str) -> None:
     model = Gpt(gpu)
     found = train(model, gpu, lambda _: eval_mode(model) if mode == "eval" else generate(model))
     assert found == [{"generate": GENERATE_MS, "other": 0.25, "forward": CALL_MS}] * 24
 
 
-def test_what_another_model_generates_is_generate_too(gpu: FakeGPU) -> None:
-    teacher = Gpt(gpu).eval()
-    found = train(Gpt(gpu), gpu, lambda _: generate(teacher))
-    assert found == [{"generate": GENERATE_MS, "other": 0.25, "forward": CALL_MS}] * 24
-
-
-def test_what_the_user_names_wins(gpu: FakeGPU) -> None:
+def test_generation_inside_a_named_phase_belongs_to_that_phase(gpu: FakeGPU) -> None:
     model = Gpt(gpu)
 
     def rollout(_: int) -> None:
@@ -105,12 +99,12 @@ def test_what_the_user_names_wins(gpu: FakeGPU) -> None:
     assert found == [{"rollout": GENERATE_MS, "forward": CALL_MS + 0.25}] * 24
 
 
-def test_inside_a_model_call_it_is_forward(gpu: FakeGPU) -> None:
+def test_generation_inside_a_model_call_is_forward(gpu: FakeGPU) -> None:
     found = train(Around(gpu), gpu, lambda _: None)
     assert found == [{"other": 0.25, "forward": GENERATE_MS + CALL_MS}] * 24
 
 
-def test_a_generation_after_the_model_call_splits_the_loss(gpu: FakeGPU) -> None:
+def test_generation_after_the_model_call_splits_the_loss(gpu: FakeGPU) -> None:
     model = Gpt(gpu)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0) as timer:
@@ -124,13 +118,13 @@ def test_a_generation_after_the_model_call_splits_the_loss(gpu: FakeGPU) -> None
     assert rows == [{"forward": CALL_MS, "loss": 0.375, "generate": GENERATE_MS}] * 3
 
 
-def test_a_validation_that_generates_is_in_no_step(gpu: FakeGPU) -> None:
+def test_validation_that_generates_is_in_no_step(gpu: FakeGPU) -> None:
     model = Gpt(gpu)
     found = train(model, gpu, lambda number: eval_mode(model, 5) if number in (5, 20) else None)
     assert found == [{"other": 0.25, "forward": CALL_MS}] * 24
 
 
-def test_a_generation_that_raises_ends_its_phase(gpu: FakeGPU) -> None:
+def test_generation_that_raises_ends_its_phase(gpu: FakeGPU) -> None:
     model = Gpt(gpu)
 
     def rollout(_: int) -> None:
@@ -140,7 +134,7 @@ def test_a_generation_that_raises_ends_its_phase(gpu: FakeGPU) -> None:
     assert train(model, gpu, rollout) == [{"other": 0.25, "forward": CALL_MS}] * 24
 
 
-def test_steps_that_are_not_timed_have_nothing_on_the_class(gpu: FakeGPU) -> None:
+def test_untimed_steps_leave_the_generation_class_unpatched(gpu: FakeGPU) -> None:
     model, patched = Gpt(gpu), list[bool]()
     original = transformers.GenerationMixin.generate
 
@@ -172,7 +166,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("engine", [False, True])
-def test_a_trainer_that_generates_and_rewards(gpu: FakeGPU, tmp_path: Path, engine: bool) -> None:
+def test_trainer_times_generation_and_rewards(gpu: FakeGPU, tmp_path: Path, engine: bool) -> None:
     class Trainer(transformers.Trainer):  # type: ignore[misc]  # has no types
         """As TRL's."""
 

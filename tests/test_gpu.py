@@ -88,7 +88,7 @@ def fit(model: Net, *callbacks: pl.Callback, steps: int = 20) -> None:
 @pytest.mark.parametrize(
     "phase", ["data", "callbacks", "other", "forward", "loss", "backward", "optimizer"]
 )
-def test_a_spinning_kernel_is_found_in_its_phase_alone(phase: str) -> None:
+def test_spinning_kernel_is_found_in_its_phase_alone(phase: str) -> None:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(SPIN)
     start.record()
@@ -140,7 +140,7 @@ def synchronizations(*callbacks: pl.Callback) -> Counter[str]:
     return Counter(event.name for event in events if "Synchronize" in event.name)
 
 
-def test_the_only_wait_that_is_added_is_one_event_a_step() -> None:
+def test_timer_adds_one_event_wait_per_step() -> None:
     without = synchronizations()
     with_timer = synchronizations(GPUPhaseTimer(print_summary=False))
     added = with_timer - without
@@ -161,7 +161,7 @@ def train(timed: bool) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_workers_of_a_loader_that_are_forked_off_in_the_loop_live() -> None:
+def test_loader_workers_forked_in_the_loop_survive() -> None:
     model = nn.Linear(8, 8, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = TensorDataset(torch.randn(32, 8))
@@ -178,7 +178,7 @@ def test_losses_and_weights_are_bitwise_the_same_with_and_without_the_timer() ->
     assert all(map(torch.equal, train(timed=False), train(timed=True)))
 
 
-def test_a_model_on_another_device_than_the_current_one_is_timed_there() -> None:
+def test_model_on_another_device_than_the_current_one_is_timed_there() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
     model = nn.Linear(64, 64).to("cuda:1")
@@ -222,7 +222,7 @@ def train_wide(model: nn.Module, x: Tensor, steps: int = 20) -> dict[str, float]
 
 # Of torch's own, when the graph's tensors outlive its capture.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
-def test_a_module_captured_with_make_graphed_callables_is_timed() -> None:
+def test_module_captured_with_make_graphed_callables_is_timed() -> None:
     x = torch.randn(4096, 4096, device="cuda")
     model: Any = Wide().cuda()
     eager = train_wide(model, x)
@@ -233,7 +233,7 @@ def test_a_module_captured_with_make_graphed_callables_is_timed() -> None:
         assert graphed[name] == pytest.approx(eager[name], rel=0.15)
 
 
-def test_a_captured_step_is_timed_as_the_phase_its_replays_are_launched_in() -> None:
+def test_captured_step_is_timed_as_the_phase_its_replays_are_launched_in() -> None:
     torch.manual_seed(0)
     x = torch.randn(4096, 4096, device="cuda")
     model = Wide().cuda()
@@ -307,7 +307,7 @@ def test_phases_are_ranges_in_the_profiler_of_a_gpu() -> None:
     assert {f"phase/{name}" for name in phases} <= names
 
 
-def test_a_plain_loop_with_fsdp2(tmp_path: Path) -> None:
+def test_plain_loop_with_fsdp2(tmp_path: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
@@ -327,7 +327,7 @@ def test_a_plain_loop_with_fsdp2(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_a_net_compiled_with_reduce_overhead_is_timed() -> None:
+def test_net_compiled_with_reduce_overhead_is_timed() -> None:
     class Compiled(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -361,7 +361,7 @@ def probe(net: nn.Module, x: Tensor, wait: bool = False) -> PhaseSummary:
     return timer.summary()
 
 
-def test_a_net_of_small_layers_is_mostly_launch_gaps() -> None:
+def test_net_of_small_layers_is_mostly_launch_gaps() -> None:
     layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.ReLU())]
     summary = probe(nn.Sequential(*layers).cuda(), torch.randn(64, 64, device="cuda"))
     assert summary.probed_steps >= 10
@@ -369,7 +369,7 @@ def test_a_net_of_small_layers_is_mostly_launch_gaps() -> None:
     assert summary.launch_gap_share > 0.5
 
 
-def test_a_net_of_large_layers_has_no_launch_gaps() -> None:
+def test_net_of_large_layers_has_no_launch_gaps() -> None:
     net = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4))).cuda()
     summary = probe(net, torch.randn(4096, 4096, device="cuda"))
     assert summary.probed_steps >= 10
@@ -379,14 +379,14 @@ def test_a_net_of_large_layers_has_no_launch_gaps() -> None:
     assert busy_ms == pytest.approx(summary.rows["forward"].mean_ms, rel=0.1)
 
 
-def test_a_step_with_a_host_wait_cannot_be_probed() -> None:
+def test_step_with_a_host_wait_cannot_be_probed() -> None:
     net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).cuda()
     summary = probe(net, torch.randn(512, 512, device="cuda"), wait=True)
     assert summary.probed_steps == 0
     assert "the host waits for the GPU inside them, in `loss`" in summary.probe_failure
 
 
-def test_more_launches_than_the_queue_holds_are_no_work() -> None:
+def test_more_launches_than_the_queue_holds_fail_the_probe() -> None:
     net = nn.Sequential(*(nn.ReLU() for _ in range(3000)), nn.Linear(64, 64)).cuda()
     summary = probe(net, torch.randn(64, 64, device="cuda"))
     assert summary.probed_steps == 0
@@ -398,7 +398,7 @@ def test_more_launches_than_the_queue_holds_are_no_work() -> None:
     "strategy",
     ["ddp", "fsdp", "fsdp2", *(f"deepspeed_stage_{n}" for n in (1, 2, 3)), "zero1", "zero3"],
 )
-def test_strategies_on_two_gpus(strategy: str, tmp_path: Path) -> None:
+def test_strategies_are_timed_on_two_gpus(strategy: str, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
     is_engine = strategy.startswith(("deepspeed", "zero"))
@@ -421,9 +421,7 @@ def test_strategies_on_two_gpus(strategy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_2"])
-def test_a_late_rank_is_named_under_each_strategy_on_two_gpus(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_late_rank_is_named_under_each_strategy_on_two_gpus(strategy: str, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
     if strategy != "ddp":
@@ -434,7 +432,7 @@ def test_a_late_rank_is_named_under_each_strategy_on_two_gpus(
     assert sentence.endswith("per step slower than the median of the others, in loss")
 
 
-def test_updates_inside_the_backward_are_optimizer_though_another_thread_runs_them() -> None:
+def test_updates_in_the_backward_thread_are_optimizer() -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).cuda()
     optimizers = {one: torch.optim.SGD([one], lr=1e-3) for one in model.parameters()}
 
@@ -457,7 +455,7 @@ def test_updates_inside_the_backward_are_optimizer_though_another_thread_runs_th
     assert 0.0 < summary.rows["optimizer"].p50_ms < 0.5 * spins_ms
 
 
-def test_a_gradient_that_is_asked_for_is_the_backward() -> None:
+def test_autograd_grad_is_backward() -> None:
     model = nn.Linear(64, 64).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(16, 64, device="cuda")

@@ -2,31 +2,20 @@ import copy
 import inspect
 import pickle
 import sys
-import threading
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from conftest import installed
-from fake_gpu import STEP_MS, Adder, FakeEvent, FakeGPU, batches, steps
+from fake_gpu import STEP_MS, Adder, FakeGPU, batches, steps
 from fake_loop import Logger, Loop, hooks, timed_indices
 from fake_loop import train as train_loop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gputime import GPUPhaseHooks, PhaseTimeMetric, StepTimes, phase
+from lightning_gputime import GPUPhaseHooks, PhaseTimeMetric, phase
 from lightning_gputime._session.reading import StepReader
-
-
-def test_time_between_epochs_belongs_to_no_step(loop: Loop) -> None:
-    with hooks(loop) as timer:
-        for _ in range(2):
-            for x in timer.steps(loop.batches(2)):
-                loop.train(x)
-            with torch.no_grad():
-                loop.model(torch.ones(1, 2))
-    assert steps(timer) == [STEP_MS] * 4
 
 
 def test_last_step_is_the_newest_resolved_step(loop: Loop) -> None:
@@ -56,19 +45,6 @@ def test_accumulated_micro_batches_are_one_step(loop: Loop) -> None:
                 loop.update()
     twice = {name: 2 * ms for name, ms in STEP_MS.items() if name != "optimizer"}
     assert steps(timer) == [{**twice, "optimizer": 2.0}] * 2 + [STEP_MS]
-
-
-def test_incomplete_accumulation_does_not_reach_into_the_next_epoch(
-    loop: Loop,
-) -> None:
-    with hooks(loop, accumulate_grad_batches=2) as timer:
-        for _ in range(2):
-            for number, x in enumerate(timer.steps(loop.batches(3))):
-                loop.micro_batch(x)
-                if number == 1:
-                    loop.update()
-    twice = {name: 2 * ms for name, ms in STEP_MS.items() if name != "optimizer"}
-    assert steps(timer) == [{**twice, "optimizer": 2.0}] * 2
 
 
 def test_named_phases_take_their_time(loop: Loop) -> None:
@@ -125,16 +101,6 @@ def test_attach_and_remove_are_idempotent(loop: Loop) -> None:
     assert installed(*things) == bare
 
 
-def test_each_attach_starts_a_new_measurement(loop: Loop) -> None:
-    timer = hooks(loop)
-    for n in (3, 2):
-        with timer:
-            for x in timer.steps(loop.batches(n)):
-                loop.train(x)
-        assert timer.history()["step"].tolist() == list(range(n))
-        assert timer.summary().steps == n
-
-
 def test_loop_left_in_an_accumulation_does_not_affect_the_next(loop: Loop) -> None:
     with hooks(loop, accumulate_grad_batches=2) as timer:
         for number, x in enumerate(timer.steps(loop.batches(6))):
@@ -148,44 +114,6 @@ def test_loop_left_in_an_accumulation_does_not_affect_the_next(loop: Loop) -> No
                 loop.update()
     twice = {name: 2 * ms for name, ms in STEP_MS.items() if name != "optimizer"}
     assert steps(timer) == [{**twice, "optimizer": 2.0}] * 3
-
-
-def test_validation_between_calls_of_step_belongs_to_no_step(
-    loop: Loop,
-) -> None:
-    with hooks(loop) as timer:
-        for _ in range(2):
-            for x in loop.batches(2):
-                loop.train(x)
-                timer.step()
-            loop.model.eval()
-            with torch.no_grad():
-                for x in loop.batches(3):
-                    loop.model(x)
-            loop.model.train()
-    first, second, after, last = steps(timer)
-    assert first == second == last == {**STEP_MS, "data": 1.125, "other": 0.0}
-    # Nothing tells the fetch after a validation from the validation.
-    assert "data" not in after
-    assert {name: after[name] for name in ("forward", "loss", "backward", "optimizer")} == {
-        name: STEP_MS[name] for name in ("forward", "loss", "backward", "optimizer")
-    }
-
-
-def test_loop_in_another_thread_is_timed(loop: Loop) -> None:
-    timer = hooks(loop).attach()
-
-    def train() -> None:
-        for x in loop.batches(3):
-            loop.train(x)
-            timer.step()
-        timer.flush()
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    thread.join()
-    timer.remove()
-    assert steps(timer) == [{**STEP_MS, "data": 1.125, "other": 0.0}] * 2
 
 
 def test_failed_attach_leaves_nothing_and_the_loop_continues(
@@ -225,18 +153,6 @@ def test_exception_in_the_loop_is_raised_and_leaves_nothing(loop: Loop) -> None:
     # It raised after the update of the second step, and nothing was waited for.
     assert len(timer.history()) == 2
     assert loop.gpu.waits == []
-
-
-def test_loop_continues_after_remove(loop: Loop) -> None:
-    seen = 0
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(4)):
-            loop.train(x)
-            seen += 1
-            if seen == 2:
-                timer.remove()
-    assert seen == 4
-    assert steps(timer) == [STEP_MS] * 2
 
 
 @pytest.mark.parametrize("n", [0, 1])
@@ -321,14 +237,6 @@ def test_warns_when_no_step_has_ended(loop: Loop, caplog: pytest.LogCaptureFixtu
     assert "No step has ended: iterate over steps(loader), or call step()" in caplog.text
 
 
-def test_warns_when_the_model_is_never_called(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
-    other = nn.Linear(1, 1)
-    with GPUPhaseHooks(other, loop.optimizer, _clock=loop.gpu, warmup_steps=0) as timer:
-        for x in timer.steps(loop.batches(3)):
-            loop.train(x)
-    assert "No call of the model was seen" in caplog.text
-
-
 def train(timed: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(), nn.Linear(16, 1))
@@ -356,17 +264,17 @@ def test_losses_and_weights_are_bitwise_the_same_with_and_without_the_timer() ->
     assert all(map(torch.equal, without, train(timed=True)))
 
 
-def test_a_hundred_thousand_steps_are_all_counted(gpu: FakeGPU) -> None:
-    timer = hooks(Loop(gpu)).attach()
-    for _ in range(100_000):
+def test_steps_are_all_counted_after_the_history_is_full(gpu: FakeGPU) -> None:
+    timer = hooks(Loop(gpu), history_size=100).attach()
+    for _ in range(5000):
         gpu.work(0.25, host_ms=0.125)
         timer.step()
     timer.remove()
     summary = timer.summary()
-    assert summary.steps == 100_000
+    assert summary.steps == 5000
     # The first step also waits for its own launch.
-    assert summary.step.mean_ms == pytest.approx((0.375 + 99_999 * 0.25) / 100_000, rel=1e-12)
-    assert timer.history()["step"].tolist() == list(range(90_000, 100_000))
+    assert summary.step.mean_ms == pytest.approx((0.375 + 4999 * 0.25) / 5000, rel=1e-12)
+    assert timer.history()["step"].tolist() == list(range(4900, 5000))
     assert gpu.created < 50
 
 
@@ -410,11 +318,11 @@ def calls_in_a_step(
     return calls / 100
 
 
-def test_the_cost_grows_neither_with_the_modules_nor_with_the_steps(gpu: FakeGPU) -> None:
+def test_calls_per_step_grow_neither_with_modules_nor_with_steps(gpu: FakeGPU) -> None:
     cost = calls_in_a_step(gpu, 10, after_steps=250)  # None of these steps is located.
     assert 0 < cost < 100
-    assert calls_in_a_step(gpu, 1000, after_steps=250) == pytest.approx(cost, abs=1.0)
-    assert calls_in_a_step(gpu, 10, after_steps=4000) == pytest.approx(cost, abs=1.0)
+    assert calls_in_a_step(gpu, 100, after_steps=250) == pytest.approx(cost, abs=1.0)
+    assert calls_in_a_step(gpu, 10, after_steps=1000) == pytest.approx(cost, abs=1.0)
     assert calls_in_a_step(gpu, 10) < cost + 10.0  # 15 of these are.
 
 
@@ -431,29 +339,17 @@ def test_one_step_in_n_is_timed(gpu: FakeGPU, lag: int) -> None:
     assert timer.summary().skipped_updates == 0
 
 
-def test_sampled_steps_are_logged_when_a_log_is_due(gpu: FakeGPU) -> None:
-    loop, logger = Loop(gpu), Logger()
-    train_loop(loop, 40, every_n_steps=10, logger=logger, log_every_n_steps=8)
-    assert [step for step, _ in logger.calls] == [7, 15, 23, 31, 39]
-
-
-def test_untimed_steps_call_fewer_functions(gpu: FakeGPU) -> None:
-    always = calls_in_a_step(gpu, 10)
-    seldom = calls_in_a_step(gpu, 10, every_n_steps=1000)
-    assert seldom < 0.8 * always
-
-
 def test_untimed_steps_record_no_event(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     with hooks(loop, every_n_steps=10**6) as timer:
-        for x in timer.steps(loop.batches(998)):
+        for x in timer.steps(loop.batches(300)):
             loop.train(x)
         assert gpu.created == 0
         assert gpu.waits == []
         assert timer.last_step is None
 
 
-def test_warm_up_counts_all_steps(gpu: FakeGPU) -> None:
+def test_warm_up_counts_untimed_steps(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     timer = train_loop(loop, 30, every_n_steps=5, warmup_steps=12)
     assert (timer.summary().steps, timer.summary().warmup_steps) == (4, 2)
@@ -491,26 +387,6 @@ def test_steps_are_resolved_in_batches_until_a_log_is_due(
     assert sum(read) == 120
     assert max(read) == min(every, 25)
     assert len(read) <= 120 // 25 + 120 // every + 2
-
-
-def test_device_error_loses_only_the_open_and_the_pending_step(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record, records = FakeEvent.record, 0
-
-    def fail_once(event: FakeEvent) -> None:
-        nonlocal records
-        records += 1
-        if records == 100:
-            raise RuntimeError("once")
-        record(event)
-
-    monkeypatch.setattr(FakeEvent, "record", fail_once)
-    timer = train_loop(loop, 40)
-    left_out = set(range(40)) - set(timer.history()["step"].tolist())
-    # The one that it happened in, and the one that was pending.
-    assert len(left_out) == 2
-    assert max(left_out) - min(left_out) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"every_n_steps": 10}, {"probe_every_n_steps": 5}])
@@ -573,22 +449,6 @@ def test_steps_are_counted_from_the_first_through_all_epochs(loop: Loop) -> None
     assert [step for step, _ in logger.calls] == [1001, 1003, 1005] * 2
 
 
-def test_observer_with_its_own_update_method_is_called(loop: Loop) -> None:
-    class Bar:
-        def __init__(self) -> None:
-            self.steps: list[int] = []
-
-        def update(self, n: int) -> None:
-            raise AssertionError
-
-        def __call__(self, times: StepTimes) -> None:
-            self.steps.append(times.step)
-
-    bar = Bar()
-    train_loop(loop, 3, observers=[bar])
-    assert bar.steps == [0, 1, 2]
-
-
 @pytest.mark.parametrize("where", ["observer", "loop"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_step_after_remove_does_nothing(loop: Loop, where: str, accumulate: int) -> None:
@@ -631,19 +491,6 @@ def test_timer_removed_by_its_observer_stays_removed(
     assert ranges[-1] is None
 
 
-def test_evaluation_between_timed_steps_is_not_a_model_call(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
-    other = nn.Linear(1, 1)
-    with GPUPhaseHooks(other, loop.optimizer, _clock=loop.gpu, every_n_steps=4) as timer:
-        for x in timer.steps(loop.batches(12)):
-            loop.train(x)
-            other.eval()
-            with torch.no_grad():
-                other(torch.ones(1))
-    assert "No call of the model was seen" in caplog.text
-
-
 class Epochs(DataLoader[Any]):
     """A loader whose fetches take 1 ms, and which shuffles as an epoch is set."""
 
@@ -672,17 +519,6 @@ def test_steps_object_is_reused_in_every_epoch(loop: Loop) -> None:
     assert steps(timer) == [STEP_MS] * 9
 
 
-def test_steps_object_restarts_after_break(loop: Loop) -> None:
-    with hooks(loop) as timer:
-        loader = timer.steps(Epochs(loop.gpu))
-        for x in loader:
-            loop.train(x)
-            break
-        for x in loader:
-            loop.train(x)
-    assert steps(timer) == [STEP_MS] * 4
-
-
 def test_steps_object_has_the_attributes_of_its_loader(loop: Loop) -> None:
     own = Epochs(loop.gpu)
     with hooks(loop) as timer:
@@ -696,7 +532,7 @@ def test_steps_object_has_the_attributes_of_its_loader(loop: Loop) -> None:
             len(timer.steps(iter(own)))
 
 
-def test_loop_continues_an_iterator_that_next_has_started(loop: Loop) -> None:
+def test_loop_continues_an_iterator_started_by_next(loop: Loop) -> None:
     with hooks(loop) as timer:
         loader = iter(timer.steps(Epochs(loop.gpu).__iter__()))
         loop.train(next(loader))
@@ -725,11 +561,3 @@ def test_data_parallel_is_refused_only_on_several_devices(loop: Loop) -> None:
     model = nn.Sequential(parallel)
     with pytest.raises(ValueError, match="DistributedDataParallel"):
         GPUPhaseHooks(model)
-
-
-def test_notebook_cell_run_twice_leaves_nothing(loop: Loop) -> None:
-    bare = installed(loop.model, loop.optimizer)
-    timer = hooks(loop).attach()
-    timer = hooks(loop).attach()
-    timer.remove()
-    assert installed(loop.model, loop.optimizer) == bare

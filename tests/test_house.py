@@ -81,7 +81,7 @@ def imports(module: str) -> set[str]:
     return {name for name in own if name in MODULES}
 
 
-def test_modules_import_from_their_own_room_and_from_lower_floors_without_a_circle() -> None:
+def test_modules_import_only_from_lower_floors_without_cycles() -> None:
     assert {*map(room_of, MODULES)} <= {*FLOOR_OF}
     known = {module: imports(module) for module in MODULES}
     wrong = [
@@ -96,7 +96,7 @@ def test_modules_import_from_their_own_room_and_from_lower_floors_without_a_circ
     assert {*TopologicalSorter(known).static_order()} == {*MODULES}
 
 
-def test_only_those_modules_name_the_device_and_lightning_that_may() -> None:
+def test_torch_and_lightning_are_imported_only_where_allowed() -> None:
     for module, text in MODULES.items():
         if module.startswith("_measurement."):
             assert not re.search(r"^\s*(import|from) torch", text, re.MULTILINE), module
@@ -412,7 +412,7 @@ def test_compat_looks_up_each_private_name_by_its_declaration() -> None:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_nothing_else_stands_at_the_top() -> None:
+def test_repository_root_has_only_the_listed_files() -> None:
     listed = subprocess.run(
         ["git", "ls-files"], cwd=PACKAGE.parent, capture_output=True, text=True, check=False
     )

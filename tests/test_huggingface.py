@@ -19,13 +19,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import hooks_of
-from fake_gpu import Adder, FakeGPU, Layer, between_batches, steps, work
+from fake_gpu import Adder, FakeGPU, Layer, steps, work
 from fake_lightning import Loader, Model
 from fake_lightning import trainer as pl_trainer
 from processes import run
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
-from torch.optim import optimizer as torch_optimizer
 
 transformers: Any = pytest.importorskip("transformers")
 accelerate: Any = pytest.importorskip("accelerate")
@@ -157,14 +155,14 @@ STEP = {
 FIRST = {**STEP, "data": 2.0}
 
 
-def test_every_phase_of_every_update_is_timed(fake: Make, timer: TransformersPhaseTimer) -> None:
+def test_transformers_trainer_times_every_phase(fake: Make, timer: TransformersPhaseTimer) -> None:
     fake([timer]).train()
     assert steps(timer) == [FIRST, STEP, STEP, STEP]
     assert timer.history()["step"].tolist() == [1, 2, 3, 4]
     assert timer.summary().skipped_updates == 0
 
 
-def test_a_model_goes_with_its_trainer_at_once_though_the_timer_is_kept(
+def test_kept_timer_does_not_keep_the_model_alive(
     fake: Make, timer: TransformersPhaseTimer
 ) -> None:
     def train() -> Any:
@@ -182,7 +180,7 @@ def test_a_model_goes_with_its_trainer_at_once_though_the_timer_is_kept(
 
 
 @since_5
-def test_micro_batches_are_one_step_and_the_last_of_an_epoch_too(
+def test_micro_batches_are_one_step_also_at_the_end_of_an_epoch(
     fake: Make, timer: TransformersPhaseTimer
 ) -> None:
     # 40 batches: 13 updates of three, and one of the last batch, in each epoch.
@@ -199,9 +197,7 @@ def test_micro_batches_are_one_step_and_the_last_of_an_epoch_too(
     assert timer._results.slowdowns.series._epoch == 1
 
 
-def test_the_means_stand_beside_the_loss_before_all_who_report(
-    fake: Make, timer: TransformersPhaseTimer
-) -> None:
+def test_means_are_logged_with_the_loss(fake: Make, timer: TransformersPhaseTimer) -> None:
     reporter = Reporter()
     fake([reporter, timer], logging_steps=2, max_steps=5).train()
     two, four, last = reporter.logs
@@ -216,7 +212,7 @@ def test_the_means_stand_beside_the_loss_before_all_who_report(
 
 
 @pytest.mark.parametrize("strategy", ["no", "epoch", "steps"])
-def test_whenever_the_trainer_logs_all_steps_are_in_one_mean(
+def test_every_step_is_in_one_logged_mean(
     fake: Make, timer: TransformersPhaseTimer, strategy: str
 ) -> None:
     reporter = Reporter()
@@ -234,7 +230,7 @@ def test_whenever_the_trainer_logs_all_steps_are_in_one_mean(
     assert all(phases(one)["forward"] == 4.0 for one in reporter.logs if phases(one))
 
 
-def test_an_evaluation_belongs_to_no_step_and_has_means_of_its_own(
+def test_evaluation_belongs_to_no_step_and_logs_its_own_means(
     fake: Make, timer: TransformersPhaseTimer
 ) -> None:
     reporter = Reporter()
@@ -276,19 +272,7 @@ def test_callbacks_before_an_evaluation_belong_to_the_step(
     assert callbacks[1:] == [0.25] * 3
 
 
-def test_an_evaluation_inside_a_step_belongs_to_no_step(
-    fake: Make, timer: TransformersPhaseTimer
-) -> None:
-    class Evaluates(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            trainer.evaluate()
-
-    trainer = fake([timer, Evaluates()])
-    trainer.train()
-    assert steps(timer) == [FIRST, STEP, STEP, STEP]
-
-
-def test_evaluate_and_predict_are_timed_inside_a_training_alone(
+def test_evaluate_and_predict_are_timed_only_during_training(
     fake: Make, timer: TransformersPhaseTimer
 ) -> None:
     class Predicts(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
@@ -310,7 +294,7 @@ def test_evaluate_and_predict_are_timed_inside_a_training_alone(
     assert hooks_of(trainer.model) == before
 
 
-def test_an_evaluation_by_methods_of_its_own_is_timed(tmp_path: Path) -> None:
+def test_custom_prediction_step_is_timed(tmp_path: Path) -> None:
     class Mine(transformers.Trainer):  # type: ignore[misc]  # has no types
         def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
             with torch.no_grad():  # As one that generates text, it does not call the base class's.
@@ -324,42 +308,14 @@ def test_an_evaluation_by_methods_of_its_own_is_timed(tmp_path: Path) -> None:
     assert found["data"] < found["step"]
 
 
-@pytest.mark.parametrize("event", ["on_step_begin", "on_log", "on_prediction_step", "on_evaluate"])
-def test_a_training_that_was_interrupted_anywhere_can_be_run_again(
-    tmp_path: Path, event: str
-) -> None:
-    class Interrupts(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        is_on = True
-
-        def __getattribute__(self, name: str) -> Any:
-            if name == event and self.is_on:
-                raise KeyboardInterrupt
-            return super().__getattribute__(name)
-
-    timer, interrupts = TransformersPhaseTimer(print_summary=False, warmup_steps=0), Interrupts()
-    trainer = new([timer, interrupts], tmp_path, train=False, eval_strategy="steps", eval_steps=1)
-    before = hooks_of(trainer.model)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert hooks_of(trainer.model) == before
-    assert not torch_optimizer._global_optimizer_pre_hooks
-    assert not {*vars(trainer)} & PATCHED
-    interrupts.is_on = False
-    trainer.train()
-    assert timer.history()["step"].tolist() == [1, 2, 3, 4]
-    assert not {*vars(trainer)} & PATCHED
-    history = trainer.state.log_history
-    assert [one["step"] for one in history if phases(one)] == [1, 2, 3, 4]
-
-
-def test_what_the_trainer_returns_has_no_phases(fake: Make, timer: TransformersPhaseTimer) -> None:
+def test_trainer_results_have_no_phases(fake: Make, timer: TransformersPhaseTimer) -> None:
     # A search for hyperparameters adds up all that `evaluate` returns.
     trainer = fake([timer], eval_strategy="steps", eval_steps=2, logging_steps=2)
     returned = [trainer.train().metrics, trainer.evaluate()]
     assert not any("phase_time" in key for one in returned for key in one)
 
 
-def test_the_phases_stand_beside_the_loss_in_the_state_of_the_trainer(
+def test_phases_are_logged_with_the_loss_in_the_trainer_state(
     fake: Make, timer: TransformersPhaseTimer
 ) -> None:
     reporter = Reporter()
@@ -400,7 +356,7 @@ PATCHED = {
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
-def test_only_while_a_trainer_trains_something_of_it_is_replaced(
+def test_trainer_is_patched_only_while_it_trains(
     tmp_path: Path, error: type[BaseException] | None
 ) -> None:
     class Looks(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
@@ -422,18 +378,6 @@ def test_only_while_a_trainer_trains_something_of_it_is_replaced(
     assert not {*vars(trainer)} & PATCHED
     assert {*trainer.callback_handler.callbacks} == callbacks
     assert [dict(vars(kind)) for kind in kinds] == before
-
-
-def test_a_run_is_the_same_with_the_timer_and_without(tmp_path: Path) -> None:
-    losses = [
-        [one["loss"] for one in new(callbacks, tmp_path / name).state.log_history if "loss" in one]
-        for name, callbacks in {
-            "with": [TransformersPhaseTimer(print_summary=False)],
-            "without": [],
-        }.items()
-    ]
-    assert len(losses[0]) == 4
-    assert losses[0] == losses[1]
 
 
 def gpt() -> Any:
@@ -493,7 +437,7 @@ class OwnLoss(transformers.Trainer):  # type: ignore[misc]  # has no types
     ],
     ids=str,
 )
-def test_a_model_of_transformers_has_all_phases(tmp_path: Path, others: dict[str, Any]) -> None:
+def test_model_of_transformers_has_all_phases(tmp_path: Path, others: dict[str, Any]) -> None:
     timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
     trainer = new([timer], tmp_path, **others)
     callbacks = {"callbacks", "callbacks/PrinterCallback.on_log"}
@@ -510,7 +454,7 @@ def test_a_model_of_transformers_has_all_phases(tmp_path: Path, others: dict[str
 
 
 @pytest.mark.slow
-def test_a_compiled_model_is_timed_and_not_compiled_anew(
+def test_compiled_model_is_timed_and_not_compiled_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # Transformers changes it for good.
@@ -529,7 +473,7 @@ def test_a_compiled_model_is_timed_and_not_compiled_anew(
     torch._dynamo.reset()
 
 
-def test_items_are_those_of_all_micro_batches_and_evaluations_have_theirs(
+def test_items_add_up_over_micro_batches_and_evaluations_have_their_own(
     fake: Make, gpu: FakeGPU
 ) -> None:
     reporter = Reporter()
@@ -558,9 +502,7 @@ def test_items_are_those_of_all_micro_batches_and_evaluations_have_theirs(
     assert log["eval_phase_time/items_per_sec"] == pytest.approx(5.0 / step_ms * 1e3)
 
 
-def test_rows_that_are_put_together_in_the_step_are_not_counted_by_their_dimensions(
-    gpu: FakeGPU, tmp_path: Path
-) -> None:
+def test_rows_collated_inside_the_step_are_not_counted(gpu: FakeGPU, tmp_path: Path) -> None:
     class Trainer(OwnLoss):
         def _prepare_inputs(self, inputs: Any) -> Any:
             if isinstance(inputs, list):  # As TRL's that generate.
@@ -575,27 +517,14 @@ def test_rows_that_are_put_together_in_the_step_are_not_counted_by_their_dimensi
 
 
 @since_5
-def test_a_resumed_training_counts_on(tmp_path: Path) -> None:
+def test_resumed_training_continues_the_step_count(tmp_path: Path) -> None:
     new([], tmp_path, save_strategy="steps", save_steps=2, max_steps=4)
     timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
     new([timer], tmp_path, resume=str(tmp_path / "checkpoint-2"), max_steps=4)
     assert timer.history()["step"].tolist() == [3, 4]
 
 
-def test_each_training_is_a_new_measurement(tmp_path: Path) -> None:
-    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
-    trainer = new([timer], tmp_path)
-    trainer.train()
-    assert timer.history()["step"].tolist() == [1, 2, 3, 4]
-    assert (
-        sum(isinstance(one, TransformersPhaseTimer) for one in trainer.callback_handler.callbacks)
-        == 1
-    )
-    # Those that come with a Trainer are two.
-    assert len(trainer.callback_handler.callbacks) == 3
-
-
-def test_a_callback_that_is_added_later_reports_too(tmp_path: Path) -> None:
+def test_callback_added_before_training_reports(tmp_path: Path) -> None:
     timer, reporter = TransformersPhaseTimer(print_summary=False), Reporter()
     trainer = new([reporter], tmp_path, train=False)
     trainer.add_callback(timer)
@@ -608,9 +537,7 @@ def test_a_callback_that_is_added_later_reports_too(tmp_path: Path) -> None:
     assert not phases(reporter.logs[-1], "eval_phase_time")
 
 
-def test_a_callback_that_is_added_in_mid_training_reports_too(
-    fake: Make, timer: TransformersPhaseTimer
-) -> None:
+def test_callback_added_during_training_reports(fake: Make, timer: TransformersPhaseTimer) -> None:
     class Adds(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 2:
@@ -620,22 +547,6 @@ def test_a_callback_that_is_added_in_mid_training_reports_too(
     trainer = fake([timer, Adds()], logging_steps=1)
     trainer.train()
     assert [phases(one) != {} for one in reporter.logs] == [True] * 3 + [False]
-
-
-def test_after_an_error_nothing_is_left(tmp_path: Path) -> None:
-    class Fails(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step == 3:
-                raise RuntimeError("mine")
-
-    timer, model = TransformersPhaseTimer(print_summary=False, warmup_steps=0), gpt()
-    before = hooks_of(model)
-    with pytest.raises(RuntimeError, match="mine"):
-        new([timer, Fails()], tmp_path, model=model)
-    assert hooks_of(model) == before
-    assert "_loss_function" not in vars(model)
-    assert not torch_optimizer._global_optimizer_pre_hooks
-    assert timer.history()["step"].tolist() == [1, 2, 3]
 
 
 class Own(transformers.Trainer):  # type: ignore[misc]  # has no types
@@ -676,7 +587,7 @@ class Own(transformers.Trainer):  # type: ignore[misc]  # has no types
 @pytest.mark.parametrize(
     "place", ["on_epoch_begin", "on_train_end", "log", "prediction_step", "is_removed"]
 )
-def test_wherever_a_training_dies_or_the_timer_is_removed_nothing_is_left(
+def test_failed_training_leaves_nothing(
     tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Fails(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
@@ -706,7 +617,7 @@ def test_wherever_a_training_dies_or_the_timer_is_removed_nothing_is_left(
     assert ("Time per step" in capsys.readouterr().out) == (place == "on_train_end")
 
 
-def test_a_loop_of_ones_own_that_tells_of_its_ends_of_steps_alone_is_timed(
+def test_custom_loop_that_only_calls_on_step_end_is_timed(
     fake: Make, timer: TransformersPhaseTimer
 ) -> None:
     class Trainer(Own):
@@ -731,9 +642,7 @@ def test_a_loop_of_ones_own_that_tells_of_its_ends_of_steps_alone_is_timed(
     assert timer.history()["step"].tolist() == [1, 2, 3, 4, 5]
 
 
-def test_a_fetch_that_is_not_seen_is_not_taken_for_callbacks(
-    fake: Make, timer: TransformersPhaseTimer
-) -> None:
+def test_unseen_fetch_is_not_callbacks(fake: Make, timer: TransformersPhaseTimer) -> None:
     class Trainer(Own):
         def train(self) -> None:
             loader = self.begin()
@@ -750,7 +659,7 @@ def test_a_fetch_that_is_not_seen_is_not_taken_for_callbacks(
     assert "callbacks" not in timer.summary().rows
 
 
-def test_an_optimizer_that_is_none_of_torchs_is_timed(
+def test_optimizer_that_is_not_a_torch_optimizer_is_timed(
     fake: Make, timer: TransformersPhaseTimer, gpu: FakeGPU
 ) -> None:
     class Mine:
@@ -765,7 +674,7 @@ def test_an_optimizer_that_is_none_of_torchs_is_timed(
     assert steps(timer) == [FIRST, STEP, STEP, STEP]
 
 
-def test_a_timer_of_two_trainings_at_once_times_the_newest_and_says_so(
+def test_timer_of_nested_trainings_times_the_newest_and_warns(
     fake: Make, timer: TransformersPhaseTimer, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Trains(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
@@ -779,9 +688,7 @@ def test_a_timer_of_two_trainings_at_once_times_the_newest_and_says_so(
     assert "Give each trainer a timer of its own" in caplog.text
 
 
-def test_after_ctrl_c_the_table_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_is_printed_after_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Interrupts(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
         def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
             if state.global_step == 3:
@@ -792,7 +699,7 @@ def test_after_ctrl_c_the_table_is_shown(
     assert "Time per step in ms over 3 steps" in capsys.readouterr().out
 
 
-def test_the_table_is_shown_once_beside_a_progress_bar(
+def test_table_is_printed_once_with_a_progress_bar(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = new([TransformersPhaseTimer(warmup_steps=0)], tmp_path, disable_tqdm=False)
@@ -813,35 +720,7 @@ def test_two_ranks_are_compared_in_the_table_and_in_the_log(tmp_path: Path) -> N
         assert f"phase_time/{name}" in printed
 
 
-def test_the_phases_are_in_the_file_of_tensorboard(tmp_path: Path) -> None:
-    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
-    new(
-        [timer],
-        tmp_path,
-        report_to=["tensorboard"],
-        logging_steps=2,
-        eval_strategy="steps",
-        eval_steps=4,
-    )
-    [path] = tmp_path.glob("runs/*")
-    events = EventAccumulator(str(path))
-    events.Reload()
-    logged = {
-        name: events.Scalars(f"train/phase_time/{name}_ms")[:2]
-        for name in (*sorted(ALL), "callbacks", "step")
-    }
-    assert [one.step for one in events.Scalars("train/loss")] == [2, 4]
-    assert [one.step for one in logged["step"]] == [2, 4]
-    for at, steps_with_callbacks in ((0, 1), (1, 2)):
-        callbacks = logged["callbacks"][at].value * steps_with_callbacks / 2
-        total = sum(logged[name][at].value for name in ALL) + callbacks
-        assert total == pytest.approx(logged["step"][at].value, rel=1e-4)
-    mean = timer.history()["step_ms"][:2].mean()
-    assert logged["step"][0].value == pytest.approx(mean, rel=1e-5)
-    assert events.Scalars("eval/phase_time/forward_ms")[0].step == 4
-
-
-def test_a_new_model_for_each_trial_and_several_sets_to_evaluate_on(tmp_path: Path) -> None:
+def test_trials_and_several_evaluation_sets_are_timed(tmp_path: Path) -> None:
     rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 4
     timer, reporter = TransformersPhaseTimer(print_summary=False, warmup_steps=0), Reporter()
     trainer = transformers.Trainer(
@@ -861,27 +740,7 @@ def test_a_new_model_for_each_trial_and_several_sets_to_evaluate_on(tmp_path: Pa
         assert timer.history()["step"].tolist() == [*range(1, 9)]
 
 
-def test_an_evaluation_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    timer = TransformersPhaseTimer(print_summary=False)
-    trainer = new([timer], tmp_path, train=False)
-    before = hooks_of(trainer.model)
-    with pytest.raises(ValueError, match="mine"):
-        trainer.evaluate([{"input_ids": torch.arange(16)}] * 2 + [Broken()])
-    assert hooks_of(trainer.model) == before
-    trainer.train()
-    with pytest.raises(ValueError, match="mine"):
-        new([timer], tmp_path, eval_strategy="steps", eval_steps=2, eval_dataset=[Broken()] * 2)
-    assert timer.history()["step"].tolist()[:1] == [1]
-
-
-class Broken(dict[str, Any]):
-    """A row that cannot be read."""
-
-    def keys(self) -> Any:
-        raise ValueError("mine")
-
-
-def test_a_batch_size_that_is_too_large_starts_a_new_measurement(tmp_path: Path) -> None:
+def test_batch_size_that_is_too_large_starts_a_new_measurement(tmp_path: Path) -> None:
     class TooLarge(transformers.Trainer):  # type: ignore[misc]  # has no types
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             if self._train_batch_size > 2 and self.state.global_step == 1:
@@ -899,34 +758,7 @@ def test_a_batch_size_that_is_too_large_starts_a_new_measurement(tmp_path: Path)
     assert timer.history()["step"].tolist() == [1, 2, 3, 4]
 
 
-def test_a_wrong_module_name_fails_before_training(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nothing"):
-        new([TransformersPhaseTimer(modules=["transformer.nothing"])], tmp_path)
-
-
-def test_modules_of_the_model_are_sub_phases(tmp_path: Path) -> None:
-    timer = TransformersPhaseTimer(
-        modules=["transformer", "lm_head"], print_summary=False, warmup_steps=0
-    )
-    new([timer], tmp_path)
-    assert {"forward/transformer", "backward/lm_head"} <= set(timer.summary().rows)
-
-
-def test_callbacks_can_be_pickled_and_trainers_copied(tmp_path: Path) -> None:
-    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
-    trainer = new([timer], tmp_path)
-    assert len(pickle.loads(pickle.dumps(timer)).history()) == 4
-    twin = copy.deepcopy(trainer)
-    twin.train()
-    [own] = [
-        one for one in twin.callback_handler.callbacks if isinstance(one, TransformersPhaseTimer)
-    ]
-    assert own is not timer
-    assert len(own.history()) == 4
-    assert len(timer.history()) == 4
-
-
-def test_a_model_that_is_copied_or_pickled_while_it_is_timed_has_its_own_loss(
+def test_copy_of_a_timed_model_keeps_its_own_loss(
     tmp_path: Path,
 ) -> None:
     found: list[Any] = []
@@ -941,19 +773,7 @@ def test_a_model_that_is_copied_or_pickled_while_it_is_timed_has_its_own_loss(
         assert one.loss_function is trainer.model.loss_function
 
 
-def test_a_trainer_lives_no_longer_because_of_the_timer(tmp_path: Path) -> None:
-    trainer = new([TransformersPhaseTimer(print_summary=False)], tmp_path)
-    gc.collect()
-    gc.disable()
-    try:
-        reference = weakref.ref(trainer)
-        del trainer
-        assert reference() is None
-    finally:
-        gc.enable()
-
-
-def test_without_a_trainer_nothing_is_timed_which_is_said_once(
+def test_timer_without_a_trainer_warns_once_and_times_nothing(
     fake: Make, timer: TransformersPhaseTimer, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Among(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
@@ -975,7 +795,7 @@ def test_without_a_trainer_nothing_is_timed_which_is_said_once(
     assert caplog.text.count("No Trainer is known") == 1
 
 
-def test_the_trainer_stays_what_it_is_and_its_class_is_given_back(tmp_path: Path) -> None:
+def test_trainer_class_is_restored(tmp_path: Path) -> None:
     class Mine(transformers.Trainer):  # type: ignore[misc]  # has no types
         def train(self, *args: Any, **kwargs: Any) -> Any:
             return super(self.__class__, self).train(*args, **kwargs)
@@ -1007,20 +827,9 @@ def test_the_trainer_stays_what_it_is_and_its_class_is_given_back(tmp_path: Path
     assert methods() == before
 
 
-def test_who_is_added_between_two_trainings_reports_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_transformers_advice_names_the_collator(
+    fake: Make, timer: TransformersPhaseTimer, gpu: FakeGPU
 ) -> None:
-    trainer = new([TransformersPhaseTimer(print_summary=False)], tmp_path)
-    reporter = Reporter()
-    trainer.add_callback(reporter)
-    trainer.train()
-    assert all(phases(one) for one in reporter.logs[:4])
-    printed = capsys.readouterr().out
-    assert printed.count("'phase_time/forward_ms': ") == 2 * 4
-    assert "eval_phase_time" not in printed
-
-
-def test_advice_knows_the_loader(fake: Make, timer: TransformersPhaseTimer, gpu: FakeGPU) -> None:
     trainer = fake([timer])
     collate = trainer.data_collator
 
@@ -1040,34 +849,7 @@ def test_advice_knows_the_loader(fake: Make, timer: TransformersPhaseTimer, gpu:
     )
 
 
-def test_a_slow_callback_is_not_taken_for_a_hook_of_a_module(
-    fake: Make, timer: TransformersPhaseTimer, gpu: FakeGPU
-) -> None:
-    class Slow(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-            gpu.host_work(50.0 if state.global_step == 30 else 0.0)
-
-    fake([timer, Slow()], max_steps=40).train()
-    [slow] = timer.slow_steps()
-    assert [cause.detail for cause in slow.causes] == ["Slow.on_step_end"]
-
-
-def test_parts_of_data_are_fetches_and_callbacks(
-    fake: Make, gpu: FakeGPU, timer: TransformersPhaseTimer
-) -> None:
-    class Works(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            gpu.work(0.25)
-
-        on_save = on_step_end
-
-    fake([Works(), timer], max_steps=3).train()
-    part = {"data": 1.0, "data/fetch": 1.0, "callbacks": 0.25}
-    part["callbacks/Works.on_step_end"] = 0.25
-    assert between_batches(timer) == [{"data": 2.0, "data/fetch": 2.0}, part, part]
-
-
-def test_callbacks_are_told_apart_wherever_they_run_in_a_step(
+def test_each_callback_event_is_a_sub_phase(
     fake: Make, gpu: FakeGPU, timer: TransformersPhaseTimer
 ) -> None:
     class Works(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
@@ -1105,7 +887,7 @@ def test_callbacks_are_told_apart_wherever_they_run_in_a_step(
 
 @since_5
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
-def test_time_breakdown_is_of_the_whole_training_with_its_evaluations(
+def test_time_breakdown_covers_training_and_evaluations(
     fake: Make, gpu: FakeGPU, timer: TransformersPhaseTimer, strategy: str, tmp_path: Path
 ) -> None:
     class Takes(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
@@ -1167,7 +949,7 @@ def test_time_breakdown_is_of_the_whole_training_with_its_evaluations(
     assert breakdown["checkpoints"].share == pytest.approx(60.0 / sum(entries_ms.values()))
 
 
-def test_a_checkpoint_has_one_name_in_the_breakdown_and_in_the_phases(
+def test_checkpoint_has_one_name_in_the_breakdown_and_in_the_phases(
     fake: Make, timer: TransformersPhaseTimer, gpu: FakeGPU
 ) -> None:
     class Saves(transformers.Trainer):  # type: ignore[misc]  # has no types
@@ -1186,20 +968,8 @@ def test_a_checkpoint_has_one_name_in_the_breakdown_and_in_the_phases(
     assert "\n  checkpoints " in str(summary)
 
 
-def test_two_timers_time_one_training_and_leave_nothing(tmp_path: Path) -> None:
-    one, two = (
-        TransformersPhaseTimer(prefix=name, print_summary=False, warmup_steps=0) for name in "ab"
-    )
-    reporter = Reporter()
-    trainer = new([reporter, one, two], tmp_path)
-    assert set(one.summary().rows) == set(two.summary().rows) >= ALL
-    assert phases(reporter.logs[0], "a")
-    assert phases(reporter.logs[0], "b")
-    assert "_loss_function" not in vars(trainer.model)
-
-
 @pytest.mark.slow
-def test_without_transformers_it_is_named_and_lightning_is_not_imported() -> None:
+def test_missing_transformers_is_named_and_lightning_is_not_imported() -> None:
     assert "pip install transformers accelerate" in run(
         "-c",
         "import sys; sys.modules['transformers'] = None\n"
@@ -1210,14 +980,7 @@ def test_without_transformers_it_is_named_and_lightning_is_not_imported() -> Non
     assert run("-c", imported).strip() == "False"
 
 
-def test_a_bad_option_fails_at_once() -> None:
-    with pytest.raises(ValueError, match="warmup_steps must be 0 or more"):
-        TransformersPhaseTimer(warmup_steps=-1)
-    with pytest.raises(TypeError, match="summary must be True or False"):
-        TransformersPhaseTimer(print_summary="yes")  # type: ignore[arg-type]  # on purpose
-
-
-def test_a_trainer_is_told_which_timer_is_its_own(fake: Make, gpu: FakeGPU) -> None:
+def test_wrong_timer_error_names_the_right_timer(fake: Make, gpu: FakeGPU) -> None:
     model, own = nn.Linear(1, 1), cast("Any", TransformersPhaseTimer())
     for timer in (GPUPhaseTimer(), GPUPhaseHooks(model)):
         with pytest.raises(AttributeError) as error:
@@ -1231,7 +994,7 @@ def test_a_trainer_is_told_which_timer_is_its_own(fake: Make, gpu: FakeGPU) -> N
     assert isinstance(refusal.value, ValueError) or HOMES in str(refusal.value)
 
 
-def test_a_model_that_is_no_module_leaves_the_training_alone(
+def test_model_that_is_not_a_module_warns_and_trains(
     timer: TransformersPhaseTimer, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Runs:
@@ -1244,17 +1007,6 @@ def test_a_model_that_is_no_module_leaves_the_training_alone(
             return "trained"
 
     assert Runs().train() == "trained"
-    assert "No Trainer is known" in caplog.text
-
-
-def test_a_timer_without_a_model_leaves_the_training_alone(
-    tmp_path: Path, timer: TransformersPhaseTimer, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Passes(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            timer.on_train_begin(args, state, control)
-
-    assert new([Passes()], tmp_path).state.global_step == 4
     assert "No Trainer is known" in caplog.text
 
 
@@ -1299,7 +1051,7 @@ class WithMark(transformers.Trainer):  # type: ignore[misc]  # has no types
     train.mark = "mine"  # type: ignore[attr-defined]  # on purpose
 
 
-def test_train_stays_what_it_is_while_a_trainer_has_not_trained(tmp_path: Path) -> None:
+def test_train_method_keeps_its_identity_before_training(tmp_path: Path) -> None:
     timer = TransformersPhaseTimer(print_summary=False)
     trainer = new([timer], tmp_path, False, trainer_class=WithMark)
     for function in (WithMark.train, transformers.Trainer.train):
@@ -1316,9 +1068,7 @@ def test_train_stays_what_it_is_while_a_trainer_has_not_trained(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda timer: pickle.loads(pickle.dumps(timer))])
-def test_a_copy_of_a_timer_that_is_training_is_detached(
-    tmp_path: Path, how: Callable[[Any], Any]
-) -> None:
+def test_copy_of_an_attached_timer_is_detached(tmp_path: Path, how: Callable[[Any], Any]) -> None:
     class Copies(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
             if state.global_step == 2:
@@ -1338,7 +1088,7 @@ def test_a_copy_of_a_timer_that_is_training_is_detached(
     assert twin.history()["step"].tolist() == [1, 2, 3, 4]
 
 
-def test_what_replaces_train_later_is_called(tmp_path: Path, monkeypatch: Any) -> None:
+def test_later_patch_of_train_is_called(tmp_path: Path, monkeypatch: Any) -> None:
     class Inherits(transformers.Trainer):  # type: ignore[misc]  # has no types
         pass
 
@@ -1355,7 +1105,7 @@ def test_what_replaces_train_later_is_called(tmp_path: Path, monkeypatch: Any) -
     assert (calls, timer.summary().steps) == ([1], 4)
 
 
-def test_a_training_that_tells_no_end_leaves_nothing(tmp_path: Path) -> None:
+def test_training_without_on_train_end_leaves_nothing(tmp_path: Path) -> None:
     class Returns(Own):
         def train(self) -> None:
             for batch in self.begin():

@@ -37,7 +37,7 @@ def test_the_mean_since_the_last_log_is_logged_every_n_steps_in_one_call() -> No
     ]
 
 
-def test_a_phase_that_did_not_run_is_not_logged_and_not_averaged_as_zero() -> None:
+def test_phase_that_did_not_run_is_not_logged_and_not_averaged_as_zero() -> None:
     logger = Logger()
     log = MeanLog(3, LogWriter("p", [logger]))
     for step, phases in enumerate([{"ema": 4.0}, {"forward": 1.0}, {"ema": 6.0}]):
@@ -48,7 +48,7 @@ def test_a_phase_that_did_not_run_is_not_logged_and_not_averaged_as_zero() -> No
     assert "p/loss_ms" not in metrics
 
 
-def test_what_is_left_is_logged_under_the_number_of_the_newest_step() -> None:
+def test_remaining_steps_are_logged_under_the_newest_number() -> None:
     logger = Logger()
     log = MeanLog(50, LogWriter("p", [logger]))
     log.log_means()
@@ -60,7 +60,7 @@ def test_what_is_left_is_logged_under_the_number_of_the_newest_step() -> None:
     assert [(step, metrics["p/forward_ms"]) for step, metrics in logger.calls] == [(51, 2.0)]
 
 
-def test_a_number_that_is_due_and_skipped_is_made_up_for_at_the_next() -> None:
+def test_skipped_log_number_is_logged_at_the_next_step() -> None:
     logger = Logger()
     log = MeanLog(5, LogWriter("p", [logger]))
     for step in (101, 103, 105, 107, 109, 111):
@@ -80,7 +80,7 @@ def test_every_logger_gets_its_own_separator_and_publish_the_slash() -> None:
     assert "p/forward_ms" in published
 
 
-def test_every_zero_steps_logs_nothing() -> None:
+def test_log_every_zero_steps_logs_nothing() -> None:
     logger = Logger()
     log = MeanLog(0, LogWriter("p", [logger]))
     log.add([raw(0, forward=1.0)])
@@ -88,7 +88,7 @@ def test_every_zero_steps_logs_nothing() -> None:
     assert logger.calls == []
 
 
-def test_a_logger_that_fails_does_not_stop_training_and_is_told_once(
+def test_failing_logger_warns_once_and_training_continues(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Full(Logger):
@@ -105,7 +105,7 @@ def test_a_logger_that_fails_does_not_stop_training_and_is_told_once(
     ]
 
 
-def test_more_logs_than_calls_may_nest_come_out_of_one_batch() -> None:
+def test_one_batch_may_hold_more_logs_than_the_recursion_limit() -> None:
     logger = Logger()
     log = MeanLog(2, LogWriter("p", [logger]))
     assert log.add([raw(step, forward=float(step)) for step in range(5001)])

@@ -69,7 +69,7 @@ def read_tensorboard(logger: TensorBoardLogger) -> dict[str, list[tuple[int, flo
     return {key: [(one.step, one.value) for one in events.Scalars(key)] for key in KEYS}
 
 
-def test_csv_and_tensorboard_at_once(gpu: FakeGPU, tmp_path: Path) -> None:
+def test_csv_and_tensorboard_store_every_mean(gpu: FakeGPU, tmp_path: Path) -> None:
     loggers = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
     train(gpu, *loggers)
     check(read_csv(loggers[0]))
@@ -122,7 +122,7 @@ def test_tensorboard_has_one_chart_of_all_phases_and_one_of_the_step(
     }
 
 
-def test_in_tensorboard_only_the_phases_and_the_step_stand_in_the_first_group(
+def test_tensorboard_shows_only_phases_and_step_in_the_first_group(
     gpu: FakeGPU, tmp_path: Path
 ) -> None:
     logger, flat = TensorBoardLogger(tmp_path), CSVLogger(tmp_path)
@@ -159,13 +159,13 @@ def test_in_tensorboard_only_the_phases_and_the_step_stand_in_the_first_group(
         ("forward/layers.0/layers.0.mlp_ms", "a_parts/b/forward/layers.0/layers.0.mlp_ms"),
     ],
 )
-def test_the_group_of_a_value_stands_before_the_first_slash(name: str, tag: str) -> None:
+def test_tensorboard_group_precedes_the_first_slash(name: str, tag: str) -> None:
     writer = Writer()
     send(writer, "a/b", "", {name: 1.0}, 3, {"epoch": 0})
     assert writer.logged == [({tag: 1.0}, 3)]
 
 
-def test_a_logger_is_called_as_lightning_calls_it() -> None:
+def test_logger_is_called_as_lightning_calls_it() -> None:
     logger = Mock(spec=["log_metrics"])
     send(logger, "a", "", {"step_ms": 1.0}, 3, {"epoch": 0})
     logger.log_metrics.assert_called_once_with(metrics={"a/step_ms": 1.0, "epoch": 0}, step=3)
@@ -186,7 +186,7 @@ class Writer:
         self.layouts.append(layout)
 
 
-def test_a_plain_loop_gives_the_chart_once_and_a_writer_that_fails_is_no_error(
+def test_plain_loop_adds_the_chart_once_and_survives_a_failing_writer(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Fails(Writer):
@@ -202,7 +202,7 @@ def test_a_plain_loop_gives_the_chart_once_and_a_writer_that_fails_is_no_error(
     assert caplog.text.count("Cannot log phase times") == 1
 
 
-def test_loggers_that_draw_no_charts_are_asked_for_none(gpu: FakeGPU) -> None:
+def test_loggers_without_charts_are_not_asked_for_charts(gpu: FakeGPU) -> None:
     # As on the ranks that log nothing: it has whatever one asks for.
     class Dummy:
         def __getattr__(self, name: str) -> Any:
@@ -256,7 +256,7 @@ class Wandb(pl.loggers.logger.DummyLogger):
         self.run.rows.append({**metrics, "trainer/global_step": step or 0})
 
 
-def test_rows_of_wandb_have_the_axis_that_lightning_defines_and_the_epoch(gpu: FakeGPU) -> None:
+def test_wandb_rows_have_the_axis_of_lightning_and_the_epoch(gpu: FakeGPU) -> None:
     logger = Wandb()
     train(gpu, logger)
     rows = [row for row in logger.run.rows if "phase_time/step_ms" in row]
@@ -266,7 +266,9 @@ def test_rows_of_wandb_have_the_axis_that_lightning_defines_and_the_epoch(gpu: F
     assert logger.run.defined == []
 
 
-def test_mlflow(gpu: FakeGPU, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_stores_every_mean(
+    gpu: FakeGPU, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
     logger = MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/runs.db")
@@ -281,7 +283,7 @@ def test_mlflow(gpu: FakeGPU, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
 
 
-def test_wandb_offline(gpu: FakeGPU, tmp_path: Path) -> None:
+def test_wandb_stores_every_mean_offline(gpu: FakeGPU, tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
     logger = WandbLogger(offline=True, save_dir=tmp_path)
     train(gpu, logger)
@@ -301,7 +303,7 @@ def test_wandb_offline(gpu: FakeGPU, tmp_path: Path) -> None:
     check(found)
 
 
-def test_comet_offline(gpu: FakeGPU, tmp_path: Path) -> None:
+def test_comet_stores_every_mean_offline(gpu: FakeGPU, tmp_path: Path) -> None:
     comet_ml = pytest.importorskip("comet_ml")
     # Comet's own experiment: Lightning's CometLogger stores nothing when it is offline.
     experiment = comet_ml.OfflineExperiment(offline_directory=str(tmp_path), project_name="p")
@@ -336,9 +338,7 @@ def leveldb_log(data: bytes) -> Iterator[bytes]:
             record = b""
 
 
-def test_a_logger_is_copied_and_pickled_while_a_timer_looks_at_it(
-    loop: Loop, tmp_path: Path
-) -> None:
+def test_logger_is_copied_and_pickled_while_attached(loop: Loop, tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path / "own")
     with hooks(loop, logger=logger):
         assert "log_metrics" not in vars(logger)

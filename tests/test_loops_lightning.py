@@ -10,7 +10,7 @@ import pytorch_lightning
 import torch
 from conftest import hooks_of
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, between_batches, steps
-from fake_lightning import Loader, MemoryLogger, Model, fit, timer_of, trainer
+from fake_lightning import Loader, Model, fit, timer_of, trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
@@ -55,7 +55,7 @@ def fp16() -> MixedPrecision:
     ],
     ids=["fp32", "bf16", "fp16", "clipping by norm", "clipping by value"],
 )
-def test_every_precision_and_clipping(gpu: FakeGPU, options: dict[str, Any]) -> None:
+def test_precision_and_clipping_keep_the_phases(gpu: FakeGPU, options: dict[str, Any]) -> None:
     options = {
         **options,
         **({"plugins": [make() for make in options["plugins"]]} if "plugins" in options else {}),
@@ -73,7 +73,7 @@ def test_configure_gradient_clipping_is_optimizer(gpu: FakeGPU) -> None:
     assert steps(fit(gpu, Clips(gpu))) == [{**STEP_MS, "optimizer": 5.0}] * 3
 
 
-def test_a_skipped_update_is_marked_and_counted(gpu: FakeGPU) -> None:
+def test_skipped_update_is_marked_and_counted(gpu: FakeGPU) -> None:
     class Overflows(Model):
         def loss(self, x: Tensor) -> Tensor:
             loss = super().loss(x)
@@ -96,7 +96,7 @@ def test_a_skipped_update_is_marked_and_counted(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_fused_optimizer_is_timed(fused: bool) -> None:
+def test_fused_optimizer_is_timed(fused: bool) -> None:
     class Fused(Model):
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), fused=fused)
@@ -127,18 +127,10 @@ def test_accumulation_with_a_short_last_group(
     assert timer.summary().skipped_updates == 0
 
 
-def test_a_gradient_accumulation_scheduler(gpu: FakeGPU) -> None:
+def test_gradient_accumulation_scheduler_changes_the_steps(gpu: FakeGPU) -> None:
     scheduler = GradientAccumulationScheduler({0: 2, 1: 3})
     timer = fit(gpu, Model(gpu), n=6, max_epochs=2, callbacks=[scheduler])
     assert steps(timer) == [micro_batches(2)] * 3 + [micro_batches(3)] * 2
-
-
-def test_validation_in_the_middle_of_an_accumulation(gpu: FakeGPU) -> None:
-    timer = timer_of(gpu)
-    trainer(timer, accumulate_grad_batches=2, val_check_interval=3).fit(
-        Model(gpu), Loader(gpu, 6), Loader(gpu, 2)
-    )
-    assert steps(timer) == [micro_batches(2)] * 3
 
 
 # Manual optimization
@@ -156,7 +148,7 @@ class Manual(Model):
         return [one, two], []
 
 
-def test_a_skipped_update_in_manual_optimization_ends_the_step(gpu: FakeGPU) -> None:
+def test_skipped_update_in_manual_optimization_ends_the_step(gpu: FakeGPU) -> None:
     class Overflows(Manual):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             optimizer = self.optimizers()[0]  # type: ignore[index]
@@ -265,7 +257,7 @@ def test_weight_averaging_copies_the_model_without_our_hooks(
     assert steps(timer) == [{**STEP_MS, "optimizer": 0.0}] * 9
 
 
-def test_overfit_batches_max_steps_and_early_stop(gpu: FakeGPU) -> None:
+def test_limits_of_a_fit_keep_the_last_step(gpu: FakeGPU) -> None:
     assert steps(fit(gpu, Model(gpu), n=5, max_epochs=-1, max_steps=7)) == [STEP_MS] * 7
 
     class Stops(pl.Callback):
@@ -279,34 +271,6 @@ def test_overfit_batches_max_steps_and_early_stop(gpu: FakeGPU) -> None:
     loader: Any = torch.utils.data.DataLoader(data, batch_size=2)
     trainer(timer, overfit_batches=2, max_epochs=3).fit(Model(gpu), loader)
     assert steps(timer) == [{**STEP_MS, "data": 0.0}] * 6
-
-
-def test_fit_after_test_validate_and_predict(gpu: FakeGPU) -> None:
-    class Evaluates(Model):
-        def test_step(self, batch: Tensor, batch_idx: int) -> None:
-            self(batch)
-
-    timer = timer_of(gpu)
-    runner, model = trainer(timer), Evaluates(gpu)
-    runner.test(model, Loader(gpu, 2), verbose=False)
-    runner.validate(model, Loader(gpu, 2), verbose=False)
-    runner.fit(model, Loader(gpu, 3))
-    runner.predict(model, Loader(gpu, 2))
-    runner.test(model, Loader(gpu, 2), verbose=False)
-    assert steps(timer) == [STEP_MS] * 3
-
-
-def test_resuming_from_a_checkpoint_continues_the_step_count(gpu: FakeGPU, tmp_path: Path) -> None:
-    runner = trainer()
-    runner.fit(Model(gpu), Loader(gpu, 3))
-    runner.save_checkpoint(tmp_path / "last.ckpt")
-    timer = timer_of(gpu)
-    logger = MemoryLogger()
-    runner = trainer(timer, max_epochs=2, logger=logger, log_every_n_steps=2)
-    runner.fit(Model(gpu), Loader(gpu, 3), ckpt_path=tmp_path / "last.ckpt")
-    assert timer.history()["step"].tolist() == [3, 4, 5]
-    assert steps(timer) == [STEP_MS] * 3
-    assert [step for step, _ in logger.phase_times()] == [3, 5]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
@@ -344,7 +308,7 @@ class Sized(Model):
     ids=["BatchSizeFinder", "LearningRateFinder"],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_the_finders_trials_are_not_steps(
+def test_finders_trials_are_not_steps(
     gpu: FakeGPU, make: Callable[[], pl.Callback], tmp_path: Path
 ) -> None:
     timer = timer_of(gpu)
@@ -395,7 +359,7 @@ def test_pytorch_lightning_trainer_is_timed(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_the_optimizer_of_a_callback_ends_no_step(gpu: FakeGPU, is_first: bool) -> None:
+def test_optimizer_of_a_callback_ends_no_step(gpu: FakeGPU, is_first: bool) -> None:
     class Probed(Model):
         def configure_optimizers(self) -> Any:
             return Adder(self.net.parameters(), gpu, 2.0)
@@ -424,7 +388,7 @@ def test_module_hook_at_an_epoch_start_is_not_data_fetch(gpu: FakeGPU) -> None:
     assert [parts["data/fetch"] for parts in between_batches(timer)] == [1.0] * 3
 
 
-def test_a_manual_accumulation_reaches_across_epochs(gpu: FakeGPU) -> None:
+def test_manual_accumulation_reaches_across_epochs(gpu: FakeGPU) -> None:
     class Manual(Model):
         batches = 0
 
@@ -448,7 +412,7 @@ def test_a_manual_accumulation_reaches_across_epochs(gpu: FakeGPU) -> None:
     assert timer.history()["step_ms"].max() < 100.0
 
 
-def test_a_model_call_between_the_backward_and_the_update(gpu: FakeGPU) -> None:
+def test_model_call_between_the_backward_and_the_update(gpu: FakeGPU) -> None:
     class Looks(Model):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             with torch.no_grad():
@@ -477,7 +441,7 @@ def test_loss_of_a_micro_batch_without_a_backward_is_not_forward(
     assert [(step["forward"], step["loss"]) for step in steps(timer)] == [(8.0, 0.5)] * 2
 
 
-def test_a_wrapper_that_calls_the_training_step_is_not_a_model_call(
+def test_wrapper_that_calls_the_training_step_is_not_a_model_call(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Redirects(Model):

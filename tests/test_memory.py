@@ -53,7 +53,7 @@ def test_peaks_at_a_log_are_kept_when_the_loop_resets_them(gpu: FakeGPU) -> None
     assert timer.summary().memory == MemorySummary(20.0, 60.0, 80.0)
 
 
-def test_a_device_without_counters_has_no_memory(gpu: FakeGPU) -> None:
+def test_device_without_counters_has_no_memory(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     with timer_on(gpu, loop) as timer:
         for x in timer.steps(loop.batches(3)):
@@ -62,7 +62,7 @@ def test_a_device_without_counters_has_no_memory(gpu: FakeGPU) -> None:
     assert "memory:" not in str(timer.summary())
 
 
-def test_an_error_of_the_counters_ends_the_reading() -> None:
+def test_error_of_the_counters_ends_the_reading() -> None:
     calls = []
 
     def read() -> None:
@@ -75,7 +75,7 @@ def test_an_error_of_the_counters_ends_the_reading() -> None:
     assert (len(calls), watch.summary()) == (1, None)
 
 
-def test_a_pickled_watch_keeps_its_peaks_and_reads_no_more() -> None:
+def test_pickled_watch_keeps_its_peaks_and_reads_no_more() -> None:
     watch = MemoryWatch(lambda: (MIB, MIB, 2 * MIB))
     watch.read()
     copy = pickle.loads(pickle.dumps(watch))
@@ -95,7 +95,7 @@ def test_saved_run_has_the_memory(gpu: FakeGPU, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("peak_mib", "is_advised"), [(0.0, True), (80.0, True), (81.0, False)])
-def test_a_larger_batch_is_advised_if_memory_is_left(peak_mib: float, is_advised: bool) -> None:
+def test_larger_batch_is_advised_if_memory_is_left(peak_mib: float, is_advised: bool) -> None:
     memory = MemorySummary(peak_mib, peak_mib, 100.0)
     launch_bound = replace(measurement(STEP, wait_ms=0.0), memory=memory)
     codes = [advice.code for advice in diagnose(launch_bound, LOADER).advice]

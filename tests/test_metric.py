@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import FakeGPU
-from fake_loop import Loop, hooks, train
+from fake_loop import Loop, train
 from torch import Tensor
 from torchmetrics import MeanMetric, MetricCollection
 
@@ -32,7 +32,7 @@ def gathers(*others: PhaseTimeMetric) -> Any:
     return gather
 
 
-def test_the_means_of_what_ran() -> None:
+def test_metric_is_the_mean_of_the_steps_in_which_a_phase_ran() -> None:
     metric = PhaseTimeMetric()
     metric.update(times(3.0))
     metric.update(times(5.0))
@@ -46,7 +46,7 @@ def test_the_means_of_what_ran() -> None:
         assert metric.compute() == {}
 
 
-def test_the_bounds_over_ranks_and_the_slowest() -> None:
+def test_metric_has_bounds_over_ranks_and_the_slowest_rank() -> None:
     one, two = PhaseTimeMetric(), PhaseTimeMetric()
     for _ in range(3):
         one.update(times(4.0, 8.0, 0.5))
@@ -70,7 +70,7 @@ def test_the_bounds_over_ranks_and_the_slowest() -> None:
     assert zero.compute()["forward_ms"].item() == pytest.approx(23 / 8)
 
 
-def test_without_sync_it_is_this_ranks_own() -> None:
+def test_metric_without_sync_is_of_this_rank() -> None:
     other = PhaseTimeMetric()
     other.update(times(9.0))
     metric = PhaseTimeMetric(
@@ -80,14 +80,14 @@ def test_without_sync_it_is_this_ranks_own() -> None:
     assert metric.compute()["forward_max_ms"].item() == 3.0
 
 
-def test_forward_adds_a_step_once() -> None:
+def test_metric_forward_adds_a_step_once() -> None:
     metric = PhaseTimeMetric()
     assert metric(times(3.0))["forward_ms"].item() == 3.0
     assert metric(times(5.0))["forward_ms"].item() == 5.0
     assert metric.compute()["forward_ms"].item() == 4.0
 
 
-def test_in_a_plain_loop_and_in_a_collection(gpu: FakeGPU) -> None:
+def test_metric_works_in_a_plain_loop_and_in_a_collection(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     collection = MetricCollection({"phases": PhaseTimeMetric(), "again": PhaseTimeMetric()})
     train(loop, 5, observers=[collection])
@@ -100,7 +100,7 @@ def test_in_a_plain_loop_and_in_a_collection(gpu: FakeGPU) -> None:
     assert mixed.compute()["step_ms"].item() == 11.0
 
 
-def test_it_goes_on_from_a_checkpoint() -> None:
+def test_metric_continues_from_a_checkpoint() -> None:
     metric = PhaseTimeMetric()
     metric.update(times(3.0))
     state = metric.state_dict()
@@ -113,7 +113,7 @@ def test_it_goes_on_from_a_checkpoint() -> None:
         PhaseTimeMetric(["forward"]).load_state_dict(metric.state_dict())
 
 
-def test_phases_of_ones_own_are_named_before(caplog: pytest.LogCaptureFixture) -> None:
+def test_metric_counts_custom_phases_if_they_are_named(caplog: pytest.LogCaptureFixture) -> None:
     step = StepTimes(step=0, phase_ms={"augment": 1.0}, host_ms={}, host_wait_ms=0.0, step_ms=1.0)
     metric = PhaseTimeMetric()
     metric.update(step)
@@ -128,7 +128,7 @@ def test_phases_of_ones_own_are_named_before(caplog: pytest.LogCaptureFixture) -
         PhaseTimeMetric("forward")
 
 
-def test_a_million_steps_are_added_exactly() -> None:
+def test_metric_adds_a_million_steps_exactly() -> None:
     metric = PhaseTimeMetric()
     metric.to(torch.bfloat16).half()
     metric.sums_ms = metric.sums_ms + 1e9
@@ -137,28 +137,13 @@ def test_a_million_steps_are_added_exactly() -> None:
     assert (metric.sums_ms - before).max().item() == pytest.approx(0.002, rel=1e-3)
 
 
-def test_an_on_step_that_raises_ends_itself_and_nothing_else(
-    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
-) -> None:
-    loop = Loop(gpu)
-
-    def fail(times: StepTimes) -> None:
-        raise RuntimeError("no disk left")
-
-    timer = train(loop, 5, observers=[fail])
-    assert timer.summary().steps == 5
-    assert caplog.text.count("no disk left") == 1
-    with pytest.raises(TypeError, match="observers must be a list of functions"):
-        hooks(loop, observers=[3])
-
-
-def test_a_timer_with_a_metric_can_be_copied_to_other_processes(gpu: FakeGPU) -> None:
+def test_timer_with_a_metric_can_be_copied_to_other_processes(gpu: FakeGPU) -> None:
     timer = pickle.loads(pickle.dumps(GPUPhaseTimer(observers=[PhaseTimeMetric()])))
     [metric] = timer._options.observers
     assert isinstance(metric, PhaseTimeMetric)
 
 
-def test_the_states_stay_on_the_host_in_their_precision() -> None:
+def test_metric_states_stay_on_the_host_in_their_precision() -> None:
     class Holder(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -170,7 +155,7 @@ def test_the_states_stay_on_the_host_in_their_precision() -> None:
     assert holder.metric.sums_ms.dtype == torch.float64
 
 
-def test_a_metric_that_was_reset_in_an_evaluation_goes_on() -> None:
+def test_metric_continues_after_a_reset_in_an_evaluation() -> None:
     metric = PhaseTimeMetric()
     with torch.inference_mode():
         metric.update(times(1.0))

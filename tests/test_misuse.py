@@ -48,20 +48,18 @@ LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)))
         ((NET, SGD, SGD), "GPUPhaseHooks takes its options by name, got a SGD by"),
     ],
 )
-def test_wrong_arguments_of_a_plain_loop_are_answered_with_the_likely_mistake(
-    arguments: Any, said: str
-) -> None:
+def test_wrong_arguments_raise_with_the_likely_mistake(arguments: Any, said: str) -> None:
     with pytest.raises(TypeError) as error:
         GPUPhaseHooks(*arguments)
     assert said in str(error.value)
 
 
-def test_a_trainer_in_place_of_the_model_is_answered_with_the_callback() -> None:
+def test_trainer_as_model_raises_with_the_callback() -> None:
     with pytest.raises(TypeError, match=r"write Trainer\(callbacks=\[.*GPUPhaseTimer\(\)\]\)"):
         GPUPhaseHooks(trainer())  # type: ignore[arg-type]  # the mistake
 
 
-def test_the_timer_of_another_trainer_is_told_with_the_right_one(gpu: FakeGPU) -> None:
+def test_timer_of_another_front_end_raises_with_the_right_timer(gpu: FakeGPU) -> None:
     timer: Any = GPUPhaseHooks(NET, SGD)
     with pytest.raises(AttributeError) as error:
         trainer(timer).fit(Model(gpu), Loader(gpu, 1))
@@ -69,13 +67,13 @@ def test_the_timer_of_another_trainer_is_told_with_the_right_one(gpu: FakeGPU) -
 
 
 @pytest.mark.parametrize("name", ["foo", "__deepcopy__", "_fit_of_another"])
-def test_what_no_timer_has_is_missing_as_everywhere(name: str) -> None:
+def test_missing_attribute_raises_the_usual_error(name: str) -> None:
     with pytest.raises(AttributeError) as error:
         getattr(GPUPhaseHooks(NET, SGD), name)
     assert str(error.value) == f"'GPUPhaseHooks' object has no attribute {name!r}"
 
 
-def test_a_model_that_is_not_asked_for_is_told_in_a_line() -> None:
+def test_model_as_option_raises_in_one_line() -> None:
     timer: Any = GPUPhaseTimer
     with pytest.raises(TypeError) as error:
         timer(nn.Sequential(NET, NET))
@@ -86,7 +84,7 @@ def test_a_model_that_is_not_asked_for_is_told_in_a_line() -> None:
         timer(modules=nn.Sequential(NET, NET))
 
 
-def test_a_timer_of_a_trainer_that_did_not_train_says_so(gpu: FakeGPU) -> None:
+def test_summary_without_training_names_the_reason(gpu: FakeGPU) -> None:
     timer = GPUPhaseTimer(_clock=gpu)
     said = (
         "No step was timed. Nothing was trained: give it to Trainer(callbacks=[...]), and call"
@@ -108,9 +106,7 @@ def test_a_timer_of_a_trainer_that_did_not_train_says_so(gpu: FakeGPU) -> None:
         (None, "got None"),
     ],
 )
-def test_what_is_no_loader_is_told_from_one_when_the_loop_is_written(
-    loop: Loop, loader: Any, said: str
-) -> None:
+def test_steps_refuses_what_is_not_a_loader(loop: Loop, loader: Any, said: str) -> None:
     with hooks(loop) as timer:
         with pytest.raises(TypeError) as error:
             timer.steps(loader)
@@ -121,18 +117,18 @@ def test_what_is_no_loader_is_told_from_one_when_the_loop_is_written(
 
 
 @pytest.mark.parametrize("loader", [LOADER, TensorDataset(torch.zeros(4, 2)), range(2), iter([1])])
-def test_whatever_python_iterates_over_is_a_loader(loop: Loop, loader: Any) -> None:
+def test_steps_takes_any_iterable(loop: Loop, loader: Any) -> None:
     with hooks(loop) as timer:
         timer.steps(loader)
 
 
-def test_the_callback_around_a_plain_loop_is_answered_with_the_hooks() -> None:
+def test_callback_as_context_manager_raises_with_the_hooks() -> None:
     timer: Any = GPUPhaseTimer()
     with pytest.raises(TypeError, match=r"write: with GPUPhaseHooks\(model, optimizer\)"), timer:
         pass
 
 
-def test_an_option_by_position_is_answered_with_its_name() -> None:
+def test_option_by_position_raises_with_the_keyword() -> None:
     with pytest.raises(TypeError) as error:
         GPUPhaseTimer("run.json")  # type: ignore[call-arg, arg-type]  # the mistake
     assert str(error.value) == (
@@ -154,29 +150,25 @@ def test_an_option_by_position_is_answered_with_its_name() -> None:
         ),
     ],
 )
-def test_an_option_that_does_not_exist_is_answered_with_the_one_that_does(
-    timer: Any, option: str, said: str
-) -> None:
+def test_unknown_option_raises_with_the_closest_option(timer: Any, option: str, said: str) -> None:
     with pytest.raises(TypeError) as error:
         timer(**{option: 1})
     assert said in str(error.value)
 
 
-def test_the_class_in_place_of_a_callback_is_told_before_training(gpu: FakeGPU) -> None:
+def test_class_as_callback_raises_before_training(gpu: FakeGPU) -> None:
     with pytest.raises(
         TypeError, match=r"with parentheses, as in Trainer\(callbacks=\[GPUPhaseTimer\(\)\]\)"
     ):
         trainer(GPUPhaseTimer).fit(Model(gpu), Loader(gpu, 1))  # type: ignore[arg-type]
 
 
-def test_a_timer_in_place_of_a_run_is_told_in_a_line() -> None:
+def test_timer_as_run_raises_in_one_line() -> None:
     with pytest.raises(TypeError, match=r"a list of these, got a GPUPhaseHooks$"):
         compare(GPUPhaseHooks(NET, SGD), "run.json")  # type: ignore[arg-type]  # the mistake
 
 
-def test_an_optimizer_of_another_model_is_told_and_timed(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_optimizer_of_another_model_warns(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     GPUPhaseHooks(loop.model, loop.optimizer, _clock=loop.gpu)
     assert not caplog.records
     image = nn.Parameter(torch.zeros(2))
@@ -184,7 +176,7 @@ def test_an_optimizer_of_another_model_is_told_and_timed(
     assert "None of the parameters that LBFGS updates belongs to the model" in caplog.text
 
 
-def test_a_model_on_two_devices_is_told_with_the_one_that_is_timed(
+def test_model_on_two_devices_warns_with_the_timed_device(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 1), nn.Linear(3, 1, device="meta"))

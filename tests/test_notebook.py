@@ -30,11 +30,11 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return displayed
 
 
-def test_this_is_no_notebook() -> None:
+def test_pytest_is_not_a_notebook() -> None:
     assert not in_notebook()
 
 
-def test_a_notebook_gets_the_table_as_html_when_training_ends(
+def test_notebook_shows_the_table_as_html_when_training_ends(
     gpu: FakeGPU, shown: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(gpu, Model(gpu), n=6, timer=GPUPhaseTimer(_clock=gpu, warmup_steps=1))
@@ -43,7 +43,7 @@ def test_a_notebook_gets_the_table_as_html_when_training_ends(
     assert "Time per step" not in capsys.readouterr().out
 
 
-def test_a_process_that_was_forked_from_a_notebook_prints(
+def test_process_forked_from_a_notebook_prints(
     shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert in_notebook()
@@ -52,7 +52,7 @@ def test_a_process_that_was_forked_from_a_notebook_prints(
 
 
 @pytest.mark.parametrize("shell", [None, SimpleNamespace()])
-def test_ipython_on_a_terminal_is_no_notebook(
+def test_ipython_on_a_terminal_is_not_a_notebook(
     shell: Any, shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: shell)
@@ -61,7 +61,7 @@ def test_ipython_on_a_terminal_is_no_notebook(
     assert not in_notebook()
 
 
-def test_a_timer_shows_its_summary(loop: Loop) -> None:
+def test_timer_shows_its_summary(loop: Loop) -> None:
     with hooks(loop) as timer:
         assert "No step was timed" in timer._repr_html_()
         for x in timer.steps(loop.batches(3)):
@@ -72,7 +72,7 @@ def test_a_timer_shows_its_summary(loop: Loop) -> None:
     assert "<code>" in text
 
 
-def test_a_real_notebook_shows_each_once(tmp_path: Path) -> None:
+def test_real_notebook_shows_each_output_once(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

@@ -251,7 +251,7 @@ def changes_but_train(before: Any) -> list[str]:
 @pytest.mark.usefixtures("_warm")
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("front", FRONTS)
-def test_nothing_stays_behind(front: str, end: str, tmp_path: Path) -> None:
+def test_training_leaves_nothing_behind(front: str, end: str, tmp_path: Path) -> None:
     run = Run(front, ENDS[end], tmp_path)
     before = snapshot()
     timer = run.timer()
@@ -298,13 +298,13 @@ def train_by_hooks() -> list[Any]:
 
 
 @pytest.mark.usefixtures("no_garbage")
-def test_a_model_goes_at_once_where_its_timer_was_removed() -> None:
+def test_model_is_freed_after_its_timer_is_removed() -> None:
     held = [*map(weakref.ref, train_by_hooks())]
     assert [one() for one in held] == [None, None]
 
 
 @pytest.mark.usefixtures("no_garbage")
-def test_a_callback_that_is_kept_after_the_fit_holds_no_model(gpu: FakeGPU) -> None:
+def test_kept_callback_holds_no_model(gpu: FakeGPU) -> None:
     class Looks(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             session: Any = timer._session
@@ -341,6 +341,6 @@ def table() -> str:
     return "\n".join(["| replaced | when | why | else |", "| --- | --- | --- | --- |", *rows])
 
 
-def test_the_manual_shows_all_that_is_replaced() -> None:
+def test_docs_list_every_replaced_function() -> None:
     assert table() in MANUAL.read_text(), f"docs/reference/replaced.md should have:\n{table()}"
     assert len(REGISTER) <= 13

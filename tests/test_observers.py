@@ -56,7 +56,7 @@ def train(loop: Loop, notes: Notes) -> tuple[list[dict[str, float]], str]:
     return [metrics for _, metrics in logger.calls], str(timer.summary())
 
 
-def test_an_observer_is_told_all_that_is_promised(loop: Loop) -> None:
+def test_observer_gets_every_call(loop: Loop) -> None:
     notes = Notes()
     logs, summary = train(loop, notes)
     assert {*notes.told} == {*METHODS}
@@ -66,7 +66,7 @@ def test_an_observer_is_told_all_that_is_promised(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("every", [2, 5, 50])
-def test_a_log_has_an_observers_metrics_of_the_same_steps(loop: Loop, every: int) -> None:
+def test_observer_metrics_are_logged_with_the_same_steps(loop: Loop, every: int) -> None:
     class Newest:
         """Logs the number of the last step that it was given."""
 
@@ -86,7 +86,7 @@ def test_a_log_has_an_observers_metrics_of_the_same_steps(loop: Loop, every: int
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_an_observer_that_raises_costs_nobody_else_anything(
+def test_observer_that_raises_affects_nothing_else(
     loop: Loop, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     logs, _ = train(loop, Notes(fails_in=name))
@@ -108,7 +108,7 @@ def test_an_observer_that_raises_costs_nobody_else_anything(
         ),
     ],
 )
-def test_an_answer_that_is_none_says_nothing_and_a_wrong_one_is_told(
+def test_observer_may_return_none_and_a_wrong_type_warns(
     loop: Loop,
     name: str,
     answer: object,

@@ -7,14 +7,14 @@ import lightning_gputime
 
 
 @pytest.mark.slow
-def test_importing_the_package_imports_nothing_that_takes_seconds() -> None:
+def test_import_of_the_package_is_fast() -> None:
     slow = {"lightning", "torchmetrics", "torch._dynamo"}
     code = f"import sys, lightning_gputime; print({slow} & set(sys.modules))"
     assert run("-c", code) == "set()\n"
 
 
 @pytest.mark.slow
-def test_the_plain_hooks_import_no_lightning_at_work() -> None:
+def test_plain_loop_does_not_import_lightning() -> None:
     code = """
 import sys, torch
 from lightning_gputime import GPUPhaseHooks
@@ -36,6 +36,6 @@ def test_every_public_name_can_be_imported() -> None:
             assert found.__module__ == "lightning_gputime"
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'GpuPhaseTimer': did you mean GPUPhaseTimer"):
         lightning_gputime.GpuPhaseTimer  # noqa: B018

@@ -165,7 +165,7 @@ def test_sub_phases_of_each_step(
     assert found == [expected] * 3
 
 
-def test_the_labels_of_steps_that_are_alike_are_kept_once(gpu: FakeGPU) -> None:
+def test_labels_of_steps_that_are_alike_are_kept_once(gpu: FakeGPU) -> None:
     model = Net(gpu)
     timer = GPUPhaseHooks(model, Adder(model.parameters(), gpu, 2.0), _clock=gpu, modules="all")
     with timer:
@@ -183,7 +183,7 @@ def test_no_hook_is_left_on_an_input_that_needs_a_gradient(gpu: FakeGPU) -> None
     assert not x._backward_hooks
 
 
-def test_inside_a_compiled_model_parts_are_absent_which_is_said(
+def test_modules_inside_a_compiled_model_are_reported_as_not_timed(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch._dynamo.reset()
@@ -197,7 +197,7 @@ def test_inside_a_compiled_model_parts_are_absent_which_is_said(
 
 # Of dynamo's own, about any input that is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_compiled_part_is_timed(gpu: FakeGPU) -> None:
+def test_compiled_part_is_timed(gpu: FakeGPU) -> None:
     torch._dynamo.reset()
     model = Net(gpu)
     compiled: Any = torch.compile(nn.Linear(2, 2), backend="eager")
@@ -206,12 +206,7 @@ def test_a_compiled_part_is_timed(gpu: FakeGPU) -> None:
     torch._dynamo.reset()
 
 
-def test_an_unknown_part_is_refused_with_those_that_there_are(gpu: FakeGPU) -> None:
-    with pytest.raises(ValueError, match="the model has no module 'tail'; it has body, head"):
-        GPUPhaseHooks(Net(gpu), modules=["tail"])
-
-
-def test_parts_work_with_a_backward_that_is_named_by_hand(gpu: FakeGPU) -> None:
+def test_sub_phases_work_in_a_named_backward(gpu: FakeGPU) -> None:
     model = Net(gpu)
     with GPUPhaseHooks(model, _clock=gpu, modules=["head"]) as timer:
         for x in timer.steps(batches(gpu, 2)):
@@ -222,23 +217,11 @@ def test_parts_work_with_a_backward_that_is_named_by_hand(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.parametrize("modules", [{"x": nn.Linear(1, 1)}, [1], True, 1.5, {"body"}, "a/b"])
-def test_what_names_no_modules_is_refused_in_the_constructor(gpu: FakeGPU, modules: Any) -> None:
+def test_modules_option_of_a_wrong_type_is_refused(gpu: FakeGPU, modules: Any) -> None:
     with pytest.raises(TypeError, match="modules must be a depth such as 2, 'all', a dotted name"):
         GPUPhaseHooks(Net(gpu), modules=modules)
     with pytest.raises(TypeError, match="modules must be a depth such as 2, 'all', a dotted name"):
         GPUPhaseTimer(modules=modules)
-
-
-def test_an_annotator_that_fails_does_not_reach_the_loop(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("lightning_gputime._record.recorder.Annotator.__call__", lambda *_: 1 / 0)
-    model = Net(gpu)
-    with GPUPhaseHooks(model, _clock=gpu, annotate=True) as timer:
-        for x in timer.steps(batches(gpu, 3)):
-            model(x)
-    assert len(timer.history()) == 3
-    assert caplog.text.count("no longer shown in other profilers") == 1
 
 
 def test_phases_are_ranges_in_the_profiler_by_option(gpu: FakeGPU) -> None:

@@ -81,19 +81,19 @@ LAYERS = ["layers.0", "layers.1", "layers.2"]
         (["emb", "e*"], ["emb"]),
     ],
 )
-def test_depths_and_patterns_mean_modules_in_the_order_of_the_model(
+def test_depths_and_patterns_select_modules_in_model_order(
     gpu: FakeGPU, modules: Any, names: list[str]
 ) -> None:
     assert [*resolve(modules, GPT(gpu))] == names
 
 
 @pytest.mark.parametrize("modules", [2, 100, "all", "**", ["all"]])
-def test_all_are_those_that_can_be_called_and_no_metrics(gpu: FakeGPU, modules: Any) -> None:
+def test_all_selects_callable_modules_and_no_metrics(gpu: FakeGPU, modules: Any) -> None:
     of_layers = [f"{layer}{part}" for layer in LAYERS for part in ("", ".attn", ".mlp")]
     assert [*resolve(modules, GPT(gpu))] == ["head", "emb", "emb.linear", *of_layers]
 
 
-def test_the_names_of_wrappers_are_left_out(gpu: FakeGPU) -> None:
+def test_wrapper_names_are_left_out(gpu: FakeGPU) -> None:
     net = nn.Sequential(Block(gpu, 1.0))
     compiled: Any = torch.compile(net[0], backend="eager")
     net[0] = compiled
@@ -103,7 +103,7 @@ def test_the_names_of_wrappers_are_left_out(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
-def test_scripted_modules_and_those_with_a_forward_of_their_own_can_be_called(
+def test_scripted_modules_and_custom_forwards_are_selected(
     gpu: FakeGPU,
 ) -> None:
     held = nn.ModuleList([nn.Linear(2, 2)])
@@ -112,18 +112,18 @@ def test_scripted_modules_and_those_with_a_forward_of_their_own_can_be_called(
     assert [*resolve("all", net)] == ["0", "1", "1.0"]
 
 
-def test_what_is_no_name_of_a_phase_is_made_one(gpu: FakeGPU) -> None:
+def test_module_names_are_turned_into_phase_names(gpu: FakeGPU) -> None:
     net = nn.ModuleDict({"a/b": Work(gpu, 1.0, 1.0), "<c>": Work(gpu, 1.0, 1.0)})
     net["comm"] = Work(gpu, 1.0, 1.0)
     assert [*resolve("all", net)] == ["a_b", "_c_", "comm_"]
 
 
 @pytest.mark.parametrize("modules", [1, "all"])
-def test_all_modules_of_a_model_that_has_none_are_none(gpu: FakeGPU, modules: Any) -> None:
+def test_model_without_modules_has_no_selection(gpu: FakeGPU, modules: Any) -> None:
     assert resolve(modules, Work(gpu, 1.0, 1.0)) == {}
 
 
-def test_what_means_no_modules_is_refused_with_those_that_there_are(gpu: FakeGPU) -> None:
+def test_empty_selection_is_refused_with_the_available_modules(gpu: FakeGPU) -> None:
     model = GPT(gpu, 1)
     with pytest.raises(ValueError, match=r"matches 'tail\.\*' .* has head, emb, emb\.linear, lay"):
         GPUPhaseHooks(model, modules=["layers.*", "tail.*"])
@@ -135,7 +135,7 @@ def test_what_means_no_modules_is_refused_with_those_that_there_are(gpu: FakeGPU
         GPUPhaseHooks(model, modules=0)
 
 
-def test_more_than_a_hundred_modules_are_refused_with_what_means_fewer(gpu: FakeGPU) -> None:
+def test_selection_of_over_a_hundred_modules_is_refused(gpu: FakeGPU) -> None:
     model = GPT(gpu, 33)
     assert len(resolve("**.layers.**", model)) == 99
     with pytest.raises(ValueError, match=r"'all' means 102 modules .* give a smaller depth"):
@@ -144,7 +144,7 @@ def test_more_than_a_hundred_modules_are_refused_with_what_means_fewer(gpu: Fake
     assert len(resolve([*names, "head", "emb"], model)) == 102
 
 
-def test_the_table_indents_what_is_inside_and_repeats_no_name(gpu: FakeGPU) -> None:
+def test_table_indents_nested_modules(gpu: FakeGPU) -> None:
     timer = train(gpu, GPT(gpu, 2), ["head", "emb", "layers.0", "layers.0.*", "layers.1.mlp"])
     lines = str(timer.summary()).splitlines()
     rows = [line.partition(".000")[0].rsplit(maxsplit=1) for line in lines]
@@ -166,7 +166,7 @@ def test_the_table_indents_what_is_inside_and_repeats_no_name(gpu: FakeGPU) -> N
     ]
 
 
-def test_the_table_shows_the_ten_longest_and_how_many_there_are_besides(gpu: FakeGPU) -> None:
+def test_table_shows_the_ten_longest_modules_and_counts_the_others(gpu: FakeGPU) -> None:
     timer = train(gpu, GPT(gpu, 12), "layers.*")
     text = str(timer.summary())
     assert text.index("layers.2 ") < text.index("layers.9 ") < text.index("layers.10 ")
@@ -232,9 +232,7 @@ def add_times(
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_modules_inside_modules_are_timed_exactly_whichever_are_chosen(
-    gpu: FakeGPU, seed: int
-) -> None:
+def test_nested_modules_are_timed_exactly(gpu: FakeGPU, seed: int) -> None:
     rng = random.Random(seed)
     root = Node(gpu, rng, 3)
     net = nn.Sequential(nn.Linear(2, 2), Work(gpu, 1.0, 1.0), root)
@@ -253,7 +251,7 @@ def test_modules_inside_modules_are_timed_exactly_whichever_are_chosen(
     assert {key: ms for key, ms in found.items() if key.startswith(("forw", "backw"))} == expected
 
 
-def test_many_modules_are_not_taken_for_a_step_that_never_ends(
+def test_many_modules_do_not_exceed_the_step_limit(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = GPT(gpu, 20)
@@ -267,7 +265,7 @@ def test_many_modules_are_not_taken_for_a_step_that_never_ends(
     assert len(timer.history()) == 1
 
 
-def test_a_module_that_the_model_holds_twice_has_two_names() -> None:
+def test_shared_module_is_selected_by_either_name() -> None:
     model = nn.Module()
     model.first = model.second = nn.Linear(1, 1)
     assert resolve(["second"], model) == {"second": model.first}

@@ -54,7 +54,7 @@ def test_time_after_backward_is_other_before_the_next_micro_batch() -> None:
         assert phases(*labels, AFTER_UPDATE)[5] == "optimizer"
 
 
-def test_a_phase_by_hand_does_not_hide_what_follows() -> None:
+def test_phase_by_hand_does_not_hide_what_follows() -> None:
     assert phases(AFTER_FORWARD, "augment", AFTER_FORWARD, "backward") == [
         "loss",
         "augment",
@@ -63,7 +63,7 @@ def test_a_phase_by_hand_does_not_hide_what_follows() -> None:
     ]
 
 
-def test_a_sub_phase_counts_for_its_parent_too() -> None:
+def test_sub_phase_counts_for_its_parent_too() -> None:
     assert resolve_labels(("forward/body", "forward")) == (
         ("forward", "forward/body"),
         ("forward",),
@@ -84,12 +84,12 @@ def test_phases_sort_as_a_step_runs_them() -> None:
 @pytest.mark.parametrize(
     "name", ["", "/", "forward/", "/comm", "a//b", "<x>", "step", "host_wait", "step/x"]
 )
-def test_an_unusable_name_is_refused_with_the_name(name: str) -> None:
+def test_unusable_name_is_refused_with_the_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"'{name}'"):
         check_name(name)
 
 
-def test_a_name_with_control_characters_would_break_a_table() -> None:
+def test_name_with_control_characters_would_break_a_table() -> None:
     for end in ("\x85", "\x9b", "\u2028"):
         with pytest.raises(ValueError, match="is not usable"):
             check_name(f"a{end}b")
@@ -97,12 +97,12 @@ def test_a_name_with_control_characters_would_break_a_table() -> None:
         check_name("a\nb")
 
 
-def test_a_name_that_is_no_string_is_refused() -> None:
+def test_name_that_is_no_string_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\['a'\] is not usable"):
         check_name(["a"])  # type: ignore[arg-type]
 
 
-def test_a_usable_name_is_returned() -> None:
+def test_usable_name_is_returned() -> None:
     assert check_name("my augment/part 1") == "my augment/part 1"
 
 

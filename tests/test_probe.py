@@ -79,7 +79,7 @@ def run(loop: Loop, n: int, wait_in_loss: bool = False, **options: Any) -> GPUPh
     return timer
 
 
-def test_a_probed_step_is_the_work_alone(gpu: FakeGPU) -> None:
+def test_probed_step_is_the_work_alone(gpu: FakeGPU) -> None:
     summary = run(Loop(gpu), 20).summary()
     busy = {name: row.gpu_busy_mean_ms for name, row in summary.rows.items()}
     assert busy == {**BUSY, "other": 0.0}
@@ -88,7 +88,7 @@ def test_a_probed_step_is_the_work_alone(gpu: FakeGPU) -> None:
     assert summary.step.mean_ms == pytest.approx(10.0, rel=0.01)
 
 
-def test_probed_steps_are_in_no_other_statistics_and_neither_are_those_after(gpu: FakeGPU) -> None:
+def test_probed_steps_and_their_successors_are_in_no_other_statistics(gpu: FakeGPU) -> None:
     seen: list[StepTimes] = []
     timer = run(Loop(gpu), 20, observers=[seen.append])
     without = run(Loop(FakeGPU()), 20, probe_every_n_steps=0)
@@ -98,7 +98,7 @@ def test_probed_steps_are_in_no_other_statistics_and_neither_are_those_after(gpu
     assert timer.summary().steps == len(kept)
 
 
-def test_the_share_of_launch_gaps_is_told(gpu: FakeGPU) -> None:
+def test_summary_has_the_share_of_launch_gaps(gpu: FakeGPU) -> None:
     summary = run(Loop(gpu), 20).summary()
     # All but `data`, which lasts 4 ms.
     as_run = sum(row.mean_ms for name, row in summary.rows.items() if name != "data")
@@ -115,7 +115,7 @@ def test_the_share_of_launch_gaps_is_told(gpu: FakeGPU) -> None:
     assert summary.to_dict()["rows"]["forward"]["gpu_busy_mean_ms"] == BUSY["forward"]
 
 
-def test_a_device_that_is_busy_anyway_has_no_gaps(gpu: FakeGPU) -> None:
+def test_device_that_is_busy_anyway_has_no_gaps(gpu: FakeGPU) -> None:
     summary = run(Loop(gpu, host_ms=0.0625), 20).summary()
     assert summary.launch_gap_share == pytest.approx(0.0, abs=0.01)
     assert summary.time_breakdown is not None
@@ -134,24 +134,19 @@ def test_busy_times_and_the_gap_are_logged_beside_the_means(gpu: FakeGPU) -> Non
         assert metrics["phase_time/step_launch_gap_ms"] == pytest.approx(gap)
 
 
-def test_the_spin_is_as_long_as_the_launches_with_a_margin(gpu: FakeGPU) -> None:
+def test_spin_is_as_long_as_the_launches_with_a_margin(gpu: FakeGPU) -> None:
     run(Loop(gpu), 20)
     # The first spin assumes 2 GHz, the later ones know that it is 1.
     assert gpu.spins == [30.0, 15.0, 15.0, 15.0, 15.0]
 
 
-def test_a_place_that_cannot_be_probed_yet_is_no_reason_to_time_a_step(gpu: FakeGPU) -> None:
+def test_step_that_cannot_be_probed_yet_is_not_timed(gpu: FakeGPU) -> None:
     # 5 is the first place after the warm-up, but no step's launches are known yet.
     timer = run(Loop(gpu), 25, warmup_steps=5, every_n_steps=5)
     assert 5 not in timer.history()["step"].tolist()
 
 
-def test_warm_up_is_not_probed(gpu: FakeGPU) -> None:
-    timer = run(Loop(gpu), 20, warmup_steps=8)
-    assert timer.summary().probed_steps == 2
-
-
-def test_a_host_wait_inside_the_step_is_told_and_ends_the_probing(
+def test_host_wait_inside_the_step_ends_the_probing_with_a_warning(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     summary = run(Loop(gpu), 40, wait_in_loss=True).summary()
@@ -164,17 +159,7 @@ def test_a_host_wait_inside_the_step_is_told_and_ends_the_probing(
     assert all(row.gpu_busy_mean_ms is None for row in summary.rows.values())
 
 
-def test_busy_times_are_logged_no_more_when_probing_has_ended(gpu: FakeGPU) -> None:
-    loop, logger = Loop(gpu), Logger()
-    with probing(loop, logger=logger, log_every_n_steps=10) as timer:
-        for i, x in enumerate(timer.steps(loop.batches(60))):
-            loop.train(x, wait_in_loss=i >= 20)
-    assert timer.summary().probe_failure.startswith("no further step can be probed")
-    logged = ["phase_time/step_launch_gap_ms" in metrics for _, metrics in logger.calls]
-    assert logged == [True, True, True, False, False, False]
-
-
-def test_with_several_ranks_no_step_is_probed_which_is_said(
+def test_no_step_is_probed_with_several_ranks(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "is_distributed", lambda: True)
@@ -185,19 +170,7 @@ def test_with_several_ranks_no_step_is_probed_which_is_said(
     assert why.startswith("no step can be probed: ranks would wait for each other's spins; probe")
 
 
-def test_a_host_that_is_slow_once_is_no_wait(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
-    with probing(loop) as timer:
-        for i, x in enumerate(timer.steps(loop.batches(20))):
-            gpu.host_work(100.0 if i == 5 else 0.0)
-            loop.train(x)
-    summary = timer.summary()
-    assert summary.probed_steps == 3
-    assert summary.probe_failure == ""
-    assert summary.rows["forward"].gpu_busy_mean_ms == BUSY["forward"]
-
-
-def test_a_step_too_long_to_launch_is_not_probed(
+def test_step_too_long_to_launch_is_not_probed(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     summary = run(Loop(gpu, host_ms=100.0), 20).summary()
@@ -212,7 +185,7 @@ def test_without_a_queue_no_step_is_probed(caplog: pytest.LogCaptureFixture) -> 
     assert "there is no device, or not the current one, whose queue could be filled" in caplog.text
 
 
-def test_the_one_wait_of_a_step_stays_one(gpu: FakeGPU) -> None:
+def test_probing_adds_no_wait(gpu: FakeGPU) -> None:
     run(Loop(gpu), 20)
     assert len(gpu.waits) <= 20
     created = gpu.created
@@ -221,7 +194,7 @@ def test_the_one_wait_of_a_step_stays_one(gpu: FakeGPU) -> None:
     assert gpu.created < 2 * created + 10
 
 
-def test_a_validation_inside_a_probed_step_counts_neither_way(gpu: FakeGPU) -> None:
+def test_probed_step_with_a_validation_is_dropped(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     with probing(loop) as timer:
         for i, x in enumerate(loop.batches(20)):
@@ -242,7 +215,7 @@ def test_a_validation_inside_a_probed_step_counts_neither_way(gpu: FakeGPU) -> N
     assert summary.steps == 14
 
 
-def test_one_step_in_n_and_probed_ones(gpu: FakeGPU) -> None:
+def test_sampled_and_probed_steps_are_separate(gpu: FakeGPU) -> None:
     timer = run(Loop(gpu), 24, every_n_steps=4)
     # Neither those that are probed, nor those after them.
     kept = [n for n in timed_indices(4, 24) if n not in PROBED and n - 1 not in PROBED]
@@ -265,7 +238,7 @@ class LaunchBound(Model):
         return super().training_step(batch, batch_idx)
 
 
-def test_in_lightning_across_epochs_and_validations(gpu: FakeGPU) -> None:
+def test_probes_work_in_lightning_across_epochs_and_validations(gpu: FakeGPU) -> None:
     timer = timer_of(gpu, probe_every_n_steps=4)
     runner = trainer(timer, max_epochs=2, val_check_interval=4)
     runner.fit(LaunchBound(gpu), Loader(gpu, 8), Loader(gpu, 2))
@@ -288,7 +261,7 @@ def test_one_step_in_n_is_probed_and_not_always_the_same_one(every: int) -> None
 
 @pytest.mark.parametrize("habit", [2, 5, 10])
 @pytest.mark.parametrize("every", [50, 100, 1000])
-def test_no_habit_of_the_loop_meets_more_than_its_share_of_probes(every: int, habit: int) -> None:
+def test_probes_are_spread_evenly_over_any_period(every: int, habit: int) -> None:
     schedule = Schedule(Plan(), probe_every_n_steps=every)
     chosen = [index for index in range(100 * every) if schedule.is_probed(index)]
     shares = Counter(index % habit for index in chosen)
@@ -296,7 +269,7 @@ def test_no_habit_of_the_loop_meets_more_than_its_share_of_probes(every: int, ha
     assert max(shares.values()) <= 200 / habit
 
 
-def test_a_wait_is_told_from_a_host_that_is_slow_by_its_length(gpu: FakeGPU) -> None:
+def test_slow_host_is_not_a_wait(gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     with probing(loop) as timer:
         for i, x in enumerate(timer.steps(loop.batches(100))):
@@ -319,7 +292,7 @@ def test_spins_stay_in_proportion_to_the_launches(gpu: FakeGPU) -> None:
     assert timer.summary().probe_failure == ""
 
 
-def test_logging_between_the_steps_is_not_taken_for_the_spin(gpu: FakeGPU) -> None:
+def test_logging_between_steps_does_not_lengthen_the_spin(gpu: FakeGPU) -> None:
     class SlowLogger(Logger):
         def log_metrics(self, metrics: dict[str, float], step: int) -> None:
             gpu.host_work(60.0)
@@ -329,7 +302,7 @@ def test_logging_between_the_steps_is_not_taken_for_the_spin(gpu: FakeGPU) -> No
     assert summary.probed_steps == 8
 
 
-def test_a_spin_that_raises_ends_the_probing_alone(
+def test_spin_that_raises_ends_only_the_probing(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(cycles: int) -> None:
@@ -341,7 +314,7 @@ def test_a_spin_that_raises_ends_the_probing_alone(
     assert summary.steps == 18
 
 
-def test_a_wait_of_a_gpu_bound_loop_reads_the_same_whatever_is_probed(gpu: FakeGPU) -> None:
+def test_host_wait_is_the_same_with_and_without_probes(gpu: FakeGPU) -> None:
     none, many, few = (
         run(Loop(FakeGPU(), host_ms=0.0625), 60, probe_every_n_steps=n).summary()
         for n in (0, 3, 20)
@@ -352,13 +325,13 @@ def test_a_wait_of_a_gpu_bound_loop_reads_the_same_whatever_is_probed(gpu: FakeG
 
 @pytest.mark.parametrize("lag", [1, 3])
 @pytest.mark.parametrize("n", [1, 2, 3, 10])
-def test_the_wait_of_a_step_does_not_grow_with_what_is_left_untimed(n: int, lag: int) -> None:
+def test_host_wait_does_not_grow_with_untimed_steps(n: int, lag: int) -> None:
     loop = Loop(FakeGPU(), host_ms=0.0625)
     timer = run(loop, 100, probe_every_n_steps=0, every_n_steps=n, _lag=lag)
     assert timer.summary().host_wait_mean_ms == pytest.approx(0.8125, rel=0.05)
 
 
-def test_sampling_with_updates_that_do_not_follow_the_batches(gpu: FakeGPU) -> None:
+def test_sampling_counts_updates_not_batches(gpu: FakeGPU) -> None:
     class Manual(Model):
         def __init__(self) -> None:
             super().__init__(gpu)
@@ -376,21 +349,7 @@ def test_sampling_with_updates_that_do_not_follow_the_batches(gpu: FakeGPU) -> N
     assert timer.history()["step"].tolist() == [4 * i + 3 for i in timed_indices(2, 12)]
 
 
-def test_a_phase_named_in_a_step_that_is_not_timed_ends_there(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
-    with probing(loop, probe_every_n_steps=0, every_n_steps=2) as timer:
-        for i, x in enumerate(loop.batches(8)):
-            loop.train(x)
-            if i in (2, 3):
-                with timer.phase("save"):
-                    timer.step()
-            else:
-                timer.step()
-    phases = [set(step) for step in steps(timer)]
-    assert ["save" in names for names in phases] == [False, True, False, False]
-
-
-def test_a_wait_names_the_phase_that_took_the_host_longest() -> None:
+def test_failed_probe_names_the_phase_that_took_the_host_longest() -> None:
     results = Results(10, 0)
     results.add([raw(0, forward=1.0, loss=1.0)])
     probe = Probe(FakeGPU(), results)
@@ -402,18 +361,7 @@ def test_a_wait_names_the_phase_that_took_the_host_longest() -> None:
     assert "in `loss`" in results.probes.failure
 
 
-def test_a_probe_that_an_epochs_end_drops_costs_no_step(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
-    with probing(loop) as timer:
-        for _ in range(20):
-            for x in timer.steps(loop.batches(5)):
-                loop.train(x)
-    timed = len(timer.history())
-    # The step after a probed one is left out, unless an epoch begins with it.
-    assert timed + 2 * timer.summary().probed_steps >= 100
-
-
-def test_a_wait_inside_a_module_that_has_a_sub_phase_is_a_wait(gpu: FakeGPU) -> None:
+def test_host_wait_inside_a_timed_module_is_found(gpu: FakeGPU) -> None:
     class Waiting(Slow):
         def forward(self, x: Tensor) -> Tensor:
             result = super().forward(x)
@@ -429,9 +377,7 @@ def test_a_wait_inside_a_module_that_has_a_sub_phase_is_a_wait(gpu: FakeGPU) -> 
     assert "the host waits for the GPU inside them, in `forward`" in summary.probe_failure
 
 
-def test_a_profiler_sees_no_range_for_the_spin(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profiler_has_no_range_for_the_spin(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     ranges: list[str | None] = []
     path = "lightning_gputime._record.recorder.Annotator.__call__"
     monkeypatch.setattr(path, lambda self, name: ranges.append(name))

@@ -31,9 +31,7 @@ def test_pandas_takes_the_history(timer: GPUPhaseHooks) -> None:
     assert math.isnan(frame["augment_ms"][0])
 
 
-def test_a_path_that_cannot_be_written_is_a_clear_error_and_loses_nothing(
-    timer: GPUPhaseHooks, tmp_path: Path
-) -> None:
+def test_unwritable_path_raises_and_loses_nothing(timer: GPUPhaseHooks, tmp_path: Path) -> None:
     path = tmp_path / "missing" / "file"
     with pytest.raises(FileNotFoundError, match=r"Cannot write .*"):
         timer.save(path)
@@ -41,7 +39,7 @@ def test_a_path_that_cannot_be_written_is_a_clear_error_and_loses_nothing(
 
 
 @pytest.mark.parametrize("bad_ms", [math.nan, math.inf, -math.inf])
-def test_a_time_that_is_no_number_spoils_no_json(bad_ms: float) -> None:
+def test_nan_is_null_in_json(bad_ms: float) -> None:
     step = raw(0, data=1.0, forward=2.0, backward=3.0)
     broken = step._replace(device_ms=(1.0, bad_ms, 3.0))
     results = Results(10, 0)
@@ -49,7 +47,7 @@ def test_a_time_that_is_no_number_spoils_no_json(bad_ms: float) -> None:
     json.dumps(summary_of(results).to_dict(), allow_nan=False)
 
 
-def test_a_pause_inside_a_step_has_no_phase_in_its_timeline(gpu: FakeGPU) -> None:
+def test_pause_inside_a_step_has_no_phase_in_its_timeline(gpu: FakeGPU) -> None:
     loop, newest = Loop(gpu), list[StepTimes]()
     with hooks(loop, accumulate_grad_batches=2, observers=[newest.append]) as timer:
         for number, x in enumerate(timer.steps(loop.batches(2))):

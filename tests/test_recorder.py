@@ -204,7 +204,7 @@ def test_phases_of_marks(run: Recorded, script: str, phases: list[dict[str, floa
     assert run.gpu.spins == []
 
 
-def test_a_step_has_the_device_time_and_the_host_time_of_each_phase(
+def test_step_has_the_device_time_and_the_host_time_of_each_phase(
     gpu: FakeGPU, run: Recorded
 ) -> None:
     gpu.host_work(2.0)
@@ -218,7 +218,7 @@ def test_a_step_has_the_device_time_and_the_host_time_of_each_phase(
     assert times.step_ms == 13.0
 
 
-def test_a_step_is_not_read_before_the_gpu_has_run_it(gpu: FakeGPU, run: Recorded) -> None:
+def test_step_is_not_read_before_the_gpu_has_run_it(gpu: FakeGPU, run: Recorded) -> None:
     run.step(0)
     assert run.emitted == []
     gpu.host_work(100.0)
@@ -227,7 +227,7 @@ def test_a_step_is_not_read_before_the_gpu_has_run_it(gpu: FakeGPU, run: Recorde
     assert gpu.waits == []
 
 
-def test_the_host_waits_once_a_step_and_for_the_oldest_alone(gpu: FakeGPU, run: Recorded) -> None:
+def test_host_waits_once_a_step_for_the_oldest_step(gpu: FakeGPU, run: Recorded) -> None:
     for number in range(5):
         run.step(number)
         assert len(gpu.waits) == number
@@ -247,16 +247,7 @@ def test_lag_zero_reads_a_step_when_it_ends(gpu: FakeGPU) -> None:
     assert len(gpu.waits) == 3
 
 
-def test_larger_lag_waits_later(gpu: FakeGPU) -> None:
-    run = Recorded(gpu, lag=3)
-    run.recorder.begin()
-    for number in range(4):
-        run.step(number)
-    assert [times.step for times in run.emitted] == [0]
-    assert len(gpu.waits) == 1
-
-
-def test_a_step_without_times_counts_for_the_lag(gpu: FakeGPU) -> None:
+def test_step_without_times_counts_for_the_lag(gpu: FakeGPU) -> None:
     run = Recorded(gpu, lag=2)
     run.recorder.begin()
     run.step(0)
@@ -266,7 +257,7 @@ def test_a_step_without_times_counts_for_the_lag(gpu: FakeGPU) -> None:
     assert [times.step for times in run.emitted] == [0]
 
 
-def test_a_wait_makes_up_for_the_steps_without_times_before_it(gpu: FakeGPU) -> None:
+def test_host_wait_is_divided_by_the_untimed_steps_before_it(gpu: FakeGPU) -> None:
     run = Recorded(gpu, lag=0)
     run.recorder.begin()
     run.recorder.end_untimed()
@@ -277,7 +268,7 @@ def test_a_wait_makes_up_for_the_steps_without_times_before_it(gpu: FakeGPU) -> 
     assert [times.host_wait_ms for times in run.emitted] == [3.0, 9.0]
 
 
-def test_a_step_behind_a_spin_is_read_where_it_ends_with_all_before(gpu: FakeGPU) -> None:
+def test_probed_step_is_read_at_its_end_with_all_before(gpu: FakeGPU) -> None:
     run = Recorded(gpu, lag=3, batch=9)
     run.recorder.begin()
     run.step(0)
@@ -286,23 +277,6 @@ def test_a_step_behind_a_spin_is_read_where_it_ends_with_all_before(gpu: FakeGPU
     assert [(times.step, times.step_ms) for times in run.emitted] == [(0, 11.0), (1, 10.0)]
     run.step(2)
     assert [times.step for times in run.emitted] == [0, 1]
-
-
-def test_a_step_that_was_read_without_a_wait_says_so(gpu: FakeGPU, run: Recorded) -> None:
-    run.step(0)
-    gpu.host_work(100.0)
-    run.step(1)
-    assert run.emitted[0].host_wait_ms == 0.0
-
-
-def test_the_end_of_a_step_is_the_begin_of_the_next(gpu: FakeGPU, run: Recorded) -> None:
-    start = gpu.free_at
-    for number in range(4):
-        gpu.work(1.5)
-        run.step(number)
-    run.recorder.flush()
-    assert sum(times.step_ms for times in run.emitted) == (gpu.free_at - start) / 1e6
-    assert [times.phase_ms["data"] for times in run.emitted] == [1.5] * 4
 
 
 def test_marks_of_the_same_label_cost_one_event(gpu: FakeGPU, run: Recorded) -> None:
@@ -323,7 +297,7 @@ def test_no_event_is_created_after_the_first_steps(gpu: FakeGPU, run: Recorded) 
     assert gpu.created == created
 
 
-def test_the_events_of_a_step_that_is_dropped_are_used_again(gpu: FakeGPU, run: Recorded) -> None:
+def test_events_of_a_step_that_is_dropped_are_used_again(gpu: FakeGPU, run: Recorded) -> None:
     run.step(0)
     created = gpu.created
     for _ in range(3):
@@ -332,7 +306,7 @@ def test_the_events_of_a_step_that_is_dropped_are_used_again(gpu: FakeGPU, run: 
     assert gpu.created == created + 2
 
 
-def test_a_step_that_is_dropped_leaves_the_pending_ones_their_ends(gpu: FakeGPU) -> None:
+def test_step_that_is_dropped_leaves_the_pending_ones_their_ends(gpu: FakeGPU) -> None:
     run = Recorded(gpu, lag=3)
     run.recorder.begin()
     run.step(0)
@@ -344,7 +318,7 @@ def test_a_step_that_is_dropped_leaves_the_pending_ones_their_ends(gpu: FakeGPU)
     assert [times.step_ms for times in run.emitted] == [11.0, 10.0, 10.0]
 
 
-def test_a_read_that_fails_while_paused_leaves_the_step_out(
+def test_read_that_fails_while_paused_leaves_the_step_out(
     gpu: FakeGPU, run: Recorded, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.step(0)
@@ -364,7 +338,7 @@ def test_a_read_that_fails_while_paused_leaves_the_step_out(
     ]
 
 
-def test_a_step_that_ends_while_paused_has_no_times_and_counts_for_the_lag(
+def test_step_that_ends_while_paused_has_no_times_and_counts_for_the_lag(
     gpu: FakeGPU, run: Recorded
 ) -> None:
     run.step(0)
@@ -377,7 +351,7 @@ def test_a_step_that_ends_while_paused_has_no_times_and_counts_for_the_lag(
     assert [times.step for times in run.emitted] == [0, 2]
 
 
-def test_no_capture_is_broken_and_its_step_is_left_out(
+def test_step_with_a_capture_is_left_out(
     gpu: FakeGPU, run: Recorded, caplog: pytest.LogCaptureFixture
 ) -> None:
     run.step(0)
@@ -398,7 +372,7 @@ def test_no_capture_is_broken_and_its_step_is_left_out(
     assert record.message.startswith("No phase is seen inside a captured graph.")
 
 
-def test_a_phase_is_left_by_its_name_and_in_its_thread_alone(run: Recorded) -> None:
+def test_phase_is_left_by_its_name_and_in_its_thread_alone(run: Recorded) -> None:
     run.recorder.leave_phase("augment")
     run.recorder.enter_phase("augment")
     run.recorder.leave_phase("crop")
@@ -427,25 +401,7 @@ def test_other_threads_are_not_timed(gpu: FakeGPU, run: Recorded) -> None:
     assert set(run.emitted[0].phase_ms) == {"data", "forward", "backward"}
 
 
-def test_an_error_leaves_the_step_out_and_is_told_once(
-    gpu: FakeGPU, run: Recorded, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.step(0)
-    run.recorder.flush()
-    with monkeypatch.context() as broken:
-        broken.setattr("fake_gpu.FakeEvent.record", lambda event: 1 / 0)
-        run.step(1)
-        run.step(2)
-    run.recorder.end_step(3)
-    run.step(4)
-    run.recorder.flush()
-    assert [times.step for times in run.emitted] == [0, 4]
-    assert [record.message for record in caplog.records] == [
-        "A step could not be timed and is left out: ZeroDivisionError('division by zero')"
-    ]
-
-
-def test_a_mark_on_a_stream_that_lags_is_waited_for(gpu: FakeGPU, run: Recorded) -> None:
+def test_mark_on_a_lagging_stream_delays_the_step(gpu: FakeGPU, run: Recorded) -> None:
     run.recorder.mark("forward")
     gpu.work(50.0)
     run.recorder.mark("backward")
@@ -467,19 +423,8 @@ def test_drain_reads_what_is_finished_and_does_not_wait(gpu: FakeGPU, run: Recor
     assert gpu.waits == []
 
 
-def test_drain_reads_what_is_finished_where_nothing_is_pending(gpu: FakeGPU) -> None:
-    run = Recorded(gpu, lag=0, batch=9)
-    run.recorder.begin()
-    run.step(0)
-    assert run.emitted == []
-    run.recorder.drain()
-    assert [times.step for times in run.emitted] == [0]
-
-
 @pytest.mark.parametrize("end", ["end_step", "end_untimed"])
-def test_a_batch_is_read_when_it_is_full_or_where_the_end_of_a_step_asks_for_it(
-    gpu: FakeGPU, end: str
-) -> None:
+def test_batch_is_read_when_it_is_full_or_on_request(gpu: FakeGPU, end: str) -> None:
     run = Recorded(gpu, batch=3)
     run.recorder.begin()
     for number in range(5):
@@ -513,7 +458,7 @@ def test_flush_waits_for_every_ended_step(gpu: FakeGPU) -> None:
     assert [times.step for times in run.emitted] == [0, 1, 2]
 
 
-def test_after_stop_nothing_is_recorded(gpu: FakeGPU, run: Recorded) -> None:
+def test_recorder_at_rest_records_nothing(gpu: FakeGPU, run: Recorded) -> None:
     run.recorder.rest()
     created = gpu.created
     run.step(0)
@@ -523,7 +468,7 @@ def test_after_stop_nothing_is_recorded(gpu: FakeGPU, run: Recorded) -> None:
     assert gpu.created == created
 
 
-def test_an_error_where_a_step_ends_loses_what_is_pending_and_none_that_is_finished(
+def test_error_at_a_step_end_loses_pending_steps_only(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Recorded(gpu, batch=9)
@@ -548,7 +493,7 @@ def test_an_error_where_a_step_ends_loses_what_is_pending_and_none_that_is_finis
     ]
 
 
-def test_an_error_in_what_takes_the_steps_does_not_reach_the_loop(
+def test_error_of_a_consumer_does_not_reach_the_loop(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     emitted: list[int] = []
@@ -568,7 +513,7 @@ def test_an_error_in_what_takes_the_steps_does_not_reach_the_loop(
 
 
 @pytest.mark.parametrize("call", ["flush", "drain", "end_untimed"])
-def test_an_error_outside_of_a_steps_end_loses_the_open_step_too(
+def test_error_between_step_ends_loses_the_open_step(
     gpu: FakeGPU, run: Recorded, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.step(0)
@@ -582,7 +527,7 @@ def test_an_error_outside_of_a_steps_end_loses_the_open_step_too(
     assert [times.step for times in run.emitted] == [2]
 
 
-def test_after_a_mark_that_failed_nothing_is_recorded_until_the_step_ends(
+def test_failed_mark_stops_recording_until_the_step_ends(
     gpu: FakeGPU, run: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:
@@ -651,14 +596,6 @@ def test_failing_annotator_is_reported_once_and_dropped(
     ]
 
 
-def test_mark_instead_ignores_other_threads(gpu: FakeGPU, run: Recorded) -> None:
-    run.recorder.mark("<after forward>")
-    thread = threading.Thread(target=run.recorder.mark_instead, args=("<after forward>", "loss"))
-    thread.start()
-    thread.join()
-    assert run.recorder.label == "<after forward>"
-
-
 def test_emitted_step_has_every_field(gpu: FakeGPU) -> None:
     steps: list[StepRecord] = []
     recorder = Recorder(gpu, lag=0, emit=steps.extend)
@@ -708,7 +645,7 @@ def test_skipped_update_is_reported_unless_a_replay_may_have_run_it(
     ]
 
 
-def test_a_mark_in_backward_counts_there_alone(gpu: FakeGPU, run: Recorded) -> None:
+def test_mark_in_backward_counts_only_in_backward(gpu: FakeGPU, run: Recorded) -> None:
     def comm() -> None:
         run.recorder.mark_in_backward("backward/comm")
 
@@ -743,18 +680,6 @@ def test_a_mark_in_backward_counts_there_alone(gpu: FakeGPU, run: Recorded) -> N
         "other": 0.0,
         "augment": 1.0,
     }
-
-
-def test_before_it_begins_nothing_is_recorded(gpu: FakeGPU) -> None:
-    run = Recorded(gpu)
-    run.step(0)
-    run.recorder.enter_phase("augment")
-    run.recorder.pause()
-    run.recorder.resume()
-    run.recorder.flush()
-    assert (run.recorder.thread, run.recorder.label) == (-1, None)
-    assert not run.recorder.is_resting_here()
-    assert gpu.created == 0
 
 
 @pytest.mark.parametrize(("wait_ms", "finished_ns"), [(0.019999, 0), (0.02, 1_020_000)])
@@ -803,12 +728,6 @@ def test_evaluation_found_late_pauses_the_step_from_its_first_mark(
     assert run.emitted[0].phase_ms == {**before, "other": 0.5}
 
 
-def test_model_calls_in_another_thread_are_recorded(run: Recorded) -> None:
-    assert not run.recorder.was_elsewhere
-    assert not run.recorder.is_resting_here()
-    assert run.recorder.was_elsewhere is True
-
-
 @pytest.mark.parametrize(("lag", "read"), [(0, 2), (2, 0)])
 def test_step_that_is_left_during_a_pause_ends_at_its_update(
     gpu: FakeGPU, lag: int, read: int
@@ -841,7 +760,7 @@ def test_step_that_is_left_during_a_pause_ends_at_its_update(
     ]
 
 
-def test_a_step_that_is_left_in_which_a_graph_was_captured_has_no_times(
+def test_step_that_is_left_in_which_a_graph_was_captured_has_no_times(
     gpu: FakeGPU, run: Recorded
 ) -> None:
     run.recorder.mark("<after update>")

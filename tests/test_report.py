@@ -98,7 +98,7 @@ def bars(body: str) -> list[tuple[str, float, float]]:
 
 
 @needs_bokeh
-def test_the_time_breakdown_is_a_waterfall() -> None:
+def test_time_breakdown_is_a_waterfall() -> None:
     one = full()
     breakdown = one.summary().time_breakdown
     assert breakdown is not None
@@ -115,7 +115,7 @@ def test_the_time_breakdown_is_a_waterfall() -> None:
 
 
 @needs_bokeh
-def test_a_column_of_times_has_one_unit_also_beside_another_run() -> None:
+def test_column_of_times_has_one_unit() -> None:
     # The losses of 0.2 s and of 30 s in seconds; each slow step in the unit of the step.
     slow = SlowStep(9, 30.0, 10.0, "loss", (Cause("off_cpu", 0.02, 19.98, ""),), 0.02)
     runs = [replace(short(n), slow_steps=[slow]) for n in (200, 30_000)]
@@ -136,7 +136,7 @@ def lane(html: str) -> dict[str, float]:
 
 
 @needs_bokeh
-def test_a_slow_step_opens_into_its_lanes_and_causes() -> None:
+def test_slow_step_opens_into_its_lanes_and_causes() -> None:
     body = without_library(made(full()))
     [opened] = re.findall(r'<details class="slow">(.*?)</details>', body, re.S)
     _, *found = opened.split('<div class="lane">')
@@ -151,14 +151,6 @@ def test_a_slow_step_opens_into_its_lanes_and_causes() -> None:
         *(f"garbage_collection ({evil})".replace("_", " "), "70.250 ms", "75.500 ms"),
         *("unexplained", "5.250 ms", ""),
     ]
-
-
-@needs_bokeh
-def test_a_slow_step_of_an_older_file_says_what_its_lanes_need() -> None:
-    one = full()
-    bare = replace(one.slow_steps[0], phase_ms={}, host_ms={})
-    body = without_library(made(replace(one, slow_steps=[bare] * 12)))
-    assert body.count("no lanes of slow steps: save the run again") == 10
 
 
 @needs_bokeh
@@ -179,7 +171,7 @@ def test_phases_have_bars_as_long_as_their_share_and_open_into_their_parts() -> 
 
 
 @needs_bokeh
-def test_a_page_begins_with_the_verdict_and_shows_all_there_is() -> None:
+def test_page_begins_with_the_verdict_and_has_every_section() -> None:
     body = without_library(made(full()))
     assert body.index('class="verdict"') < body.index("<h2>")
     for shown in (
@@ -213,7 +205,7 @@ def test_every_name_is_escaped_and_nothing_is_loaded() -> None:
 
 
 @needs_bokeh
-def test_what_a_run_does_not_have_is_not_shown() -> None:
+def test_page_leaves_out_what_a_run_does_not_have() -> None:
     results = Results(10, 1)
     results.add([raw(i, forward=1.0) for i in range(4)])
     body = without_library(
@@ -228,7 +220,7 @@ def test_what_a_run_does_not_have_is_not_shown() -> None:
 
 
 @needs_bokeh
-def test_a_run_without_steps_has_a_page() -> None:
+def test_run_without_steps_has_a_page() -> None:
     results = Results(10, 0)
     body = without_library(
         made(Run(Environment(), *results.history_and_warmup(), summary_of(results)))
@@ -238,7 +230,7 @@ def test_a_run_without_steps_has_a_page() -> None:
 
 
 @needs_bokeh
-def test_a_run_of_nothing_but_warm_up_shows_that_and_draws_nothing_empty(
+def test_page_of_a_run_of_warm_up_steps_says_so(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     timer = timed(3, warmup_steps=5)
@@ -272,17 +264,7 @@ def test_many_steps_are_thinned_out_and_their_means_kept() -> None:
     assert columns["forward_ms"][-1] == 0.5
 
 
-@needs_bokeh
-def test_a_page_says_that_it_is_thinned_out() -> None:
-    results = Results(5000, 0)
-    results.add([raw(i, forward=1.0) for i in range(5000)])
-    body = without_library(
-        made(Run(Environment(), *results.history_and_warmup(), summary_of(results)))
-    )
-    assert "5000 steps, thinned out: each point is the mean of 3 steps" in body
-
-
-def test_without_bokeh_the_extra_is_named(
+def test_report_without_bokeh_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved.save(run(1), tmp_path / "run.json.gz")
@@ -294,7 +276,7 @@ def test_without_bokeh_the_extra_is_named(
 
 
 @needs_bokeh
-def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(tmp_path / name) for name in ("a.json.gz", "b.json.gz", "page.html")]
     saved.save(run(1), paths[0])
     saved.save(run(2, device="B200"), paths[1])
@@ -309,7 +291,7 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @needs_bokeh
-def test_the_command_makes_missing_folders_and_says_what_to_pass_for_a_folder(
+def test_report_makes_missing_folders_and_refuses_a_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = str(tmp_path / "a.json.gz"), tmp_path / "new" / "folder" / "page.html"
@@ -336,7 +318,7 @@ def in_chromium(path: Path, *options: str) -> tuple[str, str]:
 @needs_bokeh
 @needs_chromium
 @pytest.mark.parametrize("several", [False, True])
-def test_a_page_renders_in_a_browser_without_an_error(several: bool, tmp_path: Path) -> None:
+def test_page_renders_in_a_browser_without_an_error(several: bool, tmp_path: Path) -> None:
     runs = [full(), replace(run(2), name="b")] if several else [full()]
     (tmp_path / "page.html").write_text(made(*runs))
     found, console = in_chromium(tmp_path / "page.html", "--dump-dom")
@@ -348,7 +330,7 @@ def test_a_page_renders_in_a_browser_without_an_error(several: bool, tmp_path: P
 
 
 @needs_bokeh
-def test_the_charts_hold_the_steps_numbers_in_ms_and_in_percent() -> None:
+def test_charts_hold_the_steps_numbers_in_ms_and_in_percent() -> None:
     one = run(1, n=30)
     assert list_top_phases(one.history) == ["data", "forward", "backward"]
     for in_percent, end in ((False, 22.0), (True, 100.0)):
@@ -373,17 +355,7 @@ def test_slow_steps_are_points_at_their_time_or_at_the_end_of_the_axis() -> None
 
 
 @needs_bokeh
-def test_a_legend_takes_no_height_from_its_chart() -> None:
-    few = phases_over_steps(run(1, n=30), 20.0)
-    many = phases_over_steps(run(1, n=30, more={f"own {i}": 0.5 for i in range(30)}), 20.0)
-    [legend] = many.legend
-    assert len(legend.items) == 3 + 30
-    lines = -(-len(legend.items) // legend.ncols)
-    assert many.height - few.height >= 25 * (lines - 1)
-
-
-@needs_bokeh
-def test_names_in_the_verdict_and_the_sentences_are_in_the_type_of_code() -> None:
+def test_page_formats_names_as_code() -> None:
     results = Results(100, 0, on_host_clock=True)
     results.add([raw(i, **{"<b>&": 1.0}) for i in range(30)])
     one = Run(Environment(), *results.history_and_warmup(), summary_of(results))

@@ -156,7 +156,7 @@ def test_percentiles_are_those_of_all_steps() -> None:
     assert summary.step.max_ms == pytest.approx(short_ms + 20.0, rel=0.02)
 
 
-def test_a_single_long_step_that_was_not_timed_is_reported() -> None:
+def test_single_long_step_that_was_not_timed_is_reported() -> None:
     # Once, long after the first steps: no block can be there but by chance.
     found = [train(2000, "data", once(400.0, at)) for at in (1203, 1437, 1666)]
     silent = [run for run in found if run.timer.summary().not_sampled_steps]
@@ -192,7 +192,7 @@ def test_pauses_between_untimed_steps_are_in_no_step() -> None:
     assert found.wall_clock.entries_s["paused"] == pytest.approx(29 * 0.05, rel=0.001)
 
 
-def test_a_summary_changes_nothing() -> None:
+def test_summary_changes_nothing() -> None:
     timer = train(*CASES["a fetch after each log"]).timer
     assert str(timer.summary()) == str(timer.summary())
 

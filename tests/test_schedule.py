@@ -13,7 +13,7 @@ def timed_steps(schedule: Schedule, n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(5, 50, 10)])
-def test_a_plan_whose_blocks_fill_the_window_times_all(plan: Plan) -> None:
+def test_plan_whose_blocks_fill_the_window_times_all(plan: Plan) -> None:
     assert plan.times_all
     assert timed_steps(Schedule(plan), 20) == [*range(20)]
 
@@ -33,9 +33,7 @@ def test_each_part_of_a_window_has_one_block(plan: Plan) -> None:
 
 @pytest.mark.parametrize("plan", [Plan(1, 10), Plan(5, 50), Plan(1, 50, 4)])
 @pytest.mark.parametrize("period", [2, 7, 10, 25, 49, 50, 51, 100])
-def test_no_period_of_the_loop_meets_more_than_its_share_of_timed_steps(
-    plan: Plan, period: int
-) -> None:
+def test_timed_steps_are_spread_evenly_over_any_period(plan: Plan, period: int) -> None:
     timed = timed_steps(Schedule(plan), 2000 * plan.window)
     counts = np.bincount(np.array(timed) % period, minlength=period)
     fair = len(timed) / period
@@ -43,7 +41,7 @@ def test_no_period_of_the_loop_meets_more_than_its_share_of_timed_steps(
     assert np.std(counts) <= 1.6 * math.sqrt(plan.block * fair)
 
 
-def test_the_next_timed_step_is_found_without_looking_at_those_between() -> None:
+def test_next_timed_step_is_found_without_looking_at_those_between() -> None:
     timed = timed_steps(Schedule(Plan(2, 25)), 200)
     schedule = Schedule(Plan(2, 25))
     for index in range(0, 150, 3):
@@ -70,7 +68,7 @@ def test_ranks_follow_the_recurrence_that_they_agreed_on() -> None:
     assert one == other
 
 
-def test_the_first_window_with_logs_covers_the_steps_in_which_loggers_act() -> None:
+def test_first_window_with_logs_covers_the_steps_in_which_loggers_act() -> None:
     schedule = Schedule(Plan())
     schedule.follow(Plan(5, 50, ends_in_log=True), 100)
     timed = timed_steps(schedule, 251)
@@ -85,7 +83,7 @@ def test_another_plan_starts_with_its_next_whole_part() -> None:
     assert schedule.next_timed(120) >= 150
 
 
-def test_a_plan_in_which_all_steps_are_alike_times_all() -> None:
+def test_plan_in_which_all_steps_are_alike_times_all() -> None:
     schedules = [
         Schedule(Plan()),
         Schedule(Plan(window=2)),
@@ -144,7 +142,7 @@ def auto(
         ({"untimed_ms": 2.8}, 1, 0.0075),
     ],
 )
-def test_as_few_steps_are_timed_as_cost_less_than_1_percent(
+def test_timed_steps_cost_less_than_1_percent(
     how: dict[str, Any], n: int, share: float | None
 ) -> None:
     schedule = auto(**how)
@@ -152,7 +150,7 @@ def test_as_few_steps_are_timed_as_cost_less_than_1_percent(
     assert schedule.share == (None if share is None else pytest.approx(share))
 
 
-def test_it_is_decided_again_at_ever_longer_intervals() -> None:
+def test_decisions_come_at_ever_longer_intervals() -> None:
     schedule = AutoSchedule(window=50)
     assert (schedule.due, schedule.decide(100), schedule.due) == (100, 1, 200)
     schedule = auto()
@@ -173,7 +171,5 @@ def test_it_is_decided_again_at_ever_longer_intervals() -> None:
         (2000, 500, Plan(1, 2000, 4, ends_in_log=True)),
     ],
 )
-def test_the_steps_that_are_timed_are_in_blocks_of_at_most_5(
-    window: int, n: int, plan: Plan
-) -> None:
+def test_steps_that_are_timed_are_in_blocks_of_at_most_5(window: int, n: int, plan: Plan) -> None:
     assert AutoSchedule(window).plan(n) == plan

@@ -31,14 +31,14 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"_lag": 0}, {"observers": [id]}])
-def test_a_loop_that_is_right_is_told_nothing(
+def test_correct_loop_has_no_warnings(
     loop: Loop, options: dict[str, Any], every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     train_loop(loop, 200, warmup_steps=WARMUP, every_n_steps=every, **options)
     assert told(caplog) == []
 
 
-def test_it_is_told_when_some_steps_after_the_warm_up_are_read(
+def test_self_check_reports_20_steps_after_the_warm_up(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     timer = hooks(loop, warmup_steps=WARMUP, _lag=0, observers=[id]).attach()
@@ -53,7 +53,7 @@ def test_it_is_told_when_some_steps_after_the_warm_up_are_read(
 
 
 @pytest.mark.parametrize("unused", [True, False])
-def test_modules_of_which_the_model_calls_none_are_told(
+def test_selected_modules_that_are_never_called_warn(
     loop: Loop, unused: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop.model.add_module("unused", nn.Linear(1, 1))
@@ -64,9 +64,7 @@ def test_modules_of_which_the_model_calls_none_are_told(
     ] * unused
 
 
-def test_a_model_that_is_not_called_is_told_before_the_end(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_model_that_is_never_called_warns(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     other = nn.Linear(1, 1)
     with GPUPhaseHooks(other, loop.optimizer, _clock=loop.gpu) as timer:
         for x in timer.steps(loop.batches(60)):
@@ -78,7 +76,7 @@ def test_a_model_that_is_not_called_is_told_before_the_end(
     assert len(told(caplog)) == 2
 
 
-def test_a_model_that_replaces_call_is_reported(
+def test_model_that_replaces_call_is_reported(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     class WithoutHooks(nn.Module):  # As gpytorch's modules.
@@ -111,7 +109,7 @@ def test_a_model_that_replaces_call_is_reported(
     assert summary.blurred == ("forward", "loss", "other")
 
 
-def test_a_backward_that_is_not_seen_is_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_backward_warns(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     run_backward = torch.autograd.Variable._execution_engine.run_backward
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(60)):
@@ -124,7 +122,7 @@ def test_a_backward_that_is_not_seen_is_told(loop: Loop, caplog: pytest.LogCaptu
     assert message.startswith("No backward was seen, so its time is in `other`.")
 
 
-def test_updates_that_are_not_seen_are_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_updates_warn(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(60)):
             loop.micro_batch(x)
@@ -134,7 +132,7 @@ def test_updates_that_are_not_seen_are_told(loop: Loop, caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("loss_ms", [0.5, 1.25])
-def test_a_forward_that_runs_in_other_is_told_and_a_small_model_with_a_loss_is_not(
+def test_long_other_next_to_a_short_forward_warns(
     gpu: FakeGPU, loss_ms: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = Loop(gpu)
@@ -150,7 +148,7 @@ def test_a_forward_that_runs_in_other_is_told_and_a_small_model_with_a_loss_is_n
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_a_loop_that_accumulates_unsaid_is_told_what_to_pass(
+def test_undeclared_accumulation_warns_with_the_option(
     loop: Loop, n: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with hooks(loop) as timer:
@@ -163,7 +161,7 @@ def test_a_loop_that_accumulates_unsaid_is_told_what_to_pass(
     assert f"; {80 - 80 // n} of 80 timed steps have no update" in str(timer.summary())
 
 
-def test_a_few_updates_that_a_scaler_skips_are_no_accumulation(
+def test_few_skipped_updates_are_not_accumulation(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     with hooks(loop) as timer:
@@ -176,19 +174,7 @@ def test_a_few_updates_that_a_scaler_skips_are_no_accumulation(
     assert "; 8 updates skipped" in str(timer.summary())
 
 
-def test_step_called_twice_a_batch_is_told(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
-    with hooks(loop) as timer:
-        for x in loop.batches(60):
-            loop.train(x)
-            timer.step()
-            timer.step()
-    [message] = told(caplog)
-    assert "steps have no call of the model. Call step() once, at the end of the" in message
-
-
-def test_a_model_that_is_called_in_another_thread_is_told(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_model_called_in_another_thread_warns(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     def in_thread(call: Callable[[], object]) -> None:
         thread = threading.Thread(target=call)
         thread.start()
@@ -200,15 +186,8 @@ def test_a_model_that_is_called_in_another_thread_is_told(
     assert told(caplog)[0].startswith("The model is called in another thread than the one that")
 
 
-def test_inference_is_not_told_of_a_backward(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
-    with GPUPhaseHooks(loop.model, _clock=loop.gpu) as timer, torch.no_grad():
-        for x in timer.steps(loop.batches(60)):
-            loop.model(x)
-    assert told(caplog) == []
-
-
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_training_without_an_optimizer_is_told_with_the_first_times(
+def test_training_without_an_optimizer_warns_with_the_first_times(
     loop: Loop, asks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     timer = GPUPhaseHooks(loop.model, _clock=loop.gpu).attach()
@@ -224,7 +203,7 @@ def test_a_training_without_an_optimizer_is_told_with_the_first_times(
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_an_evaluation_with_gradients_on_is_told(
+def test_evaluation_with_gradients_warns(
     loop: Loop, grad: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with hooks(loop) as timer:
@@ -239,7 +218,7 @@ def test_an_evaluation_with_gradients_on_is_told(
     assert timer.summary().rows["forward"].mean_ms == (8.0 if grad else 4.0)
 
 
-def test_a_timer_that_was_never_attached_says_so(loop: Loop) -> None:
+def test_summary_of_a_timer_that_was_never_attached_says_so(loop: Loop) -> None:
     timer = hooks(loop)
     assert str(timer.summary()) == (
         "No step was timed. The timer was never attached: call attach(),"
@@ -250,7 +229,7 @@ def test_a_timer_that_was_never_attached_says_so(loop: Loop) -> None:
     assert str(timer.summary()) == "No step was timed."
 
 
-def test_a_run_of_too_few_steps_to_time_one_says_so(loop: Loop) -> None:
+def test_summary_without_a_timed_step_names_the_option(loop: Loop) -> None:
     timer = train_loop(loop, 5, every_n_steps=1000)
     said = "No step was timed. Of each 1,000 steps one is timed (every_n_steps)."
     assert str(timer.summary()) == said
@@ -258,7 +237,7 @@ def test_a_run_of_too_few_steps_to_time_one_says_so(loop: Loop) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("configured", [False, True])
-def test_a_message_names_the_package_where_logging_is_not_configured(configured: bool) -> None:
+def test_message_names_the_package_without_logging_configuration(configured: bool) -> None:
     code = f"""
 import logging, sys
 if {configured}:
@@ -284,7 +263,7 @@ def accumulate(loop: Loop, timer: GPUPhaseHooks, every: int) -> None:
             loop.update()
 
 
-def test_with_auto_a_step_ends_with_the_update(gpu: FakeGPU) -> None:
+def test_auto_accumulation_ends_steps_at_updates(gpu: FakeGPU) -> None:
     read = []
     for value, every in (("auto", 1), (1, 1), ("auto", 4), (4, 4)):
         loop = Loop(gpu)
@@ -302,7 +281,7 @@ def test_auto_needs_optimizers(loop: Loop) -> None:
         GPUPhaseHooks(loop.model, accumulate_grad_batches="auto")
 
 
-def test_a_loop_that_leaves_batches_out_of_its_accumulation_is_told_what_to_pass(
+def test_skipped_batches_in_an_accumulation_warn_with_the_option(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     def train(accumulate: Any) -> int:
@@ -469,24 +448,6 @@ def test_self_check_finds_nothing_in_loops_that_are_right(
 class HasHooks(pl.Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         pass
-
-
-def test_self_check_finds_actions_that_are_all_renamed(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for action in ("fetch_action", "copy_action", "callback_action", "module_action"):
-        expected = getattr(lightning_, action)
-        monkeypatch.setattr(lightning_, action, lambda *args, a=expected: f"old {a(*args)}")
-    timer = timer_of(gpu)
-    fake_lightning.trainer(HasHooks(), timer).fit(fake_lightning.Model(gpu), Loader(gpu, 8))
-    summary = timer.summary()
-    assert [text.partition(", because")[0] for text in summary.not_measured] == [
-        "not measured: the fetch of batches apart from callbacks",
-        "not measured: copies to the device apart from the fetch of batches",
-        "not measured: callbacks apart from data and from each other",
-    ]
-    assert {*summary.blurred} == {"data", "callbacks"}
-    assert len(told(caplog)) == 3
 
 
 def test_self_check_finds_updates_whose_hooks_do_not_fire(

@@ -1,8 +1,6 @@
 """Slow steps and their causes, with exact times on the fake GPU."""
 
 import gc
-import pickle
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from random import Random
@@ -74,7 +72,7 @@ def only(timer: GPUPhaseHooks) -> SlowStep:
 
 
 @pytest.mark.parametrize(("lag", "ahead_ms"), [(1, LEAD_MS + 5.625), (0, 5.625)])
-def test_a_collection_reaches_the_gpu_as_far_as_the_host_was_not_ahead(
+def test_collection_reaches_the_gpu_as_far_as_the_host_was_not_ahead(
     loop: Loop, lag: int, ahead_ms: float
 ) -> None:
     timer = train(loop, in_loss={SLOW: lambda: collect(loop.gpu, 40.0)}, _lag=lag)
@@ -90,7 +88,7 @@ def test_a_collection_reaches_the_gpu_as_far_as_the_host_was_not_ahead(
     assert (slow.phase_ms["loss"], slow.host_ms["loss"]) == (0.5 + 40.0 - ahead_ms, 40.0)
 
 
-def test_what_it_takes_to_read_the_events_makes_no_step_slow(loop: Loop) -> None:
+def test_reading_events_makes_no_step_slow(loop: Loop) -> None:
     gpu, gpu.read_ms = loop.gpu, 0.1  # 17.5 ms for 25 steps
     with hooks(loop, warmup_steps=5) as timer:
         for x in timer.steps(loop.batches(120)):
@@ -100,13 +98,13 @@ def test_what_it_takes_to_read_the_events_makes_no_step_slow(loop: Loop) -> None
     assert len(timer.slow_steps()) == 0
 
 
-def test_a_delay_that_the_lead_of_the_host_hides_makes_no_step_slow(loop: Loop) -> None:
+def test_delay_that_the_lead_of_the_host_hides_makes_no_step_slow(loop: Loop) -> None:
     timer = train(loop, in_loss={SLOW: lambda: collect(loop.gpu, LEAD_MS + 5.0)})
     assert len(timer.slow_steps()) == 0
     assert timer.summary().slow is None
 
 
-def test_a_slow_item_is_the_loaders(loop: Loop) -> None:
+def test_slow_item_is_attributed_to_the_loader(loop: Loop) -> None:
     timer = train(loop, in_fetch={SLOW: lambda: loop.gpu.host_work(40.0)})
     slow = only(timer)
     detail = "it loads in the loop's own process"
@@ -128,13 +126,13 @@ def test_causes_share_what_reached_the_gpu_and_no_time_counts_twice(loop: Loop) 
     ]
 
 
-def test_what_no_detector_has_seen_is_unexplained(loop: Loop) -> None:
+def test_unseen_delay_is_unexplained(loop: Loop) -> None:
     slow = only(train(loop, in_loss={SLOW: lambda: loop.gpu.host_work(40.0)}))
     assert slow.causes == ()
     assert slow.unexplained_ms == slow.excess_ms == 40.0 - LEAD_MS - 5.625
 
 
-def test_work_of_the_gpu_itself_is_nobodys_fault(loop: Loop) -> None:
+def test_gpu_work_has_no_cause(loop: Loop) -> None:
     def delay() -> None:
         loop.gpu.work(30.0)
         collect(loop.gpu, 15.0)
@@ -146,7 +144,7 @@ def test_work_of_the_gpu_itself_is_nobodys_fault(loop: Loop) -> None:
     assert slow.unexplained_ms == 30.0
 
 
-def test_a_compilation_is_told(loop: Loop) -> None:
+def test_compilation_is_a_cause(loop: Loop) -> None:
     from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
     def compile_anew() -> None:
@@ -167,7 +165,7 @@ def test_a_compilation_is_told(loop: Loop) -> None:
     assert (callback_handler.start_callbacks, callback_handler.end_callbacks) == before
 
 
-def test_a_slow_log_is_told(loop: Loop) -> None:
+def test_slow_log_is_a_cause(loop: Loop) -> None:
     class Slow(Logger):
         def log_metrics(self, metrics: dict[str, float], step: int) -> None:
             loop.gpu.host_work(50.0)
@@ -184,7 +182,7 @@ def test_a_slow_log_is_told(loop: Loop) -> None:
     assert "log_metrics" not in vars(logger)
 
 
-def test_a_phase_that_was_named_by_hand_is_named(loop: Loop) -> None:
+def test_named_phase_is_a_cause(loop: Loop) -> None:
     def save() -> None:
         loop.gpu.host_work(60.0 if loop.gpu.created else 0.0)
 
@@ -201,26 +199,26 @@ def test_a_phase_that_was_named_by_hand_is_named(loop: Loop) -> None:
     assert (slow.phase, slow.unexplained_ms) == ("save", 0.0)
 
 
-def test_the_first_steps_after_the_warm_up_are_judged_and_those_of_it_are_not(loop: Loop) -> None:
+def test_first_steps_after_the_warm_up_are_judged_and_those_of_it_are_not(loop: Loop) -> None:
     late = {number: lambda: collect(loop.gpu, 100.0) for number in (2, 6)}
     timer = train(loop, in_loss=late, warmup_steps=5)
     assert [slow.step for slow in timer.slow_steps()] == [6]
 
 
-def test_a_new_pace_is_usual_after_a_while(loop: Loop) -> None:
+def test_new_pace_becomes_the_baseline(loop: Loop) -> None:
     longer = {number: lambda: loop.gpu.work(10.0) for number in range(20, STEPS)}
     found = [slow.step for slow in train(loop, in_loss=longer).slow_steps(100)]
     # With the reading of the 50th step the median is of 30 such steps and 20 others.
     assert sorted(found) == [*range(20, 50)]
 
 
-def test_a_clean_run_blames_nobody(loop: Loop) -> None:
+def test_clean_run_has_no_slow_steps(loop: Loop) -> None:
     timer = train(loop, in_loss={n: lambda n=n: loop.gpu.work(n % 7 / 10) for n in range(STEPS)})  # type: ignore[misc]
     assert len(timer.slow_steps()) == 0
     assert "slow" not in str(timer.summary())
 
 
-def test_the_slowest_come_first_and_print_as_sentences(loop: Loop) -> None:
+def test_slowest_steps_come_first_and_print_as_sentences(loop: Loop) -> None:
     late = {20: lambda: collect(loop.gpu, 40.0), 30: lambda: collect(loop.gpu, 80.0)}
     timer = train(loop, in_loss=late)
     assert [str(slow) for slow in timer.slow_steps()] == [
@@ -232,7 +230,7 @@ def test_the_slowest_come_first_and_print_as_sentences(loop: Loop) -> None:
     assert [slow.step for slow in timer.slow_steps(1)] == [30]
 
 
-def test_the_summary_says_what_slow_steps_cost_and_which_was_the_worst(loop: Loop) -> None:
+def test_summary_says_what_slow_steps_cost_and_which_was_the_worst(loop: Loop) -> None:
     late = {20: lambda: collect(loop.gpu, 40.0), 30: lambda: loop.gpu.host_work(80.0)}
     summary = train(loop, in_loss=late).summary()
     all_ms = 60 * 15.625 + 18.75 + 58.75
@@ -262,7 +260,7 @@ def test_the_summary_says_what_slow_steps_cost_and_which_was_the_worst(loop: Loo
         (range(32, STEPS), 28, "28 of 60 steps took longer than their baseline (step times vary"),
     ],
 )
-def test_where_many_steps_are_long_none_is_called_slow(
+def test_many_long_steps_are_not_called_slow(
     loop: Loop, late: range, n: int, expected: str
 ) -> None:
     timer = train(loop, in_loss={step: lambda: loop.gpu.host_work(80.0) for step in late})
@@ -273,7 +271,7 @@ def test_where_many_steps_are_long_none_is_called_slow(
     assert len(timer.slow_steps(STEPS)) == n
 
 
-def test_the_excess_is_logged_and_by_cause_once_there_was_one(loop: Loop) -> None:
+def test_excess_is_logged_and_by_cause_once_there_was_one(loop: Loop) -> None:
     logger = Logger()
     late = {25: lambda: collect(loop.gpu, 40.0), 33: lambda: loop.gpu.host_work(40.0)}
     train(loop, in_loss=late, logger=logger, log="all", log_every_n_steps=20)
@@ -291,7 +289,7 @@ def test_the_excess_is_logged_and_by_cause_once_there_was_one(loop: Loop) -> Non
     }
 
 
-def test_a_window_of_many_slow_steps_keeps_no_more_than_their_sums() -> None:
+def test_window_of_many_slow_steps_keeps_no_more_than_their_sums() -> None:
     log = SlowLog()
     log.follow()
     for number in range(5_000):
@@ -346,7 +344,7 @@ def test_slow_steps_are_the_same_whenever_they_are_explained(options: dict[str, 
     assert lazy.slow_steps(STEPS) == at_once.slow_steps(STEPS)
 
 
-def test_a_noisy_host_does_not_fill_the_memory_with_evidence() -> None:
+def test_noisy_host_does_not_fill_the_memory_with_evidence() -> None:
     log, chance, explained = SlowLog(), Random(0), []
 
     def of(number: int, excess_ms: float) -> SlowStep:
@@ -381,7 +379,7 @@ def test_a_noisy_host_does_not_fill_the_memory_with_evidence() -> None:
     assert summary.share == pytest.approx((sum(excesses_ms) + 1e6) / 2e6)
 
 
-def test_a_detector_that_fails_late_leaves_steps_without_causes(
+def test_detector_that_fails_late_leaves_steps_without_causes(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(attribution: Any) -> None:
@@ -402,7 +400,7 @@ def test_a_detector_that_fails_late_leaves_steps_without_causes(
     assert message == "Why steps are slow is no longer said: ValueError('odd')"
 
 
-def test_a_function_of_the_users_that_is_slow_is_not_the_loaders_fault(loop: Loop) -> None:
+def test_slow_observer_is_a_cause(loop: Loop) -> None:
     def slow_once(times: StepTimes) -> None:
         loop.gpu.host_work(50.0 if times.step == SLOW else 0.0)
 
@@ -410,42 +408,6 @@ def test_a_function_of_the_users_that_is_slow_is_not_the_loaders_fault(loop: Loo
     [cause] = slow.causes
     assert (cause.kind, cause.host_ms) == ("callback", 50.0)
     assert cause.detail == "observers"
-
-
-def test_an_observer_gets_each_slow_step_once(loop: Loop) -> None:
-    told: list[SlowStep] = []
-    timer = train(
-        loop,
-        in_loss={SLOW: lambda: collect(loop.gpu, 40.0)},
-        observers=[SimpleNamespace(on_slow_step=told.append)],
-    )
-    assert told == timer.slow_steps()
-
-
-def test_an_observer_of_slow_steps_that_fails_is_told_once_and_called_no_more(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
-    calls = []
-
-    def fails(slow: SlowStep) -> None:
-        calls.append(slow)
-        raise ValueError("full disk")
-
-    late = {n: lambda: collect(loop.gpu, 40.0) for n in (20, 40)}
-    timer = train(loop, in_loss=late, observers=[SimpleNamespace(on_slow_step=fails)])
-    assert len(calls) == 1
-    assert len(timer.slow_steps()) == 2
-    assert [record.getMessage() for record in caplog.records] == [
-        "test_an_observer_of_slow_steps_that_fails_is_told_once_and_called_no_more.<locals>.fails"
-        " failed, and is no longer called: ValueError('full disk')"
-    ]
-
-
-def test_options_of_the_wrong_type_are_refused(loop: Loop) -> None:
-    with pytest.raises(TypeError, match="observers must be a list of functions"):
-        hooks(loop, observers=[SimpleNamespace(on_slow_step=3)])
-    with pytest.raises(ValueError, match="n must be 1 or more"):
-        hooks(loop).slow_steps(0)
 
 
 def test_nothing_is_left_of_the_detectors(loop: Loop) -> None:
@@ -459,7 +421,7 @@ def test_nothing_is_left_of_the_detectors(loop: Loop) -> None:
     assert "log_metrics" not in vars(logger)
 
 
-def test_a_detector_that_fails_ends_the_asking_and_nothing_else(
+def test_failing_detector_ends_only_the_search_for_causes(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = [*gc.callbacks]
@@ -479,15 +441,7 @@ def test_a_detector_that_fails_ends_the_asking_and_nothing_else(
     assert record.getMessage().startswith("Why steps are slow is no longer said: TypeError(")
 
 
-def test_slow_steps_are_in_a_copy_of_the_timers_results(loop: Loop) -> None:
-    timer = train(loop, in_loss={SLOW: lambda: collect(loop.gpu, 40.0)})
-    copied = pickle.loads(pickle.dumps(timer._results))
-    assert copied.slow.slow_steps(10) == timer.slow_steps()
-
-
-def test_what_the_timer_itself_took_to_read_steps_makes_none_slow(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_steps_makes_no_step_slow(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     add = Results.add
 
     def slow_add(self: Results, *args: Any) -> Any:
@@ -499,7 +453,7 @@ def test_what_the_timer_itself_took_to_read_steps_makes_none_slow(
 
 
 @pytest.mark.parametrize("every", [1, 5, 20])
-def test_what_is_judged_late_is_in_no_log_of_other_steps(loop: Loop, every: int) -> None:
+def test_slow_step_found_late_is_in_no_other_log(loop: Loop, every: int) -> None:
     logger = Logger()
     late = {3: lambda: loop.gpu.host_work(400.0)}
     timer = train(loop, late, logger=logger, log=["slow"], log_every_n_steps=every)
@@ -509,24 +463,7 @@ def test_what_is_judged_late_is_in_no_log_of_other_steps(loop: Loop, every: int)
     assert max(logged.values()) == (pytest.approx(excess_ms / 20) if every == 20 else 0.0)
 
 
-def test_a_logger_that_another_thread_calls_is_not_blamed(loop: Loop) -> None:
-    class Late(Logger):
-        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-            loop.gpu.host_work(40.0)
-
-    logger = Late()
-    options: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1000}
-
-    def late() -> None:
-        other = threading.Thread(target=lambda: logger.log_metrics({}, 0))
-        other.start()
-        other.join()
-
-    [slow] = train(loop, in_loss={SLOW: late}, **options).slow_steps()
-    assert slow.causes == ()
-
-
-def test_a_loader_and_a_logger_that_refuse_questions_are_left_alone(loop: Loop) -> None:
+def test_loader_and_logger_that_raise_are_left_alone(loop: Loop) -> None:
     class Loader:
         def __iter__(self) -> Any:
             return loop.batches(60)

@@ -33,7 +33,9 @@ COMPARED: tuple[str | None, dict[str, float]] = (
         ["2 ddp", "2 ddp_find_unused_parameters_true"],
     ],
 )
-def test_every_rank_times_every_phase(cases: list[str], tmp_path: Path) -> None:
+def test_lightning_strategies_time_every_phase_on_every_rank(
+    cases: list[str], tmp_path: Path
+) -> None:
     # Those that can share their processes train in the same ones.
     printed = run(SCRIPT, tmp_path, *cases)
     # The table is printed on rank zero alone.
@@ -65,7 +67,7 @@ def check(case: str, directory: Path) -> None:
         assert bool(measured["logged"]) == bool(logged)
 
 
-def test_a_plain_loop_with_distributed_data_parallel(gpu: FakeGPU, tmp_path: Path) -> None:
+def test_ddp_times_every_phase_on_every_rank(gpu: FakeGPU, tmp_path: Path) -> None:
     store = FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -66,7 +66,7 @@ def terminals() -> dict[str, list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize(("bar", "rich"), BARS)
-def test_the_whole_table_is_on_the_terminal_when_training_ends(
+def test_terminal_shows_the_whole_table_when_training_ends(
     bar: str, rich: str, columns: int, terminals: dict[str, list[str]]
 ) -> None:
     lines = terminals[f"{bar},{columns},{rich}"]
@@ -103,7 +103,7 @@ def lanes_of(text: str) -> dict[str, list[tuple[str, int]]]:
 
 
 @pytest.mark.parametrize("on_host_clock", [False, True])
-def test_a_terminal_with_colours_has_lanes_of_the_mean_step(on_host_clock: bool) -> None:
+def test_terminal_with_colours_has_lanes_of_the_mean_step(on_host_clock: bool) -> None:
     results = Results(10, 0, on_host_clock)
     results.add([raw(i, **INPUT) for i in range(4)])
     summary = summary_of(results)
@@ -186,7 +186,7 @@ LONG = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default"
 
 
 @pytest.mark.parametrize("with_rich", [True, False])
-def test_a_long_name_leaves_fewer_columns_and_a_wide_one_is_aligned(with_rich: bool) -> None:
+def test_long_name_leaves_fewer_columns_and_a_wide_one_is_aligned(with_rich: bool) -> None:
     results = Results(10, 0)
     results.add([raw(0, 0.0, forward=4.0, **{f"forward/{LONG}": 2.5, "日本語": 1.5})])
     summary = summary_of(results)
@@ -201,12 +201,12 @@ def test_a_long_name_leaves_fewer_columns_and_a_wide_one_is_aligned(with_rich: b
     assert wide.index("1.500") + 3 == first.index("2.500")
 
 
-def test_a_table_that_is_written_to_a_file_has_all_columns() -> None:
+def test_table_that_is_written_to_a_file_has_all_columns() -> None:
     names = ["phase", "mean", "share", "p50", "p95", "max", "host", "steps", "busy"]
     assert header(str(of_ranks()).splitlines()) == [*names, "min - max (rank)"]
 
 
-def test_what_80_columns_show_of_ranks() -> None:
+def test_ranks_fit_into_80_columns() -> None:
     assert header(of_ranks()._table().text(80).splitlines()) == [
         "phase", "mean", "share", "p50", "p95", "busy", "min - max (rank)",
     ]  # fmt: skip
@@ -221,7 +221,9 @@ def test_what_80_columns_show_of_ranks() -> None:
         (22_375.0, "Time per step in s", "22.3750", "22.4 s"),
     ],
 )
-def test_the_unit_goes_by_the_size_of_the_step(ms: float, title: str, cell: str, told: str) -> None:
+def test_unit_follows_from_the_length_of_the_step(
+    ms: float, title: str, cell: str, told: str
+) -> None:
     results = Results(10, 0)
     results.add([raw(0, ms / 2, forward=ms)])
     text = str(summary_of(results))
@@ -232,7 +234,7 @@ def test_the_unit_goes_by_the_size_of_the_step(ms: float, title: str, cell: str,
     assert summary_of(results).step.mean_ms == pytest.approx(ms)
 
 
-def test_a_number_has_no_exponent() -> None:
+def test_numbers_have_no_exponent() -> None:
     assert unit_of(5.0).of(123_456.0) == "123456 ms"
 
 
@@ -245,7 +247,7 @@ def test_sentences_wrap_between_words_on_a_terminal_alone() -> None:
     assert sum(line.split() == [name] * 2 for line in wrapped) == 6
 
 
-def test_on_a_terminal_without_rich_the_width_is_that_of_the_terminal(
+def test_table_without_rich_has_the_width_of_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
@@ -261,7 +263,7 @@ def test_on_a_terminal_without_rich_the_width_is_that_of_the_terminal(
 
 
 @pytest.mark.parametrize(("width", "name"), [(80, "layers.0.attention.output"), (45, "body")])
-def test_a_comparison_leaves_out_columns_and_cuts_no_number(width: int, name: str) -> None:
+def test_comparison_leaves_out_columns_and_cuts_no_number(width: int, name: str) -> None:
     results = Results(100, 0)
     results.add([raw(i, forward=4000.0, **{f"forward/{name}": 100.0}) for i in range(48)])
     run = Run(Environment(), *results.history_and_warmup(), summary_of(results))
@@ -275,9 +277,7 @@ def test_a_comparison_leaves_out_columns_and_cuts_no_number(width: int, name: st
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_an_output_without_the_letters_of_a_name_gets_escapes(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ascii_output_gets_escapes(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     results = Results(10, 0)
     results.add([raw(0, **{"é": 1.0})])
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
@@ -294,6 +294,6 @@ def test_an_output_without_the_letters_of_a_name_gets_escapes(
     assert rb"\xa0" not in written
 
 
-def test_a_process_without_an_output_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_without_an_output_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", None)
     show(of_ranks())

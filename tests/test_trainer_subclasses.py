@@ -182,7 +182,7 @@ def sentences(path: Path, callbacks: list[Any]) -> Any:
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )
-def test_a_trainer_is_timed_and_trains_the_same(
+def test_trainer_is_timed_and_trains_the_same(
     make: Callable[..., Any], more: set[str], tmp_path: Path
 ) -> None:
     losses, left = {}, {}

@@ -84,20 +84,10 @@ def collective(request: pytest.FixtureRequest, ranks: Ranks) -> Callable[[], Non
         ("augment", "augment"),
     ],
 )
-def test_a_collective_is_the_comm_of_the_phase_it_is_called_in(
+def test_collective_is_the_comm_of_the_phase_it_is_called_in(
     collective: Callable[[], None], gpu: FakeGPU, place: str, name: str
 ) -> None:
     assert train(Shared(gpu, place, collective)) == [waiting(name)] * 3
-
-
-def test_the_first_step_of_a_loop_that_says_step_has_it_too(ranks: Ranks, gpu: FakeGPU) -> None:
-    loop = Shared(gpu, "loss")
-    with hooks(loop, sync_ranks=False) as timer:
-        for x in loop.batches(3):
-            loop.train(x)
-            timer.step()
-    expected = {**waiting("loss"), "data": 1.125, "other": 0.0}
-    assert phases(timer) == [expected] * 3
 
 
 class Contrastive(nn.Module):
@@ -113,7 +103,7 @@ class Contrastive(nn.Module):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_a_loss_module_that_gathers_is_loss_with_its_wait(
+def test_loss_module_that_gathers_is_loss_with_its_wait(
     ranks: Ranks, gpu: FakeGPU, scale: float
 ) -> None:
     model = nn.ModuleDict({"net": Layer(gpu, 4.0, 7.75), "criterion": Contrastive(gpu)})
@@ -127,7 +117,7 @@ def test_a_loss_module_that_gathers_is_loss_with_its_wait(
     assert phases(timer) == [waiting("loss")] * 3
 
 
-def test_a_part_of_the_model_is_without_the_waits_inside(ranks: Ranks, gpu: FakeGPU) -> None:
+def test_part_of_the_model_is_without_the_waits_inside(ranks: Ranks, gpu: FakeGPU) -> None:
     for place in ("forward", "backward"):
         loop = Shared(gpu, place)
         model: Any = nn.Sequential(loop.model)
@@ -137,7 +127,7 @@ def test_a_part_of_the_model_is_without_the_waits_inside(ranks: Ranks, gpu: Fake
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_what_is_computed_again_in_backward_waits_there(
+def test_recomputed_collective_waits_in_backward(
     ranks: Ranks, gpu: FakeGPU, use_reentrant: bool
 ) -> None:
     class Checkpointed(Shared):
@@ -151,9 +141,7 @@ def test_what_is_computed_again_in_backward_waits_there(
     assert train(Checkpointed(gpu, "forward")) == [expected] * 3
 
 
-def test_a_phase_that_is_named_by_hand_is_named_again_after_the_wait(
-    ranks: Ranks, gpu: FakeGPU
-) -> None:
+def test_named_phase_continues_after_a_wait(ranks: Ranks, gpu: FakeGPU) -> None:
     def named() -> None:
         with phase("augment"):
             gpu.work(1.0)
@@ -167,7 +155,7 @@ def test_a_phase_that_is_named_by_hand_is_named_again_after_the_wait(
     assert train(Shared(gpu, "loss", named)) == [{**OWN, **expected}] * 3
 
 
-def test_waits_inside_a_wait_are_one(
+def test_nested_waits_are_one_wait(
     ranks: Ranks, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broadcast = ProcessGroup.broadcast
@@ -184,7 +172,7 @@ def test_waits_inside_a_wait_are_one(
 
 
 @pytest.mark.parametrize("kind", [ProcessGroup, FakeWork])
-def test_the_time_goes_on_after_a_collective_that_raises(
+def test_failed_collective_ends_its_wait(
     ranks: Ranks, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, kind: type
 ) -> None:
     def fail(*_: Any) -> None:
@@ -200,7 +188,7 @@ def test_the_time_goes_on_after_a_collective_that_raises(
         assert train(Shared(gpu, place, try_it)) == [waiting(place)] * 3
 
 
-def test_a_result_that_is_used_again_costs_no_event(ranks: Ranks, gpu: FakeGPU) -> None:
+def test_reused_result_records_no_event(ranks: Ranks, gpu: FakeGPU) -> None:
     marks = []
     for uses in (1, 5):
 
@@ -223,7 +211,7 @@ def test_a_result_that_is_used_again_costs_no_event(ranks: Ranks, gpu: FakeGPU) 
 @pytest.mark.parametrize(
     ("place", "name"), [("loss", "loss"), ("backward", "backward"), ("update", "optimizer")]
 )
-def test_a_collective_in_another_thread_is_none(
+def test_collective_in_another_thread_is_not_a_wait(
     ranks: Ranks, gpu: FakeGPU, place: str, name: str
 ) -> None:
     def elsewhere() -> None:
@@ -236,9 +224,7 @@ def test_a_collective_in_another_thread_is_none(
     assert train(Shared(gpu, place, elsewhere)) == [expected] * 3
 
 
-def test_what_runs_before_the_wait_is_none_where_nothing_says_when_that_is(
-    ranks: Ranks, gpu: FakeGPU
-) -> None:
+def test_overlapped_work_is_not_a_wait(ranks: Ranks, gpu: FakeGPU) -> None:
     def overlap() -> None:
         work = distributed.group.WORLD.allreduce([torch.ones(2)])  # type: ignore[union-attr]
         gpu.work(1.0)
@@ -248,7 +234,7 @@ def test_what_runs_before_the_wait_is_none_where_nothing_says_when_that_is(
     assert train(Shared(gpu, "loss", overlap)) == [expected] * 3
 
 
-def test_another_thread_ends_no_wait_of_the_timed_one(ranks: Ranks, gpu: FakeGPU) -> None:
+def test_collective_of_another_thread_does_not_end_a_wait(ranks: Ranks, gpu: FakeGPU) -> None:
     def while_another_does() -> None:
         options = AllreduceOptions()
         options.asyncOp = False
@@ -264,7 +250,7 @@ def test_another_thread_ends_no_wait_of_the_timed_one(ranks: Ranks, gpu: FakeGPU
     assert train(Shared(gpu, "loss", while_another_does)) == [expected] * 3
 
 
-def test_an_evaluation_in_lightning_has_its_own(ranks: Ranks, gpu: FakeGPU) -> None:
+def test_evaluation_under_lightning_has_its_own_comm(ranks: Ranks, gpu: FakeGPU) -> None:
     class Validated(Model):
         def forward(self, x: Tensor) -> Tensor:
             reduce()

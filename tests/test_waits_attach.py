@@ -33,7 +33,7 @@ def train(timer: GPUPhaseHooks, loop: Loop, n: int = 2) -> None:
 IN_THIS_LOOP = {**WAITING, "backward": 7.75, "optimizer": 2.25}
 
 
-def test_alone_nothing_is_put_on_any_class(gpu: FakeGPU, loop: Loop) -> None:
+def test_single_process_patches_no_class(gpu: FakeGPU, loop: Loop) -> None:
     FakeStreams(gpu)
     before = places()
     with hooks(loop) as timer:
@@ -44,7 +44,7 @@ def test_alone_nothing_is_put_on_any_class(gpu: FakeGPU, loop: Loop) -> None:
     assert places() == before
 
 
-def test_a_world_of_one_is_alone(gpu: FakeGPU, loop: Loop) -> None:
+def test_world_of_one_patches_no_class(gpu: FakeGPU, loop: Loop) -> None:
     store = HashStore()
     distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
@@ -55,7 +55,7 @@ def test_a_world_of_one_is_alone(gpu: FakeGPU, loop: Loop) -> None:
         distributed.destroy_process_group()
 
 
-def test_all_comes_off_the_classes(ranks: Ranks, gpu: FakeGPU, loop: Loop) -> None:
+def test_classes_are_restored(ranks: Ranks, gpu: FakeGPU, loop: Loop) -> None:
     FakeStreams(gpu)
     before = places()
     timer = hooks(loop, sync_ranks=False).attach()
@@ -68,7 +68,7 @@ def test_all_comes_off_the_classes(ranks: Ranks, gpu: FakeGPU, loop: Loop) -> No
 
 
 @pytest.mark.parametrize("fails", ["current", "kind"])
-def test_an_attach_that_fails_leaves_nothing(
+def test_attach_that_fails_leaves_nothing(
     ranks: Ranks,
     loop: Loop,
     monkeypatch: pytest.MonkeyPatch,
@@ -138,7 +138,7 @@ ORDERS = [
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("order", ORDERS, ids=", ".join)
 @pytest.mark.parametrize(("owner", "name"), [(ProcessGroup, "allreduce"), (FakeWork, "wait")])
-def test_another_patch_may_come_and_go_at_any_time(
+def test_foreign_patch_may_come_and_go_at_any_time(
     ranks: Ranks, gpu: FakeGPU, owner: Any, name: str, order: tuple[str, ...], again: bool
 ) -> None:
     loop, before, theirs = Loop(gpu), places(), Patch(owner, name)
@@ -164,7 +164,7 @@ def test_another_patch_may_come_and_go_at_any_time(
     assert theirs.calls > 0
 
 
-def test_what_stays_inside_a_patch_is_heard_again(ranks: Ranks, gpu: FakeGPU) -> None:
+def test_patch_kept_by_others_is_reused(ranks: Ranks, gpu: FakeGPU) -> None:
     loop, before, theirs = Loop(gpu), places(), Patch(ProcessGroup, "allreduce")
     with hooks(loop, sync_ranks=False):
         theirs.on()
@@ -177,7 +177,7 @@ def test_what_stays_inside_a_patch_is_heard_again(ranks: Ranks, gpu: FakeGPU) ->
     assert places() == before
 
 
-def test_an_error_of_ours_ends_the_timing_of_waits_alone(
+def test_error_in_a_wait_ends_only_the_timing_of_waits(
     ranks: Ranks, loop: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     streams, before = FakeStreams(loop.gpu), places()

@@ -94,7 +94,7 @@ FITS = [("Lightning", place) for place in LATE_IN_FIT if place != "nobody"]
 
 
 @pytest.mark.parametrize(("way", "place"), [*CASES, *FITS])
-def test_the_rank_that_is_not_late_waits_and_the_other_is_longer_where_it_is_late(
+def test_early_rank_waits_and_late_rank_is_longer_where_it_is_late(
     runs: Runs, way: str, place: str
 ) -> None:
     phase = LATE_IN.get(place, place)
@@ -115,7 +115,7 @@ def test_the_rank_that_is_not_late_waits_and_the_other_is_longer_where_it_is_lat
 
 
 @pytest.mark.parametrize("way", [*WAYS, "Lightning"])
-def test_where_nobody_is_late_both_take_about_as_long(runs: Runs, way: str) -> None:
+def test_balanced_ranks_take_equally_long(runs: Runs, way: str) -> None:
     for attempt in range(4):
         of_ranks = runs.totals(f"{way} nobody", attempt)
         assert all(totals["step"][1] == STEPS - WARMUP for totals in of_ranks.values())

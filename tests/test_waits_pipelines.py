@@ -29,14 +29,14 @@ MANUAL = Path(__file__).parents[1] / "docs/how-to/trainers/megatron-torchtitan.m
         ("optimizer", "backward"),
     ],
 )
-def test_what_a_pipeline_receives_is_the_comm_of_the_pass_it_is_for(
+def test_pipeline_receive_is_the_comm_of_the_next_pass(
     ranks: Ranks, gpu: FakeGPU, place: str, name: str
 ) -> None:
     loop = Shared(gpu, place, lambda: PIPELINE(launch().wait))
     assert train(loop) == [waiting(name)] * 3
 
 
-def test_a_gradient_that_a_pipeline_takes_is_no_loss(ranks: Ranks, gpu: FakeGPU) -> None:
+def test_gradient_of_a_pipeline_is_backward(ranks: Ranks, gpu: FakeGPU) -> None:
     net = Layer(gpu, 4.0, 8.0)
     call = from_module(_backward.__name__)
     with GPUPhaseHooks(net, _clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
@@ -53,7 +53,7 @@ def test_a_gradient_that_a_pipeline_takes_is_no_loss(ranks: Ranks, gpu: FakeGPU)
 
 
 @pytest.mark.slow
-def test_the_recipes_of_megatron_and_torchtitan_time_every_stage_of_a_rank(tmp_path: Path) -> None:
+def test_megatron_and_torchtitan_recipes_time_every_stage(tmp_path: Path) -> None:
     ranks = finish(*(start(SCRIPT, MANUAL, tmp_path, rank) for rank in range(2)))
     # Of two stages with two micro-batches of 4 and 8 ms, an update of 2 ms, and two batches of 1.
     usual = {"data": 2.0, "forward": 16.0, "loss": 0.0, "backward": 32.0, "optimizer": 2.0}

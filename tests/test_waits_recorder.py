@@ -47,20 +47,11 @@ def run(gpu: FakeGPU) -> Iterator[Recorded]:
     assert not gpu.capture_broken
 
 
-def test_wait_interrupts_its_phase(run: Recorded, gpu: FakeGPU) -> None:
-    run.run("forward", 4.0)
-    run.wait()
-    gpu.work(2.0)
-    run.run("forward", 1.0)  # No mark: it goes on.
-    assert run.end() == {"forward": 10.0, "forward/comm": 3.0}
-    assert len(run.emitted[0].timeline.names) == 4  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize(
     ("label", "task", "is_timed"),
     [("backward", 0, True), ("optimizer", 0, True), ("forward", 0, False), ("backward", -1, False)],
 )
-def test_a_wait_in_another_thread_counts_where_that_thread_runs_the_backward(
+def test_wait_in_another_thread_counts_where_that_thread_runs_the_backward(
     run: Recorded, label: str, task: int, is_timed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = "lightning_gputime._record.recorder.current_graph_task_id"
@@ -81,34 +72,7 @@ def test_probed_step_keeps_the_waits_after_the_spin(run: Recorded, gpu: FakeGPU)
     assert run.end() == {"data": 3.0, "data/comm": 3.0, "forward": 4.0}
 
 
-def test_wait_outside_a_step_records_nothing(run: Recorded, gpu: FakeGPU) -> None:
-    run.end()
-    run.rest()
-    created = gpu.created
-    assert not run.wait_begins()
-    run.wait_ends()
-    assert not run.is_waiting
-    assert gpu.created == created
-
-
-def test_end_of_an_interrupted_wait_adds_no_mark(run: Recorded, gpu: FakeGPU) -> None:
-    run.run("forward", 4.0)
-    assert run.wait_begins()
-    gpu.work(3.0)
-    run.run("backward", 8.0)
-    run.wait_ends()
-    assert run.end() == {"forward": 7.0, "forward/comm": 3.0, "backward": 8.0}
-    assert len(run.emitted[0].timeline.names) == 4  # type: ignore[union-attr]
-
-
-def test_wait_in_the_tail_of_a_backward_adds_no_mark(run: Recorded) -> None:
-    run.run("backward/comm", 1.0)
-    run.wait()
-    assert run.end() == {"backward": 4.0, "backward/comm": 4.0}
-    assert len(run.emitted[0].timeline.names) == 2  # type: ignore[union-attr]
-
-
-def test_a_wait_whose_mark_fails_costs_its_step_alone(
+def test_wait_whose_mark_fails_costs_its_step_alone(
     run: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.run("forward", 4.0)

@@ -50,12 +50,8 @@ def waiting(comm_ms: float, other_ms: float = 0.0) -> dict[str, float]:
 NOBODY = {**OWN, "loss": STEP_MS["loss"] + COMM_MS}
 
 
-def test_a_collective_on_the_timed_stream_is_a_wait(streams: FakeStreams, gpu: FakeGPU) -> None:
-    assert train(gpu, reduce) == [waiting(COMM_MS)] * 3
-
-
 @pytest.mark.parametrize("how", [reduce, lambda: launch().wait()])
-def test_a_collective_on_another_stream_is_none(
+def test_collective_on_another_stream_is_not_a_wait(
     streams: FakeStreams, gpu: FakeGPU, how: Callable[[], object]
 ) -> None:
     def beside() -> None:
@@ -67,7 +63,7 @@ def test_a_collective_on_another_stream_is_none(
     assert train(gpu, beside) == [OWN] * 3
 
 
-def test_to_wait_for_a_stream_that_runs_a_collective_is_one(
+def test_waiting_for_a_stream_with_a_collective_is_a_wait(
     streams: FakeStreams, gpu: FakeGPU
 ) -> None:
     def beside() -> None:
@@ -78,7 +74,7 @@ def test_to_wait_for_a_stream_that_runs_a_collective_is_one(
     assert train(gpu, beside) == [waiting(COMM_MS)] * 3
 
 
-def test_to_wait_for_copies_is_none(streams: FakeStreams, gpu: FakeGPU) -> None:
+def test_copies_are_not_counted_as_communication(streams: FakeStreams, gpu: FakeGPU) -> None:
     def fetch_ahead() -> None:
         with streams.on(streams.side):
             reduce()
@@ -89,7 +85,7 @@ def test_to_wait_for_copies_is_none(streams: FakeStreams, gpu: FakeGPU) -> None:
     assert train(gpu, fetch_ahead) == [waiting(COMM_MS, 2.0)] * 3
 
 
-def test_a_stream_that_is_not_timed_waits_for_nobody(streams: FakeStreams, gpu: FakeGPU) -> None:
+def test_untimed_stream_has_no_waits(streams: FakeStreams, gpu: FakeGPU) -> None:
     def beside() -> None:
         with streams.on(streams.side):
             reduce()
@@ -103,9 +99,7 @@ def test_a_stream_that_is_not_timed_waits_for_nobody(streams: FakeStreams, gpu: 
     assert train(gpu, beside) == [OWN] * 3
 
 
-def test_an_event_that_torchs_own_code_waits_for_is_a_rank(
-    streams: FakeStreams, gpu: FakeGPU
-) -> None:
+def test_event_wait_inside_torch_is_a_wait(streams: FakeStreams, gpu: FakeGPU) -> None:
     def unshard() -> None:
         # As FSDP2 does: its collectives run on streams of its own.
         with streams.on(streams.side):
@@ -115,9 +109,7 @@ def test_an_event_that_torchs_own_code_waits_for_is_a_rank(
     assert train(gpu, unshard) == [waiting(COMM_MS)] * 3
 
 
-def test_what_torch_runs_beside_makes_no_rank_of_a_loops_own_events(
-    streams: FakeStreams, gpu: FakeGPU
-) -> None:
+def test_event_wait_of_the_loop_is_not_a_wait(streams: FakeStreams, gpu: FakeGPU) -> None:
     def beside() -> None:
         with streams.on(streams.side):
             FSDP(distributed.all_reduce, torch.ones(2))
@@ -127,9 +119,7 @@ def test_what_torch_runs_beside_makes_no_rank_of_a_loops_own_events(
     assert train(gpu, beside) == [NOBODY] * 3
 
 
-def test_a_loop_that_runs_on_a_stream_of_its_own_is_timed_there(
-    streams: FakeStreams, gpu: FakeGPU
-) -> None:
+def test_loop_on_a_side_stream_is_timed_there(streams: FakeStreams, gpu: FakeGPU) -> None:
     streams.timed = streams.side
     loop = Loop(gpu)
     with hooks(loop, sync_ranks=False) as timer, streams.on(streams.side):
@@ -142,9 +132,7 @@ def test_a_loop_that_runs_on_a_stream_of_its_own_is_timed_there(
     assert phases(timer) == [waiting(COMM_MS)] * 3
 
 
-def test_a_stream_that_was_timed_in_another_step_is_beside_now(
-    streams: FakeStreams, gpu: FakeGPU
-) -> None:
+def test_formerly_timed_stream_is_a_side_stream(streams: FakeStreams, gpu: FakeGPU) -> None:
     loop, usual = Loop(gpu), streams.timed
     with hooks(loop, sync_ranks=False) as timer:
         for number, x in enumerate(timer.steps(loop.batches(3))):
@@ -157,7 +145,7 @@ def test_a_stream_that_was_timed_in_another_step_is_beside_now(
     assert phases(timer)[1:] == [OWN] * 2
 
 
-def test_a_collective_that_is_only_launched_beside_is_awaited(
+def test_collective_launched_on_a_side_stream_is_a_wait(
     streams: FakeStreams, gpu: FakeGPU, ranks: Ranks
 ) -> None:
     def beside() -> None:
@@ -170,14 +158,14 @@ def test_a_collective_that_is_only_launched_beside_is_awaited(
     assert train(gpu, beside) == [waiting(COMM_MS)] * 3
 
 
-def test_a_clock_without_streams_times_all_that_is_called(ranks: Ranks, gpu: FakeGPU) -> None:
+def test_clock_without_streams_times_every_wait(ranks: Ranks, gpu: FakeGPU) -> None:
     assert train(gpu, reduce) == [waiting(COMM_MS)] * 3
     with FakeStreams(gpu).on(FakeStream(gpu, 9)):
         gpu.streams = None
         assert train(gpu, lambda: launch().wait()) == [waiting(COMM_MS)] * 3
 
 
-def test_a_device_whose_streams_have_no_class_is_timed(streams: FakeStreams, gpu: FakeGPU) -> None:
+def test_device_whose_streams_have_no_class_is_timed(streams: FakeStreams, gpu: FakeGPU) -> None:
     streams.kind = None  # type: ignore[assignment]
 
     def beside() -> None:

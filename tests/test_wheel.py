@@ -37,14 +37,14 @@ def metadata(wheel: Path) -> Message:
         return message_from_bytes(archive.read(name))
 
 
-def test_it_has_all_modules_and_the_mark_of_types(wheel: Path) -> None:
+def test_wheel_has_all_modules_and_py_typed(wheel: Path) -> None:
     source = ROOT / "lightning_gputime"
     modules = {str(path.relative_to(ROOT)) for path in source.rglob("*.py")}
     with zipfile.ZipFile(wheel) as archive:
         assert modules | {"lightning_gputime/py.typed"} <= set(archive.namelist())
 
 
-def test_a_release_knows_its_address_and_links_to_it(metadata: Message) -> None:
+def test_release_metadata_has_absolute_links(metadata: Message) -> None:
     urls = dict(one.split(", ") for one in metadata.get_all("Project-URL", []))
     assert urls["Source"] == "https://github.com/someone/timer"
     text = str(metadata.get_payload())
@@ -55,7 +55,7 @@ def test_a_release_knows_its_address_and_links_to_it(metadata: Message) -> None:
     assert not [one for one in links if not one.startswith(("https://", "#"))]
 
 
-def test_it_works_as_installed_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     home = tmp_path / "env"
     venv.create(home)
     python = home / ("Scripts" if os.name == "nt" else "bin") / "python"

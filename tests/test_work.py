@@ -1,6 +1,6 @@
 from collections import UserDict, namedtuple
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -14,7 +14,7 @@ import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._diagnosis.codes import GAPS
 from lightning_gputime._instrumentation import work as counting
-from lightning_gputime._instrumentation.peaks import dtype_of_call, peaks_tflops, precision_of
+from lightning_gputime._instrumentation.peaks import peaks_tflops, precision_of
 from lightning_gputime._instrumentation.work import Items
 
 STEP = sum(STEP_MS.values())
@@ -72,7 +72,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 # Items
 
 
-def test_the_items_of_a_batch_are_the_size_of_its_first_tensor_and_the_table_says_so(
+def test_items_are_the_size_of_the_first_tensor_by_default(
     loop: Loop,
 ) -> None:
     logger = Logger()
@@ -83,14 +83,7 @@ def test_the_items_of_a_batch_are_the_size_of_its_first_tensor_and_the_table_say
     assert [metrics["phase_time/items_per_sec"] for _, metrics in logger.calls] == [per_s] * 2
 
 
-def test_unequal_batches_count_as_they_are(loop: Loop) -> None:
-    timer = train(loop, rows(8, 8, 3))
-    assert items_of(timer) == [8, 8, 3]
-    step_ms = timer.history()["step_ms"].sum()
-    assert timer.summary().items_per_sec == pytest.approx(19 / step_ms * 1000)
-
-
-def test_a_step_of_several_micro_batches_has_the_items_of_all(loop: Loop) -> None:
+def test_step_of_several_micro_batches_has_the_items_of_all(loop: Loop) -> None:
     with hooks(loop, accumulate_grad_batches=2) as timer:
         for number, x in enumerate(timer.steps(rows(8, 4, 8, 4, 5))):
             loop.micro_batch(x)
@@ -99,7 +92,7 @@ def test_a_step_of_several_micro_batches_has_the_items_of_all(loop: Loop) -> Non
     assert items_of(timer) == [12, 12, 5]
 
 
-def test_what_a_pause_takes_is_no_time_of_the_items(loop: Loop) -> None:
+def test_pause_does_not_lower_the_item_rate(loop: Loop) -> None:
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(4)):
             loop.train(x)
@@ -124,7 +117,7 @@ def test_steps_that_are_not_timed_or_are_probed_have_no_items(loop: Loop) -> Non
     assert set(items_of(timer)) == {4.0}
 
 
-def test_a_loop_that_calls_step_has_items_only_by_a_number(loop: Loop) -> None:
+def test_loop_that_calls_step_has_items_only_by_a_number(loop: Loop) -> None:
     for items, expected in ((None, None), (32, 32_000 / STEP)):
         with hooks(loop, items=items) as timer:
             for x in loop.batches(4):
@@ -132,25 +125,6 @@ def test_a_loop_that_calls_step_has_items_only_by_a_number(loop: Loop) -> None:
                 timer.step()
         assert timer.summary().items_per_sec == expected
     assert ", counted by items=32" in str(timer.summary())
-
-
-def test_a_loop_that_is_left_has_the_items_of_its_last_step(loop: Loop) -> None:
-    with hooks(loop) as timer:
-        for number, x in enumerate(timer.steps(rows(8, 8, 6, 8))):
-            loop.train(x)
-            if number == 2:
-                break
-    assert items_of(timer) == [8, 8, 6]
-
-
-def test_an_epoch_that_is_broken_off_leaves_no_items_to_the_next(loop: Loop) -> None:
-    with hooks(loop, accumulate_grad_batches=2) as timer:
-        for _ in range(2):
-            for number, x in enumerate(timer.steps(rows(8, 4, 2))):
-                loop.micro_batch(x)
-                if number % 2:
-                    loop.update()
-    assert items_of(timer) == [12, 12]
 
 
 Pair = namedtuple("Pair", "x y")
@@ -192,13 +166,13 @@ class Graphs:
     ],
     ids=lambda one: type(one).__name__,
 )
-def test_batches_of_any_kind_have_their_size_or_none(batch: Any, expected: int | None) -> None:
+def test_batches_of_any_kind_have_a_size_or_nan(batch: Any, expected: int | None) -> None:
     items = Items(None)
     found = [items.of(batch) for _ in range(3)]
     assert found == [expected] * 3 if expected else all(one != one for one in found)
 
 
-def test_a_loop_whose_batches_change_their_kind_is_followed() -> None:
+def test_items_follow_a_changing_kind_of_batch() -> None:
     items = Items(None)
     x = torch.ones(8, 2)
     batches = [(x, x), {"x": x[:4]}, x[:3], ((x[:2], x[:2]), x[:2]), [x, x], None, (x[:5], x[:5])]
@@ -218,7 +192,7 @@ def test_a_loop_whose_batches_change_their_kind_is_followed() -> None:
         (float("nan"), "must return a finite number"),
     ],
 )
-def test_a_function_that_tells_no_number_is_told_of_once_and_asked_no_more(
+def test_items_function_without_a_number_warns_once(
     loop: Loop, caplog: pytest.LogCaptureFixture, returned: Any, why: str
 ) -> None:
     asked = []
@@ -233,14 +207,6 @@ def test_a_function_that_tells_no_number_is_told_of_once_and_asked_no_more(
     assert timer.summary().items_per_sec is None
     assert "items per second" not in str(timer.summary())
     assert timer.summary().steps == 3
-
-
-def test_a_function_that_raises_ends_no_training(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
-    timer = train(loop, loop.batches(3), items=lambda batch: batch["x"])
-    assert timer.summary().steps == 3
-    assert caplog.text.count("because items failed") == 1
 
 
 def test_training_and_validation_have_their_own_items_under_lightning(gpu: FakeGPU) -> None:
@@ -260,7 +226,7 @@ def test_training_and_validation_have_their_own_items_under_lightning(gpu: FakeG
     assert timer._evaluations.means[0]["items_per_sec"] == logged["phase_time/val/items_per_sec"]
 
 
-def test_a_number_of_items_is_not_taken_for_validation(gpu: FakeGPU) -> None:
+def test_items_number_is_not_used_in_validation(gpu: FakeGPU) -> None:
     logger = MemoryLogger()
     timer = timer_of(gpu, items=100)
     trainer(timer, logger=logger).fit(Model(gpu), Loader(gpu, 4), Loader(gpu, 2))
@@ -269,7 +235,7 @@ def test_a_number_of_items_is_not_taken_for_validation(gpu: FakeGPU) -> None:
     assert logged["phase_time/val/items_per_sec"] < 1000
 
 
-def test_a_function_that_fails_is_told_once_of_all_evaluations(
+def test_failing_items_function_warns_once_for_all_evaluations(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(batch: Tensor) -> int:
@@ -282,18 +248,13 @@ def test_a_function_that_fails_is_told_once_of_all_evaluations(
     assert [one.getMessage() for one in caplog.records if "Items" in one.msg] == [told] * 2
 
 
-def test_a_batch_that_lightning_skips_has_no_items(gpu: FakeGPU) -> None:
+def test_batch_that_lightning_skips_has_no_items(gpu: FakeGPU) -> None:
     class Skips(Model):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if batch_idx == 2 else None
 
     timer = fit(gpu, Skips(gpu), n=4, max_epochs=2)
     assert items_of(timer) == [1, 1, 1, 1]
-
-
-def test_accumulated_batches_are_added_up_under_lightning(gpu: FakeGPU) -> None:
-    timer = fit(gpu, Model(gpu), n=5, accumulate_grad_batches=2)
-    assert items_of(timer) == [2, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -307,7 +268,9 @@ def test_accumulated_batches_are_added_up_under_lightning(gpu: FakeGPU) -> None:
         ({"flops": -1}, TypeError, "got -1"),
     ],
 )
-def test_wrong_options_fail_at_once(loop: Loop, options: Any, error: Any, why: str) -> None:
+def test_items_and_flops_of_a_wrong_type_are_refused(
+    loop: Loop, options: Any, error: Any, why: str
+) -> None:
     with pytest.raises(error, match=why):
         hooks(loop, **options)
     with pytest.raises(error, match=why):
@@ -349,7 +312,7 @@ def test_flops_are_those_of_an_item(
 
 
 @pytest.mark.usefixtures("h200")
-def test_steps_whose_items_are_not_known_are_left_out(gpu: FakeGPU) -> None:
+def test_steps_with_unknown_items_are_left_out(gpu: FakeGPU) -> None:
     # The third takes longer, and has two sizes: which of them counts items is not known.
     batches = [torch.ones(8, 64), torch.ones(8, 64), (torch.ones(8, 64), torch.ones(3, 64))]
 
@@ -365,7 +328,7 @@ def test_steps_whose_items_are_not_known_are_left_out(gpu: FakeGPU) -> None:
     assert summary.mfu == pytest.approx(24e6 / 6e-3 / 1e12 / 1e-4)
 
 
-def test_without_a_peak_the_rate_is_told_and_why_there_is_no_mfu(gpu: FakeGPU) -> None:
+def test_unknown_peak_shows_the_rate_and_the_reason(gpu: FakeGPU) -> None:
     timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu, flops=1e9)
     assert timer.summary().mfu is None
     assert "1.33 TFLOP/s of the model's work" in str(timer.summary())
@@ -385,7 +348,7 @@ def precision_in(gpu: FakeGPU, model: nn.Module, call: Callable[[Any], Tensor]) 
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_the_precision_is_that_of_autocast_in_the_call(gpu: FakeGPU, is_on: bool) -> None:
+def test_precision_is_that_of_autocast_in_the_call(gpu: FakeGPU, is_on: bool) -> None:
     model = Net(gpu)
 
     def call(x: Tensor) -> Tensor:
@@ -399,21 +362,12 @@ def test_the_precision_is_that_of_autocast_in_the_call(gpu: FakeGPU, is_on: bool
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_the_precision_is_that_of_autocast_inside_of_the_model(gpu: FakeGPU, wrapped: bool) -> None:
+def test_precision_is_that_of_autocast_inside_of_the_model(gpu: FakeGPU, wrapped: bool) -> None:
     model: Any = nn.Linear(64, 32)
     # As Accelerate has it.
     model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward.__func__).__get__(model)
     called: Any = torch.compile(model, backend="eager") if wrapped else model
     assert precision_in(gpu, called, called) == "bf16"
-
-
-def test_a_model_whose_precision_is_not_found_is_timed(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(counting, "precision_of", lambda *_: int("no shape"))
-    summary = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu).summary()
-    assert summary.rows["forward"].n == 3
-    assert "the precision is not known (ValueError(" in str(summary)
 
 
 @pytest.mark.parametrize(
@@ -423,7 +377,7 @@ def test_a_model_whose_precision_is_not_found_is_timed(
         (torch.float32, "", "no call of the model was seen, which shows the precision"),
     ],
 )
-def test_in_a_compiled_training_step_a_short_type_of_parameters_shows_the_precision(
+def test_precision_of_a_compiled_training_step_is_that_of_short_parameters(
     gpu: FakeGPU, dtype: torch.dtype, precision: str, note: str
 ) -> None:
     class Task(pl.LightningModule):
@@ -446,9 +400,7 @@ def test_in_a_compiled_training_step_a_short_type_of_parameters_shows_the_precis
     assert work.note.startswith(note)
 
 
-def test_flops_of_an_item_without_items_are_said_once(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_flops_without_items_warn_once(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     with hooks(loop, flops=1e6) as timer:
         for x in loop.batches(5):
             loop.train(x)
@@ -458,16 +410,6 @@ def test_flops_of_an_item_without_items_are_said_once(
         ("lightning_gputime", True)
     ]
     assert "pass items=" in str(timer.summary())
-
-
-def test_without_flops_nothing_is_looked_up_or_said(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(counting, "dtype_of_call", None)
-    monkeypatch.setattr(counting, "peaks_tflops", None)
-    work = train(loop, rows(8, 8, 8)).summary().work
-    assert work is not None
-    assert (work.note, work.precision, work.tflops) == ("", "", None)
 
 
 # The peak
@@ -504,23 +446,10 @@ def test_without_flops_nothing_is_looked_up_or_said(
         ("NVIDIA H200", "fp64", None),
     ],
 )
-def test_the_peak_is_the_dense_one_of_the_data_sheet(
+def test_peak_is_the_dense_one_of_the_data_sheet(
     name: str, precision: str, expected: float | None
 ) -> None:
     assert peaks_tflops(name).get(precision) == expected
-
-
-def test_the_precision_is_that_of_autocast_or_of_the_parameters() -> None:
-    def precision(model: nn.Module) -> str:
-        return precision_of(model, dtype_of_call(model, cpu), cpu)
-
-    cpu, net = torch.device("cpu"), cast("Any", nn.Linear(2, 2))
-    assert precision(net) == "fp32"
-    with torch.autocast("cpu", torch.bfloat16):
-        assert precision(net) == "bf16"
-    net.forward = torch.autocast("cpu", torch.bfloat16)(net.forward)
-    assert precision(net) == "bf16"
-    assert precision(nn.Linear(2, 2).bfloat16()) == "bf16"
 
 
 def test_tf32_is_that_of_convolutions_where_they_hold_most_parameters(
@@ -551,7 +480,7 @@ def test_tf32_is_that_of_convolutions_where_they_hold_most_parameters(
 
 
 @pytest.mark.usefixtures("h200")
-def test_what_the_peak_is_lost_to_adds_up_exactly(gpu: FakeGPU) -> None:
+def test_time_breakdown_to_the_peak_adds_up(gpu: FakeGPU) -> None:
     model = Net(gpu)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: gpu.work(1.0))
@@ -579,7 +508,7 @@ def test_what_the_peak_is_lost_to_adds_up_exactly(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.usefixtures("h200")
-def test_more_than_the_peak_is_no_mfu_and_has_no_rest(gpu: FakeGPU) -> None:
+def test_rate_above_the_peak_has_no_mfu(gpu: FakeGPU) -> None:
     timer = learn(Net(gpu), [torch.ones(8, 64)] * 9, gpu, flops=1e9, probe_every_n_steps=4)
     breakdown = timer.summary().time_breakdown
     assert breakdown is not None
@@ -588,7 +517,7 @@ def test_more_than_the_peak_is_no_mfu_and_has_no_rest(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.usefixtures("h200")
-def test_a_saved_run_has_its_work_and_its_page_shows_it(gpu: FakeGPU, tmp_path: Any) -> None:
+def test_saved_run_has_its_work_and_its_page_shows_it(gpu: FakeGPU, tmp_path: Any) -> None:
     from lightning_gputime._output.page import page
 
     timer = learn(Net(gpu), [torch.ones(8, 64)] * 40, gpu, probe_every_n_steps=5)
