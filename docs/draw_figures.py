@@ -151,7 +151,7 @@ def draw_sampling() -> None:
         figure.path(f"M{left + start * width} 134h{5 * width - 3}")
         figure.text(middle, 152, label, "small mid mute")
     figure.text(
-        24, 196, "2  Durations define strata, so the time of each is known exactly", "title"
+        24, 196, "2  Durations define strata, and the clock gives the time of each", "title"
     )
     bars = (("ordinary steps", 214, 530), ("long steps", 250, 190))
     for name, y, length in bars:
@@ -201,7 +201,7 @@ def draw_diagnosis() -> None:
         (["no GPU?"], "compute-bound"),
         (["the host waits for the GPU", "for 10 % of the step?"], "GPU-bound"),
         (
-            ["the GPU runs 20 % behind the host, which", "is blocked for 5 % in some phase?"],
+            ["the GPU lags the host by 20 %, which", "is blocked for 5 % in some phase?"],
             "sync-bound",
         ),
         (["probes find launch gaps below 10 %?"], "GPU-bound"),
@@ -251,7 +251,7 @@ def draw_self_check() -> None:
                 "the trainer counts as many",
             ],
         ),
-        ("20 timed steps", ["model, backward and update", "were seen, in most steps"]),
+        ("20 timed steps", ["model, backward and update", "fired in most steps"]),
         ("end", ["the same for short runs;", "steps without a model call"]),
     )
     figure.path("M40 62H830", arrow=True)

@@ -102,7 +102,7 @@ def _read(end: int) -> bytes:
 
 
 def page(written: bytes, columns: int, *, only_breakdown: bool = False) -> str:
-    """Return the summary that a terminal shows as HTML, or only its time breakdown."""
+    """Return the summary that a terminal shows as HTML, or only the part above the phases."""
     import pyte
 
     screen = pyte.Screen(columns, ROWS)
@@ -115,7 +115,8 @@ def page(written: bytes, columns: int, *, only_breakdown: bool = False) -> str:
     first = max(i for i in range(title) if VERDICT.match(screen.display[i]))
     last = used[-1]
     if only_breakdown:
-        last = max(i for i in range(title) if screen.display[i].startswith("total "))
+        others = ("Not measured", "Time per step in")
+        last = max(i for i in used if i <= title and not screen.display[i].startswith(others))
     text = "\n".join(_line(screen, i) for i in range(first, last + 1))
     return f"<!doctype html><style>{STYLE}</style><pre>{text}</pre>"
 
