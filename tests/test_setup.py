@@ -25,7 +25,7 @@ from lightning_gputime._runs.environment import (
 @pytest.mark.parametrize(("inside", "has_parts"), [(1, True), (0, False)])
 def test_setup_says_if_the_model_has_modules(inside: int, has_parts: bool) -> None:
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(inside)))
-    setup = setup_of(Environment(), boundaries.Loop(model), told_precision=False)
+    setup = setup_of(Environment(), boundaries.Loop(model), has_precision=False)
     assert setup.has_parts == has_parts
 
 

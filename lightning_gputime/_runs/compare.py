@@ -1,4 +1,4 @@
-"""Comparison of runs: how much longer steps take, in which phase, and whether that is certain."""
+"""Comparison of saved runs: changes of the step and its phases, with their uncertainty."""
 
 import math
 import os
@@ -35,22 +35,22 @@ from lightning_gputime._runs.estimates import (
 )
 from lightning_gputime._runs.saved import Run, load
 
-# Fields of the environment that decide what work a step does: runs must agree in them.
+# Fields of the environment that determine the work of a step: runs must agree in them.
 MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_grad_batches")
 _NOT_COMPARED = ("started", "rank", "options")
-# Equal runs may differ in 5 % of comparisons: the intervals share that chance.
+# The probability that equal runs are called different, 5 %, is divided among the intervals.
 _CHANCES = {"step": 0.02, "mean": 0.005, "phases": 0.025}
-_MIN_PHASE_SHARE = 0.01  # Shorter phases are judged only by name.
-_MAX_CLEAR_ERROR = 0.1  # An interval wider than this fraction of the step tells little.
-_MIN_OUTSIDE_SHARE = 0.05  # Smaller changes outside of the steps are not mentioned.
+_MIN_PHASE_SHARE = 0.01  # Shorter phases count only if a bound names them.
+_MAX_ERROR = 0.1  # A wider interval, as a fraction of the step, is too noisy.
+_MIN_OUTSIDE_SHARE = 0.05  # Smaller changes outside of the steps are not reported.
 _MIN_NOT_SAMPLED_SHARE = 0.01
-_MIN_PAIRS = 5  # With fewer pairs, their spread is known too badly.
-_DROPPED_COLUMNS = ("change", "95 %")  # In a narrow terminal, in this order.
+_MIN_PAIRS = 5  # Minimum number of pairs to estimate their spread.
+_DROPPED_COLUMNS = ("change", "95 %")  # Dropped in a narrow terminal, in this order.
 MEAN = "the mean of all steps"
 _ONE_RUN = "One run per side: the difference may be noise between runs."
 
 Source = Run | str | os.PathLike[str]
-Side = tuple[str, Sequence[Run]]  # The name of a group, and its runs.
+Side = tuple[str, Sequence[Run]]  # Name of a group, and its runs.
 _PATHS = (str, os.PathLike)
 
 
@@ -58,29 +58,29 @@ _PATHS = (str, os.PathLike)
 class RunComparison(Tabular):
     """Differences between two sides of one or more runs; `print` shows them as a table.
 
-    `step` and `rows` are those of a typical step: the mean over the middle half of the timed steps
-    by length. If the summaries of sampled runs have estimates for all steps, with their errors,
-    they are those of the mean of all steps, timed or not. The phases add up to the step.
+    `step` and `rows` describe a typical step: the mean over the middle half of the timed steps by
+    duration. For sampled runs, they describe the mean of all steps, timed or not. The phases add up
+    to the step.
 
-    The intervals of `step`, `mean` and the phases hold together with 95 % confidence. With several
-    runs per side they cover the spread between runs; with one run per side only the noise within
-    the two runs.
+    The intervals of `step`, `mean` and the phases are simultaneous, with 95 % confidence. With
+    several runs per side they include the spread between runs; with one run per side, only the
+    noise within the two runs.
 
     Attributes:
-        rows: Each phase, in the order of a step; a phase that did not run takes 0 ms.
-        step: The typical step, or the mean step if steps were sampled.
-        mean: The mean over all steps, slow ones included. Its error is infinite if steps were
-            sampled without an estimate for the others: they may have other slow steps.
-        runs: Number of runs of the sides, before and after.
-        steps: Number of their steps, timed or not.
-        notes: What else differs, such as the version of torch.
-        outside: How the time outside of the steps differs; empty if it hardly does.
+        rows: Difference of each phase, in the order of a step; 0 ms if a phase did not run.
+        step: Difference of the typical step, or of the mean step if steps were sampled.
+        mean: Difference of the mean over all steps, including slow steps. Its error is infinite if
+            steps were sampled without an estimate for the other steps.
+        runs: Number of runs on each side.
+        steps: Number of steps on each side, timed or not.
+        notes: Further differences, such as the version of torch.
+        outside: Sentence on the time outside of the steps; empty if it hardly differs.
         names: Names of the sides.
-        in_turns: True if the runs took turns, and each is compared with its neighbor.
-        others: Comparisons of further groups with the same runs before.
+        in_turns: True if the runs alternated, so that each is compared with its neighbor.
+        others: Comparisons of further groups with the same first side.
         is_sampled: True if the times are estimates for all steps, timed or not.
         wall_clock: Total time of each entry of the wall clock that both sides have, such as
-            "validation". They are judged only by name, and only with several runs.
+            "validation". They count only if a bound names them, and only with several runs.
     """
 
     rows: Mapping[str, Difference]
@@ -98,7 +98,7 @@ class RunComparison(Tabular):
 
     @property
     def verdict(self) -> str:
-        """Either "slower" or "faster" if the step is so significantly, else "alike"."""
+        """Either "slower" or "faster" if the step changed significantly, else "alike"."""
         return self.step.verdict
 
     @property
@@ -112,15 +112,15 @@ class RunComparison(Tabular):
         ]
 
     def outcome(self, bound: float, phase: str = "") -> Outcome:
-        """Return whether the step, or a phase, takes longer by more than a fraction.
+        """Return whether the step or a phase is slower by more than a bound.
 
         Args:
-            bound: The fraction of the time before, such as 0.02 for 2 %.
-            phase: A phase, "step" (typical and mean), or an entry of `wall_clock`; if empty, the
-                step and all phases that are `judged`.
+            bound: Fraction of the time before, such as 0.02 for 2 %.
+            phase: Phase, "step" (typical and mean), or entry of `wall_clock`; if empty, the step
+                and all `judged` phases.
 
         Returns:
-            "regression" if one of them certainly exceeds the bound, "passed" if certainly none
+            "regression" if any of them certainly exceeds the bound, "passed" if certainly none
             does, else "cannot tell". Without a name, a phase also passes if it certainly adds no
             more than the bound to the step. The mean of all steps passes by its estimate.
         """
@@ -130,9 +130,9 @@ class RunComparison(Tabular):
         return "cannot tell" if "cannot tell" in found else "passed"
 
     def outcomes(self, bound: float, phase: str = "") -> dict[str, Outcome]:
-        """Return the outcome of each quantity that `outcome` judges, by name.
+        """Return the outcome of each quantity that `outcome` considers, by name.
 
-        The mean of all steps is among them only if its outcome is worse than that of the step.
+        The mean of all steps is included only if its outcome is worse than that of the step.
         """
         tolerances_ms = {} if phase else dict.fromkeys(self.judged, bound * self.step.before_ms)
         chosen = self._chosen(phase)
@@ -141,14 +141,14 @@ class RunComparison(Tabular):
         }
         if "step" in chosen and not self.is_sampled:
             outcome = self.mean.outcome(bound)
-            # Single slow steps make the mean uncertain in most runs: its estimate may pass.
+            # Single slow steps make the mean uncertain in most runs, so its estimate may pass.
             is_worse = outcome == "regression" or self.mean.relative_change > bound
             if is_worse and outcome not in ("passed", found["step"]):
                 found[MEAN] = outcome
         return found
 
     def explain(self, bound: float, phase: str = "") -> list[str]:
-        """Return sentences on what `outcome` found: each regression, or what is uncertain."""
+        """Return a sentence for each regression, or on the uncertain quantities."""
         outcome, percent = self.outcome(bound, phase), f"{100 * bound:g} %"
         if outcome == "passed":
             return [f"Passed: {phase or 'the step'} is not slower by more than {percent}."]
@@ -157,7 +157,7 @@ class RunComparison(Tabular):
             return [f"Regression: {name} is slower by more than {percent}." for name in names]
         needed = self.runs_needed(bound, phase)
         about = "at least" if max(self.runs) == 1 else "about"
-        suffice = f"{about} {needed} runs per side would suffice"
+        suffice = f"{about} {needed} runs per side would decide"
         if needed is None:
             suffice = f"more than {MAX_RUNS} runs per side would be needed"
         are = "is" if len(names) == 1 else "are"
@@ -165,10 +165,10 @@ class RunComparison(Tabular):
         return [f"{found}: {suffice}."]
 
     def runs_needed(self, bound: float, phase: str = "") -> int | None:
-        """Return how many runs per side would decide an outcome that is "cannot tell".
+        """Return the number of runs per side that would decide a "cannot tell" outcome.
 
-        They would decide it in four of five cases, if their spread stays as observed. At least 3;
-        None if more than 100 would be needed, or if nothing has to be decided.
+        They decide it in four of five cases, if their spread stays as observed. At least 3; None if
+        more than 100 would be needed, or if there is nothing to decide.
         """
         chosen = {MEAN: self.mean, **self._chosen(phase)}
         confidence = 1 - _CHANCES["step"]
@@ -189,7 +189,7 @@ class RunComparison(Tabular):
 
     @property
     def sentence(self) -> str:
-        """Significant changes of the step, its phases and outside; a caution with one run each."""
+        """Significant changes of the step, its phases and other time, with a caution."""
         return " ".join(filter(None, (self.caution, self.finding)))
 
     @property
@@ -199,7 +199,7 @@ class RunComparison(Tabular):
     @property
     def finding(self) -> str:
         parts = [self._claim, self.outside]
-        # The certain difference comes first.
+        # A significant difference comes first.
         return "; ".join(filter(None, parts if self.step.is_significant else reversed(parts)))
 
     @property
@@ -220,7 +220,7 @@ class RunComparison(Tabular):
         if phases:
             step = "mean step" if self.is_sampled else "typical step"
             return f"{phases}; {step}: no significant change ({format_change(self.step)})"
-        if self.step.error_ms > _MAX_CLEAR_ERROR * self.step.before_ms:
+        if self.step.error_ms > _MAX_ERROR * self.step.before_ms:
             change = format_change(self.step)
             return f"too noisy to tell ({change}): record longer runs, or more runs per side"
         return f"no significant change of the step: {format_change(self.step)}"
@@ -268,7 +268,7 @@ class RunComparison(Tabular):
             word = row.verdict if row.is_significant and (not name or name in self.judged) else ""
             percent = "" if math.isnan(row.relative_change) else f"{row.relative_change:+.1%}"
             if "/" in name and not (row.before_ms and row.after_ms):
-                # The other side may have run it untimed, as with other `modules`.
+                # The other side may not have timed it, for example with different `modules`.
                 word, percent = f"only {self.names[not row.before_ms]}", ""
             yield (
                 unit.cell(row.after_ms),
@@ -280,12 +280,12 @@ class RunComparison(Tabular):
 
     def count(self, side: int) -> str:
         runs = f" of {self.runs[side]} runs" if self.runs[side] > 1 else ""
-        turns = ", in turns" if side and self.in_turns else ""
+        turns = ", alternating" if side and self.in_turns else ""
         return f"{self.names[side]} {self.steps[side]} steps{runs}{turns}"
 
 
 def format_change(row: Difference) -> str:
-    """Return a change in percent, with the error that decides whether it is significant."""
+    """Return a change in percent with its error."""
     error = row.error_ms / row.before_ms
     digits = 1 if error >= 0.001 else 2
     return f"{100 * row.relative_change:+.{digits}f} % ± {100 * error:.{digits}f} %"
@@ -299,20 +299,19 @@ def compare(
 ) -> RunComparison:
     """Compare the steps of two runs, or of groups of runs, without their warm-up.
 
-    With several runs per side, the intervals cover the spread between runs. With one run per side
-    that spread is unknown: the intervals cover only the noise within the runs, and may be too
-    narrow. If the sides took turns at least five times, as in `bench`, each run is compared with
-    its neighbor.
+    With several runs per side, the intervals include the spread between runs. With one run per
+    side, they include only the noise within the runs, and may be too narrow. If the sides
+    alternated at least five times, as in `bench`, each run is compared with its neighbor.
 
     Args:
-        before: One or more runs: as `load` returns them, their files, or their folder.
-        after: The runs to compare with them.
-        more: Further groups, each compared with the first one.
+        before: One or more runs, files of runs, or a folder with such files.
+        after: Runs to compare with `before`.
+        more: Further groups of runs, each compared with `before`.
         allow_mismatch: Also compare runs that differ in device, world size or batch size.
 
     Raises:
         OSError: If a file cannot be read.
-        TypeError: If something else is given.
+        TypeError: If an argument is neither a run nor a path.
         ValueError: If a file is not a saved run, or the runs cannot be compared.
 
     Examples:
@@ -325,7 +324,13 @@ def compare(
 def compare_groups(
     groups: Sequence[Source | Sequence[Source]], *, allow_mismatch: bool = False, looks: int = 1
 ) -> RunComparison:
-    """Compare each group with the first. `looks`: how often that is done while runs are added."""
+    """Compare each group with the first.
+
+    Args:
+        groups: Groups of runs.
+        allow_mismatch: See `compare`.
+        looks: Number of comparisons while runs are added; the intervals widen with it.
+    """
     names = ["before", "after"]
     if len(groups) > 2:
         names = [
@@ -338,14 +343,14 @@ def compare_groups(
         if len(run.measured) < MIN_STEPS:
             raise ValueError(
                 f"{run.name or 'a run'} has {len(run.measured)} timed steps after its warm-up; at"
-                f" least {MIN_STEPS} are needed to separate a difference from noise"
+                f" least {MIN_STEPS} are needed: record a longer run"
             )
         if not np.median(run.measured["step_ms"]):
             raise ValueError(
                 f"most steps of {run.name or 'a run'} take 0 ms, so a change in percent is"
                 " undefined: save a run whose steps were timed"
             )
-    # In the order of the files, which is the only one of phases that a user named.
+    # In the order of the files: named phases have no other order.
     found = dict.fromkeys(name for run in runs for name in list_phases(run.history))
     phases = in_order([name for name in found if not of_one_callback(name)])
     tries = looks * len(others)
@@ -404,7 +409,7 @@ def _compare_two(
 
 
 def _boundaries(phases: Sequence[str]) -> list[int]:
-    """Return the number of boundaries that the clock reads in a step, and in each phase."""
+    """Return the number of phase boundaries in a step, and in each phase."""
     parts = [
         sum(name == phase or name.startswith(f"{phase}/") for name in phases) for phase in phases
     ]
@@ -418,7 +423,7 @@ def _estimate(run: Run, phases: Sequence[str], is_sampled: bool) -> Estimate:
         return typical_step(times)
     if not _is_sampled(summary):
         return mean_step(times)
-    # Shares are of all steps; `mean_ms` of a phase is of the steps in which it ran.
+    # Use shares, which refer to all steps: `mean_ms` refers to the steps in which a phase ran.
     step, rows = summary.step, [summary.rows.get(name) for name in phases]
     shares = np.nan_to_num([1.0, *(row.share if row else 0.0 for row in rows)])
     share_errors = np.array([0.0, *(row.share_error if row else 0.0 for row in rows)])
@@ -479,7 +484,7 @@ def _compare_wall_clocks(
 
 
 def _outside(sides: Sequence[Side]) -> str:
-    """Return a sentence on the time outside of the steps if it differs, else an empty one."""
+    """Return a sentence on the time outside of the steps; empty if it hardly differs."""
     outside_s, wall_s = [], []
     for _, runs in sides:
         entries = [_wall_clock_s(run) for run in runs]
@@ -493,11 +498,11 @@ def _outside(sides: Sequence[Side]) -> str:
         f"{duration(1e3 * outside)} of {duration(1e3 * wall)} ({name})"
         for (name, _), outside, wall in zip(sides, outside_s, wall_s, strict=True)
     )
-    return f"outside of the steps {before} and {after}, not judged"
+    return f"time outside of the steps (not tested): {before} and {after}"
 
 
 def _took_turns(before: Sequence[Run], after: Sequence[Run]) -> bool:
-    """Return whether the runs, in the order in which they started, are pairs of both sides."""
+    """Return True if the runs of both sides alternated."""
     pairs = zip(before, after, strict=False)
     started = [time for pair in pairs for time in sorted(run.environment.started for run in pair)]
     return len(before) == len(after) >= _MIN_PAIRS and started == sorted(set(started))
@@ -522,7 +527,7 @@ def _environment_notes(sides: Sequence[Side]) -> dict[str, str]:
     """Return a sentence on each field in which the environments differ, by field."""
     notes = {}
     for name in (item.name for item in fields(Environment) if item.name not in _NOT_COMPARED):
-        # An unknown value is no difference.
+        # Unknown values do not differ.
         values = {
             side: {getattr(run.environment, name) for run in runs} - {"", None}
             for side, runs in sides

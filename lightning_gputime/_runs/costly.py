@@ -1,4 +1,4 @@
-"""Settings that are known to cost time, read from public attributes and the environment."""
+"""Settings that may cost time, read from public attributes and environment variables."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -32,11 +32,11 @@ class CostlySettings:
     """Reader of costly settings. It keeps no reference to the model.
 
     Attributes:
-        environment: What the training runs on.
+        environment: Environment of the training.
         work: Name of the entry of the model's work, "GPU work" or "CPU work".
-        logging: Option by which the trainer logs each step; empty if it does not.
+        logging: Option that makes the trainer log every step; empty if none.
         has_convolutions: True if the model has convolutions.
-        repeats_forward: True if a part of the model is under gradient checkpointing.
+        repeats_forward: True if a part of the model uses gradient checkpointing.
         finds_unused: True if DDP looks for unused parameters.
     """
 
@@ -49,7 +49,7 @@ class CostlySettings:
 
     @classmethod
     def of(cls, environment: Environment, loop: Loop, work: str) -> Self:
-        """Return the reader for a loop. It goes through the modules once."""
+        """Return the reader for a loop."""
         modules = [*nn.Module.modules(loop.called)]
         return cls(
             environment,
@@ -65,7 +65,7 @@ class CostlySettings:
         )
 
     def read(self, setup: TrainingSetup) -> tuple[CostlySetting, ...]:
-        """Return the settings as they are now. Raise nothing: missing ones only lack advice."""
+        """Return the current settings. Never raise: without a setting, only advice is missing."""
         found: list[CostlySetting] = []
         with suppress(Exception):
             for setting in self._read(setup):
@@ -86,7 +86,7 @@ class CostlySettings:
                 "gradient_checkpointing",
                 self.work,
                 "gradient checkpointing may cost time in backward, which repeats parts of forward:"
-                " turn it off if the memory suffices",
+                " turn it off if memory suffices",
             )
         if self.finds_unused:
             yield CostlySetting(
@@ -95,7 +95,7 @@ class CostlySettings:
                 "find_unused_parameters=True may cost time after forward, in a search of the"
                 " autograd graph: set it to False if no parameter is unused",
             )
-        # The loader of transformers copies to the device. Other copies have advice already.
+        # The loader of transformers copies to the GPU. Advice on `data/copy` covers other loaders.
         if self._is_cuda and setup.pin_memory is False and setup.loader_prefix:
             option = f"{setup.loader_prefix}pin_memory"
             yield CostlySetting(
@@ -119,7 +119,7 @@ class CostlySettings:
                 "deterministic_algorithms",
                 self.work,
                 "deterministic algorithms may cost time in forward and backward: turn them off if"
-                " results need not repeat bit by bit",
+                " results do not have to be bitwise reproducible",
             )
         if torch.version.debug:
             yield CostlySetting(
@@ -130,7 +130,7 @@ class CostlySettings:
         if not self._is_cuda:
             return
         cudnn = torch.backends.cudnn
-        # A benchmark may choose another algorithm in each run.
+        # A benchmark may choose a different algorithm in each run.
         is_repeatable = is_deterministic or cudnn.deterministic
         if self.has_convolutions and cudnn.enabled and not (cudnn.benchmark or is_repeatable):
             yield CostlySetting(
@@ -152,13 +152,13 @@ class CostlySettings:
             yield CostlySetting(
                 "CUDA_LAUNCH_BLOCKING",
                 self.work,
-                "CUDA_LAUNCH_BLOCKING=1 may cost time in all phases, and all times are those of a"
-                " CPU that waits for each kernel: unset it, and time again",
+                "CUDA_LAUNCH_BLOCKING=1 may cost time in all phases, and distorts all times, as the"
+                " CPU waits for each kernel: unset it and time again",
             )
         if _is_on("TORCH_LOGS"):
-            # Most of its logs are the compiler's.
+            # Most of these logs are from the compiler.
             entry = FIRST_STEP if self.environment.compiled else self.work
-            text = "TORCH_LOGS may cost time where torch logs: unset it after debugging"
+            text = "TORCH_LOGS may cost time for each log of torch: unset it after debugging"
             yield CostlySetting("TORCH_LOGS", entry, text)
         if _is_on("TORCH_SHOW_CPP_STACKTRACES"):
             yield CostlySetting(
@@ -173,8 +173,8 @@ class CostlySettings:
             yield CostlySetting(
                 "TORCH_DISTRIBUTED_DEBUG",
                 COMMUNICATION,
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL may cost time in each collective, which it checks:"
-                " unset it after debugging",
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL may cost time in each collective, because it checks"
+                " them: unset it after debugging",
             )
         level = _value("NCCL_DEBUG")
         if self._is_cuda and level in ("INFO", "TRACE"):
@@ -187,15 +187,15 @@ class CostlySettings:
 
 
 def merge(*readings: Iterable[CostlySetting]) -> tuple[CostlySetting, ...]:
-    """Return the settings of several readings, each once."""
+    """Return the settings of several readings without duplicates."""
     return tuple({setting.name: setting for found in readings for setting in found}.values())
 
 
 def _leaves_tf32_out() -> bool:
-    """Return whether the GPU has TF32, and matrix products of float32 do not use it."""
+    """Return True if the GPU has TF32, but float32 matrix products do not use it."""
     if torch.version.hip or torch.cuda.get_device_capability() < _TF32_CAPABILITY:
         return False
-    # From torch 2.9 on. Where it was set, the older function raises.
+    # torch 2.9 added this attribute. If it is set, the older function raises.
     if attribute(torch.backends.cuda.matmul, "fp32_precision") == "tf32":
         return False
     try:

@@ -1,4 +1,4 @@
-"""What a run runs on, and how its training is set up: found without Lightning, at its start."""
+"""Environment and setup of a training, read at its start without Lightning."""
 
 import json
 import os
@@ -33,25 +33,25 @@ _OF_LOADERS = ("num_workers", "prefetch_factor", "batch_size", "pin_memory", "pe
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What a run ran on. What is not known is empty, or None.
+    """Environment of a run. Unknown values are empty or None.
 
     Attributes:
-        device: The name of the GPU, or of the CPU that took its place.
-        device_type: Such as "cuda" or "cpu".
-        cuda: The version of CUDA that torch was built with.
-        torch: The version of torch.
-        lightning: The version of Lightning.
-        package: The version of lightning_gputime.
-        world_size: How many processes train together.
-        rank: Which of them this one is.
-        precision: That of the trainer; in a plain loop that of the parameters.
-        compiled: Whether anything of the model is compiled by torch.
-        parameters: How many parameters the model has.
-        batch_size: How many items a batch of the loader has, where that says it.
-        accumulate_grad_batches: How many batches make a step, where that is known.
-        commit: The commit of git in which the program lies, where there is one.
-        started: When the measurement began (UTC, ISO 8601).
-        options: Those of the timer that are no defaults, if numbers, strings or switches.
+        device: Name of the GPU, or of the CPU if there is none.
+        device_type: Type of the device, such as "cuda" or "cpu".
+        cuda: Version of CUDA that torch was built with.
+        torch: Version of torch.
+        lightning: Version of Lightning.
+        package: Version of lightning_gputime.
+        world_size: Number of processes that train together.
+        rank: Rank of this process.
+        precision: Precision of the trainer; in a plain loop, type of the parameters.
+        compiled: True if torch compiles at least a part of the model.
+        parameters: Number of parameters of the model.
+        batch_size: Batch size of the loader.
+        accumulate_grad_batches: Number of batches per step.
+        commit: Git commit of the program.
+        started: Start of the measurement (UTC, ISO 8601).
+        options: Options of the timer that differ from their defaults, if JSON can store them.
     """
 
     device: str = ""
@@ -73,18 +73,21 @@ class Environment:
 
 
 def environment_of(loop: Loop, options: Options, **known: Any) -> Environment:
-    """Return what a measurement begins on; an empty one, with a warning, if that fails.
+    """Return the environment of a measurement. If that fails, warn and return an empty one.
 
-    `known` has fields that the front end knows better; None if it does not.
+    Args:
+        loop: The loop.
+        options: Options of the timer.
+        known: Fields that the front end knows; None if it does not.
     """
     try:
         found = _found(loop, options)
     except Exception as error:
         messages.warning("Cannot describe the environment of the run: %r", error)
         found = {}
-    # No loop has so many micro-batches: an update ends a step there, after any number of them.
-    told = {key: one for key, one in known.items() if one not in (None, sys.maxsize)}
-    return Environment(**{**found, **told})
+    # `sys.maxsize` micro-batches means that an update ends a step, after any number of batches.
+    given = {key: value for key, value in known.items() if value not in (None, sys.maxsize)}
+    return Environment(**{**found, **given})
 
 
 def _found(loop: Loop, options: Options) -> dict[str, Any]:
@@ -102,8 +105,8 @@ def _found(loop: Loop, options: Options) -> dict[str, Any]:
         "rank": torch.distributed.get_rank() if shared else 0,
         "precision": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
         "compiled": loop.compiled_step or any(map(is_compiled, nn.Module.modules(loop.model))),
-        # One that is lazy has no shape yet.
-        "parameters": sum(one.numel() for one in parameters if not is_lazy(one)),
+        # Lazy parameters have no shape yet.
+        "parameters": sum(weight.numel() for weight in parameters if not is_lazy(weight)),
         "commit": _commit(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "options": _options_to_save(options),
@@ -111,7 +114,7 @@ def _found(loop: Loop, options: Options) -> dict[str, Any]:
 
 
 def _options_to_save(options: Options) -> dict[str, Any]:
-    """Return the options that are no defaults, if JSON has a type for them."""
+    """Return the options that differ from their defaults, if JSON can store them."""
     found, defaults = {}, Options()
     for name in TimerOptions.__annotations__:
         value = getattr(options, name)
@@ -132,7 +135,7 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-# Cached: a process runs the code of the commit at which it started.
+# Cached, because a process runs the code of the commit at which it started.
 @lru_cache
 def _commit() -> str:
     program = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -142,9 +145,9 @@ def _commit() -> str:
 
 
 def head_of(folder: Path) -> str:
-    """Return the commit that git has checked out in a folder; empty where there is none.
+    """Return the git commit that is checked out in a folder; empty if there is none.
 
-    It reads git's files: starting `git` would take up to seconds at the start of a training.
+    It reads the files of git, because starting `git` can take seconds.
     """
     places = (parent / ".git" for parent in (folder, *folder.parents))
     git = next((place for place in places if place.exists()), None)
@@ -165,25 +168,29 @@ def head_of(folder: Path) -> str:
         return next((line.split()[0] for line in packed if line.rstrip().endswith(f" {ref}")), "")
 
 
-def setup_of(environment: Environment, loop: Loop, told_precision: bool) -> TrainingSetup:
-    """Return what advice needs, as far as it is known before a loader is seen.
+def setup_of(environment: Environment, loop: Loop, has_precision: bool) -> TrainingSetup:
+    """Return the setup of a training without its loader.
 
-    The precision counts only if a trainer shows it: that of the parameters shows no autocast.
+    Args:
+        environment: Environment of the run.
+        loop: The loop.
+        has_precision: True if the trainer reports its precision. The type of the parameters does
+            not show autocast.
     """
     is_cuda = environment.device_type == "cuda"
     return TrainingSetup(
         cores=cores_of_rank(environment.world_size),
-        precision=environment.precision if told_precision else "",
+        precision=environment.precision if has_precision else "",
         has_bf16=is_cuda and torch.cuda.get_device_capability() >= (8, 0),
         compiled=environment.compiled,
         unfused=_unfused(loop.optimizers) if is_cuda else "",
         has_parts=any(True for _ in nn.Module.children(loop.model)),
-        classes={name: type(one).__name__ for name, one in loop.submodules.items()},
+        classes={name: type(module).__name__ for name, module in loop.submodules.items()},
     )
 
 
 def known_of_loader(loader: object) -> dict[str, Any]:
-    """Return the fields of a `TrainingSetup` that a loader shows: any iterable, or several."""
+    """Return the fields of a `TrainingSetup` for a loader: any iterable, or several."""
     loaders = loaders_in(loader)
     datasets = [dataset_of(known) for known in loaders]
     return {
@@ -195,9 +202,9 @@ def known_of_loader(loader: object) -> dict[str, Any]:
 
 
 def _common(loaders: Sequence[object], name: str) -> Any:
-    """Return the number or switch that all loaders agree on; else None."""
-    first, *others = [attribute(one, name) for one in loaders]
-    return first if isinstance(first, int) and all(one == first for one in others) else None
+    """Return the attribute that all loaders have in common; None if they differ."""
+    first, *others = [attribute(loader, name) for loader in loaders]
+    return first if isinstance(first, int) and all(other == first for other in others) else None
 
 
 def cores_of_rank(world_size: int) -> int | None:
@@ -205,19 +212,19 @@ def cores_of_rank(world_size: int) -> int | None:
     cores = os.cpu_count() or 0
     with suppress(AttributeError, OSError):
         cores = len(os.sched_getaffinity(0))
-    # Not all launchers tell: Lightning's own does not. A host has a rank for each device.
+    # Not all launchers set LOCAL_WORLD_SIZE. Otherwise, assume one rank per device.
     ranks = min(world_size, torch.accelerator.device_count() or world_size)
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = int(told) if told.isdigit() else ranks
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(local) if local.isdigit() else ranks
     return max(cores // max(ranks, 1), 1) if cores else None
 
 
 def _unfused(optimizers: Sequence[Any]) -> str:
-    """Return the class of the first optimizer that could be fused, and is not."""
-    for one in optimizers:
-        groups = attribute(one, "param_groups")
+    """Return the class of the first optimizer that could be fused but is not."""
+    for optimizer in optimizers:
+        groups = attribute(optimizer, "param_groups")
         if isinstance(groups, list) and groups and all(map(_is_unfused, groups)):
-            return type(one).__name__
+            return type(optimizer).__name__
     return ""
 
 

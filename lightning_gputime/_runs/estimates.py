@@ -1,4 +1,4 @@
-"""Estimates of how long steps take in one run, and their differences between two sides of runs."""
+"""Statistics of a comparison: times of each run, and differences between two sides."""
 
 import math
 from collections.abc import Sequence
@@ -11,12 +11,13 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Outcome = Literal["passed", "regression", "cannot tell"]
 
-MIN_STEPS = 24  # Fewer steps do not show how much steps vary.
-RESOLUTION_MS = 0.002  # Of the clock, at each boundary.
+MIN_STEPS = 24  # Minimum number of steps to estimate their variance.
+RESOLUTION_MS = 0.002  # Resolution of the clock at each phase boundary.
 _BLOCKS = 12  # Number of blocks of consecutive steps for the moving-block bootstrap.
-_TRIMMED_SHARE = 0.25  # Trimmed at each end: the interquartile mean is left.
-_LONG_STEP = 1.5  # Steps of more than this multiple of the median are long.
-_MIN_LONG_STEPS, _MIN_PERIOD = 5, 5  # Long steps recur if so many lie this far apart, or multiples.
+_TRIMMED_SHARE = 0.25  # Fraction to trim at each end, for the interquartile mean.
+_LONG_STEP = 1.5  # Multiple of the median from which a step is long.
+# Long steps recur if at least this many have a common period of at least this many steps.
+_MIN_LONG_STEPS, _MIN_PERIOD = 5, 5
 _MAX_RATIO = 2.0
 _NORMAL_95, _NORMAL_80 = 1.96, 0.84  # Two-sided and one-sided quantiles.
 MAX_RUNS = 100
@@ -24,12 +25,12 @@ MAX_RUNS = 100
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Times of one run: of the step in the first column, of its phases in the others.
+    """Times of one run: the step in the first column, its phases in the others.
 
     Attributes:
         values: Time of each column per step (in milliseconds).
-        variances: Variance of each value, as equal runs would differ by the noise within them.
-        not_sampled_ms: Time per step that may belong to any phase, as no timed step covers it.
+        variances: Variance of each value due to the noise within the run.
+        not_sampled_ms: Time per step that no timed step represents, and that any phase may have.
     """
 
     values: Floats
@@ -45,9 +46,9 @@ class Difference:
         before_ms: Time before (in milliseconds).
         after_ms: Time after (in milliseconds).
         error_ms: Half-width of the confidence interval of their difference (in milliseconds).
-        relative_error: Half-width of the interval of `relative_change`. Where the time more than
+        relative_error: Half-width of the interval of `relative_change`. If the time more than
             doubled, the noise of the time before counts twice, not by the full ratio.
-        resolution_ms: Smaller changes are below the clock's resolution (in milliseconds).
+        resolution_ms: Resolution of the clock (in milliseconds).
     """
 
     before_ms: float
@@ -82,14 +83,14 @@ class Difference:
         """Return whether the time grew by more than a fraction of the time before.
 
         Args:
-            bound: The fraction, such as 0.02 for 2 %.
+            bound: Fraction, such as 0.02 for 2 %.
             tolerance_ms: Growth that passes even if it is above the bound (in milliseconds).
 
         Returns:
             "regression" if the whole interval lies above the bound, "passed" if the whole interval
             lies below it or below the clock's resolution, else "cannot tell".
         """
-        # A phase that is new lies above any bound.
+        # A new phase is above any bound.
         is_above = not self.before_ms or self.relative_change - self.relative_error > bound
         if self.is_significant and self.change_ms > 0 and is_above:
             return "regression"
@@ -102,8 +103,8 @@ class Difference:
 def typical_step(times: Floats) -> Estimate:
     """Return the mean of each column over the middle half of the steps by length.
 
-    The step in the first column decides which steps these are, so the phases still add up to it. A
-    step of a second moves the estimate no more than one that is a little slow.
+    The step in the first column selects these steps, so that the phases still add up to it. The
+    estimate is robust: a step of one second has no more influence than a slightly slow step.
 
     Args:
         times: Times of consecutive steps, of shape (steps, columns).
@@ -114,8 +115,8 @@ def typical_step(times: Floats) -> Estimate:
     kept = order[cut : n - cut]
     influence = np.empty_like(times)
     influence[kept] = times[kept]
-    # A trimmed step counts by its side, not by its length: it moves the border, where steps are as
-    # long as its neighbors on both sides. With two speeds, the gap may lie on either side.
+    # A trimmed step counts by its side, not by its duration: it shifts the border of the middle
+    # half. Use the mean of the steps around the border, which may lie between two speeds.
     near = max(cut // 5, 1)
     influence[order[:cut]] = times[order[cut - near : cut + near]].mean(axis=0)
     influence[order[n - cut :]] = times[order[n - cut - near : n - cut + near]].mean(axis=0)
@@ -139,19 +140,20 @@ def mean_of_all_steps(
     max_ms: float,
     not_sampled_ms: float = 0.0,
 ) -> Estimate:
-    """Return the means over all steps of a run in which only a sample of them was timed.
+    """Return the means over all steps of a run in which only some steps were timed.
 
-    The timed steps show noise only, because they may meet periodic work too often or too rarely.
-    Their mean varies at least as much as that of all steps, except where long steps recur at a
-    fixed distance: equal runs then have the same number of them, or one more.
+    The timed steps are used only for the variance, because they may contain periodic work too often
+    or too rarely. Their mean varies at least as much as the mean of all steps, unless long steps
+    recur with a fixed period: then equal runs have the same number of long steps, plus or minus
+    one.
 
     Args:
         numbers: Numbers of the timed steps.
         times: Their times, of shape (timed steps, columns).
         means: Estimates for all steps, one per column (in milliseconds).
         errors: Half-widths of the 95 % intervals of `means` by sampling (in milliseconds).
-        all_steps: Number of all steps.
-        max_ms: Longest step (in milliseconds).
+        all_steps: Number of steps.
+        max_ms: Duration of the longest step (in milliseconds).
         not_sampled_ms: See `Estimate`.
     """
     step_ms = times[:, 0]
@@ -170,7 +172,7 @@ def mean_of_all_steps(
         influence[is_long] = 0.0
         influence *= len(times) / np.count_nonzero(~is_long)
     else:
-        # Time that the timed steps do not show is in long steps at random.
+        # Attribute time that the timed steps do not contain to random long steps.
         variances[0] += added_ms * max(max_ms - float(usual[0]), 0.0) / all_steps
     return Estimate(means, variances + variance(influence), not_sampled_ms)
 
@@ -178,21 +180,21 @@ def mean_of_all_steps(
 def variance(influence: Floats) -> Floats:
     """Return the variance of the mean of each column, by the moving-block bootstrap.
 
-    Blocks of consecutive steps keep correlated steps together. The variance of the mean of drawn
-    blocks is the variance of all blocks, divided by their number, so nothing has to be drawn. The
-    blocks are as long as possible, because a slow period may last for hundreds of steps; the
-    interval is wider for their small number, see `quantile_of_t`.
+    Blocks of consecutive steps preserve correlations. The variance of the bootstrap is known in
+    closed form: the variance of all blocks, divided by their number. The blocks are as long as
+    possible, because a slow period may last for hundreds of steps; their small number widens the
+    interval, see `quantile_of_t`.
 
     Args:
-        influence: By how much each step moves the estimate, times the number of steps; its mean is
-            zero. Of shape (steps, columns).
+        influence: Influence of each step on the estimate, times the number of steps, with a mean of
+            zero, of shape (steps, columns).
     """
     block = len(influence) // _BLOCKS
     full, half = _variance_by(influence, block), _variance_by(influence, block // 2)
-    # Where slow steps recur at a fixed distance, all blocks have the same number of them. Another
-    # run may still have one more.
+    # If slow steps recur with a fixed period, all blocks have the same number of slow steps, but
+    # another run may have one more.
     one_more = (np.abs(influence).max(axis=0) / len(influence)) ** 2
-    # Longer blocks show more than half as long ones: even longer ones would show that much again.
+    # Extrapolate: the variance grows with the block length as it does from half to full length.
     return np.asarray(np.maximum(full + np.maximum(full - half, 0), one_more))
 
 
@@ -220,7 +222,7 @@ def differences(
         after: Each run of the other.
         confidence: Confidence of the intervals, or of the interval of each column.
         in_turns: True if the runs are pairs, one after the other.
-        resolution_ms: Of each column; 0 if empty.
+        resolution_ms: Resolution of each column; 0 if empty.
     """
     n, m = len(before), len(after)
     values = [np.array([run.values for run in runs]) for runs in (before, after)]
@@ -233,7 +235,7 @@ def differences(
     hidden = np.full_like(
         before_ms, max(np.mean([run.not_sampled_ms for run in runs]) for runs in (before, after))
     )
-    hidden[0] = 0.0  # The clock of all steps knows the whole step.
+    hidden[0] = 0.0  # The duration of every step is measured.
 
     def error_of(factor: Floats | float) -> Floats:
         """Return the half-width of the interval of after - factor * before."""
@@ -251,8 +253,8 @@ def differences(
         between = quantile_of_t(freedom, confidence) * np.sqrt(square)
         return np.asarray(np.maximum(within, between) + hidden)
 
-    # A bound is held against the time before, so its noise counts as often as the step has grown;
-    # but at most twice, else a short phase that grew many times would have no certain regression.
+    # A bound refers to the time before, so its noise counts by the ratio of the times. Limit the
+    # ratio: otherwise a short phase that grew many times would never be a regression.
     relative_error = np.divide(
         error_of(np.minimum(ratio, _MAX_RATIO)),
         before_ms,
@@ -267,18 +269,17 @@ def differences(
 def runs_needed(
     difference: Difference, bound: float, runs: tuple[int, int], confidence: float, in_turns: bool
 ) -> int | None:
-    """Return how many runs per side would decide on a bound in four of five cases.
+    """Return the number of runs per side that would decide on a bound in four of five cases.
 
-    Their spread is taken to stay as observed. With one run per side, the spread between runs is
-    unknown: the noise within them stands for it, and the result is at least 3. None if it is above
-    100.
+    It assumes the observed spread. With one run per side, it uses the noise within the runs, and
+    returns at least 3. None if more than 100 runs would be needed.
     """
     if not math.isfinite(difference.relative_error):
         return 3
     observed = 2 / (1 / runs[0] + 1 / runs[1])
 
     def width(n: float, power: float = 0.0) -> float:
-        """Return a number proportional to half the interval with n runs, and a margin for power."""
+        """Return half the width of the interval with n runs, up to a factor, plus a margin."""
         freedom = n - 1 if in_turns else 2 * n - 2
         if sum(runs) == 2:
             freedom = (_BLOCKS - 1) * n
@@ -291,7 +292,7 @@ def runs_needed(
 
 
 def quantile_of_t(freedom: float, confidence: float | Floats) -> Floats:
-    """Return how many standard errors half an interval of Student's t is wide."""
+    """Return half the width of an interval of Student's t, in standard errors."""
     # With t = sqrt(freedom) tan(angle), the angle has this density, up to a constant.
     angles = np.linspace(0, np.pi / 2, 4_001)
     density = np.cos(angles) ** (freedom - 1)

@@ -1,0 +1,235 @@
+"""File format of saved runs: keys, versions, and checks of all values.
+
+A file is a JSON object with these keys:
+
+- `format`, `version`, `minor`: files of another `version` cannot be read. A larger `minor` has more
+  keys, which older readers ignore with a warning.
+- `environment`, `setup`, `slow_steps`, `summary` (a `Measurement`): objects whose keys are the
+  fields of these classes. A missing key means the default.
+- `evaluations`: the means of each evaluation. `warmup_steps`: a number of steps.
+- `history`: the time of each step and phase as a multiple of `unit_ms`; -1 if absent.
+
+Raise `MINOR` to add a key, and `VERSION` to rename or remove one. `tests/test_schema.py` reads a
+file of each version.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from types import UnionType
+from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_gputime._measurement.history import History, list_phases, structured
+from lightning_gputime._measurement.plain import plain
+from lightning_gputime._measurement.slow import SlowStep
+from lightning_gputime._messages import Named
+from lightning_gputime._output.summary import PhaseSummary
+from lightning_gputime._runs.environment import Environment
+
+FORMAT = "lightning_gputime run"
+VERSION, MINOR = 5, 1
+_UNIT_MS = 1e-4  # Unit of saved times: a fifth of the resolution of a CUDA event.
+_MAX_TIME_MS = 1e9  # Longer times are saved as absent.
+_ABSENT = -1
+# Control characters other than line feeds and tabs, which a terminal may take for commands.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+_MIN_TIME = -1.0  # Events of two streams may be slightly out of order.
+_SIGNED = re.compile("change|excess|unexplained|behind")  # Fields that may be negative.
+_MAX_COUNT = 2**63
+# Keys that are read under other names, or derived from others.
+_NOT_FIELDS = {"format", "version", "minor", "summary", "setup", "sentence"}
+_NOT_FIELDS |= {"verdict", "advice", "diagnosis"}
+# Names in messages of fields that the file has elsewhere.
+_PATHS = {"_summary": ".summary", "measurement": ""}
+
+Floats = npt.NDArray[np.float64]
+Record = TypeVar("Record")
+
+
+class Run(Protocol):
+    """Contents of a file, see `_runs.saved.Run`."""
+
+    @property
+    def environment(self) -> Environment: ...
+
+    @property
+    def history(self) -> npt.NDArray[Any]: ...
+
+    @property
+    def warmup_steps(self) -> int: ...
+
+    @property
+    def slow_steps(self) -> Sequence[SlowStep]: ...
+
+    @property
+    def evaluations(self) -> Sequence[Mapping[str, Any]]: ...
+
+    def summary(self) -> PhaseSummary: ...
+
+
+def to_json(run: Run) -> dict[str, Any]:
+    """Return the content of a file."""
+    summary = run.summary()
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "minor": MINOR,
+        "environment": asdict(run.environment),
+        "warmup_steps": run.warmup_steps,
+        "summary": summary.to_dict(),
+        "setup": asdict(summary.setup),
+        "slow_steps": [asdict(step) for step in run.slow_steps],
+        "evaluations": run.evaluations,
+    }
+    # The history is most of the file, and already in types of JSON.
+    return {**plain(content), "history": _pack(run.history)}
+
+
+def from_json(kind: type[Record], data: bytes, name: str) -> tuple[Record, list[str]]:
+    """Return a run, and the keys that only a newer minor version knows.
+
+    Args:
+        kind: Class of the run.
+        data: Content of the file.
+        name: Name of the run.
+
+    Raises:
+        KeyError: If the file has no history.
+        ValueError: If the file is damaged, or of another format or version.
+    """
+    content = _parse(data)
+    content |= {"history": _unpack(content["history"]), "name": name}
+    content["_summary"] = {"measurement": content["summary"], "setup": content["setup"]}
+    unknown: list[str] = []
+    run: Record = _read(kind, content, "run", unknown)
+    return run, sorted(unknown) if content.get("minor", 0) > MINOR else []
+
+
+def _pack(history: npt.NDArray[Any]) -> dict[str, Any]:
+    return {
+        "unit_ms": _UNIT_MS,
+        # The first number, then differences: nearly all are 1, which compresses well.
+        "steps": np.diff(history["step"], prepend=0).tolist(),
+        "host_wait": _to_units(history["host_wait_ms"]),
+        # Without the step, which is the sum of the phases.
+        "phases": {name: _to_units(history[f"{name}_ms"]) for name in list_phases(history)},
+    }
+
+
+def _to_units(times_ms: Floats) -> Any:
+    is_known = np.abs(times_ms) < _MAX_TIME_MS
+    units = np.rint(np.where(is_known, times_ms, 0) / _UNIT_MS)
+    # Times may be slightly negative, if events of two streams are out of order.
+    return np.where(is_known, np.maximum(units, 0), _ABSENT).astype(np.int64).tolist()
+
+
+def _unpack(packed: Any) -> npt.NDArray[Any]:
+    numbers = np.array(packed["steps"], np.int64)
+    steps = np.cumsum(numbers)
+    if np.any(steps < 0) or np.abs(numbers).sum(dtype=float) >= _MAX_COUNT:
+        raise ValueError("the numbers of its steps must be 0 or more, and less than 2 ** 63")
+    unit_ms = packed["unit_ms"]
+    if not 0 < unit_ms <= 1:
+        raise ValueError(f"the unit of its times must be above 0 and at most 1 ms, not {unit_ms}")
+    named = {"host_wait": packed["host_wait"], **packed["phases"]}
+    units = {name: np.array(column, np.int64) for name, column in named.items()}
+    for name, n in units.items():
+        if np.any((n < _ABSENT) | (n * unit_ms > _MAX_TIME_MS)):
+            raise ValueError(f"times of {name:.60} in its history are below 0 or above 1e9 ms")
+    times = {name: np.where(n < 0, np.nan, n * unit_ms) for name, n in units.items()}
+    if any(ms.shape != steps.shape for ms in times.values()):
+        raise ValueError("the columns of its history differ in length")
+    top_level = [times[name] for name in packed["phases"] if "/" not in name]
+    columns = {
+        "step": steps,
+        "step_ms": np.nansum([np.zeros(len(steps)), *top_level], axis=0),
+        **{f"{name}_ms": ms for name, ms in times.items()},
+    }
+    return structured(columns)
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    content = json.loads(
+        data, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_printable
+    )
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"its format is not {FORMAT!r}")
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"its version is {content.get('version')!r:.60}, and this lightning_gputime reads"
+            f" version {VERSION}: update lightning_gputime, or save the run again"
+        )
+    return content
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text:.60} is not a finite number")
+    return number
+
+
+def _printable(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object without control characters in strings and lists of strings."""
+    return {_clean(key): _clean(value) for key, value in pairs}
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return _CONTROL.sub("\ufffd", value)
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        return [*map(_clean, value)]
+    return value
+
+
+def _read(kind: Any, value: Any, where: str, unknown: list[str]) -> Any:
+    """Return a JSON value as the type of a field, or raise ValueError.
+
+    A missing field gets its default. Unknown fields are ignored and added to `unknown`. A float
+    that is null is NaN.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind in (int, float) and type(value) is kind:
+        _check_number(value, where)
+    if kind is Any or type(value) in (kind, History) or (origin is Literal and value in inner):
+        return value
+    if kind is float and value is None:
+        return math.nan
+    if origin is UnionType:
+        return None if value is None else _read(inner[0], value, where, unknown)
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        unknown += [f"{where}.{name:.60}" for name in value.keys() - hints.keys() - _NOT_FIELDS]
+        known = {name: hint for name, hint in hints.items() if name in value}
+        return kind(
+            **{
+                name: _read(hint, value[name], where + _PATHS.get(name, f".{name}"), unknown)
+                for name, hint in known.items()
+            }
+        )
+    if origin is Mapping and isinstance(value, dict):
+        read = {
+            key: _read(inner[1], item, f"{where}[{key!r:.60}]", unknown)
+            for key, item in value.items()
+        }
+        return Named(read)
+    if origin in (tuple, Sequence) and isinstance(value, list):
+        items = [_read(inner[0], item, f"{where}[{i}]", unknown) for i, item in enumerate(value)]
+        return tuple(items) if origin is tuple else items
+    raise ValueError(f"{where} must be {getattr(kind, '__name__', kind)}, not {value!r:.60}")
+
+
+def _check_number(value: float, where: str) -> None:
+    """Raise if a number is negative without being a difference, or if a count overflows."""
+    is_signed = _SIGNED.search(where.rpartition(".")[2]) is not None
+    least = -math.inf if is_signed else 0 if isinstance(value, int) else _MIN_TIME
+    if value < least or value >= (_MAX_COUNT if isinstance(value, int) else math.inf):
+        raise ValueError(f"{where} must be {least:g} or more, and below 2 ** 63, not {value!r:.60}")

@@ -1,0 +1,94 @@
+"""Saved runs of earlier versions. `python tests/test_schema.py` writes a file of this version."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import numpy as np
+import pytest
+
+from lightning_gputime import load
+from lightning_gputime._measurement.history import structured
+from lightning_gputime._runs import schema
+from lightning_gputime._runs.saved import Run
+
+GOLDEN = Path(__file__).parent / "golden"
+NEWEST = GOLDEN / f"run-{schema.VERSION}.{schema.MINOR}.json"
+
+DERIVED = {"verdict", "advice", "diagnosis", "sentence", "minor"}
+"""Keys that readers do not use."""
+
+
+def filled(kind: Any) -> Any:
+    """Return a value of a type in which no field has its default."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        fields = {name: filled(hint) for name, hint in get_type_hints(kind).items()}
+        return kind(**fields)  # type: ignore[operator]
+    if origin is UnionType:
+        return filled(inner[0])
+    if origin is Literal:
+        return inner[0]
+    if origin is Mapping:
+        return {"forward": 1.5 if inner[1] is Any else filled(inner[1])}
+    if origin in (tuple, Sequence):
+        return [filled(inner[0])]
+    return {bool: True, int: 30, float: 1.5, str: "text"}[kind]
+
+
+def filled_run() -> Run:
+    times = np.array([1.5, np.nan, 2.5])
+    columns = {"step": np.array([0, 1, 2]), "step_ms": np.array([1.5, 0.0, 2.5])}
+    history = structured({**columns, "host_wait_ms": np.full(3, 0.5), "forward_ms": times})
+    hints = {name: hint for name, hint in get_type_hints(Run).items() if name != "history"}
+    return Run(**{name: filled(hint) for name, hint in hints.items()}, history=history)
+
+
+def without_derived(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_derived(item) for key, item in value.items() if key not in DERIVED}
+    return [*map(without_derived, value)] if isinstance(value, list) else value
+
+
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """Return the paths of values of an old file that were not read."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        parts = [differences(old[key], new.get(key), f"{path}.{key}") for key in old]
+        return [found for part in parts for found in part]
+    return [] if old == new else [path]
+
+
+REMOVED = {
+    "run-5.0.json": {
+        *(f".summary.memory.{name}" for name in ("at_step", "peak_mib", "start_mib", "steps")),
+        ".summary.rows.forward.peak_mib",
+        ".summary.step.peak_mib",
+    },
+}
+"""Values of older files that this version does not have any more."""
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted(GOLDEN.glob("run-*.json"))])
+def test_file_of_each_version_is_read(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    old = without_derived(json.loads((GOLDEN / name).read_text()))
+    with caplog.at_level(logging.WARNING):
+        run = load(GOLDEN / name)
+    assert not caplog.messages
+    new = json.loads(json.dumps(without_derived(schema.to_json(run))))
+    assert {*differences(old, new)} == REMOVED.get(name, set())
+
+
+def test_newest_file_has_every_field() -> None:
+    """If this fails, raise `MINOR` (or `VERSION`) and write a new file. Keep the older ones."""
+    golden = without_derived(json.loads(NEWEST.read_text()))
+    current = json.loads(json.dumps(without_derived(schema.to_json(filled_run()))))
+    assert current == golden
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    NEWEST.write_text(json.dumps(without_derived(schema.to_json(filled_run())), indent=1) + "\n")
