@@ -5,24 +5,26 @@ from typing import Any
 
 from lightning_gputime._instrumentation.patching import Attachment
 from lightning_gputime._phases import DATA
+from lightning_gputime._record.open_step import OpenStep
 from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.state import AT_REST
+from lightning_gputime._record.timed_thread import TimedThread
 from lightning_gputime._session.state import ENDED, NEW, State
 
 
 class NullRecorder:
     """Recorder of a timer that is not attached."""
 
-    home = -1
     label: str | None = None
-    labels: Sequence[str] = ()
-    was_elsewhere = False
+    state = AT_REST
+
+    def __init__(self) -> None:
+        self.open, self.threads = OpenStep(), TimedThread()
 
     def mark(self, label: str) -> None: ...
     def mark_instead(self, of: str, label: str) -> None: ...
-    def pause(self) -> None: ...
-    def pause_now(self) -> None: ...
+    def pause(self, *, now: bool = False) -> None: ...
     def resume(self, label: str = DATA) -> None: ...
-    def resume_or_mark(self, label: str) -> None: ...
     def warn_once(self, message: str, *values: object) -> None: ...
 
 
