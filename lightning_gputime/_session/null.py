@@ -8,8 +8,14 @@ from lightning_gputime._phases import DATA
 from lightning_gputime._record.open_step import OpenStep
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.state import AT_REST
-from lightning_gputime._record.timed_thread import TimedThread
 from lightning_gputime._session.state import ENDED, NEW, State
+
+
+class NullThread:
+    """Timed thread of a timer that is not attached. Unlike a `TimedThread` it can be pickled."""
+
+    home = -1
+    was_elsewhere = False
 
 
 class NullRecorder:
@@ -19,7 +25,7 @@ class NullRecorder:
     state = AT_REST
 
     def __init__(self) -> None:
-        self.open, self.threads = OpenStep(), TimedThread()
+        self.open, self.threads = OpenStep(), NullThread()
 
     def mark(self, label: str) -> None: ...
     def mark_instead(self, of: str, label: str) -> None: ...
