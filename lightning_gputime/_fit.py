@@ -18,7 +18,7 @@ from lightning_gputime._measurement.wall_clock import (
     WallClock,
 )
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, OTHER, WAIT, label_of_callback
-from lightning_gputime._record.recorder import PAUSED
+from lightning_gputime._record.state import PAUSED
 from lightning_gputime._session.session import Session
 from lightning_gputime._session.state import OFF
 
@@ -106,7 +106,7 @@ class Fit:
         """Start a batch, which the model is about to be trained on. Raise nothing."""
         try:
             session = self._session
-            if session.recorder.home == -1:
+            if session.recorder.threads.home == -1:
                 self.epoch_begins()
             self._in_batch = True
             if self._wall_clock.entry is not STEPS:
@@ -170,7 +170,7 @@ class Fit:
         return trainer is self.trainer and self._validation_entry is not None
 
     def _start_validation(self, *_: Any, **__: Any) -> None:
-        self._session.recorder.pause_now()
+        self._session.recorder.pause(now=True)
         # The wait for the device's work on steps is part of the steps.
         self._session.publish()
         self._wall_clock.enter_phase(VALIDATION)
@@ -236,7 +236,7 @@ class Fit:
         if self._in_batch:
             return  # A `training_step(dataloader_iter)` fetches by itself.
         session, recorder = self._session, self._session.recorder
-        if recorder.home == -1:
+        if recorder.threads.home == -1:
             # A run that goes on in the middle of an epoch does not start that epoch.
             self.epoch_begins()
         if self._wall_clock.entry is not STEPS:
@@ -247,7 +247,6 @@ class Fit:
             self._accumulates = False
             if not session.steps.end_step(self._step_number() - 1, CALLBACKS):
                 self._attachments.suspend()
-        # As `resume_or_mark`, without another call.
         if recorder.state is PAUSED:
             recorder.resume(FETCH)
         else:
@@ -268,7 +267,9 @@ class Fit:
             self._end_callbacks_of_update if update in calls else session.open_step.update_begins
         )
         # Where gradients accumulate none are cleared before a validation.
-        calls[action_of("on_validation_model_zero_grad")] = session.recorder.pause_now
+        calls[action_of("on_validation_model_zero_grad")] = partial(
+            session.recorder.pause, now=True
+        )
         return calls
 
     def _actions_of_data(self) -> Iterator[Action]:

@@ -173,7 +173,7 @@ class LoopTimer(Timer):
 
     @never_raises
     def _remove(self) -> None:
-        in_turns = self._session.recorder.was_elsewhere
+        in_turns = self._session.recorder.threads.was_elsewhere
         try:
             self._leave_loop()
         finally:
@@ -313,7 +313,7 @@ class LoopTimer(Timer):
             for item in iterable:
                 yield item
                 if self._is_evaluating:
-                    self._session.recorder.pause_now()
+                    self._session.recorder.pause(now=True)
                 else:
                     self._start_evaluation()  # Steps of the training came in between.
         finally:
@@ -325,7 +325,7 @@ class LoopTimer(Timer):
         self._loop.batch.is_open = False
         self._wall_clock.enter_phase(EVALUATION)
         self._evaluation.start(Here(frames_here()))
-        self._session.recorder.pause_now()
+        self._session.recorder.pause(now=True)
 
     @never_raises
     def _end_evaluation(self) -> None:
@@ -363,7 +363,7 @@ class LoopTimer(Timer):
             session.recorder.warn_once(_UNTOLD, untold)
             self._body, self._micro_batches = None, 0
         # Each batch has two marks, and the end of the loop one.
-        passed_over = (len(session.recorder.labels) - 1) // 2 if self._body else 0
+        passed_over = (len(session.recorder.open.labels) - 1) // 2 if self._body else 0
         if passed_over >= _MAX_IDLE and self._has_idled(is_first=True):
             session.recorder.warn_once(_UNSEEN, passed_over)
         self._leave_body()
@@ -381,7 +381,7 @@ class LoopTimer(Timer):
         if session.steps.state is NEW:
             raise RuntimeError(f"step() needs an attached timer. {self._USE}")
         try:
-            if get_ident() != session.recorder.home:
+            if get_ident() != session.recorder.threads.home:
                 # The loop runs in another thread than the one that attached the timer.
                 self._begin()
                 return
@@ -418,7 +418,7 @@ class LoopTimer(Timer):
         session = self._session
         # Batches that were looked at alone, as for a mean, belong to no step.
         accumulates = self._micro_batches and not self._has_idled(is_first=True)
-        if accumulates and session.recorder.home == get_ident():
+        if accumulates and session.recorder.threads.home == get_ident():
             session.open_step.continue_in_loop()
         elif session.is_attached:
             session.steps.begin()

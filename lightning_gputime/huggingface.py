@@ -44,6 +44,7 @@ from lightning_gputime._phases import (
     REWARD,
     label_of_callback,
 )
+from lightning_gputime._record.state import PAUSED
 from lightning_gputime._timer import Timer, never_raises
 
 # Events of callbacks around and inside of steps.
@@ -256,7 +257,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if self._wall_clock.entry is not STEPS:
             self._wall_clock.resume_steps()
         if not self._batch.is_open:
-            self._session.recorder.resume_or_mark(FETCH)
+            recorder = self._session.recorder
+            (recorder.resume if recorder.state is PAUSED else recorder.mark)(FETCH)
 
     def _end_fetch(self, fetched: Any = None) -> None:
         if isinstance(fetched, tuple):
@@ -328,7 +330,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     def _start_evaluate(self, *_: Any, **__: Any) -> None:
         # It makes the loader, or a method of one's own does all in it.
-        self._session.recorder.pause_now()
+        self._session.recorder.pause(now=True)
         self._wall_clock.enter_phase(EVALUATION)
 
     def _end_evaluate(self, _: Any) -> None:

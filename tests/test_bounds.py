@@ -22,7 +22,7 @@ def told(caplog: pytest.LogCaptureFixture, text: str) -> int:
 
 @pytest.fixture
 def _bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "MOST_MARKS", 500)
+    monkeypatch.setattr(recorder, "MAX_MARKS", 500)
 
 
 @pytest.mark.usefixtures("_bounds")

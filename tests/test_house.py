@@ -439,13 +439,10 @@ OBJECTS_OF_OTHERS = {
 WRITES_THAT_REMAIN = {
     "_causes.attribution": "device_ms host_ms idle_ms unattributed_host_ms",
     "_fit": "is_open needs_updates",
-    "_instrumentation.boundaries": "depth updates was_tried",
     "_instrumentation.forward": "is_open",
     "_instrumentation.patching": "_patch",
     "_instrumentation.work": "flops note peak_tflops precision",
     "_loop_timer": "is_fetched is_open",
-    "_record.pending_steps": "ended finished_ns owns_end untimed wait_ms was_fully_queued",
-    "_record.recorder": "alive post_spin_index",
     "_session.evaluation": "batch_ended_ns is_open items",
     "_session.session": "depth items reading_since_ns updates was_tried",
     "huggingface": "is_open",

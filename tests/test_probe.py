@@ -379,7 +379,7 @@ def test_host_wait_inside_a_timed_module_is_found(gpu: FakeGPU) -> None:
 
 def test_profiler_has_no_range_for_the_spin(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     ranges: list[str | None] = []
-    path = "lightning_gputime._record.recorder.Annotator.__call__"
+    path = "lightning_gputime._record.watcher.Annotator.__call__"
     monkeypatch.setattr(path, lambda self, name: ranges.append(name))
     timer = run(Loop(gpu), 20, annotate=True)
     assert timer.summary().probed_steps == 4

@@ -1,4 +1,5 @@
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from fake_gpu import FakeEvent, FakeGPU
 from lightning_gputime import StepTimes
 from lightning_gputime._phases import EXCLUDED, StepRecord
 from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.waits import begin_wait, end_wait
 
 
 class Recorded:
@@ -53,18 +55,28 @@ def play(run: Recorded, script: str) -> list[dict[str, float]]:
         elif name[0].isdigit():
             run.gpu.work(float(name))
         elif name == "wait":
-            if run.recorder.wait_begins("<waits>"):
+            if begin_wait(run.recorder, "<waits>"):
                 run.gpu.work(3.0)
-                run.recorder.wait_ends()
+                end_wait(run.recorder)
             else:
                 run.gpu.work(3.0)
-        elif name == "pause" and arguments:
-            run.recorder.pause(since=arguments[0])
+        elif name == "wait_begins":
+            begin_wait(run.recorder, *arguments)
+        elif name == "wait_ends":
+            end_wait(run.recorder)
         else:
-            getattr(run.recorder, name)(*arguments)
-    run.recorder.flush()
+            owner = OWNERS[name](run.recorder) if name in OWNERS else run.recorder
+            getattr(owner, name)(*arguments)
+    run.recorder.pending.flush()
     return [dict(times.phase_ms) for times in run.emitted]
 
+
+OWNERS: dict[str, Callable[[Recorder], object]] = {
+    "end_fetch": lambda recorder: recorder.named,
+    "rename_before": lambda recorder: recorder.open,
+    **dict.fromkeys(["flush", "drain", "end_untimed"], lambda recorder: recorder.pending),
+}
+"""The parts of a recorder that have a method, by its name."""
 
 STEP = "mark forward; 4; mark backward; 6; end"
 SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
@@ -82,13 +94,13 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
         [{"data": 0, "forward": 4, "backward": 6}, {"data": 1, "forward": 4, "backward": 6}],
     ),
     "a pause from now on keeps what was before it": (
-        "mark other; 2; pause_now; 35; pause_now; 35; resume_or_mark other; 1;"
-        "resume_or_mark backward; 4; end",
+        f"mark other; 2; mark {EXCLUDED}; pause; 35; pause; 35; resume other; 1;"
+        "mark backward; 4; end",
         [{"data": 0, "other": 3, "backward": 4}],
     ),
     "a pause from now on keeps another phase before it": (
-        "mark forward; 2; pause_now; 35; pause_now; 35; resume_or_mark other; 1;"
-        "resume_or_mark backward; 4; end",
+        f"mark forward; 2; mark {EXCLUDED}; pause; 35; pause; 35; resume other; 1;"
+        "mark backward; 4; end",
         [{"data": 0, "forward": 2, "other": 1, "backward": 4}],
     ),
     "resume without a pause does nothing": (
@@ -209,7 +221,7 @@ def test_step_has_the_device_time_and_the_host_time_of_each_phase(
 ) -> None:
     gpu.host_work(2.0)
     run.step(7)
-    run.recorder.flush()
+    run.recorder.pending.flush()
     [times] = run.emitted
     assert times.step == 7
     # The device waits 1 ms for the launch of forward.
@@ -251,17 +263,17 @@ def test_step_without_times_counts_for_the_lag(gpu: FakeGPU) -> None:
     run = Recorded(gpu, lag=2)
     run.recorder.begin()
     run.step(0)
-    run.recorder.end_untimed()
+    run.recorder.pending.end_untimed()
     assert run.emitted == []
-    run.recorder.end_untimed()
+    run.recorder.pending.end_untimed()
     assert [times.step for times in run.emitted] == [0]
 
 
 def test_host_wait_is_divided_by_the_untimed_steps_before_it(gpu: FakeGPU) -> None:
     run = Recorded(gpu, lag=0)
     run.recorder.begin()
-    run.recorder.end_untimed()
-    run.recorder.end_untimed()
+    run.recorder.pending.end_untimed()
+    run.recorder.pending.end_untimed()
     for number in range(2):
         gpu.work(9.0)
         run.recorder.end_step(number)
@@ -314,7 +326,7 @@ def test_step_that_is_dropped_leaves_the_pending_ones_their_ends(gpu: FakeGPU) -
     gpu.work(50.0)
     run.recorder.begin()
     run.step(2)
-    run.recorder.flush()
+    run.recorder.pending.flush()
     assert [times.step_ms for times in run.emitted] == [11.0, 10.0, 10.0]
 
 
@@ -326,15 +338,15 @@ def test_read_that_fails_while_paused_leaves_the_step_out(
     run.recorder.pause()
     with monkeypatch.context() as broken:
         broken.setattr(FakeEvent, "elapsed_time", lambda *_: 1 / 0)
-        run.recorder.flush()
+        run.recorder.pending.flush()
     run.recorder.resume("forward")
     gpu.work(2.0)
     run.step(1)
     run.step(2)
-    run.recorder.flush()
+    run.recorder.pending.flush()
     assert [times.step for times in run.emitted] == [1, 2]
     assert [record.message for record in caplog.records] == [
-        "A step could not be timed and is left out: ZeroDivisionError('division by zero')"
+        "Skipped a step that could not be timed: ZeroDivisionError('division by zero')"
     ]
 
 
@@ -347,7 +359,7 @@ def test_step_that_ends_while_paused_has_no_times_and_counts_for_the_lag(
     assert [times.step for times in run.emitted] == [0]
     assert run.recorder.label == "data"
     run.step(2)
-    run.recorder.flush()
+    run.recorder.pending.flush()
     assert [times.step for times in run.emitted] == [0, 2]
 
 
@@ -360,16 +372,16 @@ def test_step_with_a_capture_is_left_out(
         gpu.capturing = True
         run.recorder.mark("backward")
         run.recorder.end_step(99)
-        run.recorder.flush()
-        run.recorder.drain()
+        run.recorder.pending.flush()
+        run.recorder.pending.drain()
         gpu.capturing = False
         run.recorder.end_step(number)
     run.step(3)
-    run.recorder.flush()
+    run.recorder.pending.flush()
     assert not gpu.capture_broken
     assert [times.step for times in run.emitted] == [0, 3]
     [record] = caplog.records
-    assert record.message.startswith("No phase is seen inside a captured graph.")
+    assert record.message.startswith("Phases inside a captured graph cannot be timed.")
 
 
 def test_phase_is_left_by_its_name_and_in_its_thread_alone(run: Recorded) -> None:
@@ -396,7 +408,7 @@ def test_other_threads_are_not_timed(gpu: FakeGPU, run: Recorded) -> None:
     thread.start()
     thread.join()
     run.step(0)
-    run.recorder.flush()
+    run.recorder.pending.flush()
     assert [times.step for times in run.emitted] == [0]
     assert set(run.emitted[0].phase_ms) == {"data", "forward", "backward"}
 
@@ -408,17 +420,17 @@ def test_mark_on_a_lagging_stream_delays_the_step(gpu: FakeGPU, run: Recorded) -
     gpu.free_at = gpu.now  # the rest of the step runs on another stream, which is idle
     gpu.host_work(10.0)
     run.recorder.end_step(0)
-    run.recorder.drain()
+    run.recorder.pending.drain()
     assert [times.step for times in run.emitted] == [0]
     assert run.emitted[0].phase_ms["forward"] == 50.0
 
 
 def test_drain_reads_what_is_finished_and_does_not_wait(gpu: FakeGPU, run: Recorded) -> None:
     run.step(0)
-    run.recorder.drain()
+    run.recorder.pending.drain()
     assert run.emitted == []
     gpu.host_work(100.0)
-    run.recorder.drain()
+    run.recorder.pending.drain()
     assert [times.step for times in run.emitted] == [0]
     assert gpu.waits == []
 
@@ -430,12 +442,12 @@ def test_batch_is_read_when_it_is_full_or_on_request(gpu: FakeGPU, end: str) -> 
     for number in range(5):
         run.step(number)
         assert [times.step for times in run.emitted] == [0, 1, 2][: 3 * (number >= 3)]
-    run.recorder.end_untimed()
+    run.recorder.pending.end_untimed()
     assert len(run.emitted) == 3
     if end == "end_step":
         run.recorder.end_step(5, read=True)
     else:
-        run.recorder.end_untimed(read=True)
+        run.recorder.pending.end_untimed(read=True)
     assert [times.step for times in run.emitted] == [0, 1, 2, 3, 4]
 
 
@@ -443,9 +455,9 @@ def test_nothing_is_emitted_where_nothing_was_read(gpu: FakeGPU) -> None:
     emitted: list[list[StepRecord]] = []
     recorder = Recorder(gpu, lag=0, emit=emitted.append)
     recorder.begin()
-    recorder.flush()
-    recorder.drain()
-    recorder.end_untimed(read=True)
+    recorder.pending.flush()
+    recorder.pending.drain()
+    recorder.pending.end_untimed(read=True)
     assert emitted == []
 
 
@@ -454,7 +466,7 @@ def test_flush_waits_for_every_ended_step(gpu: FakeGPU) -> None:
     run.recorder.begin()
     for number in range(3):
         run.step(number)
-    run.recorder.flush()
+    run.recorder.pending.flush()
     assert [times.step for times in run.emitted] == [0, 1, 2]
 
 
@@ -463,7 +475,7 @@ def test_recorder_at_rest_records_nothing(gpu: FakeGPU, run: Recorded) -> None:
     created = gpu.created
     run.step(0)
     run.recorder.enter_phase("augment")
-    run.recorder.flush()
+    run.recorder.pending.flush()
     assert run.emitted == []
     assert gpu.created == created
 
@@ -483,13 +495,13 @@ def test_error_at_a_step_end_loses_pending_steps_only(
     run.step(3)
     assert run.recorder.label == "data"
     run.step(4)
-    run.recorder.flush()
+    run.recorder.pending.flush()
     # 0 was finished, 1 and 2 were pending, and 3 was never begun.
     assert [times.step for times in run.emitted] == [0, 4]
     # The device waits for the first launch of all, 1 ms.
     assert [times.step_ms for times in run.emitted] == [11.0, 10.0]
     assert [record.message for record in caplog.records] == [
-        "A step could not be timed and is left out: ZeroDivisionError('division by zero')"
+        "Skipped a step that could not be timed: ZeroDivisionError('division by zero')"
     ]
 
 
@@ -509,7 +521,7 @@ def test_error_of_a_consumer_does_not_reach_the_loop(
         gpu.work(1.0)
         recorder.end_step(number)
     assert emitted == [0, 2, 3]  # 1 was begun before the error, and 2 after it.
-    assert "left out: OSError('disk full')" in caplog.text
+    assert "could not be timed: OSError('disk full')" in caplog.text
 
 
 @pytest.mark.parametrize("call", ["flush", "drain", "end_untimed"])
@@ -519,11 +531,11 @@ def test_error_between_step_ends_loses_the_open_step(
     run.step(0)
     with monkeypatch.context() as broken:
         broken.setattr(FakeEvent, "query", lambda _: 1 / 0)
-        getattr(run.recorder, call)()
+        getattr(run.recorder.pending, call)()
     assert run.recorder.label is None
     run.step(1)
     run.step(2)
-    run.recorder.flush()
+    run.recorder.pending.flush()
     assert [times.step for times in run.emitted] == [2]
 
 
@@ -549,7 +561,7 @@ def test_failed_mark_stops_recording_until_the_step_ends(
     run.recorder.end_step(0)
     assert run.recorder.label == "data"
     run.step(1)
-    run.recorder.flush()
+    run.recorder.pending.flush()
     assert [times.phase_ms for times in run.emitted] == [
         {"data": 0.0, "forward": 5.0, "backward": 6.0}
     ]
@@ -586,7 +598,7 @@ def test_failing_annotator_is_reported_once_and_dropped(
     run.recorder.begin()
     run.step(0)
     run.recorder.pause()
-    run.recorder.flush()
+    run.recorder.pending.flush()
     assert told == ["data"]
     assert [times.phase_ms for times in run.emitted] == [
         {"data": 0.0, "forward": 5.0, "backward": 6.0}
@@ -637,7 +649,7 @@ def test_skipped_update_is_reported_unless_a_replay_may_have_run_it(
         run.recorder.mark("optimizer")
     run.recorder.end_step(2)
     run.recorder.end_step(3, skipped_update=True)
-    run.recorder.flush()
+    run.recorder.pending.flush()
     assert [(times.step, times.skipped_update) for times in run.emitted] == [
         (0, True),
         (1, False),
@@ -671,7 +683,7 @@ def test_mark_in_backward_counts_only_in_backward(gpu: FakeGPU, run: Recorded) -
         in_another_thread()
         run.recorder.leave_phase(name)
     run.recorder.end_step(0)
-    run.recorder.flush()
+    run.recorder.pending.flush()
     assert run.emitted[0].phase_ms == {
         "data": 1.0,
         "backward": 6.0,
@@ -722,7 +734,7 @@ def test_evaluation_found_late_pauses_the_step_from_its_first_mark(
     run.recorder.resume("other")
     gpu.work(0.5)
     run.recorder.end_step(0)
-    run.recorder.flush()
+    run.recorder.pending.flush()
     # Where only a fetch was before, it was the evaluation's.
     before = {} if after_fetch else {"data": 1.0, "forward": 4.0}
     assert run.emitted[0].phase_ms == {**before, "other": 0.5}
@@ -753,7 +765,7 @@ def test_step_that_is_left_during_a_pause_ends_at_its_update(
     run.recorder.end_step(1)
     # The probe ended with the step that was left: what follows is read in its turn.
     assert len(run.emitted) == read
-    run.recorder.flush()
+    run.recorder.pending.flush()
     assert [(times.step, times.phase_ms) for times in run.emitted] == [
         (0, {"data": 0.0, "forward": 4.0}),
         (1, {"data": 1.0}),
@@ -768,7 +780,7 @@ def test_step_that_is_left_in_which_a_graph_was_captured_has_no_times(
         run.recorder.mark("other")
     assert not run.recorder.end_at("<after update>", 0)
     run.recorder.end_step(1)
-    run.recorder.flush()
+    run.recorder.pending.flush()
     assert run.emitted == []
 
 
@@ -777,7 +789,7 @@ def test_forked_process_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
     run.recorder.begin()
     for number in range(4):
         run.step(number)
-    run.recorder.flush()
+    run.recorder.pending.flush()
     # One that is finished and one that is pending, beside free events: all are the parent's.
     run.step(4)
     run.step(5)
@@ -786,7 +798,7 @@ def test_forked_process_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
     created = gpu.created
     run.recorder.begin()
     run.step(6)
-    run.recorder.flush()
+    run.recorder.pending.flush()
     assert gpu.created == created + 4
     assert [times.step for times in run.emitted] == [0, 1, 2, 3, 6]
 
@@ -821,7 +833,7 @@ def test_new_thread_with_the_id_of_the_timed_thread_is_not_timed(gpu: FakeGPU) -
         numbers.append(threading.get_ident())
         run.recorder.mark("forward")
         run.recorder.enter_phase("a")
-        run.recorder.pause_now()
+        run.recorder.pause(now=True)
         run.recorder.end_step(1)
 
     for target in (train, *[disturb] * 10):
@@ -833,7 +845,7 @@ def test_new_thread_with_the_id_of_the_timed_thread_is_not_timed(gpu: FakeGPU) -
         pytest.skip("the number was not used again")
     assert (run.recorder.pending.ended, run.recorder.label) == (1, "data")
     run.recorder.rest()
-    run.recorder.flush()
+    run.recorder.pending.flush()
     assert [times.step for times in run.emitted] == [0]
     train()
     assert run.recorder.pending.ended == 2

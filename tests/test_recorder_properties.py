@@ -59,12 +59,12 @@ error, or a mark while a graph is captured, which lose the step."""
 def is_in(recorder: Recorder, state: str) -> bool:
     """Tells whether a recorder is in a state, and shows it as one does."""
     if state == "AT_REST":
-        shows = recorder.thread == -1 and recorder.label is None
+        shows = recorder.threads.timed == -1 and recorder.label is None
     elif state == "OPEN":
-        shows = recorder.thread != -1 and recorder.label not in (None, EXCLUDED)
+        shows = recorder.threads.timed != -1 and recorder.label not in (None, EXCLUDED)
     else:
         label = EXCLUDED if state == "PAUSED" else None
-        shows = recorder.thread != -1 and recorder.label == label
+        shows = recorder.threads.timed != -1 and recorder.label == label
     return shows and recorder.state.name == state
 
 
@@ -177,7 +177,7 @@ class Played:
         self.number += 1
 
     def end_untimed(self) -> None:
-        self.recorder.end_untimed(read=self.random.random() < 0.3)
+        self.recorder.pending.end_untimed(read=self.random.random() < 0.3)
 
     def rest(self) -> None:
         self.recorder.rest()
@@ -186,10 +186,10 @@ class Played:
         self.recorder.start_probe(lambda: self.gpu.spin(3_000_000))
 
     def flush(self) -> None:
-        self.recorder.flush()
+        self.recorder.pending.flush()
 
     def drain(self) -> None:
-        self.recorder.drain()
+        self.recorder.pending.drain()
 
     def begin_or_end_capture(self) -> None:
         if self.capture is None:

@@ -9,6 +9,7 @@ from fake_gpu import FakeGPU
 from lightning_gputime import StepTimes
 from lightning_gputime._phases import resolve_labels
 from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.waits import begin_wait, end_wait
 
 
 class Recorded(Recorder):
@@ -28,10 +29,10 @@ class Recorded(Recorder):
 
     def wait(self, ms: float = 3.0, label: str = "<waits>") -> None:
         """A wait for other ranks."""
-        begun = self.wait_begins(label)
+        begun = begin_wait(self, label)
         self.gpu.work(ms)
         if begun:
-            self.wait_ends()
+            end_wait(self)
 
     def end(self) -> dict[str, float]:
         """Ends the step, and returns its times, those that are zero left out."""
@@ -54,7 +55,7 @@ def run(gpu: FakeGPU) -> Iterator[Recorded]:
 def test_wait_in_another_thread_counts_where_that_thread_runs_the_backward(
     run: Recorded, label: str, task: int, is_timed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = "lightning_gputime._record.recorder.current_graph_task_id"
+    path = "lightning_gputime._record.waits.current_graph_task_id"
     monkeypatch.setattr(path, lambda: task)
     run.run(label, 4.0)
     thread = threading.Thread(target=run.wait)

@@ -191,7 +191,7 @@ class _TimedLoop:
 
     def _step_ends(self, *_: Any) -> None:
         if self._has_begun:
-            if (calls := self._timer._session.recorder.labels.count(BACKWARD)) > 1:
+            if (calls := self._timer._session.recorder.open.labels.count(BACKWARD)) > 1:
                 self._timer._warn_once(_MICRO_BATCHES, calls)
             self._timer.step()
         else:

@@ -31,6 +31,7 @@ from lightning_gputime._phases import (
     OPTIMIZER,
 )
 from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.waits import begin_wait, end_wait
 
 
 class BackwardBoundary:
@@ -83,8 +84,8 @@ class BackwardBoundary:
         """Mark the start, but not of a backward inside a backward, nor of another timer's."""
         recorder = self._recorder
         # Checkpointing the reentrant way runs a whole backward inside the one that is marked.
-        if self._returns_to is not None or get_ident() != recorder.thread:
-            if recorder.thread == -1 and not self._model.has_trained:
+        if self._returns_to is not None or get_ident() != recorder.threads.timed:
+            if recorder.threads.timed == -1 and not self._model.has_trained:
                 self._note_untimed_backward()
             return False
         if not self._batch.is_open:
@@ -107,7 +108,7 @@ class BackwardBoundary:
 
     def _note_untimed_backward(self) -> None:
         # A loop in eval mode that follows is an evaluation also before the first timed step.
-        is_here = get_ident() == self._recorder.home and self._batch.is_open
+        is_here = get_ident() == self._recorder.threads.home and self._batch.is_open
         is_own = self._model.calls > 0 or not self._is_anothers()
         if is_here and is_own and self._optimizer.has_any:
             self._model.note_backward()
@@ -142,14 +143,14 @@ class BackwardBoundary:
         self._is_sync_called = True
         # DDP broadcasts the buffers before it calls what it wraps: ranks wait for rank zero.
         if syncs_buffers(module):
-            self._recorder.wait_begins()
+            begin_wait(self._recorder)
 
     def _leave_sync(self, module: nn.Module, *_: Any) -> None:
         # What DDP wraps is called without it by evaluations.
         if not self._is_sync_called:
             self._model.on_inner_call(module)
         self._is_sync_called = False
-        self._recorder.wait_ends()
+        end_wait(self._recorder)
 
     def _hook_losses(self, tensors: Any) -> None:
         if self._synced and not any(map(syncs_gradients, self._synced)):

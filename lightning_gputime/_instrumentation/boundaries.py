@@ -108,8 +108,7 @@ class Boundaries:
             optimizer.end_early()
         has_updated = optimizer.updates > 0
         self.forward.step_ended(timed, is_dropped=is_dropped)
-        optimizer.updates = optimizer.depth = 0  # No post hook fires when `step` raises.
-        optimizer.was_tried = False
+        optimizer.reset()
         if self.waits is not None:
             self.waits.step_ended()
         if timed and self._submodules is not None:

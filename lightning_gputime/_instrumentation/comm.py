@@ -20,6 +20,7 @@ from lightning_gputime._compat.torch_ import (
 from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription
 from lightning_gputime._phases import RECEIVES, WAITS
 from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.waits import begin_wait, end_wait, is_here
 
 
 class WaitBoundary:
@@ -32,7 +33,7 @@ class WaitBoundary:
 
     def __init__(self, recorder: Recorder, attachments: Attachments) -> None:
         self._recorder = recorder
-        self._streams = recorder.streams
+        self._streams: Any = getattr(recorder.clock, "streams", None)
         self._timed: set[int] = set()
         # The streams beside it that ran collectives.
         self._beside: set[int] = set()
@@ -82,7 +83,7 @@ class WaitBoundary:
 
     def _launch_ends(self, result: Any = None) -> None:
         if result is None:
-            self._recorder.wait_ends()
+            end_wait(self._recorder)
         else:
             # The wait lasts until the collective is waited for.
             self._is_launched = True
@@ -91,7 +92,7 @@ class WaitBoundary:
         return self._begin(RECEIVES if waits_for_stage() else WAITS)
 
     def _wait_ends(self, result: Any = None) -> None:
-        self._recorder.wait_ends()
+        end_wait(self._recorder)
 
     def _tensor_wait_begins(self, tensor: Any, *_: Any, **__: Any) -> bool:
         # The first use of what a collective computes waits.
@@ -112,14 +113,14 @@ class WaitBoundary:
         if self._is_beside():
             return False
         is_launched, self._is_launched = self._is_launched, False
-        if is_launched and self._recorder.is_waiting:
+        if is_launched and self._recorder.open.is_waiting:
             return True
-        return self._recorder.wait_begins(label)
+        return begin_wait(self._recorder, label)
 
     def _is_beside(self) -> bool:
         """Note a stream that runs a collective beside. Return whether it, or the thread, is."""
         # Others may write a checkpoint in the background: on a stream that has the same identity.
-        if not self._recorder.is_here():
+        if not is_here(self._recorder):
             return True
         if self._streams is None:
             return False

@@ -48,7 +48,9 @@ from lightning_gputime._phases import (
     TRAINING_STEP,
     is_metric,
 )
-from lightning_gputime._record.recorder import OPEN, PAUSED, Recorder, is_fetch
+from lightning_gputime._record.open_step import is_fetch
+from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.state import OPEN, PAUSED
 
 OnCall = Callable[[nn.Module], None] | None
 """What to call with the module of each outermost call, in steps that are timed."""
@@ -151,7 +153,11 @@ class ForwardBoundary:
 
     def _generate_begins(self, *_: Any, **__: Any) -> bool | None:
         recorder, batch = self._recorder, self._batch
-        if recorder.state is not OPEN or get_ident() != recorder.thread or recorder.named:
+        if (
+            recorder.state is not OPEN
+            or get_ident() != recorder.threads.timed
+            or recorder.named.names
+        ):
             return False
         is_inside = self._running or current_graph_task_id() != -1
         if not batch.is_open or batch.is_fetched or is_inside:
@@ -178,7 +184,7 @@ class ForwardBoundary:
             self._others.add(id(module))
         elif output.grad_fn is not None:
             self._losses.add(id(module))
-            self._recorder.rename_before(FORWARD, LOSS)
+            self._recorder.open.rename_before(FORWARD, LOSS)
             # What is inside a loss is part of it.
             self._forget([id(one) for one in nn.Module.modules(module)])
             if module is not self._model:
@@ -269,14 +275,14 @@ class ForwardBoundary:
         if not self._batch.is_open:
             return
         recorder = self._recorder
-        if get_ident() != recorder.thread:
-            if not recorder.is_resting_here():
+        if get_ident() != recorder.threads.timed:
+            if not recorder.threads.is_resting_here():
                 return
             if self._trains and not (module.training or torch.is_grad_enabled()):
                 if not is_training(self._model):
                     self.evaluation.count(self.calls)
                 return
-            recorder.note_capture()
+            recorder.captures.note()
             if not self._discovers:
                 self.calls += 1  # Another timer may ask whose backward follows.
                 return
@@ -327,8 +333,8 @@ class ForwardBoundary:
         if not self._running:
             return
         recorder = self._recorder
-        is_here = get_ident() == recorder.thread
-        if not (is_here or (self._discovers and recorder.is_resting_here())):
+        is_here = get_ident() == recorder.threads.timed
+        if not (is_here or (self._discovers and recorder.threads.is_resting_here())):
             return
         if current_graph_task_id() != -1:
             return
@@ -453,7 +459,7 @@ class _EvaluationSearch:
         behind = self._calls[place] if is_behind else 0
         inside = self._calls.total() + self._generations - behind
         labels = [EVALUATION, GENERATE] if self._generations else [EVALUATION]
-        runs, is_open = _runs_of(labels, self._recorder.labels)
+        runs, is_open = _runs_of(labels, self._recorder.open.labels)
         last = [runs.pop()] if is_open and is_behind else []
         is_certain = not inside or self._is_inference
         if not (is_certain or self._is_exception(inside, runs, before, steps_without)):
@@ -486,7 +492,7 @@ class _EvaluationSearch:
         if len(before) == _STEPS and inside >= max(counts, default=0) + _MORE:
             return True
         # In a loop over `steps()` the step begins with its batch, which is `other`.
-        labels = self._recorder.labels
+        labels = self._recorder.open.labels
         is_first = len(runs) == 1 and is_fetch(labels[: runs[0][0]])
         return is_first and steps_without == 1 and not self._had_first and counts <= {inside}
 

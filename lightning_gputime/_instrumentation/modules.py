@@ -157,7 +157,7 @@ class SubmoduleBoundary:
         self._tensor_handles.clear()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if get_ident() != self._recorder.thread or current_graph_task_id() != -1:
+        if get_ident() != self._recorder.threads.timed or current_graph_task_id() != -1:
             return
         outer = self._recorder.label or ""
         if outer != FORWARD and not outer.startswith(f"{FORWARD}/"):
@@ -175,7 +175,7 @@ class SubmoduleBoundary:
                 self._at_gradient(tensor, lambda: self._end(own, _backward(outer)))
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        if get_ident() != self._recorder.thread or current_graph_task_id() != -1:
+        if get_ident() != self._recorder.threads.timed or current_graph_task_id() != -1:
             return
         if not self._open:
             return

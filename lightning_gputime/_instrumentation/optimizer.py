@@ -33,7 +33,8 @@ from lightning_gputime._phases import (
     OPTIMIZER,
     OTHER,
 )
-from lightning_gputime._record.recorder import AT_REST, OPEN, Recorder
+from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.state import AT_REST, OPEN
 
 
 class OptimizerBoundary:
@@ -128,21 +129,38 @@ class OptimizerBoundary:
             self._recorder.mark(AFTER_UPDATE)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder = self._recorder
         try:
             # At rest it is enough to count its end.
-            if self._recorder.state is not AT_REST and (
-                id(optimizer) in self._given or self._is_ours(optimizer)
-            ):
-                if self.depth and (running := steps_on_stack()) is not None:
-                    # No hook tells of an update that raised.
-                    self.depth = min(self.depth, running - 1)
-                self._begin(kwargs.get("closure", args[1] if len(args) > 1 else None))
+            if recorder.state is AT_REST:
+                return
+            if id(optimizer) not in self._given and not self._is_ours(optimizer):
+                return
+            if self.depth and (running := steps_on_stack()) is not None:
+                # No hook is called after an update that raised.
+                self.depth = min(self.depth, running - 1)
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            is_marked = recorder.label == AFTER_BACKWARD and not recorder.watcher.is_located
+            if is_marked and closure is None and not self.depth:
+                # The most common case of `_begin`, without another call.
+                self.depth, self.ended_early, self._interrupted = 1, False, None
+            else:
+                self._begin(closure)
         except Exception as error:
             self._fail(error)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
+        recorder = self._recorder
         try:
-            if id(optimizer) in self._given or self._is_ours(optimizer):
+            if id(optimizer) not in self._given and not self._is_ours(optimizer):
+                return
+            is_simple = self.depth == 1 and self._interrupted is None and not self._is_wrapped
+            if is_simple and recorder.state is not AT_REST:
+                # The most common case of `_end`, without another call.
+                self.depth = 0
+                self.updates += 1
+                recorder.mark(AFTER_UPDATE)
+            else:
                 self._end()
         except Exception as error:
             self._fail(error)
@@ -171,7 +189,7 @@ class OptimizerBoundary:
             return
         label, self._interrupted = self._recorder.label, None
         # After a backward `optimizer` has begun already, with what is unscaled and clipped.
-        if label == AFTER_BACKWARD and closure is None and not self._recorder.is_located:
+        if label == AFTER_BACKWARD and closure is None and not self._recorder.watcher.is_located:
             return
         if current_graph_task_id() != -1:
             self._interrupted = label or BACKWARD

@@ -20,7 +20,8 @@ from lightning_gputime._measurement.sums import ThroughputReference
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import IN_NO_STEP
 from lightning_gputime._record.clock import device_of
-from lightning_gputime._record.recorder import AT_REST, OPEN, Recorder
+from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.state import AT_REST, OPEN
 
 FIRST_DIMENSION = "the first dimension of the batch's first tensor"
 _HAVE_TENSORS = (Tensor, Mapping, list, tuple)

@@ -1,8 +1,9 @@
-"""Clocks: where timing events come from. The only place that names an event class."""
+"""Clocks: sources of timing events. Only this module names a class of events."""
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter, sub
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -16,9 +17,9 @@ _warn_once = WarnOnce()
 
 
 class TimingEvent(Protocol):
-    """A point on the timeline of a device: what is timed of `torch.Event`, see there.
+    """A point on the timeline of a device: a part of the interface of `torch.Event`.
 
-    `elapsed_time` raises RuntimeError where the device has not reached both events.
+    `elapsed_time` raises RuntimeError if the device has not reached both events.
     """
 
     def record(self) -> None: ...
@@ -28,12 +29,15 @@ class TimingEvent(Protocol):
 
 
 class Clock(Protocol):
-    """A device's time beside the host's.
+    """The time of a device, and that of the host.
 
-    It may have more: `spin(cycles)` keeps the device busy, for probes; `peak_memory()` returns the
-    peaks of its allocator; `device` is where its counters are read; without `streams`, see
-    `DeviceClock`, all that is launched is timed; `may_capture` is a cheaper `is_capturing` that may
-    be true without need.
+    Optional attributes:
+
+    - `spin(cycles)` keeps the device busy, for probes.
+    - `device` is the device, and `peak_memory()` returns the peaks of its allocator.
+    - `streams`, see `DeviceClock`; without it, all work is on the timed stream.
+    - `may_capture()` is a cheaper `is_capturing()`. It may return True when that returns False.
+    - `elapsed_ms(events)` is a cheaper `elapsed_ms`, see the function.
     """
 
     def event(self) -> TimingEvent:
@@ -44,15 +48,23 @@ class Clock(Protocol):
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured into a graph.
 
-        Then no event may be recorded or queried: it would break the capture.
+        Recording or querying an event would break the capture.
         """
 
 
+# Functions in C: they are called at every mark or step.
 _NEVER: Callable[[], bool] = bool
-"""Return False, without a call of a Python function."""
+_ALWAYS: Callable[[], bool] = True.__bool__
+
+
+def elapsed_ms(events: Sequence[TimingEvent]) -> tuple[float, ...]:
+    """Return the time from each event to the next (in milliseconds)."""
+    # A method of the class, and no loop in Python: this runs at every step.
+    return tuple(map(type(events[0]).elapsed_time, events, events[1:]))
+
 
 Mark = tuple[str, TimingEvent, int] | tuple[str, TimingEvent, int, Any]
-"""A label, the event from which on the time belongs to it, and the host's time there (in ns).
+"""A label, the event at which it starts, and the host time there (in nanoseconds).
 
 In a located step also the place in the code.
 """
@@ -61,8 +73,8 @@ In a located step also the place in the code.
 class DeviceClock:
     """The clock of an accelerator: CUDA, ROCm, XPU, NPU or MPS.
 
-    `torch.Event` rather than `torch.cuda.Event`: it works on every backend, and its `record` takes
-    a quarter of the time, because it does not look the current stream up in Python.
+    It uses `torch.Event`, which works on every backend. Its `record` takes a quarter of the time
+    of `torch.cuda.Event`, which looks up the current stream in Python.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,10 +83,10 @@ class DeviceClock:
             module = torch.get_device_module(device)
             if device.index is not None and device.index >= module.device_count():
                 raise RuntimeError(f"this machine has {module.device_count()}")
-            # `record` takes the stream of the thread's current device, whatever device the event
-            # was created for.
+            # `record` uses the current stream of the current device, even if the event belongs to
+            # another device.
             self._is_current = device.index in (None, torch.accelerator.current_device_index())
-            # A device without timing events raises here, and not in the loop.
+            # A device without timing events raises here, not in the loop.
             self.event().record()
         except Exception as error:
             raise ValueError(
@@ -82,7 +94,7 @@ class DeviceClock:
                 " accelerator, or 'cpu' for the host clock"
             ) from error
         self.host_ns = time.perf_counter_ns
-        # `wait_event` and `wait_stream` of their class let a stream wait for others.
+        # The class has `wait_event` and `wait_stream`, by which a stream waits for another.
         self.streams = SimpleNamespace(
             kind=getattr(module, "Stream", None),
             current=lambda: torch.accelerator.current_stream(device.index).stream_id,
@@ -91,11 +103,10 @@ class DeviceClock:
         self.may_capture: Callable[[], object] = self.is_capturing
         stream_of = raw_stream()
         if device.type == "cuda" and self._is_current and stream_of is not None:
-            # On a default stream, whose number is 0, no graph can be captured, see
-            # `cudaStreamBeginCapture`. Beside an H200 that number takes the host 0.1 us, and to ask
-            # whether it is captured 0.5 us.
+            # The default stream, number 0, cannot be captured, see `cudaStreamBeginCapture`. To
+            # read the number takes 0.1 us on the host of an H200, `is_capturing` 0.5 us.
             self.may_capture = functools.partial(stream_of, torch.cuda.current_device())
-        # It fills the queue of the current device, whatever device is timed.
+        # It always fills the queue of the current device.
         spin = spin_function(module)
         if spin is not None and self._is_current:
             self.spin = spin
@@ -139,7 +150,7 @@ class _EventOnOtherDevice:
 
 
 class HostClock:
-    """The host's clock behind the interface of a device's, for models that run on the CPU."""
+    """The clock of the host with the interface of a device's clock, for models on the CPU."""
 
     def __init__(self) -> None:
         self.host_ns = time.perf_counter_ns
@@ -148,35 +159,43 @@ class HostClock:
     def event(self) -> TimingEvent:
         return _HostEvent()
 
+    def elapsed_ms(self, events: "Sequence[_HostEvent]") -> tuple[float, ...]:
+        """Return the time from each event to the next (in milliseconds)."""
+        ns = tuple(map(_TIME_OF, events))
+        return tuple(map(_TO_MS, map(sub, ns[1:], ns)))
+
 
 class _HostEvent:
-    """A point in the host's time, reached as soon as it is recorded."""
+    """A point in the time of the host, reached as soon as it is recorded."""
 
-    __slots__ = ("_ns",)
+    __slots__ = ("ns",)
 
     def __init__(self) -> None:
-        self._ns: int | None = None
+        self.ns: int | None = None
 
     def record(self) -> None:
-        self._ns = time.perf_counter_ns()
+        self.ns = time.perf_counter_ns()
 
-    def query(self) -> bool:
-        return True
+    query = staticmethod(_ALWAYS)
 
     def synchronize(self) -> None:
         pass
 
     def elapsed_time(self, end_event: "_HostEvent", /) -> float:
-        if self._ns is None or end_event._ns is None:
+        if self.ns is None or end_event.ns is None:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
-        return (end_event._ns - self._ns) / 1e6
+        return (end_event.ns - self.ns) / 1e6
+
+
+_TIME_OF = attrgetter("ns")
+_TO_MS = (1e6).__rtruediv__  # Divide by it, without a call of a Python function.
 
 
 def clock_for(device: torch.device, *, tell: bool = False) -> Clock:
-    """Return the clock of a device. If that is the CPU, log so once, if `tell` is given.
+    """Return the clock of a device. With `tell`, report once that a model is on the CPU.
 
     Raises:
-        ValueError: If the device is not here or has no timing events.
+        ValueError: If the device is not available or has no timing events.
     """
     if device.type != "cpu":
         return DeviceClock(device)
@@ -195,11 +214,12 @@ def check_device(device: Any) -> torch.device:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device that a model is on; one that is nowhere runs on the accelerator."""
+    """Return the device of a model; a model without tensors runs on the accelerator."""
     devices = [
         tensor.device for tensor in (*nn.Module.parameters(model), *nn.Module.buffers(model))
     ]
-    # One that is partly on the CPU, such as its embeddings, does the work on the accelerator.
-    for device in (*(one for one in devices if one.type not in ("cpu", "meta")), *devices):
+    # A model that keeps only a part on the CPU, such as its embeddings, runs on the accelerator.
+    on_accelerator = [device for device in devices if device.type not in ("cpu", "meta")]
+    for device in (*on_accelerator, *devices):
         return device
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The steps that have ended and are not read: the one wait, and the reading."""
+"""Steps that have ended but were not read: the only host wait, and the reading."""
 
 from collections import deque
 from collections.abc import Callable
@@ -8,23 +8,22 @@ from typing import Any
 
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._phases import StepRecord
-from lightning_gputime._record.clock import Clock, Mark, TimingEvent
+from lightning_gputime._record.clock import Clock, Mark, TimingEvent, elapsed_ms
 
 BATCH = 25
-"""This many steps are read together where nobody waits for them.
+"""Number of steps that are read together if nobody waits for them.
 
-It divides the 50 steps between the logs of a Trainer: no small batch is left over.
+It divides the 50 steps between two logs of a Trainer: no small batch is left over.
 """
 
-LEFT_OUT = "A step could not be timed and is left out: %r"
+LEFT_OUT = "Skipped a step that could not be timed: %r"
 
-# A wait shorter than this did not block: it found the step finished.
-_BLOCKED_NS = 20_000
+_MIN_BLOCKED_NS = 20_000  # A shorter wait did not block: the step was finished.
 
 
-@dataclass(slots=True, eq=False)
-class PendingStep:
-    """The marks of a step from its end until it is read; see `StepRecord` for the rest.
+@dataclass(frozen=True, slots=True, eq=False)
+class EndedStep:
+    """The marks of a step that has ended; see `StepRecord` for the rest.
 
     The last mark is the end, and has no label of its own.
     """
@@ -36,27 +35,59 @@ class PendingStep:
     index: int = -1
     is_located: bool = False
     post_spin_index: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _PendingStep:
+    """A step from its end until it is read.
+
+    Attributes:
+        step: The step.
+        ended: Number of steps that had ended with it, timed or not.
+        untimed: Number of untimed steps just before it.
+        was_fully_queued: See `StepRecord`, as for the next two.
+        owns_end: True if the last event is not also the first of the next step.
+    """
+
+    step: EndedStep
+    ended: int
+    untimed: int
     was_fully_queued: bool | None = None
-    # How many steps had ended with it, timed or not, and how many without marks came before it.
-    ended: int = 0
-    untimed: int = 0
     wait_ms: float = 0.0
     finished_ns: int = 0
-    # Whether the last event is this step's alone, and not also the first of the next.
     owns_end: bool = False
+
+    def own_end(self) -> None:
+        self.owns_end = True
+
+    def wait(self, host_ns: Callable[[], int]) -> None:
+        """Block the host until the device has finished the step."""
+        start = host_ns()
+        # Wait for one event, never for the device: with `lag=1` a whole step is queued after it,
+        # and the GPU does not run dry. A step of a ResNet-50 on an H200 takes 1.0006 times as long
+        # as untimed, and 1.1445 times with four `torch.cuda.synchronize`.
+        self.step.marks[-1][1].synchronize()
+        now = host_ns()
+        # Divided by all steps since the last wait: else it would grow with `every_n_steps`.
+        self.wait_ms = (now - start) / 1e6 / (1 + self.untimed)
+        # Only a wait that blocks ends when the device finishes.
+        if now - start >= _MIN_BLOCKED_NS:
+            self.finished_ns = now
 
 
 class PendingSteps:
     """Ended steps: pending until the device has finished them, then read together.
 
-    Here alone the host waits: for a step that ended more than `lag` steps ago, on its last event.
-    While a graph is captured nothing is read: it would break the capture.
+    The host waits only here: for a step that ended more than `lag` steps ago, on its last event.
+    While a graph is captured nothing is read, because that would break the capture.
 
-    A step is pending until the device has reached its last event, then finished until it is read;
-    both lists are in the order in which the steps ended. No lock guards them: `Session` lets
-    another thread than that of the loop in only when that one has ended, or is timed no more.
+    A step is pending until the device has reached its last event, then finished until it is read.
+    Both lists are in the order in which the steps ended. There is no lock: `Session` lets another
+    thread in only after the thread of the loop has ended or is not timed any more.
 
-    Args are as those of `Recorder`; `fail` is called with an error that costs all pending steps.
+    Args:
+        clock: See `Recorder`, as for `lag`, `batch` and `emit`.
+        fail: Called with an error after which all pending steps are dropped.
     """
 
     def __init__(
@@ -71,45 +102,44 @@ class PendingSteps:
         self._host_ns, self._is_capturing = clock.host_ns, clock.is_capturing
         self._lag, self._batch = lag, batch
         self._emit, self._fail = emit, fail
+        self._elapsed_ms = getattr(clock, "elapsed_ms", elapsed_ms)
         self.reading_since_ns = 0
-        """When the newest reading of steps began, by the host's clock."""
+        """Host time at which the newest reading of steps began."""
         self.warn_once = WarnOnce()
         self.free: list[TimingEvent] = []
-        """Events that were read, to be used again. Never replaced: `Recorder` holds it, too."""
-        self._pending: deque[PendingStep] = deque()
-        self._finished: list[PendingStep] = []
+        """Events that were read, to be used again. Never replaced: `Recorder` also holds it."""
+        self._pending: deque[_PendingStep] = deque()
+        self._finished: list[_PendingStep] = []
         self.ended = 0
-        """How many steps have ended, with marks or without."""
-        # How many without since the last one that has some.
-        self._untimed = 0
+        """Number of steps that have ended, timed or not."""
+        self._untimed = 0  # Number of untimed steps since the last timed step.
 
     @property
     def count(self) -> int:
-        """The number of steps that have ended, and that the device may still run."""
+        """Number of ended steps that the device may still run."""
         return len(self._pending)
 
-    def add(self, step: PendingStep, read: bool = False, may_wait: bool = True) -> None:
-        """Take a step that has ended, and finish those that are due, if the host may wait.
+    def add(self, step: EndedStep, read: bool = False, may_wait: bool = True) -> None:
+        """Take a step that has ended, and finish the steps that are due, if the host may wait.
 
-        A step behind a spin is waited for, and all are read.
+        If the step was probed, wait for it, and read all steps.
         """
         self.ended += 1
-        step.ended, step.untimed, self._untimed = self.ended, self._untimed, 0
-        self._pending.append(step)
-        if not may_wait:
-            return
+        lag, was_fully_queued = self._lag, None
         try:
-            if step.post_spin_index:
+            if step.post_spin_index and may_wait:
                 # Before the wait, after which the device has passed this mark in any case.
-                step.was_fully_queued = not step.marks[step.post_spin_index][1].query()
-                self._finish(0, read=True)
-            else:
-                self._finish(self._lag, read)
+                was_fully_queued = not step.marks[step.post_spin_index][1].query()
+                lag, read = 0, True
+            self._pending.append(_PendingStep(step, self.ended, self._untimed, was_fully_queued))
+            self._untimed = 0
+            if may_wait:
+                self._finish(lag, read)
         except Exception as error:
             self.give_up(error)
 
     def end_untimed(self, read: bool = False, *, steps: int = 1) -> None:
-        """Count steps that ended without times: the one wait may be due there."""
+        """Count untimed steps that ended. A wait may be due."""
         self.ended += steps
         self._untimed += steps
         if self._pending or (read and self._finished):
@@ -124,12 +154,12 @@ class PendingSteps:
         self._finish_safely(0, read=True, may_wait=False)
 
     def take_back(self, marks: list[Mark]) -> None:
-        """Use the events of an open step that is dropped again."""
+        """Take back the events of a step that is dropped, to use them again."""
         events = [mark[1] for mark in marks]
         last = [*self._finished[-1:], *self._pending][-1:]
-        # The first event may be the end of the step before, which is not read yet and needs it.
-        if events and last and last[0].marks[-1][1] is events[0]:
-            last[0].owns_end = True
+        # The first event may be the end of the previous step, which still has to be read.
+        if events and last and last[0].step.marks[-1][1] is events[0]:
+            last[0].own_end()
             del events[0]
         self.free.extend(events)
 
@@ -142,98 +172,82 @@ class PendingSteps:
         return forgotten
 
     def end(self) -> None:
-        """Forget all, and who takes the steps: that holds the model, which is to be freed."""
+        """Forget all steps, and the function that takes them: it keeps the model alive."""
         self.forget()
         self._emit = lambda _: None
 
     def give_up(self, error: Exception) -> None:
-        """Forget the pending steps, whose events cannot be trusted; what is finished is read."""
+        """Drop the pending steps, whose events may be broken; finished steps are still read."""
         self._pending.clear()
         self._fail(error)
 
     def _finish_safely(self, lag: int, read: bool, may_wait: bool = True) -> None:
         try:
-            # Even the query of an event that is not in the graph breaks the capture.
+            # Any query of an event breaks a capture.
             if not self._is_capturing():
                 self._finish(lag, read, may_wait)
         except Exception as error:
             self.give_up(error)
 
     def _finish(self, lag: int, read: bool, may_wait: bool = True) -> None:
-        """Finish the steps that ended `lag` steps ago or before, and read if a batch is full.
+        """Finish the steps that ended `lag` steps ago or earlier, and read if a batch is full.
 
-        It counts the steps that have ended, timed or not: so all ranks leave the same ones out.
+        Untimed steps count, so that all ranks leave out the same steps.
         """
         while self._pending and self._pending[0].ended <= self.ended - lag:
-            step = self._pending[0]
-            if not step.marks[-1][1].query():
+            pending = self._pending[0]
+            if not pending.step.marks[-1][1].query():
                 if not may_wait:
                     break
-                self._wait_for(step)
+                pending.wait(self._host_ns)
             self._finished.append(self._pending.popleft())
         if self._finished and (read or len(self._finished) >= self._batch):
             self._read()
 
-    def _wait_for(self, step: PendingStep) -> None:
-        """Block the host until the device has finished a step: the one wait."""
-        start = self._host_ns()
-        # For one event, never for the device: with `lag=1` a whole step is queued behind it, and
-        # the GPU does not run dry. A step of a ResNet-50 on an H200 takes 1.0006 times as long as
-        # untimed, and 1.1445 times with four `torch.cuda.synchronize`.
-        step.marks[-1][1].synchronize()
-        now = self._host_ns()
-        # The wait makes up for the steps without marks, too: else it would grow with
-        # `every_n_steps`.
-        step.wait_ms = (now - start) / 1e6 / (1 + step.untimed)
-        # Only a wait that has blocked ends in the moment in which the device is there.
-        if now - start >= _BLOCKED_NS:
-            step.finished_ns = now
-
     def _read(self) -> None:
-        # First: who takes the steps may remove the timer, which reads again.
+        # First, because `emit` may remove the timer, which reads again.
         finished, self._finished = self._finished, []
         self.reading_since_ns = self._host_ns()
         records = []
-        for step in finished:
+        for pending in finished:
             try:
-                records.append(self._read_step(step))
+                records.append(self._read_step(pending))
             except Exception as error:
-                # The others are finished, and an error in one costs none of them.
+                # The other steps are still read.
                 self.warn_once(LEFT_OUT, error)
         if records:
             self._emit(records)
 
-    def _read_step(self, step: PendingStep) -> StepRecord:
+    def _read_step(self, pending: _PendingStep) -> StepRecord:
+        step = pending.step
         # In a located step all marks have a fourth part.
         labels, events, host_ns, *places = zip(*step.marks, strict=False)
-        # Without a loop in Python: this runs at every step.
-        elapsed_ms = type(events[0]).elapsed_time
         try:
-            device_ms = tuple(map(elapsed_ms, events, events[1:]))
+            device_ms = self._elapsed_ms(events)
         except RuntimeError:
-            # A mark that was recorded on another stream can lag behind the last one.
+            # A mark that was recorded on another stream can lag behind the last mark.
             for event in events:
                 event.synchronize()
-            device_ms = tuple(map(elapsed_ms, events, events[1:]))
+            device_ms = self._elapsed_ms(events)
         # The last event is also the first of the next step, which still needs it.
-        self.free.extend(events if step.owns_end else events[:-1])
+        self.free.extend(events if pending.owns_end else events[:-1])
         return StepRecord(
             step.number,
             _the_same(labels[:-1]),
             device_ms,
             host_ns,
-            step.wait_ms,
-            step.finished_ns,
+            pending.wait_ms,
+            pending.finished_ns,
             step.skipped_update,
-            step.was_fully_queued,
+            pending.was_fully_queued,
             step.post_spin_index,
             step.items,
             step.index,
-            places[0] if places else (),
+            places[0] if places and step.is_located else (),
         )
 
 
 @lru_cache(maxsize=256)
 def _the_same(labels: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the labels of the first step that had these: the history holds them once."""
+    """Return an equal tuple of an earlier step, so that the history holds it once."""
     return labels

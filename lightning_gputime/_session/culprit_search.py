@@ -5,7 +5,8 @@ from collections.abc import Callable
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._culprits.blocking import BlockingCalls
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._record.recorder import LOCATED, Recorder
+from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.watcher import LOCATED_STEPS
 
 _PACE_STEPS = 50  # Number of timed steps before the search for calls that block the CPU.
 _MAX_LOCATED_BLOCKS = 10  # Number of timing windows around recurring long steps that are located.
@@ -39,13 +40,13 @@ class CulpritSearch:
         """Locate the next steps, which are expected to be long. With 0 steps, do nothing."""
         if steps and self._blocks_left:
             self._blocks_left -= 1
-            self._recorder.locate_next(steps)
+            self._recorder.watcher.locate_next(steps)
 
     def steps_read(self, _: object) -> None:
         """Start the searches that are due after steps were read."""
         if self._results.slowdown is not None and not self._is_slowdown_located:
             self._is_slowdown_located = True
-            self._recorder.locate_next(LOCATED)
+            self._recorder.watcher.locate_next(LOCATED_STEPS)
         if not self._is_pace_known and self._results.sums.step.n >= _PACE_STEPS:
             self._is_pace_known = True
             self._analyzer.start_own_call()

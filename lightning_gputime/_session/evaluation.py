@@ -136,7 +136,7 @@ class Evaluations:
             return 0
         since_ns = running.now_ns() - running.batch_ended_ns
         try:
-            running.recorder.flush()
+            running.recorder.pending.flush()
         finally:
             self.abort()
         running.means.log_means()

@@ -5,24 +5,32 @@ from typing import Any
 
 from lightning_gputime._instrumentation.patching import Attachment
 from lightning_gputime._phases import DATA
+from lightning_gputime._record.open_step import OpenStep
 from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.state import AT_REST
 from lightning_gputime._session.state import ENDED, NEW, State
+
+
+class NullThread:
+    """Timed thread of a timer that is not attached. Unlike a `TimedThread` it can be pickled."""
+
+    home = -1
+    was_elsewhere = False
 
 
 class NullRecorder:
     """Recorder of a timer that is not attached."""
 
-    home = -1
     label: str | None = None
-    labels: Sequence[str] = ()
-    was_elsewhere = False
+    state = AT_REST
+
+    def __init__(self) -> None:
+        self.open, self.threads = OpenStep(), NullThread()
 
     def mark(self, label: str) -> None: ...
     def mark_instead(self, of: str, label: str) -> None: ...
-    def pause(self) -> None: ...
-    def pause_now(self) -> None: ...
+    def pause(self, *, now: bool = False) -> None: ...
     def resume(self, label: str = DATA) -> None: ...
-    def resume_or_mark(self, label: str) -> None: ...
     def warn_once(self, message: str, *values: object) -> None: ...
 
 

@@ -17,7 +17,8 @@ from lightning_gputime._phases import (
     EVALUATES,
     OTHER,
 )
-from lightning_gputime._record.recorder import PAUSED, Recorder
+from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.state import PAUSED
 from lightning_gputime._session.state import OFF, TIMED, State
 
 _NO_BATCH = object()
@@ -57,8 +58,8 @@ class OpenStep:
     def batch_begins(self, batch: Any = _NO_BATCH) -> None:
         """Mark that a batch was fetched, or that a pause is over. Count the items of the batch."""
         recorder = self._recorder
-        if recorder.named:
-            recorder.end_fetch()
+        if recorder.named.names:
+            recorder.named.end_fetch()
         if recorder.state is PAUSED:
             recorder.resume(OTHER)
         else:
@@ -76,7 +77,9 @@ class OpenStep:
     def batch_ends(self, label: str = DATA) -> None:
         """End a micro-batch that does not end the step."""
         self._work.end_batch()
-        self._recorder.resume_or_mark(label)  # Ends a validation at the end of the body.
+        recorder = self._recorder
+        # Ends a validation at the end of the body.
+        (recorder.resume if recorder.state is PAUSED else recorder.mark)(label)
 
     # Across loops
 
@@ -94,7 +97,7 @@ class OpenStep:
 
         Return True if gradients wait for that update.
         """
-        if not self.needs_updates or BACKWARD not in self._recorder.phases:
+        if not self.needs_updates or BACKWARD not in self._recorder.open.phases:
             return False
         self.batch_ends(BETWEEN)
         return True
@@ -138,11 +141,11 @@ class OpenStep:
         after a step with training.
         """
         recorder = self._recorder
-        is_blind = has_compiled() or recorder.has_captured
-        if is_blind or recorder.was_elsewhere or not self.has_optimizer:
+        is_blind = has_compiled() or recorder.captures.were_seen
+        if is_blind or recorder.threads.was_elsewhere or not self.has_optimizer:
             return False
         is_idle = (is_first or self.has_trained) and not self._boundaries.has_worked
-        return is_idle and recorder.phases <= {*BETWEEN_BATCHES, OTHER, BETWEEN}
+        return is_idle and recorder.open.phases <= {*BETWEEN_BATCHES, OTHER, BETWEEN}
 
     @property
     def has_evaluated(self) -> bool:
@@ -150,7 +153,7 @@ class OpenStep:
         if self._recorder.label not in EVALUATES or not self.has_trained:
             return False
         is_idle = not self._boundaries.has_worked
-        return is_idle and self._recorder.phases <= {*BETWEEN_BATCHES, OTHER, *EVALUATES}
+        return is_idle and self._recorder.open.phases <= {*BETWEEN_BATCHES, OTHER, *EVALUATES}
 
     # Exits
 
@@ -168,7 +171,7 @@ class OpenStep:
         if self._forward.evaluation.is_pending:
             self._forward.settle_evaluations()
         last = AFTER_UPDATE if self.has_optimizer else AFTER_FORWARD
-        if not self.has_optimizer and BACKWARD in recorder.phases:
+        if not self.has_optimizer and BACKWARD in recorder.open.phases:
             # No hook sees an update by hand. It is over here, and counts as `other`.
             recorder.mark_instead(AFTER_BACKWARD, OTHER)
             recorder.mark(AFTER_UPDATE)

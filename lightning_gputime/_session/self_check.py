@@ -28,7 +28,8 @@ from lightning_gputime._phases import (
     PHASES,
     StepRecord,
 )
-from lightning_gputime._record.recorder import Recorder, is_fetch
+from lightning_gputime._record.open_step import is_fetch
+from lightning_gputime._record.recorder import Recorder
 
 _FIRST_STEPS = 5  # Warm-up included.
 _MIN_FIRST_STEPS = 3  # A trainer may fetch all of fewer batches before the first step.
@@ -178,7 +179,7 @@ class SelfCheck:
         if self._lacks_optimizer:
             self._check_optimizer()
         # Replays of a captured graph do not show what they run; the recorder has warned of that.
-        if self._has_checked_means or self._recorder.has_captured:
+        if self._has_checked_means or self._recorder.captures.were_seen:
             return
         for step in steps.measured:
             if EVALUATION in step.labels:
@@ -199,7 +200,7 @@ class SelfCheck:
             self._check_first_steps()
         ran = self._results.sums.phases
         self._check_optimizer()
-        if self._recorder.has_captured:
+        if self._recorder.captures.were_seen:
             return
         if not self._has_checked_means:
             self._check_few_steps(trains=BACKWARD in ran and OPTIMIZER in ran)
@@ -247,7 +248,7 @@ class SelfCheck:
 
     def _check_few_steps(self, *, trains: bool = True) -> None:
         self._report(is_distributed() and self._boundaries.waits is None, _TOO_EARLY)
-        message = _ELSEWHERE if self._recorder.was_elsewhere else _NO_FORWARD
+        message = _ELSEWHERE if self._recorder.threads.was_elsewhere else _NO_FORWARD
         self._report(trains and not self._boundaries.forward.was_ever_called, message)
         if (bypassed := self._boundaries.forward.find_bypassed()) is not None:
             self._report(True, _BYPASSED, type(bypassed).__name__)

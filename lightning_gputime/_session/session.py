@@ -20,7 +20,8 @@ from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._options import Options
 from lightning_gputime._record.clock import Clock
-from lightning_gputime._record.recorder import Annotator, Recorder
+from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.watcher import Annotator
 from lightning_gputime._session import attached
 from lightning_gputime._session.culprit_search import CulpritSearch
 from lightning_gputime._session.hooks_off import HooksOff
@@ -181,7 +182,7 @@ class Session:
 
     def publish(self) -> None:
         """Read the steps that have ended, and give other callbacks their means."""
-        self.recorder.flush()
+        self.recorder.pending.flush()
         self._logs.publish(self.steps.newest, self.steps.index)
 
     def log_means(self) -> None:
@@ -200,19 +201,19 @@ class Session:
     def flush(self) -> None:
         """Wait for the steps that have ended, and read them. In another thread, do nothing."""
         if self._may_read():
-            self.recorder.flush()
+            self.recorder.pending.flush()
 
     def drain(self) -> None:
         """Read the steps that the device has finished. In another thread, do nothing."""
         if self._may_read():
-            self.recorder.drain()
+            self.recorder.pending.drain()
             self._comparison.compare_arrived()
             ended_steps = self.steps.index - self.recorder.pending.count
             self._results.update_sampling(ended_steps=ended_steps)
 
     def _may_read(self) -> bool:
         # Two threads would read steps in no order.
-        return self.recorder.home in (-1, get_ident())
+        return self.recorder.threads.home in (-1, get_ident())
 
     # End
 
@@ -221,7 +222,7 @@ class Session:
         try:
             if not self._may_read():
                 self.recorder.rest()  # The loop continues in its thread, without marks.
-            self.recorder.flush()
+            self.recorder.pending.flush()
             # Before `remove`, which tells the other ranks that this rank leaves.
             self.compare_ranks()
             self._comparison.finish()

@@ -143,7 +143,7 @@ class Steps:
     def leave(self, number: int) -> bool:
         """Handle an exit inside a step. Return True if the step had ended, now under `number`."""
         parts = self._parts
-        if get_ident() != parts.recorder.home:
+        if get_ident() != parts.recorder.threads.home:
             return False
         items = parts.work.take_items()
         if not parts.open_step.end_at_update(self.state, number, self.index, items):
@@ -176,7 +176,7 @@ class Steps:
                 number, skipped_update, reads, self._first_label, index=self.index, items=items
             )
         else:
-            parts.recorder.end_untimed(reads)
+            parts.recorder.pending.end_untimed(reads)
         self.index += 1
         if plan.auto is not None:
             plan.end_stretch(self.index, is_untimed=state is UNTIMED)
@@ -256,7 +256,7 @@ class Steps:
         if number >= parts.logs.due_at:
             parts.logs.end_step(number, self.index - 1)
         reads = parts.means.is_owed
-        parts.recorder.end_untimed(reads, steps=steps)
+        parts.recorder.pending.end_untimed(reads, steps=steps)
         if reads:
             parts.logs.log_finished()
             self.plan.start_stretch(self.index)

@@ -1,0 +1,52 @@
+"""Phases that the user named and that have not ended."""
+
+from lightning_gputime._phases import DATA, EXCLUDED, FOLLOWED_BY
+
+
+class NamedPhases:
+    """A stack of named phases, and the label that follows the outermost."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        """The phases, the outermost first. `EXCLUDED` is a pause, which wins over all others."""
+        self._n_outer = 0  # Number of them that began before the open step.
+        self._base = DATA
+
+    @property
+    def label(self) -> str:
+        """The label that the time goes to."""
+        if EXCLUDED in self.names:
+            return EXCLUDED
+        return self.names[-1] if self.names else self._base
+
+    def enter(self, name: str, label: str) -> None:
+        """Start a phase inside `label`."""
+        if not self.names:
+            self._base = label
+        self.names.append(name)
+
+    def leave(self, name: str) -> bool:
+        """End a phase. Return whether it was the innermost."""
+        if name not in self.names:
+            return False
+        is_inner = name == self.names[-1]
+        # A generator that suspends inside its phase leaves it out of order.
+        del self.names[len(self.names) - 1 - self.names[::-1].index(name)]
+        self._n_outer = min(self._n_outer, len(self.names))
+        if is_inner and not self.names:
+            self._base = FOLLOWED_BY.get(name, self._base)
+        return is_inner
+
+    def follow_with(self, label: str) -> None:
+        """Let `label` follow the outermost phase, unless this is a pause."""
+        if EXCLUDED not in self.names:
+            self._base = label
+
+    def start_step(self, label: str) -> str:
+        """Start a step. Return its first label: a named phase continues across steps."""
+        self._base, self._n_outer = label, len(self.names)
+        return self.label
+
+    def end_fetch(self) -> None:
+        """End the phases that began in the fetch: a loader may yield a batch inside a phase."""
+        del self.names[self._n_outer :]

@@ -1,0 +1,49 @@
+"""The thread whose time is recorded."""
+
+from threading import get_ident, local
+from typing import Any
+from weakref import ref
+
+
+class TimedThread:
+    """The thread that is timed.
+
+    The ids are reset when the thread ends, because a new thread may get the same id.
+    """
+
+    def __init__(self) -> None:
+        self.timed = -1
+        """Id of the thread while a step is timed, else -1."""
+        self.home = -1
+        """Id of the thread also between timed steps; -1 if there is none."""
+        self.was_elsewhere = False
+        """True once a boundary was called in another thread."""
+        self._local = local()
+        self._end: Any = None
+
+    def move_here(self) -> None:
+        """Make the calling thread the timed thread."""
+        if get_ident() == self.home:
+            return
+        # This set is deleted when the thread ends, or when another thread becomes the timed one.
+        alive = set[None]()
+        vars(self._local)["alive"] = alive
+        self._end = ref(alive, self.forget)
+        self.home = get_ident()
+
+    def start(self) -> None:
+        self.timed = self.home
+
+    def stop(self) -> None:
+        self.timed = -1
+
+    def is_resting_here(self) -> bool:
+        """Return whether the calling thread is the timed thread, but no step is timed now."""
+        if self.timed == -1:
+            return get_ident() == self.home
+        self.was_elsewhere = True
+        return False
+
+    def forget(self, _: object = None) -> None:
+        """Forget the thread: it has ended, or is not in this process."""
+        self.timed = self.home = -1

@@ -1,0 +1,35 @@
+"""Waits for other ranks, which interrupt a phase."""
+
+from threading import get_ident
+
+from lightning_gputime._compat.torch_ import current_graph_task_id
+from lightning_gputime._phases import COMM, GOES_ON, WAITS
+from lightning_gputime._record.recorder import IN_BACKWARD, Recorder
+from lightning_gputime._record.state import OPEN
+
+
+def begin_wait(recorder: Recorder, label: str = WAITS) -> bool:
+    """Interrupt the current phase by a wait for other ranks, until `end_wait`.
+
+    The wait is part of that phase, also if the phase is renamed later; with `RECEIVES` it is part
+    of the next one. Return False if the time already goes to a wait, or to no step.
+    """
+    if recorder.state is not OPEN or not is_here(recorder) or recorder.open.is_waiting:
+        return False
+    if recorder.label is None or recorder.label.endswith(f"/{COMM}"):
+        return False
+    recorder.interrupt(label)
+    return True
+
+
+def end_wait(recorder: Recorder) -> None:
+    """End a wait: the phase that it interrupted continues."""
+    if recorder.state is OPEN and is_here(recorder) and recorder.open.is_waiting:
+        recorder.interrupt(GOES_ON)
+
+
+def is_here(recorder: Recorder) -> bool:
+    """Return whether this thread is timed, or runs a backward that the timed thread waits for."""
+    if get_ident() == recorder.threads.timed:
+        return True
+    return current_graph_task_id() != -1 and (recorder.label or "").startswith(IN_BACKWARD)

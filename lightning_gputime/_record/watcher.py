@@ -1,0 +1,110 @@
+"""What else happens at marks: ranges in other profilers, and places in the code."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from lightning_gputime._messages import WarnOnce
+from lightning_gputime._phases import LIKELY
+from lightning_gputime._record.clock import Mark
+
+LOCATED_STEPS = 5
+"""Number of steps that are located together. Locating a mark takes about 3 us."""
+FIRST_LOCATED = (3, 48, 98)
+"""Steps are located from each of these timed steps on. 50 is the most common period of loggers,
+checks and checkpoints."""
+
+
+class Annotator:
+    """Show each phase in the trace of torch.profiler, and as an NVTX range in that of Nsight."""
+
+    def __init__(self) -> None:
+        self._ranges = ExitStack()
+        self._has_nvtx = torch.cuda.is_available()
+
+    def __call__(self, label: str | None) -> None:
+        """End the range of the last label, and start a range for this label unless it is None."""
+        self._ranges.close()
+        if label is not None:
+            name = f"phase/{LIKELY.get(label, label)}"
+            self._ranges.enter_context(torch.autograd.profiler.record_function(name))
+            if self._has_nvtx:
+                # By number instead of `range`: ranges of the user may overlap.
+                number = torch.cuda.nvtx.range_start(name)
+                self._ranges.callback(torch.cuda.nvtx.range_end, number)
+
+
+class MarkWatcher:
+    """Show marks in other profilers, and locate the marks of some steps in the code.
+
+    Args:
+        annotate: Called with each new label, and with None at the end.
+        locate: Return the place in the user's code.
+        warn_once: Report an error, which ends the one or the other.
+    """
+
+    def __init__(
+        self,
+        annotate: Callable[[str | None], None] | None,
+        locate: Callable[[], Any] | None,
+        warn_once: WarnOnce,
+    ) -> None:
+        self._annotate, self._locate, self._warn_once = annotate, locate, warn_once
+        self.is_located = False
+        """True while the marks of the open step are located."""
+        self.is_shown = annotate is not None
+        """True while labels are shown."""
+        self.is_active = annotate is not None
+        """True while marks are located or shown."""
+        self.to_locate = 0
+        """Number of the next timed steps that are located."""
+
+    def show(self, label: str | None) -> None:
+        """Show the start of a label, or the end of the last one, in other profilers."""
+        if self._annotate is not None and self.is_shown:
+            try:
+                self._annotate(label)
+            except Exception as error:
+                self.is_shown = False
+                self._warn_once("Phases are no longer shown in other profilers: %r", error)
+
+    def locate(self, mark: Mark) -> Mark:
+        """Return a mark with its place in the code."""
+        if self._locate is not None:
+            try:
+                return (*mark[:3], self._locate())
+            except Exception as error:
+                self._locate, self.to_locate = None, 0
+                self.stop_locating()
+                self._warn_once("Phases are no longer located in the code: %r", error)
+        return mark
+
+    def locate_next(self, steps: int) -> None:
+        """Locate the marks of the next timed steps in the code."""
+        if self._locate is not None:
+            self.to_locate = steps
+
+    def stop_locating(self) -> None:
+        self.is_located, self.is_active = False, self.is_shown
+
+    def start_step(self) -> None:
+        """Start a step that no other precedes."""
+        if self.to_locate:
+            self.to_locate -= 1
+            self.is_active = self.is_located = True
+
+    def prepare_end(self, timed_steps: int) -> None:
+        """Prepare the mark that ends a step and starts the next."""
+        if timed_steps in FIRST_LOCATED:
+            self.locate_next(LOCATED_STEPS)
+        if self.to_locate:
+            self.is_active = self.is_located = True
+
+    def end_step(self) -> None:
+        """End a step after that mark."""
+        if self.to_locate and self.is_located:
+            self.to_locate -= 1
+        else:
+            self.stop_locating()
