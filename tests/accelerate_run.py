@@ -27,9 +27,9 @@ def prepare_timed(accelerator: Any, *parts: Any, **options: Any) -> Any:
     prepared = prepare(accelerator, *parts, **options)
     found: dict[type, Any] = {}
     for kind in (nn.Module, AcceleratedOptimizer, DataLoader):
-        for one in prepared if isinstance(prepared, tuple) else ():
-            if isinstance(one, kind):
-                found[kind] = one
+        for entry in prepared if isinstance(prepared, tuple) else ():
+            if isinstance(entry, kind):
+                found[kind] = entry
     if len(found) < 3:
         return prepared
     model, optimizer, loader = found.values()
@@ -37,7 +37,7 @@ def prepare_timed(accelerator: Any, *parts: Any, **options: Any) -> Any:
     optimizer.optimizer.register_step_post_hook(lambda *_: updates.append(None))
     timer = GPUPhaseHooks(model, optimizer, every_n_steps=1, warmup_steps=0).attach()
     timers.append((timer, updates))
-    return tuple(timer.steps(one) if one is loader else one for one in prepared)
+    return tuple(timer.steps(item) if item is loader else item for item in prepared)
 
 
 def main(name: str) -> None:

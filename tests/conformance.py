@@ -45,17 +45,17 @@ class Case:
 
     name: str
     about: str  # The row in the README.
-    phases: Phases | list[Phases]  # Of every step, or of each. What takes no time is left out.
+    phases: Phases | list[Phases]  # One for all steps, or a list. Without phases of zero time.
     front_ends: tuple[str, ...] = ALL
     build: Build = Loop
     body: Body = loss_of  # Takes the loop and a batch, and returns the loss.
-    updates: bool = False  # Whether the body calls backward and the optimizer itself.
-    arguments: tuple[Any, ...] = ()  # Of the body.
+    updates: bool = False  # True if the body calls backward and the optimizer.
+    arguments: tuple[Any, ...] = ()  # Arguments of the body.
     batches: int = 3
     micro_batches: int = 1
     lead_ms: float = 0.125  # Without `steps()`, time before the first model call is `data`.
     absent: frozenset[str] = frozenset()  # Phases that no step may have, not even with no time.
-    options: dict[str, Any] = field(default_factory=dict)  # Of the timer.
+    options: dict[str, Any] = field(default_factory=dict)  # Options of the timer.
     skipped_updates: int = 0
 
     def run_body(self, loop: Loop, x: Tensor, number: int) -> Any:
@@ -157,7 +157,7 @@ def beside(make: Callable[[FakeGPU], Any]) -> Build:
     return build
 
 
-# How the model is called
+# Ways to call the model
 
 
 class Tree(Layer):
@@ -758,7 +758,7 @@ CASES += [
     Case(
         "closures of LBFGS",
         "LBFGS: the sum of its closures",
-        # What precedes the model in the second closure follows the optimizer's search.
+        # Time before the second closure's model call belongs to the search.
         {**TWICE, "optimizer": 0.125},
         (LIGHTNING,),
         build=lbfgs(max_iter=3),
@@ -783,7 +783,7 @@ def update_without_a_backward(loop: Loop, x: Tensor) -> None:
 
 def per_parameter(gpu: FakeGPU) -> Loop:
     loop = Loop(gpu)
-    optimizers = {one: Adder(iter([one]), gpu, 1.0) for one in loop.model.parameters()}
+    optimizers = {model: Adder(iter([model]), gpu, 1.0) for model in loop.model.parameters()}
 
     def update(parameter: Any) -> None:
         optimizers[parameter].step()

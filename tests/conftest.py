@@ -84,7 +84,7 @@ def _nothing_stays_installed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_compiled_yet() -> None:
-    # Where anything was compiled in the process, hooks stay on between timed steps.
+    # Hooks stay attached between timed steps once anything was compiled in this process.
     if dynamo := sys.modules.get("torch._dynamo.utils"):
         dynamo.counters.clear()
 
@@ -112,7 +112,7 @@ def _no_gpu_no_gpu_test(request: pytest.FixtureRequest) -> None:
 
 
 def installed(*things: object) -> list[dict[str, object]]:
-    """What hangs on modules and optimizers: hooks, and attributes of the instance."""
+    """Return the hooks and instance attributes of modules and optimizers."""
     return [
         {
             name: (OrderedDict(value), [*getattr(value, "__dict__", ())])
@@ -127,6 +127,6 @@ def installed(*things: object) -> list[dict[str, object]]:
 
 def hooks_of(model: torch.nn.Module) -> list[dict[str, object]]:
     return [
-        {name: value for name, value in one.items() if "hooks" in name}
-        for one in installed(*model.modules())
+        {name: value for name, value in module.items() if "hooks" in name}
+        for module in installed(*model.modules())
     ]

@@ -202,7 +202,7 @@ STEP_MS = {
     "backward": 8.0,
     "optimizer": 2.0,
 }
-"""What a standard step takes, in the fake LightningModule and in the fake plain loop."""
+"""Phases of a standard step of the fake LightningModule and the fake plain loop."""
 
 
 def steps(timer: Timer) -> list[dict[str, float]]:

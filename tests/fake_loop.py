@@ -20,9 +20,9 @@ class Loop:
         self.gpu = gpu
         self.model: Any = Layer(gpu, 4.0, 7.75) if model is None else model
         self.optimizer: Any = Adder(self.model.parameters(), gpu, 2.0)
-        self.optimizers: list[Any] = []  # Where there are several, in place of `optimizer`.
-        self.other: Any = None  # What the loop has besides, and the timer does not know.
-        self.number = 0  # Of the batch.
+        self.optimizers: list[Any] = []  # Replaces `optimizer` if there are several.
+        self.other: Any = None  # Anything the timer does not know of.
+        self.number = 0  # Number of the batch.
 
     def batches(self, n: int) -> Any:
         return batches(self.gpu, n, copy_ms=1.0)
@@ -67,7 +67,7 @@ def with_facts(summary: PhaseSummary, **facts: Any) -> PhaseSummary:
 
 
 def evidence(*steps: SlowStep) -> list[SlowEvidence]:
-    """What a log takes of slow steps, here with known causes."""
+    """Return evidence on slow steps whose causes are known."""
     return [SlowEvidence(step.excess_ms, step.step, partial(replace, step)) for step in steps]
 
 
@@ -87,6 +87,6 @@ def train(loop: Loop, n: int, **options: Any) -> GPUPhaseHooks:
 
 
 def timed_indices(every: int, n: int) -> list[int]:
-    """Which of the first `n` steps are timed with `every_n_steps`, if no long step recurs."""
+    """Return the timed steps of the first `n` if no long step recurs."""
     schedule = Schedule(Plan(window=every))
     return [index for index in range(n) if schedule.is_timed(index)]

@@ -17,7 +17,7 @@ from lightning_gputime import phase
 from lightning_gputime._timer import Timer
 
 COMM_MS = 3.0
-"""What a collective takes, which starts when it is waited for."""
+"""Duration of a collective, which starts when it is waited for."""
 
 
 OWN = {**STEP_MS, "backward/comm": 0.0}
@@ -191,7 +191,7 @@ def phases(timer: Timer) -> list[dict[str, float]]:
 
 
 def places() -> list[dict[str, Any]]:
-    """What is on the classes of torch that a wait passes, and on those of the streams."""
+    """Return the attributes of the classes that the timer patches to time waits."""
     kinds = (
         ProcessGroup,
         Work,

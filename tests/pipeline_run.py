@@ -85,8 +85,8 @@ class Megatron:
         optimizer: MixedPrecision,
         *_: object,
     ) -> str:
-        for one in model:
-            for parameter in one.parameters():
+        for item in model:
+            for parameter in item.parameters():
                 parameter.grad = None
         rank, last = distributed.get_rank(), WORLD * CHUNKS - 1
         sent, passed = list[Any](), []
@@ -111,7 +111,7 @@ class Megatron:
 
 def megatron(recipe: str) -> GPUPhaseHooks:
     both, model = Megatron(), chunks()
-    parameters = (one for chunk in model for one in chunk.parameters())
+    parameters = (parameter for chunk in model for parameter in chunk.parameters())
     optimizer, data = MixedPrecision(Adder(parameters, gpu, 2.0)), batches(gpu, 99, copy_ms=1.0)
     exec(recipe, {**NAMES, "training": both, "schedules": both})
     for _ in range(STEPS):
@@ -127,13 +127,13 @@ class Trainer:
 
     def __init__(self) -> None:
         self.model_parts = chunks()
-        self.optimizers = [Adder(one.parameters(), gpu, 1.0) for one in self.model_parts]
+        self.optimizers = [Adder(item.parameters(), gpu, 1.0) for item in self.model_parts]
         self.rank, device = distributed.get_rank(), torch.device("cpu")
         one = torch.ones(1, 2, requires_grad=True)
         examples: dict[str, Any] = {"input_args": (one,), "output_args": one}
         stages: list[Any] = [
-            PipelineStage(one, number * WORLD + self.rank, WORLD * CHUNKS, device, **examples)
-            for number, one in enumerate(self.model_parts)
+            PipelineStage(entry, number * WORLD + self.rank, WORLD * CHUNKS, device, **examples)
+            for number, entry in enumerate(self.model_parts)
         ]
         self.schedule = ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss_fn=loss_of)
 

@@ -21,11 +21,11 @@ class Replaced:
     """One kind of function that is replaced, in the words of the manual."""
 
     what: str
-    kind: str  # What has it: a module, a class or an object; several joined by commas.
+    kind: str  # Owner: a module, a class or an object; several joined by commas.
     names: frozenset[str]
     why: str  # Why no hook does instead; empty: none exists.
     when: str = ""  # Else: while steps are timed.
-    idle: str = ""  # What a call costs while no step is timed, where that is not 0.5 to 1 us.
+    idle: str = ""  # Cost of a call between timed steps, if it is not 0.5 to 1 us.
     others: str = ""  # If another library replaces it, too, and not both are called.
 
 
@@ -174,5 +174,5 @@ REGISTER = (
 def find(owner: object, name: str) -> Replaced | None:
     """Return the entry for `owner.name`, if it is in the register."""
     kind = CLASS if isinstance(owner, type) else MODULE if isinstance(owner, ModuleType) else OBJECT
-    found = (one for one in REGISTER if kind in one.kind.split(", ") and name in one.names)
+    found = (item for item in REGISTER if kind in item.kind.split(", ") and name in item.names)
     return next(found, None)

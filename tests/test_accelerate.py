@@ -72,7 +72,7 @@ def test_accelerate_accumulation_ends_steps_at_updates(loop: Loop, given: dict[s
                     optimizer.step()
                     optimizer.zero_grad()
     # The last two batches of an epoch are an update, too. The loader is one batch ahead.
-    found = [(one["data"], one["forward"], one["optimizer"]) for one in steps(timer)]
+    found = [(step["data"], step["forward"], step["optimizer"]) for step in steps(timer)]
     assert found == [(4.0, 12.0, 2.0), (1.0, 8.0, 2.0)] * 2
     assert timer.summary().skipped_updates == 0
 
@@ -89,7 +89,7 @@ def test_accelerate_accumulation_continues_across_epochs(loop: Loop) -> None:
                     optimizer.step()
                     optimizer.zero_grad()
             loop.gpu.work(100.0)  # It belongs to no step.
-    assert [one["forward"] for one in steps(timer)] == [8.0] * 3
+    assert [step["forward"] for step in steps(timer)] == [8.0] * 3
     assert timer.history()["step_ms"].tolist() == [2 * (1.0 + 4.0 + 7.75) + 2.0] * 3
 
 
@@ -102,7 +102,7 @@ def test_accelerate_without_accumulation_has_one_step_per_batch(loop: Loop) -> N
             accelerator.backward(model(x).sum())
             optimizer.step()
             optimizer.zero_grad()
-    assert [one["forward"] for one in steps(timer)] == [4.0] * 3
+    assert [step["forward"] for step in steps(timer)] == [4.0] * 3
 
 
 def test_transformers_example_times_every_phase(

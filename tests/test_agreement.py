@@ -10,7 +10,7 @@ from lightning_gputime._session.rank_comparer import Exchange
 
 @pytest.fixture
 def agreements(monkeypatch: pytest.MonkeyPatch) -> list[Exchange]:
-    """Those of three ranks."""
+    """Return the agreements of three ranks."""
     path = "lightning_gputime._session.rank_comparer._AGREEMENT_TIMEOUT_S"
     monkeypatch.setattr(path, 0.01)
     store = HashStore()

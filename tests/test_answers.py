@@ -41,7 +41,7 @@ def test_every_plant_is_declared_once(answers: Any) -> None:
     assert sum(not plant.is_balanced for plant in answers.PLANTS) >= 40
 
 
-def test_line_of_project_is_named_by_range_that_contains_it(answers: Any) -> None:
+def test_planted_line_lies_in_the_named_range(answers: Any) -> None:
     lines = answers.SOURCE.read_text().splitlines()
     number = next(n for n, line in enumerate(lines, 1) if "clip(model)" in line)
     text = f"`optimizer` is planted_projects.py:{number - 2}-{number + 1}"

@@ -69,7 +69,7 @@ def test_bench_alternates_commands_and_saves_each_into_a_folder(
     [
         ("1.5", [], 3, 0),  # 10 % slower, certain at the first look.
         ("-1.5", [], 3, 0),
-        ("0", [], 7, 0),  # Whether equal commands differ is never certain.
+        ("0", [], 7, 0),  # Equal commands are never certain to be equal.
         ("0", ["step:5%"], 3, 0),
         ("0", ["5%"], 3, 0),
         ("1.5", ["step:5%"], 3, 1),

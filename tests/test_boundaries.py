@@ -104,13 +104,13 @@ def test_timers_can_be_removed_in_any_order(gpu: FakeGPU, x: Tensor) -> None:
     before = AUTOGRAD._engine_run_backward
     model = Layer(gpu, 1.0, 2.0)
     bare = installed(model)
-    one, two, three = (Timed(gpu, model) for _ in range(3))
-    one.timer.remove()
+    first, second, three = (Timed(gpu, model) for _ in range(3))
+    first.timer.remove()
     model(x).sum().backward()
-    assert len(one.timer.history()) == 0
-    assert two.end_step()["backward"] == three.end_step()["backward"] == 2.0
+    assert len(first.timer.history()) == 0
+    assert second.end_step()["backward"] == three.end_step()["backward"] == 2.0
     three.timer.remove()
-    two.timer.remove()
+    second.timer.remove()
     assert AUTOGRAD._engine_run_backward is before
     assert installed(model) == bare
 
@@ -146,19 +146,21 @@ def test_state_dict_is_saved_as_without_a_timer(
     assert saved(model.state_dict()) == bare
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda item: pickle.loads(pickle.dumps(item))]
+)
 def test_copy_of_a_timed_model_has_no_hooks(
     gpu: FakeGPU, x: Tensor, time_step: Callable[..., Timed], duplicate: Callable[[Any], Any]
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    for one in (model, torch.fx.symbolic_trace(model)):
-        bare = duplicate(one)
-        time_step(gpu, one, modules=["0"])
-        assert hooks_of(one) != hooks_of(bare)
-        copied = duplicate(one)
+    for entry in (model, torch.fx.symbolic_trace(model)):
+        bare = duplicate(entry)
+        time_step(gpu, entry, modules=["0"])
+        assert hooks_of(entry) != hooks_of(bare)
+        copied = duplicate(entry)
         assert hooks_of(copied) == hooks_of(bare)
         assert vars(copied).keys() == vars(bare).keys()
-        assert torch.equal(copied(x), one(x))
+        assert torch.equal(copied(x), entry(x))
 
 
 def test_model_saved_while_timed_loads_with_weights_only(
@@ -219,7 +221,9 @@ class Keeping(torch.optim.SGD):
         return self.__dict__
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda item: pickle.loads(pickle.dumps(item))]
+)
 def test_zero_grad_of_a_copied_optimizer_clears_the_copy(
     gpu: FakeGPU, time_step: Callable[..., Timed], duplicate: Callable[[Any], Any]
 ) -> None:
@@ -228,8 +232,8 @@ def test_zero_grad_of_a_copied_optimizer_clears_the_copy(
     timed = time_step(gpu, model, optimizer)
     assert "zero_grad" in vars(optimizer)
     copied = duplicate(optimizer)
-    for one in (optimizer, copied):
-        one.param_groups[0]["params"][0].grad = torch.ones(2, 2)
+    for entry in (optimizer, copied):
+        entry.param_groups[0]["params"][0].grad = torch.ones(2, 2)
     copied.zero_grad()
     assert copied.param_groups[0]["params"][0].grad is None
     assert model.weight.grad is not None
@@ -267,7 +271,7 @@ def test_zero_grad_of_a_copied_accelerate_optimizer_keeps_the_gradients(loop: Lo
         for x in timer.steps(loop.batches(1)):
             model(x).sum().backward()
             copy.deepcopy(prepared).zero_grad()
-            assert all(one.grad is not None for one in model.parameters())
+            assert all(parameter.grad is not None for parameter in model.parameters())
             prepared.step()
 
 

@@ -1,4 +1,4 @@
-"""What is held of steps that never end, and of timers that nobody uses any more."""
+"""Bounds on what steps that never end and unused timers keep."""
 
 import gc
 import os
@@ -35,7 +35,7 @@ def test_loop_without_step_holds_a_bounded_number_of_events_and_warns(
             loop.train(x)
             if number < 10:
                 timer.step()
-        # Those of the ten steps before may not be read yet.
+        # The ten steps before may still hold their events.
         assert 500 <= loop.gpu.created <= 500 + 7 * 10
         assert told(caplog, "A step with more than 500 boundaries is dropped. If no step ends") == 1
         assert "call step()" in caplog.text

@@ -24,7 +24,7 @@ def test_host_waits_at_most_once_a_step(gpu: FakeGPU) -> None:
     timer = fit(gpu, Model(gpu), n=50)
     assert len(timer.history()) == 50
     assert len(gpu.waits) == 50
-    # Those of 25 steps, which are read together, and of the next two.
+    # 25 steps are read together, and two more are pending.
     assert gpu.created < 10 * 28
 
 
@@ -85,7 +85,7 @@ def test_log_option_selects_the_logged_keys(
     assert {*runner.callback_metrics} & {f"phase_time/{key}" for key in DEFAULT} == {
         f"phase_time/{key}" for key in logged & DEFAULT
     }
-    # What is not logged is saved all the same.
+    # Keys that are not logged are saved nevertheless.
     assert of_phases < {*timer._run().evaluations[0]}
 
 
@@ -527,7 +527,7 @@ def test_losses_and_weights_are_bitwise_the_same_with_and_without_the_timer() ->
     assert all(map(torch.equal, without, with_timer))
 
 
-def test_one_step_in_n_is_timed_across_epochs_and_validations(gpu: FakeGPU) -> None:
+def test_every_n_steps_counts_across_epochs_and_validations(gpu: FakeGPU) -> None:
     timer = timer_of(gpu, every_n_steps=4)
     runner = trainer(timer, max_epochs=2, val_check_interval=3)
     runner.fit(Model(gpu), Loader(gpu, 6), Loader(gpu, 2))

@@ -230,7 +230,11 @@ def test_fit_reports_the_epoch_of_a_slowdown(gpu: FakeGPU, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_steady_runs_have_no_slowdown(name: str) -> None:
-    found = [one for n in (10, 20, 40, 200) for one in simulated_runs.find(STEADY[name], 10, n, 5)]
+    found = [
+        saved_run
+        for n in (10, 20, 40, 200)
+        for saved_run in simulated_runs.find(STEADY[name], 10, n, 5)
+    ]
     assert found == [None] * 40
 
 

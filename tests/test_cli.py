@@ -17,7 +17,7 @@ from lightning_gputime import GPUPhaseTimer, PhaseTimeMetric, StepTimes
 pytest.importorskip("jsonargparse")
 from lightning.pytorch.cli import LightningCLI  # needs jsonargparse
 
-# What jsonargparse and Lightning warn of is theirs.
+# Ignore warnings of jsonargparse and Lightning.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 OPTIONS = [*inspect.signature(GPUPhaseTimer).parameters]
@@ -68,7 +68,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
         ("[]", []),
     ],
 }
-"""Of each option what a file may say, and what the timer is given then; a class for one of its."""
+"""Texts in a config file, and the values that the timer gets, by option."""
 
 WRONG = {
     **dict.fromkeys(["warmup_steps", "history_size", "every_n_steps"], "often"),
@@ -125,7 +125,7 @@ def write(tmp_path: Path, options: dict[str, str], kind: str = "test_cli.Kept") 
 
 def timer_of(cli: LightningCLI) -> Any:
     callbacks: list[Any] = cli.trainer.callbacks  # type: ignore[attr-defined]  # has no hint
-    [timer] = [one for one in callbacks if isinstance(one, GPUPhaseTimer)]
+    [timer] = [callback for callback in callbacks if isinstance(callback, GPUPhaseTimer)]
     return timer
 
 
@@ -140,7 +140,7 @@ def test_cli_tables_cover_every_option() -> None:
 
 @pytest.mark.parametrize(
     ("name", "text", "value"),
-    [(name, *one) for name, ones in VALUES.items() for one in ones],
+    [(name, *item) for name, ones in VALUES.items() for item in ones],
 )
 def test_cli_file_takes_every_option(tmp_path: Path, name: str, text: str, value: Any) -> None:
     timer = timer_of(make("--config", str(write(tmp_path, {name: text})), run=False))
@@ -189,7 +189,7 @@ def test_cli_printed_config_has_every_option_and_recreates_the_timer(
     printed = yaml.safe_load(capsys.readouterr().out)
     assert [*printed["timer"]] == OPTIONS
     defaults = {
-        name: one.default for name, one in inspect.signature(GPUPhaseTimer).parameters.items()
+        name: item.default for name, item in inspect.signature(GPUPhaseTimer).parameters.items()
     }
     assert printed["timer"] == {**defaults, "modules": 2, "observers": []}
     printed["trainer"] |= {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}

@@ -151,16 +151,22 @@ def test_backward_of_several_losses_has_one_wait(two_ranks: None, gpu: FakeGPU) 
     net = Layer(gpu, 4.0, 8.0)
     wait_after_backward(net.linear.weight, gpu, 3.0)
     with GPUPhaseHooks(net, _clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
-        one, two = net(torch.ones(1, 2)).sum(), work(net(torch.ones(1, 2)), gpu, 0.0, 1.0).sum()
-        torch.autograd.backward(tensor for tensor in (one, two))  # type: ignore[arg-type]
+        first, second = (
+            net(torch.ones(1, 2)).sum(),
+            work(net(torch.ones(1, 2)), gpu, 0.0, 1.0).sum(),
+        )
+        torch.autograd.backward(tensor for tensor in (first, second))  # type: ignore[arg-type]
         timer.step()
-        one, two = net(torch.ones(1, 2)).sum(), work(net(torch.ones(1, 2)), gpu, 0.0, 1.0).sum()
-        torch.autograd.backward([one, two])
+        first, second = (
+            net(torch.ones(1, 2)).sum(),
+            work(net(torch.ones(1, 2)), gpu, 0.0, 1.0).sum(),
+        )
+        torch.autograd.backward([first, second])
         timer.step()
     of_generator, of_list = steps(timer)
     assert of_generator["backward"] == of_list["backward"] == 20.0
     assert of_generator["backward/comm"] == of_list["backward/comm"] == 3.0
-    assert not one._backward_hooks
+    assert not first._backward_hooks
     with pytest.raises(RuntimeError, match="does not require grad"):
         torch.ones(1, 2).sum().backward()
 

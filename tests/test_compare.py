@@ -244,7 +244,9 @@ def test_equal_groups_rarely_differ_and_planted_changes_are_found() -> None:
 @pytest.mark.parametrize(
     ("every", "counts"), [(50, (1200, 1201)), (20, (480, 481)), (7, (840, 841))]
 )
-def test_one_more_periodic_slow_step_is_no_difference(every: int, counts: tuple[int, int]) -> None:
+def test_additional_periodic_slow_step_is_no_difference(
+    every: int, counts: tuple[int, int]
+) -> None:
     sides = [constant(*(1010.0 if i % every == 0 else 10.0 for i in range(n))) for n in counts]
     for before, after in (sides, sides[::-1]):
         found = compare(before, after)
@@ -587,7 +589,7 @@ def test_groups_are_compared_with_the_first_at_a_shared_level() -> None:
     assert found.to_dict()["others"][0]["verdict"] == "slower"
 
 
-# What cannot be compared
+# Runs that cannot be compared
 
 
 @pytest.mark.parametrize(
@@ -609,7 +611,7 @@ def test_runs_of_other_work_are_refused_without_allow_mismatch(
     assert note in str(compare(run(1), other, allow_mismatch=True))
 
 
-def test_known_differences_of_the_environment_are_noted() -> None:
+def test_differences_of_the_environment_are_listed() -> None:
     found = compare(run(1, precision="32"), run(2, torch="2.14.0", batch_size=None))
     assert found.notes == ("torch is 2.13.0 (before) and 2.14.0 (after)",)
 
@@ -631,8 +633,8 @@ def test_runs_that_are_too_short_are_refused() -> None:
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, str]:
     paths = str(tmp_path / "before.json.gz"), str(tmp_path / "after.json.gz")
-    for path, one in zip(paths, (run(1), run(2, more={"backward": 0.6})), strict=True):
-        saved.save(one, path)
+    for path, saved_run in zip(paths, (run(1), run(2, more={"backward": 0.6})), strict=True):
+        saved.save(saved_run, path)
     return paths
 
 

@@ -70,7 +70,7 @@ class Count:
 
 
 def compilations(run: Callable[[Count], None]) -> tuple[int, int]:
-    """How many graphs a run compiles, recompilations included, and how often they break."""
+    """Return the number of compiled graphs, with recompilations, and of graph breaks."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     backend = Count()

@@ -199,7 +199,7 @@ def test_deterministic_training_is_not_advised_to_benchmark(
     assert setting.name == "deterministic_algorithms"
 
 
-def test_tf32_by_the_newer_setting_of_torch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_by_the_newer_torch_setting_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def mixed() -> str:
         raise RuntimeError("mix of the legacy and new APIs")
 
@@ -253,7 +253,7 @@ def test_setting_that_cannot_be_read_costs_only_its_advice(
 def names_in(summary: PhaseSummary) -> list[str]:
     """Return the settings in the JSON of a summary."""
     advice = summary.to_dict()["diagnosis"]["advice"]
-    return [one["parameters"]["setting"] for one in advice if one["code"] == "costly_setting"]
+    return [item["parameters"]["setting"] for item in advice if item["code"] == "costly_setting"]
 
 
 def timed(loop: Loop, n: int = 3) -> GPUPhaseHooks:

@@ -1,4 +1,4 @@
-"""Who takes the time: calls by name, stages of a loader, lines of the user's code."""
+"""Culprits: calls by name, stages of a loader, lines of the user's code."""
 
 import copy
 import pickle
@@ -141,7 +141,7 @@ def test_order_of_batches_is_that_of_the_loader(gpu: FakeGPU) -> None:
     def order(timer: GPUPhaseHooks | None) -> list[float]:
         torch.manual_seed(3)
         loader: Any = DataLoader(data, batch_size=2, shuffle=True)  # type: ignore[arg-type]
-        return [float(one) for x in (timer.steps(loader) if timer else loader) for one in x]
+        return [float(item) for x in (timer.steps(loader) if timer else loader) for item in x]
 
     with hooks(Loop(gpu)) as timer:
         timed = order(timer)

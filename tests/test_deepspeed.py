@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lightning_gputime import GPUPhaseHooks
 
 UNSCALES_MS, GATHERS_MS = 0.5, 1.5
-"""What an update takes before and after that of the optimizer inside."""
+"""Time of an update before and after the update of the inner optimizer."""
 
 REDUCES_MS = 0.75
-"""What the engine does with the gradients after torch's backward."""
+"""Time for the gradients after torch's backward."""
 
 
 class Zero:

@@ -506,7 +506,7 @@ class Planted(pl.Callback):
         self.gpu.host_work(3.0)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        # What follows the last step is in none.
+        # Time after the last step belongs to no step.
         if trainer.global_step < self.steps:
             self.gpu.host_work(self.callback_ms)
         if trainer.global_step in self.saves:
@@ -596,7 +596,7 @@ def test_each_entry_of_a_fit_has_the_time_that_was_planted(
     [({"fetch_ms": 60.0}, "data/fetch"), ({"saves": [1, 2, 3, 4, 5]}, "checkpoints")],
 )
 def test_removing_an_entry_gains_its_speed_up(plant: dict[str, Any], name: str) -> None:
-    breakdown, without = (planted(**one).summary().time_breakdown for one in (plant, {}))
+    breakdown, without = (planted(**item).summary().time_breakdown for item in (plant, {}))
     assert breakdown is not None
     assert without is not None
     reached = breakdown.wall_s / without.wall_s

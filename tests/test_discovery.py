@@ -32,7 +32,7 @@ def test_modules_that_the_loop_never_calls_lose_their_hooks(gpu: FakeGPU) -> Non
         return net["head"](net["backbone"](x)).sum()  # type: ignore[no-any-return]
 
     train(gpu, net, loss_of)
-    # What is inside the backbone was called by it alone.
+    # Only the backbone calls its own modules.
     assert hooked == [{*net.modules()}, *[{net, backbone, net["head"]}] * 2]
 
 

@@ -76,9 +76,9 @@ def test_energy_of_a_step_is_the_mean_power_of_its_window(loop: Loop, counter: C
 def test_energy_window_too_short_for_the_counter_repeats_the_last(
     loop: Loop, counter: Counter
 ) -> None:
-    # Of 16 ms each: most hold no new reading.
+    # Steps of 16 ms: most have no new reading.
     logs, _ = train(loop, 200, log_every_n_steps=1)
-    assert {round(one.get("phase_time/power_w", WATTS), 6) for one in logs} == {WATTS}
+    assert {round(log.get("phase_time/power_w", WATTS), 6) for log in logs} == {WATTS}
     assert "phase_time/power_w" not in logs[0]
     assert "phase_time/power_w" in logs[-1]
 

@@ -169,7 +169,7 @@ def test_validation_after_an_update_by_hand_belongs_to_no_step(gpu: FakeGPU, whe
                 evaluate()
     step = {"data": 1.0, "forward": 4.0, "loss": 0.5, "backward": 8.0, "other": 2.0}
     after = step if where == "before step()" else {**step, "data": 0.0}
-    found = [{"data": 0.0, **one} for one in steps(timer)]
+    found = [{"data": 0.0, **row} for row in steps(timer)]
     assert found == [after if number and number % 6 == 0 else step for number in range(36)]
 
 

@@ -81,10 +81,14 @@ def test_steps_are_spans_of_opentelemetry(example: Any) -> None:
     provider.add_span_processor(export.SimpleSpanProcessor(exporter))
     timer = example("opentelemetry_spans.py", provider=provider, steps=30)
     spans = exporter.get_finished_spans()
-    by_step = [one for one in spans if one.parent is None]
-    assert [one.name for one in by_step] == [f"step {number}" for number in range(30)]
+    by_step = [item for item in spans if item.parent is None]
+    assert [entry.name for entry in by_step] == [f"step {number}" for number in range(30)]
     for span, step in zip(by_step, timer.history(), strict=True):
-        inside = [one for one in spans if one.parent and one.parent.span_id == span.context.span_id]
+        inside = [
+            element
+            for element in spans
+            if element.parent and element.parent.span_id == span.context.span_id
+        ]
         assert {one.name for one in inside} == set(PHASES)
         assert (span.end_time - span.start_time) / 1e6 == pytest.approx(step["step_ms"], abs=1e-4)
 
@@ -114,8 +118,10 @@ def test_notebook_holds_the_outputs_of_a_whole_run(notebook: str) -> None:
     counts = [cell["execution_count"] for cell in cells if cell["cell_type"] == "code"]
     assert counts == [*range(1, len(counts) + 1)]
     outputs = [output for cell in cells for output in cell.get("outputs", ())]
-    assert {"text/html", "text/plain"} <= {kind for one in outputs for kind in one.get("data", ())}
-    assert "error" not in {one["output_type"] for one in outputs}
+    assert {"text/html", "text/plain"} <= {
+        kind for item in outputs for kind in item.get("data", ())
+    }
+    assert "error" not in {entry["output_type"] for entry in outputs}
     assert (EXAMPLES / notebook).stat().st_size < 60_000
 
 
@@ -203,13 +209,17 @@ def test_trace_has_both_lanes_of_each_step(example: Any, tmp_path: Path) -> None
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["GPU", "host"]
     for lane in (1, 2):
         slices = [event for event in events if event["ph"] == "X" and event["pid"] == lane]
-        steps = [(one["ts"], one["ts"] + one["dur"]) for one in slices if "step " in one["name"]]
+        steps = [
+            (entry["ts"], entry["ts"] + entry["dur"])
+            for entry in slices
+            if "step " in entry["name"]
+        ]
         assert len(steps) == 50  # The newest.
-        assert all(one[1] <= two[0] for one, two in pairwise(steps))
+        assert all(step[1] <= two[0] for step, two in pairwise(steps))
         for name in PHASES:
-            phase = [one for one in slices if one["name"] == name]
+            phase = [element for element in slices if element["name"] == name]
             assert {any(a <= one["ts"] <= b for a, b in steps) for one in phase} == {True}
-    gpu_us = [one["dur"] for one in events if one["name"] == "backward" and one.get("pid") == 1]
+    gpu_us = [item["dur"] for item in events if item["name"] == "backward" and item.get("pid") == 1]
     assert sum(gpu_us) == pytest.approx(1e3 * timer.history()["backward_ms"][10:].sum(), rel=0.01)
 
 
@@ -232,11 +242,11 @@ def test_tutorial_makes_one_change_after_another(
     example("tutorial.py", all_of_them=True, path=str(path), steps=12, width=2)
     results = json.loads(path.read_text())
     names = ["workers", "rare_checks", "large_batch", "bf16"]
-    assert [one["changes"] for one in results] == [names[:n] for n in range(5)]
-    assert [one["batch"] for one in results] == [32, 32, 32, 512, 512]
+    assert [entry["changes"] for entry in results] == [names[:n] for n in range(5)]
+    assert [element["batch"] for element in results] == [32, 32, 32, 512, 512]
     assert [one["workers"] > 0 for one in results] == [False, True, True, True, True]
     # On the first way to the last: the callback is called in each step, then in one of 50.
-    checks = [one["share"]["callbacks/AccuracyCurve.on_train_batch_end"] for one in results]
+    checks = [item["share"]["callbacks/AccuracyCurve.on_train_batch_end"] for item in results]
     assert checks[1] > 2 * checks[2] > 0
     printed = capsys.readouterr().out.splitlines()[-5:]
     assert all(one["verdict"] in line for one, line in zip(results, printed, strict=True))

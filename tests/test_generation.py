@@ -69,8 +69,8 @@ def train(model: nn.Module, gpu: FakeGPU, rollout: Callable[[int], Any]) -> list
             optimizer.step()
     assert dict(vars(transformers.GenerationMixin)) == before
     found = steps(timer)
-    assert [sum(one.values()) for one in found] == timer.history()["step_ms"].tolist()
-    return [{name: ms for name, ms in one.items() if ms} for one in found]
+    assert [sum(item.values()) for item in found] == timer.history()["step_ms"].tolist()
+    return [{name: ms for name, ms in entry.items() if ms} for entry in found]
 
 
 def eval_mode(model: nn.Module, calls: int = 1) -> None:
@@ -114,7 +114,7 @@ def test_generation_after_the_model_call_splits_the_loss(gpu: FakeGPU) -> None:
             generate(model)  # As a baseline that a reward is compared with.
             gpu.work(0.125)
             logits.sum().backward()
-    rows = [{name: ms for name, ms in one.items() if ms} for one in steps(timer)]
+    rows = [{name: ms for name, ms in step.items() if ms} for step in steps(timer)]
     assert rows == [{"forward": CALL_MS, "loss": 0.375, "generate": GENERATE_MS}] * 3
 
 
@@ -151,12 +151,12 @@ def test_untimed_steps_leave_the_generation_class_unpatched(gpu: FakeGPU) -> Non
             model(KEYS).logits.sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert [one["generate"] for one in steps(timer)] == [GENERATE_MS] * 3
+    assert [step["generate"] for step in steps(timer)] == [GENERATE_MS] * 3
     assert not all(patched[30:])
 
 
 class Engine:
-    """What generates in processes of its own, as vLLM."""
+    """An engine that generates in other processes, like vLLM."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         self.gpu = gpu
@@ -212,13 +212,13 @@ def test_trainer_times_generation_and_rewards(gpu: FakeGPU, tmp_path: Path, engi
     assert "generate" not in vars(trainer.vllm_generation)
     assert dict(vars(transformers.GenerationMixin)) == before
     micro_batch = {"generate": 3.0 if engine else GENERATE_MS, "reward": 1.0, "forward": CALL_MS}
-    found = [{name: ms for name, ms in one.items() if ms} for one in steps(timer)]
+    found = [{name: ms for name, ms in step.items() if ms} for step in steps(timer)]
     assert found == [{**{name: 2 * ms for name, ms in micro_batch.items()}, "other": 0.5}] * 4
-    assert [one["phase_time/reward_ms"] for one in trainer.state.log_history if "loss" in one] == [
+    assert [log["phase_time/reward_ms"] for log in trainer.state.log_history if "loss" in log] == [
         2.0
     ] * 4
     evaluations = timer._run().evaluations
     assert len(evaluations) == 2
-    for one in evaluations:
-        assert one["generate_ms"] == micro_batch["generate"]
-        assert one["reward_ms"] == 1.0
+    for evaluation in evaluations:
+        assert evaluation["generate_ms"] == micro_batch["generate"]
+        assert evaluation["reward_ms"] == 1.0

@@ -1,4 +1,4 @@
-"""What only a real GPU can show."""
+"""Tests that need a real GPU."""
 
 import json
 from collections import Counter
@@ -220,7 +220,7 @@ def train_wide(model: nn.Module, x: Tensor, steps: int = 20) -> dict[str, float]
     return rows(timer)
 
 
-# Of torch's own, when the graph's tensors outlive its capture.
+# torch warns when the tensors of a graph outlive its capture.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 def test_module_captured_with_make_graphed_callables_is_timed() -> None:
     x = torch.randn(4096, 4096, device="cuda")
@@ -270,7 +270,7 @@ def test_captured_step_is_timed_as_the_phase_its_replays_are_launched_in() -> No
     assert len(timer.history()) == 23
 
 
-def test_backward_is_split_by_module_in_the_thread_that_runs_it() -> None:
+def test_backward_is_split_by_module_in_the_backward_thread() -> None:
     class Parts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -434,7 +434,7 @@ def test_late_rank_is_named_under_each_strategy_on_two_gpus(strategy: str, tmp_p
 
 def test_updates_in_the_backward_thread_are_optimizer() -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).cuda()
-    optimizers = {one: torch.optim.SGD([one], lr=1e-3) for one in model.parameters()}
+    optimizers = {item: torch.optim.SGD([item], lr=1e-3) for item in model.parameters()}
 
     def update(parameter: Tensor) -> None:
         torch.cuda._sleep(SPIN // 20)
@@ -462,10 +462,10 @@ def test_autograd_grad_is_backward() -> None:
     with GPUPhaseHooks(model, optimizer, warmup_steps=2) as timer:
         for _ in timer.steps(range(10)):
             loss = Spin.apply(model(x), 0, SPIN).pow(2).mean()  # type: ignore[no-untyped-call]
-            for one, grad in zip(
+            for parameter, grad in zip(
                 model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
             ):
-                one.grad = grad
+                parameter.grad = grad
             optimizer.step()
     rows = timer.summary().rows
     others_ms = sum(row.p50_ms for name, row in rows.items() if name != "backward")

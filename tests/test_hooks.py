@@ -60,13 +60,13 @@ def test_named_phases_take_their_time(loop: Loop) -> None:
 
 
 def test_phase_of_a_timer_does_not_affect_other_timers(loop: Loop) -> None:
-    with hooks(loop) as one, hooks(loop) as two:
-        for x in one.steps(two.steps(loop.batches(2))):
-            with one.phase("augment"):
+    with hooks(loop) as first, hooks(loop) as second:
+        for x in first.steps(second.steps(loop.batches(2))):
+            with first.phase("augment"):
                 loop.gpu.work(3.0)
             loop.train(x)
-    assert steps(one)[0] == {**STEP_MS, "augment": 3.0}
-    assert steps(two)[0] == {**STEP_MS, "other": 3.125}
+    assert steps(first)[0] == {**STEP_MS, "augment": 3.0}
+    assert steps(second)[0] == {**STEP_MS, "other": 3.125}
 
 
 @pytest.mark.parametrize("is_training", [True, False])
@@ -80,13 +80,13 @@ def test_inference_is_timed_without_optimizers(loop: Loop, is_training: bool) ->
 
 
 def test_means_are_logged_to_every_logger_with_their_step(loop: Loop) -> None:
-    one, two = Logger(), Logger()
-    train_loop(loop, 5, logger=[one, two], log_every_n_steps=2, prefix="gpu")
+    first, second = Logger(), Logger()
+    train_loop(loop, 5, logger=[first, second], log_every_n_steps=2, prefix="gpu")
     # A host that does nothing else waits for all that the GPU does.
     whole = {name: sum(STEP_MS.values()) for name in ("step", "host_wait")}
     means = {f"gpu/{name}_ms": ms for name, ms in {**STEP_MS, **whole}.items()}
     means["gpu/items_per_sec"] = 1000 / sum(STEP_MS.values())
-    assert one.calls == two.calls == [(step, means) for step in (1, 3, 4)]
+    assert first.calls == second.calls == [(step, means) for step in (1, 3, 4)]
 
 
 def test_attach_and_remove_are_idempotent(loop: Loop) -> None:
@@ -294,7 +294,7 @@ class Wide(nn.Module):
 def calls_in_a_step(
     gpu: FakeGPU, modules: int, after_steps: int = 100, every_n_steps: int = 1
 ) -> float:
-    """How many functions of the package run in a step, on average.
+    """Return the mean number of package functions called per step.
 
     Finished steps are read 25 at a time and logs come every 50 steps: 100 hold both evenly.
     """
@@ -327,7 +327,7 @@ def test_calls_per_step_grow_neither_with_modules_nor_with_steps(gpu: FakeGPU) -
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_one_step_in_n_is_timed(gpu: FakeGPU, lag: int) -> None:
+def test_every_n_steps_times_1_of_n_steps(gpu: FakeGPU, lag: int) -> None:
     loop, logger = Loop(gpu), Logger()
     options = {"_lag": lag, "logger": logger, "log_every_n_steps": 10}
     timer = train_loop(loop, 32, every_n_steps=5, **options)

@@ -1,4 +1,4 @@
-"""What a step costs the host, counted in calls: no more than what is recorded."""
+"""Python calls per step, against the recorded bounds."""
 
 import json
 import runpy

@@ -201,7 +201,7 @@ def test_means_are_logged_with_the_loss(fake: Make, timer: TransformersPhaseTime
     reporter = Reporter()
     fake([reporter, timer], logging_steps=2, max_steps=5).train()
     two, four, last = reporter.logs
-    assert [one["at"] for one in reporter.logs] == [2, 4, 5]
+    assert [log["at"] for log in reporter.logs] == [2, 4, 5]
     assert "loss" in two
     mean = {**STEP, "data": 1.5, "callbacks": 0.0, "step": 16.0}
     assert {name: ms for name, ms in phases(two).items() if name != "host_wait"} == mean
@@ -225,9 +225,9 @@ def test_every_step_is_in_one_logged_mean(
         num_train_epochs=2,
     )
     trainer.train()
-    logged = [one["at"] for one in reporter.logs if phases(one)]
+    logged = [log["at"] for log in reporter.logs if phases(log)]
     assert logged == {"no": [80], "epoch": [40, 80], "steps": [1, 30, 60, 80]}[strategy]
-    assert all(phases(one)["forward"] == 4.0 for one in reporter.logs if phases(one))
+    assert all(phases(entry)["forward"] == 4.0 for entry in reporter.logs if phases(entry))
 
 
 def test_evaluation_belongs_to_no_step_and_logs_its_own_means(
@@ -239,17 +239,17 @@ def test_evaluation_belongs_to_no_step_and_logs_its_own_means(
     )
     trainer.train()
     assert steps(timer) == [FIRST, STEP, STEP, STEP]
-    logs = [one for one in reporter.logs if "eval_loss" in one]
-    assert [one["at"] for one in logs] == [0, 2, 4]
-    for one in logs:
-        found = phases(one, "eval_phase_time")
-        # The loss is `other`: no backward follows it. The loader of three batches is one ahead.
+    logs = [log for log in reporter.logs if "eval_loss" in log]
+    assert [entry["at"] for entry in logs] == [0, 2, 4]
+    for item in logs:
+        found = phases(item, "eval_phase_time")
+        # The loss is `other`: no backward follows it. The loader of three batches is item ahead.
         assert {name: found[name] for name in ("data", "forward", "other")} == {
             "data": 1.0,
             "forward": 4.0,
             "other": 0.5,
         }
-        assert not phases(one)
+        assert not phases(item)
 
 
 def test_callbacks_before_an_evaluation_belong_to_the_step(
@@ -286,8 +286,12 @@ def test_evaluate_and_predict_are_timed_only_during_training(
     )
     before = hooks_of(trainer.model)
     trainer.train()
-    assert [one["stage"] for one in timer._run().evaluations] == ["eval", "test", "eval"]
-    assert all(one["forward_ms"] == 4.0 for one in timer._run().evaluations)
+    assert [evaluation["stage"] for evaluation in timer._run().evaluations] == [
+        "eval",
+        "test",
+        "eval",
+    ]
+    assert all(saved_run["forward_ms"] == 4.0 for saved_run in timer._run().evaluations)
     assert "eval_loss" in trainer.evaluate()
     assert not phases(reporter.logs[-1], "eval_phase_time")
     assert len(timer._run().evaluations) == 3
@@ -302,7 +306,7 @@ def test_custom_prediction_step_is_timed(tmp_path: Path) -> None:
 
     timer, reporter = TransformersPhaseTimer(print_summary=False), Reporter()
     new([reporter, timer], tmp_path, trainer_class=Mine, eval_strategy="steps", eval_steps=4)
-    [log] = [one for one in reporter.logs if "eval_loss" in one]
+    [log] = [entry for entry in reporter.logs if "eval_loss" in entry]
     found = phases(log, "eval_phase_time")
     assert found["forward"] > 0
     assert found["data"] < found["step"]
@@ -312,7 +316,7 @@ def test_trainer_results_have_no_phases(fake: Make, timer: TransformersPhaseTime
     # A search for hyperparameters adds up all that `evaluate` returns.
     trainer = fake([timer], eval_strategy="steps", eval_steps=2, logging_steps=2)
     returned = [trainer.train().metrics, trainer.evaluate()]
-    assert not any("phase_time" in key for one in returned for key in one)
+    assert not any("phase_time" in key for item in returned for key in item)
 
 
 def test_phases_are_logged_with_the_loss_in_the_trainer_state(
@@ -322,17 +326,17 @@ def test_phases_are_logged_with_the_loss_in_the_trainer_state(
     trainer = fake([reporter, timer], eval_strategy="steps", eval_steps=2, logging_steps=2)
     trainer.train()
     history = trainer.state.log_history
-    assert [one["step"] for one in history if phases(one)] == [2, 4]
+    assert [item["step"] for item in history if phases(item)] == [2, 4]
     # It becomes part of each checkpoint.
     assert json.loads(json.dumps(history)) == history
-    logged = [phases(one) for one in reporter.logs if "loss" in one]
-    assert [phases(one) for one in history if "loss" in one] == logged
+    logged = [phases(log) for log in reporter.logs if "loss" in log]
+    assert [phases(element) for element in history if "loss" in element] == logged
     # A model card makes a column of whatever stands beside `eval_loss`.
     assert not any("phase_time" in key for one in history if "eval_loss" in one for key in one)
     # So those of evaluations stand before it: what reads the newest entry finds its own.
-    logged = [phases(one, "eval_phase_time") for one in reporter.logs if "eval_loss" in one]
+    logged = [phases(entry, "eval_phase_time") for entry in reporter.logs if "eval_loss" in entry]
     pairs = [*itertools.pairwise(history)]
-    found = [one for one, after in pairs if "eval_loss" in after]
+    found = [event for event, after in pairs if "eval_loss" in after]
     assert [phases(one, "eval_phase_time") for one in found] == logged
     assert all(logged)
     assert [(one["step"], one["epoch"]) for one in found] == [
@@ -352,7 +356,7 @@ PATCHED = {
     "prediction_step",
     *(() if hasattr(transformers.Trainer, "_run_epoch") else ("training_step",)),
 } & {*dir(transformers.Trainer)}
-"""What is replaced on a Trainer while it trains."""
+"""Attributes that are replaced on a Trainer while it trains."""
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
@@ -473,7 +477,7 @@ def test_compiled_model_is_timed_and_not_compiled_anew(
     torch._dynamo.reset()
 
 
-def test_items_add_up_over_micro_batches_and_evaluations_have_their_own(
+def test_items_add_up_over_micro_batches_and_evaluations_are_separate(
     fake: Make, gpu: FakeGPU
 ) -> None:
     reporter = Reporter()
@@ -497,7 +501,7 @@ def test_items_add_up_over_micro_batches_and_evaluations_have_their_own(
     assert summary.items_per_sec == pytest.approx(15.0 / summary.step.mean_ms * 1e3)
     step_ms = reporter.logs[0]["phase_time/step_ms"]
     assert reporter.logs[0]["phase_time/items_per_sec"] == pytest.approx(15.0 / step_ms * 1e3)
-    [log] = [one for one in reporter.logs if "eval_loss" in one]
+    [log] = [entry for entry in reporter.logs if "eval_loss" in entry]
     step_ms = log["eval_phase_time/step_ms"]
     assert log["eval_phase_time/items_per_sec"] == pytest.approx(5.0 / step_ms * 1e3)
 
@@ -529,7 +533,7 @@ def test_callback_added_before_training_reports(tmp_path: Path) -> None:
     trainer = new([reporter], tmp_path, train=False)
     trainer.add_callback(timer)
     trainer.train()
-    assert all(phases(one) for one in reporter.logs[:4])
+    assert all(phases(log) for log in reporter.logs[:4])
     trainer.remove_callback(timer)
     trainer.train()
     assert not phases(reporter.logs[-1])
@@ -546,7 +550,7 @@ def test_callback_added_during_training_reports(fake: Make, timer: TransformersP
     reporter = Reporter()
     trainer = fake([timer, Adds()], logging_steps=1)
     trainer.train()
-    assert [phases(one) != {} for one in reporter.logs] == [True] * 3 + [False]
+    assert [phases(log) != {} for log in reporter.logs] == [True] * 3 + [False]
 
 
 class Own(transformers.Trainer):  # type: ignore[misc]  # has no types
@@ -611,7 +615,7 @@ def test_failed_training_leaves_nothing(
     assert "on_epoch_begin" not in vars(trainer.callback_handler)
     left = trainer.callback_handler.callbacks
     callbacks.remove(timer)
-    assert [one for one in left if one is not timer] == callbacks
+    assert [item for item in left if item is not timer] == callbacks
     assert left.count(timer) == (place != "is_removed")
     # The training was over, but for another callback.
     assert ("Time per step" in capsys.readouterr().out) == (place == "on_train_end")
@@ -734,9 +738,9 @@ def test_trials_and_several_evaluation_sets_are_timed(tmp_path: Path) -> None:
         reporter.logs.clear()
         trainer.train()
         for name in ("one", "two"):
-            logs = [one for one in reporter.logs if f"eval_{name}_loss" in one]
-            assert [one["at"] for one in logs] == [4, 8]
-            assert all(phases(one, f"eval_{name}_phase_time")["forward"] > 0 for one in logs)
+            logs = [log for log in reporter.logs if f"eval_{name}_loss" in log]
+            assert [entry["at"] for entry in logs] == [4, 8]
+            assert all(phases(item, f"eval_{name}_phase_time")["forward"] > 0 for item in logs)
         assert timer.history()["step"].tolist() == [*range(1, 9)]
 
 
@@ -769,8 +773,8 @@ def test_copy_of_a_timed_model_keeps_its_own_loss(
             found.append(pickle.loads(pickle.dumps(model)))
 
     trainer = new([TransformersPhaseTimer(print_summary=False), Copies()], tmp_path, max_steps=1)
-    for one in found:
-        assert one.loss_function is trainer.model.loss_function
+    for entry in found:
+        assert entry.loss_function is trainer.model.loss_function
 
 
 def test_timer_without_a_trainer_warns_once_and_times_nothing(
@@ -790,7 +794,7 @@ def test_timer_without_a_trainer_warns_once_and_times_nothing(
     trainer.train()
     assert not len(timer.history())
     assert hooks_of(trainer.model) == before
-    assert not any("phase_time" in key for one in reporter.logs for key in one)
+    assert not any("phase_time" in key for log in reporter.logs for key in log)
     trainer.train()
     assert caplog.text.count("No Trainer is known") == 1
 
@@ -809,7 +813,7 @@ def test_trainer_class_is_restored(tmp_path: Path) -> None:
 
     gc.collect()
     before = methods()
-    assert not any(hasattr(one, "_patch") for one in before)
+    assert not any(hasattr(item, "_patch") for item in before)
     timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
     # Trainers share it; of one that has trained it holds what cannot be pickled.
     accelerate.state.GradientState._reset_state()
@@ -819,7 +823,7 @@ def test_trainer_class_is_restored(tmp_path: Path) -> None:
     assert type(trainer) is Mine
     assert timer.history()["step"].tolist() == [1, 2, 3, 4]
     # Each call is told of once, though a method calls that of its base class.
-    assert [one["stage"] for one in timer._run().evaluations] == ["eval", "eval"]
+    assert [evaluation["stage"] for evaluation in timer._run().evaluations] == ["eval", "eval"]
     trainer.remove_callback(timer)
     plain.remove_callback(timer)
     del plain, trainer, timer

@@ -108,7 +108,7 @@ def plain(use: Callable[..., None], **options: Any) -> Callable[[bool, Path], Tr
 
 
 class Untimed:
-    """What a loop calls of a timer."""
+    """The methods of a timer that loops call, without timing."""
 
     def __enter__(self) -> "Untimed":
         return self
@@ -227,7 +227,7 @@ def huggingface(has_timer: bool, tmp_path: Path) -> Training:
         callbacks=[timer] * has_timer,
     )
     owner.remove_callback(transformers.PrinterCallback)
-    others = [one for one in owner.callback_handler.callbacks if one is not timer]
+    others = [callback for callback in owner.callback_handler.callbacks if callback is not timer]
     things = [owner, owner.callback_handler, *others]
     return Training(model, optimizer, owner.train, things=things)
 
@@ -253,7 +253,7 @@ def first_line_of(function: Callable[..., object]) -> str:
 
 
 ENDS = {first_line_of(end) for end in (GPUPhaseHooks.__exit__, GPUPhaseHooks.remove)}
-"""Where the end itself has not begun: a user calls `remove` again."""
+"""Places before the end has begun: a user calls `remove` again."""
 
 
 @pytest.fixture(autouse=True)
@@ -264,7 +264,7 @@ def _signals_stay() -> Iterator[None]:
 
 
 def state_of(model: nn.Module) -> bytes:
-    return b"".join(one.detach().numpy().tobytes() for one in model.parameters())
+    return b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
 
 
 def shared() -> list[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_gputime import GPUPhaseTimer
 
-# Where an epoch begins
+# Start of an epoch
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
@@ -34,7 +34,7 @@ def test_run_resumed_within_an_epoch_is_timed_from_its_first_fetch(
     assert steps(timer) == [STEP_MS] * len(numbers)
 
 
-# What other callbacks find
+# Means for other callbacks
 
 
 class Finds(pl.Callback):
@@ -101,7 +101,7 @@ def test_steps_resolved_at_an_epoch_end_are_counted_once(gpu: FakeGPU) -> None:
     assert means == [(3, own + 3 / 4), (7, own + (1 + 2 + 0 + 1) / 4), (8, own + 2.0)]
 
 
-# Where a validation begins
+# Start of a validation
 
 
 def test_hooks_and_loggers_before_a_validation_belong_to_the_step(gpu: FakeGPU) -> None:
@@ -142,7 +142,7 @@ def test_hooks_before_a_validation_inside_an_accumulation_belong_to_the_step(
     timer = timer_of(gpu)
     options: Any = {"val_check_interval": every, "accumulate_grad_batches": accumulate}
     trainer(timer, **options).fit(Long(gpu), Loader(gpu, 12), Loader(gpu, 2))
-    # What follows the last batch of a step is of the next one.
+    # Callbacks after the last batch of a step belong to the next step.
     callbacks = [0.25 * (accumulate - 1), *[0.25 * accumulate] * (12 // accumulate - 1)]
     assert timer.history()["callbacks_ms"].tolist() == callbacks
     step_ms = [sum(STEP_MS.values()) * accumulate - 2.0 * (accumulate - 1) + ms for ms in callbacks]
@@ -313,7 +313,7 @@ def test_callback_whose_state_key_changes_keeps_its_name(gpu: FakeGPU) -> None:
     timer = timer_of(gpu)
     trainer(timer, Renamed(gpu), max_epochs=3).fit(Model(gpu), Loader(gpu, 2))
     name = "callbacks/Renamed.on_train_batch_end"
-    # What follows the last batch of an epoch belongs to no step.
+    # Callbacks after the last batch of an epoch belong to no step.
     assert [step.get(name, 0.0) for step in between_batches(timer)] == [0.0, 10.0] * 3
 
 
@@ -384,7 +384,7 @@ def test_sigterm_broadcast_is_a_wait_for_other_ranks(
     assert "_broadcast_sigterm_tensor" not in vars(runner.fit_loop.epoch_loop)
 
 
-# Where a step ends
+# End of a step
 
 
 def micro_batches(*numbers: int) -> list[dict[str, float]]:
@@ -540,9 +540,9 @@ def test_file_that_a_lightning_cli_saves_can_be_run_again(
         made = cli.LightningCLI(
             Plain, args=["fit", "--config", str(path)], save_config_kwargs={"overwrite": True}
         )
-        [timer] = [one for one in made.trainer.callbacks if isinstance(one, GPUPhaseTimer)]
+        [timer] = [item for item in made.trainer.callbacks if isinstance(item, GPUPhaseTimer)]
         taken = {name: getattr(timer._options, name) for name in own if name != "save_path"}
-        assert taken == {name: one for name, one in own.items() if name != "save_path"}
+        assert taken == {name: entry for name, entry in own.items() if name != "save_path"}
         assert len(timer.history()) > 0
         path = tmp_path / "config.yaml"
 
@@ -561,7 +561,7 @@ def test_run_of_warm_up_steps_prints_a_labelled_table(
     assert timer.summary().verdict == ""
 
 
-# What others do with a Trainer in the middle of a fit
+# Copies and scripts in the middle of a fit
 
 
 class Calls(pl.Callback):
@@ -600,7 +600,7 @@ def test_model_is_scripted_in_the_middle_of_a_fit(gpu: FakeGPU, method: str) -> 
     x = torch.ones(1, 2)
     assert len(calls.results) == 5
     assert torch.equal(calls.results[-1](x), model(x))
-    assert [sorted(one) for one in steps(timer)] == [sorted(STEP_MS)] * 4
+    assert [sorted(step) for step in steps(timer)] == [sorted(STEP_MS)] * 4
 
 
 @pytest.mark.parametrize("name", ["pickle", "cloudpickle", "copy"])
@@ -697,7 +697,7 @@ class WithoutOptimizer(ByHand):
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.*")
 def test_every_batch_is_a_step_without_an_optimizer(gpu: FakeGPU) -> None:
     timer = fit(gpu, WithoutOptimizer(gpu), max_epochs=2)
-    assert [one["forward"] for one in steps(timer)] == [4.0] * 6
+    assert [step["forward"] for step in steps(timer)] == [4.0] * 6
     assert timer.summary().skipped_updates == 0
 
 

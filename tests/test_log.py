@@ -105,7 +105,7 @@ def test_failing_logger_warns_once_and_training_continues(
     ]
 
 
-def test_one_batch_may_hold_more_logs_than_the_recursion_limit() -> None:
+def test_batch_may_hold_more_logs_than_the_recursion_limit() -> None:
     logger = Logger()
     log = MeanLog(2, LogWriter("p", [logger]))
     assert log.add([raw(step, forward=float(step)) for step in range(5001)])

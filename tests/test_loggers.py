@@ -35,7 +35,7 @@ LOGGED = [1, 3, 4]
 KEYS = {f"phase_time/{name}_ms": ms for name, ms in STEP_MS.items()}
 KEYS["phase_time/step_ms"] = sum(STEP_MS.values())
 
-# What these packages warn of is theirs.
+# Ignore warnings of these packages.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -66,7 +66,7 @@ def read_tensorboard(logger: TensorBoardLogger) -> dict[str, list[tuple[int, flo
 
     events = EventAccumulator(logger.log_dir)
     events.Reload()
-    return {key: [(one.step, one.value) for one in events.Scalars(key)] for key in KEYS}
+    return {key: [(event.step, event.value) for event in events.Scalars(key)] for key in KEYS}
 
 
 def test_csv_and_tensorboard_store_every_mean(gpu: FakeGPU, tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def read_layouts(logger: TensorBoardLogger) -> list[Any]:
     events = EventAccumulator(logger.log_dir)
     events.Reload()
     return [
-        layout_pb2.Layout.FromString(one.tensor_proto.string_val[0])
-        for one in events.Tensors("custom_scalars__config__")
+        layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+        for event in events.Tensors("custom_scalars__config__")
     ]
 
 
@@ -111,7 +111,7 @@ def test_tensorboard_has_one_chart_of_all_phases_and_one_of_the_step(
         chart.title: [
             tag
             for tag in read_tags(logger, "scalars")
-            if any(re.compile(one).match(tag) for one in chart.multiline.tag)
+            if any(re.compile(item).match(tag) for item in chart.multiline.tag)
         ]
         for chart in category.chart
     }
@@ -165,7 +165,7 @@ def test_tensorboard_group_precedes_the_first_slash(name: str, tag: str) -> None
     assert writer.logged == [({tag: 1.0}, 3)]
 
 
-def test_logger_is_called_as_lightning_calls_it() -> None:
+def test_logger_gets_keyword_arguments_as_from_lightning() -> None:
     logger = Mock(spec=["log_metrics"])
     send(logger, "a", "", {"step_ms": 1.0}, 3, {"epoch": 0})
     logger.log_metrics.assert_called_once_with(metrics={"a/step_ms": 1.0, "epoch": 0}, step=3)
@@ -262,7 +262,7 @@ def test_wandb_rows_have_the_axis_of_lightning_and_the_epoch(gpu: FakeGPU) -> No
     rows = [row for row in logger.run.rows if "phase_time/step_ms" in row]
     found = [(row["trainer/global_step"], row["epoch"], row["phase_time/step_ms"]) for row in rows]
     assert found == [(step, 0, KEYS["phase_time/step_ms"]) for step in LOGGED]
-    # Of two patterns W&B might take ours, and of a logger of another's the axis is not known.
+    # W&B might prefer our pattern to Lightning's, and other loggers have another axis.
     assert logger.run.defined == []
 
 
@@ -277,7 +277,7 @@ def test_mlflow_stores_every_mean(
     run_id = logger.run_id
     check(
         {
-            key: [(one.step, one.value) for one in client.get_metric_history(run_id, key)]
+            key: [(log.step, log.value) for log in client.get_metric_history(run_id, key)]
             for key in KEYS
         }
     )
@@ -343,8 +343,8 @@ def test_logger_is_copied_and_pickled_while_attached(loop: Loop, tmp_path: Path)
     with hooks(loop, logger=logger):
         assert "log_metrics" not in vars(logger)
         copies = [copy.deepcopy([logger])[0], pickle.loads(pickle.dumps(logger))]
-    for one in copies:
+    for item in copies:
         # It logs to itself.
-        one.log_metrics({"loss": 1.0}, step=0)
-        assert one.experiment.metrics == [{"loss": 1.0, "step": 0}]
+        item.log_metrics({"loss": 1.0}, step=0)
+        assert item.experiment.metrics == [{"loss": 1.0, "step": 0}]
     assert logger.experiment.metrics == []

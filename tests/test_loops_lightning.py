@@ -1,4 +1,4 @@
-"""What only Lightning's own loop does, with the exact times of every phase."""
+"""Features of Lightning's loop, with the exact times of every phase."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -143,9 +143,9 @@ class Manual(Model):
         self.critic = Layer(gpu, 1.0, 2.0)
 
     def configure_optimizers(self) -> Any:
-        one = Adder(self.net.parameters(), self.gpu, 2.0)
-        two = Adder(self.critic.parameters(), self.gpu, 4.0)
-        return [one, two], []
+        first = Adder(self.net.parameters(), self.gpu, 2.0)
+        second = Adder(self.critic.parameters(), self.gpu, 4.0)
+        return [first, second], []
 
 
 def test_skipped_update_in_manual_optimization_ends_the_step(gpu: FakeGPU) -> None:
@@ -225,7 +225,7 @@ def test_work_of_other_callbacks_in_the_same_hooks(gpu: FakeGPU, first: bool) ->
     timer = timer_of(gpu)
     callbacks = [Works(), timer] if first else [timer, Works()]
     trainer(*callbacks).fit(Model(gpu), Loader(gpu, 3))
-    # What is before ours in the list ends before the step does, the rest is the next step's.
+    # Callbacks before the timer belong to the step, the others to the next step.
     took = [497.0 if first else 241.0, 497.0, 497.0]
     assert steps(timer) == [{**STEP_MS, "callbacks": ms} for ms in took]
     history = timer.history()
@@ -346,7 +346,7 @@ def test_pytorch_lightning_trainer_is_timed(gpu: FakeGPU) -> None:
         enable_model_summary=False,
         callbacks=[timer, Other()],  # type: ignore[list-item]
     ).fit(Net(), Loader(gpu, 3))
-    phases = [{name: ms for name, ms in one.items() if "/" not in name} for one in steps(timer)]
+    phases = [{name: ms for name, ms in step.items() if "/" not in name} for step in steps(timer)]
     expected = {
         "data": 1.0,
         "callbacks": 0.5,
@@ -419,7 +419,7 @@ def test_model_call_between_the_backward_and_the_update(gpu: FakeGPU) -> None:
                 self.net(torch.ones(1, 2))
 
     phases = [
-        {name: one for name, one in step.items() if "/" not in name}
+        {name: item for name, item in step.items() if "/" not in name}
         for step in steps(fit(gpu, Looks(gpu)))
     ]
     assert phases == [{**STEP_MS, "forward": 8.0}] * 3

@@ -47,12 +47,14 @@ def test_metric_is_the_mean_of_the_steps_in_which_a_phase_ran() -> None:
 
 
 def test_metric_has_bounds_over_ranks_and_the_slowest_rank() -> None:
-    one, two = PhaseTimeMetric(), PhaseTimeMetric()
+    first, second = PhaseTimeMetric(), PhaseTimeMetric()
     for _ in range(3):
-        one.update(times(4.0, 8.0, 0.5))
+        first.update(times(4.0, 8.0, 0.5))
     for _ in range(2):
-        two.update(times(4.0, 8.0, 0.5))
-    zero = PhaseTimeMetric(dist_sync_fn=gathers(one, two), distributed_available_fn=lambda: True)
+        second.update(times(4.0, 8.0, 0.5))
+    zero = PhaseTimeMetric(
+        dist_sync_fn=gathers(first, second), distributed_available_fn=lambda: True
+    )
     for _ in range(2):
         zero.update(times(1.0, 11.0, 3.5))
     values = {key: value.item() for key, value in zero.compute().items()}

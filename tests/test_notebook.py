@@ -1,4 +1,4 @@
-"""What a notebook shows: the table, once."""
+"""The table in a notebook, shown once."""
 
 import os
 import sys

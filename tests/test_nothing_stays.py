@@ -41,7 +41,7 @@ CHANGING: set[tuple[str, str]] = set()
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
 
-# What is looked at
+# Snapshots
 
 
 Attributes = dict[str, object]
@@ -53,10 +53,10 @@ def snapshot() -> dict[str, Attributes]:
     for name, module in [*sys.modules.items()]:
         if isinstance(module, ModuleType) and name.partition(".")[0] in LIBRARIES:
             found[name] = dict(vars(module))
-            for one in found[name].values():
-                if isinstance(one, type) and one.__module__.partition(".")[0] in LIBRARIES:
-                    key = f"{one.__module__}.{one.__qualname__} {id(one)}"
-                    found.setdefault(key, dict(vars(one)))
+            for word in found[name].values():
+                if isinstance(word, type) and word.__module__.partition(".")[0] in LIBRARIES:
+                    key = f"{word.__module__}.{word.__qualname__} {id(word)}"
+                    found.setdefault(key, dict(vars(word)))
     return found
 
 
@@ -91,7 +91,7 @@ def left_on(*things: Any) -> list[str]:
     for thing in things:
         for name, value in vars(thing).items():
             inside = [*value.values()] if isinstance(value, dict) else [value]
-            if any(is_ours(one) for one in inside):
+            if any(is_ours(span) for span in inside):
                 found.append(f"{type(thing).__name__}.{name}")
     return found
 
@@ -203,7 +203,7 @@ def fork() -> None:
 
 
 class UserError(Exception):
-    """What a user's code raises."""
+    """An error of the user's code."""
 
 
 def fail() -> None:
@@ -274,7 +274,7 @@ def test_training_leaves_nothing_behind(front: str, end: str, tmp_path: Path) ->
     assert changes_but_train(before) == []
 
 
-# What a timer held goes at once
+# References
 
 
 @pytest.fixture
@@ -300,7 +300,7 @@ def train_by_hooks() -> list[Any]:
 @pytest.mark.usefixtures("no_garbage")
 def test_model_is_freed_after_its_timer_is_removed() -> None:
     held = [*map(weakref.ref, train_by_hooks())]
-    assert [one() for one in held] == [None, None]
+    assert [item() for item in held] == [None, None]
 
 
 @pytest.mark.usefixtures("no_garbage")
@@ -320,7 +320,7 @@ def test_kept_callback_holds_no_model(gpu: FakeGPU) -> None:
     owner = trainer(looks, timer)
     owner.fit(model, Loader(gpu, 3), Loader(gpu, 2))
     assert held
-    assert {one() for one in held} == {None}
+    assert {item() for item in held} == {None}
     # A trainer holds itself.
     seen = weakref.ref(model)
     del owner, looks, model
@@ -334,9 +334,9 @@ def test_kept_callback_holds_no_model(gpu: FakeGPU) -> None:
 def table() -> str:
     """Returns the register as the manual shows it."""
     rows = [
-        f"| {one.what} | {one.when} | {one.why} |"
-        f" {'; '.join(filter(None, [one.idle, one.others]))} |"
-        for one in REGISTER
+        f"| {item.what} | {item.when} | {item.why} |"
+        f" {'; '.join(filter(None, [item.idle, item.others]))} |"
+        for item in REGISTER
     ]
     return "\n".join(["| replaced | when | why | else |", "| --- | --- | --- | --- |", *rows])
 

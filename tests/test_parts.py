@@ -195,7 +195,7 @@ def test_modules_inside_a_compiled_model_are_reported_as_not_timed(
     torch._dynamo.reset()
 
 
-# Of dynamo's own, about any input that is no leaf.
+# dynamo warns of inputs that are no leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_part_is_timed(gpu: FakeGPU) -> None:
     torch._dynamo.reset()

@@ -200,15 +200,15 @@ class Node(nn.Module):
             for _ in range(rng.randint(1, 3))
         ]
         self.inside = nn.ModuleList(inside)
-        self.calls = [one for one in inside for _ in range(rng.choice((1, 1, 1, 2)))]
+        self.calls = [span for span in inside for _ in range(rng.choice((1, 1, 1, 2)))]
         self.glue = [
             (rng.choice((0, rng.randint(1, 9))), rng.choice((0, rng.randint(1, 9))))
             for _ in range(len(self.calls) + 1)
         ]
 
     def forward(self, x: Tensor) -> Tensor:
-        for one, glue in zip((nn.Identity(), *self.calls), self.glue, strict=True):
-            x = one(x)
+        for item, glue in zip((nn.Identity(), *self.calls), self.glue, strict=True):
+            x = item(x)
             if any(glue):
                 x = work(x, self.gpu, *glue)
         return x
@@ -227,8 +227,8 @@ def add_times(
             found[f"forward{above}"] = found.get(f"forward{above}", 0.0) + forward_ms
             found[f"backward{above}"] = found.get(f"backward{above}", 0.0) + backward_ms
     if isinstance(module, Node):
-        for one in module.calls:
-            add_times(one, names, found, path)
+        for item in module.calls:
+            add_times(item, names, found, path)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -237,10 +237,10 @@ def test_nested_modules_are_timed_exactly(gpu: FakeGPU, seed: int) -> None:
     root = Node(gpu, rng, 3)
     net = nn.Sequential(nn.Linear(2, 2), Work(gpu, 1.0, 1.0), root)
     part = rng.random()
-    called = [(name, one) for name, one in net.named_modules() if isinstance(one, Node | Work)]
+    called = [(name, word) for name, word in net.named_modules() if isinstance(word, Node | Work)]
     # That before the others ends them in backward.
     names: dict[nn.Module, str] = {
-        one: name for name, one in called if name == "1" or rng.random() < part
+        item: name for name, item in called if name == "1" or rng.random() < part
     }
     expected: dict[str, float] = {}
     for module in (net[1], root):

@@ -63,7 +63,7 @@ def test_phase_by_hand_does_not_hide_what_follows() -> None:
     ]
 
 
-def test_sub_phase_counts_for_its_parent_too() -> None:
+def test_sub_phase_also_counts_for_its_parent() -> None:
     assert resolve_labels(("forward/body", "forward")) == (
         ("forward", "forward/body"),
         ("forward",),

@@ -106,7 +106,7 @@ def test_summary_has_the_share_of_launch_gaps(gpu: FakeGPU) -> None:
     assert summary.launch_gap_share == pytest.approx((as_run - busy) / summary.step.mean_ms)
     breakdown = summary.time_breakdown
     assert breakdown is not None
-    # Of the whole training, which is slightly longer than its steps.
+    # Share of the training, which is slightly longer than its steps.
     gaps = pytest.approx(summary.launch_gap_share, rel=0.001)
     assert breakdown["launch gaps"].share == gaps
     assert summary.advice[:3] == ("use a larger batch", "use torch.compile", "use CUDA graphs")
@@ -252,11 +252,11 @@ def test_probes_work_in_lightning_across_epochs_and_validations(gpu: FakeGPU) ->
 
 
 @pytest.mark.parametrize("every", [3, 4, 5, 10, 50, 100, 1000])
-def test_one_step_in_n_is_probed_and_not_always_the_same_one(every: int) -> None:
+def test_probed_step_of_each_window_varies(every: int) -> None:
     schedule = Schedule(Plan(), probe_every_n_steps=every)
     chosen = [index for index in range(100 * every) if schedule.is_probed(index)]
     assert [index // every for index in chosen] == list(range(100))
-    assert all(two - one >= 2 for one, two in pairwise(chosen))
+    assert all(two - item >= 2 for item, two in pairwise(chosen))
 
 
 @pytest.mark.parametrize("habit", [2, 5, 10])

@@ -41,7 +41,7 @@ BALANCED = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0}
 def totals(
     steps: int = 10, comm: float = 0.0, late: str = "", late_ms: float = 3.0, **more: Any
 ) -> RankTotals:
-    """What a rank adds up that is late in a phase, and waits `comm` for the others."""
+    """Return the totals of a rank that is late in a phase and waits `comm` for the others."""
     ms = {name: base + (late_ms if name == late else 0.0) for name, base in BALANCED.items()}
     ms["backward"] += comm
     all_ms = {**ms, "step": sum(ms.values()), "backward/comm": comm}
@@ -57,7 +57,7 @@ def with_phases(totals: RankTotals, phases: PhaseTotals) -> RankTotals:
 
 
 def steps_of(totals: Iterable[RankTotals]) -> list[int]:
-    return [one.steps for one in totals]
+    return [rank_totals.steps for rank_totals in totals]
 
 
 # The comparison
@@ -137,7 +137,7 @@ def test_equally_slow_ranks_are_named_together(late_ms: list[float], named: str)
 
 @pytest.mark.parametrize(("late_ms", "slowest"), [(1.0, None), (1.36, None), (1.38, 1)])
 def test_rank_is_named_beyond_four_standard_errors(late_ms: float, slowest: int | None) -> None:
-    # Of each rank 0.2422 ms; of the difference 0.3425, four times 1.370.
+    # 0.2422 ms per rank, 0.3425 ms for the difference; four times that is 1.370 ms.
     noise: Any = {"steps": 40, "deviation_ms": 0.2422 * math.sqrt(40)}
     ranks = compare({0: totals(**noise), 1: totals(**noise, late="forward", late_ms=late_ms)})
     assert ranks is not None
@@ -159,7 +159,7 @@ def test_noise_is_that_of_the_local_time() -> None:
     ):
         ns = tuple(range(5))
         local.add([StepRecord(number, waits, ms, ns, 0.0, 0, False)])
-    # Of 4, 7 and 6 ms: as ten count as one, and of three the deviation may be too small by chance.
+    # 4, 7 and 6 ms. Ten steps count as one, and a deviation of three values is doubled.
     assert local.deviation_ms == pytest.approx(statistics.stdev([4, 7, 6]) * math.sqrt(10) * 2)
 
 
@@ -229,7 +229,7 @@ def test_phase_that_has_waits_is_named_as_compute() -> None:
     def rank(**options: Any) -> RankTotals:
         return with_phases(totals(**options), {"forward/comm": (0.0, 10)})
 
-    # Of 7 ms of its own.
+    # 7 ms without waits.
     ranks = compare({0: rank(), 1: rank(late="forward")})
     assert ranks is not None
     assert ranks.sentence.endswith("slower than the median of the others, in forward compute")
@@ -315,28 +315,28 @@ def gather(zero: Exchange, *, wait: bool = False) -> list[dict[int, int]]:
 
 
 def test_no_rank_waits_for_another_one_during_training(host_time: HostTime) -> None:
-    zero, one, two = exchanges(3)
-    one.send(totals(steps=1), 0)
+    zero, first, second = exchanges(3)
+    first.send(totals(steps=1), 0)
     zero.send(totals(steps=3), 2)
     assert gather(zero) == []
-    two.send(totals(steps=2), 1)
+    second.send(totals(steps=2), 1)
     # A rank that is ahead does not mix the windows up.
-    one.send(totals(steps=4), 3)
-    one.send(totals(steps=5), 4)
+    first.send(totals(steps=4), 3)
+    first.send(totals(steps=5), 4)
     zero.send(totals(steps=7), 6)
     assert gather(zero) == [{0: 3, 1: 1, 2: 2}]
     assert gather(zero) == []
-    two.send(totals(steps=6), 5)
+    second.send(totals(steps=6), 5)
     assert [number for number, _ in zero.arrived(wait=False)] == [6]
     assert not zero.is_waiting
     assert host_time.now_s == 0.0
 
 
 def test_rank_zero_waits_for_late_ranks_at_the_end(host_time: HostTime) -> None:
-    zero, one, two = exchanges(3)
-    for exchange in (one, zero):
+    zero, first, second = exchanges(3)
+    for exchange in (first, zero):
         exchange.send(totals(steps=1), 0)
-    host_time.call_at(0.2, lambda: two.send(totals(steps=2), 0))
+    host_time.call_at(0.2, lambda: second.send(totals(steps=2), 0))
     assert gather(zero, wait=True) == [{0: 1, 1: 1, 2: 2}]
     assert host_time.now_s == pytest.approx(0.2)
 
@@ -358,16 +358,16 @@ def test_absent_ranks_are_waited_for_once_and_named_once(
 def test_rank_that_was_late_takes_part_again_when_it_has_caught_up(
     host_time: HostTime, caplog: pytest.LogCaptureFixture
 ) -> None:
-    zero, one, two = exchanges(3)
+    zero, first, second = exchanges(3)
     for n in range(1, 7):
-        for exchange in (one, zero):
+        for exchange in (first, zero):
             exchange.send(totals(steps=n), n)
     # The first comparison is complete without it once rank zero is five comparisons ahead. The
-    # others need not be awaited: a rank that is late there is late at the next one, too.
+    # others need not be awaited: a rank that is late there is late at the next first, too.
     assert gather(zero) == [{0: n, 1: n} for n in range(1, 7)]
     for n in range(1, 8):
-        two.send(totals(steps=n), n)
-    for exchange in (one, zero):
+        second.send(totals(steps=n), n)
+    for exchange in (first, zero):
         exchange.send(totals(steps=7), 7)
     assert gather(zero) == [{0: 7, 1: 7, 2: 7}]
     assert caplog.text.count("did not arrive") == 1
@@ -754,7 +754,7 @@ CASES = ["balanced", *LATE_IN, "one raises"]
 
 
 def is_named(case: str, found: dict[str, Any]) -> bool:
-    """Whether the times tell of the rank that is late in this case, and of none in the others."""
+    """Return whether exactly the late rank of a case is named."""
     if case not in LATE_IN:
         # Two ranks of which one has raised are not compared, and so nothing is logged.
         nobody = (-1,) if case == "balanced" else (-1, None)

@@ -154,7 +154,7 @@ def test_every_code_block_is_run() -> None:
 
 def test_shell_commands_parse() -> None:
     lines = [line for path in READMES for block in blocks(path, "sh") for line in block.split("\n")]
-    commands = [one for one in map(shlex.split, lines) if one[:1] == ["lightning-gputime"]]
+    commands = [row for row in map(shlex.split, lines) if row[:1] == ["lightning-gputime"]]
     assert len(commands) > 8
     for command in commands:
         _new_parser().parse_args(command[1:])
@@ -171,7 +171,7 @@ def test_question_table_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert more.startswith("[")
 
 
-@pytest.mark.filterwarnings("ignore")  # What jsonargparse warns of is its own.
+@pytest.mark.filterwarnings("ignore")  # Warnings of jsonargparse.
 @pytest.mark.skipif(
     importlib.util.find_spec("jsonargparse") is None,
     reason="LightningCLI needs jsonargparse",
@@ -185,7 +185,7 @@ def test_lightning_cli_takes_the_yaml_block(
     [config] = blocks("docs/how-to/trainers/lightning.md", "yaml")
     (tmp_path / "config.yaml").write_text(config)
     trainer = LightningCLI(Regression, args=["fit", "--config", "config.yaml"]).trainer
-    [timer] = [one for one in trainer.callbacks if isinstance(one, GPUPhaseTimer)]  # type: ignore[attr-defined]  # has no hint
+    [timer] = [callback for callback in trainer.callbacks if isinstance(callback, GPUPhaseTimer)]  # type: ignore[attr-defined]  # has no hint
     assert timer.summary().steps == 16 - 5
 
 
@@ -196,7 +196,7 @@ def test_readme_and_the_manual_are_short() -> None:
     assert len(plain.splitlines()) <= 10
     # Not counted: what only draws a table, or takes text from the package.
     text = "".join(re.sub(r"^(:::|    options:).*", "", READMES[path], flags=re.M) for path in DOCS)
-    words = [one for one in text.split() if not {*one} <= {*"|-·"}]
+    words = [name for name in text.split() if not {*name} <= {*"|-·"}]
     assert len(words) <= 9500
 
 
@@ -302,7 +302,9 @@ def test_every_package_file_is_listed() -> None:
 
 def test_table_of_all_options_is_complete() -> None:
     timers = (GPUPhaseTimer, GPUPhaseHooks, TransformersPhaseTimer)
-    own: dict[str, dict[str, str]] = {name: {} for name in ["", *(one.__name__ for one in timers)]}
+    own: dict[str, dict[str, str]] = {
+        name: {} for name in ["", *(item.__name__ for item in timers)]
+    }
     owner = ""
     for names, default, _ in rows("docs/reference/options.md", "| option | default | |"):
         if names.startswith("**"):
@@ -434,7 +436,7 @@ def warnings_of_the_package() -> set[str]:
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     own = {path: constants_of(tree) for path, tree in trees.items()}
     # Some are imported from another module.
-    all_of_them = {name: text for one in own.values() for name, text in one.items()}
+    all_of_them = {name: text for item in own.values() for name, text in item.items()}
     for path, tree in trees.items():
         constants = all_of_them | own[path]
         if path.stem == "self_check":  # It makes a table of them.
@@ -450,11 +452,11 @@ def warnings_of_the_package() -> set[str]:
 def test_docs_list_every_warning() -> None:
     page = READMES["docs/reference/messages.md"]
     entries = re.findall(r"^(?:\| )?`([^`]+)`(?: \||(?: ·)?$)", page, re.MULTILINE)
-    entries = [one.rstrip(".").rstrip() for one in entries]
+    entries = [item.rstrip(".").rstrip() for item in entries]
     found = [text.replace("`", "") for text in warnings_of_the_package()]
     assert len(found) > 60
     assert [text for text in found if not text.startswith(tuple(entries))] == []
-    assert [one for one in entries if not any(text.startswith(one) for text in found)] == []
+    assert [entry for entry in entries if not any(text.startswith(entry) for text in found)] == []
 
 
 def measured(file: str) -> Any:
@@ -522,13 +524,13 @@ def test_accuracy_is_what_was_measured(path: str) -> None:
 
 def test_manual_has_the_figures_of_the_benchmarks() -> None:
     figures = [
-        one for path in DOCS for one in re.findall(r"[\d.]+ ± [\d.]+ (?:%|us)", READMES[path])
+        item for path in DOCS for item in re.findall(r"[\d.]+ ± [\d.]+ (?:%|us)", READMES[path])
     ]
     assert len(figures) > 8
-    # Of comparisons there are made-up ones.
+    # Comparisons in the docs have made-up figures.
     of_runs = re.findall(r"[\d.]+ ± [\d.]+ %", READMES["docs/how-to/slower-than-yesterday.md"])
     page = READMES["benchmarks/README.md"]
-    assert [one for one in figures if one not in page] == of_runs
+    assert [entry for entry in figures if entry not in page] == of_runs
 
 
 def test_ci_runs_the_command_for_the_tests() -> None:

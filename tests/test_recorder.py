@@ -47,7 +47,7 @@ def play(run: Recorded, script: str) -> list[dict[str, float]]:
     """
     for number, call in enumerate(part.strip() for part in script.split(";")):
         name, _, text = call.partition(" ")
-        arguments = [one for one in text.split(", ") if one]
+        arguments = [word for word in text.split(", ") if word]
         if name == "end":
             run.recorder.end_step(number)
         elif name == "probe":
@@ -230,7 +230,7 @@ def test_step_has_the_device_time_and_the_host_time_of_each_phase(
     assert times.step_ms == 13.0
 
 
-def test_step_is_not_read_before_the_gpu_has_run_it(gpu: FakeGPU, run: Recorded) -> None:
+def test_step_is_read_after_the_gpu_has_finished(gpu: FakeGPU, run: Recorded) -> None:
     run.step(0)
     assert run.emitted == []
     gpu.host_work(100.0)
@@ -269,7 +269,7 @@ def test_step_without_times_counts_for_the_lag(gpu: FakeGPU) -> None:
     assert [times.step for times in run.emitted] == [0]
 
 
-def test_host_wait_is_divided_by_the_untimed_steps_before_it(gpu: FakeGPU) -> None:
+def test_host_wait_is_divided_by_the_untimed_steps(gpu: FakeGPU) -> None:
     run = Recorded(gpu, lag=0)
     run.recorder.begin()
     run.recorder.pending.end_untimed()
@@ -640,9 +640,7 @@ def test_emitted_step_has_every_field(gpu: FakeGPU) -> None:
     ]
 
 
-def test_skipped_update_is_reported_unless_a_replay_may_have_run_it(
-    gpu: FakeGPU, run: Recorded
-) -> None:
+def test_skipped_update_is_reported_unless_a_graph_is_replayed(gpu: FakeGPU, run: Recorded) -> None:
     run.recorder.end_step(0, skipped_update=True)
     run.recorder.end_step(1)
     with gpu.capture():
@@ -735,7 +733,7 @@ def test_evaluation_found_late_pauses_the_step_from_its_first_mark(
     gpu.work(0.5)
     run.recorder.end_step(0)
     run.recorder.pending.flush()
-    # Where only a fetch was before, it was the evaluation's.
+    # A fetch right before the evaluation belongs to it.
     before = {} if after_fetch else {"data": 1.0, "forward": 4.0}
     assert run.emitted[0].phase_ms == {**before, "other": 0.5}
 

@@ -1,4 +1,4 @@
-"""What holds of a recorder whatever is called in whatever order, on random sequences."""
+"""Invariants of a recorder on random sequences of calls."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -221,7 +221,7 @@ def all_steps(sequences: list[Played]) -> Iterator[tuple[int, StepRecord]]:
     return ((sequence.seed, step) for sequence in sequences for step in sequence.steps)
 
 
-def test_phases_of_every_step_add_up_to_it(sequences: list[Played]) -> None:
+def test_phases_add_up_to_every_step(sequences: list[Played]) -> None:
     wrong, checked = [], 0
     for seed, step in all_steps(sequences):
         times = step.times()
@@ -241,19 +241,19 @@ def test_no_time_is_negative(sequences: list[Played]) -> None:
 
 
 def test_steps_come_in_the_order_in_which_they_ended(sequences: list[Played]) -> None:
-    numbers = {one.seed: [step.number for step in one.steps] for one in sequences}
+    numbers = {sequence.seed: [step.number for step in sequence.steps] for sequence in sequences}
     assert [seed for seed, found in numbers.items() if found != sorted({*found})] == []
 
 
 def test_recorder_never_raises(sequences: list[Played]) -> None:
-    assert {one.seed: one.raised for one in sequences if one.raised} == {}
+    assert {sequence.seed: sequence.raised for sequence in sequences if sequence.raised} == {}
 
 
 def test_capture_is_never_broken(sequences: list[Played]) -> None:
-    assert [one.seed for one in sequences if one.gpu.capture_broken] == []
+    assert [sequence.seed for sequence in sequences if sequence.gpu.capture_broken] == []
 
 
 def test_recorder_follows_its_transition_table(
     sequences: list[Played],
 ) -> None:
-    assert {one.seed: one.illegal for one in sequences if one.illegal} == {}
+    assert {sequence.seed: sequence.illegal for sequence in sequences if sequence.illegal} == {}

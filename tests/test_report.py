@@ -121,7 +121,7 @@ def test_column_of_times_has_one_unit() -> None:
     runs = [replace(short(n), slow_steps=[slow]) for n in (200, 30_000)]
     body = without_library(made(*runs))
     tables = re.findall(r'<table class="fall">.*?</table>', body, re.S)
-    assert [re.findall(r"<td>([\d.]+ \w+)</td>", one) for one in tables] == [
+    assert [re.findall(r"<td>([\d.]+ \w+)</td>", item) for item in tables] == [
         ["0.2000 s"],
         ["30.0000 s"],
     ]
@@ -140,7 +140,7 @@ def test_slow_step_opens_into_its_lanes_and_causes() -> None:
     body = without_library(made(full()))
     [opened] = re.findall(r'<details class="slow">(.*?)</details>', body, re.S)
     _, *found = opened.split('<div class="lane">')
-    assert [re.findall("<span>(.*?)<", one)[0] for one in found] == ["GPU", "host", "mean"]
+    assert [re.findall("<span>(.*?)<", entry)[0] for entry in found] == ["GPU", "host", "mean"]
     evil = html.escape(EVIL).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")
     assert lane(found[0]) == {"forward": 88.9503, evil: 11.0497}
     assert lane(found[1]) == {"forward": 94.4751, evil: 5.5249}
@@ -165,9 +165,9 @@ def test_phases_have_bars_as_long_as_their_share_and_open_into_their_parts() -> 
     assert all(length == cell for length, cell in shares)
     assert [cell for _, cell in shares] == ["25.0%", "25.0%", *["3.1%"] * 4, "50.0%"]
     groups = re.findall(r"<tbody>(.*?)</tbody>", body, re.S)
-    parts = {re.sub("<.*?>", "", one).split()[0]: one.count('class="part"') for one in groups}
+    parts = {re.sub("<.*?>", "", item).split()[0]: item.count('class="part"') for item in groups}
     assert parts == {"data": 0, "forward": 4, "backward": 0}
-    assert [one.count('<input type="checkbox" checked>') for one in groups] == [0, 1, 0]
+    assert [entry.count('<input type="checkbox" checked>') for entry in groups] == [0, 1, 0]
 
 
 @needs_bokeh
@@ -213,7 +213,7 @@ def test_page_leaves_out_what_a_run_does_not_have() -> None:
     )
     for absent in ("Slowest steps", "Evaluation", "of the fit"):
         assert absent not in body
-    # Of the time of these steps all was work.
+    # All time of these steps is work.
     [work] = table_rows(body, "fall")[1:]
     assert work[:4] == ["GPU work", "3.000 ms", "100.0%", ""]
     assert bars(body) == [("GPU work", 0.0, 100.0)]
@@ -230,7 +230,7 @@ def test_run_without_steps_has_a_page() -> None:
 
 
 @needs_bokeh
-def test_page_of_a_run_of_warm_up_steps_says_so(
+def test_page_of_warm_up_steps_is_labelled(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     timer = timed(3, warmup_steps=5)
@@ -305,7 +305,7 @@ def test_report_makes_missing_folders_and_refuses_a_folder(
 
 
 def in_chromium(path: Path, *options: str) -> tuple[str, str]:
-    """What the page is in the end in a browser, and what that said on its console."""
+    """Return the rendered page and the messages on the console of the browser."""
     command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu"]
     command += ["--enable-logging=stderr", "--v=0", "--virtual-time-budget=20000", *options]
     done = subprocess.run(

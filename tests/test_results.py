@@ -53,7 +53,7 @@ def test_step_of_hundreds_of_marks_takes_16_bytes_for_each() -> None:
         for number in steps:
             results.add([raw(number, **marks)._replace(labels=labels)])
 
-    add(Results(400, 0), range(100))  # What is made once is no step's.
+    add(Results(400, 0), range(100))  # Objects that are created once do not count for a step.
     results = Results(400, 0)
     tracemalloc.start()
     try:

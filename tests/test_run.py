@@ -484,7 +484,7 @@ def test_later_rank_neither_prints_nor_saves(monkeypatch: pytest.MonkeyPatch) ->
     assert found == [timer, "run.json", True]
 
 
-def test_each_timer_of_a_script_saves_to_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_timer_of_a_script_saves_to_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adding, "_numbers", count(1))
     monkeypatch.setattr(os, "getpid", lambda: 7)
     wanted = {"save_path": "runs.d/run.json.gz"}
@@ -629,7 +629,7 @@ def test_each_training_of_a_process_is_shown_or_counted(
     code, _, said = run(script, tmp_path, environment, *RUN, "--save-path", "run.json", "train.py")
     assert code == 0, said
     runs = {path.stem.removeprefix("run"): load(path) for path in tmp_path.glob("run*.json")}
-    assert {name: one.summary().steps for name, one in runs.items()} == steps
+    assert {name: saved_run.summary().steps for name, saved_run in runs.items()} == steps
     assert said.count("Time per step") == len(steps)
     assert ("not shown:" in said) == bool(missed)
     assert missed in said
@@ -646,7 +646,7 @@ def test_trainer_without_its_callback_is_reported(
     assert "Time per step" not in said
 
 
-def test_each_fit_of_a_trainer_saves_to_a_file_of_its_own(
+def test_each_fit_of_a_trainer_saves_to_another_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(adding, "_numbers", count(1))

@@ -36,7 +36,7 @@ def timed(steps: int = 4, **options: Any) -> GPUPhaseHooks:
     return train(loop, steps, **options)
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+def test_saved_run_loads_unchanged(tmp_path: Path) -> None:
     timer = timed(warmup_steps=1)
     timer.save(tmp_path / "run.json.gz")
     run = load(tmp_path / "run.json.gz")
@@ -55,12 +55,12 @@ def test_timer_and_its_run_show_the_same(tmp_path: Path) -> None:
     timer = timed(warmup_steps=1)
     timer.save(tmp_path / "run.json")
     run = load(tmp_path / "run.json")
-    for one in (timer, run):
-        assert str(one) == str(timer.summary())
-        assert one._repr_html_() == timer.summary()._repr_html_()
-        assert repr(one) == f"<{type(one).__name__}: {timer.summary().verdict}>"
+    for saved_run in (timer, run):
+        assert str(saved_run) == str(timer.summary())
+        assert saved_run._repr_html_() == timer.summary()._repr_html_()
+        assert repr(saved_run) == f"<{type(saved_run).__name__}: {timer.summary().verdict}>"
         with pytest.raises(KeyError, match=r"'forward_ms': did you mean forward\?"):
-            one.summary().rows["forward_ms"]
+            saved_run.summary().rows["forward_ms"]
     for history in (timer.history(), run.history[1:]):
         with pytest.raises(ValueError, match="named 'forward': did you mean forward_ms"):
             history["forward"]
@@ -132,7 +132,7 @@ def test_sections_of_observers_are_saved(tmp_path: Path) -> None:
     assert load(tmp_path / "run.json.gz").summary().sections == (energy,)
 
 
-def test_run_without_steps_is_saved_and_told(
+def test_run_without_steps_is_saved_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     timed(0).save(tmp_path / "run.json.gz")
@@ -413,7 +413,7 @@ def test_irregular_files_are_not_replaced(tmp_path: Path) -> None:
     ):
         with pytest.raises(OSError, match=rf"Cannot write .* \({reason}\)"):
             saved.write(path, "a")
-    assert {one.name for one in tmp_path.iterdir()} == {"pipe", "folder"}
+    assert {item.name for item in tmp_path.iterdir()} == {"pipe", "folder"}
 
 
 def test_step_and_phase_take_a_few_bytes(tmp_path: Path) -> None:

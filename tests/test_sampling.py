@@ -128,7 +128,7 @@ def test_shares_of_planted_phases_are_those_of_all_steps(case: str) -> None:
         # Half of a 95 % interval is about two standard errors.
         assert abs(row.share - ms / all_ms) <= max(0.03, row.share_error), name
         assert abs(row.share - ms / all_ms) <= row.share_error + 0.01, name
-    # What events take of the timed steps is in no step of the loop, but in its time.
+    # Recording events adds time to the loop, but to none of its steps.
     assert summary.step.mean_ms == pytest.approx(trained.mean_ms, rel=0.02)
 
 

@@ -101,7 +101,7 @@ def auto(
     reading_us: int = 0,
     switch_us: int = 0,
 ) -> AutoSchedule:
-    """What decides, after timed steps of 7 marks, and in turns with them untimed stretches."""
+    """Return a schedule after timed steps of 7 marks, alternating with untimed steps."""
     schedule = AutoSchedule(window=50)
     # The first one has no untimed steps before it, and the last one has none behind it.
     for turn, ms in enumerate([50.0, timed_ms, timed_ms, timed_ms, 50.0]):

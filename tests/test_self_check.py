@@ -218,7 +218,7 @@ def test_evaluation_with_gradients_warns(
     assert timer.summary().rows["forward"].mean_ms == (8.0 if grad else 4.0)
 
 
-def test_summary_of_a_timer_that_was_never_attached_says_so(loop: Loop) -> None:
+def test_summary_of_a_detached_timer_names_the_reason(loop: Loop) -> None:
     timer = hooks(loop)
     assert str(timer.summary()) == (
         "No step was timed. The timer was never attached: call attach(),"

@@ -1,4 +1,4 @@
-"""What a timer knows of how a training is set up."""
+"""The training setup that a timer finds."""
 
 from types import SimpleNamespace
 from typing import Any

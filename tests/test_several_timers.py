@@ -56,4 +56,4 @@ def test_two_timers_with_sampled_steps_do_not_mix(
 ) -> None:
     for timed in time_two(gpu, 24, *options):
         assert len(timed) >= 6
-        assert {one["backward"] for one in timed} == {STEP_MS["backward"]}
+        assert {phases["backward"] for phases in timed} == {STEP_MS["backward"]}

@@ -25,7 +25,7 @@ from lightning_gputime._measurement.slow import SlowEvidence, SlowLog
 
 STEPS, SLOW = 60, 40
 LEAD_MS = 15.625
-"""How far the host is ahead at the start of a step: by the step before."""
+"""Lead of the host at the start of a step: the step before."""
 
 
 def collect(gpu: FakeGPU, ms: float) -> None:
@@ -120,7 +120,7 @@ def test_causes_share_what_reached_the_gpu_and_no_time_counts_twice(loop: Loop) 
 
     slow = only(train(loop, in_fetch={SLOW: both}))
     exposed_ms = 40.0 - LEAD_MS - 1.0
-    assert [(one.kind, one.host_ms, one.exposed_ms) for one in slow.causes] == [
+    assert [(cause.kind, cause.host_ms, cause.exposed_ms) for cause in slow.causes] == [
         ("dataloader", 30.0, exposed_ms * 0.75),
         ("garbage_collection", 10.0, exposed_ms * 0.25),
     ]
@@ -193,7 +193,7 @@ def test_named_phase_is_a_cause(loop: Loop) -> None:
                 if number == SLOW:
                     save()
     slow = only(timer)
-    assert [(one.kind, one.host_ms, one.detail) for one in slow.causes] == [
+    assert [(cause.kind, cause.host_ms, cause.detail) for cause in slow.causes] == [
         ("callback", 60.0, "phase save")
     ]
     assert (slow.phase, slow.unexplained_ms) == ("save", 0.0)
@@ -271,7 +271,7 @@ def test_many_long_steps_are_not_called_slow(
     assert len(timer.slow_steps(STEPS)) == n
 
 
-def test_excess_is_logged_and_by_cause_once_there_was_one(loop: Loop) -> None:
+def test_excess_is_logged_in_total_and_by_cause(loop: Loop) -> None:
     logger = Logger()
     late = {25: lambda: collect(loop.gpu, 40.0), 33: lambda: loop.gpu.host_work(40.0)}
     train(loop, in_loss=late, logger=logger, log="all", log_every_n_steps=20)
@@ -370,7 +370,7 @@ def test_noisy_host_does_not_fill_the_memory_with_evidence() -> None:
     shares = summary.cause_shares["garbage collection"], summary.unexplained_share
     assert sum(shares) == pytest.approx(summary.share)
     assert shares[0] / summary.share == pytest.approx(2 / 3, abs=0.05)
-    # What was explained is added up, and makes room.
+    # Explained steps are summed up and freed.
     for number in range(1_000):
         log.add(evidence(of(number, 1e3)), is_known=True)
     summary = log.summary(204_000, 2e6)
@@ -435,7 +435,7 @@ def test_failing_detector_ends_only_the_search_for_causes(
             loop.update()
         assert gc.callbacks == before
     assert timer.summary().steps == STEPS
-    # Those that were being explained are lost; the next ones have no cause.
+    # Steps being explained are lost; later steps have no cause.
     assert [(slow.step, slow.causes) for slow in timer.slow_steps()] == [(55, ())]
     [record] = caplog.records
     assert record.getMessage().startswith("Why steps are slow is no longer said: TypeError(")

@@ -50,10 +50,10 @@ class Bench:
         log = SlowLog()
         log.follow()
         self.analyzer = SlowStepAnalyzer(gpu, log, CulpritSums())
-        self.analyzer.collectors = [getattr(one, "collect", one) for one in asked]
-        for one in asked:
+        self.analyzer.collectors = [getattr(item, "collect", item) for item in asked]
+        for entry in asked:
             name = {Loader: "_loader", Preemption: "_preemption", Allocator: "_allocator"}
-            setattr(self.analyzer, name.get(type(one), "_"), one)
+            setattr(self.analyzer, name.get(type(entry), "_"), entry)
         # Whatever the test itself collects is none of its business.
         setattr(self.analyzer._spans, "_callbacks", list)  # noqa: B010
         self.analyzer.attach()
@@ -222,7 +222,7 @@ def test_linux_counts_for_the_thread_of_the_loop() -> None:
     thread = threading.Thread(target=loop)
     thread.start()
     thread.join()
-    ran_s = [one.ru_utime + one.ru_stime for one in reads]
+    ran_s = [item.ru_utime + item.ru_stime for item in reads]
     assert ran_s[0] < 0.03 < ran_s[1] < ran_s[2]
     assert reads[1].ru_nvcsw < reads[2].ru_nvcsw
 
@@ -287,7 +287,7 @@ def test_allocator_is_read_in_batches_and_after_a_long_step(gpu: FakeGPU) -> Non
     memory = Memory()
     bench = Bench(gpu, Allocator(memory))
     bench.usual()
-    # Where the loop began, and after 10 steps.
+    # At the start of the loop, and after 10 steps.
     assert memory.reads == 2
     memory.counts = [1, 103, 7, 2]
     bench.step(SLOW, {"forward": 30.0}, {"forward": 28.0})
@@ -351,7 +351,7 @@ def test_slow_log_under_lightning_is_a_cause(gpu: FakeGPU) -> None:
 
     timer = fit(gpu, Model(gpu), 60, logger=Remote(), log_every_n_steps=40)
     [slow] = timer.slow_steps()
-    assert [(one.kind, one.detail, one.host_ms) for one in slow.causes] == [
+    assert [(cause.kind, cause.detail, cause.host_ms) for cause in slow.causes] == [
         ("callback", "other callbacks", 40.0)
     ]
     assert slow.unexplained_ms == 0.0
@@ -367,7 +367,7 @@ def test_slow_loader_under_lightning_is_a_cause(gpu: FakeGPU) -> None:
     timer = timer_of(gpu)
     trainer(timer).fit(Model(gpu), Late(gpu, 60))
     [slow] = timer.slow_steps()
-    assert [(one.kind, one.host_ms) for one in slow.causes] == [("dataloader", 40.0)]
+    assert [(cause.kind, cause.host_ms) for cause in slow.causes] == [("dataloader", 40.0)]
     assert slow.phase == "data/fetch"
 
 
@@ -414,4 +414,4 @@ def test_real_compilation_is_found() -> None:
         compiled(torch.ones(3 if number < SLOW else 4))
 
     found = {slow.step: slow for slow in trained_on_the_cpu(late)}
-    assert "compilation" in [one.kind for one in found[SLOW].causes]
+    assert "compilation" in [cause.kind for cause in found[SLOW].causes]

@@ -26,7 +26,7 @@ def total(timer: GPUPhaseHooks) -> list[float]:
 
 def ms(timer: GPUPhaseHooks, phase: str) -> list[float]:
     """Time of a phase in each step, in ms."""
-    return [one.get(phase, 0.0) for one in steps(timer)]
+    return [step.get(phase, 0.0) for step in steps(timer)]
 
 
 def validate(loop: Loop, n: int) -> None:
@@ -198,7 +198,7 @@ def test_zipped_loaders_have_one_step_per_pair(loop: Loop) -> None:
         pairs = [timer.steps(loop.batches(6)) for _ in "ab"]
         for x, _ in zip(*pairs, strict=False):
             loop.train(x)
-    assert [one["forward"] for one in steps(timer)] == [4.0] * 6
+    assert [step["forward"] for step in steps(timer)] == [4.0] * 6
     assert ms(timer, "data")[1:] == [2.0] * 5
 
 
@@ -306,10 +306,10 @@ class ByHand(Loop):
 
     def update(self) -> None:
         self.gpu.work(2.0)
-        for one in self.model.parameters():
-            if one.grad is not None:
-                one.data -= 0.1 * one.grad
-                one.grad = None
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.data -= 0.1 * parameter.grad
+                parameter.grad = None
 
 
 def test_validation_in_the_body_without_an_optimizer_is_not_forward(gpu: FakeGPU) -> None:
@@ -360,7 +360,7 @@ def test_step_called_in_an_optimizer_hook_ends_an_accumulation(loop: Loop, every
             if number % 2:
                 loop.update()
     assert set(ms(timer, "forward")) == {8.0}
-    # Where the first step is not timed, nothing has shown yet that it ends inside an update.
+    # If the first step is not timed, the timer does not know yet that steps end inside updates.
     assert timer.history()["step"].tolist() == timed_indices(every, 120 - (every > 1))
 
 
@@ -437,7 +437,7 @@ def test_refused_optimizer_wrapper_names_the_inner_optimizer(loop: Loop) -> None
 def test_batch_without_work_is_part_of_the_next_step(loop: Loop, how: str) -> None:
     with hooks(loop) as timer:
         batches = enumerate(timer.steps(loop.batches(24)))
-        for number, x in filter(lambda one: how != "filter" or one[0] % 4 < 3, batches):
+        for number, x in filter(lambda item: how != "filter" or item[0] % 4 < 3, batches):
             if number % 4 == 3:
                 continue
             loop.train(x)
@@ -573,9 +573,9 @@ def test_warns_about_training_of_another_model(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     with hooks(loop) as timer:
-        for one in (loop, Loop(loop.gpu), Loop(loop.gpu)):
+        for item in (loop, Loop(loop.gpu), Loop(loop.gpu)):
             for x in timer.steps(loop.batches(24)):
-                one.train(x)
+                item.train(x)
     [message] = said(caplog)
     assert message.startswith("48 of 72 steps have no call of the model. Call step() once")
     assert "another model" in message

@@ -21,14 +21,14 @@ COMPARED: tuple[str | None, dict[str, float]] = (
         "phase_time/ranks/slowest_rank": 1,
     },
 )
-"""What rank zero says of two ranks, and some of what it logs."""
+"""Values that rank zero reports and logs for two ranks."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [
-        # Those that start copies of their process come first: the others stay in their group.
+        # Strategies that start processes come first: the others keep their process group.
         ["2 ddp_notebook", "2 ddp_spawn", "1 auto", "1 ddp"],
         ["2 ddp", "2 ddp_find_unused_parameters_true"],
     ],
@@ -36,7 +36,7 @@ COMPARED: tuple[str | None, dict[str, float]] = (
 def test_lightning_strategies_time_every_phase_on_every_rank(
     cases: list[str], tmp_path: Path
 ) -> None:
-    # Those that can share their processes train in the same ones.
+    # Strategies share their processes if they can.
     printed = run(SCRIPT, tmp_path, *cases)
     # The table is printed on rank zero alone.
     assert printed.count("over 3 steps") == len(cases)

@@ -1,4 +1,4 @@
-"""What stands on a terminal when training ends, and how tables fit its width."""
+"""Output on a terminal when training ends, and the width of tables."""
 
 import io
 import json
@@ -71,7 +71,7 @@ def test_terminal_shows_the_whole_table_when_training_ends(
 ) -> None:
     lines = terminals[f"{bar},{columns},{rich}"]
     first = next(i for i, line in enumerate(lines) if line.startswith("Time per step in"))
-    # Which it is depends on the machine. It may take several lines.
+    # The bottleneck depends on the machine, and may take several lines.
     assert any(re.match(r"[\w-]+-bound", line) for line in lines[:first])
     rows = {"data", "callbacks", "copy", "fetch", "forward", "loss", "backward", "optimizer"}
     shown = [line.split() for line in lines[first + 1 :]]
@@ -98,8 +98,8 @@ INPUT = {"data": 10.0, "forward": 4.0, "own loss": 1.0, "backward": 4.0, "other"
 def lanes_of(text: str) -> dict[str, list[tuple[str, int]]]:
     """The colours of each lane of a text, and how many columns each takes."""
     found = (re.match(rf"(\w+) +(?={BAR.pattern})", line) for line in text.splitlines())
-    lanes = (one for one in found if one is not None)
-    return {one[1]: [(c, len(s)) for c, s in BAR.findall(one.string) if s] for one in lanes}
+    lanes = (entry for entry in found if entry is not None)
+    return {item[1]: [(c, len(s)) for c, s in BAR.findall(item.string) if s] for item in lanes}
 
 
 @pytest.mark.parametrize("on_host_clock", [False, True])
@@ -252,7 +252,7 @@ def test_table_without_rich_has_the_width_of_the_terminal(
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setenv("NO_COLOR", "1")  # Of the developer's terminal.
+    monkeypatch.setenv("NO_COLOR", "1")  # Ignore the developer's terminal.
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     show(of_ranks())
     lines = capsys.readouterr().out.splitlines()

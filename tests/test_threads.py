@@ -60,7 +60,7 @@ def test_other_threads_read_a_timer_while_one_trains(tmp_path: Path) -> None:
                     loop.train(x)
             finally:
                 done.set()
-        assert all(one.result() for one in looks)
+        assert all(item.result() for item in looks)
         assert steps(timer) == [STEP_MS] * 100
         assert timer.summary().steps == 400
         waits.append(loop.gpu.waits)

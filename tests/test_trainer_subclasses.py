@@ -83,7 +83,7 @@ def rows(**columns: Any) -> Any:
 
 
 def given(data: Any, callbacks: list[Any]) -> dict[str, Any]:
-    """What each Trainer of TRL takes."""
+    """Return the common arguments of TRL's trainers."""
     return {
         "train_dataset": data,
         "eval_dataset": data.select(range(4)),
@@ -116,7 +116,7 @@ def dpo(path: Path, callbacks: list[Any]) -> Any:
 
 def reward(completions: list[Any], **_: Any) -> list[float]:
     time.sleep(SLEEP_MS / 1e3)
-    return [float(len(one)) for one in completions]
+    return [float(len(item)) for item in completions]
 
 
 def grpo(path: Path, callbacks: list[Any]) -> Any:
@@ -180,7 +180,7 @@ def sentences(path: Path, callbacks: list[Any]) -> Any:
         (lora, set()),
         (sentences, set()),
     ],
-    ids=lambda one: getattr(one, "__name__", ""),
+    ids=lambda item: getattr(item, "__name__", ""),
 )
 def test_trainer_is_timed_and_trains_the_same(
     make: Callable[..., Any], more: set[str], tmp_path: Path
@@ -192,19 +192,21 @@ def test_trainer_is_timed_and_trains_the_same(
         trainer = make(tmp_path / name, callbacks)
         patched = (type(trainer), transformers.Trainer, transformers.GenerationMixin)
         # `train` is replaced while a timer exists.
-        before = [{**vars(one), "train": None} for one in patched]
+        before = [{**vars(kind), "train": None} for kind in patched]
         there = {*vars(trainer)}
         trainer.train()
-        assert [{**vars(one), "train": None} for one in patched] == before
+        assert [{**vars(element), "train": None} for element in patched] == before
         assert not {*vars(trainer)} & METHODS - there
-        assert all("_loss_function" not in vars(one) for one in trainer.model.modules())
+        assert all("_loss_function" not in vars(module) for module in trainer.model.modules())
         # TRL's leave hooks of their own.
         left[name] = [
-            {key: len(value[0]) if isinstance(value, tuple) else 0 for key, value in one.items()}
-            for one in hooks_of(trainer.model)
+            {key: len(value[0]) if isinstance(value, tuple) else 0 for key, value in model.items()}
+            for model in hooks_of(trainer.model)
         ]
         history = copy.deepcopy(trainer.state.log_history)
-        losses[name] = [one[key] for one in history for key in ("loss", "eval_loss") if key in one]
+        losses[name] = [
+            entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry
+        ]
         if callbacks:
             logged = [one for one in history if "loss" in one]
     assert len(losses["with"]) == UPDATES + UPDATES // 2
@@ -226,8 +228,8 @@ def test_trainer_is_timed_and_trains_the_same(
         assert all(rows["reward_ms"] >= MICRO_BATCHES * SLEEP_MS)
         assert all(rows["reward_ms"] < rows["step_ms"] / 2 + MICRO_BATCHES * SLEEP_MS)
     evaluations = timer._run().evaluations
-    assert [one["step"] for one in evaluations] == [2, 4, 6]
-    assert all(("reward_ms" in one) == ("reward" in more) for one in evaluations)
+    assert [evaluation["step"] for evaluation in evaluations] == [2, 4, 6]
+    assert all(("reward_ms" in item) == ("reward" in more) for item in evaluations)
     classes = patched[:2]
     del timer, trainer, callbacks
     gc.collect()
@@ -235,4 +237,4 @@ def test_trainer_is_timed_and_trains_the_same(
 
 
 METHODS = PATCHED | {"_calculate_rewards"}
-"""What is replaced on a Trainer while it trains."""
+"""Attributes that are replaced on a Trainer while it trains."""

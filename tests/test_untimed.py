@@ -23,7 +23,7 @@ HAS_COMPILED = "lightning_gputime._session.hooks_off.has_compiled"
 
 
 def installed(loop: Loop) -> list[bool]:
-    """Whether hooks and patches are on the model, on torch, and on the optimizer."""
+    """Return whether the model, torch and the optimizer are hooked or patched."""
     return [
         bool(loop.model._forward_hooks or loop.model._forward_pre_hooks),
         AUTOGRAD._engine_run_backward is not ENGINE,
@@ -175,7 +175,7 @@ def found(
 
 @pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
 @pytest.mark.parametrize(("model", "how", "callback"), OPTIONS)
-def test_detached_timer_knows_as_much_as_an_attached_one(
+def test_detaching_between_timed_steps_changes_no_result(
     model: type[Model],
     how: dict[str, Any],
     callback: Callable[[], pl.Callback] | None,

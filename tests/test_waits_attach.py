@@ -1,4 +1,4 @@
-"""What sees the waits for other ranks: where it is put, that it comes off, and what it costs."""
+"""Patches that time waits for other ranks: installing, removing, cost."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -215,7 +215,7 @@ def awaited(x: Tensor) -> Tensor:
 
 
 def of_results(x: Tensor) -> Tensor:
-    # What is compiled is given the result of a collective that it is to wait for.
+    # The compiled function gets the pending result of a collective.
     return x + 1 if isinstance(x, _functional_collectives.AsyncCollectiveTensor) else x + 2
 
 

@@ -34,7 +34,7 @@ def without_compute(slowest: int | None, where: str) -> tuple[int | None, str]:
 
 
 class Runs:
-    """What both processes have written, in one attempt or several."""
+    """Results of both processes, in one or several attempts."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -47,7 +47,7 @@ class Runs:
         return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in RANKS]
 
     def found(self, case: str, attempt: int) -> list[dict[str, Any]]:
-        """What each rank has found. All cases are tried together, and again one by one."""
+        """Return the results of each rank. All cases run together first, then one by one."""
         ranks = self.attempt(case, attempt) if attempt else self.attempt("all")
         return [found[case] for found in ranks]
 
@@ -67,7 +67,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def waited(totals: PhaseTotals) -> float:
-    """How long a rank waits for others, a step."""
+    """Return the wait of a rank for others, in ms per step."""
     steps = totals["step"][1]
     return sum(ms / steps for name, (ms, _) in totals.items() if name.endswith("/comm"))
 

@@ -55,7 +55,7 @@ def test_gradient_of_a_pipeline_is_backward(ranks: Ranks, gpu: FakeGPU) -> None:
 @pytest.mark.slow
 def test_megatron_and_torchtitan_recipes_time_every_stage(tmp_path: Path) -> None:
     ranks = finish(*(start(SCRIPT, MANUAL, tmp_path, rank) for rank in range(2)))
-    # Of two stages with two micro-batches of 4 and 8 ms, an update of 2 ms, and two batches of 1.
+    # Two stages, two micro-batches of 4 and 8 ms, an update of 2 ms, and two batches of 1 ms.
     usual = {"data": 2.0, "forward": 16.0, "loss": 0.0, "backward": 32.0, "optimizer": 2.0}
     # The last stage has the loss, of 0.5 and 0.25 ms. What lies between two calls is `forward`.
     last = usual | {"loss": 1.0, "backward": 32.5}

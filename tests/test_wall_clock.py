@@ -298,7 +298,10 @@ def test_fit_is_saved_when_it_ends(tmp_path: Path) -> None:
     run = load(path)
     assert run.summary() == timer.summary()
     assert run.summary().wall_clock == timer.summary().wall_clock
-    assert [(one["stage"], one["step"]) for one in run.evaluations] == [("val", 2), ("val", 5)]
+    assert [(evaluation["stage"], evaluation["step"]) for evaluation in run.evaluations] == [
+        ("val", 2),
+        ("val", 5),
+    ]
     assert run.evaluations[0]["forward_ms"] == timer.summary().rows["forward"].mean_ms
     assert run.environment.precision == "32-true"
     assert run.environment.accumulate_grad_batches == 1
@@ -384,7 +387,7 @@ def test_save_path_is_relative_to_the_start_folder(
         timer = GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=save)
         fit(gpu, Model(gpu), 2, timer=timer, callbacks=[callback])
     assert list(other.iterdir()) == []
-    assert {one.name for one in tmp_path.iterdir()} == {"other", "run.json.gz", "home.json.gz"}
+    assert {path.name for path in tmp_path.iterdir()} == {"other", "run.json.gz", "home.json.gz"}
 
 
 def test_run_is_saved_after_each_epoch(tmp_path: Path) -> None:
@@ -393,7 +396,7 @@ def test_run_is_saved_after_each_epoch(tmp_path: Path) -> None:
     found = []
 
     def look(*_: Any) -> None:
-        # What is there if the process ends in this epoch, without a word.
+        # The file that would exist if the process were killed in this epoch.
         found.append(path.is_file() and len(load(path).history))
 
     callback = pl.callbacks.LambdaCallback(on_train_epoch_start=look)
@@ -495,7 +498,9 @@ def test_full_disk_warns_once_and_training_continues(
     with caplog.at_level(logging.WARNING, "lightning_gputime"):
         fit(gpu, Model(gpu), 3, timer=timer, max_epochs=2)
     assert timer.summary().steps == 6
-    told = [one.getMessage() for one in caplog.records if "is not saved" in one.getMessage()]
+    told = [
+        record.getMessage() for record in caplog.records if "is not saved" in record.getMessage()
+    ]
     assert len(told) == 1
     assert "Its file has what was saved before, or is not there" in told[0]
     assert "run.json.gz (No space left on device)" in told[0]

@@ -33,7 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def metadata(wheel: Path) -> Message:
     with zipfile.ZipFile(wheel) as archive:
-        [name] = [one for one in archive.namelist() if one.endswith("dist-info/METADATA")]
+        [name] = [word for word in archive.namelist() if word.endswith("dist-info/METADATA")]
         return message_from_bytes(archive.read(name))
 
 
@@ -45,14 +45,14 @@ def test_wheel_has_all_modules_and_py_typed(wheel: Path) -> None:
 
 
 def test_release_metadata_has_absolute_links(metadata: Message) -> None:
-    urls = dict(one.split(", ") for one in metadata.get_all("Project-URL", []))
+    urls = dict(item.split(", ") for item in metadata.get_all("Project-URL", []))
     assert urls["Source"] == "https://github.com/someone/timer"
     text = str(metadata.get_payload())
     assert "](https://github.com/someone/timer/raw/v1.2.3/examples/images/hero.png)" in text
     assert "](https://github.com/someone/timer/blob/v1.2.3/CHANGELOG.md)" in text
     assert "https://github.com/someone/timer/actions/workflows/test.yml/badge.svg" in text
-    links = [one.split(")")[0] for one in text.split("](")[1:]]
-    assert not [one for one in links if not one.startswith(("https://", "#"))]
+    links = [name.split(")")[0] for name in text.split("](")[1:]]
+    assert not [entry for entry in links if not entry.startswith(("https://", "#"))]
 
 
 def test_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:

@@ -164,12 +164,12 @@ class Graphs:
         (torch.tensor(3.0), None),
         ([torch.ones(2)] * 100, None),
     ],
-    ids=lambda one: type(one).__name__,
+    ids=lambda item: type(item).__name__,
 )
 def test_batches_of_any_kind_have_a_size_or_nan(batch: Any, expected: int | None) -> None:
     items = Items(None)
     found = [items.of(batch) for _ in range(3)]
-    assert found == [expected] * 3 if expected else all(one != one for one in found)
+    assert found == [expected] * 3 if expected else all(entry != entry for entry in found)
 
 
 def test_items_follow_a_changing_kind_of_batch() -> None:
@@ -245,7 +245,7 @@ def test_failing_items_function_warns_once_for_all_evaluations(
     trainer(timer, max_epochs=3).fit(Model(gpu), Loader(gpu, 2), Loader(gpu, 2))
     # Once of training, once of validation.
     told = "Items are not counted any more, because items failed: KeyError('ids')"
-    assert [one.getMessage() for one in caplog.records if "Items" in one.msg] == [told] * 2
+    assert [record.getMessage() for record in caplog.records if "Items" in record.msg] == [told] * 2
 
 
 def test_batch_that_lightning_skips_has_no_items(gpu: FakeGPU) -> None:
@@ -406,7 +406,7 @@ def test_flops_without_items_warn_once(loop: Loop, caplog: pytest.LogCaptureFixt
             loop.train(x)
             timer.step()
     told = "how many items a batch has is not known: pass items="
-    assert [(one.name, told in one.getMessage()) for one in caplog.records] == [
+    assert [(record.name, told in record.getMessage()) for record in caplog.records] == [
         ("lightning_gputime", True)
     ]
     assert "pass items=" in str(timer.summary())
@@ -476,7 +476,7 @@ def test_tf32_is_that_of_convolutions_where_they_hold_most_parameters(
         torch.set_float32_matmul_precision(before)
 
 
-# What is lost
+# Time breakdown to the peak
 
 
 @pytest.mark.usefixtures("h200")
@@ -517,7 +517,7 @@ def test_rate_above_the_peak_has_no_mfu(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.usefixtures("h200")
-def test_saved_run_has_its_work_and_its_page_shows_it(gpu: FakeGPU, tmp_path: Any) -> None:
+def test_saved_run_and_its_page_have_the_work(gpu: FakeGPU, tmp_path: Any) -> None:
     from lightning_gputime._output.page import page
 
     timer = learn(Net(gpu), [torch.ones(8, 64)] * 40, gpu, probe_every_n_steps=5)

@@ -21,7 +21,7 @@ from lightning_gputime import GPUPhaseHooks
 
 
 def results_of(kind: type[Way], rank: int, timed: bool) -> list[Tensor]:
-    """What a seeded run ends with: gradients and weights."""
+    """Return the gradients and weights at the end of a seeded run."""
     way = kind(rank)
     timer = GPUPhaseHooks(way.model, way.optimizer, warmup_steps=0, sync_ranks=False)
     if timed:

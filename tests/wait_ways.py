@@ -78,7 +78,7 @@ class Way:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.layers = layers()
-        # Those of this rank.
+        # Layers of this rank.
         self.parts: list[Any] = [*self.layers]
         self.model: nn.Module = self.layers
         self.calls_per_step = 1
