@@ -38,7 +38,7 @@ def test_quickstart_logs_every_phase_to_csv_and_tensorboard(
     assert len(timer.history()) == 48
     # It was printed before the fit was over.
     losses, title, printed = str(timer.summary()).partition("Time per step")
-    assert "\nof the fit " in losses
+    assert "Time breakdown of the fit" in losses
     assert f"{title}{printed}" in capsys.readouterr().out
     phases = (*PHASES, "callbacks")
     keys = [f"phase_time/{name}_ms" for name in (*phases, "step")]
