@@ -554,7 +554,7 @@ def test_run_of_warm_up_steps_prints_a_labelled_table(
     runner = trainer(timer, fast_dev_run=True)
     runner.fit(Model(gpu), Loader(gpu, 3))
     printed = capsys.readouterr().out
-    assert "Time per step in ms over 1 step, which is warm-up: no other was timed" in printed
+    assert "Time per step in ms over 1 step of the warm-up; no other step was timed" in printed
     assert "forward     4.000   25.6%" in printed
     assert "bound" not in printed  # A warm-up says nothing about the training.
     assert (timer.summary().steps, timer.summary().is_warmup) == (1, True)

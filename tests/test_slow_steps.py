@@ -387,7 +387,7 @@ def test_detector_that_fails_late_leaves_steps_without_causes(
 
     with hooks(loop) as timer:
         session: Any = timer._session
-        session.analyzer.collectors.append(lambda steps, baseline: fail)
+        session._analyzer.collectors.append(lambda steps, baseline: fail)
         for number, x in enumerate(timer.steps(loop.batches(STEPS))):
             loop.micro_batch(x)
             if number in (SLOW, SLOW + 2):
@@ -427,7 +427,7 @@ def test_failing_detector_ends_only_the_search_for_causes(
     before = [*gc.callbacks]
     with hooks(loop) as timer:
         session: Any = timer._session
-        session.analyzer.collectors[0] = None
+        session._analyzer.collectors[0] = None
         for number, x in enumerate(timer.steps(loop.batches(STEPS))):
             loop.micro_batch(x)
             if number in (SLOW, 55):

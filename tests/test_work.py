@@ -374,7 +374,7 @@ def test_precision_is_that_of_autocast_inside_of_the_model(gpu: FakeGPU, wrapped
     ("dtype", "precision", "note"),
     [
         (torch.bfloat16, "bf16", "no bf16 peak is known of a CPU: there is no MFU"),
-        (torch.float32, "", "no call of the model was seen, which shows the precision"),
+        (torch.float32, "", "MFU is unknown: no call of the model showed its precision"),
     ],
 )
 def test_precision_of_a_compiled_training_step_is_that_of_short_parameters(
@@ -504,7 +504,7 @@ def test_time_breakdown_to_the_peak_adds_up(gpu: FakeGPU) -> None:
     assert shares[GAPS] == pytest.approx((2.0 + 7.0 / summary.steps) / step_ms)
     assert breakdown.peak_share == summary.mfu
     assert breakdown.unknown == ""
-    assert "  at the peak  " in str(summary)
+    assert "  at peak FLOP/s  " in str(summary)
 
 
 @pytest.mark.usefixtures("h200")

@@ -120,7 +120,10 @@ class PhaseSum:
         self.max_ms = max(self.max_ms, max_ms)
 
     def merge(self, other: "PhaseSum") -> None:
-        self.add(other.n, other.device_ms, other.host_ms, other.max_ms)
+        self.n += other.n
+        self.device_ms += other.device_ms
+        self.host_ms += other.host_ms
+        self.max_ms = max(self.max_ms, other.max_ms)
 
 
 @lru_cache(maxsize=256)

@@ -86,7 +86,8 @@ class Session:
             recorder, self._boundaries, work, needs_updates=loop.needs_updates
         )
         means.connect(results, is_sampled=not plan.times_all)
-        self._memory = MemoryWatch(getattr(clock, "peak_memory", lambda: None))
+        read_peaks = getattr(clock, "peak_memory", None)
+        self._memory = MemoryWatch(read_peaks) if read_peaks is not None else None
         results.connect(
             work.reference,
             observers=options.observers,
@@ -249,7 +250,8 @@ class Session:
         self.recorder.rest()
         try:
             if self.is_attached:
-                self._memory.end()
+                if self._memory is not None:
+                    self._memory.end()
                 self._results.update_sampling(ended_steps=self.steps.index)
                 self.steps.enter(ENDED)
                 log = partial(self._logs.finish, self.steps.newest, self.steps.index)
