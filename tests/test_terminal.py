@@ -80,7 +80,7 @@ def test_terminal_shows_the_whole_table_when_training_ends(
         cell for cells in shown if cells[:1] == ["step"] and len(cells) == 7 for cell in cells[1:]
     ]
     assert all(NUMBER.fullmatch(cell) for cell in numbers)
-    assert any(line.startswith("of the fit ") for line in lines[:first])
+    assert any(line.startswith("Time breakdown of the fit") for line in lines[:first])
     # The lane of the mean step is made of spaces, in colours; the names stand below.
     lane = lines.index("CPU")
     assert lines[lane + 1].split()[:3] == ["data", "callbacks", "forward"]
