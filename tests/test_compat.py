@@ -41,7 +41,7 @@ Losses = list[float]
 Training = Callable[[Any, Path], tuple[Any, Losses]]
 
 
-def plain(package: Any, _: Path, model: Any = None) -> tuple[Any, Losses]:
+def plain(package: Any, _: Path, model: Any = None, *, by_hand: bool = False) -> tuple[Any, Losses]:
     """Train in a plain loop, without a timer if `package` is None."""
     model, losses = model or net(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -49,16 +49,23 @@ def plain(package: Any, _: Path, model: Any = None) -> tuple[Any, Losses]:
     timer = None
     if package is not None:
         timer = package.GPUPhaseHooks(model, optimizer, warmup_steps=0).attach()
-        loader = timer.steps(loader)
+        loader = loader if by_hand else timer.steps(loader)
     for x, y in loader:
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        if timer is not None and by_hand:
+            timer.step()
     if timer is not None:
         timer.remove()
     return timer, losses
+
+
+def plain_by_hand(package: Any, folder: Path) -> tuple[Any, Losses]:
+    """Train in a plain loop that calls `step()`."""
+    return plain(package, folder, by_hand=True)
 
 
 def compiled(package: Any, _: Path) -> tuple[Any, Losses]:
@@ -174,8 +181,10 @@ def hugging_face(package: Any, folder: Path) -> tuple[Any, Losses]:
     return (timers or [None])[0], model.losses
 
 
+TRAININGS = (plain, plain_by_hand, ranks, lightning, lightning_manual, hugging_face)
+
 USES: dict[str, tuple[Training, ...]] = {
-    "torch": (plain, lightning),
+    "torch": TRAININGS,
     "lightning": (lightning, lightning_manual),
     "transformers": (hugging_face,),
     "torch._dynamo.utils.counters": (plain, ranks, compiled),
@@ -214,7 +223,8 @@ def users_of(name: Name) -> tuple[Training, ...]:
 CASES = [
     pytest.param(name, train, id=f"{name.path}-{train.__name__}")
     for name in NAMES.values()
-    for train in users_of(name) or USES.get(name.library, ())
+    for train in dict.fromkeys((*TRAININGS, *users_of(name)))
+    if train in users_of(name) or name.library == "torch" or not name.feature
 ]
 
 

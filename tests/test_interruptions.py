@@ -235,12 +235,12 @@ def huggingface(has_timer: bool, tmp_path: Path) -> Training:
 _NOT_ITERATED = "Please call `iter(combined_loader)` first."
 
 CASES: dict[str, tuple[int, Callable[[bool, Path], Training]]] = {
-    "steps": (100, plain(iterate_with_evaluations, logger=Logger(), log_every_n_steps=1)),
-    "step": (100, plain(step_by_hand, every_n_steps=2, modules=1, observers=[print])),
-    "accumulated": (80, plain(leave_loops, accumulate_grad_batches="auto")),
-    "off": (50, plain(train_for_long, every_n_steps=30)),
-    "lightning": (60, lightning),
-    "huggingface": (30, huggingface),
+    "steps": (300, plain(iterate_with_evaluations, logger=Logger(), log_every_n_steps=1)),
+    "step": (300, plain(step_by_hand, every_n_steps=2, modules=1, observers=[print])),
+    "accumulated": (250, plain(leave_loops, accumulate_grad_batches="auto")),
+    "off": (100, plain(train_for_long, every_n_steps=30)),
+    "lightning": (150, lightning),
+    "huggingface": (60, huggingface),
 }
 """The front ends with the number of lines at which each is interrupted."""
 
