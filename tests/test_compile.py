@@ -273,7 +273,7 @@ def test_timer_attached_again_compiles_nothing(gpu: FakeGPU, how: str, modules: 
     assert with_timer == ((2, 0) if how == "compile(function)" else without)
 
 
-@pytest.mark.parametrize("how", ["compile(LightningModule)", "net.compile()"])
+@pytest.mark.parametrize("how", ["compile(LightningModule)", "compile(net)", "net.compile()"])
 def test_untimed_steps_in_blocks_compile_nothing_again(how: str, gpu: FakeGPU) -> None:
     def run(*callbacks: GPUPhaseTimer) -> tuple[int, int]:
         def fit(count: Count) -> None:
