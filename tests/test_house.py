@@ -437,7 +437,6 @@ OBJECTS_OF_OTHERS = {
 """Attributes of Python and of other libraries, which have no other way to set them."""
 
 WRITES_THAT_REMAIN = {
-    "_causes.attribution": "device_ms host_ms idle_ms unattributed_host_ms",
     "_fit": "is_open needs_updates",
     "_instrumentation.forward": "is_open",
     "_instrumentation.patching": "_patch",

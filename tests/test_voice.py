@@ -20,7 +20,7 @@ BOUNDS = {
     "examples": 1,
     "lightning_gputime": 153,
     "lightning_gputime/_auto_instrumentation": 42,
-    "lightning_gputime/_causes": 48,
+    "lightning_gputime/_causes": 3,
     "lightning_gputime/_compat": 19,
     "lightning_gputime/_culprits": 21,
     "lightning_gputime/_diagnosis": 5,

@@ -49,7 +49,7 @@ class CulpritSearch:
             self._recorder.watcher.locate_next(LOCATED_STEPS)
         if not self._is_pace_known and self._results.sums.step.n >= _PACE_STEPS:
             self._is_pace_known = True
-            self._analyzer.start_own_call()
+            self._analyzer.start_callback()
             if self._blocks():
                 self._blocking.start()
-            self._analyzer.end_own_call("the timer's search for blocking calls")
+            self._analyzer.end_callback("the timer's search for blocking calls")

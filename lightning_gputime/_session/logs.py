@@ -58,15 +58,15 @@ class LogSchedule:
     def steps_read(self, steps: ReadSteps) -> None:
         """Add steps that were read, and log them if they are due and all steps are timed."""
         if self._means.take(steps):
-            self._analyzer.end_own_call("the timer's logging")
+            self._analyzer.end_callback("the timer's logging")
 
     def log_finished(self) -> None:
         """Log the steps up to the step that is due. All timed steps among them have been read."""
         number, index = self._ended[0]
         self._results.settle(number, until=index + 1)
-        self._analyzer.start_own_call()
+        self._analyzer.start_callback()
         self._means.log_at(number)
-        self._analyzer.end_own_call("the timer's logging")
+        self._analyzer.end_callback("the timer's logging")
 
     def log_now(self) -> None:
         """Log the steps since the last log that have been read."""

@@ -91,5 +91,5 @@ class UserCalls:
             call_safely(self._on_step, step.times())
         for slow_step in slow_steps:
             call_safely(self._on_slow_step, slow_step)
-        self._analyzer.end_own_call("observers")
-        self._analyzer.start_own_call()  # Loggers are next.
+        self._analyzer.end_callback("observers")
+        self._analyzer.start_callback()  # Loggers are next.

@@ -112,6 +112,7 @@ class Session:
                 open_step=self.open_step,
                 work=work,
                 analyzer=analyzer,
+                sampler=analyzer.sampler,
                 blocking=self._blocking,
                 search=search,
                 plan=plan,

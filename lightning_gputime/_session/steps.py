@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from threading import get_ident
 
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
+from lightning_gputime._causes.sampler import StepEndSampler
 from lightning_gputime._culprits.blocking import BlockingCalls
 from lightning_gputime._instrumentation.boundaries import Boundaries
 from lightning_gputime._instrumentation.work import WorkCounter
@@ -40,6 +41,7 @@ class StepParts:
     open_step: OpenStep
     work: WorkCounter
     analyzer: SlowStepAnalyzer
+    sampler: StepEndSampler
     blocking: BlockingCalls
     search: CulpritSearch
     plan: TimingPlan
@@ -105,7 +107,7 @@ class Steps:
         if parts.blocking.steps_left:
             parts.blocking.end_step()
         now_ns = parts.host_ns()
-        parts.analyzer.step_ends(now_ns)
+        parts.sampler.end_step(now_ns)
         items = parts.work.take_items()
         if number >= parts.logs.due_at:
             parts.logs.end_step(number, self.index)
