@@ -27,7 +27,7 @@ BOUNDS = {
     "lightning_gputime/_instrumentation": 169,
     "lightning_gputime/_measurement": 10,
     "lightning_gputime/_output": 3,
-    "lightning_gputime/_record": 59,
+    "lightning_gputime/_record": 0,
     "lightning_gputime/_runs": 7,
     "lightning_gputime/_session": 96,
     "tests": 267,

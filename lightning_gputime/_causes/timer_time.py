@@ -33,6 +33,8 @@ class TimerTime:
 
     def reading_ms(self, step: StepRecord) -> float:
         """Return the time inside a step in which earlier steps were read (in milliseconds)."""
-        step_start, step_end = step.host_ns[0], step.host_ns[-1]
-        overlaps_ns = (min(step_end, end) - max(step_start, start) for start, end in self._readings)
-        return sum(ns for ns in overlaps_ns if ns > 0) / 1e6
+        start_ns, end_ns, reading_ns = step.host_ns[0], step.host_ns[-1], 0
+        for start, end in self._readings:
+            if start < end_ns and start_ns < end:
+                reading_ns += min(end_ns, end) - max(start_ns, start)
+        return reading_ns / 1e6

@@ -146,5 +146,5 @@ class Evaluations:
         """Remove all hooks, without a wait for the device. Safe to call twice."""
         if (running := self._running) is not None:
             running.boundaries.remove()
-            running.recorder.rest()
+            running.recorder.stop()
             self._running = None

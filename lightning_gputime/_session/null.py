@@ -7,7 +7,7 @@ from lightning_gputime._instrumentation.patching import Attachment
 from lightning_gputime._phases import DATA
 from lightning_gputime._record.open_step import OpenStep
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.state import AT_REST
+from lightning_gputime._record.state import IDLE
 from lightning_gputime._session.state import ENDED, NEW, State
 
 
@@ -22,7 +22,7 @@ class NullRecorder:
     """Recorder of a timer that is not attached."""
 
     label: str | None = None
-    state = AT_REST
+    state = IDLE
 
     def __init__(self) -> None:
         self.open, self.threads = OpenStep(), NullThread()

@@ -141,7 +141,7 @@ class OpenStep:
         after a step with training.
         """
         recorder = self._recorder
-        is_blind = has_compiled() or recorder.captures.were_seen
+        is_blind = has_compiled() or recorder.captures.has_captured
         if is_blind or recorder.threads.was_elsewhere or not self.has_optimizer:
             return False
         is_idle = (is_first or self.has_trained) and not self._boundaries.has_worked

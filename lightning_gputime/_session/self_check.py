@@ -179,7 +179,7 @@ class SelfCheck:
         if self._lacks_optimizer:
             self._check_optimizer()
         # Replays of a captured graph do not show what they run; the recorder has warned of that.
-        if self._has_checked_means or self._recorder.captures.were_seen:
+        if self._has_checked_means or self._recorder.captures.has_captured:
             return
         for step in steps.measured:
             if EVALUATION in step.labels:
@@ -200,7 +200,7 @@ class SelfCheck:
             self._check_first_steps()
         ran = self._results.sums.phases
         self._check_optimizer()
-        if self._recorder.captures.were_seen:
+        if self._recorder.captures.has_captured:
             return
         if not self._has_checked_means:
             self._check_few_steps(trains=BACKWARD in ran and OPTIMIZER in ran)

@@ -223,7 +223,7 @@ class Session:
         """Read and compare the last steps, and remove all hooks. Safe to call twice."""
         try:
             if not self._may_read():
-                self.recorder.rest()  # The loop continues in its thread, without marks.
+                self.recorder.stop()  # The loop continues in its thread, without marks.
             self.recorder.pending.flush()
             # Before `remove`, which tells the other ranks that this rank leaves.
             self.compare_ranks()
@@ -248,7 +248,7 @@ class Session:
         self._until_end.remove()
         self._blocking.stop()
         self._boundaries.remove()
-        self.recorder.rest()
+        self.recorder.stop()
         try:
             if self.is_attached:
                 if self._memory is not None:

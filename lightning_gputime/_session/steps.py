@@ -84,14 +84,14 @@ class Steps:
         parts.analyzer.loop_begins()
         parts.untimed.restart(parts.wall_clock.steps_ns(parts.host_ns()))
         if self.state is OFF:
-            parts.recorder.rest()  # Moves the recorder to this thread.
+            parts.recorder.stop()  # Moves the recorder to this thread.
             return
         # A step is only probed after another step: the first fetch of an epoch may take any time.
         self.enter(parts.plan.kind_at(self.index))
         if self.state is TIMED:
             parts.recorder.begin()
         else:
-            parts.recorder.rest()
+            parts.recorder.stop()
         if parts.plan.probe is not None:
             parts.plan.probe.step_begins()
 
@@ -199,7 +199,7 @@ class Steps:
             self._decide()
         self.enter(plan.next_kind(before, self.index))
         if self.state is UNTIMED:
-            parts.recorder.rest()
+            parts.recorder.stop()
             if parts.hooks_off.is_due(self.index):
                 self._turn_off()
         elif before is UNTIMED:
