@@ -391,7 +391,7 @@ def test_more_launches_than_the_queue_holds_fail_the_probe() -> None:
     summary = probe(net, torch.randn(64, 64, device="cuda"))
     assert summary.probed_steps == 0
     assert "in `forward`" in summary.probe_failure
-    assert "more launches than the queue holds?" in summary.probe_failure
+    assert "a full launch queue?" in summary.probe_failure
 
 
 @pytest.mark.parametrize(

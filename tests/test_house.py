@@ -442,8 +442,6 @@ WRITES_THAT_REMAIN = {
     "_instrumentation.patching": "_patch",
     "_instrumentation.work": "flops note peak_tflops precision",
     "_loop_timer": "is_fetched is_open",
-    "_session.evaluation": "batch_ended_ns is_open items",
-    "_session.session": "depth items reading_since_ns updates was_tried",
     "huggingface": "is_open",
 }
 """Writes to be removed, by module. Only take entries out."""

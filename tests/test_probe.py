@@ -209,7 +209,7 @@ def test_probed_step_with_a_validation_is_dropped(gpu: FakeGPU) -> None:
     summary = timer.summary()
     assert summary.probed_steps == 0
     assert summary.probe_failure == (
-        "no step can be probed: an evaluation runs inside every one of them"
+        "no step can be probed: an evaluation runs inside every probed step"
     )
     assert len(gpu.spins) == 3
     assert summary.steps == 14

@@ -29,7 +29,7 @@ BOUNDS = {
     "lightning_gputime/_output": 3,
     "lightning_gputime/_record": 0,
     "lightning_gputime/_runs": 7,
-    "lightning_gputime/_session": 96,
+    "lightning_gputime/_session": 0,
     "tests": 267,
     "top": 0,
 }

@@ -1,5 +1,5 @@
-"""When: attaching a timer, the steps of its loop, evaluations, and its removal.
+"""Sessions: attaching a timer, the steps of its loop, evaluations, and removing the timer.
 
-What belongs here: where steps start and end, which are timed or probed, which logs are due.
-What does not: hooks (`_instrumentation`), marks (`_record`), statistics (`_measurement`).
+Where steps start and end, which steps are timed or probed, and which logs are due belongs here.
+Hooks belong in `_instrumentation`, marks in `_record`, statistics in `_measurement`.
 """

@@ -1,4 +1,4 @@
-"""The session of a timer that is not attached. All events of the loop are ignored."""
+"""Session of a timer that is not attached. It ignores all events of the loop."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -76,7 +76,7 @@ class NullSession:
     """Session of a timer that is not attached.
 
     Args:
-        was_attached: True if the timer was attached before: a loop may continue without it.
+        was_attached: True if the timer was attached before. Its loop may continue, untimed.
     """
 
     is_attached = False

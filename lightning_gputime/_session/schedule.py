@@ -1,4 +1,4 @@
-"""Schedule of the timed steps, computed from their index alone, so that all ranks agree."""
+"""Schedule of the timed steps. It depends only on their index, so that all ranks agree."""
 
 import statistics
 from bisect import bisect
@@ -11,19 +11,19 @@ from lightning_gputime._phases import FIRST_STEPS, StepRecord
 
 # Successive multiples of the golden ratio, modulo 1, are spread as evenly as possible.
 _GOLDEN = 0.6180339887498949
-_BLOCKS_PER_LOG = 8  # 1 of this many blocks covers the step in which logs are written.
+_BLOCKS_PER_LOG = 8  # 1 of this many blocks covers the step that writes logs.
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many steps are timed: a block of steps in each of `blocks` parts of every window.
+    """Number of timed steps: a block of steps in each of `blocks` parts of every window.
 
     Attributes:
         block: Number of timed steps in a row.
         window: Number of steps between two logs.
         blocks: Number of blocks in a window.
         ends_in_log: True if logs are written at the end of windows.
-        recurrence: Index of a long step and the distance to the next one, agreed by all ranks.
+        recurrence: Index of a long step and the distance to the next, as agreed by all ranks.
     """
 
     block: int = 1
@@ -38,11 +38,11 @@ class Plan:
 
     @property
     def every_n_steps(self) -> float:
-        """1 of this many steps is timed."""
+        """`n` if 1 of every `n` steps is timed."""
         return self.window / (self.block * self.blocks)
 
     def part(self, k: int) -> tuple[int, int]:
-        """Return the first step of the k-th part, and the step after its last."""
+        """Return the indices of the first step of the k-th part, and of the step after its last."""
         window, place = divmod(k, self.blocks)
         edges = (place * self.window // self.blocks, (place + 1) * self.window // self.blocks)
         return window * self.window + edges[0], window * self.window + edges[1]
@@ -51,10 +51,10 @@ class Plan:
 class Schedule:
     """Choice of the timed steps by their index, which counts all steps from 0.
 
-    Offsets of blocks fill their part of the window evenly and without a period, so no period of the
-    loop is missed or overrepresented. If long steps recur, up to every second block is moved onto a
-    long step. Some blocks cover the end of a window, where logs are written. All ranks compute the
-    same offsets.
+    The offsets of blocks inside their parts are spread evenly and have no period, so that periodic
+    work of the loop is timed neither too often nor too rarely. If long steps recur, up to every
+    second block is moved onto a long step. Some blocks cover the end of a window, where logs are
+    written. All ranks compute the same offsets.
 
     Args:
         plan: Number of timed steps.
@@ -75,10 +75,10 @@ class Schedule:
         self._probe_every_n_steps, self.warmup_steps = probe_every_n_steps, warmup_steps
         self._next_long = next_long
         self._first_part = self._next_part = 0
-        self._is_chase_due = False  # True after a block at its usual place.
-        self._start = self._stop = 0  # The block that was planned last.
+        self._may_move = False  # True after a block at its usual place: the next may be moved.
+        self._start = self._stop = 0  # The newest block.
         self.expects_long = False
-        """True if this block covers an expected long step."""
+        """True if the newest block covers an expected long step."""
 
     @property
     def times_all(self) -> bool:
@@ -110,17 +110,17 @@ class Schedule:
         plan, k = self.plan, self._next_part
         self._next_part += 1
         first, last = plan.part(k)
-        # Use squares: plain multiples of the golden ratio hit some periods twice as often.
+        # Multiples of the golden ratio would hit some periods twice as often as squares do.
         start = first + int((k + 1) ** 2 * _GOLDEN % 1 * (last - first))
         expected = None
-        if self._is_chase_due:
+        if self._may_move:
             expected = _expected(plan.recurrence or self._next_long(), first)
-        self._is_chase_due = expected is None or expected >= last
+        self._may_move = expected is None or expected >= last
         self.expects_long = expected is not None and expected < last
         if expected is not None and expected < last:
             start = expected - plan.block // 2
         elif plan.ends_in_log and (k - self._first_part) % _BLOCKS_PER_LOG == 0:
-            # Loggers run at the end of the last step of a window, or at the start of the next.
+            # Loggers run at the end of the last step of a window, or at the start of the next step.
             start = last + 1 - plan.block
         self._start = max(start, self._stop)
         self._stop = self._start + plan.block
@@ -130,7 +130,7 @@ class Schedule:
         n = self._probe_every_n_steps
         if not n or index < self.warmup_steps:
             return False
-        # Spread evenly, but skip the last of n: the step after a probe is not probed.
+        # Spread evenly, but never take the last of n steps: the next step may be a probe, too.
         return index % n == int((index // n + 1) * _GOLDEN % 1 * (n - 1))
 
 
@@ -142,13 +142,13 @@ def _expected(recurrence: tuple[int, int] | None, first: int) -> int | None:
     return last + max(-(-(first - last) // distance), 1) * distance
 
 
-# Target cost of timing, as a fraction of the step: below 1 %, because it is not measured exactly.
-# Cold caches around a block cost nearly as much again (`benchmarks/cold_cost.py`, H200).
+# Target cost of timing, as a fraction of the step: below 1 %, because it is only estimated. Around
+# a block, cold caches cost nearly as much again (`benchmarks/cold_cost.py`, H200).
 _MAX_COST_SHARE, _MAX_COST_SHARE_IN_BLOCKS = 0.008, 0.005
 _BLOCK_STEPS, _MAX_PERIOD_STEPS = 5, 500
-# Bounds of the host time of a mark in a busy loop. Larger differences are noise.
+# Bounds of the host time of a mark in a busy loop. Values outside are noise.
 _MIN_PER_MARK_NS, _MAX_PER_MARK_NS = 3_000, 40_000
-_COMPARED = 100  # Number of newest timed steps, and of untimed stretches, to compare.
+_COMPARED = 100  # Number of newest timed steps, and of untimed stretches, that are compared.
 _TRIAL_EVERY_N_STEPS = 2  # For two windows, to measure the cost of timing.
 _MAX_STEPS_BETWEEN_DECISIONS = 4096
 
@@ -156,10 +156,10 @@ _MAX_STEPS_BETWEEN_DECISIONS = 4096
 class AutoSchedule:
     """Choice of `n` for timing 1 of `n` steps, so that timing takes less than 1 % of the time.
 
-    If the GPU sets the pace, timing is hidden while the host waits. Otherwise its cost is measured
-    in the loop itself: the host time of a timed step, compared with the untimed steps just before
-    and after it. An empty loop would not do: in a real loop the code of a hook has left the CPU
-    cache by the next step.
+    If the GPU sets the pace, timing costs nothing, because the host waits anyway. Otherwise the
+    cost is measured in the loop itself, as the host time of timed steps minus that of the untimed
+    steps just before and after. An empty loop would show less, because its hooks stay in the CPU
+    caches.
 
     Args:
         window: Number of steps between two logs, each with a block of timed steps. None if the
@@ -171,12 +171,12 @@ class AutoSchedule:
         self.due = FIRST_STEPS
         """Index of the step before which `decide` must be called."""
         self.share: float | None = None
-        """Cost of timing in a timed step, as a fraction of an untimed step; None if unknown."""
-        # Start and duration of timed steps; start and mean duration of steps of untimed stretches.
+        """Cost of timing a step, as a fraction of an untimed step; None if unknown."""
+        # Start and duration of timed steps; start and mean step duration of untimed stretches.
         self._timed_ns: deque[tuple[int, int]] = deque(maxlen=_COMPARED)
         self._untimed_ns: deque[tuple[int, float]] = deque(maxlen=_COMPARED)
         self._switches_ns: deque[int] = deque(maxlen=_COMPARED)
-        # Sums over the steps that were read: steps, marks, host waits, and time for reading.
+        # Sums over timed steps: number, marks, host waits, and time for reading them.
         self._read = self._marks = 0
         self._wait_ms = 0.0
         self._reading_ns = 0
@@ -198,7 +198,7 @@ class AutoSchedule:
 
     def decide(self, index: int) -> int:
         """Return `n`: from the step of this index on, 1 of `n` steps is to be timed."""
-        # Ranks apply a decision at the next: decide often in the beginning.
+        # Decide often at first, because several ranks apply a decision only at the next decision.
         steps = min(max(index // 2, 2 * self._longest_period), _MAX_STEPS_BETWEEN_DECISIONS)
         self.due = index + steps
         if not self._read:
