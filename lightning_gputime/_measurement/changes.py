@@ -176,7 +176,7 @@ class StepSeries:
         self._open = None
         self._windows.append(window)
         if len(self._windows) > _MAX_WINDOWS:
-            # Create a new list: another thread may be reading this one.
+            # Create a new list, because another thread may be reading the old list.
             pairs = zip(self._windows[::2], self._windows[1::2], strict=False)
             last = self._windows[-1]
             self._windows = [first.merge(second) for first, second in pairs]

@@ -43,7 +43,7 @@ class Measurement:
         is_warmup: True if only warm-up steps were timed. Then the statistics include them.
         hint: Advice if no step was timed.
         slow: Cost of slow steps; None if no step was slow.
-        slowdown: Lasting change of the step time; None if there is none.
+        slowdown: Lasting change of the step time; None if it did not change.
         wall_clock: Host time of the training by entry; None if unknown.
         memory: Peak memory of the device; None on a CPU.
         stage: "validation", "test" or "prediction"; empty for training.
@@ -51,7 +51,7 @@ class Measurement:
         sections: Sections that observers add to the summary.
         not_measured: Sentences on quantities that could not be measured.
         blurred: Phases whose times are therefore not separated.
-        culprits: Code that takes the time of phases and entries, as far as it is known.
+        culprits: Code that takes the time of phases and entries, if known.
     """
 
     rows: Mapping[str, PhaseStats] = field(default_factory=dict)

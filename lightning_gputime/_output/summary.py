@@ -55,7 +55,7 @@ class PhaseSummary(Tabular):
 
     Attributes:
         measurement: All facts, see `Measurement`. Most of them are also attributes of the summary.
-        setup: Setup of the training, as far as it is known.
+        setup: Known setup of the training.
     """
 
     measurement: Measurement
@@ -178,7 +178,7 @@ class PhaseSummary(Tabular):
 
     @property
     def slowdown(self) -> Slowdown | None:
-        """Lasting change of the step time; None if there is none."""
+        """Lasting change of the step time; None if it did not change."""
         return self.measurement.slowdown
 
     @property
@@ -232,7 +232,7 @@ class PhaseSummary(Tabular):
         return self.measurement.hint
 
     def to_dict(self) -> dict[str, Any]:
-        """Return nested dicts of numbers, ready for JSON; None where there is no number."""
+        """Return nested dicts of numbers for JSON, with None for NaN."""
         diagnosis = self.diagnosis
         facts = {field.name: getattr(self.measurement, field.name) for field in fields(Measurement)}
         derived = {"verdict": diagnosis.headline, "advice": self.advice}

@@ -48,7 +48,7 @@ class Probe:
         # Use the median: a single slow step must not make the next spin long.
         usual_ms = statistics.median(self._launch_ms)
         if _MIN_MARGIN * usual_ms > _MAX_SPIN_MS:
-            self._miss(f"the host takes {usual_ms:.0f} ms to launch one")
+            self._miss(f"the host takes {usual_ms:.0f} ms to launch a step")
             return False
         self._spin_ms = min(self._margin * usual_ms, _MAX_SPIN_MS)
         return True
@@ -95,7 +95,7 @@ class Probe:
         elif not was_short and self._may_wait(step):
             self._margin = min(2 * self._margin, _MAX_MARGIN)
             self._miss(
-                "the host waits for the GPU inside them, in"
+                "the host waits for the GPU inside probed steps, in"
                 f" `{_held_up(step, self._results.sums)}` (`.item()`, `.cpu()`, a copy from memory"
                 " that is not pinned, a full launch queue?)"
             )
