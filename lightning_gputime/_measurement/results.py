@@ -236,14 +236,10 @@ class Results:
     # Readings
 
     def history_and_warmup(self) -> tuple[npt.NDArray[Any], int]:
-        steps, warmup = self._read_steps()
-        return history(steps), warmup
-
-    def _read_steps(self) -> tuple[list[StepRecord], int]:
-        """Return the steps in the history, and how many of them are warm-up."""
+        """Return the steps in the history, and the number of them that are warm-up."""
         with self._lock:
             log = copy(self._steps)
-        return log.unpacked(), log.warmup_in_history  # Outside of the lock: it takes time.
+        return history(log.unpacked()), log.warmup_in_history  # Outside of the lock: it takes time.
 
     def measurement(self, stage: str = "") -> Measurement:
         """Return the facts of all steps without the warm-up, or of the warm-up if it is all."""

@@ -23,15 +23,7 @@ from lightning_gputime._record.recorder import Recorder
 
 
 class _Evaluation:
-    """An evaluation loop that runs. It refers to the model.
-
-    Args:
-        clock: Clock of the device.
-        loop: The loop.
-        lag: Number of ended batches that may be pending.
-        items: Counts the items of batches.
-        emit: Called with the batches that were read.
-    """
+    """An evaluation loop that runs. It refers to the model."""
 
     def __init__(
         self,
@@ -119,9 +111,9 @@ class Evaluations:
             clock: Clock of the device.
             loop: The loop.
             number: Step number to log the means under.
-            publish: Function that also gets the means.
-            loggers: Loggers of the means.
-            row: Further values of the same row.
+            publish: See `LogWriter`.
+            loggers: Receive the means.
+            row: See `LogWriter`.
             setup: Setup of the training.
         """
         self.abort()

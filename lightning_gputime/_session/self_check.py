@@ -144,13 +144,6 @@ class SelfCheck:
 
     It reads the labels and numbers of the first steps, and sums over the first 20 steps. Both exist
     anyway, so no step takes longer.
-
-    Args:
-        results: Sums of the steps; receives mismatches.
-        boundaries: Hooks on the model and the optimizers.
-        recorder: Recorder of the steps.
-        loop: The loop, with the actions to expect.
-        options: Options of the timer.
     """
 
     def __init__(
