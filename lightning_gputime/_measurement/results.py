@@ -175,7 +175,7 @@ class Results:
 
     @property
     def slowdown(self) -> Slowdown | None:
-        """The slowdown that was found last during training; None if none was looked for."""
+        """Result of the newest search during training; None without a search."""
         return self.slowdowns.found
 
     def steps_read(self, steps: ReadSteps) -> None:
@@ -220,7 +220,7 @@ class Results:
             return estimate
 
     def log_values(self, window: LogWindow) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the values to log, by name, and those that observers add."""
+        """Return the values to log by name, and the values that observers add."""
         sources, n = self._sources, int(window.timed.step.n) or 1
         means_ms = {**window.means_ms, **self.probes.means_ms(window.means_ms)}
         if self.slow.is_followed:

@@ -213,8 +213,8 @@ def differences(
 ) -> list[Difference]:
     """Return the difference of each column between two sides.
 
-    The interval is the wider of two: by the noise within the runs, and, if a side has several, by
-    the spread between them. Time that was not sampled widens those of the phases.
+    The interval covers the noise within the runs and, if a side has several runs, the spread
+    between them. Time that was not sampled widens the intervals of the phases.
 
     Args:
         before: Each run of one side.

@@ -1,5 +1,5 @@
 """Sessions: attaching a timer, the steps of its loop, evaluations, and removing the timer.
 
-Where steps start and end, which steps are timed or probed, and which logs are due belongs here.
-Hooks belong in `_instrumentation`, marks in `_record`, statistics in `_measurement`.
+The start and end of steps, the choice of timed steps, and the schedule of logs belong here. Hooks
+belong in `_instrumentation`, marks in `_record`, statistics in `_measurement`.
 """

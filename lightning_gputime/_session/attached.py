@@ -62,7 +62,7 @@ def _abandon_all() -> None:
     # Iterate over a copy, because each session discards itself. Keep the events, because destroying
     # an event calls CUDA, which aborts a forked process.
     _kept.extend(session.abandon() for session in [*_attached])
-    _kept.append(named.abandon_all())  # Also those of evaluations.
+    _kept.append(named.abandon_all())  # Also events of evaluations.
     _lost.clear()
 
 

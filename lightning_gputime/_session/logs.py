@@ -51,7 +51,7 @@ class LogSchedule:
         finished, _ = self._ended[0]
         if len(self._ended) == self._ended.maxlen and finished >= self.due_at:
             self.due_at = self._means.next_due(finished)
-            self._means.note_finished(finished)
+            self._means.step_finished(finished)
             self._comparison.log_is_due(finished)
 
     def steps_read(self, steps: ReadSteps) -> None:

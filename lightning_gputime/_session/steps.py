@@ -111,7 +111,7 @@ class Steps:
         items = parts.work.take_items()
         if number >= parts.logs.due_at:
             parts.logs.end_step(number, self.index)
-        reads = parts.means.is_owed
+        reads = parts.means.is_due
         if self.times_all:
             skipped_update = parts.boundaries.step_ended()
             self._ended_ns = now_ns - parts.wall_clock.outside_ns
@@ -137,7 +137,7 @@ class Steps:
         return max(self._ended_ns, self._parts.untimed.since_ns)
 
     def first_step_ended(self) -> None:
-        """Start the next step now: only at the end of the first step is its start known."""
+        """Start the next step again, after the wall clock has added set-up time to the first."""
         parts = self._parts
         self._ended_ns = parts.wall_clock.steps_ns(parts.host_ns())
         parts.untimed.restart(self._ended_ns)
@@ -257,7 +257,7 @@ class Steps:
             self.plan.end_stretch(self.index)
         if number >= parts.logs.due_at:
             parts.logs.end_step(number, self.index - 1)
-        reads = parts.means.is_owed
+        reads = parts.means.is_due
         parts.recorder.pending.end_untimed(reads, steps=steps)
         if reads:
             parts.logs.log_finished()
