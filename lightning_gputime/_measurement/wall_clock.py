@@ -41,7 +41,7 @@ class WallClockBreakdown:
             - `checkpoints`: inside and outside of steps
             - `epoch ends`: hooks at the start and the end of epochs
             - `paused`: code inside `timer.paused()`
-            - `between loops`: code between loops over `steps()`, and after them if there are several
+            - `between loops`: code between loops over `steps()`, and after the last of them
             - `tear-down`: after the last epoch or loop
         saves_in_steps_s: Part of `checkpoints` inside `steps` (in seconds).
         after_batches_s: Part of `validation` or `evaluation` after its last batch, such as metrics
