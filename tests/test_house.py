@@ -464,3 +464,41 @@ def test_nobody_writes_attributes_of_others() -> None:
         if node.attr not in WRITES_THAT_REMAIN.get(module, "").split()
     ]
     assert not wrong
+
+
+# Sizes of classes
+
+MAX_METHODS, MAX_ATTRIBUTES = 20, 15
+ROOMS_OF_SMALL_CLASSES = ["_causes", "_measurement", "_output", "_record", "_runs", "_session"]
+LARGE_CLASSES = {"PhaseSummary"}  # Most of its methods are facts of a `Measurement`.
+
+
+def sizes(node: ast.ClassDef) -> tuple[int, int]:
+    """Return the number of methods, including properties, and of attributes."""
+    methods = [inner for inner in node.body if isinstance(inner, ast.FunctionDef)]
+    attributes = {
+        inner.attr
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Attribute)
+        and isinstance(inner.ctx, ast.Store)
+        and ast.unparse(inner.value) == "self"
+    }
+    return len(methods), len(attributes)
+
+
+@pytest.mark.parametrize("room", ROOMS_OF_SMALL_CLASSES)
+def test_classes_are_small(room: str) -> None:
+    found = {
+        f"{module}.{node.name}": sizes(node)
+        for module, text in MODULES.items()
+        if room_of(module) == room
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef) and node.name not in LARGE_CLASSES
+    }
+    large = {
+        name: (methods, attributes)
+        for name, (methods, attributes) in found.items()
+        if methods > MAX_METHODS or attributes > MAX_ATTRIBUTES
+    }
+    assert found
+    assert large == {}
