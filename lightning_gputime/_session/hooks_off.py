@@ -26,13 +26,13 @@ class HooksOff:
     Args:
         plan: Chooses the steps that are timed.
         boundaries: The hooks.
-        lead_in: Number of steps with hooks before a timing window.
+        margin: Number of steps with hooks before a timing window.
         lag: Number of steps after which a pending step is read.
     """
 
-    def __init__(self, plan: TimingPlan, boundaries: Boundaries, lead_in: int, lag: int) -> None:
+    def __init__(self, plan: TimingPlan, boundaries: Boundaries, margin: int, lag: int) -> None:
         self._plan, self._boundaries = plan, boundaries
-        self._lead_in, self._lag = lead_in, lag
+        self._margin, self._lag = margin, lag
         self._is_allowed = plan.probe is None
         self.returns_at = 0
         """Index of the step before which the hooks return."""
@@ -44,13 +44,13 @@ class HooksOff:
         """Return True if the hooks are to be removed before the step of this index."""
         if not self._is_allowed or index < _MIN_INDEX:
             return False
-        is_far = self._plan.next_timed(index) - self._lead_in > index
+        is_far = self._plan.next_timed(index) - self._margin > index
         return is_far and is_alone() and not has_compiled()
 
     def remove(self, index: int, *, counts_updates: bool, is_pending: bool) -> None:
         """Remove the hooks before the step of this index. If steps are pending, check earlier."""
         self._plan.time_switch(lambda: self._boundaries.suspend(keep_updates=counts_updates), index)
-        self.returns_at = self._plan.next_timed(index) - self._lead_in
+        self.returns_at = self._plan.next_timed(index) - self._margin
         self._checked_at = index
         steps = min(self._lag, _CHECK_STEPS) if is_pending else _CHECK_STEPS
         self.check_at = min(index + steps, self.returns_at)

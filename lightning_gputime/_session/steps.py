@@ -181,7 +181,7 @@ class Steps:
             parts.recorder.pending.end_untimed(reads)
         self.index += 1
         if plan.auto is not None:
-            plan.end_stretch(self.index, is_untimed=state is UNTIMED)
+            plan.end_span(self.index, is_untimed=state is UNTIMED)
 
     def _count_step(self, *, is_usual: bool = True) -> None:
         """Record the duration of the step that ends now."""
@@ -254,14 +254,14 @@ class Steps:
             return False
         steps = parts.hooks_off.check(self.index)
         if self.plan.auto is not None:
-            self.plan.end_stretch(self.index)
+            self.plan.end_span(self.index)
         if number >= parts.logs.due_at:
             parts.logs.end_step(number, self.index - 1)
         reads = parts.means.is_due
         parts.recorder.pending.end_untimed(reads, steps=steps)
         if reads:
             parts.logs.log_finished()
-            self.plan.start_stretch(self.index)
+            self.plan.start_span(self.index)
         if self.state is ENDED:  # An observer has removed the timer.
             return False
         if self.index >= parts.hooks_off.returns_at:

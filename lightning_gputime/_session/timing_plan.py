@@ -37,7 +37,7 @@ class TimingPlan:
         self._next_long = results.untimed.next_long
         is_auto = options.every_n_steps == AUTO
         self._schedule = Schedule(
-            Plan(window=1 if is_auto else int(options.every_n_steps)),
+            Plan(interval=1 if is_auto else int(options.every_n_steps)),
             probe_every_n_steps=options.probe_every_n_steps,
             warmup_steps=options.warmup_steps,
             # Ranks must time the same steps, but would predict different long steps.
@@ -53,7 +53,7 @@ class TimingPlan:
         self.probe = Probe(clock, results) if options.probe_every_n_steps else None
         self.times_all = self.auto is None and self._schedule.times_all
         """True if every step is timed, and none is probed."""
-        self._stretch = (0, 0)  # Start and first index of the current stretch of untimed steps.
+        self._span = (0, 0)  # Start and first index of the current span of untimed steps.
 
     # The next step
 
@@ -83,8 +83,8 @@ class TimingPlan:
 
     @property
     def expected_long_steps(self) -> int:
-        """Number of steps of the next block if it covers an expected long step; else 0."""
-        return self._schedule.plan.block if self._schedule.expects_long else 0
+        """Number of steps of the next timing window if it covers an expected long step; else 0."""
+        return self._schedule.plan.window if self._schedule.expects_long else 0
 
     # every_n_steps="auto"
 
@@ -109,24 +109,24 @@ class TimingPlan:
             self._schedule.follow(plan, index)
         self._results.update_sampling(every_n_steps=n, timing_share=auto.share)
 
-    def start_stretch(self, index: int) -> None:
+    def start_span(self, index: int) -> None:
         """Start to measure the host time of untimed steps, from the step of this index on."""
-        self._stretch = self._host_ns(), index
+        self._span = self._host_ns(), index
 
-    def end_stretch(self, index: int, *, is_untimed: bool = True) -> None:
-        """Record the host time of the stretch that ends here, and start the next."""
-        (start_ns, first), now_ns = self._stretch, self._host_ns()
-        self._stretch = now_ns, index
+    def end_span(self, index: int, *, is_untimed: bool = True) -> None:
+        """Record the host time of the span that ends here, and start the next."""
+        (start_ns, first), now_ns = self._span, self._host_ns()
+        self._span = now_ns, index
         if self.auto is not None and is_untimed:
             self.auto.add_untimed(start_ns, now_ns, index - first)
 
     def time_switch(self, switch: Callable[[], None], index: int) -> None:
-        """Attach or suspend hooks, record the time that it takes, and start a stretch."""
+        """Attach or suspend hooks, record the time that it takes, and start a span."""
         start_ns = self._host_ns()
         switch()
-        self.start_stretch(index)
+        self.start_span(index)
         if self.auto is not None:
-            self.auto.add_switch(self._stretch[0] - start_ns)
+            self.auto.add_switch(self._span[0] - start_ns)
 
     # Steps that were read
 
