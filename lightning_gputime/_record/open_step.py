@@ -27,7 +27,7 @@ def is_fetch(labels: Sequence[str]) -> bool:
 
 
 @dataclass(slots=True)
-class OpenStep:
+class StepMarks:
     """Marks of a step until it ends.
 
     Attributes:

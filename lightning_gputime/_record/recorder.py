@@ -17,7 +17,7 @@ from lightning_gputime._phases import (
 from lightning_gputime._record.captures import Captures
 from lightning_gputime._record.clock import Clock, Mark
 from lightning_gputime._record.named_phases import NamedPhases
-from lightning_gputime._record.open_step import OpenStep, is_fetch
+from lightning_gputime._record.open_step import StepMarks, is_fetch
 from lightning_gputime._record.pending_steps import LEFT_OUT, EndedStep, PendingSteps
 from lightning_gputime._record.state import IDLE, LOST, OPEN, PAUSED, TRANSITIONS, State
 from lightning_gputime._record.timed_thread import TimedThread
@@ -71,7 +71,7 @@ class Recorder:
         self.state = IDLE
         self.label: str | None = None
         """Label that the time is attributed to; None while no step is timed."""
-        self.open = OpenStep()
+        self.open = StepMarks()
         self.named = NamedPhases()
         self.threads = TimedThread()
         self.pending = PendingSteps(clock, lag=lag, batch=batch, emit=emit, fail=self._lose)
@@ -258,7 +258,7 @@ class Recorder:
         # One event ends this step and starts the next, so that no time is lost between them.
         step = self.open
         marks = step.marks
-        self.open = OpenStep(marks[-1:])
+        self.open = StepMarks(marks[-1:])
         if self.captures.has_captured:
             skipped_update = False  # Replays call no hook of the optimizer.
             step.name_replay()
@@ -309,7 +309,7 @@ class Recorder:
         self._record(EXCLUDED, annotate=False)
         spin()
         self._record(label)
-        self.open = OpenStep(self.open.marks, post_spin_index=len(self.open.marks) - 1)
+        self.open = StepMarks(self.open.marks, post_spin_index=len(self.open.marks) - 1)
 
     def abandon(self) -> list[Any]:
         """End all recording in a forked process. Return the objects that refer to events."""
@@ -357,6 +357,6 @@ class Recorder:
 
     def _clear(self) -> list[Mark]:
         """Remove the open step. Return its marks."""
-        marks, self.open, self.label = self.open.marks, OpenStep(), None
+        marks, self.open, self.label = self.open.marks, StepMarks(), None
         self.watcher.stop_locating()
         return marks

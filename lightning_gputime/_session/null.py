@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_gputime._instrumentation.patching import Attachment
 from lightning_gputime._phases import DATA
-from lightning_gputime._record.open_step import OpenStep
+from lightning_gputime._record.open_step import StepMarks
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.state import IDLE
 from lightning_gputime._session.state import ENDED, NEW, State
@@ -25,7 +25,7 @@ class NullRecorder:
     state = IDLE
 
     def __init__(self) -> None:
-        self.open, self.threads = OpenStep(), NullThread()
+        self.open, self.threads = StepMarks(), NullThread()
 
     def mark(self, label: str) -> None: ...
     def mark_instead(self, of: str, label: str) -> None: ...
