@@ -47,13 +47,12 @@ class HooksOff:
         is_far = self._plan.next_timed(index) - self._margin > index
         return is_far and is_alone() and not has_compiled()
 
-    def remove(self, index: int, *, counts_updates: bool, is_pending: bool) -> None:
-        """Remove the hooks before the step of this index. If steps are pending, check earlier."""
+    def remove(self, index: int, *, counts_updates: bool) -> None:
+        """Remove the hooks before the step of this index. Check when pending steps can be read."""
         self._plan.time_switch(lambda: self._boundaries.suspend(keep_updates=counts_updates), index)
         self.returns_at = self._plan.next_timed(index) - self._margin
         self._checked_at = index
-        steps = min(self._lag, _CHECK_STEPS) if is_pending else _CHECK_STEPS
-        self.check_at = min(index + steps, self.returns_at)
+        self.check_at = min(index + self._lag, index + _CHECK_STEPS, self.returns_at)
 
     def check(self, index: int) -> int:
         """Return the number of steps since the last check, and set the next."""

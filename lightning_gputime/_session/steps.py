@@ -234,11 +234,8 @@ class Steps:
 
     def _remove_hooks(self) -> None:
         self.enter(OFF)
-        self._parts.hooks_off.remove(
-            self.index,
-            counts_updates=self._parts.open_step.needs_updates,
-            is_pending=self._parts.recorder.pending.count > 0,
-        )
+        counts_updates = self._parts.open_step.needs_updates
+        self._parts.hooks_off.remove(self.index, counts_updates=counts_updates)
 
     def _end_step_without_hooks(self, number: int) -> bool:
         """End a step without hooks. Return True if the hooks are attached again."""
