@@ -17,7 +17,7 @@ class CulpritSearch:
 
     Args:
         results: Statistics of the steps so far.
-        recorder: Locates the marks of the next steps in the code.
+        recorder: Locates marks in the code.
         blocking: Records calls that wait for the GPU.
         blocks: Return True if the CPU blocks on the GPU inside steps.
         analyzer: Receives the time that the start of a search takes, which may make a step slow.

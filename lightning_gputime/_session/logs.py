@@ -17,7 +17,7 @@ class LogSchedule:
     Args:
         means: Writes the logs.
         results: Estimates the untimed steps of a log.
-        comparison: Compares the ranks where a log is due.
+        comparison: Compares the ranks when a log is due.
         analyzer: Receives the time that logging takes, which may make a step slow.
         lag: Number of ended steps that may be unread.
         is_sampled: True if not every step is timed.

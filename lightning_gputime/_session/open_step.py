@@ -30,19 +30,11 @@ class OpenStep:
     Only the timed thread may use it, and only while the timer is attached.
 
     Args:
-        recorder: Records the marks.
-        boundaries: Hooks on the model and the optimizers.
-        work: Counts the items of batches.
         needs_updates: True if steps end with an update, whatever the number of batches.
     """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        boundaries: Boundaries,
-        work: WorkCounter,
-        *,
-        needs_updates: bool,
+        self, recorder: Recorder, boundaries: Boundaries, work: WorkCounter, *, needs_updates: bool
     ) -> None:
         self._recorder, self._boundaries, self._work = recorder, boundaries, work
         self.needs_updates = needs_updates

@@ -45,7 +45,7 @@ class Session:
     Args:
         options: Options of the timer.
         clock: Clock of the device.
-        loop: The loop to time.
+        loop: The loop.
         results: Receives the steps.
         means: Logs the steps.
         outside: Functions around the training. Lines in them are not blamed for a phase.
