@@ -46,7 +46,8 @@ class SlowStepAnalyzer:
         # To call around loggers and functions of the user's, the second with what was called.
         self.start_own_call = partial(self._spans.start, "callback")
         self.end_own_call = partial(self._spans.end, "callback")
-        self._loader = Loader()
+        self._culprits = culprits
+        self._loader = Loader(culprits.newest_batches)
         self.set_loader = self._loader.set_loader
         self._allocator = Allocator(allocator_of(getattr(clock, "device", None)))
         # Its times are of the system's clock.
@@ -111,6 +112,7 @@ class SlowStepAnalyzer:
         steps, each_ms = read.measured, read.sums.each_ms[read.warmup :]
         found: list[SlowEvidence] = []
         try:
+            self._culprits.look_at_workers()
             for first in range(0, len(steps), _TOGETHER):
                 some = slice(first, first + _TOGETHER)
                 found += self._judge_next(steps[some], each_ms[some])

@@ -6,6 +6,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gputime._culprits.places import source_of
+from lightning_gputime._culprits.workers import LoaderWorkers
 from lightning_gputime._instrumentation.loaders import dataset_of, loaders_in
 from lightning_gputime._instrumentation.patching import Subscription, do_nothing
 from lightning_gputime._measurement.culprits import (
@@ -34,7 +35,7 @@ class StagedLoaders:
         self,
         find: Callable[[], object],
         now_ns: Callable[[], int],
-        add: Callable[[LoaderStages], LoaderStages],
+        add: Callable[[Any], Any],
     ) -> None:
         self._find, self._now_ns, self._add = find, now_ns, add
         self._replaced: list[tuple[Any, dict[str, Any]]] = []
@@ -53,10 +54,17 @@ class StagedLoaders:
         found = loaders_in(self._find())
         # A loader of accelerate iterates over the one inside.
         known = [getattr(outer, "base_dataloader", outer) for outer in found]
-        if loader.num_workers or not any(loader is inner for inner in known):
+        if not any(loader is inner for inner in known):
             return False
-        indices = "sampler" if loader.batch_sampler is None else "batch_sampler"
         own = vars(loader)
+        if loader.num_workers:
+            called = [*_stages_of(loader)][1:]  # Without the sampler, which the main process runs.
+            workers = self._add(LoaderWorkers(loader.num_workers, *called))
+            user_init = own.get("worker_init_fn")
+            self._replaced.append((loader, {"worker_init_fn": user_init}))
+            own["worker_init_fn"] = workers.init(user_init)
+            return True
+        indices = "sampler" if loader.batch_sampler is None else "batch_sampler"
         kept = {name: own[name] for name in (indices, "collate_fn") if name in own}
         if len(kept) < 2 or not callable(kept["collate_fn"]):
             return False  # A loader that keeps them elsewhere.

@@ -8,6 +8,7 @@ from typing import Any
 from lightning_gputime._diagnosis.culprit import parts_of_other
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Diagnosis, Entry, TimeBreakdown
+from lightning_gputime._diagnosis.loader import LoaderCase
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.memory import MemorySummary
@@ -329,6 +330,8 @@ class PhaseSummary(Tabular):
             yield "share: fraction of all steps; other columns: only steps in which the phase ran"
         yield parts_of_other(self.measurement)
         yield self.probe_failure
+        loader = LoaderCase.of(self.measurement, self.setup)
+        yield f"loader: {loader.describe()}" if loader is not None else ""
         for feature in (self.memory, self.work):
             yield from feature.sentences if feature is not None else ()
         n, cost = self.timed_every_n_steps, self.timing_share
