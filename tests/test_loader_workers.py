@@ -16,12 +16,12 @@ from lightning_gputime._compat.torch_ import fetcher_classes
 from lightning_gputime._culprits import workers
 from lightning_gputime._culprits.workers import WorkerTimer
 from lightning_gputime._diagnosis.loader import LoaderCase, advise_on_loader
-from lightning_gputime._measurement.loader import (
-    FIELDS,
-    LoaderTimes,
-    WorkerTimes,
-    loader_times,
-)
+from lightning_gputime._measurement.culprits import Culprit
+from lightning_gputime._measurement.loader import FIELDS, LoaderTimes, WorkerTimes, loader_times
+from lightning_gputime._measurement.measurement import Measurement
+from lightning_gputime._measurement.setup import TrainingSetup
+from lightning_gputime._measurement.stats import PhaseStats
+from lightning_gputime._output.loader import loader_table
 
 # On a fake clock: a worker's loop, in this process
 
@@ -154,22 +154,19 @@ TIMES = LoaderTimes(
     slowest_index=7,
     repeats=False,
 )
-DESCRIPTION = (
-    "a batch takes 20 ms in a worker (18 ms in `Photos.__getitem__`, 2 ms in `pad`), so 2 workers"
-    " deliver one every 10 ms; the rest of the step takes 5 ms"
-)
+PACE = "2 workers deliver a batch every 10 ms, and the rest of the step takes 5 ms"
 
 
 @pytest.mark.parametrize(
     ("facts", "cores", "texts"),
     [
-        ({}, 16, [f"set num_workers=5 (now 2; 16 CPU cores), which would keep up: {DESCRIPTION}"]),
-        ({}, None, [f"set num_workers=5 (now 2), which would keep up: {DESCRIPTION}"]),
+        ({}, 16, [f"set num_workers=5 (now 2; 16 CPU cores), which would keep up: {PACE}"]),
+        ({}, None, [f"set num_workers=5 (now 2), which would keep up: {PACE}"]),
         (
             {"cpu_share": 1.0},
             4,
             [
-                f"set num_workers=3 (now 2; 4 CPU cores), which shortens the wait: {DESCRIPTION}",
+                f"set num_workers=3 (now 2; 4 CPU cores), which shortens the wait: {PACE}",
                 "make `Photos.__getitem__` faster: more workers cannot help on 4 CPU cores",
             ],
         ),
@@ -242,6 +239,42 @@ def test_advice_on_a_loader(facts: dict[str, Any], cores: int | None, texts: lis
         replace(TIMES, **facts), exposed_ms=5.0, rest_ms=5.0, batches=200, cores=cores
     )
     assert [advice.text for advice in advise_on_loader(case)] == texts
+
+
+def test_table_shows_the_stages_of_workers() -> None:
+    rows = {"data": PhaseStats(40, 6.0, 6.0, 6.0, 6.0, share=0.5)}
+    times = replace(TIMES, workers=(WORKER, replace(WORKER, dataset_ms=20.0, wait_ms=0.5)))
+    measured = Measurement(rows, PhaseStats(40, 12.0), 200, loaders=(times,))
+    table = loader_table(measured, TrainingSetup(num_workers=2))
+    assert table is not None
+    assert table.title == "DataLoader with 2 workers: stages in a worker"
+    assert table.lines == [
+        ("loader", "per batch", "share", "slowest worker"),
+        ("Photos.__getitem__", "19 ms", "89 %", "20 ms (1)"),
+        ("pad", "2 ms", "9.4 %", "2 ms (0)"),
+        ("waiting for work", "0.3 ms", "1.4 %", "0.5 ms (1)"),
+        ("batch", "21.3 ms", "100 %", ""),
+    ]
+    assert table.sentences == [
+        "A batch takes 21 ms in a worker; 2 workers deliver a batch every 10.5 ms, and the rest of"
+        " the step takes 6 ms: the loop waits 6 ms per batch, and 15 ms are hidden",
+    ]
+
+
+def test_table_without_workers_shows_the_main_process() -> None:
+    stages = {"dataset": ("Photos.__getitem__", 0.9), "collate": ("pad", 0.1)}
+    culprits = tuple(
+        Culprit("data/fetch", name, seconds, 100, kind=kind)
+        for kind, (name, seconds) in stages.items()
+    )
+    table = loader_table(Measurement(culprits=culprits), TrainingSetup(num_workers=0))
+    assert table is not None
+    assert table.lines == [
+        ("loader", "per batch", "share"),
+        ("Photos.__getitem__", "9 ms", "90 %"),
+        ("pad", "1 ms", "10 %"),
+        ("batch", "10 ms", "100 %"),
+    ]
 
 
 def test_workers_that_repeat_each_other_are_reported_first() -> None:

@@ -1,8 +1,8 @@
 """Stages of a DataLoader with workers: each worker times its batches, in shared memory.
 
 A `WorkerInit` replaces `worker_init_fn` while `iter(loader)` runs. In the worker it wraps the
-method that makes a batch, then calls the user's function. It adds two clock reads per batch and
-stage. The main process reads the sums when somebody asks for them.
+method that makes a batch, then calls the user's function. This adds two clock reads per batch and
+stage. The main process reads the sums for a summary.
 """
 
 import contextlib
@@ -48,30 +48,30 @@ from lightning_gputime._measurement.loader import (
 )
 from lightning_gputime._phases import FETCH
 
-# From this mean time per sample on, each sample is timed: that costs 0.4 us.
+# Mean time per sample from which each sample is timed, which costs 0.4 us per sample.
 _MIN_SAMPLE_NS = 100_000
-_LONG = 4  # A batch is long if it takes this many times the mean of its worker.
-_MIN_BATCHES = 5  # Fewer batches have no mean.
-_MAX_LOOKS = 400  # Of the main process, at workers that make a batch: each takes some 20 us.
-_LOOK_EVERY_NS = 1_000_000_000  # At CPU time and scheduler of the worker.
+_LONG_FACTOR = 4  # A batch is long if it takes this many times the mean of its worker.
+_MIN_BATCHES = 5  # Minimum number of batches for a mean.
+_MAX_LOOKS = 400  # Reads of /proc by the main process, about 20 us each.
+_LOOK_EVERY_NS = 1_000_000_000  # Interval of reads of CPU time in a worker.
 _MAX_CHECKED_BYTES = 1 << 16
 _INTEGERS = (int, Tensor)
 
 
 class WorkerInit:
-    """Stand in for `worker_init_fn`: time the batches of this worker, then call that function.
+    """Replacement for `worker_init_fn`: time the batches of this worker, then call that function.
 
     Args:
         times: Shared memory, one row of `FIELDS` numbers per worker.
         init: The user's `worker_init_fn`, or None.
-        iter_ns: When the loader's iterator was made (in nanoseconds of `time.perf_counter`).
+        iter_ns: Creation time of the loader's iterator (`time.perf_counter_ns`).
     """
 
     def __init__(self, times: Tensor, init: Callable[[int], object] | None, iter_ns: int) -> None:
         self._times, self._init, self._iter_ns = times, init, iter_ns
 
     def __call__(self, worker: int) -> None:
-        with contextlib.suppress(Exception):  # Nothing is timed then; the training goes on.
+        with contextlib.suppress(Exception):  # Training continues, without times.
             timer = WorkerTimer(memoryview(self._times.numpy()[worker]), self._iter_ns)
             for kind in fetcher_classes():
                 type.__setattr__(kind, "fetch", timed_fetch(kind, timer))
@@ -104,7 +104,7 @@ class WorkerTimer:
 
     Args:
         row: Its row of the shared memory.
-        iter_ns: When the loader's iterator was made (in nanoseconds).
+        iter_ns: Creation time of the loader's iterator (in nanoseconds).
         now_ns: Clock; all processes of a machine share it.
         cpu_ns: CPU time of this thread (in nanoseconds).
     """
@@ -191,7 +191,7 @@ class WorkerTimer:
         if n <= _MIN_BATCHES:
             self._time_samples()
             _add_checksum(row, n, batch)
-        elif all_ns * n > _LONG * (row[DATASET_NS] + row[COLLATE_NS]):
+        elif all_ns * n > _LONG_FACTOR * (row[DATASET_NS] + row[COLLATE_NS]):
             row[LONG_BATCHES] += 1
             row[LONG_NS] += all_ns
             self._time_samples()
@@ -217,7 +217,7 @@ class WorkerTimer:
 
 
 class _TimedSamples:
-    """Stand in for a dataset inside a fetcher, to find the sample that takes longest."""
+    """Replacement for a dataset inside a fetcher, to find the sample that takes longest."""
 
     def __init__(self, dataset: Any, now_ns: Callable[[], int]) -> None:
         self._dataset, self._now_ns = dataset, now_ns
@@ -284,7 +284,7 @@ class LoaderWorkers:
 
     Args:
         num_workers: Number of workers.
-        stages: What they call: the dataset and `collate_fn`.
+        stages: The dataset and `collate_fn`.
     """
 
     def __init__(self, num_workers: int, *stages: Stage) -> None:
@@ -293,7 +293,7 @@ class LoaderWorkers:
         self._looks = self._locked = 0
 
     def init(self, user_init: Callable[[int], object] | None) -> WorkerInit:
-        """Return a stand-in for `worker_init_fn`, for workers that start now."""
+        """Return a replacement for `worker_init_fn`, for workers that start now."""
         return WorkerInit(self._times, user_init, time.perf_counter_ns())
 
     def look(self) -> None:

@@ -11,12 +11,12 @@ from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._phases import DATA, FETCH
 
-_MIN_SHARE = 0.2  # Of the workers' time: smaller causes are not reported.
-_MIN_STARTS_SHARE = 0.5  # Of the exposed wait: from here on starting the workers causes it.
-_MAX_RUN_DELAY = 0.5  # Of their time; above that workers are slow because cores are busy.
-_MAX_IDLE = 0.5  # From this fraction of their time on, idle workers are not the bottleneck.
+_MIN_SHARE = 0.2  # Fraction of the workers' time below which a cause is not reported.
+_MIN_STARTS_SHARE = 0.5  # Fraction of the exposed wait from which worker starts cause it.
+_MAX_RUN_DELAY = 0.5  # Fraction of their time above which workers lack CPU cores.
+_MAX_IDLE = 0.5  # Fraction of their time from which idle workers are not the bottleneck.
 _SLOW_WORKER = 1.5  # Time of a slow worker, as a multiple of the median of the others.
-_MIN_REST = 0.01  # Of the time of a batch: a loop that does nothing else needs 110 workers.
+_MIN_REST = 0.01  # Minimum time of the loop, as a fraction of a batch: at most 110 workers.
 _MARGIN = 1.1  # Workers are suggested for steps that are shorter by this factor.
 
 
@@ -64,7 +64,7 @@ class LoaderCase:
 
     @classmethod
     def of(cls, m: Measurement, setup: TrainingSetup) -> "LoaderCase | None":
-        """Return the case of the loader with the most batches; None if no workers were timed."""
+        """Return the loader with the most batches; None if no workers were timed."""
         fetches = m.rows.get(FETCH, m.rows.get(DATA))
         if not m.loaders or fetches is None:
             return None
@@ -82,27 +82,37 @@ class LoaderCase:
             setup.loader_prefix,
         )
 
-    def describe(self) -> str:
-        """Return what a batch costs, and how much of that the loop waits for."""
-        n, busy_ms = len(self.times.workers), self.busy_ms
-        stages = [
-            f"{duration(self.times.mean('dataset_ms'))} in `{self.times.dataset}`",
-            f"{duration(self.times.mean('collate_ms'))} in `{self.times.collate}`",
-        ]
+    @property
+    def pace(self) -> str:
+        """Interval of batches from the workers, and of the loop without waiting."""
+        n = len(self.times.workers)
         workers = f"{n} workers deliver" if n > 1 else "1 worker delivers"
         return (
-            f"a batch takes {duration(busy_ms)} in a worker ({', '.join(stages)}), so {workers} one"
-            f" every {duration(busy_ms / n)}; the rest of the step takes {duration(self.rest_ms)}"
+            f"{workers} a batch every {duration(self.busy_ms / n)}, and the rest of the step takes"
+            f" {duration(self.rest_ms)}"
+        )
+
+    def describe(self) -> str:
+        """Return what a batch costs, and how much of that the loop waits for."""
+        hidden_ms = max(self.busy_ms - self.exposed_ms, 0.0)
+        return (
+            f"A batch takes {duration(self.busy_ms)} in a worker; {self.pace}: the loop waits"
+            f" {duration(self.exposed_ms)} per batch, and {duration(hidden_ms)} are hidden"
         )
 
 
 def workers_for(batch_ms: float, rest_ms: float) -> int:
-    """Return how many workers deliver a batch every `rest_ms` if each takes `batch_ms` for one."""
+    """Return the number of workers that deliver a batch every `rest_ms`.
+
+    Args:
+        batch_ms: Time of a worker per batch (in milliseconds).
+        rest_ms: Time of the loop per batch without waiting (in milliseconds).
+    """
     return max(math.ceil(_MARGIN * batch_ms / max(rest_ms, _MIN_REST * batch_ms)), 1)
 
 
 def advise_on_loader(case: LoaderCase) -> Iterator[Advice]:
-    """Yield what makes the loop wait less for its workers, the most effective first."""
+    """Yield advice that shortens the wait for workers, the most effective first."""
     if case.times.repeats:
         yield _split_dataset(case)
     rules = (_start_less, _fix_slow_samples, _fix_worker, _free_cores, _hand_over_faster, _unlock)
@@ -203,15 +213,13 @@ def _add_workers(case: LoaderCase) -> Iterator[Advice]:
     option, cores = f"{case.prefix}num_workers", f"{case.cores} CPU cores"
     if needed > now and (most is None or needed <= most):
         of = "" if case.cores is None else f"; {cores}"
-        text = f"set {option}={needed} (now {now}{of}), which would keep up: {case.describe()}"
+        text = f"set {option}={needed} (now {now}{of}), which would keep up: {case.pace}"
         yield Advice("num_workers", text, {"now": now, "suggested": needed})
         return
     if most is not None and now < most < needed:
-        text = (
-            f"set {option}={most} (now {now}; {cores}), which shortens the wait: {case.describe()}"
-        )
+        text = f"set {option}={most} (now {now}; {cores}), which shortens the wait: {case.pace}"
         yield Advice("num_workers", text, {"now": now, "suggested": most})
     name = max(("dataset", "collate"), key=lambda stage: case.times.mean(f"{stage}_ms"))
-    who = case.times.dataset if name == "dataset" else case.times.collate
+    function = case.times.dataset if name == "dataset" else case.times.collate
     reason = f": more workers cannot help on {cores}" if needed > now else ""
-    yield Advice("cheaper_transforms", f"make `{who}` faster{reason}", {"stage": name})
+    yield Advice("cheaper_transforms", f"make `{function}` faster{reason}", {"stage": name})

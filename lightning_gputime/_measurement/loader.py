@@ -1,4 +1,4 @@
-"""Times of a DataLoader's workers: their shared memory, and what it says as a frozen value."""
+"""Times of a DataLoader's workers: layout of the shared memory, and its values."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from lightning_gputime._measurement.units import duration
 # Columns of a worker's row in shared memory: numbers of batches, and sums (in nanoseconds).
 (
     PID,
-    BUSY_SINCE,  # When the batch that is made now was begun; 0 between batches.
+    BUSY_SINCE,  # Start of the current batch; 0 between batches.
     BATCHES,
     WAIT_NS,  # Between two batches.
     DATASET_NS,
@@ -21,7 +21,7 @@ from lightning_gputime._measurement.units import duration
     STARTUP_NS,  # From the start of the loop to its first batch.
     LONG_BATCHES,
     LONG_NS,
-    MAX_NS,  # Of the slowest batch.
+    MAX_NS,  # Time of the slowest batch.
     SLOWEST_INDEX,  # Index of its longest sample, or -1.
 ) = range(15)
 CHECKSUMS = range(15, 18)
@@ -31,7 +31,7 @@ NEWEST = 18
 RING, RING_FIELDS = 32, 4
 """Newest batches of a worker: start, end and time in `collate_fn` (in ns), longest sample."""
 FIELDS = NEWEST + 1 + RING * RING_FIELDS
-_MIN_LOOKS = 8  # With fewer looks at workers it is unknown for what they wait.
+_MIN_LOOKS = 8  # Minimum number of reads of /proc to estimate waits for locks.
 
 
 class MadeBatch(NamedTuple):
@@ -109,8 +109,8 @@ class LoaderTimes:
         slowest_ms: Time to make the slowest batch (in milliseconds).
         slowest_worker: Number of the worker that made it.
         slowest_index: Index of its longest sample; None if unknown.
-        repeats: Whether all workers yield the same batches, as from an IterableDataset that does
-            not give each worker its part.
+        repeats: True if all workers yield the same batches, as from an IterableDataset that is not
+            sharded.
     """
 
     dataset: str
@@ -147,7 +147,8 @@ def loader_times(
         rows: Their rows of shared memory.
         dataset: Name of the dataset's class and method.
         collate: Name of the collate function.
-        looks: How often a worker was seen to make a batch, and how often it waited for a lock then.
+        looks: Number of reads of /proc while a worker made a batch, and of those in which it waited
+            for a lock.
     """
     used = [row for row in rows if row[BATCHES]]
     if not used:

@@ -8,7 +8,6 @@ from typing import Any
 from lightning_gputime._diagnosis.culprit import parts_of_other
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Diagnosis, Entry, TimeBreakdown
-from lightning_gputime._diagnosis.loader import LoaderCase
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.memory import MemorySummary
@@ -22,6 +21,7 @@ from lightning_gputime._measurement.stats import PhaseStats, table_rows
 from lightning_gputime._measurement.sums import WorkSummary
 from lightning_gputime._measurement.units import duration, percent, unit_of
 from lightning_gputime._measurement.wall_clock import ONCE, WallClockBreakdown
+from lightning_gputime._output.loader import loader_table
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._phases import FIRST_STEPS
 
@@ -40,6 +40,7 @@ _MIN_COST = 0.01
 # Fields that the JSON omits if they are empty.
 _RARE = (
     "sections",
+    "loaders",
     "untimed_steps",
     "each_timed_for",
     "slowdown",
@@ -255,8 +256,15 @@ class PhaseSummary(Tabular):
         if diagnosis.time_breakdown is not None:
             advice = _advice_lines(diagnosis)
             above = diagnosis.headline, _breakdown_table(diagnosis.time_breakdown, advice)
+        loader = None if m.is_warmup else loader_table(m, self.setup)
         return Table(
-            self._title(), self._lines(), below, above=above, drops=_DROPS, lanes=self._lanes()
+            self._title(),
+            self._lines(),
+            below,
+            above=above,
+            drops=_DROPS,
+            lanes=self._lanes(),
+            below=loader,
         )
 
     def _lanes(self) -> dict[str, dict[str, float]]:
@@ -330,8 +338,6 @@ class PhaseSummary(Tabular):
             yield "share: fraction of all steps; other columns: only steps in which the phase ran"
         yield parts_of_other(self.measurement)
         yield self.probe_failure
-        loader = LoaderCase.of(self.measurement, self.setup)
-        yield f"loader: {loader.describe()}" if loader is not None else ""
         for feature in (self.memory, self.work):
             yield from feature.sentences if feature is not None else ()
         n, cost = self.timed_every_n_steps, self.timing_share
