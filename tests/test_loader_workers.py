@@ -117,7 +117,7 @@ def test_stages_of_a_worker_are_exact(in_worker: Any, kind: Any, dataset_ms: flo
     assert times is not None
     (worker,) = times.workers
     assert worker == WorkerTimes(10, dataset_ms, 2.0, wait_ms=2.7)  # 9 waits of 3 ms.
-    assert (times.starts, times.startup_s) == (1, 0.02)
+    assert (times.starts, times.startup_s) == (1, (22 + dataset_ms) / 1e3)
     assert (times.lock_share, times.repeats) == (None, False)
 
 
@@ -225,12 +225,12 @@ PACE = "2 workers deliver a batch every 10 ms, and the rest of the step takes 5 
         (
             {"starts": 4, "startup_s": 1.0},
             16,
-            ["set persistent_workers=True: workers take 1 s to start, 4 times"],
+            ["set persistent_workers=True: the first batch of a worker takes 1 s, 4 times"],
         ),
         (
             {"startup_s": 3.0},
             16,
-            ["import less in workers, and open files later: workers take 3 s to start"],
+            ["import and open less when workers start: the first batch of a worker takes 3 s"],
         ),
     ],
 )

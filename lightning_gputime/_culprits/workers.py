@@ -167,10 +167,6 @@ class WorkerTimer:
         start_ns = self._start_ns = row[BUSY_SINCE] = self._now_ns()
         if self._last_end_ns:
             row[WAIT_NS] += start_ns - self._last_end_ns
-        elif self._iter_ns:
-            row[STARTS] += 1
-            row[STARTUP_NS] += start_ns - self._iter_ns
-            self._iter_ns = 0
 
     def stop(self) -> None:
         """End a batch that was not made."""
@@ -185,6 +181,10 @@ class WorkerTimer:
         row[DATASET_NS] += all_ns - collate_ns
         row[COLLATE_NS] += collate_ns
         self._last_end_ns = end_ns
+        if self._iter_ns:
+            row[STARTS] += 1
+            row[STARTUP_NS] += end_ns - self._iter_ns
+            self._iter_ns = 0
         index = -1
         if self._samples is not None and self._samples.longest_ns:
             index = _as_index(self._samples.take_longest())

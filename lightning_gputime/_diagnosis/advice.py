@@ -28,7 +28,12 @@ from lightning_gputime._diagnosis.culprit import (
     total,
 )
 from lightning_gputime._diagnosis.diagnosis import Advice
-from lightning_gputime._diagnosis.loader import LoaderCase, advise_on_loader, workers_for
+from lightning_gputime._diagnosis.loader import (
+    LoaderCase,
+    advise_on_first_step,
+    advise_on_loader,
+    workers_for,
+)
 from lightning_gputime._diagnosis.pace import Pace
 from lightning_gputime._measurement.culprits import BLOCKING_STEPS, PLACE, SAMPLER, STAGES
 from lightning_gputime._measurement.measurement import Measurement
@@ -439,6 +444,13 @@ def _evaluate_less(how: str, after: str, case: Case) -> Iterator[Advice]:
     yield Advice("evaluate_less", f"{place}{how}")
 
 
+def _shorten_first_step(case: Case) -> Iterator[Advice]:
+    if (loader := LoaderCase.of(case.m, case.setup)) is not None:
+        yield from advise_on_first_step(loader, case.seconds)
+    text = "cache compiled code; compilation, autotuning and the start of workers occur once"
+    yield Advice("first_step", text)
+
+
 def _outside_steps(code: str, general: str, how: str, case: Case) -> Iterator[Advice]:
     """Yield advice on an entry outside of steps, or on its culprit if known."""
     if culprits := case.culprits:
@@ -517,10 +529,7 @@ _RULES: Mapping[str, Rule] = {
         "cache results of prepare_data, setup and the construction of loaders; this occurs once",
         "cache its result; this occurs once",
     ),
-    FIRST_STEP: _text(
-        "first_step",
-        "cache compiled code; compilation, autotuning and the start of workers occur once",
-    ),
+    FIRST_STEP: _shorten_first_step,
     BETWEEN_LOOPS: partial(
         _outside_steps,
         "between_loops",

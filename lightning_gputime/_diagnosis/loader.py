@@ -135,14 +135,25 @@ def _split_dataset(case: LoaderCase) -> Advice:
 def _start_less(case: LoaderCase) -> Advice | None:
     times = case.times
     waited_s = case.exposed_ms * case.batches / 1e3
-    starts_s = times.starts * (times.startup_s + case.busy_ms / 1e3)
+    starts_s = times.starts * times.startup_s
     if waited_s <= 0 or starts_s < _MIN_STARTS_SHARE * waited_s:
         return None
-    took = f"workers take {duration(1e3 * times.startup_s)} to start"
+    took = f"the first batch of a worker takes {duration(1e3 * times.startup_s)}"
     if times.starts > 1:
         text = f"set {case.prefix}persistent_workers=True: {took}, {times.starts} times"
         return Advice("persistent_workers", text, {"now": False, "suggested": True})
-    return Advice("worker_startup", f"import less in workers, and open files later: {took}")
+    return _start_faster(times)
+
+
+def _start_faster(times: LoaderTimes) -> Advice:
+    took = f"the first batch of a worker takes {duration(1e3 * times.startup_s)}"
+    return Advice("worker_startup", f"import and open less when workers start: {took}")
+
+
+def advise_on_first_step(case: LoaderCase, seconds: float) -> Iterator[Advice]:
+    """Yield advice if the start of workers takes most of the first step."""
+    if case.times.startup_s >= _MIN_STARTS_SHARE * seconds:
+        yield _start_faster(case.times)
 
 
 def _fix_slow_samples(case: LoaderCase) -> Advice | None:

@@ -18,7 +18,7 @@ from lightning_gputime._measurement.units import duration
     RUN_DELAY_NS,  # Time for which it waited for a core.
     OBSERVED_NS,  # Time to make batches in which these two were observed.
     STARTS,  # Number of times that the worker was started.
-    STARTUP_NS,  # From the start of the loop to its first batch.
+    STARTUP_NS,  # From the start of the loop to the end of its first batch.
     LONG_BATCHES,
     LONG_NS,
     MAX_NS,  # Time of the slowest batch.
@@ -102,7 +102,8 @@ class LoaderTimes:
         run_delay_share: Fraction of it in which a worker could run, and no core was free; None
             if unknown.
         lock_share: Fraction of it in which a worker waited for a lock; None if unknown.
-        startup_s: Mean time from the start of a loop to a worker's first batch (in seconds).
+        startup_s: Mean time from the start of a loop to the end of a worker's first batch (in
+            seconds).
         starts: Number of times that the loader's workers were started.
         long_batches: Number of batches that took more than 4 times the mean of their worker.
         long_share: Fraction of the time to make batches that these took.
