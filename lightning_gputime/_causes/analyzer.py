@@ -43,7 +43,8 @@ class SlowStepAnalyzer:
         # Called around loggers and observers; the second with the name of what has run.
         self.start_callback = partial(self._spans.start, "callback")
         self.end_callback = partial(self._spans.end, "callback")
-        self._loader = Loader()
+        self._culprits = culprits
+        self._loader = Loader(culprits.newest_batches)
         self.set_loader = self._loader.set_loader
         allocator = Allocator(allocator_of(getattr(clock, "device", None)))
         # CPU time is only comparable with the clock of the system.
@@ -92,6 +93,7 @@ class SlowStepAnalyzer:
         steps, each_ms = read.measured, read.sums.each_ms[read.warmup :]
         found: list[SlowEvidence] = []
         try:
+            self._culprits.look_at_workers()
             for first in range(0, len(steps), _BLOCK_STEPS):
                 block = slice(first, first + _BLOCK_STEPS)
                 found += self._examine_block(steps[block], each_ms[block])

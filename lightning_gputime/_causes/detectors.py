@@ -22,6 +22,7 @@ from lightning_gputime._compat.torch_ import compile_callbacks
 from lightning_gputime._culprits.places import Here, frames_here
 from lightning_gputime._instrumentation.loaders import attribute
 from lightning_gputime._measurement.culprits import PLACE, CulpritSums
+from lightning_gputime._measurement.loader import MadeBatch
 from lightning_gputime._measurement.slow import CauseKind
 from lightning_gputime._phases import (
     BACKWARD,
@@ -139,7 +140,8 @@ _AT_HAND = (range, itertools.count, itertools.repeat, list, tuple)
 class Loader:
     """Detect fetches that took long."""
 
-    def __init__(self) -> None:
+    def __init__(self, newest_batches: Callable[[], Sequence[MadeBatch]] = tuple) -> None:
+        self._newest_batches = newest_batches
         self._loops_ns: tuple[int, ...] = ()
         self._phase, self._workers = FETCH, 0
 
@@ -158,17 +160,25 @@ class Loader:
     def collect(self, steps: Sequence[StepRecord], baseline: Baseline) -> Detector | None:
         if not self._phase:
             return None
-        return partial(_detect_fetch, self._phase, self._workers, self._loops_ns)
+        batches = self._newest_batches()
+        return partial(_detect_fetch, self._phase, self._workers, self._loops_ns, batches)
 
 
 def _detect_fetch(
-    phase: str, workers: int, loops_ns: Sequence[int], attribution: ExcessAttribution
+    phase: str,
+    workers: int,
+    loops_ns: Sequence[int],
+    batches: Sequence[MadeBatch],
+    attribution: ExcessAttribution,
 ) -> None:
     start_ns, end_ns = attribution.start_ns - _NEAR_NS, attribution.end_ns
     is_first = any(start_ns <= ns <= end_ns for ns in loops_ns)
     detail = "its start" if is_first else "it loads in the loop's own process"
     if workers:
         detail = f"none of its {workers} workers had a batch ready"
+        made = [batch for batch in batches if attribution.start_ns < batch.end_ns <= end_ns]
+        if made:  # The loop has waited for one of them.
+            detail = str(max(made, key=lambda batch: batch.end_ns - batch.start_ns))
         detail = "its first batch, for which its workers start" if is_first else detail
     attribution.attribute_host_excess("dataloader", detail, phase.__eq__)
 

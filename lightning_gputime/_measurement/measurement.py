@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.culprits import Culprit
+from lightning_gputime._measurement.loader import LoaderTimes
 from lightning_gputime._measurement.memory import MemorySummary
 from lightning_gputime._measurement.observers import Section
 from lightning_gputime._measurement.ranks import RankSummary
@@ -52,6 +53,7 @@ class Measurement:
         not_measured: Sentences on quantities that could not be measured.
         blurred: Phases whose times are therefore not separated.
         culprits: Code that takes the time of phases and entries, if known.
+        loaders: Times of the workers of each loader.
     """
 
     rows: Mapping[str, PhaseStats] = field(default_factory=dict)
@@ -82,6 +84,7 @@ class Measurement:
     not_measured: tuple[str, ...] = ()
     blurred: tuple[str, ...] = ()
     culprits: tuple[Culprit, ...] = ()
+    loaders: tuple[LoaderTimes, ...] = ()
 
     @property
     def items_per_sec(self) -> float | None:

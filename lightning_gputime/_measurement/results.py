@@ -302,6 +302,7 @@ class Results:
             not_measured=tuple(gap.text for gap in gaps),
             blurred=tuple({phase: None for gap in gaps for phase in gap.blurred}),
             culprits=self.culprits.summary(),
+            loaders=self.culprits.loaders(),
         )
 
 
