@@ -237,12 +237,12 @@ class Tiny(Dataset[Tensor]):
 
 
 def cost() -> dict[str, float]:
-    """Return the microseconds that timing adds to a batch of 1 ms in a worker, in turns."""
+    """Return the microseconds that timing adds to a batch of 1 ms in a worker."""
     dataset, indices = Tiny(), [*range(16)]
     kind: Any = fetcher_classes()[0]
     plain, timed = (kind(dataset, True, lambda samples: samples[0], False) for _ in range(2))
-    row = memoryview(torch.zeros(FIELDS, dtype=torch.int64).numpy())
-    fetch = workers_module.timed_fetch(kind, workers_module.WorkerTimer(row, 0))
+    row: Any = torch.zeros(FIELDS, dtype=torch.int64).numpy()
+    fetch = workers_module.timed_fetch(kind, workers_module.WorkerTimer(memoryview(row), 0))
     added_us = []
     with patch.object(workers_module, "get_worker_info", lambda: SimpleNamespace(dataset=dataset)):
         for _ in range(3000):
