@@ -57,7 +57,7 @@ class Medians(NamedTuple):
     parts: Mapping[str, _PartMedians]
 
     def part(self, name: str) -> _PartMedians:
-        """Return the medians of a part; zeros if no step of the baseline has it."""
+        """Return the medians of a part; zeros for a part that no step of the baseline has."""
         return self.parts.get(name, (0.0, 0.0, 0.0))
 
 

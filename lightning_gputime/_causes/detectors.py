@@ -39,7 +39,7 @@ from lightning_gputime._phases import (
     of_one_callback,
 )
 
-_MAX_LOOPS = 100  # Number of starts of loops to remember.
+_MAX_LOOPS = 100  # Number of newest starts of loops to keep.
 _MAX_SPANS = 1_000  # Number of newest spans to keep.
 _MIN_LOCATED_NS = 1_000_000  # Shorter spans are not located in the code.
 _MIN_SPAN_NS = 50_000  # Shorter spans cannot explain a slow step, and are dropped.
@@ -125,11 +125,12 @@ def _detect_spans(spans: Sequence[Span], attribution: ExcessAttribution) -> None
     """Attribute the spans that overlap with the step."""
     start_ns, end_ns = attribution.start_ns, attribution.end_ns
     inside = [span for span in spans if span[1] > start_ns and span[0] < end_ns]
-    # Inner spans first: their time does not count again for the outer span.
+    # Inner spans first, so that their time does not count for the outer span again.
     attribution.attribute_spans(sorted(inside, key=lambda span: _INSIDE_OUT.index(span[2])))
     for part in attribution.parts:
         for kind, detail in [*part.host_causes]:
-            if kind == "compilation":  # Also loading the code and its first run.
+            if kind == "compilation":
+                # The rest of the excess is loading the new code and running it for the first time.
                 attribution.attribute_host_excess(kind, detail, part.name.__eq__)
 
 
@@ -242,7 +243,7 @@ def _detect_off_cpu(
     off_cpu = found.get(attribution.start_ns)
     if off_cpu is None:
         return
-    off_ms, voluntary, involuntary = (n - median for n, median in zip(off_cpu, usual, strict=True))
+    off_ms, voluntary, involuntary = (n - mid for n, mid in zip(off_cpu, usual, strict=True))
     if off_ms < _MIN_OFF_CPU_MS:
         return
     attribute_excess = partial(attribution.attribute_host_excess, "off_cpu", max_ms=off_ms)

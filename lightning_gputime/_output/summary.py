@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_gputime._diagnosis.culprit import parts_of_other
@@ -236,13 +236,12 @@ class PhaseSummary(Tabular):
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts of numbers for JSON, with None for NaN."""
         diagnosis = self.diagnosis
-        facts = {field.name: getattr(self.measurement, field.name) for field in fields(Measurement)}
         derived = {"verdict": diagnosis.headline, "advice": self.advice}
         found: dict[str, Any] = plain(
             {**asdict(self.measurement), **derived, "diagnosis": asdict(diagnosis)}
         )
         for name in _RARE:
-            if not facts[name]:
+            if not getattr(self.measurement, name):
                 del found[name]
         return found
 

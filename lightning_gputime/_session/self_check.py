@@ -1,6 +1,7 @@
 """Self-check: compare the first steps with the actions that each step of the loop must contain."""
 
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from itertools import pairwise
 
 import torch
@@ -139,6 +140,14 @@ _NOT_MEASURED = {
 """For some messages: the quantity that is not measured, and the phases that may contain it."""
 
 
+class _Stage(Enum):
+    """Steps that are checked next."""
+
+    FIRST_STEPS = 0
+    SUMS = 1
+    DONE = 2
+
+
 class SelfCheck:
     """Compare steps with the actions that their loop must contain. Report each mismatch once.
 
@@ -163,22 +172,23 @@ class SelfCheck:
         # The user has passed no optimizer, but an optimizer may update the model.
         self._lacks_optimizer = loop.pause_evaluation is None
         self._warn_once = WarnOnce()
-        self._first: list[StepRecord] | None = []  # None once they are checked.
-        self._has_checked_means = self._has_trained = False
+        self._stage = _Stage.FIRST_STEPS
+        self._first: list[StepRecord] = []
+        self._has_trained = False
         self._idle_ms = 0.0  # Time of batches without any call of the model, which end no step.
         self._early = 0  # Number of steps before the first backward.
         self._maybe_evaluated_ms = 0.0  # Time of calls in eval mode before the training of a step.
 
     def steps_read(self, steps: ReadSteps) -> None:
         """Check the steps that were read, once there are enough."""
-        if self._first is not None:
+        if self._stage is _Stage.FIRST_STEPS:
             self._first += steps
             if len(self._first) >= _FIRST_STEPS:
                 self._check_first_steps()
         if self._lacks_optimizer:
             self._check_optimizer()
         # The replay of a captured graph calls no hooks, as the recorder has already warned.
-        if self._has_checked_means or self._recorder.captures.has_captured:
+        if self._stage is _Stage.DONE or self._recorder.captures.has_captured:
             return
         for step in steps.measured:
             if EVALUATION in step.labels:
@@ -189,19 +199,19 @@ class SelfCheck:
             self._has_trained |= BACKWARD in step.labels or GRAD in step.labels
             self._early += not self._has_trained
         if self._results.sums.step.n >= _MEAN_STEPS:
-            self._has_checked_means = True
+            self._stage = _Stage.DONE
             self._check_few_steps()
             self._check_means()
 
     def end(self) -> None:
         """Check the rest at the end of the training. In a short training, check only the basics."""
-        if self._first is not None and len(self._first) >= _MIN_FIRST_STEPS:
+        if self._stage is _Stage.FIRST_STEPS and len(self._first) >= _MIN_FIRST_STEPS:
             self._check_first_steps()
         ran = self._results.sums.phases
         self._check_optimizer()
         if self._recorder.captures.has_captured:
             return
-        if not self._has_checked_means:
+        if self._stage is not _Stage.DONE:
             self._check_few_steps(trains=BACKWARD in ran and OPTIMIZER in ran)
         elif self._is_own_loop and BACKWARD in ran and FORWARD in ran:
             # The steps before the first backward were reported already.
@@ -211,7 +221,7 @@ class SelfCheck:
 
     def _check_first_steps(self) -> None:
         """Compare each of the first steps with the trainer's actions, their order and its count."""
-        steps, self._first = self._first or [], None
+        steps, self._first, self._stage = self._first, [], _Stage.SUMS
         n = len(steps)
         for expected in self._loop.expects:
             # In the last step of a fit, the batch may have been fetched in the step before.
