@@ -223,7 +223,7 @@ class Timer(Tabular):
         """Return what times the stages of the loader that is an attribute of `owner`."""
         # All loaders of the process call it: it must not keep a timer or its model alive.
         find = partial(_attribute_of, weakref.ref(owner), name)
-        return StagedLoaders(find, self._host_ns, self._culprits.add_loader)
+        return StagedLoaders(find, self._host_ns, self._culprits)
 
     def _time_loader(self) -> None:
         """Time the stages of the newest loader that is known."""

@@ -93,7 +93,8 @@ class SlowStepAnalyzer:
         steps, each_ms = read.measured, read.sums.each_ms[read.warmup :]
         found: list[SlowEvidence] = []
         try:
-            self._culprits.look_at_workers()
+            for workers in self._culprits.workers:
+                workers.look()
             for first in range(0, len(steps), _BLOCK_STEPS):
                 block = slice(first, first + _BLOCK_STEPS)
                 found += self._examine_block(steps[block], each_ms[block])

@@ -161,7 +161,7 @@ class Loader:
     def collect(self, steps: Sequence[StepRecord], baseline: Baseline) -> Detector | None:
         if not self._phase:
             return None
-        batches = self._newest_batches()
+        batches = self._newest_batches() if self._workers else ()
         return partial(_detect_fetch, self._phase, self._workers, self._loops_ns, batches)
 
 

@@ -15,6 +15,7 @@ from lightning_gputime._measurement.culprits import (
     COLLATE,
     DATASET,
     SAMPLER,
+    CulpritSums,
     LoaderStages,
     Stage,
     short_name,
@@ -30,16 +31,16 @@ class StagedLoaders:
     Args:
         find: Returns the loader, or several in a list or dict.
         now_ns: The host's clock.
-        add: Takes the stages of each loader before its first batch.
+        sums: Sums that the stages of each loader are added to.
     """
 
     def __init__(
         self,
         find: Callable[[], object],
         now_ns: Callable[[], int],
-        add: Callable[[Any], Any],
+        sums: CulpritSums,
     ) -> None:
-        self._find, self._now_ns, self._add = find, now_ns, add
+        self._find, self._now_ns, self._sums = find, now_ns, sums
         self._replaced: list[tuple[Any, dict[str, Any]]] = []
         self._iter = Subscription(DataLoader, "__iter__", self)
 
@@ -62,7 +63,7 @@ class StagedLoaders:
         if loader.num_workers:
             report_missing(*FETCHERS)
             called = [*_stages_of(loader)][1:]  # Without the sampler, which the main process runs.
-            workers = self._add(LoaderWorkers(loader.num_workers, *called))
+            workers = self._sums.add_workers(LoaderWorkers(loader.num_workers, *called))
             user_init = own.get("worker_init_fn")
             self._replaced.append((loader, {"worker_init_fn": user_init}))
             own["worker_init_fn"] = workers.init(user_init)
@@ -71,7 +72,7 @@ class StagedLoaders:
         kept = {name: own[name] for name in (indices, "collate_fn") if name in own}
         if len(kept) < 2 or not callable(kept["collate_fn"]):
             return False  # A subclass stores them elsewhere.
-        sums = self._add(LoaderStages(*_stages_of(loader)))
+        sums = self._sums.add_loader(LoaderStages(*_stages_of(loader)))
         stages = _Stages(kept[indices], kept["collate_fn"], self._now_ns, sums)
         self._replaced.append((loader, kept))
         own.update({indices: stages, "collate_fn": stages.collate})

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 from lightning_gputime._measurement.loader import LoaderTimes, MadeBatch
 from lightning_gputime._phases import FETCH
@@ -88,17 +88,25 @@ class TimedLoader(Protocol):
     num_workers: int
     stages: tuple[Stage, ...]
 
+    def culprits(self) -> Iterator[Culprit]:
+        """Yield the code of each stage, with its time."""
+
+
+class TimedWorkers(TimedLoader, Protocol):
+    """The stages of a loader in its workers, and their times."""
+
     def look(self) -> None:
-        """Look at what its workers do now."""
+        """Sample whether workers wait for a lock."""
 
     def times(self) -> LoaderTimes | None:
-        """Return the times of its workers; None without workers."""
+        """Return the times of the workers; None before the first batch."""
 
     def newest_batches(self) -> Iterator[MadeBatch]:
-        """Yield the newest batches of its workers."""
+        """Yield the newest batches of the workers."""
 
-    def culprits(self) -> Iterator[Culprit]:
-        """Yield what each stage calls, with its time."""
+
+Loader = TypeVar("Loader", bound=TimedLoader)
+Workers = TypeVar("Workers", bound=TimedWorkers)
 
 
 class LoaderStages:
@@ -116,16 +124,6 @@ class LoaderStages:
         self._batches += 1
         for place, stage_ns in enumerate(ns):
             self._ns[place] += stage_ns
-
-    def look(self) -> None:
-        """Do nothing: there are no workers."""
-
-    def times(self) -> None:
-        """Return None: there are no workers."""
-
-    def newest_batches(self) -> Iterator[MadeBatch]:
-        """Yield nothing: there are no workers."""
-        return iter(())
 
     def culprits(self) -> Iterator[Culprit]:
         batches, all_ns = self._batches, sum(self._ns)
@@ -155,31 +153,34 @@ class CulpritSums:
         self._sums: dict[tuple[str, str, str, Source | Place | None, str], list[int]] = {}
         self._n_keys: Counter[str] = Counter()  # Number of keys by entry.
         self._loaders: list[TimedLoader] = []
+        self.workers: list[TimedWorkers] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # Places refer to code, which cannot be pickled.
         return {**self.__dict__, "_sums": self._located()}
 
-    def add_loader(self, loader: TimedLoader) -> TimedLoader:
+    def add_loader(self, loader: Loader) -> Loader:
         """Add the stages of a loader; return those of an earlier iterator of the same loader."""
         for known in self._loaders:
             if (known.num_workers, known.stages) == (loader.num_workers, loader.stages):
-                return known
+                return cast("Loader", known)
         self._loaders.append(loader)
         return loader
 
-    def look_at_workers(self) -> None:
-        """Look at what the workers of loaders do now."""
-        for loader in self._loaders:
-            loader.look()
+    def add_workers(self, workers: Workers) -> Workers:
+        """Add the workers of a loader; return those of an earlier iterator of the same loader."""
+        found = self.add_loader(workers)
+        if found is workers:
+            self.workers.append(workers)
+        return found
 
     def newest_batches(self) -> list[MadeBatch]:
         """Return the newest batches of all workers."""
-        return [batch for loader in self._loaders for batch in loader.newest_batches()]
+        return [batch for workers in self.workers for batch in workers.newest_batches()]
 
     def loaders(self) -> tuple[LoaderTimes, ...]:
         """Return the times of the workers of each loader."""
-        found = (loader.times() for loader in self._loaders)
+        found = (workers.times() for workers in self.workers)
         return tuple(times for times in found if times is not None)
 
     def add(
