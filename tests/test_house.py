@@ -38,6 +38,7 @@ FLOORS = [
     "_lightning _timer",
     "_fit _loop_timer",
     "callback hooks huggingface metric",
+    "_tuning",
     "_api _auto_instrumentation",
     "__init__",
     "__main__",
