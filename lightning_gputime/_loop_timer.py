@@ -153,7 +153,7 @@ class LoopTimer(Timer):
         self._session.steps.begin()
 
     def _forget(self, session: Session | NullSession) -> None:
-        self._wall_clock.stop_own_loop(session.steps.ended_ns)
+        self._wall_clock.stop(session.steps.ended_ns)
         if self._wall_clock.entry == BETWEEN_LOOPS:
             self._between.end(BETWEEN_LOOPS)
         super()._forget(session)

@@ -194,7 +194,7 @@ class Timer(Tabular):
 
     def _clock_for(self, device: torch.device, *, tell: bool = False) -> Clock:
         """Return the clock of a device, or the one that was given in its place."""
-        return self._options._clock or clock_for(device, tell=tell)
+        return self._options._clock or clock_for(device, report_cpu=tell)
 
     @property
     def _host_ns(self) -> Callable[[], int]:

@@ -88,5 +88,5 @@ def train(loop: Loop, n: int, **options: Any) -> GPUPhaseHooks:
 
 def timed_indices(every: int, n: int) -> list[int]:
     """Return the timed steps of the first `n` if no long step recurs."""
-    schedule = Schedule(Plan(window=every))
+    schedule = Schedule(Plan(interval=every))
     return [index for index in range(n) if schedule.is_timed(index)]

@@ -41,11 +41,13 @@ Losses = list[float]
 Training = Callable[[Any, Path], tuple[Any, Losses]]
 
 
-def plain(package: Any, _: Path, model: Any = None, *, by_hand: bool = False) -> tuple[Any, Losses]:
+def plain(
+    package: Any, _: Path, model: Any = None, *, by_hand: bool = False, workers: int = 0
+) -> tuple[Any, Losses]:
     """Train in a plain loop, without a timer if `package` is None."""
     model, losses = model or net(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader: Any = DataLoader(rows(), batch_size=2)
+    loader: Any = DataLoader(rows(), batch_size=2, num_workers=workers)
     timer = None
     if package is not None:
         timer = package.GPUPhaseHooks(model, optimizer, warmup_steps=0).attach()
@@ -66,6 +68,11 @@ def plain(package: Any, _: Path, model: Any = None, *, by_hand: bool = False) ->
 def plain_by_hand(package: Any, folder: Path) -> tuple[Any, Losses]:
     """Train in a plain loop that calls `step()`."""
     return plain(package, folder, by_hand=True)
+
+
+def plain_with_workers(package: Any, _: Path) -> tuple[Any, Losses]:
+    """Train in a plain loop whose loader has a worker."""
+    return plain(package, _, workers=1)
 
 
 def compiled(package: Any, _: Path) -> tuple[Any, Losses]:
@@ -194,6 +201,7 @@ USES: dict[str, tuple[Training, ...]] = {
     "torch.distributed.Work.wait": (ranks,),
     "torch.distributed._functional_collectives.AsyncCollectiveTensor": (ranks,),
     "torch.distributed.distributed_c10d._get_default_store": (ranks,),
+    "torch.utils.data._utils.fetch._MapDatasetFetcher": (plain_with_workers,),
     "torch.nn.parallel.DistributedDataParallel.will_sync_module_buffers": (ranks,),
 }
 """The trainings that need a name, by its path or by its library."""

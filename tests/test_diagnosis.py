@@ -210,11 +210,16 @@ def test_speed_up_is_bounded_by_the_work_of_the_gpu(busy_ms: float | None, speed
     assert breakdown["other"].speed_up == pytest.approx(speed_up)
 
 
+LONG_FETCH = {"data": 80.0, "data/fetch": 80.0}
+
+
 @pytest.mark.parametrize(
     ("setup", "phases", "expected"),
     [
-        (replace(LOADER, num_workers=0), {}, ["set num_workers=4 (now 0)"]),
-        (replace(LOADER, num_workers=0, cores=2), {}, ["set num_workers=2 (now 0)"]),
+        # Fetches take half of the step: one worker loads while the rest runs.
+        (replace(LOADER, num_workers=0), {}, ["set num_workers=1 (now 0)"]),
+        (replace(LOADER, num_workers=0), LONG_FETCH, ["set num_workers=7 (now 0)"]),
+        (replace(LOADER, num_workers=0, cores=2), LONG_FETCH, ["set num_workers=2 (now 0)"]),
         (
             LOADER,
             {},

@@ -128,7 +128,7 @@ def test_missing_device_is_refused_by_name() -> None:
 
 
 def test_model_on_the_cpu_gets_the_host_clock(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(clock_for(torch.device("cpu"), tell=True), HostClock)
+    assert isinstance(clock_for(torch.device("cpu"), report_cpu=True), HostClock)
     assert "host's clock" in caplog.text
 
 

@@ -438,14 +438,11 @@ OBJECTS_OF_OTHERS = {
 """Attributes of Python and of other libraries, which have no other way to set them."""
 
 WRITES_THAT_REMAIN = {
-    "_causes.attribution": "device_ms host_ms idle_ms unattributed_host_ms",
     "_fit": "is_open needs_updates",
     "_instrumentation.forward": "is_open",
     "_instrumentation.patching": "_patch",
     "_instrumentation.work": "flops note peak_tflops precision",
     "_loop_timer": "is_fetched is_open",
-    "_session.evaluation": "batch_ended_ns is_open items",
-    "_session.session": "depth items reading_since_ns updates was_tried",
     "huggingface": "is_open",
 }
 """Writes to be removed, by module. Only take entries out."""
@@ -468,3 +465,41 @@ def test_nobody_writes_attributes_of_others() -> None:
         if node.attr not in WRITES_THAT_REMAIN.get(module, "").split()
     ]
     assert not wrong
+
+
+# Sizes of classes
+
+MAX_METHODS, MAX_ATTRIBUTES = 20, 15
+ROOMS_OF_SMALL_CLASSES = ["_causes", "_measurement", "_output", "_record", "_runs", "_session"]
+LARGE_CLASSES = {"PhaseSummary"}  # Most of its methods are facts of a `Measurement`.
+
+
+def sizes(node: ast.ClassDef) -> tuple[int, int]:
+    """Return the number of methods, including properties, and of attributes."""
+    methods = [inner for inner in node.body if isinstance(inner, ast.FunctionDef)]
+    attributes = {
+        inner.attr
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Attribute)
+        and isinstance(inner.ctx, ast.Store)
+        and ast.unparse(inner.value) == "self"
+    }
+    return len(methods), len(attributes)
+
+
+@pytest.mark.parametrize("room", ROOMS_OF_SMALL_CLASSES)
+def test_classes_are_small(room: str) -> None:
+    found = {
+        f"{module}.{node.name}": sizes(node)
+        for module, text in MODULES.items()
+        if room_of(module) == room
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef) and node.name not in LARGE_CLASSES
+    }
+    large = {
+        name: (methods, attributes)
+        for name, (methods, attributes) in found.items()
+        if methods > MAX_METHODS or attributes > MAX_ATTRIBUTES
+    }
+    assert found
+    assert large == {}

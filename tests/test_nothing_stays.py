@@ -311,8 +311,8 @@ def test_kept_callback_holds_no_model(gpu: FakeGPU) -> None:
             held.extend(map(weakref.ref, (session, session._boundaries, timer._fit)))
 
         def on_validation_batch_end(self, *_: Any) -> None:
-            running: Any = timer._evaluations._running
-            held.append(weakref.ref(running.boundaries))
+            evaluation, *_ = getattr(timer._evaluations, "_running")  # noqa: B009
+            held.extend(map(weakref.ref, (evaluation, evaluation.boundaries)))
 
     held = list[Any]()
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False)

@@ -153,7 +153,7 @@ def test_host_wait_inside_the_step_ends_the_probing_with_a_warning(
     assert len(gpu.spins) == 3
     assert summary.probed_steps == 0
     assert summary.launch_gap_share is None
-    told = "the host waits for the GPU inside them, in `loss`"
+    told = "the host waits for the GPU inside probed steps, in `loss`"
     assert told in caplog.text
     assert f"no step can be probed: {told}" in str(summary)
     assert all(row.gpu_busy_mean_ms is None for row in summary.rows.values())
@@ -175,7 +175,7 @@ def test_step_too_long_to_launch_is_not_probed(
 ) -> None:
     summary = run(Loop(gpu, host_ms=100.0), 20).summary()
     assert gpu.spins == []
-    assert summary.probe_failure == "no step can be probed: the host takes 1000 ms to launch one"
+    assert summary.probe_failure == "no step can be probed: the host takes 1000 ms to launch a step"
 
 
 def test_without_a_queue_no_step_is_probed(caplog: pytest.LogCaptureFixture) -> None:
@@ -209,7 +209,7 @@ def test_probed_step_with_a_validation_is_dropped(gpu: FakeGPU) -> None:
     summary = timer.summary()
     assert summary.probed_steps == 0
     assert summary.probe_failure == (
-        "no step can be probed: an evaluation runs inside every one of them"
+        "no step can be probed: an evaluation runs inside every probed step"
     )
     assert len(gpu.spins) == 3
     assert summary.steps == 14
@@ -374,7 +374,7 @@ def test_host_wait_inside_a_timed_module_is_found(gpu: FakeGPU) -> None:
     summary = run(loop, 40, modules=["0"]).summary()
     assert summary.probed_steps == 0
     assert len(gpu.spins) == 3
-    assert "the host waits for the GPU inside them, in `forward`" in summary.probe_failure
+    assert "the host waits for the GPU inside probed steps, in `forward`" in summary.probe_failure
 
 
 def test_profiler_has_no_range_for_the_spin(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:

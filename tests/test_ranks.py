@@ -350,8 +350,8 @@ def test_absent_ranks_are_waited_for_once_and_named_once(
     assert gather(zero, wait=True) == [{0: 10, 1: 10}] * 2
     assert host_time.now_s == pytest.approx(0.1)
     assert [record.getMessage() for record in caplog.records] == [
-        "The times of these ranks did not arrive, and are left out until they do: 2, 3. Give all"
-        " ranks the same timers, attached in the same order, and as many steps."
+        "The times of these ranks did not arrive, and are left out until they do: 2, 3. Attach the"
+        " same timers on all ranks, in the same order, and run the same number of steps."
     ]
 
 

@@ -133,8 +133,8 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
         "enter_phase fetch; 1; enter_phase load; 2; leave_phase fetch; 4; leave_phase load; 8; end",
         [{"data": 8, "fetch": 1, "load": 6}] * 2,
     ),
-    "a phase named at rest begins with the first step": (
-        "rest; enter_phase augment; 5; begin; 2; leave_phase augment; 1; end",
+    "a phase named while idle begins with the first step": (
+        "stop; enter_phase augment; 5; begin; 2; leave_phase augment; 1; end",
         [{"data": 1, "augment": 2}],
     ),
     "the optimizer follows a backward named by hand": (
@@ -470,8 +470,8 @@ def test_flush_waits_for_every_ended_step(gpu: FakeGPU) -> None:
     assert [times.step for times in run.emitted] == [0, 1, 2]
 
 
-def test_recorder_at_rest_records_nothing(gpu: FakeGPU, run: Recorded) -> None:
-    run.recorder.rest()
+def test_idle_recorder_records_nothing(gpu: FakeGPU, run: Recorded) -> None:
+    run.recorder.stop()
     created = gpu.created
     run.step(0)
     run.recorder.enter_phase("augment")
@@ -579,8 +579,8 @@ def test_annotator_gets_every_label_and_none_between_timed_steps(gpu: FakeGPU) -
     run.recorder.start_probe(lambda: gpu.spin(1))
     run.recorder.pause()
     run.recorder.end_step(0)
-    run.recorder.rest()
-    run.recorder.rest()
+    run.recorder.stop()
+    run.recorder.stop()
     paused, filled = ["forward", None, "other"], [None, "other"]
     assert told == ["data", "backward", *paused, *filled, None, "data", None]
 
@@ -792,7 +792,7 @@ def test_forked_process_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
     run.step(4)
     run.step(5)
     run.recorder.abandon()
-    assert (run.recorder.state.name, run.recorder.label) == ("AT_REST", None)
+    assert (run.recorder.state.name, run.recorder.label) == ("IDLE", None)
     created = gpu.created
     run.recorder.begin()
     run.step(6)
@@ -842,7 +842,7 @@ def test_new_thread_with_the_id_of_the_timed_thread_is_not_timed(gpu: FakeGPU) -
     if numbers[0] not in numbers[1:]:
         pytest.skip("the number was not used again")
     assert (run.recorder.pending.ended, run.recorder.label) == (1, "data")
-    run.recorder.rest()
+    run.recorder.stop()
     run.recorder.pending.flush()
     assert [times.step for times in run.emitted] == [0]
     train()

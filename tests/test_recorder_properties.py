@@ -28,7 +28,7 @@ LABELS = [
 ]
 
 LOOP = ["mark"] * 12 + ["end_step"] * 4 + ["work"] * 8
-TURNS = ["enter_phase", "leave_phase", "pause", "resume", "drain", "begin", "rest"]
+TURNS = ["enter_phase", "leave_phase", "pause", "resume", "drain", "begin", "stop"]
 KINDS = {
     "a loop": LOOP,
     "all without graphs": [
@@ -46,11 +46,11 @@ KINDS = {
 """The operations that a sequence of each kind is drawn from, as often as they stand here."""
 
 NEXT_STATE: Mapping[str, Mapping[str, str]] = {
-    "begin": dict.fromkeys(["AT_REST", "OPEN", "PAUSED", "LOST"], "OPEN"),
+    "begin": dict.fromkeys(["IDLE", "OPEN", "PAUSED", "LOST"], "OPEN"),
     "pause": {"OPEN": "PAUSED"},
     "resume": {"PAUSED": "OPEN"},
     "end_step": {"PAUSED": "OPEN", "LOST": "OPEN"},
-    "rest": dict.fromkeys(["AT_REST", "OPEN", "PAUSED", "LOST"], "AT_REST"),
+    "stop": dict.fromkeys(["IDLE", "OPEN", "PAUSED", "LOST"], "IDLE"),
 }
 """The state that an operation leads to from another. All else leaves the state as it is, but an
 error, or a mark while a graph is captured, which lose the step."""
@@ -58,7 +58,7 @@ error, or a mark while a graph is captured, which lose the step."""
 
 def is_in(recorder: Recorder, state: str) -> bool:
     """Tells whether a recorder is in a state, and shows it as one does."""
-    if state == "AT_REST":
+    if state == "IDLE":
         shows = recorder.threads.timed == -1 and recorder.label is None
     elif state == "OPEN":
         shows = recorder.threads.timed != -1 and recorder.label not in (None, EXCLUDED)
@@ -99,7 +99,7 @@ class Played:
         self.replays: list[Callable[[], None]] = []
         self.calls: list[str] = []
         self.raised: list[str] = []
-        self.state, self.illegal = "AT_REST", list[str]()
+        self.state, self.illegal = "IDLE", list[str]()
         self.call("begin")
         for _ in range(self.random.randrange(10, 80)):
             self.call(self.random.choice(KINDS[kind]))
@@ -121,7 +121,7 @@ class Played:
         except Exception as error:
             self.raised.append(f"{operation}: {error!r}")
         may_lose = self.gpu.failures < failures or self.capture is not None
-        if may_lose and follow != ["AT_REST"]:
+        if may_lose and follow != ["IDLE"]:
             follow.append("LOST")
         seen = [state for state in reversed(follow) if is_in(self.recorder, state)]
         if not seen:
@@ -179,8 +179,8 @@ class Played:
     def end_untimed(self) -> None:
         self.recorder.pending.end_untimed(read=self.random.random() < 0.3)
 
-    def rest(self) -> None:
-        self.recorder.rest()
+    def stop(self) -> None:
+        self.recorder.stop()
 
     def fill(self) -> None:
         self.recorder.start_probe(lambda: self.gpu.spin(3_000_000))

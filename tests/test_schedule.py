@@ -22,23 +22,23 @@ def test_plan_whose_blocks_fill_the_window_times_all(plan: Plan) -> None:
     "plan", [Plan(1, 3), Plan(1, 10), Plan(5, 50), Plan(2, 50, 3), Plan(1, 7, 2)]
 )
 def test_each_part_of_a_window_has_one_block(plan: Plan) -> None:
-    timed = timed_steps(Schedule(plan), 100 * plan.window)
-    starts = timed[:: plan.block]
-    assert timed == [index + i for index in starts for i in range(plan.block)][: len(timed)]
-    for k in range(99 * plan.blocks):
+    timed = timed_steps(Schedule(plan), 100 * plan.interval)
+    starts = timed[:: plan.window]
+    assert timed == [index + i for index in starts for i in range(plan.window)][: len(timed)]
+    for k in range(99 * plan.windows):
         first, last = plan.part(k)
         # One that follows closely on the block before starts where that ends.
-        assert len([start for start in starts if first <= start < last + plan.block]) >= 1
+        assert len([start for start in starts if first <= start < last + plan.window]) >= 1
 
 
 @pytest.mark.parametrize("plan", [Plan(1, 10), Plan(5, 50), Plan(1, 50, 4)])
 @pytest.mark.parametrize("period", [2, 7, 10, 25, 49, 50, 51, 100])
 def test_timed_steps_are_spread_evenly_over_any_period(plan: Plan, period: int) -> None:
-    timed = timed_steps(Schedule(plan), 2000 * plan.window)
+    timed = timed_steps(Schedule(plan), 2000 * plan.interval)
     counts = np.bincount(np.array(timed) % period, minlength=period)
     fair = len(timed) / period
     # As even as if each place were drawn at random.
-    assert np.std(counts) <= 1.6 * math.sqrt(plan.block * fair)
+    assert np.std(counts) <= 1.6 * math.sqrt(plan.window * fair)
 
 
 def test_next_timed_step_is_found_without_looking_at_those_between() -> None:
@@ -86,7 +86,7 @@ def test_another_plan_starts_with_its_next_whole_part() -> None:
 def test_plan_in_which_all_steps_are_alike_times_all() -> None:
     schedules = [
         Schedule(Plan()),
-        Schedule(Plan(window=2)),
+        Schedule(Plan(interval=2)),
         Schedule(Plan(), probe_every_n_steps=5),
         Schedule(Plan(), warmup_steps=5),
     ]
@@ -102,7 +102,7 @@ def auto(
     switch_us: int = 0,
 ) -> AutoSchedule:
     """Return a schedule after timed steps of 7 marks, alternating with untimed steps."""
-    schedule = AutoSchedule(window=50)
+    schedule = AutoSchedule(interval=50)
     # The first one has no untimed steps before it, and the last one has none behind it.
     for turn, ms in enumerate([50.0, timed_ms, timed_ms, timed_ms, 50.0]):
         start_ns = turn * 10**9
@@ -151,7 +151,7 @@ def test_timed_steps_cost_less_than_1_percent(
 
 
 def test_decisions_come_at_ever_longer_intervals() -> None:
-    schedule = AutoSchedule(window=50)
+    schedule = AutoSchedule(interval=50)
     assert (schedule.due, schedule.decide(100), schedule.due) == (100, 1, 200)
     schedule = auto()
     for index, due in [(100, 200), (400, 600), (10_000, 14_096)]:

@@ -71,7 +71,7 @@ def test_model_that_is_never_called_warns(loop: Loop, caplog: pytest.LogCaptureF
             loop.train(x)
         [odd, message] = told(caplog)
     assert odd.startswith("None of the parameters that Adder updates")
-    assert message.startswith("No call of the model was seen, so its time is in `other`.")
+    assert message.startswith("No call of the model was recorded, so its time is in `other`.")
     assert 'phase("forward")' in message
     assert len(told(caplog)) == 2
 
@@ -119,7 +119,7 @@ def test_missing_backward_warns(loop: Loop, caplog: pytest.LogCaptureFixture) ->
             )
             loop.optimizer.step()
     [message] = told(caplog)
-    assert message.startswith("No backward was seen, so its time is in `other`.")
+    assert message.startswith("No backward was recorded, so its time is in `other`.")
 
 
 def test_missing_updates_warn(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
@@ -128,7 +128,7 @@ def test_missing_updates_warn(loop: Loop, caplog: pytest.LogCaptureFixture) -> N
             loop.micro_batch(x)
             loop.gpu.work(2.0)  # An update that is no optimizer's.
     [message] = told(caplog)
-    assert message.startswith("No update of an optimizer was seen in 25 steps, so its time is")
+    assert message.startswith("No update of an optimizer was recorded in 25 steps, so its time is")
 
 
 @pytest.mark.parametrize("loss_ms", [0.5, 1.25])
@@ -143,7 +143,7 @@ def test_long_other_next_to_a_short_forward_warns(
             gpu.work(4.0)  # A method of another module, or what a Trainer does there.
             work(loop.model(x), gpu, loss_ms, 0.25).sum().backward()
             loop.update()
-    began = "`other` is 4 ms a step, and `forward` little compared with `backward`"
+    began = "`other` takes 4 ms per step, and `forward` little compared with `backward`"
     assert [message[: len(began)] for message in told(caplog)] == [began] * (loss_ms < 1)
 
 
@@ -183,7 +183,7 @@ def test_model_called_in_another_thread_warns(loop: Loop, caplog: pytest.LogCapt
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(60)):
             in_thread(lambda x=x: loop.train(x))  # type: ignore[misc]
-    assert told(caplog)[0].startswith("The model is called in another thread than the one that")
+    assert told(caplog)[0].startswith("The model is called in another thread than step()")
 
 
 @pytest.mark.parametrize("asks", [True, False])
@@ -213,7 +213,7 @@ def test_evaluation_with_gradients_warns(
             with torch.set_grad_enabled(grad):
                 loop.model(x)
             loop.model.train()
-    said = "The model is also called in eval mode with gradients on. If that is an evaluation"
+    said = "The model is also called in eval mode with gradients on, which counts as part"
     assert [message[: len(said)] for message in told(caplog)] == [said] * grad
     assert timer.summary().rows["forward"].mean_ms == (8.0 if grad else 4.0)
 
@@ -354,9 +354,9 @@ def test_self_check_finds_steps_that_the_trainer_does_not_count(
 ) -> None:
     monkeypatch.setattr(lightning_, "step_counter", lambda trainer: lambda: 7)
     timer = fake_lightning.fit(gpu, fake_lightning.Model(gpu), 6)
-    text = "not measured: single steps, because the trainer counts 1, and 6 were seen"
+    text = "not measured: single steps, because the trainer counts 1, and the timer 6"
     assert timer.summary().not_measured == (text,)
-    assert "The trainer counts 1 steps, and the timer has seen 6." in caplog.text
+    assert "The trainer counts 1 steps, and the timer counts 6." in caplog.text
 
 
 def test_self_check_finds_steps_that_end_inside_a_batch(
@@ -458,7 +458,7 @@ def test_self_check_finds_updates_whose_hooks_do_not_fire(
         monkeypatch.setattr(optimizer_boundary, register, lambda hook: contextlib.nullcontext)
         monkeypatch.setattr(contextlib.nullcontext, "remove", lambda: None, raising=False)
     timer = fake_lightning.fit(gpu, fake_lightning.Model(gpu), 130)
-    text = "not measured: updates, because no optimizer was seen to run one"
+    text = "not measured: updates, because no update was recorded"
     assert timer.summary().not_measured == (text,)
     assert {*timer.summary().blurred} == {"optimizer", "other"}
 

@@ -294,7 +294,7 @@ def test_window_of_many_slow_steps_keeps_no_more_than_their_sums() -> None:
     log.follow()
     for number in range(5_000):
         causes = (Cause("garbage_collection", 2.0, 2.0, ""),) if number % 2 else ()
-        log.add(evidence(SlowStep(number, 20.0, 10.0, "loss", causes, 8.0)), is_known=True)
+        log.add(evidence(SlowStep(number, 20.0, 10.0, "loss", causes, 8.0)), has_baseline=True)
     assert len(log._pending) <= 1_000
     expected = {"slow_excess": 5.0, "slow/garbage_collection": 0.5}
     assert log.metrics(4_999, 10_000, keep=True) == expected
@@ -356,7 +356,7 @@ def test_noisy_host_does_not_fill_the_memory_with_evidence() -> None:
 
     excesses_ms = [chance.expovariate(1.0) for _ in range(50_000)]
     for number, ms in enumerate(excesses_ms):
-        log.add([SlowEvidence(ms, number, partial(of, number, ms))], is_known=True)
+        log.add([SlowEvidence(ms, number, partial(of, number, ms))], has_baseline=True)
         assert len(log._kept.steps) <= 2_000
     assert explained == []
     largest = sorted(range(50_000), key=excesses_ms.__getitem__, reverse=True)
@@ -372,7 +372,7 @@ def test_noisy_host_does_not_fill_the_memory_with_evidence() -> None:
     assert shares[0] / summary.share == pytest.approx(2 / 3, abs=0.05)
     # Explained steps are summed up and freed.
     for number in range(1_000):
-        log.add(evidence(of(number, 1e3)), is_known=True)
+        log.add(evidence(of(number, 1e3)), has_baseline=True)
     summary = log.summary(204_000, 2e6)
     assert summary is not None
     assert summary.n == 51_000
@@ -397,7 +397,7 @@ def test_detector_that_fails_late_leaves_steps_without_causes(
     found = [(slow.step, slow.causes) for slow in timer.slow_steps()]
     assert sorted(found) == [(SLOW, ()), (SLOW + 2, ())]
     [message] = caplog.messages
-    assert message == "Why steps are slow is no longer said: ValueError('odd')"
+    assert message == "Slow steps are no longer explained: ValueError('odd')"
 
 
 def test_slow_observer_is_a_cause(loop: Loop) -> None:
@@ -438,7 +438,7 @@ def test_failing_detector_ends_only_the_search_for_causes(
     # Steps being explained are lost; later steps have no cause.
     assert [(slow.step, slow.causes) for slow in timer.slow_steps()] == [(55, ())]
     [record] = caplog.records
-    assert record.getMessage().startswith("Why steps are slow is no longer said: TypeError(")
+    assert record.getMessage().startswith("Slow steps are no longer explained: TypeError(")
 
 
 def test_reading_steps_makes_no_step_slow(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, SlowStep
-from lightning_gputime._causes import analyzer, detectors
+from lightning_gputime._causes import detectors, sampler
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._causes.detectors import (
     Allocator,
@@ -53,7 +53,8 @@ class Bench:
         self.analyzer.collectors = [getattr(item, "collect", item) for item in asked]
         for entry in asked:
             name = {Loader: "_loader", Preemption: "_preemption", Allocator: "_allocator"}
-            setattr(self.analyzer, name.get(type(entry), "_"), entry)
+            owner = self.analyzer if type(entry) is Loader else self.analyzer.sampler
+            setattr(owner, name.get(type(entry), "_"), entry)
         # Whatever the test itself collects is none of its business.
         setattr(self.analyzer._spans, "_callbacks", list)  # noqa: B010
         self.analyzer.attach()
@@ -66,7 +67,7 @@ class Bench:
         on_host = [ms + host_ms.get(name, 0.0) for name, ms in USUAL.items()]
         on_device = tuple(ms + device_ms.get(name, 0.0) for name, ms in USUAL.items())
         self.gpu.host_work(sum(on_host))
-        self.analyzer.step_ends(self.gpu.now)
+        self.analyzer.sampler.end_step(self.gpu.now)
         ends = tuple(accumulate((round(ms * MS) for ms in on_host), initial=begin))
         record = StepRecord(number, tuple(USUAL), on_device, ends, 0.0, 0, False)
         self.analyzer.steps_read(ReadSteps([record], 0, self.gpu.now))
@@ -112,7 +113,7 @@ def test_time_in_line_for_a_processor_is_preemption_wherever_it_was(gpu: FakeGPU
     scheduler.queued, scheduler.losses = 30 * MS, 8
     bench.step(SLOW, {"data": 40.0}, {"data": 35.0})
     [slow] = bench.found
-    assert slow.causes == (Cause("off_cpu", 30.0, 30.0, "others had the processor"),)
+    assert slow.causes == (Cause("off_cpu", 30.0, 30.0, "other threads had the CPU"),)
     assert slow.unexplained_ms == 5.0
 
 
@@ -169,7 +170,7 @@ def test_slow_step_before_the_first_baseline_has_no_such_cause(gpu: FakeGPU) -> 
 def test_scheduler_is_not_asked_for_short_steps(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(analyzer, "_WORTH_MS", 1e3)
+    monkeypatch.setattr(sampler, "_MIN_SAMPLED_MS", 1e3)
     scheduler = Scheduler(gpu)
     bench = Bench(gpu, scheduler.detector())
     bench.usual()
@@ -188,7 +189,7 @@ def test_untimed_steps_are_not_preemption(gpu: FakeGPU) -> None:
         # The thread was away from the processor all through one that is not timed, in one turn.
         scheduler.stopped, scheduler.waits = scheduler.stopped + 200 * MS, scheduler.waits + 1
         gpu.now += 200 * MS
-        bench.analyzer.step_ends(gpu.now)
+        bench.analyzer.sampler.end_step(gpu.now)
     scheduler.stopped, scheduler.waits = scheduler.stopped + 50 * MS, scheduler.waits + 1
     bench.step(SLOW, {"backward": 50.0}, {"backward": 50.0})
     [slow] = bench.found
@@ -200,8 +201,8 @@ def test_system_that_does_not_count_for_a_thread_has_no_such_cause(
 ) -> None:
     monkeypatch.delattr(resource, "RUSAGE_THREAD", raising=False)
     assert detectors.thread_usage() is None
-    told = SlowStepAnalyzer(HostClock(), SlowLog(), CulpritSums())
-    assert told._preemption.usage is None
+    analyzer = SlowStepAnalyzer(HostClock(), SlowLog(), CulpritSums())
+    assert analyzer.sampler._preemption.usage is None
 
 
 def test_linux_counts_for_the_thread_of_the_loop() -> None:

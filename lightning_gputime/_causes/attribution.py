@@ -1,4 +1,4 @@
-"""A slow step beside its baseline: where its excess is, and what explains it."""
+"""Compare a slow step with its baseline, and attribute its excess to causes."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,82 +24,86 @@ from lightning_gputime._phases import (
     resolve_labels,
 )
 
-_SIZE = 50  # Number of steps in a baseline.
-_FEWEST = 10  # Fewer steps make no baseline.
-_EVERY = 25  # The baseline is taken anew after as many steps.
-_MADS = 5.0
-_SHARE = 0.1
-# A slow step exceeds the median by more than each of these: a multiple of the median absolute
-# deviation, a fraction of the median, and a time (in milliseconds).
-_LEAST_MS = 0.5
-# A cause of a smaller fraction of the excess is left out: it stays unexplained.
-_LEAST_SHARE = 0.05
+_BASELINE_STEPS = 50  # Number of newest steps in a baseline.
+_MIN_BASELINE_STEPS = 10  # Fewer steps make no baseline.
+_STEPS_PER_BASELINE = 25  # The baseline is computed again after this many steps.
+# The excess of a slow step over the median is larger than each of these: a multiple of the median
+# absolute deviation, a fraction of the median, and a time.
+_MIN_EXCESS_DEVIATIONS = 5.0
+_MIN_EXCESS_SHARE = 0.1
+_MIN_EXCESS_MS = 0.5
+_MIN_CAUSE_SHARE = 0.05  # Smaller causes, as a fraction of the excess, count as unexplained.
 
-# Times by cause, and by what it was (in milliseconds).
 _Causes = defaultdict[tuple[CauseKind, str], float]
+"""Times by kind and detail of their cause (in milliseconds)."""
 
-_NONE: tuple[Any, str] = (None, "")
+_NO_CAUSE: tuple[Any, str] = (None, "")
 
-# When something that held up the host started and ended (in nanoseconds), and what it was.
 Span = tuple[int, int, CauseKind, str]
+"""Start and end of something that delayed the host (in nanoseconds), and its cause."""
 
-# Of a part of the step: device ms, host ms, and by how much these deviate by chance.
-_Medians = tuple[float, float, float]
+_PartMedians = tuple[float, float, float]
+"""Medians of a part of the step: device time, host time, and the noise of the host time (in
+milliseconds)."""
 
-
-NOT_SAID = "Why steps are slow is no longer said: %r"
+NOT_EXPLAINED = "Slow steps are no longer explained: %r"
 
 
 class Medians(NamedTuple):
     """Medians of the steps in a baseline."""
 
     step_ms: float
-    wait_ms: float  # How long the timer itself makes the host wait in a step.
-    parts: Mapping[str, _Medians]
+    wait_ms: float  # Host wait for the timer.
+    parts: Mapping[str, _PartMedians]
 
-    def part(self, name: str) -> _Medians:
-        """Return the medians of a part; a part that most steps do not have takes no time."""
+    def part(self, name: str) -> _PartMedians:
+        """Return the medians of a part; zeros if no step of the baseline has it."""
         return self.parts.get(name, (0.0, 0.0, 0.0))
 
 
 class Baseline:
-    """The newest steps before those that are judged, and their medians.
+    """Newest steps and their medians, which the next steps are compared with.
 
-    Median and median absolute deviation are robust to slow steps.
+    Medians and median absolute deviations are robust to slow steps.
     """
 
     def __init__(self) -> None:
         self.step_ms = self.host_ms = 0.0
-        self.slow_threshold_ms = inf  # A step that takes longer is slow.
-        self.steps: deque[StepRecord] = deque(maxlen=_SIZE)
-        self.each_ms: deque[float] = deque(maxlen=_SIZE)
+        self.slow_threshold_ms = inf  # Longer steps are slow.
+        self.host_threshold_ms = inf  # Steps that take the host longer may be slow.
+        self.steps: deque[StepRecord] = deque(maxlen=_BASELINE_STEPS)
+        self.each_ms: deque[float] = deque(maxlen=_BASELINE_STEPS)
         self._n_new = 0
         self._medians: Medians | None = None
 
     @property
-    def is_known(self) -> bool:
+    def is_ready(self) -> bool:
         return self.slow_threshold_ms != inf
 
     def add(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> bool:
-        """Take the next steps; return whether the baseline was taken anew."""
+        """Add the next steps. Return True if the baseline was computed again."""
         self.steps.extend(steps)
         self.each_ms.extend(each_ms)
         self._n_new += len(steps)
-        if len(self.steps) < _FEWEST or (self._n_new < _EVERY and self.is_known):
+        if len(self.steps) < _MIN_BASELINE_STEPS:
+            return False
+        if self.is_ready and self._n_new < _STEPS_PER_BASELINE:
             return False
         self._n_new = 0
         self._medians = None
         self.step_ms = median(self.each_ms)
         self.host_ms = median([step.host_ns[-1] - step.host_ns[0] for step in self.steps]) / 1e6
-        # A step that takes the host longer may turn out to be slow.
-        self.host_threshold_ms = self.host_ms + max(_SHARE * self.host_ms, _LEAST_MS)
-        noise_ms = _MADS * _deviation(self.each_ms, self.step_ms)
-        self.slow_threshold_ms = self.step_ms + max(noise_ms, _SHARE * self.step_ms, _LEAST_MS)
+        host_excess_ms = max(_MIN_EXCESS_SHARE * self.host_ms, _MIN_EXCESS_MS)
+        self.host_threshold_ms = self.host_ms + host_excess_ms
+        deviation_ms = median([abs(ms - self.step_ms) for ms in self.each_ms])
+        noise_ms = _MIN_EXCESS_DEVIATIONS * deviation_ms
+        excess_ms = max(noise_ms, _MIN_EXCESS_SHARE * self.step_ms, _MIN_EXCESS_MS)
+        self.slow_threshold_ms = self.step_ms + excess_ms
         return True
 
     def medians(self) -> Medians:
+        # Computed on request, because most blocks of steps have no slow step.
         if self._medians is None:
-            # Only where a step was slow: most blocks of steps have none.
             wait_ms = median([step.wait_ms for step in self.steps])
             self._medians = Medians(self.step_ms, wait_ms, _parts_of([*self.steps]))
         return self._medians
@@ -107,93 +111,132 @@ class Baseline:
 
 @lru_cache(maxsize=256)
 def _leaves(labels: tuple[str, ...]) -> Sequence[str]:
-    """Return for each mark the smallest phase that its time counts under; empty if none."""
+    """Return the innermost phase of each mark; empty if its time belongs to no phase."""
     return [names[-1] if names else "" for names in resolve_labels(labels)]
 
 
-def _parts_of(steps: Sequence[StepRecord]) -> dict[str, _Medians]:
-    """Return the medians of each part; a step without it counts with nothing."""
+def _parts_of(steps: Sequence[StepRecord]) -> dict[str, _PartMedians]:
+    """Return the medians of each part. Steps without a part count as zero."""
     indices = defaultdict[tuple[str, ...], list[int]](list)
     for i, step in enumerate(steps):
         indices[step.labels].append(i)
     rows = {name: row for row, name in enumerate(dict.fromkeys(chain(*map(_leaves, indices))))}
     device_ms = np.zeros((len(rows), len(steps)))
     host_ns = np.zeros((len(rows), len(steps)), np.int64)
-    # All steps with the same marks at once: this runs in the loop.
+    # Vectorized over all steps with the same marks, because this runs in the loop.
     for labels, at in indices.items():
-        of_marks_ms = np.array([steps[i].device_ms for i in at]).T
-        marked_ns = np.array([steps[i].host_ns for i in at]).T
-        of_marks_ns = marked_ns[1:] - marked_ns[:-1]
+        marks_ms = np.array([steps[i].device_ms for i in at]).T
+        starts_ns = np.array([steps[i].host_ns for i in at]).T
+        marks_ns = starts_ns[1:] - starts_ns[:-1]
         columns = slice(None) if len(indices) == 1 else at
-        for name, ms, ns in zip(_leaves(labels), of_marks_ms, of_marks_ns, strict=True):
+        for name, ms, ns in zip(_leaves(labels), marks_ms, marks_ns, strict=True):
             device_ms[rows[name], columns] += ms
             host_ns[rows[name], columns] += ns
-    usual_ns = _medians_of(host_ns)
-    noise_ns = _MADS * _medians_of(np.abs(host_ns - usual_ns[:, None]))
-    usual_ms = _medians_of(device_ms)
-    found = zip(
-        usual_ms.tolist(), (usual_ns / 1e6).tolist(), (noise_ns / 1e6).tolist(), strict=True
+    median_ns = _medians_of(host_ns)
+    deviations_ns = _medians_of(np.abs(host_ns - median_ns[:, None]))
+    columns_ms = (
+        _medians_of(device_ms),
+        median_ns / 1e6,
+        _MIN_EXCESS_DEVIATIONS * deviations_ns / 1e6,
     )
-    return dict(zip(rows, found, strict=True))
+    medians = zip(*(column.tolist() for column in columns_ms), strict=True)
+    return dict(zip(rows, medians, strict=True))
 
 
 def _medians_of(rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    # Not `numpy.median`, whose Python code takes longer than the sort.
+    # `numpy.median` takes longer, because of its Python code.
     ordered, n = np.sort(rows, axis=1), rows.shape[1]
     middle: npt.NDArray[np.float64] = (ordered[:, (n - 1) // 2] + ordered[:, n // 2]) / 2
     return middle
 
 
-def _deviation(values: Iterable[float], middle: float) -> float:
-    return median([abs(value - middle) for value in values])
-
-
 class PartExcess:
-    """The excess of a part of a slow step: of its smallest phases one."""
+    """Excess of a part of a slow step; a part is an innermost phase, such as `data/fetch`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.device_ms = self.host_ms = self.device_excess_ms = 0.0
-        # When the host was in it, less the spans that were attributed.
-        self.free: list[tuple[int, int]] = []
-        # How much of the excess the device may have waited for the host.
         self.idle_ms = 0.0
-        # Host time beyond the baseline without a cause; 0 if it may be chance.
+        """Time in which the device may have waited for the host; at most its excess."""
         self.unattributed_host_ms = 0.0
+        """Host excess without a cause; 0 if it may be noise."""
+        self._free: list[tuple[int, int]] = []  # Host spans in it that have no cause yet.
         self.host_causes: _Causes = defaultdict(float)
         self.device_causes: _Causes = defaultdict(float)
 
+    def add_mark(self, device_ms: float, span: tuple[int, int], idle_ms: float) -> None:
+        """Add the time from a mark to the next; `span` is that time on the host's clock."""
+        self.device_ms += device_ms
+        self.host_ms += (span[1] - span[0]) / 1e6
+        self.idle_ms += idle_ms
+        self._free.append(span)
+
     def compare(self, baseline: Medians, waits: Sequence[tuple[int, int]]) -> None:
-        """Set the excess over a baseline; the timer's own waits are none."""
+        """Compute the excess over a baseline, without waits of the timer."""
         usual_device_ms, usual_host_ms, noise_ms = baseline.part(self.name)
         self.device_excess_ms = max(self.device_ms - usual_device_ms, 0.0)
         self.idle_ms = min(self.idle_ms, self.device_excess_ms)
-        waited_ms = sum(self.take(*wait) for wait in waits)
-        host_ms = self.host_ms - usual_host_ms - max(waited_ms - baseline.wait_ms, 0.0)
-        self.unattributed_host_ms = host_ms if host_ms > noise_ms else 0.0
+        waited_ms = sum(self._take(*wait) for wait in waits)
+        excess_ms = self.host_ms - usual_host_ms - max(waited_ms - baseline.wait_ms, 0.0)
+        self.unattributed_host_ms = excess_ms if excess_ms > noise_ms else 0.0
 
-    def take(self, start_ns: int, end_ns: int) -> float:
-        """Take a span out of the free host time; return how much it was (in milliseconds)."""
-        free, taken = [], 0
-        for start, end in self.free:
+    def attribute_span(self, span: Span) -> None:
+        """Attribute the time of a span that lies in this part and has no cause yet."""
+        start_ns, end_ns, kind, detail = span
+        ms = self._take(start_ns, end_ns)
+        if ms:
+            self.host_causes[kind, detail] += ms
+            self.unattributed_host_ms = max(self.unattributed_host_ms - ms, 0.0)
+
+    def attribute_host(self, kind: CauseKind, detail: str, max_ms: float) -> float:
+        """Attribute the rest of the host excess, but at most `max_ms`. Return that time."""
+        ms = min(self.unattributed_host_ms, max_ms)
+        if ms > 0.0:
+            self.host_causes[kind, detail] += ms
+            self.unattributed_host_ms -= ms
+        return max(ms, 0.0)
+
+    def exposed_ms(self) -> _Causes:
+        """Return the device excess by cause: host causes only as far as the device was idle."""
+        found: _Causes = defaultdict(float)
+        left_ms = self.device_excess_ms
+        for causes, max_ms in ((self.device_causes, inf), (self.host_causes, self.idle_ms)):
+            total_ms = sum(causes.values())
+            share = min(left_ms / total_ms, max_ms / total_ms, 1.0) if total_ms else 0.0
+            left_ms -= total_ms * share
+            for cause, ms in causes.items():
+                found[cause] += ms * share
+        found[_NO_CAUSE] = left_ms
+        return found
+
+    def _take(self, start_ns: int, end_ns: int) -> float:
+        """Remove a span from the free host time. Return the removed time (in milliseconds)."""
+        free, taken_ns = [], 0
+        for start, end in self._free:
             first, last = max(start, start_ns), min(end, end_ns)
             if first >= last:
                 free.append((start, end))
                 continue
-            taken += last - first
-            free += [one for one in ((start, first), (last, end)) if one[0] < one[1]]
-        self.free = free
-        return taken / 1e6
+            taken_ns += last - first
+            free += [span for span in ((start, first), (last, end)) if span[0] < span[1]]
+        self._free = free
+        return taken_ns / 1e6
 
 
 class ExcessAttribution:
     """Attribute the excess of a slow step to causes, one detector after the other.
 
-    A host delay reaches the device between the same two marks, or never: the device ran ahead of it
-    by what was queued. So the part that reached it is the device's excess there, at most the delay.
-    It is nothing where the device had not even come there when the host went on. That is known
-    where the host waited for the end of the step, where the two clocks meet. Several causes share
-    it. No time is attributed twice. `waits` of the host for the timer explain nothing.
+    A host delay makes the device late in the same part of the step, unless queued work hides it.
+    So a cause gets at most the delay, and at most the excess of the device in that part. It gets
+    nothing if the device had not reached the part when the host continued. That is only known if
+    the host waited for the end of the step, because there the two clocks meet. Causes of the same
+    part share its excess. No time is attributed twice.
+
+    Args:
+        step: The slow step.
+        step_ms: Its duration (in milliseconds).
+        baseline: Medians of the steps before it.
+        waits: Spans in which the host waited for the timer. They explain nothing.
     """
 
     def __init__(
@@ -203,49 +246,41 @@ class ExcessAttribution:
         self.step, self.step_ms, self.baseline = step, step_ms, baseline
         self.excess_ms = step_ms - baseline.step_ms
         self._parts: dict[str, PartExcess] = {}
-        # Without a wait of the host's it was hardly ahead.
+        # If the host did not wait for the end of the step, assume that it was not ahead.
         met_ns = step.finished_ns - sum(step.device_ms) * 1e6 if step.finished_ns else -inf
-        arrives_ns = accumulate((ms * 1e6 for ms in step.device_ms[:-1]), initial=met_ns)
-        intervals = pairwise(step.host_ns)
-        marks = zip(_leaves(step.labels), step.device_ms, intervals, arrives_ns, strict=True)
-        for name, ms, interval, arrived_ns in marks:
+        arrivals_ns = accumulate((ms * 1e6 for ms in step.device_ms[:-1]), initial=met_ns)
+        spans = pairwise(step.host_ns)
+        marks = zip(_leaves(step.labels), step.device_ms, spans, arrivals_ns, strict=True)
+        for name, ms, span, arrival_ns in marks:
             if name:
                 part = self._parts.setdefault(name, PartExcess(name))
-                part.device_ms += ms
-                part.idle_ms += max(interval[1] - arrived_ns, 0.0) / 1e6
-                part.host_ms += (interval[1] - interval[0]) / 1e6
-                part.free.append(interval)
+                part.add_mark(ms, span, idle_ms=max(span[1] - arrival_ns, 0.0) / 1e6)
         inside = [wait for wait in waits if wait[1] > self.start_ns and wait[0] < self.end_ns]
         for part in self._parts.values():
             part.compare(baseline, inside)
 
     @property
     def parts(self) -> list[PartExcess]:
+        """Parts of the step, the largest host excess without a cause first."""
         parts = self._parts.values()
         return sorted(parts, key=lambda part: part.unattributed_host_ms, reverse=True)
 
     def attribute_spans(self, spans: Iterable[Span]) -> None:
-        for start_ns, end_ns, kind, detail in spans:
+        for span in spans:
             for part in self._parts.values():
-                ms = part.take(start_ns, end_ns)
-                if ms:
-                    part.host_causes[kind, detail] += ms
-                    part.unattributed_host_ms = max(part.unattributed_host_ms - ms, 0.0)
+                part.attribute_span(span)
 
     def attribute_host_excess(
         self,
         kind: CauseKind,
         detail: str,
-        is_there: Callable[[str], bool] = bool,
-        most_ms: float = inf,
+        includes: Callable[[str], bool] = bool,
+        max_ms: float = inf,
     ) -> None:
-        """Attribute the host excess of the parts where it `is_there`, `most_ms` in all."""
+        """Attribute the host excess of all parts whose name it `includes`, at most `max_ms`."""
         for part in self.parts:
-            ms = min(part.unattributed_host_ms, most_ms)
-            if ms > 0.0 and is_there(part.name):
-                part.host_causes[kind, detail] += ms
-                part.unattributed_host_ms -= ms
-                most_ms -= ms
+            if includes(part.name):
+                max_ms -= part.attribute_host(kind, detail, max_ms)
 
     def result(self) -> SlowStep:
         times = self.step.times()
@@ -254,45 +289,42 @@ class ExcessAttribution:
         phases_ms: dict[str, _Causes] = defaultdict(lambda: defaultdict(float))
         for part in self._parts.values():
             phase_ms = phases_ms[CALLBACKS if of_one_callback(part.name) else part.name]
-            left_ms = part.device_excess_ms
-            for causes, most_ms in ((part.device_causes, inf), (part.host_causes, part.idle_ms)):
-                total_ms = sum(causes.values())
-                share = min(left_ms / total_ms, most_ms / total_ms, 1.0) if total_ms else 0.0
-                left_ms -= total_ms * share
-                for cause, ms in causes.items():
-                    exposed_ms[cause] += ms * share
-                    phase_ms[cause] += ms * share
-            phase_ms[_NONE] += left_ms
+            for cause, ms in part.exposed_ms().items():
+                phase_ms[cause] += ms
+                if cause != _NO_CAUSE:
+                    exposed_ms[cause] += ms
             for cause, ms in part.host_causes.items():
                 host_ms[cause] += ms
-        # Other parts may be shorter than the baseline: no more than the step's excess reaches it.
+        # Other parts may be shorter than in the baseline: limit the causes to the step's excess.
         all_ms = sum(exposed_ms.values())
         share = min(self.excess_ms / all_ms, 1.0) if all_ms else 0.0
-        found = [
+        causes = [
             Cause(kind, host_ms[kind, detail], ms * share, detail)
             for (kind, detail), ms in exposed_ms.items()
-            if ms * share >= _LEAST_SHARE * self.excess_ms
+            if ms * share >= _MIN_CAUSE_SHARE * self.excess_ms
         ]
-        found.sort(key=lambda cause: cause.exposed_ms, reverse=True)
-        unexplained_ms = max(self.excess_ms - sum(one.exposed_ms for one in found), 0.0)
-        grew_ms = {name: sum(causes.values()) for name, causes in phases_ms.items()}
-        phase = max(grew_ms, key=grew_ms.__getitem__)
+        causes.sort(key=lambda cause: cause.exposed_ms, reverse=True)
+        explained_ms = sum(cause.exposed_ms for cause in causes)
+        unexplained_ms = max(self.excess_ms - explained_ms, 0.0)
+        excesses_ms = {name: sum(phase_ms.values()) for name, phase_ms in phases_ms.items()}
+        phase = max(excesses_ms, key=excesses_ms.__getitem__)
+        all_excess_ms = sum(excesses_ms.values()) or inf
         return SlowStep(
             step=times.step,
             step_ms=self.step_ms,
             baseline_ms=self.baseline.step_ms,
             phase=phase,
-            causes=tuple(found),
+            causes=tuple(causes),
             unexplained_ms=unexplained_ms,
-            phase_excess_ms=grew_ms[phase] * self.excess_ms / (sum(grew_ms.values()) or inf),
-            lost_ms=_lost(phases_ms, found, share, unexplained_ms),
+            phase_excess_ms=excesses_ms[phase] * self.excess_ms / all_excess_ms,
+            lost_ms=_lost_ms(phases_ms, causes, share, unexplained_ms),
             phase_ms=_top_level(times.phase_ms),
             host_ms=_top_level(times.host_ms),
         )
 
 
 Detector = Callable[[ExcessAttribution], None]
-"""It attributes what it has found of the causes of slow steps."""
+"""Function that attributes the excess of a slow step to the causes of one kind."""
 
 
 def explain(
@@ -303,14 +335,14 @@ def explain(
     detectors: Sequence[Detector],
     warn_once: WarnOnce,
 ) -> SlowStep:
-    """Return a slow step with its causes, from what was collected when it was judged."""
+    """Return a slow step with its causes, by evidence that was collected in the loop."""
     step = unpack(step)
     attribution = ExcessAttribution(step, step_ms, baseline, waits)
     try:
         for detect in detectors:
             detect(attribution)
     except Exception as error:
-        warn_once(NOT_SAID, error)
+        warn_once(NOT_EXPLAINED, error)
         attribution = ExcessAttribution(step, step_ms, baseline, waits)
     return attribution.result()
 
@@ -319,20 +351,27 @@ def _top_level(times_ms: Mapping[str, float]) -> dict[str, float]:
     return {name: times_ms[name] for name in in_order([*times_ms]) if "/" not in name}
 
 
-def _lost(
-    phases_ms: Mapping[str, _Causes], found: Sequence[Cause], share: float, unexplained_ms: float
+def _lost_ms(
+    phases_ms: Mapping[str, _Causes], causes: Sequence[Cause], share: float, unexplained_ms: float
 ) -> dict[str, dict[str, float]]:
-    """Return what is not that of a phase such as `data` anyway, by phase and cause."""
-    names = {(one.kind, one.detail): one.name for one in found}
+    """Return the excess by phase and cause, without causes that have a phase, such as `data`.
+
+    Args:
+        phases_ms: Device excess of each phase by cause, before `share` is applied.
+        causes: Causes of the step.
+        share: Fraction of the excess of the phases that counts for the step.
+        unexplained_ms: Excess of the step without a cause.
+    """
+    names = {(cause.kind, cause.detail): cause.name for cause in causes}
     lost_ms: dict[str, dict[str, float]] = {}
     left_ms = {}
-    for phase, causes in phases_ms.items():
-        left_ms[phase] = sum(ms for cause, ms in causes.items() if cause not in names)
-        for one in causes:
-            if one in names and one[0] not in HAVE_PHASES:
+    for phase, phase_ms in phases_ms.items():
+        left_ms[phase] = sum(ms for cause, ms in phase_ms.items() if cause not in names)
+        for cause, ms in phase_ms.items():
+            if cause in names and cause[0] not in HAVE_PHASES:
                 lost = lost_ms.setdefault(phase, {})
-                lost[names[one]] = lost.get(names[one], 0.0) + causes[one] * share
-    # What has no cause is where most has none.
+                lost[names[cause]] = lost.get(names[cause], 0.0) + ms * share
+    # Divide the unexplained excess like the excess of the phases that has no cause.
     scale = unexplained_ms / (sum(left_ms.values()) or inf)
     for phase, ms in left_ms.items():
         if ms * scale and phase.partition("/")[0] not in BETWEEN_BATCHES and not is_wait(phase):

@@ -461,3 +461,16 @@ def report_missing_names(*, shared: bool) -> None:
     report_missing(GRAPH_TASK, _ENGINE, _COMPILED_CALL, *_HOOKS, _STEP_WRAPPER, _SCRIPT)
     if shared:
         report_missing(_QUEUE, _COLLECTIVE, _WAIT, _SYNCS_BUFFERS)
+
+
+# Workers of a DataLoader
+
+FETCHERS = (
+    Name("torch.utils.data._utils.fetch._MapDatasetFetcher", "the stages of a loader's workers"),
+    Name("torch.utils.data._utils.fetch._IterableDatasetFetcher"),
+)
+
+
+def fetcher_classes() -> list[type]:
+    """Return the classes whose method `fetch` makes a batch, in a worker or in the main process."""
+    return [kind for name in FETCHERS if (kind := name.find()) is not None]

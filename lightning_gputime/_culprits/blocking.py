@@ -14,25 +14,25 @@ from lightning_gputime._record.recorder import Recorder
 
 
 class BlockingCalls:
-    """Note each call that waits for the GPU, by torch's own warnings, in a few steps.
+    """Record calls that wait for the GPU in a few steps, by torch's warnings.
 
     `torch.cuda.set_sync_debug_mode` is set for the process, and reset at the end. It is left alone
-    where the program has set it, or turns warnings into errors.
+    if the program has set it, or treats warnings as errors.
 
     Args:
-        sums: Where the calls are added.
-        recorder: Knows the label that time goes to, in a timed step.
+        sums: Sums that the calls are added to.
+        recorder: Provides the current label in a timed step.
     """
 
     def __init__(self, sums: CulpritSums, recorder: Recorder) -> None:
         self._sums, self._recorder = sums, recorder
-        self._show: Any = None  # What showed warnings before; None while off.
-        self._rules: list[Any] = []  # Filters of warnings that were added.
+        self._show: Any = None  # Previous `warnings.showwarning`; None while off.
+        self._rules: list[Any] = []  # Warning filters that were added.
         self.steps_left = 0
-        """Number of steps in which calls are still to be noted."""
+        """Number of remaining steps in which calls are recorded."""
 
     def start(self) -> None:
-        """Note the calls of the next steps, if nothing prevents it."""
+        """Record the calls of the next steps, if nothing prevents it."""
         try:
             are_errors = any(action == "error" for action, *_ in warnings.filters)
             if self._show is not None or are_errors or torch.cuda.get_sync_debug_mode():
@@ -42,14 +42,14 @@ class BlockingCalls:
             warnings.filterwarnings("ignore", SYNC_MODE_WARNING)
             warnings.filterwarnings("always", SYNC_WARNING)
             self._rules = [rule for rule in warnings.filters if rule not in before]
-            warnings.showwarning = self._note
+            warnings.showwarning = self._record_call
             torch.cuda.set_sync_debug_mode("warn")
         except Exception as error:
             messages.warning("Calls that wait for the GPU cannot be located: %r", error)
             self.stop()
 
     def end_step(self) -> None:
-        """End a step in which calls were noted."""
+        """End a step in which calls are recorded."""
         self.steps_left -= 1
         if self.steps_left <= 0:
             self.stop()
@@ -60,7 +60,7 @@ class BlockingCalls:
         if self._show is None:
             return
         show, self._show = self._show, None
-        if warnings.showwarning == self._note:
+        if warnings.showwarning == self._record_call:
             warnings.showwarning = show
         for rule in self._rules:
             if rule in warnings.filters:
@@ -68,10 +68,10 @@ class BlockingCalls:
         self._rules.clear()
         try:
             torch.cuda.set_sync_debug_mode("default")
-        except Exception as error:  # As after an error of the device.
+        except Exception as error:  # For example after a device error.
             messages.warning("torch.cuda.set_sync_debug_mode could not be reset: %r", error)
 
-    def _note(self, message: Any, category: Any, *args: Any, **kwargs: Any) -> None:
+    def _record_call(self, message: Any, category: Any, *args: Any, **kwargs: Any) -> None:
         if not str(message).startswith(SYNC_WARNING):
             if self._show is not None:
                 self._show(message, category, *args, **kwargs)

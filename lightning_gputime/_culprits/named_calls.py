@@ -14,8 +14,8 @@ class NamedCalls:
     """Time calls in the thread that trains, under the entry or the phase in which they run.
 
     Args:
-        sums: Where the time is added.
-        wall_clock: Tells the entry outside of steps.
+        sums: Sums that the time is added to.
+        wall_clock: Provides the entry outside of steps.
         now_ns: The host's clock.
         label_now: Returns the label that time goes to in a timed step; else None.
     """
@@ -30,10 +30,10 @@ class NamedCalls:
         self.sums, self._wall_clock = sums, wall_clock
         self._now_ns, self._label_now = now_ns, label_now
         self._open: list[tuple[str, int, str]] = []  # Name, start and entry; innermost last.
-        self._phases: dict[str, str] = {}  # Of each name, in the last step that was timed.
+        self._phases: dict[str, str] = {}  # Phase of each name in the last timed step.
 
     def subscription(self, owner: Any, function: str, name: str) -> Subscription:
-        """Return what times the calls of `owner.function` as `name` once it is put on."""
+        """Return a subscription that times the calls of `owner.function` as `name`."""
         found = source_of(getattr(owner, function, None))
         return Subscription(owner, function, _NamedCall(self, name, found))
 
@@ -55,7 +55,7 @@ class NamedCalls:
                 return
 
     def _phase_of(self, name: str) -> str:
-        """Return the phase of a call inside a step; in an untimed step, that of the last one."""
+        """Return the phase of a call inside a step; in an untimed step, the last known phase."""
         label = self._label_now()
         if label is not None:
             self._phases[name] = likely_phase(label)

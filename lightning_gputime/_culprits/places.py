@@ -1,4 +1,4 @@
-"""From marks to the lines of the user's code between them."""
+"""Lines of user code between marks."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -18,13 +18,13 @@ from lightning_gputime._phases import (
 )
 
 _PARTS = {OTHER: "before forward", AFTER_UPDATE: "after the update"}  # Parts of `other`.
-_MAX_FRAMES = 4  # Number of the user's functions on the stack that are noted at a mark.
+_MAX_FRAMES = 4  # Maximum number of stack frames that are kept at a mark.
 
 Frames = tuple[Frame, ...]
-"""Functions of the user on the stack, innermost first; empty if there is none."""
+"""Frames of user code on the stack, innermost first; may be empty."""
 
 frames_here: Callable[[], Frames] = partial(user_frames, _MAX_FRAMES)
-"""Return the functions of the user that are running."""
+"""Return the current frames of user code."""
 
 
 class Passage(NamedTuple):
@@ -32,7 +32,7 @@ class Passage(NamedTuple):
 
     Attributes:
         start: Functions that ran at the first mark.
-        end: Functions that ran at the second one.
+        end: Functions that ran at the second mark.
         outside: Functions around the training, such as the one that calls `fit`. Their lines say
             nothing about a phase.
     """
@@ -50,7 +50,7 @@ class Passage(NamedTuple):
                     return _source(first, _line_reached(first, last))
         if start:  # The function was left.
             return _source(start[0], start[0].last_line)
-        return None  # A function that was called since: other code of a trainer ran before it.
+        return None  # The function was called later: trainer code ran before it.
 
 
 class Here(NamedTuple):
@@ -76,7 +76,7 @@ class AfterLoop(NamedTuple):
 
 
 def _line_reached(first: Frame, last: Frame) -> int:
-    """Return the last line that ran from one place in a function to another one in it."""
+    """Return the last line that ran between two places in the same function."""
     if last.loop_line and last.line <= first.line:
         return max(last.loop_line, first.line)  # The loop starts its next round.
     return last.line
@@ -90,7 +90,7 @@ class PlaceReader:
     """Add the time between the places of located steps to the sums of culprits.
 
     Args:
-        sums: Where the time is added.
+        sums: Sums that the time is added to.
         updates: Name of the function that updates the parameters, such as "Adam.step".
         outside: Functions around the training, such as the one that calls `fit`. Their lines say
             nothing about a phase.

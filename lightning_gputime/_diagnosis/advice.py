@@ -28,6 +28,12 @@ from lightning_gputime._diagnosis.culprit import (
     total,
 )
 from lightning_gputime._diagnosis.diagnosis import Advice
+from lightning_gputime._diagnosis.loader import (
+    LoaderCase,
+    advise_on_first_step,
+    advise_on_loader,
+    workers_for,
+)
 from lightning_gputime._diagnosis.pace import Pace
 from lightning_gputime._measurement.culprits import BLOCKING_STEPS, PLACE, SAMPLER, STAGES
 from lightning_gputime._measurement.measurement import Measurement
@@ -140,21 +146,24 @@ def _load_faster(case: Case) -> Iterator[Advice]:
     is_long_on_host = case.pace.code == LAUNCH and m.host_share(DATA) >= _MIN_PART
     if fetches.share >= _MIN_PART or case.pace.code == SYNC or is_long_on_host:
         # Workers for a shorter fetch cost about as much as they save.
-        yield from _use_workers(case, reason)
-        if setup.num_workers and is_uneven(fetches):
+        yield from _use_workers(case, reason, fetches.frequency * fetches.mean_ms)
+        if setup.num_workers and not m.loaders and is_uneven(fetches):
             yield from _load_ahead(setup)
 
 
-def _use_workers(case: Case, reason: str) -> Iterator[Advice]:
+def _use_workers(case: Case, reason: str, fetch_ms: float) -> Iterator[Advice]:
     m, setup = case.m, case.setup
     workers, cores, prefix = setup.num_workers, setup.cores, setup.loader_prefix
     split = "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
     per_rank = "" if cores is None else f"; {cores} CPU cores per rank"
     off_cpu = m.slow.cause_shares.get(OFF_CPU, 0.0) if m.slow is not None else 0.0
-    if workers is None:
+    loader = LoaderCase.of(m, setup)
+    if workers and loader is not None:
+        yield from advise_on_loader(loader)
+    elif workers is None:
         yield Advice("workers", "use faster transforms, or workers that load in advance")
     elif workers == 0:
-        n = min(_FIRST_WORKERS, cores or _FIRST_WORKERS)
+        n = min(workers_for(fetch_ms, m.step.mean_ms - fetch_ms), cores or _FIRST_WORKERS)
         faster = ", or make it faster" if reason else ""
         text = f"{reason}set {prefix}num_workers={n} (now 0){faster}{split}"
         yield Advice("num_workers", text, {"now": 0, "suggested": n})
@@ -435,6 +444,13 @@ def _evaluate_less(how: str, after: str, case: Case) -> Iterator[Advice]:
     yield Advice("evaluate_less", f"{place}{how}")
 
 
+def _shorten_first_step(case: Case) -> Iterator[Advice]:
+    if (loader := LoaderCase.of(case.m, case.setup)) is not None:
+        yield from advise_on_first_step(loader, case.seconds)
+    text = "cache compiled code; compilation, autotuning and the start of workers occur once"
+    yield Advice("first_step", text)
+
+
 def _outside_steps(code: str, general: str, how: str, case: Case) -> Iterator[Advice]:
     """Yield advice on an entry outside of steps, or on its culprit if known."""
     if culprits := case.culprits:
@@ -513,10 +529,7 @@ _RULES: Mapping[str, Rule] = {
         "cache results of prepare_data, setup and the construction of loaders; this occurs once",
         "cache its result; this occurs once",
     ),
-    FIRST_STEP: _text(
-        "first_step",
-        "cache compiled code; compilation, autotuning and the start of workers occur once",
-    ),
+    FIRST_STEP: _shorten_first_step,
     BETWEEN_LOOPS: partial(
         _outside_steps,
         "between_loops",

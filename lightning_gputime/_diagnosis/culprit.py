@@ -34,17 +34,17 @@ class EntryCulprit:
     """Code that takes the time of an entry of the time breakdown.
 
     Attributes:
-        name: Hook, class or function, such as "Corpus.on_after_batch_transfer"; empty if only its
-            lines are known.
+        name: Hook, class or function, such as "Corpus.on_after_batch_transfer"; empty if it has no
+            name.
         kind: "call", "place", or a stage of a loader: "sampler", "dataset" or "collate".
         share: Fraction of the entry's time, from 0 to 1.
         seconds: Time of all calls, or of the observed passes through a place (in seconds).
         calls: Number of calls.
-        file: Path of the user's file; empty if unknown.
+        file: Path of the source file; empty if unknown.
         line: First line; 0 if unknown.
         last_line: Last line; 0 if unknown.
         function: Function around the lines; empty if unknown.
-        caller: Name of the call around it; empty if there is none.
+        caller: Name of the enclosing call; may be empty.
     """
 
     name: str

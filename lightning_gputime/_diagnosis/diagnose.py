@@ -56,7 +56,7 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     found = _bottleneck(breakdown, pace)
     code, headline = found.code, found.headline
     if (m.blurred or unclear) and code == pace.code and found.grade == "balanced":
-        # The device's work is known, but the rest may hide another bottleneck.
+        # The time outside of the device's work may hide another bottleneck.
         headline = f"{pace.code}: {pace.grounds}"
     if code == COMMUNICATES and m.ranks is not None and m.ranks.suspect is not None:
         headline += f"; rank {m.ranks.suspect} may be the cause"

@@ -276,7 +276,7 @@ class ForwardBoundary:
             return
         recorder = self._recorder
         if get_ident() != recorder.threads.timed:
-            if not recorder.threads.is_resting_here():
+            if not recorder.threads.is_idle_here():
                 return
             if self._trains and not (module.training or torch.is_grad_enabled()):
                 if not is_training(self._model):
@@ -334,7 +334,7 @@ class ForwardBoundary:
             return
         recorder = self._recorder
         is_here = get_ident() == recorder.threads.timed
-        if not (is_here or (self._discovers and recorder.threads.is_resting_here())):
+        if not (is_here or (self._discovers and recorder.threads.is_idle_here())):
             return
         if current_graph_task_id() != -1:
             return

@@ -20,6 +20,12 @@ class Batch:
     is_fetched: bool = False
     """Whether the next one is fetched now: a call of the model without grad is a part of that."""
 
+    def open(self) -> None:
+        self.is_open = True
+
+    def close(self) -> None:
+        self.is_open = False
+
 
 @dataclass(frozen=True, slots=True)
 class Loop:

@@ -34,7 +34,7 @@ from lightning_gputime._phases import (
     OTHER,
 )
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.state import AT_REST, OPEN
+from lightning_gputime._record.state import IDLE, OPEN
 
 
 class OptimizerBoundary:
@@ -125,14 +125,14 @@ class OptimizerBoundary:
 
     def _leave_wrapper(self, result: Any = None) -> None:
         self._is_wrapped = False
-        if self.updates and self._recorder.state is not AT_REST:
+        if self.updates and self._recorder.state is not IDLE:
             self._recorder.mark(AFTER_UPDATE)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder = self._recorder
         try:
             # At rest it is enough to count its end.
-            if recorder.state is AT_REST:
+            if recorder.state is IDLE:
                 return
             if id(optimizer) not in self._given and not self._is_ours(optimizer):
                 return
@@ -155,7 +155,7 @@ class OptimizerBoundary:
             if id(optimizer) not in self._given and not self._is_ours(optimizer):
                 return
             is_simple = self.depth == 1 and self._interrupted is None and not self._is_wrapped
-            if is_simple and recorder.state is not AT_REST:
+            if is_simple and recorder.state is not IDLE:
                 # The most common case of `_end`, without another call.
                 self.depth = 0
                 self.updates += 1
@@ -212,7 +212,7 @@ class OptimizerBoundary:
         # A scaler that skips the update calls no hook at all: a step without one is taken for
         # skipped.
         self.updates += 1
-        if self._recorder.state is AT_REST or self._is_wrapped:
+        if self._recorder.state is IDLE or self._is_wrapped:
             return
         if current_graph_task_id() != -1:
             self._recorder.mark_in_backward(self._interrupted or BACKWARD)

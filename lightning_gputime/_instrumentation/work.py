@@ -21,7 +21,7 @@ from lightning_gputime._messages import messages
 from lightning_gputime._phases import IN_NO_STEP
 from lightning_gputime._record.clock import device_of
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.state import AT_REST, OPEN
+from lightning_gputime._record.state import IDLE, OPEN
 
 FIRST_DIMENSION = "the first dimension of the batch's first tensor"
 _HAVE_TENSORS = (Tensor, Mapping, list, tuple)
@@ -65,7 +65,7 @@ class WorkCounter:
 
     def end_batch(self) -> None:
         """End a batch; the step may go on with another one."""
-        if self._recorder.state is AT_REST:
+        if self._recorder.state is IDLE:
             return  # No step is timed.
         self._step_items += self._batch_items
         self._batch_items = self._items.fixed

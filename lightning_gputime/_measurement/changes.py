@@ -176,7 +176,7 @@ class StepSeries:
         self._open = None
         self._windows.append(window)
         if len(self._windows) > _MAX_WINDOWS:
-            # Create a new list: another thread may be reading this one.
+            # Create a new list, because another thread may be reading the old list.
             pairs = zip(self._windows[::2], self._windows[1::2], strict=False)
             last = self._windows[-1]
             self._windows = [first.merge(second) for first, second in pairs]
@@ -238,14 +238,14 @@ class SlowdownSearch:
     def __init__(self, untimed: UntimedSteps) -> None:
         self.series = StepSeries()
         self._untimed = untimed
-        # Since the newest window of the series: sums over timed steps, untimed steps before it.
+        # Sums over timed steps since the newest window of the series, and untimed steps before it.
         self._sums, self._untimed_before = Sums(), untimed.totals
         self._is_followed = False
         self.found: Slowdown | None = None
         """The slowdown that was found last during training."""
 
     def follow(self) -> None:
-        """Search during training, too: logs or observers report slowdowns."""
+        """Also search during training, because logs or observers report slowdowns."""
         self._is_followed = True
 
     def add(self, number: int, sums: Sums) -> bool:
@@ -261,7 +261,7 @@ class SlowdownSearch:
         return self.series.add(number, n, every.step.device_ms + untimed.unsampled_ms, phases_ms)
 
     def search_followed(self) -> bool:
-        """Search, which takes milliseconds, if anyone follows. Return True for the first find."""
+        """Search if logs or observers report slowdowns. Return True at the first slowdown."""
         if not self._is_followed:
             return False
         before, self.found = self.found, self.find()

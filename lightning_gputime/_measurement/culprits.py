@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from lightning_gputime._measurement.loader import LoaderTimes, MadeBatch
 from lightning_gputime._phases import FETCH
 
 CALL, PLACE, BLOCKING = "call", "place", "blocking"
@@ -81,8 +82,29 @@ class Stage:
     source: Source | None = None
 
 
+class TimedLoader(Protocol):
+    """The stages of a loader, and their times."""
+
+    num_workers: int
+    stages: tuple[Stage, ...]
+
+    def look(self) -> None:
+        """Look at what its workers do now."""
+
+    def times(self) -> LoaderTimes | None:
+        """Return the times of its workers; None without workers."""
+
+    def newest_batches(self) -> Iterator[MadeBatch]:
+        """Yield the newest batches of its workers."""
+
+    def culprits(self) -> Iterator[Culprit]:
+        """Yield what each stage calls, with its time."""
+
+
 class LoaderStages:
     """Sums of the time of the stages of a loader (in nanoseconds)."""
+
+    num_workers = 0
 
     def __init__(self, *stages: Stage) -> None:
         self.stages = stages
@@ -94,6 +116,16 @@ class LoaderStages:
         self._batches += 1
         for place, stage_ns in enumerate(ns):
             self._ns[place] += stage_ns
+
+    def look(self) -> None:
+        """Do nothing: there are no workers."""
+
+    def times(self) -> None:
+        """Return None: there are no workers."""
+
+    def newest_batches(self) -> Iterator[MadeBatch]:
+        """Yield nothing: there are no workers."""
+        return iter(())
 
     def culprits(self) -> Iterator[Culprit]:
         batches, all_ns = self._batches, sum(self._ns)
@@ -122,19 +154,33 @@ class CulpritSums:
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str, str, Source | Place | None, str], list[int]] = {}
         self._n_keys: Counter[str] = Counter()  # Number of keys by entry.
-        self._loaders: list[LoaderStages] = []
+        self._loaders: list[TimedLoader] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # Places refer to code, which cannot be pickled.
         return {**self.__dict__, "_sums": self._located()}
 
-    def add_loader(self, stages: LoaderStages) -> LoaderStages:
+    def add_loader(self, loader: TimedLoader) -> TimedLoader:
         """Add the stages of a loader; return those of an earlier iterator of the same loader."""
         for known in self._loaders:
-            if known.stages == stages.stages:
+            if (known.num_workers, known.stages) == (loader.num_workers, loader.stages):
                 return known
-        self._loaders.append(stages)
-        return stages
+        self._loaders.append(loader)
+        return loader
+
+    def look_at_workers(self) -> None:
+        """Look at what the workers of loaders do now."""
+        for loader in self._loaders:
+            loader.look()
+
+    def newest_batches(self) -> list[MadeBatch]:
+        """Return the newest batches of all workers."""
+        return [batch for loader in self._loaders for batch in loader.newest_batches()]
+
+    def loaders(self) -> tuple[LoaderTimes, ...]:
+        """Return the times of the workers of each loader."""
+        found = (loader.times() for loader in self._loaders)
+        return tuple(times for times in found if times is not None)
 
     def add(
         self,

@@ -31,8 +31,8 @@ class MeanLog:
 
     Args:
         every_n_steps: The steps `n - 1`, `2 n - 1`, ... are logged, as Lightning counts them, or
-            the next step if such a number is skipped. 0 logs none; with None, only `log_means`
-            logs.
+            the next step if such a number is skipped. With 0, no step is logged; with None, only
+            `log_means` logs.
         writer: Destination of the means.
     """
 
@@ -41,8 +41,8 @@ class MeanLog:
         self.writer = writer
         self.newest: int | None = None
         """Number of the newest step that was added, or of the step before the first."""
-        self.is_owed = False
-        """True if a step that is to be logged has finished, but was not read yet."""
+        self.is_due = False
+        """True if the step at which a log is due has finished, but was not read yet."""
         self._results: Results | None = None
         self._is_sampled = False
         self._logged_until: int | None = None  # Number of the last logged step, if sampled.
@@ -63,18 +63,18 @@ class MeanLog:
             self.newest = self._logged_until = before
 
     def next_due(self, step: int) -> float:
-        """Return the smallest number to log next if `step` is the last number before."""
+        """Return the number of the first step after `step` at which a log is due."""
         every = self.every_n_steps
         return ((step + 1) // every + 1) * every - 1 if every else math.inf
 
-    def note_finished(self, step: int) -> None:
-        """Record that the step of this number has finished: a log may be owed by now."""
+    def step_finished(self, step: int) -> None:
+        """Record that the step of this number has finished: a log may be due."""
         before = self._logged_until if self._is_sampled else self.newest
-        self.is_owed = before is not None and step >= self.next_due(before)
+        self.is_due = before is not None and step >= self.next_due(before)
 
     def log_at(self, step: int) -> None:
         """Log the steps since the last log up to this number."""
-        self.newest, self._logged_until, self.is_owed = step, step, False
+        self.newest, self._logged_until, self.is_due = step, step, False
         self.log_means()
 
     def take(self, steps: ReadSteps) -> bool:
@@ -83,7 +83,7 @@ class MeanLog:
             self._add(steps.records, steps.sums)
             return False
         has_logged = self.add(steps.records, steps.sums)
-        self.is_owed = self.is_owed and not has_logged
+        self.is_due = self.is_due and not has_logged
         return has_logged
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.culprits import Culprit
+from lightning_gputime._measurement.loader import LoaderTimes
 from lightning_gputime._measurement.memory import MemorySummary
 from lightning_gputime._measurement.observers import Section
 from lightning_gputime._measurement.ranks import RankSummary
@@ -43,7 +44,7 @@ class Measurement:
         is_warmup: True if only warm-up steps were timed. Then the statistics include them.
         hint: Advice if no step was timed.
         slow: Cost of slow steps; None if no step was slow.
-        slowdown: Lasting change of the step time; None if there is none.
+        slowdown: Lasting change of the step time; None if it did not change.
         wall_clock: Host time of the training by entry; None if unknown.
         memory: Peak memory of the device; None on a CPU.
         stage: "validation", "test" or "prediction"; empty for training.
@@ -51,7 +52,8 @@ class Measurement:
         sections: Sections that observers add to the summary.
         not_measured: Sentences on quantities that could not be measured.
         blurred: Phases whose times are therefore not separated.
-        culprits: Code that takes the time of phases and entries, as far as it is known.
+        culprits: Code that takes the time of phases and entries, if known.
+        loaders: Times of the workers of each loader.
     """
 
     rows: Mapping[str, PhaseStats] = field(default_factory=dict)
@@ -82,6 +84,7 @@ class Measurement:
     not_measured: tuple[str, ...] = ()
     blurred: tuple[str, ...] = ()
     culprits: tuple[Culprit, ...] = ()
+    loaders: tuple[LoaderTimes, ...] = ()
 
     @property
     def items_per_sec(self) -> float | None:

@@ -29,7 +29,7 @@ class Probes:
     def means_ms(self, means_ms: Mapping[str, float]) -> dict[str, float]:
         """Return the GPU busy time of the newest probed step, and the launch gap (in milliseconds).
 
-        Empty if no step was probed, or if none can be.
+        Empty before the first probe, and after a failure.
 
         Args:
             means_ms: Mean times of the steps that were not probed.

@@ -72,7 +72,7 @@ class LogWindow(NamedTuple):
 class Results:
     """Collect the facts of a run.
 
-    One thread adds steps, and any thread may read. A reader holds the lock only while it copies.
+    One thread adds steps, and any thread may read. Readers keep the lock only while they copy.
 
     Args:
         capacity: Number of steps in the history.
@@ -82,7 +82,7 @@ class Results:
         culprits: Sums of the code that takes the time; empty by default.
         libraries: Libraries whose missing names concern this training.
         wall_clock: Clock of the whole training; None for evaluations.
-        setup: Setup of the training, as far as it is known at the start.
+        setup: Known setup of the training; updated later.
         throughput: Reference for work per second; empty by default.
     """
 
@@ -99,9 +99,9 @@ class Results:
         setup: TrainingSetup | None = None,
         throughput: ThroughputReference | None = None,
     ) -> None:
-        # Reentrant: a signal handler may read in the same thread while `add` holds the lock.
+        # Reentrant, because a signal handler may read in the thread that has the lock.
         self._lock = RLock()
-        self._on_host_clock, self._hint, self._libraries = on_host_clock, hint, libraries
+        self._constants = _Constants(on_host_clock, hint, libraries)
         self._steps = StepLog(capacity, warmup_steps)
         self.untimed = UntimedSteps(warmup_steps, capacity)
         self._logged_totals = self.untimed.totals  # Untimed steps before the last log.
@@ -175,7 +175,7 @@ class Results:
 
     @property
     def slowdown(self) -> Slowdown | None:
-        """The slowdown that was found last during training; None if none was looked for."""
+        """Result of the newest search during training; None without a search."""
         return self.slowdowns.found
 
     def steps_read(self, steps: ReadSteps) -> None:
@@ -209,9 +209,9 @@ class Results:
     # Logs
 
     def untimed_since_log(self, *, restart: bool, has_timed: bool) -> Estimate:
-        """Return the untimed steps since the last log; with `restart`, this is the next log.
+        """Return the untimed steps since the last log. With `restart`, start the next log.
 
-        Nothing can be logged before the first timed step: a later log includes these steps.
+        Before the first timed step nothing can be logged: a later log includes these steps.
         """
         with self._lock:
             estimate = self.untimed.estimate_since(self._logged_totals)
@@ -220,7 +220,7 @@ class Results:
             return estimate
 
     def log_values(self, window: LogWindow) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the values to log, by name, and those that observers add."""
+        """Return the values to log by name, and the values that observers add."""
         sources, n = self._sources, int(window.timed.step.n) or 1
         means_ms = {**window.means_ms, **self.probes.means_ms(window.means_ms)}
         if self.slow.is_followed:
@@ -236,17 +236,13 @@ class Results:
     # Readings
 
     def history_and_warmup(self) -> tuple[npt.NDArray[Any], int]:
-        steps, warmup = self._read_steps()
-        return history(steps), warmup
-
-    def _read_steps(self) -> tuple[list[StepRecord], int]:
-        """Return the steps in the history, and how many of them are warm-up."""
+        """Return the steps in the history, and the number of them that are warm-up."""
         with self._lock:
             log = copy(self._steps)
-        return log.unpacked(), log.warmup_in_history  # Outside of the lock: it takes time.
+        return history(log.unpacked()), log.warmup_in_history  # Outside of the lock: it takes time.
 
     def measurement(self, stage: str = "") -> Measurement:
-        """Return the facts of all steps without the warm-up; with it if there are no others."""
+        """Return the facts of all steps without the warm-up, or of the warm-up if it is all."""
         ranks = self.ranks.complete()
         with self._lock:
             log, busy = copy(self._steps), self.probes.sums.copy()
@@ -260,20 +256,17 @@ class Results:
             untimed_steps=max(self._sampling.ended_steps - log.n, 0),
             skipped_updates=log.skipped_warmup_updates + log.sums.skipped_updates,
             ranks=ranks,
-            hint="" if log.n else self._hint,
+            hint="" if log.n else self._constants.hint,
             stage=stage,
         )
 
     def _measurement_of(self, steps: list[StepRecord], sums: Sums, busy: Sums) -> Measurement:
-        times, untimed, sources, sampling = (
-            history(steps),
-            self.untimed,
-            self._sources,
-            self._sampling,
-        )
+        times, untimed = history(steps), self.untimed
+        sources, sampling = self._sources, self._sampling
         with self._lock:
             estimate, weights = untimed.estimate(), untimed.weights(len(steps))
-            percentiles_ms, max_ms = untimed.percentiles_ms(5, 50, 95), untimed.max_ms
+            percentiles_ms = untimed.durations.percentiles_ms(5, 50, 95)
+            max_ms = untimed.durations.max_ms
             knows_durations = untimed.knows_durations
             slow_scale = untimed.slow_scale or 1.0
         every = sums.plus(estimate.sums)
@@ -283,7 +276,7 @@ class Results:
         if estimate.sums.step.n and knows_durations:
             p5_ms, p50_ms, p95_ms = percentiles_ms
             step = replace(step, p5_ms=p5_ms, p50_ms=p50_ms, p95_ms=p95_ms, max_ms=max_ms)
-        gaps = [*not_measured(self._libraries), *self._mismatches]
+        gaps = [*not_measured(self._constants.libraries), *self._mismatches]
         return Measurement(
             rows=Named(rows),
             step=step,
@@ -291,7 +284,7 @@ class Results:
             warmup_steps=0,
             host_wait_mean_ms=sums.wait_ms / n if n else math.nan,
             skipped_updates=sums.skipped_updates,
-            on_host_clock=self._on_host_clock,
+            on_host_clock=self._constants.on_host_clock,
             probed_steps=int(busy.step.n),
             not_sampled_steps=estimate.unsampled_steps,
             not_sampled_share=estimate.unsampled_ms / (every.step.device_ms + estimate.unsampled_ms)
@@ -309,7 +302,16 @@ class Results:
             not_measured=tuple(gap.text for gap in gaps),
             blurred=tuple({phase: None for gap in gaps for phase in gap.blurred}),
             culprits=self.culprits.summary(),
+            loaders=self.culprits.loaders(),
         )
+
+
+class _Constants(NamedTuple):
+    """Facts that do not change, see `Results`."""
+
+    on_host_clock: bool
+    hint: str
+    libraries: tuple[str, ...]
 
 
 class _Sources(NamedTuple):
@@ -334,11 +336,11 @@ class RankResults:
         self._summary = summary
 
     def complete_later(self, complete: Callable[[], object]) -> None:
-        """Call a function before the next reading: it waits for late ranks, and adds them."""
+        """Before the next reading, call a function that waits for late ranks and adds them."""
         self._complete = complete
 
     def complete(self) -> RankSummary | None:
-        """Return the comparison, once late ranks had time to arrive."""
+        """Return the comparison, after waiting for late ranks if necessary."""
         complete, self._complete = self._complete, None
         if complete is not None:
             complete()

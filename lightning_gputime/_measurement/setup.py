@@ -1,4 +1,4 @@
-"""Setup of a training, as far as it is known."""
+"""Setup of a training: loader, precision, compilation, and settings that may cost time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -270,7 +270,7 @@ class SlowLog:
     def __init__(self) -> None:
         self.is_followed = False
         """True if logs or observers report slow steps during training."""
-        self._is_known = False  # True once steps were compared with a baseline.
+        self._has_baseline = False
         self._kept = _Kept()
         # Steps that are not logged yet: the steps added last, and the sums over the others.
         self._pending: Sequence[SlowStep] = ()
@@ -288,14 +288,14 @@ class SlowLog:
         """Explain each slow step as it is added, as logs or observers report it."""
         self.is_followed = True
 
-    def add(self, found: Sequence[SlowEvidence], *, is_known: bool) -> Sequence[SlowStep]:
+    def add(self, found: Sequence[SlowEvidence], *, has_baseline: bool) -> Sequence[SlowStep]:
         """Add the next slow steps. Return them with their causes if the log is followed.
 
         Args:
             found: Slow steps.
-            is_known: True if steps were compared with a baseline yet.
+            has_baseline: True if steps were compared with a baseline yet.
         """
-        self._is_known = is_known
+        self._has_baseline = has_baseline
         if not found:
             return ()
         steps = [step.explained() for step in found] if self.is_followed else []
@@ -322,7 +322,7 @@ class SlowLog:
         if not keep:
             self._logged, self._before = newest, _Sums()
             self._pending = [step for step in self._pending if step.step > newest]
-        if not self._is_known:
+        if not self._has_baseline:
             return {}
         self._kinds += tuple(kind for kind in sums.kinds_ms if kind not in self._kinds)
         kinds = {f"slow/{kind}": sums.kinds_ms.get(kind, 0.0) / n for kind in self._kinds}

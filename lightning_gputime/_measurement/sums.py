@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
-from math import nan
-from operator import attrgetter
+from math import isnan, nan
+from operator import attrgetter, sub
 
 from lightning_gputime._measurement.units import percent
 from lightning_gputime._phases import BACKWARD, FORWARD, StepRecord, resolve_labels
@@ -18,43 +18,45 @@ class Sums:
     def __init__(self, steps: Iterable[StepRecord] = ()) -> None:
         self.phases = defaultdict[str, PhaseSum](PhaseSum)
         self.step = PhaseSum()
-        self.each_ms: list[float] = []  # Device time of each step, without those merged.
+        self.each_ms: list[float] = []
+        """Device time of each step; empty after a merge."""
         self.wait_ms = 0.0  # Host wait.
         self.skipped_updates = 0
-        # Items of the steps whose items are known, and the device time of these steps.
+        # Number of items, and device time of the steps with a known number of items.
         self.items = self.items_ms = 0.0
         for labels, alike in groupby(steps, attrgetter("labels")):
             self._add_alike(labels, alike)
 
     def _add_alike(self, labels: tuple[str, ...], steps: Iterable[StepRecord]) -> None:
-        # No loop over steps, for speed; and no NumPy, whose code is not in the caches here.
+        # Without a loop over steps, for speed; and without NumPy, whose code is not cached here.
         _, _, device_ms, host_ns, waits_ms, _, skipped_updates, _, _, items, *_ = zip(
             *steps, strict=True
         )
         n = len(device_ms)
         marks_ms = [*zip(*device_ms, strict=True)]
-        marked_ns = [*map(sum, zip(*host_ns, strict=True))]
+        starts_ns = [*map(sum, zip(*host_ns, strict=True))]
+        marks_ns = [*map(sub, starts_ns[1:], starts_ns)]
         for name, marks in _marks_of(labels):
             if len(marks) == 1:
-                of_steps_ms: Sequence[float] = marks_ms[marks[0]]
+                steps_ms: Sequence[float] = marks_ms[marks[0]]
             else:
-                of_marks_ms = [marks_ms[mark] for mark in marks]
-                of_steps_ms = [*map(sum, zip(*of_marks_ms, strict=True))] or [0.0] * n
-            took_ns = sum([marked_ns[mark + 1] - marked_ns[mark] for mark in marks])
+                columns = map(marks_ms.__getitem__, marks)
+                steps_ms = [*map(sum, zip(*columns, strict=True))] or [0.0] * n
             if name is None:
-                self.each_ms += of_steps_ms
-                self.add_items(items, of_steps_ms)
+                self.each_ms += steps_ms
+                self._add_items(items, steps_ms)
             phase = self.step if name is None else self.phases[name]
-            phase.add(n, sum(of_steps_ms), took_ns / 1e6, max(of_steps_ms))
+            host_ms = sum(map(marks_ns.__getitem__, marks)) / 1e6
+            phase.add(n, sum(steps_ms), host_ms, max(steps_ms))
         self.wait_ms += sum(waits_ms)
         self.skipped_updates += sum(skipped_updates)
 
-    def add_items(self, items: Sequence[float], each_ms: Sequence[float]) -> None:
-        """Add the items of the steps whose items are known, and the device time of these steps."""
+    def _add_items(self, items: Sequence[float], each_ms: Sequence[float]) -> None:
+        """Add the items and the device time of the steps with a known number of items."""
         all_items = sum(items)
-        if all_items != all_items:
-            known = [i for i, n in enumerate(items) if n == n]
-            all_items, each_ms = sum([items[i] for i in known]), [each_ms[i] for i in known]
+        if isnan(all_items):
+            counted = [i for i, n in enumerate(items) if not isnan(n)]
+            all_items, each_ms = sum([items[i] for i in counted]), [each_ms[i] for i in counted]
         self.items += all_items
         self.items_ms += sum(each_ms)
 
@@ -70,7 +72,7 @@ class Sums:
     def add_alike(
         self, n: float, ms: float, phases: Iterable[tuple[str, float, float, float]], items: float
     ) -> None:
-        """Add steps by how they divide into phases.
+        """Add estimated steps.
 
         Args:
             n: Number of steps.
@@ -82,7 +84,7 @@ class Sums:
         self.step.add(n, ms, ms)
         for name, *sums in phases:
             self.phases[name].add(*sums)
-        if items == items:
+        if not isnan(items):
             self.items += items
             self.items_ms += ms
 
@@ -103,11 +105,9 @@ class Sums:
 class PhaseSum:
     """Sums of a phase over the `n` steps in which it ran (in milliseconds)."""
 
-    __slots__ = ("device_ms", "host_ms", "max_ms", "n")
-
-    def __init__(self) -> None:
-        self.n: float = 0  # Fractional in estimates.
-        self.device_ms = self.host_ms = self.max_ms = 0.0
+    # Initial values. There are many objects per log, so save the calls of an `__init__`.
+    n: float = 0  # Fractional in estimates.
+    device_ms = host_ms = max_ms = 0.0
 
     @property
     def mean_ms(self) -> float:

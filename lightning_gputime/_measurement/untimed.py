@@ -10,23 +10,22 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from lightning_gputime._measurement.durations import Durations
 from lightning_gputime._measurement.ranks import STEP
 from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._phases import StepRecord
 
-# A step is long if it takes this many medians. Each further stratum starts at twice the duration.
-LONG, _GROWTH, _MAX_STRATUM = 1.5, 2.0, 12
+_LONG_STEP = 1.5  # Multiple of the median from which a step is long.
+_GROWTH, _MAX_STRATUM = 2.0, 12  # Each stratum of long steps starts at twice the duration.
 _RECENT, _RECENT_TIMED = 500, 50  # Number of newest steps in a median.
 _MAX_TIMING_NS = 0.4e6  # Maximum time that timing adds to a step.
 _MAX_BLOCK = 5  # Maximum number of consecutive timed steps of a stratum in a block.
-_REMEMBERED = 8  # Number of newest long steps of a stratum, to predict the next.
+_MAX_NEWEST = 8  # Number of newest long steps of a stratum that predict the next.
 # Quantiles of Student's t for a 95 % interval, from 1 degree of freedom on.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-_MIN_WAIT = 0.1  # Fraction of the time that the host waits in GPU-bound steps.
-_BINS_PER_FACTOR_E = 50  # Bins of the histogram of durations are 2 % wide.
+_MIN_WAIT_SHARE = 0.1  # Minimum fraction of the time that the host waits in GPU-bound steps.
 
-
-_NOTHING = Sums()
+_NO_STEPS = Sums()
 
 
 class Estimate(NamedTuple):
@@ -40,7 +39,7 @@ class Estimate(NamedTuple):
         unsampled_ms: Duration of these steps (in milliseconds).
     """
 
-    sums: Sums = _NOTHING
+    sums: Sums = _NO_STEPS
     errors_ms: Mapping[str, float] = MappingProxyType({})
     unsampled_steps: int = 0
     unsampled_ms: float = 0.0
@@ -88,7 +87,7 @@ class Composition(NamedTuple):
 
 
 class _Gap(NamedTuple):
-    """Untimed steps of a stratum: `n` took `ms`, and `uncertain` have an unknown duration."""
+    """Untimed steps of a stratum: `n` steps took `ms`; further `uncertain` steps are unmeasured."""
 
     n: int = 0
     ms: float = 0.0
@@ -140,35 +139,26 @@ class UntimedSteps:
         self._recent = deque[float](maxlen=_RECENT)  # Durations of untimed steps.
         self._recent_timed = deque[float](maxlen=_RECENT_TIMED)  # The same for timed steps.
         self._strata = [_Stratum() for _ in range(_MAX_STRATUM + 1)]
-        self._counts = defaultdict[int, int](int)  # Histogram of all durations.
-        self._max_ns = 0
-        self._waits = False  # True while the host waits for the device: it sets the pace.
+        self.durations = Durations()
+        self._is_gpu_bound = False  # True while the host waits for the device.
         self._has_untimed = False
         self._block: tuple[int, list[StepRecord]] = (0, [])
 
-    # At the end of each step: these cost each step time.
-
-    # `now_ns` is the time of all steps so far, without pauses and evaluations.
+    # At the end of each step. `now_ns` is the time of all steps so far, without pauses and
+    # evaluations.
 
     def restart(self, now_ns: int) -> None:
-        """Start the next step now: the time since the last one belongs to no step."""
+        """Start the next step now. The time since the last step belongs to no step."""
         self.since_ns = now_ns
 
-    def end_step(self, now_ns: int) -> int:
-        """End a step. Return its index."""
+    def end_step(self, now_ns: int) -> None:
         self._durations_ns.append(now_ns - self.since_ns)
         self.since_ns = now_ns
-        return self._settled + len(self._durations_ns) - 1
 
     def leave_out(self, now_ns: int) -> None:
         """End a step that no statistic includes, such as a probed step."""
         self._durations_ns.append(-1)
         self.since_ns = now_ns
-
-    @property
-    def unsettled(self) -> int:
-        """Number of steps that have ended since the last settled step."""
-        return len(self._durations_ns)
 
     # After steps were read
 
@@ -194,18 +184,20 @@ class UntimedSteps:
         took_ns[~is_known] = -1
         if timed:
             waited_ms = sum(step.wait_ms for step in timed)
-            self._waits = waited_ms >= _MIN_WAIT * sum(sum(step.device_ms) for step in timed)
+            self._is_gpu_bound = waited_ms >= _MIN_WAIT_SHARE * sum(
+                sum(step.device_ms) for step in timed
+            )
         self._recent.extend(took_ns[is_known & ~is_timed].tolist())
         self._recent_timed.extend(took_ns[is_known & is_timed].tolist())
         stratum_of = self._strata_of(took_ns, is_timed)
-        if self._waits:
+        if self._is_gpu_bound:
             stratum_of[:] = 0
         self._strata_of_timed.extend(stratum_of[is_timed].tolist())
         for i, which in enumerate((is_known, is_known & is_timed)):
             of_step, strata = stratum_of[which], _MAX_STRATUM + 1
             self._steps[i] += np.bincount(of_step, minlength=strata)
             self._ns[i] += np.bincount(of_step, weights=took_ns[which], minlength=strata)
-        self._count(took_ns[is_known])
+        self.durations.add(took_ns[is_known])
         for k in np.unique(stratum_of[is_known & (stratum_of > 0)]).tolist():
             found = np.flatnonzero(is_known & (stratum_of == k))
             self._strata[k].newest.extend((first + found).tolist())
@@ -231,16 +223,9 @@ class UntimedSteps:
         # Up to half of the timed steps may really be long: compare the first quartile.
         added_ns = np.quantile(timed, 0.25) - median_ns if timed and untimed else 0.0
         without_ns = took_ns - is_timed * min(max(added_ns, 0.0), _MAX_TIMING_NS)
-        ratio = np.maximum(without_ns, 1.0) / (LONG * max(median_ns, 1.0))
+        ratio = np.maximum(without_ns, 1.0) / (_LONG_STEP * max(median_ns, 1.0))
         levels = np.floor(np.log(ratio) / math.log(_GROWTH)).astype(np.int64) + 1
         return np.clip(levels, 0, _MAX_STRATUM)
-
-    def _count(self, took_ns: npt.NDArray[np.float64]) -> None:
-        bins = np.floor(np.log(np.maximum(took_ns, 1.0)) * _BINS_PER_FACTOR_E).astype(int)
-        for place, n in zip(*np.unique(bins, return_counts=True), strict=True):
-            self._counts[int(place)] += int(n)
-        if len(took_ns):
-            self._max_ns = max(self._max_ns, int(took_ns.max()))
 
     def _add_untimed(self, took_ns: npt.NDArray[np.float64], strata: npt.NDArray[np.int64]) -> None:
         self._end_block()
@@ -251,7 +236,9 @@ class UntimedSteps:
         n = np.bincount(strata[is_known])
         ns = np.bincount(strata[is_known], weights=took_ns[is_known])
         for k in np.flatnonzero(n).tolist():
-            self._strata[k].add_untimed(int(n[k]), math.nan if self._waits else float(ns[k]) / 1e6)
+            self._strata[k].add_untimed(
+                int(n[k]), math.nan if self._is_gpu_bound else float(ns[k]) / 1e6
+            )
 
     def _add_timed(self, stratum: int, step: StepRecord) -> None:
         k, steps = self._block
@@ -304,15 +291,9 @@ class UntimedSteps:
         for other in (k + 1, k - 1):
             if 0 < other < len(strata) and strata[other].last is not None:
                 ratio = mean_ns[other] / max(mean_ns[k], 1.0)
-                if 1 / LONG < ratio < LONG:
+                if 1 / _LONG_STEP < ratio < _LONG_STEP:
                     return strata[other].last
         return None
-
-    @property
-    def n(self) -> int:
-        """Number of settled untimed steps, without the warm-up."""
-        every, timed = self._steps.sum(axis=1)
-        return int(every - timed)
 
     def weights(self, n: int) -> npt.NDArray[np.float64]:
         """Return the number of steps that each of the newest `n` timed steps represents."""
@@ -332,31 +313,16 @@ class UntimedSteps:
             shares.append(excess_ns / max(ns.sum(), 1.0))
         return float(min(shares[0] / shares[1], 1.0)) if shares[1] > 0 else 1.0
 
-    def percentiles_ms(self, *quantiles: float) -> list[float]:
-        """Return percentiles of the durations of all steps, accurate to 1 % (in milliseconds)."""
-        bins = sorted(self._counts)
-        ends = np.cumsum([self._counts[place] for place in bins])
-        if not len(ends):
-            return [math.nan] * len(quantiles)
-        places = np.searchsorted(ends, np.array(quantiles) / 100 * ends[-1])
-        places = np.minimum(places, len(bins) - 1)
-        return [math.exp((bins[i] + 0.5) / _BINS_PER_FACTOR_E) / 1e6 for i in places.tolist()]
-
     @property
     def knows_durations(self) -> bool:
         """True if the host time of each step is its duration: training was never GPU-bound."""
         return not any(stratum.total.uncertain for stratum in self._strata)
 
-    @property
-    def max_ms(self) -> float:
-        """Duration of the longest step (in milliseconds)."""
-        return self._max_ns / 1e6
-
     def next_long(self) -> tuple[int, int] | None:
         """Return the index of a recent long step and the expected distance to the next.
 
-        Of several strata, use the stratum with the fewest timed blocks for its time. None if no
-        long step has recurred.
+        If long steps recur in several strata, use the stratum with the fewest timed blocks relative
+        to its time. None if no long step has recurred.
         """
         found = [stratum for stratum in self._strata[1:] if len(stratum.newest) >= 2]
         if not found:
@@ -370,7 +336,7 @@ class _Stratum:
     """Untimed steps of a stratum, and the blocks of timed steps that represent them."""
 
     def __init__(self) -> None:
-        self.newest = deque[int](maxlen=_REMEMBERED)  # Indices, timed or not.
+        self.newest = deque[int](maxlen=_MAX_NEWEST)  # Indices, timed or not.
         self.blocks = 0
         self.total = _Gap()  # All untimed steps, then those since the last block.
         self._pending = _Gap()

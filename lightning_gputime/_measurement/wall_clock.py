@@ -1,4 +1,4 @@
-"""Wall clock of a training: its time from start to end, by entry."""
+"""Wall clock of a training: the time from its start to its end, by entry."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -41,7 +41,7 @@ class WallClockBreakdown:
             - `checkpoints`: inside and outside of steps
             - `epoch ends`: hooks at the start and the end of epochs
             - `paused`: code inside `timer.paused()`
-            - `between loops`: code between loops over `steps()`, and after the last of several
+            - `between loops`: code between loops over `steps()`, and after the last of them
             - `tear-down`: after the last epoch or loop
         saves_in_steps_s: Part of `checkpoints` inside `steps` (in seconds).
         after_batches_s: Part of `validation` or `evaluation` after its last batch, such as metrics
@@ -143,10 +143,6 @@ class WallClock:
         return {**self.__dict__, "_account": self._current(), "_now_ns": None}
 
     @property
-    def is_running(self) -> bool:
-        return self._now_ns is not None
-
-    @property
     def is_here(self) -> bool:
         """True in the thread of the training."""
         return get_ident() == self._thread
@@ -168,13 +164,6 @@ class WallClock:
         account = self._account
         elapsed_ns = now_ns - account.since_ns if account.is_step else 0
         return account.steps_ns + elapsed_ns
-
-    @classmethod
-    def of_steps(cls, now_ns: Callable[[], int]) -> "WallClock":
-        """Return a clock that attributes all time to steps."""
-        clock = cls(now_ns, has_stepped=True)
-        clock.resume_steps()
-        return clock
 
     # Events of a training
 
@@ -202,7 +191,7 @@ class WallClock:
             )
         self.resume_steps()
 
-    # `NamedPhase` calls these two methods, which a recorder has, too.
+    # `NamedPhase` calls these two methods, which recorders also have.
 
     def enter_phase(self, entry: str) -> None:
         """Attribute time to a nested entry until `leave_phase`. Other threads have no effect."""
@@ -243,28 +232,20 @@ class WallClock:
         if not self._open_loops:
             self.switch_to(BETWEEN_LOOPS)
 
-    def stop(self) -> None:
-        """Stop the clock. Safe to call twice."""
-        self._account, self._now_ns = self._current(), None
-
-    def stop_own_loop(self, ended_ns: int) -> None:
-        """Stop the clock of a plain loop, which may end without a notification.
+    def stop(self, ended_ns: int | None = None) -> None:
+        """Stop the clock. Safe to call twice.
 
         Args:
-            ended_ns: Time of all steps at the end of the last step, as `steps_ns` returns it.
+            ended_ns: In a loop that only calls `step()`, whose end is not reported: the time of all
+                steps at the end of the last step, as `steps_ns` returns it.
         """
-        if self._now_ns is not None and not self._started_loops and self.has_stepped:
-            account = self._current()
-            self._put(account.with_moved(STEPS, TEAR_DOWN, max(account.steps_ns - ended_ns, 0)))
-        self.stop()
+        account = self._current()
+        may_have_ended = self._now_ns is not None and self.has_stepped and not self._started_loops
+        if ended_ns is not None and may_have_ended:
+            account = account.with_moved(STEPS, TEAR_DOWN, max(account.steps_ns - ended_ns, 0))
+        self._account, self._now_ns = account, None
 
     # Results
-
-    @property
-    def steps_ms(self) -> float:
-        """Duration of all steps but the first, without pauses (in milliseconds)."""
-        account = self._current()
-        return (account.entries_ns.get(STEPS, 0) + account.saves_in_steps_ns) / 1e6
 
     def summary(self) -> WallClockBreakdown:
         """Return the breakdown of the time so far."""
@@ -299,3 +280,10 @@ class WallClock:
     def _put(self, account: _Account) -> None:
         self._account = account
         self.outside_ns = account.since_ns - account.steps_ns
+
+
+def clock_of_steps(now_ns: Callable[[], int]) -> WallClock:
+    """Return a clock that attributes all time to steps."""
+    clock = WallClock(now_ns, has_stepped=True)
+    clock.resume_steps()
+    return clock

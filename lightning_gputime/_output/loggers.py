@@ -85,9 +85,9 @@ class LogWriter:
         if not wanted:
             return
         if not only_publish:
-            # Some loggers drop values whose step is smaller than the last one.
+            # Some loggers drop values whose step is smaller than the last step.
             step = self._newest = max(step, self._newest)
-            # One call: for each, CSV writes a row, W&B counts a step, MLflow sends a request.
+            # A single call, because each call is a row of CSV, a step of W&B, a request to MLflow.
             for logger in self._loggers:
                 self._try(partial(send, logger, self._prefix, self._stage, wanted, step, self._row))
         if self._publish is not None:

@@ -21,6 +21,7 @@ from lightning_gputime._measurement.stats import PhaseStats, table_rows
 from lightning_gputime._measurement.sums import WorkSummary
 from lightning_gputime._measurement.units import duration, percent, unit_of
 from lightning_gputime._measurement.wall_clock import ONCE, WallClockBreakdown
+from lightning_gputime._output.loader import loader_table
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._phases import FIRST_STEPS
 
@@ -39,6 +40,7 @@ _MIN_COST = 0.01
 # Fields that the JSON omits if they are empty.
 _RARE = (
     "sections",
+    "loaders",
     "untimed_steps",
     "each_timed_for",
     "slowdown",
@@ -55,7 +57,7 @@ class PhaseSummary(Tabular):
 
     Attributes:
         measurement: All facts, see `Measurement`. Most of them are also attributes of the summary.
-        setup: Setup of the training, as far as it is known.
+        setup: Known setup of the training.
     """
 
     measurement: Measurement
@@ -178,7 +180,7 @@ class PhaseSummary(Tabular):
 
     @property
     def slowdown(self) -> Slowdown | None:
-        """Lasting change of the step time; None if there is none."""
+        """Lasting change of the step time; None if it did not change."""
         return self.measurement.slowdown
 
     @property
@@ -232,7 +234,7 @@ class PhaseSummary(Tabular):
         return self.measurement.hint
 
     def to_dict(self) -> dict[str, Any]:
-        """Return nested dicts of numbers, ready for JSON; None where there is no number."""
+        """Return nested dicts of numbers for JSON, with None for NaN."""
         diagnosis = self.diagnosis
         facts = {field.name: getattr(self.measurement, field.name) for field in fields(Measurement)}
         derived = {"verdict": diagnosis.headline, "advice": self.advice}
@@ -254,8 +256,15 @@ class PhaseSummary(Tabular):
         if diagnosis.time_breakdown is not None:
             advice = _advice_lines(diagnosis)
             above = diagnosis.headline, _breakdown_table(diagnosis.time_breakdown, advice)
+        loader = None if m.is_warmup else loader_table(m, self.setup)
         return Table(
-            self._title(), self._lines(), below, above=above, drops=_DROPS, lanes=self._lanes()
+            self._title(),
+            self._lines(),
+            below,
+            above=above,
+            drops=_DROPS,
+            lanes=self._lanes(),
+            below=loader,
         )
 
     def _lanes(self) -> dict[str, dict[str, float]]:

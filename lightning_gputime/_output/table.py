@@ -34,6 +34,7 @@ class Table:
         drops: Columns to drop from a table that is too wide, in this order. No cell is ever cut.
         lanes: Time of each phase, by lane such as "GPU" (in milliseconds).
         steps: Recommended actions, as a numbered list below the table.
+        below: A further table below this table, before the texts.
     """
 
     title: str
@@ -44,6 +45,7 @@ class Table:
     drops: Sequence[str] = ()
     lanes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     steps: Sequence[str] = ()
+    below: "Table | None" = None
 
     def text(self, width: int | None = None, *, in_colour: bool = False) -> str:
         """Return the table as text.
@@ -60,12 +62,13 @@ class Table:
         lead = [_wrapped(self.above[0], width), self.above[1].text(width)] if self.above else []
         if in_colour and self.lanes and width is not None:
             lead.insert(1, _draw_lanes(self.lanes, width))
-        title, *below = (_wrapped(text, width) for text in (self.title, *self.sentences))
+        title, *texts = (_wrapped(text, width) for text in (self.title, *self.sentences))
         grid = "\n".join([header, rule, *body, rule, total])
         steps = [_wrapped(f"{i:3}. {step}", width, "     ") for i, step in enumerate(self.steps, 1)]
         if steps:
             steps.insert(0, _TO_DO)
-        return "\n\n".join(filter(None, [*lead, title, grid, "\n".join(steps), *below]))
+        below = "" if self.below is None else self.below.text(width)
+        return "\n\n".join(filter(None, [*lead, title, grid, "\n".join(steps), below, *texts]))
 
     def html(self) -> str:
         if not self.lines:
@@ -75,7 +78,8 @@ class Table:
         lead = ""
         if self.above:
             lead = f"<p><strong>{marked(self.above[0])}</strong></p>{self.above[1].html()}"
-        below = "".join(f"<p>{marked(sentence)}</p>" for sentence in self.sentences)
+        below = "" if self.below is None else self.below.html()
+        below += "".join(f"<p>{marked(sentence)}</p>" for sentence in self.sentences)
         if self.steps:
             steps = "".join(f"<li>{marked(step)}</li>" for step in self.steps)
             below = f"<p>{_TO_DO}</p><ol>{steps}</ol>{below}"

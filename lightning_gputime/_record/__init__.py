@@ -1,5 +1,5 @@
-"""Times: the clock, the recorder of marks, and the steps that wait to be read.
+"""Times: clocks, the recorder of marks, and steps that are pending until the device is done.
 
-Belongs here: what turns marks on a device's timeline into a `StepRecord`.
-Does not: when steps are timed, where marks come from, and what the times mean.
+Everything from a mark on a device's timeline to a `StepRecord` belongs here. Choosing the
+timed steps belongs in `_session`, hooks in `_instrumentation`, and statistics in `_measurement`.
 """

@@ -10,19 +10,19 @@ _CAPTURES = (
 
 
 class Captures:
-    """The captures of graphs in the timed thread."""
+    """Captures of graphs in the timed thread."""
 
     def __init__(self, clock: Clock, warn_once: WarnOnce) -> None:
         self._is_capturing, self._warn_once = clock.is_capturing, warn_once
-        # Every mark calls this first: it is cheaper, and may be true without need.
+        # Every mark calls this first. It is cheaper, and may return True without a capture.
         self.may_run = getattr(clock, "may_capture", clock.is_capturing)
-        self.were_seen = False
-        """True once a graph was captured: a replay may run a step without a call of a hook."""
+        self.has_captured = False
+        """True once a graph was captured: its replay may run a step without calling any hook."""
 
     def note(self) -> bool:
-        """Return whether a graph is being captured; if so, tell the user once."""
+        """Return True if a graph is being captured, and warn once."""
         if not self._is_capturing():
             return False
-        self.were_seen = True
+        self.has_captured = True
         self._warn_once(_CAPTURES)
         return True

@@ -1,4 +1,4 @@
-"""Clocks: sources of timing events. Only this module names a class of events."""
+"""Clocks: sources of timing events."""
 
 import functools
 import time
@@ -17,7 +17,7 @@ _warn_once = WarnOnce()
 
 
 class TimingEvent(Protocol):
-    """A point on the timeline of a device: a part of the interface of `torch.Event`.
+    """Point on the timeline of a device: a part of the interface of `torch.Event`.
 
     `elapsed_time` raises RuntimeError if the device has not reached both events.
     """
@@ -29,15 +29,15 @@ class TimingEvent(Protocol):
 
 
 class Clock(Protocol):
-    """The time of a device, and that of the host.
+    """Clock of a device and of the host.
 
     Optional attributes:
 
     - `spin(cycles)` keeps the device busy, for probes.
-    - `device` is the device, and `peak_memory()` returns the peaks of its allocator.
-    - `streams`, see `DeviceClock`; without it, all work is on the timed stream.
-    - `may_capture()` is a cheaper `is_capturing()`. It may return True when that returns False.
-    - `elapsed_ms(events)` is a cheaper `elapsed_ms`, see the function.
+    - `device` is the device. `peak_memory()` returns the peaks of its allocator.
+    - `streams` is described in `DeviceClock`. Without it, all work is on the timed stream.
+    - `may_capture()` is a cheaper `is_capturing()`, which may return True without a capture.
+    - `elapsed_ms(events)` replaces the function `elapsed_ms`.
     """
 
     def event(self) -> TimingEvent:
@@ -46,35 +46,33 @@ class Clock(Protocol):
     def host_ns(self) -> int: ...
 
     def is_capturing(self) -> bool:
-        """Return whether the current stream is being captured into a graph.
+        """Return True while the current stream is being captured into a graph.
 
         Recording or querying an event would break the capture.
         """
 
 
-# Functions in C: they are called at every mark or step.
+# Functions in C, because every mark or step calls them.
 _NEVER: Callable[[], bool] = bool
 _ALWAYS: Callable[[], bool] = True.__bool__
 
 
 def elapsed_ms(events: Sequence[TimingEvent]) -> tuple[float, ...]:
     """Return the time from each event to the next (in milliseconds)."""
-    # A method of the class, and no loop in Python: this runs at every step.
+    # Avoid a loop in Python, because this runs for every step.
     return tuple(map(type(events[0]).elapsed_time, events, events[1:]))
 
 
 Mark = tuple[str, TimingEvent, int] | tuple[str, TimingEvent, int, Any]
-"""A label, the event at which it starts, and the host time there (in nanoseconds).
-
-In a located step also the place in the code.
-"""
+"""A label, the event at which it starts, and the host time there (in nanoseconds). In a located
+step, also the place in the code."""
 
 
 class DeviceClock:
-    """The clock of an accelerator: CUDA, ROCm, XPU, NPU or MPS.
+    """Clock of an accelerator: CUDA, ROCm, XPU, NPU or MPS.
 
-    It uses `torch.Event`, which works on every backend. Its `record` takes a quarter of the time
-    of `torch.cuda.Event`, which looks up the current stream in Python.
+    `torch.Event` works on every backend. Recording it takes a quarter of the time of a
+    `torch.cuda.Event`, which looks up the current stream in Python.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,7 +92,7 @@ class DeviceClock:
                 " accelerator, or 'cpu' for the host clock"
             ) from error
         self.host_ns = time.perf_counter_ns
-        # The class has `wait_event` and `wait_stream`, by which a stream waits for another.
+        # The class of streams, whose `wait_event` and `wait_stream` wait for another stream.
         self.streams = SimpleNamespace(
             kind=getattr(module, "Stream", None),
             current=lambda: torch.accelerator.current_stream(device.index).stream_id,
@@ -103,10 +101,10 @@ class DeviceClock:
         self.may_capture: Callable[[], object] = self.is_capturing
         stream_of = raw_stream()
         if device.type == "cuda" and self._is_current and stream_of is not None:
-            # The default stream, number 0, cannot be captured, see `cudaStreamBeginCapture`. To
-            # read the number takes 0.1 us on the host of an H200, `is_capturing` 0.5 us.
+            # The default stream, number 0, cannot be captured, see `cudaStreamBeginCapture`.
+            # Reading the number takes 0.1 us on the host of an H200, `is_capturing` 0.5 us.
             self.may_capture = functools.partial(stream_of, torch.cuda.current_device())
-        # It always fills the queue of the current device.
+        # A spin always runs on the current device.
         spin = spin_function(module)
         if spin is not None and self._is_current:
             self.spin = spin
@@ -117,7 +115,7 @@ class DeviceClock:
     def peak_memory(self) -> tuple[int, int, int] | None:
         """Return peak allocated, peak reserved and total memory (in bytes); None if not counted."""
         module = torch.get_device_module(self.device)
-        # Not `memory_stats`, which takes seven times as long to flatten them.
+        # `memory_stats` takes seven times as long, because it flattens them.
         stats = getattr(module, "memory_stats_as_nested_dict", None)
         counted = stats(self.device) if stats is not None else {}
         if "allocated_bytes" not in counted:
@@ -134,7 +132,7 @@ class DeviceClock:
 
 
 class _EventOnOtherDevice:
-    """An event for a device that is not the thread's current one."""
+    """Event on a device that is not the current device of the thread."""
 
     __slots__ = ("__weakref__", "_device", "_event", "query", "synchronize")
 
@@ -150,7 +148,7 @@ class _EventOnOtherDevice:
 
 
 class HostClock:
-    """The clock of the host with the interface of a device's clock, for models on the CPU."""
+    """Clock of the host as a clock of a device, for models on the CPU."""
 
     def __init__(self) -> None:
         self.host_ns = time.perf_counter_ns
@@ -166,7 +164,7 @@ class HostClock:
 
 
 class _HostEvent:
-    """A point in the time of the host, reached as soon as it is recorded."""
+    """Point in host time. It is reached as soon as it is recorded."""
 
     __slots__ = ("ns",)
 
@@ -188,18 +186,18 @@ class _HostEvent:
 
 
 _TIME_OF = attrgetter("ns")
-_TO_MS = (1e6).__rtruediv__  # Divide by it, without a call of a Python function.
+_TO_MS = (1e6).__rtruediv__  # Divides by 1e6, without a call of a Python function.
 
 
-def clock_for(device: torch.device, *, tell: bool = False) -> Clock:
-    """Return the clock of a device. With `tell`, report once that a model is on the CPU.
+def clock_for(device: torch.device, *, report_cpu: bool = False) -> Clock:
+    """Return the clock of a device. With `report_cpu`, warn once of a model on the CPU.
 
     Raises:
         ValueError: If the device is not available or has no timing events.
     """
     if device.type != "cpu":
         return DeviceClock(device)
-    if tell:
+    if report_cpu:
         _warn_once("The model is on the CPU: its phases are timed on the host's clock.")
     return HostClock()
 
@@ -214,12 +212,12 @@ def check_device(device: Any) -> torch.device:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model; a model without tensors runs on the accelerator."""
+    """Return the device of a model; the accelerator for a model without tensors."""
     devices = [
         tensor.device for tensor in (*nn.Module.parameters(model), *nn.Module.buffers(model))
     ]
-    # A model that keeps only a part on the CPU, such as its embeddings, runs on the accelerator.
+    # A model with only some parts on the CPU, such as its embeddings, runs on the accelerator.
     on_accelerator = [device for device in devices if device.type not in ("cpu", "meta")]
-    for device in (*on_accelerator, *devices):
-        return device
+    if found := on_accelerator or devices:
+        return found[0]
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -8,13 +8,13 @@ class NamedPhases:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        """The phases, the outermost first. `EXCLUDED` is a pause, which wins over all others."""
-        self._n_outer = 0  # Number of them that began before the open step.
-        self._base = DATA
+        """Open phases, outermost first. `EXCLUDED` is a pause, which overrides all others."""
+        self._n_outer = 0  # Number of phases that started before the open step.
+        self._base = DATA  # Label outside of the phases.
 
     @property
     def label(self) -> str:
-        """The label that the time goes to."""
+        """Label that the time is attributed to."""
         if EXCLUDED in self.names:
             return EXCLUDED
         return self.names[-1] if self.names else self._base
@@ -26,11 +26,11 @@ class NamedPhases:
         self.names.append(name)
 
     def leave(self, name: str) -> bool:
-        """End a phase. Return whether it was the innermost."""
+        """End a phase. Return True if it was the innermost."""
         if name not in self.names:
             return False
         is_inner = name == self.names[-1]
-        # A generator that suspends inside its phase leaves it out of order.
+        # Phases may end out of order if a generator is suspended inside its phase.
         del self.names[len(self.names) - 1 - self.names[::-1].index(name)]
         self._n_outer = min(self._n_outer, len(self.names))
         if is_inner and not self.names:
@@ -38,15 +38,15 @@ class NamedPhases:
         return is_inner
 
     def follow_with(self, label: str) -> None:
-        """Let `label` follow the outermost phase, unless this is a pause."""
+        """Let `label` follow the outermost phase, except in a pause."""
         if EXCLUDED not in self.names:
             self._base = label
 
     def start_step(self, label: str) -> str:
-        """Start a step. Return its first label: a named phase continues across steps."""
+        """Start a step. Return its first label, which is a phase that is still open, or `label`."""
         self._base, self._n_outer = label, len(self.names)
         return self.label
 
     def end_fetch(self) -> None:
-        """End the phases that began in the fetch: a loader may yield a batch inside a phase."""
+        """End the phases that started in the fetch: a loader may yield a batch inside a phase."""
         del self.names[self._n_outer :]

@@ -1,4 +1,4 @@
-"""The marks of the step that is being recorded."""
+"""Marks of the step that is being recorded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,40 +22,39 @@ _IN_NO_STEP = {EXCLUDED, EVALUATED, *INTERRUPTIONS}
 
 
 def is_fetch(labels: Sequence[str]) -> bool:
-    """Return whether these are the labels of a fetch, and of nothing else in a step."""
+    """Return True for the labels of a step so far that has only fetched."""
     return {*labels} <= {DATA, *_IN_NO_STEP}
 
 
 @dataclass(slots=True)
-class OpenStep:
-    """The marks of a step until it ends.
+class StepMarks:
+    """Marks of a step until it ends.
 
     Attributes:
         marks: All marks so far, in order.
-        post_spin_index: Index of the first mark after the spin kernel of a probe; 0 without one.
+        post_spin_index: Index of the first mark after the spin kernel of a probe; 0 if not probed.
     """
 
     marks: list[Mark] = field(default_factory=list)
     post_spin_index: int = 0
     _phases: set[str] = field(default_factory=set)  # Phases of the first marks.
-    _n_looked_at: int = 0  # Number of these marks; -1 to look at all again.
+    _n_cached: int = 0  # Number of marks in `_phases`; -1 if it is outdated.
 
     @property
     def labels(self) -> list[str]:
-        """The labels of the marks."""
         return [label for label, *_ in self.marks]
 
     @property
     def phases(self) -> set[str]:
-        """The top-level phases that have marks, or whose sub-phases have."""
-        # Looks at each mark once: loops that skip batches ask again and again in one step. Labels
-        # of the last two marks may still change.
-        marks, n = self.marks, self._n_looked_at
+        """Top-level phases of the marks."""
+        # Cached, because loops that skip batches ask many times in a step. The labels of the last
+        # two marks may still change.
+        marks, n = self.marks, self._n_cached
         last = max(len(marks) - 2, 0)
         if not 0 <= n <= last:
             self._phases, n = set(), 0
         self._phases.update(label.partition("/")[0] for label, *_ in marks[n:last])
-        self._n_looked_at = last
+        self._n_cached = last
         return self._phases.union(label.partition("/")[0] for label, *_ in marks[last:])
 
     @property
@@ -65,36 +64,36 @@ class OpenStep:
 
     @property
     def is_waiting(self) -> bool:
-        """True if the time goes to a wait for other ranks."""
+        """True during a wait for other ranks."""
         return bool(self.marks) and self.marks[-1][0] in (WAITS, RECEIVES)
 
     def relabel(self, label: str) -> None:
-        """Give the time since the last mark to `label`, including waits."""
+        """Attribute the time since the last mark to `label`, including waits."""
         self._rename(self._uninterrupted(len(self.marks) - 1), label)
 
     def rename_before(self, old: str, label: str) -> None:
-        """Give the time of the mark before the last one to `label`, if it went to `old`."""
+        """Replace the label of the second last mark if it is `old`."""
         place = self._uninterrupted(len(self.marks) - 2)
         if place >= 0 and self.marks[place][0] == old:
             self._rename(place, label)
 
     def exclude_from(self, first: int) -> None:
-        """Exclude the marks from index `first`; evaluations keep their label."""
+        """Exclude the marks from index `first` on. Evaluations keep their label."""
         self.marks[first:] = [
             mark if mark[0] == EVALUATED else (EXCLUDED, *mark[1:]) for mark in self.marks[first:]
         ]
-        self._n_looked_at = -1
+        self._n_cached = -1
 
     def exclude_evaluation(self, first: int, stop: int) -> None:
-        """Give the marks from `first` to `stop` to an evaluation; pauses keep their label."""
+        """Attribute the marks from `first` to `stop` to an evaluation. Pauses keep their label."""
         self.marks[first:stop] = [
             mark if mark[0] == EXCLUDED else (EVALUATED, *mark[1:])
             for mark in self.marks[first:stop]
         ]
-        self._n_looked_at = -1
+        self._n_cached = -1
 
     def exclude_after(self, label: str) -> bool:
-        """Exclude what follows the last mark of `label`. Return False if that includes work."""
+        """Exclude the time from the last mark of `label` on. Return False if that includes work."""
         labels = self.labels
         if label not in labels:
             return False
@@ -102,19 +101,19 @@ class OpenStep:
         if {name.partition("/")[0] for name in labels[last:]} & {FORWARD, LOSS, BACKWARD}:
             return False
         self.exclude_from(last)
-        # Also excluded, but the label shows that an update precedes it.
+        # `LEFT` is also excluded, but shows that an update precedes it.
         self.marks[last] = (LEFT, *self.marks[last][1:])
         return True
 
     def name_replay(self) -> None:
-        """Take a step without boundaries for the replay of a graph, which calls no hook."""
+        """Relabel a step without marks inside: it is the replay of a graph, which calls no hook."""
         if len(self.marks) == 2 and self.marks[0][0] == DATA:
             self._rename(0, OTHER)
 
     def _rename(self, place: int, label: str) -> None:
         self.marks[place] = (label, *self.marks[place][1:])
-        if place < self._n_looked_at:
-            self._n_looked_at = -1
+        if place < self._n_cached:
+            self._n_cached = -1
 
     def _uninterrupted(self, place: int) -> int:
         """Return the index of a mark, or of the mark that it interrupts."""

@@ -1,4 +1,4 @@
-"""Steps that have ended but were not read: the only host wait, and the reading."""
+"""Steps that have ended: wait for them, and read their times. The host waits only here."""
 
 from collections import deque
 from collections.abc import Callable
@@ -11,21 +11,19 @@ from lightning_gputime._phases import StepRecord
 from lightning_gputime._record.clock import Clock, Mark, TimingEvent, elapsed_ms
 
 BATCH = 25
-"""Number of steps that are read together if nobody waits for them.
-
-It divides the 50 steps between two logs of a Trainer: no small batch is left over.
-"""
+"""Number of finished steps that are read together. It divides the 50 steps between two logs of a
+Trainer, so that no small batch is left over."""
 
 LEFT_OUT = "Skipped a step that could not be timed: %r"
 
 _MIN_BLOCKED_NS = 20_000  # A shorter wait did not block: the step was finished.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class EndedStep:
-    """The marks of a step that has ended; see `StepRecord` for the rest.
+    """Marks of a step that has ended; see `StepRecord` for the other fields.
 
-    The last mark is the end, and has no label of its own.
+    The last mark is the end of the step. Its label belongs to the next step.
     """
 
     marks: list[Mark]
@@ -43,10 +41,12 @@ class _PendingStep:
 
     Attributes:
         step: The step.
-        ended: Number of steps that had ended with it, timed or not.
+        ended: Number of steps that have ended, timed or not, including this step.
         untimed: Number of untimed steps just before it.
-        was_fully_queued: See `StepRecord`, as for the next two.
-        owns_end: True if the last event is not also the first of the next step.
+        was_fully_queued: See `StepRecord`.
+        wait_ms: See `StepRecord`.
+        finished_ns: See `StepRecord`.
+        owns_end: True if the next step does not use the last event.
     """
 
     step: EndedStep
@@ -63,27 +63,26 @@ class _PendingStep:
     def wait(self, host_ns: Callable[[], int]) -> None:
         """Block the host until the device has finished the step."""
         start = host_ns()
-        # Wait for one event, never for the device: with `lag=1` a whole step is queued after it,
-        # and the GPU does not run dry. A step of a ResNet-50 on an H200 takes 1.0006 times as long
-        # as untimed, and 1.1445 times with four `torch.cuda.synchronize`.
+        # Wait for one event, never for the device. With `lag=1` another step is queued after this
+        # event, so the GPU does not run dry. A step of a ResNet-50 on an H200 takes 1.0006 times as
+        # long as without a timer. With four `torch.cuda.synchronize` it takes 1.1445 times as long.
         self.step.marks[-1][1].synchronize()
         now = host_ns()
-        # Divided by all steps since the last wait: else it would grow with `every_n_steps`.
+        # Divide by all steps since the last wait, so that it does not grow with `every_n_steps`.
         self.wait_ms = (now - start) / 1e6 / (1 + self.untimed)
-        # Only a wait that blocks ends when the device finishes.
+        # If the host blocked, the device has finished now.
         if now - start >= _MIN_BLOCKED_NS:
             self.finished_ns = now
 
 
 class PendingSteps:
-    """Ended steps: pending until the device has finished them, then read together.
+    """Steps that have ended, in order: pending until the device has finished them, then read.
 
-    The host waits only here: for a step that ended more than `lag` steps ago, on its last event.
-    While a graph is captured nothing is read, because that would break the capture.
+    The host waits for the last event of a step that ended more than `lag` steps ago. Nothing is
+    read while a graph is captured, because that would break the capture.
 
-    A step is pending until the device has reached its last event, then finished until it is read.
-    Both lists are in the order in which the steps ended. There is no lock: `Session` lets another
-    thread in only after the thread of the loop has ended or is not timed any more.
+    There is no lock: `Session` admits another thread only after the thread of the loop has ended or
+    is no longer timed.
 
     Args:
         clock: See `Recorder`, as for `lag`, `batch` and `emit`.
@@ -104,10 +103,10 @@ class PendingSteps:
         self._emit, self._fail = emit, fail
         self._elapsed_ms = getattr(clock, "elapsed_ms", elapsed_ms)
         self.reading_since_ns = 0
-        """Host time at which the newest reading of steps began."""
+        """Host time at which steps were read last (in nanoseconds)."""
         self.warn_once = WarnOnce()
         self.free: list[TimingEvent] = []
-        """Events that were read, to be used again. Never replaced: `Recorder` also holds it."""
+        """Events to use again. `Recorder` shares this list."""
         self._pending: deque[_PendingStep] = deque()
         self._finished: list[_PendingStep] = []
         self.ended = 0
@@ -116,19 +115,19 @@ class PendingSteps:
 
     @property
     def count(self) -> int:
-        """Number of ended steps that the device may still run."""
+        """Number of pending steps."""
         return len(self._pending)
 
     def add(self, step: EndedStep, read: bool = False, may_wait: bool = True) -> None:
-        """Take a step that has ended, and finish the steps that are due, if the host may wait.
+        """Add a step that has ended. If the host may wait, finish the steps that are due.
 
-        If the step was probed, wait for it, and read all steps.
+        After a probed step, wait for it, and read all steps.
         """
         self.ended += 1
         lag, was_fully_queued = self._lag, None
         try:
             if step.post_spin_index and may_wait:
-                # Before the wait, after which the device has passed this mark in any case.
+                # Ask before the wait: the step was queued in time if the spin still runs.
                 was_fully_queued = not step.marks[step.post_spin_index][1].query()
                 lag, read = 0, True
             self._pending.append(_PendingStep(step, self.ended, self._untimed, was_fully_queued))
@@ -139,7 +138,7 @@ class PendingSteps:
             self.give_up(error)
 
     def end_untimed(self, read: bool = False, *, steps: int = 1) -> None:
-        """Count untimed steps that ended. A wait may be due."""
+        """Count untimed steps that have ended, and finish the steps that are due."""
         self.ended += steps
         self._untimed += steps
         if self._pending or (read and self._finished):
@@ -150,11 +149,11 @@ class PendingSteps:
         self._finish_safely(0, read=True)
 
     def drain(self) -> None:
-        """Read the steps that the device has finished, without waiting for the others."""
+        """Read the steps that the device has finished, without a wait."""
         self._finish_safely(0, read=True, may_wait=False)
 
     def take_back(self, marks: list[Mark]) -> None:
-        """Take back the events of a step that is dropped, to use them again."""
+        """Take back the events of a step that is dropped."""
         events = [mark[1] for mark in marks]
         last = [*self._finished[-1:], *self._pending][-1:]
         # The first event may be the end of the previous step, which still has to be read.
@@ -164,7 +163,7 @@ class PendingSteps:
         self.free.extend(events)
 
     def forget(self) -> list[Any]:
-        """Forget all steps that are not read, and all events; return them."""
+        """Forget all unread steps and all events. Return them."""
         forgotten = [*self._pending, *self._finished, *self.free]
         self._pending.clear()
         self._finished = []
@@ -172,12 +171,12 @@ class PendingSteps:
         return forgotten
 
     def end(self) -> None:
-        """Forget all steps, and the function that takes them: it keeps the model alive."""
+        """Forget all steps, and the function that takes them, because it refers to the model."""
         self.forget()
         self._emit = lambda _: None
 
     def give_up(self, error: Exception) -> None:
-        """Drop the pending steps, whose events may be broken; finished steps are still read."""
+        """Drop the pending steps, whose events may be broken. Finished steps are still read."""
         self._pending.clear()
         self._fail(error)
 
@@ -190,9 +189,9 @@ class PendingSteps:
             self.give_up(error)
 
     def _finish(self, lag: int, read: bool, may_wait: bool = True) -> None:
-        """Finish the steps that ended `lag` steps ago or earlier, and read if a batch is full.
+        """Finish the steps that ended `lag` steps ago or earlier. Read if a batch is full.
 
-        Untimed steps count, so that all ranks leave out the same steps.
+        Untimed steps count for `lag`, so that all ranks have read the same steps.
         """
         while self._pending and self._pending[0].ended <= self.ended - lag:
             pending = self._pending[0]
@@ -205,49 +204,48 @@ class PendingSteps:
             self._read()
 
     def _read(self) -> None:
-        # First, because `emit` may remove the timer, which reads again.
+        # Empty the list first: `emit` may remove the timer, which reads again.
         finished, self._finished = self._finished, []
         self.reading_since_ns = self._host_ns()
         records = []
         for pending in finished:
+            step = pending.step
             try:
-                records.append(self._read_step(pending))
+                # In a located step, all marks have a fourth element.
+                labels, events, host_ns, *places = zip(*step.marks, strict=False)
+                try:
+                    device_ms = self._elapsed_ms(events)
+                except RuntimeError:
+                    # A mark that was recorded on another stream can be later than the last mark.
+                    for event in events:
+                        event.synchronize()
+                    device_ms = self._elapsed_ms(events)
+                # The last event is also the first of the next step, which still needs it.
+                self.free.extend(events if pending.owns_end else events[:-1])
+                records.append(
+                    StepRecord(
+                        step.number,
+                        _shared(labels[:-1]),
+                        device_ms,
+                        host_ns,
+                        pending.wait_ms,
+                        pending.finished_ns,
+                        step.skipped_update,
+                        pending.was_fully_queued,
+                        step.post_spin_index,
+                        step.items,
+                        step.index,
+                        places[0] if places and step.is_located else (),
+                    )
+                )
             except Exception as error:
                 # The other steps are still read.
                 self.warn_once(LEFT_OUT, error)
         if records:
             self._emit(records)
 
-    def _read_step(self, pending: _PendingStep) -> StepRecord:
-        step = pending.step
-        # In a located step all marks have a fourth part.
-        labels, events, host_ns, *places = zip(*step.marks, strict=False)
-        try:
-            device_ms = self._elapsed_ms(events)
-        except RuntimeError:
-            # A mark that was recorded on another stream can lag behind the last mark.
-            for event in events:
-                event.synchronize()
-            device_ms = self._elapsed_ms(events)
-        # The last event is also the first of the next step, which still needs it.
-        self.free.extend(events if pending.owns_end else events[:-1])
-        return StepRecord(
-            step.number,
-            _the_same(labels[:-1]),
-            device_ms,
-            host_ns,
-            pending.wait_ms,
-            pending.finished_ns,
-            step.skipped_update,
-            pending.was_fully_queued,
-            step.post_spin_index,
-            step.items,
-            step.index,
-            places[0] if places and step.is_located else (),
-        )
-
 
 @lru_cache(maxsize=256)
-def _the_same(labels: tuple[str, ...]) -> tuple[str, ...]:
-    """Return an equal tuple of an earlier step, so that the history holds it once."""
+def _shared(labels: tuple[str, ...]) -> tuple[str, ...]:
+    """Return an equal tuple of an earlier step, so that the history keeps it only once."""
     return labels

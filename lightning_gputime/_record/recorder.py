@@ -1,4 +1,4 @@
-"""Record marks on a timeline, and cut them into steps."""
+"""Record marks on a timeline, and divide it into steps."""
 
 from collections.abc import Callable
 from math import nan
@@ -17,36 +17,36 @@ from lightning_gputime._phases import (
 from lightning_gputime._record.captures import Captures
 from lightning_gputime._record.clock import Clock, Mark
 from lightning_gputime._record.named_phases import NamedPhases
-from lightning_gputime._record.open_step import OpenStep, is_fetch
+from lightning_gputime._record.open_step import StepMarks, is_fetch
 from lightning_gputime._record.pending_steps import LEFT_OUT, EndedStep, PendingSteps
-from lightning_gputime._record.state import AT_REST, LOST, OPEN, PAUSED, TRANSITIONS, State
+from lightning_gputime._record.state import IDLE, LOST, OPEN, PAUSED, TRANSITIONS, State
 from lightning_gputime._record.timed_thread import TimedThread
 from lightning_gputime._record.watcher import FIRST_LOCATED, MarkWatcher
 
 MAX_MARKS = 100_000
-"""A step with more marks is dropped and reported: perhaps no step ever ends."""
+"""A step with more marks is dropped with a warning, because perhaps no step ever ends."""
 
 IN_BACKWARD = (BACKWARD, OPTIMIZER)
-"""Phases of a running backward; an optimizer may run its updates inside."""
+"""Phases during a backward, which may run updates of an optimizer."""
 
 _NEVER_ENDS = (
     "A step with more than %d boundaries is dropped. If no step ends, call step() at the end of the"
-    " loop's body or iterate over steps(loader), and remove() a timer that is not used any more;"
-    " where Lightning optimizes by hand, a step ends with the update of an optimizer that"
+    " loop body or iterate over steps(loader), and remove() a timer that is no longer used. With"
+    " manual optimization in Lightning, a step ends with the update of an optimizer that"
     " configure_optimizers returned."
 )
 
 
 class Recorder:
-    """Record marks, cut them into steps, and emit the times of each step once it can be read.
+    """Record marks, divide them into steps, and emit the times of each step once it can be read.
 
-    From a mark on, the time belongs to its label. The end of a step is the first mark of the next.
-    `PendingSteps` reads the steps that have ended. `State` lists what a recorder does with the
-    time; every change of it is a transition of its table.
+    The time from a mark to the next belongs to its label. The last mark of a step is the first mark
+    of the next. `PendingSteps` reads the steps that have ended. `state` says what happens to the
+    time now, and changes only by the transitions of `_record.state`.
 
-    Nothing here raises into the training loop: after an error the step is dropped, and reported
-    once. Calls from any thread but the one that last called `begin` do nothing. There is no lock:
-    autograd's thread marks (`mark_in_backward`) only while the timed thread waits for it.
+    Nothing here raises into the training loop: an error drops the step, with one warning. Only the
+    thread that last called `begin` is timed; calls from other threads do nothing. There is no lock:
+    the thread of autograd calls `mark_in_backward` only while the timed thread waits for it.
 
     Args:
         clock: Source of events and host times.
@@ -68,10 +68,10 @@ class Recorder:
         locate: Callable[[], Any] | None = None,
     ) -> None:
         self.clock = clock
-        self.state = AT_REST
+        self.state = IDLE
         self.label: str | None = None
-        """The label that the time goes to; None while no step is timed."""
-        self.open = OpenStep()
+        """Label that the time is attributed to; None while no step is timed."""
+        self.open = StepMarks()
         self.named = NamedPhases()
         self.threads = TimedThread()
         self.pending = PendingSteps(clock, lag=lag, batch=batch, emit=emit, fail=self._lose)
@@ -79,7 +79,7 @@ class Recorder:
         self.captures = Captures(clock, self.warn_once)
         self.watcher = MarkWatcher(annotate, locate, self.warn_once)
         self._timed_steps = 0  # Number of steps that ended while timed.
-        # Attributes of the others that every mark needs.
+        # Aliases, because every mark needs them.
         self._host_ns, self._may_capture = clock.host_ns, self.captures.may_run
         self._free = self.pending.free
 
@@ -88,16 +88,16 @@ class Recorder:
     def mark(self, label: str) -> None:
         """Attribute the time to `label` from now on.
 
-        Inside a named phase the name wins, and `label` is what follows it.
+        Inside a named phase, `label` follows when that phase ends.
         """
-        # The label first: a boundary that changes nothing must record no event.
+        # A boundary that does not change the label records no event.
         if label == self.label or self.state is not OPEN or get_ident() != self.threads.timed:
             return
         if self.named.names:
             self.named.follow_with(label)
             return
         try:
-            # The most common case of `_record`, without another call.
+            # Same as `_record` in the most common case, without another call.
             is_rare = self.watcher.is_active or not self._free
             if is_rare or (self._may_capture() and self.clock.is_capturing()):
                 self._record(label)
@@ -111,14 +111,14 @@ class Recorder:
 
     def mark_in_backward(self, label: str) -> None:
         """Mark from the thread that runs a backward while the timed thread waits for it."""
-        # Any other named phase wins.
+        # A named phase around the backward includes it.
         is_open = self.state is OPEN and self.named.names in ([], [BACKWARD])
         if is_open and (self.label or "").startswith(IN_BACKWARD) and label != self.label:
-            # A range of a profiler must not start here and end in the other thread.
+            # Ranges of profilers must start and end in the same thread.
             self._record(label, annotate=False)
 
     def mark_instead(self, old: str, label: str) -> None:
-        """Mark `label`. If the time goes to `old`, `label` replaces it from its mark on."""
+        """Mark `label`. If the current label is `old`, replace it from its mark on instead."""
         if self.label == old and self.state is OPEN and get_ident() == self.threads.timed:
             self.open.relabel(label)
             self.label = label
@@ -143,7 +143,7 @@ class Recorder:
                 self._record(self.named.label)
 
     def leave_phase(self, name: str) -> None:
-        """End a named phase: the time goes to the phase before it."""
+        """End a named phase. The phase around it continues."""
         is_here = get_ident() == self.threads.home and current_graph_task_id() == -1
         has_ended = is_here and self.named.leave(name)
         if has_ended and self.state is OPEN and self.named.label != self.label:
@@ -155,8 +155,8 @@ class Recorder:
         """Exclude the time until `resume`. Safe to call again.
 
         Args:
-            since: Exclude the time from the first mark of this label, or from the last mark. If
-                only a fetch precedes that, it fetched for another step: exclude it, too.
+            since: Exclude the time from the first mark of this label on; by default, from the last
+                mark on. A fetch just before it belongs to another step, and is also excluded.
             now: Exclude the time from now on instead.
         """
         if now:
@@ -174,7 +174,7 @@ class Recorder:
         self.watcher.show(None)
 
     def resume(self, label: str = DATA) -> None:
-        """End a `pause`: attribute the time to `label` from now on."""
+        """End a `pause`, and attribute the time to `label` from now on."""
         if self.state is PAUSED and get_ident() == self.threads.timed:
             self._go_to(OPEN)
             self.named.follow_with(label)
@@ -183,8 +183,8 @@ class Recorder:
     def exclude_evaluation(self, first: int, stop: int) -> int:
         """Exclude an evaluation in the open step; return its host time (in nanoseconds).
 
-        If only a fetch precedes it, it fetched for the evaluation: exclude it, too. If the last
-        mark is excluded, this is a pause.
+        A fetch at the start of the step belongs to the evaluation, and is also excluded. If the
+        evaluation includes the last mark, recording pauses.
 
         Args:
             first: Index of its first mark in the open step.
@@ -227,10 +227,10 @@ class Recorder:
 
         Args:
             number: Number of the step that ends.
-            skipped_update: See `StepRecord`, as for `index` and `items`.
+            skipped_update: See `StepRecord`.
             read: Read all finished steps now.
             label: First label of the next step.
-            may_wait: Whether the host may wait.
+            may_wait: True if the host may wait.
             index: Index among all steps.
             items: Items of the step.
         """
@@ -252,15 +252,15 @@ class Recorder:
         # The mark may have failed, or a graph may be captured.
         if is_left_out or self.state is not OPEN:
             self.begin(label)
-            # A dropped step counts, because all ranks must compare the same steps.
+            # Count the dropped step, so that all ranks compare the same steps.
             self.pending.end_untimed(read)
             return
-        # One event ends this step and starts the next: no time is lost between them.
+        # One event ends this step and starts the next, so that no time is lost between them.
         step = self.open
         marks = step.marks
-        self.open = OpenStep(marks[-1:])
-        if self.captures.were_seen:
-            skipped_update = False  # A replay calls no hook of the optimizer.
+        self.open = StepMarks(marks[-1:])
+        if self.captures.has_captured:
+            skipped_update = False  # Replays call no hook of the optimizer.
             step.name_replay()
         if watcher.is_located:
             watcher.end_step()
@@ -272,7 +272,7 @@ class Recorder:
     def end_at(self, label: str, number: int, index: int = -1, items: float = nan) -> bool:
         """End the open step at its last mark of `label`, without a wait, and start the next.
 
-        Return False if there is no such mark, or if a model or a backward runs after it.
+        Return False if there is no such mark, or if a model or a backward has run after it.
         """
         if self.state not in (OPEN, PAUSED) or get_ident() != self.threads.timed:
             return False
@@ -283,12 +283,12 @@ class Recorder:
         self.end_step(number, may_wait=False, index=index, items=items)
         return True
 
-    def rest(self) -> None:
-        """End recording until the next `begin`; until then only named phases are followed."""
+    def stop(self) -> None:
+        """Stop recording until the next `begin`. Named phases are still tracked."""
         self.threads.move_here()
-        if self.state is not AT_REST:
+        if self.state is not IDLE:
             self.pending.take_back(self._clear())
-            self._go_to(AT_REST)
+            self._go_to(IDLE)
             self.threads.stop()
             self.watcher.show(None)
 
@@ -300,21 +300,21 @@ class Recorder:
         label = self.label
         if label is None or self.state is not OPEN:
             return
-        self.watcher.stop_locating()  # Locating marks would delay them.
+        self.watcher.stop_locating()  # It would delay the launches.
         self.open.exclude_from(0)
         self.label = EXCLUDED
         self.watcher.show(None)
-        # A separate mark before the spin: its length sets the length of the next one, and must not
-        # include what came before, such as logging.
+        # Mark the start of the spin: the measured length of this spin determines the next one, and
+        # must not include earlier time, such as logging.
         self._record(EXCLUDED, annotate=False)
         spin()
         self._record(label)
-        self.open = OpenStep(self.open.marks, post_spin_index=len(self.open.marks) - 1)
+        self.open = StepMarks(self.open.marks, post_spin_index=len(self.open.marks) - 1)
 
     def abandon(self) -> list[Any]:
-        """End all recording in a forked process; return the objects that hold its events."""
+        """End all recording in a forked process. Return the objects that refer to events."""
         held = [self._clear(), self.pending.forget()]
-        self._go_to(AT_REST)
+        self._go_to(IDLE)
         self.threads.forget()
         return held
 
@@ -348,15 +348,15 @@ class Recorder:
         self.state = state
 
     def _lose(self, error: Exception | None = None) -> None:
-        """Drop the open step after an error. Its events may be broken, so do not use them again."""
+        """Drop the open step after an error, with its events, which may be broken."""
         if error is not None:
             self.warn_once(LEFT_OUT, error)
         self._clear()
-        if self.state is not AT_REST:
+        if self.state is not IDLE:
             self._go_to(LOST)
 
     def _clear(self) -> list[Mark]:
-        """Remove the open step; return its marks."""
-        marks, self.open, self.label = self.open.marks, OpenStep(), None
+        """Remove the open step. Return its marks."""
+        marks, self.open, self.label = self.open.marks, StepMarks(), None
         self.watcher.stop_locating()
         return marks

@@ -1,4 +1,4 @@
-"""The thread whose time is recorded."""
+"""Thread whose time is recorded."""
 
 from threading import get_ident, local
 from typing import Any
@@ -6,16 +6,16 @@ from weakref import ref
 
 
 class TimedThread:
-    """The thread that is timed.
+    """Thread that is timed.
 
-    The ids are reset when the thread ends, because a new thread may get the same id.
+    Its id is forgotten when the thread ends, because a new thread may get the same id.
     """
 
     def __init__(self) -> None:
         self.timed = -1
-        """Id of the thread while a step is timed, else -1."""
+        """Id of the thread while a step is timed; else -1."""
         self.home = -1
-        """Id of the thread also between timed steps; -1 if there is none."""
+        """Id of the thread, also between timed steps; -1 without a thread."""
         self.was_elsewhere = False
         """True once a boundary was called in another thread."""
         self._local = local()
@@ -25,7 +25,7 @@ class TimedThread:
         """Make the calling thread the timed thread."""
         if get_ident() == self.home:
             return
-        # This set is deleted when the thread ends, or when another thread becomes the timed one.
+        # This set is deleted when the thread ends, or when another thread is timed.
         alive = set[None]()
         vars(self._local)["alive"] = alive
         self._end = ref(alive, self.forget)
@@ -37,13 +37,13 @@ class TimedThread:
     def stop(self) -> None:
         self.timed = -1
 
-    def is_resting_here(self) -> bool:
-        """Return whether the calling thread is the timed thread, but no step is timed now."""
+    def is_idle_here(self) -> bool:
+        """Return True in the timed thread while no step is timed. Note calls in other threads."""
         if self.timed == -1:
             return get_ident() == self.home
         self.was_elsewhere = True
         return False
 
     def forget(self, _: object = None) -> None:
-        """Forget the thread: it has ended, or is not in this process."""
+        """Forget the thread, because it has ended, or because this process was forked."""
         self.timed = self.home = -1

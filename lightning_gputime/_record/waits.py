@@ -11,8 +11,8 @@ from lightning_gputime._record.state import OPEN
 def begin_wait(recorder: Recorder, label: str = WAITS) -> bool:
     """Interrupt the current phase by a wait for other ranks, until `end_wait`.
 
-    The wait is part of that phase, also if the phase is renamed later; with `RECEIVES` it is part
-    of the next one. Return False if the time already goes to a wait, or to no step.
+    The wait is part of that phase, even if the phase is relabeled later. With the label `RECEIVES`,
+    it is part of the next phase. Return False during another wait, or if no step is timed.
     """
     if recorder.state is not OPEN or not is_here(recorder) or recorder.open.is_waiting:
         return False
@@ -23,13 +23,13 @@ def begin_wait(recorder: Recorder, label: str = WAITS) -> bool:
 
 
 def end_wait(recorder: Recorder) -> None:
-    """End a wait: the phase that it interrupted continues."""
+    """End a wait. The interrupted phase continues."""
     if recorder.state is OPEN and is_here(recorder) and recorder.open.is_waiting:
         recorder.interrupt(GOES_ON)
 
 
 def is_here(recorder: Recorder) -> bool:
-    """Return whether this thread is timed, or runs a backward that the timed thread waits for."""
+    """Return True if this thread is timed, or runs a backward that the timed thread waits for."""
     if get_ident() == recorder.threads.timed:
         return True
     return current_graph_task_id() != -1 and (recorder.label or "").startswith(IN_BACKWARD)

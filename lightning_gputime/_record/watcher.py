@@ -1,4 +1,4 @@
-"""What else happens at marks: ranges in other profilers, and places in the code."""
+"""Further uses of marks: ranges in other profilers, and places in the code."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,14 +11,14 @@ from lightning_gputime._phases import LIKELY
 from lightning_gputime._record.clock import Mark
 
 LOCATED_STEPS = 5
-"""Number of steps that are located together. Locating a mark takes about 3 us."""
+"""Number of consecutive steps whose marks are located. Locating a mark takes about 3 us."""
 FIRST_LOCATED = (3, 48, 98)
-"""Steps are located from each of these timed steps on. 50 is the most common period of loggers,
-checks and checkpoints."""
+"""Timed steps at which locating starts. Loggers, checks and checkpoints often run in every 50th
+step."""
 
 
 class Annotator:
-    """Show each phase in the trace of torch.profiler, and as an NVTX range in that of Nsight."""
+    """Show each phase in traces of torch.profiler, and as an NVTX range in traces of Nsight."""
 
     def __init__(self) -> None:
         self._ranges = ExitStack()
@@ -31,7 +31,7 @@ class Annotator:
             name = f"phase/{LIKELY.get(label, label)}"
             self._ranges.enter_context(torch.autograd.profiler.record_function(name))
             if self._has_nvtx:
-                # By number instead of `range`: ranges of the user may overlap.
+                # Unlike `nvtx.range`, ranges with a number may overlap with ranges of the user.
                 number = torch.cuda.nvtx.range_start(name)
                 self._ranges.callback(torch.cuda.nvtx.range_end, number)
 
@@ -42,7 +42,7 @@ class MarkWatcher:
     Args:
         annotate: Called with each new label, and with None at the end.
         locate: Return the place in the user's code.
-        warn_once: Report an error, which ends the one or the other.
+        warn_once: Report an error, after which the failed function is not called again.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class MarkWatcher:
         self.is_active = annotate is not None
         """True while marks are located or shown."""
         self.to_locate = 0
-        """Number of the next timed steps that are located."""
+        """Number of timed steps that are still to be located."""
 
     def show(self, label: str | None) -> None:
-        """Show the start of a label, or the end of the last one, in other profilers."""
+        """Show the start of a label in other profilers; with None, the end of the last label."""
         if self._annotate is not None and self.is_shown:
             try:
                 self._annotate(label)
@@ -90,7 +90,7 @@ class MarkWatcher:
         self.is_located, self.is_active = False, self.is_shown
 
     def start_step(self) -> None:
-        """Start a step that no other precedes."""
+        """Start a step that follows no timed step."""
         if self.to_locate:
             self.to_locate -= 1
             self.is_active = self.is_located = True
@@ -103,7 +103,7 @@ class MarkWatcher:
             self.is_active = self.is_located = True
 
     def end_step(self) -> None:
-        """End a step after that mark."""
+        """End a step, after the mark that `prepare_end` has prepared."""
         if self.to_locate and self.is_located:
             self.to_locate -= 1
         else:

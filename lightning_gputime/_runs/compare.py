@@ -231,7 +231,7 @@ class RunComparison(Tabular):
         return name if part == name else f"{name} ({part})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return nested dicts of numbers, ready for JSON; None where there is no number."""
+        """Return nested dicts of numbers for JSON, with None for NaN."""
         derived = {"verdict": self.verdict, "sentence": self.sentence}
         others = [other.to_dict() for other in self.others]
         result: dict[str, Any] = plain({**asdict(self), **derived, "others": others})

@@ -36,7 +36,7 @@ class Environment:
     """Environment of a run. Unknown values are empty or None.
 
     Attributes:
-        device: Name of the GPU, or of the CPU if there is none.
+        device: Name of the GPU; without a GPU, of the CPU.
         device_type: Type of the device, such as "cuda" or "cpu".
         cuda: Version of CUDA that torch was built with.
         torch: Version of torch.
@@ -73,7 +73,7 @@ class Environment:
 
 
 def environment_of(loop: Loop, options: Options, **known: Any) -> Environment:
-    """Return the environment of a measurement. If that fails, warn and return an empty one.
+    """Return the environment of a measurement. If that fails, warn and return an empty object.
 
     Args:
         loop: The loop.
@@ -145,7 +145,7 @@ def _commit() -> str:
 
 
 def head_of(folder: Path) -> str:
-    """Return the git commit that is checked out in a folder; empty if there is none.
+    """Return the git commit that is checked out in a folder; empty without a repository.
 
     It reads the files of git, because starting `git` can take seconds.
     """

@@ -144,8 +144,7 @@ def mean_of_all_steps(
 
     The timed steps are used only for the variance, because they may contain periodic work too often
     or too rarely. Their mean varies at least as much as the mean of all steps, unless long steps
-    recur with a fixed period: then equal runs have the same number of long steps, plus or minus
-    one.
+    recur with a fixed period: then equal runs differ by at most one long step.
 
     Args:
         numbers: Numbers of the timed steps.
@@ -180,8 +179,8 @@ def mean_of_all_steps(
 def variance(influence: Floats) -> Floats:
     """Return the variance of the mean of each column, by the moving-block bootstrap.
 
-    Blocks of consecutive steps preserve correlations. The variance of the bootstrap is known in
-    closed form: the variance of all blocks, divided by their number. The blocks are as long as
+    Blocks of consecutive steps preserve correlations. The variance of the bootstrap has a closed
+    form: the variance of all blocks, divided by their number. The blocks are as long as
     possible, because a slow period may last for hundreds of steps; their small number widens the
     interval, see `quantile_of_t`.
 
@@ -214,8 +213,8 @@ def differences(
 ) -> list[Difference]:
     """Return the difference of each column between two sides.
 
-    The interval is the wider of two: by the noise within the runs, and, if a side has several, by
-    the spread between them. Time that was not sampled widens those of the phases.
+    The interval covers the noise within the runs and, if a side has several runs, the spread
+    between them. Time that was not sampled widens the intervals of the phases.
 
     Args:
         before: Each run of one side.

@@ -1,11 +1,11 @@
-"""The check of a path to save to, without an import of torch."""
+"""Check of the option `save_path`, which does not import torch."""
 
 import os
 from typing import Any
 
 
 def check_save_path(path: Any) -> str | None:
-    """Return an absolute path: training may change the working folder.
+    """Return an absolute path, because training may change the working folder.
 
     Raises:
         TypeError: If it is not a path.

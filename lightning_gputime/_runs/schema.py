@@ -9,7 +9,7 @@ A file is a JSON object with these keys:
 - `evaluations`: the means of each evaluation. `warmup_steps`: a number of steps.
 - `history`: the time of each step and phase as a multiple of `unit_ms`; -1 if absent.
 
-Raise `MINOR` to add a key, and `VERSION` to rename or remove one. `tests/test_schema.py` reads a
+Raise `MINOR` to add a key, and `VERSION` to rename or remove a key. `tests/test_schema.py` reads a
 file of each version.
 """
 
@@ -32,7 +32,7 @@ from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._runs.environment import Environment
 
 FORMAT = "lightning_gputime run"
-VERSION, MINOR = 5, 1
+VERSION, MINOR = 5, 2
 _UNIT_MS = 1e-4  # Unit of saved times: a fifth of the resolution of a CUDA event.
 _MAX_TIME_MS = 1e9  # Longer times are saved as absent.
 _ABSENT = -1
@@ -40,7 +40,7 @@ _ABSENT = -1
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 _MIN_TIME = -1.0  # Events of two streams may be slightly out of order.
-_SIGNED = re.compile("change|excess|unexplained|behind")  # Fields that may be negative.
+_SIGNED = re.compile("change|excess|unexplained|behind_median")  # Fields that may be negative.
 _MAX_COUNT = 2**63
 # Keys that are read under other names, or derived from others.
 _NOT_FIELDS = {"format", "version", "minor", "summary", "setup", "sentence"}

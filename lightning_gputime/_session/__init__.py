@@ -1,5 +1,5 @@
-"""When: attaching a timer, the steps of its loop, evaluations, and its removal.
+"""Sessions: attaching a timer, the steps of its loop, evaluations, and removing the timer.
 
-What belongs here: where steps start and end, which are timed or probed, which logs are due.
-What does not: hooks (`_instrumentation`), marks (`_record`), statistics (`_measurement`).
+The start and end of steps, the choice of timed steps, and the schedule of logs belong here. Hooks
+belong in `_instrumentation`, marks in `_record`, statistics in `_measurement`.
 """

@@ -1,6 +1,6 @@
-"""Sessions of the process that are attached, and those whose timer was lost.
+"""Sessions that are attached in this process, and sessions whose timer was deleted.
 
-Module state, because forks and garbage collection concern all sessions.
+Module state, because forks and garbage collection affect all sessions.
 """
 
 import os
@@ -11,7 +11,7 @@ from lightning_gputime._instrumentation import named
 
 
 class Attached(Protocol):
-    """A session, as this module needs it."""
+    """The methods of a session that this module needs."""
 
     def wake(self) -> None:
         """Attach the hooks again at the end of the open step."""
@@ -20,7 +20,7 @@ class Attached(Protocol):
         """Remove all hooks."""
 
     def abandon(self) -> list[Any]:
-        """End all timing, and leave hooks that do nothing. Return the objects that hold events."""
+        """End all timing, and disable the hooks. Return the objects that refer to events."""
         raise NotImplementedError
 
 
@@ -30,7 +30,7 @@ _kept: list[Any] = []
 
 
 def add(session: Attached) -> None:
-    # Each timer must see the calls of the other's model, to know whose backward follows.
+    # Each timer must see the calls of the other models, to know which backward is its own.
     for other in _attached:
         other.wake()
     _attached.add(session)
@@ -46,8 +46,8 @@ def is_alone() -> bool:
 
 
 def lose(session: Attached) -> None:
-    """End a session whose timer was deleted. Its hooks are removed by the next session."""
-    # A timer is deleted at any moment, even while hooks run.
+    """End a session whose timer was deleted. The next session removes its hooks."""
+    # Do not remove them here: Python may delete a timer at any moment, even while hooks run.
     session.abandon()
     _lost.append(session)
 
@@ -59,13 +59,13 @@ def remove_lost() -> None:
 
 
 def _abandon_all() -> None:
-    # Iterate over a copy: each session discards itself. Keep the events: destroying one calls CUDA,
-    # which aborts a forked process.
+    # Iterate over a copy, because each session discards itself. Keep the events, because destroying
+    # an event calls CUDA, which aborts a forked process.
     _kept.extend(session.abandon() for session in [*_attached])
-    _kept.append(named.abandon_all())  # Also those of evaluations.
+    _kept.append(named.abandon_all())  # Also events of evaluations.
     _lost.clear()
 
 
-# A forked process, such as a worker of a data loader, inherits the hooks and must not time.
+# Forked processes, such as workers of a data loader, inherit the hooks but must not time anything.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_all)

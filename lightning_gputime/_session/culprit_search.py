@@ -1,4 +1,4 @@
-"""Search for the code that takes the time, in a few steps."""
+"""Searches for the code that takes the time, each in a few steps."""
 
 from collections.abc import Callable
 
@@ -8,19 +8,19 @@ from lightning_gputime._measurement.results import Results
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.watcher import LOCATED_STEPS
 
-_PACE_STEPS = 50  # Number of timed steps before the search for calls that block the CPU.
-_MAX_LOCATED_BLOCKS = 10  # Number of timing windows around recurring long steps that are located.
+_MIN_STEPS = 50  # Number of timed steps before calls that block the CPU are searched.
+_MAX_LOCATED_WINDOWS = 10  # Maximum number of timing windows at long steps that are located.
 
 
 class CulpritSearch:
-    """Start searches once the steps so far give a reason.
+    """Start a search when the steps so far give a reason.
 
     Args:
         results: Statistics of the steps so far.
-        recorder: Locates the marks of the next steps in the code.
-        blocking: Notes calls that wait for the GPU.
+        recorder: Locates marks in the code.
+        blocking: Records calls that wait for the GPU.
         blocks: Return True if the CPU blocks on the GPU inside steps.
-        analyzer: Is told of the time that the start of a search takes.
+        analyzer: Receives the time that the start of a search takes, which may make a step slow.
     """
 
     def __init__(
@@ -33,23 +33,23 @@ class CulpritSearch:
     ) -> None:
         self._results, self._recorder, self._blocking = results, recorder, blocking
         self._blocks, self._analyzer = blocks, analyzer
-        self._blocks_left = _MAX_LOCATED_BLOCKS
-        self._is_slowdown_located = self._is_pace_known = False
+        self._windows_left = _MAX_LOCATED_WINDOWS
+        self._has_located_slowdown = self._has_searched_calls = False
 
     def expect_long_steps(self, steps: int) -> None:
-        """Locate the next steps, which are expected to be long. With 0 steps, do nothing."""
-        if steps and self._blocks_left:
-            self._blocks_left -= 1
+        """Locate the next steps, which are expected to be long; 0 for none."""
+        if steps and self._windows_left:
+            self._windows_left -= 1
             self._recorder.watcher.locate_next(steps)
 
     def steps_read(self, _: object) -> None:
-        """Start the searches that are due after steps were read."""
-        if self._results.slowdown is not None and not self._is_slowdown_located:
-            self._is_slowdown_located = True
+        """Start the searches that are due."""
+        if self._results.slowdown is not None and not self._has_located_slowdown:
+            self._has_located_slowdown = True
             self._recorder.watcher.locate_next(LOCATED_STEPS)
-        if not self._is_pace_known and self._results.sums.step.n >= _PACE_STEPS:
-            self._is_pace_known = True
-            self._analyzer.start_own_call()
+        if not self._has_searched_calls and self._results.sums.step.n >= _MIN_STEPS:
+            self._has_searched_calls = True
+            self._analyzer.start_callback()
             if self._blocks():
                 self._blocking.start()
-            self._analyzer.end_own_call("the timer's search for blocking calls")
+            self._analyzer.end_callback("the timer's search for blocking calls")

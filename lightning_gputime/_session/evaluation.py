@@ -2,13 +2,12 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import nan
 from types import MappingProxyType
 from typing import Any
 
 from lightning_gputime._instrumentation.boundaries import Boundaries
-from lightning_gputime._instrumentation.loop import Batch, Loop
+from lightning_gputime._instrumentation.loop import Loop
 from lightning_gputime._instrumentation.work import Items
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.observers import ReadSteps
@@ -23,39 +22,71 @@ from lightning_gputime._record.pending_steps import BATCH
 from lightning_gputime._record.recorder import Recorder
 
 
-@dataclass(slots=True)
-class _Running:
-    """An evaluation loop that runs. It holds the model."""
+class _Evaluation:
+    """An evaluation loop that runs. It refers to the model."""
 
-    recorder: Recorder
-    boundaries: Boundaries
-    means: MeanLog
-    batch: Batch
-    number: int
-    items: float
-    now_ns: Callable[[], int]
-    batch_ended_ns: int
+    def __init__(
+        self,
+        clock: Clock,
+        loop: Loop,
+        lag: int,
+        items: Items,
+        emit: Callable[[list[StepRecord]], object],
+    ) -> None:
+        self._recorder = Recorder(clock, lag=lag, emit=emit, batch=BATCH)
+        self.boundaries = Boundaries(self._recorder, loop)
+        self._batch, self._items, self._now_ns = loop.batch, items, clock.host_ns
+        self._n_items = nan
+        self._batch_ended_ns = clock.host_ns()
+        # Until the first batch, and between batches, callbacks may call the model.
+        self._batch.close()
+
+    def attach(self) -> None:
+        self.boundaries.attach()
+        self._recorder.begin()
+
+    def batch_begins(self, batch: object) -> None:
+        self._batch.open()
+        self._recorder.mark(OTHER)
+        self._n_items = self._items.of(batch)
+
+    def batch_ends(self, number: int) -> None:
+        self._batch.close()
+        self.boundaries.step_ended()
+        self._recorder.end_step(number, items=self._n_items)
+        self._batch_ended_ns = self._now_ns()
+
+    def finish(self) -> int:
+        """Read the last batches. Return the time since the last batch (in nanoseconds)."""
+        since_ns = self._now_ns() - self._batch_ended_ns
+        self._recorder.pending.flush()
+        return since_ns
+
+    def remove(self) -> None:
+        self.boundaries.remove()
+        self._recorder.stop()
 
 
 class Evaluations:
-    """Time the evaluation loops of a trainer, one at a time, apart from its training.
+    """Time the evaluation loops of a trainer separately from its training, one at a time.
 
-    While none runs, all methods but `start` do nothing.
+    While no loop runs, all methods except `start` do nothing.
     """
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        # A number is of the batches of training.
+        # A number refers to the batches of the training.
         self._items = Items(options.items if callable(options.items) else None)
-        self._running: _Running | None = None
-        self.means: deque[dict[str, Any]] = deque(maxlen=1000)  # Of each loop, as JSON objects.
-        self.results: dict[str, Results] = {}  # Of the newest loop of each stage, the newest last.
+        # The running loop, its log, and the number that its means are logged under.
+        self._running: tuple[_Evaluation, MeanLog, int] | None = None
+        self.means: deque[dict[str, Any]] = deque(maxlen=1000)
+        """Means of each loop, as JSON objects."""
+        self.results: dict[str, Results] = {}
+        """Results of the newest loop of each stage, the newest loop last."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled.
-        own = {"_options": self._options, "_items": self._items}
-        kept = {**own, "means": self.means, "results": self.results}
-        return {**kept, "_running": None}
+        return {**self.__dict__, "_running": None}
 
     @property
     def is_running(self) -> bool:
@@ -73,7 +104,18 @@ class Evaluations:
         row: Mapping[str, float] = MappingProxyType({}),
         setup: TrainingSetup | None = None,
     ) -> None:
-        """Start to time a loop, in place of the one that runs; log its means under `number`."""
+        """Start to time a loop. If another loop runs, abort it.
+
+        Args:
+            stage: "val", "test" or "predict".
+            clock: Clock of the device.
+            loop: The loop.
+            number: Step number to log the means under.
+            publish: See `LogWriter`.
+            loggers: Receive the means.
+            row: See `LogWriter`.
+            setup: Setup of the training.
+        """
         self.abort()
         options = self._options
         results = Results(
@@ -102,49 +144,38 @@ class Evaluations:
             results.steps_read(steps)
             means.take(steps)
 
-        # Until the first batch, and between batches, calls of the model are other callbacks'.
-        loop.batch.is_open = False
-        recorder = Recorder(clock, lag=options._lag, emit=steps_read, batch=BATCH)
-        boundaries, now_ns = Boundaries(recorder, loop), clock.host_ns
-        # Owned before it is attached: `abort` finds whatever is there when this is interrupted.
-        self._running = _Running(
-            recorder, boundaries, means, loop.batch, number, nan, now_ns, batch_ended_ns=now_ns()
-        )
+        evaluation = _Evaluation(clock, loop, options._lag, self._items, steps_read)
+        # Before it is attached: if this is interrupted, `abort` removes the hooks.
+        self._running = evaluation, means, number
         try:
-            boundaries.attach()
-            recorder.begin()
+            evaluation.attach()
         except BaseException:
             self.abort()
             raise
 
     def batch_begins(self, batch: object) -> None:
-        if (running := self._running) is not None:
-            running.batch.is_open = True
-            running.recorder.mark(OTHER)
-            running.items = self._items.of(batch)
+        if self._running is not None:
+            self._running[0].batch_begins(batch)
 
     def batch_ends(self) -> None:
-        if (running := self._running) is not None:
-            running.batch.is_open = False
-            running.boundaries.step_ended()
-            running.recorder.end_step(running.number, items=running.items)
-            running.batch_ended_ns = running.now_ns()
+        if self._running is not None:
+            evaluation, _, number = self._running
+            evaluation.batch_ends(number)
 
     def end(self) -> int:
-        """End the loop; return the time since its last batch (in nanoseconds)."""
-        if (running := self._running) is None:
+        """End the loop. Return the time since its last batch (in nanoseconds)."""
+        if self._running is None:
             return 0
-        since_ns = running.now_ns() - running.batch_ended_ns
+        evaluation, means, _ = self._running
         try:
-            running.recorder.pending.flush()
+            since_ns = evaluation.finish()
         finally:
             self.abort()
-        running.means.log_means()
+        means.log_means()
         return since_ns
 
     def abort(self) -> None:
         """Remove all hooks, without a wait for the device. Safe to call twice."""
-        if (running := self._running) is not None:
-            running.boundaries.remove()
-            running.recorder.rest()
+        if self._running is not None:
+            self._running[0].remove()
             self._running = None

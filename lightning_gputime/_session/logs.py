@@ -1,4 +1,4 @@
-"""Which steps are logged, and when."""
+"""Schedule of the logs."""
 
 from collections import deque
 
@@ -10,16 +10,15 @@ from lightning_gputime._session.rank_comparer import RankComparer
 
 
 class LogSchedule:
-    """Log means once the steps that are due have ended on all ranks.
+    """Log means of the same steps on all ranks.
 
-    Ranks log and compare the same steps: a log is due when its last step has ended `lag` steps ago,
-    as every rank has read that step by then.
+    A log is written when its last step has ended `lag` steps ago: by then, every rank has read it.
 
     Args:
         means: Writes the logs.
         results: Estimates the untimed steps of a log.
-        comparison: Compares the ranks where a log is due.
-        analyzer: Is told when logging runs: it may be why a step is slow.
+        comparison: Compares the ranks when a log is due.
+        analyzer: Receives the time that logging takes, which may make a step slow.
         lag: Number of ended steps that may be unread.
         is_sampled: True if not every step is timed.
     """
@@ -36,14 +35,14 @@ class LogSchedule:
     ) -> None:
         self._means, self._results, self._comparison = means, results, comparison
         self._analyzer, self._is_sampled = analyzer, is_sampled
-        # Numbers and indices of the newest steps that ended since a log is due.
+        # Numbers and indices of the newest steps that have ended since a log is due.
         self._ended: deque[tuple[int, int]] = deque(maxlen=lag + 1)
         self._has_started = False
         self.due_at = 0.0
-        """Steps with this number or a higher one are passed to `end_step`; at first, all."""
+        """Smallest number of a step for which `end_step` must be called; 0 for the first step."""
 
     def end_step(self, number: int, index: int) -> None:
-        """Note the end of the first step, or of a step that is due. Skip it for other steps."""
+        """End a step. Only needed for the first step, and from `due_at` on."""
         if not self._has_started:
             self._has_started = True
             self._means.start(number - 1)
@@ -52,24 +51,24 @@ class LogSchedule:
         finished, _ = self._ended[0]
         if len(self._ended) == self._ended.maxlen and finished >= self.due_at:
             self.due_at = self._means.next_due(finished)
-            self._means.note_finished(finished)
+            self._means.step_finished(finished)
             self._comparison.log_is_due(finished)
 
     def steps_read(self, steps: ReadSteps) -> None:
         """Add steps that were read, and log them if they are due and all steps are timed."""
         if self._means.take(steps):
-            self._analyzer.end_own_call("the timer's logging")
+            self._analyzer.end_callback("the timer's logging")
 
     def log_finished(self) -> None:
-        """Log the steps up to the step that is due. All timed steps among them have been read."""
+        """Log the steps up to the step that is due. All timed steps among them were read."""
         number, index = self._ended[0]
         self._results.settle(number, until=index + 1)
-        self._analyzer.start_own_call()
+        self._analyzer.start_callback()
         self._means.log_at(number)
-        self._analyzer.end_own_call("the timer's logging")
+        self._analyzer.end_callback("the timer's logging")
 
     def log_now(self) -> None:
-        """Log the steps since the last log that have been read."""
+        """Log the steps since the last log that were read."""
         self._means.log_means()
 
     def publish(self, newest: int | None, index: int) -> None:
@@ -82,13 +81,13 @@ class LogSchedule:
         if self._is_sampled and newest is not None:
             self._results.settle(newest, until=index)
             if self._has_started and newest >= self.due_at:
-                # A later log would be in a row of the next epoch.
+                # If it was logged later, it would be in a row of the next epoch.
                 self.due_at = self._means.next_due(newest)
                 self._means.log_at(newest)
         self._means.log_means(only_publish=True)
 
     def finish(self, newest: int | None, index: int) -> None:
-        """Log the last steps. The arguments are those of `publish`."""
+        """Log the last steps; see `publish` for the arguments."""
         if newest is not None:
             self._results.settle(newest, until=index)
         if self._is_sampled and newest is not None:

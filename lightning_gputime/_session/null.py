@@ -1,13 +1,13 @@
-"""The session of a timer that is not attached. All events of the loop are ignored."""
+"""Session of a timer that is not attached. It ignores all events of the loop."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning_gputime._instrumentation.patching import Attachment
 from lightning_gputime._phases import DATA
-from lightning_gputime._record.open_step import OpenStep
+from lightning_gputime._record.open_step import StepMarks
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.state import AT_REST
+from lightning_gputime._record.state import IDLE
 from lightning_gputime._session.state import ENDED, NEW, State
 
 
@@ -22,10 +22,10 @@ class NullRecorder:
     """Recorder of a timer that is not attached."""
 
     label: str | None = None
-    state = AT_REST
+    state = IDLE
 
     def __init__(self) -> None:
-        self.open, self.threads = OpenStep(), NullThread()
+        self.open, self.threads = StepMarks(), NullThread()
 
     def mark(self, label: str) -> None: ...
     def mark_instead(self, of: str, label: str) -> None: ...
@@ -76,7 +76,7 @@ class NullSession:
     """Session of a timer that is not attached.
 
     Args:
-        was_attached: True if the timer was attached before: a loop may continue without it.
+        was_attached: True if the timer was attached before. Its loop may continue, untimed.
     """
 
     is_attached = False

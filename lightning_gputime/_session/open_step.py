@@ -1,4 +1,4 @@
-"""The open step: its batches, and what has happened in it."""
+"""The open step: its batches, its updates, and whether it has trained."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -25,38 +25,30 @@ _NO_BATCH = object()
 
 
 class OpenStep:
-    """The open step: its batches, and what has happened in it as far as hooks have seen it.
+    """The open step: its batches, its updates, and whether it has trained, as hooks report.
 
-    Like `Steps`, it may be used only in the thread that is timed, and only while attached.
+    Only the timed thread may use it, and only while the timer is attached.
 
     Args:
-        recorder: Takes the marks.
-        boundaries: Hooks on the model and the optimizers.
-        work: Counts the items of batches.
-        needs_updates: True if only updates show where steps end, not a count of batches.
+        needs_updates: True if steps end with an update, whatever the number of batches.
     """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        boundaries: Boundaries,
-        work: WorkCounter,
-        *,
-        needs_updates: bool,
+        self, recorder: Recorder, boundaries: Boundaries, work: WorkCounter, *, needs_updates: bool
     ) -> None:
         self._recorder, self._boundaries, self._work = recorder, boundaries, work
         self.needs_updates = needs_updates
 
     def attach(self) -> None:
-        """Find the hooks, which were attached just before."""
+        """Look up the hooks, which were attached just before."""
         self._forward, self.optimizer = self._boundaries.forward, self._boundaries.optimizer
-        # Without another call: a trainer calls it in every step.
+        # An alias, because trainers call it in every step.
         self.update_begins = self.optimizer.update_begins
 
     # Batches
 
     def batch_begins(self, batch: Any = _NO_BATCH) -> None:
-        """Mark that a batch was fetched, or that a pause is over. Count the items of the batch."""
+        """Mark the end of the fetch, or of a pause. Count the items of the batch."""
         recorder = self._recorder
         if recorder.named.names:
             recorder.named.end_fetch()
@@ -78,22 +70,22 @@ class OpenStep:
         """End a micro-batch that does not end the step."""
         self._work.end_batch()
         recorder = self._recorder
-        # Ends a validation at the end of the body.
+        # A validation at the end of the loop body has paused the recorder.
         (recorder.resume if recorder.state is PAUSED else recorder.mark)(label)
 
     # Across loops
 
     def wait_for_loop(self) -> None:
-        """Mark that a loop has ended whose gradients wait for an update in the next loop."""
+        """Mark the end of a loop whose gradients wait for an update in the next loop."""
         self._recorder.mark_instead(DATA, BETWEEN)
 
     def continue_in_loop(self) -> None:
-        """Continue the open step in another loop. The time between the loops is in no step."""
+        """Continue the open step in another loop, without the time between the loops."""
         self._recorder.pause(since=BETWEEN)
         self._recorder.resume()
 
     def leave_gradients(self) -> bool:
-        """Handle an exit inside a step that only an update ends, perhaps in another loop.
+        """Handle an exit inside a step that ends with an update, perhaps in another loop.
 
         Return True if gradients wait for that update.
         """
@@ -111,37 +103,40 @@ class OpenStep:
 
     @property
     def has_updated(self) -> bool:
-        """True if an update was seen or tried in the open step."""
+        """True if an update has run in the open step, even if it was skipped."""
         return self.optimizer.has_updated
 
     @property
     def has_optimizer(self) -> bool:
-        """True if there are optimizers whose updates are seen."""
+        """True if there are optimizers with hooks."""
         return self.optimizer.has_any
 
     @property
     def has_trained(self) -> bool:
-        """True once a backward was seen, in any step."""
+        """True once any step has had a backward."""
         return self._forward.has_trained
 
     def reset_updates(self) -> None:
-        """Forget the updates of a step that ends without other hooks."""
+        """Forget the updates of a step that ends while all other hooks are removed."""
         self.optimizer.reset()
 
     def rely_on_updates(self) -> None:
-        """From now on only updates show where steps end: the trainer's count was wrong."""
+        """From now on, end steps with updates, because the trainer's count of batches was wrong."""
         self.needs_updates = True
 
     # Batches without training
 
     def has_idled(self, *, is_first: bool) -> bool:
-        """Return True if nothing but fetching has happened in the open step, which has hooks.
+        """Return True if the open step, which has hooks, has certainly only fetched batches.
 
-        Only if any training would have been seen; and, except for the first batch of a loop, only
-        after a step with training.
+        Return False if training may be invisible, for example in compiled code. After the first
+        batch of a loop, also return False before any training.
+
+        Args:
+            is_first: True for the first batch of a loop.
         """
         recorder = self._recorder
-        is_blind = has_compiled() or recorder.captures.were_seen
+        is_blind = has_compiled() or recorder.captures.has_captured
         if is_blind or recorder.threads.was_elsewhere or not self.has_optimizer:
             return False
         is_idle = (is_first or self.has_trained) and not self._boundaries.has_worked
@@ -149,7 +144,7 @@ class OpenStep:
 
     @property
     def has_evaluated(self) -> bool:
-        """True if nothing has happened in the open step but evaluating a model that was trained."""
+        """True if the open step has only evaluated a model that was trained before."""
         if self._recorder.label not in EVALUATES or not self.has_trained:
             return False
         is_idle = not self._boundaries.has_worked
@@ -158,10 +153,10 @@ class OpenStep:
     # Exits
 
     def end_at_update(self, state: State, number: int, index: int, items: float) -> bool:
-        """End the open step where the loop is left, if its work is complete. Return True if so.
+        """End the open step at its last update if the loop exits after it. Return True if it ended.
 
-        It is complete if no model was called after the last update or, in inference, after the last
-        call. The step ends there, and the host does not wait: the loop may have raised.
+        It does not end if a model was called after that update. In inference, it ends at the last
+        call of a model. The host does not wait, because the loop may have raised.
         """
         recorder = self._recorder
         if state is OFF:
@@ -172,7 +167,7 @@ class OpenStep:
             self._forward.settle_evaluations()
         last = AFTER_UPDATE if self.has_optimizer else AFTER_FORWARD
         if not self.has_optimizer and BACKWARD in recorder.open.phases:
-            # No hook sees an update by hand. It is over here, and counts as `other`.
+            # An update without an optimizer has no hook. It has ended, and counts as `other`.
             recorder.mark_instead(AFTER_BACKWARD, OTHER)
             recorder.mark(AFTER_UPDATE)
             last = AFTER_UPDATE

@@ -1,4 +1,4 @@
-"""Probes: steps that run behind a spin kernel, and so without launch gaps."""
+"""Probes: steps that run behind a spin kernel, and therefore without launch gaps."""
 
 import statistics
 from collections import deque
@@ -11,12 +11,12 @@ from lightning_gputime._messages import messages
 from lightning_gputime._phases import EVALUATED, EXCLUDED, StepRecord, in_order
 from lightning_gputime._record.clock import Clock
 
-# Ratio of the spin to the host's usual time to launch a step.
+# Length of the spin, as a multiple of the host's usual time to launch a step.
 _MIN_MARGIN, _MAX_MARGIN = 1.5, 12.0
 # Long enough for the first spin on any device. Later spins use the measured rate.
 _FIRST_CYCLES_PER_MS = 2e6
 _MAX_SPIN_MS = 1000.0
-_MAX_MISSES = 3  # Probing stops after this many failures in a row.
+_MAX_MISSES = 3  # Probing stops after this many consecutive failures.
 
 
 class Probe:
@@ -24,8 +24,8 @@ class Probe:
 
     A spin kernel keeps the device busy until the host has launched the entire step. The step then
     runs without launch gaps, so its phases contain only GPU work. The host waits for its end, so
-    that no later step starts with a full queue. No step is probed if the clock has no `spin`, or if
-    there are several ranks, which would wait for each other's spins.
+    that the next step does not start with a full queue. No step is probed if the clock has no
+    `spin`, or if there are several ranks, which would wait for each other's spins.
     """
 
     def __init__(self, clock: Clock, results: Results) -> None:
@@ -33,7 +33,7 @@ class Probe:
         self._spin = getattr(clock, "spin", None)
         self._cycles_per_ms, self._margin = _FIRST_CYCLES_PER_MS, _MIN_MARGIN
         self._spin_ms = 0.0  # Requested length of the newest spin.
-        self._misses = 0  # Number of failed probes in a row.
+        self._misses = 0  # Number of consecutive failures.
         self._began_ns: int | None = None
         self._launch_ms: deque[float] = deque(maxlen=9)
         if self._spin is None:
@@ -42,24 +42,28 @@ class Probe:
             self._give_up("ranks would wait for each other's spins; probe a run of one process")
 
     def is_ready(self) -> bool:
-        """Return True if the step that begins can be probed; then call `keep_busy`."""
+        """Return True if the next step can be probed. If so, call `keep_busy` at its start."""
         if self._results.probes.failure or not self._launch_ms or self._clock.is_capturing():
             return False
         # Use the median: a single slow step must not make the next spin long.
         usual_ms = statistics.median(self._launch_ms)
         if _MIN_MARGIN * usual_ms > _MAX_SPIN_MS:
-            self._miss(f"the host takes {usual_ms:.0f} ms to launch one")
+            self._miss(f"the host takes {usual_ms:.0f} ms to launch a step")
             return False
         self._spin_ms = min(self._margin * usual_ms, _MAX_SPIN_MS)
         return True
 
     def step_ends(self, *, usual: bool) -> None:
-        """End a step. It is `usual` after the warm-up if neither it nor the last step is probed."""
+        """End a step.
+
+        Args:
+            usual: True after the warm-up, if neither this step nor the previous step is probed.
+        """
         if self._began_ns is not None and usual:
             self._launch_ms.append((self._clock.host_ns() - self._began_ns) / 1e6)
 
     def step_begins(self) -> None:
-        """Start a step, after everything that runs between two steps."""
+        """Start a step, after everything that the timer does between two steps."""
         self._began_ns = self._clock.host_ns()
 
     def keep_busy(self) -> None:
@@ -70,17 +74,17 @@ class Probe:
             self._give_up(f"the device cannot be kept busy: {error!r}")
 
     def take(self, steps: Sequence[StepRecord]) -> list[StepRecord]:
-        """Check the probed steps among those that were read, and return the others."""
+        """Check the probed steps. Return the other steps."""
         for step in steps:
             if step.was_fully_queued is not None and not self._results.probes.failure:
-                self._judge(step)
+                self._check(step)
         return [step for step in steps if step.was_fully_queued is None]
 
-    def _judge(self, step: StepRecord) -> None:
+    def _check(self, step: StepRecord) -> None:
         if not {EXCLUDED, EVALUATED}.isdisjoint(step.labels[step.post_spin_index :]):
-            self._miss("an evaluation runs inside every one of them")
+            self._miss("an evaluation runs inside every probed step")
             return
-        # A spin that was too short says nothing about the step. Its length corrects the next spin.
+        # After a spin that was too short, the step is unknown. Its length corrects the next spin.
         was_short = step.spin_ms < 0.9 * self._spin_ms
         if step.spin_ms > 0:
             self._cycles_per_ms *= self._spin_ms / step.spin_ms
@@ -91,13 +95,13 @@ class Probe:
         elif not was_short and self._may_wait(step):
             self._margin = min(2 * self._margin, _MAX_MARGIN)
             self._miss(
-                "the host waits for the GPU inside them, in"
+                "the host waits for the GPU inside probed steps, in"
                 f" `{_held_up(step, self._results.sums)}` (`.item()`, `.cpu()`, a copy from memory"
-                " that is not pinned, more launches than the queue holds?)"
+                " that is not pinned, a full launch queue?)"
             )
 
     def _may_wait(self, step: StepRecord) -> bool:
-        """Return True if the host may have waited for the spin, rather than being slow itself."""
+        """Return True if the host may have waited for the spin. Else the host was slow itself."""
         launch_ms = self._spin_ms / self._margin
         usual = self._results.sums.step
         step_ms = usual.device_ms / max(usual.n, 1)

@@ -1,4 +1,4 @@
-"""What the ranks of a distributed run tell each other: their times, and how many steps to time."""
+"""Comparison of ranks, and the exchange of their times through the store of the process group."""
 
 import itertools
 import json
@@ -23,37 +23,33 @@ from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import StepRecord
 
-# How many exchanges of a purpose were opened.
+# Number of exchanges that were opened so far, by purpose.
 _opened: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
 _TIMEOUT_S = 3.0
-"""Less than the 5 s after which Lightning's launcher ends this process if another one has died: the
-error of the training's next collective is to come first, and says more."""
+"""Maximum time to wait for late ranks at the end. Lightning's launcher ends this process 5 s after
+another process has died. Before that, the next collective raises a more helpful error."""
 
-# Rank zero may be this many comparisons behind.
-_KEPT_TURNS = 10
-# It compares without the ranks that are this many behind itself: they may have no timer.
-_MAX_OPEN_TURNS = 5
-
-# Ranks that train together are never a turn apart: who has said nothing by then has no timer.
-_AGREEMENT_TIMEOUT_S = 1.0
+_KEPT_ROUNDS = 10  # A rank deletes what it sent this many rounds ago.
+_MAX_OPEN_ROUNDS = 5  # Rank zero compares older rounds without the ranks that are missing.
+_AGREEMENT_TIMEOUT_S = 1.0  # Ranks that train together are less than a round apart.
 
 _ABSENT = (
-    "The times of these ranks did not arrive, and are left out until they do: %s. Give all ranks"
-    " the same timers, attached in the same order, and as many steps."
+    "The times of these ranks did not arrive, and are left out until they do: %s. Attach the same"
+    " timers on all ranks, in the same order, and run the same number of steps."
 )
 _ALONE = (
-    "The ranks no longer agree on which steps are timed. On this one %s: give all of them the same"
-    " timer, or this one sync_ranks=False. %r"
+    "The ranks no longer agree on which steps are timed. This rank times %s. Attach the same timer"
+    " on all ranks, or pass sync_ranks=False. %r"
 )
 
 
 class RankComparer:
-    """Compares the ranks, in the same steps on all of them, whatever each has read.
+    """Compare the ranks by the same steps, regardless of how many steps each rank has read.
 
-    No rank waits for another one while it trains. In a collective the others would wait for it, and
-    book that time as their own. Rank zero compares what has arrived, and the rest later: with the
-    next comparison, or when a user reads the results.
+    Ranks do not wait for each other during training: in a collective, all ranks would wait, and
+    count the wait as their own time. Rank zero compares the times that have arrived. The others
+    follow with the next comparison, or when the user reads the results.
     """
 
     def __init__(self, results: Results, means: MeanLog, options: Options) -> None:
@@ -61,13 +57,13 @@ class RankComparer:
         self._exchange = open_exchange("ranks") if options.sync_ranks else None
         self._at_logs = options.sync_ranks == "log"
         self._is_logged = "ranks" in options.logged_groups
-        # The newest steps: what not every rank must have read yet is not compared yet.
+        # Newest steps. Other ranks may not have read them, so a comparison can exclude them.
         self._recent: deque[StepRecord] = deque(maxlen=options._lag + 1)
         self._local = BatchMeans()
-        self._compared = -1  # The number of the last step that `compare_all` has compared.
-        self._before: dict[int, RankTotals] = {}
-        # The number up to which to compare the ranks when a step has ended; else None.
+        self._compared = -1  # Number of the last step that `compare_all` has compared.
+        self._before: dict[int, RankTotals] = {}  # Newest totals of each rank.
         self.due_step: int | None = None
+        """Number of the last step of the comparison that is due; None if none is due."""
 
     @property
     def is_on(self) -> bool:
@@ -79,37 +75,36 @@ class RankComparer:
             self._local.add(steps.measured)
 
     def log_is_due(self, finished: int) -> None:
-        """Call where a log is due: with "log", so is a comparison, of steps that all have read."""
+        """Record that a log of the steps up to `finished`, which all ranks have read, is due."""
         if self._at_logs and self._exchange is not None:
             self.due_step = finished
 
     def compare_if_due(self) -> None:
-        """Compare the ranks if that is due. All ranks call it at the end of the same step."""
+        """Compare the ranks if it is due. All ranks must call it at the end of the same step."""
         finished, self.due_step = self.due_step, None
-        # Not when a step is read: one rank may read it a step later than another. Nor where the end
-        # of an epoch has compared them since.
+        # Skip it if the end of an epoch has compared these steps meanwhile.
         if finished is not None and finished >= self._means.next_due(self._compared):
             early = Sums(step for step in self._recent if step.number > finished)
             self._send(since(self._totals(), totals_of(early)), finished)
             self.compare_arrived()
 
     def compare_all(self, newest: int | None) -> None:
-        """Compare the ranks in all steps that were read. All ranks must call it."""
+        """Compare the ranks by all steps that were read. All ranks must call it."""
         if newest is not None:
             self._compared = newest
         self._send(self._totals())
         self.compare_arrived()
 
     def compare_arrived(self) -> None:
-        """Compare what has arrived from all ranks, without a wait."""
+        """Compare the times that have arrived from all ranks, without a wait."""
         if self._exchange is not None:
             self._compare(self._exchange, wait=False)
 
     def finish(self) -> None:
         """Compare the ranks for the last time, after `compare_all`.
 
-        Rank zero waits for late ranks only if the comparison is logged. Else the wait is left to
-        the first reader of the results: other ranks may still be training.
+        Other ranks may still be training. Rank zero waits for them here only if the comparison is
+        logged. Otherwise the first reader of the results waits.
         """
         if (exchange := self._exchange) is None:
             return
@@ -137,7 +132,7 @@ class RankComparer:
             for number, gathered in exchange.arrived(wait=wait):
                 before = self._before
                 windows = {rank: since(now, before.get(rank)) for rank, now in gathered.items()}
-                # A rank that is absent stays, with what it sent last.
+                # Absent ranks keep the totals that they sent last.
                 before.update(gathered)
                 if len(before) > 1:
                     self._results.ranks.add(compare(before))
@@ -148,108 +143,111 @@ class RankComparer:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        messages.warning("The times of the ranks are not compared any more: %r", error)
+        messages.warning("The times of the ranks are not compared any longer: %r", error)
         self.remove()
 
 
 class Exchange:
-    """What the ranks tell each other, for one purpose, through the store of the process group.
+    """Exchange between ranks for one purpose, through the store of the process group.
 
-    Not a collective: in one a missing rank would block all others, and end the group when it
-    times out. Here each rank writes and continues. All ranks must call a method at the same places
-    of the training.
+    A missing rank would block a collective, whose timeout ends the process group. Here each rank
+    writes and continues. Each call of `send` or `agree` is a round: all ranks must make the same
+    calls, in the same order.
 
-    At the end rank zero waits for late ranks, at most a third of the store's timeout.
+    Args:
+        store: Store of the process group.
+        rank: Number of this rank.
+        world_size: Number of ranks.
+        timeout_s: Maximum time to wait for late ranks, also limited to a third of the store's
+            timeout: other ranks may wait in a collective for rank zero meanwhile.
     """
 
     def __init__(
         self, store: Any, rank: int, world_size: int, *, timeout_s: float = _TIMEOUT_S
     ) -> None:
         self._store, self._rank, self._ranks = store, rank, range(world_size)
-        # The others may wait in a collective for rank zero meanwhile, and raise after their group's
-        # timeout, which the store has, too.
         self._timeout_s = min(timeout_s, store.timeout.total_seconds() / 3)
-        self._turns = itertools.count()  # One for each call of `send`, or of `agree`.
-        # On rank zero: its own totals, and the numbers of their steps, by turn, until the others'
-        # have arrived.
+        self._rounds = itertools.count()
+        # On rank zero: its totals and the number of their last step, by round, until the totals of
+        # all other ranks have arrived.
         self._open: dict[int, tuple[int, RankTotals]] = {}
-        # On rank zero: the others that were late, and those that were told of.
-        self._late, self._told = set[int](), set[int]()
+        # On rank zero: ranks that were late last time, and ranks that a warning has reported.
+        self._late, self._reported = set[int](), set[int]()
         self._agreed, self._is_alone = [1], False
 
     @property
     def is_waiting(self) -> bool:
-        """Whether totals of other ranks are still to arrive."""
+        """True if totals of other ranks are still to arrive."""
         return bool(self._open)
 
     def send(self, totals: RankTotals, number: int) -> None:
-        """Send the `totals` of the steps up to this number, without a wait."""
-        turn = next(self._turns)
+        """Send the totals of the steps up to this number, without a wait."""
+        round_ = next(self._rounds)
         if self._rank == 0:
-            self._open[turn] = number, totals
+            self._open[round_] = number, totals
             return
-        self._store.set(f"{turn}/{self._rank}", json.dumps(asdict(totals)))
-        # What rank zero has not read by now, it never will.
-        self._store.delete_key(f"{turn - _KEPT_TURNS}/{self._rank}")
+        self._store.set(f"{round_}/{self._rank}", json.dumps(asdict(totals)))
+        # Rank zero does not read older totals.
+        self._store.delete_key(f"{round_ - _KEPT_ROUNDS}/{self._rank}")
 
     def arrived(self, *, wait: bool) -> Iterator[tuple[int, dict[int, RankTotals]]]:
-        """On rank zero yield the turns that all ranks have sent, the oldest first.
+        """Yield the rounds that all ranks have sent, oldest first. Only on rank zero.
 
-        Each is the number of its last step, and the totals by rank. With `wait` the others have a
-        bounded time to arrive, and who is late then is left out.
+        A round consists of the number of its last step and the totals by rank. With `wait`, wait a
+        limited time for late ranks, and leave them out after it.
         """
         deadline = time.monotonic() + self._timeout_s if wait else -math.inf
         newest = max(self._open, default=0)
-        for turn, (number, totals) in [*self._open.items()]:
-            is_last_look = wait or turn <= newest - _MAX_OPEN_TURNS
-            there = self._there(turn, deadline, is_last_look=is_last_look)
+        for round_, (number, totals) in [*self._open.items()]:
+            is_last_look = wait or round_ <= newest - _MAX_OPEN_ROUNDS
+            there = self._there(round_, deadline, is_last_look=is_last_look)
             if there is None:
                 return
-            del self._open[turn]
-            values = self._store.multi_get([f"{turn}/{rank}" for rank in there]) if there else []
+            del self._open[round_]
+            values = self._store.multi_get([f"{round_}/{rank}" for rank in there]) if there else []
             received = [RankTotals(**json.loads(value)) for value in values]
             yield number, {0: totals, **dict(zip(there, received, strict=True))}
 
-    def _there(self, turn: int, deadline: float, *, is_last_look: bool) -> list[int] | None:
-        """Return the ranks whose totals of a turn are there; None if others are awaited."""
-        late = {rank for rank in self._late if not self._store.check([f"{turn - 1}/{rank}"])}
-        awaited = {f"{turn}/{rank}": rank for rank in self._ranks[1:] if rank not in late}
+    def _there(self, round_: int, deadline: float, *, is_last_look: bool) -> list[int] | None:
+        """Return the ranks whose totals of a round have arrived; None to ask again later."""
+        late = {rank for rank in self._late if not self._store.check([f"{round_ - 1}/{rank}"])}
+        awaited = {f"{round_}/{rank}": rank for rank in self._ranks[1:] if rank not in late}
         if not is_last_look and not self._store.check([*awaited]):
             return None
         there = [awaited[key] for key in wait_for(self._store, [*awaited], deadline)]
         self._late = late.union(awaited.values()).difference(there)
-        if new := sorted(self._late - self._told):
-            self._told.update(new)
+        if new := sorted(self._late - self._reported):
+            self._reported.update(new)
             messages.warning(_ABSENT, ", ".join(map(str, new)))
         return there
 
     def agree(self, wish: Sequence[int]) -> list[int]:
-        """Return what all ranks do from here on: what rank zero has wished a turn ago.
+        """Return the wish of rank zero in the previous round, which all ranks follow from now on.
 
-        So no rank waits as long as they are less than one turn apart.
+        No rank waits as long as the ranks are less than one round apart.
         """
         if self._is_alone:
             return self._agreed
-        turn = next(self._turns)
+        round_ = next(self._rounds)
         try:
             if self._rank == 0:
-                self._store.set(f"{turn}/agreed", json.dumps([*wish]))
-            if turn:
-                agreed = f"{turn - 1}/agreed"
+                self._store.set(f"{round_}/agreed", json.dumps([*wish]))
+            if round_:
+                agreed = f"{round_ - 1}/agreed"
                 deadline = time.monotonic() + min(_AGREEMENT_TIMEOUT_S, self._timeout_s)
                 if not wait_for(self._store, [agreed], deadline):
-                    raise TimeoutError("rank 0 has said nothing")
+                    raise TimeoutError("rank 0 has not answered")
                 self._agreed = [*map(int, json.loads(self._store.get(agreed)))]
         except Exception as error:
-            # Those who do not share it may time other steps; nobody waits for this one.
+            # Continue with the last agreement, although other ranks may time other steps.
             self._is_alone, n = True, self._agreed[0]
-            messages.warning(_ALONE, "all are" if n == 1 else f"one in {n} is", error)
+            messages.warning(_ALONE, "every step" if n == 1 else f"1 of every {n} steps", error)
         return self._agreed
 
 
 def wait_for(store: Any, keys: list[str], deadline: float) -> list[str]:
-    """Wait until all of `keys` are written, or the time is over; return those that are."""
-    # Not the store's own wait, which prints where it ends in vain.
+    """Wait until all keys are written, or until the deadline. Return the keys that are written."""
+    # `store.wait` prints a message after a timeout.
     while keys and not store.check(keys):
         if time.monotonic() >= deadline:
             return [key for key in keys if store.check([key])]
@@ -258,14 +256,14 @@ def wait_for(store: Any, keys: list[str], deadline: float) -> list[str]:
 
 
 def open_exchange(purpose: str) -> Exchange | None:
-    """Return an exchange among the ranks of the default process group; None without others."""
+    """Return an exchange between the ranks of the process group; None for a single rank."""
     if not is_distributed():
         return None
     try:
-        # Not at the top: torch can be built without it.
+        # Imported here, because torch can be built without it.
         from torch.distributed.distributed_c10d import PrefixStore
 
-        # Timers are attached in the same order on every rank, so their numbers agree.
+        # Ranks attach their timers in the same order, so their numbers agree.
         prefix = f"lightning_gputime/{purpose}/{next(_opened[purpose])}"
         if (store := default_store()) is None:
             return None

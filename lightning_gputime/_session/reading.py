@@ -1,4 +1,4 @@
-"""Steps that were read, on their way to observers."""
+"""Distribute steps that were read to their readers and observers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from lightning_gputime._session.timing_plan import TimingPlan
 
 
 class StepReader:
-    """Pass steps that were read to the observers, in their order and in the training thread.
+    """Pass steps that were read to their readers, in order and in the training thread.
 
     Args:
-        plan: Takes the probed steps.
-        wall_clock: Takes the time of evaluations inside steps.
+        plan: Receives the probed steps, and the cost of timing.
+        wall_clock: Receives the time of evaluations inside steps.
         warmup_steps: Number of first timed steps that are warm-up.
     """
 
@@ -29,12 +29,12 @@ class StepReader:
     def connect(
         self, pending: PendingSteps, *, readers: Sequence[Any], followers: Sequence[Any]
     ) -> None:
-        """Set where steps come from, and whose method `steps_read` takes them.
+        """Set the source of the steps, and the objects whose method `steps_read` receives them.
 
         Args:
-            pending: Provides the steps.
-            readers: Take the steps in any order.
-            followers: Take the steps after the readers, whose state they read.
+            pending: Source of the steps.
+            readers: Objects in any order.
+            followers: Objects that use the state of the readers, and therefore come later.
         """
         self._pending = pending
         self._readers = methods(readers, "steps_read")
@@ -65,7 +65,7 @@ class UserCalls:
 
     Args:
         observers: Observers of the option `observers`.
-        analyzer: Provides the slow steps, and is told of the time that observers take.
+        analyzer: Provides the slow steps, and receives the time that observers take.
     """
 
     def __init__(self, observers: Sequence[Any], analyzer: SlowStepAnalyzer) -> None:
@@ -79,11 +79,11 @@ class UserCalls:
 
     @property
     def batch(self) -> int:
-        """Number of steps to read together: 1 if observers want each step at once."""
+        """Number of steps to read together: 1 if observers receive each step at once."""
         return 1 if self._on_step else BATCH
 
     def steps_read(self, steps: ReadSteps) -> None:
-        """Call the observers, just after the analyzer. They may read the timer, or remove it."""
+        """Call the observers, right after the analyzer. They may read or remove the timer."""
         slow_steps = self._analyzer.newest
         if not self._on_step and not slow_steps:
             return
@@ -91,5 +91,5 @@ class UserCalls:
             call_safely(self._on_step, step.times())
         for slow_step in slow_steps:
             call_safely(self._on_slow_step, slow_step)
-        self._analyzer.end_own_call("observers")
-        self._analyzer.start_own_call()  # Loggers are next.
+        self._analyzer.end_callback("observers")
+        self._analyzer.start_callback()  # Loggers are next.

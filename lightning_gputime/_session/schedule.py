@@ -1,4 +1,4 @@
-"""Schedule of the timed steps, computed from their index alone, so that all ranks agree."""
+"""Schedule of the timed steps. It depends only on their index, so that all ranks agree."""
 
 import statistics
 from bisect import bisect
@@ -11,50 +11,50 @@ from lightning_gputime._phases import FIRST_STEPS, StepRecord
 
 # Successive multiples of the golden ratio, modulo 1, are spread as evenly as possible.
 _GOLDEN = 0.6180339887498949
-_BLOCKS_PER_LOG = 8  # 1 of this many blocks covers the step in which logs are written.
+_WINDOWS_PER_LOG = 8  # 1 of this many windows covers the step that writes logs.
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many steps are timed: a block of steps in each of `blocks` parts of every window.
+    """Number of timed steps: one timing window in each of the `windows` parts of an interval.
 
     Attributes:
-        block: Number of timed steps in a row.
-        window: Number of steps between two logs.
-        blocks: Number of blocks in a window.
-        ends_in_log: True if logs are written at the end of windows.
-        recurrence: Index of a long step and the distance to the next one, agreed by all ranks.
+        window: Number of timed steps in a timing window.
+        interval: Number of steps between two logs.
+        windows: Number of timing windows in an interval.
+        ends_in_log: True if logs are written at the end of intervals.
+        recurrence: Index of a long step and the distance to the next, as agreed by all ranks.
     """
 
-    block: int = 1
     window: int = 1
-    blocks: int = 1
+    interval: int = 1
+    windows: int = 1
     ends_in_log: bool = False
     recurrence: tuple[int, int] | None = None
 
     @property
     def times_all(self) -> bool:
-        return self.block * self.blocks == self.window
+        return self.window * self.windows == self.interval
 
     @property
     def every_n_steps(self) -> float:
-        """1 of this many steps is timed."""
-        return self.window / (self.block * self.blocks)
+        """`n` if 1 of every `n` steps is timed."""
+        return self.interval / (self.window * self.windows)
 
     def part(self, k: int) -> tuple[int, int]:
-        """Return the first step of the k-th part, and the step after its last."""
-        window, place = divmod(k, self.blocks)
-        edges = (place * self.window // self.blocks, (place + 1) * self.window // self.blocks)
-        return window * self.window + edges[0], window * self.window + edges[1]
+        """Return the indices of the first step of the k-th part, and of the step after its last."""
+        interval, place = divmod(k, self.windows)
+        edges = (place * self.interval // self.windows, (place + 1) * self.interval // self.windows)
+        return interval * self.interval + edges[0], interval * self.interval + edges[1]
 
 
 class Schedule:
     """Choice of the timed steps by their index, which counts all steps from 0.
 
-    Offsets of blocks fill their part of the window evenly and without a period, so no period of the
-    loop is missed or overrepresented. If long steps recur, up to every second block is moved onto a
-    long step. Some blocks cover the end of a window, where logs are written. All ranks compute the
-    same offsets.
+    The offsets of timing windows in their parts are spread evenly and have no period, so that
+    periodic work of the loop is timed neither too often nor too rarely. If long steps recur, up to
+    every second window is moved onto a long step. Some windows cover the end of an interval, where
+    logs are written. All ranks compute the same offsets.
 
     Args:
         plan: Number of timed steps.
@@ -75,10 +75,10 @@ class Schedule:
         self._probe_every_n_steps, self.warmup_steps = probe_every_n_steps, warmup_steps
         self._next_long = next_long
         self._first_part = self._next_part = 0
-        self._is_chase_due = False  # True after a block at its usual place.
-        self._start = self._stop = 0  # The block that was planned last.
+        self._may_move = False  # True after a window at its usual place: the next may be moved.
+        self._start = self._stop = 0  # The newest window.
         self.expects_long = False
-        """True if this block covers an expected long step."""
+        """True if the newest window covers an expected long step."""
 
     @property
     def times_all(self) -> bool:
@@ -89,7 +89,7 @@ class Schedule:
         """Switch to another plan at the step of this index."""
         self.plan = plan
         self._start = self._stop = index
-        part = index // plan.window * plan.blocks
+        part = index // plan.interval * plan.windows
         while plan.part(part)[0] < index:
             part += 1
         self._first_part = self._next_part = part
@@ -103,34 +103,34 @@ class Schedule:
         if self.plan.times_all:
             return index
         while index >= self._stop:
-            self._plan_block()
+            self._plan_window()
         return max(index, self._start)
 
-    def _plan_block(self) -> None:
+    def _plan_window(self) -> None:
         plan, k = self.plan, self._next_part
         self._next_part += 1
         first, last = plan.part(k)
-        # Use squares: plain multiples of the golden ratio hit some periods twice as often.
+        # Multiples of the golden ratio would hit some periods twice as often as squares do.
         start = first + int((k + 1) ** 2 * _GOLDEN % 1 * (last - first))
         expected = None
-        if self._is_chase_due:
+        if self._may_move:
             expected = _expected(plan.recurrence or self._next_long(), first)
-        self._is_chase_due = expected is None or expected >= last
+        self._may_move = expected is None or expected >= last
         self.expects_long = expected is not None and expected < last
         if expected is not None and expected < last:
-            start = expected - plan.block // 2
-        elif plan.ends_in_log and (k - self._first_part) % _BLOCKS_PER_LOG == 0:
-            # Loggers run at the end of the last step of a window, or at the start of the next.
-            start = last + 1 - plan.block
+            start = expected - plan.window // 2
+        elif plan.ends_in_log and (k - self._first_part) % _WINDOWS_PER_LOG == 0:
+            # Loggers run at the end of the last step of an interval, or at the start of the next.
+            start = last + 1 - plan.window
         self._start = max(start, self._stop)
-        self._stop = self._start + plan.block
+        self._stop = self._start + plan.window
 
     def is_probed(self, index: int) -> bool:
         """Return True if the step of this index is to be probed."""
         n = self._probe_every_n_steps
         if not n or index < self.warmup_steps:
             return False
-        # Spread evenly, but skip the last of n: the step after a probe is not probed.
+        # Spread evenly, but never take the last of n steps: the next step may be a probe, too.
         return index % n == int((index // n + 1) * _GOLDEN % 1 * (n - 1))
 
 
@@ -142,41 +142,41 @@ def _expected(recurrence: tuple[int, int] | None, first: int) -> int | None:
     return last + max(-(-(first - last) // distance), 1) * distance
 
 
-# Target cost of timing, as a fraction of the step: below 1 %, because it is not measured exactly.
-# Cold caches around a block cost nearly as much again (`benchmarks/cold_cost.py`, H200).
-_MAX_COST_SHARE, _MAX_COST_SHARE_IN_BLOCKS = 0.008, 0.005
-_BLOCK_STEPS, _MAX_PERIOD_STEPS = 5, 500
-# Bounds of the host time of a mark in a busy loop. Larger differences are noise.
+# Target cost of timing, as a fraction of the step: below 1 %, because it is only estimated. Around
+# a window, cold caches cost nearly as much again (`benchmarks/cold_cost.py`, H200).
+_MAX_COST_SHARE, _MAX_COST_SHARE_IN_WINDOWS = 0.008, 0.005
+_WINDOW_STEPS, _MAX_PERIOD_STEPS = 5, 500
+# Bounds of the host time of a mark in a busy loop. Values outside are noise.
 _MIN_PER_MARK_NS, _MAX_PER_MARK_NS = 3_000, 40_000
-_COMPARED = 100  # Number of newest timed steps, and of untimed stretches, to compare.
-_TRIAL_EVERY_N_STEPS = 2  # For two windows, to measure the cost of timing.
+_COMPARED = 100  # Number of newest timed steps, and of spans of untimed steps, that are compared.
+_TRIAL_EVERY_N_STEPS = 2  # For two intervals, to measure the cost of timing.
 _MAX_STEPS_BETWEEN_DECISIONS = 4096
 
 
 class AutoSchedule:
     """Choice of `n` for timing 1 of `n` steps, so that timing takes less than 1 % of the time.
 
-    If the GPU sets the pace, timing is hidden while the host waits. Otherwise its cost is measured
-    in the loop itself: the host time of a timed step, compared with the untimed steps just before
-    and after it. An empty loop would not do: in a real loop the code of a hook has left the CPU
-    cache by the next step.
+    If the GPU sets the pace, timing costs nothing, because the host waits anyway. Otherwise the
+    cost is measured in the loop itself, as the host time of timed steps minus that of the untimed
+    steps just before and after. An empty loop would show less, because its hooks stay in the CPU
+    caches.
 
     Args:
-        window: Number of steps between two logs, each with a block of timed steps. None if the
+        interval: Number of steps between two logs, each with a window of timed steps. None if the
             trainer decides when it logs.
     """
 
-    def __init__(self, window: int | None) -> None:
-        self._window = window
+    def __init__(self, interval: int | None) -> None:
+        self._interval = interval
         self.due = FIRST_STEPS
         """Index of the step before which `decide` must be called."""
         self.share: float | None = None
-        """Cost of timing in a timed step, as a fraction of an untimed step; None if unknown."""
-        # Start and duration of timed steps; start and mean duration of steps of untimed stretches.
+        """Cost of timing a step, as a fraction of an untimed step; None if unknown."""
+        # Start and duration of timed steps; start and mean duration of spans of untimed steps.
         self._timed_ns: deque[tuple[int, int]] = deque(maxlen=_COMPARED)
         self._untimed_ns: deque[tuple[int, float]] = deque(maxlen=_COMPARED)
         self._switches_ns: deque[int] = deque(maxlen=_COMPARED)
-        # Sums over the steps that were read: steps, marks, host waits, and time for reading.
+        # Sums over timed steps: number, marks, host waits, and time for reading them.
         self._read = self._marks = 0
         self._wait_ms = 0.0
         self._reading_ns = 0
@@ -198,7 +198,7 @@ class AutoSchedule:
 
     def decide(self, index: int) -> int:
         """Return `n`: from the step of this index on, 1 of `n` steps is to be timed."""
-        # Ranks apply a decision at the next: decide often in the beginning.
+        # Decide often at first, because several ranks apply a decision only at the next decision.
         steps = min(max(index // 2, 2 * self._longest_period), _MAX_STEPS_BETWEEN_DECISIONS)
         self.due = index + steps
         if not self._read:
@@ -231,11 +231,11 @@ class AutoSchedule:
     def _smallest_n(self, cost_ns: float, step_ns: float) -> int:
         if cost_ns < _MAX_COST_SHARE * step_ns:
             return 1
-        target_ns = _MAX_COST_SHARE_IN_BLOCKS * step_ns
+        target_ns = _MAX_COST_SHARE_IN_WINDOWS * step_ns
         switch_ns = 2 * statistics.median(self._switches_ns or [0])
         for n in range(2, self._longest_period):
             plan = self.plan(n)
-            if plan.block * cost_ns + switch_ns <= plan.block * plan.every_n_steps * target_ns:
+            if plan.window * cost_ns + switch_ns <= plan.window * plan.every_n_steps * target_ns:
                 return round(plan.every_n_steps)
         return self._longest_period
 
@@ -243,11 +243,11 @@ class AutoSchedule:
         """Return the plan that times 1 of n steps, which is the same on all ranks."""
         if n == 1:
             return Plan()
-        block = max(min(_BLOCK_STEPS, self._longest_period // n), 1)
-        window = max(self._window or 0, block * n)
-        ends_in_log = self._window in (None, window)
-        return Plan(block, window, window // (block * n), ends_in_log=ends_in_log)
+        window = max(min(_WINDOW_STEPS, self._longest_period // n), 1)
+        interval = max(self._interval or 0, window * n)
+        ends_in_log = self._interval in (None, interval)
+        return Plan(window, interval, interval // (window * n), ends_in_log=ends_in_log)
 
     @property
     def _longest_period(self) -> int:
-        return max(min(self._window or _MAX_PERIOD_STEPS, _MAX_PERIOD_STEPS), 2)
+        return max(min(self._interval or _MAX_PERIOD_STEPS, _MAX_PERIOD_STEPS), 2)

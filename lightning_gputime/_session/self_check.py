@@ -1,4 +1,4 @@
-"""Self-check: compare the first steps with what their loop must have done in each of them."""
+"""Self-check: compare the first steps with the actions that each step of the loop must contain."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -31,11 +31,11 @@ from lightning_gputime._phases import (
 from lightning_gputime._record.open_step import is_fetch
 from lightning_gputime._record.recorder import Recorder
 
-_FIRST_STEPS = 5  # Warm-up included.
-_MIN_FIRST_STEPS = 3  # A trainer may fetch all of fewer batches before the first step.
-_MEAN_STEPS = 20  # After the warm-up.
+_FIRST_STEPS = 5  # Number of first steps to check, including the warm-up.
+_MIN_FIRST_STEPS = 3  # With fewer, a trainer may have fetched all batches before the first step.
+_MEAN_STEPS = 20  # Number of steps after the warm-up whose sums are checked.
 
-# What the first steps show
+# Messages on the first steps
 
 _NOT_SEEN = "Not measured: %s, because %s in the first %d steps."
 _WRONG_ORDER = (
@@ -43,36 +43,36 @@ _WRONG_ORDER = (
     " phases belong to two batches. Call step() at the end of the loop body."
 )
 _WRONG_COUNT = (
-    "The trainer counts %d steps, and the timer has seen %d. Times per step are wrong: a step of"
-    " the timer is not an update of the trainer."
+    "The trainer counts %d steps, and the timer counts %d. Times per step are wrong, because a step"
+    " of the timer is not an update of the trainer. Please report this."
 )
 
-# What the means of some steps show
+# Messages on the sums of steps
 
 _NO_FORWARD = (
-    "No call of the model was seen, so its time is in `other`. Pass the module that the loop calls,"
-    ' such as what torch.compile returned, or wrap the call in `with phase("forward")`. Nothing'
-    " inside a compiled training step can be timed: compile the model alone."
+    "No call of the model was recorded, so its time is in `other`. Pass the module that the loop"
+    ' calls, such as the result of torch.compile, or wrap the call in `with phase("forward")`.'
+    " Nothing inside a compiled training step can be timed: compile the model alone."
 )
 _NO_BACKWARD = (
-    "No backward was seen, so its time is in `other`. Call loss.backward() in the thread of the"
+    "No backward was recorded, so its time is in `other`. Call loss.backward() in the thread of the"
     ' loop and outside of compiled code, or wrap it in `with phase("backward")`.'
 )
 _NO_UPDATE = (
-    "No update of an optimizer was seen in %d steps, so its time is in `other`. If the optimizer is"
-    ' not a torch optimizer, wrap the update in `with phase("optimizer")`.'
+    "No update of an optimizer was recorded in %d steps, so its time is in `other`. If the"
+    ' optimizer is not a torch optimizer, wrap the update in `with phase("optimizer")`.'
 )
 _NO_MODULES = (
     "None of the modules that `modules` selects was called inside `forward`, so they have no rows."
-    " Select modules that the model calls, not those of a copy or inside scripted code."
+    " Select modules that the model calls, not modules of a copy or inside scripted code."
 )
 _TOO_EARLY = (
     "The process group was created after the timer was attached: waits for other ranks are not"
     " separated, and ranks are not compared. Attach the timer after init_process_group()."
 )
 _ELSEWHERE = (
-    "The model is called in another thread than the one that calls step() or iterates over"
-    " steps(). Only that thread is timed: do both in the same thread."
+    "The model is called in another thread than step() or steps(), and is not timed there. Call the"
+    " model in the thread that calls step() or iterates over steps()."
 )
 _BYPASSED = (
     "`%s` replaces __call__ of torch.nn.Module, so only modules inside it count as `forward`."
@@ -80,9 +80,9 @@ _BYPASSED = (
 )
 _TWICE = (
     "%d of %d steps have no call of the model. Call step() once, at the end of the loop body, or"
-    " only iterate over steps(). Skip batches inside of it, as in"
-    " timer.steps(filter(is_good, loader)). If those steps train another model, give each model its"
-    " timer."
+    " only iterate over steps(). Skip batches inside steps(), as in"
+    " timer.steps(filter(is_good, loader)). If those steps train another model, attach a timer to"
+    " each model."
 )
 _EARLY = (
     "The first %d timed steps have no backward. Call step() at the end of the loop body, skip"
@@ -96,12 +96,12 @@ _MAY_EVALUATE = (
 )
 _UNSEEN = (
     "Batches without a call of the model take %.3g ms of `other` a step. If they train in a way the"
-    " timer cannot see, such as by a graph that was captured before attach(), call step() at the"
-    " end of the loop body."
+    " timer cannot see, such as a graph that was captured before attach(), call step() at the end"
+    " of the loop body."
 )
 _METHOD = (
-    "`%s` is %.3g ms a step, and `forward` little compared with `backward`. If the loop calls a"
-    " method of a module, such as model.features(x), and not the module, wrap the call in"
+    "`%s` takes %.3g ms per step, and `forward` little compared with `backward`. If the loop calls"
+    " a method of the model, such as model.features(x), instead of the model, wrap the call in"
     ' `with phase("forward")`.'
 )
 _NO_OPTIMIZER = (
@@ -109,41 +109,41 @@ _NO_OPTIMIZER = (
     " it, and evaluations for the steps. Write GPUPhaseHooks(model, optimizer)."
 )
 _EVALUATED = (
-    "The model is also called in eval mode with gradients on. If that is an evaluation, it counts"
-    " for the steps: put it under `torch.no_grad()`."
+    "The model is also called in eval mode with gradients on, which counts as part of the steps. If"
+    " it is an evaluation, put it under `torch.no_grad()`."
 )
 _ACCUMULATED = (
     "%d of %d steps have no update. If gradients accumulate, pass accumulate_grad_batches=%s, so"
     " that a step is one update."
 )
 
-# Before the first step
+# Messages before the first step
 
 _OTHER_PARAMETERS = (
-    "None of the parameters that %s updates belongs to the model: it was made for another model, or"
-    " before the parameters were replaced. Its updates are timed all the same."
+    "None of the parameters that %s updates belongs to the model: it was created for another model,"
+    " or before the parameters were replaced. Its updates are timed anyway."
 )
 _SEVERAL_DEVICES = (
     "The model is on several devices: %s. Its phases are timed on %s; pass device= to choose"
     " another."
 )
 
-_NO_ROOM_FOR = {
-    _NO_FORWARD: ("forward, because no call of the model was seen", (FORWARD, OTHER)),
+_NOT_MEASURED = {
+    _NO_FORWARD: ("forward, because no call of the model was recorded", (FORWARD, OTHER)),
     _ELSEWHERE: ("forward, because the model is called in another thread", (FORWARD, OTHER)),
     _BYPASSED: ("forward, because the model is called without its hooks", (FORWARD, LOSS, OTHER)),
-    _NO_BACKWARD: ("backward, because no backward was seen", (BACKWARD, OTHER)),
+    _NO_BACKWARD: ("backward, because no backward was recorded", (BACKWARD, OTHER)),
     _MAY_EVALUATE: ("evaluations, because they may be a part of the steps", (OTHER,)),
-    _NO_UPDATE: ("updates, because no optimizer was seen to run one", (OPTIMIZER, OTHER)),
+    _NO_UPDATE: ("updates, because no update was recorded", (OPTIMIZER, OTHER)),
 }
-"""What a mismatch means for the summary: what is not measured, and the phases it is lost in."""
+"""For some messages: the quantity that is not measured, and the phases that may contain it."""
 
 
 class SelfCheck:
-    """Compares steps with what their loop must have done, and reports each mismatch once.
+    """Compare steps with the actions that their loop must contain. Report each mismatch once.
 
-    It looks at the labels and numbers of the first steps, and at the sums of some later ones. Both
-    are there anyway, so no step takes longer.
+    It reads the labels and numbers of the first steps, and sums over the first 20 steps. Both exist
+    anyway, so no step takes longer.
     """
 
     def __init__(
@@ -156,30 +156,29 @@ class SelfCheck:
     ) -> None:
         self._results, self._boundaries, self._recorder = results, boundaries, recorder
         self._loop = loop
-        # With "auto" the first steps are all timed.
+        # "auto" also times all of the first steps.
         times_first = options.every_n_steps in (1, AUTO) and not options.probe_every_n_steps
         self._counts_steps = loop.counts_steps and times_first
         self._is_own_loop = loop.pause_evaluation is not False
-        # An optimizer of the model may update that the user has not passed.
+        # The user has passed no optimizer, but an optimizer may update the model.
         self._lacks_optimizer = loop.pause_evaluation is None
         self._warn_once = WarnOnce()
         self._first: list[StepRecord] | None = []  # None once they are checked.
         self._has_checked_means = self._has_trained = False
-        # Time of batches without any work, which end no step; steps before the first backward.
-        self._idle_ms, self._early = 0.0, 0
-        # Time of calls before a step's training that no rule takes for an evaluation.
-        self._maybe_evaluated_ms = 0.0
+        self._idle_ms = 0.0  # Time of batches without any call of the model, which end no step.
+        self._early = 0  # Number of steps before the first backward.
+        self._maybe_evaluated_ms = 0.0  # Time of calls in eval mode before the training of a step.
 
     def steps_read(self, steps: ReadSteps) -> None:
-        """Take steps that were read. Check them once there are enough."""
+        """Check the steps that were read, once there are enough."""
         if self._first is not None:
             self._first += steps
             if len(self._first) >= _FIRST_STEPS:
                 self._check_first_steps()
         if self._lacks_optimizer:
             self._check_optimizer()
-        # Replays of a captured graph do not show what they run; the recorder has warned of that.
-        if self._has_checked_means or self._recorder.captures.were_seen:
+        # The replay of a captured graph calls no hooks, as the recorder has already warned.
+        if self._has_checked_means or self._recorder.captures.has_captured:
             return
         for step in steps.measured:
             if EVALUATION in step.labels:
@@ -195,17 +194,17 @@ class SelfCheck:
             self._check_means()
 
     def end(self) -> None:
-        """Check what is left when the training ends: a short one by what is certain."""
+        """Check the rest at the end of the training. In a short training, check only the basics."""
         if self._first is not None and len(self._first) >= _MIN_FIRST_STEPS:
             self._check_first_steps()
         ran = self._results.sums.phases
         self._check_optimizer()
-        if self._recorder.captures.were_seen:
+        if self._recorder.captures.has_captured:
             return
         if not self._has_checked_means:
             self._check_few_steps(trains=BACKWARD in ran and OPTIMIZER in ran)
         elif self._is_own_loop and BACKWARD in ran and FORWARD in ran:
-            # The first step may be another one than that without a backward.
+            # The steps before the first backward were reported already.
             n = self._results.sums.step.n
             without = n - ran[FORWARD].n
             self._report(20 * (without - self._early) >= n, _TWICE, without, n)
@@ -215,27 +214,27 @@ class SelfCheck:
         steps, self._first = self._first or [], None
         n = len(steps)
         for expected in self._loop.expects:
-            # A fit may end with a step whose batch was fetched in the step before.
+            # In the last step of a fit, the batch may have been fetched in the step before.
             if 2 * sum(not expected.labels.isdisjoint(step.labels) for step in steps) < n:
                 self._note(
                     f"{expected.feature}, because {expected.otherwise} in the first {n} steps",
                     expected.blurred,
                 )
                 messages.warning(_NOT_SEEN, expected.feature, expected.otherwise, n)
-        # The first step may begin anywhere.
+        # The first step may start anywhere in the loop body.
         if all(_ends_inside_batch(step.labels) for step in steps[1:]):
             self._note("single batches, because backward precedes forward", (FORWARD, BACKWARD))
             self._report(True, _WRONG_ORDER, n)
         if self._counts_steps and (counted := self._steps_of_trainer(steps)) != n:
-            self._note(f"single steps, because the trainer counts {counted}, and {n} were seen")
+            self._note(f"single steps, because the trainer counts {counted}, and the timer {n}")
             self._report(True, _WRONG_COUNT, counted, n)
 
     def _steps_of_trainer(self, steps: Sequence[StepRecord]) -> int:
-        """Return how many steps the trainer counts. Batches that it leaves out do not count."""
+        """Return the number of steps that the trainer counts, without batches that it skips."""
         counted = 1
         for before, step in pairwise(steps):
             more = step.number - before.number
-            # A batch that was left out has no backward, and its update is not missed.
+            # A skipped batch has no backward, so no update of it can be missed.
             is_missed = _trained_batches(step.labels) >= more * self._loop.accumulate_grad_batches
             counted += more if is_missed else min(more, 1)
         return counted
@@ -260,7 +259,6 @@ class SelfCheck:
         ran, n, skipped = sums.phases, sums.step.n, sums.skipped_updates
         trains = seen.optimizer.has_any
         with_forward = ran[FORWARD].n if FORWARD in ran else n
-        # The number of steps may be odd.
         ms = {name: ran[name].device_ms if name in ran else 0.0 for name in PHASES}
         # Backward takes twice as long as forward and loss, or three times with checkpointing.
         is_in_other = 0 < 5 * (ms[FORWARD] + ms[LOSS]) < ms[BACKWARD] < 5 * ms[OTHER]
@@ -286,16 +284,16 @@ class SelfCheck:
     def _report(self, is_mismatch: bool, message: str, *values: float | str) -> None:
         if is_mismatch:
             self._warn_once(message, *values)
-            if message in _NO_ROOM_FOR:
-                self._note(*_NO_ROOM_FOR[message])
+            if message in _NOT_MEASURED:
+                self._note(*_NOT_MEASURED[message])
 
     def _note(self, text: str, blurred: tuple[str, ...] = ()) -> None:
         self._results.add_mismatch(NotMeasured(f"not measured: {text}", blurred))
 
 
 def _undecided_ms(step: StepRecord) -> float:
-    """Return the time of calls in eval mode that begin a step and may be an evaluation."""
-    # In a loop over `steps()` the step begins with its batch, and such calls are a part of it.
+    """Return the time of calls in eval mode at the start of a step that may be an evaluation."""
+    # In a loop over `steps()`, the step starts with its batch, and such calls belong to it.
     if not is_fetch(step.labels[: step.labels.index(EVALUATION)]):
         return 0.0
     labels_and_ms = zip(step.labels, step.device_ms, strict=True)
@@ -303,7 +301,7 @@ def _undecided_ms(step: StepRecord) -> float:
 
 
 def _ends_inside_batch(labels: tuple[str, ...]) -> bool:
-    """Return whether a step begins with the backward of a batch and ends with the next forward."""
+    """Return True if a step starts with the backward of a batch and ends with the next forward."""
     if FORWARD not in labels or BACKWARD not in labels:
         return False
     backwards = labels[::-1]
@@ -313,7 +311,7 @@ def _ends_inside_batch(labels: tuple[str, ...]) -> bool:
 
 
 def _trained_batches(labels: tuple[str, ...]) -> int:
-    """Return how many batches of a step were fetched and had a backward."""
+    """Return the number of batches in a step that were fetched and had a backward."""
     n, is_fetched = 0, True
     for label in labels:
         if label == FETCH:
@@ -325,7 +323,7 @@ def _trained_batches(labels: tuple[str, ...]) -> int:
 
 
 def warn_of_other_parameters(model: nn.Module, optimizers: Iterable[object]) -> None:
-    """Warn of optimizers that update no parameter of the model."""
+    """Warn about optimizers that update no parameter of the model."""
     if is_engine(model):
         return  # Its optimizer may update copies of parts of the parameters.
     own = set(model.parameters())
@@ -338,7 +336,7 @@ def warn_of_other_parameters(model: nn.Module, optimizers: Iterable[object]) -> 
 
 
 def warn_of_several_devices(model: nn.Module, timed: torch.device) -> None:
-    """Warn that the phases of a model on several devices are timed on one of them."""
+    """Warn that the phases of a model on several devices are timed on a single device."""
     sizes: dict[torch.device, int] = {}
     for parameter in model.parameters():
         if not isinstance(parameter, nn.UninitializedParameter):

@@ -1,4 +1,4 @@
-"""A timer that is attached to a loop."""
+"""Session of a timer: from attaching it to a loop until its removal."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.memory import MemoryWatch
 from lightning_gputime._measurement.observers import call_safely, methods
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._measurement.wall_clock import WallClock
+from lightning_gputime._measurement.wall_clock import clock_of_steps
 from lightning_gputime._options import Options
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.recorder import Recorder
@@ -38,17 +38,17 @@ from lightning_gputime._session.timing_plan import TimingPlan
 class Session:
     """Attach a timer to a loop, read its steps, and remove it.
 
-    Front ends report the events of the loop to `steps`, `open_step` and `recorder`, from the thread
-    that is timed. All other methods may be called from any thread: while the timed thread lives,
-    other threads read no steps.
+    Front ends report the events of the loop to `steps`, `open_step` and `recorder`, in the timed
+    thread. Any thread may call the other methods, but does not read steps while the timed thread
+    lives.
 
     Args:
         options: Options of the timer.
         clock: Clock of the device.
-        loop: The loop to time.
-        results: Takes the steps.
+        loop: The loop.
+        results: Receives the steps.
         means: Logs the steps.
-        outside: Functions around the training, whose lines say nothing about a phase.
+        outside: Functions around the training. Lines in them are not blamed for a phase.
         blocks: Return True if the CPU blocks on the GPU inside steps.
     """
 
@@ -63,7 +63,7 @@ class Session:
         blocks: Callable[[], bool] = bool,
     ) -> None:
         self._results = results
-        wall_clock = results.wall_clock or WallClock.of_steps(clock.host_ns)
+        wall_clock = results.wall_clock or clock_of_steps(clock.host_ns)
         self._analyzer = analyzer = SlowStepAnalyzer(clock, results.slow, results.culprits)
         users = UserCalls(options.observers, analyzer)
         each_timed_for = _option_that_times_each(options, means, users)
@@ -78,7 +78,7 @@ class Session:
             locate=frames_here,
         )
         self.recorders = [recorder]
-        """Recorders of phases that are named by hand."""
+        """Recorders of the phases that users name."""
         work = WorkCounter(options.items, options.flops, loop, recorder)
         self._boundaries = Boundaries(recorder, loop, work.on_call, wall_clock.shorten_step)
         self._comparison = RankComparer(results, means, options)
@@ -112,10 +112,10 @@ class Session:
                 open_step=self.open_step,
                 work=work,
                 analyzer=analyzer,
+                sampler=analyzer.sampler,
                 blocking=self._blocking,
                 search=search,
                 plan=plan,
-                # In a plain loop only the step before shows which calls are an evaluation.
                 hooks_off=HooksOff(
                     plan, self._boundaries, int(loop.pause_evaluation is not False), options._lag
                 ),
@@ -149,13 +149,13 @@ class Session:
         return self.steps.state is not NEW
 
     def attach(self) -> None:
-        """Attach the hooks. If that fails or is interrupted, none of them stays."""
+        """Attach the hooks. If that fails or is interrupted, remove all of them."""
         try:
             self._boundaries.attach()
             self.open_step.attach()
             self._analyzer.attach()
             call_safely(methods(self._observers, "attach"))
-            # Not when a timer is lost: Python may notice that at any moment.
+            # Here, because Python may delete a timer at any moment, even while hooks run.
             attached.remove_lost()
             attached.add(self)
             self.steps.enter(IDLE)
@@ -164,7 +164,7 @@ class Session:
             raise
 
     def attach_until_end(self, attachment: Attachment) -> None:
-        """Attach something that stays in untimed steps, too, until the timer is removed."""
+        """Attach something that also stays in untimed steps, until the timer is removed."""
         self._until_end.add(attachment)
 
     def wake(self) -> None:
@@ -174,11 +174,11 @@ class Session:
     # Events outside of steps
 
     def set_loader(self, loader: object, in_data: bool = False) -> None:
-        """Set the loader of the batches. `in_data`: all of its fetch is `data`."""
+        """Set the loader of the batches. With `in_data`, fetching is not separate from `data`."""
         self._analyzer.set_loader(loader, in_data)
 
     def start_epoch(self, first_step: int, epoch: int) -> None:
-        """Note that an epoch starts with the step of this number, which has not ended."""
+        """Record that an epoch starts with the step of this number, which has not ended."""
         self._results.slowdowns.series.start_epoch(first_step, epoch)
 
     def publish(self) -> None:
@@ -213,7 +213,7 @@ class Session:
             self._results.update_sampling(ended_steps=ended_steps)
 
     def _may_read(self) -> bool:
-        # Two threads would read steps in no order.
+        # Two threads would read steps out of order.
         return self.recorder.threads.home in (-1, get_ident())
 
     # End
@@ -222,16 +222,16 @@ class Session:
         """Read and compare the last steps, and remove all hooks. Safe to call twice."""
         try:
             if not self._may_read():
-                self.recorder.rest()  # The loop continues in its thread, without marks.
+                self.recorder.stop()  # The loop continues in its thread, untimed.
             self.recorder.pending.flush()
-            # Before `remove`, which tells the other ranks that this rank leaves.
+            # Before `remove`, which ends the exchange with the other ranks.
             self.compare_ranks()
             self._comparison.finish()
         finally:
             self.remove()
 
     def abort(self) -> None:
-        """Finish after an error, without waiting for the device, which may never be done."""
+        """Finish after an error, without waiting for the device, which may never finish."""
         try:
             self.drain()
         finally:
@@ -240,14 +240,14 @@ class Session:
     def remove(self) -> None:
         """Remove all hooks from the model, the optimizers and torch.
 
-        Safe to call twice, also after a call that was interrupted.
+        Safe to call twice, even if the first call was interrupted.
         """
         attached.discard(self)
         attached.remove_lost()
         self._until_end.remove()
         self._blocking.stop()
         self._boundaries.remove()
-        self.recorder.rest()
+        self.recorder.stop()
         try:
             if self.is_attached:
                 if self._memory is not None:
@@ -263,11 +263,11 @@ class Session:
             self.recorder.pending.end()
 
     def abandon(self) -> list[Any]:
-        """End all timing in a forked process, and leave hooks that do nothing.
+        """End all timing in a forked process, and disable the hooks.
 
-        Return the objects that hold events.
+        Return the objects that refer to events.
         """
-        # Events and ranks belong to the parent, and the fork may have come at any moment.
+        # Events and ranks belong to the parent process, which may have forked at any moment.
         attached.discard(self)
         if self.is_attached:
             self.steps.enter(ENDED)
@@ -278,7 +278,7 @@ class Session:
         return self.recorder.abandon()
 
     def lose(self) -> None:
-        """End all timing because the timer was deleted. The next session removes the hooks."""
+        """End all timing, because the timer was deleted. The next session removes the hooks."""
         attached.lose(self)
 
 
@@ -288,7 +288,7 @@ def _name_of_update(loop: Loop) -> str:
 
 
 def _option_that_times_each(options: Options, means: MeanLog, users: UserCalls) -> str:
-    """Return the option that requires that every step is timed; empty if none."""
+    """Return the option that requires timing every step; empty if none."""
     requires = {
         "observers=": users.takes_steps,
         "annotate=True": options.annotate,

@@ -4,7 +4,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """What a session does with the open step."""
+    """State of a session and its open step."""
 
     NEW = "not attached"
     IDLE = "attached, no step is open"
@@ -29,11 +29,11 @@ TRANSITIONS = {
     OFF: {TIMED, UNTIMED, ENDED},
     ENDED: set[State](),
 }
-"""The states that may follow each state."""
+"""States that may follow each state."""
 
 
 def check_transition(state: State, new: State) -> State:
-    """Return the new state. Raise RuntimeError if it may not follow the old one."""
+    """Return the new state. Raise RuntimeError if the transition is not allowed."""
     if new not in TRANSITIONS[state]:
         raise RuntimeError(f"a session cannot change from {state.name} to {new.name}")
     return new

@@ -1,10 +1,11 @@
-"""Steps of a loop: where they start and end, timed or not."""
+"""Steps of a loop: their starts and ends, timed or not."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
 
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
+from lightning_gputime._causes.sampler import StepEndSampler
 from lightning_gputime._culprits.blocking import BlockingCalls
 from lightning_gputime._instrumentation.boundaries import Boundaries
 from lightning_gputime._instrumentation.work import WorkCounter
@@ -40,6 +41,7 @@ class StepParts:
     open_step: OpenStep
     work: WorkCounter
     analyzer: SlowStepAnalyzer
+    sampler: StepEndSampler
     blocking: BlockingCalls
     search: CulpritSearch
     plan: TimingPlan
@@ -53,9 +55,9 @@ class StepParts:
 
 
 class Steps:
-    """Start and end the steps of a loop. Front ends report the loop's events here.
+    """Start and end the steps of a loop, as front ends report.
 
-    `begin` decides which thread is timed: only this thread may call the other methods.
+    The thread that calls `begin` is timed. Only this thread may call the other methods.
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -65,8 +67,8 @@ class Steps:
         """Number of steps that have ended, timed or not."""
         self.newest: int | None = None
         """Number of the last step that ended."""
-        self._ended_ns = 0  # Time of all steps when it ended; only kept with hooks.
-        self._first_label = DATA  # The label that the open step starts with.
+        self._ended_ns = 0  # Time of all steps at its end; only known with hooks.
+        self._first_label = DATA  # First label of the open step.
         self.plan = parts.plan
         self.times_all = parts.plan.times_all
 
@@ -75,21 +77,21 @@ class Steps:
         self.state = check_transition(self.state, state)
 
     def begin(self) -> None:
-        """Start a step here, in the calling thread. Drop the open step."""
+        """Drop the open step, and start a step in the calling thread."""
         parts = self._parts
         parts.boundaries.step_ended(timed=False, is_dropped=True)
         parts.work.reset()
         parts.analyzer.loop_begins()
         parts.untimed.restart(parts.wall_clock.steps_ns(parts.host_ns()))
         if self.state is OFF:
-            parts.recorder.rest()  # Moves the recorder to this thread.
+            parts.recorder.stop()  # Still needed: this thread is timed from now on.
             return
-        # A step is only probed after another step: the first fetch of an epoch may take any time.
+        # Never probed, because the first fetch of an epoch may take long.
         self.enter(parts.plan.kind_at(self.index))
         if self.state is TIMED:
             parts.recorder.begin()
         else:
-            parts.recorder.rest()
+            parts.recorder.stop()
         if parts.plan.probe is not None:
             parts.plan.probe.step_begins()
 
@@ -99,17 +101,17 @@ class Steps:
         """End the open step, and start the next with `label`. Return True if hooks are attached."""
         self._first_label = label
         if self.state is OFF:
-            return self._end_step_off(number)
+            return self._end_step_without_hooks(number)
         parts = self._parts
         self.newest = number
         if parts.blocking.steps_left:
             parts.blocking.end_step()
         now_ns = parts.host_ns()
-        parts.analyzer.step_ends(now_ns)
+        parts.sampler.end_step(now_ns)
         items = parts.work.take_items()
         if number >= parts.logs.due_at:
             parts.logs.end_step(number, self.index)
-        reads = parts.means.is_owed
+        reads = parts.means.is_due
         if self.times_all:
             skipped_update = parts.boundaries.step_ended()
             self._ended_ns = now_ns - parts.wall_clock.outside_ns
@@ -120,11 +122,11 @@ class Steps:
             if reads:
                 parts.logs.log_finished()
         if parts.comparison.due_step is not None:
-            # Exclude the exchange from the step that has begun.
+            # Exclude the exchange from the next step, which has started.
             parts.recorder.pause()
             parts.comparison.compare_if_due()
             parts.recorder.resume(label)
-        # An observer may have removed the timer.
+        # An observer may have removed the timer meanwhile.
         if not self.times_all and self.state is not ENDED:
             self._start_planned_step()
         return self.state is not OFF
@@ -135,13 +137,13 @@ class Steps:
         return max(self._ended_ns, self._parts.untimed.since_ns)
 
     def first_step_ended(self) -> None:
-        """Start the next step again, once the wall clock knows what the first step contains."""
+        """Start the next step again, after the wall clock has added set-up time to the first."""
         parts = self._parts
         self._ended_ns = parts.wall_clock.steps_ns(parts.host_ns())
         parts.untimed.restart(self._ended_ns)
 
     def leave(self, number: int) -> bool:
-        """Handle an exit inside a step. Return True if the step had ended, now under `number`."""
+        """Handle an exit from the loop inside a step. Return True if it ends the step `number`."""
         parts = self._parts
         if get_ident() != parts.recorder.threads.home:
             return False
@@ -156,17 +158,17 @@ class Steps:
         if self.state is not OFF:
             if not self.times_all:
                 self._start_planned_step()
-        elif self.index >= parts.hooks_off.back_at:
-            self._turn_on()
+        elif self.index >= parts.hooks_off.returns_at:
+            self._reattach_hooks()
         return True
 
-    # Steps that are not all timed
+    # Loops in which not every step is timed
 
     def _end_planned_step(self, number: int, items: float, reads: bool) -> None:
         parts, state, plan = self._parts, self.state, self.plan
         is_usual = plan.probe is None or plan.is_usual(state, self.index)
         if plan.probe is not None:
-            # Before reading and logging, which are not part of the launches.
+            # Before reading and logging, which a probe must not include.
             plan.probe.step_ends(usual=is_usual and not plan.is_warmup(self.index))
         is_timed = state in (TIMED, PROBED)
         skipped_update = parts.boundaries.step_ended(timed=is_timed)
@@ -179,10 +181,10 @@ class Steps:
             parts.recorder.pending.end_untimed(reads)
         self.index += 1
         if plan.auto is not None:
-            plan.end_stretch(self.index, is_untimed=state is UNTIMED)
+            plan.end_span(self.index, is_untimed=state is UNTIMED)
 
     def _count_step(self, *, is_usual: bool = True) -> None:
-        """Note the duration of the step that ends now."""
+        """Record the duration of the step that ends now."""
         parts = self._parts
         now_ns = parts.host_ns() - parts.wall_clock.outside_ns
         if is_usual:
@@ -191,15 +193,15 @@ class Steps:
             parts.untimed.leave_out(now_ns)
 
     def _start_planned_step(self) -> None:
-        """Start a step. After a timed step, the last mark of that step is its first mark."""
+        """Start a step. Its first mark is the last mark of the step before, if that was timed."""
         parts, plan, before = self._parts, self.plan, self.state
         if plan.is_decision_due(self.index):
             self._decide()
         self.enter(plan.next_kind(before, self.index))
         if self.state is UNTIMED:
-            parts.recorder.rest()
+            parts.recorder.stop()
             if parts.hooks_off.is_due(self.index):
-                self._turn_off()
+                self._remove_hooks()
         elif before is UNTIMED:
             parts.search.expect_long_steps(plan.expected_long_steps)
             parts.recorder.begin(self._first_label)
@@ -213,7 +215,7 @@ class Steps:
         if not plan.asks_ranks:
             plan.decide(self.index)
             return
-        # Exclude a wait for other ranks from the step that has begun.
+        # Exclude the wait for other ranks from the step that has started.
         recorder.pause()
         plan.decide(self.index)
         recorder.resume(self._first_label)
@@ -221,25 +223,22 @@ class Steps:
     # Without hooks
 
     def keep_hooks(self) -> None:
-        """Keep the hooks in untimed steps, because `OpenStep.has_idled` needs them."""
-        self._parts.hooks_off.keep_on()
+        """Keep the hooks in untimed steps from now on, because `OpenStep.has_idled` needs them."""
+        self._parts.hooks_off.forbid()
         self.wake()
 
     def wake(self) -> None:
         """Attach the hooks again at the end of the open step."""
         if self.state is OFF:
-            self._parts.hooks_off.wake(self.index)
+            self._parts.hooks_off.return_at(self.index + 1)
 
-    def _turn_off(self) -> None:
+    def _remove_hooks(self) -> None:
         self.enter(OFF)
-        self._parts.hooks_off.start(
-            self.index,
-            counts_updates=self._parts.open_step.needs_updates,
-            is_pending=self._parts.recorder.pending.count > 0,
-        )
+        counts_updates = self._parts.open_step.needs_updates
+        self._parts.hooks_off.remove(self.index, counts_updates=counts_updates)
 
-    def _end_step_off(self, number: int) -> bool:
-        """Count a step without hooks. Return True if the hooks are attached again."""
+    def _end_step_without_hooks(self, number: int) -> bool:
+        """End a step without hooks. Return True if the hooks are attached again."""
         parts = self._parts
         self.index += 1
         self.newest = number
@@ -248,28 +247,28 @@ class Steps:
         parts.untimed.end_step(parts.host_ns() - parts.wall_clock.outside_ns)
         if parts.open_step.needs_updates:
             parts.open_step.reset_updates()
-        if self.index < parts.hooks_off.look_at and number < parts.logs.due_at:
+        if self.index < parts.hooks_off.check_at and number < parts.logs.due_at:
             return False
-        steps = parts.hooks_off.look(self.index)
+        steps = parts.hooks_off.check(self.index)
         if self.plan.auto is not None:
-            self.plan.end_stretch(self.index)
+            self.plan.end_span(self.index)
         if number >= parts.logs.due_at:
             parts.logs.end_step(number, self.index - 1)
-        reads = parts.means.is_owed
+        reads = parts.means.is_due
         parts.recorder.pending.end_untimed(reads, steps=steps)
         if reads:
             parts.logs.log_finished()
-            self.plan.start_stretch(self.index)
+            self.plan.start_span(self.index)
         if self.state is ENDED:  # An observer has removed the timer.
             return False
-        if self.index >= parts.hooks_off.back_at:
-            self._turn_on()
+        if self.index >= parts.hooks_off.returns_at:
+            self._reattach_hooks()
             return True
         return False
 
-    def _turn_on(self) -> None:
+    def _reattach_hooks(self) -> None:
         parts = self._parts
-        parts.hooks_off.end(self.index)
+        parts.hooks_off.reattach(self.index)
         self.enter(parts.plan.kind_at(self.index))
         parts.analyzer.timing_resumes()
         parts.work.reset()

@@ -1,4 +1,4 @@
-"""Which steps are timed or probed."""
+"""Choice of the steps that are timed or probed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,12 +15,12 @@ from lightning_gputime._session.state import PROBED, TIMED, UNTIMED, State
 
 
 class TimingPlan:
-    """Choose what happens to each step: the schedule, `every_n_steps="auto"`, and probes.
+    """Choose the state of each step: by the schedule, `every_n_steps="auto"`, and probes.
 
     Args:
         options: Options of the timer.
         clock: Clock of the device, for probes.
-        results: Durations of all steps; takes the chosen plan.
+        results: Durations of all steps; receives the chosen plan.
         log_every_n_steps: Number of steps between two logs; None if the trainer decides.
         each_timed_for: Option that requires that every step is timed; empty if none.
     """
@@ -37,14 +37,14 @@ class TimingPlan:
         self._next_long = results.untimed.next_long
         is_auto = options.every_n_steps == AUTO
         self._schedule = Schedule(
-            Plan(window=1 if is_auto else int(options.every_n_steps)),
+            Plan(interval=1 if is_auto else int(options.every_n_steps)),
             probe_every_n_steps=options.probe_every_n_steps,
             warmup_steps=options.warmup_steps,
-            # Ranks must time the same steps, and each would predict other long steps.
+            # Ranks must time the same steps, but would predict different long steps.
             **({} if is_distributed() else {"next_long": self._next_long}),
         )
         self.auto: AutoSchedule | None = None
-        """Chooses how many steps are timed; None if an option does."""
+        """Chooses the number of timed steps; None if the option does."""
         if is_auto:
             results.update_sampling(each_timed_for=each_timed_for)
             if not each_timed_for:
@@ -53,18 +53,18 @@ class TimingPlan:
         self.probe = Probe(clock, results) if options.probe_every_n_steps else None
         self.times_all = self.auto is None and self._schedule.times_all
         """True if every step is timed, and none is probed."""
-        self._stretch = (0, 0)  # Start and first index of the untimed steps that run now.
+        self._span = (0, 0)  # Start and first index of the current span of untimed steps.
 
     # The next step
 
     def kind_at(self, index: int) -> State:
-        """Return `TIMED` or `UNTIMED` for the step of this index, without regard to probes."""
+        """Return `TIMED` or `UNTIMED` for the step of this index, ignoring probes."""
         return TIMED if self._schedule.is_timed(index) else UNTIMED
 
     def next_kind(self, kind: State, index: int) -> State:
         """Return the state of the step of this index, which follows a step of `kind`."""
         if kind is PROBED:
-            return UNTIMED  # The queue is empty when it starts.
+            return UNTIMED  # It starts with an empty queue, because the host waited for the probe.
         probe = self.probe
         if probe is not None and self._schedule.is_probed(index) and probe.is_ready():
             return PROBED
@@ -83,10 +83,10 @@ class TimingPlan:
 
     @property
     def expected_long_steps(self) -> int:
-        """Number of steps of the planned block if it covers an expected long step, else 0."""
-        return self._schedule.plan.block if self._schedule.expects_long else 0
+        """Number of steps of the next timing window if it covers an expected long step; else 0."""
+        return self._schedule.plan.window if self._schedule.expects_long else 0
 
-    # The choice of every_n_steps="auto"
+    # every_n_steps="auto"
 
     def is_decision_due(self, index: int) -> bool:
         return self.auto is not None and index >= self.auto.due
@@ -97,7 +97,7 @@ class TimingPlan:
         return self._agreement is not None
 
     def decide(self, index: int) -> None:
-        """Choose the plan from the step of this index on. It may wait for other ranks, once."""
+        """Choose the plan from the step of this index on. It may wait for other ranks."""
         if (auto := self.auto) is None:
             return
         n, recurrence = auto.decide(index), None
@@ -109,28 +109,28 @@ class TimingPlan:
             self._schedule.follow(plan, index)
         self._results.update_sampling(every_n_steps=n, timing_share=auto.share)
 
-    def start_stretch(self, index: int) -> None:
+    def start_span(self, index: int) -> None:
         """Start to measure the host time of untimed steps, from the step of this index on."""
-        self._stretch = self._host_ns(), index
+        self._span = self._host_ns(), index
 
-    def end_stretch(self, index: int, *, is_untimed: bool = True) -> None:
-        """Note the host time of the stretch that ends here, and start the next."""
-        (start_ns, first), now_ns = self._stretch, self._host_ns()
-        self._stretch = now_ns, index
+    def end_span(self, index: int, *, is_untimed: bool = True) -> None:
+        """Record the host time of the span that ends here, and start the next."""
+        (start_ns, first), now_ns = self._span, self._host_ns()
+        self._span = now_ns, index
         if self.auto is not None and is_untimed:
             self.auto.add_untimed(start_ns, now_ns, index - first)
 
     def time_switch(self, switch: Callable[[], None], index: int) -> None:
-        """Attach or suspend hooks, note how long that takes, and start a stretch."""
+        """Attach or suspend hooks, record the time that it takes, and start a span."""
         start_ns = self._host_ns()
         switch()
-        self.start_stretch(index)
+        self.start_span(index)
         if self.auto is not None:
-            self.auto.add_switch(self._stretch[0] - start_ns)
+            self.auto.add_switch(self._span[0] - start_ns)
 
     # Steps that were read
 
     def add_timed(self, records: Sequence[StepRecord], since_ns: int) -> None:
-        """Note steps that were read. Reading has started at `since_ns`, by the host clock."""
+        """Add steps that were read, from `since_ns` until now."""
         if self.auto is not None:
             self.auto.add_timed(records, self._host_ns() - since_ns)

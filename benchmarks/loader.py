@@ -1,0 +1,281 @@
+"""Plant twelve problems into DataLoaders, and see if the default output names them.
+
+Where more workers help, the suggested number is set, and the remaining wait is measured.
+
+    python benchmarks/loader.py --out benchmarks/results/loader.json
+    python benchmarks/loader.py --plants lock worker
+    python benchmarks/loader.py --cost
+"""
+
+import argparse
+import fcntl
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from models import be_quiet
+from record import environment, new_parser, save
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+
+from lightning_gputime import GPUPhaseHooks
+from lightning_gputime._compat.torch_ import fetcher_classes
+from lightning_gputime._culprits import workers as workers_module
+from lightning_gputime._measurement.loader import FIELDS
+
+BATCH = 16
+SAMPLES = 1600
+
+
+class Photos(Dataset[Tensor]):
+    """Samples that take some time to read: of a disk or network (sleep), or of a core (spin)."""
+
+    def __init__(self, sleep_ms: float = 0.0, spin_ms: float = 0.0, size: int = 64) -> None:
+        self.sleep_ms, self.spin_ms, self.size = sleep_ms, spin_ms, size
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        wait(self.sleep_ms)
+        end = time.perf_counter() + self.spin_ms / 1e3
+        while time.perf_counter() < end:
+            pass
+        return torch.full((self.size,), float(index))
+
+
+class SlowWorker(Photos):
+    def __getitem__(self, index: int) -> Tensor:
+        info = get_worker_info()
+        wait(4 * self.sleep_ms if info is not None and info.id == 1 else 0.0)
+        return super().__getitem__(index)
+
+
+class SlowSample(Photos):
+    def __getitem__(self, index: int) -> Tensor:
+        wait(500.0 if index % 500 == 211 else 0.0)
+        return super().__getitem__(index)
+
+
+class Locked(Photos):
+    """A file that one worker at a time may read."""
+
+    def __init__(self, sleep_ms: float) -> None:
+        super().__init__(sleep_ms)
+        self.path = tempfile.NamedTemporaryFile(delete=False).name  # noqa: SIM115
+
+    def __getitem__(self, index: int) -> Tensor:
+        with open(self.path, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return super().__getitem__(index)
+
+
+class SlowStart(Photos):
+    """A dataset that each worker opens at its first sample."""
+
+    is_open = False
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not self.is_open:
+            time.sleep(3.0)
+            self.is_open = True
+        return super().__getitem__(index)
+
+
+class Unsharded(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in range(SAMPLES // 2):
+            wait(1.0)
+            yield torch.arange(64.0) + index
+
+
+def wait(ms: float) -> None:
+    if ms:
+        time.sleep(ms / 1e3)
+
+
+def slow_collate(samples: list[Tensor]) -> Tensor:
+    wait(30.0)
+    collated: Tensor = default_collate(samples)
+    return collated
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """A loader with a problem.
+
+    Attributes:
+        dataset: Constructs the dataset.
+        named: Pattern of the output that names the problem.
+        options: Options of the loader.
+        epochs: Number of epochs.
+        gpu: True if the problem exists on a GPU alone.
+        workers_help: True if more workers remove the wait.
+        rest_ms: Time of the rest of the step.
+    """
+
+    dataset: Callable[[], Any]
+    named: str
+    options: dict[str, Any] = field(default_factory=dict)
+    epochs: int = 2
+    gpu: bool = False
+    workers_help: bool = False
+    rest_ms: float = 4.0
+
+
+def workers(n: int, **options: Any) -> dict[str, Any]:
+    return {"num_workers": n, "persistent_workers": True, **options}
+
+
+PLANTS = {
+    "decode": Plant(
+        lambda: Photos(2.0), r"Photos\.__getitem__ +3\d", workers(2), workers_help=True
+    ),
+    "collate": Plant(
+        Photos, r"slow_collate +3\d", workers(2, collate_fn=slow_collate), workers_help=True
+    ),
+    "few": Plant(
+        lambda: Photos(1.0), r"set num_workers=\d+ \(now 1", workers(1), workers_help=True
+    ),
+    "worker": Plant(lambda: SlowWorker(0.5), "check what worker 1 reads", workers(4)),
+    "sample": Plant(
+        lambda: SlowSample(0.5),
+        r"rare slow samples.* because of sample (211|711|1,211)\b",
+        workers(2, shuffle=True),
+    ),
+    "lock": Plant(lambda: Locked(1.0), r"remove the lock that workers share", workers(4)),
+    "huge": Plant(
+        lambda: Photos(size=1_000_000),
+        r"input-bound(.|\n)*(receives too slowly|make `default_collate` faster)",
+        workers(4),
+        rest_ms=0.2,
+    ),
+    "cores": Plant(
+        lambda: Photos(spin_ms=1.0),
+        r"wait \d+ % of their time for one of",
+        workers(16),
+        epochs=6,
+        rest_ms=0.2,
+    ),
+    "iterable": Plant(Unsharded, "give each worker its part of the IterableDataset", workers(4)),
+    "first": Plant(lambda: SlowStart(0.5), "the first batch of a worker takes 3", workers(2)),
+    "persist": Plant(
+        lambda: Photos(0.2), r"set persistent_workers=True", {"num_workers": 2}, epochs=4
+    ),
+    "pinning": Plant(
+        lambda: Photos(size=200_000), r"set pin_memory=True", workers(4, pin_memory=False), gpu=True
+    ),
+}
+
+
+def train(plant: Plant, n: int | None = None) -> Any:
+    """Train with the default timer; return its summary."""
+    device = torch.device("cuda" if plant.gpu else "cpu")
+    torch.manual_seed(0)
+    dataset = plant.dataset()
+    size = 200_000 if plant.gpu else 64
+    model = nn.Sequential(nn.Linear(size, 8), nn.Linear(8, 1)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    options = plant.options if n is None else plant.options | {"num_workers": n}
+    loader: Any = DataLoader(dataset, BATCH, **options)
+    with GPUPhaseHooks(model, optimizer) as timer:
+        for _ in range(plant.epochs):
+            for batch in timer.steps(loader):
+                loss = model(batch[:, :size].to(device)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                wait(plant.rest_ms)
+    return timer.summary()
+
+
+def data_ms(summary: Any) -> float:
+    """Return the wait for data per step."""
+    row = summary.rows["data"]
+    return float(row.frequency * row.mean_ms)
+
+
+def measure(name: str) -> dict[str, Any]:
+    plant = PLANTS[name]
+    summary = train(plant)
+    text = str(summary)
+    found: dict[str, Any] = {"named": re.search(plant.named, text) is not None}
+    if not found["named"]:
+        print(text, file=sys.stderr)
+    advice = [advice for advice in summary.diagnosis.advice if advice.code == "num_workers"]
+    if plant.workers_help:
+        suggested = advice[0].parameters["suggested"] if advice else None
+        before_ms = data_ms(summary)
+        after_ms = data_ms(train(plant, suggested)) if suggested else before_ms
+        found |= {
+            "suggested": suggested,
+            "wait_ms": round(before_ms, 2),
+            "wait_after_ms": round(after_ms, 2),
+            "removed": round(1 - after_ms / before_ms, 3),
+        }
+    return found
+
+
+class Tiny(Dataset[Tensor]):
+    """Batches of 1 ms."""
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        end = time.perf_counter_ns() + 1_000_000
+        while time.perf_counter_ns() < end:
+            pass
+        return [torch.zeros(1)] * len(indices)
+
+
+def cost() -> dict[str, float]:
+    """Return the microseconds that timing adds to a batch of 1 ms in a worker."""
+    dataset, indices = Tiny(), [*range(16)]
+    kind: Any = fetcher_classes()[0]
+    plain, timed = (kind(dataset, True, lambda samples: samples[0], False) for _ in range(2))
+    row: Any = torch.zeros(FIELDS, dtype=torch.int64).numpy()
+    fetch = workers_module.timed_fetch(kind, workers_module.WorkerTimer(memoryview(row), 0))
+    added_us = []
+    with patch.object(workers_module, "get_worker_info", lambda: SimpleNamespace(dataset=dataset)):
+        for _ in range(3000):
+            start = time.perf_counter_ns()
+            plain.fetch(indices)
+            middle = time.perf_counter_ns()
+            fetch(timed, indices)
+            added_us.append((time.perf_counter_ns() - 2 * middle + start) / 1e3)
+    trimmed = sorted(added_us)[300:-300]
+    error = statistics.pstdev(trimmed) / len(trimmed) ** 0.5
+    return {"worker_us": round(statistics.mean(trimmed), 2), "error_us": round(error, 2)}
+
+
+if __name__ == "__main__":
+    parser = new_parser(__doc__)
+    parser.add_argument("--plants", nargs="*", default=[*PLANTS])
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--cost", action="store_true", help="measure the cost alone")
+    arguments = parser.parse_args()
+    be_quiet()
+    torch.set_num_threads(1)
+    if arguments.one:
+        print(json.dumps(measure(arguments.one)))
+        sys.exit()
+    results: dict[str, Any] = {"cost": cost()}
+    print("cost", results["cost"])
+    for name in [] if arguments.cost else arguments.plants:
+        if PLANTS[name].gpu and not torch.cuda.is_available():
+            continue
+        command = [sys.executable, __file__, "--one", name]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        results[name] = json.loads(done.stdout.splitlines()[-1])
+        print(name, results[name], flush=True)
+    gpu = ["gpu"][: torch.cuda.is_available()]
+    keys = [*gpu, "host", "python", "torch", "command"]
+    save(arguments.out, environment(*keys) | results)

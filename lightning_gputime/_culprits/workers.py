@@ -1,0 +1,326 @@
+"""Stages of a DataLoader with workers: each worker times its batches, in shared memory.
+
+A `WorkerInit` replaces `worker_init_fn` while `iter(loader)` runs. In the worker it wraps the
+method that makes a batch, then calls the user's function. This adds two clock reads per batch and
+stage. The main process reads the sums for a summary.
+"""
+
+import contextlib
+import os
+import platform
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from lightning_gputime._compat.torch_ import fetcher_classes
+from lightning_gputime._measurement.culprits import Culprit, Stage
+from lightning_gputime._measurement.loader import (
+    BATCHES,
+    BUSY_SINCE,
+    CHECKSUMS,
+    COLLATE_NS,
+    CPU_NS,
+    DATASET_NS,
+    FIELDS,
+    LONG_BATCHES,
+    LONG_NS,
+    MAX_NS,
+    NEWEST,
+    OBSERVED_NS,
+    PID,
+    RING,
+    RING_FIELDS,
+    RUN_DELAY_NS,
+    SLOWEST_INDEX,
+    STARTS,
+    STARTUP_NS,
+    WAIT_NS,
+    LoaderTimes,
+    MadeBatch,
+    loader_times,
+    newest_batches,
+)
+from lightning_gputime._phases import FETCH
+
+# Mean time per sample from which each sample is timed, which costs 0.4 us per sample.
+_MIN_SAMPLE_NS = 100_000
+_LONG_FACTOR = 4  # A batch is long if it takes this many times the mean of its worker.
+_MIN_BATCHES = 5  # Minimum number of batches for a mean.
+_MAX_LOOKS = 400  # Reads of /proc by the main process, about 20 us each.
+_LOOK_EVERY_NS = 1_000_000_000  # Interval of reads of CPU time in a worker.
+_MAX_CHECKED_BYTES = 1 << 16
+_INTEGERS = (int, Tensor)
+
+
+class WorkerInit:
+    """Replacement for `worker_init_fn`: time the batches of this worker, then call that function.
+
+    Args:
+        times: Shared memory, one row of `FIELDS` numbers per worker.
+        init: The user's `worker_init_fn`, or None.
+        iter_ns: Creation time of the loader's iterator (`time.perf_counter_ns`).
+    """
+
+    def __init__(self, times: Tensor, init: Callable[[int], object] | None, iter_ns: int) -> None:
+        self._times, self._init, self._iter_ns = times, init, iter_ns
+
+    def __call__(self, worker: int) -> None:
+        with contextlib.suppress(Exception):  # Training continues, without times.
+            timer = WorkerTimer(memoryview(self._times.numpy()[worker]), self._iter_ns)
+            for kind in fetcher_classes():
+                type.__setattr__(kind, "fetch", timed_fetch(kind, timer))
+        if self._init is not None:
+            self._init(worker)
+
+
+def timed_fetch(kind: type, timer: "WorkerTimer") -> Callable[[Any, Any], Any]:
+    """Return the method of a fetcher class by which a worker makes a batch, with its time."""
+    fetch = kind.fetch  # type: ignore[attr-defined]
+
+    def timed(fetcher: Any, indices: Any) -> Any:
+        # A worker's dataset may iterate over loaders, too.
+        if fetcher is not timer.fetcher and not timer.takes(fetcher):
+            return fetch(fetcher, indices)
+        timer.start(indices)
+        try:
+            batch = fetch(fetcher, indices)
+        except BaseException:  # An iterable that ends, or an error of the dataset.
+            timer.stop()
+            raise
+        timer.end(batch)
+        return batch
+
+    return timed
+
+
+class WorkerTimer:
+    """Time the batches of a worker.
+
+    Args:
+        row: Its row of the shared memory.
+        iter_ns: Creation time of the loader's iterator (in nanoseconds).
+        now_ns: Clock; all processes of a machine share it.
+        cpu_ns: CPU time of this thread (in nanoseconds).
+    """
+
+    def __init__(
+        self,
+        row: Any,
+        iter_ns: int,
+        now_ns: Callable[[], int] = time.perf_counter_ns,
+        cpu_ns: Callable[[], int] = time.thread_time_ns,
+    ) -> None:
+        self.fetcher: Any = None
+        self._row, self._now_ns, self._cpu_ns = row, now_ns, cpu_ns
+        self._samples: _TimedSamples | None = None
+        self._indices: Any = None
+        self._last_end_ns = self._start_ns = self._dataset_end_ns = self._collate_ns = 0
+        self._looked_cpu_ns, self._looked_delay_ns = cpu_ns(), _run_delay_ns()
+        self._look_at_ns = now_ns() + _LOOK_EVERY_NS // 10
+        self._iter_ns = iter_ns
+        row[PID] = os.getpid()
+
+    def takes(self, fetcher: Any) -> bool:
+        """Time a fetcher from now on if it reads the dataset of this worker."""
+        info = get_worker_info()
+        if info is None or fetcher.dataset is not info.dataset:
+            return False
+        # Persistent workers get a new fetcher in each epoch. The wait for it is not counted.
+        self.fetcher, self._last_end_ns = fetcher, 0
+        collate = self._timed_collate(fetcher.collate_fn)
+        vars(fetcher)["collate_fn"] = collate
+        dataset = fetcher.dataset
+        has_samples = fetcher.auto_collation and hasattr(type(dataset), "__getitem__")
+        if has_samples and not getattr(dataset, "__getitems__", None):
+            self._samples = _TimedSamples(dataset, self._now_ns)
+            self._time_samples()
+        return True
+
+    def _timed_collate(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        now_ns = self._now_ns
+
+        def timed_collate(samples: Any) -> Any:
+            start_ns = now_ns()
+            collated = collate(samples)
+            self._collate_ns += now_ns() - start_ns
+            return collated
+
+        return timed_collate
+
+    def _time_samples(self) -> None:
+        """Time each sample from now on if samples take long."""
+        row, samples = self._row, self._samples
+        if samples is None or self._indices is None:
+            return
+        if row[DATASET_NS] >= _MIN_SAMPLE_NS * row[BATCHES] * len(self._indices):
+            vars(self.fetcher)["dataset"] = samples
+
+    def start(self, indices: Any) -> None:
+        self._indices, self._collate_ns = indices, 0
+        row = self._row
+        start_ns = self._start_ns = row[BUSY_SINCE] = self._now_ns()
+        if self._last_end_ns:
+            row[WAIT_NS] += start_ns - self._last_end_ns
+
+    def stop(self) -> None:
+        """End a batch that was not made."""
+        self._row[BUSY_SINCE] = self._last_end_ns = 0
+
+    def end(self, batch: Any) -> None:
+        row, end_ns = self._row, self._now_ns()
+        row[BUSY_SINCE] = 0
+        collate_ns = self._collate_ns
+        all_ns = end_ns - self._start_ns
+        n = row[BATCHES] = row[BATCHES] + 1
+        row[DATASET_NS] += all_ns - collate_ns
+        row[COLLATE_NS] += collate_ns
+        self._last_end_ns = end_ns
+        if self._iter_ns:
+            row[STARTS] += 1
+            row[STARTUP_NS] += end_ns - self._iter_ns
+            self._iter_ns = 0
+        index = -1
+        if self._samples is not None and self._samples.longest_ns:
+            index = _as_index(self._samples.take_longest())
+        if n <= _MIN_BATCHES:
+            self._time_samples()
+            _add_checksum(row, n, batch)
+        elif all_ns * n > _LONG_FACTOR * (row[DATASET_NS] + row[COLLATE_NS]):
+            row[LONG_BATCHES] += 1
+            row[LONG_NS] += all_ns
+            self._time_samples()
+        if all_ns > row[MAX_NS]:
+            row[MAX_NS], row[SLOWEST_INDEX] = all_ns, index
+        place = NEWEST + 1 + RING_FIELDS * (row[NEWEST] % RING)
+        row[place], row[place + 1], row[place + 2] = self._start_ns, end_ns, collate_ns
+        row[place + 3] = index
+        row[NEWEST] += 1
+        if end_ns >= self._look_at_ns:
+            self._look(end_ns)
+
+    def _look(self, now_ns: int) -> None:
+        """Add the CPU time since the last look: to read it takes microseconds."""
+        row = self._row
+        busy_ns = row[DATASET_NS] + row[COLLATE_NS]
+        cpu_ns, delay_ns = self._cpu_ns(), _run_delay_ns()
+        row[CPU_NS] += cpu_ns - self._looked_cpu_ns
+        row[RUN_DELAY_NS] += delay_ns - self._looked_delay_ns
+        row[OBSERVED_NS] = busy_ns
+        self._looked_cpu_ns, self._looked_delay_ns = cpu_ns, delay_ns
+        self._look_at_ns = now_ns + _LOOK_EVERY_NS
+
+
+class _TimedSamples:
+    """Replacement for a dataset inside a fetcher, to find the sample that takes longest."""
+
+    def __init__(self, dataset: Any, now_ns: Callable[[], int]) -> None:
+        self._dataset, self._now_ns = dataset, now_ns
+        self.longest_ns, self._longest = 0, None
+
+    def __getitem__(self, index: Any) -> Any:
+        start_ns = self._now_ns()
+        sample = self._dataset[index]
+        ns = self._now_ns() - start_ns
+        if ns > self.longest_ns:
+            self.longest_ns, self._longest = ns, index
+        return sample
+
+    def take_longest(self) -> Any:
+        """Return the index of the longest sample since the last call."""
+        self.longest_ns, index = 0, self._longest
+        return index
+
+
+def _as_index(index: Any) -> int:
+    """Return the index of a sample; -1 if it is no number."""
+    return int(index) if isinstance(index, _INTEGERS) else -1
+
+
+def _run_delay_ns() -> int:
+    """Return how long this thread has waited for a core (in nanoseconds); 0 if unknown."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            return int(file.read().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _add_checksum(row: Any, n: int, batch: Any) -> None:
+    """Keep a checksum of one of the first batches; 0 if its values say nothing."""
+    if n <= CHECKSUMS.stop - CHECKSUMS.start:
+        checksum = 0
+        for tensor in _tensors_of(batch):
+            data = tensor.detach().cpu().contiguous().view(-1)[:_MAX_CHECKED_BYTES]
+            if data.numel() > 1 and bool((data != data[0]).any()):
+                checksum = zlib.crc32(data.numpy().tobytes(), checksum)
+        row[CHECKSUMS.start + n - 1] = checksum
+
+
+def _tensors_of(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for part in batch.values():
+            yield from _tensors_of(part)
+    elif isinstance(batch, list | tuple):
+        for part in batch[:8]:
+            yield from _tensors_of(part)
+
+
+# In the main process
+
+# System calls that wait for locks, on Linux: futex, flock and fcntl.
+_LOCKS = {"x86_64": ("202", "73", "72"), "aarch64": ("98", "32", "25")}.get(platform.machine(), ())
+
+
+class LoaderWorkers:
+    """The workers of a loader, as the main process sees them.
+
+    Args:
+        num_workers: Number of workers.
+        stages: The dataset and `collate_fn`.
+    """
+
+    def __init__(self, num_workers: int, *stages: Stage) -> None:
+        self.num_workers, self.stages = num_workers, stages
+        self._times = torch.zeros((num_workers, FIELDS), dtype=torch.int64).share_memory_()
+        self._looks = self._locked = 0
+
+    def init(self, user_init: Callable[[int], object] | None) -> WorkerInit:
+        """Return a replacement for `worker_init_fn`, for workers that start now."""
+        return WorkerInit(self._times, user_init, time.perf_counter_ns())
+
+    def look(self) -> None:
+        """Count the workers that make a batch now, and those of them that wait for a lock."""
+        if self._looks >= _MAX_LOOKS:
+            return
+        for row in self._times.numpy():
+            if row[BUSY_SINCE]:
+                with contextlib.suppress(OSError, IndexError):
+                    call = Path(f"/proc/{row[PID]}/syscall").read_text().split()[0]
+                    self._looks += 1
+                    self._locked += call in _LOCKS
+
+    def times(self) -> LoaderTimes | None:
+        """Return the times so far; None if no batch was made."""
+        dataset, collate = (stage.name for stage in self.stages)
+        rows = self._times.tolist()
+        return loader_times(rows, dataset, collate, (self._looks, self._locked))
+
+    def newest_batches(self) -> Iterator[MadeBatch]:
+        """Yield the newest batches of each worker."""
+        return newest_batches(self._times.tolist())
+
+    def culprits(self) -> Iterator[Culprit]:
+        if (times := self.times()) is not None:
+            all_s = times.batches * times.mean("busy_ms") / 1e3
+            for stage, name in zip(self.stages, ("dataset_ms", "collate_ms"), strict=True):
+                seconds = times.batches * times.mean(name) / 1e3
+                found = FETCH, stage.name, seconds, times.batches, all_s, stage.source
+                yield Culprit(*found, "", stage.kind)

@@ -1,0 +1,236 @@
+"""Advice on a DataLoader by the times of its workers."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_gputime._diagnosis.diagnosis import Advice
+from lightning_gputime._measurement.loader import LoaderTimes
+from lightning_gputime._measurement.measurement import Measurement
+from lightning_gputime._measurement.setup import TrainingSetup
+from lightning_gputime._measurement.units import duration, percent
+from lightning_gputime._phases import DATA, FETCH
+
+_MIN_SHARE = 0.2  # Fraction of the workers' time below which a cause is not reported.
+_MIN_STARTS_SHARE = 0.5  # Fraction of the exposed wait from which worker starts cause it.
+_MAX_RUN_DELAY = 0.5  # Fraction of their time above which workers lack CPU cores.
+_MAX_IDLE = 0.5  # Fraction of their time from which idle workers are not the bottleneck.
+_SLOW_WORKER = 1.5  # Time of a slow worker, as a multiple of the median of the others.
+_MIN_REST = 0.01  # Minimum time of the loop, as a fraction of a batch: at most 110 workers.
+_MARGIN = 1.1  # Workers are suggested for steps that are shorter by this factor.
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderCase:
+    """A loader and the loop that reads it.
+
+    Attributes:
+        times: Times of the workers.
+        exposed_ms: Time for which the loop waits for a batch (in milliseconds).
+        rest_ms: Time between two waits, in which workers load ahead (in milliseconds).
+        batches: Number of batches that the loop read.
+        cores: Number of CPU cores of this rank; None if unknown.
+        prefix: Prefix of the loader's options, as in transformers.
+    """
+
+    times: LoaderTimes
+    exposed_ms: float
+    rest_ms: float
+    batches: int
+    cores: int | None = None
+    prefix: str = ""
+
+    @property
+    def busy_ms(self) -> float:
+        return self.times.mean("busy_ms")
+
+    @property
+    def idle_share(self) -> float:
+        wait_ms = self.times.mean("wait_ms")
+        return wait_ms / (wait_ms + self.busy_ms) if wait_ms + self.busy_ms else 0.0
+
+    @property
+    def needed_workers(self) -> int:
+        """Number of workers that deliver a batch as often as the loop takes one."""
+        return workers_for(self.busy_ms, self.rest_ms)
+
+    @property
+    def max_workers(self) -> int | None:
+        """Number of workers for which there are cores; None if unknown or not limited."""
+        if self.cores is None or self.times.cpu_share is None:
+            return None
+        # The training loop needs a core, too.
+        return max(math.floor((self.cores - 1) / max(self.times.cpu_share, 0.05)), 1)
+
+    @classmethod
+    def of(cls, m: Measurement, setup: TrainingSetup) -> "LoaderCase | None":
+        """Return the loader with the most batches; None if no workers were timed."""
+        fetches = m.rows.get(FETCH, m.rows.get(DATA))
+        if not m.loaders or fetches is None:
+            return None
+        times = max(m.loaders, key=lambda loader: loader.batches)
+        steps = m.steps + m.untimed_steps + m.warmup_steps
+        per_step = max(round(times.batches / max(steps, 1)), 1)
+        exposed_ms = fetches.frequency * fetches.mean_ms
+        rest_ms = m.step.mean_ms - exposed_ms
+        return cls(
+            times,
+            exposed_ms / per_step,
+            rest_ms / per_step,
+            steps * per_step,
+            setup.cores,
+            setup.loader_prefix,
+        )
+
+    @property
+    def pace(self) -> str:
+        """Interval of batches from the workers, and of the loop without waiting."""
+        n = len(self.times.workers)
+        workers = f"{n} workers deliver" if n > 1 else "1 worker delivers"
+        return (
+            f"{workers} a batch every {duration(self.busy_ms / n)}, and the rest of the step takes"
+            f" {duration(self.rest_ms)}"
+        )
+
+    def describe(self) -> str:
+        """Return what a batch costs, and how much of that the loop waits for."""
+        hidden_ms = max(self.busy_ms - self.exposed_ms, 0.0)
+        return (
+            f"A batch takes {duration(self.busy_ms)} in a worker; {self.pace}: the loop waits"
+            f" {duration(self.exposed_ms)} per batch, and {duration(hidden_ms)} are hidden"
+        )
+
+
+def workers_for(batch_ms: float, rest_ms: float) -> int:
+    """Return the number of workers that deliver a batch every `rest_ms`.
+
+    Args:
+        batch_ms: Time of a worker per batch (in milliseconds).
+        rest_ms: Time of the loop per batch without waiting (in milliseconds).
+    """
+    return max(math.ceil(_MARGIN * batch_ms / max(rest_ms, _MIN_REST * batch_ms)), 1)
+
+
+def advise_on_loader(case: LoaderCase) -> Iterator[Advice]:
+    """Yield advice that shortens the wait for workers, the most effective first."""
+    if case.times.repeats:
+        yield _split_dataset(case)
+    rules = (_start_less, _fix_slow_samples, _fix_worker, _free_cores, _hand_over_faster, _unlock)
+    for rule in rules:
+        if (advice := rule(case)) is not None:
+            yield advice
+            return
+    yield from _add_workers(case)
+
+
+def _split_dataset(case: LoaderCase) -> Advice:
+    n = len(case.times.workers)
+    text = (
+        "give each worker its part of the IterableDataset, by torch.utils.data.get_worker_info():"
+        f" all {n} workers yield the same batches, so that each sample is used {n} times"
+    )
+    return Advice("shard_dataset", text, {"num_workers": n})
+
+
+def _start_less(case: LoaderCase) -> Advice | None:
+    times = case.times
+    waited_s = case.exposed_ms * case.batches / 1e3
+    starts_s = times.starts * times.startup_s
+    if waited_s <= 0 or starts_s < _MIN_STARTS_SHARE * waited_s:
+        return None
+    took = f"the first batch of a worker takes {duration(1e3 * times.startup_s)}"
+    if times.starts > 1:
+        text = f"set {case.prefix}persistent_workers=True: {took}, {times.starts} times"
+        return Advice("persistent_workers", text, {"now": False, "suggested": True})
+    return _start_faster(times)
+
+
+def _start_faster(times: LoaderTimes) -> Advice:
+    took = f"the first batch of a worker takes {duration(1e3 * times.startup_s)}"
+    return Advice("worker_startup", f"import and open less when workers start: {took}")
+
+
+def advise_on_first_step(case: LoaderCase, seconds: float) -> Iterator[Advice]:
+    """Yield advice if the start of workers takes most of the first step."""
+    if case.times.startup_s >= _MIN_STARTS_SHARE * seconds:
+        yield _start_faster(case.times)
+
+
+def _fix_slow_samples(case: LoaderCase) -> Advice | None:
+    times = case.times
+    if not times.long_batches or times.long_share < _MIN_SHARE:
+        return None
+    sample = "" if times.slowest_index is None else f", because of sample {times.slowest_index:,}"
+    often = times.batches / times.long_batches
+    worker = f"in worker {times.slowest_worker}{sample}"
+    text = (
+        f"make rare slow samples faster: 1 of {often:,.0f} batches takes"
+        f" {percent(times.long_share)} of the workers' time; the slowest took"
+        f" {duration(times.slowest_ms)} {worker}"
+    )
+    return Advice("slow_samples", text, {"sample": times.slowest_index})
+
+
+def _fix_worker(case: LoaderCase) -> Advice | None:
+    busy_ms = [worker.busy_ms for worker in case.times.workers]
+    slowest = max(range(len(busy_ms)), key=busy_ms.__getitem__)
+    others = sorted(busy_ms[:slowest] + busy_ms[slowest + 1 :])
+    if not others or busy_ms[slowest] < _SLOW_WORKER * others[len(others) // 2]:
+        return None
+    other_ms = others[len(others) // 2]
+    text = (
+        f"check what worker {slowest} reads: a batch takes {duration(busy_ms[slowest])} there,"
+        f" and {duration(other_ms)} in the others"
+    )
+    return Advice("slow_worker", text, {"worker": slowest})
+
+
+def _hand_over_faster(case: LoaderCase) -> Advice | None:
+    if case.idle_share < _MAX_IDLE:
+        return None
+    text = (
+        f"return smaller batches, such as uint8 in place of float32: workers wait"
+        f" {percent(case.idle_share)} of the time, because the main process receives too slowly"
+    )
+    return Advice("hand_over", text, {"idle_share": case.idle_share})
+
+
+def _free_cores(case: LoaderCase) -> Advice | None:
+    delay, cores, n = case.times.run_delay_share, case.cores, len(case.times.workers)
+    if delay is None or delay < _MAX_RUN_DELAY or cores is None:
+        return None
+    reason = f"workers wait {percent(delay)} of their time for one of {cores} CPU cores"
+    fewer = max(cores - 1, 1)
+    if n <= cores:
+        text = f"free CPU cores, or make `{case.times.dataset}` faster: {reason}"
+        return Advice("busy_cores", text, {"run_delay_share": delay})
+    text = f"set {case.prefix}num_workers={fewer} (now {n}): {reason}"
+    return Advice("num_workers", text, {"now": n, "suggested": fewer})
+
+
+def _unlock(case: LoaderCase) -> Advice | None:
+    locked = case.times.lock_share
+    if locked is None or locked < _MIN_SHARE:
+        return None
+    text = (
+        f"remove the lock that workers share in `{case.times.dataset}`: they wait for it"
+        f" {percent(locked)} of their time, and more workers cannot help"
+    )
+    return Advice("worker_lock", text, {"lock_share": locked})
+
+
+def _add_workers(case: LoaderCase) -> Iterator[Advice]:
+    now, needed, most = len(case.times.workers), case.needed_workers, case.max_workers
+    option, cores = f"{case.prefix}num_workers", f"{case.cores} CPU cores"
+    if needed > now and (most is None or needed <= most):
+        of = "" if case.cores is None else f"; {cores}"
+        text = f"set {option}={needed} (now {now}{of}), which would keep up: {case.pace}"
+        yield Advice("num_workers", text, {"now": now, "suggested": needed})
+        return
+    if most is not None and now < most < needed:
+        text = f"set {option}={most} (now {now}; {cores}), which shortens the wait: {case.pace}"
+        yield Advice("num_workers", text, {"now": now, "suggested": most})
+    name = max(("dataset", "collate"), key=lambda stage: case.times.mean(f"{stage}_ms"))
+    function = case.times.dataset if name == "dataset" else case.times.collate
+    reason = f": more workers cannot help on {cores}" if needed > now else ""
+    yield Advice("cheaper_transforms", f"make `{function}` faster{reason}", {"stage": name})

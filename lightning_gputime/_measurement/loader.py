@@ -1,0 +1,188 @@
+"""Times of a DataLoader's workers: layout of the shared memory, and its values."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_gputime._measurement.units import duration
+
+# Columns of a worker's row in shared memory: numbers of batches, and sums (in nanoseconds).
+(
+    PID,
+    BUSY_SINCE,  # Start of the current batch; 0 between batches.
+    BATCHES,
+    WAIT_NS,  # Between two batches.
+    DATASET_NS,
+    COLLATE_NS,
+    CPU_NS,  # CPU time of the worker's main thread.
+    RUN_DELAY_NS,  # Time for which it waited for a core.
+    OBSERVED_NS,  # Time to make batches in which these two were observed.
+    STARTS,  # Number of times that the worker was started.
+    STARTUP_NS,  # From the start of the loop to the end of its first batch.
+    LONG_BATCHES,
+    LONG_NS,
+    MAX_NS,  # Time of the slowest batch.
+    SLOWEST_INDEX,  # Index of its longest sample, or -1.
+) = range(15)
+CHECKSUMS = range(15, 18)
+"""Columns of checksums of the first batches; 0 if unknown."""
+NEWEST = 18
+"""Column of the number of batches in the ring, which follows it."""
+RING, RING_FIELDS = 32, 4
+"""Newest batches of a worker: start, end and time in `collate_fn` (in ns), longest sample."""
+FIELDS = NEWEST + 1 + RING * RING_FIELDS
+_MIN_LOOKS = 8  # Minimum number of reads of /proc to estimate waits for locks.
+
+
+class MadeBatch(NamedTuple):
+    """A batch that a worker has made.
+
+    Attributes:
+        worker: Number of the worker.
+        start_ns: Start, by the clock of the host (in nanoseconds).
+        end_ns: End.
+        collate_ns: Time in `collate_fn` (in nanoseconds).
+        sample: Index of its longest sample; -1 if unknown.
+    """
+
+    worker: int
+    start_ns: int
+    end_ns: int
+    collate_ns: int
+    sample: int
+
+    def __str__(self) -> str:
+        ms = (self.end_ns - self.start_ns) / 1e6
+        is_collate = 2 * self.collate_ns > self.end_ns - self.start_ns
+        sample = "" if self.sample < 0 else f", most of it for sample {self.sample:,}"
+        part = ", most of it in collate_fn" if is_collate else sample
+        return f"worker {self.worker} took {duration(ms)} for a batch{part}"
+
+
+def newest_batches(rows: Sequence[Sequence[int]]) -> Iterator[MadeBatch]:
+    """Yield the newest batches of each worker, from their rows of shared memory."""
+    for worker, row in enumerate(rows):
+        for place in range(min(row[NEWEST], RING)):
+            start = NEWEST + 1 + place * RING_FIELDS
+            yield MadeBatch(worker, *row[start : start + RING_FIELDS])
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTimes:
+    """Times of one worker of a loader (in milliseconds per batch).
+
+    Attributes:
+        batches: Number of batches that it made.
+        dataset_ms: Time in the dataset: `dataset[i]`, `__getitems__` or the iterator's `next`.
+        collate_ms: Time in `collate_fn`.
+        wait_ms: Time between two batches, in which it has nothing to do.
+    """
+
+    batches: int
+    dataset_ms: float
+    collate_ms: float
+    wait_ms: float
+
+    @property
+    def busy_ms(self) -> float:
+        """Time to make a batch (in milliseconds)."""
+        return self.dataset_ms + self.collate_ms
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderTimes:
+    """Times of the workers of a DataLoader.
+
+    Attributes:
+        dataset: Name of the dataset's class and method.
+        collate: Name of the collate function.
+        workers: Times of each worker that made a batch, by its number.
+        cpu_share: Fraction of the time to make a batch in which a worker ran on a CPU core; None if
+            unknown.
+        run_delay_share: Fraction of it in which a worker could run, and no core was free; None
+            if unknown.
+        lock_share: Fraction of it in which a worker waited for a lock; None if unknown.
+        startup_s: Mean time from the start of a loop to the end of a worker's first batch (in
+            seconds).
+        starts: Number of times that the loader's workers were started.
+        long_batches: Number of batches that took more than 4 times the mean of their worker.
+        long_share: Fraction of the time to make batches that these took.
+        slowest_ms: Time to make the slowest batch (in milliseconds).
+        slowest_worker: Number of the worker that made it.
+        slowest_index: Index of its longest sample; None if unknown.
+        repeats: True if all workers yield the same batches, as from an IterableDataset that is not
+            sharded.
+    """
+
+    dataset: str
+    collate: str
+    workers: tuple[WorkerTimes, ...]
+    cpu_share: float | None
+    run_delay_share: float | None
+    lock_share: float | None
+    startup_s: float
+    starts: int
+    long_batches: int
+    long_share: float
+    slowest_ms: float
+    slowest_worker: int
+    slowest_index: int | None
+    repeats: bool
+
+    @property
+    def batches(self) -> int:
+        return sum(worker.batches for worker in self.workers)
+
+    def mean(self, name: str) -> float:
+        """Return the mean per batch of an attribute of the workers (in milliseconds)."""
+        total = sum(worker.batches * getattr(worker, name) for worker in self.workers)
+        return float(total / self.batches)
+
+
+def loader_times(
+    rows: Sequence[Sequence[int]], dataset: str, collate: str, looks: tuple[int, int]
+) -> LoaderTimes | None:
+    """Return the times of a loader's workers; None if these made no batch.
+
+    Args:
+        rows: Their rows of shared memory.
+        dataset: Name of the dataset's class and method.
+        collate: Name of the collate function.
+        looks: Number of reads of /proc while a worker made a batch, and of those in which it waited
+            for a lock.
+    """
+    used = [row for row in rows if row[BATCHES]]
+    if not used:
+        return None
+
+    def total(column: int) -> int:
+        return sum(row[column] for row in used)
+
+    observed_ns = total(OBSERVED_NS)
+    busy_ns = total(DATASET_NS) + total(COLLATE_NS)
+    slowest = max(range(len(used)), key=lambda place: used[place][MAX_NS])
+    index = int(used[slowest][SLOWEST_INDEX])
+    sums = {tuple(row[column] for column in CHECKSUMS) for row in used}
+    busy, locked = looks
+    return LoaderTimes(
+        dataset,
+        collate,
+        tuple(
+            WorkerTimes(
+                int(row[BATCHES]),
+                *(row[column] / row[BATCHES] / 1e6 for column in (DATASET_NS, COLLATE_NS, WAIT_NS)),
+            )
+            for row in used
+        ),
+        cpu_share=min(total(CPU_NS) / observed_ns, 1.0) if observed_ns else None,
+        run_delay_share=min(total(RUN_DELAY_NS) / observed_ns, 1.0) if observed_ns else None,
+        lock_share=locked / busy if busy >= _MIN_LOOKS else None,
+        startup_s=total(STARTUP_NS) / max(total(STARTS), 1) / 1e9,
+        starts=max(row[STARTS] for row in used),
+        long_batches=int(total(LONG_BATCHES)),
+        long_share=total(LONG_NS) / busy_ns if busy_ns else 0.0,
+        slowest_ms=used[slowest][MAX_NS] / 1e6,
+        slowest_worker=slowest,
+        slowest_index=index if index >= 0 else None,
+        repeats=len(used) > 1 and len(sums) == 1 and all(next(iter(sums))),
+    )

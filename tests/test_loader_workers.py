@@ -1,0 +1,356 @@
+"""Stages of a loader's workers: exact on a fake clock, and in real processes."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+
+from lightning_gputime import GPUPhaseHooks
+from lightning_gputime._compat.torch_ import fetcher_classes
+from lightning_gputime._culprits import workers
+from lightning_gputime._culprits.workers import WorkerTimer
+from lightning_gputime._diagnosis.loader import LoaderCase, advise_on_loader
+from lightning_gputime._measurement.culprits import Culprit
+from lightning_gputime._measurement.loader import FIELDS, LoaderTimes, WorkerTimes, loader_times
+from lightning_gputime._measurement.measurement import Measurement
+from lightning_gputime._measurement.setup import TrainingSetup
+from lightning_gputime._measurement.stats import PhaseStats
+from lightning_gputime._output.loader import loader_table
+
+# On a fake clock: a worker's loop, in this process
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ns = 1_000
+
+    def __call__(self) -> int:
+        return self.ns
+
+    def pass_ms(self, ms: float) -> None:
+        self.ns += round(1e6 * ms)
+
+
+class Photos(Dataset[Tensor]):
+    """Samples that take 1 ms each, or 50 ms for sample 42."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.clock.pass_ms(50.0 if index == 42 else 1.0)
+        return torch.full((3,), float(index))
+
+
+class Batches(Photos):
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        self.clock.pass_ms(6.0)
+        return [torch.ones(3) for _ in indices]
+
+
+class Stream(IterableDataset[Tensor]):
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in range(40):
+            self.clock.pass_ms(1.0)
+            yield torch.arange(3.0) + index
+
+
+def timed_rows(
+    dataset: Any, n: int = 10, *, size: int = 4, collate_ms: float = 2.0, wait_ms: float = 3.0
+) -> Any:
+    """Return the row of a worker that makes `n` batches of `size` samples."""
+    clock = dataset.clock
+
+    def collate(samples: Any) -> Any:
+        clock.pass_ms(collate_ms)
+        return default_collate(samples)
+
+    rows = torch.zeros((1, FIELDS), dtype=torch.int64)
+    timer = WorkerTimer(memoryview(rows.numpy()[0]), clock(), clock, lambda: 0)
+    map_style, iterable = fetcher_classes()
+    kind = iterable if isinstance(dataset, IterableDataset) else map_style
+    clock.pass_ms(20.0)  # The worker starts.
+    fetcher: Any = kind(dataset, True, collate, False)
+    for start in range(0, n * size, size):
+        fetcher.fetch([*range(start, start + size)])
+        clock.pass_ms(wait_ms)
+    assert timer.fetcher is fetcher
+    return rows.tolist()
+
+
+@pytest.fixture
+def in_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make this process a worker: fetchers are timed."""
+
+    def start(dataset: Any) -> Any:
+        class Info:
+            pass
+
+        Info.dataset = dataset  # type: ignore[attr-defined]
+        monkeypatch.setattr(workers, "get_worker_info", lambda: Info)
+        real = WorkerTimer.__init__
+
+        def timed(timer: WorkerTimer, *args: Any) -> None:
+            real(timer, *args)
+            for kind in fetcher_classes():
+                monkeypatch.setattr(kind, "fetch", workers.timed_fetch(kind, timer))
+
+        monkeypatch.setattr(WorkerTimer, "__init__", timed)
+        return dataset
+
+    return start
+
+
+@pytest.mark.parametrize(("kind", "dataset_ms"), [(Photos, 4.0), (Batches, 6.0), (Stream, 4.0)])
+def test_stages_of_a_worker_are_exact(in_worker: Any, kind: Any, dataset_ms: float) -> None:
+    rows = timed_rows(in_worker(kind(Clock())))
+    times = loader_times(rows, "Photos", "pad", (0, 0))
+    assert times is not None
+    (worker,) = times.workers
+    assert worker == WorkerTimes(10, dataset_ms, 2.0, wait_ms=2.7)  # 9 waits of 3 ms.
+    assert (times.starts, times.startup_s) == (1, (22 + dataset_ms) / 1e3)
+    assert (times.lock_share, times.repeats) == (None, False)
+
+
+def test_the_slowest_sample_is_named(in_worker: Any) -> None:
+    rows = timed_rows(in_worker(Photos(Clock())), 20)
+    times = loader_times(rows, "Photos", "pad", (0, 0))
+    assert times is not None
+    assert (times.slowest_index, times.slowest_ms, times.slowest_worker) == (42, 55.0, 0)
+    assert times.long_batches == 1
+    assert times.long_share == pytest.approx(55.0 / (19 * 6.0 + 55.0))
+
+
+def test_an_iterable_that_ends_ends_the_loop(in_worker: Any) -> None:
+    with pytest.raises(StopIteration):
+        timed_rows(in_worker(Stream(Clock())), 11)
+
+
+# The advice
+
+WORKER = WorkerTimes(100, 18.0, 2.0, 0.1)
+TIMES = LoaderTimes(
+    dataset="Photos.__getitem__",
+    collate="pad",
+    workers=(WORKER, WORKER),
+    cpu_share=0.5,
+    run_delay_share=0.0,
+    lock_share=0.0,
+    startup_s=0.1,
+    starts=1,
+    long_batches=0,
+    long_share=0.0,
+    slowest_ms=25.0,
+    slowest_worker=0,
+    slowest_index=7,
+    repeats=False,
+)
+PACE = "2 workers deliver a batch every 10 ms, and the rest of the step takes 5 ms"
+
+
+@pytest.mark.parametrize(
+    ("facts", "cores", "texts"),
+    [
+        ({}, 16, [f"set num_workers=5 (now 2; 16 CPU cores), which would keep up: {PACE}"]),
+        ({}, None, [f"set num_workers=5 (now 2), which would keep up: {PACE}"]),
+        (
+            {"cpu_share": 1.0},
+            4,
+            [
+                f"set num_workers=3 (now 2; 4 CPU cores), which shortens the wait: {PACE}",
+                "make `Photos.__getitem__` faster: more workers cannot help on 4 CPU cores",
+            ],
+        ),
+        (
+            {"cpu_share": 1.0},
+            2,
+            ["make `Photos.__getitem__` faster: more workers cannot help on 2 CPU cores"],
+        ),
+        (
+            {"workers": (replace(WORKER, dataset_ms=2.0, collate_ms=18.0),) * 2, "cpu_share": 1.0},
+            2,
+            ["make `pad` faster: more workers cannot help on 2 CPU cores"],
+        ),
+        (
+            {"workers": (WORKER, replace(WORKER, dataset_ms=58.0), WORKER)},
+            16,
+            ["check what worker 1 reads: a batch takes 60 ms there, and 20 ms in the others"],
+        ),
+        (
+            {"long_batches": 2, "long_share": 0.4, "slowest_ms": 2000.0, "slowest_index": 18_211},
+            16,
+            [
+                "make rare slow samples faster: 1 of 100 batches takes 40 % of the workers' time;"
+                " the slowest took 2 s in worker 0, because of sample 18,211"
+            ],
+        ),
+        (
+            {"workers": (replace(WORKER, wait_ms=80.0),) * 2},
+            16,
+            [
+                "return smaller batches, such as uint8 in place of float32: workers wait 80 % of"
+                " the time, because the main process receives too slowly"
+            ],
+        ),
+        (
+            {"lock_share": 0.6},
+            16,
+            [
+                "remove the lock that workers share in `Photos.__getitem__`: they wait for it 60 %"
+                " of their time, and more workers cannot help"
+            ],
+        ),
+        (
+            {"workers": (WORKER,) * 8, "run_delay_share": 0.7},
+            4,
+            ["set num_workers=3 (now 8): workers wait 70 % of their time for one of 4 CPU cores"],
+        ),
+        (
+            {"run_delay_share": 0.7},
+            4,
+            [
+                "free CPU cores, or make `Photos.__getitem__` faster: workers wait 70 % of their"
+                " time for one of 4 CPU cores"
+            ],
+        ),
+        (
+            {"starts": 4, "startup_s": 1.0},
+            16,
+            ["set persistent_workers=True: the first batch of a worker takes 1 s, 4 times"],
+        ),
+        (
+            {"startup_s": 3.0},
+            16,
+            ["import and open less when workers start: the first batch of a worker takes 3 s"],
+        ),
+    ],
+)
+def test_advice_on_a_loader(facts: dict[str, Any], cores: int | None, texts: list[str]) -> None:
+    case = LoaderCase(
+        replace(TIMES, **facts), exposed_ms=5.0, rest_ms=5.0, batches=200, cores=cores
+    )
+    assert [advice.text for advice in advise_on_loader(case)] == texts
+
+
+def test_table_shows_the_stages_of_workers() -> None:
+    rows = {"data": PhaseStats(40, 6.0, 6.0, 6.0, 6.0, share=0.5)}
+    times = replace(TIMES, workers=(WORKER, replace(WORKER, dataset_ms=20.0, wait_ms=0.5)))
+    measured = Measurement(rows, PhaseStats(40, 12.0), 200, loaders=(times,))
+    table = loader_table(measured, TrainingSetup(num_workers=2))
+    assert table is not None
+    assert table.title == "DataLoader with 2 workers: stages in a worker"
+    assert table.lines == [
+        ("loader", "per batch", "share", "slowest worker"),
+        ("Photos.__getitem__", "19 ms", "89 %", "20 ms (1)"),
+        ("pad", "2 ms", "9.4 %", "2 ms (0)"),
+        ("waiting for work", "0.3 ms", "1.4 %", "0.5 ms (1)"),
+        ("batch", "21.3 ms", "100 %", ""),
+    ]
+    assert table.sentences == [
+        "A batch takes 21 ms in a worker; 2 workers deliver a batch every 10.5 ms, and the rest of"
+        " the step takes 6 ms: the loop waits 6 ms per batch, and 15 ms are hidden",
+    ]
+
+
+def test_table_without_workers_shows_the_main_process() -> None:
+    stages = {"dataset": ("Photos.__getitem__", 0.9), "collate": ("pad", 0.1)}
+    culprits = tuple(
+        Culprit("data/fetch", name, seconds, 100, kind=kind)
+        for kind, (name, seconds) in stages.items()
+    )
+    table = loader_table(Measurement(culprits=culprits), TrainingSetup(num_workers=0))
+    assert table is not None
+    assert table.lines == [
+        ("loader", "per batch", "share"),
+        ("Photos.__getitem__", "9 ms", "90 %"),
+        ("pad", "1 ms", "10 %"),
+        ("batch", "10 ms", "100 %"),
+    ]
+
+
+def test_workers_that_repeat_each_other_are_reported_first() -> None:
+    case = LoaderCase(replace(TIMES, repeats=True), 5.0, 5.0, 200, 16)
+    advice = [*advise_on_loader(case)]
+    assert [found.code for found in advice] == ["shard_dataset", "num_workers"]
+    assert advice[0].text.endswith(
+        "all 2 workers yield the same batches, so that each sample is used 2 times"
+    )
+
+
+# Real workers
+
+
+class Numbers(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Tensor:
+        # All generators of a worker: they must not change.
+        drawn = [random.random(), float(np.random.random()), float(torch.rand(1))]
+        return torch.tensor([*drawn, float(index)])
+
+
+class Repeated(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.arange(60.0).view(20, 3)
+
+
+def announce(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    assert type(info.dataset) is Numbers
+
+
+def train(loader: DataLoader[Tensor], *, timed: bool) -> tuple[list[Tensor], Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    timer = GPUPhaseHooks(model, optimizer)
+    batches = []
+    if timed:
+        timer.attach()
+    for _ in range(2):
+        for batch in timer.steps(loader) if timed else loader:
+            batches.append(batch)
+            optimizer.zero_grad()
+            model(batch[..., :4]).sum().backward()
+            optimizer.step()
+    if timed:
+        timer.remove()
+    return [*batches, *model.state_dict().values()], timer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_training_is_bitwise_the_same_with_timed_workers(context: str, persistent: bool) -> None:
+    def loader() -> DataLoader[Tensor]:
+        return DataLoader(
+            Numbers(),
+            4,
+            shuffle=True,
+            num_workers=2,
+            worker_init_fn=announce,
+            multiprocessing_context=context,
+            persistent_workers=persistent,
+        )
+
+    timed_loader = loader()
+    timed, timer = train(timed_loader, timed=True)
+    untimed, _ = train(loader(), timed=False)
+    assert all(torch.equal(*pair) for pair in zip(timed, untimed, strict=True))
+    assert timed_loader.worker_init_fn is announce
+    (times,) = timer.summary().measurement.loaders
+    assert [worker.batches for worker in times.workers] == [12, 12]
+    assert times.dataset == "Numbers.__getitem__"
+    assert times.starts == (1 if persistent else 2)
+    assert not times.repeats
