@@ -1,7 +1,7 @@
 """Let `tune` try its changes on planted scripts, and compare with changes made by hand.
 
-Each script has one bottleneck, and an option `--fixed` that removes it. A balanced script has none:
-nothing may be kept there.
+Each script has one bottleneck, and an option `--fixed` that removes it. In a balanced script
+nothing may be kept.
 
     python benchmarks/tune.py --out benchmarks/results/tune.json
     python benchmarks/tune.py --plants plain_workers --jobs 1

@@ -1,13 +1,15 @@
 """A change to a training, and what a run reports."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from lightning_gputime._diagnosis.diagnosis import Advice
 
 VARIABLE = "LIGHTNING_GPUTIME_TUNE"
 """Environment variable with the instructions for a script's process, as JSON."""
+
+Effect = Literal["none", "rounding", "random numbers", "numerics"]
 
 LOADER = "torch.utils.data:DataLoader"
 LIGHTNING = "lightning.pytorch:Trainer"
@@ -23,23 +25,21 @@ class Change:
         target: Class that gets the arguments, as "module:Class"; empty for none.
         arguments: Keyword arguments that replace those of the script.
         settings: Global settings of torch, by name.
-        affects: Side effects on training, apart from speed; empty if there are none.
-        alters_numerics: True if it is tried only with `--allow-numerics`.
-        is_exact: True if losses must be bitwise the same.
+        effect: Effect on the losses. With "none" they must be as equal as in two runs without the
+            change; with "rounding" they may differ by 0.1 % on average, with "random numbers" by 3
+            standard errors. "numerics" may change them: it is tried only with `--allow-numerics`.
     """
 
     code: str
     target: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    affects: str = ""
-    alters_numerics: bool = False
-    is_exact: bool = False
+    effect: Effect = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the script's process observed.
+    """Observations in the script's process.
 
     Attributes:
         sites: Places where objects of each target were constructed, as "file:line".
@@ -71,15 +71,3 @@ class Proposal(Protocol):
     """Return the changes that follow from a piece of advice on a run."""
 
     def __call__(self, advice: Advice, report: Report) -> Iterator[Change]: ...
-
-
-def instructions(
-    steps: int, report: str, changes: list[Change], loader_site: str
-) -> dict[str, Any]:
-    """Return the instructions for the script's process, see `child.obey`."""
-    return {
-        "steps": steps,
-        "report": report,
-        "changes": [asdict(change) for change in changes],
-        "loader_site": loader_site,
-    }

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
 
 from lightning_gputime._compat.python_ import user_frames
 from lightning_gputime._tuning.change import LIGHTNING, LOADER, TRANSFORMERS, VARIABLE
@@ -24,7 +25,8 @@ class Tuned:
     """The script's process under `tune`.
 
     Args:
-        orders: See `change.instructions`.
+        orders: Number of `steps`, path of the `report`, `changes` and `loader_site`, the place of
+            the loader to change; empty for all loaders.
     """
 
     def __init__(self, orders: dict[str, Any]) -> None:
@@ -43,19 +45,18 @@ class Tuned:
 
     def start(self) -> None:
         """Patch torch. Call once it is imported."""
-        loader = torch.utils.data.DataLoader
-        self._patch(LOADER, loader)
-        loader.__iter__ = self._watched_iter(loader.__iter__)  # type: ignore[method-assign]
+        self._patch(LOADER, DataLoader)
+        _replace(DataLoader, "__iter__", self._watched_iter(DataLoader.__iter__))
         for name, kind in vars(torch.optim).items():
             if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
                 self._patch(f"torch.optim:{name}", kind)
-        torch.autograd.backward = self._watched_backward(torch.autograd.backward)
+        _replace(torch.autograd, "backward", self._watched_backward(torch.autograd.backward))
         register_optimizer_step_post_hook(self._update_ends)
         for change in self._changes:
             if value := change["settings"].get("float32_matmul_precision"):
                 torch.set_float32_matmul_precision(value)
             if change["settings"].get("cudnn.benchmark"):
-                torch.backends.cudnn.benchmark = True
+                _replace(torch.backends.cudnn, "benchmark", True)
             if change["settings"]:
                 self._applied.add(change["code"])
         # Only the process whose run is saved.
@@ -67,11 +68,11 @@ class Tuned:
         trainer: Any = sys.modules["lightning.pytorch"].Trainer
         self._patch(LIGHTNING, trainer)
         if any(change["settings"].get("compile") for change in self._changes):
-            trainer.fit = _compiling(trainer.fit)
+            _replace(trainer, "fit", _compiling(trainer.fit))
 
     def patch_transformers(self) -> None:
         """Patch the arguments of transformers. Call once they are imported."""
-        kind: Any = sys.modules["transformers.training_args"].TrainingArguments
+        kind: Any = sys.modules["transformers"].TrainingArguments
         check = kind.__post_init__  # Unlike `__init__`, dataclasses derived from it call this.
 
         @functools.wraps(check)
@@ -79,7 +80,7 @@ class Tuned:
             vars(instance).update(self._arguments(TRANSFORMERS, self._constructed(TRANSFORMERS)))
             check(instance)
 
-        kind.__post_init__ = patched
+        _replace(kind, "__post_init__", patched)
 
     def _patch(self, target: str, kind: Any) -> None:
         """Let a class record where it is constructed, and replace arguments."""
@@ -104,7 +105,7 @@ class Tuned:
             finally:
                 self._started.discard(id(instance))
 
-        kind.__init__ = patched
+        _replace(kind, "__init__", patched)
 
     def _constructed(self, target: str) -> str:
         frames = user_frames(1)
@@ -163,6 +164,10 @@ class Tuned:
             "steps": self._updates,
         }
         Path(self._report).write_text(json.dumps(report))
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    setattr(owner, name, value)
 
 
 def _compiling(fit: Callable[..., Any]) -> Callable[..., Any]:

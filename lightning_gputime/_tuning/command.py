@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 ABOUT = """\
 Run a script with a timer, try the changes that its advice suggests, and keep those that make it
-certainly faster. The script is not edited: each change is applied from outside, one at a time, and
-proved by runs with and without it in turns. Each run ends after --steps updates.
-What the script writes itself, such as checkpoints, it writes in each run.
+certainly faster. The script is not edited: tune applies one change at a time from outside, and
+alternates runs with and without it. Each run ends after --steps updates. The script itself writes
+its checkpoints and logs in every run.
 
   tune train.py --its --args
   tune --budget 30m --steps 500 --allow-numerics train.py
@@ -22,7 +22,9 @@ What the script writes itself, such as checkpoints, it writes in each run.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False
-    parser.add_argument("--budget", type=_seconds, default=900.0, help="such as 15m (the default)")
+    parser.add_argument(
+        "--budget", type=_seconds, default=900.0, help="time for all runs, as in 15m (15m)"
+    )
     parser.add_argument("--steps", type=int, default=300, help="updates per run (300)")
     parser.add_argument(
         "--allow-numerics", action="store_true", help="also try bfloat16 and torch.compile"
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tune(args: argparse.Namespace) -> "Tuning":
-    """Return the trials of a script.
+    """Run the trials of a script.
 
     Raises:
         ValueError: If an argument is wrong, or the script fails as it is.

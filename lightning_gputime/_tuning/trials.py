@@ -1,4 +1,4 @@
-"""Runs in turns, and what their pace proves."""
+"""Alternating runs, and the speed-up that their pace proves."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +16,10 @@ import numpy as np
 from lightning_gputime._measurement.wall_clock import ONCE
 from lightning_gputime._runs.estimates import quantile_of_t
 from lightning_gputime._runs.saved import Run, load
-from lightning_gputime._tuning.change import VARIABLE, Change, Report, instructions
+from lightning_gputime._tuning.change import VARIABLE, Change, Report
 
 _LOOKS = (3, 5, 8, 12)  # Numbers of pairs after which a trial may end.
-_CONFIDENCE = 1 - 0.01 / len(_LOOKS)  # Of each look, so that a useless change rarely passes.
+_CONFIDENCE = 1 - 0.01 / len(_LOOKS)  # Confidence per look: a useless change rarely passes.
 MIN_SPEED_UP = 1.01
 _MAX_DRIFT = 1e-3  # Relative difference of the mean loss that other rounding may cause.
 
@@ -67,7 +67,12 @@ class Script:
         path = self.folder / f"{number:03}.json.gz"
         report = path.with_name(f"{number:03}-report.json")
         output = path.with_name(f"{number:03}.txt")
-        orders = instructions(self.steps, str(report), [*changes], loader_site)
+        orders = {
+            "steps": self.steps,
+            "report": str(report),
+            "changes": [asdict(change) for change in changes],
+            "loader_site": loader_site,
+        }
         environment = {**os.environ, VARIABLE: json.dumps(orders)}
         start = time.monotonic()
         run = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
@@ -123,7 +128,7 @@ class Trial:
         change: The change.
         promise: Maximum speed-up by the time breakdown; None if unknown.
         entry: Entry of the time breakdown that it is to shorten.
-        error: Why the script failed with the change; empty if it ran.
+        error: Reason for which it cannot be tried; empty if it can.
     """
 
     change: Change
@@ -148,6 +153,10 @@ class Trial:
         if self.error or not self.after:
             return False
         return self.speed_up.low > MIN_SPEED_UP and self.parity.is_good(self.change)
+
+    def give_up(self, error: str) -> None:
+        """End the trial, without a result."""
+        self.error = error
 
     def pair(self, number: int, before: Callable[[], Result], after: Callable[[], Result]) -> None:
         """Run both sides once, the order alternating."""
@@ -195,8 +204,12 @@ class Parity:
 
     def is_good(self, change: Change) -> bool:
         """Return False if the change alters the losses by more than it may."""
-        limit = self.noise if change.is_exact else max(2 * self.noise, 3 * self.error, _MAX_DRIFT)
-        return change.alters_numerics or abs(self.drift) <= limit
+        limits = {
+            "none": self.noise,
+            "rounding": max(2 * self.noise, _MAX_DRIFT),
+            "random numbers": max(2 * self.noise, 3 * self.error, _MAX_DRIFT),
+        }
+        return change.effect == "numerics" or abs(self.drift) <= limits[change.effect]
 
     def __str__(self) -> str:
         return "bitwise equal" if self.is_bitwise else f"{self.drift:+.2%}"

@@ -65,8 +65,8 @@ class Tuning(Tabular):
         tell(f"{steps} steps in {duration(1e3 * best.pace_s)}: {headline}")
         while trial := next(self._proposed(best), None):
             self.trials.append(trial)
-            if trial.change.alters_numerics and not self.allow_numerics:
-                trial.error = _NO_TRIAL
+            if trial.change.effect == "numerics" and not self.allow_numerics:
+                trial.give_up(_NO_TRIAL)
                 continue
             self._try(trial)
             tell(f"{trial.change.code}: {self._outcome(trial)}, {trial.speed_up}")
@@ -99,10 +99,10 @@ class Tuning(Tabular):
                 )
                 cost_s = time.monotonic() - start
                 if trial.change.code not in trial.after[-1].report.applied:
-                    trial.error = "not applied: the script does not construct it"
+                    trial.give_up("not applied: the script does not construct it")
                     return
         except RunError as error:
-            trial.error = f"failed: {error}"
+            trial.give_up(f"failed: {error}")
 
     def _result(self, changes: list[Change]) -> Result:
         site = "" if self.baseline is None else self.baseline.report.loader_site
@@ -123,37 +123,27 @@ class Tuning(Tabular):
     def _table(self) -> Table:
         lines = [_HEADER]
         for trial in self.trials:
-            promised = "" if trial.promise is None else f"{trial.promise:.2f}x"
-            speed_up, parity = ("", "")
-            if trial.after and trial.before:
-                speed_up, parity = str(trial.speed_up), str(trial.parity)
-            where = self.baseline.report.where(trial.change) if self.baseline else ""
-            affects = (
-                f"; affects {trial.change.affects}"
-                if trial.is_kept and trial.change.affects
-                else ""
+            has_pairs = bool(trial.before and trial.after)
+            effect = "" if trial.change.effect == "none" else f"; changes {trial.change.effect}"
+            cells = (
+                trial.change.code,
+                "" if trial.promise is None else f"{trial.promise:.2f}x",
+                str(trial.speed_up) if has_pairs else "",
+                _moved(trial),
+                str(trial.parity) if has_pairs else "",
+                f"{self._outcome(trial)}{effect if trial.is_kept else ''}",
+                self._where(trial.change),
             )
-            lines.append(
-                (
-                    trial.change.code,
-                    promised,
-                    speed_up,
-                    _moved(trial),
-                    parity,
-                    f"{self._outcome(trial)}{affects}",
-                    where,
-                )
-            )
-        lines.append(
-            ("all kept changes", "", f"{self.speed_up:.2f}x", "", "", f"{len(self.kept)} kept", "")
-        )
+            lines.append(cells)
+        total = f"{self.speed_up:.2f}x"
+        lines.append(("all kept changes", "", total, "", "", f"{len(self.kept)} kept", ""))
         steps = self.baseline.report.steps if self.baseline else 0
         title = f"Changes tried on {shlex.join(self.script.command)}, {steps} steps per run"
         notes = [f"The runs and their output are in {self.script.folder}"]
-        if not self.trials:
-            notes.insert(0, _NOTHING)
         if not self.is_complete:
             notes.insert(0, "Interrupted: further changes were not tried")
+        elif not self.trials:
+            notes.insert(0, _NOTHING)
         return Table(title, lines, notes, left=(0, 3, 5, 6))
 
     def to_dict(self) -> dict[str, Any]:
@@ -161,16 +151,17 @@ class Tuning(Tabular):
         trials = [
             {
                 "change": trial.change.code,
-                "where": self.baseline.report.where(trial.change) if self.baseline else "",
+                "where": self._where(trial.change),
                 "entry": trial.entry,
                 "promised": trial.promise,
                 "speed_up": trial.speed_up.value,
                 "interval": [trial.speed_up.low, trial.speed_up.high],
                 "pairs": len(trial.after),
-                "loss_drift": trial.parity.drift if trial.after and trial.before else None,
+                "loss_drift": trial.parity.drift if trial.before and trial.after else None,
+                "moved": _moved(trial),
                 "is_kept": trial.is_kept,
                 "outcome": self._outcome(trial),
-                "affects": trial.change.affects,
+                "effect": trial.change.effect,
             }
             for trial in self.trials
         ]
@@ -178,6 +169,9 @@ class Tuning(Tabular):
             {"speed_up": self.speed_up, "is_complete": self.is_complete, "trials": trials}
         )
         return found
+
+    def _where(self, change: Change) -> str:
+        return "" if self.baseline is None else self.baseline.report.where(change)
 
 
 def _moved(trial: Trial) -> str:

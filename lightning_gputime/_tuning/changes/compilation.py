@@ -9,10 +9,9 @@ from lightning_gputime._tuning.change import LIGHTNING, TRANSFORMERS, Change, Re
 def propose(advice: Advice, report: Report) -> Iterator[Change]:
     if advice.code != "compile":
         return
-    affects = "numerics, and the time of the first step"
     if report.has(LIGHTNING):
         code, settings = "fit(torch.compile(model))", {"compile": True}
-        yield Change(code, settings=settings, affects=affects, alters_numerics=True)
+        yield Change(code, settings=settings, effect="numerics")
     elif report.has(TRANSFORMERS):
         arguments = {"torch_compile": True}
-        yield Change("torch_compile=True", TRANSFORMERS, arguments, {}, affects, True)
+        yield Change("torch_compile=True", TRANSFORMERS, arguments, effect="numerics")

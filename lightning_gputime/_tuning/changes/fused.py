@@ -11,4 +11,4 @@ def propose(advice: Advice, report: Report) -> Iterator[Change]:
         name = str(advice.parameters["optimizer"]).rpartition(".")[2]
         target = f"torch.optim:{name}"
         if report.has(target):
-            yield Change(f"{name}(fused=True)", target, {"fused": True}, affects="rounding")
+            yield Change(f"{name}(fused=True)", target, {"fused": True}, effect="rounding")

@@ -5,23 +5,23 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_gputime._diagnosis.diagnosis import Advice
-from lightning_gputime._tuning.change import LOADER, TRANSFORMERS, Change, Report
+from lightning_gputime._tuning.change import LOADER, TRANSFORMERS, Change, Effect, Report
 
 _FIRST_WORKERS = 4
-_AFFECTS = {
-    "num_workers": "random numbers of transforms",
-    "persistent_workers": "random numbers of transforms",
-    "pin_memory": "",
-    "prefetch_factor": "",
+_EFFECTS: Mapping[str, Effect] = {
+    "num_workers": "random numbers",
+    "persistent_workers": "random numbers",
+    "pin_memory": "none",
+    "prefetch_factor": "none",
 }
 _FEW_WORKERS = ("iterate_over_steps", "workers", "num_workers", "cheaper_transforms")
-"""Advice that means: the loader is too slow. Without a number, tune proposes one."""
+"""Advice that means: the loader is too slow. If it has no number, propose twice as many workers."""
 
 
 def propose(advice: Advice, report: Report) -> Iterator[Change]:
     name, now = advice.code, report.loader
     value = advice.parameters.get("suggested")
-    if name in _AFFECTS and value is not None:
+    if name in _EFFECTS and value is not None:
         yield _change(name, value, report)
     if name in _FEW_WORKERS and now:
         yield from (_change(*option, report) for option in _load_faster(now, value))
@@ -43,6 +43,5 @@ def _change(name: str, value: Any, report: Report) -> Change:
         f"{option}={value}",
         TRANSFORMERS if is_transformers else LOADER,
         {option: value},
-        affects=_AFFECTS[name],
-        is_exact=not _AFFECTS[name],
+        effect=_EFFECTS[name],
     )

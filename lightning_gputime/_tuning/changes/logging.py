@@ -17,4 +17,4 @@ def propose(advice: Advice, report: Report) -> Iterator[Change]:
     for target, option in _OPTIONS.items():
         if report.has(target):
             code, arguments = f"{option}={_EVERY}", {option: _EVERY}
-            yield Change(code, target, arguments, affects="number of logged values", is_exact=True)
+            yield Change(code, target, arguments)

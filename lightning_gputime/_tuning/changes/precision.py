@@ -17,4 +17,4 @@ def propose(advice: Advice, report: Report) -> Iterator[Change]:
         return
     for target, (code, arguments) in _ARGUMENTS.items():
         if report.has(target):
-            yield Change(code, target, arguments, affects="numerics", alters_numerics=True)
+            yield Change(code, target, arguments, effect="numerics")

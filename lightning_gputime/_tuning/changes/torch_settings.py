@@ -15,4 +15,4 @@ def propose(advice: Advice, report: Report) -> Iterator[Change]:
     setting = advice.parameters.get("setting") if advice.code == "costly_setting" else None
     if setting in _CODES:
         code, value = _CODES[setting]
-        yield Change(code, settings={setting: value}, affects="rounding")
+        yield Change(code, settings={setting: value}, effect="rounding")
