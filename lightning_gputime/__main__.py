@@ -9,9 +9,14 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import lightning_gputime as package  # Imports torch where a name is asked for.
 from lightning_gputime._auto_instrumentation import command
+from lightning_gputime._tuning import command as tuning
+
+if TYPE_CHECKING:
+    from lightning_gputime._output.table import Tabular
 
 PASSED, REGRESSION, FAILED, CANNOT_TELL = 0, 1, 2, 3  # The exit codes of a command.
 
@@ -105,6 +110,10 @@ def _new_parser() -> argparse.ArgumentParser:
     command.add_bench_arguments(turns)
     _add_bounds(turns)
 
+    trials = new("tune", help="try the advice, and prove it", description=tuning.ABOUT)
+    trials.set_defaults(command=_tune)
+    tuning.add_arguments(trials)
+
     paper = new("report", help="make a page of a run, or of two", description=_REPORT)
     paper.set_defaults(command=_report)
     paper.add_argument("runs", nargs="+", metavar="RUN", help="one file, or two: before and after")
@@ -173,6 +182,12 @@ def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
     return {"passed": PASSED, "regression": REGRESSION, "cannot tell": CANNOT_TELL}[worst]
 
 
+def _tune(args: argparse.Namespace) -> int:
+    found = tuning.tune(args)
+    _print(json.dumps(found.to_dict(), indent=2, allow_nan=False) if args.json else found)
+    return PASSED
+
+
 def _report(args: argparse.Namespace) -> int:
     from lightning_gputime._output.page import page
     from lightning_gputime._runs.saved import write
@@ -188,7 +203,7 @@ def _report(args: argparse.Namespace) -> int:
     return PASSED
 
 
-def _print(*parts: "package.PhaseSummary | package.RunComparison | str") -> None:
+def _print(*parts: "Tabular | str") -> None:
     """Print tables and texts, also where nobody reads them, as in a pipe into `head`."""
     from lightning_gputime._output.table import show
 

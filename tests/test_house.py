@@ -38,6 +38,7 @@ FLOORS = [
     "_lightning _timer",
     "_fit _loop_timer",
     "callback hooks huggingface metric",
+    "_tuning",
     "_api _auto_instrumentation",
     "__init__",
     "__main__",
@@ -334,6 +335,7 @@ ALLOWED = {
     ("_instrumentation.optimizer", "args[1]"),  # torch documents the arguments of this hook.
     # `run` waits for this module, to add a timer to each Trainer.
     ("_auto_instrumentation.__init__", "transformers.trainer"),
+    ("_auto_instrumentation.__init__", "transformers.training_args"),
     # The fields of a saved run, which is a dataclass of another module.
     ("_runs.schema", "_summary"),
     ("_instrumentation.patching", "_patch"),  # What this package sets on its stand-ins.

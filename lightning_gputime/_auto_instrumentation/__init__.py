@@ -21,6 +21,7 @@ from lightning_gputime._messages import WarnOnce, messages
 
 # The environment variable: unset, empty or "0" for no timer, "1", or options as JSON.
 VARIABLE = "LIGHTNING_GPUTIME"
+TUNE = f"{VARIABLE}_TUNE"  # Instructions of `tune`, as JSON.
 BEGAN = f"{VARIABLE}_BEGAN"  # That which has the time at which `run` began.
 
 _MISSED = (
@@ -84,12 +85,17 @@ def watch_imports() -> None:
     """Add timers to libraries that have no entry points, once the script has imported them."""
     if (wanted := options()) is None:
         return
-    finder = _WatchingFinder(
-        {
-            "torch": _watch_loops,
-            "transformers.trainer": lambda: _watch_trainers(wanted),
+    calls: dict[str, Callable[[], None]] = {
+        "torch": _watch_loops,
+        "transformers.trainer": lambda: _watch_trainers(wanted),
+    }
+    if TUNE in os.environ:
+        calls |= {
+            "torch": _tune_loops,
+            "lightning.pytorch": lambda: _tuned().patch_lightning(),
+            "transformers.training_args": lambda: _tuned().patch_transformers(),
         }
-    )
+    finder = _WatchingFinder(calls)
     # Modules that are imported already, for example by the user's own `sitecustomize`.
     for name in finder.calls.keys() & sys.modules.keys():
         finder.imported(name)
@@ -160,6 +166,17 @@ def _watch_loops() -> None:
     from lightning_gputime._auto_instrumentation.plain import PlainLoops
 
     PlainLoops(options() or {})
+
+
+def _tuned() -> Any:
+    from lightning_gputime._tuning.child import tuned  # Imports torch.
+
+    return tuned()
+
+
+def _tune_loops() -> None:
+    _watch_loops()  # First: its hook must end a step before `tune` ends the script.
+    _tuned().start()
 
 
 def _watch_trainers(wanted: dict[str, Any]) -> None:

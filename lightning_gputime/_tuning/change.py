@@ -1,0 +1,73 @@
+"""A change to a training, and what a run reports."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from lightning_gputime._diagnosis.diagnosis import Advice
+
+VARIABLE = "LIGHTNING_GPUTIME_TUNE"
+"""Environment variable with the instructions for a script's process, as JSON."""
+
+Effect = Literal["none", "rounding", "random numbers", "numerics"]
+
+LOADER = "torch.utils.data:DataLoader"
+LIGHTNING = "lightning.pytorch:Trainer"
+TRANSFORMERS = "transformers:TrainingArguments"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change that can be applied without editing the script.
+
+    Attributes:
+        code: Text to write into the script, such as "num_workers=4".
+        target: Class that gets the arguments, as "module:Class"; empty for none.
+        arguments: Keyword arguments that replace those of the script.
+        settings: Global settings of torch, by name.
+        effect: Effect on the losses. With "none" they must be as equal as in two runs without the
+            change; with "rounding" they may differ by 0.1 % on average, with "random numbers" by 3
+            standard errors. "numerics" may change them: it is tried only with `--allow-numerics`.
+    """
+
+    code: str
+    target: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    effect: Effect = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Observations in the script's process.
+
+    Attributes:
+        sites: Places where objects of each target were constructed, as "file:line".
+        loader_site: Place where the loader that trains was constructed; empty if unknown.
+        loader: Options of that loader; empty if unknown.
+        applied: Codes of the changes that were applied.
+        losses: Scalars on which backward was called, in order.
+        steps: Number of optimizer updates.
+    """
+
+    sites: Mapping[str, list[str]] = field(default_factory=dict)
+    loader_site: str = ""
+    loader: Mapping[str, Any] = field(default_factory=dict)
+    applied: list[str] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    steps: int = 0
+
+    def has(self, target: str) -> bool:
+        return target in self.sites
+
+    def where(self, change: Change) -> str:
+        """Return the place in the script to write a change to; empty if it is anywhere."""
+        if change.target == LOADER and self.loader_site:
+            return self.loader_site
+        return next(iter(self.sites.get(change.target, ())), "")
+
+
+class Proposal(Protocol):
+    """Return the changes that follow from a piece of advice on a run."""
+
+    def __call__(self, advice: Advice, report: Report) -> Iterator[Change]: ...

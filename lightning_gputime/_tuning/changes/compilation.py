@@ -1,0 +1,17 @@
+"""torch.compile: other numerics, and a long first step."""
+
+from collections.abc import Iterator
+
+from lightning_gputime._diagnosis.diagnosis import Advice
+from lightning_gputime._tuning.change import LIGHTNING, TRANSFORMERS, Change, Report
+
+
+def propose(advice: Advice, report: Report) -> Iterator[Change]:
+    if advice.code != "compile":
+        return
+    if report.has(LIGHTNING):
+        code, settings = "fit(torch.compile(model))", {"compile": True}
+        yield Change(code, settings=settings, effect="numerics")
+    elif report.has(TRANSFORMERS):
+        arguments = {"torch_compile": True}
+        yield Change("torch_compile=True", TRANSFORMERS, arguments, effect="numerics")

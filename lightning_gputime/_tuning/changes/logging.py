@@ -1,0 +1,20 @@
+"""Logging less often: loggers get fewer values."""
+
+from collections.abc import Iterator
+
+from lightning_gputime._diagnosis.diagnosis import Advice
+from lightning_gputime._tuning.change import LIGHTNING, TRANSFORMERS, Change, Report
+
+_EVERY = 50  # Default of Lightning.
+_OPTIONS = {LIGHTNING: "log_every_n_steps", TRANSFORMERS: "logging_steps"}
+_SETTINGS = ("log_every_n_steps", "logging_steps")
+
+
+def propose(advice: Advice, report: Report) -> Iterator[Change]:
+    is_logging = advice.code in ("log_less", "callbacks")
+    if not is_logging and advice.parameters.get("setting") not in _SETTINGS:
+        return
+    for target, option in _OPTIONS.items():
+        if report.has(target):
+            code, arguments = f"{option}={_EVERY}", {option: _EVERY}
+            yield Change(code, target, arguments)

@@ -1,0 +1,184 @@
+"""Apply changes in the process of a script, observe it, and end it after some steps."""
+
+import functools
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
+
+from lightning_gputime._compat.python_ import user_frames
+from lightning_gputime._tuning.change import LIGHTNING, LOADER, TRANSFORMERS, VARIABLE
+
+_OPTIONS = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+
+
+class Tuned:
+    """The script's process under `tune`.
+
+    Args:
+        orders: Number of `steps`, path of the `report`, `changes` and `loader_site`, the place of
+            the loader to change; empty for all loaders.
+    """
+
+    def __init__(self, orders: dict[str, Any]) -> None:
+        self._changes = orders["changes"]
+        self._steps, self._report = orders["steps"], orders["report"]
+        self._loader_site = orders["loader_site"]
+        self._sites: dict[str, list[str]] = {}
+        self._site_of = WeakKeyDictionary[Any, str]()
+        self._newest: Any = lambda: None  # Reference to the loader that was iterated last.
+        self._training_site, self._loader = "", dict[str, Any]()
+        self._losses: list[torch.Tensor] = []
+        self._started = set[int]()  # Objects under construction: a class may call its base.
+        self._applied = set[str]()
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._updates = 0
+
+    def start(self) -> None:
+        """Patch torch. Call once it is imported."""
+        self._patch(LOADER, DataLoader)
+        _replace(DataLoader, "__iter__", self._watched_iter(DataLoader.__iter__))
+        for name, kind in vars(torch.optim).items():
+            if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+                self._patch(f"torch.optim:{name}", kind)
+        _replace(torch.autograd, "backward", self._watched_backward(torch.autograd.backward))
+        register_optimizer_step_post_hook(self._update_ends)
+        for change in self._changes:
+            if value := change["settings"].get("float32_matmul_precision"):
+                torch.set_float32_matmul_precision(value)
+            if change["settings"].get("cudnn.benchmark"):
+                _replace(torch.backends.cudnn, "benchmark", True)
+            if change["settings"]:
+                self._applied.add(change["code"])
+        # Only the process whose run is saved.
+        if os.environ.get("RANK", "0") == "0":
+            Finalize(None, self._write, exitpriority=1)
+
+    def patch_lightning(self) -> None:
+        """Patch the Trainer of Lightning. Call once it is imported."""
+        trainer: Any = sys.modules["lightning.pytorch"].Trainer
+        self._patch(LIGHTNING, trainer)
+        if any(change["settings"].get("compile") for change in self._changes):
+            _replace(trainer, "fit", _compiling(trainer.fit))
+
+    def patch_transformers(self) -> None:
+        """Patch the arguments of transformers. Call once they are imported."""
+        kind: Any = sys.modules["transformers"].TrainingArguments
+        check = kind.__post_init__  # Unlike `__init__`, dataclasses derived from it call this.
+
+        @functools.wraps(check)
+        def patched(instance: Any) -> None:
+            vars(instance).update(self._arguments(TRANSFORMERS, self._constructed(TRANSFORMERS)))
+            check(instance)
+
+        _replace(kind, "__post_init__", patched)
+
+    def _patch(self, target: str, kind: Any) -> None:
+        """Let a class record where it is constructed, and replace arguments."""
+        construct = kind.__init__
+        signature = inspect.signature(construct)
+
+        @functools.wraps(construct)
+        def patched(instance: Any, *args: Any, **kwargs: Any) -> None:
+            if id(instance) in self._started:
+                construct(instance, *args, **kwargs)
+                return
+            self._started.add(id(instance))
+            try:
+                site = self._constructed(target)
+                if target == LOADER:
+                    self._site_of[instance] = site
+                if new := self._arguments(target, site):
+                    bound = signature.bind(instance, *args, **kwargs)
+                    bound.arguments.update(new)
+                    args, kwargs = bound.args[1:], bound.kwargs
+                construct(instance, *args, **kwargs)
+            finally:
+                self._started.discard(id(instance))
+
+        _replace(kind, "__init__", patched)
+
+    def _constructed(self, target: str) -> str:
+        frames = user_frames(1)
+        site = f"{os.path.relpath(frames[0].file)}:{frames[0].line}" if frames else ""
+        sites = self._sites.setdefault(target, [])
+        if site and site not in sites:
+            sites.append(site)
+        return site
+
+    def _arguments(self, target: str, site: str) -> dict[str, Any]:
+        is_other_loader = target == LOADER and self._loader_site not in ("", site)
+        found: dict[str, Any] = {}
+        for change in self._changes:
+            if change["target"] == target and not is_other_loader:
+                found |= change["arguments"]
+                self._applied.add(change["code"])
+        return found
+
+    def _watched_iter(self, iterate: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(iterate)
+        def watched(loader: Any) -> Any:
+            self._newest = ref(loader)
+            return iterate(loader)
+
+        return watched
+
+    def _watched_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def watched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
+                self._losses.append(tensors.detach().clone())
+            return backward(tensors, *args, **kwargs)
+
+        return watched
+
+    def _update_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._optimizer is None:
+            self._optimizer = optimizer
+            if (loader := self._newest()) is not None:
+                self._training_site = self._site_of.get(loader, "")
+                self._loader = {name: getattr(loader, name) for name in _OPTIONS}
+        if optimizer is self._optimizer:
+            self._updates += 1
+            if self._updates == self._steps:
+                raise SystemExit(0)  # As the script would end, so that it cleans up.
+
+    def _write(self) -> None:
+        if not self._updates:  # A launcher, or a worker of a loader.
+            return
+        report = {
+            "sites": self._sites,
+            "loader_site": self._training_site,
+            "loader": self._loader,
+            "applied": sorted(self._applied),
+            "losses": [float(loss) for loss in self._losses],
+            "steps": self._updates,
+        }
+        Path(self._report).write_text(json.dumps(report))
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    setattr(owner, name, value)
+
+
+def _compiling(fit: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fit)
+    def compiled(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return fit(trainer, torch.compile(model), *args, **kwargs)
+
+    return compiled
+
+
+@functools.cache
+def tuned() -> Tuned:
+    """Return the state of this process."""
+    return Tuned(json.loads(os.environ[VARIABLE]))

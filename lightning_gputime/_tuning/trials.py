@@ -1,0 +1,215 @@
+"""Alternating runs, and the speed-up that their pace proves."""
+
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from lightning_gputime._measurement.wall_clock import ONCE
+from lightning_gputime._runs.estimates import quantile_of_t
+from lightning_gputime._runs.saved import Run, load
+from lightning_gputime._tuning.change import VARIABLE, Change, Report
+
+_LOOKS = (3, 5, 8, 12)  # Numbers of pairs after which a trial may end.
+_CONFIDENCE = 1 - 0.01 / len(_LOOKS)  # Confidence per look: a useless change rarely passes.
+MIN_SPEED_UP = 1.01
+_MAX_DRIFT = 1e-3  # Relative difference of the mean loss that other rounding may cause.
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One run of the script: its saved run, and the report of its process."""
+
+    run: Run
+    report: Report
+    seconds: float
+
+    @property
+    def pace_s(self) -> float:
+        """Wall-clock time of the steps and what recurs with them (in seconds)."""
+        wall_clock = self.run.summary().wall_clock
+        assert wall_clock is not None
+        return sum(s for name, s in wall_clock.entries_s.items() if name not in ONCE)
+
+
+class RunError(Exception):
+    """The script failed, or trained nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Starts the script with changes, each time in a new process.
+
+    Attributes:
+        command: The script and its arguments, or a command that starts it.
+        folder: Where to save the runs.
+        steps: Number of steps after which the script is ended.
+    """
+
+    command: Sequence[str]
+    folder: Path
+    steps: int
+
+    def run(self, number: int, changes: Sequence[Change], loader_site: str) -> Result:
+        """Run the script to its last step.
+
+        Raises:
+            RunError: If it fails, or has no steps.
+        """
+        path = self.folder / f"{number:03}.json.gz"
+        report = path.with_name(f"{number:03}-report.json")
+        output = path.with_name(f"{number:03}.txt")
+        orders = {
+            "steps": self.steps,
+            "report": str(report),
+            "changes": [asdict(change) for change in changes],
+            "loader_site": loader_site,
+        }
+        environment = {**os.environ, VARIABLE: json.dumps(orders)}
+        start = time.monotonic()
+        run = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
+        with output.open("w") as text:
+            code = subprocess.call(
+                [*run, *self.command],
+                stdout=text,
+                stderr=text,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+            )
+        seconds = time.monotonic() - start
+        lines = output.read_text(errors="replace").split("\n")
+        if code:
+            last = next((line for line in reversed(lines) if line.strip()), "no output")
+            raise RunError(f"exit code {code}: {last.strip()} ({output})")
+        if not path.is_file() or not report.is_file():
+            raise RunError(
+                f"`{shlex.join(self.command)}` trained no step that was timed ({output})"
+            )
+        return Result(load(path), Report(**json.loads(report.read_text())), seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedUp:
+    """Ratio of the times without and with a change, with the interval of the trial."""
+
+    value: float = 1.0
+    low: float = 0.0
+    high: float = math.inf
+
+    @classmethod
+    def of(cls, before_s: Sequence[float], after_s: Sequence[float]) -> "SpeedUp":
+        """Return the speed-up of pairs of runs, by Student's t of the logarithms."""
+        logs = np.log(before_s) - np.log(after_s)
+        n = len(logs)
+        if not n:
+            return cls()
+        mean, error = float(logs.mean()), math.inf
+        if n > 1:
+            error = float(quantile_of_t(n - 1, _CONFIDENCE) * logs.std(ddof=1) / math.sqrt(n))
+        return cls(math.exp(mean), math.exp(mean - error), math.exp(min(mean + error, 50)))
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f}x ({self.low:.2f} to {self.high:.2f})"
+
+
+@dataclass(slots=True)
+class Trial:
+    """A change and the pairs of runs without and with it.
+
+    Attributes:
+        change: The change.
+        promise: Maximum speed-up by the time breakdown; None if unknown.
+        entry: Entry of the time breakdown that it is to shorten.
+        error: Reason for which it cannot be tried; empty if it can.
+    """
+
+    change: Change
+    promise: float | None
+    entry: str
+    before: list[Result] = field(default_factory=list)
+    after: list[Result] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def speed_up(self) -> SpeedUp:
+        return SpeedUp.of([r.pace_s for r in self.before], [r.pace_s for r in self.after])
+
+    @property
+    def parity(self) -> "Parity":
+        return Parity.of(
+            [r.report.losses for r in self.before], [r.report.losses for r in self.after]
+        )
+
+    @property
+    def is_kept(self) -> bool:
+        if self.error or not self.after:
+            return False
+        return self.speed_up.low > MIN_SPEED_UP and self.parity.is_good(self.change)
+
+    def give_up(self, error: str) -> None:
+        """End the trial, without a result."""
+        self.error = error
+
+    def pair(self, number: int, before: Callable[[], Result], after: Callable[[], Result]) -> None:
+        """Run both sides once, the order alternating."""
+        sides = [(self.before, before), (self.after, after)]
+        for results, start in sides if number % 2 else reversed(sides):
+            results.append(start())
+
+    @property
+    def is_decided(self) -> bool:
+        n = len(self.after)
+        if n and not self.parity.is_good(self.change):
+            return True
+        speed_up = self.speed_up
+        is_certain = speed_up.low > MIN_SPEED_UP or speed_up.high < MIN_SPEED_UP
+        return n >= _LOOKS[-1] or (n in _LOOKS and is_certain)
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """Agreement of the losses of runs without and with a change.
+
+    Attributes:
+        drift: Difference of the mean losses, relative to the mean without the change.
+        noise: The largest such difference between two runs without the change.
+        error: Standard error of the drift by the spread over steps.
+    """
+
+    drift: float
+    noise: float
+    error: float
+    is_bitwise: bool
+
+    @classmethod
+    def of(cls, before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> "Parity":
+        n = min(map(len, (*before, *after)))
+        if not n:
+            return cls(0.0, 0.0, 0.0, is_bitwise=False)
+        sides = [np.array([losses[:n] for losses in runs]) for runs in (before, after)]
+        scale = abs(float(sides[0].mean())) or 1.0
+        difference = sides[1].mean(axis=0) - sides[0].mean(axis=0)
+        noise = float(np.ptp(sides[0].mean(axis=1))) / scale
+        error = float(difference.std()) / math.sqrt(n) / scale
+        is_bitwise = bool((sides[0] == sides[0][0]).all() and (sides[1] == sides[0][0]).all())
+        return cls(float(difference.mean()) / scale, noise, error, is_bitwise)
+
+    def is_good(self, change: Change) -> bool:
+        """Return False if the change alters the losses by more than it may."""
+        limits = {
+            "none": self.noise,
+            "rounding": max(2 * self.noise, _MAX_DRIFT),
+            "random numbers": max(2 * self.noise, 3 * self.error, _MAX_DRIFT),
+        }
+        return change.effect == "numerics" or abs(self.drift) <= limits[change.effect]
+
+    def __str__(self) -> str:
+        return "bitwise equal" if self.is_bitwise else f"{self.drift:+.2%}"

@@ -1,0 +1,342 @@
+"""`tune`: changes that pay off are kept, by runs in turns; all others are not."""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_gputime._diagnosis.diagnosis import Advice, Entry, TimeBreakdown
+from lightning_gputime._tuning.change import LIGHTNING, LOADER, TRANSFORMERS, Change, Report
+from lightning_gputime._tuning.changes import PROPOSALS
+from lightning_gputime._tuning.command import add_arguments
+from lightning_gputime._tuning.trials import Parity, Result, RunError, Script, SpeedUp
+from lightning_gputime._tuning.tuning import Tuning
+
+REPORT = Report(
+    sites={LOADER: ["train.py:7", "train.py:9"], "torch.optim:Adam": ["train.py:5"]},
+    loader_site="train.py:9",
+    loader={"num_workers": 2, "persistent_workers": False},
+    losses=[1.0, 0.5],
+    steps=100,
+)
+WORKERS = Advice("num_workers", "set num_workers=4", {"now": 2, "suggested": 4})
+FUSED = Advice("fused", "use torch.optim.Adam(fused=True)", {"optimizer": "torch.optim.Adam"})
+BF16 = Advice("precision", "set precision", {"now": "32-true", "suggested": "bf16-mixed"})
+
+
+def setting(name: str) -> Advice:
+    return Advice("costly_setting", name, {"setting": name})
+
+
+@pytest.mark.parametrize(
+    ("advice", "targets", "codes"),
+    [
+        (WORKERS, (LOADER,), ["num_workers=4", "persistent_workers=True"]),
+        (
+            WORKERS,
+            (TRANSFORMERS,),
+            ["dataloader_num_workers=4", "dataloader_persistent_workers=True"],
+        ),
+        (Advice("pin_memory", "", {"now": False, "suggested": True}), (), ["pin_memory=True"]),
+        (FUSED, ("torch.optim:Adam",), ["Adam(fused=True)"]),
+        (FUSED, ("torch.optim:SGD",), []),
+        (
+            setting("float32_matmul_precision"),
+            (),
+            ['torch.set_float32_matmul_precision("high")'],
+        ),
+        (setting("cudnn.benchmark"), (), ["torch.backends.cudnn.benchmark = True"]),
+        (setting("detect_anomaly"), (), []),
+        (Advice("log_less", ""), (LIGHTNING,), ["log_every_n_steps=50"]),
+        (Advice("log_less", ""), (TRANSFORMERS,), ["logging_steps=50"]),
+        (Advice("log_less", ""), (), []),
+        (BF16, (LIGHTNING,), ['precision="bf16-mixed"']),
+        (BF16, (TRANSFORMERS,), ["bf16=True"]),
+        (Advice("compile", ""), (LIGHTNING,), ["fit(torch.compile(model))"]),
+        (Advice("compile", ""), (TRANSFORMERS,), ["torch_compile=True"]),
+        (Advice("shorten", ""), (LIGHTNING, TRANSFORMERS, LOADER), []),
+    ],
+)
+def test_advice_leads_to_changes(
+    advice: Advice, targets: tuple[str, ...], codes: list[str]
+) -> None:
+    report = Report({target: ["train.py:1"] for target in targets}, loader=REPORT.loader)
+    changes = [change for propose in PROPOSALS for change in propose(advice, report)]
+    assert [change.code for change in changes] == codes
+
+
+def test_more_workers_are_limited_by_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(6)})
+    advice = Advice("iterate_over_steps", "")
+    for now, expected in {0: 4, 2: 4, 4: 6}.items():
+        report = Report(loader={"num_workers": now, "persistent_workers": True})
+        (change,) = (change for propose in PROPOSALS for change in propose(advice, report))
+        assert change.arguments == {"num_workers": expected}
+    report = Report(loader={"num_workers": 6, "persistent_workers": True})
+    assert not [change for propose in PROPOSALS for change in propose(advice, report)]
+
+
+def test_the_interval_of_a_speed_up_follows_from_the_pairs() -> None:
+    found = SpeedUp.of([2.0, 2.0, 2.0], [1.0, 1.0, 1.0])
+    assert (found.value, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
+    noisy = SpeedUp.of([2.0, 2.2, 1.8], [1.0, 1.0, 1.0])
+    assert noisy.low < 1.0 < noisy.value < noisy.high
+    assert SpeedUp.of([2.0], [1.0]).low == 0.0
+    assert SpeedUp() == SpeedUp(1.0, 0.0, math.inf)
+
+
+EXACT = Change("prefetch_factor=4", LOADER)
+ROUNDED = Change("Adam(fused=True)", effect="rounding")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "change", "is_good", "text"),
+    [
+        ([[1.0, 0.5]] * 2, [[1.0, 0.5]] * 2, EXACT, True, "bitwise equal"),
+        ([[1.0, 0.5]], [[1.0, 0.5001]], EXACT, False, "+0.01%"),
+        ([[1.0, 0.5]], [[1.0, 0.5001]], ROUNDED, True, "+0.01%"),
+        ([[1.0, 0.5]], [[1.5, 1.0]], ROUNDED, False, "+66.67%"),
+        ([[1.0, 0.5], [1.1, 0.5]], [[1.04, 0.5]], EXACT, True, "-0.65%"),  # As two baselines.
+        ([[1.0, 0.5]], [[1.5, 1.0]], Change("bf16", effect="numerics"), True, "+66.67%"),
+    ],
+)
+def test_losses_agree_as_far_as_the_change_allows(
+    before: list[list[float]],
+    after: list[list[float]],
+    change: Change,
+    is_good: bool,
+    text: str,
+) -> None:
+    parity = Parity.of(before, after)
+    assert parity.is_good(change) == is_good
+    assert str(parity) == text
+
+
+class FakeScript(Script):
+    """A script whose time per run follows from the changes that are applied."""
+
+    def __init__(
+        self,
+        advice: Sequence[Advice],
+        seconds: Callable[[Sequence[str]], float],
+        *,
+        losses: Callable[[Sequence[str]], list[float]] = lambda codes: [1.0, 0.5],
+        fails: Callable[[Sequence[str]], bool] = lambda codes: False,
+        applies: bool = True,
+    ) -> None:
+        super().__init__(["train.py"], Path("runs"), 100)
+        vars_ = {"advice": advice, "seconds": seconds, "losses": losses}
+        for name, value in {**vars_, "fails": fails, "applies": applies}.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "sites", [])
+
+    def run(self, number: int, changes: Sequence[Change], loader_site: str) -> Result:
+        this: Any = self
+        codes = [change.code for change in changes]
+        this.sites.append(loader_site)
+        if this.fails(codes):
+            raise RunError("exit code 1: out of memory")
+        rows = tuple(
+            Entry(f"entry {i}", 1.0, 0.5, speed_up=3.0 - i / 10, advice=(advice,))
+            for i, advice in enumerate(this.advice)
+        )
+        breakdown = TimeBreakdown(rows, 1.0, "training", "CPU work")
+        # Runs differ by 0.2 %, in a fixed order.
+        seconds = this.seconds(codes) * (1 + 0.001 * (number % 3))
+        entries_s = {"set-up": 5.0, "first step": 2.0, "steps": 0.9 * seconds}
+        summary = SimpleNamespace(
+            wall_clock=SimpleNamespace(entries_s={**entries_s, "validation": 0.1 * seconds}),
+            diagnosis=SimpleNamespace(time_breakdown=breakdown),
+            verdict="input-bound",
+        )
+        report = Report(
+            {**REPORT.sites, LIGHTNING: ["train.py:20"]},
+            REPORT.loader_site,
+            REPORT.loader,
+            codes if this.applies else [],
+            this.losses(codes),
+            100,
+        )
+        run: Any = SimpleNamespace(summary=lambda: summary, measured=[], name="run")
+        return Result(run, report, seconds)
+
+
+def tuned(script: Script, *, budget_s: float = 1e9, allow_numerics: bool = False) -> Tuning:
+    tuning = Tuning(script, budget_s, allow_numerics)
+    tuning.run()
+    return tuning
+
+
+def outcomes(tuning: Tuning) -> dict[str, str]:
+    return {trial["change"]: trial["outcome"] for trial in tuning.to_dict()["trials"]}
+
+
+@pytest.fixture(autouse=True)
+def _no_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_gputime._tuning.tuning._moved", lambda trial: "data -5 ms")
+
+
+def test_changes_that_pay_off_are_kept_on_top_of_each_other() -> None:
+    gains = {"num_workers=4": 2.0, "Adam(fused=True)": 1.25}
+    script = FakeScript(
+        [WORKERS, FUSED], lambda codes: 4.0 / math.prod(gains.get(code, 1.0) for code in codes)
+    )
+    tuning = tuned(script)
+    assert outcomes(tuning) == {
+        "num_workers=4": "kept",
+        "persistent_workers=True": "rejected: not faster",
+        "Adam(fused=True)": "kept",
+    }
+    assert tuning.speed_up == pytest.approx(2.5, rel=0.01)
+    found = tuning.to_dict()
+    assert found["is_complete"]
+    assert found["trials"][0] == {
+        "change": "num_workers=4",
+        "where": "train.py:9",
+        "entry": "entry 0",
+        "promised": 3.0,
+        "speed_up": pytest.approx(2.0, rel=0.01),
+        "interval": [pytest.approx(2.0, rel=0.05), pytest.approx(2.0, rel=0.05)],
+        "pairs": 3,
+        "loss_drift": 0.0,
+        "moved": "data -5 ms",
+        "is_kept": True,
+        "outcome": "kept",
+        "effect": "random numbers",
+    }
+    text = str(tuning)
+    assert "Changes tried on train.py, 100 steps per run" in text
+    assert "num_workers=4" in text
+    assert "train.py:9" in text
+    # The first run finds the loader that trains; further runs change that alone.
+    assert script.sites[:2] == ["", "train.py:9"]  # type: ignore[attr-defined]
+
+
+def test_on_a_balanced_script_nothing_is_kept() -> None:
+    tuning = tuned(FakeScript([WORKERS, FUSED], lambda codes: 4.0))
+    assert {*outcomes(tuning).values()} == {"rejected: not faster"}
+    assert tuning.speed_up == 1.0
+    assert not tuned(FakeScript([], lambda codes: 4.0)).trials
+
+
+@pytest.mark.parametrize(
+    ("options", "outcome"),
+    [
+        ({"losses": lambda codes: [1.0, 0.5 + len(codes)]}, "rejected: the losses differ"),
+        ({"fails": lambda codes: bool(codes)}, "failed: exit code 1: out of memory"),
+        ({"applies": False}, "not applied: the script does not construct it"),
+        ({"seconds": lambda codes: 4.0 + len(codes)}, "rejected: not faster"),
+    ],
+)
+def test_a_change_that_is_not_proved_is_not_kept(options: dict[str, Any], outcome: str) -> None:
+    known: dict[str, Any] = {"seconds": lambda codes: 4.0 / (1 + len(codes))}
+    tuning = tuned(FakeScript([FUSED], **{**known, **options}))
+    assert outcomes(tuning) == {"Adam(fused=True)": outcome}
+    assert tuning.kept == []
+
+
+def test_changes_of_numerics_need_an_option() -> None:
+    script = FakeScript([BF16], lambda codes: 4.0 / (1 + len(codes)))
+    assert outcomes(tuned(script)) == {'precision="bf16-mixed"': "needs --allow-numerics"}
+    kept = tuned(script, allow_numerics=True)
+    assert outcomes(kept) == {'precision="bf16-mixed"': "kept"}
+
+
+def test_without_time_nothing_is_tried() -> None:
+    tuning = tuned(FakeScript([FUSED], lambda codes: 4.0), budget_s=0.0)
+    assert outcomes(tuning) == {"Adam(fused=True)": "not tried: the budget ended"}
+    assert "1.00x" in str(tuning)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("15m", 900), ("1h", 3600), ("2", 120), ("0.5h", 1800)]
+)
+def test_budgets_are_times(text: str, seconds: float) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(["--budget", text, "train.py", "--lr", "1"])
+    assert (args.budget, args.script) == (seconds, ["train.py", "--lr", "1"])
+
+
+# Real scripts
+
+DATA = """
+import sys, time, torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+class Rows(Dataset):
+    def __len__(self):
+        return 960
+    def __getitem__(self, i):
+        time.sleep(0.001)
+        return torch.full((4,), float(i % 3)), torch.ones(1)
+torch.manual_seed(0)
+net = nn.Linear(4, 1)
+"""
+PLAIN = """
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+for _ in range(100):
+    for x, y in DataLoader(Rows(), 16):
+        optimizer.zero_grad()
+        (net(x) - y).square().mean().backward()
+        optimizer.step()
+open("ended", "w").close()
+"""
+LIGHTNING_SCRIPT = """
+import lightning.pytorch as pl
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def training_step(self, batch, _):
+        return (self.net(batch[0]) - batch[1]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+pl.Trainer(max_epochs=100, accelerator="cpu", logger=False, enable_checkpointing=False,
+           enable_progress_bar=False).fit(Net(), DataLoader(Rows(), 16))
+open("ended", "w").close()
+"""
+
+
+def tune(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(script)
+    command = [sys.executable, "-m", "lightning_gputime", "tune", "--json", *options, "train.py"]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=500
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", [PLAIN, LIGHTNING_SCRIPT], ids=["plain", "lightning"])
+def test_workers_are_tried_on_a_script(loop: str, tmp_path: Path) -> None:
+    done = tune(tmp_path, DATA + loop, "--steps", "60", "--budget", "90s", "-o", "runs")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    first = found["trials"][0]
+    assert first["change"].startswith("num_workers=")
+    assert first["where"].startswith("train.py:")
+    assert first["speed_up"] > 1.3
+    assert first["loss_drift"] == 0.0
+    assert first["promised"] > first["speed_up"]
+    # The script is ended early, and not changed.
+    assert not (tmp_path / "ended").exists()
+    assert (tmp_path / "train.py").read_text() == DATA + loop
+    assert {path.name for path in tmp_path.iterdir()} <= {"train.py", "runs"}
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_is_reported(tmp_path: Path) -> None:
+    done = tune(tmp_path, "import torch\nraise RuntimeError('no data')\n")
+    assert done.returncode == 2
+    assert "the script must train without changes first: exit code 1" in done.stderr
+    assert "RuntimeError: no data" in done.stderr
+    done = tune(tmp_path, "print(1)\n")
+    assert done.returncode == 2
+    assert "trained no step that was timed" in done.stderr
