@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-numerics", action="store_true", help="also try bfloat16 and torch.compile"
     )
-    parser.add_argument("--json", action="store_true", help="print the trials as JSON")
-    parser.add_argument("-o", "--out", help="a new folder for the runs (a temporary one)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("-o", "--out", help="a new folder for the runs (temporary)")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
 
 
