@@ -336,7 +336,6 @@ ALLOWED = {
     ("_auto_instrumentation.__init__", "transformers.trainer"),
     # The fields of a saved run, which is a dataclass of another module.
     ("_runs.schema", "_summary"),
-    ("_instrumentation.patching", "_patch"),  # What this package sets on its stand-ins.
 }
 
 
@@ -439,8 +438,6 @@ OBJECTS_OF_OTHERS = {
 WRITES_THAT_REMAIN = {
     "_causes.attribution": "device_ms host_ms idle_ms unattributed_host_ms",
     "_fit": "is_open needs_updates",
-    "_instrumentation.forward": "is_open",
-    "_instrumentation.patching": "_patch",
     "_instrumentation.work": "flops note peak_tflops precision",
     "_loop_timer": "is_fetched is_open",
     "_session.evaluation": "batch_ended_ns is_open items",

@@ -96,7 +96,7 @@ class BackwardBoundary:
         if not self._model.calls and self._is_anothers():
             return False
         if not self._model.has_trained:
-            self._model.note_backward()
+            self._model.backward_begins()
         self._returns_to = FORWARD if recorder.label == FORWARD else AFTER_BACKWARD
         # Around the call, in the thread that calls: when it returns, its stream waits for all that
         # the engine has launched, DDP's and FSDP's communication included. A hook on a gradient
@@ -111,7 +111,7 @@ class BackwardBoundary:
         is_here = get_ident() == self._recorder.threads.home and self._batch.is_open
         is_own = self._model.calls > 0 or not self._is_anothers()
         if is_here and is_own and self._optimizer.has_any:
-            self._model.note_backward()
+            self._model.backward_begins()
 
     def _grad_begins(self) -> bool:
         """Mark the start of `torch.autograd.grad`; what follows tells what it is."""
