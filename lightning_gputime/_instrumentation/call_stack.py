@@ -7,7 +7,6 @@ from torch import nn
 
 from lightning_gputime._compat.torch_ import modules_on_stack
 
-
 _MAX_HOOK_FRAMES = 50
 """Upper bound of the stack frames that one hook needs."""
 

@@ -46,8 +46,8 @@ class EvaluationSearch:
     - Other calls are an evaluation if they are an exception: few steps have such calls, or this
       step has many more than all others, which have equally many.
     - Calls before the first work of a step are an evaluation if every step except the first has
-      equally many. The loop evaluates after `step()`: a part of the step would also be in the
-      first one.
+      equally many. The loop evaluates after `step()`: the first step would also have them if
+      they were a part of each step.
 
     The rules can be applied when the step ends. Until then the calls have the label `EVALUATION`,
     which counts as `other` if no rule applies.

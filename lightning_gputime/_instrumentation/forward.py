@@ -33,7 +33,7 @@ OnCall = Callable[[nn.Module], None] | None
 
 
 class _Search(Enum):
-    """When model calls in eval mode without grad may be an evaluation."""
+    """Period in which model calls in eval mode without grad may be an evaluation."""
 
     NEVER = 0  # The trainer reports its evaluations.
     AFTER_BACKWARD = 1  # From the first backward on. Before it, the loop may be inference.
@@ -136,7 +136,7 @@ class ForwardBoundary:
         self.evaluation.settle(self.calls, self._steps)
 
     def step_ended(self, timed: bool, *, is_dropped: bool = False) -> None:
-        """End a step. If the modules that the loop calls are known, remove other hooks.
+        """End a step. If it had calls, remove the hooks of modules that the loop does not call.
 
         If a timed step had no call, add the hooks again. A step that `is_dropped` is not compared
         with others.

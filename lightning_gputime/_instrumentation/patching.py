@@ -243,7 +243,7 @@ class Subscription:
 
 
 class Registration:
-    """A hook that is registered by a function of a library, which returns a handle to remove it."""
+    """A hook that a function of a library registers. The function returns a handle."""
 
     def __init__(self, register: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._register = functools.partial(register, *args, **kwargs)
