@@ -247,7 +247,7 @@ class Registration:
 
     def __init__(self, register: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._register = functools.partial(register, *args, **kwargs)
-        self._handles: list[Any] = []  # At most one.
+        self._handles: list[Any] = []  # Empty, or the handle.
 
     def put_on(self) -> None:
         if not self._handles:
