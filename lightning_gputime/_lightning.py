@@ -35,6 +35,7 @@ def loop_of(
         optimizer_wrappers=wrappers if isinstance(wrappers, list) else [wrappers],
         wrapper=wrapper_of(trainer),
         compiled_step=lightning_.is_step_compiled(model),
+        trains_in_closure=model.automatic_optimization,
         submodules=submodules,
         batch=Batch(is_open=False),
         needs_updates=not model.automatic_optimization,

@@ -131,9 +131,9 @@ class BackwardBoundary:
         if self._handles:
             self._remove_hooks()
         label, self._returns_to = self._returns_to or AFTER_BACKWARD, None
-        # After a backward in a closure, the update continues. After `torch.autograd.grad`, the
-        # loss may continue.
-        is_in_update = self._optimizer.depth > 0 and label != AFTER_GRAD
+        # After a backward in a closure, the update continues. After a backward inside a model call
+        # the call continues, and after `torch.autograd.grad` the loss may.
+        is_in_update = self._optimizer.depth > 0 and label == AFTER_BACKWARD
         self._recorder.mark(OPTIMIZER if is_in_update else label)
 
     def _is_of_other_timer(self) -> bool:

@@ -40,6 +40,7 @@ class Loop:
         optimizer_wrappers: Objects on which the loop calls `zero_grad`, if not `optimizers`.
         wrapper: Module that a trainer calls instead of `model` to run the training step, as DDP.
         compiled_step: True if the model's `training_step` is compiled.
+        trains_in_closure: True if the trainer runs the training step in the closure of the update.
         pause_evaluation: True if model calls in eval mode without grad may be an evaluation; None
             if they may be from the first backward on; False if never (a trainer runs its own).
         submodules: Modules to time as sub-phases, by name.
@@ -58,6 +59,7 @@ class Loop:
     optimizer_wrappers: Sequence[Any] = ()
     wrapper: nn.Module | None = None
     compiled_step: bool = False
+    trains_in_closure: bool = False
     pause_evaluation: bool | None = False
     submodules: Mapping[str, nn.Module] = field(default_factory=dict)
     wrap_backward: bool = True

@@ -61,10 +61,11 @@ class OptimizerBoundary:
         self.ended_early = False
         """True if a step ended inside the newest update, as by a hook of the optimizer."""
         self._batch = loop.batch
-        # True if a trainer runs its training step in the closure of an update.
-        self._trains_in_closure = loop.pause_evaluation is False
-        # The label before an update inside a backward or a model call, which continues after it.
+        self._trains_in_closure = loop.trains_in_closure
+        # The label before an update inside a backward or a model call, which continues after it,
+        # and the depth of that update: a trainer's update may run around the model call.
         self._interrupted: str | None = None
+        self._interrupted_depth = 1
         given = [*_updating(loop.optimizers)]
         self.has_any = bool(given)
         """True if the loop has optimizers whose updates have hooks."""
@@ -187,39 +188,49 @@ class OptimizerBoundary:
     def _begin(self, closure: Any = None, **_: Any) -> None:
         self.ended_early = False
         self.depth += 1
+        label = self._recorder.label
         if self.depth > 1:
+            # A `step` that calls `super().step()`; or local learning in the closure of an update.
+            if label == FORWARD:
+                self._interrupt(label)
             return
-        label, self._interrupted = self._recorder.label, None
+        self._interrupted = None
         # Time after a backward, with unscaling and clipping, already counts as `optimizer`.
         if label == AFTER_BACKWARD and closure is None and not self._recorder.watcher.is_located:
             return
         if current_graph_task_id() != -1:
-            self._interrupted = label or BACKWARD
+            self._interrupted, self._interrupted_depth = label or BACKWARD, 1
             self._recorder.mark_in_backward(OPTIMIZER)
+        elif label == FORWARD and (closure is None or not self._trains_in_closure):
+            self._interrupt(label)
         elif closure is None or label == AFTER_BACKWARD or not self._trains_in_closure:
             # A closure runs forward and backward. Before it, an update may do its own work, such as
             # the ascent of SAM.
-            if label == FORWARD:
-                # Local learning: a layer updates itself inside the model call.
-                self._interrupted = label
             self._recorder.mark(OPTIMIZER)
 
+    def _interrupt(self, label: str) -> None:
+        """Mark an update inside a model call: local learning, where a layer updates itself."""
+        self._interrupted, self._interrupted_depth = label, self.depth
+        self._recorder.mark(OPTIMIZER)
+
     def _end(self, result: Any = None) -> None:
+        interrupted = self._interrupted if self.depth in (0, self._interrupted_depth) else None
         if self.depth:
             self.depth -= 1
         elif self.ended_early:
             return
-        if self.depth:
+        if self.depth and interrupted is None:
             return
+        self._interrupted = None
         # A GradScaler that skips an update calls no hook, so a step without updates is a skipped
         # update.
         self.updates += 1
-        if self._recorder.state is AT_REST or self._is_wrapped:
+        if self._recorder.state is AT_REST or (self._is_wrapped and interrupted is None):
             return
         if current_graph_task_id() != -1:
-            self._recorder.mark_in_backward(self._interrupted or BACKWARD)
+            self._recorder.mark_in_backward(interrupted or BACKWARD)
         else:
-            self._recorder.mark(self._interrupted or AFTER_UPDATE)
+            self._recorder.mark(interrupted or AFTER_UPDATE)
 
     def _is_of_loop(self, optimizer: Any) -> bool:
         # Outside of a batch, a callback may train a part of the model with a different optimizer.
