@@ -587,7 +587,7 @@ def update_by_scaler(loop: Loop) -> None:
 # Unscaling belongs to `optimizer` where an update follows, else to `other`.
 @body_case(
     [times(optimizer=3.0), times(optimizer=0.0, other=1.125), times(optimizer=3.0)],
-    (STEPS, STEP),
+    (STEPS, STEP, MANUAL, WRAPPED),
     build=SCALER,
     options={"_lag": 0},
     skipped_updates=1,
@@ -602,7 +602,7 @@ def scaler_that_skips(loop: Loop, x: Tensor) -> None:
 
 @body_case(
     [in_two(times()), in_two(times(optimizer=0.0)), in_two(times())],
-    (STEPS, STEP),
+    (STEPS, STEP, MANUAL),
     build=SCALER,
     batches=6,
     micro_batches=2,

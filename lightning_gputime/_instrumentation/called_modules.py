@@ -1,7 +1,7 @@
 """Search for the modules that a loop calls: the model, parts of it, and losses."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,14 @@ from lightning_gputime._instrumentation.patching import Attachments
 from lightning_gputime._phases import is_metric
 
 
+class Handlers(NamedTuple):
+    """Functions that the hooks call."""
+
+    enter: Callable[..., None]  # Before each call of a module.
+    leave: Callable[..., None]  # After each call of a module, with its output.
+    enter_loss: Callable[..., None]  # Before each call of a loss.
+
+
 class CalledModules:
     """Hooks on the modules that the loop may call.
 
@@ -23,21 +31,13 @@ class CalledModules:
     Args:
         model: The model, whose own hooks stay.
         attachments: Owner of the hooks.
-        enter: Called before each call of a module.
-        leave: Called after each call of a module, with its output.
-        enter_loss: Called before each call of a loss.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        attachments: Attachments,
-        enter: Callable[..., None],
-        leave: Callable[..., None],
-        enter_loss: Callable[..., None],
-    ) -> None:
+    # Methods take the handlers as an argument. If they were kept here, this would form a reference
+    # cycle with their owner, which would keep the model alive until the next garbage collection.
+
+    def __init__(self, model: nn.Module, attachments: Attachments) -> None:
         self._model, self._attachments = model, attachments
-        self._enter, self._leave, self._enter_loss = enter, leave, enter_loss
         self.is_searching = False
         """True until a step has shown which modules the loop calls."""
         # All collections contain ids of modules.
@@ -49,10 +49,10 @@ class CalledModules:
         self._losses: set[int] = set()
         self._hooked: dict[int, list[Any]] = {}  # Without the model.
 
-    def hook_model(self) -> None:
-        self._hook(self._model)
+    def hook_model(self, handlers: Handlers) -> None:
+        self._hook(self._model, handlers)
 
-    def search(self, *, everywhere: bool = False) -> None:
+    def search(self, handlers: Handlers, *, everywhere: bool = False) -> None:
         """Add hooks to all modules inside the model, see `_modules_inside`."""
         # Do not use torch's global module hooks: they run for every module of the process (with 500
         # modules a forward took 925 us instead of 297 us), and disable torch.compile.
@@ -61,9 +61,9 @@ class CalledModules:
             if id(module) in self._hooked:
                 continue
             if isinstance(module, LOSSES):
-                self._hook_loss(module)
+                self._hook_loss(module, handlers)
             else:
-                self._hooked[id(module)] = self._hook(module)
+                self._hooked[id(module)] = self._hook(module, handlers)
 
     def end_search(self) -> None:
         """End a step with model calls: remove the hooks of modules that the loop did not call."""
@@ -72,8 +72,10 @@ class CalledModules:
             self._remove_hooks([*(self._hooked.keys() & self.nested) - self.called])
             self.nested.clear()
 
-    def is_loss(self, module: nn.Module, output: Any, *, is_first: bool) -> bool:
-        """Decide whether a module that the loop has called is a loss. Call once per module.
+    def find_loss(
+        self, module: nn.Module, output: Any, handlers: Handlers, *, is_first: bool
+    ) -> bool:
+        """Decide whether a module that the loop has called is a loss, and change its hooks if so.
 
         A loss of any class returns a scalar with gradients, and is called after another module. A
         model that returns its own loss does so, too, but it is the first module that is called in
@@ -82,6 +84,7 @@ class CalledModules:
         Args:
             module: The module, whose call has ended.
             output: Its output.
+            handlers: Functions that its new hooks call.
             is_first: True if it was the first call in the step.
         """
         is_scalar = isinstance(output, Tensor) and output.dim() == 0
@@ -93,7 +96,7 @@ class CalledModules:
         self._losses.add(id(module))
         # Modules inside a loss are part of it.
         self._remove_hooks([id(inner) for inner in nn.Module.modules(module)])
-        self._hook_loss(module)
+        self._hook_loss(module, handlers)
         return True
 
     def find_bypassed(self) -> nn.Module | None:
@@ -113,12 +116,12 @@ class CalledModules:
         inside = (id(inner) for inner in nn.Module.modules(module) if inner is not module)
         return module is self._model or not self.called.isdisjoint(inside)
 
-    def _hook(self, module: nn.Module) -> list[Any]:
-        hooks = around_calls(module, self._enter, self._leave)
+    def _hook(self, module: nn.Module, handlers: Handlers) -> list[Any]:
+        hooks = around_calls(module, handlers.enter, handlers.leave)
         return [*map(self._attachments.add, hooks)]
 
-    def _hook_loss(self, module: nn.Module) -> None:
-        hook = hook_before(module, self._enter_loss)
+    def _hook_loss(self, module: nn.Module, handlers: Handlers) -> None:
+        hook = hook_before(module, handlers.enter_loss)
         self._hooked[id(module)] = [self._attachments.add(hook)]
 
     def _remove_hooks(self, keys: list[int]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_gputime._compat.torch_ import current_graph_task_id
 from lightning_gputime._instrumentation.call_stack import CallStack
-from lightning_gputime._instrumentation.called_modules import CalledModules
+from lightning_gputime._instrumentation.called_modules import CalledModules, Handlers
 from lightning_gputime._instrumentation.comm import WaitBoundary
 from lightning_gputime._instrumentation.evaluations import EvaluationSearch
 from lightning_gputime._instrumentation.loop import Loop, is_training
@@ -91,14 +91,16 @@ class ForwardBoundary:
         self._stack = CallStack()
 
     def attach(self, attachments: Attachments, loop: Loop) -> None:
-        self._modules = CalledModules(
-            loop.model, attachments, self._enter, self._exit, self._enter_loss
-        )
-        self._modules.hook_model()
+        self._modules = CalledModules(loop.model, attachments)
+        self._modules.hook_model(self._handlers)
         if loop.wrapper is not None:
             # The wrapper calls the model to run the training step, not to compute an output.
             attachments.add(hook_before(loop.wrapper, self._stack.redirect))
-        self._modules.search()
+        self._modules.search(self._handlers)
+
+    @property
+    def _handlers(self) -> Handlers:
+        return Handlers(self._enter, self._exit, self._enter_loss)
 
     @property
     def is_running(self) -> bool:
@@ -158,7 +160,7 @@ class ForwardBoundary:
         elif self._trains_without_backward(is_dropped):
             self._search, self._is_evaluation = _AFTER_BACKWARD, False
         elif timed:
-            modules.search(everywhere=True)
+            modules.search(self._handlers, everywhere=True)
         self._steps += not is_dropped
 
     def _trains_without_backward(self, is_dropped: bool) -> bool:
@@ -260,7 +262,8 @@ class ForwardBoundary:
                 self._find_loss(module, output)
 
     def _find_loss(self, module: nn.Module, output: Any) -> None:
-        if self._modules.is_loss(module, output, is_first=self.calls == 1):
+        is_first = self.calls == 1
+        if self._modules.find_loss(module, output, self._handlers, is_first=is_first):
             self._recorder.open.rename_before(FORWARD, LOSS)
 
     def _enter_loss(self, module: nn.Module, *_: Any) -> None:

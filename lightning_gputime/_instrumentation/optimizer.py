@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -57,7 +58,7 @@ class OptimizerBoundary:
         self.updates = 0
         """Number of updates in this step."""
         self.was_tried = False
-        """True if a trainer has begun an update in this step, which it may have skipped."""
+        """True if a trainer or GradScaler tried an update in this step, and perhaps skipped it."""
         self.ended_early = False
         """True if a step ended inside the newest update, as by a hook of the optimizer."""
         self._batch = loop.batch
@@ -87,6 +88,10 @@ class OptimizerBoundary:
             pre_post = [
                 (item.register_step_pre_hook, item.register_step_post_hook) for item in hooked
             ]
+        if loop.needs_updates:
+            # A GradScaler that skips an update calls no hook, but its attempt ends the step.
+            attempts = Calls(self._scaler_begins)
+            attachments.add(Subscription(torch.amp.GradScaler, "step", attempts))
         for before, after in pre_post:
             attachments.add(Registration(before, self._before_step))
             attachments.add(Registration(after, self._after_step))
@@ -110,6 +115,12 @@ class OptimizerBoundary:
         """Forget the updates of a step that has ended, also calls of `step` that raised."""
         self.updates = self.depth = 0
         self.was_tried = False
+
+    def _scaler_begins(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> bool:
+        inner = [*_updating([optimizer])][-1]
+        if id(inner) in self._given or self._is_of_loop(inner):
+            self.was_tried = True
+        return False
 
     def _zero_grad_begins(self, *_: Any, **__: Any) -> bool:
         recorder = self._recorder
