@@ -438,7 +438,6 @@ OBJECTS_OF_OTHERS = {
 WRITES_THAT_REMAIN = {
     "_causes.attribution": "device_ms host_ms idle_ms unattributed_host_ms",
     "_fit": "is_open needs_updates",
-    "_instrumentation.work": "flops note peak_tflops precision",
     "_loop_timer": "is_fetched is_open",
     "_session.evaluation": "batch_ended_ns is_open items",
     "_session.session": "depth items reading_since_ns updates was_tried",

@@ -91,7 +91,7 @@ class OptimizerBoundary:
         if loop.needs_updates:
             # A GradScaler that skips an update calls no hook, but its attempt ends the step.
             attempts = Calls(self._scaler_begins)
-            attachments.add(Subscription(torch.amp.GradScaler, "step", attempts))
+            attachments.add(Subscription(torch.GradScaler, "step", attempts))
         for before, after in pre_post:
             attachments.add(Registration(before, self._before_step))
             attachments.add(Registration(after, self._after_step))

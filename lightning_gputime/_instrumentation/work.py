@@ -1,6 +1,7 @@
 """The work of each step: number of items, FLOPs per item, and the precision for the MFU."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from math import isfinite, isnan, nan
 from typing import Any
 
@@ -38,7 +39,7 @@ class WorkCounter:
         self._recorder = recorder
         self._items = Items(items)
         self._step_items, self._batch_items = 0.0, self._items.fixed
-        self.reference = ThroughputReference(self._items.source)
+        self.reference = ThroughputReference(self._items.source, flops=_flops_of(flops))
         self._has_flops = flops is not None
         self._unknown_steps = 0  # Number of consecutive steps with unknown items.
         if not self._has_flops:
@@ -46,10 +47,6 @@ class WorkCounter:
         self._device = device_of(loop.model)
         self._name = device_name(self._device)
         self._peaks = peaks_tflops(self._name)
-        several = isinstance(flops, list | tuple)
-        forward, backward = flops if several else (nan, nan)
-        total = forward + backward if several else float(flops)
-        self.reference.flops = (total, forward, backward)
         if loop.compiled_step and (dtype := dtype_of(loop.model)).itemsize <= 2:
             # Hooks see neither model calls nor an autocast inside a compiled step.
             self._set_precision(loop.model, dtype)
@@ -61,7 +58,16 @@ class WorkCounter:
 
     def add_batch(self, batch: Any) -> None:
         if self._recorder.state is OPEN and self._recorder.label not in IN_NO_STEP:
-            self._batch_items = self._items.of(batch)
+            items = self._items
+            if type(batch) is items.kind:
+                # The most common case of `Items.of`, without another call.
+                try:
+                    first = batch if items.key is None else batch[items.key]
+                    self._batch_items = first.shape[0]
+                    return
+                except Exception:
+                    pass  # Its contents differ from those of the last batch.
+            self._batch_items = items.of(batch)
 
     def end_batch(self) -> None:
         """End a batch. The step may continue with another batch."""
@@ -78,7 +84,7 @@ class WorkCounter:
             self._unknown_steps = self._unknown_steps + 1 if items != items else 0
             if self._unknown_steps == 2 and self.reference.note != _NO_ITEMS:
                 messages.warning(_NO_ITEMS)
-                self.reference.note = _NO_ITEMS
+                self.reference.set_note(_NO_ITEMS)
         return items
 
     def reset(self) -> None:
@@ -90,14 +96,24 @@ class WorkCounter:
         try:
             self._set_precision(model, dtype_of_call(model, self._device))
         except Exception as error:  # For example, parameters without a shape.
-            self.reference.note = f"the precision is unknown ({error!r:.100}): there is no MFU"
+            self.reference.set_note(f"the precision is unknown ({error!r:.100}): there is no MFU")
 
     def _set_precision(self, model: nn.Module, dtype: torch.dtype) -> None:
-        precision = self.reference.precision = precision_of(model, dtype, self._device)
-        self.reference.peak_tflops = self._peaks.get(precision)
+        precision = precision_of(model, dtype, self._device)
+        self.reference.set_precision(precision, self._peaks.get(precision))
         if precision not in self._peaks:
             why = f"the {precision} peak of {self._name} is unknown"
-            self.reference.note = f"{why}: there is no MFU"
+            self.reference.set_note(f"{why}: there is no MFU")
+
+
+def _flops_of(option: Any) -> tuple[float, float, float]:
+    """Return FLOPs per item of a step, of forward and of backward; NaN if unknown."""
+    if option is None:
+        return nan, nan, nan
+    if isinstance(option, list | tuple):
+        forward, backward = option
+        return forward + backward, forward, backward
+    return float(option), nan, nan
 
 
 class Items:
@@ -108,8 +124,8 @@ class Items:
         self.fixed = nan if option is None or callable(option) else float(option)
         """Items of each batch if the option is a number, else NaN."""
         # Type of the last batch, and the key of its first tensor; no key if the batch is a tensor.
-        self._kind: Any = None
-        self._key: Any = None
+        self.kind: Any = None
+        self.key: Any = None
         # Returns the number of items in a batch, or NaN if unknown.
         self.of: Callable[[Any], float] = self._of_first
         if option is not None:
@@ -122,17 +138,13 @@ class Items:
         return FIRST_DIMENSION if isnan(self.fixed) else f"items={self.fixed:g}"
 
     def _of_first(self, batch: Any) -> float:
-        if type(batch) is self._kind:
-            try:
-                first: Any = batch if self._key is None else batch[self._key]
-                size: int = first.shape[0]
-                return size
-            except Exception:
-                pass  # Its contents differ from those of the last batch.
+        if type(batch) is self.kind:
+            with suppress(Exception):  # Its contents may differ from those of the last batch.
+                return float((batch if self.key is None else batch[self.key]).shape[0])
         return self._search(batch) if isinstance(batch, _BATCH_TYPES) else nan
 
     def _search(self, batch: Any) -> float:
-        self._kind = None
+        self.kind = None
         # A list of rows that were not collated: no dimension of a tensor is the number of rows.
         if isinstance(batch, list) and batch and isinstance(batch[0], Mapping):
             return nan
@@ -146,7 +158,7 @@ class Items:
             return nan
         keys = found[0][0]
         if len(keys) <= 1:
-            self._kind, self._key = type(batch), keys[0] if keys else None
+            self.kind, self.key = type(batch), keys[0] if keys else None
         return float(sizes.pop())
 
     def _of_function(self, batch: Any) -> float:
