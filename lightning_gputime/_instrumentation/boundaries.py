@@ -126,7 +126,7 @@ class Boundaries:
             self.waits.step_ended()
         if timed and self._submodules is not None:
             self._submodules.step_ended()
-        return optimizer.has_any and not has_updated
+        return optimizer.optimizers.has_any and not has_updated
 
     def suspend(self, *, keep_updates: bool = False) -> None:
         """Remove all hooks until `reattach`. Call between two steps. Safe to call twice.

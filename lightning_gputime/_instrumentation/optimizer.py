@@ -38,21 +38,55 @@ from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.state import AT_REST, OPEN
 
 
+class LoopOptimizers:
+    """The optimizers that belong to a loop: the given ones, and all that update its model."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._model, self._batch = loop.model, loop.batch
+        # By id. The references prevent that an id is used again.
+        self.given = {id(optimizer): optimizer for optimizer in _updating(loop.optimizers)}
+        self.has_any = bool(self.given)
+        """True once an optimizer is known. Its updates have hooks."""
+        self._parameters: set[int] = set()  # Ids of the model's parameters.
+        # For each other optimizer by its id, whether it updates the model. The weak reference shows
+        # whether an id was used again.
+        self._others: dict[int, tuple[weakref.ref[Any], bool]] = {}
+
+    def includes(self, optimizer: Any) -> bool:
+        """Return whether an optimizer belongs to the loop."""
+        return id(optimizer) in self.given or self.includes_other(optimizer)
+
+    def includes_other(self, optimizer: Any) -> bool:
+        """Return whether an optimizer that was not given belongs to the loop."""
+        # Outside of a batch, a callback may train a part of the model with a different optimizer.
+        if not self._batch.is_open:
+            return False
+        found = self._others.get(id(optimizer))
+        if found is None or found[0]() is not optimizer:
+            found = weakref.ref(optimizer), self._updates_model(optimizer)
+            self._others[id(optimizer)] = found
+            self.has_any |= found[1]
+        return found[1]
+
+    def _updates_model(self, optimizer: Any) -> bool:
+        updated = {id(parameter) for parameter in parameters_of(optimizer)}
+        if not updated & self._parameters:
+            # The model may have different parameters now.
+            self._parameters = {id(parameter) for parameter in nn.Module.parameters(self._model)}
+        return not updated.isdisjoint(self._parameters)
+
+
 class OptimizerBoundary:
     """The end of the phase `optimizer`, and its start if no backward precedes.
 
     torch's global optimizer hooks also see optimizers that are created later, and those inside
-    wrappers without hooks. An optimizer belongs to the loop if it was given, or if it updates a
-    parameter of the model.
+    wrappers without hooks.
     """
 
     def __init__(self, recorder: Recorder, attachments: Attachments, loop: Loop) -> None:
         self._recorder = recorder
-        self._model = loop.model
-        self._parameters: set[int] = set()
-        # For each other optimizer by its id, whether it belongs to the loop. The weak reference
-        # shows whether an id was used again.
-        self._belongs: dict[int, tuple[weakref.ref[Any], bool]] = {}
+        self.optimizers = LoopOptimizers(loop)
+        self._given = self.optimizers.given
         self.depth = 0
         """Number of running calls of `step`. A `step` that calls `super().step()` counts as 2."""
         self.updates = 0
@@ -61,17 +95,13 @@ class OptimizerBoundary:
         """True if a trainer or GradScaler tried an update in this step, and perhaps skipped it."""
         self.ended_early = False
         """True if a step ended inside the newest update, as by a hook of the optimizer."""
-        self._batch = loop.batch
         self._trains_in_closure = loop.trains_in_closure
         # The label before an update inside a backward or a model call, which continues after it,
         # and the depth of that update: a trainer's update may run around the model call.
         self._interrupted: str | None = None
         self._interrupted_depth = 1
-        given = [*_updating(loop.optimizers)]
-        self.has_any = bool(given)
-        """True if the loop has optimizers whose updates have hooks."""
-        # By id. The references prevent that an id is used again.
-        self._given = {id(optimizer): optimizer for optimizer in given}
+        given = [*self._given.values()]
+        is_compiled = any(map(is_step_compiled, given))  # Not visible after `step` is patched.
         patched = [item for item in given if is_step_compiled(item) or not has_step_hooks(item)]
         for optimizer in patched:
             attachments.add(Subscription(optimizer, "step", Calls(self._begin, self._end)))
@@ -82,7 +112,7 @@ class OptimizerBoundary:
             if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "averager"):
                 attachments.add(Subscription(optimizer, "step", calls))
         pre_post = [(register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
-        if any(map(is_step_compiled, given)):
+        if is_compiled:
             # torch compiles global hooks into a compiled step, and ours would break its graph.
             hooked = [optimizer for optimizer in given if optimizer not in patched]
             pre_post = [
@@ -95,6 +125,11 @@ class OptimizerBoundary:
         for before, after in pre_post:
             attachments.add(Registration(before, self._before_step))
             attachments.add(Registration(after, self._after_step))
+
+    @property
+    def has_any(self) -> bool:
+        """True once an optimizer of the loop is known."""
+        return self.optimizers.has_any
 
     def patch_zero_grad(self, attachments: Attachments, loop: Loop) -> None:
         """Patch `zero_grad`, which has no hook. It ends `loss`, and starts `other`."""
@@ -117,8 +152,7 @@ class OptimizerBoundary:
         self.was_tried = False
 
     def _scaler_begins(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> bool:
-        inner = [*_updating([optimizer])][-1]
-        if id(inner) in self._given or self._is_of_loop(inner):
+        if self.optimizers.includes([*_updating([optimizer])][-1]):
             self.was_tried = True
         return False
 
@@ -148,7 +182,7 @@ class OptimizerBoundary:
             # Between timed steps only `_after_step` counts updates.
             if recorder.state is AT_REST:
                 return
-            if id(optimizer) not in self._given and not self._is_of_loop(optimizer):
+            if id(optimizer) not in self._given and not self.optimizers.includes_other(optimizer):
                 return
             if self.depth and (running := steps_on_stack()) is not None:
                 # No hook is called after a `step` that raised: correct the depth by the stack.
@@ -166,7 +200,7 @@ class OptimizerBoundary:
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         recorder = self._recorder
         try:
-            if id(optimizer) not in self._given and not self._is_of_loop(optimizer):
+            if id(optimizer) not in self._given and not self.optimizers.includes_other(optimizer):
                 return
             is_simple = self.depth == 1 and self._interrupted is None and not self._is_wrapped
             if is_simple and recorder.state is not AT_REST:
@@ -242,24 +276,6 @@ class OptimizerBoundary:
             self._recorder.mark_in_backward(interrupted or BACKWARD)
         else:
             self._recorder.mark(interrupted or AFTER_UPDATE)
-
-    def _is_of_loop(self, optimizer: Any) -> bool:
-        # Outside of a batch, a callback may train a part of the model with a different optimizer.
-        if not self._batch.is_open:
-            return False
-        found = self._belongs.get(id(optimizer))
-        if found is None or found[0]() is not optimizer:
-            found = weakref.ref(optimizer), self._updates_model(optimizer)
-            self._belongs[id(optimizer)] = found
-            self.has_any |= found[1]
-        return found[1]
-
-    def _updates_model(self, optimizer: Any) -> bool:
-        updated = {id(parameter) for parameter in parameters_of(optimizer)}
-        if not updated & self._parameters:
-            # The model may have different parameters now.
-            self._parameters = {id(parameter) for parameter in nn.Module.parameters(self._model)}
-        return not updated.isdisjoint(self._parameters)
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
