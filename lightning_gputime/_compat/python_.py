@@ -55,7 +55,7 @@ class Frame(NamedTuple):
 
     @property
     def lines_after(self) -> tuple[int, int] | None:
-        """First and last line from the end of that loop to the next round of the outer loop."""
+        """First and last line from that loop to the next round of an outer loop, or None."""
         return _lines_of(self.code)[1].get(self.at, _NO_LOOP).lines_after
 
 

@@ -39,12 +39,12 @@ class WaitBoundary:
         # True between the launch of a collective and the wait for it, which follows immediately.
         self._is_launched = False
         self.note_stream()
-        for owner, names, listener in self._places():
+        for owner, names, listener in self._patched_functions():
             for name in names:
                 if name in vars(owner):
                     attachments.add(Subscription(owner, name, listener))
 
-    def _places(self) -> Iterator[tuple[Any, tuple[str, ...], Calls]]:
+    def _patched_functions(self) -> Iterator[tuple[Any, tuple[str, ...], Calls]]:
         # Import here, because torch may be built without `torch.distributed`.
         from torch.distributed import ProcessGroup, Work
 

@@ -68,10 +68,10 @@ class FunctionPatch:
         "__dict__",
         "__weakref__",
         "_call",
-        "_kept",
         "_name",
+        "_original",
         "_owner",
-        "_read",
+        "_read_name",
         "listeners",
         "replacement",
     )
@@ -81,11 +81,11 @@ class FunctionPatch:
         self._owner, self._name = owner, name
         # The attribute of a property, such as `_loss_function`, is missing until the property is
         # set. Read the property until then.
-        self._read = name if hasattr(owner, name) else name.removeprefix("_")
+        self._read_name = name if hasattr(owner, name) else name.removeprefix("_")
         # Restore the raw value: for a C++ class `getattr` returns an object that does not bind. And
         # if the object itself had no attribute, delete the patch, so that its class's method shows.
-        self._kept = vars(owner).get(name, _MISSING)
-        self._call = getattr(owner, self._read)
+        self._original = vars(owner).get(name, _MISSING)
+        self._call = getattr(owner, self._read_name)
         # Do not copy attributes: by those of a compiled function torch would mistake this for it.
         functools.update_wrapper(self, self._call, updated=())
         # None if the patch itself replaces the function. A reference to itself would keep it, and
@@ -111,7 +111,7 @@ class FunctionPatch:
                         notified.pop()
                 except Exception as error:
                     notified.pop()
-                    self._lose(listener, error)
+                    self._drop_listener(listener, error)
             if not self.listeners:
                 self.restore()
             result = self._call(*args, **kwargs)
@@ -119,7 +119,7 @@ class FunctionPatch:
                 try:
                     notified[0].on_call_end(result)
                 except Exception as error:
-                    self._lose(notified[0], error)
+                    self._drop_listener(notified[0], error)
                 del notified[0]
             return result
         except BaseException:
@@ -128,16 +128,17 @@ class FunctionPatch:
                 try:
                     notified[0].on_call_end(None)
                 except Exception as error:
-                    self._lose(notified[0], error)
+                    self._drop_listener(notified[0], error)
                 del notified[0]
             raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the owner gets the original function: the method of its class, a copy of the
         # owner's own attribute, or the same value of a property.
-        if self._kept is _MISSING and self._read == self._name:
+        if self._original is _MISSING and self._read_name == self._name:
             return getattr, (self._owner, self._name)
-        return operator.itemgetter(0), ([self._call if self._kept is _MISSING else self._kept],)
+        original = self._call if self._original is _MISSING else self._original
+        return operator.itemgetter(0), ([original],)
 
     @property
     def __func__(self) -> Any:
@@ -153,10 +154,10 @@ class FunctionPatch:
         if self.is_applied:
             return True
         owner, name = self._owner, self._name
-        if vars(owner).get(name, _MISSING) is not self._kept:
+        if vars(owner).get(name, _MISSING) is not self._original:
             return False
         # The class may have a different method by now.
-        if self._kept is _MISSING and getattr(owner, self._read) != self._call:
+        if self._original is _MISSING and getattr(owner, self._read_name) != self._call:
             return False
         self._set(self.replacement or self)
         return True
@@ -164,7 +165,7 @@ class FunctionPatch:
     def restore(self) -> None:
         """Restore the function if the patch has no listeners and is still in place."""
         if not self.listeners and self.is_applied:
-            self._set(self._kept)
+            self._set(self._original)
 
     def remove_listener(self, listener: object) -> None:
         if listener in self.listeners:
@@ -195,7 +196,7 @@ class FunctionPatch:
         vars(method).update(attributes_of(self._call))
         return method
 
-    def _lose(self, listener: Any, error: Exception) -> None:
+    def _drop_listener(self, listener: Any, error: Exception) -> None:
         """Remove a listener that raised. Report the error, which must not reach the training."""
         if listener in self.listeners:
             self.listeners.remove(listener)
