@@ -39,14 +39,14 @@ from lightning_gputime._record.state import AT_REST, OPEN
 
 
 class LoopOptimizers:
-    """The optimizers that belong to a loop: the given ones, and all that update its model."""
+    """The optimizers of a loop: those that were given, and others that update its model."""
 
     def __init__(self, loop: Loop) -> None:
         self._model, self._batch = loop.model, loop.batch
         # By id. The references prevent that an id is used again.
         self.given = {id(optimizer): optimizer for optimizer in _updating(loop.optimizers)}
         self.has_any = bool(self.given)
-        """True once an optimizer is known. Its updates have hooks."""
+        """True once the loop has an optimizer whose updates call our hooks."""
         self._parameters: set[int] = set()  # Ids of the model's parameters.
         # For each other optimizer by its id, whether it updates the model. The weak reference shows
         # whether an id was used again.
@@ -128,7 +128,7 @@ class OptimizerBoundary:
 
     @property
     def has_any(self) -> bool:
-        """True once an optimizer of the loop is known."""
+        """True once the loop has an optimizer whose updates call our hooks."""
         return self.optimizers.has_any
 
     def patch_zero_grad(self, attachments: Attachments, loop: Loop) -> None:
