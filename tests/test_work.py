@@ -247,7 +247,7 @@ def test_failing_items_function_warns_once_for_all_evaluations(
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, items=fails)
     trainer(timer, max_epochs=3).fit(Model(gpu), Loader(gpu, 2), Loader(gpu, 2))
     # Once of training, once of validation.
-    told = "Items are not counted any more, because items failed: KeyError('ids')"
+    told = "Items are no longer counted, because the function items= failed: KeyError('ids')"
     assert [record.getMessage() for record in caplog.records if "Items" in record.msg] == [told] * 2
 
 

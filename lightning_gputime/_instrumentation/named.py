@@ -40,8 +40,8 @@ class NamedPhase(ContextDecorator):
     def __call__(self, func: F) -> F:
         if isgeneratorfunction(func) or iscoroutinefunction(func) or isasyncgenfunction(func):
             messages.warning(
-                "A call of %s only makes what runs later, and that is not timed as %r: write"
-                " `with phase(%r)` inside of it, in place of @phase.",
+                "A call of %s only creates a generator or coroutine. Its code runs later and is not"
+                " timed as %r: write `with phase(%r)` inside it instead of @phase.",
                 func.__qualname__,
                 self._name,
                 self._name,

@@ -168,7 +168,9 @@ class Items:
             return _number(self._function(batch))
         except Exception as error:
             self._function = None
-            messages.warning("Items are not counted any more, because items failed: %r", error)
+            messages.warning(
+                "Items are no longer counted, because the function items= failed: %r", error
+            )
             return nan
 
 
