@@ -35,6 +35,7 @@ def loop_of(
         optimizer_wrappers=wrappers if isinstance(wrappers, list) else [wrappers],
         wrapper=wrapper_of(trainer),
         compiled_step=lightning_.is_step_compiled(model),
+        trains_in_closure=model.automatic_optimization,
         submodules=submodules,
         batch=Batch(is_open=False),
         needs_updates=not model.automatic_optimization,
@@ -143,7 +144,7 @@ class _ActionCalls(dict[str, None]):
     and without a Python call. Only a missing action, which may have a listener, reaches Python.
     """
 
-    __slots__ = ("_listeners", "_patch")
+    __slots__ = ("_listeners",)
 
     def __init__(self, _: Callable[[str], Any] | None = None, listeners: Any = ()) -> None:
         super().__init__()
@@ -180,7 +181,7 @@ def _relay(call: Callable[[str], Any], listeners: list[Any]) -> Callable[[str], 
 class _Relay:
     """Stand in for the function `start` of a profiler that is at work. It can be pickled."""
 
-    __slots__ = ("_actions", "_call", "_patch")
+    __slots__ = ("_actions", "_call")
 
     def __init__(self, call: Callable[[str], Any], listeners: list[Any]) -> None:
         self._call, self._actions = call, _ActionCalls(None, listeners)

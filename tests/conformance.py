@@ -297,8 +297,7 @@ CASES += [
         "update inside a model call",
         "An update inside a model call (local learning): the call continues after it",
         times(backward=4.25, optimizer=4.0),
-        # Lightning runs the model inside of `optimizer.step`, which gets the rest of the call.
-        (*PLAIN, MANUAL, TRANSFORMERS),
+        (*ALL_AND_TRANSFORMERS, MANUAL),
         build=with_model(local),
     ),
     Case(
@@ -336,6 +335,24 @@ def model_call_that_raises(loop: Loop, x: Tensor) -> Tensor:
     except KeyError:
         loop.gpu.work(1.0)
     return loop.loss(x)
+
+
+def returns_loss(gpu: FakeGPU) -> nn.Module:
+    """A model that computes its loss, and has a part that the loop also calls."""
+    return Net(
+        gpu, lambda net, x: net.first(x).sum(), first=Layer(gpu, 2.0, 3.0), other=Layer(gpu, 1.0)
+    )
+
+
+@loss_case(
+    times(forward=2.0 + 2.0, loss=0.5, backward=3.0 + 0.25),
+    ALL_AND_TRANSFORMERS,
+    build=with_model(returns_loss),
+)
+def model_that_returns_its_loss(loop: Loop, x: Tensor) -> Tensor:
+    """A model that returns its loss, called after one of its parts: `forward`."""
+    loop.model.first(x)
+    return loop.tail(loop.model(x))
 
 
 def parametrized(gpu: FakeGPU) -> nn.Module:
@@ -570,7 +587,7 @@ def update_by_scaler(loop: Loop) -> None:
 # Unscaling belongs to `optimizer` where an update follows, else to `other`.
 @body_case(
     [times(optimizer=3.0), times(optimizer=0.0, other=1.125), times(optimizer=3.0)],
-    (STEPS, STEP),
+    (STEPS, STEP, MANUAL, WRAPPED),
     build=SCALER,
     options={"_lag": 0},
     skipped_updates=1,
@@ -585,7 +602,7 @@ def scaler_that_skips(loop: Loop, x: Tensor) -> None:
 
 @body_case(
     [in_two(times()), in_two(times(optimizer=0.0)), in_two(times())],
-    (STEPS, STEP),
+    (STEPS, STEP, MANUAL),
     build=SCALER,
     batches=6,
     micro_batches=2,
@@ -694,13 +711,13 @@ class Ascending(torch.optim.Optimizer):
 
 @body_case(
     times(other=0.625, optimizer=5.0),
-    (STEPS, SAMPLED),
+    (STEPS, SAMPLED, MANUAL, WRAPPED),
     each={"one": 1},
     build=with_optimizer(Searches),
 )
 @body_case(
     times(forward=12.0, loss=1.5, backward=24.0, other=1.625, optimizer=9.0),
-    (STEPS, SAMPLED),
+    (STEPS, SAMPLED, MANUAL),
     each={"three": 3},
     build=with_optimizer(Searches),
 )

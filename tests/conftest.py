@@ -15,7 +15,7 @@ from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_gputime._instrumentation import named
-from lightning_gputime._instrumentation.patching import FunctionPatch
+from lightning_gputime._instrumentation.patching import FunctionPatch, patch_of
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._record import clock
 
@@ -123,6 +123,11 @@ def installed(*things: object) -> list[dict[str, object]]:
         }
         for thing in things
     ]
+
+
+def is_patched(function: object) -> bool:
+    """Return whether a function is the replacement that a timer has put in place."""
+    return patch_of(function) is not None
 
 
 def hooks_of(model: torch.nn.Module) -> list[dict[str, object]]:

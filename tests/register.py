@@ -52,8 +52,8 @@ REGISTER = (
     ),
     Replaced(
         "`zero_grad` of the loop's optimizers; `step` of those without hooks, or whose `step` is"
-        " compiled",
-        OBJECT,
+        " compiled; `step` of `GradScaler` if only updates end steps",
+        f"{OBJECT}, {CLASS}",
         frozenset({"zero_grad", "step"}),
         "no hook exists, or it would break the compiled graph",
     ),

@@ -338,7 +338,6 @@ ALLOWED = {
     ("_auto_instrumentation.__init__", "transformers.training_args"),
     # The fields of a saved run, which is a dataclass of another module.
     ("_runs.schema", "_summary"),
-    ("_instrumentation.patching", "_patch"),  # What this package sets on its stand-ins.
 }
 
 
@@ -440,9 +439,6 @@ OBJECTS_OF_OTHERS = {
 
 WRITES_THAT_REMAIN = {
     "_fit": "is_open needs_updates",
-    "_instrumentation.forward": "is_open",
-    "_instrumentation.patching": "_patch",
-    "_instrumentation.work": "flops note peak_tflops precision",
     "_loop_timer": "is_fetched is_open",
     "huggingface": "is_open",
 }

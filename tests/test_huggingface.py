@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import hooks_of
+from conftest import hooks_of, is_patched
 from fake_gpu import Adder, FakeGPU, Layer, steps, work
 from fake_lightning import Loader, Model
 from fake_lightning import trainer as pl_trainer
@@ -813,7 +813,7 @@ def test_trainer_class_is_restored(tmp_path: Path) -> None:
 
     gc.collect()
     before = methods()
-    assert not any(hasattr(item, "_patch") for item in before)
+    assert not any(map(is_patched, before))
     timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
     # Trainers share it; of one that has trained it holds what cannot be pickled.
     accelerate.state.GradientState._reset_state()
@@ -1067,8 +1067,8 @@ def test_train_method_keeps_its_identity_before_training(tmp_path: Path) -> None
     trainer.remove_callback(timer)
     del timer, trainer
     gc.collect()
-    assert not hasattr(WithMark.train, "_patch")
-    assert not hasattr(transformers.Trainer.train, "_patch")
+    assert not is_patched(WithMark.train)
+    assert not is_patched(transformers.Trainer.train)
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda timer: pickle.loads(pickle.dumps(timer))])

@@ -129,7 +129,7 @@ def test_empty_selection_is_refused_with_the_available_modules(gpu: FakeGPU) -> 
         GPUPhaseHooks(model, modules=["layers.*", "tail.*"])
     with pytest.raises(ValueError, match=r"matches '\*' .* it has none inside"):
         GPUPhaseHooks(Work(gpu, 1.0, 1.0), modules="*")
-    with pytest.raises(ValueError, match=r"'layers' only holds modules.* give 'layers\.\*'"):
+    with pytest.raises(ValueError, match=r"'layers' only contains modules.* give 'layers\.\*'"):
         GPUPhaseHooks(model, modules="layers")
     with pytest.raises(ValueError, match=r"modules must be 1 or more .* got 0"):
         GPUPhaseHooks(model, modules=0)
@@ -138,7 +138,7 @@ def test_empty_selection_is_refused_with_the_available_modules(gpu: FakeGPU) -> 
 def test_selection_of_over_a_hundred_modules_is_refused(gpu: FakeGPU) -> None:
     model = GPT(gpu, 33)
     assert len(resolve("**.layers.**", model)) == 99
-    with pytest.raises(ValueError, match=r"'all' means 102 modules .* give a smaller depth"):
+    with pytest.raises(ValueError, match=r"'all' selects 102 modules .* give a smaller depth"):
         GPUPhaseHooks(model, modules="all")
     names = [name for name, _ in model.named_modules() if name.count(".")]
     assert len(resolve([*names, "head", "emb"], model)) == 102

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import hooks_of
+from conftest import hooks_of, is_patched
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -233,7 +233,7 @@ def test_trainer_is_timed_and_trains_the_same(
     classes = patched[:2]
     del timer, trainer, callbacks
     gc.collect()
-    assert not any(hasattr(one.train, "_patch") for one in classes)
+    assert not any(is_patched(cls.train) for cls in classes)
 
 
 METHODS = PATCHED | {"_calculate_rewards"}

@@ -184,7 +184,10 @@ def test_items_follow_a_changing_kind_of_batch() -> None:
 @pytest.mark.parametrize(
     ("returned", "why"),
     [
-        (torch.ones((), device="meta"), "a tensor on meta, and to read it the host would wait"),
+        (
+            torch.ones((), device="meta"),
+            "on meta, and reading it would make the host wait",
+        ),
         ("8", "must return a number, got '8'"),
         (None, "must return a number, got None"),
         (True, "must return a number, got True"),
@@ -244,7 +247,7 @@ def test_failing_items_function_warns_once_for_all_evaluations(
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False, items=fails)
     trainer(timer, max_epochs=3).fit(Model(gpu), Loader(gpu, 2), Loader(gpu, 2))
     # Once of training, once of validation.
-    told = "Items are not counted any more, because items failed: KeyError('ids')"
+    told = "Items are no longer counted, because the function items= failed: KeyError('ids')"
     assert [record.getMessage() for record in caplog.records if "Items" in record.msg] == [told] * 2
 
 
@@ -332,7 +335,7 @@ def test_unknown_peak_shows_the_rate_and_the_reason(gpu: FakeGPU) -> None:
     timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu, flops=1e9)
     assert timer.summary().mfu is None
     assert "1.33 TFLOP/s of the model's work" in str(timer.summary())
-    assert "no fp32 peak is known of a CPU: there is no MFU" in str(timer.summary())
+    assert "the fp32 peak of a CPU is unknown: there is no MFU" in str(timer.summary())
 
 
 def precision_in(gpu: FakeGPU, model: nn.Module, call: Callable[[Any], Tensor]) -> str:
@@ -373,7 +376,7 @@ def test_precision_is_that_of_autocast_inside_of_the_model(gpu: FakeGPU, wrapped
 @pytest.mark.parametrize(
     ("dtype", "precision", "note"),
     [
-        (torch.bfloat16, "bf16", "no bf16 peak is known of a CPU: there is no MFU"),
+        (torch.bfloat16, "bf16", "the bf16 peak of a CPU is unknown: there is no MFU"),
         (torch.float32, "", "MFU is unknown: no call of the model showed its precision"),
     ],
 )
@@ -405,7 +408,7 @@ def test_flops_without_items_warn_once(loop: Loop, caplog: pytest.LogCaptureFixt
         for x in loop.batches(5):
             loop.train(x)
             timer.step()
-    told = "how many items a batch has is not known: pass items="
+    told = "the number of items in a batch is unknown: pass items="
     assert [(record.name, told in record.getMessage()) for record in caplog.records] == [
         ("lightning_gputime", True)
     ]

@@ -1,5 +1,5 @@
-"""Internals of other libraries: one module per library, and no private name anywhere else.
+"""Internals of other libraries. No other room uses private names of another library.
 
-Each name is a `Name`, looked up in one place. It says what cannot be measured without it, and has a
-fallback that turns that feature off. Code that needs only public interfaces does not belong here.
+Belongs here: each private name as a `Name`, with a fallback that disables what needs it.
+Does not: code that only needs public interfaces.
 """

@@ -1,4 +1,4 @@
-"""Internals of Lightning, which `lightning` and `pytorch_lightning` both have: import neither."""
+"""Internals of Lightning. Imports neither `lightning` nor `pytorch_lightning`: both may be used."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,7 +18,7 @@ TRAINING = {
     "lightning.pytorch.trainer.trainer": "fit",
     "pytorch_lightning.trainer.trainer": "fit",
 }
-"""Modules, and their functions that train."""
+"""Modules of the Trainer, and the name of the function that trains."""
 
 _EPOCH_LOOP = Name(
     "lightning.pytorch.loops.fit_loop._FitLoop.epoch_loop",
@@ -30,16 +30,14 @@ _VALIDATION = Name(f"{_LOOP}.val_loop", "the start of a validation inside an epo
 _BROADCAST = Name(
     f"{_LOOP}._broadcast_sigterm_tensor", "the wait for other ranks before each batch", (DATA,)
 )
-_COMPILED_STEP = Name(
-    "lightning.pytorch.LightningModule._compiler_ctx", "a training_step that is compiled as a whole"
-)
+_COMPILED_STEP = Name("lightning.pytorch.LightningModule._compiler_ctx", "a compiled training_step")
 _LIVE_METRICS = Name(
     "lightning.pytorch.Trainer.callback_metrics", "phase times that other callbacks find"
 )
 
 
 def report_missing_names(trainer: Any, model: Any) -> None:
-    """Report what of a trainer cannot be measured."""
+    """Report the features that cannot be measured with this trainer."""
     loop = _epoch_loop(trainer)
     if loop is None:
         report(_EPOCH_LOOP, library=_package_of(trainer))
@@ -58,7 +56,7 @@ def _epoch_loop(trainer: Any) -> Any:
 
 
 def _package_of(trainer: Any) -> str:
-    """Return the name of the package that a trainer, or its base class, comes from."""
+    """Return the name of the package that defines the class of a trainer, or its base class."""
     roots = [kind.__module__.partition(".")[0] for kind in type(trainer).__mro__]
     return next((root for root in roots if root in _PACKAGES), _PACKAGES[0])
 
@@ -67,71 +65,71 @@ _PACKAGES = ("lightning", "pytorch_lightning")
 
 
 def _broadcasts(package: str) -> bool:
-    """Return whether this version waits for other ranks at each batch, as those since 2.6 do."""
+    """Return whether this version waits for other ranks at each batch, as 2.6 and later do."""
     numbers = version_of(package).split(".")[:2]
     return all(map(str.isdigit, numbers)) and [*map(int, numbers)] >= [2, 6]
 
 
 def step_counter(trainer: Any) -> Callable[[], int]:
     """Return a function that returns the number Lightning logs the current step under."""
-    # Not `global_step`: it counts each optimizer of a batch, and only those that Lightning wraps.
+    # Not `global_step`: it counts every optimizer of a batch, and only those that Lightning wraps.
     loop = _epoch_loop(trainer)
     if _STEPS.is_in(loop):
         return partial(getattr, loop, _STEPS.attribute)
     progress = getattr(loop, "batch_progress", None)
     if progress is None:
-        return lambda: max(trainer.global_step - 1, 0)  # This step is counted already.
+        return lambda: max(trainer.global_step - 1, 0)  # This step has been counted.
     return lambda: int(progress.total.completed // trainer.accumulate_grad_batches)
 
 
 def is_step_compiled(model: Any) -> bool:
-    """Return whether the `training_step` of a LightningModule is compiled as a whole."""
+    """Return whether the `training_step` of a LightningModule is compiled."""
     return _COMPILED_STEP.of(model) is not None
 
 
 def sigterm_broadcast(trainer: Any) -> tuple[Any, str] | None:
-    """Return the object and its method by which a trainer waits for other ranks at each batch.
+    """Return the object and the method name that wait for other ranks at each batch, or None.
 
-    Since 2.6 it broadcasts there whether it was asked to end, and reads the answer with `.item()`:
-    a collective, and a host wait, in every batch.
+    Since 2.6 Lightning broadcasts a SIGTERM flag in every batch, and reads it with `.item()`: a
+    collective and a host wait.
     """
     loop = _epoch_loop(trainer)
-    is_there = trainer.world_size > 1 and _BROADCAST.is_in(loop)
-    return (loop, _BROADCAST.attribute) if is_there else None
+    has_broadcast = trainer.world_size > 1 and _BROADCAST.is_in(loop)
+    return (loop, _BROADCAST.attribute) if has_broadcast else None
 
 
 def epoch_entry(trainer: Any) -> tuple[Any, str] | None:
-    """Return the object and its method that runs an epoch of training, or None."""
+    """Return the object and the method name that run an epoch of training, or None."""
     loop = _epoch_loop(trainer)
     return (loop, "run") if hasattr(loop, "run") else None
 
 
 def fit_end(trainer: Any) -> tuple[Any, str] | None:
-    """Return the object and its method that a trainer calls after the last epoch, or None."""
+    """Return the object and the method name that end a training, or None."""
     loop = getattr(trainer, "fit_loop", None)
     return (loop, "on_run_end") if hasattr(loop, "on_run_end") else None
 
 
 def validation_entry(trainer: Any) -> tuple[Any, str] | None:
-    """Return the object and its method that runs a validation, or None."""
+    """Return the object and the method name that run a validation, or None."""
     loop = _VALIDATION.of(_epoch_loop(trainer))
     return (loop, "run") if hasattr(loop, "run") else None
 
 
 def publish(trainer: Any, metrics: Mapping[str, Any]) -> None:
     """Add metrics to `callback_metrics`, where other callbacks look for them."""
-    # In one call: Lightning gathers its metrics at each access.
+    # Update in one call, because each access collects all metrics.
     live = _LIVE_METRICS.of(trainer)
     if isinstance(live, dict):
         live.update(metrics)
 
 
 def is_idle(profiler: object) -> bool:
-    """Return whether this is the profiler of a Trainer that was given none, and does nothing."""
+    """Return whether this is the default profiler of a Trainer, which does nothing."""
     return type(profiler).__name__ == "PassThroughProfiler" and "start" not in vars(profiler)
 
 
-# Names of actions. A Trainer passes them to its profiler when it starts them.
+# Names of actions, which a Trainer passes to its profiler when they start.
 
 _FETCH_ACTION = "train_dataloader_next"
 _COPY_ACTION = "batch_to_device"
@@ -142,7 +140,7 @@ IN_STEP = (
     "on_after_backward",
     "on_before_optimizer_step",
 )
-"""Hooks inside a step, after whose callbacks a trainer calls that of the module."""
+"""Hooks inside a step. A trainer calls those of callbacks, then that of the module."""
 
 
 def fetch_action(trainer: Any) -> str:
@@ -153,24 +151,24 @@ def fetch_action(trainer: Any) -> str:
 
 
 def copy_action(trainer: Any) -> str:
-    """Return the name of the action that takes a batch to the device."""
+    """Return the name of the action that copies a batch to the device."""
     return f"[Strategy]{type(trainer.strategy).__name__}.{_COPY_ACTION}"
 
 
 def callback_action(callback: Any, hook: str) -> str:
-    """Return the name of the action that calls a callback."""
+    """Return the name of the action that runs a hook of a callback."""
     return f"[Callback]{callback.state_key}.{hook}"
 
 
 def module_action(trainer: Any, module: Any, hook: str) -> str:
-    """Return the name of the action that calls a LightningModule, or its data."""
-    # Not by its class: there are two packages of that name.
+    """Return the name of the action that runs a hook of a LightningModule or datamodule."""
+    # Compare with the trainer's module, because two packages define a LightningModule class.
     kind = "LightningModule" if module is trainer.lightning_module else "LightningDataModule"
     return f"[{kind}]{type(module).__name__}.{hook}"
 
 
 def defines(owner: object, hook: str) -> bool:
-    """Return whether a callback or module has its own code for a hook."""
+    """Return whether a callback or module overrides a hook."""
     module = getattr(getattr(owner, hook, None), "__module__", None) or ""
     bases = (".callbacks.callback", ".core.hooks", ".core.module")
     return hasattr(owner, hook) and not module.endswith(bases)
@@ -182,18 +180,18 @@ NAMED_HOOKS = (
     *("transfer_batch_to_device", "configure_gradient_clipping", "lr_scheduler_step"),
     *("optimizer_zero_grad",),
 )
-"""Hooks of modules that are timed by name, in addition to those that start with "on_"."""
+"""Hooks of modules that are timed by name, in addition to all that start with "on_"."""
 LOGGER_METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize")
 METRIC_METHODS = ("update", "compute")
 
 
 def is_compiled_module(model: Any) -> bool:
-    """Return whether a LightningModule is compiled, as a whole or its `training_step`."""
+    """Return whether a LightningModule or its `training_step` is compiled."""
     return is_step_compiled(model) or is_compiled(model)
 
 
 def own_functions(trainer: Any, model: Any) -> Iterator[tuple[Any, str, str]]:
-    """Yield what a trainer calls to save and to log: owner, function and name."""
+    """Yield owner, function name and label of the trainer's functions that save and log."""
     kinds = dict.fromkeys(type(callback).__name__ for callback in trainer.checkpoint_callbacks)
     yield trainer, "save_checkpoint", next(iter(kinds)) if len(kinds) == 1 else "save_checkpoint"
     if not is_compiled_module(model):
@@ -201,39 +199,48 @@ def own_functions(trainer: Any, model: Any) -> Iterator[tuple[Any, str, str]]:
 
 
 def named_functions(trainer: Any, model: Any, own: type) -> Iterator[tuple[Any, str, str]]:
-    """Yield the hooks of modules and callbacks, and methods of loggers: owner, function and name.
+    """Yield owner, function name and label of hooks of modules and callbacks, and of loggers.
 
-    Callbacks of class `own`, and hooks that are phases of a step already, are left out.
+    Callbacks of class `own`, and hooks that are already phases of a step, are left out.
     """
-    if is_compiled_module(model):
-        modules = [getattr(trainer, "datamodule", None)]  # A patch would compile the model anew.
-    else:
-        modules = [model, getattr(trainer, "datamodule", None)]
-    for module in modules:
-        for hook in _hooks(module) if module is not None else ():
-            if defines(module, hook):
-                yield module, hook, f"{type(module).__name__}.{hook}"
-    if model in modules:
-        for name, child in model.named_modules():
-            for method in METRIC_METHODS if is_metric(child) else ():
-                yield child, method, f"{name}.{method}"
+    if not is_compiled_module(model):  # A patch would recompile it.
+        yield from _overridden_hooks(model)
+        yield from _metric_methods(model)
+    if (datamodule := getattr(trainer, "datamodule", None)) is not None:
+        yield from _overridden_hooks(datamodule)
     for callback in trainer.callbacks:
-        for hook in () if isinstance(callback, own) else _hooks(callback):
-            if hook not in (*_PER_BATCH, *IN_STEP) and defines(callback, hook):
-                yield callback, hook, f"{type(callback).__name__}.{hook}"
+        if not isinstance(callback, own):
+            yield from _overridden_hooks(callback, timed=(*_PER_BATCH, *IN_STEP))
     for logger in trainer.loggers:
         for method in LOGGER_METHODS:
             if callable(getattr(logger, method, None)):
                 yield logger, method, f"{type(logger).__name__}.{method}"
 
 
+def _overridden_hooks(
+    owner: object, timed: tuple[str, ...] = ()
+) -> Iterator[tuple[object, str, str]]:
+    """Yield the hooks that a module or callback overrides, except those that are `timed`."""
+    for hook in _hooks(owner):
+        if hook not in timed and defines(owner, hook):
+            yield owner, hook, f"{type(owner).__name__}.{hook}"
+
+
+def _metric_methods(model: Any) -> Iterator[tuple[object, str, str]]:
+    """Yield the methods of the metrics inside a LightningModule."""
+    for name, child in model.named_modules():
+        for method in METRIC_METHODS if is_metric(child) else ():
+            yield child, method, f"{name}.{method}"
+
+
 def _hooks(owner: object) -> list[str]:
+    """Return the names of the hooks of a module or callback."""
     found = [name for name in dir(type(owner)) if name.startswith("on_")]
     return [name for name in (*found, *NAMED_HOOKS) if callable(getattr(owner, name, None))]
 
 
 def expected_of(trainer: Any, callbacks: list[Any]) -> list[Expected]:
-    """Return the labels that the actions of a trainer, and of some callbacks, give each step."""
+    """Return the labels that each step has if the trainer reports its actions and `callbacks`."""
     package = _package_of(trainer)
     reports = f"{package} {version_of(package)} reported no"
     found = [

@@ -1,4 +1,4 @@
-"""Private names of other libraries: how they are looked up, and what is reported without them."""
+"""Lookup of private names of other libraries, and reports about missing names."""
 
 import importlib
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 from lightning_gputime._messages import messages
 
 MISSING: Any = object()
-"""Stands for a name that a version of a library does not have."""
+"""Result of a lookup if the installed version of a library does not have the name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class NotMeasured:
 
     Attributes:
         text: A sentence for users, with the reason.
-        blurred: Phases whose times are not separated from each other. No verdict may rest on them.
+        blurred: Phases whose times are not separated from each other. No verdict may use them.
     """
 
     text: str
@@ -27,13 +27,13 @@ class NotMeasured:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Labels that the steps of a loop have while its trainer works as this package expects.
+    """Labels that appear in the steps of a trainer if its version works as this package expects.
 
     Attributes:
-        labels: The self-check looks for any of these.
-        feature: What is not measured without them.
-        otherwise: The reason, as in "lightning 2.7 reported no ...".
-        blurred: Phases whose times are not separated then.
+        labels: At least one of these must appear.
+        feature: Measurement that is missing otherwise, for the report.
+        otherwise: Reason for the report, as in "lightning 2.7 reported no ...".
+        blurred: Phases whose times are not separated without these labels.
     """
 
     labels: frozenset[str]
@@ -48,8 +48,8 @@ class Name:
 
     Attributes:
         path: The dotted name, module first, such as "torch._C._current_graph_task_id".
-        feature: What cannot be measured without it. Empty if a public name does the same.
-        blurred: The phases that cannot be separated without it.
+        feature: Measurement that is missing without it. Empty if a public name does the same.
+        blurred: Phases that cannot be separated without it.
         sample: Returns an object that has the attribute, if its class does not.
     """
 
@@ -95,7 +95,7 @@ def read(owner: Any, attribute: str) -> Any:
 
 
 def look_up(path: str) -> Any:
-    """Return the object at a dotted path, or `MISSING`. Import modules as far as needed."""
+    """Return the object at a dotted path, or `MISSING`. Import the modules on the path."""
     root, *attributes = path.split(".")
     try:
         found = importlib.import_module(root)
@@ -115,12 +115,12 @@ def look_up(path: str) -> Any:
 
 
 def version_of(library: str) -> str:
-    """Return the version of an imported library, or a phrase that stands for it."""
+    """Return the version of an imported library, or the phrase "of this version"."""
     return str(getattr(sys.modules.get(library), "__version__", "of this version"))
 
 
 def report(name: Name, *, library: str = "") -> None:
-    """Note that a name is missing, and warn once. `library` is the package that was looked at."""
+    """Record that a name is missing, and warn once. `library` defaults to the name's package."""
     if name.path in _not_measured or not name.feature:
         return
     library = library or name.library
@@ -139,7 +139,8 @@ def report_missing(*names: Name) -> None:
 
 def report_missing_of(owner: Any, *names: Name) -> None:
     """Report the names that an object does not have."""
-    # Lightning is also a package of another name. A user's subclass is in neither.
+    # The same class exists in `lightning` and `pytorch_lightning`: name the package that is used.
+    # Look at all base classes, because a user's subclass is in neither.
     roots = {kind.__module__.partition(".")[0] for kind in type(owner).__mro__}
     for name in names:
         if not name.is_in(owner):
@@ -148,6 +149,6 @@ def report_missing_of(owner: Any, *names: Name) -> None:
 
 
 def not_measured(libraries: Iterable[str]) -> list[NotMeasured]:
-    """Return what was reported as missing in some libraries."""
+    """Return the reports about missing names in some libraries."""
     wanted = {*libraries}
     return [gap for path, gap in _not_measured.items() if path.partition(".")[0] in wanted]

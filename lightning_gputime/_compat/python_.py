@@ -21,12 +21,12 @@ _NOT_USER_CODE = {
 
 
 class Frame(NamedTuple):
-    """A running function of the user. It refers to no frame of Python.
+    """A running function of the user, without a reference to its Python frame.
 
     Attributes:
-        code: Its code.
-        line: Line that it runs.
-        at: Offset of the instruction that it runs.
+        code: Its code object.
+        line: Line that is running.
+        at: Offset of the instruction that is running.
     """
 
     code: CodeType
@@ -50,21 +50,22 @@ class Frame(NamedTuple):
 
     @property
     def loop_line(self) -> int:
-        """Last line of the body of a `for` loop that asks for its next item; else 0."""
+        """Last line of the body if the function is at the head of a `for` loop; else 0."""
         return _lines_of(self.code)[1].get(self.at, _NO_LOOP).body_line
 
     @property
     def lines_after(self) -> tuple[int, int] | None:
-        """Lines after that loop, up to the next round of a loop around it; None if unknown."""
+        """First and last line from that loop to the next round of an outer loop, or None."""
         return _lines_of(self.code)[1].get(self.at, _NO_LOOP).lines_after
 
 
 def user_frames(most: int) -> tuple[Frame, ...]:
     """Return the innermost functions of the user on the stack, at most `most`.
 
-    Code of installed packages counts only if there is no other, as in a command that is installed.
+    Frames of installed packages are returned only if there are no others, as for a training
+    command that is installed as a package.
     """
-    # One call, as it runs at each mark of some steps.
+    # Without helper functions, because it runs at each mark of some steps.
     frame: FrameType | None = sys._getframe(1)
     found: list[Frame] = []
     installed: list[Frame] = []
@@ -83,13 +84,13 @@ def definition_of(function: Any) -> tuple[str, int, str] | None:
     try:
         code = inspect.unwrap(getattr(function, "func", function)).__code__
         return code.co_filename, code.co_firstlineno, code.co_qualname
-    except Exception:  # Written in C, or an object that answers to any name.
+    except Exception:  # A C function, or an object whose `__getattr__` returns anything.
         return None
 
 
 class _Loop(NamedTuple):
     body_line: int  # Last line of the body.
-    lines_after: tuple[int, int] | None  # From the end of the loop to the next round of another.
+    lines_after: tuple[int, int] | None  # From the end of the loop to the outer loop's next round.
 
 
 _NO_LOOP = _Loop(0, None)
@@ -109,7 +110,8 @@ def _lines_of(code: CodeType) -> tuple[int, dict[int, _Loop]]:
             for_line = instruction.positions.lineno if instruction.positions else None
             lines = [line for line in _lines(after) if line != for_line]
             loop = _Loop(max([*_lines(body), 0]), (min(lines), max(lines)) if lines else None)
-            # While a generator runs, Python 3.12 shows the cache behind the instruction.
+            # While a generator runs, the offset in Python 3.12 is that of the inline cache that
+            # follows the instruction.
             loops.update(dict.fromkeys(range(head, following.offset, 2), loop))
     return last_line, loops
 
@@ -128,7 +130,7 @@ def _until_next_round(instructions: list[dis.Instruction], head: int) -> Iterato
 
 
 def interpreter_flags() -> list[str]:
-    """Return the flags this Python was started with; none if they are unknown."""
+    """Return the flags that this Python was started with; empty if unknown."""
     flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()
     return flags
 
@@ -143,7 +145,7 @@ def variables_of_callers() -> Iterator[dict[str, Any]]:
 
 
 def calls_on_stack(code: CodeType | None) -> Iterator[dict[str, Any]]:
-    """Yield the local variables of each running call of a function, innermost first."""
+    """Yield the local variables of each running call of a code object, innermost first."""
     for frame, _ in walk_stack(sys._getframe()):
         if frame.f_code is code:
             yield frame.f_locals
@@ -152,7 +154,7 @@ def calls_on_stack(code: CodeType | None) -> Iterator[dict[str, Any]]:
 def calling_module(*between: str) -> str:
     """Return the name of the module that calls this package.
 
-    `between` are first parts of the names of modules that only pass calls on.
+    Modules whose names start with one of `between` only pass the call on, and are skipped.
     """
     frames = (frame for frame, _ in walk_stack(sys._getframe()))
     names = (frame.f_globals.get("__name__", "") for frame in frames)
@@ -160,7 +162,7 @@ def calling_module(*between: str) -> str:
 
 
 def running_module(functions: Mapping[str, str]) -> str:
-    """Return the innermost of some modules whose function, of a given name, is running, or ""."""
+    """Return the innermost running module of `functions` (module to function name), or ""."""
     for frame, _ in walk_stack(sys._getframe()):
         module = frame.f_globals.get("__name__", "")
         if functions.get(module) == frame.f_code.co_name:

@@ -1,4 +1,4 @@
-"""Internals of torch, and what it does not document."""
+"""Internals of torch, and its undocumented names."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ GRAPH_TASK = Name(
     (FORWARD, LOSS, BACKWARD),
 )
 current_graph_task_id: Callable[[], int] = GRAPH_TASK.find(lambda: -1)
-"""Return a number of 0 or more inside a backward, else -1."""
+"""Return the id of the running backward, or -1."""
 
 _ENGINE = Name(
     "torch.autograd._engine_run_backward",
@@ -39,15 +39,15 @@ _ENGINE = Name(
 def backward_entry() -> tuple[Any, str]:
     """Return the module and the name of the function that runs the autograd engine.
 
-    It is a global of its module, looked up at each call, so a patch sees all calls. The fallback,
-    `torch.autograd.backward`, sees the calls of `Tensor.backward`.
+    torch looks it up as a global at each call, so a patch sees all calls. The fallback is
+    `torch.autograd.backward`, whose patch only sees calls of `Tensor.backward`.
     """
     name = _ENGINE.attribute if _ENGINE.is_in(torch.autograd) else "backward"
     return torch.autograd, name
 
 
 def runs_for_pipeline() -> bool:
-    """Return whether a pipeline schedule runs the engine, for its backward."""
+    """Return whether a pipeline schedule called the autograd engine."""
     schedule = "torch.distributed.pipelining._backward"
     return schedule in sys.modules and calling_module("torch.autograd") == schedule
 
@@ -61,11 +61,11 @@ CAN_QUEUE = hasattr(_QUEUE.find(), "queue_callback")
 queue_after_backward: Callable[[Callable[[], object]], object] = getattr(
     _QUEUE.find(), "queue_callback", bool
 )
-"""Call a function when the running backward has done its own work. Needs `CAN_QUEUE`."""
+"""Call a function at the end of the running backward. Only if `CAN_QUEUE` is set."""
 
 
 def is_autograd_compiled() -> bool:
-    """Return whether the autograd engine is being compiled, which would trace hooks on tensors."""
+    """Return whether compiled autograd is on, which would trace hooks on tensors."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     return getattr(compiled, "compiled_autograd_enabled", False) is True
 
@@ -94,36 +94,36 @@ _HOOKS = tuple(
 
 
 def hooks_of_calls(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Yield the hooks on the calls of a module: their attribute, that of their kinds, the hooks."""
+    """Yield for both kinds of hooks: attribute, attribute of the `with_kwargs` flags, hooks."""
     for name in _HOOKS:
         yield name.attribute, f"{name.attribute}_with_kwargs", name.of(module)
 
 
-# Packages whose modules wrap another: FSDP, checkpoint wrappers, what `torch.compile` returns.
+# Packages of modules that wrap a module: FSDP, checkpoint wrappers, results of `torch.compile`.
 _WRAPPERS = ("torch.distributed.", "torch._dynamo.")
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Return whether torch put this module around its only child, and calls them together."""
-    # FSDP2 derives a class from the user's.
+    """Return whether this is a wrapper module of torch around its only child."""
+    # FSDP2 derives a new class from the user's class, so check all bases.
     kinds = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
     is_of_torch = all(kind.__module__.startswith(_WRAPPERS) for kind in kinds[:-1])
     return len(kinds) > 1 and is_of_torch and len([*module.children()]) == 1
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether a module repeats its forward in backward, by torch's wrapper or by a mark.
+    """Return whether a module recomputes its forward in backward.
 
-    transformers and diffusers mark their modules so.
+    It is torch's checkpoint wrapper, or a module of transformers or diffusers with their flag.
     """
-    is_marked = vars(module).get("gradient_checkpointing") is True
-    return is_marked or type(module).__name__ == "CheckpointWrapper"
+    has_flag = vars(module).get("gradient_checkpointing") is True
+    return has_flag or type(module).__name__ == "CheckpointWrapper"
 
 
 SYNC_WARNING = "called a synchronizing CUDA operation"
-"""Start of the warning about a call that waits for the GPU, in torch's sync debug mode."""
+"""Start of the warning about a synchronizing call in torch's sync debug mode."""
 SYNC_MODE_WARNING = "Synchronization debug mode is a prototype feature"
-"""Start of the warning when that mode is set."""
+"""Start of the warning when sync debug mode is enabled."""
 
 _COMPILED_MODULE = Name(
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod", "the modules inside a compiled model"
@@ -135,12 +135,12 @@ COMPILED_CALL = _COMPILED_CALL.attribute
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """Return what a module calls if it was compiled in place, else None."""
+    """Return the compiled call of a module that was compiled in place, else None."""
     return _COMPILED_CALL.of(module)
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
-    """Return the module inside if `torch.compile` returned this one, else None."""
+    """Return the original of a module that `torch.compile` returned, else None."""
     inner = _COMPILED_MODULE.of(module)
     if isinstance(inner, nn.Module):
         return inner
@@ -149,8 +149,8 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
     return None
 
 
-# By name, because most of these packages may not be installed, and importing them is slow. A class
-# of the user's may have an attribute `module`, too, which is none of these.
+# Names of classes, because these packages may be missing and are slow to import. An attribute
+# `module` alone is not enough: user classes may have it.
 _USER_MODEL_WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel",
     "torch.nn.parallel.data_parallel.DataParallel",
@@ -163,7 +163,7 @@ _USER_MODEL_WRAPPERS = {
 
 
 def is_instance_of(module: nn.Module, *paths: str) -> bool:
-    """Return whether a module is of a class, or of one derived from it, by their dotted names."""
+    """Return whether a module is an instance of a class, given by its dotted name."""
     return any(f"{kind.__module__}.{kind.__name__}" in paths for kind in type(module).__mro__)
 
 
@@ -179,7 +179,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is the result of `torch.compile`, or was compiled in place."""
+    """Return whether a module was returned by `torch.compile` or compiled in place."""
     is_result = type(module).__module__.startswith("torch._dynamo.")
     return is_result or compiled_module(module) is not None or compiled_call(module) is not None
 
@@ -192,7 +192,7 @@ _STEP_WRAPPER = Name(
 
 
 def _code_of_step() -> CodeType | None:
-    # Torch wraps `step` of each class in this function, so every call passes through it.
+    # torch wraps the `step` of every optimizer class in this function.
     wrap = _STEP_WRAPPER.find()
     return None if wrap is None else getattr(wrap(lambda optimizer: None), "__code__", None)
 
@@ -201,14 +201,14 @@ _STEP_CODE = _code_of_step()
 
 
 def steps_on_stack() -> int | None:
-    """Return how many calls of `step` of optimizers with hooks are running; None if unknown."""
+    """Return the number of running `step` calls of optimizers with hooks; None if unknown."""
     if _STEP_CODE is None:
         return None
     return sum(1 for _ in calls_on_stack(_STEP_CODE))
 
 
 def has_step_hooks(optimizer: Any) -> bool:
-    """Return whether an optimizer has hooks. Without `super().__init__()` it has none."""
+    """Return whether hooks can be registered: not if `super().__init__()` was never called."""
     try:
         optimizer.register_step_post_hook(bool).remove()
     except (AttributeError, TypeError):
@@ -217,7 +217,7 @@ def has_step_hooks(optimizer: Any) -> bool:
 
 
 def is_step_compiled(optimizer: Any) -> bool:
-    # `torch.compile` returns a function of dynamo.
+    # Its code object is defined in a file of dynamo.
     code = getattr(vars(optimizer).get("step"), "__code__", None)
     return "torch/_dynamo/" in getattr(code, "co_filename", "").replace("\\", "/")
 
@@ -229,13 +229,10 @@ _SKIPPED = Name(
 )
 
 
-_COMPILED = ("_torchdynamo", "_patch")  # By the first, torch takes another function for this one.
-
-
 def attributes_of(function: Any) -> dict[str, Any]:
-    """Return a function's attributes without those of torch's compiler and of our patches."""
+    """Return a function's attributes without those by which dynamo identifies it."""
     attributes = getattr(function, "__dict__", {})
-    return {name: attributes[name] for name in attributes if not name.startswith(_COMPILED)}
+    return {name: attributes[name] for name in attributes if not name.startswith("_torchdynamo")}
 
 
 def skip_in_compilation(files: set[Path]) -> None:
@@ -248,12 +245,13 @@ def skip_in_compilation(files: set[Path]) -> None:
 
 
 _COUNTERS = Name(
-    "torch._dynamo.utils.counters", "untimed steps without hooks, as compiled code may guard them"
+    "torch._dynamo.utils.counters",
+    "untimed steps without hooks, which compiled code may guard",
 )
 
 
 def has_compiled() -> bool:
-    """Return whether torch.compile has compiled anything in this process. Its code guards hooks."""
+    """Return whether torch.compile was used in this process. Compiled code guards module hooks."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:
         return False
@@ -270,9 +268,9 @@ _COMPILE_CALLBACKS = Name(
 
 
 def compile_callbacks() -> tuple[list[Any], list[Any]] | None:
-    """Return the lists of callbacks of the start and end of a compilation; None without dynamo.
+    """Return the lists of callbacks at the start and end of a compilation; None without dynamo.
 
-    Dynamo is not imported: until other code has done so, nothing is compiled.
+    It does not import dynamo: nothing is compiled before other code imports it.
     """
     module = sys.modules.get("torch._dynamo.callback")
     if module is None:
@@ -299,7 +297,7 @@ _SCRIPT = Name(
 
 
 def script_entry() -> tuple[Any, str] | None:
-    """Return the module and the name of the function by which TorchScript makes its modules."""
+    """Return the module and the name of the function that creates TorchScript modules."""
     owner = look_up(_SCRIPT.path.rpartition(".")[0])
     return (owner, _SCRIPT.attribute) if _SCRIPT.is_in(owner) else None
 
@@ -333,24 +331,24 @@ _WAIT = Name(
 )
 
 _COLLECTIVES = ("all", "reduce", "gather", "scatter", "broadcast", "barrier")
-"""How the methods of a process group begin that launch a collective."""
+"""Prefixes of the process group methods that launch a collective."""
 
 BLOCKING = ("monitored_barrier",)
-"""The methods that launch a collective, and wait on the host."""
+"""Process group methods that launch a collective and block the host."""
 
 WORK_WAITS = ("wait", "synchronize", "block_current_stream")
-"""The methods by which a stream, or the host, waits for a collective."""
+"""Methods of `Work` that make a stream or the host wait for a collective."""
 
 
 def launches(group: type) -> tuple[str, ...]:
-    """Return the methods of a class of process groups that launch a collective."""
+    """Return the methods of a process group class that launch a collective."""
     return tuple(name for name in vars(group) if name.lstrip("_").startswith(_COLLECTIVES))
 
 
 def is_asynchronous(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a collective runs on another stream, by the arguments of its launch.
+    """Return whether a collective with these launch arguments runs on another stream.
 
-    Before torch 2.8 all of them do.
+    Before torch 2.8 every collective does.
     """
     options = args[-1] if args else kwargs.get("opts")
     return bool(getattr(options, "asyncOp", True))
@@ -360,14 +358,14 @@ _ASYNC_TENSOR = Name(
     "torch.distributed._functional_collectives.AsyncCollectiveTensor",
     "waits for functional collectives, as in tensor parallelism",
 )
-# DTensors call the second method if they must not be asynchronous. The function that these call is
-# guarded by compiled code.
+# DTensor calls `wait` for a synchronous redistribution. Do not patch the function that both call:
+# compiled code guards it.
 TENSOR_WAITS = ("trigger_wait", "wait")
-"""The methods by which the first use of an asynchronous tensor waits."""
+"""Methods that the first use of an asynchronous tensor calls to wait."""
 
 
 def async_tensor() -> Any:
-    """Return the class of what a functional collective returns, if it is imported, else None."""
+    """Return the class of the results of functional collectives, or None if not imported."""
     functional = sys.modules.get("torch.distributed._functional_collectives")
     if functional is None:
         return None
@@ -377,12 +375,12 @@ def async_tensor() -> Any:
 
 
 def is_complete(tensor: Any) -> bool:
-    """Return whether an asynchronous tensor needs no wait."""
+    """Return whether an asynchronous tensor is ready."""
     return bool(getattr(tensor, "completed", False))
 
 
 _PIPELINES = ("torch.distributed.pipelining", "megatron.core.pipeline_parallel")
-# Modules between a patch and the code that wants the collective, or the wait.
+# Modules that pass a call from the user's code to a patched function.
 _BETWEEN = (
     "torch.distributed.distributed_c10d",
     "torch.distributed.c10d_logger",
@@ -391,14 +389,14 @@ _BETWEEN = (
 
 
 def waits_for_stage() -> bool:
-    """Return whether the running wait is for what another stage of a pipeline sends."""
-    # Most loops have no pipeline: spare them the look at the stack.
+    """Return whether the current wait is for data from another pipeline stage."""
+    # Check the imports first, because walking the stack is slow.
     has_pipeline = not sys.modules.keys().isdisjoint(_PIPELINES)
     return has_pipeline and calling_module(*_BETWEEN).startswith(_PIPELINES)
 
 
 def waits_in_torch() -> bool:
-    """Return whether torch's distributed package makes a stream wait for another."""
+    """Return whether `torch.distributed` called the patched wait of a stream."""
     return calling_module(*_BETWEEN).startswith("torch.distributed")
 
 
@@ -411,13 +409,13 @@ _SYNCS_GRADS = Name("torch.nn.parallel.DistributedDataParallel.require_backward_
 
 
 def syncs_buffers(module: nn.Module) -> bool:
-    """Return whether DDP broadcasts its buffers in this call."""
+    """Return whether DDP broadcasts its buffers in the current call."""
     will_sync = _SYNCS_BUFFERS.of(module)
     return callable(will_sync) and bool(will_sync())
 
 
 def syncs_gradients(module: nn.Module) -> bool:
-    """Return whether the next backward of DDP waits for other ranks: not inside `no_sync`."""
+    """Return whether the next backward of DDP synchronizes gradients: not inside `no_sync`."""
     return bool(_SYNCS_GRADS.of(module, True))
 
 
@@ -437,18 +435,18 @@ def default_store() -> Any:
 # Devices
 
 
-_RAW_STREAM = Name("torch._C._cuda_getCurrentRawStream")  # The public function takes longer.
+_RAW_STREAM = Name("torch._C._cuda_getCurrentRawStream")  # The public function is slower.
 _SLEEP = Name("torch.cuda._sleep")  # Without it the summary says why no step is probed.
 
 
 def raw_stream() -> Callable[[int], int] | None:
-    """Return a function that returns the number of a device's current stream, or None."""
+    """Return a function that returns the id of a device's current stream, or None."""
     found: Callable[[int], int] | None = _RAW_STREAM.find()
     return found
 
 
 def spin_function(module: Any) -> Callable[[int], object] | None:
-    """Return the function of a device module that keeps the device busy for some cycles."""
+    """Return the function of a device module that spins for a number of cycles, or None."""
     found: Callable[[int], object] | None = _SLEEP.of(module)
     return found
 
@@ -457,7 +455,7 @@ def spin_function(module: Any) -> Callable[[int], object] | None:
 
 
 def report_missing_names(*, shared: bool) -> None:
-    """Report what cannot be measured; `shared` means that there are several ranks."""
+    """Report the features that cannot be measured. `shared`: the training has several ranks."""
     report_missing(GRAPH_TASK, _ENGINE, _COMPILED_CALL, *_HOOKS, _STEP_WRAPPER, _SCRIPT)
     if shared:
         report_missing(_QUEUE, _COLLECTIVE, _WAIT, _SYNCS_BUFFERS)

@@ -1,4 +1,4 @@
-"""Internals of transformers, and of trainers that derive from its Trainer."""
+"""Internals of transformers and TRL trainers."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -46,23 +46,23 @@ _INNER_LOSS = Name(
     (FORWARD, LOSS),
 )
 INNER_LOSS = _INNER_LOSS.attribute
-"""The attribute behind the property `loss_function` of a model."""
+"""Attribute in which the property `loss_function` of a model stores its value."""
 
 
 def has_inner_loss(model: Any) -> bool:
-    """Return whether a model computes its loss with a function that can be replaced."""
+    """Return whether a model has a settable property `loss_function`."""
     found = getattr(type(model), "loss_function", None)
     return isinstance(found, property) and found.fset is not None
 
 
 def check_inner_loss(model: Any, called: object) -> None:
-    """Report a model that calls another loss function than the one that was set."""
+    """Report if a model does not call the loss function that was set."""
     if read(model, "loss_function") is not called:
         report(_INNER_LOSS)
 
 
 def lacks_inner_loss(model: Any) -> bool:
-    """Return whether the model has no loss function: reading the property would warn."""
+    """Return whether a model has no loss function. Reading the property would then warn."""
     return getattr(model, "loss_type", "") is None and not hasattr(model, INNER_LOSS)
 
 
@@ -74,7 +74,7 @@ _FETCH = Name(
 )
 _LOOP = Name(f"{_TRAINER}.evaluation_loop", "the phases of evaluations")
 _PREDICT = Name(f"{_TRAINER}.prediction_step", "the batches of evaluations")
-# Older versions, 5.0 among them, have neither: an error in another callback goes unnoticed.
+# Versions up to 5.0 have neither. An error in another callback then goes unnoticed.
 _EPOCH = Name(f"{_TRAINER}._run_epoch")
 _END = Name(f"{_TRAINER}._finalize_training")
 _HANDLER = Name(
@@ -86,7 +86,7 @@ _ENGINE = Name(f"{_GRPO}.vllm_generation", "generation with vLLM")
 
 
 def report_missing_names(trainer: Any) -> None:
-    """Report what of a Trainer cannot be measured."""
+    """Report the features that cannot be measured with this Trainer."""
     report_missing_of(trainer, _SAVE, _EVALUATE, _FETCH, _LOOP, _PREDICT, _HANDLER)
     if hasattr(trainer, "reward_funcs"):
         report_missing_of(trainer, _REWARDS)
@@ -97,44 +97,47 @@ def report_missing_names(trainer: Any) -> None:
 def expected_of(trainer: Any) -> list[Expected]:
     """Return the labels that the methods of a Trainer give each step."""
     if not _FETCH.is_in(trainer):
-        return []  # It is reported already.
+        return []  # `report_missing_names` has reported it.
     reason = f"transformers {version_of('transformers')} did not call `{_FETCH.attribute}`"
     return [Expected(frozenset({FETCH}), _FETCH.feature, reason, _FETCH.blurred)]
 
 
 def callbacks_of(trainer: Any) -> list[Any]:
-    """Return the list of the callbacks of a Trainer, which may be changed."""
+    """Return the Trainer's own list of callbacks, which may be modified."""
     found: list[Any] = getattr(_HANDLER.of(trainer), "callbacks", [])
     return found
 
 
 def put_callback_after(trainer: Any, callback: object, before: object) -> None:
-    """Move a callback to its place after another one; if that is gone or None, to the start."""
+    """Move a callback to the place after another, or to the start if that is not in the list."""
     handler, callbacks = _HANDLER.of(trainer), callbacks_of(trainer)
-    others = [one for one in callbacks if one is not callback]
+    others = [other for other in callbacks if other is not callback]
     if len(others) < len(callbacks):
-        place = 1 + next((i for i, one in enumerate(others) if one is before), -1)
-        # A new list: the Trainer may be iterating over the other.
+        place = 1 + next((i for i, other in enumerate(others) if other is before), -1)
+        # Assign a new list, because the Trainer may be iterating over it.
         handler.callbacks = [*others[:place], callback, *others[place:]]
 
 
 def epoch_start(trainer: Any) -> tuple[Any, str] | None:
-    """Return the object and its method that notifies callbacks of an epoch, or None."""
+    """Return the object and the method name that notify callbacks of an epoch, or None."""
     handler = _HANDLER.of(trainer)
     return (handler, "on_epoch_begin") if hasattr(handler, "on_epoch_begin") else None
 
 
 def generation_engine(trainer: Any) -> tuple[Any, str] | None:
-    """Return the object and its method that generates text in other processes, or None."""
+    """Return the object and the method name that generate text in other processes, or None."""
     engine = _ENGINE.of(trainer)
     return (engine, "generate") if hasattr(engine, "generate") else None
 
 
 def patches(run: Any, calls: Mapping[str, Any], trainer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the methods of a Trainer to listen to, with their listeners.
+    """Yield the names of a Trainer's methods to patch, with their listeners.
 
-    `run` listens to those after which a training may be over. `calls` has the other listeners, by
-    what the methods do: "epoch", "fetch", "evaluate", "evaluation", "prediction", "log", "rewards".
+    Args:
+        run: Listener of methods whose end may be the end of the training.
+        calls: Other listeners, by the action of the method: "epoch", "fetch", "evaluate",
+            "evaluation", "prediction", "log", "rewards".
+        trainer: The Trainer.
     """
     epoch = _EPOCH.attribute if _EPOCH.is_in(trainer) else "training_step"
     names = {
@@ -159,7 +162,7 @@ NAMED_METHODS = ("save_model", "log", "create_optimizer_and_scheduler")
 
 
 def named_functions(trainer: Any) -> Iterator[tuple[Any, str, str]]:
-    """Yield events of callbacks and methods of the Trainer: owner, function and name."""
+    """Yield owner, function name and label of callback events and Trainer methods."""
     for callback in callbacks_of(trainer):
         for event in NAMED_EVENTS:
             if _defines(callback, event):
@@ -173,7 +176,7 @@ def named_functions(trainer: Any) -> Iterator[tuple[Any, str, str]]:
 
 
 def _defines(owner: object, method: str) -> bool:
-    """Return whether a class outside of transformers' own bases defines a method."""
+    """Return whether a class outside transformers' trainer modules defines a method."""
     for kind in type(owner).__mro__:
         if method in vars(kind):
             return kind.__module__ not in (MODULE, f"{MODULE}_callback")
@@ -181,14 +184,14 @@ def _defines(owner: object, method: str) -> bool:
 
 
 def save_method(trainer: Any) -> str | None:
-    """Return the name of the method by which a Trainer saves, or None."""
+    """Return the name of the method that saves a checkpoint, or None."""
     return _SAVE.attribute if _SAVE.is_in(trainer) else None
 
 
 def evaluation_prefix(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the prefix of an evaluation's metrics, by the arguments of `evaluation_loop`."""
+    """Return the metric prefix of an evaluation from the arguments of `evaluation_loop`."""
     try:
-        # Of the class: the timer replaces it on the object.
+        # Read the signature from the class, because the timer patches the object.
         given = signature(type(trainer).evaluation_loop).bind_partial(trainer, *args, **kwargs)
         return str(given.arguments.get("metric_key_prefix", "eval"))
     except (AttributeError, TypeError, ValueError):

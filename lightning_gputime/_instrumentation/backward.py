@@ -1,4 +1,4 @@
-"""The runs of the autograd engine, and the waits for other ranks at their ends, as marks."""
+"""`backward`: marks at the runs of the autograd engine, and at the waits of DDP."""
 
 from threading import get_ident
 from typing import Any
@@ -37,16 +37,16 @@ from lightning_gputime._record.waits import begin_wait, end_wait
 class BackwardBoundary:
     """`backward`: the calls of `torch.autograd.backward` and `torch.autograd.grad`.
 
-    Both run the engine by one function, which they look up at each call, so this one place sees
+    Both call the same function to run the engine, so a patch of that function sees all calls:
     `loss.backward()`, `scaler.scale(loss).backward()`, `fabric.backward(loss)`, direct calls, and
-    those of a `backward` that was imported by name.
+    calls of a `backward` that was imported by name.
 
-    With several ranks also `backward/comm`: from the end of this rank's own work to the end of
-    backward; and `forward/comm` (`other/comm` in Lightning), the broadcast of buffers at the begin
-    of DDP. The engine calls what was queued in a backward when its work is done, in the order in
-    which it was queued. DDP queues its last wait there, from a hook on a parameter; this queues its
-    mark from the first hook of all, on the loss. FSDP queues work of its own there, too, and its
-    waits are calls, see `WaitBoundary`.
+    With several ranks, DDP adds two waits. `forward/comm` (`other/comm` in Lightning) is its
+    broadcast of buffers before the model call. `backward/comm` is the time from the end of this
+    rank's computation to the end of backward. At the end of a backward, the engine runs queued
+    callbacks in order. A hook on a parameter queues DDP's last wait. A hook on the loss runs
+    earlier, so it queues the mark before that wait. FSDP queues work there as well, but its waits
+    are calls, see `WaitBoundary`.
     """
 
     def __init__(
@@ -54,121 +54,126 @@ class BackwardBoundary:
         recorder: Recorder,
         attachments: Attachments,
         loop: Loop,
-        model: ForwardBoundary,
+        forward: ForwardBoundary,
         optimizer: OptimizerBoundary,
         *,
         shared: bool,
     ) -> None:
         self._recorder = recorder
         self._batch, called = loop.batch, loop.called
-        self._model = model
+        self._forward = forward
         self._optimizer = optimizer
-        self._returns_to: str | None = None
+        self._label_after: str | None = None
         self._patch = attachments.add(Subscription(*backward_entry(), self)).patch
         if is_engine(called):
-            # After the backward of torch's it reduces the gradients.
+            # The engine of DeepSpeed reduces gradients after torch's backward.
             attachments.add(Subscription(called, "backward", self))
         inside = [*nn.Module.modules(called)] if shared else []
         self._marks_comm = shared and CAN_QUEUE and not any(map(is_sharded, inside))
-        self._synced = [module for module in inside if isinstance(module, DistributedDataParallel)]
-        self._is_sync_called = False
-        # Hooks on the tensors of one backward.
-        self._handles: list[Any] = []
-        for module in self._synced:
-            attachments.add(hook_before(module, self._enter_sync, first=False))
-            attachments.add(hook_before(module.module, self._leave_sync))
+        self._ddp_modules = [
+            module for module in inside if isinstance(module, DistributedDataParallel)
+        ]
+        self._was_ddp_called = False
+        self._handles: list[Any] = []  # Hooks on the losses of the running backward.
+        for module in self._ddp_modules:
+            attachments.add(hook_before(module, self._enter_ddp, first=False))
+            attachments.add(hook_before(module.module, self._enter_inside_ddp))
 
     def on_call_start(
         self, tensors: Any = None, *_: Any, accumulate_grad: bool = True, **__: Any
     ) -> bool:
-        """Mark the start, but not of a backward inside a backward, nor of another timer's."""
+        """Mark the start. Ignore a backward inside a backward, or of another timer's model."""
         recorder = self._recorder
-        # Checkpointing the reentrant way runs a whole backward inside the one that is marked.
-        if self._returns_to is not None or get_ident() != recorder.threads.timed:
-            if recorder.threads.timed == -1 and not self._model.has_trained:
-                self._note_untimed_backward()
+        # Reentrant checkpointing runs an inner backward inside the marked backward.
+        if self._label_after is not None or get_ident() != recorder.threads.timed:
+            if recorder.threads.timed == -1 and not self._forward.has_trained:
+                self._begin_untimed()
             return False
         if not self._batch.is_open:
             return False
-        # A pipeline may take the gradients of its inputs first, and those of its weights later.
+        # A pipeline stage calls `torch.autograd.grad` for its inputs, and later for its weights.
         if not accumulate_grad and not runs_for_pipeline():
             return self._grad_begins()
-        if not self._model.calls and self._is_anothers():
+        if not self._forward.calls and self._is_of_other_timer():
             return False
-        if not self._model.has_trained:
-            self._model.note_backward()
-        self._returns_to = FORWARD if recorder.label == FORWARD else AFTER_BACKWARD
-        # Around the call, in the thread that calls: when it returns, its stream waits for all that
-        # the engine has launched, DDP's and FSDP's communication included. A hook on a gradient
-        # would end too early, and a `full_backward_pre_hook` begins late and costs 15 us.
+        if not self._forward.has_trained:
+            self._forward.backward_begins()
+        self._label_after = FORWARD if recorder.label == FORWARD else AFTER_BACKWARD
+        # Mark around the call, in the calling thread. When the call returns, its stream waits for
+        # all work of the engine, including communication of DDP and FSDP. A gradient hook would
+        # end too early. A `full_backward_pre_hook` begins too late, and costs 15 us.
         recorder.mark(BACKWARD)
         if self._marks_comm:
-            self._hook_losses(tensors)
+            self._hook_loss_tensors(tensors)
         return True
 
-    def _note_untimed_backward(self) -> None:
-        # A loop in eval mode that follows is an evaluation also before the first timed step.
+    def _begin_untimed(self) -> None:
+        # Remember that the model is trained: a loop in eval mode after this is an evaluation, even
+        # before the first timed step.
         is_here = get_ident() == self._recorder.threads.home and self._batch.is_open
-        is_own = self._model.calls > 0 or not self._is_anothers()
-        if is_here and is_own and self._optimizer.has_any:
-            self._model.note_backward()
+        is_of_model = self._forward.calls > 0 or not self._is_of_other_timer()
+        if is_here and is_of_model and self._optimizer.has_any:
+            self._forward.backward_begins()
 
     def _grad_begins(self) -> bool:
-        """Mark the start of `torch.autograd.grad`; what follows tells what it is."""
-        # A model may need it for its output, and compilers for what they compile.
+        """Mark the start of `torch.autograd.grad`. What follows decides on its phase."""
+        # Ignore a gradient inside a model call, which the model needs for its output, and a
+        # gradient without a model call, such as that of a compiler.
         label = self._recorder.label
-        if not self._model.calls or label == FORWARD:
+        if not self._forward.calls or label == FORWARD:
             return False
-        # An update may need one, too, such as the product of a Hessian and a vector.
+        # An update may take a gradient as well, such as a Hessian-vector product.
         if self._optimizer.depth and label in (AFTER_BACKWARD, OPTIMIZER):
             return False
-        self._returns_to = AFTER_GRAD
+        self._label_after = AFTER_GRAD
         self._recorder.mark(GRAD)
         return True
 
     def on_call_end(self, result: Any = None) -> None:
         if self._handles:
             self._remove_hooks()
-        label, self._returns_to = self._returns_to or AFTER_BACKWARD, None
-        # In a closure it belongs to the update. But after a gradient alone the loss may go on.
-        is_in_update = self._optimizer.depth > 0 and label != AFTER_GRAD
+        label, self._label_after = self._label_after or AFTER_BACKWARD, None
+        # After a backward in a closure, the update continues. After a backward inside a model call
+        # the call continues, and after `torch.autograd.grad` the loss may.
+        is_in_update = self._optimizer.depth > 0 and label == AFTER_BACKWARD
         self._recorder.mark(OPTIMIZER if is_in_update else label)
 
-    def _is_anothers(self) -> bool:
-        # Two timers on two models, such as a GAN's: the one is meant whose model was called.
-        others = [one for one in self._patch.listeners if isinstance(one, BackwardBoundary)]
-        return any(other._model.calls for other in others)
+    def _is_of_other_timer(self) -> bool:
+        """Return whether only the model of another timer was called, as with a timer per model."""
+        listeners = self._patch.listeners
+        others = [other for other in listeners if isinstance(other, BackwardBoundary)]
+        return any(other._forward.calls for other in others)
 
-    def _enter_sync(self, module: DistributedDataParallel, *_: Any) -> None:
-        self._is_sync_called = True
-        # DDP broadcasts the buffers before it calls what it wraps: ranks wait for rank zero.
+    def _enter_ddp(self, module: DistributedDataParallel, *_: Any) -> None:
+        self._was_ddp_called = True
+        # DDP broadcasts buffers before it calls the module: ranks wait for rank 0.
         if syncs_buffers(module):
             begin_wait(self._recorder)
 
-    def _leave_sync(self, module: nn.Module, *_: Any) -> None:
-        # What DDP wraps is called without it by evaluations.
-        if not self._is_sync_called:
-            self._model.on_inner_call(module)
-        self._is_sync_called = False
+    def _enter_inside_ddp(self, module: nn.Module, *_: Any) -> None:
+        # An evaluation calls the module without DDP.
+        if not self._was_ddp_called:
+            self._forward.on_inner_call(module)
+        self._was_ddp_called = False
         end_wait(self._recorder)
 
-    def _hook_losses(self, tensors: Any) -> None:
-        if self._synced and not any(map(syncs_gradients, self._synced)):
-            return  # a micro-batch inside `no_sync`
+    def _hook_loss_tensors(self, tensors: Any) -> None:
+        if self._ddp_modules and not any(map(syncs_gradients, self._ddp_modules)):
+            return  # A micro-batch inside `no_sync`.
         if is_autograd_compiled():
-            return  # It would trace the hook.
-        # Not over a generator, which the backward needs itself.
+            return  # Compiled autograd would trace the hook.
+        # Do not iterate over a generator, because the backward would find it empty.
         for tensor in tensors if isinstance(tensors, list | tuple) else [tensors]:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                self._handles.append(tensor.register_hook(self._queue))
+                self._handles.append(tensor.register_hook(self._queue_mark))
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def _queue(self, _: Tensor) -> None:
-        # Once a backward: the first of several losses is the one.
+    def _queue_mark(self, _: Tensor) -> None:
+        # Queue once per backward, at the first loss.
         if self._handles:
             self._remove_hooks()
             try:
@@ -177,5 +182,5 @@ class BackwardBoundary:
                 self._recorder.warn_once("The waits for other ranks are not timed: %r", error)
 
     def _mark_comm(self) -> None:
-        # Not called where a backward raises: its end is marked in any case.
+        # Not called if the backward raises. `on_call_end` is.
         self._recorder.mark_in_backward(f"{BACKWARD}/{COMM}")

@@ -1,4 +1,4 @@
-"""Where one phase ends and the next begins: all boundaries of a loop together."""
+"""All hooks and patches of one training loop."""
 
 from collections.abc import Callable
 
@@ -8,31 +8,39 @@ from lightning_gputime._compat.torch_ import report_missing_names, script_entry
 from lightning_gputime._instrumentation.backward import BackwardBoundary
 from lightning_gputime._instrumentation.comm import WaitBoundary, is_distributed
 from lightning_gputime._instrumentation.compiled import hides_collectives, inside_compiled
-from lightning_gputime._instrumentation.forward import ForwardBoundary, OnCall, time_inner_loss
+from lightning_gputime._instrumentation.forward import (
+    CompiledStepBoundary,
+    ForwardBoundary,
+    OnCall,
+)
 from lightning_gputime._instrumentation.loop import Loop
 from lightning_gputime._instrumentation.module_hooks import without_hooks
 from lightning_gputime._instrumentation.modules import SubmoduleBoundary
 from lightning_gputime._instrumentation.named import activate, deactivate
 from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
 from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription, do_nothing
+from lightning_gputime._instrumentation.transformers_models import (
+    GenerationBoundary,
+    time_inner_loss,
+)
 from lightning_gputime._record.recorder import Recorder
 
 _HIDDEN = (
-    "Collectives inside compiled code are not told from work: compile the parts between them, or"
+    "Collectives inside compiled code count as computation: compile the parts between them, or"
     " take their time from an uncompiled run."
 )
 
 
 class Boundaries:
-    """Put marks at the boundaries of a loop's steps, also by `phase`, until it is removed.
+    """Marks the boundaries of phases in a training loop, from `attach` until `remove`.
 
-    They are put on by `attach`, also where that is interrupted: `remove` takes off what there is.
+    If `attach` is interrupted, `remove` removes what was attached so far.
 
     Args:
         recorder: Takes the marks.
-        loop: What the loop runs.
-        on_call: Is called with the module of each outermost call of a model.
-        exclude_ns: Is called with the host time of an evaluation in the open step (in nanoseconds).
+        loop: The training loop.
+        on_call: Called with the module of each outermost model call.
+        exclude_ns: Called with the host time of an evaluation in the open step (in nanoseconds).
     """
 
     def __init__(
@@ -45,63 +53,68 @@ class Boundaries:
         self._recorder = recorder
         self._loop, self._on_call, self._exclude_ns = loop, on_call, exclude_ns
         self._attachments = Attachments()
-        # Those that count updates may stay on between timed steps.
-        self._of_updates = Attachments()
+        # Separate, because updates may be counted while all other hooks are suspended.
+        self._update_hooks = Attachments()
         self._submodules: SubmoduleBoundary | None = None
         self.waits: WaitBoundary | None = None
-        """Sees the waits for other ranks, if there are some."""
+        """Marks the waits for other ranks; None in a training on one rank."""
 
     def attach(self) -> None:
-        own, recorder, loop = self._attachments, self._recorder, self._loop
+        attachments, recorder, loop = self._attachments, self._recorder, self._loop
         shared = is_distributed()
         report_missing_names(shared=shared)
         if shared:
-            self.waits = WaitBoundary(recorder, own)
+            self.waits = WaitBoundary(recorder, attachments)
             if hides_collectives(loop.model):
                 recorder.warn_once(_HIDDEN)
-        self.optimizer = OptimizerBoundary(recorder, self._of_updates, loop)
-        self.forward = ForwardBoundary(
-            recorder, own, loop, self.optimizer, self.waits, self._on_call, self._exclude_ns
+        self.optimizer = OptimizerBoundary(recorder, self._update_hooks, loop)
+        boundary = CompiledStepBoundary if loop.compiled_step else ForwardBoundary
+        self.forward = boundary(
+            recorder, loop, self.optimizer, self.waits, self._on_call, self._exclude_ns
         )
-        self.forward.time_generation()
+        self.forward.attach(attachments, loop)
+        GenerationBoundary(recorder, attachments, loop, self.forward)
         if loop.splits_loss:
-            time_inner_loss(recorder, own, loop.model)
-        # In compiled code a hook is not called, or makes torch compile anew at each call.
+            time_inner_loss(recorder, attachments, loop.model)
+        # Compiled code either skips a hook, or recompiles at each call because of it.
         if hidden := inside_compiled(loop.submodules, loop.model):
             recorder.warn_once(
                 "These modules run inside compiled code, and are not timed apart: %s%s",
                 ", ".join(hidden[:10]),
                 f" and {len(hidden) - 10} others" if len(hidden) > 10 else "",
             )
-        if seen := {name: one for name, one in loop.submodules.items() if name not in hidden}:
-            self._submodules = SubmoduleBoundary(recorder, own, seen)
-        self.optimizer.patch_zero_grad(own, loop)
+        submodules = loop.submodules.items()
+        if timed := {name: module for name, module in submodules if name not in hidden}:
+            self._submodules = SubmoduleBoundary(recorder, attachments, timed)
+        self.optimizer.patch_zero_grad(attachments, loop)
         if loop.wrap_backward:
-            BackwardBoundary(recorder, own, loop, self.forward, self.optimizer, shared=shared)
-        # TorchScript compiles the hooks that a module has, and cannot compile ours. By this both
-        # `torch.jit.script` and `torch.jit.trace` make their modules.
+            BackwardBoundary(
+                recorder, attachments, loop, self.forward, self.optimizer, shared=shared
+            )
+        # TorchScript tries to compile the hooks of a module, and fails on ours. Suspend them while
+        # `torch.jit.script` or `torch.jit.trace` creates a module.
         calls = Calls(lambda *_, **__: self.suspend(keep_updates=True), lambda _: self.reattach())
         if entry := script_entry():
-            own.add(Subscription(*entry, calls))
-        own.add(Subscription(torch.nn.Module, "__getstate__", self, without_hooks))
+            attachments.add(Subscription(*entry, calls))
+        attachments.add(Subscription(torch.nn.Module, "__getstate__", self, without_hooks))
         activate(recorder)
 
     @property
     def has_worked(self) -> bool:
-        """Whether a model was called or an optimizer updated in the open step."""
+        """True if the open step contains a model call or an optimizer update."""
         return self.forward.calls > 0 or self.optimizer.updates > 0
 
     @property
     def sees_no_modules(self) -> bool:
-        """Whether there are modules to be seen as parts, and no call of any was seen."""
+        """True if submodules should be timed, and no call of any has reached its hooks."""
         return self._submodules is not None and not self._submodules.labels
 
     def step_ended(self, *, timed: bool = True, is_dropped: bool = False) -> bool:
-        """End a step. Return whether there are optimizers, and none of them ran its update.
+        """End a step. Return True if the loop has optimizers but the step had no update.
 
         Args:
-            timed: Whether the step was timed.
-            is_dropped: Whether it has not ended, and the next one takes its place.
+            timed: True if the step was timed.
+            is_dropped: True if the step is abandoned, and the next one replaces it.
         """
         optimizer = self.optimizer
         if optimizer.depth:
@@ -113,28 +126,28 @@ class Boundaries:
             self.waits.step_ended()
         if timed and self._submodules is not None:
             self._submodules.step_ended()
-        return optimizer.has_any and not has_updated
+        return optimizer.optimizers.has_any and not has_updated
 
     def suspend(self, *, keep_updates: bool = False) -> None:
-        """Take everything off, until `reattach`. Call between two steps. Safe to call twice.
+        """Remove all hooks until `reattach`. Call between two steps. Safe to call twice.
 
-        What was found out about modules, losses and optimizers is remembered. With `keep_updates`
-        updates of optimizers are still counted.
+        The findings about modules, losses and optimizers are kept. With `keep_updates`, optimizer
+        updates are still counted.
         """
-        # `phase` still reaches the recorder: a phase may begin in a timed step and end in another.
+        # The recorder stays active: a named phase may end in a later step.
         self._attachments.suspend()
         if not keep_updates:
-            self._of_updates.suspend()
+            self._update_hooks.suspend()
         if self._submodules is not None:
             self._submodules.step_ended()
 
     def reattach(self) -> None:
         self._attachments.reattach()
-        self._of_updates.reattach()
+        self._update_hooks.reattach()
 
     def remove(self) -> None:
         deactivate(self._recorder)
         self._attachments.remove()
-        self._of_updates.remove()
+        self._update_hooks.remove()
         if self._submodules is not None:
             self._submodules.step_ended()

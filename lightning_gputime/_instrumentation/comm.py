@@ -1,4 +1,4 @@
-"""`comm`: the waits of the timed stream for other ranks, as marks."""
+"""`comm`: marks where the timed stream waits for other ranks."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -26,58 +26,56 @@ from lightning_gputime._record.waits import begin_wait, end_wait, is_here
 class WaitBoundary:
     """`<phase>/comm`: the timed stream waits for other ranks, or runs their collective.
 
-    A collective that is waited for at once runs on the caller's stream: it is the wait itself.
-    Others run on streams of their own: there the wait is where the timed stream is told of them.
-    What is launched or waited for on another stream is none.
+    A synchronous collective runs on the caller's stream, so all of it is a wait. An asynchronous
+    collective runs on another stream. Then the wait begins where the timed stream has to wait for
+    that stream. Collectives and waits on other streams do not delay the timed stream: ignore them.
     """
 
     def __init__(self, recorder: Recorder, attachments: Attachments) -> None:
         self._recorder = recorder
         self._streams: Any = getattr(recorder.clock, "streams", None)
         self._timed: set[int] = set()
-        # The streams beside it that ran collectives.
-        self._beside: set[int] = set()
-        # Whether the wait of a collective is still to come.
+        self._communication_streams: set[int] = set()  # Other streams that launched collectives.
+        # True between the launch of a collective and the wait for it, which follows immediately.
         self._is_launched = False
         self.note_stream()
-        for owner, names, listener in self._places():
+        for owner, names, listener in self._patched_functions():
             for name in names:
                 if name in vars(owner):
                     attachments.add(Subscription(owner, name, listener))
 
-    def _places(self) -> Iterator[tuple[Any, tuple[str, ...], Calls]]:
-        # Not at the top: torch can be built without it.
+    def _patched_functions(self) -> Iterator[tuple[Any, tuple[str, ...], Calls]]:
+        # Import here, because torch may be built without `torch.distributed`.
         from torch.distributed import ProcessGroup, Work
 
         waits = Calls(self._wait_begins, self._wait_ends)
-        # All that is called in Python passes them; a patch of `torch.distributed.all_reduce` itself
-        # would break compiled code, which knows that function, and miss those who imported it by
-        # name.
+        # All collectives that Python calls go through `ProcessGroup`. A patch of
+        # `torch.distributed.all_reduce` would break compiled code, and miss imports by name.
         yield ProcessGroup, launches(ProcessGroup), Calls(self._launch_begins, self._launch_ends)
         yield ProcessGroup, BLOCKING, waits
         for kind in (Work, *Work.__subclasses__()):
             yield kind, WORK_WAITS, waits
         if (tensor := async_tensor()) is not None:
-            used = Calls(self._tensor_wait_begins, self._wait_ends)
-            yield tensor, TENSOR_WAITS, used
+            first_uses = Calls(self._tensor_wait_begins, self._wait_ends)
+            yield tensor, TENSOR_WAITS, first_uses
         if self._streams is not None and self._streams.kind is not None:
-            told = Calls(self._stream_wait_begins, self._wait_ends)
-            yield self._streams.kind, ("wait_event", "wait_stream"), told
+            stream_waits = Calls(self._stream_wait_begins, self._wait_ends)
+            yield self._streams.kind, ("wait_event", "wait_stream"), stream_waits
 
     def step_ended(self) -> None:
         self._timed.clear()
         self.note_stream()
 
-    def note_stream(self) -> None:
-        """Take the current stream for timed. Call where a phase begins."""
+    def note_stream(self, *_: object) -> None:
+        """Add the current stream to the timed streams. Call where a phase begins."""
         if self._streams is not None:
             self._timed.add(self._streams.current())
 
-    # What the patched functions notify of
+    # Listeners of the patched functions
 
     def _launch_begins(self, group: Any, *args: Any, **kwargs: Any) -> bool:
         if is_asynchronous(args, kwargs):
-            self._is_beside()
+            self._is_elsewhere()
             return False
         return self._begin()
 
@@ -85,7 +83,7 @@ class WaitBoundary:
         if result is None:
             end_wait(self._recorder)
         else:
-            # The wait lasts until the collective is waited for.
+            # A synchronous launch waits for its collective next. The wait ends there.
             self._is_launched = True
 
     def _wait_begins(self, *_: Any, **__: Any) -> bool:
@@ -95,31 +93,35 @@ class WaitBoundary:
         end_wait(self._recorder)
 
     def _tensor_wait_begins(self, tensor: Any, *_: Any, **__: Any) -> bool:
-        # The first use of what a collective computes waits.
+        # The first use of the result of an asynchronous collective waits for it.
         return not is_complete(tensor) and self._begin()
 
     def _stream_wait_begins(self, stream: Any, awaited: Any = None, *_: Any, **__: Any) -> bool:
         streams = self._streams
         if stream.stream_id not in self._timed or stream.stream_id != streams.current():
             return False
-        # Of a loop's own streams it may be one for copies; an event does not tell of which it is.
-        is_of_ranks = waits_in_torch() or (
-            isinstance(awaited, streams.kind) and awaited.stream_id in self._beside
+        # In user code the awaited stream may be one for copies. Count it only if it launched
+        # collectives. An event does not show its stream, so an awaited event does not count.
+        is_communication = waits_in_torch() or (
+            isinstance(awaited, streams.kind) and awaited.stream_id in self._communication_streams
         )
-        return is_of_ranks and self._begin()
+        return is_communication and self._begin()
 
     def _begin(self, label: str = WAITS) -> bool:
-        """Mark the start of a wait, if it is one of the timed stream. Return whether it is."""
-        if self._is_beside():
+        """Mark the start of a wait, but only in the timed thread and stream. Return if marked."""
+        if self._is_elsewhere():
             return False
         is_launched, self._is_launched = self._is_launched, False
         if is_launched and self._recorder.open.is_waiting:
             return True
         return begin_wait(self._recorder, label)
 
-    def _is_beside(self) -> bool:
-        """Note a stream that runs a collective beside. Return whether it, or the thread, is."""
-        # Others may write a checkpoint in the background: on a stream that has the same identity.
+    def _is_elsewhere(self) -> bool:
+        """Return whether a collective is called outside the timed thread or its streams.
+
+        Remember the stream.
+        """
+        # A background thread, such as for checkpoints, may use the same stream: check the thread.
         if not is_here(self._recorder):
             return True
         if self._streams is None:
@@ -127,7 +129,7 @@ class WaitBoundary:
         current = self._streams.current()
         if current in self._timed:
             return False
-        self._beside.add(current)
+        self._communication_streams.add(current)
         return True
 
 
@@ -141,16 +143,16 @@ def is_distributed() -> bool:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    # By name: FSDP takes its time to import.
+    # Compare names, because importing FSDP is slow.
     names = {kind.__name__ for kind in type(module).__mro__}
     return not names.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))
 
 
-def is_cut(parameters: Iterable[nn.Parameter], model: nn.Module) -> bool:
-    """Return whether any parameter is cut over ranks that work on the same batch."""
-    # FSDP cuts one dimension of the ranks itself, and these have batches of their own.
+def is_tensor_parallel(parameters: Iterable[nn.Parameter], model: nn.Module) -> bool:
+    """Return whether any parameter is sharded over ranks that work on the same batch."""
+    # FSDP also shards, over ranks with different batches: that is one dimension of the mesh.
     dimensions = int(any(map(is_sharded, nn.Module.modules(model))))
     return any(
-        sum(one.is_shard() for one in getattr(parameter, "placements", ())) > dimensions
+        sum(place.is_shard() for place in getattr(parameter, "placements", ())) > dimensions
         for parameter in parameters
     )

@@ -1,11 +1,11 @@
-"""Boundaries around code that `torch.compile` took whole: nothing is hooked inside."""
+"""Boundaries around compiled code. Hooks inside it would not run."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import nn
 
 from lightning_gputime._compat.torch_ import COMPILED_CALL, compiled_call, compiled_module
-from lightning_gputime._instrumentation.comm import is_cut
+from lightning_gputime._instrumentation.comm import is_tensor_parallel
 from lightning_gputime._instrumentation.module_hooks import hook_after, hook_before
 from lightning_gputime._instrumentation.patching import Calls, Registration, Subscription
 
@@ -17,11 +17,16 @@ def around_calls(
     *,
     inside: bool = False,
 ) -> Sequence[Subscription | Registration]:
-    """Call functions before and after each call of a module; `inside` its other hooks.
+    """Return attachments that call `enter` before and `leave` after each call of a module.
 
-    On a module that was compiled in place a hook would be traced. A patch of what it calls stays
-    outside: one graph, `fullgraph`, too, and it is called each time.
+    Args:
+        module: The module.
+        enter: Called with the module and its arguments.
+        leave: Called with the module, its arguments and its output.
+        inside: True to run between the other hooks of the module and its `forward`.
     """
+    # `module.compile()` would trace a hook into the graph. Patch the compiled call instead: the
+    # patch stays outside the graph, works with `fullgraph=True`, and runs at each call.
     if compiled_call(module) is None:
         before = hook_before(module, enter, first=not inside, with_kwargs=inside)
         return before, hook_after(module, leave, first=inside)
@@ -39,22 +44,23 @@ def inside_compiled(parts: Mapping[str, nn.Module], model: nn.Module) -> list[st
 
 
 def hides_collectives(model: nn.Module) -> bool:
-    """Return whether compiled code of a model certainly runs collectives: nothing shows them.
+    """Return whether compiled code of a model runs collectives, which cannot be timed there.
 
-    Those of a SyncBatchNorm, and of tensor parallelism; FSDP's are outside.
+    This finds SyncBatchNorm and tensor parallelism. FSDP runs its collectives outside.
     """
     inside = [module for _, module in _in_compiled(model)]
     if any(isinstance(module, nn.SyncBatchNorm) for module in inside):
         return True
-    return is_cut(
-        (one for module in inside for one in nn.Module.parameters(module, recurse=False)), model
+    parameters = (
+        parameter for module in inside for parameter in nn.Module.parameters(module, recurse=False)
     )
+    return is_tensor_parallel(parameters, model)
 
 
 def _in_compiled(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield the modules that are compiled, and those inside, with the one that was compiled."""
+    """Yield each compiled module with itself, and with every module inside it."""
     for module in (model, *nn.Module.modules(model)):
         if compiled_call(module) is not None:
-            yield from ((module, one) for one in nn.Module.modules(module))
+            yield from ((module, inner) for inner in nn.Module.modules(module))
         elif (original := compiled_module(module)) is not None:
-            yield from ((module, one) for one in nn.Module.modules(original))
+            yield from ((module, inner) for inner in nn.Module.modules(original))

@@ -1,14 +1,14 @@
-"""Loaders as a trainer or a user gives them: one, or several in a list or dict."""
+"""Access to data loaders, which may be given alone, in a list or in a dict."""
 
 from typing import Any
 
 from torch.utils.data import Subset
 
-_MAX_LOADERS = 10  # A longer list contains the batches themselves.
+_MAX_LOADERS = 10  # A longer list is a list of batches, not of loaders.
 
 
 def attribute(owner: object, name: str) -> Any:
-    """Return an attribute of an object of the user; None if it has none, or raises."""
+    """Return an attribute of a user's object; None if it is missing or raises."""
     try:
         return getattr(owner, name, None)
     except Exception:
@@ -16,7 +16,7 @@ def attribute(owner: object, name: str) -> Any:
 
 
 def loaders_in(loader: object) -> list[object]:
-    """Return the loaders in a list or dict; else the loader itself."""
+    """Return the loaders in a list or dict, or the loader itself in a list."""
     inside = [*loader.values()] if isinstance(loader, dict) else loader
     if isinstance(inside, list | tuple) and 0 < len(inside) <= _MAX_LOADERS:
         return [*inside]
@@ -24,7 +24,7 @@ def loaders_in(loader: object) -> list[object]:
 
 
 def dataset_of(loader: object) -> object:
-    """Return the dataset of a loader, also if the loader reads a subset of it."""
+    """Return the dataset of a loader, without `Subset` wrappers."""
     dataset = attribute(loader, "dataset")
     while isinstance(dataset, Subset):
         dataset = dataset.dataset

@@ -1,4 +1,4 @@
-"""What a timer is told of the loop that it times."""
+"""Description of a training loop, which a front end passes to its timer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,14 +11,17 @@ from lightning_gputime._compat.names import Expected
 
 @dataclass(slots=True)
 class Batch:
-    """Whether the loop is at work on a batch. A loop that does not say so always is.
+    """State of the current batch, updated by the front end.
 
-    Outside of it calls of the model are somebody else's, such as a callback's that samples images.
+    Attributes:
+        is_open: True while the loop works on a batch. Model calls outside of it belong to other
+            code, such as a callback that samples images. Always True if the loop does not tell.
+        is_fetched: True while the loader fetches the next batch. A model call without grad is then
+            part of the fetch.
     """
 
     is_open: bool = True
     is_fetched: bool = False
-    """Whether the next one is fetched now: a call of the model without grad is a part of that."""
 
     def open(self) -> None:
         self.is_open = True
@@ -29,41 +32,56 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What a loop runs, as far as it can be seen from outside.
+    """Models, optimizers and properties of a training loop.
 
-    The calls of `model` are `forward`, and those of the modules inside where it is not called
-    itself. The updates of `optimizers` end `optimizer`.
+    Attributes:
+        model: Its calls are `forward`. If only modules inside it are called, their calls are.
+        optimizers: The end of their updates ends the phase `optimizer`.
+        optimizer_wrappers: Objects on which the loop calls `zero_grad`, if not `optimizers`.
+        wrapper: Module that a trainer calls instead of `model` to run the training step, as DDP.
+        compiled_step: True if the model's `training_step` is compiled.
+        trains_in_closure: True if the trainer runs the training step in the closure of the update.
+        pause_evaluation: True if model calls in eval mode without grad may be an evaluation; None
+            if they may be from the first backward on; False if never (a trainer runs its own).
+        submodules: Modules to time as sub-phases, by name.
+        wrap_backward: True to patch the function that runs the autograd engine.
+        splits_loss: True to time the loss that a transformers model computes inside `forward`.
+        batch: State of the current batch.
+        needs_updates: True if only optimizer updates show where steps end.
+        expects: Labels that the self-check looks for in the first steps.
+        counts_steps: True if the trainer numbers the steps, by updates.
+        accumulate_grad_batches: Micro-batches per step, used if `counts_steps` is set.
+        every_step_log: Option that makes the trainer log each step; empty if it does not.
     """
 
     model: nn.Module
     optimizers: Sequence[Any] = ()
-    # What the loop calls `zero_grad` on, where that is not the optimizers.
     optimizer_wrappers: Sequence[Any] = ()
-    # What the trainer calls in place of `model` to run the training step (DDP), if so.
     wrapper: nn.Module | None = None
-    compiled_step: bool = False  # The model's `training_step` is compiled as a whole.
-    # Calls in eval mode without grad are no `forward`; with None where a backward was seen.
+    compiled_step: bool = False
+    trains_in_closure: bool = False
     pause_evaluation: bool | None = False
-    submodules: Mapping[str, nn.Module] = field(default_factory=dict)  # By name.
-    wrap_backward: bool = True  # Stand in for what runs the autograd engine.
-    splits_loss: bool = False  # Time the loss that a model of transformers computes inside.
-    batch: Batch = field(default_factory=Batch)  # The loop keeps it up to date.
-    needs_updates: bool = False  # Only updates of optimizers tell where steps end.
-    expects: Sequence[Expected] = ()  # Checked in the first steps.
-    counts_steps: bool = False  # Step numbers are the trainer's, which counts updates.
-    accumulate_grad_batches: int = 1  # Where `counts_steps` is set.
-    every_step_log: str = ""  # Option by which the trainer logs each step; empty if it does not.
+    submodules: Mapping[str, nn.Module] = field(default_factory=dict)
+    wrap_backward: bool = True
+    splits_loss: bool = False
+    batch: Batch = field(default_factory=Batch)
+    needs_updates: bool = False
+    expects: Sequence[Expected] = ()
+    counts_steps: bool = False
+    accumulate_grad_batches: int = 1
+    every_step_log: str = ""
 
     @property
     def called(self) -> nn.Module:
-        """What the trainer calls to run a training step."""
+        """The module that the trainer calls to run a training step."""
         return self.model if self.wrapper is None else self.wrapper
 
 
 def is_training(model: nn.Module) -> bool:
-    """Return whether a model is in training mode; of a container or wrapper, any model inside."""
-    # Methods of the base class, as everywhere: a model may have other things under their names.
-    # A wrapper has one child, as DDP's, whose mode may be set past it.
+    """Return whether a model, or any model in a container or wrapper, is in training mode."""
+    # Call `nn.Module.children` of the base class: a user's model may redefine the name.
+    # A module with a single child may be a wrapper such as DDP. `eval()` may have been called on
+    # the child alone, so look at the child.
     inside = [*nn.Module.children(model)]
     if isinstance(model, nn.ModuleList | nn.ModuleDict) or len(inside) == 1:
         return any(map(is_training, inside))
@@ -71,6 +89,6 @@ def is_training(model: nn.Module) -> bool:
 
 
 def is_engine(model: nn.Module) -> bool:
-    """Return whether a model is DeepSpeed's engine, which knows its optimizer and its steps."""
-    # Of the class: the `__getattr__` of a model may have an answer to any name.
+    """Return whether a model is a DeepSpeed engine, which contains its optimizer."""
+    # Look at the class: `__getattr__` of a model may return something for any name.
     return hasattr(type(model), "is_gradient_accumulation_boundary")

@@ -1,4 +1,7 @@
-"""Hooks of modules. Compiled code may call them: this file is traced, see `apply_compile_skips`."""
+"""Hooks on the calls of modules.
+
+Compiled code may call them, so dynamo traces this file, see `apply_compile_skips`.
+"""
 
 import contextlib
 from collections import OrderedDict
@@ -14,7 +17,7 @@ from lightning_gputime._messages import messages
 
 
 class _ModuleHook:
-    """A hook of a module: no error in it reaches the call of the module."""
+    """A hook on a module. An error inside it is reported, and does not reach the training."""
 
     __slots__ = ("_call",)
 
@@ -33,20 +36,21 @@ class _ModuleHook:
 
     @property
     def __name__(self) -> str:
-        # `torch.jit.trace` reads it, and wants different names.
+        # `torch.jit.trace` requires hooks to have unique names.
         return f"lightning_gputime_{id(self)}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Beside hooks of others it travels into files and copies of a model: there it is a function
-        # that does nothing, and that any Python has.
+        # If a module also has hooks of other code, `without_hooks` cannot remove ours from files
+        # and copies of the model. Pickle a builtin function that does nothing instead: it loads
+        # without this package.
         return getattr, (contextlib.nullcontext, "__exit__")
 
 
 def without_hooks(getstate: Callable[[Any], Any], _: list[Any]) -> Callable[[Any], Any]:
-    """Wrap `nn.Module.__getstate__`: files and copies of a model have none of our hooks.
+    """Wrap `nn.Module.__getstate__` to leave our hooks out of files and copies of a model.
 
-    Of a file `torch.load` accepts no function but those that were declared safe. A dictionary with
-    hooks of others stays as it is: their handles refer to it.
+    `torch.load` with `weights_only` rejects functions that were not declared safe. A dictionary
+    that also contains hooks of other code stays as it is, because their handles refer to it.
     """
 
     def state_without_hooks(self: nn.Module) -> Any:
@@ -63,9 +67,9 @@ def without_hooks(getstate: Callable[[Any], Any], _: list[Any]) -> Callable[[Any
 def hook_before(
     module: nn.Module, call: Callable[..., None], *, first: bool = True, with_kwargs: bool = False
 ) -> Registration:
-    """Call `call(module, args)`, or with its kwargs, too, before each call of a module."""
-    # The method of the base class: a scripted module refuses its own, and yet calls the hook.
-    # `prepend`: FSDP2 puts its own hook first, too, and what it waits for is part of the call.
+    """Call `call(module, args)`, or `call(module, args, kwargs)`, before each module call."""
+    # Use the method of the base class: a scripted module's own raises, although its hooks run.
+    # `prepend` runs ours before the hook of FSDP2, whose waits are part of the call.
     register = nn.Module.register_forward_pre_hook
     return Registration(register, module, _ModuleHook(call), prepend=first, with_kwargs=with_kwargs)
 
@@ -75,7 +79,7 @@ def hook_after(
 ) -> Registration:
     """Call `call(module, args, output)` after each call of a module that does not raise.
 
-    A hook that is called after an error, too (`always_call`), would be compiled anew at each
-    attach: torch guards its identity, and the ninth hits its limit.
+    `always_call=True` would also report calls that raise. But dynamo guards the identity of such
+    a hook, so each attach would recompile the model, up to the recompile limit.
     """
     return Registration(nn.Module.register_forward_hook, module, _ModuleHook(call), prepend=first)

@@ -1,4 +1,4 @@
-"""Parts of the model: which modules the option `modules` means, and their sub-phases."""
+"""Submodules of the model: the option `modules`, and a sub-phase for each selected module."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,25 +25,26 @@ from lightning_gputime._record.recorder import Recorder
 Modules = int | str | Sequence[str]
 
 ALL = "all"
-"""The option `modules` for all modules inside the model."""
+"""Value of the option `modules` that selects all modules inside the model."""
 
 MAX_MODULES = 100
-"""How many modules a depth or patterns may mean: each has four boundaries and two logged means."""
+"""Limit of the modules that a depth or patterns select. Each adds four marks and two keys."""
 
 
 def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that the option means, by name, in the order of the model."""
+    """Return the modules that the option selects, by name, in the order of the model."""
     inner = unwrapped(model)
-    # A module that the model holds twice has two names.
-    called, named = _called(inner), dict(nn.Module.named_modules(inner, remove_duplicate=False))
+    # Keep duplicates: a module that is registered twice may be given by either name.
+    named = dict(nn.Module.named_modules(inner, remove_duplicate=False))
+    callables = _callables(inner)
     asked = [modules] if isinstance(modules, int | str) else modules
-    # Of a module that is asked for twice, the name counts that was given in full.
-    chosen = {id(called[name]): name for name in _of_patterns(asked, called)}
+    # A module may be selected by a pattern and by its full name. Then use the full name.
+    chosen = {id(callables[name]): name for name in _select(asked, callables)}
     if len(chosen) > MAX_MODULES:
         raise ValueError(
-            f"modules={modules!r} means {len(chosen)} modules of this model, and may mean"
-            f" {MAX_MODULES}, because each takes the host some tens of microseconds a call: give a"
-            " smaller depth, a pattern such as 'layers.*', or names in full, which have no limit"
+            f"modules={modules!r} selects {len(chosen)} modules of this model, and may select"
+            f" {MAX_MODULES}, because each costs the host some tens of microseconds per call: give"
+            " a smaller depth, a pattern such as 'layers.*', or names in full, which have no limit"
         )
     for name in filter(_is_name, asked):
         if not name or name not in named:
@@ -51,16 +52,20 @@ def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
             raise ValueError(f"modules: the model has no module {name!r}; it has {known}")
         if not _is_callable(named[name]):
             raise ValueError(
-                f"modules: {name!r} only holds modules, and is never called: give '{name}.*'"
+                f"modules: {name!r} only contains modules, and is never called: give '{name}.*'"
             )
         chosen[id(named[name])] = name
-    return {_usable(chosen[id(one)]): one for one in nn.Module.modules(inner) if id(one) in chosen}
+    return {
+        _phase_name(chosen[id(module)]): module
+        for module in nn.Module.modules(inner)
+        if id(module) in chosen
+    }
 
 
-def _called(model: nn.Module) -> dict[str, nn.Module]:
+def _callables(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules inside a model that can be called, by their names without wrappers."""
-    called: dict[str, nn.Module] = {}
-    plain_names = {"": ""}  # By full name, the outer modules first.
+    callables: dict[str, nn.Module] = {}
+    plain_names = {"": ""}  # By full name. Outer modules come first.
     wrappers = set[str]()
     for name, module in model.named_modules():
         outer, _, last = name.rpartition(".")
@@ -69,38 +74,41 @@ def _called(model: nn.Module) -> dict[str, nn.Module]:
         if is_wrapper(module):
             wrappers.add(name)
         if plain and _is_callable(module) and not is_metric(module):
-            called.setdefault(plain, module)
-    return called
+            callables.setdefault(plain, module)
+    return callables
 
 
 def _is_callable(module: nn.Module) -> bool:
-    # Not so a ModuleList or ModuleDict. A scripted module cannot be asked the usual way.
+    # A ModuleList or ModuleDict cannot be called. `getattr_static`, because a scripted module
+    # raises when its attributes are read.
     forward = getattr_static(type(module), "forward", None)
     return forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def _of_patterns(asked: Iterable[int | str], called: Mapping[str, nn.Module]) -> list[str]:
+def _select(asked: Iterable[int | str], callables: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of the modules that depths and patterns select."""
     found: list[str] = []
-    for one in asked:
-        if isinstance(one, int):
-            # Of a model without modules inside it means none, as "all" does: no typing error.
-            found += [name for name in called if _depth(name, called) <= one]
-        elif one == ALL:
-            found += called
-        elif not _is_name(one):
-            names = [name for name in called if _matches(name.split("."), one.split("."))]
+    for item in asked:
+        if isinstance(item, int):
+            # No error if the model has no modules inside: unlike a pattern, this is no typo.
+            found += [name for name in callables if _depth(name, callables) <= item]
+        elif item == ALL:
+            found += callables
+        elif not _is_name(item):
+            names = [name for name in callables if _matches(name.split("."), item.split("."))]
             if not names:
-                some = ", ".join([*called][:20]) or "none inside"
+                examples = ", ".join([*callables][:20]) or "none inside"
                 raise ValueError(
-                    f"modules: no module of the model matches {one!r} ('*' stands for one part of a"
-                    f" name, '**' for any number of them); it has {some}"
+                    f"modules: no module of the model matches {item!r} ('*' is any one part of a"
+                    f" name, '**' is any number of parts); it has {examples}"
                 )
             found += names
     return found
 
 
-def _is_name(one: int | str) -> TypeGuard[str]:
-    return isinstance(one, str) and one != ALL and not set(one) & set("*?[")
+def _is_name(item: int | str) -> TypeGuard[str]:
+    """Return whether an item of the option is a full name, not a depth or a pattern."""
+    return isinstance(item, str) and item != ALL and not set(item) & set("*?[")
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
@@ -111,23 +119,24 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
-def _depth(name: str, called: Mapping[str, nn.Module]) -> int:
-    # A ModuleList is no depth of its own: nobody calls it.
-    return sum(outer in called for outer in accumulate(name.split("."), "{}.{}".format))
+def _depth(name: str, callables: Mapping[str, nn.Module]) -> int:
+    # A ModuleList is never called, so it does not count as a level.
+    return sum(outer in callables for outer in accumulate(name.split("."), "{}.{}".format))
 
 
-def _usable(name: str) -> str:
-    # What a ModuleDict was given as a key may be no name of a phase; `comm` is a wait.
-    usable = re.sub(f"[{UNUSABLE}]", "_", name)
-    return f"{usable}_" if usable == COMM else usable
+def _phase_name(name: str) -> str:
+    """Return the name of a module's sub-phase, which may not have all characters."""
+    # A key of a ModuleDict is any string. `comm` is the sub-phase of waits.
+    allowed = re.sub(f"[{UNUSABLE}]", "_", name)
+    return f"{allowed}_" if allowed == COMM else allowed
 
 
 class SubmoduleBoundary:
     """`forward/<name>` and `backward/<name>` of modules.
 
-    Backward is marked by hooks on a module's outputs and inputs: it begins when the gradient of an
-    output is there, and ends when that of an input is. Where no input needs one, it ends with the
-    whole backward, or where that of another part begins.
+    Hooks on a module's output and input tensors mark its backward. It begins when the gradient of
+    an output is ready, and ends when the gradient of an input is. If no input requires a gradient,
+    it ends where the backward of another module begins, or with the backward of the model.
     """
 
     def __init__(
@@ -135,23 +144,27 @@ class SubmoduleBoundary:
     ) -> None:
         self._recorder = recorder
         self._names = {id(module): name for name, module in parts.items()}
-        # Made once, as a step has hundreds; none where no module was called inside `forward`.
         self.labels: dict[tuple[str, int], tuple[str, str]] = {}
-        # For each call that is not over: the label before it, and its inputs.
-        self._open: list[tuple[str, dict[int, Any]] | None] = []
+        """Labels of forward and backward, by the outer label and the id of the module.
+
+        Cached, because a step needs hundreds. Empty until a module is called inside `forward`.
+        """
+        # For each running call: the outer label, and the `grad_fn` of each input by its id. None
+        # for a call that is not timed.
+        self._running: list[tuple[str, dict[int, Any]] | None] = []
         for module in parts.values():
-            # Where the part is the model itself, `forward` begins before it, and ends after it.
-            for one in around_calls(module, self._enter, self._exit, inside=True):
-                attachments.add(one)
-        # Of this step: hooks on tensors, and by their ids the tensors whose gradient begins a part,
-        # with its label. An id may be used again.
+            # `inside`: if the module is the model itself, `forward` must begin first and end last.
+            for attachment in around_calls(module, self._enter, self._exit, inside=True):
+                attachments.add(attachment)
+        # Hooks on tensors in this step, and outputs by their ids, with the label that begins at
+        # their gradients. The weak reference shows whether an id was used again.
         self._tensor_handles: list[Any] = []
         self._outputs: dict[int, tuple[ref[Tensor], str]] = {}
 
     def step_ended(self) -> None:
-        self._open.clear()
+        self._running.clear()
         self._outputs.clear()
-        # An input that needs a gradient may be used again in the next step: no hook may stay on it.
+        # The next step may use the same input again, so remove the hooks.
         for handle in self._tensor_handles:
             handle.remove()
         self._tensor_handles.clear()
@@ -161,42 +174,43 @@ class SubmoduleBoundary:
             return
         outer = self._recorder.label or ""
         if outer != FORWARD and not outer.startswith(f"{FORWARD}/"):
-            self._open.append(None)  # Inside a phase that was named by hand.
+            self._running.append(None)  # Inside a phase that the user named.
             return
         inputs = list(_tensors_with_grad((args, kwargs)))
-        self._open.append((outer, {id(tensor): tensor.grad_fn for tensor in inputs}))
-        label, own = self._labels_of(outer, module)
+        self._running.append((outer, {id(tensor): tensor.grad_fn for tensor in inputs}))
+        label, backward_label = self._labels_of(outer, module)
         self._recorder.mark(label)
         for tensor in inputs:
-            # Where the input is the output of a part, that part's begin is this one's end; unless
-            # it is this one's parent, as where a layer is called twice in a row.
-            begins = self._part_begun_by(tensor)
-            if begins is None or own.startswith(f"{begins}/"):
-                self._at_gradient(tensor, lambda: self._end(own, _backward(outer)))
+            # If the input is the output of another module, the backward of that module begins here,
+            # which ends the current backward. Except if that module is a parent of this one, whose
+            # call has ended: then a layer is called twice in a row.
+            begins = self._backward_begun_by(tensor)
+            if begins is None or backward_label.startswith(f"{begins}/"):
+                self._at_gradient(tensor, lambda: self._end(backward_label, _backward(outer)))
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
         if get_ident() != self._recorder.threads.timed or current_graph_task_id() != -1:
             return
-        if not self._open:
+        if not self._running:
             return
-        opened = self._open.pop()
-        if opened is None:
+        call = self._running.pop()
+        if call is None:
             return
-        outer, inputs = opened
+        outer, inputs = call
         _, label = self._labels_of(outer, module)
         for tensor in _tensors_with_grad(output):
-            # An input that is returned as it is has no work behind it; and what a part inside this
-            # one returned begins that, and so this one.
-            is_own = inputs.get(id(tensor), self) is not tensor.grad_fn
-            if is_own and self._part_begun_by(tensor) is None:
+            # Skip an input that is returned unchanged: this module did not compute it. Skip the
+            # output of an inner module, whose backward label includes this label.
+            is_computed = inputs.get(id(tensor), self) is not tensor.grad_fn
+            if is_computed and self._backward_begun_by(tensor) is None:
                 self._at_gradient(tensor, lambda: self._begin(label))
                 self._outputs[id(tensor)] = ref(tensor), label
         self._recorder.mark(outer)
 
-    def _part_begun_by(self, tensor: Tensor) -> str | None:
-        """Return the label of the part whose output a tensor is, or None."""
-        known, label = self._outputs.get(id(tensor), (None, None))
-        return label if known is not None and known() is tensor else None
+    def _backward_begun_by(self, tensor: Tensor) -> str | None:
+        """Return the backward label of the module whose output a tensor is, or None."""
+        output, label = self._outputs.get(id(tensor), (None, None))
+        return label if output is not None and output() is tensor else None
 
     def _labels_of(self, outer: str, module: nn.Module) -> tuple[str, str]:
         found = self.labels.get((outer, id(module)))
@@ -206,17 +220,17 @@ class SubmoduleBoundary:
         return found
 
     def _at_gradient(self, tensor: Tensor, call: Callable[[], None]) -> None:
-        # On a GPU the engine's thread calls it, on the stream of the forward; on a CPU the
-        # caller's.
+        # On a GPU the autograd thread runs the hook, on the stream of the forward. On a CPU the
+        # calling thread does.
         self._tensor_handles.append(tensor.register_hook(lambda _: call()))
 
     def _begin(self, label: str) -> None:
-        # A part inside this one that ends with it has begun already.
+        # An inner module may have begun at the same gradient. Its label includes this label.
         if not self._is_inside(label):
             self._recorder.mark_in_backward(label)
 
     def _end(self, label: str, outer: str) -> None:
-        # A part inside this one may begin with the same input, and so end with it.
+        # An inner module may have the same input, and so end here, too.
         if self._recorder.label == label or self._is_inside(label):
             self._recorder.mark_in_backward(outer)
 
@@ -233,8 +247,8 @@ def _tensors_with_grad(value: Any) -> Iterator[Tensor]:
         if value.requires_grad and torch.is_grad_enabled():
             yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors_with_grad(one)
+        for item in value.values():
+            yield from _tensors_with_grad(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors_with_grad(one)
+        for item in value:
+            yield from _tensors_with_grad(item)

@@ -1,4 +1,4 @@
-"""Phases named by hand, in code that does not know whether it is timed."""
+"""`phase(name)`: phases that users name in their code. It does nothing while no timer runs."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
@@ -11,12 +11,12 @@ from lightning_gputime._messages import messages
 from lightning_gputime._phases import EXCLUDED, check_name
 from lightning_gputime._record.recorder import Recorder
 
-# The recorders that are attached now. Module state, because `phase` must find them from anywhere.
+# Recorders of all attached timers. Module state, so that `phase` finds them from anywhere.
 _active: list[Recorder] = []
 
 
 def abandon_all() -> list[Any]:
-    """End all recording in a process that was forked off; return what holds the events."""
+    """End all recording in a forked process. Return the objects that contain its events."""
     held = [recorder.abandon() for recorder in _active]
     _active.clear()
     return held
@@ -26,12 +26,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class NamedPhase(ContextDecorator):
-    """The context manager, or decorator, of a phase; of a pause where it is called `EXCLUDED`."""
+    """Context manager and decorator of a phase. The name `EXCLUDED` pauses the timer."""
 
     __slots__ = ("_name", "_recorders")
 
     def __init__(self, name: str, recorders: Sequence[Any]) -> None:
-        # Compiled code may carry a phase: neither the check nor a recorder may break its graph.
+        # A phase inside compiled code must not cause a graph break, so skip all work there.
         if name != EXCLUDED and not torch.compiler.is_compiling():
             check_name(name)
         self._name = name
@@ -40,15 +40,15 @@ class NamedPhase(ContextDecorator):
     def __call__(self, func: F) -> F:
         if isgeneratorfunction(func) or iscoroutinefunction(func) or isasyncgenfunction(func):
             messages.warning(
-                "A call of %s only makes what runs later, and that is not timed as %r: write"
-                " `with phase(%r)` inside of it, in place of @phase.",
+                "A call of %s only creates a generator or coroutine. Its code runs later and is not"
+                " timed as %r: write `with phase(%r)` inside it instead of @phase.",
                 func.__qualname__,
                 self._name,
                 self._name,
             )
         return super().__call__(func)
 
-    # As a listener of a patched function, see `Calls`.
+    # Methods of `Calls`, so that a phase can listen to a patched function.
 
     def on_call_start(self, *_: Any, **__: Any) -> None:
         self.__enter__()
@@ -68,14 +68,14 @@ class NamedPhase(ContextDecorator):
 
 
 def phase(name: str) -> NamedPhase:
-    """Return a context manager, or decorator: its code's time is `name`, then the phase before.
+    """Return a context manager and decorator that attributes the time of its code to `name`.
 
-    It acts on each timer that is timing the current step in this thread. Without one, or while the
-    code is being compiled, it does nothing: so the code of a model can carry it for ever.
+    At its end the previous phase continues. It acts on each timer that is timing the current step
+    in this thread. Without a timer, or while the code is being compiled, it does nothing, so it
+    can stay in a model's code.
 
-    Inside it the automatic boundaries do not count: what the name says, wins. The timer's own names
-    can be given too: `with phase("loss")` in a model that computes its loss inside `forward` splits
-    the two.
+    It overrides the automatic phases inside it. Standard names work too: `with phase("loss")` in a
+    model that computes its loss inside `forward` separates the two.
 
     Args:
         name: A name such as "augment". "forward/body" is a sub-phase: its time is also part of
@@ -91,7 +91,7 @@ def phase(name: str) -> NamedPhase:
         >>> @phase("loss")
         ... def loss_of(outputs, targets): ...
     """
-    # The list itself: a phase that was made before its timer was attached acts on that, too.
+    # Pass the list itself, so that a phase also acts on timers that are attached later.
     return NamedPhase(name, _active)
 
 

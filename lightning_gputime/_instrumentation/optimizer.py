@@ -1,9 +1,10 @@
-"""The updates of optimizers, as marks."""
+"""`optimizer`: marks at the updates of optimizers."""
 
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -37,80 +38,127 @@ from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.state import IDLE, OPEN
 
 
-class OptimizerBoundary:
-    """The end of `optimizer`, and its start where no backward precedes.
+class LoopOptimizers:
+    """The optimizers of a loop: those that were given, and others that update its model."""
 
-    The hooks that torch has for all optimizers together see also those that are made or replaced
-    later, and those inside wrappers that have no hooks. An optimizer is the loop's if it was given,
-    or if a parameter of the model is one of its own.
+    def __init__(self, loop: Loop) -> None:
+        self._model, self._batch = loop.model, loop.batch
+        # By id. The references prevent that an id is used again.
+        self.given = {id(optimizer): optimizer for optimizer in _updating(loop.optimizers)}
+        self.has_any = bool(self.given)
+        """True once the loop has an optimizer whose updates call our hooks."""
+        self._parameters: set[int] = set()  # Ids of the model's parameters.
+        # For each other optimizer by its id, whether it updates the model. The weak reference shows
+        # whether an id was used again.
+        self._others: dict[int, tuple[weakref.ref[Any], bool]] = {}
+
+    def includes(self, optimizer: Any) -> bool:
+        """Return whether an optimizer belongs to the loop."""
+        return id(optimizer) in self.given or self.includes_other(optimizer)
+
+    def includes_other(self, optimizer: Any) -> bool:
+        """Return whether an optimizer that was not given belongs to the loop."""
+        # Outside of a batch, a callback may train a part of the model with a different optimizer.
+        if not self._batch.is_open:
+            return False
+        found = self._others.get(id(optimizer))
+        if found is None or found[0]() is not optimizer:
+            found = weakref.ref(optimizer), self._updates_model(optimizer)
+            self._others[id(optimizer)] = found
+            self.has_any |= found[1]
+        return found[1]
+
+    def _updates_model(self, optimizer: Any) -> bool:
+        updated = {id(parameter) for parameter in parameters_of(optimizer)}
+        if not updated & self._parameters:
+            # The model may have different parameters now.
+            self._parameters = {id(parameter) for parameter in nn.Module.parameters(self._model)}
+        return not updated.isdisjoint(self._parameters)
+
+
+class OptimizerBoundary:
+    """The end of the phase `optimizer`, and its start if no backward precedes.
+
+    torch's global optimizer hooks also see optimizers that are created later, and those inside
+    wrappers without hooks.
     """
 
     def __init__(self, recorder: Recorder, attachments: Attachments, loop: Loop) -> None:
         self._recorder = recorder
-        self._model = loop.model
-        self._parameters: set[int] = set()
-        # Whether another optimizer, by its id, is the loop's. An id may be used again.
-        self._judged: dict[int, tuple[weakref.ref[Any], bool]] = {}
+        self.optimizers = LoopOptimizers(loop)
+        self._given = self.optimizers.given
         self.depth = 0
-        """How many calls of `step` are running; one that calls `super().step()` is two."""
+        """Number of running calls of `step`. A `step` that calls `super().step()` counts as 2."""
         self.updates = 0
-        """How many updates there were in this step; like `depth` it is reset where that ends."""
+        """Number of updates in this step."""
         self.was_tried = False
-        """Whether a trainer has begun an update in this step, which it may have skipped."""
+        """True if a trainer or GradScaler tried an update in this step, and perhaps skipped it."""
         self.ended_early = False
-        """Whether the newest update was over where a step ended by it, as by its own hook."""
-        self._batch = loop.batch
-        # Whether the loop is one's own: then what precedes a closure is no code of a trainer.
-        self._is_own = loop.pause_evaluation is not False
-        # What the time went to before an update inside a backward, or inside a model call.
+        """True if a step ended inside the newest update, as by a hook of the optimizer."""
+        self._trains_in_closure = loop.trains_in_closure
+        # The label before an update inside a backward or a model call, which continues after it,
+        # and the depth of that update: a trainer's update may run around the model call.
         self._interrupted: str | None = None
-        given = [*_updating(loop.optimizers)]
-        self.has_any = bool(given)
-        """Whether there are optimizers whose updates are seen."""
-        # By their ids; kept, so that no id is used again.
-        self._given = {id(one): one for one in given}
-        is_compiled = any(map(is_step_compiled, given))
-        alone = [one for one in given if is_step_compiled(one) or not has_step_hooks(one)]
-        for one in alone:
-            attachments.add(Subscription(one, "step", Calls(self._begin, self._end)))
-        # What an update does around the one inside, such as gather or average weights, is its, too.
+        self._interrupted_depth = 1
+        given = [*self._given.values()]
+        is_compiled = any(map(is_step_compiled, given))  # Not visible after `step` is patched.
+        patched = [item for item in given if is_step_compiled(item) or not has_step_hooks(item)]
+        for optimizer in patched:
+            attachments.add(Subscription(optimizer, "step", Calls(self._begin, self._end)))
+        # A wrapper may gather or average weights around the inner update: that is `optimizer`, too.
         self._is_wrapped = False
         calls = Calls(self._enter_wrapper, self._leave_wrapper)
-        for one in loop.optimizers:
-            if not isinstance(one, Optimizer) or hasattr(one, "averager"):
-                attachments.add(Subscription(one, "step", calls))
+        for optimizer in loop.optimizers:
+            if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "averager"):
+                attachments.add(Subscription(optimizer, "step", calls))
         pre_post = [(register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
         if is_compiled:
-            # A compiled step has the hooks that it finds in it, and ours would break its graph.
-            others = [one for one in given if one not in alone]
-            pre_post = [(one.register_step_pre_hook, one.register_step_post_hook) for one in others]
+            # torch compiles global hooks into a compiled step, and ours would break its graph.
+            hooked = [optimizer for optimizer in given if optimizer not in patched]
+            pre_post = [
+                (item.register_step_pre_hook, item.register_step_post_hook) for item in hooked
+            ]
+        if loop.needs_updates:
+            # A GradScaler that skips an update calls no hook, but its attempt ends the step.
+            attempts = Calls(self._scaler_begins)
+            attachments.add(Subscription(torch.GradScaler, "step", attempts))
         for before, after in pre_post:
             attachments.add(Registration(before, self._before_step))
             attachments.add(Registration(after, self._after_step))
 
+    @property
+    def has_any(self) -> bool:
+        """True once the loop has an optimizer whose updates call our hooks."""
+        return self.optimizers.has_any
+
     def patch_zero_grad(self, attachments: Attachments, loop: Loop) -> None:
-        """Let `zero_grad` end `loss`: it is `other`, and so is what follows. Torch has no hook."""
+        """Patch `zero_grad`, which has no hook. It ends `loss`, and starts `other`."""
         for optimizer in (*loop.optimizers, *loop.optimizer_wrappers):
-            # Of a wrapper the optimizer inside: a copy of the wrapper would keep the stand-in, and
-            # so clear the gradients of the original.
+            # Patch the optimizer inside a wrapper: a copy of the wrapper would keep the patch, and
+            # clear the gradients of the original.
             inner = [*_updating([optimizer])][-1]
             attachments.add(Subscription(inner, "zero_grad", Calls(self._zero_grad_begins)))
 
     def update_begins(self) -> None:
-        """Mark that a trainer is about to run an update, which it may still skip."""
+        """Mark that a trainer is about to run an update, which it may skip."""
         self.was_tried = True
-        # After a backward, `optimizer` has begun already.
+        # Time after a backward already counts as `optimizer` if an update follows.
         if self._recorder.label != AFTER_BACKWARD:
             self._recorder.mark(OPTIMIZER)
 
     def reset(self) -> None:
-        """Forget the updates of a step that has ended. No hook is called if `step` raises."""
+        """Forget the updates of a step that has ended, also calls of `step` that raised."""
         self.updates = self.depth = 0
         self.was_tried = False
 
+    def _scaler_begins(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> bool:
+        if self.optimizers.includes([*_updating([optimizer])][-1]):
+            self.was_tried = True
+        return False
+
     def _zero_grad_begins(self, *_: Any, **__: Any) -> bool:
         recorder = self._recorder
-        # Inside a backward it belongs to an update there.
+        # Inside a backward it is part of an update there.
         if (
             recorder.state is OPEN
             and recorder.label not in (OTHER, AFTER_UPDATE)
@@ -131,13 +179,13 @@ class OptimizerBoundary:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder = self._recorder
         try:
-            # At rest it is enough to count its end.
+            # Between timed steps only `_after_step` counts updates.
             if recorder.state is IDLE:
                 return
-            if id(optimizer) not in self._given and not self._is_ours(optimizer):
+            if id(optimizer) not in self._given and not self.optimizers.includes_other(optimizer):
                 return
             if self.depth and (running := steps_on_stack()) is not None:
-                # No hook is called after an update that raised.
+                # No hook is called after a `step` that raised: correct the depth by the stack.
                 self.depth = min(self.depth, running - 1)
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             is_marked = recorder.label == AFTER_BACKWARD and not recorder.watcher.is_located
@@ -152,7 +200,7 @@ class OptimizerBoundary:
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         recorder = self._recorder
         try:
-            if id(optimizer) not in self._given and not self._is_ours(optimizer):
+            if id(optimizer) not in self._given and not self.optimizers.includes_other(optimizer):
                 return
             is_simple = self.depth == 1 and self._interrupted is None and not self._is_wrapped
             if is_simple and recorder.state is not IDLE:
@@ -170,13 +218,13 @@ class OptimizerBoundary:
 
     @property
     def has_updated(self) -> bool:
-        """Whether an update was seen, or tried, in the open step, or ends here, in its own hook."""
+        """True if the open step had an update, an attempt, or an update that is about to end."""
         if self.updates or self.was_tried:
             return True
         return bool(self.depth or self.ended_early) and bool(steps_on_stack())
 
     def end_early(self) -> None:
-        """End the update that is running, where a step ends: at its own end it is over."""
+        """End the running update because a step ends inside it. Its own end is then ignored."""
         if steps_on_stack():
             self.depth = 1
             self._end()
@@ -185,86 +233,79 @@ class OptimizerBoundary:
     def _begin(self, closure: Any = None, **_: Any) -> None:
         self.ended_early = False
         self.depth += 1
+        label = self._recorder.label
         if self.depth > 1:
+            # A `step` that calls `super().step()`; or local learning in the closure of an update.
+            if label == FORWARD:
+                self._interrupt(label)
             return
-        label, self._interrupted = self._recorder.label, None
-        # After a backward `optimizer` has begun already, with what is unscaled and clipped.
+        self._interrupted = None
+        # Time after a backward, with unscaling and clipping, already counts as `optimizer`.
         if label == AFTER_BACKWARD and closure is None and not self._recorder.watcher.is_located:
             return
         if current_graph_task_id() != -1:
-            self._interrupted = label or BACKWARD
+            self._interrupted, self._interrupted_depth = label or BACKWARD, 1
             self._recorder.mark_in_backward(OPTIMIZER)
-        elif closure is None or label == AFTER_BACKWARD or self._is_own:
-            # With a closure, forward and backward are still to come. But the update may have
-            # something to do before, such as SAM its ascent.
-            if label == FORWARD:
-                # A layer that learns by itself: when its update is over the model's call goes on.
-                self._interrupted = label
+        elif label == FORWARD and (closure is None or not self._trains_in_closure):
+            self._interrupt(label)
+        elif closure is None or label == AFTER_BACKWARD or not self._trains_in_closure:
+            # A closure runs forward and backward. Before it, an update may do its own work, such as
+            # the ascent of SAM.
             self._recorder.mark(OPTIMIZER)
 
+    def _interrupt(self, label: str) -> None:
+        """Mark an update inside a model call: local learning, where a layer updates itself."""
+        self._interrupted, self._interrupted_depth = label, self.depth
+        self._recorder.mark(OPTIMIZER)
+
     def _end(self, result: Any = None) -> None:
+        interrupted = self._interrupted if self.depth in (0, self._interrupted_depth) else None
         if self.depth:
             self.depth -= 1
         elif self.ended_early:
             return
-        if self.depth:
+        if self.depth and interrupted is None:
             return
-        # A scaler that skips the update calls no hook at all: a step without one is taken for
-        # skipped.
+        self._interrupted = None
+        # A GradScaler that skips an update calls no hook, so a step without updates is a skipped
+        # update.
         self.updates += 1
-        if self._recorder.state is IDLE or self._is_wrapped:
+        if self._recorder.state is IDLE or (self._is_wrapped and interrupted is None):
             return
         if current_graph_task_id() != -1:
-            self._recorder.mark_in_backward(self._interrupted or BACKWARD)
+            self._recorder.mark_in_backward(interrupted or BACKWARD)
         else:
-            self._recorder.mark(self._interrupted or AFTER_UPDATE)
-
-    def _is_ours(self, optimizer: Any) -> bool:
-        # Outside of a batch another callback may train a part of the model with its own optimizer.
-        if not self._batch.is_open:
-            return False
-        judged = self._judged.get(id(optimizer))
-        if judged is None or judged[0]() is not optimizer:
-            judged = self._judged[id(optimizer)] = (weakref.ref(optimizer), self._judge(optimizer))
-            self.has_any |= judged[1]
-        return judged[1]
-
-    def _judge(self, optimizer: Any) -> bool:
-        own = {id(one) for one in parameters_of(optimizer)}
-        if not own & self._parameters:
-            # Those of the model may be others by now.
-            self._parameters = {id(one) for one in nn.Module.parameters(self._model)}
-        return not own.isdisjoint(self._parameters)
+            self._recorder.mark(interrupted or AFTER_UPDATE)
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
-    """Return the parameters that an optimizer updates; none where its groups are not torch's."""
+    """Return the parameters that an optimizer updates; empty if it has no groups as torch's."""
     try:
-        return [one for group in optimizer.param_groups for one in group["params"]]
+        return [item for group in optimizer.param_groups for item in group["params"]]
     except (AttributeError, KeyError, TypeError, IndexError):
         return []
 
 
-def is_optimizer(one: Any) -> bool:
-    """Return whether it is an optimizer of torch's, or one around it, as DeepSpeed's are."""
-    if isinstance(one, Optimizer):
+def is_optimizer(value: Any) -> bool:
+    """Return whether a value is a torch optimizer, or a wrapper of one such as DeepSpeed's."""
+    if isinstance(value, Optimizer):
         return True
-    inner = getattr(one, "__dict__", {}).get("optimizer")
-    return isinstance(inner, Optimizer) and hasattr(one, "zero_grad")
+    inner = getattr(value, "__dict__", {}).get("optimizer")
+    return isinstance(inner, Optimizer) and hasattr(value, "zero_grad")
 
 
 def _updating(optimizers: Sequence[Any]) -> Iterator[Any]:
-    """Yield what updates parameters: optimizers, and those inside wrappers around them.
+    """Yield the optimizers that update parameters: given optimizers, and those inside wrappers.
 
-    A wrapper that never called `super().__init__` lacks what hooks need: Accelerate's, torch's
-    `PostLocalSGDOptimizer`. Fabric's has it from the optimizer inside. What a wrapper calls in the
-    end may be no update, but that of the optimizer inside is.
+    A wrapper that never called `super().__init__` cannot have hooks, such as Accelerate's and
+    torch's `PostLocalSGDOptimizer`. Also, `step` of a wrapper may skip the update. `step` of the
+    inner optimizer always is an update.
     """
     for optimizer in optimizers:
-        inner = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+        inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
         if inner:
             yield from _updating(inner[:1])
-        # A wrapper with hooks and a `step` of its own updates parameters itself, too.
+        # A wrapper with hooks that overrides `step` also updates parameters itself.
         has_own_step = has_step_hooks(optimizer) and type(optimizer).step is not Optimizer.step
         if not inner or has_own_step:
             yield optimizer

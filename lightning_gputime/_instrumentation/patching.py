@@ -1,4 +1,4 @@
-"""What a timer puts on the objects of others, and takes off again: patches and hooks."""
+"""Patches and hooks on objects of other libraries, and their removal."""
 
 import functools
 import operator
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from lightning_gputime._compat.torch_ import attributes_of, skip_in_compilation
 from lightning_gputime._messages import messages
 
 _MISSING = object()
-# What compiled code may carry; torch.compile leaves the other files of the package alone.
+# Files that dynamo traces, because compiled code may contain calls to them. It skips all others.
 _TRACED = (
     "__init__.py",
     "_timer.py",
@@ -25,46 +26,52 @@ _TRACED = (
 def apply_compile_skips() -> None:
     """Let compiled code call functions of this package without tracing into them.
 
-    As `torch.compiler.disable`, but at no cost in the call. Call it before they may run, not at
-    import: torch's compiler takes a second.
+    This has the effect of `torch.compiler.disable` without its cost per call. It imports dynamo,
+    which takes a second, so it is called at the first patch, not at import.
     """
     package = Path(__file__).parent.parent
     skip_in_compilation({*package.rglob("*.py")} - {package / name for name in _TRACED})
 
 
 def do_nothing(*_: Any, **__: Any) -> None:
-    """Do nothing, for a listener or a hook that has nothing to do."""
+    """Do nothing. A listener or hook without an action."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calls:
-    """A listener of the calls of a patched function. Others may have the same two methods."""
+    """Listener of a patched function. Any object with these two methods can be a listener."""
 
     on_call_start: Callable[..., bool | None]
-    """Return False if `on_call_end` is not wanted for this call."""
+    """Called with the arguments. Return False to skip `on_call_end` for this call."""
     on_call_end: Callable[..., None] = do_nothing
-    """Is called with the result; with None if the call raised."""
+    """Called with the result, or with None if the call raised."""
 
 
 Wrap = Callable[[Callable[..., Any], list[Any]], Callable[..., Any]]
-"""Return what is called in place of a function, and notifies the listeners in a list."""
+"""Takes a function and a list of listeners. Returns the function that replaces it."""
+
+
+def _object_of(function: Any) -> Any:
+    """Return the object of a bound method, or the function itself."""
+    return getattr(function, "__self__", function)
 
 
 class FunctionPatch:
-    """Replaces `owner.name` while it has listeners, which may be those of several timers.
+    """Replaces `owner.name` while it has listeners. Several timers share it.
 
-    If other code replaces the patch meanwhile, it stays inside theirs and does nothing once its
-    listeners are gone. If they put it back then, its next call takes it off.
+    If other code wraps the patch, it stays inside their wrapper, and does nothing without
+    listeners. If they restore it later, its next call removes it.
     """
 
-    # Apart from `__dict__`, which others copy to what they wrap around this one.
+    # Slots, because wrappers of other code copy `__dict__`.
     __slots__ = (
         "__dict__",
+        "__weakref__",
         "_call",
-        "_kept",
         "_name",
+        "_original",
         "_owner",
-        "_read",
+        "_read_name",
         "listeners",
         "replacement",
     )
@@ -72,30 +79,31 @@ class FunctionPatch:
     def __init__(self, owner: Any, name: str, wrap: Wrap | None = None) -> None:
         self.listeners: list[Any] = []
         self._owner, self._name = owner, name
-        # What a property keeps is on the object only once it was set.
-        self._read = name if hasattr(owner, name) else name.removeprefix("_")
-        # As it is kept: of a class in C++ `getattr` gives what binds no more; and a method of the
-        # class must not stay behind on the object.
-        self._kept = vars(owner).get(name, _MISSING)
-        self._call = getattr(owner, self._read)
-        # Without the attributes of a compiled function: torch would take this for that function.
+        # The attribute of a property, such as `_loss_function`, is missing until the property is
+        # set. Read the property until then.
+        self._read_name = name if hasattr(owner, name) else name.removeprefix("_")
+        # Restore the raw value: for a C++ class `getattr` returns an object that does not bind. And
+        # if the object itself had no attribute, delete the patch, so that its class's method shows.
+        self._original = vars(owner).get(name, _MISSING)
+        self._call = getattr(owner, self._read_name)
+        # Do not copy attributes: by those of a compiled function torch would mistake this for it.
         functools.update_wrapper(self, self._call, updated=())
-        # None for itself: it must not hold itself, and so its owner, when it is taken off.
+        # None if the patch itself replaces the function. A reference to itself would keep it, and
+        # so its owner, alive.
         self.replacement: Any = None
         if wrap is not None:
-            # A function, or a method, which can be pickled as no function in a function can.
+            # A method or a module-level function, because a nested function cannot be pickled.
             self.replacement = wrap(self._call, self.listeners)
         elif isinstance(owner, type):
             self.replacement = self._as_method()
-        if self.replacement is not None:
-            getattr(self.replacement, "__self__", self.replacement)._patch = self  # for `_find`
-        # Compiled code enters ours here, or by hooks of an optimizer, which is patched, too.
+        _patches[id(_object_of(self.replacement or self))] = self
+        # All calls from compiled code to the package pass through a patch.
         apply_compile_skips()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         notified: list[Any] = []
         try:
-            # Over a copy: a listener may be removed when it is notified.
+            # Iterate over a copy, because a listener may be removed when it is notified.
             for listener in [*self.listeners]:
                 notified.append(listener)
                 try:
@@ -103,7 +111,7 @@ class FunctionPatch:
                         notified.pop()
                 except Exception as error:
                     notified.pop()
-                    self._lose(listener, error)
+                    self._drop_listener(listener, error)
             if not self.listeners:
                 self.restore()
             result = self._call(*args, **kwargs)
@@ -111,29 +119,30 @@ class FunctionPatch:
                 try:
                     notified[0].on_call_end(result)
                 except Exception as error:
-                    self._lose(notified[0], error)
+                    self._drop_listener(notified[0], error)
                 del notified[0]
             return result
         except BaseException:
-            # The call raised, or Ctrl-C came between: notify those that were not notified yet.
+            # The call raised, or Ctrl-C interrupted a listener: notify the remaining listeners.
             while notified:
                 try:
                     notified[0].on_call_end(None)
                 except Exception as error:
-                    self._lose(notified[0], error)
+                    self._drop_listener(notified[0], error)
                 del notified[0]
             raise
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the owner gets a copy of what was kept, or the method of its own class; what a
-        # property returned stays the same.
-        if self._kept is _MISSING and self._read == self._name:
+        # A copy of the owner gets the original function: the method of its class, a copy of the
+        # owner's own attribute, or the same value of a property.
+        if self._original is _MISSING and self._read_name == self._name:
             return getattr, (self._owner, self._name)
-        return operator.itemgetter(0), ([self._call if self._kept is _MISSING else self._kept],)
+        original = self._call if self._original is _MISSING else self._original
+        return operator.itemgetter(0), ([original],)
 
     @property
     def __func__(self) -> Any:
-        # Learning rate schedulers ask for it.
+        # Learning rate schedulers read it.
         return self._call.__func__
 
     @property
@@ -141,22 +150,22 @@ class FunctionPatch:
         return vars(self._owner).get(self._name) is (self.replacement or self)
 
     def apply(self) -> bool:
-        """Replace the function, unless something else is in its place. Return whether it does."""
+        """Replace the function, unless other code has replaced it. Return whether it succeeded."""
         if self.is_applied:
             return True
         owner, name = self._owner, self._name
-        if vars(owner).get(name, _MISSING) is not self._kept:
+        if vars(owner).get(name, _MISSING) is not self._original:
             return False
-        # The class may have another method by now.
-        if self._kept is _MISSING and getattr(owner, self._read) != self._call:
+        # The class may have a different method by now.
+        if self._original is _MISSING and getattr(owner, self._read_name) != self._call:
             return False
         self._set(self.replacement or self)
         return True
 
     def restore(self) -> None:
-        """Put back what was there, if nobody listens, and nothing else replaces the patch."""
+        """Restore the function if the patch has no listeners and is still in place."""
         if not self.listeners and self.is_applied:
-            self._set(self._kept)
+            self._set(self._original)
 
     def remove_listener(self, listener: object) -> None:
         if listener in self.listeners:
@@ -166,8 +175,8 @@ class FunctionPatch:
     def _set(self, value: object) -> None:
         owner, name = self._owner, self._name
         if not isinstance(owner, type):
-            # Not by `setattr` and `delattr`, which an object may define: a mock, for one, gives a
-            # deleted attribute never again.
+            # Avoid `setattr` and `delattr`, which a class may redefine. For example, a mock never
+            # returns an attribute again that was deleted.
             if value is _MISSING:
                 del vars(owner)[name]
             else:
@@ -183,25 +192,34 @@ class FunctionPatch:
         def method(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
-        # Code of others may read an attribute of their function.
+        # Other code may read attributes of its function.
         vars(method).update(attributes_of(self._call))
         return method
 
-    def _lose(self, listener: Any, error: Exception) -> None:
-        """Notify a listener no more, because it raised: its error must not reach the training."""
+    def _drop_listener(self, listener: Any, error: Exception) -> None:
+        """Remove a listener that raised. Report the error, which must not reach the training."""
         if listener in self.listeners:
             self.listeners.remove(listener)
         messages.warning("A phase is no longer timed, because its boundary failed: %r", error)
+
+
+_patches: WeakValueDictionary[int, FunctionPatch] = WeakValueDictionary()
+"""Patches by the id of the object that replaces the function. A patch keeps that object alive."""
+
+
+def patch_of(function: Any) -> FunctionPatch | None:
+    """Return the patch whose replacement a function is, or None."""
+    return _patches.get(id(_object_of(function)))
 
 
 class Subscription:
     """A listener of the calls of `owner.name`, from `put_on` until `remove`.
 
     Args:
-        owner: A class, a module or an object that has the function.
-        name: The name of the function. It must be in `tests/register.py`.
-        listener: Has the methods of `Calls`, or is what `wrap` notifies.
-        wrap: Makes what is called in place of the function; by default that notifies `Calls`.
+        owner: The class, module or object that has the function.
+        name: Name of the function. It must be in `tests/register.py`.
+        listener: An object with the methods of `Calls`, or any listener that `wrap` notifies.
+        wrap: Creates the replacement of the function. The default notifies `Calls`.
     """
 
     def __init__(self, owner: Any, name: str, listener: Any, wrap: Wrap | None = None) -> None:
@@ -210,8 +228,7 @@ class Subscription:
 
     def put_on(self) -> None:
         if not self.patch.apply():
-            # Something else replaced the function meanwhile, and may not call the patch inside it,
-            # or may be called by it.
+            # Other code has replaced the function, and its replacement may not call the patch.
             self.patch.remove_listener(self._listener)
             self.patch = self._find()
             self.patch.apply()
@@ -222,23 +239,21 @@ class Subscription:
         self.patch.remove_listener(self._listener)
 
     def _find(self) -> FunctionPatch:
-        there = vars(self._owner).get(self._name)
-        for one in (there, getattr(getattr(there, "__self__", there), "_patch", None)):
-            if isinstance(one, FunctionPatch):
-                return one
-        return FunctionPatch(self._owner, self._name, self._wrap)
+        applied = patch_of(vars(self._owner).get(self._name))
+        return applied or FunctionPatch(self._owner, self._name, self._wrap)
 
 
 class Registration:
-    """A hook by an interface that a library offers, which returns a handle to remove it."""
+    """A hook that a function of a library registers. The function returns a handle."""
 
     def __init__(self, register: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._register = functools.partial(register, *args, **kwargs)
-        self._handles: list[Any] = []  # At most one.
+        self._handles: list[Any] = []  # Empty, or the handle.
 
     def put_on(self) -> None:
         if not self._handles:
-            # Called and kept in C: Ctrl-C cannot come between the two and lose the handle.
+            # `extend` and `starmap` run in C, so Ctrl-C cannot interrupt between the registration
+            # and the storage of its handle.
             self._handles.extend(starmap(self._register, [()]))
 
     def remove(self) -> None:
@@ -248,7 +263,7 @@ class Registration:
 
 
 class Attachment(Protocol):
-    """Something on an object of another library. Both methods are safe to call twice."""
+    """A hook or patch on an object of another library. Both methods are safe to call twice."""
 
     def put_on(self) -> None: ...
 
@@ -259,17 +274,17 @@ A = TypeVar("A", bound=Attachment)
 
 
 class Attachments:
-    """All that a timer has on the objects of others, in the order in which it was put on.
+    """The hooks and patches of a timer, in the order in which they were attached.
 
-    An attachment is owned before it is put on, and until it is removed: whatever is interrupted in
-    between, `remove` finds it. All methods are safe to call twice.
+    An attachment is stored before it is attached, and until after it is removed. So `remove` finds
+    it even if either is interrupted. All methods are safe to call twice.
     """
 
     def __init__(self) -> None:
         self._all: dict[Any, None] = {}
 
     def add(self, attachment: A) -> A:
-        """Put something on, to be removed later."""
+        """Attach a hook or patch, to be removed later."""
         self._all[attachment] = None
         attachment.put_on()
         return attachment
@@ -282,7 +297,7 @@ class Attachments:
         for attachment in self._all:
             try:
                 attachment.remove()
-            except Exception as error:  # The others must not stay.
+            except Exception as error:  # Continue, to remove the others.
                 messages.warning("A hook could not be removed: %r", error)
 
     def reattach(self) -> None:

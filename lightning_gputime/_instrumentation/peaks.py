@@ -1,4 +1,4 @@
-"""The precision of a training, and what a GPU can do in it by its data sheet."""
+"""Precision of a training, and peak FLOP/s of GPUs by their data sheets."""
 
 import json
 import re
@@ -18,27 +18,31 @@ _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_SHORT_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
 def dtype_of_call(model: nn.Module, device: torch.device) -> torch.dtype:
-    """Return the dtype in which a call of a model computes that begins here and now."""
+    """Return the dtype that a model call would compute in if it began now."""
     kind = device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
-    for found in _around(unwrapped(model).forward):
-        if isinstance(found, torch.autocast) and found.device == kind and is_autocast_on(found):
-            return found.fast_dtype
+    for value in _closure_values(unwrapped(model).forward):
+        if isinstance(value, torch.autocast) and value.device == kind and is_autocast_on(value):
+            return value.fast_dtype
     return dtype_of(model)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    dtypes = (one.dtype for one in nn.Module.parameters(model) if one.is_floating_point())
+    parameters = nn.Module.parameters(model)
+    dtypes = (parameter.dtype for parameter in parameters if parameter.is_floating_point())
     return next(dtypes, torch.get_default_dtype())
 
 
-def _around(forward: Any) -> Iterator[Any]:
-    """Yield what the wrappers of a `forward` hold, such as Accelerate's."""
+def _closure_values(forward: Any) -> Iterator[Any]:
+    """Yield the closure variables of the wrappers of a `forward`.
+
+    Accelerate keeps its autocast there.
+    """
     while forward is not None:
         forward = getattr(forward, "__func__", forward)
         for cell in getattr(forward, "__closure__", None) or ():
@@ -50,37 +54,38 @@ def _around(forward: Any) -> Iterator[Any]:
 def precision_of(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str:
     """Return the name of a precision: "bf16", "fp16", "tf32", "fp32", or that of another dtype."""
     if dtype is torch.float32 and device.type == "cuda" and _allows_tf32(model, device):
-        return "tf32"  # It takes the same numbers, and has another peak.
+        return "tf32"  # Tensors have the dtype float32, but the peak is higher.
     name = str(dtype).removeprefix("torch.")
-    return _SHORT.get(name, name)
+    return _SHORT_NAMES.get(name, name)
 
 
 def _allows_tf32(model: nn.Module, device: torch.device) -> bool:
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
-    # By default convolutions are allowed it and products of matrices are not: what holds most of
-    # the parameters decides.
-    convolutions = [one for one in nn.Module.modules(model) if isinstance(one, _CONVOLUTIONS)]
+    # By default torch allows TF32 in convolutions but not in matrix products. Follow the setting
+    # of the kind of layer that has most of the parameters.
+    modules = nn.Module.modules(model)
+    convolutions = [module for module in modules if isinstance(module, _CONVOLUTIONS)]
     if 2 * sum(map(_size, convolutions)) > _size(model):
         setting = getattr(torch.backends.cudnn, "conv", None)
         if setting is not None:
             return bool(setting.fp32_precision == "tf32")
         return bool(torch.backends.cudnn.allow_tf32)
     try:
-        # Torch refuses to tell one setting where the other was made by a newer name.
+        # Raises if the setting was changed through the newer `fp32_precision`.
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:
         return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def _size(module: nn.Module) -> int:
-    return sum(one.numel() for one in nn.Module.parameters(module))
+    return sum(parameter.numel() for parameter in nn.Module.parameters(module))
 
 
 def peaks_tflops(device_name: str) -> Mapping[str, float]:
-    """Return the dense peaks of a GPU by its name: of each precision, in TFLOP/s, if known."""
+    """Return the dense peak of a GPU for each precision (in TFLOP/s); empty if unknown."""
     known = json.loads(files(__package__).joinpath("peaks.json").read_text(encoding="utf-8"))
-    # What has more words is another one: a laptop's, a "Ti", a part of a GPU (MIG).
+    # Match the full name. A suffix is a different GPU: a laptop GPU, a "Ti", a MIG slice.
     name = _MAKER.sub("", _MEMORY.sub("", device_name))
     peaks: Mapping[str, float] = known["peaks"].get(name, {})
     return peaks

@@ -1,7 +1,8 @@
-"""The work of each step of a loop: its items, and the FLOPs of each."""
+"""The work of each step: number of items, FLOPs per item, and the precision for the MFU."""
 
 from collections.abc import Callable, Iterator, Mapping
-from math import isfinite, nan
+from contextlib import suppress
+from math import isfinite, isnan, nan
 from typing import Any
 
 import torch
@@ -24,93 +25,108 @@ from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.state import IDLE, OPEN
 
 FIRST_DIMENSION = "the first dimension of the batch's first tensor"
-_HAVE_TENSORS = (Tensor, Mapping, list, tuple)
-# A batch of more tensors than this is no batch of fields; a deeper one is none either.
+_BATCH_TYPES = (Tensor, Mapping, list, tuple)
+# A batch with more fields, or deeper nesting, has a structure that this module does not understand.
 _MAX_FIELDS, _MAX_DEPTH = 64, 8
 
-_NO_ITEMS = "flops= is that of an item, and how many items a batch has is not known: pass items="
+_NO_ITEMS = "flops= is per item, but the number of items in a batch is unknown: pass items="
 
 
 class WorkCounter:
-    """The items of the open step, until `take_items` hands them over."""
+    """Counts the items of the open step until `take_items` returns them."""
 
     def __init__(self, items: Any, flops: Any, loop: Loop, recorder: Recorder) -> None:
         self._recorder = recorder
         self._items = Items(items)
         self._step_items, self._batch_items = 0.0, self._items.fixed
-        self.reference = ThroughputReference(self._items.source)
+        self.reference = ThroughputReference(self._items.source, flops=_flops_of(flops))
         self._has_flops = flops is not None
-        self._unknown_steps = 0  # On end.
+        self._unknown_steps = 0  # Number of consecutive steps with unknown items.
         if not self._has_flops:
             return
         self._device = device_of(loop.model)
         self._name = device_name(self._device)
         self._peaks = peaks_tflops(self._name)
-        several = isinstance(flops, list | tuple)
-        forward, backward = flops if several else (nan, nan)
-        total = forward + backward if several else float(flops)
-        self.reference.flops = (total, forward, backward)
         if loop.compiled_step and (dtype := dtype_of(loop.model)).itemsize <= 2:
-            # No call of the model will be seen, nor autocast in the step.
+            # Hooks see neither model calls nor an autocast inside a compiled step.
             self._set_precision(loop.model, dtype)
 
     @property
     def on_call(self) -> OnCall:
-        """What to call in each call of a model, in a step that is timed."""
-        return self._see_precision if self._has_flops else None
+        """Function to call with the module of each model call in a timed step, or None."""
+        return self._find_precision if self._has_flops else None
 
     def add_batch(self, batch: Any) -> None:
         if self._recorder.state is OPEN and self._recorder.label not in IN_NO_STEP:
-            self._batch_items = self._items.of(batch)
+            items = self._items
+            if type(batch) is items.kind:
+                # The most common case of `Items.of`, without another call.
+                try:
+                    first = batch if items.key is None else batch[items.key]
+                    self._batch_items = first.shape[0]
+                    return
+                except Exception:
+                    pass  # Its contents differ from those of the last batch.
+            self._batch_items = items.of(batch)
 
     def end_batch(self) -> None:
-        """End a batch; the step may go on with another one."""
+        """End a batch. The step may continue with another batch."""
         if self._recorder.state is IDLE:
             return  # No step is timed.
         self._step_items += self._batch_items
         self._batch_items = self._items.fixed
 
     def take_items(self) -> float:
-        """End the last batch, and return the items of the step; NaN if they are not known."""
+        """End the last batch. Return the number of items in the step, or NaN if unknown."""
         items = self._step_items + self._batch_items
         self._step_items, self._batch_items = 0.0, self._items.fixed
         if self._has_flops:
             self._unknown_steps = self._unknown_steps + 1 if items != items else 0
             if self._unknown_steps == 2 and self.reference.note != _NO_ITEMS:
                 messages.warning(_NO_ITEMS)
-                self.reference.note = _NO_ITEMS
+                self.reference.set_note(_NO_ITEMS)
         return items
 
     def reset(self) -> None:
         self._step_items, self._batch_items = 0.0, self._items.fixed
 
-    def _see_precision(self, model: nn.Module) -> None:
+    def _find_precision(self, model: nn.Module) -> None:
         if self.reference.precision or self.reference.note:
             return
         try:
             self._set_precision(model, dtype_of_call(model, self._device))
-        except Exception as error:  # Such as of parameters without a shape.
-            self.reference.note = f"the precision is not known ({error!r:.100}): there is no MFU"
+        except Exception as error:  # For example, parameters without a shape.
+            self.reference.set_note(f"the precision is unknown ({error!r:.100}): there is no MFU")
 
     def _set_precision(self, model: nn.Module, dtype: torch.dtype) -> None:
-        precision = self.reference.precision = precision_of(model, dtype, self._device)
-        self.reference.peak_tflops = self._peaks.get(precision)
+        precision = precision_of(model, dtype, self._device)
+        self.reference.set_precision(precision, self._peaks.get(precision))
         if precision not in self._peaks:
-            why = f"no {precision} peak is known of {self._name}"
-            self.reference.note = f"{why}: there is no MFU"
+            why = f"the {precision} peak of {self._name} is unknown"
+            self.reference.set_note(f"{why}: there is no MFU")
+
+
+def _flops_of(option: Any) -> tuple[float, float, float]:
+    """Return FLOPs per item of a step, of forward and of backward; NaN if unknown."""
+    if option is None:
+        return nan, nan, nan
+    if isinstance(option, list | tuple):
+        forward, backward = option
+        return forward + backward, forward, backward
+    return float(option), nan, nan
 
 
 class Items:
-    """The number of items in a batch: as an option says, or the size of the first tensor."""
+    """Number of items in a batch, by the option `items` or the size of the first tensor."""
 
     def __init__(self, option: Callable[[Any], Any] | float | None) -> None:
         self._function = option if callable(option) else None
-        # The items of each batch, if the option is a number.
         self.fixed = nan if option is None or callable(option) else float(option)
-        # A type of batches, and where the first tensor is in them; None if they are tensors.
-        self._kind: Any = None
-        self._key: Any = None
-        # Returns the items of a batch; NaN if they are not known.
+        """Items of each batch if the option is a number, else NaN."""
+        # Type of the last batch, and the key of its first tensor; no key if the batch is a tensor.
+        self.kind: Any = None
+        self.key: Any = None
+        # Returns the number of items in a batch, or NaN if unknown.
         self.of: Callable[[Any], float] = self._of_first
         if option is not None:
             self.of = self._of_function if self._function else lambda _: self.fixed
@@ -119,22 +135,17 @@ class Items:
     def source(self) -> str:
         if self._function is not None:
             return "the function items="
-        known = self.fixed == self.fixed
-        return f"items={self.fixed:g}" if known else FIRST_DIMENSION
+        return FIRST_DIMENSION if isnan(self.fixed) else f"items={self.fixed:g}"
 
     def _of_first(self, batch: Any) -> float:
-        if type(batch) is self._kind:
-            try:
-                first: Any = batch if self._key is None else batch[self._key]
-                size: int = first.shape[0]
-                return size
-            except Exception:
-                pass  # It has other contents than the last one.
-        return self._search(batch) if isinstance(batch, _HAVE_TENSORS) else nan
+        if type(batch) is self.kind:
+            with suppress(Exception):  # Its contents may differ from those of the last batch.
+                return float((batch if self.key is None else batch[self.key]).shape[0])
+        return self._search(batch) if isinstance(batch, _BATCH_TYPES) else nan
 
     def _search(self, batch: Any) -> float:
-        self._kind = None
-        # Rows that were not put together: a dimension of theirs counts no rows.
+        self.kind = None
+        # A list of rows that were not collated: no dimension of a tensor is the number of rows.
         if isinstance(batch, list) and batch and isinstance(batch[0], Mapping):
             return nan
         try:
@@ -142,12 +153,12 @@ class Items:
             sizes = {int(tensor.shape[0]) for _, tensor in found}
         except Exception:
             return nan
-        # If the tensors do not agree, the first one may be an image, a table, or packed rows.
+        # If sizes differ, the first tensor may be an image, a table or packed rows.
         if len(sizes) != 1:
             return nan
         keys = found[0][0]
         if len(keys) <= 1:
-            self._kind, self._key = type(batch), keys[0] if keys else None
+            self.kind, self.key = type(batch), keys[0] if keys else None
         return float(sizes.pop())
 
     def _of_function(self, batch: Any) -> float:
@@ -157,17 +168,19 @@ class Items:
             return _number(self._function(batch))
         except Exception as error:
             self._function = None
-            messages.warning("Items are not counted any more, because items failed: %r", error)
+            messages.warning(
+                "Items are no longer counted, because the function items= failed: %r", error
+            )
             return nan
 
 
 def _number(value: Any) -> float:
-    """Return the number that a user's function has returned; raise if it is none to count with."""
+    """Return the number of items that a user's function returned. Raise if it is not usable."""
     if isinstance(value, Tensor):
         if value.device.type != "cpu":
             raise TypeError(
-                f"items returned a tensor on {value.device}, and to read it the host would wait"
-                " for the device: return a size, such as len(batch[0]) or batch[0].numel()"
+                f"items returned a tensor on {value.device}, and reading it would make the host"
+                " wait for the device: return a size, such as len(batch[0]) or batch[0].numel()"
             )
         value = value.item()
     if isinstance(value, bool) or not hasattr(value, "__float__"):
@@ -179,19 +192,19 @@ def _number(value: Any) -> float:
 
 
 def _tensors(batch: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """Yield the tensors in a batch that have a dimension, and the keys that lead to each."""
+    """Yield the tensors in a batch with at least one dimension, and the keys that lead to each."""
     if isinstance(batch, Tensor):
         if batch.dim():
             yield keys, batch
         return
     if isinstance(batch, Mapping):
-        # Its length need not be the number of its keys, as with a TensorDict.
+        # Not `len(batch)`: for a TensorDict it is the batch size, not the number of keys.
         inside: Any = [*batch.keys()]
     elif isinstance(batch, list | tuple):
         inside = range(len(batch))
     else:
         return
     if len(keys) >= _MAX_DEPTH or len(inside) > _MAX_FIELDS:
-        raise ValueError("it is no batch of fields")
+        raise ValueError("unknown structure of a batch")
     for key in inside:
         yield from _tensors(batch[key], (*keys, key))

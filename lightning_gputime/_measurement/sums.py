@@ -151,6 +151,12 @@ class ThroughputReference:
     # FLOPs per item: total, forward and backward; NaN if unknown.
     flops: tuple[float, float, float] = (nan, nan, nan)
 
+    def set_precision(self, precision: str, peak_tflops: float | None) -> None:
+        self.precision, self.peak_tflops = precision, peak_tflops
+
+    def set_note(self, note: str) -> None:
+        self.note = note
+
     def metrics(self, sums: Sums) -> dict[str, float]:
         rates = self._rates(sums)
         rates.pop("tflops", None)

@@ -1,0 +1,193 @@
+"""Evaluations inside a training step: model calls in eval mode without grad."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from lightning_gputime._instrumentation.loop import is_training
+from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
+from lightning_gputime._phases import (
+    AFTER_BACKWARD,
+    AFTER_UPDATE,
+    BACKWARD,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    GENERATE,
+    GRAD,
+    INTERRUPTIONS,
+    LOSS,
+    OPTIMIZER,
+    OTHER,
+)
+from lightning_gputime._record.open_step import is_fetch
+from lightning_gputime._record.recorder import Recorder
+
+_N_COMPARED_STEPS = 10
+"""Number of previous steps that a step with evaluation calls is compared with."""
+
+_MIN_STEPS_WITHOUT = 2
+"""Calls are an exception if at least this many of these steps, and half of them, have no calls."""
+
+_MIN_MORE_CALLS = 2
+"""Calls are an exception if all these steps have equally many, and at least this many fewer."""
+
+
+class EvaluationSearch:
+    """Separates evaluations, which belong to no step, from calls without grad that do.
+
+    A teacher, a rollout and pseudo-labels also call a model in eval mode without grad. The rules,
+    where the model is in eval mode:
+
+    - Calls under `torch.inference_mode` are an evaluation: autograd cannot use the results.
+    - Calls after the last update of a step are an evaluation: nothing in the step uses them.
+    - Other calls are an evaluation if they are an exception: few steps have such calls, or this
+      step has many more than all others, which have equally many.
+    - Calls before the first work of a step are an evaluation if every step except the first has
+      equally many. The loop evaluates after `step()`: the first step would also have them if
+      they were a part of each step.
+
+    The rules can be applied when the step ends. Until then the calls have the label `EVALUATION`,
+    which counts as `other` if no rule applies.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        model: nn.Module,
+        optimizer: OptimizerBoundary,
+        exclude_ns: Callable[[int], object],
+    ) -> None:
+        self._recorder, self._model, self._optimizer = recorder, model, optimizer
+        self._exclude_ns = exclude_ns
+        self.is_pending = False
+        """True if the open step has evaluation calls that `settle` has not decided on."""
+        # Index and number of calls of the newest steps that had some, and number of all of these.
+        self._counts: deque[tuple[int, int]] = deque(maxlen=_N_COMPARED_STEPS)
+        self._n_steps_with = 0
+        self._first_had_calls = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self.is_pending = False
+        # Number of calls by their place: the number of training calls and updates before them.
+        self._calls: Counter[tuple[int, int]] = Counter()
+        self._places_after_backward: set[tuple[int, int]] = set()  # In a loop without optimizer.
+        self._generations = 0
+        self._is_inference = True  # True if all calls are under inference mode.
+
+    def on_call_start(self, forwards: int, label: str = EVALUATION) -> None:
+        """Mark an outermost call in eval mode without grad. `forwards` counts training calls."""
+        recorder = self._recorder
+        if is_training(self._model):
+            # Only a part of the model is in eval mode, so this is part of the step.
+            if recorder.label == DATA:
+                recorder.mark(OTHER)
+            return
+        place = self.count(forwards, label)
+        if recorder.label == AFTER_BACKWARD and not self._optimizer.has_any:
+            self._places_after_backward.add(place)
+        if recorder.label in (DATA, OTHER, AFTER_BACKWARD, AFTER_UPDATE):
+            recorder.mark(label)
+
+    def count(self, forwards: int, label: str = EVALUATION) -> tuple[int, int]:
+        """Count a call. Return its place in the step."""
+        place = forwards, self._optimizer.updates
+        self.is_pending = True
+        self._is_inference &= torch.is_inference_mode_enabled()
+        if label == GENERATE:
+            self._generations += 1
+        else:
+            self._calls[place] += 1
+        return place
+
+    def settle(self, forwards: int, step: int) -> None:
+        """Decide on the calls of a step that ends.
+
+        Args:
+            forwards: Number of its training calls.
+            step: Index of the step, from 0.
+        """
+        place = forwards, self._optimizer.updates
+        has_last = place in self._calls and (place[1] > 0 or place in self._places_after_backward)
+        n_last = self._calls[place] if has_last else 0
+        n_inside = self._calls.total() + self._generations - n_last
+        labels = [EVALUATION, GENERATE] if self._generations else [EVALUATION]
+        runs, ends_in_run = _runs_of(labels, self._recorder.open.labels)
+        last = [runs.pop()] if ends_in_run and has_last else []
+        is_certain = not n_inside or self._is_inference
+        if not (is_certain or self._is_exception(n_inside, runs, step)):
+            runs = []
+        for first, stop in [*last, *reversed(runs)]:
+            self._exclude_ns(self._recorder.exclude_evaluation(first, stop))
+        self._remember(step, n_inside)
+        self._reset()
+
+    def drop(self) -> None:
+        """Forget the calls of a step that is dropped."""
+        self._reset()
+
+    def has_calls_in(self, step: int) -> bool:
+        """Return whether a recent step had calls before its last update."""
+        return any(index == step for index, _ in self._counts)
+
+    def _remember(self, step: int, n_inside: int) -> None:
+        if self.has_calls_in(step):  # The step was settled before, and then continued.
+            self._counts.pop()
+            self._n_steps_with -= 1
+        if n_inside:
+            self._first_had_calls |= step == self._n_steps_with
+            self._counts.append((step, n_inside))
+            self._n_steps_with += 1
+
+    def _is_exception(self, n_inside: int, runs: Sequence[tuple[int, int]], step: int) -> bool:
+        """Return whether the calls in a step are an exception.
+
+        Args:
+            n_inside: Number of its calls before the last update.
+            runs: First and last index of their marks, see `_runs_of`.
+            step: Index of the step.
+        """
+        n_compared = min(step, _N_COMPARED_STEPS)
+        counts = [n for index, n in self._counts if step - n_compared <= index < step]
+        n_without = n_compared - len(counts)
+        if n_without >= max(_MIN_STEPS_WITHOUT, n_compared / 2):
+            return True
+        if len({*counts}) > 1:
+            return False  # Each step has a different number of calls, such as a rollout.
+        if n_compared == _N_COMPARED_STEPS and n_inside >= max(counts, default=0) + _MIN_MORE_CALLS:
+            return True
+        # In a loop over `steps()` a step begins with its batch, which is `other`.
+        labels = self._recorder.open.labels
+        is_first = len(runs) == 1 and is_fetch(labels[: runs[0][0]])
+        only_first_without = step - self._n_steps_with == 1 and not self._first_had_calls
+        return is_first and only_first_without and {*counts} <= {n_inside}
+
+
+# Phases that separate two evaluations in a step.
+_WORK = (FORWARD, LOSS, BACKWARD, GRAD, OPTIMIZER)
+
+
+def _runs_of(names: Sequence[str], labels: Sequence[str]) -> tuple[list[tuple[int, int]], bool]:
+    """Return the runs of marks with some labels, and whether no work follows the last run.
+
+    A run is an index and the index after its end. It has no work of the step in between.
+
+    Args:
+        names: The labels to search for.
+        labels: Labels of all marks.
+    """
+    runs: list[tuple[int, int]] = []
+    is_open = False
+    for place, label in enumerate(labels):
+        if label in names:
+            first = runs.pop()[0] if is_open else place
+            runs.append((first, place + 1))
+            is_open = True
+        elif is_open and label in INTERRUPTIONS and runs[-1][1] == place:
+            runs[-1] = runs[-1][0], place + 1
+        elif label.partition("/")[0] in _WORK:
+            is_open = False
+    return runs, is_open
