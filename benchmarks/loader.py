@@ -10,6 +10,7 @@ Where more workers help, the suggested number is set, and the remaining wait is 
 import argparse
 import fcntl
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -40,11 +41,13 @@ SAMPLES = 1600
 class Photos(Dataset[Tensor]):
     """Samples that take some time to read: of a disk or network (sleep), or of a core (spin)."""
 
-    def __init__(self, sleep_ms: float = 0.0, spin_ms: float = 0.0, size: int = 64) -> None:
-        self.sleep_ms, self.spin_ms, self.size = sleep_ms, spin_ms, size
+    def __init__(
+        self, sleep_ms: float = 0.0, spin_ms: float = 0.0, size: int = 64, n: int = SAMPLES
+    ) -> None:
+        self.sleep_ms, self.spin_ms, self.size, self.n = sleep_ms, spin_ms, size, n
 
     def __len__(self) -> int:
-        return SAMPLES
+        return self.n
 
     def __getitem__(self, index: int) -> Tensor:
         wait(self.sleep_ms)
@@ -156,21 +159,25 @@ PLANTS = {
     "lock": Plant(lambda: Locked(1.0), r"remove the lock that workers share", workers(4)),
     "huge": Plant(
         lambda: Photos(size=1_000_000),
-        r"input-bound(.|\n)*(receives too slowly|make `default_collate` faster)",
+        r"input-bound(.|\n)*default_collate +[\d.]+ ms +([5-9]\d|3\d) %",
         workers(4),
         rest_ms=0.2,
     ),
     "cores": Plant(
         lambda: Photos(spin_ms=1.0),
         r"wait \d+ % of their time for one of",
-        workers(16),
+        workers(8 * (os.cpu_count() or 1)),
         epochs=6,
         rest_ms=0.2,
     ),
     "iterable": Plant(Unsharded, "give each worker its part of the IterableDataset", workers(4)),
     "first": Plant(lambda: SlowStart(0.5), "the first batch of a worker takes 3", workers(2)),
     "persist": Plant(
-        lambda: Photos(0.2), r"set persistent_workers=True", {"num_workers": 2}, epochs=4
+        lambda: Photos(0.2, n=160),
+        r"set persistent_workers=True",
+        {"num_workers": 4},
+        epochs=20,
+        rest_ms=1.0,
     ),
     "pinning": Plant(
         lambda: Photos(size=200_000), r"set pin_memory=True", workers(4, pin_memory=False), gpu=True

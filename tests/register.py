@@ -37,7 +37,7 @@ _HOOKS = {
 }
 _OF_RANKS = "with several ranks"
 _OF_RANKS_IDLE = "idle: 1 to 3 us"
-_OF_RANKS_OTHERS = "what others restore is replaced again by the next timer"
+_OF_RANKS_OTHERS = "restored by others: the next timer replaces it again"
 _IN_TRAINING = "all of the training"
 _NO_HOOK = ""
 _COMPILED = "a hook of the module would be compiled"
@@ -75,7 +75,7 @@ REGISTER = (
         "the collectives of `torch.distributed.ProcessGroup`",
         CLASS,
         frozenset({*launches(ProcessGroup), *BLOCKING}),
-        "its hooks come with torch 2.15, and do not show the end",
+        "hooks come with torch 2.15, and do not show the end",
         _OF_RANKS,
         _OF_RANKS_IDLE,
         _OF_RANKS_OTHERS,
@@ -121,7 +121,7 @@ REGISTER = (
         "`__iter__` of `torch.utils.data.DataLoader`",
         CLASS,
         frozenset({"__iter__"}),
-        "a loader without workers does not show its stages",
+        "a loader does not show its stages",
         when=_IN_TRAINING,
     ),
     Replaced(

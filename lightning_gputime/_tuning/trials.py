@@ -170,7 +170,8 @@ class Trial:
         if n and not self.parity.is_good(self.change):
             return True
         speed_up = self.speed_up
-        is_certain = speed_up.low > MIN_SPEED_UP or speed_up.high < MIN_SPEED_UP
+        # A change that seems to gain nothing is not worth further runs.
+        is_certain = speed_up.low > MIN_SPEED_UP or speed_up.value < MIN_SPEED_UP
         return n >= _LOOKS[-1] or (n in _LOOKS and is_certain)
 
 
