@@ -1,4 +1,4 @@
-"""Where does my training step go? Per-phase GPU times of PyTorch and Lightning training steps."""
+"""Per-phase GPU times of PyTorch and Lightning training steps."""
 
 # ruff: noqa: F403, F405  # At runtime names are looked up where they are asked for.
 
@@ -43,7 +43,7 @@ _HEAVY = {
     "PhaseTimeMetric": "metric",
     "TransformersPhaseTimer": "huggingface",
 }
-"""Names whose modules import packages that a plain loop needs not, and may not have."""
+"""Names whose modules import optional dependencies; they are imported lazily."""
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,7 @@ from lightning_gputime._session.session import Session
 from lightning_gputime._session.state import OFF
 
 # The first update of all is waited for during this many batches that should end a step.
-_PATIENCE = 100
+_MAX_BATCHES_WITHOUT_UPDATE = 100
 
 _EPOCH_START = "on_train_epoch_start"
 
@@ -52,16 +52,16 @@ class Fit:
         self._batch, self._wall_clock, self._fail = batch, wall_clock, fail
         self._own = own  # The class of callbacks that are timers.
         self._step_number = lightning_.step_counter(trainer)
-        # What Lightning's own rows have beside metrics: the epoch whose steps are read.
+        # The epoch of the steps that are read; rows of Lightning's loggers have it.
         self.row = row
         self._in_batch = False  # From our own hook at the start of a batch to that at its end.
-        # Whether micro-batches have ended since the last step: a step may reach across epochs.
+        # True if micro-batches have ended since the last step. A step may span epochs.
         self._accumulates = False
         self._handled: BaseException | None = None  # The error that is handled around the epoch.
         self._attachments = Attachments()  # Removed while no step is timed.
         self._loops = Attachments()  # Around whole loops of the trainer, at no cost per step.
         self._validation_entry = lightning_.validation_entry(trainer)
-        self._patience: float = _PATIENCE
+        self._patience: float = _MAX_BATCHES_WITHOUT_UPDATE
         self._calls: dict[str, Callable[[], None]] = {}  # By the action of the trainer.
         self._listener = _lightning.ActionListener(trainer.profiler, self._calls, fail)
         self._callback = ""  # The phase of the callback that was called last inside a step.
@@ -79,7 +79,7 @@ class Fit:
         self._listener.refresh()
         self._session.start_epoch(self._step_number(), epoch)
         if self._accumulates:
-            # What lies between two epochs belongs to no step.
+            # The time between two epochs belongs to no step.
             self._session.open_step.continue_in_loop()
         else:
             self._session.steps.begin()
@@ -120,7 +120,7 @@ class Fit:
     def batch_ends(self, batch: object, batch_idx: int) -> None:
         """End a batch, and the step if it was its last. Raise nothing."""
         try:
-            # One that is None ends without having started; its time is the next one's `data`. Any
+            # A batch that is None ends without a start; its time is `data` of the next batch. Any
             # other did start, heard or not: a callback before ours may have run a validation.
             if batch is None and not self._in_batch:
                 return
@@ -166,7 +166,7 @@ class Fit:
             self._end_validation()
 
     def _sees_validations_of(self, trainer: Any) -> bool:
-        """Return whether the start and the end of a trainer's validations are known exactly."""
+        """Return True if the trainer reports the exact start and end of validations."""
         return trainer is self.trainer and self._validation_entry is not None
 
     def _start_validation(self, *_: Any, **__: Any) -> None:
@@ -183,7 +183,7 @@ class Fit:
             self._session.recorder.resume(CALLBACKS)
 
     def _ends_step(self, batch_idx: int) -> bool:
-        """Return whether a step ends with this batch, by what was seen of it."""
+        """Return True if a step ends with this batch, by its recorded boundaries."""
         open_step = self._session.open_step
         if not self._model.automatic_optimization:
             # Only the optimizers know.
@@ -192,7 +192,7 @@ class Fit:
         if open_step.updates:
             self._patience = math.inf
         ends = open_step.updates > 0 or (is_due and self._is_complete())
-        # Else the trainer's count tells the end of a step also where no update is seen.
+        # Otherwise the trainer's count ends a step, even without a recorded update.
         if ends != is_due:
             open_step.rely_on_updates()
         return ends
@@ -202,7 +202,7 @@ class Fit:
         open_step = self._session.open_step
         if open_step.has_updated or not open_step.has_optimizer or self.trainer.is_last_batch:
             return True
-        # An `optimizer_step` of the user's own may leave updates out. If it shows none at all, the
+        # An overridden `optimizer_step` may skip updates. If no update is recorded at all, the
         # trainer's count is what is left.
         self._patience -= 1
         return self._patience < 0
@@ -237,7 +237,7 @@ class Fit:
             return  # A `training_step(dataloader_iter)` fetches by itself.
         session, recorder = self._session, self._session.recorder
         if recorder.threads.home == -1:
-            # A run that goes on in the middle of an epoch does not start that epoch.
+            # A run that resumes in the middle of an epoch does not start that epoch.
             self.epoch_begins()
         if self._wall_clock.entry is not STEPS:
             self._wall_clock.resume_steps()
@@ -266,7 +266,7 @@ class Fit:
         calls[update] = (
             self._end_callbacks_of_update if update in calls else session.open_step.update_begins
         )
-        # Where gradients accumulate none are cleared before a validation.
+        # While gradients accumulate, they are not cleared before a validation.
         calls[action_of("on_validation_model_zero_grad")] = partial(
             session.recorder.pause, now=True
         )
@@ -282,21 +282,21 @@ class Fit:
                     yield lightning_.module_action(trainer, module, hook), partial(begins, DATA)
 
     def _actions_of_callbacks(self) -> Iterator[Action]:
-        others = [one for one in self.trainer.callbacks if not isinstance(one, self._own)]
+        others = [found for found in self.trainer.callbacks if not isinstance(found, self._own)]
         ends: dict[str, Callable[[], None]] = {
             "on_train_batch_start": self._callbacks_have_begun,
             "on_train_batch_end": partial(self._session.recorder.mark, CALLBACKS),
             **dict.fromkeys(lightning_.IN_STEP, self._leave_callback),
         }
         for hook, end in ends.items():
-            at_work = [one for one in others if lightning_.defines(one, hook)]
-            for one in at_work:
-                label = label_of_callback(one, hook)
+            active = [callback for callback in others if lightning_.defines(callback, hook)]
+            for callback in active:
+                label = label_of_callback(callback, hook)
                 in_step = hook in lightning_.IN_STEP
                 begins = self._enter_callback if in_step else self._callback_begins
-                yield lightning_.callback_action(one, hook), partial(begins, label)
-            if at_work:
-                # The next that the trainer calls: all callbacks are over.
+                yield lightning_.callback_action(callback, hook), partial(begins, label)
+            if active:
+                # The trainer calls this next, after all callbacks.
                 yield lightning_.module_action(self.trainer, self._model, hook), end
 
     def _callback_begins(self, label: str) -> None:

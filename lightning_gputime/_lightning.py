@@ -179,7 +179,7 @@ def _relay(call: Callable[[str], Any], listeners: list[Any]) -> Callable[[str], 
 
 
 class _Relay:
-    """Stand in for the function `start` of a profiler that is at work. It can be pickled."""
+    """Replacement for `start` of an active profiler. It can be pickled."""
 
     __slots__ = ("_actions", "_call")
 

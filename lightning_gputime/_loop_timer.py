@@ -1,4 +1,4 @@
-"""What timers of loops over loaders share: a step ends where the next batch is asked for."""
+"""Base of timers of loops over loaders: a step ends where the next batch is requested."""
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -42,24 +42,26 @@ T = TypeVar("T")
 
 
 class _Seen(Enum):
-    """What a loop over `steps` has done with its batches."""
+    """State of the batches of a loop over `steps`."""
 
     NOTHING = 0
-    AHEAD = 1  # Nothing on the first one before the next: the work comes behind.
+    AHEAD = 1  # The loop fetches a batch before it works on the previous batch.
     EVALUATION = 2  # Nothing else, as far as it was timed: a body may decide whether to train.
     TRAINING = 3
 
 
 _NO_STEP = "iterate over steps(loader), or call step() at the end of the loop's body. " + HOMES
 
-_IN_TURNS = "several threads train in turn, and a timer times one. Give one thread a timer alone."
+_ALTERNATING_THREADS = (
+    "several threads train alternately, and a timer times one thread. Give each thread its timer"
+)
 
 _UNTOLD = (
     "The last %d updates are in no step. Iterate over timer.steps(loader), and over nothing around"
     " it: timer.steps(itertools.cycle(loader)). Or call step() after each update."
 )
 
-_MAX_IDLE = 20  # Of fewer batches that were passed over nothing is said.
+_MAX_IDLE = 20  # Number of skipped batches from which a warning is logged.
 _UNSEEN = (
     "%d batches in a row have neither a call of the model nor an update, and are in no step. If"
     " they train in a way that is not seen, such as by a graph that was captured before attach(),"
@@ -85,7 +87,7 @@ class Steps(Generic[T]):
         return self._iterate() if begun is None else begun
 
     def __next__(self) -> T:
-        # A `for` goes on with what this starts.
+        # A `for` loop continues with the step that this starts.
         if self._begun is None:
             self._begun = self._iterate()
         return next(self._begun)
@@ -110,9 +112,9 @@ class LoopTimer(Timer):
         self._log_every_n_steps = check_int(
             "log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean"
         )
-        # No loop has so many micro-batches: only an update ends a step.
+        # Larger than any number of micro-batches: only an update ends a step.
         self._accumulate_grad_batches = sys.maxsize
-        # Of accelerate's optimizers: whether this batch is the last of an update.
+        # State of accelerate's optimizers: whether this batch is the last of an update.
         self._gradient_state: Any = None
         self._first_step = self._step = self._micro_batches = 0
         self._is_evaluating = self._had_batch = False  # The batch that an evaluation interrupts.
@@ -131,7 +133,7 @@ class LoopTimer(Timer):
         self._reset_places()
 
     def _reset_places(self, now_ns: Callable[[], int] = int) -> None:
-        """Forget the places of the last measurement; `now_ns` is the clock of the next one."""
+        """Forget the places of the last measurement. `now_ns` is the clock of the next."""
         self._attached_at: Frames = ()
         # Code outside of loops over `steps`, and evaluations.
         self._between = PlaceTimer(self._culprits, now_ns, self._wall_clock)
@@ -179,7 +181,9 @@ class LoopTimer(Timer):
         finally:
             self._finish()
         if self._step == self._first_step:
-            messages.warning("No step has ended: %s", _IN_TURNS if in_turns else _NO_STEP)
+            messages.warning(
+                "No step has ended: %s", _ALTERNATING_THREADS if in_turns else _NO_STEP
+            )
 
     def steps(self, iterable: Iterable[T]) -> Steps[T]:
         """Yield the items of a loader, and end a step (or a micro-batch) after each.
@@ -200,7 +204,7 @@ class LoopTimer(Timer):
             An iterable with the length and the attributes of the loader.
 
         Raises:
-            RuntimeError: If the timer was never attached. After `remove` the loop goes on, untimed.
+            RuntimeError: If the timer was never attached. After `remove` the loop runs untimed.
             TypeError: If it cannot be iterated, or is the model.
         """
         check_loader(iterable)
@@ -213,7 +217,7 @@ class LoopTimer(Timer):
         if not self._session.was_attached:
             raise RuntimeError(f"steps() needs an attached timer. {self._USE}")
         if self._body is not None:
-            self._session.steps.keep_hooks()  # Another loop over `steps` may go on.
+            self._session.steps.keep_hooks()  # Another loop over `steps` may continue.
         self._begin()
         self._know_loader(loader, in_data=True)
         seen, batch, wall_clock = _Seen.NOTHING, self._loop.batch, self._wall_clock
@@ -239,7 +243,7 @@ class LoopTimer(Timer):
                         self._leave_body()
                     raise
                 try:
-                    # Of another session, where the body has removed or attached the timer.
+                    # The body has removed or attached the timer: this is another session.
                     label = self._session.recorder.label
                     is_usual = label != OTHER if seen is _Seen.TRAINING else label is None
                     if is_usual and seen is not _Seen.NOTHING and self._body is body:
@@ -274,7 +278,7 @@ class LoopTimer(Timer):
     @never_raises
     def _end_loop(self, seen: _Seen) -> None:
         if seen is _Seen.AHEAD and self._body is None:
-            # The work on the last one is still to come.
+            # The work on the last batch is still to come.
             self._body = self._step, self._micro_batches
         if self._body is not None:
             self._session.open_step.batch_begins()
@@ -283,7 +287,7 @@ class LoopTimer(Timer):
         self._session.compare_ranks()
 
     def _end_odd_body(self, seen: _Seen) -> _Seen:
-        """End the work on a batch, which may be none, or an evaluation. Return what was seen."""
+        """End the work on a batch, which may be an evaluation or nothing. Return its kind."""
         session = self._session
         if self._has_idled(is_first=seen is _Seen.NOTHING):
             # As in a look-ahead, a group, or a `zip` of loops, or where a batch is passed over: it
@@ -358,11 +362,11 @@ class LoopTimer(Timer):
     def _leave_loop(self) -> None:
         """End a loop with its last step. Micro-batches of a known number go into no other loop."""
         session = self._session
-        # Of a step that was left there are a few, if there are several optimizers.
+        # A step that was left has a few, if there are several optimizers.
         if (untold := session.open_step.updates) > 2 * (1 + len(self._loop.optimizers)):
             session.recorder.warn_once(_UNTOLD, untold)
             self._body, self._micro_batches = None, 0
-        # Each batch has two marks, and the end of the loop one.
+        # Each batch has two marks; the end of the loop has a single mark.
         passed_over = (len(session.recorder.open.labels) - 1) // 2 if self._body else 0
         if passed_over >= _MAX_IDLE and self._has_idled(is_first=True):
             session.recorder.warn_once(_UNSEEN, passed_over)
@@ -382,7 +386,7 @@ class LoopTimer(Timer):
             raise RuntimeError(f"step() needs an attached timer. {self._USE}")
         try:
             if get_ident() != session.recorder.threads.home:
-                # The loop runs in another thread than the one that attached the timer.
+                # The loop runs in another thread than the call that attached the timer.
                 self._begin()
                 return
             self._micro_batches += 1

@@ -1,4 +1,4 @@
-"""What the timer says to its user, under the package's name."""
+"""Messages to the user, in the logger of the package."""
 
 import difflib
 import logging
@@ -11,13 +11,13 @@ HOMES = (
     " lightning_gputime.huggingface.TransformersPhaseTimer for that of transformers,"
     " and GPUPhaseHooks for your own loop, also with Fabric."
 )
-"""Which timer is whose."""
+"""Owners of timers."""
 
 messages = logging.getLogger("lightning_gputime")
 
 
 def _name_the_package(record: logging.LogRecord) -> bool:
-    # Where logging is not configured, Python prints the message alone.
+    # Without configured logging, Python prints the message alone.
     if not messages.hasHandlers():
         record.msg = f"{messages.name}: {record.msg}"
     return True
@@ -26,10 +26,10 @@ def _name_the_package(record: logging.LogRecord) -> bool:
 messages.addFilter(_name_the_package)
 
 
-def format_value(one: object) -> str:
-    """Return what was given, or its type where it is long."""
-    text = repr(one)
-    return text if len(text) <= _MAX_SHOWN else f"a {type(one).__name__}"
+def format_value(value: object) -> str:
+    """Return the representation of a value, or its type if that is long."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"a {type(value).__name__}"
 
 
 def suggest(name: object, known: Iterable[str]) -> str:
@@ -40,7 +40,7 @@ def suggest(name: object, known: Iterable[str]) -> str:
 
 
 class Named(dict[str, Any]):
-    """A dict that answers an unknown name with the nearest one."""
+    """A dict whose KeyError suggests the nearest name."""
 
     def __missing__(self, name: object) -> NoReturn:
         raise KeyError(f"{name!r}: {suggest(name, self)}")

@@ -1,4 +1,4 @@
-"""The options that all timers share: wrong ones fail in the constructor, with value and fix."""
+"""Options that all timers share. Bad values fail in the constructor, with value and fix."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ AUTO = "auto"
 SyncRanks = bool | Literal["log"]
 T = TypeVar("T")
 
-_PROBES = "1 of every n steps is probed, and the next one is not timed; 0 for none"
+_PROBES = "1 of every n steps is probed, and the next step is not timed; 0 for no probes"
 
 
 class TimerOptions(TypedDict, total=False):
@@ -46,7 +46,7 @@ class TimerOptions(TypedDict, total=False):
             `probe_every_n_steps`, a log at each step, and `observers` that take steps.
         probe_every_n_steps: Probe 1 of every n steps (at least 3; 0 for none) to separate launch
             gaps from GPU work: launch it while a spin kernel keeps the GPU busy. No other statistic
-            includes probed steps, nor those after them.
+            includes probed steps or the steps after them.
         sync_ranks: When to compare the ranks of a distributed run: at the end of each epoch and of
             training (True), at every log ("log"), or never (False).
         items: Items per batch: a number, or a function of the batch. The default is the first
@@ -71,7 +71,7 @@ class TimerOptions(TypedDict, total=False):
     every_n_steps: int | Literal["auto"]
     probe_every_n_steps: int
     sync_ranks: SyncRanks
-    # What is no number comes last: LightningCLI writes a value by the first type that it fits.
+    # Types other than numbers come last: LightningCLI uses the first type that fits a value.
     items: float | Callable[[Any], float] | None
     flops: float | Sequence[float] | None
     observers: Sequence[Callable[[StepTimes], object] | Any]
@@ -87,7 +87,7 @@ class AllOptions(TimerOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """`TimerOptions` with their defaults, checked: TypeError, or ValueError, if one is wrong."""
+    """`TimerOptions` with their defaults. A bad value raises TypeError or ValueError."""
 
     prefix: str = "phase_time"
     log: str | Sequence[str] = "default"
@@ -112,10 +112,10 @@ class Options:
         for name in ("items", "flops"):
             object.__setattr__(self, name, _number(getattr(self, name)))
         check_bools(annotate=self.annotate)
-        for name, error, is_right, what in _REQUIREMENTS:
+        for name, error, is_right, requirement in _REQUIREMENTS:
             value = getattr(self, name)
             if not is_right(value):
-                raise error(f"{name} must {what}, got {format_value(value)}")
+                raise error(f"{name} must {requirement}, got {format_value(value)}")
         _check_modules(self.modules)
 
     @property
@@ -125,7 +125,7 @@ class Options:
 
     @property
     def asked_groups(self) -> list[str]:
-        """What `log` names: groups, "default" or "all"."""
+        """Names in `log`: groups, "default" or "all"."""
         return [self.log] if isinstance(self.log, str) else [*self.log]
 
     @property
@@ -154,7 +154,7 @@ def takes_options(cls: type[T]) -> type[T]:
     signature = _with_options(inspect.signature(init))
     known = [*signature.parameters][1:]
     is_positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    by_position = [one.name for one in signature.parameters.values() if one.kind is is_positional]
+    by_position = [p.name for p in signature.parameters.values() if p.kind is is_positional]
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
@@ -183,9 +183,9 @@ def _with_options(signature: inspect.Signature) -> inspect.Signature:
     hints = get_type_hints(TimerOptions)
     option = last.replace(kind=inspect.Parameter.KEYWORD_ONLY)
     options = [
-        option.replace(name=one.name, default=one.default, annotation=hints[one.name])
-        for one in fields(Options)
-        if one.name in hints
+        option.replace(name=field.name, default=field.default, annotation=hints[field.name])
+        for field in fields(Options)
+        if field.name in hints
     ]
     return signature.replace(parameters=[*own, *options])
 
@@ -209,7 +209,7 @@ def _number(value: Any) -> Any:
 
 
 def check_int(name: str, value: Any, least: int, meaning: str) -> int:
-    """Return an integer. Raise TypeError if it is none, ValueError if it is below `least`."""
+    """Return an integer. Raise TypeError for other types, ValueError if it is below `least`."""
     value = _number(value)
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer ({meaning}), got {format_value(value)}")
@@ -246,7 +246,7 @@ def _is_flops(value: Any) -> bool:
 _INSTEAD = {"save_path": "call timer.save(path) after the training"}
 
 LOG_GROUPS = ("default", "all", "phases", "comm", "slow", "fit")
-"""What `log=` accepts."""
+"""Accepted values of `log=`."""
 
 # Options that are integers: the least that each may be, and what it means.
 _INTEGERS = {
@@ -271,7 +271,7 @@ _IS_SYNC = "be True (compare the ranks at the end of each epoch), 'log' (at ever
 _IS_PROBES = f"be 0 or at least 3 ({_PROBES})"
 _IS_KEY = "be a key such as 'phase_time', without outer '/'"
 
-# Of the other options: the error if a value is not right, and what it must be.
+# Requirements of the other options: name, error, check, and the expected value.
 _REQUIREMENTS: Sequence[tuple[str, type[Exception], Callable[[Any], bool], str]] = (
     ("items", TypeError, lambda n: n is None or callable(n) or _is_amount(n), _IS_ITEMS),
     ("flops", TypeError, _is_flops, _IS_FLOPS),
@@ -286,7 +286,7 @@ _REQUIREMENTS: Sequence[tuple[str, type[Exception], Callable[[Any], bool], str]]
 
 def _check_modules(modules: Any) -> None:
     if isinstance(modules, int) and not isinstance(modules, bool):
-        check_int("modules", modules, 1, "a depth: 1 for the modules that the model itself holds")
+        check_int("modules", modules, 1, "a depth: 1 for the direct children of the model")
         return
     names = modules if _is_several(modules) else [modules]
     if not all(isinstance(name, str) and "/" not in name for name in names):

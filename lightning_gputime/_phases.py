@@ -15,9 +15,9 @@ LOSS = "loss"
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 OTHER = "other"
-# The phase in place of `forward` and `loss` where both were compiled as one.
+# The phase in place of `forward` and `loss` if both were compiled together.
 TRAINING_STEP = "training_step"
-# What a language model makes in a step that it is then trained on, and how that is judged.
+# Text generation in a step that trains on it, and its rewards.
 GENERATE = "generate"
 REWARD = "reward"
 # The sub-phase in which a rank waits for the others, or runs their collective: `backward/comm`.
@@ -28,7 +28,7 @@ FETCH = "data/fetch"
 COPY = "data/copy"
 WAIT = "data/comm"
 CALLBACK_WAIT = "callbacks/comm"
-SAVES = "callbacks/checkpoints"  # Of a trainer, wherever it saves them.
+SAVES = "callbacks/checkpoints"  # Checkpoints that a trainer saves, anywhere.
 BETWEEN_BATCHES = (DATA, CALLBACKS)
 """The phases in which the device has no work of the step to wait for."""
 FIRST_STEPS = 100  # With `every_n_steps="auto"` this many first steps are timed, all of them.
@@ -66,15 +66,15 @@ COLOURS = {
     OTHER: "#BBBBBB",
 }
 
-_OWN_COLOURS = ("#9467BD", "#F0E442", "#8C564B")  # Of phases that a user has named.
+_OWN_COLOURS = ("#9467BD", "#F0E442", "#8C564B")  # Colors of custom phases.
 
 PHASES = tuple(COLOURS)
-# The sub-phases that any loop may have; modules and a user's own are not known beforehand.
+# Sub-phases of any loop, without modules and custom phases.
 SUB_PHASES = (*(f"{phase}/{COMM}" for phase in PHASES), FETCH, COPY)
-# What the code after a phase is, where the phase was named by hand.
+# Labels of the code after a phase that was named by hand.
 FOLLOWED_BY = {FORWARD: AFTER_FORWARD, BACKWARD: AFTER_BACKWARD, OPTIMIZER: AFTER_UPDATE}
 
-# What a label means whose phase depends on what follows; `other` where that is not named.
+# Phases of labels that depend on the next label; `other` if it has no entry here.
 _PENDING: Mapping[str, Mapping[str | None, str]] = {
     # In a step with a closure no mark but the end tells of the update.
     AFTER_FORWARD: {FORWARD: FORWARD, BACKWARD: LOSS, GRAD: LOSS, AFTER_UPDATE: OPTIMIZER},
@@ -90,7 +90,7 @@ _PENDING: Mapping[str, Mapping[str | None, str]] = {
     BETWEEN: {},
 }
 
-# The phase that such a label most often is, for profilers, which must be told at once.
+# Most frequent phase of such a label, for profilers, which cannot wait for the next label.
 LIKELY = {
     AFTER_FORWARD: LOSS,
     AFTER_BACKWARD: OPTIMIZER,
@@ -110,7 +110,7 @@ def likely_phase(label: str) -> str:
 # Phases have keys such as `forward_ms`; so have these. "slow" begins keys such as `slow/ranks_ms`.
 _RESERVED = ("step", "host_wait", "slow", "slow_excess", "lasting_change", "local")
 # No line of a table, and no key of a logger, has control characters or ends of lines.
-# What a part of a name must not have, as a part of a regular expression.
+# Characters that a part of a name must not contain, for a regular expression.
 UNUSABLE = r"/<>\x00-\x1f\x7f-\x9f\u2028\u2029"
 _NAME = re.compile(rf"[^{UNUSABLE}]+(/[^{UNUSABLE}]+)*")
 
@@ -121,8 +121,8 @@ class Timeline:
 
     names: tuple[tuple[str, ...], ...]  # The phases that each counts under, see `resolve_labels`.
     device_ms: Sequence[float]
-    host_ns: Sequence[int]  # Of each mark: one more than there are intervals.
-    finished_ns: int  # When the device finished, where the host waited for that; else 0.
+    host_ns: Sequence[int]  # Host time of each mark; has one more element than the intervals.
+    finished_ns: int  # Host time at which the device finished, if the host waited; otherwise 0.
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +135,11 @@ class StepTimes:
             (`backward/comm`) has its own entry and is included in its parent's (`backward`).
         host_ms: Host time between the same marks (in milliseconds): what it took to launch the
             phase, not to run it.
-        host_wait_ms: How long the host was blocked until the device had finished this step (in
+        host_wait_ms: Time for which the host was blocked until the device finished this step (in
             milliseconds); 0.0 when the step was read without a wait. Where not every step is timed,
             the part of one step in that wait.
         step_ms: The sum of the top-level phases (in milliseconds).
-        skipped_update: Whether no optimizer ran its update, as when a GradScaler finds gradients
+        skipped_update: True if no optimizer ran its update, as when a GradScaler finds gradients
             that are not finite. A fused optimizer decides on the device; then this stays False.
         timeline: The step's intervals in their order, for traces.
     """
@@ -161,14 +161,14 @@ class StepRecord(NamedTuple):
         labels: The labels of the step's marks, without the last one, which is its end.
         device_ms: Device time from each mark to the next (in milliseconds).
         host_ns: Host time of each mark (in nanoseconds).
-        wait_ms: How long the host waited for the device to finish the step (in milliseconds).
+        wait_ms: Time for which the host waited for the device to finish the step (in milliseconds).
         finished_ns: Host time at which the device finished, where the host waited for that (in
             nanoseconds); else 0.
-        skipped_update: Whether no optimizer ran its update.
-        was_fully_queued: Whether, in a step that was probed, the device had not begun it when the
+        skipped_update: True if no optimizer ran its update.
+        was_fully_queued: True if the device had not started a probed step when the
             host had launched all of it.
-        post_spin_index: The index of the mark behind what kept the device busy; 0 if nothing did.
-        items: Its items; NaN where they are not known.
+        post_spin_index: Index of the mark after the spin kernel; 0 without a spin kernel.
+        items: Its items; NaN if unknown.
         step_index: Its place among all steps since the timer was attached, timed or not; -1 where
             only timed steps are counted.
         places: At each mark, its end included, the place in the user's code; empty in a step that
@@ -190,12 +190,12 @@ class StepRecord(NamedTuple):
 
     @property
     def spin_ms(self) -> float:
-        """How long the device was kept busy before it (in milliseconds)."""
+        """Duration of the spin kernel before it (in milliseconds)."""
         return self.device_ms[self.post_spin_index - 1] if self.post_spin_index else 0.0
 
     @property
     def evaluation_ms(self) -> float:
-        """How long the device took for an evaluation inside it (in milliseconds)."""
+        """Device time of an evaluation inside it (in milliseconds)."""
         labels_and_ms = zip(self.labels, self.device_ms, strict=True)
         return sum(ms for label, ms in labels_and_ms if label == EVALUATED)
 
@@ -256,7 +256,7 @@ def resolve_labels(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 
 def _phases(labels: Sequence[str]) -> list[tuple[str, str]]:
     """Return the phase of each label, and which one a pipeline sends or receives for there."""
-    # What follows decides, so from the last label to the first.
+    # The next label decides, so go from the last label to the first.
     phases = []
     following: str | None = None
     for label in reversed(labels):
@@ -265,7 +265,7 @@ def _phases(labels: Sequence[str]) -> list[tuple[str, str]]:
         if phase in (DATA, LOSS, OTHER) and following and following in (FORWARD, BACKWARD):
             follower = following
         elif label == AFTER_BACKWARD:
-            # What a stage has sent is on its way until then.
+            # Data that a stage has sent is in transit until then.
             follower = BACKWARD
         phases.append((phase, follower))
         top_level = phase.partition("/")[0]
@@ -279,7 +279,7 @@ def _phases(labels: Sequence[str]) -> list[tuple[str, str]]:
         elif label not in _PENDING and top_level in (FORWARD, BACKWARD, OPTIMIZER):
             following = top_level
         elif top_level == DATA or label == CALLBACKS:
-            # What follows is another micro-batch. One callback may be inside this one.
+            # Another micro-batch follows. A callback may run inside this callback.
             following = None
     return phases[::-1]
 
@@ -318,12 +318,12 @@ def label_of_callback(callback: object, hook: str) -> str:
 
 
 def of_one_callback(name: str) -> str:
-    """Return the callback, and its hook, that a part of `callbacks` is; empty if it is none.
+    """Return the callback and hook of a part of `callbacks`; empty for other phases.
 
-    These are for the verdict and for `history`: not logged, and the table has checkpoints alone.
+    These parts are for the verdict and `history`. They are not logged.
     """
-    top, _, one = name.partition("/")
-    return one if top == CALLBACKS and name != CALLBACK_WAIT else ""
+    top, _, part = name.partition("/")
+    return part if top == CALLBACKS and name != CALLBACK_WAIT else ""
 
 
 def check_name(name: str) -> str:
@@ -344,7 +344,7 @@ def _is_well_formed(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def is_metric(one: object) -> bool:
-    """Return whether an object is a metric of torchmetrics."""
-    # By name: to import torchmetrics takes seconds.
-    return any(cls.__module__.startswith("torchmetrics.") for cls in type(one).__mro__)
+def is_metric(found: object) -> bool:
+    """Return True for a metric of torchmetrics."""
+    # By name: importing torchmetrics takes seconds.
+    return any(cls.__module__.startswith("torchmetrics.") for cls in type(found).__mro__)

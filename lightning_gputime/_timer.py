@@ -1,4 +1,4 @@
-"""What all timers share: a measurement's start and end, and reading it."""
+"""Base of all timers: start and end of a measurement, and its results."""
 
 import functools
 import os
@@ -56,8 +56,8 @@ _NO_INSTANCE = (
 )
 
 _NESTED = (
-    "A training inside another one has ended the timing of the outer one. Give each trainer a timer"
-    " of its own."
+    "A training inside another training has ended the timing of the outer training. Give each"
+    " trainer a separate timer."
 )
 
 
@@ -94,9 +94,9 @@ class Timer(Tabular):
     """
 
     _USE = "The timer was never attached."
-    _libraries: tuple[str, ...] = ("torch",)  # Those whose missing names concern it.
-    _logs_fit = False  # Whether it logs the wall clock, the group "fit".
-    _prints_on_stderr = False  # Where it was added to a script, whose output stays as it is.
+    _libraries: tuple[str, ...] = ("torch",)  # Libraries whose missing private names affect it.
+    _logs_fit = False  # True if it logs the wall clock, the group "fit".
+    _prints_on_stderr = False  # True if it was added to a script, whose output must not change.
 
     def __init__(self, options: Options, *, print_summary: bool = True) -> None:
         check_bools(print_summary=print_summary)
@@ -107,7 +107,7 @@ class Timer(Tabular):
         self._options, self._prints_table = options, print_summary
         self._results = Results(options.history_size, options.timed_warmup_steps, hint=self._USE)
         self._session: Session | NullSession = NEVER_ATTACHED
-        self._patches = Attachments()  # What is on the objects of a trainer.
+        self._patches = Attachments()  # Patches of objects of a trainer.
         self._warn_once = WarnOnce()
         self._environment = Environment()
         self._costly_settings = CostlySettings()
@@ -115,7 +115,7 @@ class Timer(Tabular):
         self._wall_clock = WallClock(None)
         self._culprits = CulpritSums()
         self._calls: NamedCalls | None = None
-        self._loader: object = None  # The newest one.
+        self._loader: object = None  # The newest loader.
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled: a copy is not attached. `ddp_spawn` pickles before `setup`.
@@ -162,7 +162,7 @@ class Timer(Tabular):
         options = self._options
         on_host = isinstance(clock, HostClock)
         n = options.every_n_steps
-        hint = "" if n in (1, AUTO) else f"Of each {n:,} steps one is timed (every_n_steps)."
+        hint = "" if n in (1, AUTO) else f"1 of every {n:,} steps is timed (every_n_steps)."
         self._wall_clock = wall_clock
         self._environment = environment_of(loop, options, **known)
         self._results = Results(
@@ -193,18 +193,18 @@ class Timer(Tabular):
         return session
 
     def _clock_for(self, device: torch.device, *, tell: bool = False) -> Clock:
-        """Return the clock of a device, or the one that was given in its place."""
+        """Return the clock of a device, or the clock that replaces it in tests."""
         return self._options._clock or clock_for(device, report_cpu=tell)
 
     @property
     def _host_ns(self) -> Callable[[], int]:
-        """The host's clock, also before the device is known."""
+        """The host's clock; available before the device."""
         clock = self._options._clock
         return time.perf_counter_ns if clock is None else clock.host_ns
 
     def _remove_patches(self) -> None:
         self._patches.remove()
-        self._calls = None  # It holds this object.
+        self._calls = None  # It refers to this object.
 
     def _time_calls(self, functions: Iterable[tuple[Any, str, str]]) -> None:
         """Time calls by name, until the patches are removed: owners, functions and names."""
@@ -226,7 +226,7 @@ class Timer(Tabular):
         return StagedLoaders(find, self._host_ns, self._culprits)
 
     def _time_loader(self) -> None:
-        """Time the stages of the newest loader that is known."""
+        """Time the stages of the newest loader."""
         self._session.attach_until_end(self._staged_loaders(self, "_loader"))
 
     def _time_saves(self, trainer: Any, name: str) -> None:
@@ -272,7 +272,7 @@ class Timer(Tabular):
         except Exception as another:
             messages.warning("The timer could not be removed: %r", another)
         if self._session is NEVER_ATTACHED:
-            self._session = REMOVED  # The loop goes on, untimed.
+            self._session = REMOVED  # The loop continues, untimed.
 
     @never_raises
     def _know_loader(self, loader: object, *, in_data: bool = False, prefix: str = "") -> None:
@@ -282,19 +282,19 @@ class Timer(Tabular):
         known = known_of_loader(loader)
         self._results.update_setup(**known, loader_prefix=prefix)
         if not self._wall_clock.has_stepped:
-            self._read_costly_settings()  # Those of torch are often set after `attach`.
+            self._read_costly_settings()  # Settings of torch are often changed after `attach`.
         if known["batch_size"] is not None:
             self._environment = replace(self._environment, batch_size=known["batch_size"])
 
     def _read_costly_settings(self, before: Iterable[CostlySetting] = ()) -> None:
-        """Read the settings that are known to cost time, and keep those read before."""
+        """Read costly settings, and keep earlier readings."""
         settings = merge(before, self._costly_settings.read(self._results.setup))
         self._results.update_setup(costly_settings=settings)
 
     def _submodules(self, model: object) -> dict[str, nn.Module]:
         """Return the modules that `modules` selects. Raise ValueError where it matches none."""
         modules = self._options.modules
-        # What some trainers call their model is no module, such as SetFit's.
+        # The model of some trainers, such as SetFit, is not a module.
         return resolve(modules, model) if modules and isinstance(model, nn.Module) else {}
 
     # For users
@@ -378,7 +378,7 @@ class Timer(Tabular):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the run to one JSON file, which `lightning_gputime.load` reads.
 
-        It holds the history, the summary and the environment (device, versions, options). Show and
+        It has the history, the summary and the environment (device, versions, options). Show and
         compare such files with `python -m lightning_gputime`.
 
         Args:

@@ -42,7 +42,7 @@ _OF_MODEL = ("log", "log_dict")
 _STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
 _STAGES_BY_NAME = {name: stage for stage, name in _STAGES.items()}
 
-_MAX_SAVE_RATIO = 100  # Saving while training goes on may take a hundredth of the time.
+_MAX_SAVE_RATIO = 100  # Saving during training may take a hundredth of the time.
 
 
 @takes_options
@@ -58,7 +58,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
     `loss_ms`, `backward_ms`, `optimizer_ms` and `other_ms`, their sum `step_ms`, `host_wait_ms`
     (all in milliseconds), and `items_per_sec`.
 
-    Validation, test and prediction have means of their own, logged at their end: the keys are
+    Validation, test and prediction have separate means, logged at their end: the keys are
     `phase_time/val/forward_ms` and so on (`test`, `predict`), with `data`, `forward` and `other`.
 
     Args:
@@ -84,7 +84,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
     ) -> None:
         super().__init__(Options(**options), print_summary=print_summary)
         self._path = check_save_path(save_path)
-        self._save_due = 0.0  # When the next file is, while training goes on.
+        self._save_due = 0.0  # Time of the next file during training.
         self._fit: Fit | None = None
         self._clock_trainer: pl.Trainer | None = None  # The trainer whose fit is measured.
         self._run_start_ns: int | None = None  # Start of the run that has not called `setup` yet.
@@ -94,7 +94,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         # No copy needs a trainer.
         alone = dict.fromkeys(("_fit", "_clock_trainer", "_run_start_ns"))
         state = {**super().__getstate__(), **alone}
-        return {name: one for name, one in state.items() if name not in _OF_MODEL}
+        return {name: value for name, value in state.items() if name not in _OF_MODEL}
 
     def __enter__(self) -> NoReturn:
         plain = "In a plain loop write: with GPUPhaseHooks(model, optimizer) as timer"
@@ -165,8 +165,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._submodules(pl_module)  # Raises, before training, if a name is wrong.
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # has no hint
-        timers = [one for one in callbacks if isinstance(one, GPUPhaseTimer)]
-        if len({one._options.prefix for one in timers}) < len(timers):
+        timers = [timer for timer in callbacks if isinstance(timer, GPUPhaseTimer)]
+        if len({timer._options.prefix for timer in timers}) < len(timers):
             raise ValueError(
                 "Timers of one Trainer must log under different keys, got prefix="
                 f"{self._options.prefix!r} twice: keep one timer, or give each its own prefix."
@@ -345,14 +345,14 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if self._is_table_due:
             self._is_table_due = False
             self._show(trainer.is_global_zero)
-        # Without a training, a file of an earlier one is worth more.
+        # Without a training, keep the file of an earlier training.
         if self._wall_clock is self._results.wall_clock:
             self._save_run(trainer)
 
-    # What a fit leaves behind, on rank zero
+    # Results of a fit, on rank zero
 
     def _save_run(self, trainer: pl.Trainer) -> None:
-        """Write the file, if one is wanted and there is a step. Warn once if that fails."""
+        """Write the file if `save_path` is set and a step was timed. Warn once on failure."""
         if self._path is None or not trainer.is_global_zero:
             return
         if self.last_step is None and not self.summary().probed_steps:

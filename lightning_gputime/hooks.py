@@ -35,9 +35,9 @@ class GPUPhaseHooks(LoopTimer):
             DeepSpeed's engine, passed as the model, has its own.
         device: Device to time, which must exist; by default that of the model's parameters.
         accumulate_grad_batches: Number of micro-batches per optimizer update, and so per step. With
-            "auto" a step ends with the update; a skipped one is part of the next step. Accelerate's
-            `accumulate` needs no number.
-        logger: Where the means go: one or several objects with `log_metrics(metrics, step)`.
+            "auto" a step ends with the update; a skipped update is part of the next step.
+            Accelerate's `accumulate` needs no number.
+        logger: Destination of the means: one or several objects with `log_metrics(metrics, step)`.
         log_every_n_steps: Number of steps averaged into one log.
         first_step: Number of the first step after `attach`, to resume training. Steps are counted
             through all epochs; each `attach` starts here again.
@@ -87,8 +87,8 @@ class GPUPhaseHooks(LoopTimer):
         if self._device is not None:
             self._clock_for(self._device)  # Raises where it is not here.
         self._accumulate_grad_batches = _check_accumulation(accumulate_grad_batches, self._loop)
-        states = [getattr(one, "gradient_state", None) for one in self._loop.optimizers]
-        self._gradient_state = next((one for one in states if one is not None), None)
+        states = [getattr(found, "gradient_state", None) for found in self._loop.optimizers]
+        self._gradient_state = next((state for state in states if state is not None), None)
         self._first_step = self._step = first_step
 
     def attach(self) -> Self:
@@ -138,5 +138,5 @@ def _check_accumulation(batches: int | str, loop: Loop) -> int:
             "accumulate_grad_batches must be a number where there are no optimizers, whose update"
             " could end a step; got 'auto'"
         )
-    # No loop has so many micro-batches: only an update ends a step.
+    # Larger than any number of micro-batches: only an update ends a step.
     return sys.maxsize

@@ -99,7 +99,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._train_calls: dict[type, Subscription] = {}  # By the class that defines `train`.
         self._is_table_due = False
         self._before: Any = None  # The callback before this one, when no training runs.
-        # Of a training. A step may reach across epochs.
+        # State of a training. A step may span epochs.
         self._batch = Batch(is_open=False)
         self._is_in_step = self._has_fetched = False
         # The kind of the newest evaluation, and its means until the Trainer logs them.
@@ -123,7 +123,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         trainer = find_trainer(self)
         for kind in type(trainer).__mro__:
             if "train" in vars(kind):
-                # Where it is defined: a subclass then still finds what others put there later.
+                # On the class that defines it: a subclass then still finds later patches of others.
                 self._watch_train(kind)
                 break
 
@@ -142,7 +142,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     def _start_run(self, trainer: Trainer, *_: Any, **__: Any) -> bool | None:
         is_known = self._run_of is not None and self._run_of() is trainer
-        if is_known or not any(one is self for one in transformers_.callbacks_of(trainer)):
+        if is_known or not any(found is self for found in transformers_.callbacks_of(trainer)):
             return False  # A method of a subclass calls that of its base class, or another Trainer.
         self._run_of, self._run_start_ns = weakref.ref(trainer), self._host_ns()
         return None
@@ -192,7 +192,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         model = trainer.model_wrapped
         optimizer, loader = known.get("optimizer"), known.get("train_dataloader")
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
-        # A loop of one's own may tell of the ends of its steps alone.
+        # An overridden loop may report only the ends of its steps.
         loop = Loop(
             model,
             optimizers,
@@ -236,10 +236,10 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         self._wall_clock.switch_to(EPOCH_ENDS)
         self._batch.is_open = False
-        # A training that goes on from a checkpoint does not tell its first epoch.
+        # A training that resumes from a checkpoint does not report its first epoch.
         if state.epoch or not state.global_step:
             self._session.start_epoch(state.global_step + 1, int(state.epoch or 0))
-        # What lies between two epochs belongs to no step.
+        # The time between two epochs belongs to no step.
         if self._is_in_step:
             self._session.open_step.continue_in_loop()
         else:
@@ -304,7 +304,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
                 self._leave()
                 raise
             self._is_table_due = state.is_world_process_zero
-            if self._run_start_ns is None:  # The return of `train` is not seen.
+            if self._run_start_ns is None:  # The return of `train` is not hooked.
                 self._leave()
 
     def _end_run(self, _: Any) -> None:
@@ -329,7 +329,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     # Evaluations
 
     def _start_evaluate(self, *_: Any, **__: Any) -> None:
-        # It makes the loader, or a method of one's own does all in it.
+        # It creates the loader, or an overridden method does everything.
         self._session.recorder.pause(now=True)
         self._wall_clock.enter_phase(EVALUATION)
 
@@ -403,7 +403,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         for key in added:
             logs.pop(key, None)
 
-    # What is on a Trainer
+    # Patches of a Trainer
 
     def _patch_trainer(self, trainer: Any) -> None:
         """Patch its methods, and go before all other callbacks."""
@@ -436,13 +436,14 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._patches.add(Subscription(*entry, phase(GENERATE)))
 
     def _patch_callbacks(self, trainer: Any) -> None:
-        for one in transformers_.callbacks_of(trainer):
-            if isinstance(one, Timer | DefaultFlowCallback) or not isinstance(one, TrainerCallback):
+        for found in transformers_.callbacks_of(trainer):
+            is_excluded = isinstance(found, Timer | DefaultFlowCallback)
+            if is_excluded or not isinstance(found, TrainerCallback):
                 continue
             for event in _EVENTS:
-                if getattr(type(one), event, None) is not getattr(TrainerCallback, event, None):
-                    named = self.phase(label_of_callback(one, event))
-                    self._patches.add(Subscription(one, event, named))
+                if getattr(type(found), event, None) is not getattr(TrainerCallback, event, None):
+                    named = self.phase(label_of_callback(found, event))
+                    self._patches.add(Subscription(found, event, named))
 
     def _leave(self) -> None:
         """Stop the wall clock, remove all from the Trainer, and show the table if it is due."""

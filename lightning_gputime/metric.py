@@ -26,8 +26,8 @@ class PhaseTimeMetric(Metric):
     Pass it to a timer: `GPUPhaseTimer(observers=[metric])`.
 
     Each state has one number per phase. When synchronized, states are stacked: (ranks, phases).
-    They stay on the CPU, in their precision, also if a model that holds the metric is moved: so the
-    host never waits for the device. A checkpoint holds the states of the rank that wrote it.
+    They stay on the CPU, in their precision, even if the model with the metric is moved: so the
+    host never waits for the device. A checkpoint contains the states of the rank that wrote it.
 
     Args:
         phases: Names of the phases to count. Add your own, and sub-phases such as modules.
@@ -60,7 +60,7 @@ class PhaseTimeMetric(Metric):
         self._local = BatchMeans()
         # In double precision: a million steps are added exactly.
         for state, dtype in (("sums_ms", torch.float64), ("counts", torch.int64)):
-            # The last one is no sum: the deviation of the local time.
+            # The last state is not a sum: the deviation of the local time.
             zeros = torch.zeros(len(self._names) + 1, dtype=dtype)
             self.add_state(state, zeros, dist_reduce_fx=None, persistent=True)
 
@@ -132,4 +132,4 @@ def _gather(state: Tensor, group: Any) -> list[Tensor]:
     if torch.distributed.get_backend(group) not in ("gloo", "mpi"):
         device = torch.accelerator.current_accelerator() or device
     gathered = gather_all_tensors(state.to(device), group)
-    return [one.cpu() for one in gathered]
+    return [state.cpu() for state in gathered]

@@ -562,7 +562,7 @@ def test_warns_when_a_nested_fit_uses_the_same_timer(
     timer = timer_of(gpu)
     trainer(timer, Nested(), max_epochs=2).fit(Model(gpu), Loader(gpu, 3))
     assert (
-        caplog.text.count("A training inside another one has ended the timing of the outer one")
+        caplog.text.count("A training inside another training has ended the timing of the outer training")
         == 1
     )
 

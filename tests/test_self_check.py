@@ -231,7 +231,7 @@ def test_summary_of_a_detached_timer_names_the_reason(loop: Loop) -> None:
 
 def test_summary_without_a_timed_step_names_the_option(loop: Loop) -> None:
     timer = train_loop(loop, 5, every_n_steps=1000)
-    said = "No step was timed. Of each 1,000 steps one is timed (every_n_steps)."
+    said = "No step was timed. 1 of every 1,000 steps is timed (every_n_steps)."
     assert str(timer.summary()) == said
 
 

@@ -522,7 +522,7 @@ def test_warns_about_threads_that_train_in_turn(
             one.start()
         for one in threads:
             one.join()
-    assert "several threads train in turn" in caplog.text
+    assert "several threads train alternately" in caplog.text
 
 
 # Warnings about steps that differ

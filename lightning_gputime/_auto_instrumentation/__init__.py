@@ -1,4 +1,4 @@
-"""Timers for scripts that have none: by an environment variable, and by `lightning_gputime run`.
+"""Timers that are added to a script by an environment variable or `lightning_gputime run`.
 
 A Trainer of Lightning and a Fabric ask installed packages for callbacks, see `callbacks_factory` in
 their documentation. A loop with Fabric is timed as a plain loop. For plain loops, and the Trainer
@@ -54,7 +54,7 @@ def options_of_all(wanted: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def tells_errors() -> Iterator[None]:
-    """Say an error, and go on: the script runs without a timer."""
+    """Report an error and continue: the script runs without a timer."""
     try:
         yield
     except Exception as error:
@@ -134,7 +134,7 @@ class _WatchingFinder:
 
 
 class _WatchedLoader(Loader):
-    """Stand in for the loader of a module until that is executed."""
+    """Replacement for the loader of a module until the module is executed."""
 
     def __init__(self, loader: Any, finder: _WatchingFinder) -> None:
         self._loader, self._finder = loader, finder
@@ -208,7 +208,7 @@ def _watch_trainers(wanted: dict[str, Any]) -> None:
                     TransformersPhaseTimer.on_train_begin(timer, *event, **known)
 
                 timer.on_train_begin(args, state, control, **known)
-                # Each training of a Trainer has a file of its own.
+                # Each training of a Trainer has a separate file.
                 vars(timer)["on_train_begin"] = save_before
 
     default_callbacks().append(TrainerAdder)

@@ -1,4 +1,4 @@
-"""Timers for a Trainer of Lightning that has none."""
+"""Timers that are added to a Trainer of Lightning."""
 
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ class TrainerAdder(pl.Callback):
     @tells_errors()
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         timer = GPUPhaseTimer(**options_of_all(self._wanted))
-        # In place of its own, which raises where a name is wrong: `on_train_start` says that.
+        # Its own method raises if a name is wrong; `on_train_start` reports that instead.
         vars(timer)["on_fit_start"] = partial(_name_file, timer, self._wanted)
         if adding.take_place(self, trainer.callbacks, timer):  # type: ignore[attr-defined]
             timer.setup(trainer, pl_module, stage)
@@ -26,5 +26,5 @@ class TrainerAdder(pl.Callback):
 
 @tells_errors()
 def _name_file(timer: GPUPhaseTimer, wanted: dict[str, Any], *_: Any) -> None:
-    """Let each fit of a Trainer save to a file of its own."""
+    """Give each fit of a Trainer a separate file."""
     timer._save_to(adding.path_to_save(wanted))

@@ -1,4 +1,4 @@
-"""Timers for plain loops that have none: a loop is found by its first update."""
+"""Timers that are added to plain loops: a loop is found by its first update."""
 
 import gc
 import os
@@ -45,7 +45,7 @@ _NO_CALLBACK = (
 _MAX_LOOPS = 20
 # In a row. Finding the model takes a tenth of a second: many short loops are not worth it.
 _MAX_SHORT_LOOPS = 3
-_MIN_PATIENCE = 3
+_MIN_OTHER_UPDATES = 3
 _PROCESS = "LIGHTNING_GPUTIME_PROCESS"  # The variable with the id of the first process.
 
 
@@ -60,14 +60,14 @@ class PlainLoops:
         self._loop: _TimedLoop | None = None
         self._loops = 0  # Loops that were found.
         self._shows = False  # Not on later ranks.
-        self._short_loops = 0  # The newest ones that have nothing but warm-up.
+        self._short_loops = 0  # Number of consecutive loops with only warm-up steps.
         self._next: Callable[[], Optimizer | None] = _nothing  # The optimizer of the next loop.
         self._others = 0  # Updates by others since the last update of the timed loop.
         self._census = _Census()
         self._untimeable = WeakSet[Optimizer]()
         self._trainer_timer: Callable[[], Any] = _nothing
         self._handle = register_optimizer_step_post_hook(self._update_ends)
-        # Child processes inherit this: any of them may be the one that trains.
+        # Child processes inherit this: any of them may train.
         os.environ.setdefault(_PROCESS, str(os.getpid()))
         Finalize(None, self._report, exitpriority=0)
 
@@ -104,7 +104,7 @@ class PlainLoops:
         if self._loop is not None and self._others < self._loop.patience:
             return  # The loop has gone on before this backward.
         if self._loop is not None:
-            # If it updates again, two optimizers take turns in one training: show each once.
+            # If it updates again, two optimizers alternate in one training: show each once.
             self._untimeable.add(self._loop.optimizer)
             has_steps = self._loop.end()
             self._census.end(has_steps)
@@ -132,7 +132,7 @@ class PlainLoops:
         self._loops += 1
         models = _models_of(optimizer)
         kind, names = type(optimizer).__name__, " and ".join(sorted({*map(_class_name, models)}))
-        parameters = [id(one) for model in models for one in nn.Module.parameters(model)]
+        parameters = [id(p) for model in models for p in nn.Module.parameters(model)]
         if trainer := _trainer_at_work():
             tell_once(_NO_CALLBACK, trainer)
         elif not models or len(parameters) > len({*parameters}):  # Several models share some.
@@ -160,11 +160,11 @@ class PlainLoops:
             return
         from lightning_gputime._auto_instrumentation.command import FLAGS
 
-        if misplaced := FLAGS.keys() & {one.partition("=")[0] for one in sys.argv[1:]}:
+        if misplaced := FLAGS.keys() & {text.partition("=")[0] for text in sys.argv[1:]}:
             messages.warning("Options of run stand before the script: %s", ", ".join(misplaced))
         else:
             why = "no second update" if self._census.missed else "no update"
-            messages.warning(_NOT_FOUND, f"{why} by an optimizer of torch's was seen", "model")
+            messages.warning(_NOT_FOUND, f"{why} by a torch optimizer was found", "model")
 
 
 class _TimedLoop:
@@ -177,7 +177,7 @@ class _TimedLoop:
         from lightning_gputime.hooks import GPUPhaseHooks
 
         self.optimizer = optimizer
-        self.patience = _MIN_PATIENCE  # Updates by others after which the loop is over.
+        self.patience = _MIN_OTHER_UPDATES  # Updates by others after which the loop is over.
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._timer = GPUPhaseHooks(model, optimizer, **options_of_all(wanted)).attach()
         self._hook = optimizer.register_step_post_hook(self._step_ends)
@@ -187,7 +187,7 @@ class _TimedLoop:
 
     def tolerate(self, others: int) -> None:
         """Expect that other optimizers update this often between two updates of this loop."""
-        self.patience = max(self.patience, 2 * others + _MIN_PATIENCE)
+        self.patience = max(self.patience, 2 * others + _MIN_OTHER_UPDATES)
 
     def _step_ends(self, *_: Any) -> None:
         if self._has_begun:
@@ -237,7 +237,7 @@ class _Census:
             self.missed += 1
 
     def join(self) -> None:
-        """Note that the timed loop goes on: others that have updated meanwhile belong to it."""
+        """The timed loop continues: optimizers that updated meanwhile belong to it."""
         self.missed -= self._n_between
         self._joined |= self._between
         self._between.clear()
@@ -265,7 +265,7 @@ def _class_name(model: nn.Module) -> str:
 
 
 def _trainer_at_work() -> str:
-    """Return the package of the Trainer that runs the current loop, or "" if there is none."""
+    """Return the package of the Trainer that runs the current loop, or an empty string."""
     from lightning_gputime._compat import lightning_, transformers_
     from lightning_gputime._compat.python_ import running_module
 
@@ -277,12 +277,12 @@ def _models_of(optimizer: Optimizer) -> list[nn.Module]:
     """Return the outermost modules that have parameters of an optimizer."""
     from lightning_gputime._instrumentation.optimizer import parameters_of
 
-    own = {id(one) for one in parameters_of(optimizer)}
+    updated = {id(p) for p in parameters_of(optimizer)}
     modules = [*filter(_is_model, _instances_of(nn.Module))]
     # By methods of the base class: others may give these names to their own things.
-    inner = {id(child) for one in modules for child in nn.Module.children(one)}
-    outermost = [one for one in modules if id(one) not in inner]
-    return [one for one in outermost if any(id(p) in own for p in nn.Module.parameters(one))]
+    inner = {id(child) for module in modules for child in nn.Module.children(module)}
+    outermost = [module for module in modules if id(module) not in inner]
+    return [m for m in outermost if any(id(p) in updated for p in nn.Module.parameters(m))]
 
 
 def _is_model(module: nn.Module) -> bool:
@@ -297,4 +297,4 @@ def _is_model(module: nn.Module) -> bool:
 
 def _instances_of(kind: type) -> list[Any]:
     # Not by `isinstance`, which a proxy may answer by an error.
-    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]

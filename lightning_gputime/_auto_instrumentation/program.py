@@ -1,4 +1,4 @@
-"""What a command line starts: a Python script, or a program that may start Python."""
+"""Kinds of command lines: a Python script, or a program that may start Python."""
 
 import itertools
 import os
@@ -26,7 +26,7 @@ _NO_PACKAGE = (
     "{0} has no lightning_gputime, so nothing would be timed: install it there by {0} -m pip"
     " install lightning-gputime (Python 3.11 or newer), or write run train.py, without a Python"
 )
-# The folder of the script is on the path of Python, not the current one.
+# The folder of the script is on the path of Python, not the current folder.
 _FIND = """\
 import importlib.util, sys
 sys.path[:] = filter(None, sys.path)

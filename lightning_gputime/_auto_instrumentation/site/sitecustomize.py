@@ -6,7 +6,7 @@ Any Python imports it, Python 2 as well: the script may start tools of another e
 import importlib
 import sys
 
-# Run the `sitecustomize` that this file hides, if there is one.
+# Run the `sitecustomize` that this file hides, if any.
 _own = sys.modules.pop(__name__)
 _folder = __file__.rpartition("sitecustomize")[0].rstrip("/\\")
 sys.path[:] = [path for path in sys.path if path.rstrip("/\\") != _folder]
