@@ -96,6 +96,7 @@ class Timer(Tabular):
     _USE = "The timer was never attached."
     _libraries: tuple[str, ...] = ("torch",)  # Those whose missing names concern it.
     _logs_fit = False  # Whether it logs the wall clock, the group "fit".
+    _is_aborted = False  # True if an exception has left the `with` of the timer.
     _prints_on_stderr = False  # Where it was added to a script, whose output stays as it is.
 
     def __init__(self, options: Options, *, print_summary: bool = True) -> None:

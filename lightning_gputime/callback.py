@@ -23,6 +23,7 @@ from lightning_gputime._measurement.wall_clock import (
     TEAR_DOWN,
     WallClock,
 )
+from lightning_gputime._messages import messages
 from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._runs.environment import cores_of_rank, known_of_loader
@@ -41,6 +42,8 @@ _OF_MODEL = ("log", "log_dict")
 # The name in the table of each kind of evaluation in keys.
 _STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
 _STAGES_BY_NAME = {name: stage for stage, name in _STAGES.items()}
+
+_SAVED = "The run up to the exception is saved in %s"
 
 _MAX_SAVE_RATIO = 100  # Saving while training goes on may take a hundredth of the time.
 
@@ -307,9 +310,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
     ) -> None:
         # After an error Lightning calls only this: neither `on_train_end` nor `teardown`.
         was_training = self._fit is not None and self._fit.trainer is trainer
-        self._is_table_due |= was_training and isinstance(exception, KeyboardInterrupt)
+        self._is_table_due |= was_training
         self._leave(trainer)
-        self._end_fit(trainer)
+        self._end_fit(trainer, has_failed=True)
 
     @never_raises
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -337,7 +340,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._remove_patches()
         self._clock_trainer = None
 
-    def _end_fit(self, trainer: pl.Trainer) -> None:
+    def _end_fit(self, trainer: pl.Trainer, *, has_failed: bool = False) -> None:
         """Stop the wall clock of a fit, show the table, and save the run."""
         if trainer is not self._clock_trainer:
             return
@@ -346,22 +349,25 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._is_table_due = False
             self._show(trainer.is_global_zero)
         # Without a training, a file of an earlier one is worth more.
-        if self._wall_clock is self._results.wall_clock:
-            self._save_run(trainer)
+        is_saved = self._wall_clock is self._results.wall_clock and self._save_run(trainer)
+        if is_saved and has_failed:
+            messages.warning(_SAVED, self._path)
 
     # What a fit leaves behind, on rank zero
 
-    def _save_run(self, trainer: pl.Trainer) -> None:
+    def _save_run(self, trainer: pl.Trainer) -> bool:
         """Write the file, if one is wanted and there is a step. Warn once if that fails."""
         if self._path is None or not trainer.is_global_zero:
-            return
+            return False
         if self.last_step is None and not self.summary().probed_steps:
-            return  # Without a step a file of before is worth more.
+            return False  # Without a step a file of before is worth more.
         try:
             Path(self._path).parent.mkdir(parents=True, exist_ok=True)
             self.save(self._path)
         except Exception as error:
             self._warn_once(_NOT_SAVED, error)
+            return False
+        return True
 
     def _leave_fit(self) -> None:
         if self._fit is not None:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 ABOUT_RUN = """\
 Time a script as it is: in the Trainer of Lightning or transformers, or in a plain
 loop, where a step is one update of the first optimizer. Arguments, output, exit code and errors
-stay those of the script. Processes that it starts are timed, too. A script with a timer keeps it.
+stay those of the script. Processes that it starts are timed, too. If a script has a timer, that is
+used: --save-path saves its run, and the other options have no effect.
 Options stand before the script. The manual describes them: docs/reference/options.md.
 
   run train.py --its own --args
@@ -37,8 +38,8 @@ ABOUT_BENCH = """\
 Run two commands in turns (a b b a), each with a timer as by run, and compare their steps. After 3,
 5, 8, ... turns it ends if the answer is certain: passed or regression by each bound of --fail-above
 (or one regression); without a bound, if the step is certainly slower or faster. It ends after
---turns runs of each. The intervals are wider than those of compare, to allow for several looks. The
-scripts have no timer of their own.
+--turns runs of each. The intervals are wider than those of compare, to allow for several looks. If
+a script has a timer, the runs are those of that timer.
 
   bench "train.py" "train.py --new"
   bench "torchrun --nproc-per-node 2 old.py" "torchrun --nproc-per-node 2 new.py" --fail-above 2%
@@ -181,7 +182,7 @@ def _save_run(command: str, path: Path) -> None:
         # Exit codes 1 and 3 are outcomes of a comparison. Above 128 is a signal.
         raise SystemExit(code if code > 128 else _FAILED)
     if not path.is_file():
-        raise ValueError(f"`{command}` saved no run: it must train, and have no timer of its own")
+        raise ValueError(f"`{command}` saved no run: it must train, and end at least two steps")
 
 
 def _tell(text: str) -> None:
