@@ -5,10 +5,13 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning_gputime as package  # Imports torch where a name is asked for.
 from lightning_gputime._auto_instrumentation import command
@@ -84,11 +87,12 @@ def _new_parser() -> argparse.ArgumentParser:
 
     run = new("run", help="run a script with a timer", description=command.ABOUT_RUN)
     command.add_run_arguments(run)
+    run.set_defaults(command=_run)
 
     printed = new("show", help="print the table of a run again", description=_SHOW)
     printed.set_defaults(command=_show)
     printed.add_argument("run", help="the file of a run")
-    printed.add_argument("--json", action="store_true", help="print the summary as JSON")
+    command.add_json_arguments(printed)
 
     versus = new("compare", help="compare two runs, or groups", description=_COMPARE, epilog=_CODES)
     versus.set_defaults(command=_compare)
@@ -96,6 +100,8 @@ def _new_parser() -> argparse.ArgumentParser:
     versus.add_argument("before", metavar="BEFORE", help=before)
     versus.add_argument("after", nargs="+", metavar="AFTER", help=after)
     _add_bounds(versus)
+    markdown = "print it as Markdown, as for a comment on a pull request"
+    versus.add_argument("--markdown", action="store_true", help=markdown)
 
     failed = f"{_CODES}If a command fails, bench exits with 2; 128 + n if signal n ended it."
     turns = new(
@@ -104,6 +110,7 @@ def _new_parser() -> argparse.ArgumentParser:
     turns.set_defaults(command=lambda args: _judge(command.bench(args), args))
     command.add_bench_arguments(turns)
     _add_bounds(turns)
+    turns.add_argument("--markdown", action="store_true", help=markdown)
 
     paper = new("report", help="make a page of a run, or of two", description=_REPORT)
     paper.set_defaults(command=_report)
@@ -124,7 +131,7 @@ def _add_bounds(parser: argparse.ArgumentParser) -> None:
     )
     allow_mismatch = "also compare runs of another GPU, world size or batch size"
     parser.add_argument("--allow-mismatch", action="store_true", help=allow_mismatch)
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    command.add_json_arguments(parser)
 
 
 def _bound(text: str) -> tuple[float, str]:
@@ -139,12 +146,39 @@ def _bound(text: str) -> tuple[float, str]:
 
 def _show(args: argparse.Namespace) -> int:
     run = package.load(args.run)
-    if args.json:
-        _print(json.dumps(run.summary().to_dict(), indent=2, allow_nan=False))
+    if args.json or args.brief:
+        _print(_result_text(run, args))
         return PASSED
     slow = [f"\n{run.slow_table.text(_WIDTH)}"] if run.slow_steps else []
     _print(run.summary(), f"\n{run.about}", *slow)
     return PASSED
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run a script. With --json or --brief, print results instead of tables."""
+    if not (args.json or args.brief):
+        return command.run(args)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.json.gz")
+        code = command.run_to_file(args, path)
+        for i, saved in enumerate(sorted(path.parent.iterdir())):
+            _print(_result_text(package.load(saved), args))
+            if args.save_path and not i:
+                shutil.copyfile(saved, Path(args.save_path).expanduser())
+        if not path.exists():
+            print("run: no run was saved, because no training step was timed", file=sys.stderr)
+            return code or FAILED
+    return code
+
+
+def _result_text(run: "package.Run", args: argparse.Namespace) -> str:
+    from lightning_gputime._runs.result import result_of
+
+    return _as_json(result_of(run, brief=args.brief), args)
+
+
+def _as_json(result: dict[str, Any], args: argparse.Namespace) -> str:
+    return json.dumps(result, indent=None if args.brief else 2, allow_nan=False)
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -162,10 +196,14 @@ def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
             outcomes.add(group.outcome(bound, phase))  # Raises if there is no such phase.
             lines += [f"{name}{line}" for line in group.explain(bound, phase)]
     worst = next(o for o in ("regression", "cannot tell", "passed") if o in outcomes)
-    if args.json:
+    if args.json or args.brief:
+        from lightning_gputime._runs.result import comparison_result
+
         # Without a bound, nothing is judged.
         outcome = {"outcome": worst} if args.fail_above else {}
-        _print(json.dumps({**outcome, **found.to_dict()}, indent=2, allow_nan=False))
+        _print(_as_json(comparison_result(found, outcome, brief=args.brief), args))
+    elif args.markdown:
+        _print(found.markdown(lines))
     else:
         _print(found)
     for line in lines:

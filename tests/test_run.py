@@ -27,6 +27,7 @@ from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, adding, opt
 from lightning_gputime._auto_instrumentation import lightning as auto_lightning
 from lightning_gputime._auto_instrumentation.command import SWITCHES, VALUES
 from lightning_gputime._auto_instrumentation.plain import _models_of
+from lightning_gputime._session.null import NEVER_ATTACHED
 
 GROUPS = {
     "lightning.pytorch.callbacks_factory": "trainer_callbacks",
@@ -217,6 +218,8 @@ class _Savable:
     """A timer that keeps where it was saved."""
 
     last_step = True
+    _session = NEVER_ATTACHED
+    _is_aborted = False
 
     def __init__(self) -> None:
         self.paths: list[str] = []
