@@ -1,6 +1,7 @@
 """What runs as `lightning-gputime`: run and bench, and on saved runs show, compare, report."""
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -52,6 +54,7 @@ or the arguments are wrong; 3, cannot tell: the intervals contain the bound.
 """
 
 _WIDTH = 120  # Of the table of slow steps.
+_WATCH_INTERVAL_S = 1.0
 _RAW = argparse.RawDescriptionHelpFormatter
 
 
@@ -92,6 +95,8 @@ def _new_parser() -> argparse.ArgumentParser:
     printed = new("show", help="print the table of a run again", description=_SHOW)
     printed.set_defaults(command=_show)
     printed.add_argument("run", help="the file of a run")
+    watch = "print it again whenever the training has rewritten the file, until Ctrl-C"
+    printed.add_argument("--watch", action="store_true", help=watch)
     command.add_json_arguments(printed)
 
     versus = new("compare", help="compare two runs, or groups", description=_COMPARE, epilog=_CODES)
@@ -145,6 +150,19 @@ def _bound(text: str) -> tuple[float, str]:
 
 
 def _show(args: argparse.Namespace) -> int:
+    shown_ns = 0
+    with contextlib.suppress(KeyboardInterrupt):
+        while args.watch:
+            if os.path.exists(args.run) and (time_ns := os.stat(args.run).st_mtime_ns) != shown_ns:
+                shown_ns = time_ns
+                # Clear the screen of a terminal.
+                _print(*["\x1b[H\x1b[2J"][: sys.stdout.isatty()])
+                _show_once(args)
+            time.sleep(_WATCH_INTERVAL_S)
+    return PASSED if args.watch else _show_once(args)
+
+
+def _show_once(args: argparse.Namespace) -> int:
     run = package.load(args.run)
     if args.json or args.brief:
         _print(_result_text(run, args))

@@ -30,11 +30,6 @@ from lightning_gputime._runs.environment import cores_of_rank, known_of_loader
 from lightning_gputime._runs.paths import check_save_path
 from lightning_gputime._timer import Timer, never_raises
 
-_NOT_SAVED = (
-    "The run is not saved: %s. Its file has what was saved before, or is not there. Training, its"
-    " logs and the table are not touched."
-)
-
 # Methods of the model, which Lightning puts on every callback: neither a copy nor a timer that is
 # kept after the fit may hold the model by them.
 _OF_MODEL = ("log", "log_dict")
@@ -44,8 +39,6 @@ _STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
 _STAGES_BY_NAME = {name: stage for stage, name in _STAGES.items()}
 
 _SAVED = "The run up to the exception is saved in %s"
-
-_MAX_SAVE_RATIO = 100  # Saving while training goes on may take a hundredth of the time.
 
 
 @takes_options
@@ -67,7 +60,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
     Args:
         print_summary: Whether to print the summary when training ends.
         save_path: File to save the run to on rank zero, such as "run.json.gz". It is written when
-            training ends, after an error, too, and at ends of epochs (at most 1 % of the time).
+            training ends, after an error, too, at ends of epochs, and every 10 s (at most 1 % of
+            the time): `lightning-gputime show --watch` shows it live.
         **options: Those of `TimerOptions`.
 
     Examples:
@@ -87,7 +81,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
     ) -> None:
         super().__init__(Options(**options), print_summary=print_summary)
         self._path = check_save_path(save_path)
-        self._save_due = 0.0  # When the next file is, while training goes on.
         self._fit: Fit | None = None
         self._clock_trainer: pl.Trainer | None = None  # The trainer whose fit is measured.
         self._run_start_ns: int | None = None  # Start of the run that has not called `setup` yet.
@@ -193,6 +186,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             precision=str(trainer.precision),
             accumulate_grad_batches=trainer.accumulate_grad_batches,
         )
+        self._save_live_to(self._path if trainer.is_global_zero else None)
         self._know_loader(trainer.train_dataloader)
         self._time_saves(trainer, "save_checkpoint")
         self._time_calls(lightning_.own_functions(trainer, pl_module))
@@ -221,15 +215,14 @@ class GPUPhaseTimer(Timer, pl.Callback):
     ) -> None:
         if self._fit is not None:
             self._fit.batch_ends(batch, batch_idx)
+            if self._live_path is not None:
+                self._save_if_due()
 
     @never_raises
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._session.compare_ranks()
-        if self._path is not None and time.perf_counter() >= self._save_due:
-            begin = time.perf_counter()
-            self._save_run(trainer)
-            end = time.perf_counter()
-            self._save_due = end + _MAX_SAVE_RATIO * (end - begin)
+        if self._live_path is not None and time.perf_counter() >= self._save_due:
+            self._rewrite()
 
     @never_raises
     def on_sanity_check_start(self, *_: Any) -> None:
@@ -361,13 +354,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             return False
         if self.last_step is None and not self.summary().probed_steps:
             return False  # Without a step a file of before is worth more.
-        try:
-            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-            self.save(self._path)
-        except Exception as error:
-            self._warn_once(_NOT_SAVED, error)
-            return False
-        return True
+        return self._try_to_save(self._path)
 
     def _leave_fit(self) -> None:
         if self._fit is not None:

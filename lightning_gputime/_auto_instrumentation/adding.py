@@ -52,8 +52,10 @@ def show_at_exit(timer: Timer, wanted: dict[str, Any], *, prints: bool = True) -
     timer._print_on_stderr()
     if _rank() not in (None, "0"):
         return None
+    path = path_to_save(wanted)
+    timer._save_live_to(path)
     # Unlike `atexit`: in no process that is forked off later, and in those of `multiprocessing`.
-    return Finalize(None, _end, (timer, path_to_save(wanted), prints), exitpriority=0)
+    return Finalize(None, _end, (timer, path, prints), exitpriority=0)
 
 
 def _rank() -> str | None:
