@@ -1,15 +1,19 @@
 """What runs as `lightning-gputime`: run and bench, and on saved runs show, compare, report."""
 
 import argparse
+import contextlib
 import io
 import json
 import os
 import re
+import shutil
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning_gputime as package  # Imports torch where a name is asked for.
 from lightning_gputime._auto_instrumentation import command
@@ -54,6 +58,7 @@ or the arguments are wrong; 3, cannot tell: the intervals contain the bound.
 """
 
 _WIDTH = 120  # Of the table of slow steps.
+_WATCH_INTERVAL_S = 1.0
 _RAW = argparse.RawDescriptionHelpFormatter
 
 
@@ -89,11 +94,14 @@ def _new_parser() -> argparse.ArgumentParser:
 
     run = new("run", help="run a script with a timer", description=command.ABOUT_RUN)
     command.add_run_arguments(run)
+    run.set_defaults(command=_run)
 
     printed = new("show", help="print the table of a run again", description=_SHOW)
     printed.set_defaults(command=_show)
     printed.add_argument("run", help="the file of a run")
-    printed.add_argument("--json", action="store_true", help="print the summary as JSON")
+    watch = "print it again whenever the training has rewritten the file, until Ctrl-C"
+    printed.add_argument("--watch", action="store_true", help=watch)
+    command.add_json_arguments(printed)
 
     versus = new("compare", help="compare two runs, or groups", description=_COMPARE, epilog=_CODES)
     versus.set_defaults(command=_compare)
@@ -101,6 +109,8 @@ def _new_parser() -> argparse.ArgumentParser:
     versus.add_argument("before", metavar="BEFORE", help=before)
     versus.add_argument("after", nargs="+", metavar="AFTER", help=after)
     _add_bounds(versus)
+    markdown = "print it as Markdown, as for a comment on a pull request"
+    versus.add_argument("--markdown", action="store_true", help=markdown)
 
     failed = f"{_CODES}If a command fails, bench exits with 2; 128 + n if signal n ended it."
     turns = new(
@@ -109,6 +119,7 @@ def _new_parser() -> argparse.ArgumentParser:
     turns.set_defaults(command=lambda args: _judge(command.bench(args), args))
     command.add_bench_arguments(turns)
     _add_bounds(turns)
+    turns.add_argument("--markdown", action="store_true", help=markdown)
 
     trials = new("tune", help="try the advice, and prove it", description=tuning.ABOUT)
     trials.set_defaults(command=_tune)
@@ -133,7 +144,7 @@ def _add_bounds(parser: argparse.ArgumentParser) -> None:
     )
     allow_mismatch = "also compare runs of another GPU, world size or batch size"
     parser.add_argument("--allow-mismatch", action="store_true", help=allow_mismatch)
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    command.add_json_arguments(parser)
 
 
 def _bound(text: str) -> tuple[float, str]:
@@ -147,13 +158,53 @@ def _bound(text: str) -> tuple[float, str]:
 
 
 def _show(args: argparse.Namespace) -> int:
+    shown_ns = 0
+    with contextlib.suppress(KeyboardInterrupt):
+        while args.watch:
+            if os.path.exists(args.run) and (time_ns := os.stat(args.run).st_mtime_ns) != shown_ns:
+                shown_ns = time_ns
+                # Clear the screen of a terminal.
+                _print(*["\x1b[H\x1b[2J"][: sys.stdout.isatty()])
+                _show_once(args)
+            time.sleep(_WATCH_INTERVAL_S)
+    return PASSED if args.watch else _show_once(args)
+
+
+def _show_once(args: argparse.Namespace) -> int:
     run = package.load(args.run)
-    if args.json:
-        _print(json.dumps(run.summary().to_dict(), indent=2, allow_nan=False))
+    if args.json or args.brief:
+        _print(_result_text(run, args))
         return PASSED
     slow = [f"\n{run.slow_table.text(_WIDTH)}"] if run.slow_steps else []
     _print(run.summary(), f"\n{run.about}", *slow)
     return PASSED
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run a script. With --json or --brief, print results instead of tables."""
+    if not (args.json or args.brief):
+        return command.run(args)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.json.gz")
+        code = command.run_to_file(args, path)
+        for i, saved in enumerate(sorted(path.parent.iterdir())):
+            _print(_result_text(package.load(saved), args))
+            if args.save_path and not i:
+                shutil.copyfile(saved, Path(args.save_path).expanduser())
+        if not path.exists():
+            print("run: no run was saved, because no training step was timed", file=sys.stderr)
+            return code or FAILED
+    return code
+
+
+def _result_text(run: "package.Run", args: argparse.Namespace) -> str:
+    from lightning_gputime._runs.result import result_of
+
+    return _as_json(result_of(run, brief=args.brief), args)
+
+
+def _as_json(result: dict[str, Any], args: argparse.Namespace) -> str:
+    return json.dumps(result, indent=None if args.brief else 2, allow_nan=False)
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -171,10 +222,14 @@ def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
             outcomes.add(group.outcome(bound, phase))  # Raises if there is no such phase.
             lines += [f"{name}{line}" for line in group.explain(bound, phase)]
     worst = next(o for o in ("regression", "cannot tell", "passed") if o in outcomes)
-    if args.json:
+    if args.json or args.brief:
+        from lightning_gputime._runs.result import comparison_result
+
         # Without a bound, nothing is judged.
         outcome = {"outcome": worst} if args.fail_above else {}
-        _print(json.dumps({**outcome, **found.to_dict()}, indent=2, allow_nan=False))
+        _print(_as_json(comparison_result(found, outcome, brief=args.brief), args))
+    elif args.markdown:
+        _print(found.markdown(lines))
     else:
         _print(found)
     for line in lines:

@@ -23,16 +23,12 @@ from lightning_gputime._measurement.wall_clock import (
     TEAR_DOWN,
     WallClock,
 )
+from lightning_gputime._messages import messages
 from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._runs.environment import cores_of_rank, known_of_loader
 from lightning_gputime._runs.paths import check_save_path
 from lightning_gputime._timer import Timer, never_raises
-
-_NOT_SAVED = (
-    "The run is not saved: %s. Its file has what was saved before, or is not there. Training, its"
-    " logs and the table are not touched."
-)
 
 # Methods of the model, which Lightning puts on every callback: neither a copy nor a timer that is
 # kept after the fit may hold the model by them.
@@ -42,7 +38,7 @@ _OF_MODEL = ("log", "log_dict")
 _STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
 _STAGES_BY_NAME = {name: stage for stage, name in _STAGES.items()}
 
-_MAX_SAVE_RATIO = 100  # Saving during training may take a hundredth of the time.
+_SAVED = "The run up to the exception is saved in %s"
 
 
 @takes_options
@@ -64,7 +60,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
     Args:
         print_summary: Whether to print the summary when training ends.
         save_path: File to save the run to on rank zero, such as "run.json.gz". It is written when
-            training ends, after an error, too, and at ends of epochs (at most 1 % of the time).
+            training ends, after an error, too, at ends of epochs, and every 10 s (at most 1 % of
+            the time): `lightning-gputime show --watch` shows it live.
         **options: Those of `TimerOptions`.
 
     Examples:
@@ -84,7 +81,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
     ) -> None:
         super().__init__(Options(**options), print_summary=print_summary)
         self._path = check_save_path(save_path)
-        self._save_due = 0.0  # Time of the next file during training.
         self._fit: Fit | None = None
         self._clock_trainer: pl.Trainer | None = None  # The trainer whose fit is measured.
         self._run_start_ns: int | None = None  # Start of the run that has not called `setup` yet.
@@ -190,6 +186,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             precision=str(trainer.precision),
             accumulate_grad_batches=trainer.accumulate_grad_batches,
         )
+        self._save_live_to(self._path if trainer.is_global_zero else None)
         self._know_loader(trainer.train_dataloader)
         self._time_saves(trainer, "save_checkpoint")
         self._time_calls(lightning_.own_functions(trainer, pl_module))
@@ -218,15 +215,14 @@ class GPUPhaseTimer(Timer, pl.Callback):
     ) -> None:
         if self._fit is not None:
             self._fit.batch_ends(batch, batch_idx)
+            if self._live_path is not None:
+                self._save_if_due()
 
     @never_raises
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._session.compare_ranks()
-        if self._path is not None and time.perf_counter() >= self._save_due:
-            begin = time.perf_counter()
-            self._save_run(trainer)
-            end = time.perf_counter()
-            self._save_due = end + _MAX_SAVE_RATIO * (end - begin)
+        if self._live_path is not None and time.perf_counter() >= self._save_due:
+            self._rewrite()
 
     @never_raises
     def on_sanity_check_start(self, *_: Any) -> None:
@@ -307,9 +303,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
     ) -> None:
         # After an error Lightning calls only this: neither `on_train_end` nor `teardown`.
         was_training = self._fit is not None and self._fit.trainer is trainer
-        self._is_table_due |= was_training and isinstance(exception, KeyboardInterrupt)
+        self._is_table_due |= was_training
         self._leave(trainer)
-        self._end_fit(trainer)
+        self._end_fit(trainer, has_failed=True)
 
     @never_raises
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -337,7 +333,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._remove_patches()
         self._clock_trainer = None
 
-    def _end_fit(self, trainer: pl.Trainer) -> None:
+    def _end_fit(self, trainer: pl.Trainer, *, has_failed: bool = False) -> None:
         """Stop the wall clock of a fit, show the table, and save the run."""
         if trainer is not self._clock_trainer:
             return
@@ -346,22 +342,19 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._is_table_due = False
             self._show(trainer.is_global_zero)
         # Without a training, keep the file of an earlier training.
-        if self._wall_clock is self._results.wall_clock:
-            self._save_run(trainer)
+        is_saved = self._wall_clock is self._results.wall_clock and self._save_run(trainer)
+        if is_saved and has_failed:
+            messages.warning(_SAVED, self._path)
 
     # Results of a fit, on rank zero
 
-    def _save_run(self, trainer: pl.Trainer) -> None:
+    def _save_run(self, trainer: pl.Trainer) -> bool:
         """Write the file if `save_path` is set and a step was timed. Warn once on failure."""
         if self._path is None or not trainer.is_global_zero:
-            return
+            return False
         if self.last_step is None and not self.summary().probed_steps:
-            return  # Without a step a file of before is worth more.
-        try:
-            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-            self.save(self._path)
-        except Exception as error:
-            self._warn_once(_NOT_SAVED, error)
+            return False  # Without a step a file of before is worth more.
+        return self._try_to_save(self._path)
 
     def _leave_fit(self) -> None:
         if self._fit is not None:

@@ -120,6 +120,7 @@ class GPUPhaseHooks(LoopTimer):
             if exc_type is None:
                 self.remove()
                 return
+            self._is_aborted = True
             try:
                 self._abort()
             except Exception as error:

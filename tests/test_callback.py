@@ -211,7 +211,7 @@ def test_exception_keeps_the_measurement_and_leaves_nothing(
     finished = 4 if hook == "on_train_epoch_end" else 2
     assert timer.history()["step"].tolist() == list(range(finished))
     assert logger.phase_times()[-1][0] == timer.history()["step"][-1]
-    assert ("forward" in capsys.readouterr().out) == (error is KeyboardInterrupt)
+    assert "forward" in capsys.readouterr().out
     assert all(not module._forward_hooks for module in model.modules())
     [optimizer] = runner.optimizers
     assert "zero_grad" not in vars(optimizer)
@@ -562,7 +562,9 @@ def test_warns_when_a_nested_fit_uses_the_same_timer(
     timer = timer_of(gpu)
     trainer(timer, Nested(), max_epochs=2).fit(Model(gpu), Loader(gpu, 3))
     assert (
-        caplog.text.count("A training inside another training has ended the timing of the outer training")
+        caplog.text.count(
+            "A training inside another training has ended the timing of the outer training"
+        )
         == 1
     )
 

@@ -281,3 +281,19 @@ def test_workers_of_ray_train_are_timed(example: Any, tmp_path: Path) -> None:
     assert all(metrics[f"phase_time/{name}_ms"] > 0 for name in PHASES)
     [saved] = tmp_path.rglob("run.json.gz")
     assert saved.stat().st_size
+
+
+def test_dashboard_shows_what_prometheus_gets(example: Any) -> None:
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    timer = example("prometheus_metrics.py", registry=registry, steps=30)
+    served = client.generate_latest(registry).decode()
+    rows = timer.summary().rows
+    seconds = registry.get_sample_value("gputime_phase_seconds_total", {"phase": "backward"})
+    assert seconds >= 0.9 * rows["backward"].n * rows["backward"].mean_ms / 1e3
+    assert registry.get_sample_value("gputime_steps_total") == 30
+    dashboard = json.loads((EXAMPLES / "grafana_dashboard.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    named = {name for query in queries for name in re.findall(r"gputime_\w+", query)}
+    assert named == {name for name in named if f"# TYPE {name} counter" in served}
+    assert len(named) == 4

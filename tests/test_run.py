@@ -27,6 +27,7 @@ from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, adding, opt
 from lightning_gputime._auto_instrumentation import lightning as auto_lightning
 from lightning_gputime._auto_instrumentation.command import SWITCHES, VALUES
 from lightning_gputime._auto_instrumentation.plain import _models_of
+from lightning_gputime._session.null import NEVER_ATTACHED
 
 GROUPS = {
     "lightning.pytorch.callbacks_factory": "trainer_callbacks",
@@ -217,6 +218,8 @@ class _Savable:
     """A timer that keeps where it was saved."""
 
     last_step = True
+    _session = NEVER_ATTACHED
+    _is_aborted = False
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -569,7 +572,7 @@ def test_run_reports_options_after_the_script(tmp_path: Path, environment: dict[
         pytest.param(UNSEEN, 0, "that SGD updates no module has any", id="no module"),
         pytest.param(NO_UPDATE, 0, "no update by a torch optimizer was found", id="no update"),
         pytest.param(ONE_UPDATE, 0, "no second update by an optimizer", id="one update"),
-        pytest.param(OWN_TIMER, 0, "has a timer of its own", id="own timer"),
+        pytest.param(OWN_TIMER, 0, "The script has a timer", id="own timer"),
         pytest.param(LIGHTNING, 30, "", id="Lightning"),
         pytest.param(TWO_FITS, 25, "", id="pytorch_lightning"),
         pytest.param(FABRIC, 28, "", id="Fabric"),
@@ -595,7 +598,7 @@ def test_script_gets_one_timer(
     assert said.count("Time per step") == (2 if script in several else steps > 0)
     assert said.count("No step is timed") == (script in (UNSEEN, NO_UPDATE, ONE_UPDATE))
     path = tmp_path / "run.json.gz"
-    assert path.exists() == (steps > 0)
+    assert path.exists() == (steps > 0 or script is OWN_TIMER)
     if steps:
         summary = load(path).summary()
         assert summary.steps == summary.rows["backward"].n == steps
@@ -678,10 +681,56 @@ def test_trainer_with_a_timer_gets_no_other(
         pytest.importorskip("transformers")
         script = f"from lightning_gputime.huggingface import TransformersPhaseTimer\n{script}"
     script = script.replace("CALLBACKS = []", f"CALLBACKS = [{timer}]")
-    code, printed, said = run(script, tmp_path, environment, *RUN, "train.py")
+    path = tmp_path / "run.json"
+    arguments = (*RUN, "--save-path", str(path), "train.py")
+    code, printed, said = run(script, tmp_path, environment, *arguments)
     assert code == 0, said
     assert printed.count("Time per step") == 1
-    assert "The script has a timer of its own" in said
+    assert "The script has a timer" in said
+    assert load(path).summary().steps > 20
+
+
+FAILS = "    if number == 20:\n        raise KeyError('in the middle')\n"
+ATTACHED = PLAIN.replace("for _ in", "TIMER\nfor number in") + FAILS
+WITHIN = """
+import torch
+from lightning_gputime import GPUPhaseHooks
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+with GPUPhaseHooks(net, optimizer) as timer:
+    for number in timer.steps(range(30)):
+        net(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        if number == 20:
+            raise KeyError("in the middle")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(ATTACHED.replace("TIMER", ""), id="no timer"),
+        pytest.param(
+            ATTACHED.replace(
+                "TIMER",
+                "timer = __import__('lightning_gputime').GPUPhaseHooks(net, optimizer).attach()",
+            ).replace("optimizer.step()", "optimizer.step(); timer.step()"),
+            id="attach",
+        ),
+        pytest.param(WITHIN, id="with"),
+    ],
+)
+def test_exception_ends_with_the_table_and_the_file(
+    script: str, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    path = tmp_path / "run.json"
+    code, _, said = run(script, tmp_path, environment, *RUN, "--save-path", str(path), "train.py")
+    assert code == 1
+    assert said.index("KeyError") < said.index("Time per step")
+    assert said.count("Time per step") == 1
+    assert f"The run up to the error is saved in {path}" in said
+    assert load(path).summary().steps >= 14
 
 
 ORDERS = ("torch " + " ".join(LIBRARIES), " ".join(reversed(LIBRARIES)))

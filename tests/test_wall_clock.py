@@ -458,7 +458,14 @@ def test_saving_at_the_end_of_epochs_takes_little_of_the_time(
 ) -> None:
     gpu, saved = FakeGPU(), []
     monkeypatch.setattr(GPUPhaseTimer, "save", lambda *_: saved.append(0))
-    now = iter([0.0, 0.0, 1.0, 50.0, 100.9, 101.0, 101.0, 101.5])
+    start, *epochs = (
+        [0.0],
+        [0.0, 0.0, 0.0, 1.0],  # At the end of the batch and of the epoch, and around the file.
+        [50.0, 50.0],
+        [100.9, 100.9],
+        [100.9, 101.0, 101.0, 101.5],
+    )
+    now = iter(sum(epochs, start))
     monkeypatch.setattr("lightning_gputime.callback.time.perf_counter", now.__next__)
     path = tmp_path / "run.json.gz"
     fit(

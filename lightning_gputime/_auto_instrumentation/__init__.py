@@ -197,7 +197,7 @@ def _watch_trainers(wanted: dict[str, Any]) -> None:
             timer = TransformersPhaseTimer(**options_of_all(wanted))
             timer._submodules(known["model"])  # Raises if a name is wrong.
             trainer = find_trainer(self)
-            if trainer and adding.take_place(self, callbacks_of(trainer), timer):
+            if trainer and adding.take_place(self, callbacks_of(trainer), timer, wanted):
                 saved = adding.show_at_exit(timer, wanted, prints=False)
 
                 def save_before(*event: Any, **known: Any) -> None:

@@ -1,12 +1,14 @@
 """What the timers have in common that are added to a script that has none."""
 
 import os
+import sys
 import time
 from itertools import count
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from torch import distributed
 
@@ -14,13 +16,27 @@ from lightning_gputime._auto_instrumentation import BEGAN, tell_once
 from lightning_gputime._messages import messages
 from lightning_gputime._timer import Timer
 
-HAS_ONE = "The script has a timer of its own: no other is added, and options of `run` are not used."
+_HAS_TIMER = (
+    "The script has a timer, which `run` uses: no other is added, and of the options of `run` only"
+    " save_path has an effect."
+)
+_SAVED = "The run up to the error is saved in %s"
+
+_timers_of_script = WeakSet[Timer]()
 
 
-def take_place(adder: object, callbacks: list[Any], timer: Timer) -> bool:
+def use_timer_of_script(timer: Timer, wanted: dict[str, Any]) -> None:
+    """Save the run of a timer that the script has created when Python exits."""
+    tell_once(_HAS_TIMER)
+    if timer not in _timers_of_script and _rank() in (None, "0"):
+        _timers_of_script.add(timer)
+        Finalize(None, _end, (timer, path_to_save(wanted), False), exitpriority=0)
+
+
+def take_place(adder: object, callbacks: list[Any], timer: Timer, wanted: dict[str, Any]) -> bool:
     """Put a timer in the place of what adds it. Return False where there is another timer."""
-    if any(isinstance(one, Timer) for one in callbacks):
-        tell_once(HAS_ONE)
+    if others := [callback for callback in callbacks if isinstance(callback, Timer)]:
+        use_timer_of_script(others[0], wanted)
         return False
     # In the list that is being gone through: no other callback may be left out.
     callbacks[callbacks.index(adder)] = timer
@@ -36,8 +52,10 @@ def show_at_exit(timer: Timer, wanted: dict[str, Any], *, prints: bool = True) -
     timer._print_on_stderr()
     if _rank() not in (None, "0"):
         return None
+    path = path_to_save(wanted)
+    timer._save_live_to(path)
     # Unlike `atexit`: in no process that is forked off later, and in those of `multiprocessing`.
-    return Finalize(None, _end, (timer, path_to_save(wanted), prints), exitpriority=0)
+    return Finalize(None, _end, (timer, path, prints), exitpriority=0)
 
 
 def _rank() -> str | None:
@@ -75,12 +93,18 @@ def _extended(path: str, *parts: object) -> str:
 
 def _end(timer: Any, path: str | None, prints: bool) -> None:
     try:
+        has_failed = hasattr(sys, "last_value")
+        is_unfinished = timer._session.is_attached or timer._is_aborted
         if hasattr(timer, "remove"):
             timer.remove()
         has_steps = timer.last_step is not None
-        if has_steps and prints:
+        if has_steps and (prints or (has_failed and is_unfinished)):
+            timer._print_on_stderr()
             timer._show(True)
         if has_steps and path is not None:
-            timer.save(_unused(path))
+            path = _unused(path)
+            timer.save(path)
+            if has_failed:
+                messages.warning(_SAVED, path)
     except Exception as error:
         messages.warning("The table could not be shown, or the run not be saved: %r", error)

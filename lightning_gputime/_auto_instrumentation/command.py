@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 ABOUT_RUN = """\
 Time a script as it is: in the Trainer of Lightning or transformers, or in a plain
 loop, where a step is one update of the first optimizer. Arguments, output, exit code and errors
-stay those of the script. Processes that it starts are timed, too. A script with a timer keeps it.
+stay those of the script. Processes that it starts are timed, too. If a script has a timer, that is
+used: --save-path saves its run, and the other options have no effect.
 Options stand before the script. The manual describes them: docs/reference/options.md.
 
   run train.py --its own --args
@@ -37,8 +39,8 @@ ABOUT_BENCH = """\
 Run two commands in turns (a b b a), each with a timer as by run, and compare their steps. After 3,
 5, 8, ... turns it ends if the answer is certain: passed or regression by each bound of --fail-above
 (or one regression); without a bound, if the step is certainly slower or faster. It ends after
---turns runs of each. The intervals are wider than those of compare, to allow for several looks. The
-scripts have no timer of their own.
+--turns runs of each. The intervals are wider than those of compare, to allow for several looks. If
+a script has a timer, the runs are those of that timer.
 
   bench "train.py" "train.py --new"
   bench "torchrun --nproc-per-node 2 old.py" "torchrun --nproc-per-node 2 new.py" --fail-above 2%
@@ -73,10 +75,30 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         else:
             kind = str if name in ("prefix", "save_path") else _value
             parser.add_argument(flag, type=kind, metavar="VALUE")
+    add_json_arguments(parser)
     parser.add_argument("-m", action="store_true", dest="is_module", help="run a module, as python")
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, help="the script or command, and its arguments"
     )
+
+
+def add_json_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--brief", action="store_true", help="print a short result as JSON")
+
+
+def run_to_file(args: argparse.Namespace, path: Path) -> int:
+    """Do what `run` does in a subprocess with its output on stderr, and save the run to a file.
+
+    Return the exit code; 128 + n if signal n ended the script.
+    """
+    command = ["-m"][: args.is_module] + args.script
+    for flag, name in FLAGS.items():
+        value = getattr(args, name)
+        if value is not None and name != "save_path":
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            command.insert(0, flag if name in SWITCHES else f"{flag}={text}")
+    return _run_and_save(command, path)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -166,9 +188,19 @@ def bench(args: argparse.Namespace) -> "RunComparison":
 def _save_run(command: str, path: Path) -> None:
     """Run a command whose training is saved. End the process if it fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if code := _run_and_save(shlex.split(command), path):
+        _tell(f"`{command}` failed with exit code {code}, so the bench stopped")
+        # Exit codes 1 and 3 are outcomes of a comparison. Above 128 is a signal.
+        raise SystemExit(code if code > 128 else _FAILED)
+    if not path.is_file():
+        raise ValueError(f"`{command}` saved no run: it must train, and end at least two steps")
+
+
+def _run_and_save(command: Sequence[str], path: Path) -> int:
+    """Run a command by `run`, and save it. Return the exit code; 128 + n if signal n ended it."""
     run = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
-    # Standard output is for the comparison alone.
-    process = subprocess.Popen([*run, *shlex.split(command)], stdout=2)
+    # Standard output is for results.
+    process = subprocess.Popen([*run, *command], stdout=2)
     interrupted = 0
     while True:
         try:
@@ -176,12 +208,7 @@ def _save_run(command: str, path: Path) -> None:
             break
         except KeyboardInterrupt:  # The command got the signal, too, and may need time to end.
             interrupted = 130
-    if code := interrupted or (code if code >= 0 else 128 - code):
-        _tell(f"`{command}` failed with exit code {code}, so the bench stopped")
-        # Exit codes 1 and 3 are outcomes of a comparison. Above 128 is a signal.
-        raise SystemExit(code if code > 128 else _FAILED)
-    if not path.is_file():
-        raise ValueError(f"`{command}` saved no run: it must train, and have no timer of its own")
+    return interrupted or (code if code >= 0 else 128 - code)
 
 
 def _tell(text: str) -> None:

@@ -20,7 +20,7 @@ class TrainerAdder(pl.Callback):
         timer = GPUPhaseTimer(**options_of_all(self._wanted))
         # Its own method raises if a name is wrong; `on_train_start` reports that instead.
         vars(timer)["on_fit_start"] = partial(_name_file, timer, self._wanted)
-        if adding.take_place(self, trainer.callbacks, timer):  # type: ignore[attr-defined]
+        if adding.take_place(self, trainer.callbacks, timer, self._wanted):  # type: ignore[attr-defined]
             timer.setup(trainer, pl_module, stage)
 
 

@@ -120,8 +120,9 @@ class PlainLoops:
         from lightning_gputime._timer import Timer
 
         timers = _instances_of(Timer)
-        if not all(timer._prints_on_stderr for timer in timers):
-            tell_once(adding.HAS_ONE)
+        if of_script := [timer for timer in timers if not timer._prints_on_stderr]:
+            is_attached = [timer for timer in of_script if timer._session.is_attached]
+            adding.use_timer_of_script((is_attached or of_script)[0], self._wanted)
             self._handle.remove()
             return
         if attached := [timer for timer in timers if timer._session.is_attached]:
@@ -194,6 +195,7 @@ class _TimedLoop:
             if (calls := self._timer._session.recorder.open.labels.count(BACKWARD)) > 1:
                 self._timer._warn_once(_MICRO_BATCHES, calls)
             self._timer.step()
+            self._timer._save_if_due()
         else:
             # The step in which the timer was attached has no beginning.
             self._has_begun = True

@@ -1,5 +1,6 @@
 """HTML page of one or two runs, in a single file without external resources."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
@@ -19,6 +20,16 @@ from lightning_gputime._phases import colours_of
 
 _MAX_POINTS = 2000  # Points of a chart. Longer runs show means over neighboring steps.
 _LEGEND_COLUMNS, _LEGEND_ROW_PX = 4, 28
+_TERMS = {
+    "mean": "Mean over the steps in which the phase ran",
+    "share": "Fraction of all steps",
+    "p50": "Median: half of the steps take less",
+    "p95": "95 % of the steps take less",
+    "host": "Time that the CPU takes to launch the phase, or waits in it",
+    "busy": "GPU time without launch gaps, from probes",
+    "95 %": "Half the width of the 95 % confidence interval",
+}
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00")
 _INK = "#808890"  # Readable in light and dark mode.
 
 
@@ -57,6 +68,7 @@ def page(runs: Sequence[Run], comparison: Any = None) -> str:
         "duration": duration,
         "marked": lambda text: Markup(marked(text)),
         "share": lambda part: f"{100 * part:.4f}%",
+        "timed": _with_local_times,
         "table": lambda run: run._table(),
         "thinned": lambda run: thin_out(run.history)[1],
         "unit": unit_of,
@@ -74,9 +86,15 @@ def page(runs: Sequence[Run], comparison: Any = None) -> str:
         comparison=comparison,
         charts=[_charts(run, limit_ms) for run in runs],
         limit_ms=limit_ms,
+        terms=_TERMS,
         wall_ms=max((1e3 * found.wall_s for found in breakdowns if found), default=0.0),
         library=Markup(resources.render_js()),
     )
+
+
+def _with_local_times(text: str) -> Markup:
+    """Return escaped text whose times a script shows in the reader's time zone."""
+    return Markup(_TIME.sub(r'<time datetime="\g<0>">\g<0></time>', str(Markup.escape(text))))
 
 
 def _bokeh() -> Any:

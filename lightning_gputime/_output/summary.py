@@ -233,6 +233,13 @@ class PhaseSummary(Tabular):
         """Advice if no step was timed."""
         return self.measurement.hint
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on the measurement, such as steps that were not timed."""
+        if not self.steps:
+            return (self._title(),)
+        return () if self.is_warmup else tuple(filter(None, self._sentences()))
+
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts of numbers for JSON, with None for NaN."""
         diagnosis = self.diagnosis
@@ -249,7 +256,7 @@ class PhaseSummary(Tabular):
         m = self.measurement
         if not m.steps:
             return Table(self._title(), [], [])
-        below = [] if m.is_warmup else [*filter(None, self._sentences())]
+        below = self.notes
         diagnosis = self.diagnosis
         above = None
         if diagnosis.time_breakdown is not None:

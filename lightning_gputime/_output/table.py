@@ -70,6 +70,14 @@ class Table:
         below = "" if self.below is None else self.below.text(width)
         return "\n\n".join(filter(None, [*lead, title, grid, "\n".join(steps), below, *texts]))
 
+    def markdown(self) -> str:
+        """Return the table in the Markdown of GitHub, with its sentences as a list."""
+        rule = ["---" if i in self.left else "---:" for i in range(len(self.lines[0]))]
+        header, *body = ([cell.strip().replace("|", "\\|") for cell in row] for row in self.lines)
+        grid = "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *body))
+        sentences = "\n".join(f"- {sentence}" for sentence in self.sentences if sentence)
+        return "\n\n".join(filter(None, [self.title, grid, sentences]))
+
     def html(self) -> str:
         if not self.lines:
             return f"<p>{html.escape(self.title)}</p>"

@@ -237,6 +237,15 @@ class RunComparison(Tabular):
         result: dict[str, Any] = plain({**asdict(self), **derived, "others": others})
         return result
 
+    def markdown(self, outcomes: Sequence[str] = ()) -> str:
+        """Return the comparison for a comment on a pull request.
+
+        Args:
+            outcomes: Sentences such as those of `explain`.
+        """
+        lead = [f"**{outcome}**" for outcome in outcomes] or [f"**{self.finding}**"]
+        return "\n\n".join(["### Step time", *lead, self._table().markdown()])
+
     def __repr__(self) -> str:
         return f"<RunComparison: {self.sentence}>"
 

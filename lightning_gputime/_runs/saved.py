@@ -1,13 +1,16 @@
 """Saving and loading runs: versioned JSON files of a few bytes per step and phase."""
 
 import errno
+import glob
 import gzip
 import io
 import json
 import os
 import stat
+import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +27,7 @@ from lightning_gputime._runs import schema
 from lightning_gputime._runs.environment import Environment
 
 _MAX_BYTES = 2**30  # Larger files are refused: a million steps take a tenth of this.
+_MIN_LEFTOVER_AGE_S = 60.0  # A younger file may still be written by another process.
 _IGNORED = (
     "%s was saved by lightning_gputime %s. This version ignores unknown fields: %s. Update"
     " lightning_gputime to read them."
@@ -124,6 +128,15 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
     except OSError as error:
         message = f"Cannot write {target} ({error.strerror})"
         raise type(error)(error.errno, message) from error
+
+
+def remove_leftovers(path: str) -> None:
+    """Remove files that a killed process has not finished in `write`. Never raise an OSError."""
+    target = Path(path)
+    with suppress(OSError):
+        for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+            if time.time() - leftover.stat().st_mtime > _MIN_LEFTOVER_AGE_S:
+                leftover.unlink()
 
 
 def load(path: str | os.PathLike[str]) -> Run:

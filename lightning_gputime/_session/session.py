@@ -197,6 +197,12 @@ class Session:
             self.flush()
             self._comparison.compare_all(self.steps.newest)
 
+    def call_own(self, function: Callable[[], None], name: str) -> None:
+        """Call a function of the timer, which may be the cause of a slow step."""
+        self._analyzer.start_own_call()
+        function()
+        self._analyzer.end_own_call(name)
+
     # Reading, from any thread
 
     def flush(self) -> None:

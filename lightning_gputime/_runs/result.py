@@ -1,0 +1,132 @@
+"""Results for programs: what `--json` and `--brief` print, see docs/reference/schema.md."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from lightning_gputime._diagnosis.diagnosis import Entry
+from lightning_gputime._measurement.plain import plain
+from lightning_gputime._runs.compare import RunComparison
+from lightning_gputime._runs.environment import Environment
+from lightning_gputime._runs.estimates import Difference
+from lightning_gputime._runs.saved import Run
+
+VERSION, MINOR = 1, 0
+"""A new key raises `MINOR`; a renamed or removed key raises `VERSION`."""
+
+_MIN_SHARE = 0.01  # Shorter entries and phases are not in a brief result.
+_MAX_ITEMS = 8  # Maximum length of lists in a brief result.
+_MAX_KEYS = 24  # Maximum number of keys in a brief result.
+_MAX_LETTERS = 300  # Maximum length of texts in a brief result.
+_DIGITS = 4
+
+
+def result_of(run: Run, *, brief: bool = False) -> dict[str, Any]:
+    """Return the result of a run. `brief` keeps what an agent needs, in under 2,000 tokens."""
+    summary = run.summary()
+    content = summary.to_dict()
+    content |= {"notes": summary.notes, "environment": asdict(run.environment)}
+    content |= {"slow_steps": [asdict(step) for step in run.slow_steps]}
+    if not brief:
+        return _head("run", brief) | _plain(content)
+    found, breakdown = summary.diagnosis, summary.time_breakdown
+    rows = [row for row in breakdown.rows if row.share >= _MIN_SHARE] if breakdown else []
+    return _head("run", brief) | _shorten(
+        {
+            "diagnosis": {
+                "code": found.code,
+                "grade": found.grade,
+                "entry": found.entry,
+                "headline": found.headline,
+                "time_breakdown": breakdown
+                and {
+                    "scope": breakdown.scope,
+                    "wall_s": breakdown.wall_s,
+                    "unknown": breakdown.unknown,
+                    "rows": [_brief_entry(row) for row in rows],
+                },
+                "advice": content["diagnosis"]["advice"],
+            },
+            "steps": summary.steps,
+            "step": _chosen(content["step"], ("mean_ms", "p95_ms", "max_ms")),
+            "rows": {
+                name: _chosen(row, ("mean_ms", "share"))
+                for name, row in content["rows"].items()
+                if (row["share"] or 0.0) >= _MIN_SHARE
+            },
+            "ranks": content["ranks"]
+            and _chosen(content["ranks"], ("slowest_rank", "phase", "behind_median_ms")),
+            "notes": summary.notes,
+            "environment": _brief_environment(run.environment),
+        }
+    )
+
+
+def comparison_result(
+    found: RunComparison, outcome: Mapping[str, Any], *, brief: bool = False
+) -> dict[str, Any]:
+    """Return the result of a comparison. `outcome` has keys that are added."""
+    content = found.to_dict() | {
+        "step": _difference(found.step),
+        "mean": _difference(found.mean),
+        "rows": {name: _difference(row) for name, row in found.rows.items()},
+        "others": [comparison_result(other, {}, brief=brief) for other in found.others],
+    }
+    head = _head("comparison", brief) | dict(outcome)
+    if not brief:
+        return head | content
+    names = ("verdict", "sentence", "names", "runs", "steps", "step", "mean", "notes", "others")
+    rows = {name: content["rows"][name] for name in found.judged}
+    return head | _shorten(_chosen(content, names) | {"rows": rows})
+
+
+def _head(kind: str, brief: bool) -> dict[str, Any]:
+    name = "lightning_gputime result"
+    return {"format": name, "version": VERSION, "minor": MINOR, "kind": kind, "brief": brief}
+
+
+def _chosen(content: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: content[name] for name in names}
+
+
+def _brief_entry(entry: Entry) -> dict[str, Any]:
+    names = ("name", "seconds", "share", "error", "speed_up", "code")
+    where = ("name", "file", "line", "function", "share")
+    culprits = [{name: getattr(culprit, name) for name in where} for culprit in entry.culprits]
+    return {**{name: getattr(entry, name) for name in names}, "culprits": culprits}
+
+
+def _brief_environment(environment: Environment) -> dict[str, Any]:
+    known = asdict(environment)
+    del known["options"]
+    return {name: value for name, value in known.items() if value not in (None, "", False)}
+
+
+def _difference(row: Difference) -> dict[str, Any]:
+    derived = {"change_ms": row.change_ms, "relative_change": row.relative_change}
+    return _plain({**asdict(row), **derived, "verdict": row.verdict})
+
+
+def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = plain(content)
+    return found
+
+
+def _shorten(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object of JSON with fewer digits, and with long texts and lists cut."""
+    return {name: _short(item) for name, item in [*content.items()][:_MAX_KEYS]}
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _shorten(value)
+    if isinstance(value, list | tuple):
+        return [*map(_short, value[:_MAX_ITEMS])]
+    if isinstance(value, str):
+        return value if len(value) <= _MAX_LETTERS else f"{value[:_MAX_LETTERS]}..."
+    if isinstance(value, float):
+        is_number = value and math.isfinite(value)
+        digits = _DIGITS - 1 - math.floor(math.log10(abs(value))) if is_number else 0
+        return plain(round(value, digits) if is_number else value)
+    return value

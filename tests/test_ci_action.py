@@ -1,0 +1,98 @@
+"""The GitHub Action that compares step times: its steps, run as a runner does."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import ENVIRONMENT
+from test_compare import run
+
+from lightning_gputime._runs import saved
+
+yaml = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).parent.parent
+ACTION = yaml.safe_load((ROOT / ".github/actions/compare/action.yml").read_text())
+WORKFLOW = yaml.safe_load((ROOT / "examples/step_time.yml").read_text())
+[STEP] = ACTION["runs"]["steps"]
+
+
+def run_action(folder: Path, **inputs: str) -> tuple[int, str, str]:
+    """Return the exit code, the outcome and what was printed."""
+    given = {name: known.get("default", "") for name, known in ACTION["inputs"].items()} | inputs
+    values = {
+        name: re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda match: given[match[1]], text)
+        for name, text in STEP["env"].items()
+    }
+    files = {name: str(folder / name) for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")}
+    done = subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", STEP["run"]],
+        cwd=folder,
+        env={**os.environ, **ENVIRONMENT, **values, **files},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    outcome = (folder / "GITHUB_OUTPUT").read_text().removeprefix("outcome=").strip()
+    return done.returncode, outcome, done.stdout + done.stderr
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for name, more_ms in {
+        "before": 0.0,
+        "after same": 0.0,
+        "slower": 1.5,
+        "at bound": 0.75,
+    }.items():
+        for i in range(3):
+            (tmp_path / name).mkdir(exist_ok=True)
+            one_run = run(7 * i + len(name), 200, more={"backward": more_ms})
+            saved.save(one_run, tmp_path / name / f"{i}.json")
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ({"after": "after same"}, (0, "passed")),
+        ({"after": "slower"}, (1, "regression")),
+        ({"after": "at bound"}, (0, "cannot tell")),
+        ({"after": "at bound", "fail-if-uncertain": "true"}, (3, "cannot tell")),
+        ({"after": "slower", "fail-above": "step:50% forward:50%"}, (0, "passed")),
+        ({"after": "not there"}, (2, "error")),
+    ],
+)
+def test_action_fails_by_the_outcome(
+    inputs: dict[str, str], expected: tuple[int, str], runs: Path
+) -> None:
+    code, outcome, printed = run_action(runs, before="before", **inputs)
+    assert (code, outcome) == expected, printed
+    summary = (runs / "GITHUB_STEP_SUMMARY").read_text()
+    assert summary.startswith("### Step time" if outcome != "error" else "")
+    assert ("::warning::" in printed) == (expected == (0, "cannot tell"))
+
+
+@pytest.mark.slow
+def test_action_runs_commands_in_turns(tmp_path: Path) -> None:
+    script = (
+        "import torch; net = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.01)\n"
+        "for _ in range(60):\n    net(torch.ones(2, 2)).sum().backward(); optimizer.step()\n"
+    )
+    (tmp_path / "train.py").write_text(script)
+    inputs = {"bench": "true", "before": "train.py", "after": "train.py --new"}
+    code, outcome, _ = run_action(tmp_path, **inputs, **{"fail-above": "step:900%"})
+    assert (code, outcome) == (0, "passed")
+    assert "of 3 runs" in (tmp_path / "step-time.md").read_text()
+
+
+def test_workflow_passes_known_inputs() -> None:
+    steps: list[dict[str, Any]] = WORKFLOW["jobs"]["step-time"]["steps"]
+    [used] = [step for step in steps if step.get("uses") == "./.github/actions/compare"]
+    assert {*used["with"]} <= {*ACTION["inputs"]}
+    assert any(ACTION["inputs"]["out"]["default"] in step.get("run", "") for step in steps)

@@ -1,0 +1,161 @@
+"""Runs that are saved while the training continues, and `show --watch`."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from fake_gpu import FakeGPU
+from fake_lightning import Loader, Model, trainer
+from processes import ENVIRONMENT
+from test_compare import run as simulated_run
+
+from lightning_gputime import GPUPhaseTimer, _timer, load
+from lightning_gputime._runs import saved
+
+TRAIN = """
+import os, time, torch
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+from lightning_gputime import _timer
+_timer._MIN_SAVE_INTERVAL_S = 0.05
+while True:
+    net(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.002)
+"""
+
+
+def wait_until(is_true: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of steps in the files that were written."""
+    written: list[int] = []
+    save = saved.save
+
+    def note(run: saved.Run, path: str) -> None:
+        save(run, path)
+        written.append(len(run.history))
+
+    monkeypatch.setattr(saved, "save", note)
+    return written
+
+
+def fit(gpu: FakeGPU, path: Path, steps: int = 12) -> GPUPhaseTimer:
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=path, warmup_steps=0)
+    trainer(timer).fit(Model(gpu), Loader(gpu, steps))
+    return timer
+
+
+def test_file_is_rewritten_during_an_epoch(
+    tmp_path: Path, writes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_timer, "_MIN_SAVE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(_timer, "_MAX_SAVE_RATIO", 0)
+    gpu = FakeGPU()
+    fit(gpu, tmp_path / "run.json")
+    assert len(writes) >= 10
+    assert writes == sorted(writes)
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
+def test_rewriting_takes_one_percent_of_the_time_and_waits_ten_seconds(
+    tmp_path: Path, writes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer = fit(FakeGPU(), tmp_path / "run.json")
+    assert len(writes) == 2  # At the end of the epoch, and of the training.
+    for cost_s, next_s in ((0.01, 10.0), (0.5, 50.0)):
+        times = iter((100.0, 100.0 + cost_s))
+        monkeypatch.setattr("lightning_gputime._timer.time.perf_counter", times.__next__)
+        timer._rewrite()
+        monkeypatch.undo()
+        assert timer._live_due == pytest.approx(100.0 + cost_s + next_s)
+
+
+def test_rewriting_waits_for_no_device(
+    tmp_path: Path, writes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = []
+    for interval_s in (0.0, 1e9):
+        monkeypatch.setattr(_timer, "_MIN_SAVE_INTERVAL_S", interval_s)
+        monkeypatch.setattr(_timer, "_MAX_SAVE_RATIO", 0)
+        gpu = FakeGPU()
+        fit(gpu, tmp_path / "run.json")
+        waits.append(len(gpu.waits))
+    assert waits[0] == waits[1]
+
+
+def test_failing_disk_is_reported_once_and_training_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(saved, "save", fail)
+    monkeypatch.setattr(_timer, "_MIN_SAVE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(_timer, "_MAX_SAVE_RATIO", 0)
+    timer = fit(FakeGPU(), tmp_path / "run.json")
+    assert len(timer.history()) == 12
+    assert caplog.text.count("The run is not saved") == 1
+
+
+def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
+    names = [".run.json.abc.tmp", ".run.json.new.tmp", ".other.json.abc.tmp"]
+    for name in names:
+        (tmp_path / name).touch()
+    for name in names[::2]:
+        os.utime(tmp_path / name, (0, 0))
+    saved.remove_leftovers(str(tmp_path / "run.json"))
+    saved.remove_leftovers(str(tmp_path / "missing" / "run.json"))
+    assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
+
+
+@pytest.mark.slow
+def test_killed_run_leaves_the_newest_file(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    path = tmp_path / "run.json.gz"
+    command = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
+    process = subprocess.Popen([*command, "train.py"], cwd=tmp_path, env=ENVIRONMENT)
+    try:
+        wait_until(lambda: path.exists() and load(path).summary().steps > 200)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert load(path).summary().diagnosis.headline
+    assert len(os.listdir(tmp_path)) <= 3  # A file that was being written may remain.
+
+
+@pytest.mark.slow
+def test_watch_prints_each_new_file_until_interrupted(tmp_path: Path) -> None:
+    path, out = tmp_path / "run.json", tmp_path / "out"
+    with out.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lightning_gputime", "show", "--watch", str(path)],
+            env=ENVIRONMENT,
+            stdout=file,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    try:
+        for n in (1, 2):
+            saved.save(simulated_run(n, 300), path)
+            wait_until(partial(is_printed, out, n))
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, "")
+
+
+def is_printed(file: Path, times: int) -> bool:
+    return file.read_text().count("Time per step") == times

@@ -1,0 +1,128 @@
+"""Results as JSON and Markdown: the schema, their size, and the commands that print them."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import ENVIRONMENT
+from test_compare import run
+from test_schema import GOLDEN, filled_run
+
+from lightning_gputime import compare, load
+from lightning_gputime.__main__ import main
+from lightning_gputime._runs import saved
+from lightning_gputime._runs.result import comparison_result, result_of
+
+jsonschema = pytest.importorskip("jsonschema")
+
+SCHEMA = json.loads(
+    Path(__file__).parent.parent.joinpath("docs/reference/result.schema.json").read_text()
+)
+MAX_BRIEF = 6000  # Letters in 2,000 tokens, at three letters per token.
+
+each_format = pytest.mark.parametrize("flag", ["--json", "--brief"])
+
+
+def check(text: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(text)
+    jsonschema.Draft202012Validator(SCHEMA).validate(result)
+    return result
+
+
+def paths_of(value: Any, path: str = "") -> set[str]:
+    if isinstance(value, dict):
+        return {path}.union(*(paths_of(item, f"{path}.{key}") for key, item in value.items()))
+    if isinstance(value, list):
+        return {path}.union(*(paths_of(item, f"{path}[]") for item in value))
+    return {path}
+
+
+@each_format
+@pytest.mark.parametrize("name", [path.name for path in sorted(GOLDEN.glob("run-*.json"))])
+def test_result_of_each_version_of_a_file_follows_the_schema(
+    name: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", str(GOLDEN / name), flag]) == 0
+    result = check(capsys.readouterr().out)
+    assert (result["kind"], result["brief"]) == ("run", flag == "--brief")
+
+
+def test_brief_result_has_the_paths_of_the_full_one_in_a_tenth_of_the_room() -> None:
+    for measured in (run(1, 300), filled_run(), load(GOLDEN / "run-5.1.json")):
+        full, brief = result_of(measured), result_of(measured, brief=True)
+        assert paths_of(json.loads(json.dumps(brief))) <= paths_of(json.loads(json.dumps(full)))
+        assert len(json.dumps(brief)) < MAX_BRIEF
+
+
+def test_brief_result_stays_short_for_many_phases_and_long_texts() -> None:
+    measured = run(1, 100, more={f"{'phase' * 9}{i}": 1.0 for i in range(60)})
+    long = replace(measured.environment, device="x" * 10_000)
+    assert len(json.dumps(result_of(replace(measured, environment=long), brief=True))) < MAX_BRIEF
+
+
+@each_format
+def test_comparison_follows_the_schema(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(tmp_path / f"{i}.json") for i in range(3)]
+    for i, path in enumerate(paths):
+        saved.save(run(i, 300, more={"backward": float(i)}), path)
+    assert main(["compare", *paths, "--fail-above", "step:1%", flag]) == 1
+    result = check(capsys.readouterr().out)
+    assert result["outcome"] == "regression"
+    assert result["rows"]["backward"]["verdict"] == "slower"
+    assert result["others"][0]["kind"] == "comparison"
+    full = comparison_result(compare(*paths), {})
+    assert paths_of(result) - {".outcome"} <= paths_of(json.loads(json.dumps(full)))
+
+
+def test_markdown_has_the_outcome_and_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(tmp_path / f"{name}.json") for name in ("before", "after")]
+    for i, path in enumerate(paths):
+        saved.save(run(i, 300, more={"backward": float(i)}), path)
+    assert main(["compare", *paths, "--fail-above", "step:1%", "--markdown"]) == 1
+    heading, _, outcome, _, title, _, header, rule, *rows = capsys.readouterr().out.splitlines()
+    assert heading == "### Step time"
+    assert outcome == "**Regression: step is slower by more than 1 %.**"
+    assert title.startswith("A typical step in ms: before")
+    assert header.startswith("| phase | before | after | change |")
+    assert {row.count("|") for row in (header, rule, *rows) if row.startswith("|")} == {8}
+    main(["compare", *paths, "--markdown"])
+    assert "% slower: backward" in capsys.readouterr().out.splitlines()[2]
+
+
+SCRIPT = """
+import torch
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+print("{not JSON")
+for number in range(30):
+    net(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    if number == STOP:
+        raise KeyError
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stop", "code"), [(-1, 0), (20, 1)])
+def test_run_prints_nothing_but_the_result(stop: int, code: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("STOP", str(stop)))
+    command = [sys.executable, "-m", "lightning_gputime", "run", "--brief", "--warmup-steps", "2"]
+    done = subprocess.run(
+        [*command, "--save-path", "saved.json", "train.py"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, "{not JSON" in done.stderr) == (code, True)
+    assert check(done.stdout)["steps"] > 10
+    assert load(tmp_path / "saved.json").summary().steps > 10
