@@ -184,17 +184,17 @@ def _run(args: argparse.Namespace) -> int:
     """Run a script. With --json or --brief, print results instead of tables."""
     if not (args.json or args.brief):
         return command.run(args)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "run.json.gz")
-        code = command.run_to_file(args, path)
-        for i, saved in enumerate(sorted(path.parent.iterdir())):
-            _print(_result_text(package.load(saved), args))
-            if args.save_path and not i:
-                shutil.copyfile(saved, Path(args.save_path).expanduser())
-        if not path.exists():
-            print("run: no run was saved, because no training step was timed", file=sys.stderr)
-            return code or FAILED
-    return code
+    folder = Path(tempfile.mkdtemp(prefix="run-"))
+    code = command.run_to_file(args, folder / "run.json.gz")
+    for i, saved in enumerate(sorted(folder.iterdir())):
+        _print(_result_text(package.load(saved), args))
+        if args.save_path and not i:
+            shutil.copyfile(saved, Path(args.save_path).expanduser())
+    if not (is_saved := (folder / "run.json.gz").exists()):
+        print("run: no run was saved, because no training step was timed", file=sys.stderr)
+    if not (code and is_saved):  # After an error, a message names the file.
+        shutil.rmtree(folder)
+    return code if is_saved else code or FAILED
 
 
 def _result_text(run: "package.Run", args: argparse.Namespace) -> str:
