@@ -689,7 +689,7 @@ def test_timer_of_nested_trainings_times_the_newest_and_warns(
     inner = fake([timer], max_steps=3)
     fake([timer, Trains()]).train()
     assert timer.history()["step"].tolist() == [1, 2, 3]
-    assert "Give each trainer a timer of its own" in caplog.text
+    assert "trainer a separate timer" in caplog.text
 
 
 def test_table_is_printed_after_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

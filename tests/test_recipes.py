@@ -69,9 +69,9 @@ def test_recipe_for_a_cause(net: Any, optimizer: torch.optim.Optimizer) -> None:
             cache.load(step)
             net(torch.randn(4, 4)).mean().backward()
             optimizer.step()
-    [slowest] = timer.slow_steps(1)
-    assert slowest.step == 40
-    assert slowest.causes[0].name == "phase cache miss"
+    # A busy machine may slow other steps even more.
+    [planted] = [slow for slow in timer.slow_steps() if slow.step == 40]
+    assert planted.causes[0].name == "phase cache miss"
 
 
 def test_recipe_for_a_front_end(

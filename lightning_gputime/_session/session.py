@@ -199,9 +199,9 @@ class Session:
 
     def call_own(self, function: Callable[[], None], name: str) -> None:
         """Call a function of the timer, which may be the cause of a slow step."""
-        self._analyzer.start_own_call()
+        self._analyzer.start_callback()
         function()
-        self._analyzer.end_own_call(name)
+        self._analyzer.end_callback(name)
 
     # Reading, from any thread
 
