@@ -9,7 +9,7 @@ from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -35,8 +35,8 @@ class Tuned:
         self._loader_site = orders["loader_site"]
         self._sites: dict[str, list[str]] = {}
         self._site_of = WeakKeyDictionary[Any, str]()
-        self._newest: Any = lambda: None  # Reference to the loader that was iterated last.
-        self._training_site, self._loader = "", dict[str, Any]()
+        self._newest = "", dict[str, Any]()  # Place and options of the newest loader.
+        self._training_site, self._loader = self._newest
         self._losses: list[torch.Tensor] = []
         self._started = set[int]()  # Objects under construction: a class may call its base.
         self._applied = set[str]()
@@ -127,7 +127,9 @@ class Tuned:
     def _watched_iter(self, iterate: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(iterate)
         def watched(loader: Any) -> Any:
-            self._newest = ref(loader)
+            # Not a reference: the loop may iterate over a temporary loader.
+            options = {name: getattr(loader, name) for name in _OPTIONS}
+            self._newest = self._site_of.get(loader, ""), options
             return iterate(loader)
 
         return watched
@@ -144,9 +146,7 @@ class Tuned:
     def _update_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._optimizer is None:
             self._optimizer = optimizer
-            if (loader := self._newest()) is not None:
-                self._training_site = self._site_of.get(loader, "")
-                self._loader = {name: getattr(loader, name) for name in _OPTIONS}
+            self._training_site, self._loader = self._newest
         if optimizer is self._optimizer:
             self._updates += 1
             if self._updates == self._steps:
