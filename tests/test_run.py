@@ -571,7 +571,7 @@ def test_run_reports_options_after_the_script(tmp_path: Path, environment: dict[
         pytest.param(TWO_MODELS + THEN_ANOTHER_LOOP, 23, "trains Linear", id="two models"),
         pytest.param(UNSEEN, 0, "that SGD updates no module has any", id="no module"),
         pytest.param(NO_UPDATE, 0, "no update by a torch optimizer was found", id="no update"),
-        pytest.param(ONE_UPDATE, 0, "no second update by an optimizer", id="one update"),
+        pytest.param(ONE_UPDATE, 0, "no second update by a torch optimizer", id="one update"),
         pytest.param(OWN_TIMER, 0, "The script has a timer", id="own timer"),
         pytest.param(LIGHTNING, 30, "", id="Lightning"),
         pytest.param(TWO_FITS, 25, "", id="pytorch_lightning"),
