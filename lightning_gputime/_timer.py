@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy.typing as npt
@@ -44,6 +43,7 @@ from lightning_gputime._runs.environment import (
     known_of_loader,
     setup_of,
 )
+from lightning_gputime._runs.live_file import LiveFile
 from lightning_gputime._runs.saved import Run
 from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._session.null import NEVER_ATTACHED, REMOVED, NullSession
@@ -60,14 +60,6 @@ _NESTED = (
     "A training inside another training has ended the timing of the outer training. Give each"
     " trainer a separate timer."
 )
-
-
-_NOT_SAVED = (
-    "The run is not saved: %s. Its file has what was saved before, or is not there. Training, its"
-    " logs and the table are not touched."
-)
-_MIN_SAVE_INTERVAL_S = 10.0  # Minimum time between two files while the training continues.
-_MAX_SAVE_RATIO = 100  # Saving while the training continues takes at most 1 % of the time.
 
 
 def _attribute_of(owner: Callable[[], object], name: str) -> object:
@@ -126,9 +118,7 @@ class Timer(Tabular):
         self._culprits = CulpritSums()
         self._calls: NamedCalls | None = None
         self._loader: object = None  # The newest loader.
-        self._live_path: str | None = None  # File to rewrite while the training continues.
-        self._live_due = 0.0  # Time of the next rewrite at the end of a step.
-        self._save_due = 0.0  # Time of the next rewrite at the end of an epoch.
+        self._live_file = LiveFile()
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled: a copy is not attached. `ddp_spawn` pickles before `setup`.
@@ -405,36 +395,14 @@ class Timer(Tabular):
             messages.warning("The saved run has no steps. Save it after the training.")
         saved.save(run, path)
 
-    def _save_live_to(self, path: str | None) -> None:
-        """Rewrite a file while the training continues; None for no file."""
-        self._live_path = path
-        if path is not None:
-            saved.remove_leftovers(path)
-            self._live_due = time.perf_counter() + _MIN_SAVE_INTERVAL_S
-
-    def _save_if_due(self) -> None:
-        """Rewrite the file if that is due, at the end of a step. Never raise an Exception."""
-        if self._live_path is not None and time.perf_counter() >= self._live_due:
+    def _save_if_due(self, *, is_epoch_end: bool = False) -> None:
+        """Rewrite the live file if that is due. Never raise an Exception."""
+        if self._live_file.is_due(is_epoch_end=is_epoch_end):
             # It explains a slow step.
-            self._session.call_own(self._rewrite, "the timer's saving")
+            self._session.call_own(self._save_live, "the timer's saving")
 
-    def _rewrite(self) -> None:
-        begin = time.perf_counter()
-        if self._live_path is not None and self.last_step is not None:
-            self._try_to_save(self._live_path)
-        end = time.perf_counter()
-        self._save_due = end + _MAX_SAVE_RATIO * (end - begin)
-        self._live_due = max(self._save_due, end + _MIN_SAVE_INTERVAL_S)
-
-    def _try_to_save(self, path: str) -> bool:
-        """Save the run. If that fails, warn once and return False."""
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self.save(path)
-        except Exception as error:
-            self._warn_once(_NOT_SAVED, error)
-            return False
-        return True
+    def _save_live(self) -> None:
+        self._live_file.rewrite(self.save, has_steps=self.last_step is not None)
 
     def _run(self) -> Run:
         results = self._read()

@@ -1,33 +1,47 @@
 """The timer for the Trainer of Lightning."""
 
-import time
+import math
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn, Unpack
 
 import lightning.pytorch as pl
+import torch
 
-from lightning_gputime import _lightning
 from lightning_gputime._compat import lightning_
 from lightning_gputime._culprits.places import frames_here
-from lightning_gputime._fit import Fit
-from lightning_gputime._instrumentation.loop import Loop
+from lightning_gputime._instrumentation.loop import BatchState, Loop
+from lightning_gputime._instrumentation.optimizer import is_optimizer, parameters_of
 from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
+from lightning_gputime._instrumentation.trainer_actions import FitActions
 from lightning_gputime._measurement.culprits import CulpritSums
+from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.wall_clock import (
+    EPOCH_ENDS,
     SANITY_CHECK,
     SET_UP,
+    STEPS,
     TEAR_DOWN,
+    VALIDATION,
     WallClock,
 )
 from lightning_gputime._messages import messages
 from lightning_gputime._options import AllOptions, Options, takes_options
+from lightning_gputime._output.loggers import LogWriter
 from lightning_gputime._output.summary import PhaseSummary, summary_of
+from lightning_gputime._phases import CALLBACKS, DATA, FETCH, OTHER
+from lightning_gputime._record.state import PAUSED
 from lightning_gputime._runs.environment import cores_of_rank, known_of_loader
 from lightning_gputime._runs.paths import check_save_path
+from lightning_gputime._session.null import NEVER_ATTACHED, REMOVED, NullSession
+from lightning_gputime._session.session import Session
+from lightning_gputime._session.state import OFF
 from lightning_gputime._timer import Timer, never_raises
 
 # Methods of the model, which Lightning puts on every callback: neither a copy nor a timer that is
@@ -39,6 +53,304 @@ _STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
 _STAGES_BY_NAME = {name: stage for stage, name in _STAGES.items()}
 
 _SAVED = "The run up to the exception is saved in %s"
+
+
+# The first update of all is waited for during this many batches that should end a step.
+_MAX_BATCHES_WITHOUT_UPDATE = 100
+
+
+class Fit(BatchState):
+    """One fit of a trainer: it notifies a session of the epochs, batches and updates.
+
+    Args:
+        trainer: The Trainer.
+        model: The LightningModule.
+        wall_clock: The wall clock of the fit.
+        own: Class of callbacks that are timers.
+        fail: Takes errors of the methods that run in every batch.
+    """
+
+    is_open = False
+
+    def __init__(
+        self,
+        trainer: Any,
+        model: Any,
+        wall_clock: WallClock,
+        own: type,
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self.trainer, self._model, self._wall_clock, self._fail = trainer, model, wall_clock, fail
+        self._session: Session | NullSession = NEVER_ATTACHED
+        self.start_update: Callable[[], None] = do_nothing
+        self._actions = FitActions(trainer, model, wall_clock, own, fail)
+        self._step_number = lightning_.step_counter(trainer)
+        self.row = dict[str, float]()
+        """Epoch of the steps that are read; rows of Lightning's loggers contain it."""
+        self._in_batch = False  # From our own hook at the start of a batch to that at its end.
+        # True if micro-batches have ended since the last step. A step may span epochs.
+        self._accumulates = False
+        self._handled: BaseException | None = None  # The error that is handled around the epoch.
+        self._patience: float = _MAX_BATCHES_WITHOUT_UPDATE
+
+    def loop(self, submodules: Mapping[str, torch.nn.Module], own: type) -> Loop:
+        """Describe the loop in which the trainer trains the model."""
+        trainer, model = self.trainer, self._model
+        wrappers = [] if model.automatic_optimization else model.optimizers()
+        # A step that takes the iterator fetches by itself.
+        fetches = "dataloader_iter" in signature(model.training_step).parameters
+        others = [callback for callback in trainer.callbacks if not isinstance(callback, own)]
+        logs_every_step = trainer.log_every_n_steps == 1 and len(trainer.loggers) > 0
+        return Loop(
+            model,
+            [optimizer for optimizer in trainer.optimizers if _updates(optimizer)],
+            optimizer_wrappers=wrappers if isinstance(wrappers, list) else [wrappers],
+            wrapper=_wrapper_of(trainer),
+            compiled_step=lightning_.is_step_compiled(model),
+            trains_in_closure=model.automatic_optimization,
+            submodules=submodules,
+            batch=self,
+            needs_updates=not model.automatic_optimization,
+            expects=[] if fetches else lightning_.expected_of(trainer, others),
+            # An `optimizer_step` of the model's may leave updates out, which the trainer counts.
+            counts_steps=model.automatic_optimization
+            and not lightning_.defines(model, "optimizer_step"),
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            every_step_log="log_every_n_steps" if logs_every_step else "",
+        )
+
+    def listen(self, session: Session) -> None:
+        """Notify a session until `remove`."""
+        self._session = session
+        # An alias, because the Trainer calls it in every step.
+        self.start_update = session.open_step.update_begins
+        self._actions.listen(self, session.recorder)
+
+    def remove(self) -> None:
+        self._actions.remove()
+        # The hooks of the session hold this object, as the state of the batch.
+        self._session, self.start_update = REMOVED, do_nothing
+
+    # Epochs
+
+    def start_epoch(self, *_: Any, **__: Any) -> None:
+        """Start the loop over the batches of an epoch. Drop what the last one left open."""
+        self._in_batch = self.is_open = False
+        self._handled = sys.exception()
+        self._wall_clock.resume_steps()
+        self.end_late_step()
+        self.row["epoch"] = epoch = self.trainer.current_epoch
+        self._actions.refresh(self)
+        self._session.start_epoch(self._step_number(), epoch)
+        if self._accumulates:
+            # The time between two epochs belongs to no step.
+            self._session.open_step.continue_in_loop()
+        else:
+            self._session.steps.begin()
+        self._session.recorder.mark_instead(DATA, CALLBACKS)
+        self._session.recorder.mark(FETCH)  # The loader's workers start next.
+
+    def end_epoch(self, _: object) -> None:
+        if sys.exception() is self._handled:  # Else nobody waits for the device any more.
+            self._session.publish()
+        self._wall_clock.switch_to(EPOCH_ENDS)
+
+    def end_late_step(self) -> None:
+        """End a step of manual optimization whose update came after its last batch."""
+        session = self._session
+        if self._accumulates and session.open_step.has_updated:
+            self._accumulates = False
+            number = self._step_number() - 1  # That batch is counted already.
+            if not session.steps.leave(number):
+                session.steps.end_step(number)
+
+    # Batches. The next two run in every batch: without the function of `never_raises`.
+
+    def batch_begins(self, batch: object) -> None:
+        """Start a batch, which the model is about to be trained on. Raise nothing."""
+        try:
+            session = self._session
+            if session.recorder.threads.home == -1:
+                self.start_epoch()
+            self._in_batch = True
+            if self._wall_clock.entry is not STEPS:
+                self._wall_clock.resume_steps()
+            if session.steps.state is not OFF:
+                self.is_open = True
+                session.open_step.batch_begins(batch)
+        except Exception as error:
+            self._fail(error)
+
+    def batch_ends(self, batch: object, batch_idx: int) -> None:
+        """End a batch, and the step if it was its last. Raise nothing."""
+        try:
+            # A batch that is None ends without a start; its time is `data` of the next batch. Any
+            # other did start, heard or not: a callback before ours may have run a validation.
+            if batch is None and not self._in_batch:
+                return
+            session = self._session
+            if session.steps.state is OFF:
+                self._end_batch_off(batch_idx)
+                return
+            self._in_batch = self.is_open = False
+            has_updated = session.open_step.optimizer.updates > 0
+            if has_updated and session.steps.times_all and self._model.automatic_optimization:
+                self._accumulates, self._patience = False, math.inf
+            else:
+                self._accumulates = not self._ends_step(batch_idx)
+            if self._accumulates:
+                session.open_step.batch_ends(CALLBACKS)
+            else:
+                if not session.steps.end_step(self._step_number(), CALLBACKS):
+                    self._actions.attachments.suspend()
+                if not self._wall_clock.has_stepped:
+                    self._wall_clock.end_first_step()
+        except Exception as error:
+            self._fail(error)
+
+    def _end_batch_off(self, batch_idx: int) -> None:
+        """End a batch while the hooks are off: by the trainer's count, where that was right."""
+        session = self._session
+        self._in_batch = False
+        if session.open_step.needs_updates:
+            ends = self._ends_step(batch_idx)
+        else:
+            ends = _ends_update(self.trainer, batch_idx)
+        if ends and session.steps.end_step(self._step_number(), CALLBACKS):
+            self.is_open = False
+            self._actions.attachments.reattach()
+
+    # Validations
+
+    def evaluation_begins(self, trainer: Any) -> None:
+        """Start a validation, perhaps of another trainer, by a callback's hook."""
+        if not self._sees_validations_of(trainer):
+            self.start_validation()
+
+    def evaluation_ends(self, trainer: Any) -> None:
+        if not self._sees_validations_of(trainer):
+            self.end_validation()
+
+    def _sees_validations_of(self, trainer: Any) -> bool:
+        return trainer is self.trainer and self._actions.reports_validations
+
+    def start_validation(self, *_: Any, **__: Any) -> None:
+        self._session.recorder.pause(now=True)
+        # The wait for the device's work on steps is part of the steps.
+        self._session.publish()
+        self._wall_clock.enter_phase(VALIDATION)
+
+    def end_validation(self, *_: Any) -> None:
+        self._wall_clock.leave_phase(VALIDATION)
+        if self._in_batch:
+            self._session.open_step.batch_begins()  # A callback has run it inside a step.
+        else:
+            self._session.recorder.resume(CALLBACKS)
+
+    # Ends of steps
+
+    def _ends_step(self, batch_idx: int) -> bool:
+        """Return True if a step ends with this batch, by its recorded boundaries."""
+        open_step = self._session.open_step
+        if not self._model.automatic_optimization:
+            # Only the optimizers know.
+            return open_step.has_updated or not open_step.has_optimizer
+        is_due = _ends_update(self.trainer, batch_idx)
+        if open_step.updates:
+            self._patience = math.inf
+        ends = open_step.updates > 0 or (is_due and self._is_complete())
+        # Otherwise the trainer's count ends a step, even without a recorded update.
+        if ends != is_due:
+            open_step.rely_on_updates()
+        return ends
+
+    def _is_complete(self) -> bool:
+        """Return whether a step without an update that was due has ended."""
+        open_step = self._session.open_step
+        if open_step.has_updated or not open_step.has_optimizer or self.trainer.is_last_batch:
+            return True
+        # An overridden `optimizer_step` may skip updates. If no update is recorded at all, the
+        # trainer's count is what is left.
+        self._patience -= 1
+        return self._patience < 0
+
+    # Other actions
+
+    def start_fetch(self) -> None:
+        if self._in_batch:
+            return  # A `training_step(dataloader_iter)` fetches by itself.
+        session, recorder = self._session, self._session.recorder
+        if recorder.threads.home == -1:
+            # A run that resumes in the middle of an epoch does not start that epoch.
+            self.start_epoch()
+        if self._wall_clock.entry is not STEPS:
+            self._wall_clock.resume_steps()
+        by_hand = not self._model.automatic_optimization
+        if self._accumulates and by_hand and session.open_step.has_updated:
+            # The update came in the hooks at the end of its batch, which is counted already.
+            self._accumulates = False
+            if not session.steps.end_step(self._step_number() - 1, CALLBACKS):
+                self._actions.attachments.suspend()
+        if recorder.state is PAUSED:
+            recorder.resume(FETCH)
+        else:
+            recorder.mark(FETCH)
+
+    def start_callback(self, label: str) -> None:
+        self.is_open = False
+        self._session.recorder.mark(label)
+
+    def start_step(self) -> None:
+        """Start the work on a batch, after the callbacks at its start."""
+        if self._in_batch:
+            self.is_open = True
+            self._session.recorder.mark(OTHER)
+
+
+def _updates(optimizer: Any) -> bool:
+    """Return whether an optimizer is a torch optimizer, or contains one, and has what to update.
+
+    Lightning's placeholder for no optimizer has no groups, or one tensor without gradients.
+    Optimizers in the style of Lookahead are not torch optimizers, and may never update by one
+    inside.
+    """
+    if not is_optimizer(optimizer):
+        return False
+    groups = getattr(optimizer, "param_groups", None)
+    parameters = parameters_of(optimizer)
+    if not parameters:
+        return groups is None or len(groups) > 0
+    return any(getattr(parameter, "requires_grad", True) for parameter in parameters)
+
+
+def _log_writer_of(trainer: pl.Trainer, options: Options, row: Mapping[str, float]) -> LogWriter:
+    """Return a writer to the loggers and the metrics of a trainer."""
+    publish_to = partial(_publish, trainer)
+    groups = options.logged_groups
+    return LogWriter(options.prefix, trainer.loggers, publish_to, groups=groups, row=row)
+
+
+def _mean_log_of(trainer: pl.Trainer, options: Options, row: Mapping[str, float]) -> MeanLog:
+    """Return a log of means in the steps in which a trainer logs."""
+    every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
+    return MeanLog(every_n_steps, _log_writer_of(trainer, options, row))
+
+
+def _publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
+    """Let other callbacks find metrics."""
+    lightning_.publish(trainer, {key: torch.tensor(ms) for key, ms in metrics.items()})
+
+
+def _ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:
+    """Return whether the trainer lets the optimizers run after this batch, as far as it can say."""
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+
+
+def _wrapper_of(trainer: pl.Trainer) -> torch.nn.Module | None:
+    """Return the module that the strategy calls in place of the LightningModule, if it does."""
+    # Under DDP, FSDP and DeepSpeed it runs the whole training step, loss included.
+    model = trainer.strategy.model
+    return None if model is trainer.lightning_module else model
 
 
 @takes_options
@@ -174,33 +486,23 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._evaluations.results.clear()
         lightning_.report_missing_names(trainer, pl_module)
         submodules = self._submodules(pl_module)
-        loop = _lightning.loop_of(trainer, pl_module, submodules, type(self))
-        row = dict[str, float]()
         self._start_clock(trainer, None)
+        fit = Fit(trainer, pl_module, self._wall_clock, type(self), self._give_up)
         session = self._start(
             self._clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero),
-            loop,
-            _lightning.mean_log_of(trainer, self._options, row),
+            fit.loop(submodules, type(self)),
+            _mean_log_of(trainer, self._options, fit.row),
             self._wall_clock,
             frames_here(),
             precision=str(trainer.precision),
             accumulate_grad_batches=trainer.accumulate_grad_batches,
         )
-        self._save_live_to(self._path if trainer.is_global_zero else None)
+        self._live_file.start(self._path if trainer.is_global_zero else None)
         self._know_loader(trainer.train_dataloader)
         self._time_saves(trainer, "save_checkpoint")
         self._time_calls(lightning_.own_functions(trainer, pl_module))
-        self._fit = Fit(
-            trainer,
-            pl_module,
-            session,
-            loop.batch,
-            self._wall_clock,
-            row,
-            self._give_up,
-            type(self),
-        )
-        self._fit.listen()
+        self._fit = fit
+        fit.listen(session)
 
     # These run in every batch: nothing in them raises.
 
@@ -215,14 +517,13 @@ class GPUPhaseTimer(Timer, pl.Callback):
     ) -> None:
         if self._fit is not None:
             self._fit.batch_ends(batch, batch_idx)
-            if self._live_path is not None:
+            if self._live_file.path is not None:
                 self._save_if_due()
 
     @never_raises
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._session.compare_ranks()
-        if self._live_path is not None and time.perf_counter() >= self._save_due:
-            self._rewrite()
+        self._save_if_due(is_epoch_end=True)
 
     @never_raises
     def on_sanity_check_start(self, *_: Any) -> None:
@@ -258,9 +559,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._evaluations.start(
             stage,
             self._clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero),
-            Loop(model, wrapper=_lightning.wrapper_of(trainer), wrap_backward=False),
+            Loop(model, wrapper=_wrapper_of(trainer), wrap_backward=False),
             lightning_.step_counter(trainer)(),
-            partial(_lightning.publish, trainer),
+            partial(_publish, trainer),
             trainer.loggers,
             row={"epoch": trainer.current_epoch},
             setup=TrainingSetup(cores=cores_of_rank(trainer.world_size), **known),
@@ -293,7 +594,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._finish()
             self._wall_clock.switch_to(TEAR_DOWN)
             if self.last_step is not None:
-                writer = _lightning.log_writer_of(trainer, self._options, fit.row)
+                writer = _log_writer_of(trainer, self._options, fit.row)
                 writer.write(self._wall_clock.summary().metrics(), self.last_step.step)
             self._is_table_due = True
 
@@ -354,7 +655,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             return False
         if self.last_step is None and not self.summary().probed_steps:
             return False  # Without a step a file of before is worth more.
-        return self._try_to_save(self._path)
+        return self._live_file.try_to_save(self._path, self.save)
 
     def _leave_fit(self) -> None:
         if self._fit is not None:

@@ -1,27 +1,361 @@
-"""The timer for a plain PyTorch loop."""
+"""The timer for a plain PyTorch loop: a step ends where the next batch is requested."""
 
 import sys
-from collections.abc import Sequence
-from typing import Any, Literal, Self, Unpack
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from enum import Enum
+from functools import partial
+from threading import get_ident
+from typing import Any, Generic, Literal, Self, TypeVar, Unpack
 
 import torch
 from torch import nn
 
-from lightning_gputime._instrumentation.arguments import check_model, check_optimizers
-from lightning_gputime._instrumentation.loop import Loop, is_engine
-from lightning_gputime._loop_timer import LoopTimer
+from lightning_gputime._culprits.places import (
+    AfterLoop,
+    Frames,
+    Here,
+    Passage,
+    PlaceTimer,
+    frames_here,
+)
+from lightning_gputime._instrumentation.arguments import (
+    check_loader,
+    check_model,
+    check_optimizers,
+)
+from lightning_gputime._instrumentation.loop import BatchState, Loop, is_engine, is_training
+from lightning_gputime._measurement.culprits import CulpritSums
+from lightning_gputime._measurement.means import MeanLog
+from lightning_gputime._measurement.wall_clock import (
+    BETWEEN_LOOPS,
+    EVALUATION,
+    SET_UP,
+    STEPS,
+    WallClock,
+)
+from lightning_gputime._messages import HOMES, messages
 from lightning_gputime._options import AllOptions, Options, check_int, takes_options
-from lightning_gputime._output.loggers import MetricsLogger, check_loggers
+from lightning_gputime._output.loggers import LogWriter, MetricsLogger, check_loggers
+from lightning_gputime._phases import DATA, OTHER
 from lightning_gputime._record.clock import check_device, device_of
+from lightning_gputime._session.null import NullSession
 from lightning_gputime._session.self_check import (
     warn_of_other_parameters,
     warn_of_several_devices,
 )
-from lightning_gputime._timer import never_raises
+from lightning_gputime._session.session import Session
+from lightning_gputime._session.state import NEW, NOT_ATTACHED, OFF
+from lightning_gputime._timer import Timer, never_raises
+
+T = TypeVar("T")
+AnySession = Session | NullSession
+
+_NO_STEP = "iterate over steps(loader), or call step() at the end of the loop's body. " + HOMES
+
+_ALTERNATING_THREADS = (
+    "several threads train alternately, and a timer times one thread. Give each thread its timer"
+)
+
+_UNTOLD = (
+    "The last %d updates are in no step. Iterate over timer.steps(loader), and over nothing around"
+    " it: timer.steps(itertools.cycle(loader)). Or call step() after each update."
+)
+
+_MAX_IDLE = 20  # Number of skipped batches from which a warning is logged.
+_UNSEEN = (
+    "%d batches in a row have neither a call of the model nor an update, and are in no step. If"
+    " they train in a way that is not seen, such as by a graph that was captured before attach(),"
+    " call step() at the end of the body."
+)
+
+_LEFT_OVER = (
+    "A loop ends with %d of %d micro-batches, which are in no step. Pass"
+    ' accumulate_grad_batches="auto": a step then ends with its update, in whichever loop that is.'
+)
+
+
+class _Seen(Enum):
+    """State of the batches of a loop over `steps`."""
+
+    NOTHING = 0
+    AHEAD = 1  # The loop fetches a batch before it works on the previous batch.
+    EVALUATION = 2  # Nothing else, as far as it was timed: a body may decide whether to train.
+    TRAINING = 3
+
+
+class Steps(Generic[T]):
+    """A loader whose loops are timed: iterate over it as often as over the loader."""
+
+    def __init__(self, iterate: Callable[[], Iterator[T]], loader: Iterable[T]) -> None:
+        self._iterate, self._loader = iterate, loader
+        self._begun: Iterator[T] | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        # A `for` runs over the iterator itself, at no further cost.
+        begun, self._begun = self._begun, None
+        return self._iterate() if begun is None else begun
+
+    def __next__(self) -> T:
+        # A `for` loop continues with the step that this starts.
+        if self._begun is None:
+            self._begun = self._iterate()
+        return next(self._begun)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # says so itself
+
+    def __getattr__(self, name: str) -> Any:
+        # A copy asks before it has a loader, and must not copy that instead.
+        if name.startswith("__") or "_loader" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._loader, name)
+
+
+class _PlainLoop(BatchState):
+    """Batches, micro-batches and steps of a plain loop: it decides where each step ends.
+
+    Args:
+        accumulate_grad_batches: Micro-batches per step; `sys.maxsize` if only an update ends a
+            step.
+        gradient_state: State of accelerate's optimizers, which says whether a batch is the last of
+            an update; else None.
+        first_step: Number of the first step.
+        n_optimizers: Number of optimizers.
+    """
+
+    def __init__(
+        self,
+        accumulate_grad_batches: int,
+        gradient_state: Any,
+        first_step: int,
+        n_optimizers: int,
+    ) -> None:
+        self._accumulate_grad_batches, self._gradient_state = (
+            accumulate_grad_batches,
+            gradient_state,
+        )
+        self._first_step, self._n_optimizers = first_step, n_optimizers
+        self.start(WallClock(None))
+
+    def start(self, wall_clock: WallClock) -> None:
+        """Start a new measurement."""
+        self._wall_clock = wall_clock
+        self._step, self._micro_batches = self._first_step, 0
+        # The step and the micro-batch in whose body a loop over `steps` is; None outside.
+        self._body: tuple[int, int] | None = None
+
+    @property
+    def has_body(self) -> bool:
+        """True in the body of a loop over `steps`."""
+        return self._body is not None
+
+    @property
+    def has_stepped(self) -> bool:
+        return self._step > self._first_step
+
+    # Batches
+
+    def iterate(self, timer: "GPUPhaseHooks", iterable: Iterable[T]) -> Generator[T, None, None]:
+        """Yield the items of a loader, and end a batch after each."""
+        timer._start_loop(iterable, continues=self._body is not None)
+        seen, wall_clock = _Seen.NOTHING, self._wall_clock
+        self.is_fetched = True
+        wall_clock.start_loop()
+        try:
+            for item in iterable:
+                self.is_fetched = False
+                if timer._session.steps.state is not OFF:
+                    try:
+                        timer._session.open_step.batch_begins(item)
+                    except Exception as error:
+                        timer._give_up(error)
+                if self._body is None:
+                    self._body = self._step, self._micro_batches
+                body = self._body
+                try:
+                    yield item
+                except GeneratorExit:
+                    if self._body is body:
+                        timer._safely(self._leave_body)
+                    raise
+                session = timer._session  # The body may have removed or attached the timer.
+                try:
+                    label = session.recorder.label
+                    is_usual = label != OTHER if seen is _Seen.TRAINING else label is None
+                    if is_usual and seen is not _Seen.NOTHING and self._body is body:
+                        self._body = None
+                        is_attached = session.steps.state not in NOT_ATTACHED
+                        if is_attached and body == (self._step, self._micro_batches):
+                            self.end_batch(timer)
+                    else:
+                        seen = self._end_odd_body(timer, seen)
+                except Exception as error:
+                    timer._give_up(error)
+                self.is_fetched = True
+        finally:
+            wall_clock.end_loop()
+        timer._outside.end_loop()
+        self.is_fetched = False
+        timer._safely(self._end_loop, seen)
+
+    def _end_odd_body(self, timer: "GPUPhaseHooks", seen: _Seen) -> _Seen:
+        """End the work on a batch, which may be an evaluation or nothing. Return its kind."""
+        session = timer._session
+        if _has_idled(session, is_first=seen is _Seen.NOTHING):
+            # As in a look-ahead, a group, or a `zip` of loops, or where a batch is passed over: it
+            # belongs to the next step.
+            session.open_step.batch_ends()
+            return _Seen.AHEAD if seen is _Seen.NOTHING else seen
+        body, self._body = self._body, None
+        is_timed = session.recorder.label is not None
+        is_evaluation = session.open_step.has_evaluated
+        if is_evaluation and seen is not _Seen.TRAINING:
+            session.steps.begin()
+        elif body == (self._step, self._micro_batches) and session.is_attached:
+            self.end_batch(timer)
+        if seen in (_Seen.AHEAD, _Seen.TRAINING):
+            return seen
+        return _Seen.TRAINING if is_timed and not is_evaluation else _Seen.EVALUATION
+
+    def end_batch(self, timer: "GPUPhaseHooks") -> None:
+        """End a batch, and the step if it was its last micro-batch."""
+        session = timer._session
+        self._micro_batches += 1
+        batches, accelerate = self._accumulate_grad_batches, self._gradient_state
+        if batches > 1:
+            is_last = self._micro_batches >= batches
+        else:
+            is_last = accelerate is None or accelerate.sync_gradients
+        if not (is_last or session.open_step.has_updated):
+            session.open_step.batch_ends()
+            return
+        if timer._outside.is_evaluating:
+            timer._end_evaluation()  # Its iterator was left, and may be continued later.
+        session.steps.end_step(self._step)
+        wall_clock = self._wall_clock
+        if not wall_clock.has_stepped:
+            wall_clock.end_first_step()
+            session.steps.first_step_ended()
+        elif wall_clock.entry is not STEPS:
+            wall_clock.resume_steps()  # A loop by `step()` follows loops over `steps()`.
+        self._step += 1
+        self._micro_batches = 0
+        if timer._live_file.path is not None:
+            timer._save_if_due()
+
+    # Loops
+
+    def begin(self, session: AnySession) -> None:
+        """Start a loop, which may continue the open step of the loop before it."""
+        self.leave(session)
+        # Batches that were looked at alone, as for a mean, belong to no step.
+        accumulates = self._micro_batches and not _has_idled(session, is_first=True)
+        if accumulates and session.recorder.threads.home == get_ident():
+            session.open_step.continue_in_loop()
+        elif session.is_attached:
+            session.steps.begin()
+        self._micro_batches = 0
+
+    def _end_loop(self, session: AnySession, seen: _Seen) -> None:
+        if seen is _Seen.AHEAD and self._body is None:
+            # The work on the last batch is still to come.
+            self._body = self._step, self._micro_batches
+        if self._body is not None:
+            session.open_step.batch_begins()
+        if self._micro_batches:
+            session.open_step.wait_for_loop()
+        session.compare_ranks()
+
+    def _leave_body(self, session: AnySession) -> None:
+        """End the step in which the loop is left, if it was over."""
+        body, self._body = self._body, None
+        # Gradients that were left may be used after the loop.
+        is_over = body == (self._step, self._micro_batches) or (
+            self._micro_batches > 0 and session.open_step.has_updated
+        )
+        if is_over and session.steps.leave(self._step):
+            self._step += 1
+            self._micro_batches = 0
+        elif body == (self._step, self._micro_batches) and session.open_step.leave_gradients():
+            self._micro_batches += 1
+
+    def leave(self, session: AnySession) -> None:
+        """End a loop with its last step. Micro-batches of a known number go into no other loop."""
+        # A step that was left has a few, if there are several optimizers.
+        if (untold := session.open_step.updates) > 2 * (1 + self._n_optimizers):
+            session.recorder.warn_once(_UNTOLD, untold)
+            self._body, self._micro_batches = None, 0
+        # Each batch has two marks; the end of the loop has a single mark.
+        passed_over = (len(session.recorder.open.labels) - 1) // 2 if self._body else 0
+        if passed_over >= _MAX_IDLE and _has_idled(session, is_first=True):
+            session.recorder.warn_once(_UNSEEN, passed_over)
+        self._leave_body(session)
+        if self._micro_batches and 1 < self._accumulate_grad_batches < sys.maxsize:
+            left, self._micro_batches = self._micro_batches, 0
+            session.recorder.warn_once(_LEFT_OVER, left, self._accumulate_grad_batches)
+
+
+def _has_idled(session: AnySession, *, is_first: bool) -> bool:
+    return session.steps.state is not OFF and session.open_step.has_idled(is_first=is_first)
+
+
+class _OutsideOfSteps:
+    """Time of the code between loops over `steps`, and of evaluations."""
+
+    def __init__(
+        self,
+        batch: BatchState,
+        wall_clock: WallClock,
+        culprits: CulpritSums,
+        now_ns: Callable[[], int] = int,
+    ) -> None:
+        self._batch, self._wall_clock = batch, wall_clock
+        self._attached_at: Frames = ()
+        self._between = PlaceTimer(culprits, now_ns, wall_clock)
+        self._evaluation = PlaceTimer(culprits, now_ns, wall_clock)
+        self.is_evaluating = self._had_batch = False  # The batch that an evaluation interrupts.
+
+    def attach(self) -> None:
+        self._attached_at = frames_here()
+        self._between.start(None)
+
+    def start_loop(self) -> None:
+        """Start a loop over `steps`."""
+        entry = self._wall_clock.entry
+        if entry == SET_UP:
+            self._between.end(entry, Passage(self._attached_at, frames_here()))
+        elif entry == BETWEEN_LOOPS:
+            self._between.end(entry)
+
+    def end_loop(self) -> None:
+        if self._wall_clock.entry == BETWEEN_LOOPS:
+            self._between.start(AfterLoop(frames_here()))
+
+    def end(self) -> None:
+        """End the measurement."""
+        if self._wall_clock.entry == BETWEEN_LOOPS:
+            self._between.end(BETWEEN_LOOPS)
+
+    def start_evaluation(self, session: AnySession) -> None:
+        self.is_evaluating, self._had_batch = True, self._batch.is_open
+        self._batch.close()
+        self._wall_clock.enter_phase(EVALUATION)
+        self._evaluation.start(Here(frames_here()))
+        session.recorder.pause(now=True)
+
+    def end_evaluation(self, session: AnySession, label: str) -> None:
+        """End an evaluation, if one runs. `label` is what continues in the training."""
+        if self.is_evaluating:
+            self.is_evaluating = False
+            if self._had_batch:
+                self._batch.open()
+            self._wall_clock.leave_phase(EVALUATION)
+            self._evaluation.end(EVALUATION)
+            session.recorder.resume(label)
 
 
 @takes_options
-class GPUPhaseHooks(LoopTimer):
+class GPUPhaseHooks(Timer):
     """Time the phases of each step of a plain PyTorch training loop, with device events.
 
     While attached, it has hooks on the model and the optimizers, and replaces the function that
@@ -69,27 +403,39 @@ class GPUPhaseHooks(LoopTimer):
         first_step: int = 0,
         **options: Unpack[AllOptions],
     ) -> None:
-        super().__init__(Options(**options), log_every_n_steps)
+        super().__init__(Options(**options))
+        self._log_every_n_steps = check_int(
+            "log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean"
+        )
         first_step = check_int("first_step", first_step, 0, "the first step after attach()")
         found = check_optimizers(optimizers, check_model(model, optimizers))
         if is_engine(model) and accumulate_grad_batches == 1:
             accumulate_grad_batches = int(model.gradient_accumulation_steps())  # type: ignore[operator]
-        self._loop = Loop(
-            model,
-            found,
-            pause_evaluation=True if found else None,
-            submodules=self._submodules(model),
-            needs_updates=accumulate_grad_batches != 1,
-        )
-        warn_of_other_parameters(model, self._loop.optimizers)
+        submodules = self._submodules(model)
+        warn_of_other_parameters(model, found)
         self._loggers = check_loggers(logger)
         self._device = None if device is None else check_device(device)
         if self._device is not None:
             self._clock_for(self._device)  # Raises where it is not here.
-        self._accumulate_grad_batches = _check_accumulation(accumulate_grad_batches, self._loop)
-        states = [getattr(found, "gradient_state", None) for found in self._loop.optimizers]
-        self._gradient_state = next((state for state in states if state is not None), None)
-        self._first_step = self._step = first_step
+        batches = _check_accumulation(accumulate_grad_batches, has_optimizers=len(found) > 0)
+        states = [getattr(optimizer, "gradient_state", None) for optimizer in found]
+        gradient_state = next((state for state in states if state is not None), None)
+        self._batches_per_step = getattr(gradient_state, "num_steps", batches)
+        self._plain = _PlainLoop(batches, gradient_state, first_step, len(found))
+        self._loop = Loop(
+            model,
+            found,
+            pause_evaluation=True if found else None,
+            submodules=submodules,
+            batch=self._plain,
+            needs_updates=accumulate_grad_batches != 1,
+        )
+        self._outside = _OutsideOfSteps(self._plain, self._wall_clock, self._culprits)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Places refer to code, which cannot be pickled.
+        outside = _OutsideOfSteps(self._plain, WallClock(None), CulpritSums())
+        return {**super().__getstate__(), "_outside": outside}
 
     def attach(self) -> Self:
         """Attach the hooks and start a new measurement. Safe to call twice."""
@@ -108,9 +454,24 @@ class GPUPhaseHooks(LoopTimer):
         device = self._device or device_of(self._loop.model)
         if self._device is None:
             warn_of_several_devices(self._loop.model, device)
-        clock = self._clock_for(device, tell=True)
-        every = getattr(self._gradient_state, "num_steps", self._accumulate_grad_batches)
-        self._start_loop(clock, self._loggers, accumulate_grad_batches=every)
+        clock, options = self._clock_for(device, tell=True), self._options
+        self._wall_clock, self._culprits = WallClock(clock.host_ns), CulpritSums()
+        self._plain.start(self._wall_clock)
+        self._outside = _OutsideOfSteps(
+            self._plain, self._wall_clock, self._culprits, clock.host_ns
+        )
+        self._outside.attach()
+        writer = LogWriter(options.prefix, self._loggers, groups=options.logged_groups)
+        self._start(
+            clock,
+            self._loop,
+            MeanLog(self._log_every_n_steps, writer),
+            self._wall_clock,
+            accumulate_grad_batches=self._batches_per_step,
+        )
+        self._time_loader()
+        self._results.update_setup(is_own_loop=True)
+        self._session.steps.begin()
 
     def __enter__(self) -> Self:
         return self.attach()
@@ -129,12 +490,133 @@ class GPUPhaseHooks(LoopTimer):
             self._detach()  # As Ctrl-C, anywhere in between.
             raise
 
+    def remove(self) -> None:
+        """Read and log the last steps, then remove all hooks. Safe to call twice."""
+        try:
+            if self._session.is_attached:
+                self._remove()
+        except BaseException:
+            self._detach()  # As Ctrl-C, anywhere in between.
+            raise
 
-def _check_accumulation(batches: int | str, loop: Loop) -> int:
+    @never_raises
+    def _remove(self) -> None:
+        in_turns = self._session.recorder.threads.was_elsewhere
+        try:
+            self._plain.leave(self._session)
+        finally:
+            self._finish()
+        if not self._plain.has_stepped:
+            messages.warning(
+                "No step has ended: %s", _ALTERNATING_THREADS if in_turns else _NO_STEP
+            )
+
+    def steps(self, iterable: Iterable[T]) -> Steps[T]:
+        """Yield the items of a loader, and end a step (or a micro-batch) after each.
+
+        Time between two such loops, such as a validation, belongs to no step. Nor does a loop in
+        eval mode without grad, if the model was trained. Steps are counted through all loops until
+        `attach`. A body that calls `step` ends no further step here.
+
+        A loop that is left (`break`, `islice`, `zip`, `remove`) has a last step if no model was
+        called after its last update. That step ends with the update; in inference, with the last
+        call of the model. Several loaders may be read in turn: a step ends where one of them is
+        asked for a batch after work on the batch before.
+
+        Args:
+            iterable: Loader, or another iterable of batches.
+
+        Returns:
+            An iterable with the length and the attributes of the loader.
+
+        Raises:
+            RuntimeError: If the timer was never attached. After `remove` the loop runs untimed.
+            TypeError: If it cannot be iterated, or is the model.
+        """
+        check_loader(iterable)
+        return Steps(partial(self._iterate, iterable), iterable)
+
+    def _iterate(self, iterable: Iterable[T]) -> Iterator[T]:
+        if self._is_evaluation():
+            return self._evaluate(iterable)
+        return self._plain.iterate(self, iterable)
+
+    def step(self) -> None:
+        """End a step (or a micro-batch). Call it at the end of the loop's body.
+
+        Raises:
+            RuntimeError: If the timer was never attached. After `remove` it does nothing.
+        """
+        session = self._session
+        if session.steps.state is NEW:
+            raise RuntimeError(f"step() needs an attached timer. {self._USE}")
+        try:
+            if get_ident() == session.recorder.threads.home:
+                self._plain.end_batch(self)
+            else:
+                # The loop runs in another thread than the call that attached the timer.
+                self._plain.begin(session)
+        except Exception as error:
+            self._give_up(error)
+
+    # Called by the loop
+
+    def _safely(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function with the session. An error in it ends the timing, not the loop."""
+        try:
+            function(self._session, *args)
+        except Exception as error:
+            self._give_up(error)
+
+    def _start_loop(self, loader: object, *, continues: bool) -> None:
+        if not self._session.was_attached:
+            raise RuntimeError(f"steps() needs an attached timer. {self._USE}")
+        if continues:
+            self._session.steps.keep_hooks()  # Another loop over `steps` may continue.
+        self._safely(self._plain.begin)
+        self._know_loader(loader, in_data=True)
+        self._outside.start_loop()
+
+    def _is_evaluation(self) -> bool:
+        if torch.is_grad_enabled() or not self._session.open_step.has_trained:
+            return False
+        return not is_training(self._loop.model)
+
+    def _evaluate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
+        """Yield the items of an evaluation, which belongs to no step."""
+        if self._outside.is_evaluating:
+            yield from iterable  # The evaluation around this one excludes all of its time.
+            return
+        self._safely(self._outside.start_evaluation)
+        try:
+            for item in iterable:
+                yield item
+                if self._outside.is_evaluating:
+                    self._session.recorder.pause(now=True)
+                else:
+                    # Steps of the training came in between.
+                    self._safely(self._outside.start_evaluation)
+        finally:
+            self._end_evaluation()
+
+    def _end_evaluation(self) -> None:
+        self._safely(self._outside.end_evaluation, OTHER if self._plain.has_body else DATA)
+
+    def _forget(self, session: AnySession) -> None:
+        self._wall_clock.stop(session.steps.ended_ns)
+        self._outside.end()
+        super()._forget(session)
+
+    def _forget_loop(self) -> None:
+        """Release the model and the optimizers; the timer cannot be attached again."""
+        del self._loop
+
+
+def _check_accumulation(batches: int | str, *, has_optimizers: bool) -> int:
     if batches != "auto":
         meaning = "micro-batches in one update, or 'auto' to end a step with the update"
         return check_int("accumulate_grad_batches", batches, 1, meaning)
-    if not loop.optimizers:
+    if not has_optimizers:
         raise ValueError(
             "accumulate_grad_batches must be a number where there are no optimizers, whose update"
             " could end a step; got 'auto'"

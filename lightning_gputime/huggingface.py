@@ -20,7 +20,7 @@ except ImportError as error:
 from lightning_gputime._compat import transformers_
 from lightning_gputime._compat.python_ import variables_of_callers
 from lightning_gputime._culprits.places import frames_here
-from lightning_gputime._instrumentation.loop import Batch, Loop
+from lightning_gputime._instrumentation.loop import Batch, BatchState, Loop
 from lightning_gputime._instrumentation.named import phase
 from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
 from lightning_gputime._measurement.culprits import CulpritSums
@@ -94,13 +94,13 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._trainer: Any = None
         self._handled: BaseException | None = None
         # The Trainer whose `train` runs, and when that was called.
-        self._run_of: weakref.ref[Trainer] | None = None
-        self._run_start_ns: int | None = None
+        self._run_call: tuple[weakref.ref[Trainer], int] | None = None
         self._train_calls: dict[type, Subscription] = {}  # By the class that defines `train`.
         self._is_table_due = False
         self._before: Any = None  # The callback before this one, when no training runs.
         # State of a training. A step may span epochs.
-        self._batch = Batch(is_open=False)
+        self._batch: BatchState = Batch()
+        self._batch.close()
         self._is_in_step = self._has_fetched = False
         # The kind of the newest evaluation, and its means until the Trainer logs them.
         self._stage, self._evaluation_means = "", dict[str, float]()
@@ -112,7 +112,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     def __getstate__(self) -> dict[str, Any]:
         # A copy is not attached to a training.
         own: dict[str, Any] = {"_trainer": None, "_handled": None, "_before": None}
-        off = {"_run_of": None, "_run_start_ns": None, "_is_table_due": False}
+        off = {"_run_call": None, "_is_table_due": False}
         more = {"_train_calls": {}, "_is_in_step": False}
         return {**super().__getstate__(), **own, **off, **more}
 
@@ -141,10 +141,10 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         call.put_on()
 
     def _start_run(self, trainer: Trainer, *_: Any, **__: Any) -> bool | None:
-        is_known = self._run_of is not None and self._run_of() is trainer
+        is_known = self._run_call is not None and self._run_call[0]() is trainer
         if is_known or not any(found is self for found in transformers_.callbacks_of(trainer)):
             return False  # A method of a subclass calls that of its base class, or another Trainer.
-        self._run_of, self._run_start_ns = weakref.ref(trainer), self._host_ns()
+        self._run_call = weakref.ref(trainer), self._host_ns()
         return None
 
     def _return_run(self, _: Any) -> None:
@@ -154,7 +154,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             if self._session.is_attached:
                 self._detach()  # The Trainer returned without `on_train_end`.
         finally:
-            self._run_of = self._run_start_ns = None
+            self._run_call = None
             self._leave()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
@@ -206,7 +206,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._unlogged.clear()
         self._has_fetched = False
         clock = self._clock_for(args.device, tell=state.is_world_process_zero)
-        self._wall_clock = WallClock(clock.host_ns, self._run_start_ns)
+        self._wall_clock = WallClock(clock.host_ns, self._run_call[1] if self._run_call else None)
         self._culprits = CulpritSums()
         named = transformers_.named_functions(trainer)
         self._time_calls(known for known in named if not isinstance(known[0], Timer))
@@ -235,7 +235,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     @never_raises
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         self._wall_clock.switch_to(EPOCH_ENDS)
-        self._batch.is_open = False
+        self._batch.close()
         # A training that resumes from a checkpoint does not report its first epoch.
         if state.epoch or not state.global_step:
             self._session.start_epoch(state.global_step + 1, int(state.epoch or 0))
@@ -266,7 +266,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     @never_raises
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._is_in_step = self._batch.is_open = True
+        self._is_in_step = True
+        self._batch.open()
         if self._wall_clock.entry is not STEPS:
             self._wall_clock.resume_steps()
         self._session.open_step.batch_begins()
@@ -281,7 +282,11 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         is_known = self._is_in_step
         if is_known and not self._session.open_step.has_optimizer:
             self._session.recorder.mark(AFTER_UPDATE)
-        self._is_in_step, self._batch.is_open = False, not is_known
+        self._is_in_step = False
+        if is_known:
+            self._batch.close()
+        else:
+            self._batch.open()
         self._session.steps.end_step(state.global_step)
         if not self._wall_clock.has_stepped:
             self._wall_clock.end_first_step()
@@ -291,7 +296,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     @never_raises
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         self._wall_clock.switch_to(EPOCH_ENDS)
-        self._batch.is_open = False
+        self._batch.close()
         self._session.compare_ranks()
 
     @never_raises
@@ -304,7 +309,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
                 self._leave()
                 raise
             self._is_table_due = state.is_world_process_zero
-            if self._run_start_ns is None:  # The return of `train` is not hooked.
+            if self._run_call is None:  # The return of `train` is not hooked.
                 self._leave()
 
     def _end_run(self, _: Any) -> None:
@@ -323,7 +328,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
                 self._leave()
 
     def _detach(self) -> None:
-        self._is_in_step = self._batch.is_open = False
+        self._is_in_step = False
+        self._batch.close()
         super()._detach()
 
     # Evaluations

@@ -35,8 +35,7 @@ FLOORS = [
     "_culprits",
     "_causes",
     "_runs _session",
-    "_lightning _timer",
-    "_fit _loop_timer",
+    "_timer",
     "callback hooks huggingface metric",
     "_tuning",
     "_api _auto_instrumentation",
@@ -102,7 +101,7 @@ def test_torch_and_lightning_are_imported_only_where_allowed() -> None:
         if module.startswith("_measurement."):
             assert not re.search(r"^\s*(import|from) torch", text, re.MULTILINE), module
             assert not [name for name in imports(module) if name.startswith("_record.")], module
-        if module not in ("callback", "_lightning", "_auto_instrumentation.lightning"):
+        if module not in ("callback", "_auto_instrumentation.lightning"):
             assert not re.search(r"import lightning\b", text), module
 
 
@@ -437,13 +436,6 @@ OBJECTS_OF_OTHERS = {
 }
 """Attributes of Python and of other libraries, which have no other way to set them."""
 
-WRITES_THAT_REMAIN = {
-    "_fit": "is_open needs_updates",
-    "_loop_timer": "is_fetched is_open",
-    "huggingface": "is_open",
-}
-"""Writes to be removed, by module. Only take entries out."""
-
 
 def writes_to_others(tree: ast.AST) -> Iterator[ast.Attribute]:
     """Yield each attribute that is assigned or deleted on an object other than `self`."""
@@ -459,7 +451,6 @@ def test_nobody_writes_attributes_of_others() -> None:
         f"{module}:{node.lineno}: {ast.unparse(node)}"
         for module, text in MODULES.items()
         for node in writes_to_others(ast.parse(text))
-        if node.attr not in WRITES_THAT_REMAIN.get(module, "").split()
     ]
     assert not wrong
 
@@ -467,7 +458,9 @@ def test_nobody_writes_attributes_of_others() -> None:
 # Sizes of classes
 
 MAX_METHODS, MAX_ATTRIBUTES = 20, 15
-ROOMS_OF_SMALL_CLASSES = ["_causes", "_measurement", "_output", "_record", "_runs", "_session"]
+MAX_METHODS_OF_FRONT_END = 35
+FRONT_ENDS = {"Timer", "GPUPhaseHooks", "GPUPhaseTimer", "TransformersPhaseTimer"}
+"""Most of their methods are events of a framework, or what users call."""
 LARGE_CLASSES = {"PhaseSummary"}  # Most of its methods are facts of a `Measurement`.
 
 
@@ -484,19 +477,18 @@ def sizes(node: ast.ClassDef) -> tuple[int, int]:
     return len(methods), len(attributes)
 
 
-@pytest.mark.parametrize("room", ROOMS_OF_SMALL_CLASSES)
-def test_classes_are_small(room: str) -> None:
+def test_classes_are_small() -> None:
     found = {
-        f"{module}.{node.name}": sizes(node)
-        for module, text in MODULES.items()
-        if room_of(module) == room
+        node.name: sizes(node)
+        for text in MODULES.values()
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.ClassDef) and node.name not in LARGE_CLASSES
     }
     large = {
         name: (methods, attributes)
         for name, (methods, attributes) in found.items()
-        if methods > MAX_METHODS or attributes > MAX_ATTRIBUTES
+        if methods > (MAX_METHODS_OF_FRONT_END if name in FRONT_ENDS else MAX_METHODS)
+        or attributes > MAX_ATTRIBUTES
     }
     assert found
     assert large == {}

@@ -15,15 +15,15 @@ from fake_lightning import Loader, Model, trainer
 from processes import ENVIRONMENT
 from test_compare import run as simulated_run
 
-from lightning_gputime import GPUPhaseTimer, _timer, load
-from lightning_gputime._runs import saved
+from lightning_gputime import GPUPhaseTimer, load
+from lightning_gputime._runs import live_file, saved
 
 TRAIN = """
 import os, time, torch
 net = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-from lightning_gputime import _timer
-_timer._MIN_SAVE_INTERVAL_S = 0.05
+from lightning_gputime._runs import live_file
+live_file._MIN_INTERVAL_S = 0.05
 while True:
     net(torch.ones(2, 4)).square().mean().backward()
     optimizer.step()
@@ -61,8 +61,8 @@ def fit(gpu: FakeGPU, path: Path, steps: int = 12) -> GPUPhaseTimer:
 def test_file_is_rewritten_during_an_epoch(
     tmp_path: Path, writes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_timer, "_MIN_SAVE_INTERVAL_S", 0.0)
-    monkeypatch.setattr(_timer, "_MAX_SAVE_RATIO", 0)
+    monkeypatch.setattr(live_file, "_MIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(live_file, "_MAX_RATIO", 0)
     gpu = FakeGPU()
     fit(gpu, tmp_path / "run.json")
     assert len(writes) >= 10
@@ -77,10 +77,10 @@ def test_rewriting_takes_one_percent_of_the_time_and_waits_ten_seconds(
     assert len(writes) == 2  # At the end of the epoch, and of the training.
     for cost_s, next_s in ((0.01, 10.0), (0.5, 50.0)):
         times = iter((100.0, 100.0 + cost_s))
-        monkeypatch.setattr("lightning_gputime._timer.time.perf_counter", times.__next__)
-        timer._rewrite()
+        monkeypatch.setattr("lightning_gputime._runs.live_file.time.perf_counter", times.__next__)
+        timer._save_live()
         monkeypatch.undo()
-        assert timer._live_due == pytest.approx(100.0 + cost_s + next_s)
+        assert timer._live_file._due_s == pytest.approx(100.0 + cost_s + next_s)
 
 
 def test_rewriting_waits_for_no_device(
@@ -88,8 +88,8 @@ def test_rewriting_waits_for_no_device(
 ) -> None:
     waits = []
     for interval_s in (0.0, 1e9):
-        monkeypatch.setattr(_timer, "_MIN_SAVE_INTERVAL_S", interval_s)
-        monkeypatch.setattr(_timer, "_MAX_SAVE_RATIO", 0)
+        monkeypatch.setattr(live_file, "_MIN_INTERVAL_S", interval_s)
+        monkeypatch.setattr(live_file, "_MAX_RATIO", 0)
         gpu = FakeGPU()
         fit(gpu, tmp_path / "run.json")
         waits.append(len(gpu.waits))
@@ -103,8 +103,8 @@ def test_failing_disk_is_reported_once_and_training_continues(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(saved, "save", fail)
-    monkeypatch.setattr(_timer, "_MIN_SAVE_INTERVAL_S", 0.0)
-    monkeypatch.setattr(_timer, "_MAX_SAVE_RATIO", 0)
+    monkeypatch.setattr(live_file, "_MIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(live_file, "_MAX_RATIO", 0)
     timer = fit(FakeGPU(), tmp_path / "run.json")
     assert len(timer.history()) == 12
     assert caplog.text.count("The run is not saved") == 1

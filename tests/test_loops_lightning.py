@@ -463,5 +463,5 @@ def test_wrapper_that_calls_the_training_step_is_not_a_model_call(
 
     model = Redirects(gpu)
     wrapper = torch.nn.Sequential(model)
-    monkeypatch.setattr("lightning_gputime._lightning.wrapper_of", lambda _: wrapper)
+    monkeypatch.setattr("lightning_gputime.callback._wrapper_of", lambda _: wrapper)
     assert steps(fit(gpu, model)) == [STEP_MS] * 3

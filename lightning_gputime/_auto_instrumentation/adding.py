@@ -53,7 +53,7 @@ def show_at_exit(timer: Timer, wanted: dict[str, Any], *, prints: bool = True) -
     if _rank() not in (None, "0"):
         return None
     path = path_to_save(wanted)
-    timer._save_live_to(path)
+    timer._live_file.start(path)
     # Unlike `atexit`: in no process that is forked off later, and in those of `multiprocessing`.
     return Finalize(None, _end, (timer, path, prints), exitpriority=0)
 

@@ -195,7 +195,6 @@ class _TimedLoop:
             if (calls := self._timer._session.recorder.open.labels.count(BACKWARD)) > 1:
                 self._timer._warn_once(_MICRO_BATCHES, calls)
             self._timer.step()
-            self._timer._save_if_due()
         else:
             # The step in which the timer was attached has no beginning.
             self._has_begun = True

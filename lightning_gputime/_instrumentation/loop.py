@@ -2,20 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from lightning_gputime._compat.names import Expected
 
 
-@dataclass(slots=True)
-class Batch:
-    """State of the current batch, updated by the front end.
+class BatchState(Protocol):
+    """State of the current batch. A front end that knows its batches implements it.
 
     Attributes:
         is_open: True while the loop works on a batch. Model calls outside of it belong to other
-            code, such as a callback that samples images. Always True if the loop does not tell.
+            code, such as a callback that samples images.
         is_fetched: True while the loader fetches the next batch. A model call without grad is then
             part of the fetch.
     """
@@ -28,6 +27,10 @@ class Batch:
 
     def close(self) -> None:
         self.is_open = False
+
+
+class Batch(BatchState):
+    """State of the batch of a loop that does not report its batches: always open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class Loop:
     submodules: Mapping[str, nn.Module] = field(default_factory=dict)
     wrap_backward: bool = True
     splits_loss: bool = False
-    batch: Batch = field(default_factory=Batch)
+    batch: BatchState = field(default_factory=Batch)
     needs_updates: bool = False
     expects: Sequence[Expected] = ()
     counts_steps: bool = False

@@ -34,11 +34,18 @@ class NullRecorder:
     def warn_once(self, message: str, *values: object) -> None: ...
 
 
+class NullUpdates:
+    """Updates of a timer that is not attached."""
+
+    updates = 0
+
+
 class NullOpenStep:
     """Open step of a timer that is not attached."""
 
     updates = 0
-    has_updated = has_optimizer = has_trained = has_evaluated = False
+    has_updated = has_optimizer = has_trained = has_evaluated = needs_updates = False
+    optimizer = NullUpdates()
 
     def batch_begins(self, batch: Any = None) -> None: ...
     def add_batches(self, batches: Iterable[Any]) -> None: ...
@@ -49,6 +56,7 @@ class NullOpenStep:
     def leave_gradients(self) -> bool:
         return False
 
+    def rely_on_updates(self) -> None: ...
     def has_idled(self, *, is_first: bool) -> bool:
         return False
 
@@ -57,6 +65,7 @@ class NullSteps:
     """Steps of a timer that is not attached."""
 
     ended_ns = 0
+    times_all = False
 
     def __init__(self, state: State) -> None:
         self.state = state

@@ -1,0 +1,254 @@
+"""Actions of Lightning's Trainer, which it reports to its profiler before it calls a callback."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from lightning_gputime._compat import lightning_
+from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription
+from lightning_gputime._measurement.wall_clock import EPOCH_ENDS, TEAR_DOWN, WallClock
+from lightning_gputime._phases import CALLBACKS, COPY, DATA, WAIT, label_of_callback
+from lightning_gputime._record.recorder import Recorder
+
+_EPOCH_START = "on_train_epoch_start"
+
+Action = tuple[str, Callable[[], object]]
+
+
+class ListeningFit(Protocol):
+    """A fit that is notified of the Trainer's loops and actions."""
+
+    start_update: Callable[[], None]
+
+    def start_epoch(self, *_: Any, **__: Any) -> None: ...
+    def end_epoch(self, result: Any) -> None: ...
+    def start_fetch(self) -> None: ...
+    def start_callback(self, label: str) -> None: ...
+    def start_step(self) -> None: ...
+    def start_validation(self, *_: Any, **__: Any) -> None: ...
+    def end_validation(self, result: Any) -> None: ...
+
+
+class FitActions:
+    """Notify a fit of the Trainer's actions and loops.
+
+    Args:
+        trainer: The Trainer.
+        model: The LightningModule.
+        wall_clock: The wall clock of the fit.
+        own: Class of callbacks that are timers.
+        fail: Takes errors of the functions that run in every batch.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        model: Any,
+        wall_clock: WallClock,
+        own: type,
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self._trainer, self._model, self._own = trainer, model, own
+        self._wall_clock = wall_clock
+        self._recorder: Recorder  # Set by `listen`.
+        self._calls: dict[str, Callable[[], object]] = {}  # By the action of the trainer.
+        self._listener = ActionListener(trainer.profiler, self._calls, fail)
+        self.attachments = Attachments()
+        """Attachments that are removed while no step is timed."""
+        self._loops = Attachments()  # Around whole loops of the trainer, at no cost per step.
+        self._validation_entry = lightning_.validation_entry(trainer)
+        self._callback = ""  # The phase of the callback that was called last inside a step.
+
+    @property
+    def reports_validations(self) -> bool:
+        """True if the exact start and end of the Trainer's validations are known."""
+        return self._validation_entry is not None
+
+    def listen(self, fit: ListeningFit, recorder: Recorder) -> None:
+        """Notify a fit until `remove`, and mark in `recorder` what needs no fit."""
+        trainer, self._recorder = self._trainer, recorder
+        self._calls.update(self._actions(fit))
+        self.attachments.add(self._listener)
+        if self._validation_entry is not None:
+            validation = Calls(fit.start_validation, fit.end_validation)
+            self._loops.add(Subscription(*self._validation_entry, validation))
+        if entry := lightning_.epoch_entry(trainer):
+            self._loops.add(Subscription(*entry, Calls(fit.start_epoch, fit.end_epoch)))
+        if entry := lightning_.fit_end(trainer):
+            self._loops.add(_call_at_start(*entry, partial(self._wall_clock.switch_to, TEAR_DOWN)))
+        # Lightning broadcasts a flag on every batch. Exclude that wait from the loader's time.
+        if place := lightning_.sigterm_broadcast(trainer):
+            self.attachments.add(_call_at_start(*place, partial(recorder.mark, WAIT)))
+
+    def refresh(self, fit: ListeningFit) -> None:
+        """Follow names of actions that have changed, such as the `state_key` of a callback."""
+        self._calls.update(self._actions(fit))
+        self._listener.refresh()
+
+    def remove(self) -> None:
+        self.attachments.remove()
+        self._loops.remove()
+        self._calls.clear()  # They hold the fit.
+
+    def _actions(self, fit: ListeningFit) -> dict[str, Callable[[], object]]:
+        action_of = partial(lightning_.module_action, self._trainer, self._model)
+        calls = dict([*self._actions_of_data(fit), *self._actions_of_callbacks(fit)])
+        # Before the first epoch starts, all is set-up.
+        start_epoch = partial(self._wall_clock.switch_to, EPOCH_ENDS)
+        for callback in self._trainer.callbacks:
+            calls[lightning_.callback_action(callback, _EPOCH_START)] = start_epoch
+        calls[action_of(_EPOCH_START)] = start_epoch
+        # The callback's hook of that name would cost 2 us in a Trainer.
+        update = action_of("on_before_optimizer_step")
+        has_callbacks = update in calls
+        calls[update] = partial(self._end_callbacks, fit) if has_callbacks else fit.start_update
+        # While gradients accumulate, they are not cleared before a validation.
+        calls[action_of("on_validation_model_zero_grad")] = partial(self._recorder.pause, now=True)
+        return calls
+
+    def _actions_of_data(self, fit: ListeningFit) -> Iterator[Action]:
+        trainer, mark = self._trainer, self._recorder.mark
+        yield lightning_.fetch_action(trainer), fit.start_fetch
+        yield lightning_.copy_action(trainer), partial(mark, COPY)
+        for module in (self._model, trainer.datamodule):
+            for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+                if module is not None and lightning_.defines(module, hook):
+                    yield lightning_.module_action(trainer, module, hook), partial(mark, DATA)
+
+    def _actions_of_callbacks(self, fit: ListeningFit) -> Iterator[Action]:
+        others = [found for found in self._trainer.callbacks if not isinstance(found, self._own)]
+        ends: dict[str, Callable[[], object]] = {
+            "on_train_batch_start": fit.start_step,
+            "on_train_batch_end": partial(self._recorder.mark, CALLBACKS),
+            **dict.fromkeys(lightning_.IN_STEP, self._leave_callback),
+        }
+        for hook, end in ends.items():
+            active = [callback for callback in others if lightning_.defines(callback, hook)]
+            for callback in active:
+                label = label_of_callback(callback, hook)
+                in_step = hook in lightning_.IN_STEP
+                start = self._enter_callback if in_step else fit.start_callback
+                yield lightning_.callback_action(callback, hook), partial(start, label)
+            if active:
+                # The trainer calls this next, after all callbacks.
+                yield lightning_.module_action(self._trainer, self._model, hook), end
+
+    def _enter_callback(self, label: str) -> None:
+        self._leave_callback()
+        self._callback = label
+        self._recorder.enter_phase(label)
+
+    def _leave_callback(self) -> None:
+        self._recorder.leave_phase(self._callback)
+
+    def _end_callbacks(self, fit: ListeningFit) -> None:
+        self._leave_callback()
+        fit.start_update()
+
+
+class ActionListener:
+    """Call functions when a trainer starts certain actions; an attachment.
+
+    A Trainer notifies its profiler of every action, even of an action that does nothing, before it
+    calls any callback. So the order of the callbacks does not matter.
+
+    Args:
+        profiler: Profiler of the trainer.
+        calls: Functions by the name of the action.
+        fail: Takes errors of the functions.
+    """
+
+    def __init__(
+        self,
+        profiler: Any,
+        calls: Mapping[str, Callable[[], object]],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        # Another profiler, or a patch of other code, must be called as well.
+        wrap = _ActionCalls if lightning_.is_idle(profiler) else _relay
+        self._subscription = Subscription(profiler, "start", (calls, fail), wrap)
+
+    def put_on(self) -> None:
+        self._subscription.put_on()
+        self.refresh()
+
+    def remove(self) -> None:
+        self._subscription.remove()
+
+    def refresh(self) -> None:
+        """Apply changes of the calls."""
+        stand_in = self._subscription.patch.replacement
+        getattr(stand_in, "__self__", stand_in).clear()
+
+
+_MAX_IGNORED = 1000  # Names of actions may contain numbers.
+
+
+class _ActionCalls(dict[str, None]):
+    """The function `start` of an idle profiler, as a dict of the actions that nobody listens to.
+
+    A step has dozens of actions, and few have a listener. Calling the dict looks an action up, in C
+    and without a Python call. Only a missing action, which may have a listener, reaches Python.
+    """
+
+    __slots__ = ("_listeners",)
+
+    def __init__(self, _: Callable[[str], Any] | None = None, listeners: Any = ()) -> None:
+        super().__init__()
+        self._listeners: list[Any] = listeners
+
+    __call__ = dict.__getitem__
+
+    def __missing__(self, action_name: str) -> None:
+        is_ignored = True
+        for calls, fail in self._listeners:
+            if action_name in calls:
+                is_ignored = False
+                try:
+                    calls[action_name]()
+                except Exception as error:
+                    fail(error)
+        if is_ignored and len(self) < _MAX_IGNORED:
+            self[action_name] = None
+
+    def __bool__(self) -> bool:
+        return True  # As functions are, also while it is empty.
+
+    def __hash__(self) -> int:  # type: ignore[override]  # a function, not a value
+        return id(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ActionCalls, ()  # Nobody listens to the copy of a profiler.
+
+
+def _relay(call: Callable[[str], Any], listeners: list[Any]) -> Callable[[str], Any]:
+    return _Relay(call, listeners).start
+
+
+class _Relay:
+    """Replacement for `start` of an active profiler. It can be pickled."""
+
+    __slots__ = ("_actions", "_call")
+
+    def __init__(self, call: Callable[[str], Any], listeners: list[Any]) -> None:
+        self._call, self._actions = call, _ActionCalls(None, listeners)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Relay, (self._call, [])  # Nobody listens to the copy of a profiler.
+
+    def clear(self) -> None:
+        self._actions.clear()
+
+    def start(self, action_name: str) -> Any:
+        self._actions[action_name]
+        return self._call(action_name)
+
+
+def _call_at_start(owner: Any, name: str, call: Callable[[], object]) -> Subscription:
+    """Call a function, without arguments, whenever `owner.name` is called."""
+
+    def begins(*_: Any, **__: Any) -> bool:
+        call()
+        return False
+
+    return Subscription(owner, name, Calls(begins))

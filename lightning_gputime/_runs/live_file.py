@@ -1,0 +1,58 @@
+"""The file of a run, rewritten while the training continues."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lightning_gputime._messages import WarnOnce
+from lightning_gputime._runs import saved
+
+_NOT_SAVED = (
+    "The run is not saved: %s. Its file has what was saved before, or is not there. Training, its"
+    " logs and the table are not touched."
+)
+_MIN_INTERVAL_S = 10.0  # Minimum time between two files.
+_MAX_RATIO = 100  # Saving takes at most 1 % of the time.
+
+
+class LiveFile:
+    """File of a run, rewritten every 10 s and at the ends of epochs.
+
+    Attributes:
+        path: The file; None if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.path: str | None = None
+        self._due_s = self._epoch_due_s = 0.0
+        self._warn_once = WarnOnce()
+
+    def start(self, path: str | None) -> None:
+        """Rewrite this file from now on; None for no file."""
+        self.path = path
+        if path is not None:
+            saved.remove_leftovers(path)
+            self._due_s = time.perf_counter() + _MIN_INTERVAL_S
+
+    def is_due(self, *, is_epoch_end: bool = False) -> bool:
+        due_s = self._epoch_due_s if is_epoch_end else self._due_s
+        return self.path is not None and time.perf_counter() >= due_s
+
+    def rewrite(self, save: Callable[[str], None], *, has_steps: bool) -> None:
+        """Rewrite the file if there are steps, and set the time of the next file."""
+        start_s = time.perf_counter()
+        if self.path is not None and has_steps:
+            self.try_to_save(self.path, save)
+        end_s = time.perf_counter()
+        self._epoch_due_s = end_s + _MAX_RATIO * (end_s - start_s)
+        self._due_s = max(self._epoch_due_s, end_s + _MIN_INTERVAL_S)
+
+    def try_to_save(self, path: str, save: Callable[[str], None]) -> bool:
+        """Save the run. If that fails, warn once and return False."""
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            save(path)
+        except Exception as error:
+            self._warn_once(_NOT_SAVED, error)
+            return False
+        return True
