@@ -4,7 +4,7 @@
     python benchmarks/answers.py --only "slow loss" --only lightning
     python benchmarks/answers.py --json benchmarks/results/answers.json
 
-Each program of `planted_projects.py` runs with the bottleneck and without, in turns. Checked are:
+Each program of `planted_projects.py` runs alternately with and without the bottleneck. Checked are:
 
 - code: the verdict code, and the grade of a bottleneck that is worth a look
 - entry: the entry of the time breakdown that the diagnosis is about
@@ -59,7 +59,7 @@ class Answer:
         code: Verdict code.
         grade: "bound", "worth a look", "balanced" or "unknown".
         entry: Entry of the time breakdown that the code is about.
-        speed_up: Maximum speed-up if the entry is removed; None if there is none.
+        speed_up: Maximum speed-up if the entry is removed; else None.
         error: Half-width of its 95 % interval.
         has_slowdown: True if a slowdown is reported.
         text: Everything that is printed.
@@ -155,7 +155,7 @@ class Outcome:
 
 
 def is_about(plant: Plant, entry: str) -> bool:
-    """Return whether an entry of the time breakdown is one that is expected, or a part of it."""
+    """Return whether an entry of the time breakdown is expected, or part of an expected entry."""
     return not plant.entries or any(
         entry == expected or entry.startswith((f"{expected}/", f"{expected} ("))
         for expected in plant.entries
@@ -163,7 +163,7 @@ def is_about(plant: Plant, entry: str) -> bool:
 
 
 def names(text: str, culprit: str) -> bool:
-    """Return whether a text names a culprit; "line:<code>" stands for a line of the projects."""
+    """Return whether a text names a culprit; "line:<code>" is a line of the projects."""
     if not culprit.startswith("line:"):
         return culprit in text
     code = culprit.removeprefix("line:")
@@ -209,7 +209,7 @@ def run(plant: Plant, *, planted: bool) -> Run:
 
 
 def check(plant: Plant, pairs: int = PAIRS) -> Outcome:
-    """Run a program with its bottleneck and without, in turns, and more often on a busy machine."""
+    """Run a program alternately with and without its bottleneck, more often on a busy machine."""
     start_s = time.perf_counter()
     summaries: list[PhaseSummary] = []
     gains: list[float] = []
@@ -220,7 +220,7 @@ def check(plant: Plant, pairs: int = PAIRS) -> Outcome:
         # A control has no bottleneck to remove.
         fast = slow if plant.is_balanced else run(plant, planted=False)
         summaries.append(slow.summary)
-        # Where the entry is needed in part, removing the bottleneck leaves the rest of it.
+        # If part of the entry is needed, removing the bottleneck leaves that part.
         rest_s = 0.0 if fast is slow else seconds_of(slow.summary.diagnosis.entry, fast.summary)
         gains.append(slow.wall_s / (fast.wall_s - rest_s))
     return Outcome(
@@ -233,7 +233,7 @@ def check(plant: Plant, pairs: int = PAIRS) -> Outcome:
 
 
 def seconds_of(entry: str, summary: PhaseSummary) -> float:
-    """Return what an entry takes in a run; 0 for one that cannot be removed."""
+    """Return the time of an entry in a run; 0 if it cannot be removed."""
     breakdown = summary.time_breakdown
     if breakdown is None or breakdown[entry].speed_up is None:
         return 0.0

@@ -2,7 +2,7 @@
 
 An empty loop keeps the timer's code in the processor's cache, and hides most of its cost. So this
 loop trains a small net of many short kernels. In a plain loop each way of timing is on for 27 steps
-and off for 27, in turns. The least timer records the marks of the package in the fewest lines.
+and off for 27, alternately. The least timer records the marks of the package in the fewest lines.
 
     python benchmarks/cold_cost.py --out benchmarks/results/cold_cost.json
     python benchmarks/cold_cost.py --layers 1 --rounds 0

@@ -1,4 +1,4 @@
-"""Run `examples/experiments`, each in a process of its own, and save the results.
+"""Run `examples/experiments`, each in a separate process, and save the results.
 
 python benchmarks/experiments.py --out benchmarks/results/experiments.json
 """

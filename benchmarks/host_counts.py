@@ -31,7 +31,7 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 
 PACKAGE = os.path.dirname(lightning_gputime.__file__)
 BOUNDS = Path(__file__).parent / "host_bounds.json"
-SETTLE, STEPS = 60, 400  # Steps before the measured ones, and measured steps.
+SETTLE, STEPS = 60, 400  # Steps before the measurement, and measured steps.
 NEVER = 10**9  # With this `every_n_steps` no step is timed.
 SLOW_EVERY = 4  # On a noisy host 1 of this many steps is slow.
 
@@ -50,7 +50,7 @@ class Calls:
         self.of = Counter[str]()
 
     def begin(self) -> None:
-        # When garbage is collected depends on what else has run in this process.
+        # The time of a garbage collection depends on what else has run in this process.
         gc.disable()
         sys.setprofile(self._count)
 

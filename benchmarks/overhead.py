@@ -1,6 +1,6 @@
 """Measure the time that timing adds to a step, for several tools in Lightning.
 
-All ways of timing take turns in one training loop: each is attached for some steps, in an order
+All ways of timing alternate in one training loop: each is attached for some steps, in an order
 that is drawn anew in every round, so the host's moods affect all alike. "no timer" has two turns in
 each round; the difference between the two is the noise.
 
@@ -82,7 +82,7 @@ WAYS: dict[str, Callable[[], Tool]] = {
 
 
 class Turns(pl.Callback):
-    """Let ways of timing take turns in one training loop."""
+    """Alternate ways of timing in one training loop."""
 
     def __init__(self, ways: Sequence[str]) -> None:
         self._ways = iter(ways)
@@ -202,7 +202,7 @@ def plot(target: Path) -> None:
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=[*ROUNDS], choices=[*ROUNDS])
-    parser.add_argument("--rounds", type=int, help="turns of each way")
+    parser.add_argument("--rounds", type=int, help="measurements of each way")
     parser.add_argument("--plot", type=Path, help="draw the recorded results instead")
     arguments = parser.parse_args()
     if arguments.plot:

@@ -1,6 +1,6 @@
 """Plant a loss in a fit, remove it, and compare the gain with the maximum speed-up promised.
 
-Fits with the loss and without take turns; the first round is not measured. `promised` is the
+Fits with and without the loss alternate; the first round is not measured. `promised` is the
 maximum speed-up of the planted entries in the time breakdown of the fit that has the loss. `gained`
 is the time of that fit divided by that of the next fit without the loss. On a GPU a step is 12 ms
 of matrix products. On a CPU it is mostly a sleep, so a busy machine measures the same.

@@ -31,7 +31,7 @@ WIDTH = 32
 WORK_S = 0.0012
 """Seconds that a model sleeps in forward, and again in backward."""
 SHORT_WORK_S, LONG_WORK_S = 0.0003, 0.008
-"""The same where the bottleneck is periodic, and where there is none."""
+"""The same where the bottleneck is periodic, and where there is no bottleneck."""
 SLOW_S = 0.0025
 """Seconds that a part sleeps that is slow in every step."""
 ONCE_S, OFTEN_S = 1.2, 0.3
@@ -55,7 +55,7 @@ class Plant:
         program: Trains with the given parts.
         codes: Accepted verdict codes.
         entries: Accepted entries of the time breakdown, their sub-rows included. Empty: any.
-        culprits: Words of which the output must contain one: a hook, class or function, or
+        culprits: The output must contain at least one of these words: a hook, class or function, or
             a marker of `planted_projects.py` ("line:<code>") whose line the output must name.
         planted: Parts of the slow run.
         clean: Parts of the run after the bottleneck is removed.
@@ -85,7 +85,7 @@ class Plant:
 
 
 def do_nothing(*_: Any) -> None:
-    """Stand in for a step of the program that a project does not need."""
+    """Replace a step of the program that a project does not need."""
 
 
 def be_slow(*_: Any) -> None:
@@ -759,7 +759,7 @@ def logger(seconds: float) -> pl.loggers.Logger:
 
 
 SHORT_NET, LONG_NET = partial(Net, work_s=SHORT_WORK_S), partial(Net, work_s=LONG_WORK_S)
-SHORT, LONG = {"net": SHORT_NET, "steps": 1000}, {"net": LONG_NET}
+SHORT_RUN, LONG_RUN = {"net": SHORT_NET, "steps": 1000}, {"net": LONG_NET}
 # Lightning's own work takes as long as that of the shortest net.
 SHORT_FIT, LONG_FIT = (
     {"steps": 600},
@@ -833,11 +833,11 @@ PLAIN = [
     plain("slow __getitem__", INPUT, FETCH, decode=be_slow),
     plain("TensorDataset item by item", INPUT, "TensorDataset", both={"dataset": table_of_images},
           loader=partial(DataLoader, batch_size=LARGE_BATCH), clean={"loader": WholeBatches}),
-    plain("fetch at i % 10", INPUT, FETCH, decode=every(10, 0.008), both=SHORT),
-    plain("fetch at i % 50", INPUT, FETCH, decode=every(50, 0.04), both=SHORT),
-    plain("fetch at (i + 1) % 50", INPUT, FETCH, decode=every(50, 0.04, -1), both=SHORT),
+    plain("fetch at i % 10", INPUT, FETCH, decode=every(10, 0.008), both=SHORT_RUN),
+    plain("fetch at i % 50", INPUT, FETCH, decode=every(50, 0.04), both=SHORT_RUN),
+    plain("fetch at (i + 1) % 50", INPUT, FETCH, decode=every(50, 0.04, -1), both=SHORT_RUN),
     plain("fetch that jumps", {**INPUT, "has_slowdown": True}, FETCH,
-          decode=from_step(400, 0.0015), both=SHORT),
+          decode=from_step(400, 0.0015), both=SHORT_RUN),
     plain("one worker is too few", INPUT, "num_workers", decode=lambda _: time.sleep(0.006),
           loader=partial(in_batches, num_workers=1), both={"steps": 400}),
     plain("slow loss", LOSS, "pairwise_loss|line:criterion(features)", criterion=pairwise_loss),
@@ -866,8 +866,8 @@ PLAIN = [
           net=partial(Recompiling, 6), clean={"net": partial(Recompiling, 0)}),
     plain("named phase", answer("phase-bound", "augment"), "augment", augment=be_slow),
     plain("a tenth after the update", {**OTHER, "grade": "worth a look"}, UPDATES,
-          after_step=lambda *_: time.sleep(0.0018), both=LONG),
-    plain("balanced", COMPUTE, both=LONG),
+          after_step=lambda *_: time.sleep(0.0018), both=LONG_RUN),
+    plain("balanced", COMPUTE, both=LONG_RUN),
 ]
 
 TRANSFORMERS = [

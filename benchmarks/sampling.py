@@ -2,7 +2,7 @@
 
 Each loop is host-bound, with 0.8 ms per step. Every n-th step is long, in the fetch, in the body,
 in a logger or in a callback. The timer has its default options. The clock is simulated: it advances
-only by the loop's work and by the cost of events. So the true share of each phase is known, and
+only by the loop's work and by the cost of events. So the true share of each phase follows, and
 results are the same on every machine.
 
     python benchmarks/sampling.py

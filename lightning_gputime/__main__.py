@@ -1,4 +1,4 @@
-"""What runs as `lightning-gputime`: run and bench, and on saved runs show, compare, report."""
+"""The command `lightning-gputime`: run, bench and tune; on saved runs show, compare, report."""
 
 import argparse
 import contextlib
@@ -45,7 +45,7 @@ the mean of all steps if steps were sampled. All intervals hold together with 95
 
 A folder stands for all runs in it. Of more than two, each is compared with the first. One run per
 side does not show how much equal runs differ (the machine, its temperature, other users): run each
-side several times, in turns, as bench does.
+side several times, alternately, as bench does.
 """
 _REPORT = """\
 Make one page of a run, or of two side by side, to send to others: it needs no network and no other
@@ -57,7 +57,7 @@ exit code: 0, passed: nothing is slower by more than the bound of --fail-above, 
 or the arguments are wrong; 3, cannot tell: the intervals contain the bound.
 """
 
-_WIDTH = 120  # Of the table of slow steps.
+_WIDTH = 120  # Width of the table of slow steps, in characters.
 _WATCH_INTERVAL_S = 1.0
 _RAW = argparse.RawDescriptionHelpFormatter
 
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
         if isinstance(sys.stdout, io.TextIOWrapper):
-            # An encoding may have no bytes for "±", or for a name of the user's.
+            # An encoding may have no bytes for "±", or for a character of a name.
             sys.stdout.reconfigure(errors="backslashreplace")
     parser = _new_parser()
     args = parser.parse_args(arguments or ["--help"])
@@ -77,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         why = str(error)
     except Exception as error:
         # Exit codes 1 and 3 are outcomes of a comparison.
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        why = f"the runs cannot be read or compared: {what}"
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        why = f"the runs cannot be read or compared: {message}"
     print(f"{parser.prog}: {why}", file=sys.stderr)
     return FAILED
 
@@ -114,7 +114,7 @@ def _new_parser() -> argparse.ArgumentParser:
 
     failed = f"{_CODES}If a command fails, bench exits with 2; 128 + n if signal n ended it."
     turns = new(
-        "bench", help="run two commands in turns", description=command.ABOUT_BENCH, epilog=failed
+        "bench", help="run two commands alternately", description=command.ABOUT_BENCH, epilog=failed
     )
     turns.set_defaults(command=lambda args: _judge(command.bench(args), args))
     command.add_bench_arguments(turns)
@@ -225,7 +225,7 @@ def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
     if args.json or args.brief:
         from lightning_gputime._runs.result import comparison_result
 
-        # Without a bound, nothing is judged.
+        # Without a bound there is no verdict.
         outcome = {"outcome": worst} if args.fail_above else {}
         _print(_as_json(comparison_result(found, outcome, brief=args.brief), args))
     elif args.markdown:

@@ -50,8 +50,8 @@ IN_NO_STEP = (EXCLUDED, EVALUATED, LEFT)
 # pipeline sends, which is part of what it is for, and the end of both.
 WAITS = "<waits>"
 RECEIVES = "<receives>"
-GOES_ON = "<goes on>"
-INTERRUPTIONS = (WAITS, RECEIVES, GOES_ON)
+CONTINUES = "<continues>"
+INTERRUPTIONS = (WAITS, RECEIVES, CONTINUES)
 
 
 # In the order of a step. Okabe and Ito's colours, which people with colour blindness can tell

@@ -64,7 +64,7 @@ _UNTOLD = (
 _MAX_IDLE = 20  # Number of skipped batches from which a warning is logged.
 _UNSEEN = (
     "%d batches in a row have neither a call of the model nor an update, and are in no step. If"
-    " they train in a way that is not seen, such as by a graph that was captured before attach(),"
+    " they train in a way without hooks, such as by a graph that was captured before attach(),"
     " call step() at the end of the body."
 )
 

@@ -54,7 +54,7 @@ _EVENTS = (
 )
 
 _NOT_FOUND = (
-    "No Trainer is known, and no step is timed. Pass the timer itself:"
+    "No Trainer was found, and no step is timed. Pass the timer itself:"
     " transformers.Trainer(callbacks=[TransformersPhaseTimer()]), not a callback that calls it."
 )
 

@@ -77,7 +77,7 @@ def case(
 
     Args:
         phases: Phases of every step, or of each.
-        front_ends: What runs it.
+        front_ends: Front ends that run it.
         each: Arguments of the body, by name: each makes a case.
         **options: Other fields of the case.
     """
@@ -688,7 +688,7 @@ class Hessian(Adder):
 
 
 class Twice(Adder):
-    """An optimizer whose `step` calls the one of its base and goes on."""
+    """An optimizer whose `step` calls that of its base class, and continues."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)

@@ -45,7 +45,7 @@ def loop(gpu: FakeGPU) -> Loop:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Lets torch compute in one: on a busy machine several wait for each other."""
+    """Limit torch to one thread: on a busy machine several wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,7 +1,7 @@
-"""A GPU whose queue runs behind the host, on a clock that moves only when a test says so.
+"""A GPU with a queue, on a clock that moves only when a test says so.
 
-It is as strict as the real one: an event that the device has not reached cannot be read, and one
-that was never recorded cannot either; every wait of the host is counted; touching an event while a
+It is as strict as the real one: an event that the device has not reached, or that was never
+recorded, cannot be read; every wait of the host is counted; touching an event while a
 graph is captured breaks the capture.
 """
 
@@ -65,7 +65,7 @@ class FakeGPU:
         self.work(cycles / MS)
 
     def host_work(self, ms: float) -> None:
-        """Lets the host be busy, while the device goes on."""
+        """Keep the host busy while the device works."""
         self.now += round(ms * MS)
 
     def event(self) -> "FakeEvent":
@@ -134,7 +134,7 @@ class _Work(torch.autograd.Function):
 
 
 def work(x: Tensor, gpu: FakeGPU, forward_ms: float, backward_ms: float = 0.0) -> Tensor:
-    """Returns `x`, after work on the GPU that backward repeats with a time of its own."""
+    """Return `x`, after work on the GPU; backward takes another time."""
     result: Tensor = _Work.apply(x, gpu, forward_ms, backward_ms)  # type: ignore[no-untyped-call]
     return result
 

@@ -1,4 +1,4 @@
-"""Other ranks, and the streams beside the timed one, that take known times on a fake GPU."""
+"""Other ranks, and further streams, with given times on a fake GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,12 +27,12 @@ OWN = {**STEP_MS, "backward/comm": 0.0}
 class Ranks:
     """Lets the collectives of a fake process group take `COMM_MS`, where the stream waits for them.
 
-    It stands below a timer's stand-ins, as what is in C++ does: it must be there before them.
+    Like C++ code, it is called by a timer's replacements: patch it before the timer attaches.
     """
 
     def __init__(self, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gpu = gpu
-        # Collectives that were launched on a stream of their own, and are not waited for.
+        # Collectives on a separate stream, which nobody waits for.
         self.behind = 0
         for name in ("allreduce", "allgather"):
             monkeypatch.setattr(ProcessGroup, name, self.launching(getattr(ProcessGroup, name)))
@@ -42,7 +42,7 @@ class Ranks:
 
     def launching(self, call: Any) -> Any:
         def launch(group: ProcessGroup, *args: Any) -> Any:
-            # On the caller's stream, if the caller is said to wait for it at once.
+            # On the caller's stream, if the caller waits for it at once.
             if getattr(args[-1], "asyncOp", True):
                 self.behind += 1
             else:
@@ -69,7 +69,7 @@ class Ranks:
 
 
 class FakeStream:
-    """A stream; what is queued on any but the timed one is seen by nobody who does not wait."""
+    """A stream. Work on an untimed stream affects only streams that wait for it."""
 
     def __init__(self, gpu: FakeGPU, stream_id: int) -> None:
         self.gpu, self.stream_id = gpu, stream_id
@@ -95,7 +95,7 @@ class Event:
 
 
 class FakeStreams:
-    """The streams of a fake GPU: the timed one, and two beside it."""
+    """The streams of a fake GPU: the timed stream and two others."""
 
     kind = FakeStream
 

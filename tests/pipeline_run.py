@@ -2,8 +2,8 @@
 
 python tests/pipeline_run.py MANUAL DIRECTORY RANK
 
-The loops are written after those of Megatron-LM and torchtitan, which need GPUs: the one has a
-schedule and a backward of its own and no call of `zero_grad`, the other the schedule of torch's.
+The loops are written after those of Megatron-LM and torchtitan, which need GPUs: the first has a
+schedule and a separate backward and no call of `zero_grad`, the second the schedule of torch's.
 """
 
 import json
@@ -43,7 +43,7 @@ def loss_of(output: Tensor, _: Tensor | None = None) -> Tensor:
 
 
 class MixedPrecision:
-    """Has an optimizer, as Megatron's, and is none of torch's."""
+    """Contains a torch optimizer, as Megatron's does, but is not an `Optimizer`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -129,8 +129,8 @@ class Trainer:
         self.model_parts = chunks()
         self.optimizers = [Adder(item.parameters(), gpu, 1.0) for item in self.model_parts]
         self.rank, device = distributed.get_rank(), torch.device("cpu")
-        one = torch.ones(1, 2, requires_grad=True)
-        examples: dict[str, Any] = {"input_args": (one,), "output_args": one}
+        example = torch.ones(1, 2, requires_grad=True)
+        examples: dict[str, Any] = {"input_args": (example,), "output_args": example}
         stages: list[Any] = [
             PipelineStage(entry, number * WORLD + self.rank, WORLD * CHUNKS, device, **examples)
             for number, entry in enumerate(self.model_parts)

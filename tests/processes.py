@@ -1,4 +1,4 @@
-"""Python in processes of its own, which must end well."""
+"""Python in separate processes, which must exit without an error."""
 
 import os
 import signal

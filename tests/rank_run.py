@@ -147,7 +147,7 @@ def main(directory: Path, world_size: int, rank: int, *cases: str) -> None:
     )
     if cases == ("dies",):
         (directory / "results.json").write_text(json.dumps(die(rank)))
-        # Gloo's threads may abort a process that exits after the death of another one.
+        # Gloo's threads may abort a process that exits after another process has died.
         os._exit(0)
     if cases == ("uneven",):
         found = train_uneven(rank)

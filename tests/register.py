@@ -20,7 +20,7 @@ MODULE, CLASS, OBJECT = "module", "class", "object"
 class Replaced:
     """One kind of function that is replaced, in the words of the manual."""
 
-    what: str
+    target: str
     kind: str  # Owner: a module, a class or an object; several joined by commas.
     names: frozenset[str]
     why: str  # Why no hook does instead; empty: none exists.

@@ -2,7 +2,7 @@
 
 python tests/terminal_run.py BAR,COLUMNS,RICH...
 
-Each training has a process and a terminal of its own. Prints the lines that stand there in the end.
+Each training has a separate process and terminal. Prints the last lines of the terminal.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Terminals that processes run on, and what stands on them at the end."""
+"""Terminals of processes, and the text that they show at the end."""
 
 import fcntl
 import gc
@@ -15,7 +15,7 @@ ROWS = 80
 
 
 def fork(columns: int, rows: int = ROWS) -> tuple[int, int]:
-    """Starts a copy of this process on a terminal of so many columns, as `pty.fork`."""
+    """Fork this process onto a terminal with a number of columns, as `pty.fork`."""
     gc.freeze()  # Else the copy looks in all that is imported for garbage, when it ends.
     process, terminal = pty.fork()
     if not process:
@@ -30,7 +30,7 @@ def fork(columns: int, rows: int = ROWS) -> tuple[int, int]:
 
 
 def read(process: int, terminal: int, columns: int, rows: int = ROWS) -> list[str]:
-    """Waits for a process, and returns the lines on its terminal, without the empty ones below."""
+    """Wait for a process. Return the lines on its terminal without trailing empty lines."""
     screen = pyte.Screen(columns, rows)
     stream = pyte.ByteStream(screen)
     while True:

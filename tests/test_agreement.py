@@ -28,9 +28,9 @@ def test_all_ranks_follow_rank_zero(agreements: list[Exchange], order: tuple[int
 
 
 def test_agreement_does_not_wait_for_a_rank_without_a_timer(agreements: list[Exchange]) -> None:
-    zero, one, _ = agreements
-    assert [one.agree([7]), zero.agree([5, 90, 10])] == [[1], [1]]
-    assert [[zero.agree([3]), one.agree([2])] for _ in range(2)] == [
+    zero, first, _ = agreements
+    assert [first.agree([7]), zero.agree([5, 90, 10])] == [[1], [1]]
+    assert [[zero.agree([3]), first.agree([2])] for _ in range(2)] == [
         [[5, 90, 10], [5, 90, 10]],
         [[3], [3]],
     ]

@@ -1,4 +1,4 @@
-"""`lightning-gputime bench`: two commands in turns, until the answer is certain."""
+"""`lightning-gputime bench`: two commands alternately, until the answer is certain."""
 
 import json
 import os
@@ -35,8 +35,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     def fake(command: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         runs.append((command, f"{path.parent.name}/{path.name}"))
-        one = run(len(runs), 200, more={"backward": float(command)})
-        saved.save(replace(one, name=""), path)
+        result = run(len(runs), 200, more={"backward": float(command)})
+        saved.save(replace(result, name=""), path)
 
     monkeypatch.setattr("lightning_gputime._auto_instrumentation.command._save_run", fake)
     return runs

@@ -40,7 +40,7 @@ def test_loop_without_step_holds_a_bounded_number_of_events_and_warns(
         assert told(caplog, "A step with more than 500 boundaries is dropped. If no step ends") == 1
         assert "call step()" in caplog.text
         timer.step()
-        # It goes on.
+        # It continues.
         for x in loop.batches(10):
             loop.train(x)
             timer.step()

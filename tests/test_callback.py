@@ -278,7 +278,7 @@ def test_skipped_batches_and_batches_that_are_none_end_no_step(gpu: FakeGPU) -> 
     runner = trainer(timer, max_epochs=2)
     with pytest.warns(UserWarning, match="yielded None"):
         runner.fit(Stops(gpu), Holes(gpu, 5))
-    # The copy of the batch that became None is part of the next one's `data`.
+    # The copy of the batch that became None is part of the next batch's `data`.
     assert steps(timer) == [STEP_MS, {**STEP_MS, "data": 2.0}] * 2
 
 

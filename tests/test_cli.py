@@ -140,7 +140,7 @@ def test_cli_tables_cover_every_option() -> None:
 
 @pytest.mark.parametrize(
     ("name", "text", "value"),
-    [(name, *item) for name, ones in VALUES.items() for item in ones],
+    [(name, *item) for name, values in VALUES.items() for item in values],
 )
 def test_cli_file_takes_every_option(tmp_path: Path, name: str, text: str, value: Any) -> None:
     timer = timer_of(make("--config", str(write(tmp_path, {name: text})), run=False))
@@ -172,7 +172,7 @@ def test_cli_fit_runs_with_all_options_from_one_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     SEEN.clear()
-    options = {name: ones[0][0] for name, ones in VALUES.items()}
+    options = {name: values[0][0] for name, values in VALUES.items()}
     path = write(tmp_path, options, "lightning_gputime.GPUPhaseTimer")
     timer = timer_of(make("fit", "--config", str(path)))
     assert timer.history()["step"].tolist() == SEEN == [1, 2]

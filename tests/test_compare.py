@@ -826,8 +826,8 @@ def test_package_runs_as_a_module(files: tuple[str, str]) -> None:
 def test_table_has_the_unit_in_which_the_step_reads_best(ms: float, title: str, cells: str) -> None:
     results = Results(100, 0)
     results.add([raw(i, forward=ms) for i in range(48)])
-    one = Run(Environment(), *results.history_and_warmup(), summary_of(results))
-    table = str(compare(one, one))
+    no_steps = Run(Environment(), *results.history_and_warmup(), summary_of(results))
+    table = str(compare(no_steps, no_steps))
     assert table.startswith(f"A typical step in {title}: before 48 steps, after 48 steps\n")
     assert re.search(rf"^step +{cells} +{cells} +\+0\.0+  ± 0\.0+ ", table, re.MULTILINE)
 

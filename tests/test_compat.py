@@ -219,7 +219,7 @@ TESTED_ALONE = {
     "transformers.PreTrainedModel._loss_function",
     "transformers.trainer.DEFAULT_CALLBACKS",
 }
-"""Names that none of these trainings needs."""
+"""Names that these trainings do not need."""
 
 
 def users_of(name: Name) -> tuple[Training, ...]:

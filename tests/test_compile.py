@@ -24,7 +24,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """A small net with layers of its own, which can be compiled."""
+    """A small net that can be compiled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_compiled_step_with_backward_inside_times_backward_and_optimizer(
 
 
 class Inner(nn.Module):
-    """A part that can be compiled in place: torch compiles none of its own containers so."""
+    """A part that can be compiled in place, unlike torch's containers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Settings that are known to cost time, and the advice on the entries that they inflate."""
+"""Costly settings, and the advice on the entries that they inflate."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -165,7 +165,7 @@ def test_setting_is_not_reported_below_five_percent(
         replace(PRECISION, patches={**PRECISION.patches, "torch.version.hip": "6.4"}),
         Training(setup={"pin_memory": True, "loader_prefix": "dataloader_"}),
         Training(setup={"pin_memory": None, "loader_prefix": "dataloader_"}),
-        Training(setup={"pin_memory": False}),  # Copies have advice of their own.
+        Training(setup={"pin_memory": False}),  # Copies have separate advice.
         Training(variables={"CUDA_LAUNCH_BLOCKING": "0", "TORCH_SHOW_CPP_STACKTRACES": "0"}),
         Training(variables={"TORCH_DISTRIBUTED_DEBUG": "INFO", "NCCL_DEBUG": "WARN"}),
         Training(variables={"TORCH_LOGS": ""}),

@@ -1,4 +1,4 @@
-"""Culprits: calls by name, stages of a loader, lines of the user's code."""
+"""Culprits: calls by name, stages of a loader, lines of user code."""
 
 import copy
 import pickle

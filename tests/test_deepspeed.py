@@ -1,4 +1,4 @@
-"""DeepSpeed's engine, which trains by an optimizer that is none of torch's."""
+"""DeepSpeed's engine, whose optimizer is not a torch optimizer."""
 
 from typing import Any
 

@@ -84,7 +84,7 @@ def check(diagnosis: Diagnosis) -> Diagnosis:
         (on_host(STEP | {"data": 3.4}), "input-bound", "bound", "data", 1.2556),
         (on_host(STEP | {"data": 3.2}), "input-bound", "worth a look", "data", 1.2406),
         (on_host(STEP | {"data": 0.5}), "compute-bound", "balanced", "CPU work", None),
-        # The parts of `data` are entries of their own, and the rest is named by what it is.
+        # The parts of `data` are separate entries, and the rest is named by what it is.
         (
             on_host(STEP | {"data": 13.3, "data/fetch": 13.3}),
             "input-bound",
@@ -171,7 +171,7 @@ def test_phase_that_is_long_in_a_single_step_is_no_bottleneck() -> None:
         longest = replace(rows["callbacks"], max_ms=550.0)
         return check(diagnose(replace(measured, rows={**rows, "callbacks": longest}), LOADER)).code
 
-    # 600 ms in 100 steps, of which one has 550: the others have 50 of 1420 ms.
+    # 600 ms in 100 steps, 550 of them in a single step: the others have 50 of 1420 ms.
     assert code_of(0) == "compute-bound"
     # 3,600 ms in 600 steps, of which 100 were timed.
     assert code_of(500) == "callback-bound"

@@ -285,7 +285,7 @@ def test_evaluation_before_the_first_timed_step_has_no_steps(loop: Loop, every: 
 
 
 def called(loop: Loop, n: int) -> None:
-    """Calls the model in eval mode without grad so many times, each of which takes 34 ms."""
+    """Call the model n times in eval mode without grad; each call takes 34 ms."""
     loop.model.eval()
     with torch.no_grad():
         for _ in range(n):

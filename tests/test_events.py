@@ -132,7 +132,7 @@ def test_model_on_the_cpu_gets_the_host_clock(caplog: pytest.LogCaptureFixture) 
     assert "host's clock" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["cuda", "xpu", "privateuseone"])  # NPU is a private one.
+@pytest.mark.parametrize("name", ["cuda", "xpu", "privateuseone"])  # NPU is a private backend.
 def test_another_accelerator_is_timed_by_changing_nothing_but_the_device(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

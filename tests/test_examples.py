@@ -89,7 +89,7 @@ def test_steps_are_spans_of_opentelemetry(example: Any) -> None:
             for element in spans
             if element.parent and element.parent.span_id == span.context.span_id
         ]
-        assert {one.name for one in inside} == set(PHASES)
+        assert {event.name for event in inside} == set(PHASES)
         assert (span.end_time - span.start_time) / 1e6 == pytest.approx(step["step_ms"], abs=1e-4)
 
 
@@ -218,7 +218,7 @@ def test_trace_has_both_lanes_of_each_step(example: Any, tmp_path: Path) -> None
         assert all(step[1] <= two[0] for step, two in pairwise(steps))
         for name in PHASES:
             phase = [element for element in slices if element["name"] == name]
-            assert {any(a <= one["ts"] <= b for a, b in steps) for one in phase} == {True}
+            assert {any(a <= event["ts"] <= b for a, b in steps) for event in phase} == {True}
     gpu_us = [item["dur"] for item in events if item["name"] == "backward" and item.get("pid") == 1]
     assert sum(gpu_us) == pytest.approx(1e3 * timer.history()["backward_ms"][10:].sum(), rel=0.01)
 
@@ -244,12 +244,12 @@ def test_tutorial_makes_one_change_after_another(
     names = ["workers", "rare_checks", "large_batch", "bf16"]
     assert [entry["changes"] for entry in results] == [names[:n] for n in range(5)]
     assert [element["batch"] for element in results] == [32, 32, 32, 512, 512]
-    assert [one["workers"] > 0 for one in results] == [False, True, True, True, True]
+    assert [result["workers"] > 0 for result in results] == [False, True, True, True, True]
     # On the first way to the last: the callback is called in each step, then in one of 50.
     checks = [item["share"]["callbacks/AccuracyCurve.on_train_batch_end"] for item in results]
     assert checks[1] > 2 * checks[2] > 0
     printed = capsys.readouterr().out.splitlines()[-5:]
-    assert all(one["verdict"] in line for one, line in zip(results, printed, strict=True))
+    assert all(result["verdict"] in line for result, line in zip(results, printed, strict=True))
 
 
 def test_modules_are_sub_phases(example: Any) -> None:

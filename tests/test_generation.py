@@ -45,7 +45,7 @@ def generate(model: Any) -> Tensor:
 
 
 class Around(nn.Module):
-    """A model that generates inside of its own call."""
+    """A model whose `forward` generates."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def test_generation_inside_a_named_phase_belongs_to_that_phase(gpu: FakeGPU) -> 
             generate(model)
 
     found = train(model, gpu, rollout)
-    # As after any model call inside of it: what comes before the next one is between two calls.
+    # As after any model call inside it: the time until the next call is between two calls.
     assert found == [{"rollout": GENERATE_MS, "forward": CALL_MS + 0.25}] * 24
 
 

@@ -101,7 +101,7 @@ def test_spinning_kernel_is_found_in_its_phase_alone(phase: str) -> None:
     fit(Net(spins_in=phase), timer)
     rows = timer.summary().rows
     assert rows[phase].p50_ms == pytest.approx(spin_ms, rel=0.05, abs=0.3)
-    # The launches of the rest hide behind the spinning kernel.
+    # The other launches overlap with the spinning kernel.
     others = [row for name, row in rows.items() if name != phase and "/" not in name]
     assert sum(row.p50_ms for row in others) < 0.1 * spin_ms
 
@@ -194,7 +194,7 @@ def test_model_on_another_device_than_the_current_one_is_timed_there() -> None:
 
 
 class Wide(nn.Module):
-    """A net whose kernels are long enough to keep the GPU behind the host."""
+    """A net whose kernels take longer than their launches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -445,7 +445,7 @@ def test_updates_in_the_backward_thread_are_optimizer() -> None:
     x = torch.randn(64, 1024, device="cuda")
     with GPUPhaseHooks(model, [*optimizers.values()], warmup_steps=2) as timer:
         for _ in timer.steps(range(10)):
-            torch.cuda._sleep(SPIN)  # So that the launches hide behind it, in `other`.
+            torch.cuda._sleep(SPIN)  # So that the launches overlap with it, in `other`.
             model(x).pow(2).mean().backward()
     summary = timer.summary()
     assert summary.skipped_updates == 0

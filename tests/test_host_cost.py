@@ -14,7 +14,7 @@ RECORDED = json.loads((BENCHMARKS / "host_bounds.json").read_text())
 @pytest.fixture(scope="module")
 def counted() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        # What was compiled in this process keeps hooks on.
+        # Compiled code of this process keeps hooks on.
         patch.setattr("lightning_gputime._session.hooks_off.has_compiled", lambda: False)
         patch.syspath_prepend(str(BENCHMARKS))
         return runpy.run_path(str(BENCHMARKS / "host_counts.py"))["count_all"]()

@@ -1,4 +1,4 @@
-"""The rooms of the package: what stands where, and which may import which."""
+"""The rooms of the package, and the imports between them."""
 
 import ast
 import re
@@ -42,7 +42,7 @@ FLOORS = [
     "__init__",
     "__main__",
 ]
-"""The rooms, from the lowest floor to the highest; none imports from above, nor from beside it."""
+"""The rooms, from the lowest floor to the highest. A room imports only from lower floors."""
 
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
 
@@ -61,7 +61,7 @@ TOP = {
     "tests",
     "zensical.toml",
 }
-"""What stands beside the dot files."""
+"""Files and folders at the top level, without dot files."""
 
 
 def room_of(module: str) -> str:
@@ -69,7 +69,7 @@ def room_of(module: str) -> str:
 
 
 def imports(module: str) -> set[str]:
-    """What a module imports of the package, without its name; inside functions, too."""
+    """Return the modules of the package that a module imports, also inside functions."""
     found = set()
     for node in ast.walk(ast.parse(MODULES[module])):
         if isinstance(node, ast.Import):
@@ -92,7 +92,7 @@ def test_modules_import_only_from_lower_floors_without_cycles() -> None:
         and FLOOR_OF[room_of(other)] >= FLOOR_OF[room_of(module)]
     ]
     assert not wrong
-    # Of a circle this raises CycleError, which names its modules.
+    # Raises CycleError for an import cycle, with its modules.
     assert {*TopologicalSorter(known).static_order()} == {*MODULES}
 
 
@@ -137,7 +137,7 @@ FRAMES = {"f_code", "f_locals", "f_globals", "f_back", "co_name", "co_filename",
 """Attributes by which code looks at its callers."""
 
 ACTIONS = re.compile(r"\[(Callback|Strategy|LightningModule|LightningDataModule)\]")
-"""How Lightning names actions to its profiler."""
+"""Prefixes of actions that Lightning reports to its profiler."""
 
 OWN_ENDINGS = {"_ms", "_mib", "_max_ms", "_min_ms", "_slowest_rank", "_share", "_ns"}
 """Endings of keys."""
@@ -424,7 +424,7 @@ def test_repository_root_has_only_the_listed_files() -> None:
     assert {name for name in top if not name.startswith(".")} == TOP
 
 
-# Attributes of other objects. Give the object a method, or return a new one.
+# Attributes of other objects. Give the object a method, or return a new object.
 
 OBJECTS_OF_OTHERS = {
     *("found.__module__", "checked.__signature__", "module.__loader__", "module.__spec__.loader"),
@@ -446,7 +446,7 @@ def writes_to_others(tree: ast.AST) -> Iterator[ast.Attribute]:
                 yield node
 
 
-def test_nobody_writes_attributes_of_others() -> None:
+def test_modules_do_not_write_attributes_of_other_objects() -> None:
     wrong = [
         f"{module}:{node.lineno}: {ast.unparse(node)}"
         for module, text in MODULES.items()

@@ -301,7 +301,9 @@ def test_evaluate_and_predict_are_timed_only_during_training(
 def test_custom_prediction_step_is_timed(tmp_path: Path) -> None:
     class Mine(transformers.Trainer):  # type: ignore[misc]  # has no types
         def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-            with torch.no_grad():  # As one that generates text, it does not call the base class's.
+            with (
+                torch.no_grad()
+            ):  # Like trainers that generate text, it does not call the base class.
                 return model(**self._prepare_inputs(inputs)).loss, None, None
 
     timer, reporter = TransformersPhaseTimer(print_summary=False), Reporter()
@@ -331,15 +333,15 @@ def test_phases_are_logged_with_the_loss_in_the_trainer_state(
     assert json.loads(json.dumps(history)) == history
     logged = [phases(log) for log in reporter.logs if "loss" in log]
     assert [phases(element) for element in history if "loss" in element] == logged
-    # A model card makes a column of whatever stands beside `eval_loss`.
-    assert not any("phase_time" in key for one in history if "eval_loss" in one for key in one)
-    # So those of evaluations stand before it: what reads the newest entry finds its own.
+    # A model card makes a column of each key next to `eval_loss`.
+    assert not any("phase_time" in key for log in history if "eval_loss" in log for key in log)
+    # So the means of evaluations precede it: readers of the newest entry find their own.
     logged = [phases(entry, "eval_phase_time") for entry in reporter.logs if "eval_loss" in entry]
     pairs = [*itertools.pairwise(history)]
     found = [event for event, after in pairs if "eval_loss" in after]
-    assert [phases(one, "eval_phase_time") for one in found] == logged
+    assert [phases(log, "eval_phase_time") for log in found] == logged
     assert all(logged)
-    assert [(one["step"], one["epoch"]) for one in found] == [
+    assert [(log["step"], log["epoch"]) for log in found] == [
         (after["step"], after["epoch"]) for _, after in pairs if "eval_loss" in after
     ]
 
@@ -554,7 +556,7 @@ def test_callback_added_during_training_reports(fake: Make, timer: TransformersP
 
 
 class Own(transformers.Trainer):  # type: ignore[misc]  # has no types
-    """Its training and all that belongs to it may raise; its loop may be one's own."""
+    """A Trainer whose training may raise, or whose loop is overridden."""
 
     raises = ""
 
@@ -796,7 +798,7 @@ def test_timer_without_a_trainer_warns_once_and_times_nothing(
     assert hooks_of(trainer.model) == before
     assert not any("phase_time" in key for log in reporter.logs for key in log)
     trainer.train()
-    assert caplog.text.count("No Trainer is known") == 1
+    assert caplog.text.count("No Trainer was found") == 1
 
 
 def test_trainer_class_is_restored(tmp_path: Path) -> None:
@@ -815,14 +817,14 @@ def test_trainer_class_is_restored(tmp_path: Path) -> None:
     before = methods()
     assert not any(map(is_patched, before))
     timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
-    # Trainers share it; of one that has trained it holds what cannot be pickled.
+    # Trainers share it; after a training it contains objects that cannot be pickled.
     accelerate.state.GradientState._reset_state()
     plain = new([timer], tmp_path, train=False)
     assert type(pickle.loads(pickle.dumps(plain))) is type(plain) is transformers.Trainer
     trainer = new([timer], tmp_path, trainer_class=Mine, eval_strategy="steps", eval_steps=2)
     assert type(trainer) is Mine
     assert timer.history()["step"].tolist() == [1, 2, 3, 4]
-    # Each call is told of once, though a method calls that of its base class.
+    # Each call is reported once, although a method calls that of its base class.
     assert [evaluation["stage"] for evaluation in timer._run().evaluations] == ["eval", "eval"]
     trainer.remove_callback(timer)
     plain.remove_callback(timer)
@@ -964,7 +966,7 @@ def test_checkpoint_has_one_name_in_the_breakdown_and_in_the_phases(
     fake([timer], trainer_class=Saves, **own).train()
     summary = timer.summary()
     assert summary.time_breakdown is not None
-    # The one behind the last step is in no step.
+    # The call after the last step is in no step.
     assert summary.time_breakdown["checkpoints"].seconds == pytest.approx(0.09)
     assert summary.rows["callbacks/checkpoints"].n == 2
     # While the host saves, the GPU ends the step, which takes it 15.5 ms.
@@ -992,7 +994,7 @@ def test_wrong_timer_error_names_the_right_timer(fake: Make, gpu: FakeGPU) -> No
         assert HOMES in str(error.value)
     with pytest.raises(TypeError, match=r"huggingface\.TransformersPhaseTimer\(\)\]\)"):
         GPUPhaseHooks(fake([]))
-    # Before 2.6 Lightning refuses what is no callback of its own by itself.
+    # Before 2.6 Lightning itself refuses callbacks of other libraries.
     with pytest.raises((AttributeError, ValueError)) as refusal:
         pl_trainer(own).fit(Model(gpu), Loader(gpu, 1))
     assert isinstance(refusal.value, ValueError) or HOMES in str(refusal.value)
@@ -1011,7 +1013,7 @@ def test_model_that_is_not_a_module_warns_and_trains(
             return "trained"
 
     assert Runs().train() == "trained"
-    assert "No Trainer is known" in caplog.text
+    assert "No Trainer was found" in caplog.text
 
 
 @since_5

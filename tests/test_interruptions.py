@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of the package leaves nothing behind, and changes nothing of the training."""
+"""Ctrl-C at any line of the package leaves no hooks, and does not change the training."""
 
 import gc
 import itertools
@@ -75,7 +75,7 @@ class Net(nn.Module):
 
 @dataclass
 class Training:
-    """A training, with a timer or without one."""
+    """A training with or without a timer."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -246,7 +246,7 @@ CASES: dict[str, tuple[int, Callable[[bool, Path], Training]]] = {
 
 
 def first_line_of(function: Callable[..., object]) -> str:
-    """Return the place of a function's first line, before its `try` holds."""
+    """Return the place of a function's first line, before its `try`."""
     code = function.__code__
     line = min(line for *_, line in code.co_lines() if line and line > code.co_firstlineno)
     return f"{code.co_filename.removeprefix(PACKAGE)}:{line}"

@@ -388,7 +388,7 @@ def test_sigterm_broadcast_is_a_wait_for_other_ranks(
 
 
 def micro_batches(*numbers: int) -> list[dict[str, float]]:
-    """Steps of so many micro-batches, each of which with its update."""
+    """Steps of several micro-batches, each with an update."""
     return [
         {name: ms * (1 if name == "optimizer" else n) for name, ms in STEP_MS.items()}
         for n in numbers
@@ -590,9 +590,9 @@ class Scripted(Plain):
 @pytest.mark.parametrize("method", ["script", "trace"])
 def test_model_is_scripted_in_the_middle_of_a_fit(gpu: FakeGPU, method: str) -> None:
     def script(trainer: pl.Trainer, model: pl.LightningModule) -> Any:
-        one = model.to_torchscript(method=method, example_inputs=torch.ones(1, 2))
+        scripted = model.to_torchscript(method=method, example_inputs=torch.ones(1, 2))
         assert model.training
-        return one
+        return scripted
 
     timer, calls = timer_of(gpu), Calls(script)
     model = Scripted()
@@ -613,8 +613,8 @@ def test_trainer_and_its_profiler_are_copied_in_the_middle_of_a_fit(
         pytest.skip("Trainer holds functions of its own that cannot be pickled")
 
     def twin(trainer: pl.Trainer, model: pl.LightningModule) -> Any:
-        one = trainer if of == "trainer" else trainer.profiler  # type: ignore[attr-defined]
-        return how.deepcopy(one) if name == "copy" else how.loads(how.dumps(one))
+        kept = trainer if of == "trainer" else trainer.profiler  # type: ignore[attr-defined]
+        return how.deepcopy(kept) if name == "copy" else how.loads(how.dumps(kept))
 
     timer, calls = GPUPhaseTimer(print_summary=False, warmup_steps=0), Calls(twin)
     trainer(calls, timer).fit(Plain())

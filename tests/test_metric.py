@@ -23,7 +23,7 @@ def times(forward_ms: float, backward_ms: float = 8.0, comm_ms: float | None = N
 
 
 def gathers(*others: PhaseTimeMetric) -> Any:
-    """A gather that gives the states of `others` behind a metric's own."""
+    """A gather that appends the states of `others` to those of the metric."""
     states = [(metric.sums_ms, metric.counts) for metric in others]
 
     def gather(tensor: Tensor, group: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Nothing stays behind: what a timer replaces is in a register, and is put back in the end."""
+"""Nothing stays: a register lists all that a timer replaces, and it is restored at the end."""
 
 import contextlib
 import gc
@@ -86,7 +86,7 @@ def is_ours(value: object) -> bool:
 
 
 def left_on(*things: Any) -> list[str]:
-    """Returns what of ours is an attribute of objects, or in a collection that is one."""
+    """Return objects of the package that are attributes of objects, or in their collections."""
     found = []
     for thing in things:
         for name, value in vars(thing).items():
@@ -103,7 +103,7 @@ At = Callable[[], object]
 
 
 class Run:
-    """One training, with a timer or without one."""
+    """One training with or without a timer."""
 
     def __init__(self, front: str, at: At, tmp_path: Path) -> None:
         self.front, self.at, self.tmp_path = front, at, tmp_path
@@ -180,10 +180,10 @@ class Run:
             disable_tqdm=True,
             use_cpu=True,
         )
-        one = {"x": torch.ones(2), "labels": torch.ones(2)}
+        example = {"x": torch.ones(2), "labels": torch.ones(2)}
         model = Net()
         callbacks = [timer, Calls()] if timer else [Calls()]
-        runner = transformers.Trainer(model, args, train_dataset=[one] * 8, callbacks=callbacks)
+        runner = transformers.Trainer(model, args, train_dataset=[example] * 8, callbacks=callbacks)
         self.things = [*model.modules(), runner]
         runner.train()
         if runner.optimizer is not None:
@@ -203,7 +203,7 @@ def fork() -> None:
 
 
 class UserError(Exception):
-    """An error of the user's code."""
+    """An error of user code."""
 
 
 def fail() -> None:
@@ -321,7 +321,7 @@ def test_kept_callback_holds_no_model(gpu: FakeGPU) -> None:
     owner.fit(model, Loader(gpu, 3), Loader(gpu, 2))
     assert held
     assert {item() for item in held} == {None}
-    # A trainer holds itself.
+    # A trainer refers to itself.
     seen = weakref.ref(model)
     del owner, looks, model
     gc.collect()
@@ -334,7 +334,7 @@ def test_kept_callback_holds_no_model(gpu: FakeGPU) -> None:
 def table() -> str:
     """Returns the register as the manual shows it."""
     rows = [
-        f"| {item.what} | {item.when} | {item.why} |"
+        f"| {item.target} | {item.when} | {item.why} |"
         f" {'; '.join(filter(None, [item.idle, item.others]))} |"
         for item in REGISTER
     ]

@@ -1,4 +1,4 @@
-"""Observers of a user's own: they are told what is promised, and their errors stay theirs."""
+"""Observers of users: they get what is documented, and their errors do not end the timing."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from lightning_gputime import SlowStep, StepTimes
 
 
 class Notes:
-    """Notes what it is told, and raises in one of its methods."""
+    """Record all calls, and raise in one of the methods."""
 
     def __init__(self, fails_in: str = "") -> None:
         self.told: list[str] = []

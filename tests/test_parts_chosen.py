@@ -15,7 +15,7 @@ from lightning_gputime._instrumentation.modules import resolve
 
 
 class Work(nn.Module):
-    """A module that takes a known time, and has none inside."""
+    """A module that takes a given time, without submodules."""
 
     def __init__(self, gpu: FakeGPU, forward_ms: float, backward_ms: float) -> None:
         super().__init__()

@@ -136,12 +136,12 @@ def test_busy_times_and_the_gap_are_logged_beside_the_means(gpu: FakeGPU) -> Non
 
 def test_spin_is_as_long_as_the_launches_with_a_margin(gpu: FakeGPU) -> None:
     run(Loop(gpu), 20)
-    # The first spin assumes 2 GHz, the later ones know that it is 1.
+    # The first spin assumes 2 GHz, later spins use the measured 1 GHz.
     assert gpu.spins == [30.0, 15.0, 15.0, 15.0, 15.0]
 
 
 def test_step_that_cannot_be_probed_yet_is_not_timed(gpu: FakeGPU) -> None:
-    # 5 is the first place after the warm-up, but no step's launches are known yet.
+    # 5 is the first place after the warm-up, but no launches were measured yet.
     timer = run(Loop(gpu), 25, warmup_steps=5, every_n_steps=5)
     assert 5 not in timer.history()["step"].tolist()
 
@@ -217,7 +217,7 @@ def test_probed_step_with_a_validation_is_dropped(gpu: FakeGPU) -> None:
 
 def test_sampled_and_probed_steps_are_separate(gpu: FakeGPU) -> None:
     timer = run(Loop(gpu), 24, every_n_steps=4)
-    # Neither those that are probed, nor those after them.
+    # Skip probed steps and the steps after them.
     kept = [n for n in timed_indices(4, 24) if n not in PROBED and n - 1 not in PROBED]
     assert timer.history()["step"].tolist() == kept == [10, 15]
     assert timer.summary().probed_steps == 5

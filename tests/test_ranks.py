@@ -1,4 +1,4 @@
-"""Ranks beside each other: the comparison, and how the times get to rank zero."""
+"""Comparison of ranks, and the exchange of their times."""
 
 import json
 import math
@@ -114,7 +114,7 @@ def test_rank_is_named_from_five_percent_of_the_others_step(
 @pytest.mark.parametrize(
     ("late_ms", "named"),
     [
-        # A worker, the last of four stages, the last of two, and one beside others half as slow.
+        # A worker, the last of four stages, the last of two, and a rank among others half as slow.
         ([3.0] + 15 * [0.0], "rank 0 is"),
         ([0.0] * 6 + [2.8, 3.0], "ranks 6, 7 are up to"),
         ([0.0] * 16 + [3.0] * 16, "ranks 16, 17, 18, 19, 20, 21, 22, 23 and 8 more are up to"),
@@ -153,7 +153,7 @@ def test_single_step_names_no_slow_rank() -> None:
 def test_noise_is_that_of_the_local_time() -> None:
     local = BatchMeans()
     assert local.deviation_ms == 0.0
-    waits = ("data", "forward", "<waits>", "<goes on>")
+    waits = ("data", "forward", "<waits>", "<continues>")
     for number, ms in enumerate(
         [(1.0, 2.0, 40.0, 1.0), (1.0, 2.0, 0.0, 4.0), (2.0, 2.0, 9.0, 2.0)]
     ):
@@ -248,8 +248,8 @@ def test_means_of_a_phase_are_over_the_steps_in_which_it_ran() -> None:
 
 def test_wait_in_a_module_of_a_module_is_a_wait_of_its_phase() -> None:
     names = ("step", "forward", "forward/body", "forward/body/comm")
-    one, other = (of(dict.fromkeys(names, (ms, 1))) for ms in (8.0, 9.0))
-    ranks = compare({0: one, 1: other})
+    first, second = (of(dict.fromkeys(names, (ms, 1))) for ms in (8.0, 9.0))
+    ranks = compare({0: first, 1: second})
     assert ranks is not None
     assert ranks.rows["local"].max_ms == 0.0
 
@@ -280,7 +280,7 @@ def exchanges(world_size: int, timeout_s: float = 30.0) -> list[Exchange]:
 
 
 class HostTime:
-    """Stands in for the module `time`: it moves where somebody sleeps, and calls what is due."""
+    """Replacement for the module `time`: sleeping moves it, and calls what is due."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -344,8 +344,8 @@ def test_rank_zero_waits_for_late_ranks_at_the_end(host_time: HostTime) -> None:
 def test_absent_ranks_are_waited_for_once_and_named_once(
     host_time: HostTime, caplog: pytest.LogCaptureFixture
 ) -> None:
-    zero, one, *_ = exchanges(4, timeout_s=0.1)
-    for exchange in (one, zero, one, zero):
+    zero, first, *_ = exchanges(4, timeout_s=0.1)
+    for exchange in (first, zero, first, zero):
         exchange.send(totals(), 9)
     assert gather(zero, wait=True) == [{0: 10, 1: 10}] * 2
     assert host_time.now_s == pytest.approx(0.1)
@@ -363,7 +363,7 @@ def test_rank_that_was_late_takes_part_again_when_it_has_caught_up(
         for exchange in (first, zero):
             exchange.send(totals(steps=n), n)
     # The first comparison is complete without it once rank zero is five comparisons ahead. The
-    # others need not be awaited: a rank that is late there is late at the next first, too.
+    # no wait for others is needed: a rank that is late there is late at the next first, too.
     assert gather(zero) == [{0: n, 1: n} for n in range(1, 7)]
     for n in range(1, 8):
         second.send(totals(steps=n), n)
@@ -375,9 +375,9 @@ def test_rank_that_was_late_takes_part_again_when_it_has_caught_up(
 
 
 def test_rank_that_runs_far_ahead_loses_no_window() -> None:
-    zero, one = exchanges(2)
+    zero, first = exchanges(2)
     for n in range(1, 11):
-        one.send(totals(steps=n), n)
+        first.send(totals(steps=n), n)
     for n in range(1, 11):
         zero.send(totals(), n)
         assert gather(zero) == [{0: 10, 1: n}]
@@ -395,10 +395,12 @@ def test_rank_zero_waits_for_less_than_the_others_may_in_a_collective(
 
 
 def test_exchange_deletes_old_windows() -> None:
-    _, one = exchanges(2)
+    _, first = exchanges(2)
     for _ in range(15):
-        one.send(totals(), 0)
-    assert [one._store.check([f"{window}/1"]) for window in range(15)] == [False] * 5 + [True] * 10
+        first.send(totals(), 0)
+    assert [first._store.check([f"{window}/1"]) for window in range(15)] == [False] * 5 + [
+        True
+    ] * 10
 
 
 def test_comparison_of_a_thousand_ranks_is_cheap() -> None:
@@ -506,7 +508,7 @@ def test_times_that_arrive_late_are_compared_when_they_are_there(
                 ranks = timer.summary().ranks
                 assert ranks is not None
                 assert ranks.slowest_rank == 1
-                # No logger takes a number that is behind.
+                # Loggers refuse a smaller step number.
                 assert [step for step, _ in logger.of_ranks()] == [7, 7]
     assert exchange.waits.count(True) == 1
     assert exchange.waits[-1]
@@ -728,7 +730,7 @@ def test_dead_rank_raises_the_error_of_the_training_first(
     assert dead.returncode == 3
     found = json.loads((tmp_path / "results.json").read_text())
     assert "Connection" in found["error"]
-    # Lightning's launcher looks every 5 s whether a process has died, and then kills this one.
+    # Lightning's launcher looks every 5 s whether a process has died, and then kills this process.
     assert found["seconds"] < 5.0
 
 
@@ -756,14 +758,14 @@ CASES = ["balanced", *LATE_IN, "one raises"]
 def is_named(case: str, found: dict[str, Any]) -> bool:
     """Return whether exactly the late rank of a case is named."""
     if case not in LATE_IN:
-        # Two ranks of which one has raised are not compared, and so nothing is logged.
+        # If one of two ranks has raised, they are not compared, and nothing is logged.
         nobody = (-1,) if case == "balanced" else (-1, None)
         return found["sentence"] == "" and found["logged"] in nobody
     return bool(
         found["sentence"].startswith("rank 1 is ")
         and found["sentence"].endswith(f"slower than the median of the others, in {LATE_IN[case]}")
         and found["behind_median_ms"] == pytest.approx(30.0, rel=0.25)
-        # Rank zero waited meanwhile, but backward/comm is no work of its own. More ranks than there
+        # Rank zero waited meanwhile, but backward/comm is not work. More ranks than there
         # are processors wait for these, too.
         and found["comm_ms"] >= 0.75 * 30.0
         and found["logged"] == 1

@@ -236,7 +236,7 @@ def test_every_link_leads_somewhere(path: str) -> None:
         file, _, anchor = link.partition("#")
         if path == "CHANGELOG.md" and link.startswith("https://"):
             continue
-        # An absolute address cannot be checked here: no other page has one.
+        # An absolute address cannot be checked here, so no other page may contain any.
         target = (ROOT / path).parent / file if file else ROOT / path
         assert target.exists(), link
         assert ROOT in target.resolve().parents, link

@@ -246,7 +246,7 @@ def test_host_waits_once_a_step_for_the_oldest_step(gpu: FakeGPU, run: Recorded)
         assert [times.step for times in run.emitted] == list(range(number))
     # A step is 10 ms on the device and 2 ms on the host, which waits for the one before.
     assert [times.host_wait_ms for times in run.emitted] == [7.0, 8.0, 8.0, 8.0]
-    # A whole step is queued when the host goes on.
+    # An entire step is queued when the host continues.
     assert gpu.free_at - gpu.now == 10_000_000
 
 
@@ -788,7 +788,7 @@ def test_forked_process_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
     for number in range(4):
         run.step(number)
     run.recorder.pending.flush()
-    # One that is finished and one that is pending, beside free events: all are the parent's.
+    # A finished and a pending step, and free events: all belong to the parent.
     run.step(4)
     run.step(5)
     run.recorder.abandon()

@@ -43,7 +43,7 @@ KINDS = {
     "graphs": [*LOOP, *TURNS, "begin_or_end_capture", "replay"],
     "a device that fails": [*LOOP, *TURNS, "flush", "end_untimed", "mark_instead", "fail"],
 }
-"""The operations that a sequence of each kind is drawn from, as often as they stand here."""
+"""Operations of each kind of sequence; repeated names are drawn more often."""
 
 NEXT_STATE: Mapping[str, Mapping[str, str]] = {
     "begin": dict.fromkeys(["IDLE", "OPEN", "PAUSED", "LOST"], "OPEN"),
@@ -69,7 +69,7 @@ def is_in(recorder: Recorder, state: str) -> bool:
 
 
 class FailingGPU(FakeGPU):
-    """A fake GPU that fails as often as it is told to."""
+    """A fake GPU that fails with a given probability."""
 
     failures = 0
 
@@ -81,7 +81,7 @@ class FailingGPU(FakeGPU):
 
 
 class Played:
-    """A recorder on which random operations are played, and all that is seen of it meanwhile."""
+    """A recorder that runs random operations, with its observed state."""
 
     def __init__(self, kind: str, seed: int) -> None:
         self.seed = seed
@@ -156,7 +156,7 @@ class Played:
         self.recorder.enter_phase(self.names[-1])
 
     def leave_phase(self) -> None:
-        """Mostly the innermost; a generator may leave another one."""
+        """Mostly the innermost phase; a generator may leave another phase."""
         if self.names:
             out_of_order = self.random.random() < 0.2
             last = self.random.randrange(len(self.names)) if out_of_order else -1
@@ -212,12 +212,12 @@ def play(kind: str, seed: int) -> Played:
 
 @pytest.fixture(params=KINDS)
 def sequences(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> list[Played]:
-    caplog.set_level("CRITICAL", "lightning_gputime")  # A failed device is told of each time.
+    caplog.set_level("CRITICAL", "lightning_gputime")  # A failed device is reported each time.
     return [play(request.param, seed) for seed in SEEDS]
 
 
 def all_steps(sequences: list[Played]) -> Iterator[tuple[int, StepRecord]]:
-    """The steps of all sequences, each with the seed of its own."""
+    """The steps of all sequences, each with a different seed."""
     return ((sequence.seed, step) for sequence in sequences for step in sequence.steps)
 
 

@@ -37,20 +37,20 @@ EVIL = "</script><script>alert(1)</script>&\"'"
 
 def full() -> Run:
     """A run with everything that a page can show, and with names that mean harm."""
-    one = run(1, more={f"x{EVIL}": 0.5})
+    evil = run(1, more={f"x{EVIL}": 0.5})
     stats = RankStats(1.0, 2.0, 3.0, 1)
     ranks = RankSummary({"forward": stats}, (0, 1), 1, 2.0, "forward", f"rank 1 {EVIL}")
     summary = with_facts(
-        one.summary(),
+        evil.summary(),
         ranks=ranks,
         wall_clock=WallClockBreakdown({"steps": 71.0, "validation": 20.0, EVIL: 9.0}),
         probed_steps=3,
     )
     return replace(
-        one,
+        evil,
         name=f"run {EVIL}",
         _summary=summary,
-        environment=replace(one.environment, commit=EVIL, options={EVIL: EVIL}),
+        environment=replace(evil.environment, commit=EVIL, options={EVIL: EVIL}),
         slow_steps=[
             SlowStep(
                 *(7, 90.5, 15.0, EVIL, (Cause("garbage_collection", 75.5, 70.25, EVIL),), 5.25),
@@ -63,7 +63,7 @@ def full() -> Run:
 
 
 def short(steps: int, warmup_steps: int = 0) -> Run:
-    """A run of steps of 1 ms, about which nothing else is known."""
+    """A run of steps of 1 ms, without any other fact."""
     results = Results(10_000, warmup_steps)
     if steps:
         results.add([raw(i, forward=1.0) for i in range(steps)])
@@ -99,10 +99,10 @@ def bars(body: str) -> list[tuple[str, float, float]]:
 
 @needs_bokeh
 def test_time_breakdown_is_a_waterfall() -> None:
-    one = full()
-    breakdown = one.summary().time_breakdown
+    full_run = full()
+    breakdown = full_run.summary().time_breakdown
     assert breakdown is not None
-    found = bars(without_library(made(one)))
+    found = bars(without_library(made(full_run)))
     assert len(found) == len(breakdown.rows) > 3
     end = 0.0
     work = breakdown[breakdown.work]
@@ -235,10 +235,10 @@ def test_page_of_warm_up_steps_is_labelled(
 ) -> None:
     timer = timed(3, warmup_steps=5)
     timer.save(tmp_path / "run.json.gz")
-    one = load(tmp_path / "run.json.gz")
+    loaded = load(tmp_path / "run.json.gz")
     table = "over 3 steps of the warm-up; no other step was timed"
-    assert table in str(one.summary())
-    body = without_library(made(one))
+    assert table in str(loaded.summary())
+    body = without_library(made(loaded))
     assert table in body
     assert '<p class="verdict">a step takes 15.6 ms, of the warm-up</p>' in body
     assert capfd.readouterr().err == ""
@@ -331,13 +331,13 @@ def test_page_renders_in_a_browser_without_an_error(several: bool, tmp_path: Pat
 
 @needs_bokeh
 def test_charts_hold_the_steps_numbers_in_ms_and_in_percent() -> None:
-    one = run(1, n=30)
-    assert list_top_phases(one.history) == ["data", "forward", "backward"]
+    run_1 = run(1, n=30)
+    assert list_top_phases(run_1.history) == ["data", "forward", "backward"]
     for in_percent, end in ((False, 22.0), (True, 100.0)):
-        figure = phases_over_steps(one, 20.0, in_percent)
+        figure = phases_over_steps(run_1, 20.0, in_percent)
         [source] = {drawn.data_source for drawn in figure.renderers}
         phases: Any = sum(source.data[f"p{i}"] for i in range(3))
-        step_ms = one.history["step_ms"]
+        step_ms = run_1.history["step_ms"]
         assert np.allclose(phases, 100.0 if in_percent else step_ms, atol=2e-4)
         assert np.allclose(phases, source.data["whole"], atol=2e-4)
         assert figure.y_range.end == pytest.approx(end)
@@ -347,8 +347,8 @@ def test_charts_hold_the_steps_numbers_in_ms_and_in_percent() -> None:
 def test_slow_steps_are_points_at_their_time_or_at_the_end_of_the_axis() -> None:
     slow = [SlowStep(n, ms, 15.0, "loss", (), ms - 15.0) for n, ms in ((7, 19.0), (9, 90.0))]
     forgotten = SlowStep(50, 90.0, 15.0, "loss", (), 75.0)
-    one = replace(run(1, n=30), slow_steps=[*slow, forgotten])
-    *_, points = phases_over_steps(one, 20.0).renderers
+    run_1 = replace(run(1, n=30), slow_steps=[*slow, forgotten])
+    *_, points = phases_over_steps(run_1, 20.0).renderers
     found: Any = points.data_source.data
     assert (found["step"], found["ms"]) == ([7, 9], [19.0, pytest.approx(21.2)])
     assert found["why"] == [str(slow[0]), str(slow[1])]
@@ -358,7 +358,7 @@ def test_slow_steps_are_points_at_their_time_or_at_the_end_of_the_axis() -> None
 def test_page_formats_names_as_code() -> None:
     results = Results(100, 0, on_host_clock=True)
     results.add([raw(i, **{"<b>&": 1.0}) for i in range(30)])
-    one = Run(Environment(), *results.history_and_warmup(), summary_of(results))
-    head = without_library(made(one)).partition("<h2>")[0]
+    run_1 = Run(Environment(), *results.history_and_warmup(), summary_of(results))
+    head = without_library(made(run_1)).partition("<h2>")[0]
     assert "`" not in head
     assert "<code>&lt;b&gt;&amp;</code>" in head

@@ -1,4 +1,4 @@
-"""Models, optimizers and loops that once broke a training, or were slow: the training goes on."""
+"""Models, optimizers and loops that once broke or slowed a training."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""`lightning_gputime run`: scripts without a timer, each in a process of its own."""
+"""`lightning_gputime run`: scripts without a timer, each in a separate process."""
 
 import copy
 import importlib.util
@@ -126,7 +126,7 @@ CALLBACKS = []
 trainer = pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
     enable_progress_bar=False, callbacks=CALLBACKS)
 trainer.fit(Task(), torch.utils.data.DataLoader(torch.ones(60, 4), 2))
-print([type(one).__name__ for one in trainer.callbacks])
+print([type(callback).__name__ for callback in trainer.callbacks])
 """
 FABRIC = """
 import torch
@@ -152,7 +152,7 @@ for turn in range(12):
         nets[turn % 2](torch.ones(2, 4)).square().mean().backward()
         optimizers[turn % 2].step()
 """
-MANY_SHORT = f"{FOLDS}for _ in range(50): train(2, 5)"
+SHORT_FOLDS = f"{FOLDS}for _ in range(50): train(2, 5)"
 LIGHTNING_THEN_PLAIN = f"{LIGHTNING}\n{PLAIN}"
 LIGHTNING_FABRIC = FABRIC.replace("lightning.fabric", "lightning_fabric")
 TRANSFORMERS = """
@@ -376,7 +376,7 @@ def test_refused_option_warns_and_training_continues(
 LIBRARIES = ("transformers", "datasets", "pytorch_lightning", "lightning_fabric", "accelerate")
 STUBS = {
     "torch": "",
-    # As the first lines of the real ones: most ask for torch before they import it.
+    # Like the first lines of the real modules: most look for torch before they import it.
     "transformers": "importlib.util.find_spec('stub_torch')",
     "transformers/trainer": "import stub_torch, stub_accelerate",
     "datasets": "importlib.util.find_spec('stub_torch'), importlib.util.find_spec('stub_torch')",
@@ -525,7 +525,7 @@ def test_models_are_found_beside_odd_modules() -> None:
             pass
 
     class Tree(torch.nn.Linear):
-        children = parameters = None  # type: ignore[assignment]  # names of its own
+        children = parameters = None  # type: ignore[assignment]  # local names
 
     kept = [WithoutInit(), tree := Tree(4, 4)]
     assert _models_of(torch.optim.SGD([tree.weight])) == kept[1:]
@@ -559,7 +559,7 @@ def test_run_reports_options_after_the_script(tmp_path: Path, environment: dict[
     script = "import torch, argparse; argparse.ArgumentParser().parse_args()"
     code, _, said = run(script, tmp_path, environment, *RUN, "train.py", "--modules=2", "--lag")
     assert code == 2
-    assert said.endswith("Options of run stand before the script: --modules\n")
+    assert said.endswith("Options of run must precede the script: --modules\n")
 
 
 @pytest.mark.slow
@@ -617,12 +617,12 @@ def test_script_gets_one_timer(
             id="short folds",
         ),
         pytest.param(
-            MANY_SHORT,
+            SHORT_FOLDS,
             {"": 23, "-2": 21, "-3": 21},
             "50 more trainings are not shown",
             id="many short loops",
         ),
-        pytest.param(TAKES_TURNS, {"": 3, "-2": 51}, "", id="two optimizers in turns"),
+        pytest.param(TAKES_TURNS, {"": 3, "-2": 51}, "", id="two alternating optimizers"),
         pytest.param(LIGHTNING_THEN_PLAIN, {"": 25, "-2": 23}, "", id="Lightning, then plain"),
     ],
 )

@@ -210,7 +210,7 @@ def test_environment_that_cannot_be_found_ends_no_training(
     assert "Cannot describe the environment of the run: ZeroDivisionError" in caplog.text
 
 
-# Files that are none
+# Files that are not runs
 
 
 def changed(path: Path, change: Any) -> Path:
@@ -287,8 +287,8 @@ def test_control_characters_of_a_file_are_replaced(tmp_path: Path) -> None:
     run = load(tmp_path / "run.json")
     assert run.environment.device == "H200\ufffd[2J\nµ"
     assert run.summary().not_measured == ("a", "b\ufffd")
-    [one] = run.slow_steps
-    assert (one.phase, one.causes[0].detail) == ("l\ufffd", "\ufffd]0;x")
+    [slow_step] = run.slow_steps
+    assert (slow_step.phase, slow_step.causes[0].detail) == ("l\ufffd", "\ufffd]0;x")
 
 
 def test_unexplained_time_may_be_negative(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Estimates over all steps, of which some were timed, in loops whose times are known exactly."""
+"""Estimates over all steps from a sample of timed steps, in loops with exact times."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -128,7 +128,7 @@ def test_shares_of_planted_phases_are_those_of_all_steps(case: str) -> None:
         # Half of a 95 % interval is about two standard errors.
         assert abs(row.share - ms / all_ms) <= max(0.03, row.share_error), name
         assert abs(row.share - ms / all_ms) <= row.share_error + 0.01, name
-    # Recording events adds time to the loop, but to none of its steps.
+    # Recording events adds time to the loop, but not to its steps.
     assert summary.step.mean_ms == pytest.approx(trained.mean_ms, rel=0.02)
 
 
@@ -141,8 +141,8 @@ def test_periodic_work_is_no_slowdown(period: int, offset: int) -> None:
 def test_two_runs_that_differ_in_an_offset_have_equal_means_and_throughput() -> None:
     runs = [train(*CASES[case]) for case in CASES if case.startswith("a logger")]
     summaries = [run.timer.summary() for run in runs]
-    one, other = (summary.step for summary in summaries)
-    assert one.mean_ms == pytest.approx(other.mean_ms, rel=0.02)
+    first, second = (summary.step for summary in summaries)
+    assert first.mean_ms == pytest.approx(second.mean_ms, rel=0.02)
     for run, summary in zip(runs, summaries, strict=True):
         assert summary.items_per_sec == pytest.approx(4e3 / run.mean_ms, rel=0.02)
 

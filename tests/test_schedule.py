@@ -64,8 +64,8 @@ def test_ranks_follow_the_recurrence_that_they_agreed_on() -> None:
         Schedule(Plan(5, 50, recurrence=(90, 50)), next_long=prediction)
         for prediction in (lambda: None, lambda: (33, 10))
     ]
-    one, other = (timed_steps(schedule, 400) for schedule in schedules)
-    assert one == other
+    first, second = (timed_steps(schedule, 400) for schedule in schedules)
+    assert first == second
 
 
 def test_first_window_with_logs_covers_the_steps_in_which_loggers_act() -> None:
@@ -103,14 +103,14 @@ def auto(
 ) -> AutoSchedule:
     """Return a schedule after timed steps of 7 marks, alternating with untimed steps."""
     schedule = AutoSchedule(interval=50)
-    # The first one has no untimed steps before it, and the last one has none behind it.
+    # No untimed steps precede the first window or follow the last.
     for turn, ms in enumerate([50.0, timed_ms, timed_ms, timed_ms, 50.0]):
         start_ns = turn * 10**9
         host_ns = (start_ns, *range(start_ns + 1, start_ns + 7), start_ns + round(ms * 1e6))
         step = StepRecord(turn, ("data",) * 7, (1.0,) * 7, host_ns, wait_ms, 0, False)
         schedule.add_timed([step], reading_us * 1000)
         if untimed_ms is not None and turn < 4:
-            # The mood of the loop changes; on average a step takes as long as it is said.
+            # The speed of the loop changes; the mean step time is as given.
             ms = untimed_ms * (1.25 if turn % 2 else 0.75)
             start_ns += 5 * 10**8
             schedule.add_untimed(start_ns, start_ns + round(ms * 1e7), 10)

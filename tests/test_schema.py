@@ -83,7 +83,7 @@ def test_file_of_each_version_is_read(name: str, caplog: pytest.LogCaptureFixtur
 
 
 def test_newest_file_has_every_field() -> None:
-    """If this fails, raise `MINOR` (or `VERSION`) and write a new file. Keep the older ones."""
+    """If this fails, raise `MINOR` (or `VERSION`) and write a new file. Keep the older files."""
     golden = without_derived(json.loads(NEWEST.read_text()))
     current = json.loads(json.dumps(without_derived(schema.to_json(filled_run()))))
     assert current == golden

@@ -34,7 +34,7 @@ def time_two(gpu: FakeGPU, n: int, *options: dict[str, Any]) -> list[list[dict[s
 
 def test_two_timers_on_two_models_do_not_mix(gpu: FakeGPU) -> None:
     first, second = time_two(gpu, 3, {}, {})
-    # The other's step is what lies between two steps of one's own.
+    # The other timer's step lies between two steps of this timer.
     other = sum(STEP_MS.values()) - STEP_MS["data"] + 0.125
     alone = {**STEP_MS, "data": 0.125, "other": 0.0}
     assert first == [alone, *[{**alone, "data": other}] * 2]

@@ -458,7 +458,7 @@ def test_slow_step_found_late_is_in_no_other_log(loop: Loop, every: int) -> None
     late = {3: lambda: loop.gpu.host_work(400.0)}
     timer = train(loop, late, logger=logger, log=["slow"], log_every_n_steps=every)
     excess_ms = {slow.step: slow.excess_ms for slow in timer.slow_steps()}[3]
-    # The first ten are judged together; by then logs of fewer steps are gone.
+    # The first ten are compared together; by then logs of fewer steps are gone.
     logged = {step: metrics.get("phase_time/slow_excess_ms", 0.0) for step, metrics in logger.calls}
     assert max(logged.values()) == (pytest.approx(excess_ms / 20) if every == 20 else 0.0)
 

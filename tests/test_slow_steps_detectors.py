@@ -55,14 +55,14 @@ class Bench:
             name = {Loader: "_loader", Preemption: "_preemption", Allocator: "_allocator"}
             owner = self.analyzer if type(entry) is Loader else self.analyzer.sampler
             setattr(owner, name.get(type(entry), "_"), entry)
-        # Whatever the test itself collects is none of its business.
+        # Ignore garbage collections of the test itself.
         setattr(self.analyzer._spans, "_callbacks", list)  # noqa: B010
         self.analyzer.attach()
         self.analyzer.loop_begins()
         self.found: list[SlowStep] = []
 
     def step(self, number: int, host_ms: dict[str, float], device_ms: dict[str, float]) -> None:
-        """Runs a step: what it takes longer than the usual one."""
+        """Run a step with an excess over the usual step."""
         begin = self.gpu.now
         on_host = [ms + host_ms.get(name, 0.0) for name, ms in USUAL.items()]
         on_device = tuple(ms + device_ms.get(name, 0.0) for name, ms in USUAL.items())
@@ -78,7 +78,7 @@ class Bench:
             self.step(number, {}, {})
 
     def slow(self, host_ms: dict[str, float], device_ms: dict[str, float]) -> Sequence[Cause]:
-        """Runs a slow step after usual ones, and tells its causes."""
+        """Run a slow step after usual steps, and return its causes."""
         self.usual()
         self.step(SLOW, host_ms, device_ms)
         [slow] = self.found
@@ -186,7 +186,7 @@ def test_untimed_steps_are_not_preemption(gpu: FakeGPU) -> None:
     bench = Bench(gpu, scheduler.detector())
     for number in range(SLOW):
         bench.step(number, {}, {})
-        # The thread was away from the processor all through one that is not timed, in one turn.
+        # The thread lost the processor during a complete untimed step.
         scheduler.stopped, scheduler.waits = scheduler.stopped + 200 * MS, scheduler.waits + 1
         gpu.now += 200 * MS
         bench.analyzer.sampler.end_step(gpu.now)
@@ -395,7 +395,7 @@ def test_real_collection_is_found_and_all_of_it_reached(gpu: FakeGPU) -> None:
     def late(net: nn.Module, number: int) -> None:
         gpu.host_work(1.0)
         if number == SLOW:
-            # Behind that of the timer, which is told of the begin before time passes.
+            # After the timer's callback, which gets the start before time passes.
             gc.callbacks.append(takes_time)
             gc.collect()
             gc.callbacks.remove(takes_time)

@@ -185,10 +185,10 @@ def test_interleaved_iterators_time_every_step(
 def test_abandoned_iterator_ends_no_step_of_another(loop: Loop) -> None:
     with hooks(loop) as timer:
         first, second = (iter(timer.steps(loop.batches(10))) for _ in "ab")
-        for one in (first, second, first):
-            loop.train(next(one))
+        for batches in (first, second, first):
+            loop.train(next(batches))
         loop.train(next(second))
-        del first, one
+        del first, batches
         loop.train(next(second))
     assert steps(timer) == [STEP_MS] * 5
 
@@ -302,7 +302,7 @@ def test_update_after_the_loop_ends_the_last_step(loop: Loop, n: Any) -> None:
 
 
 class ByHand(Loop):
-    """A loop whose update is none of an optimizer."""
+    """A loop whose update does not use an optimizer."""
 
     def update(self) -> None:
         self.gpu.work(2.0)
@@ -518,10 +518,10 @@ def test_warns_about_threads_that_train_in_turn(
 
     with hooks(loop) as timer:
         threads = [threading.Thread(target=train, args=(me,)) for me in range(2)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert "several threads train alternately" in caplog.text
 
 

@@ -56,7 +56,7 @@ BARS = [("tqdm", "with"), ("rich", "with"), ("tqdm", "without")]
 
 @pytest.fixture(scope="module")
 def terminals() -> dict[str, list[str]]:
-    """The lines that stand on terminals after a training on each."""
+    """The lines that each terminal shows after a training."""
     pytest.importorskip("pyte")
     cases = [f"{bar},{columns},{rich}" for bar, rich in BARS for columns in (80, 120)]
     shown: dict[str, list[str]] = json.loads(run(TERMINAL_RUN, *cases))
@@ -81,11 +81,11 @@ def test_terminal_shows_the_whole_table_when_training_ends(
     ]
     assert all(NUMBER.fullmatch(cell) for cell in numbers)
     assert any(line.startswith("Time breakdown of the fit") for line in lines[:first])
-    # The lane of the mean step is made of spaces, in colours; the names stand below.
+    # The lane of the mean step consists of coloured spaces; the names are below.
     lane = lines.index("CPU")
     assert lines[lane + 1].split()[:3] == ["data", "callbacks", "forward"]
     assert lane < first
-    # Nothing of it stands behind the bar, and the bar goes on below.
+    # No text follows the bar, and the bar continues below.
     assert sum("Time per step in" in line for line in lines) == 1
     assert lines[-1] == "training is over"
     assert sum("40/40" in line for line in lines) >= 1
@@ -182,20 +182,20 @@ def test_columns_are_left_out_in_order_and_no_number_is_ever_cut(width: int, sca
     assert max(map(len, rich)) <= width
 
 
-LONG = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default"
+LONG_NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default"
 
 
 @pytest.mark.parametrize("with_rich", [True, False])
 def test_long_name_leaves_fewer_columns_and_a_wide_one_is_aligned(with_rich: bool) -> None:
     results = Results(10, 0)
-    results.add([raw(0, 0.0, forward=4.0, **{f"forward/{LONG}": 2.5, "日本語": 1.5})])
+    results.add([raw(0, 0.0, forward=4.0, **{f"forward/{LONG_NAME}": 2.5, "日本語": 1.5})])
     summary = summary_of(results)
     table = summary._table()
     lines = on_console(summary, 80) if with_rich else table.text(80).splitlines()
     assert header(lines) == ["phase", "mean", "share"]
     assert max(map(len, lines)) <= 80
     [first] = [line for line in lines if line.startswith("  base_model")]
-    assert first.split()[:2] == [LONG, "2.500"]
+    assert first.split()[:2] == [LONG_NAME, "2.500"]
     # Each of its characters is two columns wide.
     [wide] = [line for line in lines if line.startswith("日本語") and "1.500" in line]
     assert wide.index("1.500") + 3 == first.index("2.500")

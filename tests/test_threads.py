@@ -1,4 +1,4 @@
-"""A timer that is read, flushed and removed by other threads than the one that trains."""
+"""A timer that is read, flushed and removed by other threads than the training thread."""
 
 import pickle
 import sys
@@ -64,7 +64,7 @@ def test_other_threads_read_a_timer_while_one_trains(tmp_path: Path) -> None:
         assert steps(timer) == [STEP_MS] * 100
         assert timer.summary().steps == 400
         waits.append(loop.gpu.waits)
-    # No wait was taken from the loop's thread, nor added to it.
+    # The loop's thread has the same waits.
     assert waits[0] == waits[1]
 
 

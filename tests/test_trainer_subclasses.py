@@ -198,7 +198,7 @@ def test_trainer_is_timed_and_trains_the_same(
         assert [{**vars(element), "train": None} for element in patched] == before
         assert not {*vars(trainer)} & METHODS - there
         assert all("_loss_function" not in vars(module) for module in trainer.model.modules())
-        # TRL's leave hooks of their own.
+        # TRL's trainers leave their own hooks.
         left[name] = [
             {key: len(value[0]) if isinstance(value, tuple) else 0 for key, value in model.items()}
             for model in hooks_of(trainer.model)
@@ -208,7 +208,7 @@ def test_trainer_is_timed_and_trains_the_same(
             entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry
         ]
         if callbacks:
-            logged = [one for one in history if "loss" in one]
+            logged = [log for log in history if "loss" in log]
     assert len(losses["with"]) == UPDATES + UPDATES // 2
     assert losses["with"] == losses["without"]
     assert left["with"] == left["without"]

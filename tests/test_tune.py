@@ -1,4 +1,4 @@
-"""`tune`: changes that pay off are kept, by runs in turns; all others are not."""
+"""`tune`: changes that alternating runs prove are kept, and no others."""
 
 import argparse
 import json

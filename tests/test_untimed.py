@@ -1,4 +1,4 @@
-"""Steps between the timed ones: the timer is off, and knows as much as if it were on."""
+"""Untimed steps: hooks are removed, and the estimates are those of a timer that times each step."""
 
 import json
 from collections.abc import Callable
@@ -181,7 +181,7 @@ def test_detaching_between_timed_steps_changes_no_result(
     callback: Callable[[], pl.Callback] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Both read steps at other times, and so would chase other long ones.
+    # Both read steps at other times, and would look for causes in different long steps.
     path = "lightning_gputime._measurement.untimed.UntimedSteps.next_long"
     monkeypatch.setattr(path, lambda self: None)
     off = found(FakeGPU(), model, callback, **how)
@@ -190,7 +190,7 @@ def test_detaching_between_timed_steps_changes_no_result(
     assert len(off[0]) > 1
 
 
-# As many as cost less than 1 %
+# The number of timed steps that costs less than 1 %
 
 
 class DearGPU(FakeGPU):
@@ -291,7 +291,7 @@ def test_each_window_between_two_logs_has_a_block(window: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("who", "options"),
+    ("reason", "options"),
     [
         ("observers=", {"observers": [lambda times: None]}),
         ("lag=0", {"_lag": 0}),
@@ -300,11 +300,11 @@ def test_each_window_between_two_logs_has_a_block(window: int) -> None:
     ],
 )
 def test_consumer_of_each_step_times_all_steps_with_a_note(
-    who: str, options: dict[str, Any]
+    reason: str, options: dict[str, Any]
 ) -> None:
     timer = train(DearGPU(20.0), 400, **options)
     assert len(timer.history()) == 400
-    said = f"every step is timed because of {who}, which takes the CPU about 0.14 ms of 2.14 ms"
+    said = f"every step is timed because of {reason}, which takes the CPU about 0.14 ms of 2.14 ms"
     assert said in str(timer.summary())
     # Nothing is lost where the host waits for the GPU, in long steps, and where a number is given.
     others = ({"host_ms": 1.0, "device_ms": 4.0}, {"host_ms": 60.0}, {"every_n_steps": 1})

@@ -15,25 +15,25 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 BOUNDS = {
-    "benchmarks": 25,
-    "docs": 10,
+    "benchmarks": 4,
+    "docs": 0,
     "examples": 1,
-    "lightning_gputime": 11,
-    "lightning_gputime/_auto_instrumentation": 13,
-    "lightning_gputime/_causes": 3,
+    "lightning_gputime": 1,
+    "lightning_gputime/_auto_instrumentation": 5,
+    "lightning_gputime/_causes": 1,
     "lightning_gputime/_compat": 0,
-    "lightning_gputime/_culprits": 3,
-    "lightning_gputime/_diagnosis": 1,
+    "lightning_gputime/_culprits": 0,
+    "lightning_gputime/_diagnosis": 0,
     "lightning_gputime/_instrumentation": 0,
     "lightning_gputime/_measurement": 0,
     "lightning_gputime/_output": 0,
     "lightning_gputime/_record": 0,
     "lightning_gputime/_runs": 0,
     "lightning_gputime/_session": 0,
-    "tests": 248,
+    "tests": 16,
     "top": 0,
 }
-"""Places per room. Lower these numbers; the aim is 60 or less in total."""
+"""Places per room. Only lower these numbers."""
 
 QUESTION = r"(?:What|Which|Whether|Who|Whom|Whose|Where|When|How)\b(?! to\b)"
 
@@ -45,7 +45,8 @@ DOCSTRINGS = {
 }
 
 PROSE = {
-    "one as a noun": r"\bones\b|\bone's\b|\bone(?=[.;:)]| (?:that|which|whose|is|has)\b)",
+    "one as a noun": r"(?<!torch\.)\bones\b|\bone's\b"
+    r"|\bone(?=[.;:)]| (?:that|which|whose|is|has)\b)",
     "own as a filler": r"\bof (?:one's|its|their|your|our) own\b|\bof (?:ours|theirs|the user's)\b",
     "no agent": r"\b(?:is|are|was|were|be|been|not|never|nothing|what|as)"
     r" (?:told|said|seen|known|noted|judged)\b",

@@ -158,7 +158,7 @@ def test_foreign_patch_may_come_and_go_at_any_time(
         with hooks(loop, sync_ranks=False) as timer:
             train(timer, loop)
         assert phases(timer) == [IN_THIS_LOOP] * 2
-    # One that was put back when nobody listened any more comes off at its next call.
+    # A replacement that was restored without listeners is removed at its next call.
     reduce()
     assert places() == before
     assert theirs.calls > 0

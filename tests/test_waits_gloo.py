@@ -1,4 +1,4 @@
-"""Two real processes, of which one is late: the other waits, and the times say for how long."""
+"""Two real processes, rank 1 is late: the times show how long rank 0 waits."""
 
 import json
 from functools import cache
@@ -25,11 +25,11 @@ LATE_IN = {
 
 
 SAID = {"callback": "callbacks", "loader": "data/fetch"}
-"""And what of it is told."""
+"""The part of it that is reported."""
 
 
 def without_compute(slowest: int | None, where: str) -> tuple[int | None, str]:
-    """A phase in which ranks wait is told as its `compute`."""
+    """Report a phase in which ranks wait as its `compute`."""
     return slowest, where.removesuffix(" compute")
 
 
@@ -47,7 +47,7 @@ class Runs:
         return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in RANKS]
 
     def found(self, case: str, attempt: int) -> list[dict[str, Any]]:
-        """Return the results of each rank. All cases run together first, then one by one."""
+        """Return the results of each rank. All cases run together first, then separately."""
         ranks = self.attempt(case, attempt) if attempt else self.attempt("all")
         return [found[case] for found in ranks]
 

@@ -91,7 +91,7 @@ def test_untimed_stream_has_no_waits(streams: FakeStreams, gpu: FakeGPU) -> None
             reduce()
         streams.copies.wait_stream(streams.side)
         FSDP(streams.copies.wait_event, Event(streams.side))
-        # Nor is it now that the timed one is told.
+        # The timed stream is reported, and it is still not counted.
         with streams.on(streams.copies):
             streams.timed.wait_stream(streams.side)
         streams.copies.queued_ms = 0.0
@@ -101,7 +101,7 @@ def test_untimed_stream_has_no_waits(streams: FakeStreams, gpu: FakeGPU) -> None
 
 def test_event_wait_inside_torch_is_a_wait(streams: FakeStreams, gpu: FakeGPU) -> None:
     def unshard() -> None:
-        # As FSDP2 does: its collectives run on streams of its own.
+        # As FSDP2, whose collectives run on separate streams.
         with streams.on(streams.side):
             FSDP(distributed.all_reduce, torch.ones(2))
         FSDP(streams.timed.wait_event, Event(streams.side))

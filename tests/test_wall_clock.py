@@ -423,7 +423,7 @@ class Model(LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters())
 
-# A process for each, of which this one has the imports.
+# A forked process for each, which shares the imports.
 for name in sys.argv[1:]:
     if not os.fork():
         break
@@ -466,7 +466,7 @@ def test_saving_at_the_end_of_epochs_takes_little_of_the_time(
         [100.9, 101.0, 101.0, 101.5],
     )
     now = iter(sum(epochs, start))
-    monkeypatch.setattr("lightning_gputime.callback.time.perf_counter", now.__next__)
+    monkeypatch.setattr("lightning_gputime._runs.live_file.time.perf_counter", now.__next__)
     path = tmp_path / "run.json.gz"
     fit(
         gpu,

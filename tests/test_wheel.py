@@ -64,8 +64,8 @@ def test_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     install = [*pip, "install", "--quiet", "--no-index", "--no-deps", wheel]
     done = subprocess.run(install, **run)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr
-    # The packages that it needs are those of these tests, the editable clone left out: what stands
-    # in a path file is not read for path files.
+    # It uses the packages of this environment without the editable clone, because Python does not
+    # read path files that a path file names.
     [packages] = home.glob("lib/*/site-packages")
     theirs = [path for path in sys.path if path.endswith("-packages")]
     (packages / "rest.pth").write_text("\n".join(theirs))
@@ -73,8 +73,8 @@ def test_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     script.write_text((ROOT / "examples" / "quickstart.py").read_text())
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     clean["OMP_NUM_THREADS"] = "1"
-    told = "import lightning_gputime as one; print(one.__file__)"
-    place = subprocess.run([python, "-c", told], env=clean, **run)  # type: ignore[call-overload]
+    code = "import lightning_gputime; print(lightning_gputime.__file__)"
+    place = subprocess.run([python, "-c", code], env=clean, **run)  # type: ignore[call-overload]
     assert Path(place.stdout.strip()).is_relative_to(packages)
     done = subprocess.run([python, script], env=clean, **run)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr

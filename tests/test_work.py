@@ -316,7 +316,7 @@ def test_flops_are_those_of_an_item(
 
 @pytest.mark.usefixtures("h200")
 def test_steps_with_unknown_items_are_left_out(gpu: FakeGPU) -> None:
-    # The third takes longer, and has two sizes: which of them counts items is not known.
+    # The third takes longer, and has two sizes: either could be the number of items.
     batches = [torch.ones(8, 64), torch.ones(8, 64), (torch.ones(8, 64), torch.ones(3, 64))]
 
     class Either(Net):

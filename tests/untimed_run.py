@@ -1,4 +1,4 @@
-"""Trains under DDP on fake GPUs of which that of rank 1 is dearer to time.
+"""Trains under DDP on fake GPUs; timing costs more on rank 1.
 
 python tests/untimed_run.py RANK FILE
 """

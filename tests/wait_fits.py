@@ -1,4 +1,4 @@
-"""Lightning's DDP in two processes, of which rank one is late in some place."""
+"""Lightning's DDP in two processes; rank 1 is late in some place."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Trains in one of two processes in many ways, of which rank one is late; each writes its times.
+"""Trains in one of two processes in many ways. Rank 1 is late; each writes its times.
 
 python tests/wait_run.py DIRECTORY RANK CASE
 

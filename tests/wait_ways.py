@@ -1,4 +1,4 @@
-"""Ways to train together in two processes, of which rank one is late in some place."""
+"""Ways to train together in two processes; rank 1 is late in some place."""
 
 import time
 from collections.abc import Iterator
@@ -93,7 +93,7 @@ class Way:
 
     def be_late(self, place: str, ms: float) -> None:
         a_call_ms = ms / self.calls_per_step
-        # In a pipeline rank one has the third layer first.
+        # In a pipeline, rank 1 has the third layer first.
         third = self.parts[2 % len(self.parts)]
         if place == "forward":
             self.parts[0].late = (a_call_ms, 0.0)

@@ -1,4 +1,4 @@
-"""What the timers have in common that are added to a script that has none."""
+"""Common parts of timers that are added to a script without a timer."""
 
 import os
 import sys
@@ -70,7 +70,7 @@ _began = float(os.environ.get(BEGAN, time.time()))
 
 
 def path_to_save(wanted: dict[str, Any]) -> str | None:
-    """Return where a timer saves: no other of the script does, nor one of its children."""
+    """Return a path that no other timer of the script or of its subprocesses saves to."""
     if (path := wanted.get("save_path")) is None:
         return None
     number, is_child = next(_numbers), _rank() is None and parent_process() is not None

@@ -27,7 +27,7 @@ Time a script as it is: in the Trainer of Lightning or transformers, or in a pla
 loop, where a step is one update of the first optimizer. Arguments, output, exit code and errors
 stay those of the script. Processes that it starts are timed, too. If a script has a timer, that is
 used: --save-path saves its run, and the other options have no effect.
-Options stand before the script. The manual describes them: docs/reference/options.md.
+Options precede the script. The manual describes them: docs/reference/options.md.
 
   run train.py --its own --args
   run --modules 2 --save-path run.json.gz train.py
@@ -36,11 +36,11 @@ Options stand before the script. The manual describes them: docs/reference/optio
   run ./launch.sh
 """
 ABOUT_BENCH = """\
-Run two commands in turns (a b b a), each with a timer as by run, and compare their steps. After 3,
-5, 8, ... turns it ends if the answer is certain: passed or regression by each bound of --fail-above
-(or one regression); without a bound, if the step is certainly slower or faster. It ends after
---turns runs of each. The intervals are wider than those of compare, to allow for several looks. If
-a script has a timer, the runs are those of that timer.
+Run two commands alternately (a b b a), each with a timer as by run, and compare their steps. After
+3, 5, 8, ... turns it ends if the answer is certain: passed or regression by each bound of
+--fail-above (or one regression); without a bound, if the step is certainly slower or faster. It
+ends after --turns runs of each. The intervals are wider than those of compare, to allow for
+several looks. If a script has a timer, the runs are those of that timer.
 
   bench "train.py" "train.py --new"
   bench "torchrun --nproc-per-node 2 old.py" "torchrun --nproc-per-node 2 new.py" --fail-above 2%
@@ -68,7 +68,7 @@ FLAGS = {f"--{name.replace('_', '-')}": name for name in (*SWITCHES, *VALUES)}
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=run)
-    parser.allow_abbrev = False  # What it does not know may be the script's.
+    parser.allow_abbrev = False  # Unknown options may be the script's.
     for flag, name in FLAGS.items():
         if name in SWITCHES:
             parser.add_argument(flag, action="store_true", default=None)
@@ -148,7 +148,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", help="a command, with the options of run in front")
     parser.add_argument("after", help="the command to compare with it")
     parser.add_argument("--turns", type=int, default=12, help="maximum number of runs of each (12)")
-    parser.add_argument("-o", "--out", help="a new folder for the runs (a temporary one)")
+    parser.add_argument(
+        "-o", "--out", help="a new folder for the runs (default: a temporary folder)"
+    )
 
 
 def bench(args: argparse.Namespace) -> "RunComparison":

@@ -162,7 +162,7 @@ class PlainLoops:
         from lightning_gputime._auto_instrumentation.command import FLAGS
 
         if misplaced := FLAGS.keys() & {text.partition("=")[0] for text in sys.argv[1:]}:
-            messages.warning("Options of run stand before the script: %s", ", ".join(misplaced))
+            messages.warning("Options of run must precede the script: %s", ", ".join(misplaced))
         else:
             why = "no second update" if self._census.missed else "no update"
             messages.warning(_NOT_FOUND, f"{why} by a torch optimizer was found", "model")

@@ -134,7 +134,7 @@ def _detect_spans(spans: Sequence[Span], attribution: ExcessAttribution) -> None
                 attribution.attribute_host_excess(kind, detail, part.name.__eq__)
 
 
-# What a loop iterates over that loads nothing.
+# Types of loaders that load nothing.
 _AT_HAND = (range, itertools.count, itertools.repeat, list, tuple)
 
 
@@ -147,7 +147,7 @@ class Loader:
         self._phase, self._workers = FETCH, 0
 
     def set_loader(self, loader: object, in_data: bool) -> None:
-        """Take the loader of the next loop; its fetches may be no phase of their own in `data`."""
+        """Take the loader of the next loop; its fetches may not be separate from `data`."""
         self._phase = DATA if in_data else FETCH
         if type(loader) in _AT_HAND:
             self._phase = ""  # No phase: what is long there is not the fetch.

@@ -33,7 +33,7 @@ class Passage(NamedTuple):
     Attributes:
         start: Functions that ran at the first mark.
         end: Functions that ran at the second mark.
-        outside: Functions around the training, such as the one that calls `fit`. Their lines say
+        outside: Functions around the training, such as the caller of `fit`. Their lines say
             nothing about a phase.
     """
 
@@ -92,7 +92,7 @@ class PlaceReader:
     Args:
         sums: Sums that the time is added to.
         updates: Name of the function that updates the parameters, such as "Adam.step".
-        outside: Functions around the training, such as the one that calls `fit`. Their lines say
+        outside: Functions around the training, such as the caller of `fit`. Their lines say
             nothing about a phase.
     """
 

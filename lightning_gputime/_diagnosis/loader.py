@@ -51,7 +51,7 @@ class LoaderCase:
 
     @property
     def needed_workers(self) -> int:
-        """Number of workers that deliver a batch as often as the loop takes one."""
+        """Number of workers that deliver batches as fast as the loop takes them."""
         return workers_for(self.busy_ms, self.rest_ms)
 
     @property

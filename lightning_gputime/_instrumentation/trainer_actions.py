@@ -61,7 +61,7 @@ class FitActions:
 
     @property
     def reports_validations(self) -> bool:
-        """True if the exact start and end of the Trainer's validations are known."""
+        """True if the Trainer reports the exact start and end of its validations."""
         return self._validation_entry is not None
 
     def listen(self, fit: ListeningFit, recorder: Recorder) -> None:

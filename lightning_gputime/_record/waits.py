@@ -3,7 +3,7 @@
 from threading import get_ident
 
 from lightning_gputime._compat.torch_ import current_graph_task_id
-from lightning_gputime._phases import COMM, GOES_ON, WAITS
+from lightning_gputime._phases import COMM, CONTINUES, WAITS
 from lightning_gputime._record.recorder import IN_BACKWARD, Recorder
 from lightning_gputime._record.state import OPEN
 
@@ -25,7 +25,7 @@ def begin_wait(recorder: Recorder, label: str = WAITS) -> bool:
 def end_wait(recorder: Recorder) -> None:
     """End a wait. The interrupted phase continues."""
     if recorder.state is OPEN and is_here(recorder) and recorder.open.is_waiting:
-        recorder.interrupt(GOES_ON)
+        recorder.interrupt(CONTINUES)
 
 
 def is_here(recorder: Recorder) -> bool:

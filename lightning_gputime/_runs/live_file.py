@@ -19,7 +19,7 @@ class LiveFile:
     """File of a run, rewritten every 10 s and at the ends of epochs.
 
     Attributes:
-        path: The file; None if there is none.
+        path: The file, or None.
     """
 
     def __init__(self) -> None:
