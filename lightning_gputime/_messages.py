@@ -1,11 +1,14 @@
 """Messages to the user, in the logger of the package."""
 
 import difflib
+import itertools
 import logging
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-_MAX_SHOWN = 60  # Characters of what was given.
+_MAX_SHOWN = 60  # Maximum length of values in messages.
+_MAX_WARNINGS = 20  # Number of warnings that are kept for saved runs.
 HOMES = (
     "GPUPhaseTimer is for the Trainer of Lightning,"
     " lightning_gputime.huggingface.TransformersPhaseTimer for that of transformers,"
@@ -23,7 +26,29 @@ def _name_the_package(record: logging.LogRecord) -> bool:
     return True
 
 
+# Number and text of the newest warnings of this process.
+_numbers = itertools.count(1)
+_newest_warnings: deque[tuple[int, str]] = deque([(0, "")], maxlen=_MAX_WARNINGS)
+
+
+def _keep_warning(record: logging.LogRecord) -> bool:
+    if record.levelno >= logging.WARNING:
+        _newest_warnings.append((next(_numbers), record.getMessage()))
+    return True
+
+
+messages.addFilter(_keep_warning)  # Before the filter that changes the text.
 messages.addFilter(_name_the_package)
+
+
+def newest_warning() -> int:
+    """Return the number of the newest warning of this process."""
+    return _newest_warnings[-1][0]
+
+
+def warnings_after(number: int) -> tuple[str, ...]:
+    """Return the newest warnings of this process after the one of a number."""
+    return tuple(text for n, text in [*_newest_warnings] if n > number)
 
 
 def format_value(value: object) -> str:

@@ -8,16 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_gpu import FakeGPU
+from fake_lightning import trainer
+from fake_loop import Loop, hooks
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
-from lightning_gputime import GPUPhaseHooks
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._compat.torch_ import fetcher_classes
 from lightning_gputime._culprits import workers
 from lightning_gputime._culprits.workers import WorkerTimer
 from lightning_gputime._diagnosis.loader import LoaderCase, advise_on_loader
 from lightning_gputime._measurement.culprits import Culprit
-from lightning_gputime._measurement.loader import FIELDS, LoaderTimes, WorkerTimes, loader_times
+from lightning_gputime._measurement.loader import (
+    FIELDS,
+    LoaderTimes,
+    WorkerTimes,
+    describe_slowdown,
+    loader_times,
+)
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.stats import PhaseStats
@@ -116,7 +126,8 @@ def test_stages_of_a_worker_are_exact(in_worker: Any, kind: Any, dataset_ms: flo
     times = loader_times(rows, "Photos", "pad", (0, 0))
     assert times is not None
     (worker,) = times.workers
-    assert worker == WorkerTimes(10, dataset_ms, 2.0, wait_ms=2.7)  # 9 waits of 3 ms.
+    # 9 waits of 3 ms.
+    assert worker == WorkerTimes(10, dataset_ms, 2.0, wait_ms=2.7, newest_ms=2.0 + dataset_ms)
     assert (times.starts, times.startup_s) == (1, (22 + dataset_ms) / 1e3)
     assert (times.lock_share, times.repeats) == (None, False)
 
@@ -183,7 +194,10 @@ PACE = "2 workers deliver a batch every 10 ms, and the rest of the step takes 5 
         (
             {"workers": (WORKER, replace(WORKER, dataset_ms=58.0), WORKER)},
             16,
-            ["check what worker 1 reads: a batch takes 60 ms there, and 20 ms in the others"],
+            [
+                "check what worker 1 reads: a batch takes 60 ms there, and 20 ms in the others;"
+                " 1 of every 3 batches comes from it"
+            ],
         ),
         (
             {"long_batches": 2, "long_share": 0.4, "slowest_ms": 2000.0, "slowest_index": 18_211},
@@ -239,6 +253,43 @@ def test_advice_on_a_loader(facts: dict[str, Any], cores: int | None, texts: lis
         replace(TIMES, **facts), exposed_ms=5.0, rest_ms=5.0, batches=200, cores=cores
     )
     assert [advice.text for advice in advise_on_loader(case)] == texts
+
+
+@pytest.mark.parametrize(
+    ("newest_ms", "text"),
+    [
+        ((20.0, 20.0), ""),
+        ((20.0, 60.0), "worker 1 now takes 60 ms per batch, 20 ms on average"),
+        ((50.0, 60.0), "workers now take 60 ms per batch, 20 ms on average"),
+    ],
+)
+def test_slowdown_names_the_workers(newest_ms: tuple[float, float], text: str) -> None:
+    workers = tuple(replace(WORKER, newest_ms=ms) for ms in newest_ms)
+    assert describe_slowdown([replace(TIMES, workers=workers)]) == text
+
+
+class Pipeline:
+    """A loader that is not a DataLoader."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        self.gpu = gpu
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(30):
+            self.gpu.host_work(40.0)
+            yield torch.ones(2, 2)
+
+
+def test_advice_on_a_foreign_loader_says_that_stages_are_not_measured(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for batch in timer.steps(Pipeline(loop.gpu)):
+            loop.train(batch)
+    [text] = timer.summary().advice
+    assert text == (
+        "use faster transforms, or workers that load in advance; stages of `Pipeline` are not"
+        ' measured, because it is not a torch DataLoader: put `with phase("data/decode")` around'
+        " a part to time it"
+    )
 
 
 def test_table_shows_the_stages_of_workers() -> None:
@@ -330,8 +381,10 @@ def train(loader: DataLoader[Tensor], *, timed: bool) -> tuple[list[Tensor], Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("context", "persistent"),
+    [("fork", False), ("fork", True), ("spawn", False), ("forkserver", True)],
+)
 def test_training_is_bitwise_the_same_with_timed_workers(context: str, persistent: bool) -> None:
     def loader() -> DataLoader[Tensor]:
         return DataLoader(
@@ -354,3 +407,32 @@ def test_training_is_bitwise_the_same_with_timed_workers(context: str, persisten
     assert times.dataset == "Numbers.__getitem__"
     assert times.starts == (1 if persistent else 2)
     assert not times.repeats
+
+
+@pytest.mark.slow
+def test_workers_of_several_loaders_are_timed_separately() -> None:
+    loaders = {
+        "numbers": DataLoader(Numbers(), 4, num_workers=2),
+        "repeated": DataLoader(Repeated(), 5, num_workers=1),
+    }
+    timer = GPUPhaseTimer(print_summary=False)
+    trainer(timer, max_epochs=1).fit(Plain(), loaders)
+    found = {times.dataset: times for times in timer.summary().measurement.loaders}
+    assert {name: len(times.workers) for name, times in found.items()} == {
+        "Numbers.__getitem__": 2,
+        "Repeated.__iter__": 1,
+    }
+    assert found["Numbers.__getitem__"].batches == 12
+
+
+class Plain(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss: Tensor = self.net(batch["numbers"]).mean() + batch["repeated"].mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)

@@ -59,6 +59,9 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         parts = [differences(old[key], new.get(key), f"{path}.{key}") for key in old]
         return [found for part in parts for found in part]
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        parts = [differences(*pair, path) for pair in zip(old, new, strict=True)]
+        return [found for part in parts for found in part]
     return [] if old == new else [path]
 
 

@@ -161,7 +161,13 @@ def _use_workers(case: Case, reason: str, fetch_ms: float) -> Iterator[Advice]:
     if workers and loader is not None:
         yield from advise_on_loader(loader)
     elif workers is None:
-        yield Advice("workers", "use faster transforms, or workers that load in advance")
+        text = "use faster transforms, or workers that load in advance"
+        if setup.foreign_loader:
+            text += (
+                f"; stages of `{setup.foreign_loader}` are not measured, because it is not a torch"
+                ' DataLoader: put `with phase("data/decode")` around a part to time it'
+            )
+        yield Advice("workers", text)
     elif workers == 0:
         n = min(workers_for(fetch_ms, m.step.mean_ms - fetch_ms), cores or _FIRST_WORKERS)
         faster = ", or make it faster" if reason else ""

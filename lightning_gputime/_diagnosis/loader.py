@@ -180,7 +180,7 @@ def _fix_worker(case: LoaderCase) -> Advice | None:
     other_ms = others[len(others) // 2]
     text = (
         f"check what worker {slowest} reads: a batch takes {duration(busy_ms[slowest])} there,"
-        f" and {duration(other_ms)} in the others"
+        f" and {duration(other_ms)} in the others; 1 of every {len(busy_ms)} batches comes from it"
     )
     return Advice("slow_worker", text, {"worker": slowest})
 

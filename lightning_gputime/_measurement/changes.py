@@ -64,6 +64,7 @@ class Slowdown:
         until_step: Number of the first step after a stretch; else None.
         since_epoch: Epoch of `since_step`, as the trainer counts it; None if unknown.
         lost_share: Fraction of the time of all steps above the first level, from 0 to 1.
+        detail: Cause inside the phase, such as a worker of the loader; empty if unknown.
     """
 
     kind: str
@@ -76,6 +77,7 @@ class Slowdown:
     until_step: int | None = None
     since_epoch: int | None = None
     lost_share: float = 0.0
+    detail: str = ""
 
     @property
     def after_ms(self) -> float:
@@ -104,7 +106,8 @@ class Slowdown:
         if not self.phase:
             return found
         is_most = abs(self.phase_change_ms) >= 0.5 * abs(self.change * self.before_ms)
-        return f"{found}, {'most' if is_most else 'part'} of it in `{self.phase}`"
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{found}, {'most' if is_most else 'part'} of it in `{self.phase}`{detail}"
 
 
 class _Window(NamedTuple):

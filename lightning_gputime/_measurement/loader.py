@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 from lightning_gputime._measurement.units import duration
@@ -31,6 +32,7 @@ NEWEST = 18
 RING, RING_FIELDS = 32, 4
 """Newest batches of a worker: start, end and time in `collate_fn` (in ns), longest sample."""
 FIELDS = NEWEST + 1 + RING * RING_FIELDS
+_SLOWED_DOWN = 1.25  # Newest batches of a worker that slows down, as a multiple of its mean.
 _MIN_LOOKS = 8  # Minimum number of reads of /proc to estimate waits for locks.
 
 
@@ -76,12 +78,14 @@ class WorkerTimes:
         dataset_ms: Time in the dataset: `dataset[i]`, `__getitems__` or the iterator's `next`.
         collate_ms: Time in `collate_fn`.
         wait_ms: Time between two batches, in which it has nothing to do.
+        newest_ms: Time to make a batch, mean over its newest batches (at most 32).
     """
 
     batches: int
     dataset_ms: float
     collate_ms: float
     wait_ms: float
+    newest_ms: float = 0.0
 
     @property
     def busy_ms(self) -> float:
@@ -139,6 +143,34 @@ class LoaderTimes:
         return float(total / self.batches)
 
 
+def _newest_ms(row: Sequence[int]) -> float:
+    batches = [*newest_batches([row])]
+    return fmean(batch.end_ns - batch.start_ns for batch in batches) / 1e6 if batches else 0.0
+
+
+def describe_slowdown(loaders: Sequence[LoaderTimes]) -> str:
+    """Return which workers have slowed down; empty if none has."""
+    workers = [worker for loader in loaders for worker in enumerate(loader.workers)]
+    slower = [
+        (number, worker)
+        for number, worker in workers
+        if worker.newest_ms >= _SLOWED_DOWN * worker.busy_ms
+    ]
+    if not slower:
+        return ""
+    number, worker = max(slower, key=lambda found: found[1].newest_ms)
+    took = f"{duration(worker.newest_ms)} per batch, {duration(worker.busy_ms)} on average"
+    subject = f"worker {number} now takes" if len(slower) < len(workers) else "workers now take"
+    return f"{subject} {took}"
+
+
+def _worker_times(row: Sequence[int]) -> WorkerTimes:
+    dataset_ms, collate_ms, wait_ms = (
+        row[column] / row[BATCHES] / 1e6 for column in (DATASET_NS, COLLATE_NS, WAIT_NS)
+    )
+    return WorkerTimes(int(row[BATCHES]), dataset_ms, collate_ms, wait_ms, _newest_ms(row))
+
+
 def loader_times(
     rows: Sequence[Sequence[int]], dataset: str, collate: str, looks: tuple[int, int]
 ) -> LoaderTimes | None:
@@ -167,13 +199,7 @@ def loader_times(
     return LoaderTimes(
         dataset,
         collate,
-        tuple(
-            WorkerTimes(
-                int(row[BATCHES]),
-                *(row[column] / row[BATCHES] / 1e6 for column in (DATASET_NS, COLLATE_NS, WAIT_NS)),
-            )
-            for row in used
-        ),
+        tuple(map(_worker_times, used)),
         cpu_share=min(total(CPU_NS) / observed_ns, 1.0) if observed_ns else None,
         run_delay_share=min(total(RUN_DELAY_NS) / observed_ns, 1.0) if observed_ns else None,
         lock_share=locked / busy if busy >= _MIN_LOOKS else None,

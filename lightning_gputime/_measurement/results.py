@@ -13,6 +13,7 @@ from lightning_gputime._compat.names import NotMeasured, not_measured
 from lightning_gputime._measurement.changes import Slowdown, SlowdownSearch
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.history import StepLog, history
+from lightning_gputime._measurement.loader import describe_slowdown
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.memory import MemoryWatch
 from lightning_gputime._measurement.observers import (
@@ -31,7 +32,7 @@ from lightning_gputime._measurement.sums import Sums, ThroughputReference
 from lightning_gputime._measurement.untimed import Estimate, UntimedSteps
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._messages import Named
-from lightning_gputime._phases import CALLBACK_WAIT, CALLBACKS, StepRecord, StepTimes
+from lightning_gputime._phases import CALLBACK_WAIT, CALLBACKS, DATA, FETCH, StepRecord, StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +252,7 @@ class Results:
             return replace(self._measurement_of(steps, Sums(steps), Sums()), is_warmup=True)
         return replace(
             self._measurement_of(steps[log.warmup_in_history :], log.sums, busy),
-            slowdown=self.slowdowns.find(),
+            slowdown=self._slowdown(),
             warmup_steps=log.warmup_steps,
             untimed_steps=max(self._sampling.ended_steps - log.n, 0),
             skipped_updates=log.skipped_warmup_updates + log.sums.skipped_updates,
@@ -259,6 +260,12 @@ class Results:
             hint="" if log.n else self._constants.hint,
             stage=stage,
         )
+
+    def _slowdown(self) -> Slowdown | None:
+        found = self.slowdowns.find()
+        if found is None or found.until_step is not None or found.phase not in (DATA, FETCH):
+            return found
+        return replace(found, detail=describe_slowdown(self.culprits.loaders()))
 
     def _measurement_of(self, steps: list[StepRecord], sums: Sums, busy: Sums) -> Measurement:
         times, untimed = history(steps), self.untimed

@@ -31,6 +31,7 @@ class TrainingSetup:
     pin_memory: bool | None = None
     persistent_workers: bool | None = None
     prefetch_factor: int | None = None
+    foreign_loader: str = ""  # Class of a loader whose stages cannot be timed.
     loader_prefix: str = ""  # Prefix of the loader's options, as in transformers.
     cores: int | None = None  # Per rank.
     batch_size: int | None = None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_gputime._compat.torch_ import is_compiled
 from lightning_gputime._instrumentation.comm import is_distributed
@@ -195,10 +195,18 @@ def known_of_loader(loader: object) -> dict[str, Any]:
     datasets = [dataset_of(known) for known in loaders]
     return {
         "has_loader": True,
+        "foreign_loader": next(filter(None, map(_foreign_class, loaders)), ""),
         "is_iterable": any(isinstance(dataset, IterableDataset) for dataset in datasets),
         "is_in_memory": any(isinstance(dataset, TensorDataset) for dataset in datasets),
         **{name: _common(loaders, name) for name in _OF_LOADERS},
     }
+
+
+def _foreign_class(loader: object) -> str:
+    """Return the class of a loader that is not a DataLoader of torch, else an empty string."""
+    # A loader of accelerate iterates over an inner loader.
+    is_torch = isinstance(attribute(loader, "base_dataloader") or loader, DataLoader)
+    return "" if is_torch else type(loader).__name__
 
 
 def _common(loaders: Sequence[object], name: str) -> Any:

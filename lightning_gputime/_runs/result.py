@@ -12,7 +12,7 @@ from lightning_gputime._runs.environment import Environment
 from lightning_gputime._runs.estimates import Difference
 from lightning_gputime._runs.saved import Run
 
-VERSION, MINOR = 1, 0
+VERSION, MINOR = 1, 1
 """A new key raises `MINOR`; a renamed or removed key raises `VERSION`."""
 
 _MIN_SHARE = 0.01  # Shorter entries and phases are not in a brief result.
@@ -28,6 +28,7 @@ def result_of(run: Run, *, brief: bool = False) -> dict[str, Any]:
     content = summary.to_dict()
     content |= {"notes": summary.notes, "environment": asdict(run.environment)}
     content |= {"slow_steps": [asdict(step) for step in run.slow_steps]}
+    content |= {"warnings": run.warnings}
     if not brief:
         return _head("run", brief) | _plain(content)
     found, breakdown = summary.diagnosis, summary.time_breakdown
@@ -58,6 +59,7 @@ def result_of(run: Run, *, brief: bool = False) -> dict[str, Any]:
             "ranks": content["ranks"]
             and _chosen(content["ranks"], ("slowest_rank", "phase", "behind_median_ms")),
             "notes": summary.notes,
+            "warnings": run.warnings,
             "environment": _brief_environment(run.environment),
         }
     )

@@ -45,6 +45,7 @@ class Run(Tabular):
         slow_steps: Slowest steps with their causes.
         evaluations: Means of each evaluation, as JSON objects.
         name: Name of the run, such as its file.
+        warnings: Newest warnings of the package during the run.
     """
 
     environment: Environment
@@ -54,6 +55,7 @@ class Run(Tabular):
     slow_steps: Sequence[SlowStep] = ()
     evaluations: Sequence[Mapping[str, Any]] = ()
     name: str = ""
+    warnings: Sequence[str] = ()
 
     def summary(self) -> PhaseSummary:
         """Return the summary of all steps without the warm-up; with it if there are no others."""

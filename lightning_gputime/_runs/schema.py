@@ -6,7 +6,7 @@ A file is a JSON object with these keys:
   keys, which older readers ignore with a warning.
 - `environment`, `setup`, `slow_steps`, `summary` (a `Measurement`): objects whose keys are the
   fields of these classes. A missing key means the default.
-- `evaluations`: the means of each evaluation. `warmup_steps`: a number of steps.
+- `evaluations`: the means of each evaluation. `warmup_steps`: a number of steps. `warnings`: texts.
 - `history`: the time of each step and phase as a multiple of `unit_ms`; -1 if absent.
 
 Raise `MINOR` to add a key, and `VERSION` to rename or remove a key. `tests/test_schema.py` reads a
@@ -32,7 +32,7 @@ from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._runs.environment import Environment
 
 FORMAT = "lightning_gputime run"
-VERSION, MINOR = 5, 2
+VERSION, MINOR = 5, 3
 _UNIT_MS = 1e-4  # Unit of saved times: a fifth of the resolution of a CUDA event.
 _MAX_TIME_MS = 1e9  # Longer times are saved as absent.
 _ABSENT = -1
@@ -70,6 +70,9 @@ class Run(Protocol):
     @property
     def evaluations(self) -> Sequence[Mapping[str, Any]]: ...
 
+    @property
+    def warnings(self) -> Sequence[str]: ...
+
     def summary(self) -> PhaseSummary: ...
 
 
@@ -86,6 +89,7 @@ def to_json(run: Run) -> dict[str, Any]:
         "setup": asdict(summary.setup),
         "slow_steps": [asdict(step) for step in run.slow_steps],
         "evaluations": run.evaluations,
+        "warnings": run.warnings,
     }
     # The history is most of the file, and already in types of JSON.
     return {**plain(content), "history": _pack(run.history)}
