@@ -41,16 +41,6 @@ messages.addFilter(_keep_warning)  # Before the filter that changes the text.
 messages.addFilter(_name_the_package)
 
 
-def newest_warning() -> int:
-    """Return the number of the newest warning of this process."""
-    return _newest_warnings[-1][0]
-
-
-def warnings_after(number: int) -> tuple[str, ...]:
-    """Return the newest warnings of this process after the one of a number."""
-    return tuple(text for n, text in [*_newest_warnings] if n > number)
-
-
 def format_value(value: object) -> str:
     """Return the representation of a value, or its type if that is long."""
     text = repr(value)
@@ -76,9 +66,14 @@ class WarnOnce:
 
     def __init__(self) -> None:
         self._told: set[str] = set()
+        self._first = _newest_warnings[-1][0] + 1
 
     def __call__(self, message: str, *args: object) -> None:
         """Log a warning unless one with this `message` was logged before."""
         if message not in self._told:
             self._told.add(message)
             messages.warning(message, *args)
+
+    def all_warnings(self) -> tuple[str, ...]:
+        """Return the newest warnings of this process since this object exists."""
+        return tuple(text for number, text in [*_newest_warnings] if number >= self._first)

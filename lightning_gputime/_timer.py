@@ -29,13 +29,7 @@ from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.setup import CostlySetting
 from lightning_gputime._measurement.slow import SlowStep
 from lightning_gputime._measurement.wall_clock import WallClock
-from lightning_gputime._messages import (
-    HOMES,
-    WarnOnce,
-    messages,
-    newest_warning,
-    warnings_after,
-)
+from lightning_gputime._messages import HOMES, WarnOnce, messages
 from lightning_gputime._options import AUTO, Options, check_bools, check_int
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._output.table import Table, Tabular, show
@@ -125,7 +119,6 @@ class Timer(Tabular):
         self._calls: NamedCalls | None = None
         self._loader: object = None  # The newest loader.
         self._live_file = LiveFile()
-        self._warnings_before = newest_warning()  # Those of the constructor belong to the run.
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled: a copy is not attached. `ddp_spawn` pickles before `setup`.
@@ -419,7 +412,7 @@ class Timer(Tabular):
             summary_of(results),
             slow_steps=results.slow.slow_steps(100),
             evaluations=[*self._evaluations.means],
-            warnings=warnings_after(self._warnings_before),
+            warnings=self._warn_once.all_warnings(),
         )
 
     def _show(self, is_wanted: bool) -> None:

@@ -292,12 +292,15 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._wall_clock.end_first_step()
         if self._has_fetched:
             self._session.recorder.mark_instead(DATA, CALLBACKS)
+        if self._live_file.path is not None:
+            self._save_if_due()
 
     @never_raises
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         self._wall_clock.switch_to(EPOCH_ENDS)
         self._batch.close()
         self._session.compare_ranks()
+        self._save_if_due(is_epoch_end=True)
 
     @never_raises
     def on_train_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:

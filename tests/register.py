@@ -118,9 +118,9 @@ REGISTER = (
         when="all of the fit",
     ),
     Replaced(
-        "`__iter__` of `torch.utils.data.DataLoader`",
+        "`__iter__` of `torch.utils.data.DataLoader`; with `run`, `__next__` of its iterators",
         CLASS,
-        frozenset({"__iter__"}),
+        frozenset({"__iter__", "__next__"}),
         "a loader does not show its stages",
         when=_IN_TRAINING,
     ),

@@ -216,6 +216,7 @@ TESTED_ALONE = {
     REWARDS,
     VLLM,
     "torch.autocast._enabled",
+    "torch.utils.data.dataloader._BaseDataLoaderIter",
     "transformers.PreTrainedModel._loss_function",
     "transformers.trainer.DEFAULT_CALLBACKS",
 }
@@ -324,6 +325,15 @@ def test_autocast_counts_as_on_if_its_state_is_private() -> None:
         patch.setattr(names, "read", lambda owner, attribute: names.MISSING)
         assert torch_.is_autocast_on(torch.autocast("cpu", enabled=False))
         assert len(names.not_measured(["torch"])) == 1
+
+
+def test_fetches_of_a_script_are_reported_as_unknown_without_the_iterator() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(names, "_not_measured", {})
+        patch.setattr(names, "read", lambda owner, attribute: names.MISSING)
+        assert torch_.loader_next() is None
+        [found] = names.not_measured(["torch"])
+    assert found.text.startswith("not measured: the fetches of a plain loop, because torch ")
 
 
 def test_trainer_with_reward_functions_reports_missing_rewards_and_vllm() -> None:

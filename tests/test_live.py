@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from fake_gpu import FakeGPU
 from fake_lightning import Loader, Model, trainer
+from fake_loop import Loop, hooks
 from processes import ENVIRONMENT
 from test_compare import run as simulated_run
 
@@ -29,6 +31,12 @@ while True:
     optimizer.step()
     time.sleep(0.002)
 """
+
+WITH_TIMER = TRAIN.replace(
+    "while True:",
+    "timer = lightning_gputime.GPUPhaseHooks(net, optimizer).attach()\nwhile True:",
+).replace("time.sleep(0.002)", "timer.step()\n    time.sleep(0.002)")
+WITH_TIMER = f"import lightning_gputime\n{WITH_TIMER}"
 
 
 def wait_until(is_true: Callable[[], object], timeout_s: float = 60.0) -> None:
@@ -121,9 +129,45 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
 
 
+def test_loops_and_transformers_rewrite_a_live_file(
+    tmp_path: Path, writes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    from lightning_gputime.huggingface import TransformersPhaseTimer
+
+    monkeypatch.setattr(live_file, "_MIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(live_file, "_MAX_RATIO", 0)
+    path = str(tmp_path / "run.json")
+    loop = Loop(FakeGPU())
+    with hooks(loop) as in_loop:
+        in_loop._live_file.start(path)
+        for x in in_loop.steps(loop.batches(12)):
+            loop.train(x)
+    assert len(writes) >= 10
+    writes.clear()
+    in_trainer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
+    in_trainer._live_file.start(path)
+    args = transformers.TrainingArguments(
+        str(tmp_path), max_steps=12, report_to=[], save_strategy="no", use_cpu=True
+    )
+    data = [{"x": torch.ones(4)}] * 16
+    transformers.Trainer(Squares(), args, train_dataset=data, callbacks=[in_trainer]).train()
+    assert len(writes) >= 10
+
+
+class Squares(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.net(x).square().mean()}
+
+
 @pytest.mark.slow
-def test_killed_run_leaves_the_newest_file(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAIN)
+@pytest.mark.parametrize("script", [TRAIN, WITH_TIMER], ids=["no timer", "timer of the script"])
+def test_killed_run_leaves_the_newest_file(tmp_path: Path, script: str) -> None:
+    (tmp_path / "train.py").write_text(script)
     path = tmp_path / "run.json.gz"
     command = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
     process = subprocess.Popen([*command, "train.py"], cwd=tmp_path, env=ENVIRONMENT)

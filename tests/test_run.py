@@ -69,6 +69,31 @@ for _ in range(60):
 gc.collect()
 assert [one() for one in models] == [None, None]
 """
+LOADER = """
+import time, torch
+from torch.utils.data import DataLoader, Dataset
+class Slow(Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.ones(4)
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+loader, validation = DataLoader(Slow(), 2), DataLoader([*torch.ones(8, 4)], 2)
+for _ in range(2):
+    for x in loader:
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.008)
+    net.eval()
+    with torch.no_grad():
+        for x in validation:
+            net(x)
+    net.train()
+"""
+"""A fetch takes 4 ms, code after the update 8 ms."""
 UNSEEN = """
 import torch
 weight = torch.ones(4, requires_grad=True)
@@ -560,6 +585,28 @@ def test_run_reports_options_after_the_script(tmp_path: Path, environment: dict[
     code, _, said = run(script, tmp_path, environment, *RUN, "train.py", "--modules=2", "--lag")
     assert code == 2
     assert said.endswith("Options of run must precede the script: --modules\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", ["once", "in each epoch"])
+def test_plain_loop_knows_its_loader(
+    made: str, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    script = LOADER
+    if made != "once":
+        script = script.replace("in loader", "in DataLoader(loader.dataset, 2)")
+    flags = ["--save-path", "run.json.gz", "--warmup-steps", "0"]
+    code, _, said = run(script, tmp_path, environment, *RUN, *flags, "train.py")
+    assert code == 0, said
+    summary = load(tmp_path / "run.json.gz").summary()
+    assert summary.steps == 38
+    assert 4.0 <= summary.rows["data"].p50_ms < 8.0
+    assert summary.rows["other"].p50_ms >= 8.0
+    assert summary.wall_clock is not None
+    assert "evaluation" in summary.wall_clock.entries_s
+    advice = next(advice for advice in summary.advice if "num_workers" in advice)
+    assert "set num_workers=1 (now 0)" in advice
+    assert made != "once" or advice.startswith("`Slow.__getitem__` (train.py:7)")
 
 
 @pytest.mark.slow

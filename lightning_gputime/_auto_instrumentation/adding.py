@@ -30,7 +30,10 @@ def use_timer_of_script(timer: Timer, wanted: dict[str, Any]) -> None:
     tell_once(_HAS_TIMER)
     if timer not in _timers_of_script and _rank() in (None, "0"):
         _timers_of_script.add(timer)
-        Finalize(None, _end, (timer, path_to_save(wanted), False), exitpriority=0)
+        path = path_to_save(wanted)
+        if timer._live_file.path is None:  # A file of the timer itself keeps its place.
+            timer._live_file.start(path)
+        Finalize(None, _end, (timer, path, False), exitpriority=0)
 
 
 def take_place(adder: object, callbacks: list[Any], timer: Timer, wanted: dict[str, Any]) -> bool:

@@ -174,13 +174,17 @@ class _TimedLoop:
     def __init__(
         self, optimizer: Optimizer, models: list[nn.Module], wanted: dict[str, Any]
     ) -> None:
+        from torch.utils.data import DataLoader
+
         from lightning_gputime._auto_instrumentation import adding
+        from lightning_gputime._auto_instrumentation.fetches import Fetches
         from lightning_gputime.hooks import GPUPhaseHooks
 
         self.optimizer = optimizer
         self.patience = _MIN_OTHER_UPDATES  # Updates by others after which the loop is over.
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._timer = GPUPhaseHooks(model, optimizer, **options_of_all(wanted)).attach()
+        self._fetches = Fetches(self._timer, _instances_of(DataLoader))
         self._hook = optimizer.register_step_post_hook(self._step_ends)
         self._has_begun = False
         self._show = adding.show_at_exit(self._timer, wanted)
@@ -192,13 +196,17 @@ class _TimedLoop:
 
     def _step_ends(self, *_: Any) -> None:
         if self._has_begun:
-            if (calls := self._timer._session.recorder.open.labels.count(BACKWARD)) > 1:
+            if not self._fetches.are_timed:
+                self._fetches.end_first_step()
+            calls = self._timer._session.recorder.open.labels.count(BACKWARD)
+            if calls > 1 and not self._fetches.are_timed:
                 self._timer._warn_once(_MICRO_BATCHES, calls)
             self._timer.step()
         else:
             # The step in which the timer was attached has no beginning.
             self._has_begun = True
             self._timer._session.steps.begin()
+            self._fetches.attach()
 
     def end(self) -> bool:
         """End the timing, and show it. Return False where there is nothing to show but warm-up."""

@@ -451,6 +451,23 @@ def spin_function(module: Any) -> Callable[[int], object] | None:
     return found
 
 
+# Iterators of a DataLoader
+
+_ITERATOR = Name("torch.utils.data.dataloader._BaseDataLoaderIter", "the fetches of a plain loop")
+
+
+def loader_next() -> tuple[type, str] | None:
+    """Return the class and the name of the method by which loaders yield a batch."""
+    report_missing(_ITERATOR)
+    kind = _ITERATOR.find()
+    return None if kind is None else (kind, "__next__")
+
+
+def dataset_of_iterator(iterator: object) -> object:
+    """Return the dataset of a loader's iterator; None if it does not tell."""
+    return getattr(iterator, "_dataset", None)
+
+
 # At attach
 
 
