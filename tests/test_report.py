@@ -20,8 +20,9 @@ from lightning_gputime.__main__ import main
 from lightning_gputime._measurement.history import list_top_phases
 from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.units import unit_of
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
-from lightning_gputime._output.page import page, phases_over_steps, thin_out
+from lightning_gputime._output.page import page, phases_over_steps, thin_out, trend, with_gaps
 from lightning_gputime._output.summary import summary_of
 from lightning_gputime._runs import saved
 from lightning_gputime._runs.environment import Environment
@@ -122,8 +123,8 @@ def test_column_of_times_has_one_unit() -> None:
     body = without_library(made(*runs))
     tables = re.findall(r'<table class="fall">.*?</table>', body, re.S)
     assert [re.findall(r"<td>([\d.]+ \w+)</td>", item) for item in tables] == [
-        ["0.2000 s"],
-        ["30.0000 s"],
+        ["0.2 s"],
+        ["30.0 s"],
     ]
     cells = re.findall(r"<td>([\d.]+ \w+)</td>", body.partition("Slowest steps")[2])
     assert cells == ["19.980 ms", "0.020 ms", "0.020 ms"] * 2
@@ -215,7 +216,7 @@ def test_page_leaves_out_what_a_run_does_not_have() -> None:
         assert absent not in body
     # All time of these steps is work.
     [work] = table_rows(body, "fall")[1:]
-    assert work[:4] == ["GPU work", "3.000 ms", "100.0%", ""]
+    assert work[:4] == ["GPU work", "3.00 ms", "100.0%", ""]
     assert bars(body) == [("GPU work", 0.0, 100.0)]
 
 
@@ -362,3 +363,30 @@ def test_page_formats_names_as_code() -> None:
     head = without_library(made(run_1)).partition("<h2>")[0]
     assert "`" not in head
     assert "<code>&lt;b&gt;&amp;</code>" in head
+
+
+def test_chart_has_gaps_where_nothing_was_timed() -> None:
+    steps = np.array([0, 1, 2, 3, 4, 50, 51, 52, 53, 54])
+    columns = with_gaps({"step": steps, "step_ms": np.full(10, 2.0)})
+    assert columns["step"].tolist() == [0, 1, 2, 3, 4, 5, 49, 50, 51, 52, 53, 54]
+    assert columns["step_ms"].tolist() == [2.0] * 5 + [0.0] * 2 + [2.0] * 5
+    # Steps between the windows of a sampled run are no gap.
+    sampled = {"step": np.arange(0, 100, 5), "step_ms": np.ones(20)}
+    assert with_gaps(sampled)["step"].tolist() == sampled["step"].tolist()
+
+
+def test_chart_has_the_median_of_groups_of_steps() -> None:
+    times_ms = np.tile([1.0, 9.0, 2.0], 80)
+    steps, medians_ms, size = trend({"step": np.arange(240), "step_ms": times_ms})
+    assert size == 6
+    assert medians_ms.tolist() == [2.0] * 40
+    assert steps[:2].tolist() == [2.5, 8.5]
+
+
+@pytest.mark.parametrize(
+    ("longest_ms", "cells"),
+    [(4486.1, ["4.49", "0.07"]), (44861.0, ["44.9", "0.1"]), (448.0, ["448", "69"])],
+)
+def test_column_has_one_unit_and_three_digits(longest_ms: float, cells: list[str]) -> None:
+    unit = unit_of(longest_ms).fitted(longest_ms)
+    assert [unit.cell(ms) for ms in (longest_ms, 69.2)] == cells

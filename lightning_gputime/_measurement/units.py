@@ -1,6 +1,7 @@
 """Times with a suitable unit, and fractions in percent."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,11 @@ class Unit:
     def cell(self, ms: float) -> str:
         """Return a time for a table whose title contains the unit."""
         return f"{ms / self.ms:.{self.digits}f}"
+
+    def fitted(self, longest_ms: float) -> "Unit":
+        """Return this unit with the decimal places that show a column's longest time in three."""
+        number = longest_ms / self.ms
+        return replace(self, digits=max(2 - math.floor(math.log10(number)), 0) if number else 0)
 
     def number(self, ms: float) -> str:
         """Return a time in three digits, without the unit."""

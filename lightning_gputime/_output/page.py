@@ -1,5 +1,6 @@
 """HTML page of one or two runs, in a single file without external resources."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,6 +20,10 @@ from lightning_gputime._output.table import marked
 from lightning_gputime._phases import colours_of
 
 _MAX_POINTS = 2000  # Points of a chart. Longer runs show means over neighboring steps.
+_TREND_POINTS = 40  # Points of the trend line, each the median of the steps around it.
+# A distance between timed steps is a gap if it is this multiple of the usual distance, and this
+# fraction of the axis.
+_MIN_GAP_FACTOR, _MIN_GAP_SHARE = 3.0, 0.02
 _LEGEND_COLUMNS, _LEGEND_ROW_PX = 4, 28
 _TERMS = {
     "mean": "Mean over the steps in which the phase ran",
@@ -30,6 +35,8 @@ _TERMS = {
     "95 %": "Half the width of the 95 % confidence interval",
 }
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00")
+Floats = npt.NDArray[np.float64]
+Columns = dict[str, npt.NDArray[Any]]
 _INK = "#808890"  # Readable in light and dark mode.
 
 
@@ -71,6 +78,7 @@ def page(runs: Sequence[Run], comparison: Any = None) -> str:
         "timed": _with_local_times,
         "table": lambda run: run._table(),
         "thinned": lambda run: thin_out(run.history)[1],
+        "three_digits": lambda ms: unit_of(ms).fitted(ms),
         "unit": unit_of,
     }
     template = environment.from_string(
@@ -109,7 +117,7 @@ def _bokeh() -> Any:
     return bokeh
 
 
-def thin_out(history: npt.NDArray[Any]) -> tuple[dict[str, npt.NDArray[Any]], int]:
+def thin_out(history: npt.NDArray[Any]) -> tuple[Columns, int]:
     """Return the columns of a thinned history, and the number of steps per point."""
     every = max(-(-len(history) // _MAX_POINTS), 1)
     starts = np.arange(0, len(history), every)
@@ -119,6 +127,36 @@ def thin_out(history: npt.NDArray[Any]) -> tuple[dict[str, npt.NDArray[Any]], in
         for name in history.dtype.names or ()
     }
     return {**columns, "step": history["step"][starts]}, every
+
+
+def trend(columns: Columns) -> tuple[Floats, Floats, int]:
+    """Return the medians of consecutive groups of points: steps, times (in ms), points of a group.
+
+    NaN separates groups on both sides of a gap.
+    """
+    steps, times_ms = columns["step"].astype(float), columns["step_ms"]
+    size = max(len(steps) // _TREND_POINTS, 1)
+    starts = np.arange(0, len(steps), size)
+    medians_ms = [float(np.median(times_ms[start : start + size])) for start in starts]
+    centers = [float(np.mean(steps[start : start + size])) for start in starts]
+    found = with_gaps({"step": np.array(centers), "step_ms": np.array(medians_ms)}, math.nan)
+    return found["step"], found["step_ms"], size
+
+
+def with_gaps(columns: Columns, fill: float = 0.0) -> Columns:
+    """Return the columns with two more rows, of `fill`, where no step was timed for long."""
+    steps = columns["step"].astype(float)
+    if len(steps) < 3:
+        return columns
+    distances = np.diff(steps)
+    usual = float(np.percentile(distances, 90, method="lower"))
+    is_gap = distances > max(_MIN_GAP_FACTOR * usual, _MIN_GAP_SHARE * (steps[-1] - steps[0]))
+    places = np.repeat(np.flatnonzero(is_gap) + 1, 2)
+    edges = np.column_stack((steps[:-1][is_gap] + usual, steps[1:][is_gap] - usual)).ravel()
+    gapped = {
+        name: np.insert(np.asarray(column, float), places, fill) for name, column in columns.items()
+    }
+    return {**gapped, "step": np.insert(steps, places, edges)}
 
 
 def _charts(run: Run, limit_ms: float) -> list[Markup]:
@@ -133,7 +171,7 @@ def phases_over_steps(run: Run, limit_ms: float, in_percent: bool = False) -> An
     """Return a stacked chart of the phases of each step, with slow steps as points."""
     models, stack = _bokeh().models, _bokeh().transform.stack
     colours = colours_of(list_top_phases(run.history))
-    columns, _ = thin_out(run.history)
+    columns = with_gaps(thin_out(run.history)[0])
     unit = "%" if in_percent else "ms"
     scale = 100 / np.maximum(columns["step_ms"], 1e-9) if in_percent else 1.0
     # Number the columns: a phase name may contain any character.
@@ -152,6 +190,10 @@ def phases_over_steps(run: Run, limit_ms: float, in_percent: bool = False) -> An
         items.append((name, [figure.varea_step(**between, **step_wise)]))
     whole = figure.line("step", "whole", source=source, line_alpha=0.0)
     figure.add_tools(models.HoverTool(renderers=[whole], tooltips=tips, mode="vline"))
+    numbers, medians_ms, size = trend(thin_out(run.history)[0])
+    if size > 1 and not in_percent:
+        line = figure.line(numbers, medians_ms, color=_INK, line_width=2)
+        items.append((f"median of {size} points", [line]))
     points = [step for step in run.slow_steps if step.step in run.history["step"]]
     if points and not in_percent:
         items.append(("slow steps", [_mark(figure, points, limit_ms)]))

@@ -356,10 +356,12 @@ class PhaseSummary(Tabular):
         elif cost is not None and self.untimed_steps:
             yield f"{self.untimed_steps} steps were not timed, to measure the cost of timing"
         if self.not_sampled_steps:
-            yield (
-                f"{self.not_sampled_steps} long steps ({percent(self.not_sampled_share)} of the"
-                " time) were not sampled; pass every_n_steps=1 to time them"
-            )
+            n = self.not_sampled_steps
+            long = "1 long step" if n == 1 else f"{n} long steps"
+            share = percent(self.not_sampled_share)
+            was = "was" if n == 1 else "were"
+            yield f"{long} ({share} of the time) {was} not sampled; pass every_n_steps=1"
+
         timing_ms = (len(self.rows) + 1) * _BOUNDARY_MS
         is_costly = timing_ms > max(_MIN_COST * step_ms, self.host_wait_mean_ms)
         reason = self.measurement.each_timed_for
