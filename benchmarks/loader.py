@@ -32,10 +32,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from lightning_gputime import GPUPhaseHooks
 from lightning_gputime._compat.torch_ import fetcher_classes
 from lightning_gputime._culprits import workers as workers_module
+from lightning_gputime._culprits.loader import StagedLoaders
+from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.loader import FIELDS
 
 BATCH = 16
 SAMPLES = 1600
+CORES = len(os.sched_getaffinity(0))
 
 
 class Photos(Dataset[Tensor]):
@@ -164,10 +167,10 @@ PLANTS = {
         rest_ms=0.2,
     ),
     "cores": Plant(
-        lambda: Photos(spin_ms=1.0),
+        # 20 batches for each worker in an epoch.
+        lambda: Photos(spin_ms=1.0, n=20 * 8 * CORES * BATCH),
         r"wait \d+ % of their time for one of",
-        workers(8 * (os.cpu_count() or 1)),
-        epochs=6,
+        workers(8 * CORES),
         rest_ms=0.2,
     ),
     "iterable": Plant(Unsharded, "give each worker its part of the IterableDataset", workers(4)),
@@ -234,13 +237,19 @@ def measure(name: str) -> dict[str, Any]:
 
 
 class Tiny(Dataset[Tensor]):
-    """Batches of 1 ms."""
+    """Batches that take a time on a core."""
+
+    def __init__(self, ms: float = 1.0) -> None:
+        self.ms = ms
+
+    def __len__(self) -> int:
+        return SAMPLES
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        end = time.perf_counter_ns() + 1_000_000
+        end = time.perf_counter_ns() + int(1e6 * self.ms)
         while time.perf_counter_ns() < end:
             pass
-        return [torch.zeros(1)] * len(indices)
+        return [torch.zeros(64)] * len(indices)
 
 
 def cost() -> dict[str, float]:
@@ -263,6 +272,51 @@ def cost() -> dict[str, float]:
     return {"worker_us": round(statistics.mean(trimmed), 2), "error_us": round(error, 2)}
 
 
+def main_cost() -> dict[str, float]:
+    """Return the microseconds that timed workers add to `next` in the main process."""
+    loader: Any = DataLoader(Photos(spin_ms=0.02, n=64 * BATCH), BATCH, num_workers=1)
+    staged = StagedLoaders(lambda: loader, time.perf_counter_ns, CulpritSums())
+    added_us = []
+    for index in range(24):
+        means_us = []
+        for is_timed in (True, False)[:: 1 - 2 * (index % 2)]:
+            if is_timed:
+                staged.put_on()
+            batches = iter(loader)
+            if is_timed:
+                staged._iter.remove()
+            wait(300.0)  # The queue of batches is full.
+            times_ns = []
+            for _ in range(60):
+                start = time.perf_counter_ns()
+                next(batches)
+                times_ns.append(time.perf_counter_ns() - start)
+                wait(2.0)
+            # The lower quartile: a wake-up of the process now and then takes a millisecond.
+            means_us.append(statistics.quantiles(times_ns, n=4)[0] / 1e3)
+            del batches
+        added_us.append((means_us[0] - means_us[1]) * (1 - 2 * (index % 2)))
+    error = statistics.stdev(added_us) / len(added_us) ** 0.5
+    return {"main_us": round(statistics.mean(added_us), 2), "main_error_us": round(error, 2)}
+
+
+def spinning_collate(samples: list[Tensor]) -> Tensor:
+    end = time.perf_counter() + 0.005
+    while time.perf_counter() < end:
+        pass
+    collated: Tensor = default_collate(samples)
+    return collated
+
+
+def stages() -> dict[str, float]:
+    """Return measured times of stages, of planted 8 ms in the dataset and 5 ms in `collate_fn`."""
+    options = workers(1, collate_fn=spinning_collate)
+    plant = Plant(lambda: Tiny(8.0), "", options, rest_ms=15.0)
+    [times] = train(plant).measurement.loaders
+    found = {"dataset": times.mean("dataset_ms"), "collate": times.mean("collate_ms")}
+    return {f"{name}_ms": round(ms, 2) for name, ms in found.items()}
+
+
 if __name__ == "__main__":
     parser = new_parser(__doc__)
     parser.add_argument("--plants", nargs="*", default=[*PLANTS])
@@ -274,8 +328,8 @@ if __name__ == "__main__":
     if arguments.one:
         print(json.dumps(measure(arguments.one)))
         sys.exit()
-    results: dict[str, Any] = {"cost": cost()}
-    print("cost", results["cost"])
+    results: dict[str, Any] = {"cost": cost() | main_cost(), "stages": stages()}
+    print(results)
     for name in [] if arguments.cost else arguments.plants:
         if PLANTS[name].gpu and not torch.cuda.is_available():
             continue

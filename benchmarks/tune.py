@@ -113,7 +113,7 @@ Trainer(Net(), arguments, data_collator=collate, train_dataset=data, callbacks=[
 """
 
 ADAM = "torch.optim.Adam({}.parameters(), lr=1e-5)"
-LOADER = "loader = DataLoader(Data({data}), batch_size=32, shuffle=True, {options})\n"
+LOADER = "loader = DataLoader(Data({data}), batch_size={batch}, shuffle=True, {options})\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,7 @@ class Plant:
 def plain(
     *kept: str,
     data: str = "",
+    batch: int = 32,
     loader: str = "",
     gpu: bool = False,
     setting: str = "pass",
@@ -143,7 +144,9 @@ def plain(
     optimizer: str = ADAM.format("model"),
     **known: Any,
 ) -> Plant:
-    text = HEAD.format(gpu=gpu, setting=setting) + LOADER.format(data=data, options=loader)
+    text = HEAD.format(gpu=gpu, setting=setting) + LOADER.format(
+        data=data, batch=batch, options=loader
+    )
     text += PLAIN.format(model=model, optimizer=optimizer)
     return Plant(text, kept, gpu=gpu, **known)
 
@@ -151,6 +154,7 @@ def plain(
 def lightning(
     *kept: str,
     data: str = "",
+    batch: int = 32,
     loader: str = "",
     options: str = "logger=False",
     gpu: bool = False,
@@ -159,7 +163,9 @@ def lightning(
     optimizer: str = ADAM.format("self"),
     **known: Any,
 ) -> Plant:
-    text = HEAD.format(gpu=gpu, setting=setting) + LOADER.format(data=data, options=loader)
+    text = HEAD.format(gpu=gpu, setting=setting) + LOADER.format(
+        data=data, batch=batch, options=loader
+    )
     text += LIGHTNING.format(model=model, options=options, optimizer=optimizer)
     return Plant(text, kept, gpu=gpu, **known)
 
@@ -172,7 +178,13 @@ def transformers(*kept: str, data: str = "", options: str = "", callback: str = 
 
 
 WORKERS = "num_workers=4 if fixed else {}, persistent_workers={}"
-BIG = "mlp(4096, 4096, 4)"
+# Matrix products take most of the step.
+BIG: dict[str, Any] = {
+    "data": "size=256, n=20480",
+    "batch": 1024,
+    "model": "mlp(256, 4096, 8)",
+    "loader": "num_workers=8, persistent_workers=True, pin_memory=True",
+}
 PLANTS = {
     "plain_workers": plain("num_workers", data="0.0005", loader="num_workers=4 * fixed"),
     "plain_few_workers": plain("num_workers", data="0.001", loader=WORKERS.format(1, True)),
@@ -200,25 +212,22 @@ PLANTS = {
     "pinned": lightning(
         "pin_memory",
         gpu=True,
-        data="size=2_000_000, n=320",
-        model="mlp(2_000_000, 8)",
+        data="size=200_000, n=1280",
+        model="mlp(200_000, 64)",
+        optimizer="torch.optim.SGD(self.parameters(), lr=1e-9)",
         loader="num_workers=8, persistent_workers=True, pin_memory=fixed",
     ),
     "matmul": lightning(
         "matmul_precision",
         gpu=True,
         setting='torch.set_float32_matmul_precision("high")',
-        data="size=4096, n=2560",
-        model=BIG,
-        loader="num_workers=2, persistent_workers=True, pin_memory=True",
+        **BIG,
         options='logger=False, precision="32-true"',
     ),
     "bf16": lightning(
         "bf16",
         gpu=True,
-        data="size=4096, n=2560",
-        model=BIG,
-        loader="num_workers=2, persistent_workers=True, pin_memory=True",
+        **BIG,
         options='logger=False, precision="bf16-mixed" if fixed else "32-true"',
         tune=("--allow-numerics",),
     ),
