@@ -167,10 +167,11 @@ PLANTS = {
         rest_ms=0.2,
     ),
     "cores": Plant(
-        # 20 batches for each worker in an epoch.
-        lambda: Photos(spin_ms=1.0, n=20 * 8 * CORES * BATCH),
+        # 8 batches for each worker in an epoch. All cores together need 4 ms per batch at best.
+        lambda: Photos(spin_ms=0.25 * CORES, n=8 * 8 * CORES * BATCH),
         r"wait \d+ % of their time for one of",
         workers(8 * CORES),
+        epochs=3,
         rest_ms=0.2,
     ),
     "iterable": Plant(Unsharded, "give each worker its part of the IterableDataset", workers(4)),

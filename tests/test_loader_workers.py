@@ -242,9 +242,10 @@ PACE = "2 workers deliver a batch every 10 ms, and the rest of the step takes 5 
             ["set persistent_workers=True: the first batch of a worker takes 1 s, 4 times"],
         ),
         (
+            # A single start delays the first step alone.
             {"startup_s": 3.0},
             16,
-            ["import and open less when workers start: the first batch of a worker takes 3 s"],
+            [f"set num_workers=5 (now 2; 16 CPU cores), which would keep up: {PACE}"],
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """`tune`: changes that alternating runs prove are kept, and no others."""
 
 import argparse
+import itertools
 import json
 import math
 import subprocess
@@ -247,6 +248,23 @@ def test_changes_of_numerics_need_an_option() -> None:
     assert outcomes(tuned(script)) == {'precision="bf16-mixed"': "needs --allow-numerics"}
     kept = tuned(script, allow_numerics=True)
     assert outcomes(kept) == {'precision="bf16-mixed"': "kept"}
+
+
+def test_an_uncertain_change_leaves_half_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, fused_s = SimpleNamespace(s=0.0), itertools.cycle((3.6, 4.6))
+    monkeypatch.setattr(Tuning, "_left_s", lambda tuning: tuning.budget_s - now.s)
+
+    def seconds(codes: Sequence[str]) -> float:
+        now.s += 10.0
+        # The first change is faster on average, by less than runs differ.
+        pace_s = next(fused_s) if "Adam(fused=True)" in codes else 4.4
+        return pace_s / (1 + ("num_workers=4" in codes))
+
+    tuning = tuned(FakeScript([FUSED, WORKERS], seconds), budget_s=400.0)
+    found = {trial.change.code: len(trial.after) for trial in tuning.trials}
+    assert outcomes(tuning)["Adam(fused=True)"] == "uncertain: the budget ended"
+    assert 3 <= found["Adam(fused=True)"] <= 10
+    assert outcomes(tuning)["num_workers=4"] == "kept"
 
 
 def test_without_time_nothing_is_tried() -> None:

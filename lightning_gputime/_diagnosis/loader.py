@@ -135,14 +135,12 @@ def _split_dataset(case: LoaderCase) -> Advice:
 def _start_less(case: LoaderCase) -> Advice | None:
     times = case.times
     waited_s = case.exposed_ms * case.batches / 1e3
-    starts_s = times.starts * times.startup_s
-    if waited_s <= 0 or starts_s < _MIN_STARTS_SHARE * waited_s:
+    restarts = times.starts - 1  # The first start is part of the first step.
+    if restarts < 1 or waited_s <= 0 or restarts * times.startup_s < _MIN_STARTS_SHARE * waited_s:
         return None
     took = f"the first batch of a worker takes {duration(1e3 * times.startup_s)}"
-    if times.starts > 1:
-        text = f"set {case.prefix}persistent_workers=True: {took}, {times.starts} times"
-        return Advice("persistent_workers", text, {"now": False, "suggested": True})
-    return _start_faster(times)
+    text = f"set {case.prefix}persistent_workers=True: {took}, {times.starts} times"
+    return Advice("persistent_workers", text, {"now": False, "suggested": True})
 
 
 def _start_faster(times: LoaderTimes) -> Advice:

@@ -16,7 +16,7 @@ from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._runs.compare import compare_groups
 from lightning_gputime._tuning.change import Change
 from lightning_gputime._tuning.changes import PROPOSALS
-from lightning_gputime._tuning.trials import Result, RunError, Script, Trial
+from lightning_gputime._tuning.trials import MIN_SPEED_UP, Result, RunError, Script, Trial
 
 _HEADER = ("change", "promised", "reached", "moved", "losses", "result", "where")
 _NOTHING = (
@@ -24,6 +24,8 @@ _NOTHING = (
     " prints the advice of the first run"
 )
 _NO_TRIAL = "needs --allow-numerics"
+_RESERVE = 0.5  # Fraction of the remaining budget that a trial leaves to other changes.
+_MIN_PAIRS = 3  # Each trial may have this many pairs of runs all the same.
 
 
 @dataclass(slots=True)
@@ -88,9 +90,11 @@ class Tuning(Tabular):
 
     def _try(self, trial: Trial) -> None:
         kept = [change for change in self.kept if change is not trial.change]
-        cost_s = 0.0
+        cost_s, reserve_s = 0.0, self._left_s() * _RESERVE
         try:
             while not trial.is_decided and self._left_s() > cost_s:
+                if len(trial.after) >= _MIN_PAIRS and self._left_s() < reserve_s + cost_s:
+                    return  # Leave the rest to other changes.
                 start = time.monotonic()
                 trial.pair(
                     len(trial.after),
@@ -118,7 +122,10 @@ class Tuning(Tabular):
             return "rejected: the losses differ"
         if trial.is_kept:
             return "kept"
-        return "rejected: not faster" if trial.is_decided else "uncertain: the budget ended"
+        if not trial.is_decided:
+            return "uncertain: the budget ended"
+        is_slower = trial.speed_up.value < MIN_SPEED_UP
+        return "rejected: not faster" if is_slower else "uncertain: runs differ by more"
 
     def _table(self) -> Table:
         lines = [_HEADER]
