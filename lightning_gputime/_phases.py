@@ -42,12 +42,12 @@ AFTER_UPDATE = "<after update>"
 EVALUATION = "<evaluation>"
 BETWEEN = "<between>"
 EXCLUDED = "<excluded>"
-EVALUATED = "<evaluated>"  # As that, for an evaluation inside a step.
+EVALUATED = "<evaluated>"  # An excluded evaluation inside a step.
 LEFT = "<left>"
 EVALUATES = (EVALUATION, EVALUATED, EXCLUDED)
 IN_NO_STEP = (EXCLUDED, EVALUATED, LEFT)
-# Labels of marks that interrupt the one before them: a wait for other ranks, one for what a
-# pipeline sends, which is part of what it is for, and the end of both.
+# Labels of marks that interrupt a phase: a wait for other ranks, a wait of a pipeline stage for its
+# input, which is part of the interrupted phase, and the end of both.
 WAITS = "<waits>"
 RECEIVES = "<receives>"
 CONTINUES = "<continues>"

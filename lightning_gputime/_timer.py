@@ -129,10 +129,10 @@ class Timer(Tabular):
     def __del__(self) -> None:
         if sys.is_finalizing():
             return  # Modules may be gone already.
-        # As where a cell of a notebook is run twice. `__init__` may have raised.
+        # For example, a notebook cell ran twice. `__init__` may have raised.
         vars(self).get("_session", NEVER_ATTACHED).lose()
 
-    if not TYPE_CHECKING:  # Else no type checker would miss any attribute.
+    if not TYPE_CHECKING:  # Otherwise type checkers would accept any attribute.
 
         def __getattr__(self, name: str) -> Any:
             is_hook = name == "setup" or name.startswith("on_")
@@ -156,8 +156,13 @@ class Timer(Tabular):
     ) -> Session:
         """Start a new measurement, and attach the hooks.
 
-        `outside` has the functions around the training: their lines say nothing about a phase.
-        `known` has fields of the `Environment` that the front end knows better; None if not.
+        Args:
+            clock: Clock of the device.
+            loop: The loop.
+            means: Logs the means.
+            wall_clock: The wall clock of the training.
+            outside: Functions around the training. Lines in them are not blamed for a phase.
+            known: Fields of the `Environment` that the front end knows; None if it does not.
         """
         if self._session.is_attached:
             self._warn_once(_NESTED)
@@ -421,7 +426,7 @@ class Timer(Tabular):
             if is_wanted and self._prints_table:
                 show(summary_of(self._read()), on_stderr=self._prints_on_stderr)
         except Exception as error:
-            # As where Ctrl-C has ended `tee`, too: the run is still to be saved.
+            # For example, Ctrl-C also ended `tee`. The run must still be saved.
             messages.warning("The table could not be shown: %r", error)
 
     def _read(self) -> Results:

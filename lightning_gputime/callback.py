@@ -44,8 +44,8 @@ from lightning_gputime._session.session import Session
 from lightning_gputime._session.state import OFF
 from lightning_gputime._timer import Timer, never_raises
 
-# Methods of the model, which Lightning puts on every callback: neither a copy nor a timer that is
-# kept after the fit may hold the model by them.
+# Methods of the model that Lightning sets on every callback. Copies, and timers after the fit, must
+# not keep the model alive by them.
 _OF_MODEL = ("log", "log_dict")
 
 # The name in the table of each kind of evaluation in keys.
@@ -55,7 +55,8 @@ _STAGES_BY_NAME = {name: stage for stage, name in _STAGES.items()}
 _SAVED = "The run up to the exception is saved in %s"
 
 
-# The first update of all is waited for during this many batches that should end a step.
+# Number of batches that should end a step, but have no update, after which the trainer's count of
+# batches ends steps.
 _MAX_BATCHES_WITHOUT_UPDATE = 100
 
 
@@ -151,7 +152,7 @@ class Fit(BatchState):
         self._session.recorder.mark(FETCH)  # The loader's workers start next.
 
     def end_epoch(self, _: object) -> None:
-        if sys.exception() is self._handled:  # Else nobody waits for the device any more.
+        if sys.exception() is self._handled:  # After an error, do not wait for the device.
             self._session.publish()
         self._wall_clock.switch_to(EPOCH_ENDS)
 
@@ -482,7 +483,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @never_raises
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Not in `setup`: there are no optimizers yet. Here the sanity check is over, too.
+        # In `setup` there are no optimizers yet. Here the sanity check has also ended.
         self._evaluations.results.clear()
         lightning_.report_missing_names(trainer, pl_module)
         submodules = self._submodules(pl_module)

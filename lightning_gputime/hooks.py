@@ -202,8 +202,8 @@ class _PlainLoop(BatchState):
         """End the work on a batch, which may be an evaluation or nothing. Return its kind."""
         session = timer._session
         if _has_idled(session, is_first=seen is _Seen.NOTHING):
-            # As in a look-ahead, a group, or a `zip` of loops, or where a batch is passed over: it
-            # belongs to the next step.
+            # The loop looks ahead, groups or zips batches, or skips this batch. Its time belongs to
+            # the next step.
             session.open_step.batch_ends()
             return _Seen.AHEAD if seen is _Seen.NOTHING else seen
         body, self._body = self._body, None
@@ -445,7 +445,7 @@ class GPUPhaseHooks(Timer):
             self._attach()
             return self
         except BaseException:
-            # As Ctrl-C: nobody gets the timer, to remove it.
+            # For example Ctrl-C: the caller does not get the timer, so it cannot remove it.
             self._detach()
             raise
 
@@ -487,7 +487,7 @@ class GPUPhaseHooks(Timer):
             except Exception as error:
                 self._give_up(error)
         except BaseException:
-            self._detach()  # As Ctrl-C, anywhere in between.
+            self._detach()  # For example Ctrl-C, at any line above.
             raise
 
     def remove(self) -> None:
@@ -496,7 +496,7 @@ class GPUPhaseHooks(Timer):
             if self._session.is_attached:
                 self._remove()
         except BaseException:
-            self._detach()  # As Ctrl-C, anywhere in between.
+            self._detach()  # For example Ctrl-C, at any line above.
             raise
 
     @never_raises

@@ -90,7 +90,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     def __init__(self, *, print_summary: bool = True, **options: Unpack[AllOptions]) -> None:
         super().__init__(Options(**options), print_summary=print_summary)
-        # The Trainer at work, and what is on it.
+        # The Trainer that runs, and the error that it was handling when training began.
         self._trainer: Any = None
         self._handled: BaseException | None = None
         # The Trainer whose `train` runs, and when that was called.
@@ -174,7 +174,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         try:
             self._attach(trainer, args, state, submodules, known)
         except BaseException:
-            # As Ctrl-C: what the Trainer calls later may not be patched yet.
+            # For example Ctrl-C, before everything is patched.
             self._detach()
             self._leave()
             raise
@@ -188,7 +188,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         known: Mapping[str, Any],
     ) -> None:
         self._patch_trainer(trainer)
-        # As the Trainer calls it: DDP's wrapper, the compiled module, the sharded model.
+        # The module that the Trainer calls: DDP's wrapper, the compiled module, the sharded model.
         model = trainer.model_wrapped
         optimizer, loader = known.get("optimizer"), known.get("train_dataloader")
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
@@ -322,7 +322,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             return
         has_failed = error is not None and error is not self._handled
         if has_failed or self not in (transformers_.callbacks_of(trainer) or [self]):
-            if self._session.is_attached:  # Else `on_train_end` has decided.
+            if self._session.is_attached:  # Otherwise `on_train_end` has set it.
                 is_first = trainer.state.is_world_process_zero
                 self._is_table_due = is_first and isinstance(error, KeyboardInterrupt)
             try:
@@ -355,7 +355,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._evaluation_means = {}
 
         def publish(metrics: Mapping[str, float]) -> None:
-            # As the Trainer names its own.
+            # The Trainer names its own metrics in the same way.
             old, new = f"{prefix}/{stage}", f"{stage}_{prefix}"
             self._evaluation_means = {key.replace(old, new, 1): ms for key, ms in metrics.items()}
 
@@ -402,7 +402,9 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
                 state.log_history[-1].update(self._unlogged)
             added |= self._unlogged
             self._unlogged.clear()
-        if self._trainer is not None:  # Else nobody takes them out of what `evaluate` returns.
+        if (
+            self._trainer is not None
+        ):  # Without it, the keys would stay in the result of `evaluate`.
             self._added = logs, [*added]
             logs.update(added)
 

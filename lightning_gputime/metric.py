@@ -76,7 +76,7 @@ class PhaseTimeMetric(Metric):
             )
         ms = {**times.phase_ms, STEP: times.step_ms}
         self._local.take(times.step_ms - sum(ms[name] for name in ms if is_wait(name)))
-        # Not in place: a state that was loaded is the checkpoint's, too.
+        # Do not change the state in place: a loaded state may also belong to the checkpoint.
         added_ms = [ms.get(name, 0.0) for name in self._names]
         added_ms.append(self._local.deviation_ms - float(self.sums_ms[-1]))
         self.sums_ms = self.sums_ms + torch.tensor(added_ms, dtype=torch.float64)

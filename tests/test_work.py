@@ -380,7 +380,7 @@ def test_precision_is_that_of_autocast_inside_of_the_model(gpu: FakeGPU, wrapped
         (torch.float32, "", "MFU is unknown: no call of the model showed its precision"),
     ],
 )
-def test_precision_of_a_compiled_training_step_is_that_of_short_parameters(
+def test_compiled_training_step_has_the_precision_of_its_parameters(
     gpu: FakeGPU, dtype: torch.dtype, precision: str, note: str
 ) -> None:
     class Task(pl.LightningModule):

@@ -22,7 +22,7 @@ from lightning_gputime._messages import WarnOnce, messages
 # The environment variable: unset, empty or "0" for no timer, "1", or options as JSON.
 VARIABLE = "LIGHTNING_GPUTIME"
 TUNE = f"{VARIABLE}_TUNE"  # Instructions of `tune`, as JSON.
-BEGAN = f"{VARIABLE}_BEGAN"  # That which has the time at which `run` began.
+BEGAN = f"{VARIABLE}_BEGAN"  # Environment variable with the start time of `run`.
 
 _MISSED = (
     "No step is timed: another import hook imported %s before lightning_gputime could watch it."
@@ -61,11 +61,11 @@ def tells_errors() -> Iterator[None]:
         tell_once("No timer is added, because this failed: %r", error)
 
 
-# Called in each Trainer and each Fabric, wanted or not: nothing is imported without need.
+# Every Trainer and Fabric calls these, with or without `run`, so they import lazily.
 
 
 def trainer_callbacks() -> list[Any]:
-    """Return what adds a timer to a Trainer of Lightning, if that is wanted."""
+    """Return callbacks for a Trainer of Lightning: one that adds a timer if the variable is set."""
     if (wanted := options()) is None:
         return []
     from lightning_gputime._auto_instrumentation.lightning import TrainerAdder
@@ -74,7 +74,7 @@ def trainer_callbacks() -> list[Any]:
 
 
 def fabric_callbacks() -> list[Any]:
-    """Return no callback, but time the loop of a Fabric as any other, if that is wanted."""
+    """Return no callbacks. If the variable is set, time the loop of a Fabric as a plain loop."""
     if options() is not None:
         with tells_errors():
             _watch_loops()
@@ -100,7 +100,7 @@ def watch_imports() -> None:
     for name in finder.calls.keys() & sys.modules.keys():
         finder.imported(name)
     sys.meta_path.insert(0, finder)
-    # A process forked by the script reports nothing.
+    # Processes that the script forks do not report.
     atexit.register(_report_unwatched, finder, os.getpid())
 
 
@@ -111,7 +111,7 @@ class _WatchingFinder:
     """
 
     def __init__(self, calls: dict[str, Callable[[], None]]) -> None:
-        self.calls = calls  # The functions that were not called yet, by the name of the module.
+        self.calls = calls  # Functions to call, by the name of the module.
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
@@ -140,7 +140,7 @@ class _WatchedLoader(Loader):
         self._loader, self._finder = loader, finder
 
     def __getattr__(self, name: str) -> Any:
-        # A copy has no loader yet.
+        # `copy` reads attributes before it has set the loader.
         if name == "_loader":
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -155,7 +155,7 @@ class _WatchedLoader(Loader):
 
 
 def _report_unwatched(finder: _WatchingFinder, process: int) -> None:
-    """Report modules that were imported past the finder: their training has no timer."""
+    """Warn about modules that another import hook imported: their training has no timer."""
     missed = finder.calls.keys() & sys.modules.keys()
     if missed and os.getpid() == process:
         messages.warning(_MISSED, " and ".join(sorted(missed)))
@@ -185,11 +185,11 @@ def _watch_trainers(wanted: dict[str, Any]) -> None:
     from lightning_gputime._compat.transformers_ import default_callbacks
 
     class TrainerAdder(transformers.TrainerCallback):
-        """A callback whose place a `TransformersPhaseTimer` takes when training begins."""
+        """Callback that a `TransformersPhaseTimer` replaces when training begins."""
 
         @tells_errors()
         def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-            # Not above: a script may be importing it now, which imports the Trainer.
+            # Import here: at module level this could be a circular import of the Trainer.
             from lightning_gputime._auto_instrumentation import adding
             from lightning_gputime._compat.transformers_ import callbacks_of
             from lightning_gputime.huggingface import TransformersPhaseTimer, find_trainer

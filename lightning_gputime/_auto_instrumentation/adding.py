@@ -31,17 +31,17 @@ def use_timer_of_script(timer: Timer, wanted: dict[str, Any]) -> None:
     if timer not in _timers_of_script and _rank() in (None, "0"):
         _timers_of_script.add(timer)
         path = path_to_save(wanted)
-        if timer._live_file.path is None:  # A file of the timer itself keeps its place.
+        if timer._live_file.path is None:  # Otherwise it has a file from its options.
             timer._live_file.start(path)
         Finalize(None, _end, (timer, path, False), exitpriority=0)
 
 
 def take_place(adder: object, callbacks: list[Any], timer: Timer, wanted: dict[str, Any]) -> bool:
-    """Put a timer in the place of what adds it. Return False where there is another timer."""
+    """Replace a callback with a timer. Return False if there is another timer."""
     if others := [callback for callback in callbacks if isinstance(callback, Timer)]:
         use_timer_of_script(others[0], wanted)
         return False
-    # In the list that is being gone through: no other callback may be left out.
+    # Replace in place, because the Trainer is iterating over this list.
     callbacks[callbacks.index(adder)] = timer
     timer._print_on_stderr()
     return True
@@ -57,12 +57,12 @@ def show_at_exit(timer: Timer, wanted: dict[str, Any], *, prints: bool = True) -
         return None
     path = path_to_save(wanted)
     timer._live_file.start(path)
-    # Unlike `atexit`: in no process that is forked off later, and in those of `multiprocessing`.
+    # Unlike `atexit`, this runs in processes of `multiprocessing`, and not in forked processes.
     return Finalize(None, _end, (timer, path, prints), exitpriority=0)
 
 
 def _rank() -> str | None:
-    # The process group may be gone when Python exits.
+    # The process group may no longer exist when Python exits.
     if distributed.is_available() and distributed.is_initialized():
         return str(distributed.get_rank())
     return os.environ.get("RANK")

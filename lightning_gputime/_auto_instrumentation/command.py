@@ -46,7 +46,7 @@ several looks. If a script has a timer, the runs are those of that timer.
   bench "torchrun --nproc-per-node 2 old.py" "torchrun --nproc-per-node 2 new.py" --fail-above 2%
 """
 _FAILED = 2
-_LOOKS = (3, 5, 8, 12, 18, 27, 40)  # Turns after which it may end: the looks share the chance.
+_LOOKS = (3, 5, 8, 12, 18, 27, 40)  # Turns after which it may end. The looks share the error rate.
 
 SWITCHES = ("annotate",)
 VALUES = (
@@ -102,13 +102,13 @@ def run_to_file(args: argparse.Namespace, path: Path) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Become the process of the script. Raise what is wrong with the options before."""
+    """Replace this process with the script. Before that, raise ValueError for wrong options."""
     given = vars(args)
     if not args.script:
         raise ValueError("no script is given: write run train.py, or run -m package.module")
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise ValueError(KEEPS_OUT.format(""))
-    # Before options are checked: that imports torch.
+    # Check this first, because checking options imports torch.
     program = None if args.is_module else find_program(args.script)
     wanted = {name: given[name] for name in (*SWITCHES, *VALUES) if given[name] is not None}
     if alone := options_of_all(wanted):
@@ -126,8 +126,8 @@ def run(args: argparse.Namespace) -> int:
     os.environ |= {VARIABLE: json.dumps(wanted), BEGAN: str(time.time())}
     paths = [os.path.join(os.path.dirname(__file__), "site"), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    # In place of this process: its signals, exit code and tracebacks are those of the script.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # As without Python, which ignores it.
+    # Replace this process, so that signals, exit code and tracebacks are those of the script.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; restore the default.
     if program is not None:
         os.execv(program, args.script)
     flags = interpreter_flags()
@@ -208,7 +208,7 @@ def _run_and_save(command: Sequence[str], path: Path) -> int:
         try:
             code = process.wait()
             break
-        except KeyboardInterrupt:  # The command got the signal, too, and may need time to end.
+        except KeyboardInterrupt:  # The command also got the signal, and may need time to exit.
             interrupted = 130
     return interrupted or (code if code >= 0 else 128 - code)
 

@@ -10,7 +10,7 @@ from lightning_gputime.callback import GPUPhaseTimer
 
 
 class TrainerAdder(pl.Callback):
-    """A callback whose place a `GPUPhaseTimer` takes when a Trainer begins."""
+    """Callback that a `GPUPhaseTimer` replaces when a Trainer begins."""
 
     def __init__(self, wanted: dict[str, Any]) -> None:
         self._wanted = wanted
@@ -18,7 +18,8 @@ class TrainerAdder(pl.Callback):
     @tells_errors()
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         timer = GPUPhaseTimer(**options_of_all(self._wanted))
-        # Its own method raises if a name is wrong; `on_train_start` reports that instead.
+        # The timer's `on_fit_start` raises if a module name is wrong, but a script without a timer
+        # must not fail. `on_train_start` reports it instead.
         vars(timer)["on_fit_start"] = partial(_name_file, timer, self._wanted)
         if adding.take_place(self, trainer.callbacks, timer, self._wanted):  # type: ignore[attr-defined]
             timer.setup(trainer, pl_module, stage)

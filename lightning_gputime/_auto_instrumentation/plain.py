@@ -16,8 +16,8 @@ from lightning_gputime._auto_instrumentation import options_of_all, tell_once, t
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import BACKWARD
 
-# No more: the script may be importing the package now, which imports torch; and a process that
-# updates nothing, such as a loader's worker, needs no timer.
+# Import nothing else here: the script may be importing this package, which imports torch. A process
+# without updates, such as a loader's worker, does not need a timer.
 
 _FOUND = (
     "Timing the loop that trains %s: a step is one update of its %s. Other optimizers of the loop"
@@ -43,14 +43,14 @@ _NO_CALLBACK = (
     " timer to the Trainer, or install lightning_gputime again."
 )
 _MAX_LOOPS = 20
-# In a row. Finding the model takes a tenth of a second: many short loops are not worth it.
+# Consecutive short loops after which no loop is timed: finding the model takes 0.1 s.
 _MAX_SHORT_LOOPS = 3
 _MIN_OTHER_UPDATES = 3
-_PROCESS = "LIGHTNING_GPUTIME_PROCESS"  # The variable with the id of the first process.
+_PROCESS = "LIGHTNING_GPUTIME_PROCESS"  # Environment variable with the id of the first process.
 
 
 class PlainLoops:
-    """Time loops one after the other, each by the first optimizer that updates in it.
+    """Time loops one after another, each by the first optimizer that updates in it.
 
     A loop is over once other optimizers have updated several times since its last update.
     """
@@ -58,8 +58,8 @@ class PlainLoops:
     def __init__(self, wanted: dict[str, Any]) -> None:
         self._wanted = wanted
         self._loop: _TimedLoop | None = None
-        self._loops = 0  # Loops that were found.
-        self._shows = False  # Not on later ranks.
+        self._loops = 0  # Number of loops that were found.
+        self._shows = False  # True on rank zero.
         self._short_loops = 0  # Number of consecutive loops with only warm-up steps.
         self._next: Callable[[], Optimizer | None] = _nothing  # The optimizer of the next loop.
         self._others = 0  # Updates by others since the last update of the timed loop.
@@ -67,14 +67,14 @@ class PlainLoops:
         self._untimeable = WeakSet[Optimizer]()
         self._trainer_timer: Callable[[], Any] = _nothing
         self._handle = register_optimizer_step_post_hook(self._update_ends)
-        # Child processes inherit this: any of them may train.
+        # Child processes inherit this, because any of them may train.
         os.environ.setdefault(_PROCESS, str(os.getpid()))
         Finalize(None, self._report, exitpriority=0)
 
     def _update_ends(self, optimizer: Optimizer, *_: Any) -> None:
         loop = self._loop
         if loop is not None and loop.optimizer is optimizer:
-            # Its own hook has ended the step.
+            # The hook of the loop has ended the step.
             if self._others:
                 loop.tolerate(self._others)
                 self._others = 0
@@ -88,8 +88,7 @@ class PlainLoops:
         is_due = self._others == (1 if loop is None else loop.patience)
         if is_due and self._loops < _MAX_LOOPS and self._short_loops < _MAX_SHORT_LOOPS:
             self._next = ref(optimizer)
-            # Torch is going through its hooks: none may be added or removed before the next
-            # backward.
+            # Torch is iterating over its hooks, so add or remove hooks in the next backward.
             from lightning_gputime._compat.torch_ import backward_entry
             from lightning_gputime._instrumentation.patching import Calls, Subscription
 
@@ -102,9 +101,9 @@ class PlainLoops:
         self._subscription.remove()
         optimizer, self._next = self._next(), _nothing
         if self._loop is not None and self._others < self._loop.patience:
-            return  # The loop has gone on before this backward.
+            return  # The loop has continued.
         if self._loop is not None:
-            # If it updates again, two optimizers alternate in one training: show each once.
+            # If it updates again, two optimizers alternate in one training. Show each once.
             self._untimeable.add(self._loop.optimizer)
             has_steps = self._loop.end()
             self._census.end(has_steps)
@@ -112,7 +111,7 @@ class PlainLoops:
             self._loop = None
         self._others = 0
         if optimizer is not None and self._short_loops < _MAX_SHORT_LOOPS:
-            self._untimeable.add(optimizer)  # Until it is timed: no second attempt.
+            self._untimeable.add(optimizer)  # Do not try again if this fails.
             self._attach(optimizer)
 
     def _attach(self, optimizer: Optimizer) -> None:
@@ -151,10 +150,12 @@ class PlainLoops:
                 messages.warning(_FOUND_NEXT, names)
 
     def _report(self) -> None:
-        """Report, when Python exits, that no loop was timed, or not all of them."""
+        """When Python exits, warn if no loop, or not every loop, was timed."""
         if self._shows and self._census.missed:
             messages.warning(_MISSED, self._census.missed)
-        has_children = sum(os.times()[2:4]) > 0.5  # In seconds: as of a launcher.
+        has_children = (
+            sum(os.times()[2:4]) > 0.5
+        )  # CPU time of children in seconds, as of a launcher.
         has_timer = "lightning_gputime._timer" in sys.modules
         is_child = os.environ[_PROCESS] != str(os.getpid())
         if is_child or has_children or has_timer or hasattr(sys, "last_value"):
@@ -203,13 +204,13 @@ class _TimedLoop:
                 self._timer._warn_once(_MICRO_BATCHES, calls)
             self._timer.step()
         else:
-            # The step in which the timer was attached has no beginning.
+            # The start of the step in which the timer was attached is unknown.
             self._has_begun = True
             self._timer._session.steps.begin()
             self._fetches.attach()
 
     def end(self) -> bool:
-        """End the timing, and show it. Return False where there is nothing to show but warm-up."""
+        """End the timing, and show it. Return False if only warm-up steps were timed."""
         timer = self._timer
         self._hook.remove()
         timer._finish()
@@ -224,19 +225,19 @@ class _TimedLoop:
 
 
 class _Census:
-    """Count the optimizers whose training is not shown: they are in no timed loop."""
+    """Count the optimizers that are not in a timed loop, whose training is not shown."""
 
     def __init__(self) -> None:
         self.missed = 0
-        # Weak references: an optimizer may be gone, and stay counted.
+        # Weak references, so that the optimizers can be deleted. They stay counted.
         self._known = WeakSet[Optimizer]()
         self._joined = WeakSet[Optimizer]()  # Optimizers of timed loops.
-        # Others that have updated since the last update of the timed loop.
+        # Other optimizers that have updated since the last update of the timed loop.
         self._between = WeakSet[Optimizer]()
         self._n_between = 0
 
     def add(self, optimizer: Optimizer) -> None:
-        """Note an update outside of the timed loop."""
+        """Count the optimizer of an update outside of the timed loop."""
         if optimizer in self._joined or optimizer in self._between:
             return
         self._between.add(optimizer)
@@ -253,7 +254,7 @@ class _Census:
         self._n_between = 0
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Note that the loop of an optimizer is timed."""
+        """Start the timed loop of an optimizer."""
         if optimizer in self._known and optimizer not in self._joined:
             self.missed -= 1
         self._joined.add(optimizer)
@@ -261,7 +262,7 @@ class _Census:
         self._n_between = 0
 
     def end(self, is_shown: bool) -> None:
-        """Note that the timed loop is over."""
+        """End the timed loop."""
         self.missed += not is_shown
 
 
@@ -288,7 +289,7 @@ def _models_of(optimizer: Optimizer) -> list[nn.Module]:
 
     updated = {id(p) for p in parameters_of(optimizer)}
     modules = [*filter(_is_model, _instances_of(nn.Module))]
-    # By methods of the base class: others may give these names to their own things.
+    # Call methods of the base class, because a user's module may redefine these names.
     inner = {id(child) for module in modules for child in nn.Module.children(module)}
     outermost = [module for module in modules if id(module) not in inner]
     return [m for m in outermost if any(id(p) in updated for p in nn.Module.parameters(m))]
@@ -305,5 +306,5 @@ def _is_model(module: nn.Module) -> bool:
 
 
 def _instances_of(kind: type) -> list[Any]:
-    # Not by `isinstance`, which a proxy may answer by an error.
+    # `isinstance` reads `__class__`, which may raise in a proxy.
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]

@@ -53,13 +53,13 @@ def find_program(command: Sequence[str]) -> str | None:
     else:
         raise ValueError(_NOT_PYTHON.format(first))
     _check_python(command)
-    # Also for a script whose name is that of Python, such as those of pyenv.
+    # Scripts may also be named like Python, such as those of pyenv.
     _check_python([*_first_line(path), path, *command[1:]])
     return path
 
 
 def _is_python_script(path: str) -> bool:
-    """Return whether Python is to run a file or a folder."""
+    """Return whether Python can run a file or a folder."""
     if os.path.isdir(path):
         return os.path.isfile(os.path.join(path, "__main__.py"))
     if not os.path.isfile(path):
@@ -67,7 +67,7 @@ def _is_python_script(path: str) -> bool:
     if path.endswith(_SUFFIXES):
         return True
     if command := _first_line(path):
-        # The kernel runs an executable script by the Python that it names.
+        # The kernel runs an executable script with the Python of its first line.
         return _is_python(_without_env(command)) and not os.access(path, os.X_OK)
     if Path(path).suffix:
         return False
@@ -100,7 +100,7 @@ def _is_python(command: Sequence[str]) -> bool:
 
 
 def _check_python(command: Sequence[str]) -> None:
-    """Raise if a command is Python, and would start without the timer."""
+    """Raise ValueError if a command is a Python that would start without the timer."""
     command = _without_env(command)
     if not _is_python(command):
         return
@@ -116,7 +116,7 @@ def _check_python(command: Sequence[str]) -> None:
 
 
 def _folder(path: str) -> str:
-    # Without following links: by the folder Python finds its virtual environment.
+    # Do not resolve links: Python finds its virtual environment by this folder.
     return os.path.dirname(os.path.abspath(path))
 
 

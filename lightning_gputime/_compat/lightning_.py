@@ -72,7 +72,7 @@ def _broadcasts(package: str) -> bool:
 
 def step_counter(trainer: Any) -> Callable[[], int]:
     """Return a function that returns the number Lightning logs the current step under."""
-    # Not `global_step`: it counts every optimizer of a batch, and only those that Lightning wraps.
+    # `global_step` counts every optimizer of a batch, and only those that Lightning wraps.
     loop = _epoch_loop(trainer)
     if _STEPS.is_in(loop):
         return partial(getattr, loop, _STEPS.attribute)

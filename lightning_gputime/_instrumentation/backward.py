@@ -182,5 +182,5 @@ class BackwardBoundary:
                 self._recorder.warn_once("The waits for other ranks are not timed: %r", error)
 
     def _mark_comm(self) -> None:
-        # Not called if the backward raises. `on_call_end` is.
+        # Only `on_call_end` is called if the backward raises.
         self._recorder.mark_in_backward(f"{BACKWARD}/{COMM}")

@@ -101,7 +101,7 @@ class OptimizerBoundary:
         self._interrupted: str | None = None
         self._interrupted_depth = 1
         given = [*self._given.values()]
-        is_compiled = any(map(is_step_compiled, given))  # Not visible after `step` is patched.
+        is_compiled = any(map(is_step_compiled, given))  # Invisible once `step` is patched.
         patched = [item for item in given if is_step_compiled(item) or not has_step_hooks(item)]
         for optimizer in patched:
             attachments.add(Subscription(optimizer, "step", Calls(self._begin, self._end)))

@@ -86,7 +86,7 @@ class FunctionPatch:
         # if the object itself had no attribute, delete the patch, so that its class's method shows.
         self._original = vars(owner).get(name, _MISSING)
         self._call = getattr(owner, self._read_name)
-        # Do not copy attributes: by those of a compiled function torch would mistake this for it.
+        # Do not copy attributes: torch recognizes compiled functions by them.
         functools.update_wrapper(self, self._call, updated=())
         # None if the patch itself replaces the function. A reference to itself would keep it, and
         # so its owner, alive.

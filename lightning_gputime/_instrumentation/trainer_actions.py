@@ -212,7 +212,7 @@ class _ActionCalls(dict[str, None]):
             self[action_name] = None
 
     def __bool__(self) -> bool:
-        return True  # As functions are, also while it is empty.
+        return True  # Functions are true. An empty dict is not.
 
     def __hash__(self) -> int:  # type: ignore[override]  # a function, not a value
         return id(self)

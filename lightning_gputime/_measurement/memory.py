@@ -62,7 +62,7 @@ class MemoryWatch:
         """Read the counters, and keep the highest peaks."""
         try:
             peaks = self._read() if self._read is not None else None
-        except Exception:  # Not every allocator counts. Training continues.
+        except Exception:  # Some allocators do not count. Training continues.
             self._read = peaks = None
         if peaks is not None:
             allocated, reserved, device = peaks

@@ -15,7 +15,7 @@ class State(Enum):
     ENDED = "removed"
 
 
-# As globals: every step compares them.
+# Globals, because every step compares them.
 NEW, IDLE, TIMED, PROBED, UNTIMED, OFF, ENDED = State
 
 NOT_ATTACHED = (NEW, ENDED)

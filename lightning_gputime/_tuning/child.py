@@ -150,7 +150,7 @@ class Tuned:
         if optimizer is self._optimizer:
             self._updates += 1
             if self._updates == self._steps:
-                raise SystemExit(0)  # As the script would end, so that it cleans up.
+                raise SystemExit(0)  # Let the script clean up, as at its own end.
 
     def _write(self) -> None:
         if not self._updates:  # A launcher, or a worker of a loader.
