@@ -65,7 +65,7 @@ def tells_errors() -> Iterator[None]:
 
 
 def trainer_callbacks() -> list[Any]:
-    """Return callbacks for a Trainer of Lightning: one that adds a timer if the variable is set."""
+    """Return a callback that adds a timer to a Trainer of Lightning, if the variable is set."""
     if (wanted := options()) is None:
         return []
     from lightning_gputime._auto_instrumentation.lightning import TrainerAdder

@@ -150,7 +150,7 @@ class PlainLoops:
                 messages.warning(_FOUND_NEXT, names)
 
     def _report(self) -> None:
-        """When Python exits, warn if no loop, or not every loop, was timed."""
+        """Warn at exit if no loop, or not every loop, was timed."""
         if self._shows and self._census.missed:
             messages.warning(_MISSED, self._census.missed)
         has_children = (
