@@ -177,7 +177,7 @@ for turn in range(12):
         nets[turn % 2](torch.ones(2, 4)).square().mean().backward()
         optimizers[turn % 2].step()
 """
-SHORT_FOLDS = f"{FOLDS}for _ in range(50): train(2, 5)"
+REPEATED_FOLDS = f"{FOLDS}for _ in range(50): train(2, 5)"
 LIGHTNING_THEN_PLAIN = f"{LIGHTNING}\n{PLAIN}"
 LIGHTNING_FABRIC = FABRIC.replace("lightning.fabric", "lightning_fabric")
 TRANSFORMERS = """
@@ -664,7 +664,7 @@ def test_script_gets_one_timer(
             id="short folds",
         ),
         pytest.param(
-            SHORT_FOLDS,
+            REPEATED_FOLDS,
             {"": 23, "-2": 21, "-3": 21},
             "50 more trainings are not shown",
             id="many short loops",
