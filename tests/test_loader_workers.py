@@ -384,7 +384,7 @@ def train(loader: DataLoader[Tensor], *, timed: bool) -> tuple[list[Tensor], Any
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("context", "persistent"),
-    [("fork", False), ("fork", True), ("spawn", False), ("forkserver", True)],
+    [("fork", False), ("fork", True), ("spawn", True), ("forkserver", True)],
 )
 def test_training_is_bitwise_the_same_with_timed_workers(context: str, persistent: bool) -> None:
     def loader() -> DataLoader[Tensor]:

@@ -332,9 +332,11 @@ def tune(folder: Path, script: str, *options: str) -> subprocess.CompletedProces
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", [PLAIN, LIGHTNING_SCRIPT], ids=["plain", "lightning"])
-def test_workers_are_tried_on_a_script(loop: str, tmp_path: Path) -> None:
-    done = tune(tmp_path, DATA + loop, "--steps", "60", "--budget", "90s", "-o", "runs")
+@pytest.mark.parametrize(
+    ("loop", "budget"), [(PLAIN, "40s"), (LIGHTNING_SCRIPT, "20s")], ids=["plain", "lightning"]
+)
+def test_workers_are_tried_on_a_script(loop: str, budget: str, tmp_path: Path) -> None:
+    done = tune(tmp_path, DATA + loop, "--steps", "60", "--budget", budget, "-o", "runs")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     first = found["trials"][0]
