@@ -293,6 +293,14 @@ def test_advice_on_a_foreign_loader_says_that_stages_are_not_measured(loop: Loop
     )
 
 
+def test_idle_workers_with_pinned_memory_point_to_its_copies() -> None:
+    idle = replace(TIMES, workers=(replace(WORKER, wait_ms=80.0),))
+    [advice] = advise_on_loader(LoaderCase(idle, 5.0, 5.0, 200, 16, pins=True))
+    assert advice.text.endswith(
+        "too slowly (also compare pin_memory=False: the time of its copies is not measured)"
+    )
+
+
 def test_table_shows_the_stages_of_workers() -> None:
     rows = {"data": PhaseStats(40, 6.0, 6.0, 6.0, 6.0, share=0.5)}
     times = replace(TIMES, workers=(WORKER, replace(WORKER, dataset_ms=20.0, wait_ms=0.5)))

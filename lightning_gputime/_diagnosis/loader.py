@@ -31,6 +31,7 @@ class LoaderCase:
         batches: Number of batches that the loop read.
         cores: Number of CPU cores of this rank; None if unknown.
         prefix: Prefix of the loader's options, as in transformers.
+        pins: True if a thread of the main process copies each batch to pinned memory.
     """
 
     times: LoaderTimes
@@ -39,6 +40,7 @@ class LoaderCase:
     batches: int
     cores: int | None = None
     prefix: str = ""
+    pins: bool = False
 
     @property
     def busy_ms(self) -> float:
@@ -80,6 +82,7 @@ class LoaderCase:
             steps * per_step,
             setup.cores,
             setup.loader_prefix,
+            bool(setup.pin_memory),
         )
 
     @property
@@ -190,6 +193,8 @@ def _hand_over_faster(case: LoaderCase) -> Advice | None:
         f"return smaller batches, such as uint8 in place of float32: workers wait"
         f" {percent(case.idle_share)} of the time, because the main process receives too slowly"
     )
+    if case.pins:
+        text += " (also compare pin_memory=False: the time of its copies is not measured)"
     return Advice("hand_over", text, {"idle_share": case.idle_share})
 
 
