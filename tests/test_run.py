@@ -588,13 +588,20 @@ def test_run_reports_options_after_the_script(tmp_path: Path, environment: dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made", ["once", "in each epoch"])
+@pytest.mark.parametrize(
+    ("made", "loop"),
+    [
+        ("once", "in loader"),
+        ("in each epoch", "in DataLoader(Slow(), 2)"),
+        ("of two", "in map(torch.cat, zip(DataLoader(Slow(), 1), DataLoader(Slow(), 1)))"),
+    ],
+)
 def test_plain_loop_knows_its_loader(
-    made: str, tmp_path: Path, environment: dict[str, str]
+    made: str, loop: str, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    script = LOADER
-    if made != "once":
-        script = script.replace("in loader", "in DataLoader(loader.dataset, 2)")
+    script = LOADER.replace("in loader", loop)
+    if made == "of two":
+        script = script.replace("return 40", "return 20")
     flags = ["--save-path", "run.json.gz", "--warmup-steps", "0"]
     code, _, said = run(script, tmp_path, environment, *RUN, *flags, "train.py")
     assert code == 0, said

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -466,6 +466,14 @@ def loader_next() -> tuple[type, str] | None:
 def dataset_of_iterator(iterator: object) -> object:
     """Return the dataset of a loader's iterator; None if it does not tell."""
     return getattr(iterator, "_dataset", None)
+
+
+def settings_of_iterator(iterator: object) -> SimpleNamespace:
+    """Return the settings of a loader's iterator, under the names of the loader's attributes."""
+    names = ("dataset", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+    found = {name: getattr(iterator, f"_{name}", None) for name in names}
+    sampler = getattr(iterator, "_index_sampler", None)
+    return SimpleNamespace(**found, batch_size=getattr(sampler, "batch_size", None))
 
 
 # At attach
