@@ -81,9 +81,8 @@ class Fetches:
             newest, dataset = self._iterators[-1], datasets[-1]
             found = [loader for loader in self._loaders if loader.dataset is dataset]
             # A script may iterate over a loader that it does not keep.
-            settings = settings_of_iterator(newest)
-            self._timer._know_loader(found[0] if found else settings, in_data=True)
-            del settings.dataset  # Only the script keeps it alive.
+            loader = found[0] if found else settings_of_iterator(newest)
+            self._timer._know_loader(loader, in_data=True)
         self._iterators = []
 
     def _start_epoch(self, loader: DataLoader[Any], *_: Any) -> bool:

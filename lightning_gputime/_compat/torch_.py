@@ -1,7 +1,9 @@
 """Internals of torch, and its undocumented names."""
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import CodeType, SimpleNamespace
@@ -470,10 +472,13 @@ def dataset_of_iterator(iterator: object) -> object:
 
 def settings_of_iterator(iterator: object) -> SimpleNamespace:
     """Return the settings of a loader's iterator, under the names of the loader's attributes."""
-    names = ("dataset", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+    names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
     found = {name: getattr(iterator, f"_{name}", None) for name in names}
-    sampler = getattr(iterator, "_index_sampler", None)
-    return SimpleNamespace(**found, batch_size=getattr(sampler, "batch_size", None))
+    found["batch_size"] = getattr(getattr(iterator, "_index_sampler", None), "batch_size", None)
+    with suppress(TypeError):  # A list has no proxy.
+        # The settings do not keep the dataset alive.
+        found["dataset"] = weakref.proxy(dataset_of_iterator(iterator))
+    return SimpleNamespace(**found)
 
 
 # At attach
