@@ -45,11 +45,7 @@ def totals(
     ms = {name: base + (late_ms if name == late else 0.0) for name, base in BALANCED.items()}
     ms["backward"] += comm
     all_ms = {**ms, "step": sum(ms.values()), "backward/comm": comm}
-    return of({name: (a_step * steps, steps) for name, a_step in all_ms.items()}, **more)
-
-
-def of(phases: PhaseTotals, **more: Any) -> RankTotals:
-    return RankTotals(phases, **more)
+    return RankTotals({name: (ms * steps, steps) for name, ms in all_ms.items()}, **more)
 
 
 def with_phases(totals: RankTotals, phases: PhaseTotals) -> RankTotals:
@@ -94,17 +90,33 @@ def test_slow_rank_and_its_phase_are_named(
     assert ranks.rows["backward/comm"].min_ms == pytest.approx(0.5)
     assert ranks.rows["local"].max_ms == pytest.approx(18.0)
     assert ranks.rows["local"].slowest_rank == 1
+    assert {*ranks.rows} == {*BALANCED, "backward/comm", "step", "local"}
     assert (ranks.rows[phase].max_ms, ranks.rows[phase].slowest_rank) == (max_ms, slowest)
 
 
-@pytest.mark.parametrize(("late_ms", "slowest"), [(0.74, None), (0.76, 1)])
-def test_rank_is_named_from_five_percent_of_the_others_step(
-    late_ms: float, slowest: int | None
+NOISE: Any = {"steps": 40, "deviation_ms": 0.2422 * math.sqrt(40)}
+"""A standard error of 0.2422 ms per rank, of which four for a difference are 1.370 ms."""
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "late_ms", "slowest"),
+    [
+        # 5 % of the step of the others, which takes 15 ms.
+        ({}, 4, 0.74, None),
+        ({}, 4, 0.76, 1),
+        # Four standard errors.
+        (NOISE, 2, 1.36, None),
+        (NOISE, 2, 1.38, 1),
+        # A single step shows no noise.
+        ({"steps": 1}, 2, 3.0, None),
+    ],
+)
+def test_rank_is_named_from_five_percent_and_four_standard_errors(
+    options: dict[str, Any], world_size: int, late_ms: float, slowest: int | None
 ) -> None:
-    # The others' step takes 15 ms.
-    ranks = compare(
-        {0: totals(), 1: totals(late="forward", late_ms=late_ms), 2: totals(), 3: totals()}
-    )
+    of_ranks = {rank: totals(**options) for rank in range(world_size)}
+    of_ranks[1] = totals(**options, late="forward", late_ms=late_ms)
+    ranks = compare(of_ranks)
     assert ranks is not None
     assert ranks.slowest_rank == slowest
     assert bool(ranks.sentence) == (slowest is not None)
@@ -135,21 +147,6 @@ def test_equally_slow_ranks_are_named_together(late_ms: list[float], named: str)
 # Noise: the standard error of a mean over `n` steps is the deviation of one, divided by sqrt(n).
 
 
-@pytest.mark.parametrize(("late_ms", "slowest"), [(1.0, None), (1.36, None), (1.38, 1)])
-def test_rank_is_named_beyond_four_standard_errors(late_ms: float, slowest: int | None) -> None:
-    # 0.2422 ms per rank, 0.3425 ms for the difference; four times that is 1.370 ms.
-    noise: Any = {"steps": 40, "deviation_ms": 0.2422 * math.sqrt(40)}
-    ranks = compare({0: totals(**noise), 1: totals(**noise, late="forward", late_ms=late_ms)})
-    assert ranks is not None
-    assert ranks.slowest_rank == slowest
-
-
-def test_single_step_names_no_slow_rank() -> None:
-    ranks = compare({0: totals(steps=1), 1: totals(steps=1, late="data")})
-    assert ranks is not None
-    assert ranks.slowest_rank is None
-
-
 def test_noise_is_that_of_the_local_time() -> None:
     local = BatchMeans()
     assert local.deviation_ms == 0.0
@@ -174,15 +171,25 @@ def test_noise_of_correlated_steps_is_not_underestimated(correlation: float) -> 
     assert len(local._means_ms) < 64
 
 
-def test_correlated_slowness_widens_the_error() -> None:
-    # Whoever is slower is so for a hundred steps: the one half of the time, the other a quarter.
+@pytest.mark.parametrize(
+    ("slow_steps", "more_ms"),
+    [
+        # Each is slow for a hundred steps: one rank half of the time, the other a quarter.
+        (({*range(100), *range(200, 300)}, {*range(100, 200)}), 4.0),
+        # A single stall.
+        (({307}, set()), 400.0),
+    ],
+)
+def test_slowness_of_a_part_of_the_steps_names_no_rank(
+    slow_steps: tuple[set[int], set[int]], more_ms: float
+) -> None:
     def rank(slow: set[int]) -> RankTotals:
         local = BatchMeans()
-        steps = [raw(i, forward=10.0 + 4.0 * (i // 100 in slow)) for i in range(400)]
+        steps = [raw(i, forward=10.0 + more_ms * (i in slow)) for i in range(400)]
         local.add(steps)
         return totals_of(Sums(steps), local.deviation_ms)
 
-    ranks = compare({0: rank({0, 2}), 1: rank({1})})
+    ranks = compare({number: rank(slow) for number, slow in enumerate(slow_steps)})
     assert ranks is not None
     assert ranks.behind_median_ms == pytest.approx(1.0)
     assert ranks.slowest_rank is None
@@ -191,49 +198,39 @@ def test_correlated_slowness_widens_the_error() -> None:
     assert ranks.behind_median_ms < 4 * ranks.error_ms
 
 
-def test_single_stall_names_no_slow_rank() -> None:
-    def rank(stall_ms: float) -> RankTotals:
-        local = BatchMeans()
-        steps = [raw(i, forward=10.0 + stall_ms * (i == 700)) for i in range(2000)]
-        local.add(steps)
-        return totals_of(Sums(steps), local.deviation_ms)
+def changed(**phases_ms: float) -> RankTotals:
+    """Return the totals of a rank with other phases, of which sub-phases are parts."""
+    names = {name.replace("__", "/"): (10 * ms, 10) for name, ms in phases_ms.items()}
+    phases = {**totals().phases, **names}
+    step_ms = sum(ms for name, (ms, _) in phases.items() if "/" not in name and name != "step")
+    return RankTotals({**phases, "step": (step_ms, 10)})
 
-    ranks = compare({0: rank(0.0), 1: rank(2000.0)})
+
+@pytest.mark.parametrize(
+    ("usual", "late", "named"),
+    [
+        (
+            changed(data=1.25, data__fetch=0.5, data__copy=0.25, data__comm=0.5),
+            changed(data=6.0, data__fetch=5.0, data__copy=0.5, data__comm=0.5),
+            "data/fetch",
+        ),
+        (
+            changed(data=1.25, data__fetch=0.5, data__copy=0.25, data__comm=0.5),
+            changed(data=6.4, data__fetch=3.0, data__copy=2.9, data__comm=0.5),
+            "data/copy",
+        ),
+        (changed(), changed(callbacks=5.0), "callbacks"),
+        (changed(forward__comm=0.0), changed(forward=7.0, forward__comm=0.0), "forward compute"),
+    ],
+)
+def test_largest_part_without_waits_is_named(
+    usual: RankTotals, late: RankTotals, named: str
+) -> None:
+    ranks = compare({0: usual, 1: late})
     assert ranks is not None
-    assert ranks.behind_median_ms == pytest.approx(1.0)
-    assert ranks.slowest_rank is None
-
-
-def test_largest_part_of_data_is_named() -> None:
-    def rank(fetch: float, copy: float) -> RankTotals:
-        data = {
-            "data/fetch": (10 * fetch, 10),
-            "data/copy": (10 * copy, 10),
-            "data/comm": (5.0, 10),
-        }
-        own = {**totals().phases, "data": (10 * (fetch + copy) + 5.0, 10), **data}
-        return of({**own, "step": (own["step"][0] + own["data"][0] - 10.0, 10)})
-
-    own = totals().phases
-    saves = {**own, "callbacks": (50.0, 10), "step": (own["step"][0] + 50.0, 10)}
-    cases = {"data/fetch": rank(5.0, 0.5), "data/copy": rank(3.0, 2.9), "callbacks": of(saves)}
-    for phase, late in cases.items():
-        ranks = compare({0: rank(0.5, 0.25), 1: late})
-        assert ranks is not None
-        assert ranks.slowest_rank == 1
-        assert ranks.phase == phase
-        assert ranks.sentence.endswith(f"slower than the median of the others, in {phase}")
-
-
-def test_phase_that_has_waits_is_named_as_compute() -> None:
-    def rank(**options: Any) -> RankTotals:
-        return with_phases(totals(**options), {"forward/comm": (0.0, 10)})
-
-    # 7 ms without waits.
-    ranks = compare({0: rank(), 1: rank(late="forward")})
-    assert ranks is not None
-    assert ranks.sentence.endswith("slower than the median of the others, in forward compute")
-    assert {*ranks.rows} == {*BALANCED, "backward/comm", "forward/comm", "step", "local"}
+    assert ranks.slowest_rank == 1
+    assert named.startswith(ranks.phase)
+    assert ranks.sentence.endswith(f"slower than the median of the others, in {named}")
 
 
 def test_means_of_a_phase_are_over_the_steps_in_which_it_ran() -> None:
@@ -248,17 +245,17 @@ def test_means_of_a_phase_are_over_the_steps_in_which_it_ran() -> None:
 
 def test_wait_in_a_module_of_a_module_is_a_wait_of_its_phase() -> None:
     names = ("step", "forward", "forward/body", "forward/body/comm")
-    first, second = (of(dict.fromkeys(names, (ms, 1))) for ms in (8.0, 9.0))
-    ranks = compare({0: first, 1: second})
+    ranks = compare({rank: RankTotals(dict.fromkeys(names, (8.0 + rank, 1))) for rank in range(2)})
     assert ranks is not None
     assert ranks.rows["local"].max_ms == 0.0
 
 
 def test_rank_without_a_step_is_left_out() -> None:
-    ranks = compare({0: totals(), 1: of({"step": (0.0, 0)}), 2: totals(), 3: of({})})
+    empty = RankTotals({"step": (0.0, 0)})
+    ranks = compare({0: totals(), 1: empty, 2: totals(), 3: RankTotals({})})
     assert ranks is not None
     assert ranks.ranks == (0, 2)
-    assert compare({0: of({"step": (0.0, 0)})}) is None
+    assert compare({0: empty}) is None
 
 
 def test_window_is_the_difference_of_two_totals() -> None:
@@ -641,14 +638,9 @@ def test_logged_numbers_never_decrease(
     assert numbers == sorted(numbers)
 
 
-def test_without_sync_ranks_nothing_is_sent(gpu: FakeGPU, exchange: FakeExchange) -> None:
-    loop = Loop(gpu)
-    timer = train_loop(loop, 3, sync_ranks=False)
-    assert exchange.sent == []
-    assert timer.summary().ranks is None
-
-
-def test_failed_training_waits_for_no_rank(gpu: FakeGPU, exchange: FakeExchange) -> None:
+def test_failed_training_and_sync_ranks_false_send_nothing(
+    gpu: FakeGPU, exchange: FakeExchange
+) -> None:
     loop = Loop(gpu)
 
     def train() -> None:
@@ -659,6 +651,8 @@ def test_failed_training_waits_for_no_rank(gpu: FakeGPU, exchange: FakeExchange)
 
     with pytest.raises(RuntimeError, match="of the user"):
         train()
+    timer = train_loop(Loop(gpu), 3, sync_ranks=False)
+    assert timer.summary().ranks is None
     assert exchange.sent == []
 
 
@@ -781,7 +775,4 @@ def test_example_names_the_slow_rank(tmp_path: Path) -> None:
     last_line = printed.splitlines()[-1]
     assert last_line.startswith("rank 1 is ")
     assert last_line.endswith("ms per step slower than the median of the others, in forward")
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "phase_times_rank0.npy",
-        "phase_times_rank1.npy",
-    }
+    assert len([*tmp_path.glob("phase_times_rank[01].npy")]) == 2
