@@ -662,7 +662,7 @@ def test_batch_size_that_is_too_large_starts_a_new_measurement(tmp_path: Path) -
             return super().training_step(*args, **kwargs)
 
     timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
-    sizes = {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
+    sizes: dict[str, Any] = {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
     new([timer], tmp_path, trainer_class=TooLarge, **sizes)
     assert timer.history()["step"].tolist() == [1, 2, 3, 4]
 

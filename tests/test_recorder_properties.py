@@ -109,10 +109,8 @@ class Played:
         follow = [NEXT_STATE.get(operation, {}).get(self.state, self.state)]
         failures = self.gpu.failures
         try:
-            owner = self.recorder if operation in ("begin", "pause", "stop") else self
-            getattr(
-                self.recorder.pending if operation in ("flush", "drain") else owner, operation
-            )()
+            owners = [self, self.recorder.pending, self.recorder]
+            next(getattr(owner, operation) for owner in owners if hasattr(owner, operation))()
         except Exception as error:
             self.raised.append(f"{operation}: {error!r}")
         may_lose = self.gpu.failures < failures or self.capture is not None
