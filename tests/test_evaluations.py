@@ -1,6 +1,6 @@
-"""Calls of a model in eval mode without grad: what belongs to the step, and what to none."""
+"""Calls of a model in eval mode without gradients: part of the step, or an evaluation."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -77,11 +77,21 @@ def test_pseudo_labels_are_other_and_the_fetch_is_data(
     assert steps(timer) == [expected] * 3
 
 
-def validate(loop: Loop, n: int = 3, grad: Callable[..., Any] = torch.no_grad) -> None:
+def validate(loop: Loop, n: int = 3) -> None:
     loop.model.eval()
-    with grad():
+    with torch.no_grad():
         for x in loop.batches(n):
             loop.model(x)
+    loop.model.train()
+
+
+def evaluate(loop: Loop, n: int) -> None:
+    """Call the model in eval mode without gradients `n` times, for 34 ms each."""
+    loop.model.eval()
+    with torch.no_grad():
+        for _ in range(n):
+            loop.model(torch.ones(1, 2))
+            loop.gpu.work(30.0)
     loop.model.train()
 
 
@@ -104,31 +114,12 @@ def test_validation_inside_an_accumulation_belongs_to_no_step(loop: Loop, calls_
             if number % 4 == 0:
                 loop.update()
             if number % 50 == 0:  # Also after a backward that no update follows.
-                loop.model.eval()
-                with torch.no_grad():
-                    for _ in range(6):
-                        loop.model(x)
-                loop.model.train()
+                evaluate(loop, 6)
             if calls_step:
                 timer.step()
     batch = IN_STEP_LOOP if calls_step else STEP_MS
     step = {name: ms * (1 if name == "optimizer" else 4) for name, ms in batch.items()}
     assert steps(timer) == [step] * 40
-
-
-@pytest.mark.parametrize("how", ["step", "steps"])
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("every", [1, 4])
-def test_evaluation_after_each_update_belongs_to_no_step(
-    loop: Loop, how: str, n: int, every: int
-) -> None:
-    with hooks(loop, every_n_steps=every) as timer:
-        for x in each_batch(timer, loop.batches(3 * every), how):
-            loop.train(x)
-            validate(loop, n)
-    # The fetch of its first batch follows the update, as any other code.
-    expected = STEP_MS if how == "steps" else IN_STEP_LOOP
-    assert steps(timer) == [{**expected, "other": expected["other"] + 1.0}] * 3
 
 
 @pytest.mark.parametrize("n", [1, 5])
@@ -143,8 +134,8 @@ def test_validation_after_each_short_epoch_belongs_to_no_step(
             if number % per_epoch == 0:
                 validate(loop, n)
     after = {name: ms for name, ms in IN_STEP_LOOP.items() if name != "data"}
-    is_after = [number and number % per_epoch == 0 for number in range(60)]
-    assert steps(timer) == [after if is_so else IN_STEP_LOOP for is_so in is_after]
+    starts = range(per_epoch, 60, per_epoch)
+    assert steps(timer) == [after if number in starts else IN_STEP_LOOP for number in range(60)]
 
 
 @pytest.mark.parametrize("where", ["before step()", "after step()"])
@@ -204,7 +195,7 @@ def test_eval_calls_before_each_step_warn_and_have_no_verdict(
 ) -> None:
     with hooks(loop) as timer:
         for x in loop.batches(100):
-            called(loop, 2)
+            evaluate(loop, 2)
             loop.train(x)
             timer.step()
     [record] = caplog.records
@@ -284,21 +275,11 @@ def test_evaluation_before_the_first_timed_step_has_no_steps(loop: Loop, every: 
     assert timer.summary().untimed_steps == 3 * every - len(timed)
 
 
-def called(loop: Loop, n: int) -> None:
-    """Calls the model in eval mode without grad so many times, each of which takes 34 ms."""
-    loop.model.eval()
-    with torch.no_grad():
-        for _ in range(n):
-            loop.model(torch.ones(1, 2))
-            loop.gpu.work(30.0)
-    loop.model.train()
-
-
 @pytest.mark.parametrize("every", [1, 2, 10, 50])
 def test_validation_on_timed_steps_is_excluded_from_them(loop: Loop, every: int) -> None:
     with hooks(loop, every_n_steps=every) as timer:
         for number, x in enumerate(timer.steps(loop.batches(300)), 1):
             loop.train(x)
             if number % 50 == 0:
-                called(loop, 6)
+                evaluate(loop, 6)
     assert timer.summary().step.max_ms == pytest.approx(sum(STEP_MS.values()), abs=1.0)
