@@ -13,7 +13,7 @@ from fake_loop import train as train_loop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gputime import GPUPhaseHooks, PhaseTimeMetric, phase
+from lightning_gputime import GPUPhaseHooks, PhaseTimeMetric
 
 
 def test_last_step_is_the_newest_resolved_step(loop: Loop) -> None:
@@ -35,18 +35,6 @@ def test_flush_resolves_pending_steps(loop: Loop) -> None:
         assert len(timer.history()) == 2
 
 
-def test_named_phases_take_their_time(loop: Loop) -> None:
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(2)):
-            with timer.phase("augment"):
-                loop.gpu.work(3.0)
-            with phase("forward/body"):
-                loop.gpu.work(0.25)
-            loop.train(x)
-    expected = {**STEP_MS, "augment": 3.0, "forward": 4.25, "forward/body": 0.25}
-    assert steps(timer) == [expected] * 2
-
-
 def test_phase_of_a_timer_does_not_affect_other_timers(loop: Loop) -> None:
     with hooks(loop) as first, hooks(loop) as second:
         for x in first.steps(second.steps(loop.batches(2))):
@@ -55,16 +43,6 @@ def test_phase_of_a_timer_does_not_affect_other_timers(loop: Loop) -> None:
             loop.train(x)
     assert steps(first)[0] == {**STEP_MS, "augment": 3.0}
     assert steps(second)[0] == {**STEP_MS, "other": 3.125}
-
-
-@pytest.mark.parametrize("is_training", [True, False])
-def test_inference_is_timed_without_optimizers(loop: Loop, is_training: bool) -> None:
-    loop.model.train(is_training)
-    with GPUPhaseHooks(loop.model, _clock=loop.gpu) as timer, torch.no_grad():
-        for x in timer.steps(loop.batches(2)):
-            loop.model(x)
-            loop.gpu.work(0.5)
-    assert steps(timer) == [{"data": 1.0, "forward": 4.0, "other": 0.5}] * 2
 
 
 def test_means_are_logged_to_every_logger_with_their_step(loop: Loop) -> None:
@@ -87,21 +65,6 @@ def test_attach_and_remove_are_idempotent(loop: Loop) -> None:
     timer.remove()
     timer.remove()
     assert installed(*things) == bare
-
-
-def test_loop_left_in_an_accumulation_does_not_affect_the_next(loop: Loop) -> None:
-    with hooks(loop, accumulate_grad_batches=2) as timer:
-        for number, x in enumerate(timer.steps(loop.batches(6))):
-            loop.micro_batch(x)
-            if number == 1:
-                loop.update()
-                break
-        for number, x in enumerate(timer.steps(loop.batches(4))):
-            loop.micro_batch(x)
-            if number % 2:
-                loop.update()
-    twice = {name: 2 * ms for name, ms in STEP_MS.items() if name != "optimizer"}
-    assert steps(timer) == [{**twice, "optimizer": 2.0}] * 3
 
 
 def test_failed_attach_leaves_nothing_and_the_loop_continues(
@@ -141,13 +104,6 @@ def test_exception_in_the_loop_is_raised_and_leaves_nothing(loop: Loop) -> None:
     # It raised after the update of the second step, and nothing was waited for.
     assert len(timer.history()) == 2
     assert loop.gpu.waits == []
-
-
-@pytest.mark.parametrize("n", [0, 1])
-def test_loaders_with_no_or_one_batch_are_timed(loop: Loop, n: int) -> None:
-    timer = train_loop(loop, n)
-    assert steps(timer) == [STEP_MS] * n
-    assert timer.summary().steps == n
 
 
 def test_copies_and_pickles_of_an_attached_timer_are_detached(loop: Loop) -> None:
@@ -345,20 +301,6 @@ def test_warm_up_counts_untimed_steps(gpu: FakeGPU) -> None:
     assert (timer.summary().steps, timer.summary().warmup_steps) == (4, 2)
 
 
-def test_model_called_in_a_named_phase_does_not_warn(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(3)):
-            with timer.phase("everything"):
-                loss = loop.model(x).sum()
-            loss.backward()
-            loop.optimizer.step()
-    assert {"everything", "backward", "optimizer"} <= set(steps(timer)[0])
-    assert "forward" not in steps(timer)[0]
-    assert caplog.text == ""
-
-
 @pytest.mark.parametrize("options", [{}, {"every_n_steps": 10}, {"probe_every_n_steps": 5}])
 @pytest.mark.parametrize("is_named", [True, False])
 def test_replays_of_a_graph_count_for_the_phase_they_are_launched_in(
@@ -478,14 +420,7 @@ def test_steps_object_is_reused_and_has_the_attributes_of_its_loader(loop: Loop)
     assert steps(timer) == [STEP_MS] * 9
 
 
-def test_loop_continues_an_iterator_started_by_next(loop: Loop) -> None:
-    with hooks(loop) as timer:
-        loader = iter(timer.steps(Epochs(loop.gpu).__iter__()))
-        loop.train(next(loader))
-        for _ in range(2):
-            for x in loader:
-                loop.train(x)
-    assert steps(timer) == [STEP_MS] * 3
+def test_detached_steps_object_raises_when_it_is_iterated(loop: Loop) -> None:
     with pytest.raises(RuntimeError, match="attach"):
         next(iter(GPUPhaseHooks(loop.model, loop.optimizer, _clock=loop.gpu).steps([1])))
 
