@@ -28,7 +28,7 @@ from torch import Tensor, nn
 transformers: Any = pytest.importorskip("transformers")
 accelerate: Any = pytest.importorskip("accelerate")
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer  # noqa: E402
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, load  # noqa: E402
 from lightning_gputime._messages import HOMES  # noqa: E402
 from lightning_gputime.huggingface import TransformersPhaseTimer  # noqa: E402
 
@@ -75,8 +75,19 @@ def options(tmp_path: Path, **others: Any) -> Any:
     return transformers.TrainingArguments(str(tmp_path), **{**defaults, **others})
 
 
+def at(event: str, call: Callable[[Any], object]) -> Any:
+    """Return a callback that calls a function of the Trainer's state at an event."""
+
+    def method(args: Any, state: Any, *_: Any, **__: Any) -> None:
+        call(state)
+
+    callback = transformers.TrainerCallback()
+    setattr(callback, event, method)
+    return callback
+
+
 class Reporter(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-    """Keeps what the Trainer logs, as those of `report_to` do, before all the user's callbacks."""
+    """Keep what the Trainer logs, like the integrations of `report_to`."""
 
     def __init__(self) -> None:
         self.logs: list[dict[str, Any]] = []
@@ -155,13 +166,6 @@ STEP = {
 FIRST = {**STEP, "data": 2.0}
 
 
-def test_transformers_trainer_times_every_phase(fake: Make, timer: TransformersPhaseTimer) -> None:
-    fake([timer]).train()
-    assert steps(timer) == [FIRST, STEP, STEP, STEP]
-    assert timer.history()["step"].tolist() == [1, 2, 3, 4]
-    assert timer.summary().skipped_updates == 0
-
-
 def test_kept_timer_does_not_keep_the_model_alive(
     fake: Make, timer: TransformersPhaseTimer
 ) -> None:
@@ -211,99 +215,98 @@ def test_means_are_logged_with_the_loss(fake: Make, timer: TransformersPhaseTime
     assert phases(last)["step"] == 15.5
 
 
-@pytest.mark.parametrize("strategy", ["no", "epoch", "steps"])
+@pytest.mark.parametrize(
+    ("strategy", "logged"), [("no", [80]), ("epoch", [40, 80]), ("steps", [1, 30, 60, 80])]
+)
 def test_every_step_is_in_one_logged_mean(
-    fake: Make, timer: TransformersPhaseTimer, strategy: str
+    fake: Make, timer: TransformersPhaseTimer, strategy: str, logged: list[int]
 ) -> None:
     reporter = Reporter()
-    trainer = fake(
-        [timer, reporter],
-        logging_strategy=strategy,
-        logging_steps=30,
-        logging_first_step=strategy == "steps",
-        max_steps=-1,
-        num_train_epochs=2,
-    )
-    trainer.train()
-    logged = [log["at"] for log in reporter.logs if phases(log)]
-    assert logged == {"no": [80], "epoch": [40, 80], "steps": [1, 30, 60, 80]}[strategy]
+    own = {"logging_strategy": strategy, "logging_first_step": strategy == "steps"}
+    fake([timer, reporter], logging_steps=30, max_steps=-1, num_train_epochs=2, **own).train()
+    assert [log["at"] for log in reporter.logs if phases(log)] == logged
     assert all(phases(entry)["forward"] == 4.0 for entry in reporter.logs if phases(entry))
 
 
-def test_evaluation_belongs_to_no_step_and_logs_its_own_means(
+def test_evaluations_belong_to_no_step_and_are_logged_apart(
     fake: Make, timer: TransformersPhaseTimer
 ) -> None:
     reporter = Reporter()
-    trainer = fake(
-        [reporter, timer], eval_strategy="steps", eval_steps=2, eval_on_start=True, logging_steps=1
-    )
-    trainer.train()
+    options = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+    trainer = fake([reporter, timer], logging_steps=2, **options)
+    # A search for hyperparameters sums all that `evaluate` returns.
+    returned = trainer.train().metrics
+    assert not any("phase_time" in key for key in returned)
     assert steps(timer) == [FIRST, STEP, STEP, STEP]
     logs = [log for log in reporter.logs if "eval_loss" in log]
-    assert [entry["at"] for entry in logs] == [0, 2, 4]
-    for item in logs:
-        found = phases(item, "eval_phase_time")
-        # The loss is `other`: no backward follows it. The loader of three batches is item ahead.
-        assert {name: found[name] for name in ("data", "forward", "other")} == {
-            "data": 1.0,
-            "forward": 4.0,
-            "other": 0.5,
-        }
-        assert not phases(item)
+    assert [log["at"] for log in logs] == [0, 2, 4]
+    logged = [phases(log, "eval_phase_time") for log in logs]
+    for log, found in zip(logs, logged, strict=True):
+        # The loss is `other` without a backward. The loader of three batches is one ahead.
+        assert found.items() >= {"data": 1.0, "forward": 4.0, "other": 0.5}.items()
+        assert not phases(log)
+    history = trainer.state.log_history
+    # Each checkpoint has the history, as JSON.
+    assert json.loads(json.dumps(history)) == history
+    assert [item["step"] for item in history if phases(item)] == [2, 4]
+    training = [phases(log) for log in reporter.logs if "loss" in log]
+    assert [phases(item) for item in history if "loss" in item] == training
+    # A model card has a column for each key of the entry with `eval_loss`. Readers take the newest
+    # entry, so the phases are in an entry before it.
+    results = [item for item in history if "eval_loss" in item]
+    assert not any("phase_time" in key for item in results for key in item)
+    before = [item for item, after in itertools.pairwise(history) if after in results]
+    assert [phases(item, "eval_phase_time") for item in before] == logged
+    assert [(item["step"], item["epoch"]) for item in before] == [
+        (item["step"], item["epoch"]) for item in results
+    ]
 
 
 def test_callbacks_before_an_evaluation_belong_to_the_step(
     fake: Make, timer: TransformersPhaseTimer, gpu: FakeGPU
 ) -> None:
-    class Works(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            gpu.work(0.25)
-
-    trainer = fake([timer, Works()], eval_strategy="steps", eval_steps=2)
+    works = at("on_step_end", lambda _: gpu.work(0.25))
+    trainer = fake([timer, works], eval_strategy="steps", eval_steps=2)
     make = trainer.get_eval_dataloader
 
     def make_for_long(*args: Any) -> Any:
-        gpu.work(100.0)  # It is the evaluation's.
+        gpu.work(100.0)  # Belongs to the evaluation.
         return make(*args)
 
     trainer.get_eval_dataloader = make_for_long
     trainer.train()
-    callbacks = timer.history()["callbacks_ms"].tolist()
-    assert callbacks[1:] == [0.25] * 3
+    assert timer.history()["callbacks_ms"].tolist()[1:] == [0.25] * 3
 
 
 def test_evaluate_and_predict_are_timed_only_during_training(
-    fake: Make, timer: TransformersPhaseTimer
+    fake: Make, timer: TransformersPhaseTimer, tmp_path: Path
 ) -> None:
-    class Predicts(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step == 3:
-                trainer.predict([0] * 2)
+    def predict(state: Any) -> None:
+        if state.global_step == 3:
+            trainer.predict([0] * 2)
 
-    reporter = Reporter()
-    trainer = fake(
-        [reporter, timer, Predicts()], compute_loss_func=None, eval_strategy="steps", eval_steps=2
-    )
+    reporter, own = Reporter(), {"compute_loss_func": None, "eval_strategy": "steps"}
+    trainer = fake([reporter, timer, at("on_step_end", predict)], eval_steps=2, **own)
     before = hooks_of(trainer.model)
     trainer.train()
-    assert [evaluation["stage"] for evaluation in timer._run().evaluations] == [
-        "eval",
-        "test",
-        "eval",
-    ]
-    assert all(saved_run["forward_ms"] == 4.0 for saved_run in timer._run().evaluations)
-    assert "eval_loss" in trainer.evaluate()
+    results = trainer.evaluate()
+    assert "eval_loss" in results
+    assert not any("phase_time" in key for key in results)
     assert not phases(reporter.logs[-1], "eval_phase_time")
-    assert len(timer._run().evaluations) == 3
+    timer.save(tmp_path / "run.json")
+    evaluations = load(tmp_path / "run.json").evaluations
+    assert [(item["stage"], item["forward_ms"]) for item in evaluations] == [
+        ("eval", 4.0),
+        ("test", 4.0),
+        ("eval", 4.0),
+    ]
     assert hooks_of(trainer.model) == before
 
 
 def test_custom_prediction_step_is_timed(tmp_path: Path) -> None:
     class Mine(transformers.Trainer):  # type: ignore[misc]  # has no types
         def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-            with (
-                torch.no_grad()
-            ):  # Like trainers that generate text, it does not call the base class.
+            with torch.no_grad():  # Does not call super(), like trainers that generate text.
                 return model(**self._prepare_inputs(inputs)).loss, None, None
 
     timer, reporter = TransformersPhaseTimer(print_summary=False), Reporter()
@@ -312,38 +315,6 @@ def test_custom_prediction_step_is_timed(tmp_path: Path) -> None:
     found = phases(log, "eval_phase_time")
     assert found["forward"] > 0
     assert found["data"] < found["step"]
-
-
-def test_trainer_results_have_no_phases(fake: Make, timer: TransformersPhaseTimer) -> None:
-    # A search for hyperparameters adds up all that `evaluate` returns.
-    trainer = fake([timer], eval_strategy="steps", eval_steps=2, logging_steps=2)
-    returned = [trainer.train().metrics, trainer.evaluate()]
-    assert not any("phase_time" in key for item in returned for key in item)
-
-
-def test_phases_are_logged_with_the_loss_in_the_trainer_state(
-    fake: Make, timer: TransformersPhaseTimer
-) -> None:
-    reporter = Reporter()
-    trainer = fake([reporter, timer], eval_strategy="steps", eval_steps=2, logging_steps=2)
-    trainer.train()
-    history = trainer.state.log_history
-    assert [item["step"] for item in history if phases(item)] == [2, 4]
-    # It becomes part of each checkpoint.
-    assert json.loads(json.dumps(history)) == history
-    logged = [phases(log) for log in reporter.logs if "loss" in log]
-    assert [phases(element) for element in history if "loss" in element] == logged
-    # A model card makes a column of each key next to `eval_loss`.
-    assert not any("phase_time" in key for log in history if "eval_loss" in log for key in log)
-    # So the means of evaluations precede it: readers of the newest entry find their own.
-    logged = [phases(entry, "eval_phase_time") for entry in reporter.logs if "eval_loss" in entry]
-    pairs = [*itertools.pairwise(history)]
-    found = [event for event, after in pairs if "eval_loss" in after]
-    assert [phases(log, "eval_phase_time") for log in found] == logged
-    assert all(logged)
-    assert [(log["step"], log["epoch"]) for log in found] == [
-        (after["step"], after["epoch"]) for _, after in pairs if "eval_loss" in after
-    ]
 
 
 PATCHED = {
@@ -361,57 +332,20 @@ PATCHED = {
 """Attributes that are replaced on a Trainer while it trains."""
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
-def test_trainer_is_patched_only_while_it_trains(
-    tmp_path: Path, error: type[BaseException] | None
-) -> None:
-    class Looks(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            self.found: set[str] = {*vars(trainer)} & PATCHED
-            if error is not None and state.global_step == 2:
-                raise error
-
-    kinds = transformers.Trainer, transformers.trainer_callback.CallbackHandler, nn.Module
-    timer, looks = TransformersPhaseTimer(print_summary=False), Looks()
-    new([], tmp_path, train=False)  # The first model adds attributes to classes, too.
-    before = [dict(vars(kind)) for kind in kinds]
-    trainer = new([timer, looks], tmp_path, train=False)
-    assert not {*vars(trainer)} & PATCHED
-    callbacks = {*trainer.callback_handler.callbacks}
-    with nullcontext() if error is None else pytest.raises(error):
-        trainer.train()
-    assert looks.found == PATCHED
-    assert not {*vars(trainer)} & PATCHED
-    assert {*trainer.callback_handler.callbacks} == callbacks
-    assert [dict(vars(kind)) for kind in kinds] == before
-
-
 def gpt() -> Any:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=2,
-        n_head=2,
-        n_embd=16,
-        vocab_size=32,
-        n_positions=16,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}
+    config = transformers.GPT2Config(bos_token_id=0, eos_token_id=0, **sizes)
     return transformers.GPT2LMHeadModel(config)
 
 
 def new(callbacks: list[Any], path: Path, train: bool = True, **others: Any) -> Any:
-    rows = torch.arange(16).repeat(40, 1)
-    rows_to_evaluate = others.pop("eval_dataset", [{"input_ids": rows[0], "labels": rows[0]}] * 4)
+    rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 40
+    data = {"train_dataset": rows, "eval_dataset": rows[:4]}
+    own = data | {name: others.pop(name) for name in [*others] if name in OF_TRAINER}
     resume = others.pop("resume", None)
-    own = {name: others.pop(name) for name in [*others] if name in OF_TRAINER}
     trainer = own.pop("trainer_class", transformers.Trainer)(
-        others.pop("model", None) or gpt(),
-        options(path, **{"logging_steps": 1, **others}),
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-        eval_dataset=rows_to_evaluate,
-        callbacks=callbacks,
-        **own,
+        gpt(), options(path, **{"logging_steps": 1, **others}), callbacks=callbacks, **own
     )
     if train:
         trainer.train(resume_from_checkpoint=resume)
@@ -421,7 +355,7 @@ def new(callbacks: list[Any], path: Path, train: bool = True, **others: Any) -> 
 ALL = {"data", "forward", "loss", "backward", "optimizer", "other"}
 
 
-class OwnLoss(transformers.Trainer):  # type: ignore[misc]  # has no types
+class CustomLoss(transformers.Trainer):  # type: ignore[misc]  # has no types
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         labels = inputs.pop("labels")
         logits = model(**inputs).logits
@@ -433,7 +367,7 @@ class OwnLoss(transformers.Trainer):  # type: ignore[misc]  # has no types
     [
         {},
         {"label_smoothing_factor": 0.1},
-        {"trainer_class": OwnLoss},
+        {"trainer_class": CustomLoss},
         {"gradient_checkpointing": True, "max_grad_norm": 1.0},
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
         {"bf16": True, "max_grad_norm": 1.0},
@@ -482,34 +416,21 @@ def test_compiled_model_is_timed_and_not_compiled_anew(
 def test_items_add_up_over_micro_batches_and_evaluations_are_separate(
     fake: Make, gpu: FakeGPU
 ) -> None:
-    reporter = Reporter()
-    timer = TransformersPhaseTimer(
-        _clock=gpu,
-        warmup_steps=0,
-        print_summary=False,
-        items=lambda inputs: 5 * len(inputs["x"]),
-        flops=2e9,
-    )
-    trainer = fake(
-        [reporter, timer],
-        gradient_accumulation_steps=3,
-        logging_steps=2,
-        max_steps=4,
-        eval_strategy="steps",
-        eval_steps=4,
-    )
-    trainer.train()
+    own: dict[str, Any] = {"items": lambda inputs: 5 * len(inputs["x"]), "flops": 2e9}
+    timer = TransformersPhaseTimer(_clock=gpu, warmup_steps=0, print_summary=False, **own)
+    reporter, micro_batches = Reporter(), {"gradient_accumulation_steps": 3, "max_steps": 4}
+    evaluates = {"eval_strategy": "steps", "eval_steps": 4}
+    fake([reporter, timer], logging_steps=2, **micro_batches, **evaluates).train()
     summary = timer.summary()
     assert summary.items_per_sec == pytest.approx(15.0 / summary.step.mean_ms * 1e3)
-    step_ms = reporter.logs[0]["phase_time/step_ms"]
-    assert reporter.logs[0]["phase_time/items_per_sec"] == pytest.approx(15.0 / step_ms * 1e3)
-    [log] = [entry for entry in reporter.logs if "eval_loss" in entry]
-    step_ms = log["eval_phase_time/step_ms"]
-    assert log["eval_phase_time/items_per_sec"] == pytest.approx(5.0 / step_ms * 1e3)
+    [evaluation] = [entry for entry in reporter.logs if "eval_loss" in entry]
+    for log, prefix, items in ((reporter.logs[0], "", 15.0), (evaluation, "eval_", 5.0)):
+        expected = items / log[f"{prefix}phase_time/step_ms"] * 1e3
+        assert log[f"{prefix}phase_time/items_per_sec"] == pytest.approx(expected)
 
 
 def test_rows_collated_inside_the_step_are_not_counted(gpu: FakeGPU, tmp_path: Path) -> None:
-    class Trainer(OwnLoss):
+    class Trainer(CustomLoss):
         def _prepare_inputs(self, inputs: Any) -> Any:
             if isinstance(inputs, list):  # As TRL's that generate.
                 inputs = transformers.default_data_collator(inputs)
@@ -530,33 +451,26 @@ def test_resumed_training_continues_the_step_count(tmp_path: Path) -> None:
     assert timer.history()["step"].tolist() == [3, 4]
 
 
-def test_callback_added_before_training_reports(tmp_path: Path) -> None:
-    timer, reporter = TransformersPhaseTimer(print_summary=False), Reporter()
-    trainer = new([reporter], tmp_path, train=False)
+def test_callbacks_added_later_report(fake: Make, timer: TransformersPhaseTimer) -> None:
+    def add(state: Any) -> None:
+        if state.global_step == 2:
+            trainer.add_callback(late)
+
+    early, late = Reporter(), Reporter()
+    trainer = fake([early, at("on_step_end", add)], logging_steps=1)
     trainer.add_callback(timer)
     trainer.train()
-    assert all(phases(log) for log in reporter.logs[:4])
+    assert [phases(log) != {} for log in early.logs] == [True] * 4 + [False]
+    assert [phases(log) != {} for log in late.logs] == [True] * 3 + [False]
     trainer.remove_callback(timer)
     trainer.train()
-    assert not phases(reporter.logs[-1])
+    assert not phases(early.logs[-1])
     trainer.evaluate()
-    assert not phases(reporter.logs[-1], "eval_phase_time")
+    assert not phases(early.logs[-1], "eval_phase_time")
 
 
-def test_callback_added_during_training_reports(fake: Make, timer: TransformersPhaseTimer) -> None:
-    class Adds(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 2:
-                trainer.add_callback(reporter)
-
-    reporter = Reporter()
-    trainer = fake([timer, Adds()], logging_steps=1)
-    trainer.train()
-    assert [phases(log) != {} for log in reporter.logs] == [True] * 3 + [False]
-
-
-class Own(transformers.Trainer):  # type: ignore[misc]  # has no types
-    """A Trainer whose training may raise, or whose loop is overridden."""
+class Custom(transformers.Trainer):  # type: ignore[misc]  # has no types
+    """A Trainer that raises at a given place, with helpers for a custom training loop."""
 
     raises = ""
 
@@ -591,42 +505,66 @@ class Own(transformers.Trainer):  # type: ignore[misc]  # has no types
 
 
 @pytest.mark.parametrize(
-    "place", ["on_epoch_begin", "on_train_end", "log", "prediction_step", "is_removed"]
+    ("place", "error", "n"),
+    [
+        ("", None, 4),
+        ("on_step_begin", KeyboardInterrupt, 3),
+        ("on_epoch_begin", RuntimeError, 0),
+        ("on_train_end", RuntimeError, 4),  # The training was over, except for this callback.
+        ("log", RuntimeError, 0),
+        ("prediction_step", RuntimeError, 0),
+        ("is_removed", None, 0),
+    ],
 )
-def test_failed_training_leaves_nothing(
-    tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+def test_training_that_ends_fails_or_is_interrupted_leaves_nothing(
+    tmp_path: Path,
+    place: str,
+    error: type[BaseException] | None,
+    n: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    class Fails(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if place == "is_removed" and state.global_step == 2:
-                trainer.remove_callback(timer)
+    def look(state: Any) -> None:
+        patched.append({*vars(trainer)} & PATCHED)
+        if place == "is_removed" and state.global_step == 2:
+            trainer.remove_callback(timer)
 
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("mine")
+    def fail(args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if error is not None and (place != "on_step_begin" or state.global_step == 3):
+            raise error("mine")
 
-    fails = Fails()
-    setattr(fails, place, fail)
-    timer = TransformersPhaseTimer(warmup_steps=0)
-    trainer = new([timer, fails], tmp_path, False, trainer_class=Own, eval_on_start=True)
+    patched = list[set[str]]()
+    looks, timer = at("on_step_end", look), TransformersPhaseTimer(warmup_steps=0)
+    setattr(looks, place or "on_save", fail)
+    new([], tmp_path, train=False)  # The first model adds attributes to classes.
+    kinds = transformers.Trainer, transformers.trainer_callback.CallbackHandler, nn.Module
+    classes = [dict(vars(kind)) for kind in kinds]
+    trainer = new([timer, looks], tmp_path, False, trainer_class=Custom, eval_on_start=True)
     trainer.raises = place
     before, callbacks = hooks_of(trainer.model), [*trainer.callback_handler.callbacks]
-    with nullcontext() if place == "is_removed" else pytest.raises(RuntimeError, match="mine"):
+    assert not {*vars(trainer)} & PATCHED
+    with nullcontext() if error is None else pytest.raises(error, match="mine"):
         trainer.train()
+    assert all(names == PATCHED for names in patched[:2])
+    assert len(patched) == {"on_epoch_begin": 0, "prediction_step": 0, "on_step_begin": 3}.get(
+        place, 4
+    )
     assert hooks_of(trainer.model) == before
     assert not {*vars(trainer)} & PATCHED
     assert "on_epoch_begin" not in vars(trainer.callback_handler)
-    left = trainer.callback_handler.callbacks
-    callbacks.remove(timer)
-    assert [item for item in left if item is not timer] == callbacks
-    assert left.count(timer) == (place != "is_removed")
-    # The training was over, but for another callback.
-    assert ("Time per step" in capsys.readouterr().out) == (place == "on_train_end")
+    if place == "is_removed":
+        callbacks.remove(timer)
+    assert {*trainer.callback_handler.callbacks} == {*callbacks}
+    assert trainer.callback_handler.callbacks.count(timer) == (place != "is_removed")
+    assert [dict(vars(kind)) for kind in kinds] == classes
+    printed = capsys.readouterr().out
+    assert (f"Time per step in ms over {n} steps" in printed) == (n > 0)
+    assert ("Time per step" in printed) == (n > 0)
 
 
 def test_custom_loop_that_only_calls_on_step_end_is_timed(
     fake: Make, timer: TransformersPhaseTimer
 ) -> None:
-    class Trainer(Own):
+    class Trainer(Custom):
         def train(self) -> None:
             loader = iter(self.begin())
             for _ in range(3):
@@ -649,7 +587,7 @@ def test_custom_loop_that_only_calls_on_step_end_is_timed(
 
 
 def test_unseen_fetch_is_not_callbacks(fake: Make, timer: TransformersPhaseTimer) -> None:
-    class Trainer(Own):
+    class Trainer(Custom):
         def train(self) -> None:
             loader = self.begin()
             self.tell("on_epoch_begin")
@@ -665,44 +603,14 @@ def test_unseen_fetch_is_not_callbacks(fake: Make, timer: TransformersPhaseTimer
     assert "callbacks" not in timer.summary().rows
 
 
-def test_optimizer_that_is_not_a_torch_optimizer_is_timed(
-    fake: Make, timer: TransformersPhaseTimer, gpu: FakeGPU
-) -> None:
-    class Mine:
-        param_groups = ({"lr": 1.0},)
-
-        def step(self) -> None:
-            gpu.work(2.0)
-
-    another = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    scheduler = torch.optim.lr_scheduler.LambdaLR(another, lambda _: 1.0)
-    fake([timer], optimizers=(Mine(), scheduler)).train()
-    assert steps(timer) == [FIRST, STEP, STEP, STEP]
-
-
 def test_timer_of_nested_trainings_times_the_newest_and_warns(
     fake: Make, timer: TransformersPhaseTimer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Trains(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step == 2:
-                inner.train()
-
     inner = fake([timer], max_steps=3)
-    fake([timer, Trains()]).train()
+    trains = at("on_step_end", lambda state: state.global_step == 2 and inner.train())
+    fake([timer, trains]).train()
     assert timer.history()["step"].tolist() == [1, 2, 3]
     assert "trainer a separate timer" in caplog.text
-
-
-def test_table_is_printed_after_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Interrupts(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step == 3:
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        new([TransformersPhaseTimer(warmup_steps=0), Interrupts()], tmp_path)
-    assert "Time per step in ms over 3 steps" in capsys.readouterr().out
 
 
 def test_table_is_printed_once_with_a_progress_bar(
@@ -733,13 +641,13 @@ def test_trials_and_several_evaluation_sets_are_timed(tmp_path: Path) -> None:
         model_init=lambda trial: gpt(),
         args=options(tmp_path, eval_strategy="epoch", max_steps=-1, num_train_epochs=2),
         train_dataset=rows,
-        eval_dataset={"one": rows, "two": rows},
+        eval_dataset={"first": rows, "second": rows},
         callbacks=[reporter, timer],
     )
     for _ in range(2):
         reporter.logs.clear()
         trainer.train()
-        for name in ("one", "two"):
+        for name in ("first", "second"):
             logs = [log for log in reporter.logs if f"eval_{name}_loss" in log]
             assert [entry["at"] for entry in logs] == [4, 8]
             assert all(phases(item, f"eval_{name}_phase_time")["forward"] > 0 for item in logs)
@@ -754,50 +662,43 @@ def test_batch_size_that_is_too_large_starts_a_new_measurement(tmp_path: Path) -
             return super().training_step(*args, **kwargs)
 
     timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
-    new(
-        [timer],
-        tmp_path,
-        trainer_class=TooLarge,
-        auto_find_batch_size=True,
-        per_device_train_batch_size=4,
-    )
+    sizes: dict[str, Any] = {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
+    new([timer], tmp_path, trainer_class=TooLarge, **sizes)
     assert timer.history()["step"].tolist() == [1, 2, 3, 4]
 
 
-def test_copy_of_a_timed_model_keeps_its_own_loss(
-    tmp_path: Path,
-) -> None:
+def test_copy_of_a_timed_model_keeps_its_loss(tmp_path: Path) -> None:
+    def duplicate(_: Any) -> None:
+        found.extend([copy.deepcopy(trainer.model), pickle.loads(pickle.dumps(trainer.model))])
+
     found: list[Any] = []
-
-    class Copies(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
-            found.append(copy.deepcopy(model))
-            found.append(pickle.loads(pickle.dumps(model)))
-
-    trainer = new([TransformersPhaseTimer(print_summary=False), Copies()], tmp_path, max_steps=1)
-    for entry in found:
-        assert entry.loss_function is trainer.model.loss_function
+    timer = TransformersPhaseTimer(print_summary=False)
+    trainer = new([timer, at("on_step_end", duplicate)], tmp_path, False, max_steps=1)
+    trainer.train()
+    assert [item.loss_function for item in found] == [trainer.model.loss_function] * 2
 
 
 def test_timer_without_a_trainer_warns_once_and_times_nothing(
     fake: Make, timer: TransformersPhaseTimer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Among(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        """Passes on what it hears, so that the timer is no callback of the Trainer's."""
+    class Forwards(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
+        """Passes events to the timer, which is not a callback of the Trainer."""
 
         def __getattribute__(self, name: str) -> Any:
-            return (
-                getattr(timer, name) if name.startswith("on_") else super().__getattribute__(name)
-            )
+            owner = timer if name.startswith("on_") else super()
+            return owner.__getattribute__(name)
 
     reporter = Reporter()
-    trainer = fake([Among(), reporter], logging_steps=1, eval_strategy="steps", eval_steps=2)
+    trainer = fake([Forwards(), reporter], logging_steps=1, eval_strategy="steps", eval_steps=2)
     before = hooks_of(trainer.model)
     trainer.train()
     assert not len(timer.history())
     assert hooks_of(trainer.model) == before
     assert not any("phase_time" in key for log in reporter.logs for key in log)
     trainer.train()
+    # The model of SetFit's trainer, which does not derive from Trainer, is not a module.
+    for event in ("on_train_begin", "on_step_begin", "on_step_end", "on_train_end"):
+        getattr(timer, event)(Mock(), Mock(), Mock(), model=object(), optimizer=None)
     assert caplog.text.count("No Trainer was found") == 1
 
 
@@ -809,6 +710,8 @@ def test_trainer_class_is_restored(tmp_path: Path) -> None:
         def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
             return super().prediction_step(*args, **kwargs)
 
+        train.mark = "mine"  # type: ignore[attr-defined]  # on purpose
+
     def methods() -> list[Any]:
         names = ("train", "get_batch_samples", "evaluation_loop", "prediction_step")
         return [vars(cls).get(name) for cls in Mine.__mro__[:2] for name in names]
@@ -817,15 +720,21 @@ def test_trainer_class_is_restored(tmp_path: Path) -> None:
     before = methods()
     assert not any(map(is_patched, before))
     timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
-    # Trainers share it; after a training it contains objects that cannot be pickled.
+    # Trainers share this state; after a training it contains objects that cannot be pickled.
     accelerate.state.GradientState._reset_state()
     plain = new([timer], tmp_path, train=False)
     assert type(pickle.loads(pickle.dumps(plain))) is type(plain) is transformers.Trainer
+    train = transformers.Trainer.train
+    assert pickle.loads(pickle.dumps(train)) is copy.deepcopy(train) is train
+    assert "resume_from_checkpoint" in inspect.signature(train).parameters
     trainer = new([timer], tmp_path, trainer_class=Mine, eval_strategy="steps", eval_steps=2)
     assert type(trainer) is Mine
+    assert (vars(Mine.train)["mark"], Mine.train.__name__) == ("mine", "train")
     assert timer.history()["step"].tolist() == [1, 2, 3, 4]
-    # Each call is reported once, although a method calls that of its base class.
-    assert [evaluation["stage"] for evaluation in timer._run().evaluations] == ["eval", "eval"]
+    # Each evaluation counts once, though a method calls the method of its base class.
+    timer.save(tmp_path / "run.json")
+    evaluations = load(tmp_path / "run.json").evaluations
+    assert [evaluation["stage"] for evaluation in evaluations] == ["eval", "eval"]
     trainer.remove_callback(timer)
     plain.remove_callback(timer)
     del plain, trainer, timer
@@ -865,52 +774,46 @@ def test_each_callback_event_is_a_sub_phase(
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             gpu.work(0.125)
 
-    class Logs(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
         def on_log(self, *_: Any, **__: Any) -> None:
             gpu.work(0.5)
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
 
-    works, logs = Works(), cast("Any", Logs())
-    logs.on_step_end = lambda *_, **__: gpu.work(1.0)  # One on the object wins.
-    trainer = fake([works, timer, logs], max_steps=3, logging_steps=1)
-    trainer.train()
+    works = cast("Any", Works())
+    works.on_step_end = lambda *_, **__: gpu.work(1.0)  # An attribute of the object wins.
+    fake([works, timer], max_steps=3, logging_steps=1).train()
     row = timer.history()[1]
     found = {name: row[f"{name}_ms"] for name in timer.summary().rows if "callbacks" in name}
-    assert found.pop("callbacks/PrinterCallback.on_log") == 0
     assert found == {
         "callbacks": 1.875,
+        "callbacks/PrinterCallback.on_log": 0.0,
         "callbacks/Works.on_step_begin": 0.25,
         "callbacks/Works.on_pre_optimizer_step": 0.125,
-        "callbacks/Logs.on_step_end": 1.0,
-        "callbacks/Logs.on_log": 0.5,
+        "callbacks/Works.on_step_end": 1.0,
+        "callbacks/Works.on_log": 0.5,
     }
     assert {name: row[f"{name}_ms"] for name in STEP} == STEP
-    assert [*vars(logs)] == ["on_step_end"]
-    assert not vars(works)
+    assert [*vars(works)] == ["on_step_end"]
+
+
+class Saves(transformers.Trainer):  # type: ignore[misc]  # has no types
+    """A Trainer on the fake GPU whose checkpoints take 30 ms."""
+
+    def _save_checkpoint(self, *_: Any, **__: Any) -> None:
+        self.model.gpu.host_work(30.0)
 
 
 @since_5
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
 def test_time_breakdown_covers_training_and_evaluations(
-    fake: Make, gpu: FakeGPU, timer: TransformersPhaseTimer, strategy: str, tmp_path: Path
+    fake: Make, gpu: FakeGPU, timer: TransformersPhaseTimer, strategy: str
 ) -> None:
-    class Takes(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            gpu.host_work(7.0)
-
-        def on_train_end(self, *_: Any, **__: Any) -> None:
-            gpu.host_work(10.0)
-
     def compute(_: Any) -> dict[str, float]:
         gpu.host_work(100.0)
         return {}
 
-    class Saves(transformers.Trainer):  # type: ignore[misc]  # has no types
-        def _save_checkpoint(self, *_: Any, **__: Any) -> None:
-            gpu.host_work(30.0)
-
+    class Measures(Saves):
         def evaluate(self, *args: Any, **kwargs: Any) -> Any:
             begin = gpu.now
             found = super().evaluate(*args, **kwargs)
@@ -918,19 +821,18 @@ def test_time_breakdown_covers_training_and_evaluations(
             return found
 
     evaluations_ms = list[float]()
-    own = {"max_steps": -1, "num_train_epochs": 2} if strategy == "epoch" else {"max_steps": 4}
+    begins = at("on_train_begin", lambda _: gpu.host_work(7.0))
+    ends = at("on_train_end", lambda _: gpu.host_work(10.0))
     trainer = fake(
-        [timer, Takes()],
-        trainer_class=Saves,
+        [timer, begins, ends],
+        trainer_class=Measures,
         train_dataset=[0] * 3,
         compute_metrics=compute,
-        eval_strategy=strategy,
-        eval_steps=2,
-        save_strategy=strategy,
-        save_steps=2,
+        **{f"{name}_strategy": strategy for name in ("eval", "save")},
+        **{f"{name}_steps": 2 for name in ("eval", "save")},
+        **({"max_steps": -1, "num_train_epochs": 2} if strategy == "epoch" else {"max_steps": 4}),
         eval_on_start=True,
         logging_strategy="no",
-        **own,
     )
     begin = gpu.now
     trainer.train()
@@ -949,27 +851,23 @@ def test_time_breakdown_covers_training_and_evaluations(
     assert breakdown.scope == "fit"
     assert breakdown.rows[0].name == "evaluation"
     assert summary.wall_clock.after_batches_s == pytest.approx(0.3)
-    line = compute.__code__.co_firstlineno
-    told = f"`compute` (test_huggingface.py:{line}) takes 300 ms of {sum(evaluations_ms):.0f} ms"
-    assert breakdown.rows[0].advice[0].text == f"{told}: make it faster"
+    place = f"`compute` (test_huggingface.py:{compute.__code__.co_firstlineno})"
+    advice = f"{place} takes 300 ms of {sum(evaluations_ms):.0f} ms: make it faster"
+    assert breakdown.rows[0].advice[0].text == advice
     assert breakdown["checkpoints"].share == pytest.approx(60.0 / sum(entries_ms.values()))
 
 
 def test_checkpoint_has_one_name_in_the_breakdown_and_in_the_phases(
-    fake: Make, timer: TransformersPhaseTimer, gpu: FakeGPU
+    fake: Make, timer: TransformersPhaseTimer
 ) -> None:
-    class Saves(transformers.Trainer):  # type: ignore[misc]  # has no types
-        def _save_checkpoint(self, *_: Any, **__: Any) -> None:
-            gpu.host_work(30.0)
-
-    own = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "no", "max_steps": 6}
-    fake([timer], trainer_class=Saves, **own).train()
+    options = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "no", "max_steps": 6}
+    fake([timer], trainer_class=Saves, **options).train()
     summary = timer.summary()
     assert summary.time_breakdown is not None
-    # The call after the last step is in no step.
+    # The checkpoint after the last step is in no step.
     assert summary.time_breakdown["checkpoints"].seconds == pytest.approx(0.09)
     assert summary.rows["callbacks/checkpoints"].n == 2
-    # While the host saves, the GPU ends the step, which takes it 15.5 ms.
+    # While the host saves, the GPU finishes the step, which takes 15.5 ms.
     assert timer.history()["callbacks/checkpoints_ms"].tolist()[2::2] == [30.0 - 15.5] * 2
     assert "\n  checkpoints " in str(summary)
 
@@ -1000,22 +898,6 @@ def test_wrong_timer_error_names_the_right_timer(fake: Make, gpu: FakeGPU) -> No
     assert isinstance(refusal.value, ValueError) or HOMES in str(refusal.value)
 
 
-def test_model_that_is_not_a_module_warns_and_trains(
-    timer: TransformersPhaseTimer, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Runs:
-        """A trainer that derives from no Trainer, and whose model is no module, as SetFit's."""
-
-        def train(self) -> str:
-            args, state, control = Mock(), Mock(), Mock()
-            for event in ("on_train_begin", "on_step_begin", "on_step_end", "on_train_end"):
-                getattr(timer, event)(args, state, control, model=object(), optimizer=None)
-            return "trained"
-
-    assert Runs().train() == "trained"
-    assert "No Trainer was found" in caplog.text
-
-
 @since_5
 @pytest.mark.parametrize("how", ["callbacks=", "add_callback"])
 def test_each_training_has_its_set_up_and_its_tear_down(
@@ -1026,11 +908,8 @@ def test_each_training_has_its_set_up_and_its_tear_down(
             gpu.host_work(70.0)
             return super().get_train_dataloader()
 
-    class Ends(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        def on_train_end(self, *_: Any, **__: Any) -> None:
-            gpu.host_work(30.0)
-
-    trainer = fake([Ends()] + [timer] * (how == "callbacks="), trainer_class=Slow)
+    ends = at("on_train_end", lambda _: gpu.host_work(30.0))
+    trainer = fake([ends] + [timer] * (how == "callbacks="), trainer_class=Slow)
     if how == "add_callback":
         trainer.add_callback(timer)
     for _ in range(2):
@@ -1038,55 +917,26 @@ def test_each_training_has_its_set_up_and_its_tear_down(
         trainer.train()
         wall_clock = timer.summary().wall_clock
         assert wall_clock is not None
-        entries_s = wall_clock.entries_s
-        assert entries_s["set-up"] >= 0.07
-        assert entries_s["tear-down"] >= 0.03
-        assert sum(entries_s.values()) == pytest.approx((gpu.now - begin) / 1e9)
-    # A Trainer that the timer does not belong to is not its.
+        assert wall_clock.entries_s["set-up"] >= 0.07
+        assert wall_clock.entries_s["tear-down"] >= 0.03
+        assert sum(wall_clock.entries_s.values()) == pytest.approx((gpu.now - begin) / 1e9)
     trainer.remove_callback(timer)
     trainer.train()
     assert timer.summary().wall_clock == wall_clock
 
 
-class WithMark(transformers.Trainer):  # type: ignore[misc]  # has no types
-    """A Trainer whose `train` has an attribute."""
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        return super().train(*args, **kwargs)
-
-    train.mark = "mine"  # type: ignore[attr-defined]  # on purpose
-
-
-def test_train_method_keeps_its_identity_before_training(tmp_path: Path) -> None:
-    timer = TransformersPhaseTimer(print_summary=False)
-    trainer = new([timer], tmp_path, False, trainer_class=WithMark)
-    for function in (WithMark.train, transformers.Trainer.train):
-        assert pickle.loads(pickle.dumps(function)) is function
-        assert copy.deepcopy(function) is function
-    assert vars(WithMark.train)["mark"] == "mine"
-    assert (WithMark.train.__name__, WithMark.train.__qualname__) == ("train", "WithMark.train")
-    assert "resume_from_checkpoint" in inspect.signature(transformers.Trainer.train).parameters
-    trainer.remove_callback(timer)
-    del timer, trainer
-    gc.collect()
-    assert not is_patched(WithMark.train)
-    assert not is_patched(transformers.Trainer.train)
-
-
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda timer: pickle.loads(pickle.dumps(timer))])
-def test_copy_of_an_attached_timer_is_detached(tmp_path: Path, how: Callable[[Any], Any]) -> None:
-    class Copies(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step == 2:
-                copies.append(how(timer))
+def test_clone_of_an_attached_timer_is_detached(tmp_path: Path, how: Callable[[Any], Any]) -> None:
+    def clone(state: Any) -> None:
+        if state.global_step == 2:
+            clones.append(how(timer))
 
-    copies: list[Any] = []
+    clones: list[Any] = []
     timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
-    trainer = new([timer, Copies()], tmp_path)
-    [twin] = copies
+    trainer = new([timer, at("on_step_end", clone)], tmp_path)
+    [twin] = clones
     assert timer.history()["step"].tolist() == [1, 2, 3, 4]
     assert len(twin.history()) <= 2
-    assert not twin._session.is_attached
     twin.on_step_end(trainer.args, trainer.state)  # Raises nothing, and times nothing.
     assert len(twin.history()) <= 2
     again = new([twin], tmp_path)
@@ -1094,25 +944,8 @@ def test_copy_of_an_attached_timer_is_detached(tmp_path: Path, how: Callable[[An
     assert twin.history()["step"].tolist() == [1, 2, 3, 4]
 
 
-def test_later_patch_of_train_is_called(tmp_path: Path, monkeypatch: Any) -> None:
-    class Inherits(transformers.Trainer):  # type: ignore[misc]  # has no types
-        pass
-
-    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
-    trainer = new([timer], tmp_path, False, trainer_class=Inherits)
-    train, calls = transformers.Trainer.train, []
-
-    def logged(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return train(self, *args, **kwargs)
-
-    monkeypatch.setattr(transformers.Trainer, "train", logged)
-    trainer.train()
-    assert (calls, timer.summary().steps) == ([1], 4)
-
-
 def test_training_without_on_train_end_leaves_nothing(tmp_path: Path) -> None:
-    class Returns(Own):
+    class Returns(Custom):
         def train(self) -> None:
             for batch in self.begin():
                 self.tell("on_step_begin")

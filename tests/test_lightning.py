@@ -1,19 +1,40 @@
-"""The places of a Lightning run at which the timer must begin, read, or keep out."""
+"""Lightning's loop and its features, with the exact times of every phase."""
 
 import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
+import pytorch_lightning
 import torch
+from conftest import hooks_of
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, between_batches, steps
 from fake_lightning import Loader, MemoryLogger, Model, fit, timer_of, trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseTimer
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_on_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the hooks of a model before and after each fit of a test."""
+    run = pl.Trainer.fit
+
+    def checked(self: pl.Trainer, model: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        before = hooks_of(model)
+        run(self, model, *args, **kwargs)
+        assert hooks_of(model) == before
+        assert not any("zero_grad" in vars(optimizer) for optimizer in self.optimizers)
+
+    monkeypatch.setattr(pl.Trainer, "fit", checked)
+
 
 # Start of an epoch
 
@@ -38,7 +59,7 @@ def test_run_resumed_within_an_epoch_is_timed_from_its_first_fetch(
 
 
 class Finds(pl.Callback):
-    """Notes the value that a callback finds in a hook."""
+    """Keep the value that a callback finds in a hook."""
 
     def __init__(self, hook: str) -> None:
         self.found: list[float | None] = []
@@ -49,40 +70,21 @@ class Finds(pl.Callback):
         self.found.append(None if value is None else float(value))
 
 
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("log_every_n_steps", [2, 3, 50])
-def test_epoch_end_hooks_find_the_means_in_any_callback_order(
-    gpu: FakeGPU, log_every_n_steps: int, first: bool
-) -> None:
-    finds, timer = Finds("on_train_epoch_end"), timer_of(gpu)
-    callbacks = [finds, timer] if first else [timer, finds]
-    logger = MemoryLogger()
-    runner = trainer(*callbacks, log_every_n_steps=log_every_n_steps, max_epochs=2, logger=logger)
-    runner.fit(Model(gpu), Loader(gpu, 3))
-    assert finds.found == [sum(STEP_MS.values())] * 2
-    # The loggers get what they would get without epochs, and the rest when training ends.
-    logged = {2: [1, 3, 5], 3: [2, 5], 50: [5]}
-    assert [step for step, _ in logger.phase_times()] == logged[log_every_n_steps]
-
-
 @pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_end"])
 @pytest.mark.parametrize("first", [False, True])
-def test_early_stopping_and_checkpoints_monitor_a_phase_from_the_first_epoch(
-    gpu: FakeGPU, hook: str, first: bool, tmp_path: Path
+@pytest.mark.parametrize(("every", "logged"), [(2, [1, 3, 5]), (3, [2, 5]), (50, [5]), (0, [])])
+def test_hooks_find_the_means_from_the_first_epoch_in_any_callback_order(
+    gpu: FakeGPU, hook: str, every: int, logged: list[int], first: bool
 ) -> None:
-    at_epoch_end = hook == "on_train_epoch_end"
-    stop = pl.callbacks.EarlyStopping(
-        "phase_time/step_ms", patience=1, check_on_train_epoch_end=at_epoch_end
-    )
-    save = pl.callbacks.ModelCheckpoint(
-        tmp_path, monitor="phase_time/step_ms", save_on_train_epoch_end=at_epoch_end
-    )
-    timer = timer_of(gpu)
-    callbacks = [stop, save, timer] if first else [timer, stop, save]
-    runner = trainer(*callbacks, max_epochs=9, enable_checkpointing=True, val_check_interval=2)
-    runner.fit(Model(gpu), Loader(gpu, 4), Loader(gpu, 1))
-    assert steps(timer) == [STEP_MS] * (8 if at_epoch_end else 4)
-    assert save.best_model_score == sum(STEP_MS.values())
+    finds, timer, logger = Finds(hook), timer_of(gpu), MemoryLogger()
+    callbacks = [finds, timer] if first else [timer, finds]
+    runner = trainer(*callbacks, log_every_n_steps=every, max_epochs=2, logger=logger)
+    runner.fit(Model(gpu), Loader(gpu, 3), Loader(gpu, 1))
+    assert finds.found == [sum(STEP_MS.values())] * 2
+    assert steps(timer) == [STEP_MS] * 6
+    # The loggers get what they would get without epochs, and the rest when training ends.
+    of_training = [step for step, log in logger.phase_times() if "phase_time/step_ms" in log]
+    assert of_training == logged
 
 
 def test_steps_resolved_at_an_epoch_end_are_counted_once(gpu: FakeGPU) -> None:
@@ -147,44 +149,6 @@ def test_hooks_before_a_validation_inside_an_accumulation_belong_to_the_step(
     assert timer.history()["callbacks_ms"].tolist() == callbacks
     step_ms = [sum(STEP_MS.values()) * accumulate - 2.0 * (accumulate - 1) + ms for ms in callbacks]
     assert timer.history()["step_ms"].tolist() == step_ms
-
-
-class Works(pl.Callback):
-    """Takes 0.25 ms after each batch, and validates after the fourth."""
-
-    def __init__(self, gpu: FakeGPU, validate: Callable[[pl.Trainer], object]) -> None:
-        self.gpu, self.validate = gpu, validate
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        self.gpu.work(0.25)
-        if args[-1] == 3:
-            self.validate(trainer)
-            self.gpu.work(32.0)
-
-
-@pytest.mark.parametrize("by_another", [False, True])
-def test_callback_time_around_its_validation_belongs_to_the_step(
-    gpu: FakeGPU, by_another: bool
-) -> None:
-    timer, model = timer_of(gpu), Model(gpu)
-
-    def validate(runner: pl.Trainer) -> None:
-        if by_another:
-            trainer(timer).validate(model, Loader(gpu, 2), verbose=False)
-            model.trainer = runner
-        else:
-            loggers = runner._logger_connector
-            first = loggers._first_loop_iter
-            runner.validating = True
-            runner.fit_loop.epoch_loop.val_loop.run()
-            runner.training, loggers._first_loop_iter = True, first
-
-    runner = trainer(timer, Works(gpu, validate), check_val_every_n_epoch=100)
-    runner.fit(model, Loader(gpu, 6), Loader(gpu, 2))
-    step_ms = sum(STEP_MS.values())
-    assert timer.history()["step_ms"].tolist() == [
-        step_ms + ms for ms in (0.0, 0.25, 0.25, 0.25, 32.25, 0.25)
-    ]
 
 
 # Model calls that are no `forward`
@@ -268,8 +232,8 @@ def test_data_is_split_into_fetch_and_copy_under_lightning(gpu: FakeGPU, first: 
     parts = {"data/fetch": 1.0, "data/copy": 2.0}
     slow_excess_ms = {"callbacks": 10.0, "callbacks/Slow.on_train_batch_end": 10.0}
     split = {"data": 6.0, **parts, **slow_excess_ms}
-    none_yet = {"data": 6.0, **parts, "callbacks": 0.0}
-    assert between_batches(timer) == [split if first else none_yet, split, split]
+    without = {"data": 6.0, **parts, "callbacks": 0.0}
+    assert between_batches(timer) == [split if first else without, split, split]
     assert steps(timer)[1] == {**STEP_MS, "data": 6.0, "callbacks": 10.0}
 
 
@@ -299,47 +263,14 @@ def test_slow_callback_is_named_and_not_input_bound(gpu: FakeGPU) -> None:
     assert not any("Slow" in key for _, metrics in logger.calls for key in metrics)
 
 
-def test_callback_whose_state_key_changes_keeps_its_name(gpu: FakeGPU) -> None:
-    class Renamed(Slow):
-        @property
-        def state_key(self) -> str:
-            return f"renamed {self.epochs}"
-
-        epochs = 0
-
-        def on_train_epoch_start(self, *_: Any) -> None:
-            self.epochs += 1
-
-    timer = timer_of(gpu)
-    trainer(timer, Renamed(gpu), max_epochs=3).fit(Model(gpu), Loader(gpu, 2))
-    name = "callbacks/Renamed.on_train_batch_end"
-    # Callbacks after the last batch of an epoch belong to no step.
-    assert [step.get(name, 0.0) for step in between_batches(timer)] == [0.0, 10.0] * 3
-
-
-class OfAnother(pl.LightningModule):
-    """Another model, which a callback of the training trains."""
-
-    def __init__(self, gpu: FakeGPU) -> None:
-        super().__init__()
-        self.gpu, self.net = gpu, Layer(gpu, 3.0, 6.0)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(batch).sum()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return Adder(self.parameters(), self.gpu, 1.5)
-
-
 def test_fit_inside_a_callback_counts_for_the_callback(gpu: FakeGPU) -> None:
     class Nested(pl.Callback):
         def on_before_zero_grad(self, *_: Any) -> None:
-            trainer().fit(OfAnother(gpu), Loader(gpu, 2))
+            trainer().fit(Model(gpu), Loader(gpu, 2))
 
     timer = fit(gpu, Model(gpu), callbacks=[Nested()])
     name = "callbacks/Nested.on_before_zero_grad"
-    assert [step[name] for step in between_batches(timer)] == [23.0] * 3
+    assert [step[name] for step in between_batches(timer)] == [2 * sum(STEP_MS.values())] * 3
     assert [step["forward"] for step in steps(timer)] == [4.0] * 3
 
 
@@ -387,12 +318,12 @@ def test_sigterm_broadcast_is_a_wait_for_other_ranks(
 # End of a step
 
 
+WITHOUT_UPDATE = {name: ms for name, ms in STEP_MS.items() if name != "optimizer"}
+
+
 def micro_batches(*numbers: int) -> list[dict[str, float]]:
-    """Steps of several micro-batches, each with an update."""
-    return [
-        {name: ms * (1 if name == "optimizer" else n) for name, ms in STEP_MS.items()}
-        for n in numbers
-    ]
+    """Return steps of that many micro-batches each, with one update."""
+    return [{**{name: n * STEP_MS[name] for name in STEP_MS}, "optimizer": 2.0} for n in numbers]
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -401,9 +332,8 @@ def test_step_ends_at_the_update_when_a_callback_changes_the_accumulation(
 ) -> None:
     class Changes(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
-            trainer.accumulate_grad_batches = (
-                3 if rest[-1] == 1 else trainer.accumulate_grad_batches
-            )
+            if rest[-1] == 1:
+                trainer.accumulate_grad_batches = 3
 
     timer, changes = timer_of(gpu), Changes()
     callbacks = [changes, timer] if first else [timer, changes]
@@ -412,21 +342,25 @@ def test_step_ends_at_the_update_when_a_callback_changes_the_accumulation(
     assert timer.summary().skipped_updates == 0
 
 
-def test_step_ends_at_the_update_when_the_module_leaves_updates_out(gpu: FakeGPU) -> None:
-    class Seldom(Model):
-        def optimizer_step(
-            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-        ) -> None:
-            if batch_idx % 3 == 2:
-                optimizer.step(closure=optimizer_closure)
-            else:
-                optimizer_closure()
+class Seldom(Model):
+    """A model that updates after every third batch, or never."""
 
+    updates = True
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        if self.updates and batch_idx % 3 == 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+def test_step_ends_at_the_update_when_the_module_leaves_updates_out(gpu: FakeGPU) -> None:
     timer = fit(gpu, Seldom(gpu), n=7)
-    last = {name: ms for name, ms in STEP_MS.items() if name != "optimizer"}
-    assert steps(timer) == [*micro_batches(3, 3), last]
+    assert steps(timer) == [*micro_batches(3, 3), WITHOUT_UPDATE]
     assert timer.history()["step"].tolist() == [2, 5, 6]
-    # The last one was due to end with its epoch.
+    # The last step was due to end with its epoch.
     assert timer.summary().skipped_updates == 1
 
 
@@ -445,7 +379,7 @@ def test_steps_follow_the_trainer_when_no_update_is_visible(gpu: FakeGPU) -> Non
 
 
 class Validates(pl.Callback):
-    """Lets another trainer validate another model in a hook, with the same timer, once."""
+    """Let another trainer validate another model in a hook, with the same timer, once."""
 
     def __init__(self, hook: str, gpu: FakeGPU, timer: GPUPhaseTimer, *others: pl.Callback) -> None:
         setattr(self, hook, self._validate)
@@ -482,11 +416,15 @@ def test_validation_by_another_trainer_inside_a_fit_loses_no_step(
 
 
 class Plain(pl.LightningModule):
-    """A model that needs no arguments."""
+    """A model that needs no arguments, and can be scripted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = torch.nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.net(x)
+        return result
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.net(batch).sum()
@@ -507,11 +445,10 @@ trainer:
   logger: false
   enable_progress_bar: false
   enable_checkpointing: false
+  default_root_dir: %s
   callbacks:
     - class_path: lightning_gputime.GPUPhaseTimer
-      init_args:
-        warmup_steps: 0
-        observers: %s
+      init_args: {warmup_steps: 0, observers: [], %s}
 """
 
 
@@ -519,30 +456,23 @@ trainer:
 @pytest.mark.parametrize(
     "options",
     [
-        "{items: 2.5, flops: [1.0, 2.0], modules: [net], every_n_steps: auto, sync_ranks: log}",
-        "{items: 4, flops: 3000000000.0, modules: net, every_n_steps: 1, save_path: null}",
+        "items: 2.5, flops: [1.0, 2.0], modules: [net], every_n_steps: auto, sync_ranks: log",
+        "items: 4, flops: 3000000000.0, modules: net, every_n_steps: 1, save_path: null",
     ],
 )
-def test_file_that_a_lightning_cli_saves_can_be_run_again(
-    options: str, tmp_path: Path, gpu: FakeGPU
-) -> None:
+def test_file_that_a_lightning_cli_saves_can_be_run_again(options: str, tmp_path: Path) -> None:
     cli = pytest.importorskip("lightning.pytorch.cli")
     yaml = pytest.importorskip("yaml")
     pytest.importorskip("jsonargparse")
-    config = yaml.safe_load(CONFIG % "[]")
-    [callback] = config["trainer"]["callbacks"]
-    own = yaml.safe_load(options)
-    callback["init_args"] |= own
-    config["trainer"]["default_root_dir"] = str(tmp_path)
     path = tmp_path / "first.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(CONFIG % (tmp_path, options))
+    expected = yaml.safe_load(f"{{{options}}}")
+    expected.pop("save_path", None)
     for _ in range(2):
-        made = cli.LightningCLI(
-            Plain, args=["fit", "--config", str(path)], save_config_kwargs={"overwrite": True}
-        )
+        arguments = ["fit", "--config", str(path)]
+        made = cli.LightningCLI(Plain, args=arguments, save_config_kwargs={"overwrite": True})
         [timer] = [item for item in made.trainer.callbacks if isinstance(item, GPUPhaseTimer)]
-        taken = {name: getattr(timer._options, name) for name in own if name != "save_path"}
-        assert taken == {name: entry for name, entry in own.items() if name != "save_path"}
+        assert {name: getattr(timer._options, name) for name in expected} == expected
         assert len(timer.history()) > 0
         path = tmp_path / "config.yaml"
 
@@ -565,7 +495,7 @@ def test_run_of_warm_up_steps_prints_a_labelled_table(
 
 
 class Calls(pl.Callback):
-    """Calls a function in the middle of a fit, and at its end before the timer hears of that."""
+    """Call a function after each batch, and at the end of a fit."""
 
     def __init__(self, call: Callable[[pl.Trainer, pl.LightningModule], Any]) -> None:
         self.call = call
@@ -578,14 +508,6 @@ class Calls(pl.Callback):
         self.results.append(self.call(trainer, pl_module))
 
 
-class Scripted(Plain):
-    """A model that can be scripted."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.net(x)
-        return result
-
-
 @pytest.mark.filterwarnings("ignore:.*to_torchscript.*", "ignore:.*torch.jit.*")
 @pytest.mark.parametrize("method", ["script", "trace"])
 def test_model_is_scripted_in_the_middle_of_a_fit(gpu: FakeGPU, method: str) -> None:
@@ -594,8 +516,7 @@ def test_model_is_scripted_in_the_middle_of_a_fit(gpu: FakeGPU, method: str) -> 
         assert model.training
         return scripted
 
-    timer, calls = timer_of(gpu), Calls(script)
-    model = Scripted()
+    timer, calls, model = timer_of(gpu), Calls(script), Plain()
     trainer(calls, timer, max_epochs=2).fit(model)
     x = torch.ones(1, 2)
     assert len(calls.results) == 5
@@ -603,33 +524,37 @@ def test_model_is_scripted_in_the_middle_of_a_fit(gpu: FakeGPU, method: str) -> 
     assert [sorted(step) for step in steps(timer)] == [sorted(STEP_MS)] * 4
 
 
-@pytest.mark.parametrize("name", ["pickle", "cloudpickle", "copy"])
-@pytest.mark.parametrize("of", ["trainer", "profiler"])
-def test_trainer_and_its_profiler_are_copied_in_the_middle_of_a_fit(
-    gpu: FakeGPU, name: str, of: str
-) -> None:
-    how = pytest.importorskip(name)
-    if (name, of) == ("pickle", "trainer"):
-        pytest.skip("Trainer holds functions of its own that cannot be pickled")
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        ("copy", "trainer"),
+        ("copy", "profiler"),
+        ("pickle", "profiler"),
+        ("cloudpickle", "trainer"),
+        ("cloudpickle", "profiler"),
+    ],
+)
+def test_trainer_and_its_profiler_are_cloned_in_the_middle_of_a_fit(how: str, name: str) -> None:
+    module = pytest.importorskip(how)
 
-    def twin(trainer: pl.Trainer, model: pl.LightningModule) -> Any:
-        kept = trainer if of == "trainer" else trainer.profiler  # type: ignore[attr-defined]
-        return how.deepcopy(kept) if name == "copy" else how.loads(how.dumps(kept))
+    def clone(trainer: pl.Trainer, model: pl.LightningModule) -> Any:
+        item = trainer if name == "trainer" else trainer.profiler  # type: ignore[attr-defined]
+        return module.deepcopy(item) if how == "copy" else module.loads(module.dumps(item))
 
-    timer, calls = GPUPhaseTimer(print_summary=False, warmup_steps=0), Calls(twin)
+    timer, calls = GPUPhaseTimer(print_summary=False, warmup_steps=0), Calls(clone)
     trainer(calls, timer).fit(Plain())
     assert len(calls.results) == 3
     assert len(timer.history()) == 2
-    if of == "profiler":
+    if name == "profiler":
         with calls.results[0].profile("[Strategy]SingleDeviceStrategy.batch_to_device"):
-            pass  # It tells nobody.
+            pass  # Does not call the timer.
 
 
 # Manual optimization
 
 
 class ByHand(Model):
-    """A model whose micro-batches are two a step; the last update of an epoch comes at its end."""
+    """A model with two micro-batches per step, which updates again at the end of an epoch."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         super().__init__(gpu)
@@ -681,7 +606,7 @@ def test_update_in_the_hook_at_the_end_of_its_batch_ends_the_step(gpu: FakeGPU) 
 
 
 class WithoutOptimizer(ByHand):
-    """Trains by hand what needs no optimizer, such as statistics."""
+    """Run the model without an optimizer, such as for statistics."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         with torch.no_grad():
@@ -736,3 +661,326 @@ def test_slash_in_a_callback_name_is_replaced(gpu: FakeGPU) -> None:
     odd = type("Odd/Name", (Slow,), {})
     trainer(timer, odd(gpu)).fit(Model(gpu), Loader(gpu, 8))
     assert "`Odd_Name.on_train_batch_" in str(timer.summary())
+
+
+# Precision and clipping
+
+
+def fp16() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "plugins"),
+    [
+        ({"precision": "32-true"}, []),
+        ({"precision": "bf16-mixed"}, []),
+        ({}, [fp16]),
+        ({"gradient_clip_val": 0.5}, []),
+        ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, []),
+    ],
+    ids=["fp32", "bf16", "fp16", "clipping by norm", "clipping by value"],
+)
+def test_precision_and_clipping_keep_the_phases(
+    gpu: FakeGPU, options: dict[str, Any], plugins: list[Any]
+) -> None:
+    timer = fit(gpu, Model(gpu), **options, plugins=[make() for make in plugins])
+    assert steps(timer) == [STEP_MS] * 3
+    assert timer.summary().skipped_updates == 0
+
+
+def test_configure_gradient_clipping_is_optimizer(gpu: FakeGPU) -> None:
+    class Clips(Model):
+        def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+            gpu.work(3.0)
+
+    assert steps(fit(gpu, Clips(gpu))) == [{**STEP_MS, "optimizer": 5.0}] * 3
+
+
+def test_skipped_update_is_marked_and_counted(gpu: FakeGPU) -> None:
+    class Overflows(Model):
+        def loss(self, x: Tensor) -> Tensor:
+            loss = super().loss(x)
+            return loss * float("inf") if self.global_step == 1 else loss
+
+    timer = timer_of(gpu, _lag=0)
+    skipped: list[bool] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert timer.last_step is not None
+            skipped.append(timer.last_step.skipped_update)
+
+    fit(gpu, Overflows(gpu), timer=timer, callbacks=[Look()], plugins=[fp16()])
+    assert skipped == [False, True, False]
+    assert steps(timer) == [STEP_MS, WITHOUT_UPDATE, STEP_MS]
+    assert timer.summary().skipped_updates == 1
+    assert "; 1 updates skipped" in str(timer.summary())
+
+
+# Accumulation, and steps without a backward
+
+
+@pytest.mark.parametrize(("every", "groups"), [(2, [2, 2, 1]), (3, [3, 2]), (5, [5]), (7, [5])])
+@pytest.mark.parametrize("plugins", [None, fp16])
+def test_accumulation_with_a_short_last_group(
+    gpu: FakeGPU, every: int, groups: list[int], plugins: Any
+) -> None:
+    plugin = [plugins()] if plugins else None
+    timer = fit(gpu, Model(gpu), n=5, accumulate_grad_batches=every, plugins=plugin, max_epochs=2)
+    assert steps(timer) == micro_batches(*groups) * 2
+    assert timer.history()["step"].tolist() == list(range(2 * len(groups)))
+    assert timer.summary().skipped_updates == 0
+
+
+# Manual optimization
+
+
+# The course of a run
+
+
+def test_fetch_of_a_dataloader_iter_step_is_other(gpu: FakeGPU) -> None:
+    class Fetches(Model):
+        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+            batch, _, _ = next(dataloader_iter)
+            return self.loss(batch)
+
+    with pytest.warns(UserWarning, match="dataloader_iter"):
+        timer = fit(gpu, Fetches(gpu))
+    # The first batch is fetched before the step, to learn whether it is the last.
+    assert len(timer.history()) == 3
+    names = ("forward", "loss", "backward", "optimizer")
+    expected = {name: STEP_MS[name] for name in names}
+    assert all(expected.items() <= step.items() for step in steps(timer))
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_lr_scheduler_is_data(gpu: FakeGPU, interval: str) -> None:
+    class Schedules(Model):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            optimizer.param_groups[0]["lr"] = 1.0
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+            return [optimizer], [{"scheduler": scheduler, "interval": interval}]
+
+    assert steps(fit(gpu, Schedules(gpu), max_epochs=2)) == [STEP_MS] * 6
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_work_of_other_callbacks_in_the_same_hooks(gpu: FakeGPU, first: bool) -> None:
+    inside = {
+        "on_before_zero_grad": 1.0,
+        "on_before_backward": 32.0,
+        "on_after_backward": 64.0,
+        "on_before_optimizer_step": 128.0,
+    }
+    hooks_ms = {"on_train_batch_start": 16.0, **inside, "on_train_batch_end": 256.0}
+    methods = {name: lambda *_, ms=ms: gpu.work(ms) for name, ms in hooks_ms.items()}
+    works = type("Works", (pl.Callback,), methods)()
+    timer = timer_of(gpu)
+    callbacks = [works, timer] if first else [timer, works]
+    trainer(*callbacks).fit(Model(gpu), Loader(gpu, 3))
+    # Callbacks before the timer belong to the step, the others to the next step.
+    took = [497.0 if first else 241.0, 497.0, 497.0]
+    assert steps(timer) == [{**STEP_MS, "callbacks": ms} for ms in took]
+    history = timer.history()
+    for hook, ms in inside.items():
+        assert history[f"callbacks/Works.{hook}_ms"].tolist() == [ms] * 3
+
+
+@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "WeightAveraging"])
+def test_weight_averaging_copies_the_model_without_our_hooks(gpu: FakeGPU, name: str) -> None:
+    class Averaged(Model):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    if not hasattr(pl.callbacks, name):
+        pytest.skip("new in Lightning 2.6")
+    own = {"swa_lrs": 1e-2, "swa_epoch_start": 1} if name.startswith("S") else {}
+    averages = getattr(pl.callbacks, name)(**own)
+    timer = fit(gpu, Averaged(gpu), max_epochs=3, callbacks=[averages])
+    assert steps(timer) == [{**STEP_MS, "optimizer": 0.0}] * 9
+
+
+def test_limits_of_a_fit_keep_the_last_step(gpu: FakeGPU) -> None:
+    assert steps(fit(gpu, Model(gpu), n=5, max_epochs=-1, max_steps=7)) == [STEP_MS] * 7
+
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.should_stop = trainer.global_step >= 3
+
+    assert steps(fit(gpu, Model(gpu), n=5, max_epochs=4, callbacks=[Stops()])) == [STEP_MS] * 3
+
+    timer = timer_of(gpu)
+    data: Any = torch.ones(8, 2)
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=2)
+    trainer(timer, overfit_batches=2, max_epochs=3).fit(Model(gpu), loader)
+    assert steps(timer) == [{**STEP_MS, "data": 0.0}] * 6
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
+@pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
+def test_trainer_profilers_run_at_the_same_time(
+    gpu: FakeGPU, profiler: str, tmp_path: Path
+) -> None:
+    timer = fit(gpu, Model(gpu), profiler=profiler, default_root_dir=tmp_path)
+    assert steps(timer) == [STEP_MS] * 3
+
+
+class Sized(Model):
+    """A model with what the finders tune, on real data."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__(gpu)
+        self.batch_size, self.lr = 2, 1e-3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def train_dataloader(self) -> Any:
+        data: Any = torch.ones(32, 2)
+        return torch.utils.data.DataLoader(data, batch_size=self.batch_size)
+
+    val_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BatchSizeFinder(max_trials=2, steps_per_trial=1, init_val=2),
+        lambda: LearningRateFinder(num_training_steps=5),
+    ],
+    ids=["BatchSizeFinder", "LearningRateFinder"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_finders_trials_are_not_steps(
+    gpu: FakeGPU, make: Callable[[], pl.Callback], tmp_path: Path
+) -> None:
+    timer = timer_of(gpu)
+    runner = trainer(timer, make(), default_root_dir=tmp_path, enable_checkpointing=True)
+    model = Sized(gpu)
+    runner.fit(model)
+    assert len(timer.history()) == runner.num_training_batches
+    assert steps(timer)[-1] == {**STEP_MS, "data": 0.0, "optimizer": 0.0}
+
+
+def test_pytorch_lightning_trainer_is_timed(gpu: FakeGPU) -> None:
+    class Net(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Layer(gpu, 4.0, 8.0)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss: Tensor = self.net(batch).sum()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return Adder(self.parameters(), gpu, 2.0)
+
+    class Other(pytorch_lightning.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            gpu.work(0.5)
+
+    timer, other = timer_of(gpu), cast("Any", Other())
+    trainer(timer, other, kind=pytorch_lightning.Trainer).fit(cast("Any", Net()), Loader(gpu, 3))
+    expected = {"data": 1.0, "callbacks": 0.5, "forward": 4.0, "loss": 0.0, "backward": 8.0}
+    assert steps(timer) == [{**expected, "optimizer": 2.0, "other": 0.0}] * 3
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_optimizer_of_a_callback_ends_no_step(gpu: FakeGPU, is_first: bool) -> None:
+    class Probed(Model):
+        def configure_optimizers(self) -> Any:
+            return Adder(self.net.parameters(), gpu, 2.0)
+
+    model = Probed(gpu)
+    model.probe = Layer(gpu, 2.0, 1.0)
+    optimizer = Adder(model.probe.parameters(), gpu, 5.0)
+
+    class Probe(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            optimizer.step()
+
+    timer = timer_of(gpu)
+    callbacks = [Probe(), timer] if is_first else [timer, Probe()]
+    trainer(*callbacks, accumulate_grad_batches=3).fit(model, Loader(gpu, 6))
+    assert timer.history()["step"].tolist() == [0, 1]
+    assert [(step["forward"], step["optimizer"]) for step in steps(timer)] == [(12.0, 2.0)] * 2
+
+
+def test_module_hook_at_an_epoch_start_is_not_data_fetch(gpu: FakeGPU) -> None:
+    class Clusters(Model):
+        def on_train_epoch_start(self) -> None:
+            gpu.work(200.0)
+
+    timer = fit(gpu, Clusters(gpu), n=3)
+    assert [parts["data/fetch"] for parts in between_batches(timer)] == [1.0] * 3
+
+
+def test_manual_accumulation_reaches_across_epochs(gpu: FakeGPU) -> None:
+    class Counts(ByHand):
+        batches = 0
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            self.batches += 1
+            if self.batches % 4 == 0:
+                self.update()
+
+        def on_train_epoch_end(self) -> None:
+            gpu.work(1000.0)
+
+    timer = fit(gpu, Counts(gpu), n=6, max_epochs=2)
+    assert [step["forward"] for step in steps(timer)] == [16.0] * 3
+    assert timer.history()["step_ms"].max() < 100.0
+
+
+def test_model_call_between_the_backward_and_the_update(gpu: FakeGPU) -> None:
+    class Looks(Model):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            with torch.no_grad():
+                self.net(torch.ones(1, 2))
+
+    assert steps(fit(gpu, Looks(gpu))) == [{**STEP_MS, "forward": 8.0}] * 3
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+def test_loss_of_a_micro_batch_without_a_backward_is_not_forward(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Lightning warns once in a process, and another test wants to see it.
+    monkeypatch.setattr(Closure, "warning_cache", WarningCache())
+
+    class Skips(Model):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx % 2 == 0 else loss
+
+    timer = fit(gpu, Skips(gpu), n=4, accumulate_grad_batches=2)
+    assert [(step["forward"], step["loss"]) for step in steps(timer)] == [(8.0, 0.5)] * 2
+
+
+def test_wrapper_that_calls_the_training_step_is_not_a_model_call(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Redirects(Model):
+        """As under DDP, whose forward calls the training step."""
+
+        redirects = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.redirects = True
+            loss: Tensor = wrapper(batch)
+            return loss
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.redirects:
+                return super().forward(x)
+            self.redirects = False
+            gpu.work(0.125)
+            return self.loss(x)
+
+    model = Redirects(gpu)
+    wrapper = torch.nn.Sequential(model)
+    monkeypatch.setattr("lightning_gputime.callback._wrapper_of", lambda _: wrapper)
+    assert steps(fit(gpu, model)) == [STEP_MS] * 3

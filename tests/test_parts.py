@@ -29,25 +29,16 @@ class Net(nn.Module):
 class Chain(nn.Module):
     """An embedding of 10 ms in backward, glue of 100, and a body of 2 + 4."""
 
-    def __init__(self, gpu: FakeGPU) -> None:
+    def __init__(self, gpu: FakeGPU, body: nn.Module | None = None) -> None:
         super().__init__()
         self.gpu = gpu
         self.emb = Layer(gpu, 1.0, 10.0)
-        self.body: Any = nn.Sequential(Layer(gpu, 1.0, 2.0), Layer(gpu, 1.0, 4.0))
+        self.body = body or nn.Sequential(Layer(gpu, 1.0, 2.0), Layer(gpu, 1.0, 4.0))
         self.drop = nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = work(self.emb(x), self.gpu, 1.0, 100.0)
-        result: Tensor = self.body(self.drop(x))
-        return result
-
-
-class Keyword(Chain):
-    """The same, whose body gets its input by keyword."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = work(self.emb(x), self.gpu, 1.0, 100.0)
-        result: Tensor = self.body(input=hidden)
+    def forward(self, x: Tensor, by_keyword: bool = False) -> Tensor:
+        x = self.drop(work(self.emb(x), self.gpu, 1.0, 100.0))
+        result: Tensor = self.body(input=x) if by_keyword else self.body(x)
         return result
 
 
@@ -64,12 +55,6 @@ class NamedInside(nn.Module):
         return work(x, self.gpu, 3.0, 6.0)
 
 
-class NamedChain(Chain):
-    def __init__(self, gpu: FakeGPU) -> None:
-        super().__init__(gpu)
-        self.body = NamedInside(gpu)
-
-
 def call_head_again(net: Any, x: Tensor) -> Tensor:
     result: Tensor = net.head(net(x))
     return result
@@ -77,6 +62,11 @@ def call_head_again(net: Any, x: Tensor) -> Tensor:
 
 def checkpoint_body(net: Any, x: Tensor) -> Tensor:
     result: Tensor = net.head(checkpoint(net.body, x.requires_grad_(), use_reentrant=False))
+    return result
+
+
+def give_by_keyword(net: Any, x: Tensor) -> Tensor:
+    result: Tensor = net(x, by_keyword=True)
     return result
 
 
@@ -95,66 +85,69 @@ def train(gpu: FakeGPU, model: nn.Module, modules: Any, call: Any = None) -> lis
     ]
 
 
-BOTH = {"forward": 7.5, "forward/body": 3.0, "backward": 15.0, "backward/body": 6.0}
+TOTAL = {"forward": 7.5, "backward": 15.0}
+BOTH = {**TOTAL, "forward/body": 3.0, "backward/body": 6.0}
 HEAD = {"forward/head": 4.0, "backward/head": 8.0}
 CHAIN = {"forward": 4.0, "backward": 116.0}
 IN_CHAIN = {**CHAIN, "forward/body": 2.0, "backward/body": 6.0}
 
 
+def part(name: str, forward_ms: float, backward_ms: float) -> dict[str, float]:
+    """Return the sub-phases of a module."""
+    return {f"forward/{name}": forward_ms, f"backward/{name}": backward_ms}
+
+
 @pytest.mark.parametrize(
     ("make", "modules", "call", "expected"),
     [
-        (Net, ["body", "head"], None, {**BOTH, **HEAD}),
-        (
-            Net,
-            ["body.0"],
-            None,
-            {"forward": 7.5, "backward": 15.0, "forward/body.0": 1.0, "backward/body.0": 2.0},
+        pytest.param(Net, ["body", "head"], None, {**BOTH, **HEAD}, id="parents are sums"),
+        pytest.param(
+            Net, ["body.0"], None, TOTAL | part("body.0", 1.0, 2.0), id="one part by name"
         ),
-        (
+        pytest.param(
             Net,
             ["body", "body.1"],
             None,
-            {**BOTH, "forward/body/body.1": 2.0, "backward/body/body.1": 4.0},
+            BOTH | part("body/body.1", 2.0, 4.0),
+            id="a part inside a part",
         ),
-        (
+        pytest.param(
             Net,
             ["head"],
             call_head_again,
-            {"forward": 11.5, "forward/head": 8.0, "backward": 23.0, "backward/head": 16.0},
+            {"forward": 11.5, "backward": 23.0} | part("head", 8.0, 16.0),
+            id="a part called twice",
         ),
-        (
+        pytest.param(
             Net,
             ["body", "head"],
             checkpoint_body,
             # The glue between body and head is not called.
-            {**BOTH, **HEAD, "forward": 7.0, "backward": 17.0, "backward/body": 9.0},
+            {**HEAD, "forward": 7.0, "backward": 17.0} | part("body", 3.0, 9.0),
+            id="a checkpointed part",
         ),
-        (
+        pytest.param(
             Chain,
             ["body", "body.0"],
             None,
-            {**IN_CHAIN, "forward/body/body.0": 1.0, "backward/body/body.0": 2.0},
+            IN_CHAIN | part("body/body.0", 1.0, 2.0),
+            id="a part that begins with the part around it",
         ),
-        (Chain, ["drop", "body"], None, {**IN_CHAIN, "forward/drop": 0.0}),
-        (Keyword, ["body"], None, IN_CHAIN),
-        (
-            NamedChain,
+        pytest.param(
+            Chain,
+            ["drop", "body"],
+            None,
+            {**IN_CHAIN, "forward/drop": 0.0},
+            id="a part that returns its input",
+        ),
+        pytest.param(Chain, ["body"], give_by_keyword, IN_CHAIN, id="inputs by keyword"),
+        pytest.param(
+            lambda gpu: Chain(gpu, NamedInside(gpu)),
             ["body", "body.inner"],
             None,
-            {"forward": 5.0, "forward/body": 3.0, "backward": 118.0, "backward/body": 8.0},
+            {"forward": 5.0, "backward": 118.0} | part("body", 3.0, 8.0),
+            id="a part inside a named phase",
         ),
-    ],
-    ids=[
-        "parents are sums",
-        "one part by name",
-        "a part inside a part",
-        "a part called twice",
-        "a checkpointed part",
-        "a part that begins with the part around it",
-        "a part that returns its input",
-        "inputs by keyword",
-        "a part inside a named phase",
     ],
 )
 def test_sub_phases_of_each_step(
@@ -163,24 +156,6 @@ def test_sub_phases_of_each_step(
     model = make(gpu)
     found = train(gpu, model, modules, call and (lambda x: call(model, x)))
     assert found == [expected] * 3
-
-
-def test_labels_of_steps_that_are_alike_are_kept_once(gpu: FakeGPU) -> None:
-    model = Net(gpu)
-    timer = GPUPhaseHooks(model, Adder(model.parameters(), gpu, 2.0), _clock=gpu, modules="all")
-    with timer:
-        for x in timer.steps(batches(gpu, 4)):
-            model(x).sum().backward()
-    _, second, *others = timer._results._steps.newest
-    assert "forward/body/body.0" in second.labels
-    assert [step.labels is second.labels for step in others] == [True, True]
-
-
-def test_no_hook_is_left_on_an_input_that_needs_a_gradient(gpu: FakeGPU) -> None:
-    model = Net(gpu)
-    x = torch.ones(1, 2, requires_grad=True)
-    train(gpu, model, ["body"], call=lambda _: model(x))
-    assert not x._backward_hooks
 
 
 def test_modules_inside_a_compiled_model_are_reported_as_not_timed(

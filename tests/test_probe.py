@@ -5,20 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, raw, steps
+from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, steps
 from fake_lightning import Loader, Model, timer_of, trainer
 from fake_loop import Logger, timed_indices
 from torch import Tensor, nn
 
 from lightning_gputime import (
     GPUPhaseHooks,
-    GPUPhaseTimer,
     StepTimes,
 )
-from lightning_gputime._measurement.results import Results
-from lightning_gputime._phases import EXCLUDED
-from lightning_gputime._session import probe
-from lightning_gputime._session.probe import Probe
 from lightning_gputime._session.schedule import Plan, Schedule
 
 PROBED = (2, 5, 13, 16, 20, 27, 31, 38)
@@ -48,7 +43,7 @@ class Loop:
     def __init__(self, gpu: FakeGPU, host_ms: float = 1.0) -> None:
         self.gpu = gpu
         self.host_ms = host_ms
-        self.model = Slow(gpu, host_ms, 0.25, 0.5)
+        self.model: nn.Module = Slow(gpu, host_ms, 0.25, 0.5)
         self.optimizer = Adder(self.model.parameters(), gpu, 0.0625)
 
     def batches(self, n: int) -> Iterator[Tensor]:
@@ -100,7 +95,7 @@ def test_probed_steps_and_their_successors_are_in_no_other_statistics(gpu: FakeG
 
 def test_summary_has_the_share_of_launch_gaps(gpu: FakeGPU) -> None:
     summary = run(Loop(gpu), 20).summary()
-    # All but `data`, which lasts 4 ms.
+    # Without `data`, which lasts 4 ms.
     as_run = sum(row.mean_ms for name, row in summary.rows.items() if name != "data")
     busy = sum(BUSY.values()) - BUSY["data"]
     assert summary.launch_gap_share == pytest.approx((as_run - busy) / summary.step.mean_ms)
@@ -113,16 +108,14 @@ def test_summary_has_the_share_of_launch_gaps(gpu: FakeGPU) -> None:
     header = str(summary).rpartition("Time per step")[2].splitlines()[2].split()
     assert header == ["phase", "mean", "share", "p50", "p95", "max", "host", "steps", "busy"]
     assert summary.to_dict()["rows"]["forward"]["gpu_busy_mean_ms"] == BUSY["forward"]
-
-
-def test_device_that_is_busy_anyway_has_no_gaps(gpu: FakeGPU) -> None:
-    summary = run(Loop(gpu, host_ms=0.0625), 20).summary()
+    # A device that is busy anyway has no gaps.
+    summary = run(Loop(FakeGPU(), host_ms=0.0625), 20).summary()
     assert summary.launch_gap_share == pytest.approx(0.0, abs=0.01)
     assert summary.time_breakdown is not None
     assert summary.time_breakdown["launch gaps"].share == pytest.approx(summary.launch_gap_share)
 
 
-def test_busy_times_and_the_gap_are_logged_beside_the_means(gpu: FakeGPU) -> None:
+def test_busy_times_and_the_gap_are_logged_with_the_means(gpu: FakeGPU) -> None:
     logger = Logger()
     run(Loop(gpu), 20, logger=logger, log_every_n_steps=5)
     assert [step for step, _ in logger.calls] == [4, 9, 14, 19]
@@ -136,7 +129,7 @@ def test_busy_times_and_the_gap_are_logged_beside_the_means(gpu: FakeGPU) -> Non
 
 def test_spin_is_as_long_as_the_launches_with_a_margin(gpu: FakeGPU) -> None:
     run(Loop(gpu), 20)
-    # The first spin assumes 2 GHz, later spins use the measured 1 GHz.
+    # The first spin assumes 2 GHz; later spins use the measured 1 GHz.
     assert gpu.spins == [30.0, 15.0, 15.0, 15.0, 15.0]
 
 
@@ -146,43 +139,76 @@ def test_step_that_cannot_be_probed_yet_is_not_timed(gpu: FakeGPU) -> None:
     assert 5 not in timer.history()["step"].tolist()
 
 
+class Waiting(Slow):
+    """A layer that waits for the GPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self._gpu.now = max(self._gpu.now, self._gpu.free_at)
+        return result
+
+
+@pytest.mark.parametrize("phase", ["loss", "forward"])
 def test_host_wait_inside_the_step_ends_the_probing_with_a_warning(
-    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+    gpu: FakeGPU, phase: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    summary = run(Loop(gpu), 40, wait_in_loss=True).summary()
+    loop, options = Loop(gpu), dict[str, Any]()
+    if phase == "forward":
+        loop.model, options = nn.Sequential(Waiting(gpu, 1.0, 0.25, 0.5)), {"modules": ["0"]}
+    summary = run(loop, 40, wait_in_loss=phase == "loss", **options).summary()
     assert len(gpu.spins) == 3
     assert summary.probed_steps == 0
     assert summary.launch_gap_share is None
-    told = "the host waits for the GPU inside probed steps, in `loss`"
-    assert told in caplog.text
-    assert f"no step can be probed: {told}" in str(summary)
+    reason = f"the host waits for the GPU inside probed steps, in `{phase}`"
+    assert reason in caplog.text
+    assert f"no step can be probed: {reason}" in str(summary)
     assert all(row.gpu_busy_mean_ms is None for row in summary.rows.values())
 
 
-def test_no_step_is_probed_with_several_ranks(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+def no_kernel(gpu: FakeGPU, cycles: int) -> None:
+    raise RuntimeError("no such kernel")
+
+
+@pytest.mark.parametrize(
+    ("loop_options", "options", "patched", "reason"),
+    [
+        (
+            {},
+            {"sync_ranks": False},
+            "lightning_gputime._session.probe.is_distributed",
+            "ranks would wait for each other's spins; probe",
+        ),
+        ({"host_ms": 100.0}, {}, "", "the host takes 1000 ms to launch a step"),
+        (
+            {},
+            {"_clock": None},
+            "",
+            "there is no device, or not the current one, whose queue could be filled",
+        ),
+        (
+            {},
+            {},
+            "fake_gpu.FakeGPU.spin",
+            "the device cannot be kept busy: RuntimeError('no such kernel')",
+        ),
+    ],
+    ids=["several ranks", "too long to launch", "no queue", "spin that raises"],
+)
+def test_reason_is_given_where_no_step_can_be_probed(
+    gpu: FakeGPU,
+    loop_options: dict[str, float],
+    options: dict[str, Any],
+    patched: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(probe, "is_distributed", lambda: True)
-    timer = run(Loop(gpu), 25, sync_ranks=False)
+    if patched:
+        monkeypatch.setattr(patched, no_kernel if "spin" in patched else lambda: True)
+    summary = run(Loop(gpu, **loop_options), 20, **options).summary()
     assert gpu.spins == []
-    assert timer.history()["step"].tolist() == [*range(25)]
-    why = timer.summary().probe_failure
-    assert why.startswith("no step can be probed: ranks would wait for each other's spins; probe")
-
-
-def test_step_too_long_to_launch_is_not_probed(
-    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
-) -> None:
-    summary = run(Loop(gpu, host_ms=100.0), 20).summary()
-    assert gpu.spins == []
-    assert summary.probe_failure == "no step can be probed: the host takes 1000 ms to launch a step"
-
-
-def test_without_a_queue_no_step_is_probed(caplog: pytest.LogCaptureFixture) -> None:
-    gpu = FakeGPU()
-    summary = run(Loop(gpu), 10, _clock=None).summary()
     assert summary.probed_steps == 0
-    assert "there is no device, or not the current one, whose queue could be filled" in caplog.text
+    assert summary.probe_failure.startswith(f"no step can be probed: {reason}")
+    assert summary.steps == (18 if "spin" in patched else 20)
 
 
 def test_probing_adds_no_wait(gpu: FakeGPU) -> None:
@@ -222,12 +248,6 @@ def test_sampled_and_probed_steps_are_separate(gpu: FakeGPU) -> None:
     assert timer.history()["step"].tolist() == kept == [10, 15]
     assert timer.summary().probed_steps == 5
     assert len(gpu.waits) <= 10
-
-
-@pytest.mark.parametrize("every", [1, 2, -1])
-def test_too_many_probes_are_refused(every: int) -> None:
-    with pytest.raises(ValueError, match=f"probe_every_n_steps must be 0 or .*, got {every}"):
-        GPUPhaseTimer(probe_every_n_steps=every)
 
 
 class LaunchBound(Model):
@@ -282,36 +302,18 @@ def test_slow_host_is_not_a_wait(gpu: FakeGPU) -> None:
 
 
 def test_spins_stay_in_proportion_to_the_launches(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
-    with probing(loop) as timer:
+    class SlowLogger(Logger):
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            gpu.host_work(60.0)  # Between steps.
+
+    loop, logger = Loop(gpu), SlowLogger()
+    with probing(loop, logger=logger, log_every_n_steps=1) as timer:
         for i, x in enumerate(timer.steps(loop.batches(200))):
             gpu.host_work(3000.0 if i in (11, 50, 51, 120) else 0.0)
             loop.train(x)
     assert len(gpu.spins) == 40
     assert max(gpu.spins[1:]) <= 15.0
     assert timer.summary().probe_failure == ""
-
-
-def test_logging_between_steps_does_not_lengthen_the_spin(gpu: FakeGPU) -> None:
-    class SlowLogger(Logger):
-        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-            gpu.host_work(60.0)
-
-    summary = run(Loop(gpu), 40, logger=SlowLogger(), log_every_n_steps=1).summary()
-    assert gpu.spins[1:] == [15.0] * 7
-    assert summary.probed_steps == 8
-
-
-def test_spin_that_raises_ends_only_the_probing(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(cycles: int) -> None:
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(gpu, "spin", fail)
-    summary = run(Loop(gpu), 20).summary()
-    assert "the device cannot be kept busy: RuntimeError('no such kernel')" in str(summary)
-    assert summary.steps == 18
 
 
 def test_host_wait_is_the_same_with_and_without_probes(gpu: FakeGPU) -> None:
@@ -333,55 +335,14 @@ def test_host_wait_does_not_grow_with_untimed_steps(n: int, lag: int) -> None:
 
 def test_sampling_counts_updates_not_batches(gpu: FakeGPU) -> None:
     class Manual(Model):
-        def __init__(self) -> None:
-            super().__init__(gpu)
-            self.automatic_optimization = False
+        automatic_optimization = False
 
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             self.manual_backward(self.loss(batch))
             if batch_idx % 4 == 3:
                 optimizer: Any = self.optimizers()
                 optimizer.step()
-                optimizer.zero_grad()
 
     timer = timer_of(gpu, every_n_steps=2)
-    trainer(timer).fit(Manual(), Loader(gpu, 48))
+    trainer(timer).fit(Manual(gpu), Loader(gpu, 48))
     assert timer.history()["step"].tolist() == [4 * i + 3 for i in timed_indices(2, 12)]
-
-
-def test_failed_probe_names_the_phase_that_took_the_host_longest() -> None:
-    results = Results(10, 0)
-    results.add([raw(0, forward=1.0, loss=1.0)])
-    probe = Probe(FakeGPU(), results)
-    probe._spin_ms = 1.5
-    for number in (2, 7, 12):
-        step = raw(number, **{EXCLUDED: 3.0}, forward=1.0, loss=3.0)
-        step = step._replace(was_fully_queued=False, post_spin_index=1)
-        assert probe.take([step]) == []
-    assert "in `loss`" in results.probes.failure
-
-
-def test_host_wait_inside_a_timed_module_is_found(gpu: FakeGPU) -> None:
-    class Waiting(Slow):
-        def forward(self, x: Tensor) -> Tensor:
-            result = super().forward(x)
-            gpu.now = max(gpu.now, gpu.free_at)
-            return result
-
-    loop = Loop(gpu)
-    model: Any = nn.Sequential(Waiting(gpu, 1.0, 0.25, 0.5))
-    loop.model = model
-    summary = run(loop, 40, modules=["0"]).summary()
-    assert summary.probed_steps == 0
-    assert len(gpu.spins) == 3
-    assert "the host waits for the GPU inside probed steps, in `forward`" in summary.probe_failure
-
-
-def test_profiler_has_no_range_for_the_spin(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranges: list[str | None] = []
-    path = "lightning_gputime._record.watcher.Annotator.__call__"
-    monkeypatch.setattr(path, lambda self, name: ranges.append(name))
-    timer = run(Loop(gpu), 20, annotate=True)
-    assert timer.summary().probed_steps == 4
-    assert "forward" in ranges
-    assert EXCLUDED not in ranges

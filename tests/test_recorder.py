@@ -12,17 +12,16 @@ from lightning_gputime._record.waits import begin_wait, end_wait
 
 
 class Recorded:
-    """A recorder with what it emitted."""
+    """A recorder with the steps that it emitted."""
 
     def __init__(self, gpu: FakeGPU, lag: int = 1, **options: Any) -> None:
         self.gpu = gpu
         self.emitted: list[StepTimes] = []
-        self.recorder = Recorder(
-            gpu,
-            lag=lag,
-            emit=lambda steps: self.emitted.extend(s.times() for s in steps),
-            **options,
-        )
+        self.recorder = Recorder(gpu, lag=lag, emit=self.emit, **options)
+        self.recorder.begin()
+
+    def emit(self, steps: list[StepRecord]) -> None:
+        self.emitted.extend(step.times() for step in steps)
 
     def step(self, number: int, forward_ms: float = 4.0, backward_ms: float = 6.0) -> None:
         self.recorder.mark("forward")
@@ -31,12 +30,25 @@ class Recorded:
         self.gpu.work(backward_ms, host_ms=1.0)
         self.recorder.end_step(number)
 
+    def numbers(self) -> list[int]:
+        """Numbers of the emitted steps."""
+        return [times.step for times in self.emitted]
+
+    def phases(self) -> list[dict[str, float]]:
+        """Phases of each step, after all pending steps were resolved."""
+        self.recorder.pending.flush()
+        return [dict(times.phase_ms) for times in self.emitted]
+
+
+def in_thread(call: Callable[[], object]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
 
 @pytest.fixture
 def run(gpu: FakeGPU) -> Recorded:
-    recorded = Recorded(gpu)
-    recorded.recorder.begin()
-    return recorded
+    return Recorded(gpu)
 
 
 def play(run: Recorded, script: str) -> list[dict[str, float]]:
@@ -67,8 +79,7 @@ def play(run: Recorded, script: str) -> list[dict[str, float]]:
         else:
             owner = OWNERS[name](run.recorder) if name in OWNERS else run.recorder
             getattr(owner, name)(*arguments)
-    run.recorder.pending.flush()
-    return [dict(times.phase_ms) for times in run.emitted]
+    return run.phases()
 
 
 OWNERS: dict[str, Callable[[Recorder], object]] = {
@@ -221,7 +232,7 @@ def test_step_has_the_device_time_and_the_host_time_of_each_phase(
 ) -> None:
     gpu.host_work(2.0)
     run.step(7)
-    run.recorder.pending.flush()
+    assert len(run.phases()) == 1
     [times] = run.emitted
     assert times.step == 7
     # The device waits 1 ms for the launch of forward.
@@ -230,48 +241,19 @@ def test_step_has_the_device_time_and_the_host_time_of_each_phase(
     assert times.step_ms == 13.0
 
 
-def test_step_is_read_after_the_gpu_has_finished(gpu: FakeGPU, run: Recorded) -> None:
-    run.step(0)
-    assert run.emitted == []
-    gpu.host_work(100.0)
-    run.step(1)
-    assert [times.step for times in run.emitted] == [0]
-    assert gpu.waits == []
-
-
 def test_host_waits_once_a_step_for_the_oldest_step(gpu: FakeGPU, run: Recorded) -> None:
     for number in range(5):
         run.step(number)
         assert len(gpu.waits) == number
-        assert [times.step for times in run.emitted] == list(range(number))
+        assert run.numbers() == list(range(number))
     # A step is 10 ms on the device and 2 ms on the host, which waits for the one before.
     assert [times.host_wait_ms for times in run.emitted] == [7.0, 8.0, 8.0, 8.0]
     # An entire step is queued when the host continues.
     assert gpu.free_at - gpu.now == 10_000_000
 
 
-def test_lag_zero_reads_a_step_when_it_ends(gpu: FakeGPU) -> None:
-    run = Recorded(gpu, lag=0)
-    run.recorder.begin()
-    for number in range(3):
-        run.step(number)
-        assert run.emitted[-1].step == number
-    assert len(gpu.waits) == 3
-
-
-def test_step_without_times_counts_for_the_lag(gpu: FakeGPU) -> None:
-    run = Recorded(gpu, lag=2)
-    run.recorder.begin()
-    run.step(0)
-    run.recorder.pending.end_untimed()
-    assert run.emitted == []
-    run.recorder.pending.end_untimed()
-    assert [times.step for times in run.emitted] == [0]
-
-
 def test_host_wait_is_divided_by_the_untimed_steps(gpu: FakeGPU) -> None:
     run = Recorded(gpu, lag=0)
-    run.recorder.begin()
     run.recorder.pending.end_untimed()
     run.recorder.pending.end_untimed()
     for number in range(2):
@@ -282,45 +264,16 @@ def test_host_wait_is_divided_by_the_untimed_steps(gpu: FakeGPU) -> None:
 
 def test_probed_step_is_read_at_its_end_with_all_before(gpu: FakeGPU) -> None:
     run = Recorded(gpu, lag=3, batch=9)
-    run.recorder.begin()
     run.step(0)
     run.recorder.start_probe(lambda: gpu.spin(3_000_000))
     run.step(1)
     assert [(times.step, times.step_ms) for times in run.emitted] == [(0, 11.0), (1, 10.0)]
     run.step(2)
-    assert [times.step for times in run.emitted] == [0, 1]
-
-
-def test_marks_of_the_same_label_cost_one_event(gpu: FakeGPU, run: Recorded) -> None:
-    for _ in range(10):
-        run.recorder.mark("forward")
-    assert gpu.created == 2
-
-
-def test_no_event_is_created_after_the_first_steps(gpu: FakeGPU, run: Recorded) -> None:
-    for number in range(3):
-        run.step(number)
-        run.recorder.begin()
-    created = gpu.created
-    for number in range(3, 100):
-        run.step(number)
-        if number % 10 == 0:
-            run.recorder.begin()
-    assert gpu.created == created
-
-
-def test_events_of_a_step_that_is_dropped_are_used_again(gpu: FakeGPU, run: Recorded) -> None:
-    run.step(0)
-    created = gpu.created
-    for _ in range(3):
-        run.recorder.begin()
-        run.recorder.mark("forward")
-    assert gpu.created == created + 2
+    assert run.numbers() == [0, 1]
 
 
 def test_step_that_is_dropped_leaves_the_pending_ones_their_ends(gpu: FakeGPU) -> None:
     run = Recorded(gpu, lag=3)
-    run.recorder.begin()
     run.step(0)
     run.step(1)
     gpu.work(50.0)
@@ -330,37 +283,17 @@ def test_step_that_is_dropped_leaves_the_pending_ones_their_ends(gpu: FakeGPU) -
     assert [times.step_ms for times in run.emitted] == [11.0, 10.0, 10.0]
 
 
-def test_read_that_fails_while_paused_leaves_the_step_out(
-    gpu: FakeGPU, run: Recorded, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.step(0)
-    gpu.work(1.0)
-    run.recorder.pause()
-    with monkeypatch.context() as broken:
-        broken.setattr(FakeEvent, "elapsed_time", lambda *_: 1 / 0)
-        run.recorder.pending.flush()
-    run.recorder.resume("forward")
-    gpu.work(2.0)
-    run.step(1)
-    run.step(2)
-    run.recorder.pending.flush()
-    assert [times.step for times in run.emitted] == [1, 2]
-    assert [record.message for record in caplog.records] == [
-        "Skipped a step that could not be timed: ZeroDivisionError('division by zero')"
-    ]
-
-
 def test_step_that_ends_while_paused_has_no_times_and_counts_for_the_lag(
     gpu: FakeGPU, run: Recorded
 ) -> None:
     run.step(0)
     run.recorder.pause()
     run.recorder.end_step(1)
-    assert [times.step for times in run.emitted] == [0]
+    assert run.numbers() == [0]
     assert run.recorder.label == "data"
     run.step(2)
     run.recorder.pending.flush()
-    assert [times.step for times in run.emitted] == [0, 2]
+    assert run.numbers() == [0, 2]
 
 
 def test_step_with_a_capture_is_left_out(
@@ -379,38 +312,9 @@ def test_step_with_a_capture_is_left_out(
     run.step(3)
     run.recorder.pending.flush()
     assert not gpu.capture_broken
-    assert [times.step for times in run.emitted] == [0, 3]
+    assert run.numbers() == [0, 3]
     [record] = caplog.records
     assert record.message.startswith("Phases inside a captured graph cannot be timed.")
-
-
-def test_phase_is_left_by_its_name_and_in_its_thread_alone(run: Recorded) -> None:
-    run.recorder.leave_phase("augment")
-    run.recorder.enter_phase("augment")
-    run.recorder.leave_phase("crop")
-    thread = threading.Thread(target=run.recorder.leave_phase, args=["augment"])
-    thread.start()
-    thread.join()
-    assert run.recorder.label == "augment"
-    run.recorder.leave_phase("augment")
-    assert run.recorder.label == "data"
-
-
-def test_other_threads_are_not_timed(gpu: FakeGPU, run: Recorded) -> None:
-    def other() -> None:
-        run.recorder.mark("forward")
-        run.recorder.pause()
-        run.recorder.end_step(99)
-        run.recorder.enter_phase("augment")
-        run.recorder.leave_phase("augment")
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
-    run.step(0)
-    run.recorder.pending.flush()
-    assert [times.step for times in run.emitted] == [0]
-    assert set(run.emitted[0].phase_ms) == {"data", "forward", "backward"}
 
 
 def test_mark_on_a_lagging_stream_delays_the_step(gpu: FakeGPU, run: Recorded) -> None:
@@ -421,7 +325,7 @@ def test_mark_on_a_lagging_stream_delays_the_step(gpu: FakeGPU, run: Recorded) -
     gpu.host_work(10.0)
     run.recorder.end_step(0)
     run.recorder.pending.drain()
-    assert [times.step for times in run.emitted] == [0]
+    assert run.numbers() == [0]
     assert run.emitted[0].phase_ms["forward"] == 50.0
 
 
@@ -431,60 +335,29 @@ def test_drain_reads_what_is_finished_and_does_not_wait(gpu: FakeGPU, run: Recor
     assert run.emitted == []
     gpu.host_work(100.0)
     run.recorder.pending.drain()
-    assert [times.step for times in run.emitted] == [0]
+    assert run.numbers() == [0]
     assert gpu.waits == []
 
 
 @pytest.mark.parametrize("end", ["end_step", "end_untimed"])
 def test_batch_is_read_when_it_is_full_or_on_request(gpu: FakeGPU, end: str) -> None:
     run = Recorded(gpu, batch=3)
-    run.recorder.begin()
     for number in range(5):
         run.step(number)
-        assert [times.step for times in run.emitted] == [0, 1, 2][: 3 * (number >= 3)]
+        assert run.numbers() == [0, 1, 2][: 3 * (number >= 3)]
     run.recorder.pending.end_untimed()
     assert len(run.emitted) == 3
     if end == "end_step":
         run.recorder.end_step(5, read=True)
     else:
         run.recorder.pending.end_untimed(read=True)
-    assert [times.step for times in run.emitted] == [0, 1, 2, 3, 4]
-
-
-def test_nothing_is_emitted_where_nothing_was_read(gpu: FakeGPU) -> None:
-    emitted: list[list[StepRecord]] = []
-    recorder = Recorder(gpu, lag=0, emit=emitted.append)
-    recorder.begin()
-    recorder.pending.flush()
-    recorder.pending.drain()
-    recorder.pending.end_untimed(read=True)
-    assert emitted == []
-
-
-def test_flush_waits_for_every_ended_step(gpu: FakeGPU) -> None:
-    run = Recorded(gpu, lag=5)
-    run.recorder.begin()
-    for number in range(3):
-        run.step(number)
-    run.recorder.pending.flush()
-    assert [times.step for times in run.emitted] == [0, 1, 2]
-
-
-def test_idle_recorder_records_nothing(gpu: FakeGPU, run: Recorded) -> None:
-    run.recorder.stop()
-    created = gpu.created
-    run.step(0)
-    run.recorder.enter_phase("augment")
-    run.recorder.pending.flush()
-    assert run.emitted == []
-    assert gpu.created == created
+    assert run.numbers() == [0, 1, 2, 3, 4]
 
 
 def test_error_at_a_step_end_loses_pending_steps_only(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Recorded(gpu, batch=9)
-    run.recorder.begin()
     run.step(0)
     run.step(1)
     with monkeypatch.context() as broken:
@@ -497,7 +370,7 @@ def test_error_at_a_step_end_loses_pending_steps_only(
     run.step(4)
     run.recorder.pending.flush()
     # 0 was finished, 1 and 2 were pending, and 3 was never begun.
-    assert [times.step for times in run.emitted] == [0, 4]
+    assert run.numbers() == [0, 4]
     # The device waits for the first launch of all, 1 ms.
     assert [times.step_ms for times in run.emitted] == [11.0, 10.0]
     assert [record.message for record in caplog.records] == [
@@ -508,35 +381,17 @@ def test_error_at_a_step_end_loses_pending_steps_only(
 def test_error_of_a_consumer_does_not_reach_the_loop(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
-    emitted: list[int] = []
+    class Fails(Recorded):
+        def emit(self, steps: list[StepRecord]) -> None:
+            super().emit(steps)
+            if self.numbers() == [0]:
+                raise OSError("disk full")
 
-    def emit(steps: list[StepRecord]) -> None:
-        emitted.extend(step.number for step in steps)
-        if emitted == [0]:
-            raise OSError("disk full")
-
-    recorder = Recorder(gpu, lag=0, emit=emit)
-    recorder.begin()
+    run = Fails(gpu, lag=0)
     for number in range(4):
-        gpu.work(1.0)
-        recorder.end_step(number)
-    assert emitted == [0, 2, 3]  # 1 was begun before the error, and 2 after it.
+        run.step(number)
+    assert run.numbers() == [0, 2, 3]  # 1 was begun before the error, and 2 after it.
     assert "could not be timed: OSError('disk full')" in caplog.text
-
-
-@pytest.mark.parametrize("call", ["flush", "drain", "end_untimed"])
-def test_error_between_step_ends_loses_the_open_step(
-    gpu: FakeGPU, run: Recorded, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.step(0)
-    with monkeypatch.context() as broken:
-        broken.setattr(FakeEvent, "query", lambda _: 1 / 0)
-        getattr(run.recorder.pending, call)()
-    assert run.recorder.label is None
-    run.step(1)
-    run.step(2)
-    run.recorder.pending.flush()
-    assert [times.step for times in run.emitted] == [2]
 
 
 def test_failed_mark_stops_recording_until_the_step_ends(
@@ -561,16 +416,12 @@ def test_failed_mark_stops_recording_until_the_step_ends(
     run.recorder.end_step(0)
     assert run.recorder.label == "data"
     run.step(1)
-    run.recorder.pending.flush()
-    assert [times.phase_ms for times in run.emitted] == [
-        {"data": 0.0, "forward": 5.0, "backward": 6.0}
-    ]
+    assert run.phases() == [{"data": 0.0, "forward": 5.0, "backward": 6.0}]
 
 
 def test_annotator_gets_every_label_and_none_between_timed_steps(gpu: FakeGPU) -> None:
-    told: list[str | None] = []
-    run = Recorded(gpu, annotate=told.append)
-    run.recorder.begin()
+    labels: list[str | None] = []
+    run = Recorded(gpu, annotate=labels.append)
     run.recorder.mark("backward")
     run.recorder.mark_in_backward("backward/comm")
     run.recorder.mark("forward")
@@ -582,27 +433,23 @@ def test_annotator_gets_every_label_and_none_between_timed_steps(gpu: FakeGPU) -
     run.recorder.stop()
     run.recorder.stop()
     paused, filled = ["forward", None, "other"], [None, "other"]
-    assert told == ["data", "backward", *paused, *filled, None, "data", None]
+    assert labels == ["data", "backward", *paused, *filled, None, "data", None]
 
 
 def test_failing_annotator_is_reported_once_and_dropped(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[str | None] = []
+    labels: list[str | None] = []
 
     def fail(label: str | None) -> None:
-        told.append(label)
+        labels.append(label)
         raise RuntimeError("no profiler")
 
     run = Recorded(gpu, annotate=fail)
-    run.recorder.begin()
     run.step(0)
     run.recorder.pause()
-    run.recorder.pending.flush()
-    assert told == ["data"]
-    assert [times.phase_ms for times in run.emitted] == [
-        {"data": 0.0, "forward": 5.0, "backward": 6.0}
-    ]
+    assert run.phases() == [{"data": 0.0, "forward": 5.0, "backward": 6.0}]
+    assert labels == ["data"]
     assert [record.message for record in caplog.records] == [
         "Phases are no longer shown in other profilers: RuntimeError('no profiler')"
     ]
@@ -622,22 +469,12 @@ def test_emitted_step_has_every_field(gpu: FakeGPU) -> None:
     gpu.host_work(1.0)
     recorder.end_step(2)
     ms = 1_000_000
-    assert steps == [
-        # The host has waited for the first until 6 ms, and for the second until 11 ms.
-        StepRecord(0, ("data", "forward"), (1.0, 5.0), (0, ms, 2 * ms), 4.0, 6 * ms, False),
-        StepRecord(
-            1,
-            (EXCLUDED, EXCLUDED, "data"),
-            (0.0, 3.0, 2.0),
-            (2 * ms, 6 * ms, 6 * ms, 6 * ms),
-            5.0,
-            11 * ms,
-            True,
-            was_fully_queued=True,
-            post_spin_index=2,
-        ),
-        StepRecord(2, ("data",), (1.0,), (6 * ms, 12 * ms), 0.0, 0, False),
-    ]
+    # The host has waited for the first until 6 ms, and for the second until 11 ms.
+    first = StepRecord(0, ("data", "forward"), (1.0, 5.0), (0, ms, 2 * ms), 4.0, 6 * ms, False)
+    labels, host_ns = (EXCLUDED, EXCLUDED, "data"), (2 * ms, 6 * ms, 6 * ms, 6 * ms)
+    second = StepRecord(1, labels, (0.0, 3.0, 2.0), host_ns, 5.0, 11 * ms, True)
+    third = StepRecord(2, ("data",), (1.0,), (6 * ms, 12 * ms), 0.0, 0, False)
+    assert steps == [first, second._replace(was_fully_queued=True, post_spin_index=2), third]
 
 
 def test_skipped_update_is_reported_unless_a_graph_is_replayed(gpu: FakeGPU, run: Recorded) -> None:
@@ -647,49 +484,39 @@ def test_skipped_update_is_reported_unless_a_graph_is_replayed(gpu: FakeGPU, run
         run.recorder.mark("optimizer")
     run.recorder.end_step(2)
     run.recorder.end_step(3, skipped_update=True)
-    run.recorder.pending.flush()
-    assert [(times.step, times.skipped_update) for times in run.emitted] == [
-        (0, True),
-        (1, False),
-        (3, False),
-    ]
+    assert len(run.phases()) == 3
+    skipped = {times.step: times.skipped_update for times in run.emitted}
+    assert skipped == {0: True, 1: False, 3: False}
 
 
 def test_mark_in_backward_counts_only_in_backward(gpu: FakeGPU, run: Recorded) -> None:
-    def comm() -> None:
-        run.recorder.mark_in_backward("backward/comm")
-
-    def in_another_thread() -> None:
-        thread = threading.Thread(target=comm)
-        thread.start()
-        thread.join()
+    def communicate() -> None:
+        in_thread(lambda: run.recorder.mark_in_backward("backward/comm"))
         gpu.work(1.0)
 
-    in_another_thread()
+    communicate()
     run.recorder.mark("backward")
     gpu.work(2.0)
-    in_another_thread()
+    communicate()
     created = gpu.created
-    in_another_thread()
+    communicate()
     assert gpu.created == created
     run.recorder.mark("other")
-    run.recorder.enter_phase("backward")
-    in_another_thread()
-    run.recorder.leave_phase("backward")
-    for name in ("augment", "backward/part"):
+    for name in ("backward", "augment", "backward/part"):
         run.recorder.enter_phase(name)
-        in_another_thread()
+        communicate()
         run.recorder.leave_phase(name)
     run.recorder.end_step(0)
-    run.recorder.pending.flush()
-    assert run.emitted[0].phase_ms == {
-        "data": 1.0,
-        "backward": 6.0,
-        "backward/comm": 3.0,
-        "backward/part": 1.0,
-        "other": 0.0,
-        "augment": 1.0,
-    }
+    assert run.phases() == [
+        {
+            "data": 1.0,
+            "backward": 6.0,
+            "backward/comm": 3.0,
+            "backward/part": 1.0,
+            "other": 0.0,
+            "augment": 1.0,
+        }
+    ]
 
 
 @pytest.mark.parametrize(("wait_ms", "finished_ns"), [(0.019999, 0), (0.02, 1_020_000)])
@@ -711,9 +538,8 @@ def test_wait_that_did_not_block_does_not_align_the_clocks(
 def test_evaluation_found_late_pauses_the_step_from_its_first_mark(
     gpu: FakeGPU, after_fetch: bool
 ) -> None:
-    told: list[str | None] = []
-    run = Recorded(gpu, annotate=told.append)
-    run.recorder.begin()
+    labels: list[str | None] = []
+    run = Recorded(gpu, annotate=labels.append)
     gpu.work(1.0)
     if not after_fetch:
         run.recorder.mark("forward")
@@ -722,20 +548,17 @@ def test_evaluation_found_late_pauses_the_step_from_its_first_mark(
     gpu.work(16.0)
     run.recorder.pause(since="<evaluation>")
     assert (run.recorder.state.name, run.recorder.label) == ("PAUSED", EXCLUDED)
-    assert told[-1] is None
+    assert labels[-1] is None
     run.recorder.mark("loss")
     gpu.work(32.0)
-    thread = threading.Thread(target=run.recorder.resume, args=("other",))
-    thread.start()
-    thread.join()
+    in_thread(lambda: run.recorder.resume("other"))
     assert run.recorder.state.name == "PAUSED"
     run.recorder.resume("other")
     gpu.work(0.5)
     run.recorder.end_step(0)
-    run.recorder.pending.flush()
     # A fetch right before the evaluation belongs to it.
     before = {} if after_fetch else {"data": 1.0, "forward": 4.0}
-    assert run.emitted[0].phase_ms == {**before, "other": 0.5}
+    assert run.phases() == [{**before, "other": 0.5}]
 
 
 @pytest.mark.parametrize(("lag", "read"), [(0, 2), (2, 0)])
@@ -743,7 +566,6 @@ def test_step_that_is_left_during_a_pause_ends_at_its_update(
     gpu: FakeGPU, lag: int, read: int
 ) -> None:
     run = Recorded(gpu, lag=lag)
-    run.recorder.begin()
     run.recorder.start_probe(lambda: gpu.spin(1))
     run.recorder.mark("forward")
     gpu.work(4.0)
@@ -752,9 +574,7 @@ def test_step_that_is_left_during_a_pause_ends_at_its_update(
     gpu.work(16.0)
     run.recorder.pause()
     ended: list[bool] = []
-    thread = threading.Thread(target=lambda: ended.append(run.recorder.end_at("<after update>", 0)))
-    thread.start()
-    thread.join()
+    in_thread(lambda: ended.append(run.recorder.end_at("<after update>", 0)))
     ended.append(run.recorder.end_at("<after update>", 0))
     assert ended == [False, True]
     assert (run.recorder.state.name, run.recorder.label) == ("OPEN", "data")
@@ -763,11 +583,8 @@ def test_step_that_is_left_during_a_pause_ends_at_its_update(
     run.recorder.end_step(1)
     # The probe ended with the step that was left: what follows is read in its turn.
     assert len(run.emitted) == read
-    run.recorder.pending.flush()
-    assert [(times.step, times.phase_ms) for times in run.emitted] == [
-        (0, {"data": 0.0, "forward": 4.0}),
-        (1, {"data": 1.0}),
-    ]
+    assert run.phases() == [{"data": 0.0, "forward": 4.0}, {"data": 1.0}]
+    assert run.numbers() == [0, 1]
 
 
 def test_step_that_is_left_in_which_a_graph_was_captured_has_no_times(
@@ -778,17 +595,15 @@ def test_step_that_is_left_in_which_a_graph_was_captured_has_no_times(
         run.recorder.mark("other")
     assert not run.recorder.end_at("<after update>", 0)
     run.recorder.end_step(1)
-    run.recorder.pending.flush()
-    assert run.emitted == []
+    assert run.phases() == []
 
 
 def test_forked_process_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
     run = Recorded(gpu, batch=9)
-    run.recorder.begin()
     for number in range(4):
         run.step(number)
     run.recorder.pending.flush()
-    # A finished and a pending step, and free events: all belong to the parent.
+    # A finished step, a pending step and free events all belong to the parent.
     run.step(4)
     run.step(5)
     run.recorder.abandon()
@@ -798,19 +613,16 @@ def test_forked_process_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
     run.step(6)
     run.recorder.pending.flush()
     assert gpu.created == created + 4
-    assert [times.step for times in run.emitted] == [0, 1, 2, 3, 6]
+    assert run.numbers() == [0, 1, 2, 3, 6]
 
 
 def test_named_pause_has_no_label_and_belongs_to_its_thread(gpu: FakeGPU) -> None:
-    told: list[str | None] = []
-    run = Recorded(gpu, annotate=told.append)
-    run.recorder.begin()
+    labels: list[str | None] = []
+    run = Recorded(gpu, annotate=labels.append)
     run.recorder.mark("forward")
     run.recorder.enter_phase(EXCLUDED)
-    assert told == ["data", "forward", None]
-    thread = threading.Thread(target=lambda: run.recorder.leave_phase(EXCLUDED))
-    thread.start()
-    thread.join()
+    assert labels == ["data", "forward", None]
+    in_thread(lambda: run.recorder.leave_phase(EXCLUDED))
     assert run.recorder.label == EXCLUDED
     run.recorder.leave_phase(EXCLUDED)
     run.recorder.leave_phase(EXCLUDED)
@@ -824,7 +636,6 @@ def test_new_thread_with_the_id_of_the_timed_thread_is_not_timed(gpu: FakeGPU) -
     def train() -> None:
         numbers.append(threading.get_ident())
         run.recorder.begin()
-        run.recorder.begin()
         run.step(0)
 
     def disturb() -> None:
@@ -835,16 +646,14 @@ def test_new_thread_with_the_id_of_the_timed_thread_is_not_timed(gpu: FakeGPU) -
         run.recorder.end_step(1)
 
     for target in (train, *[disturb] * 10):
-        thread = threading.Thread(target=target)
-        thread.start()
-        thread.join()
+        in_thread(target)
     created = gpu.created
     if numbers[0] not in numbers[1:]:
         pytest.skip("the number was not used again")
     assert (run.recorder.pending.ended, run.recorder.label) == (1, "data")
     run.recorder.stop()
     run.recorder.pending.flush()
-    assert [times.step for times in run.emitted] == [0]
+    assert run.numbers() == [0]
     train()
     assert run.recorder.pending.ended == 2
     assert gpu.created < created + 8

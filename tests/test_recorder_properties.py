@@ -3,8 +3,6 @@
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import cache
-from typing import Any
 
 import pytest
 from fake_gpu import FakeGPU
@@ -13,8 +11,8 @@ from lightning_gputime._phases import EXCLUDED, StepRecord
 from lightning_gputime._record.recorder import Recorder
 
 SEEDS = range(150)
-"""A sequence each, of every kind. A failed test names the seeds that break it: `play(KIND, SEED)`
-shows what was called, in `calls`."""
+"""Seeds of the sequences of each kind. A failed test names the seeds that break it: `Played(KIND,
+SEED).calls` shows the operations."""
 
 LABELS = [
     "data",
@@ -43,7 +41,7 @@ KINDS = {
     "graphs": [*LOOP, *TURNS, "begin_or_end_capture", "replay"],
     "a device that fails": [*LOOP, *TURNS, "flush", "end_untimed", "mark_instead", "fail"],
 }
-"""Operations of each kind of sequence; repeated names are drawn more often."""
+"""Operations that a sequence of each kind is drawn from, repeated by their weight."""
 
 NEXT_STATE: Mapping[str, Mapping[str, str]] = {
     "begin": dict.fromkeys(["IDLE", "OPEN", "PAUSED", "LOST"], "OPEN"),
@@ -52,12 +50,12 @@ NEXT_STATE: Mapping[str, Mapping[str, str]] = {
     "end_step": {"PAUSED": "OPEN", "LOST": "OPEN"},
     "stop": dict.fromkeys(["IDLE", "OPEN", "PAUSED", "LOST"], "IDLE"),
 }
-"""The state that an operation leads to from another. All else leaves the state as it is, but an
-error, or a mark while a graph is captured, which lose the step."""
+"""State after an operation, per state before it. Other operations keep the state, except that an
+error, or a mark while a graph is captured, loses the step."""
 
 
 def is_in(recorder: Recorder, state: str) -> bool:
-    """Tells whether a recorder is in a state, and shows it as one does."""
+    """Return whether a recorder is in a state, and its label and thread agree with it."""
     if state == "IDLE":
         shows = recorder.threads.timed == -1 and recorder.label is None
     elif state == "OPEN":
@@ -69,7 +67,7 @@ def is_in(recorder: Recorder, state: str) -> bool:
 
 
 class FailingGPU(FakeGPU):
-    """A fake GPU that fails with a given probability."""
+    """A fake GPU that fails a given number of times."""
 
     failures = 0
 
@@ -81,18 +79,15 @@ class FailingGPU(FakeGPU):
 
 
 class Played:
-    """A recorder that runs random operations, with its observed state."""
+    """A recorder on which random operations are played, and what it emitted and raised."""
 
     def __init__(self, kind: str, seed: int) -> None:
         self.seed = seed
         self.random = random.Random(f"{kind} {seed}")
         self.gpu = FailingGPU()
         self.steps: list[StepRecord] = []
-        self.recorder = self.new_recorder(
-            lag=self.random.choice([0, 1, 2]),
-            batch=self.random.choice([1, 3]),
-            emit=self.steps.extend,
-        )
+        lag, batch = self.random.choice([0, 1, 2]), self.random.choice([1, 3])
+        self.recorder = Recorder(self.gpu, lag=lag, batch=batch, emit=self.steps.extend)
         self.number = 0
         self.names: list[str] = []
         self.capture: AbstractContextManager[Callable[[], None]] | None = None
@@ -108,25 +103,23 @@ class Played:
         self.gpu.failures = 0
         self.call("flush")
 
-    def new_recorder(self, **options: Any) -> Recorder:
-        return Recorder(self.gpu, **options)
-
     def call(self, operation: str) -> None:
-        """Calls one operation, and looks what came of it."""
+        """Call one operation, and check the state after it."""
         self.calls.append(operation)
         follow = [NEXT_STATE.get(operation, {}).get(self.state, self.state)]
         failures = self.gpu.failures
         try:
-            getattr(self, operation)()
+            owners = [self, self.recorder.pending, self.recorder]
+            next(getattr(owner, operation) for owner in owners if hasattr(owner, operation))()
         except Exception as error:
             self.raised.append(f"{operation}: {error!r}")
         may_lose = self.gpu.failures < failures or self.capture is not None
         if may_lose and follow != ["IDLE"]:
             follow.append("LOST")
-        seen = [state for state in reversed(follow) if is_in(self.recorder, state)]
-        if not seen:
-            self.illegal.append(f"{operation} in {self.state} led to no {' and no '.join(follow)}")
-        self.state = (seen or follow)[0]
+        reached = [state for state in reversed(follow) if is_in(self.recorder, state)]
+        if not reached:
+            self.illegal.append(f"{operation} in {self.state} did not lead to {follow}")
+        self.state = (reached or follow)[0]
 
     # The operations
 
@@ -138,9 +131,6 @@ class Played:
 
     def fail(self) -> None:
         self.gpu.failures += 1
-
-    def begin(self) -> None:
-        self.recorder.begin()
 
     def mark(self) -> None:
         self.recorder.mark(self.label())
@@ -162,9 +152,6 @@ class Played:
             last = self.random.randrange(len(self.names)) if out_of_order else -1
             self.recorder.leave_phase(self.names.pop(last))
 
-    def pause(self) -> None:
-        self.recorder.pause()
-
     def resume(self) -> None:
         self.recorder.resume(self.label())
 
@@ -179,17 +166,8 @@ class Played:
     def end_untimed(self) -> None:
         self.recorder.pending.end_untimed(read=self.random.random() < 0.3)
 
-    def stop(self) -> None:
-        self.recorder.stop()
-
     def fill(self) -> None:
         self.recorder.start_probe(lambda: self.gpu.spin(3_000_000))
-
-    def flush(self) -> None:
-        self.recorder.pending.flush()
-
-    def drain(self) -> None:
-        self.recorder.pending.drain()
 
     def begin_or_end_capture(self) -> None:
         if self.capture is None:
@@ -204,56 +182,32 @@ class Played:
             self.random.choice(self.replays)()
 
 
-@cache
-def play(kind: str, seed: int) -> Played:
-    """Plays a sequence, once for all tests."""
-    return Played(kind, seed)
-
-
-@pytest.fixture(params=KINDS)
-def sequences(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> list[Played]:
-    caplog.set_level("CRITICAL", "lightning_gputime")  # A failed device is reported each time.
-    return [play(request.param, seed) for seed in SEEDS]
-
-
-def all_steps(sequences: list[Played]) -> Iterator[tuple[int, StepRecord]]:
-    """The steps of all sequences, each with a different seed."""
-    return ((sequence.seed, step) for sequence in sequences for step in sequence.steps)
-
-
-def test_phases_add_up_to_every_step(sequences: list[Played]) -> None:
-    wrong, checked = [], 0
-    for seed, step in all_steps(sequences):
+def violations(played: Played) -> Iterator[str]:
+    """Yield the invariants that a sequence breaks."""
+    yield from played.raised
+    yield from played.illegal
+    if played.gpu.capture_broken:
+        yield "a capture is broken"
+    numbers = [step.number for step in played.steps]
+    if numbers != sorted({*numbers}):
+        yield f"steps are not in order: {numbers}"
+    for step in played.steps:
         times = step.times()
         intervals = zip(step.labels, step.device_ms, strict=True)
         timed_ms = sum(ms for label, ms in intervals if label != EXCLUDED)
         phases_ms = sum(ms for name, ms in times.phase_ms.items() if "/" not in name)
-        wrong += [] if times.step_ms == phases_ms == timed_ms else [seed]
-        checked += 1
-    assert wrong == []
-    assert checked > len(SEEDS)
+        if not times.step_ms == phases_ms == timed_ms:
+            yield f"phases of step {step.number} do not add up"
+        if min(step.device_ms) < 0 or step.wait_ms < 0:
+            yield f"a time of step {step.number} is negative"
+        if [*step.host_ns] != sorted(step.host_ns):
+            yield f"marks of step {step.number} are not in order"
 
 
-def test_no_time_is_negative(sequences: list[Played]) -> None:
-    steps = [*all_steps(sequences)]
-    assert [seed for seed, step in steps if min(step.device_ms) < 0 or step.wait_ms < 0] == []
-    assert [seed for seed, step in steps if [*step.host_ns] != sorted(step.host_ns)] == []
-
-
-def test_steps_come_in_the_order_in_which_they_ended(sequences: list[Played]) -> None:
-    numbers = {sequence.seed: [step.number for step in sequence.steps] for sequence in sequences}
-    assert [seed for seed, found in numbers.items() if found != sorted({*found})] == []
-
-
-def test_recorder_never_raises(sequences: list[Played]) -> None:
-    assert {sequence.seed: sequence.raised for sequence in sequences if sequence.raised} == {}
-
-
-def test_capture_is_never_broken(sequences: list[Played]) -> None:
-    assert [sequence.seed for sequence in sequences if sequence.gpu.capture_broken] == []
-
-
-def test_recorder_follows_its_transition_table(
-    sequences: list[Played],
-) -> None:
-    assert {sequence.seed: sequence.illegal for sequence in sequences if sequence.illegal} == {}
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorder_keeps_its_invariants(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL", "lightning_gputime")  # A failed device is reported each time.
+    sequences = {seed: Played(kind, seed) for seed in SEEDS}
+    broken = {seed: [*violations(played)] for seed, played in sequences.items()}
+    assert {seed: texts for seed, texts in broken.items() if texts} == {}
+    assert sum(len(played.steps) for played in sequences.values()) > len(SEEDS)

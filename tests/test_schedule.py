@@ -27,7 +27,7 @@ def test_each_part_of_a_window_has_one_block(plan: Plan) -> None:
     assert timed == [index + i for index in starts for i in range(plan.window)][: len(timed)]
     for k in range(99 * plan.windows):
         first, last = plan.part(k)
-        # One that follows closely on the block before starts where that ends.
+        # A block that overlaps the block before it starts at its end.
         assert len([start for start in starts if first <= start < last + plan.window]) >= 1
 
 
@@ -41,7 +41,7 @@ def test_timed_steps_are_spread_evenly_over_any_period(plan: Plan, period: int) 
     assert np.std(counts) <= 1.6 * math.sqrt(plan.window * fair)
 
 
-def test_next_timed_step_is_found_without_looking_at_those_between() -> None:
+def test_next_timed_step_needs_no_earlier_steps() -> None:
     timed = timed_steps(Schedule(Plan(2, 25)), 200)
     schedule = Schedule(Plan(2, 25))
     for index in range(0, 150, 3):
@@ -83,16 +83,6 @@ def test_another_plan_starts_with_its_next_whole_part() -> None:
     assert schedule.next_timed(120) >= 150
 
 
-def test_plan_in_which_all_steps_are_alike_times_all() -> None:
-    schedules = [
-        Schedule(Plan()),
-        Schedule(Plan(interval=2)),
-        Schedule(Plan(), probe_every_n_steps=5),
-        Schedule(Plan(), warmup_steps=5),
-    ]
-    assert [schedule.times_all for schedule in schedules] == [True, False, False, True]
-
-
 def auto(
     *,
     timed_ms: float = 2.1,
@@ -110,7 +100,7 @@ def auto(
         step = StepRecord(turn, ("data",) * 7, (1.0,) * 7, host_ns, wait_ms, 0, False)
         schedule.add_timed([step], reading_us * 1000)
         if untimed_ms is not None and turn < 4:
-            # The speed of the loop changes; the mean step time is as given.
+            # The mood of the loop changes; on average a step takes as long as given.
             ms = untimed_ms * (1.25 if turn % 2 else 0.75)
             start_ns += 5 * 10**8
             schedule.add_untimed(start_ns, start_ns + round(ms * 1e7), 10)

@@ -1,10 +1,13 @@
-"""Steps of plain loops, whatever drives them, and the warnings where that is uncertain."""
+"""Steps of plain loops, whatever drives them, and the warnings where their ends are uncertain."""
 
 import copy
 import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -17,35 +20,109 @@ from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, phase
 
+Row = dict[str, float]
+Body = Callable[..., object]
 
-def total(timer: GPUPhaseHooks) -> list[float]:
-    """Time of each step, in ms."""
-    timer.flush()
-    return [round(float(ms), 3) for ms in timer.history()["step_ms"]]
+FETCH_MS = 7.0
+HOWS = ("steps", "step")
+"""Loops over `steps()`, and loops that call `step()`."""
+
+ROWS: dict[str, Row] = {"steps": STEP_MS, "step": {**STEP_MS, "data": 1.125, "other": 0.0}}
+"""Phases of a standard step in each. Before a model call, `step()` counts all time as `data`."""
 
 
-def ms(timer: GPUPhaseHooks, phase: str) -> list[float]:
-    """Time of a phase in each step, in ms."""
-    return [step.get(phase, 0.0) for step in steps(timer)]
+def times(how: str = "steps", **phases: float) -> Row:
+    """Return a standard step in which some phases take another time, or are missing (-1)."""
+    return {name: ms for name, ms in {**ROWS[how], **phases}.items() if ms >= 0}
 
 
-def validate(loop: Loop, n: int) -> None:
+def accumulated(n: int, how: str = "steps") -> Row:
+    """Return a step of several micro-batches."""
+    return {**{name: n * ms for name, ms in ROWS[how].items()}, "optimizer": 2.0}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A loop, the steps that a timer must find in it, and the warnings."""
+
+    body: Body
+    arguments: tuple[Any, ...]
+    steps: list[Row]
+    messages: tuple[tuple[str, ...], ...]
+    numbers: list[int] | None
+    has_optimizer: bool
+    skipped_updates: int
+    options: dict[str, Any]
+
+
+SCENES: dict[str, Scene] = {}
+
+
+def scene(
+    rows: list[Row] | Callable[..., list[Row]],
+    each: dict[str, tuple[Any, ...]] | None = None,
+    *,
+    messages: tuple[tuple[str, ...], ...] = (),
+    numbers: list[int] | None = None,
+    has_optimizer: bool = True,
+    skipped_updates: int = 0,
+    **options: Any,
+) -> Callable[[Body], Body]:
+    """Add a function of a loop and its timer as a scene.
+
+    Args:
+        rows: Phases of each step, or a function of the arguments that returns them.
+        each: More arguments of the function, by name: each makes a scene.
+        messages: Parts of each warning; the first part is its start.
+        numbers: Numbers of the steps, by default from zero.
+        has_optimizer: False for a timer of the model alone.
+        skipped_updates: Number of skipped updates.
+        **options: Options of the timer.
+    """
+
+    def add(body: Body) -> Body:
+        for name, arguments in ({"": ()} if each is None else each).items():
+            expected = rows(*arguments) if callable(rows) else rows
+            found = (messages, numbers, has_optimizer, skipped_updates, options)
+            text = ", ".join(f"{key}={value}" for key, value in options.items())
+            key = ", ".join(filter(None, [body.__name__, name, text]))
+            assert key not in SCENES
+            SCENES[key] = Scene(body, arguments, expected, *found)
+        return body
+
+    return add
+
+
+HOW = {how: (how,) for how in HOWS}
+
+
+def each_batch(timer: GPUPhaseHooks, loader: Iterator[Tensor], how: str) -> Iterator[Tensor]:
+    """Yield the batches of a loop of either kind."""
+    if how == "steps":
+        yield from timer.steps(loader)
+        return
+    for x in loader:
+        yield x
+        timer.step()
+
+
+def evaluate(loop: Loop, n: int = 1, ms: float = 0.0) -> None:
+    """Call the model in eval mode without gradients."""
     loop.model.eval()
     with torch.no_grad():
         for _ in range(n):
             loop.model(torch.ones(1, 2))
+            loop.gpu.work(ms)
     loop.model.train()
 
 
-def graph_of(loop: Loop) -> Callable[[], None]:
-    """Capture work of 14 ms, and return what replays it."""
-    with loop.gpu.capture() as replay:
-        loop.gpu.work(14.0)
-    return replay
-
-
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records]
+def validate(loop: Loop, batches: Any) -> None:
+    """Evaluate on batches."""
+    loop.model.eval()
+    with torch.no_grad():
+        for x in batches:
+            loop.model(x)
+    loop.model.train()
 
 
 # Loops that are left, and calls of step()
@@ -58,152 +135,159 @@ def first(batches: Iterator[Tensor], n: int) -> Iterator[Tensor]:
             break
 
 
-@pytest.mark.parametrize("options", [{}, {"_lag": 0}, {"every_n_steps": 1, "log_every_n_steps": 1}])
-@pytest.mark.parametrize(
-    "taken",
-    [
-        first,
-        islice,
-        lambda batches, n: (x for _, x in zip(range(n), batches, strict=False)),
-        lambda batches, n: (x for x, _ in zip(batches, range(n), strict=False)),
-        lambda batches, n: (next(batches) for _ in range(n)),
-    ],
-    ids=["break", "islice", "zip(range, steps)", "zip(steps, range)", "next"],
-)
-def test_loop_that_is_left_keeps_its_last_step(
-    loop: Loop, taken: Callable[..., Iterator[Tensor]], options: dict[str, Any]
-) -> None:
-    bare = installed(*loop.model.modules(), loop.optimizer)
-    with hooks(loop, **options) as timer:
-        for _ in range(2):
-            for x in taken(timer.steps(loop.batches(9)), 3):
-                loop.train(x)
-            loop.gpu.work(99.0)
-    assert steps(timer) == [STEP_MS] * 6
-    assert timer.history()["step"].tolist() == [0, 1, 2, 3, 4, 5]
-    assert timer.summary().skipped_updates == 0
-    assert installed(*loop.model.modules(), loop.optimizer) == bare
+TAKEN: dict[str, tuple[Callable[[Any, int], Any]]] = {
+    "break": (first,),
+    "islice": (islice,),
+    "zip(range, steps)": (lambda steps, n: (x for _, x in zip(range(n), steps, strict=False)),),
+    "zip(steps, range)": (lambda steps, n: (x for x, _ in zip(steps, range(n), strict=False)),),
+    "next": (lambda steps, n: (next(steps) for _ in range(n)),),
+}
 
 
-def test_last_step_of_a_loop_that_is_left_ends_with_its_update(loop: Loop) -> None:
-    with hooks(loop) as timer:
-        batches = timer.steps(loop.batches(9))
-        for _ in range(2):
-            loop.train(next(batches))
-            loop.gpu.work(1.0)
-        loop.gpu.work(99.0)
-        batches.close()
-        batches.close()
-    assert steps(timer) == [{**STEP_MS, "other": 1.125}, STEP_MS]
-
-
-@pytest.mark.parametrize("part", ["nothing", "forward", "backward", "next forward"])
-def test_step_left_before_its_update_is_not_timed(loop: Loop, part: str) -> None:
-    with hooks(loop) as timer:
-        for number, x in enumerate(timer.steps(loop.batches(9))):
-            if number == 2:
-                if part == "forward":
-                    loop.model(x)
-                elif part == "backward":
-                    loop.micro_batch(x)
-                elif part == "next forward":
-                    loop.train(x)
-                    loop.model(x)
-                break
+@scene([STEP_MS] * 6, TAKEN)
+def loop_that_is_left(loop: Loop, timer: GPUPhaseHooks, taken: Callable[[Any, int], Any]) -> None:
+    for _ in range(2):
+        for x in taken(timer.steps(loop.batches(9)), 3):
             loop.train(x)
-    assert steps(timer) == [STEP_MS] * 2
+        loop.gpu.work(99.0)
 
 
-def test_inference_loop_that_is_left_has_its_last_step(loop: Loop) -> None:
-    with GPUPhaseHooks(loop.model, _clock=loop.gpu) as timer, torch.no_grad():
-        for x in islice(timer.steps(loop.batches(9)), 3):
+@scene([times(other=1.125), STEP_MS])
+def loop_that_is_closed_ends_with_its_update(loop: Loop, timer: GPUPhaseHooks) -> None:
+    batches = timer.steps(loop.batches(9))
+    for _ in range(2):
+        loop.train(next(batches))
+        loop.gpu.work(1.0)
+    loop.gpu.work(99.0)
+    batches.close()
+    batches.close()
+
+
+def train_and_call(loop: Loop, x: Tensor) -> None:
+    loop.train(x)
+    loop.model(x)
+
+
+PARTS: dict[str, tuple[Callable[[Loop, Tensor], object]]] = {
+    "nothing": (lambda loop, x: None,),
+    "forward": (lambda loop, x: loop.model(x),),
+    "backward": (Loop.micro_batch,),
+    "next forward": (train_and_call,),
+}
+
+
+@scene([STEP_MS] * 2, PARTS)
+def loop_that_is_left_before_its_update(
+    loop: Loop, timer: GPUPhaseHooks, part: Callable[[Loop, Tensor], object]
+) -> None:
+    for number, x in enumerate(timer.steps(loop.batches(9))):
+        if number == 2:
+            part(loop, x)
+            break
+        loop.train(x)
+
+
+INFERENCE = {"data": 1.0, "forward": 4.0, "other": 0.5}
+
+
+@scene([INFERENCE] * 2, {"training mode": (True, 2), "eval mode": (False, 2)}, has_optimizer=False)
+@scene(
+    [INFERENCE, INFERENCE, {**INFERENCE, "other": 0.0}],
+    {"that is left": (True, 9)},
+    has_optimizer=False,
+)
+def inference(loop: Loop, timer: GPUPhaseHooks, is_training: bool, n: int) -> None:
+    loop.model.train(is_training)
+    with torch.no_grad():
+        for x in islice(timer.steps(loop.batches(n)), 3):
             loop.model(x)
             loop.gpu.work(0.5)
-    whole = {"data": 1.0, "forward": 4.0, "other": 0.5}
-    assert steps(timer) == [whole, whole, {**whole, "other": 0.0}]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_step_called_inside_steps_ends_each_step_once(loop: Loop, accumulate: int) -> None:
-    with hooks(loop, accumulate_grad_batches=accumulate) as timer:
-        for number, x in enumerate(timer.steps(loop.batches(4)), 1):
-            loop.micro_batch(x)
-            if number % accumulate == 0:
-                loop.update()
-            timer.step()
-    n = 4 // accumulate
-    once = {name: accumulate * STEP_MS[name] for name in STEP_MS if name != "optimizer"}
-    assert steps(timer) == [{**once, "optimizer": 2.0}] * n
-    assert timer.history()["step"].tolist() == list(range(n))
-    assert timer.summary().skipped_updates == 0
+@scene([STEP_MS] * 4, {"": (1,)})
+@scene([accumulated(2)] * 2, {"": (2,)}, accumulate_grad_batches=2)
+def step_called_inside_steps(loop: Loop, timer: GPUPhaseHooks, accumulate: int) -> None:
+    for number, x in enumerate(timer.steps(loop.batches(4)), 1):
+        loop.micro_batch(x)
+        if number % accumulate == 0:
+            loop.update()
+        timer.step()
 
 
-def test_steps_around_steps_end_each_step_once(loop: Loop) -> None:
-    with hooks(loop) as timer:
-        for _ in timer.steps(range(2)):
-            for x in timer.steps(loop.batches(2)):
-                loop.train(x)
-            loop.gpu.work(99.0)
-        for x in timer.steps(timer.steps(loop.batches(2))):
+@scene([STEP_MS] * 6)
+def steps_around_steps(loop: Loop, timer: GPUPhaseHooks) -> None:
+    for _ in timer.steps(range(2)):
+        for x in timer.steps(loop.batches(2)):
             loop.train(x)
-    assert steps(timer) == [STEP_MS] * 6
-    assert timer.history()["step"].tolist() == [0, 1, 2, 3, 4, 5]
+        loop.gpu.work(99.0)
+    for x in timer.steps(timer.steps(loop.batches(2))):
+        loop.train(x)
 
 
-def test_loop_that_is_left_after_an_update_by_hand_has_its_last_step(loop: Loop) -> None:
-    with GPUPhaseHooks(loop.model, _clock=loop.gpu, warmup_steps=0) as timer:
-        for _ in range(2):
-            for number, x in enumerate(timer.steps(loop.batches(9))):
-                loop.micro_batch(x)
-                loop.gpu.work(2.0)
-                if number == 2:
-                    break
-            loop.gpu.work(99.0)
-    by_hand = {name: ms for name, ms in STEP_MS.items() if name != "optimizer"}
-    assert steps(timer) == [{**by_hand, "other": 2.125}] * 6
+@scene([times(optimizer=-1, other=2.125)] * 50, has_optimizer=False)
+def update_by_hand(loop: Loop, timer: GPUPhaseHooks) -> None:
+    for _ in range(2):
+        for number, x in enumerate(timer.steps(loop.batches(40)), 1):
+            loop.micro_batch(x)
+            loop.gpu.work(2.0)
+            if number % 10 == 0:
+                evaluate(loop, 20)
+            if number == 25:
+                break
+        loop.gpu.work(99.0)
+
+
+@scene([STEP_MS])
+def loaders_with_no_or_one_batch(loop: Loop, timer: GPUPhaseHooks) -> None:
+    for n in (0, 1):
+        for x in timer.steps(loop.batches(n)):
+            loop.train(x)
 
 
 # Iterators
 
 
-@pytest.mark.parametrize("tasks", [2, 3])
-@pytest.mark.parametrize("is_random", [False, True])
-@pytest.mark.parametrize("every", [1, 10])
-def test_interleaved_iterators_time_every_step(
-    loop: Loop, tasks: int, is_random: bool, every: int
-) -> None:
+ORDERS = {"2 tasks": (2, False), "3 tasks": (3, False), "3 tasks at random": (3, True)}
+
+
+@scene([STEP_MS] * 60, ORDERS)
+@scene([STEP_MS] * 6, ORDERS, every_n_steps=10, numbers=timed_indices(10, 60))
+def interleaved_iterators(loop: Loop, timer: GPUPhaseHooks, tasks: int, is_random: bool) -> None:
     order = [number % tasks for number in range(60)]
     if is_random:
         random.Random(1).shuffle(order)
-    with hooks(loop, every_n_steps=every) as timer:
-        iterators = [iter(timer.steps(loop.batches(60))) for _ in range(tasks)]
-        for which in order:
-            loop.train(next(iterators[which]))
-    assert steps(timer) == [STEP_MS] * (60 // every)
+    iterators = [iter(timer.steps(loop.batches(60))) for _ in range(tasks)]
+    for task in order:
+        loop.train(next(iterators[task]))
 
 
-def test_abandoned_iterator_ends_no_step_of_another(loop: Loop) -> None:
-    with hooks(loop) as timer:
-        first, second = (iter(timer.steps(loop.batches(10))) for _ in "ab")
-        for batches in (first, second, first):
-            loop.train(next(batches))
-        loop.train(next(second))
-        del first, batches
-        loop.train(next(second))
-    assert steps(timer) == [STEP_MS] * 5
+@scene([STEP_MS] * 5)
+def abandoned_iterator(loop: Loop, timer: GPUPhaseHooks) -> None:
+    iterators = [iter(timer.steps(loop.batches(10))) for _ in "ab"]
+    for number in (0, 1, 0, 1):
+        loop.train(next(iterators[number]))
+    del iterators[0]
+    loop.train(next(iterators[0]))
 
 
-def test_zipped_loaders_have_one_step_per_pair(loop: Loop) -> None:
-    with hooks(loop) as timer:
-        pairs = [timer.steps(loop.batches(6)) for _ in "ab"]
-        for x, _ in zip(*pairs, strict=False):
+@scene([STEP_MS] * 3)
+def iterator_that_is_started_by_next(loop: Loop, timer: GPUPhaseHooks) -> None:
+    loader = iter(timer.steps(iter(loop.batches(3))))
+    loop.train(next(loader))
+    for _ in range(2):
+        for x in loader:
             loop.train(x)
-    assert [step["forward"] for step in steps(timer)] == [4.0] * 6
-    assert ms(timer, "data")[1:] == [2.0] * 5
+
+
+@scene([STEP_MS, *[times(data=2.0)] * 5])
+def zipped_loaders(loop: Loop, timer: GPUPhaseHooks) -> None:
+    pairs = [timer.steps(loop.batches(6)) for _ in "ab"]
+    for x, _ in zip(*pairs, strict=False):
+        loop.train(x)
 
 
 def ahead(items: Any) -> Iterator[Tensor]:
-    """Yields the items, and is always one ahead: so it knows which is the last."""
+    """Yield the items, fetching one ahead to know which is the last."""
     items = iter(items)
     item = next(items)
     for following in items:
@@ -212,114 +296,437 @@ def ahead(items: Any) -> Iterator[Tensor]:
     yield item
 
 
-@pytest.mark.parametrize("end", ["remove", "epoch"])
-def test_look_ahead_iterators_keep_each_step(loop: Loop, end: str) -> None:
-    with hooks(loop) as timer:
-        for _ in range(2):
-            for x in ahead(timer.steps(loop.batches(4))):
-                loop.train(x)
-            if end == "epoch":
-                loop.gpu.work(100.0)
-    epoch = [{**STEP_MS, "data": 2.0}, STEP_MS, STEP_MS, {**STEP_MS, "data": 0.0}]
-    assert steps(timer) == epoch * 2
-
-
-def test_warns_about_cycle_around_steps(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
-    with hooks(loop) as timer:
-        cycle = itertools.cycle(timer.steps(loop.batches(10)))
-        for _ in range(25):
-            loop.train(next(cycle))
-    assert steps(timer) == [STEP_MS] * 10
-    assert "timer.steps(itertools.cycle(loader))" in caplog.text
-
-
-@pytest.mark.parametrize("how", ["step", "steps"])
-def test_validation_over_steps_inside_a_loop_has_no_steps(loop: Loop, how: str) -> None:
-    with hooks(loop) as timer:
-        loader = loop.batches(12)
-        for number, x in enumerate(timer.steps(loader) if how == "steps" else loader, 1):
+@scene(
+    [times(data=2.0), STEP_MS, STEP_MS, times(data=0.0)] * 2, {"remove": (0.0,), "epoch": (100.0,)}
+)
+def look_ahead_iterator(loop: Loop, timer: GPUPhaseHooks, after_ms: float) -> None:
+    for _ in range(2):
+        for x in ahead(timer.steps(loop.batches(4))):
             loop.train(x)
-            if how == "step":
-                timer.step()
-            if number % 4 == 0:
-                loop.model.eval()
-                with torch.no_grad():
-                    for y in timer.steps(loop.batches(5)):
-                        loop.model(y)
-                loop.model.train()
-    expected = STEP_MS if how == "steps" else {**STEP_MS, "data": 1.125, "other": 0.0}
-    assert steps(timer) == [expected] * 12
+        loop.gpu.work(after_ms)
 
 
-def test_model_called_in_the_loader_is_data(loop: Loop) -> None:
+@scene([STEP_MS] * 10, messages=(("", "timer.steps(itertools.cycle(loader))"),))
+def cycle_around_steps(loop: Loop, timer: GPUPhaseHooks) -> None:
+    cycle = itertools.cycle(timer.steps(loop.batches(10)))
+    for _ in range(25):
+        loop.train(next(cycle))
+
+
+@scene(lambda how: [ROWS[how]] * 12, HOW)
+def validation_over_steps_inside_a_loop(loop: Loop, timer: GPUPhaseHooks, how: str) -> None:
+    loader = loop.batches(12)
+    for number, x in enumerate(timer.steps(loader) if how == "steps" else loader, 1):
+        loop.train(x)
+        if how == "step":
+            timer.step()
+        if number % 4 == 0:
+            validate(loop, timer.steps(loop.batches(5)))
+
+
+@scene([times(data=5.0)] * 6)
+def model_call_in_the_loader_is_data(loop: Loop, timer: GPUPhaseHooks) -> None:
     def mining() -> Iterator[Tensor]:
         for x in loop.batches(6):
             with torch.no_grad():
                 loop.model(x)
             yield x
 
-    with hooks(loop) as timer:
-        for x in timer.steps(mining()):
-            loop.train(x)
-    assert steps(timer) == [{**STEP_MS, "data": 5.0}] * 6
+    for x in timer.steps(mining()):
+        loop.train(x)
 
 
 # Accumulation
 
 
-@pytest.mark.parametrize("per_epoch", [3, 10])
-def test_accumulation_that_counts_batches_across_epochs(loop: Loop, per_epoch: int) -> None:
-    epochs, k = 48 // per_epoch + 1, 0
-    with hooks(loop, accumulate_grad_batches="auto") as timer:
-        for _ in range(epochs):
-            for x in timer.steps(loop.batches(per_epoch)):
-                loop.micro_batch(x)
-                k += 1
-                if k % 8 == 0:
-                    loop.update()
-            loop.gpu.work(50.0)
-            validate(loop, 3)
-    step = {name: 8 * time for name, time in STEP_MS.items()}
-    assert steps(timer) == [{**step, "optimizer": 2.0}] * (epochs * per_epoch // 8)
+PER_EPOCH = {"3 batches per epoch": (3,), "10 batches per epoch": (10,)}
 
 
-@pytest.mark.parametrize("n", ["auto", 4])
-def test_update_after_the_loop_ends_the_last_step(loop: Loop, n: Any) -> None:
-    with hooks(loop, accumulate_grad_batches=n) as timer:
-        for _ in range(2):
-            for number, x in enumerate(timer.steps(loop.batches(6)), 1):
-                loop.micro_batch(x)
-                if number % 4 == 0:
-                    loop.update()
+@scene(
+    lambda n: [accumulated(8)] * ((48 // n + 1) * n // 8), PER_EPOCH, accumulate_grad_batches="auto"
+)
+def accumulation_across_epochs(loop: Loop, timer: GPUPhaseHooks, per_epoch: int) -> None:
+    number = 0
+    for _ in range(48 // per_epoch + 1):
+        for x in timer.steps(loop.batches(per_epoch)):
+            loop.micro_batch(x)
+            number += 1
+            if number % 8 == 0:
+                loop.update()
+        loop.gpu.work(50.0)
+        evaluate(loop, 3)
+
+
+@scene([accumulated(4), accumulated(2)] * 2, accumulate_grad_batches="auto")
+@scene([accumulated(4), accumulated(2)] * 2, accumulate_grad_batches=4)
+def update_after_the_loop(loop: Loop, timer: GPUPhaseHooks) -> None:
+    for _ in range(2):
+        for number, x in enumerate(timer.steps(loop.batches(6)), 1):
+            loop.micro_batch(x)
+            if number % 4 == 0:
+                loop.update()
+        loop.update()
+        loop.gpu.work(50.0)
+
+
+@scene([accumulated(2)] * 3, accumulate_grad_batches=2)
+def loop_that_is_left_in_an_accumulation(loop: Loop, timer: GPUPhaseHooks) -> None:
+    for number, x in enumerate(timer.steps(loop.batches(6))):
+        loop.micro_batch(x)
+        if number == 1:
             loop.update()
-            loop.gpu.work(50.0)
-    assert ms(timer, "forward") == [16.0, 8.0] * 2
-    assert ms(timer, "optimizer") == [2.0] * 4
-    assert total(timer) == [4 * 13.625 + 2.0, 2 * 13.625 + 2.0] * 2
+            break
+    for number, x in enumerate(timer.steps(loop.batches(4))):
+        loop.micro_batch(x)
+        if number % 2:
+            loop.update()
 
 
-# Loops without an optimizer, and unusual updates
+LEFT_OVER = (("A loop ends with 2 of 4 micro-batches, which are in no step. Pass",),)
 
 
-class ByHand(Loop):
-    """A loop whose update does not use an optimizer."""
+@scene([accumulated(4)] * 40, messages=LEFT_OVER, accumulate_grad_batches=4)
+@scene(
+    [accumulated(4)] * 4,
+    messages=LEFT_OVER,
+    numbers=timed_indices(10, 40),
+    accumulate_grad_batches=4,
+    every_n_steps=10,
+)
+def micro_batches_left_over_at_the_end_of_a_loop(loop: Loop, timer: GPUPhaseHooks) -> None:
+    for _ in range(20):
+        for number, x in enumerate(timer.steps(loop.batches(10)), 1):
+            loop.micro_batch(x)
+            if number % 4 == 0:
+                loop.update()
 
-    def update(self) -> None:
-        self.gpu.work(2.0)
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.data -= 0.1 * parameter.grad
-                parameter.grad = None
+
+# Unusual updates
 
 
-def test_validation_in_the_body_without_an_optimizer_is_not_forward(gpu: FakeGPU) -> None:
-    loop = ByHand(gpu)
-    with GPUPhaseHooks(loop.model, _clock=gpu, warmup_steps=0) as timer:
-        for number, x in enumerate(timer.steps(loop.batches(40)), 1):
+IN_HOOK = {**accumulated(2), "data": 1.125, "other": 1.125}
+
+
+@scene([IN_HOOK] * 120, accumulate_grad_batches="auto")
+# If the first step is not timed, the timer does not know yet that steps end inside updates.
+@scene(
+    [{**accumulated(2), "data": 0.0, "other": 2.25}, *[IN_HOOK] * 3],
+    accumulate_grad_batches="auto",
+    every_n_steps=30,
+    numbers=timed_indices(30, 119),
+)
+def step_called_in_an_optimizer_hook(loop: Loop, timer: GPUPhaseHooks) -> None:
+    hook = loop.optimizer.register_step_post_hook(lambda *_: timer.step())
+    for number, x in enumerate(loop.batches(240)):
+        loop.micro_batch(x)
+        if number % 2:
+            loop.update()
+    hook.remove()
+
+
+# Batches without work
+
+
+@scene(
+    [times(data=1.0 + (number > 0 and number % 3 == 0)) for number in range(18)],
+    {"continue": (False,), "filter": (True,)},
+)
+def batch_without_work_is_part_of_the_next_step(
+    loop: Loop, timer: GPUPhaseHooks, is_filtered: bool
+) -> None:
+    batches = enumerate(timer.steps(loop.batches(24)))
+    for number, x in filter(lambda item: not is_filtered or item[0] % 4 < 3, batches):
+        if number % 4 < 3:
             loop.train(x)
-            if number % 10 == 0:
-                validate(loop, 20)
-    assert ms(timer, "forward") == [4.0] * 40
+
+
+# The kind of the loader is clear after the first group.
+@scene(
+    [
+        {"data": 2.0, "other": 0.0},
+        {"data": 1.0, "other": 0.0},
+        {**accumulated(4), "data": 1.0},
+        *[accumulated(4)] * 5,
+    ],
+    messages=(("The first 2 timed steps have no backward.",),),
+    skipped_updates=2,
+)
+def batches_grouped_around_steps(loop: Loop, timer: GPUPhaseHooks) -> None:
+    iterator = iter(timer.steps(loop.batches(24)))
+    while group := [*itertools.islice(iterator, 4)]:
+        for x in group:
+            loop.micro_batch(x)
+        loop.update()
+
+
+@scene([STEP_MS] * 15)
+def loop_whose_body_decides_to_evaluate(loop: Loop, timer: GPUPhaseHooks) -> None:
+    for trains, n in [(True, 5), (False, 3)] * 3:
+        for x in timer.steps(loop.batches(n)):
+            loop.model.train(trains)
+            with torch.set_grad_enabled(trains):
+                if trains:
+                    loop.train(x)
+                else:
+                    loop.model(x)
+
+
+def graph_of(loop: Loop) -> Callable[[], None]:
+    """Capture work of 14 ms, and return the function that replays it."""
+    with loop.gpu.capture() as replay:
+        loop.gpu.work(14.0)
+    return replay
+
+
+@scene(
+    [STEP_MS, *[times(data=3.0, other=28.125)] * 99],
+    {"among other steps": (300, 3)},
+    messages=(
+        (
+            "Batches without a call of the model take ",
+            "call step() at the end of the loop body",
+        ),
+    ),
+)
+@scene(
+    [STEP_MS] * 3,
+    {"after other steps": (53, 0)},
+    messages=(("50 batches in a row have neither a call of the model nor an update",),),
+)
+def graph_replays(loop: Loop, timer: GPUPhaseHooks, n: int, every: int) -> None:
+    replay = graph_of(loop)
+    for number, x in enumerate(timer.steps(loop.batches(n))):
+        if number % every == 0 if every else number < 3:
+            loop.train(x)
+        else:
+            replay()
+
+
+FIRST_STEPS = "timed steps have no backward. Call step() at the end"
+
+
+@scene(
+    [{"data": 2.0, "other": 0.0}, *[{"data": 1.0, "other": 0.0}] * 2, *[STEP_MS] * 36],
+    {"batches without work": (4,)},
+    messages=((f"The first 3 {FIRST_STEPS}",),),
+    skipped_updates=3,
+)
+@scene(
+    [
+        {"data": 1.0, "other": 4.0},
+        *[{"data": 1.0, "forward": 4.0, "other": 0.0}] * 2,
+        *[STEP_MS] * 40,
+    ],
+    {"evaluation": (0,)},
+    messages=((f"The first 3 {FIRST_STEPS}",),),
+    skipped_updates=3,
+)
+def steps_before_the_first_backward(loop: Loop, timer: GPUPhaseHooks, n: int) -> None:
+    if not n:
+        validate(loop, timer.steps(loop.batches(3)))
+    for number, x in enumerate(timer.steps(loop.batches(40))):
+        if number >= n:
+            loop.train(x)
+
+
+@scene(
+    [{"data": 1.0}, *[times("step", data=0.125, other=1.0)] * 39],
+    messages=((f"The first 1 {FIRST_STEPS}",),),
+    skipped_updates=1,
+)
+def step_called_first(loop: Loop, timer: GPUPhaseHooks) -> None:
+    for x in loop.batches(40):
+        timer.step()
+        loop.train(x)
+
+
+# Evaluations
+
+
+def labels(loop: Loop, timer: GPUPhaseHooks, how: str, calls: int, every: int) -> None:
+    """Train on pseudo labels, which the model computes in eval mode before each step."""
+    for x in each_batch(timer, batches(loop.gpu, 3 * every, copy_ms=FETCH_MS), how):
+        evaluate(loop, calls)
+        loop.train(x)
+
+
+for _every in (1, 20):
+    scene(
+        lambda how, calls, every: [times(data=FETCH_MS, other=4.0 * calls + 0.125)] * 3,
+        {f"{how}, {calls} calls": (how, calls, _every) for how in HOWS for calls in (1, 5)},
+        every_n_steps=_every,
+        numbers=timed_indices(_every, 3 * _every),
+    )(labels)
+
+
+# Nothing distinguishes the fetch of its first batch from other code of the body.
+@scene([*[STEP_MS] * 19, times(other=1.125)] * 2)
+def validation_every_few_steps(loop: Loop, timer: GPUPhaseHooks) -> None:
+    for number, x in enumerate(timer.steps(loop.batches(40)), 1):
+        loop.train(x)
+        if number % 20 == 0:
+            validate(loop, loop.batches(3))
+
+
+@scene(lambda how: [accumulated(4, how)] * 40, HOW, accumulate_grad_batches=4)
+def validation_inside_an_accumulation(loop: Loop, timer: GPUPhaseHooks, how: str) -> None:
+    for number, x in enumerate(each_batch(timer, loop.batches(160), how), 1):
+        loop.micro_batch(x)
+        if number % 4 == 0:
+            loop.update()
+        if number % 50 == 0:  # Also after a backward without an update.
+            evaluate(loop, 6)
+
+
+@scene(
+    lambda n, _: [
+        times("step", data=1.125 if number == 0 or number % n else -1) for number in range(60)
+    ],
+    {f"{n} steps per epoch, {k} batches": (n, k) for n in (1, 3, 20) for k in (1, 5)},
+)
+def validation_after_each_short_epoch(
+    loop: Loop, timer: GPUPhaseHooks, per_epoch: int, n: int
+) -> None:
+    for number, x in enumerate(loop.batches(60), 1):
+        loop.train(x)
+        timer.step()
+        if number % per_epoch == 0:
+            validate(loop, loop.batches(n))
+
+
+@scene(
+    lambda is_before: [
+        times(
+            "step",
+            optimizer=-1,
+            other=2.0,
+            data=1.125 if is_before or not number or number % 6 else -1,
+        )
+        for number in range(36)
+    ],
+    {"before step()": (True,), "after step()": (False,)},
+    has_optimizer=False,
+)
+def validation_after_an_update_by_hand(loop: Loop, timer: GPUPhaseHooks, is_before: bool) -> None:
+    for number, x in enumerate(loop.batches(36), 1):
+        loop.micro_batch(x)
+        loop.gpu.work(2.0)
+        if number % 6 == 0 and is_before:
+            evaluate(loop, 4)
+        timer.step()
+        if number % 6 == 0 and not is_before:
+            evaluate(loop, 4)
+
+
+@scene([times(forward=8.0, loss=1.0, backward=16.0, optimizer=4.0, other=4.25)] * 12)
+def pseudo_labels_between_two_updates(loop: Loop, timer: GPUPhaseHooks) -> None:
+    for x in timer.steps(loop.batches(12)):
+        loop.train(x)
+        evaluate(loop)
+        loop.train(x)
+
+
+@scene(
+    lambda how, place: [times(how, other=ROWS[how]["other"] + (place == "after"))] * 3,
+    {f"{how}, {place}": (how, place) for how in HOWS for place in ("before", "after")},
+)
+def pause(loop: Loop, timer: GPUPhaseHooks, how: str, place: str) -> None:
+    def paused() -> None:
+        with timer.paused(), timer.paused():
+            loop.gpu.work(64.0)
+            loop.train(torch.ones(1, 2))
+            validate(loop, loop.batches(3))
+
+    for x in each_batch(timer, loop.batches(3), how):
+        if place == "before":
+            paused()
+        loop.train(x)
+        if place == "after":
+            paused()
+            loop.gpu.work(1.0)
+
+
+@scene([times(augment=3.0)] * 2)
+def named_phase_around_a_pause(loop: Loop, timer: GPUPhaseHooks) -> None:
+    for x in timer.steps(loop.batches(2)):
+        with timer.phase("augment"):
+            loop.gpu.work(1.0)
+            with timer.paused(), timer.phase("unseen"):
+                loop.gpu.work(64.0)
+            loop.gpu.work(2.0)
+        loop.train(x)
+
+
+@scene([STEP_MS] * 4, numbers=[0, 1, 4, 5])
+def steps_that_end_inside_a_pause(loop: Loop, timer: GPUPhaseHooks) -> None:
+    for number in range(3):
+        with timer.paused() if number == 1 else nullcontext():
+            for x in timer.steps(loop.batches(2)):
+                loop.train(x)
+
+
+for _every in (10, 50):
+
+    @scene([STEP_MS] * 3, every_n_steps=_every, numbers=timed_indices(_every, 3 * _every))
+    def evaluation_before_the_first_timed_step(
+        loop: Loop, timer: GPUPhaseHooks, every: int = _every
+    ) -> None:
+        for x in timer.steps(loop.batches(every // 2)):
+            loop.train(x)
+        validate(loop, timer.steps(loop.batches(5)))
+        for x in timer.steps(loop.batches(3 * every - every // 2)):
+            loop.train(x)
+
+
+# Named phases
+
+
+@scene([{**STEP_MS, "augment": 3.0, "forward": 4.25, "forward/body": 0.25}] * 2)
+def named_phases(loop: Loop, timer: GPUPhaseHooks) -> None:
+    for x in timer.steps(loop.batches(2)):
+        with timer.phase("augment"):
+            loop.gpu.work(3.0)
+        with phase("forward/body"):
+            loop.gpu.work(0.25)
+        loop.train(x)
+
+
+@scene([times(everything=4.125, forward=-1, other=0.0)] * 30)
+def model_call_in_a_named_phase(loop: Loop, timer: GPUPhaseHooks) -> None:
+    for x in timer.steps(loop.batches(30)):
+        with timer.phase("everything"):
+            loop.gpu.work(0.125)
+            out = loop.model(x)
+        loop.tail(out).backward()
+        loop.update()
+
+
+@pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
+def test_steps_of_loops(scene: Scene, loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    things = (*loop.model.modules(), loop.optimizer)
+    bare = installed(*things)
+    if not scene.has_optimizer:
+        caplog.set_level("CRITICAL", "lightning_gputime")  # Warns about the missing optimizer.
+        loop.optimizer = None
+    with hooks(loop, **scene.options) as timer:
+        scene.body(loop, timer, *scene.arguments)
+    assert steps(timer) == scene.steps
+    numbers = [*range(len(scene.steps))] if scene.numbers is None else scene.numbers
+    assert timer.history()["step"].tolist() == numbers
+    assert timer.summary().skipped_updates == scene.skipped_updates
+    assert installed(*things) == bare
+    assert len(caplog.messages) == len(scene.messages)
+    for message, parts in zip(caplog.messages, scene.messages, strict=True):
+        assert message.startswith(parts[0])
+        assert all(part in message for part in parts)
+
+
+# Other facts of loops
+
+
+def ms(timer: GPUPhaseHooks, name: str) -> list[float]:
+    """Return the time of a phase in each step, in ms."""
+    return [step.get(name, 0.0) for step in steps(timer)]
 
 
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
@@ -338,33 +745,7 @@ def test_zeroth_order_training_in_eval_mode_is_forward(
             else:
                 loop.gpu.work(2.0)
     assert ms(timer, "forward")[1:] == [8.5] * 11
-    assert total(timer)[1:] == [12.0] * 11
-
-
-def test_step_called_in_an_optimizer_hook_ends_the_step(loop: Loop) -> None:
-    with hooks(loop) as timer:
-        loop.optimizer.register_step_post_hook(lambda *_: timer.step())
-        for x in loop.batches(6):
-            loop.train(x)
-    expected = {**STEP_MS, "data": 1.125, "other": 0.0}
-    assert steps(timer) == [expected] * 6
-    assert timer.summary().skipped_updates == 0
-
-
-@pytest.mark.parametrize("every", [1, 30])
-def test_step_called_in_an_optimizer_hook_ends_an_accumulation(loop: Loop, every: int) -> None:
-    with hooks(loop, accumulate_grad_batches="auto", every_n_steps=every) as timer:
-        loop.optimizer.register_step_post_hook(lambda *_: timer.step())
-        for number, x in enumerate(loop.batches(240)):
-            loop.micro_batch(x)
-            if number % 2:
-                loop.update()
-    assert set(ms(timer, "forward")) == {8.0}
-    # If the first step is not timed, the timer does not know yet that steps end inside updates.
-    assert timer.history()["step"].tolist() == timed_indices(every, 120 - (every > 1))
-
-
-# Advice and refusals
+    assert timer.history()["step_ms"].tolist()[1:] == [12.0] * 11
 
 
 def test_advises_to_pause_the_validation_of_a_copy(loop: Loop) -> None:
@@ -386,27 +767,6 @@ def test_advises_to_pause_the_validation_of_a_copy(loop: Loop) -> None:
     assert summary.advice[0] == f"`data` is long in only a few steps: {advice}"
 
 
-def test_advises_to_name_forward_when_a_method_of_a_child_is_called(
-    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Backbone(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2, 2))
-
-        def features(self, x: Tensor) -> Tensor:
-            return work(x @ self.weight, gpu, 19.0, 19.0)
-
-    model = nn.ModuleDict({"backbone": Backbone(), "head": Layer(gpu, 1.0, 1.0)})
-    optimizer = Adder(model.parameters(), gpu, 1.0)
-    with GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0) as timer:
-        for x in timer.steps(batches(gpu, 30)):
-            model["head"](model["backbone"].features(x)).sum().backward()  # type: ignore[operator]
-            optimizer.step()
-    print(timer.summary())
-    assert 'phase("forward")' in str(timer.summary()) + caplog.text
-
-
 def test_warns_about_phase_on_a_generator(caplog: pytest.LogCaptureFixture) -> None:
     @phase("augment")
     def generate() -> Iterator[int]:
@@ -421,68 +781,9 @@ def test_warns_about_phase_on_a_generator(caplog: pytest.LogCaptureFixture) -> N
     assert "load" in caplog.text
 
 
-def test_refused_optimizer_wrapper_names_the_inner_optimizer(loop: Loop) -> None:
-    class ScheduleFreeWrapper:
-        def __init__(self, base: Any) -> None:
-            self.base = base
-
-    with pytest.raises(TypeError, match="its attribute `base`"):
-        GPUPhaseHooks(loop.model, ScheduleFreeWrapper(loop.optimizer))
-
-
-# Batches without work, and evaluations inside the loop
-
-
-@pytest.mark.parametrize("how", ["continue", "filter"])
-def test_batch_without_work_is_part_of_the_next_step(loop: Loop, how: str) -> None:
-    with hooks(loop) as timer:
-        batches = enumerate(timer.steps(loop.batches(24)))
-        for number, x in filter(lambda item: how != "filter" or item[0] % 4 < 3, batches):
-            if number % 4 == 3:
-                continue
-            loop.train(x)
-    assert steps(timer)[1:] == [
-        {**STEP_MS, "data": 1.0 + (number % 3 == 0)} for number in range(1, 18)
-    ]
-
-
-def test_batches_grouped_around_steps_are_one_step(loop: Loop) -> None:
-    with hooks(loop) as timer:
-        iterator = iter(timer.steps(loop.batches(24)))
-        while group := [*itertools.islice(iterator, 4)]:
-            for x in group:
-                loop.micro_batch(x)
-            loop.update()
-    step = {name: 4 * time for name, time in STEP_MS.items()}
-    assert steps(timer)[-5:] == [{**step, "optimizer": 2.0}] * 5
-
-
-def test_replays_without_a_model_call_are_steps(loop: Loop) -> None:
-    replay = graph_of(loop)
-    with hooks(loop) as timer:
-        for _ in timer.steps(loop.batches(24)):
-            replay()
-    assert total(timer)[1:] == [15.0] * 22  # The first could be that of a look-ahead.
-
-
-def test_loop_whose_body_decides_to_evaluate_has_no_steps(loop: Loop) -> None:
-    with hooks(loop) as timer:
-        for _ in range(3):
-            for trains, n in ((True, 5), (False, 3)):
-                for x in timer.steps(loop.batches(n)):
-                    loop.model.train(trains)
-                    with torch.set_grad_enabled(trains):
-                        if trains:
-                            loop.train(x)
-                        else:
-                            loop.model(x)
-    assert steps(timer) == [STEP_MS] * 15
-    assert timer.history()["step"].tolist() == [*range(15)]
-
-
 @pytest.mark.parametrize("how", ["step", "steps"])
 def test_validation_of_all_models_of_a_container_is_in_no_step(gpu: FakeGPU, how: str) -> None:
-    encoders = nn.ModuleDict({"image": Layer(gpu, 2.0, 4.0), "text": Layer(gpu, 1.0, 2.0)})
+    encoders: Any = nn.ModuleDict({"image": Layer(gpu, 2.0, 4.0), "text": Layer(gpu, 1.0, 2.0)})
     optimizer = Adder(encoders.parameters(), gpu, 2.0)
     with GPUPhaseHooks(encoders, optimizer, _clock=gpu, warmup_steps=0) as timer:
         loader = batches(gpu, 45, copy_ms=1.0)
@@ -492,12 +793,12 @@ def test_validation_of_all_models_of_a_container_is_in_no_step(gpu: FakeGPU, how
             if how == "step":
                 timer.step()
             if number % 15 == 0:
+                # The container itself is neither called nor set to eval mode.
                 for encoder in encoders.values():
                     encoder.eval()
                 with torch.no_grad():
-                    for _ in range(6):
-                        encoders["image"](x)
-                        encoders["text"](x)
+                    for encoder in [*encoders.values()] * 6:
+                        encoder(x)
                 for encoder in encoders.values():
                     encoder.train()
     assert ms(timer, "forward") == [3.0] * 45
@@ -516,57 +817,9 @@ def test_warns_about_threads_that_train_in_turn(
             timer.step()
             turns[1 - me].release()
 
-    with hooks(loop) as timer:
-        threads = [threading.Thread(target=train, args=(me,)) for me in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with hooks(loop) as timer, ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(train, range(2))] == [None, None]
     assert "several threads train alternately" in caplog.text
-
-
-# Warnings about steps that differ
-
-
-def no_grad_calls(loop: Loop, n: int, *, grad: bool = False) -> None:
-    with torch.set_grad_enabled(grad):
-        for _ in range(n):
-            loop.model(torch.ones(1, 2))
-
-
-@pytest.mark.parametrize("how", ["passed over", "evaluation", "step first"])
-def test_warns_about_steps_before_the_first_backward(
-    loop: Loop, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with hooks(loop) as timer:
-        if how == "evaluation":
-            loop.model.eval()
-            with torch.no_grad():
-                for x in timer.steps(loop.batches(3)):
-                    loop.model(x)
-            loop.model.train()
-        loader = loop.batches(40)
-        for number, x in enumerate(loader if how == "step first" else timer.steps(loader)):
-            if how == "step first":
-                timer.step()
-            if how != "passed over" or number > 3:
-                loop.train(x)
-    [message] = said(caplog)
-    n = 1 if how == "step first" else 3
-    assert message.startswith(f"The first {n} timed steps have no backward. Call step() at the end")
-
-
-def test_warns_about_batches_without_work_next_to_compiled_code(
-    loop: Loop, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_gputime._session.open_step.has_compiled", lambda: True)
-    with hooks(loop) as timer:
-        for number, x in enumerate(timer.steps(loop.batches(40))):
-            if number % 4 != 3:
-                loop.train(x)
-    [message] = said(caplog)
-    assert message.startswith("10 of 40 steps have no call of the model. Call step() once")
-    assert "as in timer.steps(filter(is_good, loader))" in message
 
 
 def test_warns_about_training_of_another_model(
@@ -576,7 +829,7 @@ def test_warns_about_training_of_another_model(
         for item in (loop, Loop(loop.gpu), Loop(loop.gpu)):
             for x in timer.steps(loop.batches(24)):
                 item.train(x)
-    [message] = said(caplog)
+    [message] = caplog.messages
     assert message.startswith("48 of 72 steps have no call of the model. Call step() once")
     assert "another model" in message
 
@@ -590,8 +843,9 @@ def test_advises_to_pause_an_evaluation_in_training_mode(loop: Loop, how: str, g
             loop.train(x)
             if how == "step":
                 timer.step()
-            if number % 40 == 0:
-                no_grad_calls(loop, 60, grad=grad)
+            with torch.set_grad_enabled(grad):
+                for _ in range(60 if number % 40 == 0 else 0):
+                    loop.model(x)
     assert ms(timer, "forward").count(4.0) == 98
     advice = "`forward` is long in only a few steps: wrap code that is not part of a step"
     assert advice in str(timer.summary())
@@ -607,48 +861,77 @@ def test_batches_longer_in_all_phases_get_no_advice(gpu: FakeGPU) -> None:
     assert "few steps" not in str(timer.summary())
 
 
-@pytest.mark.parametrize("every", [1, 10])
-def test_warns_about_micro_batches_left_over_at_the_end_of_a_loop(
-    loop: Loop, every: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    with hooks(loop, accumulate_grad_batches=4, every_n_steps=every) as timer:
-        for _ in range(20):
-            for number, x in enumerate(timer.steps(loop.batches(10)), 1):
-                loop.micro_batch(x)
-                if number % 4 == 0:
-                    loop.update()
-    assert len(steps(timer)) == 40 // every
-    [message] = said(caplog)
-    assert message.startswith("A loop ends with 2 of 4 micro-batches, which are in no step. Pass")
+class Encoded(nn.Module):
+    """A head on a frozen encoder."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__()
+        self.encoder, self.head = Layer(gpu, 10.0), Layer(gpu, 4.0, 8.0)
+        self.encoder.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> "Encoded":
+        super().train(mode)
+        self.encoder.eval()
+        return self
 
 
-@pytest.mark.parametrize("eager", [3])
-def test_warns_about_graph_replays_among_other_steps(
-    loop: Loop, eager: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("how", ["step", "steps"])
+@pytest.mark.parametrize("calls", [1, 5])
+@pytest.mark.parametrize("every", [1, 20])
+def test_frozen_encoder_before_training_is_other_and_the_fetch_is_data(
+    gpu: FakeGPU, how: str, calls: int, every: int
 ) -> None:
-    replay = graph_of(loop)
+    model = Encoded(gpu).train()
+    optimizer = Adder(model.head.parameters(), gpu, 2.0)
+    options: dict[str, Any] = {"_clock": gpu, "every_n_steps": every, "warmup_steps": 0}
+    with GPUPhaseHooks(model, optimizer, **options) as timer:
+        for x in each_batch(timer, batches(gpu, 3 * every, copy_ms=FETCH_MS), how):
+            with torch.no_grad():
+                for _ in range(calls):
+                    hidden = model.encoder(x)
+            work(model.head(hidden), gpu, 0.5).sum().backward()
+            optimizer.step()
+    expected = {"data": FETCH_MS, "other": 10.0 * calls, "forward": 4.0, "loss": 0.5}
+    assert steps(timer) == [{**expected, "backward": 8.0, "optimizer": 2.0}] * 3
+
+
+@pytest.mark.parametrize("how", ["step", "steps"])
+def test_evaluations_inside_steps_are_an_entry_of_the_time_breakdown(loop: Loop, how: str) -> None:
+    n = 60
     with hooks(loop) as timer:
-        for number, x in enumerate(timer.steps(loop.batches(300))):
-            if number % eager:
-                replay()
-            else:
-                loop.train(x)
-    assert len(steps(timer)) == 300 // eager
-    [message] = said(caplog)
-    assert message.startswith("Batches without a call of the model take ")
-    assert "call step() at the end of the loop body" in message
+        for x in each_batch(timer, loop.batches(n), how):
+            loop.train(x)
+            validate(loop, loop.batches(5))
+    breakdown = timer.summary().diagnosis.time_breakdown
+    assert breakdown is not None
+    # Without the fetch of the first batch. The end of the last step is read after the loop.
+    assert breakdown["evaluation"].seconds == pytest.approx(0.024 * n, rel=0.02)
+    assert timer.summary().diagnosis.code == "evaluation-bound"
 
 
-def test_warns_about_graph_replays_after_other_steps(
+def test_eval_calls_before_each_step_warn_and_have_no_verdict(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
-    replay = graph_of(loop)
     with hooks(loop) as timer:
-        for number, x in enumerate(timer.steps(loop.batches(53))):
-            if number >= 3:
-                replay()
-            else:
-                loop.train(x)
-    assert steps(timer) == [STEP_MS] * 3
-    [message] = said(caplog)
-    assert message.startswith("50 batches in a row have neither a call of the model nor an update")
+        for x in loop.batches(100):
+            evaluate(loop, 2, 30.0)
+            loop.train(x)
+            timer.step()
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "Before the training part of a step, the model runs in eval mode without gradients for"
+        " 68.1 ms. That counts as `other`. If it is an evaluation, put it into"
+        " `with timer.paused()` or iterate over timer.steps(loader)."
+    )
+    assert timer.summary().diagnosis.code == "GPU-bound"
+    assert "not measured: evaluations, because they may be a part" in str(timer.summary())
+
+
+@pytest.mark.parametrize("every", [1, 2, 10, 50])
+def test_validation_on_timed_steps_is_excluded_from_them(loop: Loop, every: int) -> None:
+    with hooks(loop, every_n_steps=every) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(300)), 1):
+            loop.train(x)
+            if number % 50 == 0:
+                evaluate(loop, 6, 30.0)
+    assert timer.summary().step.max_ms == pytest.approx(sum(STEP_MS.values()), abs=1.0)

@@ -1,4 +1,4 @@
-"""Trains under DDP on fake GPUs; timing costs more on rank 1.
+"""Train under DDP on fake GPUs, of which the one of rank 1 is more expensive to time.
 
 python tests/untimed_run.py RANK FILE
 """
@@ -8,7 +8,7 @@ import sys
 
 import torch.distributed
 from fake_gpu import Adder, Layer, batches
-from test_untimed import DearGPU
+from test_untimed import CostlyGPU
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gputime import GPUPhaseHooks
@@ -17,11 +17,11 @@ N = 1500
 
 
 def main(rank: int, file: str) -> None:
-    """Prints which steps were timed, and one in how many in the end."""
+    """Print the final interval between timed steps, and their numbers."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=2
     )
-    gpu = DearGPU(20.0 * (1 + rank))
+    gpu = CostlyGPU(20.0 * (1 + rank))
     net = DistributedDataParallel(Layer(gpu, 0.0))
     optimizer = Adder(net.parameters(), gpu, 0.0)
     timer = GPUPhaseHooks(net, optimizer, _clock=gpu, warmup_steps=0)
