@@ -11,7 +11,8 @@ from typing import Any
 
 import pyte
 
-ROWS = 80
+ROWS = 200
+"""More than any table has, so that nothing scrolls off the screen."""
 
 
 def fork(columns: int, rows: int = ROWS) -> tuple[int, int]:
