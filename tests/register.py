@@ -118,9 +118,10 @@ REGISTER = (
         when="all of the fit",
     ),
     Replaced(
-        "`__iter__` of `torch.utils.data.DataLoader`; with `run`, `__next__` of its iterators",
-        CLASS,
-        frozenset({"__iter__", "__next__"}),
+        "`__iter__` of `torch.utils.data.DataLoader`; while it runs, the loop of pin-memory"
+        " threads; with `run`, `__next__` of its iterators",
+        f"{CLASS}, {MODULE}",
+        frozenset({"__iter__", "_pin_memory_loop", "__next__"}),
         "a loader does not show its stages",
         when=_IN_TRAINING,
     ),

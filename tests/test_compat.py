@@ -216,6 +216,7 @@ TESTED_ALONE = {
     REWARDS,
     VLLM,
     "torch.autocast._enabled",
+    "torch.utils.data._utils.pin_memory._pin_memory_loop",
     "torch.utils.data.dataloader._BaseDataLoaderIter",
     "transformers.PreTrainedModel._loss_function",
     "transformers.trainer.DEFAULT_CALLBACKS",
@@ -327,13 +328,22 @@ def test_autocast_counts_as_on_if_its_state_is_private() -> None:
         assert len(names.not_measured(["torch"])) == 1
 
 
-def test_fetches_of_a_script_are_reported_as_unknown_without_the_iterator() -> None:
+@pytest.mark.parametrize(
+    ("find", "missing"),
+    [
+        (torch_.loader_next, "the fetches of a plain loop"),
+        (torch_.pin_loop, "the pin-memory thread"),
+    ],
+)
+def test_missing_internals_of_loaders_are_reported(
+    find: Callable[[], object], missing: str
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(names, "_not_measured", {})
         patch.setattr(names, "read", lambda owner, attribute: names.MISSING)
-        assert torch_.loader_next() is None
+        assert find() is None
         [found] = names.not_measured(["torch"])
-    assert found.text.startswith("not measured: the fetches of a plain loop, because torch ")
+    assert found.text.startswith(f"not measured: {missing}, because torch ")
 
 
 def test_trainer_with_reward_functions_reports_missing_rewards_and_vllm() -> None:

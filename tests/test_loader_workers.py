@@ -1,7 +1,10 @@
 """Stages of a loader's workers: exact on a fake clock, and in real processes."""
 
+import queue
 import random
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +16,20 @@ from fake_lightning import trainer
 from fake_loop import Loop, hooks
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
+from torch.utils.data._utils import pin_memory
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._compat.torch_ import fetcher_classes
 from lightning_gputime._culprits import workers
+from lightning_gputime._culprits.pin_memory import PinTimes
 from lightning_gputime._culprits.workers import WorkerTimer
 from lightning_gputime._diagnosis.loader import LoaderCase, advise_on_loader
 from lightning_gputime._measurement.culprits import Culprit
@@ -216,6 +228,20 @@ PACE = "2 workers deliver a batch every 10 ms, and the rest of the step takes 5 
             ],
         ),
         (
+            {"workers": (replace(WORKER, wait_ms=80.0),) * 2, "pin_ms": 9.0},
+            16,
+            [
+                "set pin_memory=False, or return smaller batches, such as uint8 in place of"
+                " float32: the pin-memory thread copies one batch at a time, in 9 ms, so more"
+                " workers cannot help"
+            ],
+        ),
+        (
+            {"pin_ms": 3.0},
+            16,
+            [f"set num_workers=5 (now 2; 16 CPU cores), which would keep up: {PACE}"],
+        ),
+        (
             {"lock_share": 0.6},
             16,
             [
@@ -293,17 +319,10 @@ def test_advice_on_a_foreign_loader_says_that_stages_are_not_measured(loop: Loop
     )
 
 
-def test_idle_workers_with_pinned_memory_point_to_its_copies() -> None:
-    idle = replace(TIMES, workers=(replace(WORKER, wait_ms=80.0),))
-    [advice] = advise_on_loader(LoaderCase(idle, 5.0, 5.0, 200, 16, pins=True))
-    assert advice.text.endswith(
-        "too slowly (also compare pin_memory=False: the time of its copies is not measured)"
-    )
-
-
 def test_table_shows_the_stages_of_workers() -> None:
     rows = {"data": PhaseStats(40, 6.0, 6.0, 6.0, 6.0, share=0.5)}
-    times = replace(TIMES, workers=(WORKER, replace(WORKER, dataset_ms=20.0, wait_ms=0.5)))
+    workers = WORKER, replace(WORKER, dataset_ms=20.0, wait_ms=0.5)
+    times = replace(TIMES, workers=workers, pin_ms=1.5)
     measured = Measurement(rows, PhaseStats(40, 12.0), 200, loaders=(times,))
     table = loader_table(measured, TrainingSetup(num_workers=2))
     assert table is not None
@@ -317,7 +336,8 @@ def test_table_shows_the_stages_of_workers() -> None:
     ]
     assert table.sentences == [
         "A batch takes 21 ms in a worker; 2 workers deliver a batch every 10.5 ms, and the rest of"
-        " the step takes 6 ms: the loop waits 6 ms per batch, and 15 ms are hidden",
+        " the step takes 6 ms: the loop waits 6 ms per batch, and 15 ms are hidden; the pin-memory"
+        " thread takes 1.5 ms",
     ]
 
 
@@ -347,6 +367,75 @@ def test_workers_that_repeat_each_other_are_reported_first() -> None:
 
 
 # Real workers
+
+
+def test_pin_memory_thread_is_timed_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loop(batches: Any, pinned: Any, device_id: int, done: Any, device: Any) -> None:
+        while not done.is_set():
+            with suppress(queue.Empty):
+                batch = batches.get(timeout=0.1)
+                time.sleep(0.02)
+                with suppress(queue.Full):
+                    pinned.put(batch, timeout=0.1)
+
+    # A CPU has no pinned memory.
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(pin_memory, "_pin_memory_loop", loop)
+    _, timer = train(DataLoader(Numbers(), 4, num_workers=1, pin_memory=True), timed=True)
+    assert pin_memory._pin_memory_loop is loop
+    (times,) = timer.summary().measurement.loaders
+    assert times.batches == 24
+    assert times.pin_ms is not None
+    assert 20.0 <= times.pin_ms < 60.0
+
+
+def test_pin_times_are_exact_and_a_full_queue_counts_once() -> None:
+    clock = Clock()
+
+    class Queue:
+        is_full = True
+
+        def get(self) -> str:
+            clock.pass_ms(50.0)  # The wait for a batch is not counted.
+            return "batch"
+
+        def put(self, batch: str) -> None:
+            clock.pass_ms(7.0)
+            if self.is_full:
+                self.is_full = False
+                raise queue.Full
+
+    def loop(batches: Any, pinned: Any) -> None:
+        for ms in (2.0, 4.0):
+            batch = batches.get()
+            clock.pass_ms(ms)
+            with suppress(queue.Full):
+                pinned.put(batch)
+                continue
+            pinned.put(batch)
+
+    times = PinTimes(clock)
+    assert times.mean_ms is None
+    times.timed(loop)(Queue(), Queue())
+    assert times.mean_ms == 3.0
+
+
+@pytest.mark.gpu
+def test_real_pin_memory_thread_is_timed() -> None:
+    images = TensorDataset(torch.zeros(64, 1 << 18))  # 8 MiB per batch
+    loader = DataLoader(images, 8, num_workers=1, pin_memory=True)
+    model = nn.Linear(1 << 18, 1).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with GPUPhaseHooks(model, optimizer) as timer:
+        for (batch,) in timer.steps(loader):
+            assert batch.is_pinned()
+            optimizer.zero_grad()
+            model(batch.cuda()).sum().backward()
+            optimizer.step()
+    (times,) = timer.summary().measurement.loaders
+    assert times.pin_ms is not None
+    assert 0.1 < times.pin_ms < 1000.0
 
 
 class Numbers(Dataset[Tensor]):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import CodeType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -491,7 +491,7 @@ def report_missing_names(*, shared: bool) -> None:
         report_missing(_QUEUE, _COLLECTIVE, _WAIT, _SYNCS_BUFFERS)
 
 
-# Workers of a DataLoader
+# Workers of a DataLoader, and the thread that pins their batches
 
 FETCHERS = (
     Name("torch.utils.data._utils.fetch._MapDatasetFetcher", "the stages of a loader's workers"),
@@ -502,3 +502,13 @@ FETCHERS = (
 def fetcher_classes() -> list[type]:
     """Return the classes whose method `fetch` makes a batch, in a worker or in the main process."""
     return [kind for name in FETCHERS if (kind := name.find()) is not None]
+
+
+PIN_LOOP = Name("torch.utils.data._utils.pin_memory._pin_memory_loop", "the pin-memory thread")
+
+
+def pin_loop() -> tuple[ModuleType, str] | None:
+    """Return the module and the name of the function that a pin-memory thread runs."""
+    report_missing(PIN_LOOP)
+    module, _, name = PIN_LOOP.path.rpartition(".")
+    return None if PIN_LOOP.find() is None else (look_up(module), name)

@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gputime._compat.names import report_missing
-from lightning_gputime._compat.torch_ import FETCHERS
+from lightning_gputime._compat.torch_ import FETCHERS, pin_loop
 from lightning_gputime._culprits.places import source_of
 from lightning_gputime._culprits.workers import LoaderWorkers
 from lightning_gputime._instrumentation.loaders import dataset_of, loaders_in
@@ -41,7 +41,8 @@ class StagedLoaders:
         sums: CulpritSums,
     ) -> None:
         self._find, self._now_ns, self._sums = find, now_ns, sums
-        self._replaced: list[tuple[Any, dict[str, Any]]] = []
+        # Originals by owner, for each call of `iter` that runs.
+        self._replaced: list[list[tuple[Any, dict[str, Any]]]] = []
         self._iter = Subscription(DataLoader, "__iter__", self)
 
     def put_on(self) -> None:
@@ -64,9 +65,7 @@ class StagedLoaders:
             report_missing(*FETCHERS)
             called = [*_stages_of(loader)][1:]  # Without the sampler, which the main process runs.
             workers = self._sums.add_workers(LoaderWorkers(loader.num_workers, *called))
-            user_init = own.get("worker_init_fn")
-            self._replaced.append((loader, {"worker_init_fn": user_init}))
-            own["worker_init_fn"] = workers.init(user_init)
+            self._replace_for_workers(loader, workers)
             return True
         indices = "sampler" if loader.batch_sampler is None else "batch_sampler"
         kept = {name: own[name] for name in (indices, "collate_fn") if name in own}
@@ -74,14 +73,25 @@ class StagedLoaders:
             return False  # A subclass stores them elsewhere.
         sums = self._sums.add_loader(LoaderStages(*_stages_of(loader)))
         stages = _Stages(kept[indices], kept["collate_fn"], self._now_ns, sums)
-        self._replaced.append((loader, kept))
+        self._replaced.append([(loader, kept)])
         own.update({indices: stages, "collate_fn": stages.collate})
         return True
 
     def on_call_end(self, _: Any) -> None:
         if self._replaced:  # Empty if Ctrl-C came before the loader was prepared.
-            loader, kept = self._replaced.pop()
-            vars(loader).update(kept)
+            for owner, kept in self._replaced.pop():
+                vars(owner).update(kept)
+
+    def _replace_for_workers(self, loader: Any, workers: LoaderWorkers) -> None:
+        user_init = vars(loader).get("worker_init_fn")
+        originals: list[tuple[Any, dict[str, Any]]] = [(loader, {"worker_init_fn": user_init})]
+        self._replaced.append(originals)
+        vars(loader)["worker_init_fn"] = workers.init(user_init)
+        if loader.pin_memory and (found := pin_loop()) is not None:
+            module, name = found
+            loop = getattr(module, name)
+            originals.append((module, {name: loop}))
+            setattr(module, name, workers.pin_times.timed(loop))
 
 
 class _Stages:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from lightning_gputime._compat.torch_ import fetcher_classes
+from lightning_gputime._culprits.pin_memory import PinTimes
 from lightning_gputime._measurement.culprits import Culprit, Stage
 from lightning_gputime._measurement.loader import (
     BATCHES,
@@ -291,6 +292,7 @@ class LoaderWorkers:
         self.num_workers, self.stages = num_workers, stages
         self._times = torch.zeros((num_workers, FIELDS), dtype=torch.int64).share_memory_()
         self._looks = self._locked = 0
+        self.pin_times = PinTimes()
 
     def init(self, user_init: Callable[[int], object] | None) -> WorkerInit:
         """Return a replacement for `worker_init_fn`, for workers that start now."""
@@ -311,7 +313,8 @@ class LoaderWorkers:
         """Return the times so far; None if no batch was made."""
         dataset, collate = (stage.name for stage in self.stages)
         rows = self._times.tolist()
-        return loader_times(rows, dataset, collate, (self._looks, self._locked))
+        looks = self._looks, self._locked
+        return loader_times(rows, dataset, collate, looks, self.pin_times.mean_ms)
 
     def newest_batches(self) -> Iterator[MadeBatch]:
         """Yield the newest batches of each worker."""

@@ -17,6 +17,8 @@ _MAX_RUN_DELAY = 0.5  # Fraction of their time above which workers lack CPU core
 _MAX_IDLE = 0.5  # Fraction of their time from which idle workers are not the bottleneck.
 _SLOW_WORKER = 1.5  # Time of a slow worker, as a multiple of the median of the others.
 _MIN_REST = 0.01  # Minimum time of the loop, as a fraction of a batch: at most 110 workers.
+_MIN_PINNING = 0.8  # Fraction of a step for which a pin-memory thread that is the bottleneck works.
+_SMALLER_BATCHES = "return smaller batches, such as uint8 in place of float32"
 _MARGIN = 1.1  # Workers are suggested for steps that are shorter by this factor.
 
 
@@ -31,7 +33,6 @@ class LoaderCase:
         batches: Number of batches that the loop read.
         cores: Number of CPU cores of this rank; None if unknown.
         prefix: Prefix of the loader's options, as in transformers.
-        pins: True if a thread of the main process copies each batch to pinned memory.
     """
 
     times: LoaderTimes
@@ -40,7 +41,6 @@ class LoaderCase:
     batches: int
     cores: int | None = None
     prefix: str = ""
-    pins: bool = False
 
     @property
     def busy_ms(self) -> float:
@@ -82,7 +82,6 @@ class LoaderCase:
             steps * per_step,
             setup.cores,
             setup.loader_prefix,
-            bool(setup.pin_memory),
         )
 
     @property
@@ -98,10 +97,13 @@ class LoaderCase:
     def describe(self) -> str:
         """Return what a batch costs, and how much of that the loop waits for."""
         hidden_ms = max(self.busy_ms - self.exposed_ms, 0.0)
-        return (
+        text = (
             f"A batch takes {duration(self.busy_ms)} in a worker; {self.pace}: the loop waits"
             f" {duration(self.exposed_ms)} per batch, and {duration(hidden_ms)} are hidden"
         )
+        pin_ms = self.times.pin_ms
+        thread = "" if pin_ms is None else f"; the pin-memory thread takes {duration(pin_ms)}"
+        return text + thread
 
 
 def workers_for(batch_ms: float, rest_ms: float) -> int:
@@ -118,8 +120,7 @@ def advise_on_loader(case: LoaderCase) -> Iterator[Advice]:
     """Yield advice that shortens the wait for workers, the most effective first."""
     if case.times.repeats:
         yield _split_dataset(case)
-    rules = (_start_less, _fix_slow_samples, _fix_worker, _free_cores, _hand_over_faster, _unlock)
-    for rule in rules:
+    for rule in _RULES:
         if (advice := rule(case)) is not None:
             yield advice
             return
@@ -186,15 +187,24 @@ def _fix_worker(case: LoaderCase) -> Advice | None:
     return Advice("slow_worker", text, {"worker": slowest})
 
 
+def _pin_less(case: LoaderCase) -> Advice | None:
+    pin_ms = case.times.pin_ms
+    if pin_ms is None or pin_ms < _MIN_PINNING * (case.exposed_ms + case.rest_ms):
+        return None
+    text = (
+        f"set {case.prefix}pin_memory=False, or {_SMALLER_BATCHES}: the pin-memory thread copies"
+        f" one batch at a time, in {duration(pin_ms)}, so more workers cannot help"
+    )
+    return Advice("pin_memory", text, {"now": True, "suggested": False})
+
+
 def _hand_over_faster(case: LoaderCase) -> Advice | None:
     if case.idle_share < _MAX_IDLE:
         return None
     text = (
-        f"return smaller batches, such as uint8 in place of float32: workers wait"
-        f" {percent(case.idle_share)} of the time, because the main process receives too slowly"
+        f"{_SMALLER_BATCHES}: workers wait {percent(case.idle_share)} of the time, because the main"
+        " process receives too slowly"
     )
-    if case.pins:
-        text += " (also compare pin_memory=False: the time of its copies is not measured)"
     return Advice("hand_over", text, {"idle_share": case.idle_share})
 
 
@@ -237,3 +247,15 @@ def _add_workers(case: LoaderCase) -> Iterator[Advice]:
     function = case.times.dataset if name == "dataset" else case.times.collate
     reason = f": more workers cannot help on {cores}" if needed > now else ""
     yield Advice("cheaper_transforms", f"make `{function}` faster{reason}", {"stage": name})
+
+
+# The first rule that applies explains the wait.
+_RULES = (
+    _start_less,
+    _fix_slow_samples,
+    _fix_worker,
+    _free_cores,
+    _pin_less,
+    _hand_over_faster,
+    _unlock,
+)

@@ -116,6 +116,7 @@ class LoaderTimes:
         slowest_index: Index of its longest sample; None if unknown.
         repeats: True if all workers yield the same batches, as from an IterableDataset that is not
             sharded.
+        pin_ms: Time of the pin-memory thread per batch (in milliseconds); None without one.
     """
 
     dataset: str
@@ -132,6 +133,7 @@ class LoaderTimes:
     slowest_worker: int
     slowest_index: int | None
     repeats: bool
+    pin_ms: float | None = None
 
     @property
     def batches(self) -> int:
@@ -172,7 +174,11 @@ def _worker_times(row: Sequence[int]) -> WorkerTimes:
 
 
 def loader_times(
-    rows: Sequence[Sequence[int]], dataset: str, collate: str, looks: tuple[int, int]
+    rows: Sequence[Sequence[int]],
+    dataset: str,
+    collate: str,
+    looks: tuple[int, int],
+    pin_ms: float | None = None,
 ) -> LoaderTimes | None:
     """Return the times of a loader's workers; None if these made no batch.
 
@@ -182,6 +188,7 @@ def loader_times(
         collate: Name of the collate function.
         looks: Number of reads of /proc while a worker made a batch, and of those in which it waited
             for a lock.
+        pin_ms: Time of the pin-memory thread per batch (in milliseconds); None without one.
     """
     used = [row for row in rows if row[BATCHES]]
     if not used:
@@ -211,4 +218,5 @@ def loader_times(
         slowest_worker=slowest,
         slowest_index=index if index >= 0 else None,
         repeats=len(used) > 1 and len(sums) == 1 and all(next(iter(sums))),
+        pin_ms=pin_ms,
     )

@@ -1,0 +1,62 @@
+"""Time of a loader's pin-memory thread, which copies each batch to pinned memory.
+
+The thread takes a batch from a queue, copies it, and puts it into another queue. Both queues are
+wrapped, so the time between the two calls is the time of the copy.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class PinTimes:
+    """Sums of a pin-memory thread. Only this thread adds to them."""
+
+    def __init__(self, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._now_ns = now_ns
+        self._start_ns = self._ns = self._batches = 0
+
+    @property
+    def mean_ms(self) -> float | None:
+        """Time to copy a batch (in milliseconds); None if no batch was copied."""
+        return self._ns / self._batches / 1e6 if self._batches else None
+
+    def timed(self, loop: Callable[..., None]) -> Callable[..., None]:
+        """Return the function that a pin-memory thread runs, with its time."""
+
+        def timed_loop(batches: Any, pinned: Any, *args: Any, **kwargs: Any) -> None:
+            loop(_Taken(batches, self), _Put(pinned, self), *args, **kwargs)
+
+        return timed_loop
+
+    def start(self) -> None:
+        self._start_ns = self._now_ns()
+
+    def end(self) -> None:
+        if self._start_ns:  # 0 if a full queue refused this batch before.
+            self._ns += self._now_ns() - self._start_ns
+            self._batches += 1
+            self._start_ns = 0
+
+
+class _Taken:
+    """Queue from which the thread takes batches."""
+
+    def __init__(self, queue: Any, times: PinTimes) -> None:
+        self._queue, self._times = queue, times
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        batch = self._queue.get(*args, **kwargs)
+        self._times.start()
+        return batch
+
+
+class _Put:
+    """Queue into which the thread puts copies."""
+
+    def __init__(self, queue: Any, times: PinTimes) -> None:
+        self._queue, self._times = queue, times
+
+    def put(self, *args: Any, **kwargs: Any) -> None:
+        self._times.end()
+        self._queue.put(*args, **kwargs)
