@@ -874,14 +874,20 @@ def test_checkpoint_has_one_name_in_the_breakdown_and_in_the_phases(
 
 @pytest.mark.slow
 def test_missing_transformers_is_named_and_lightning_is_not_imported() -> None:
-    assert "pip install transformers accelerate" in run(
-        "-c",
-        "import sys; sys.modules['transformers'] = None\n"
-        "try: import lightning_gputime.huggingface\n"
-        "except ImportError as error: print(error)",
-    )
-    imported = "import sys, lightning_gputime.huggingface; print('lightning' in sys.modules)"
-    assert run("-c", imported).strip() == "False"
+    code = """
+import sys
+sys.modules["transformers"] = None
+try:
+    import lightning_gputime.huggingface
+except ImportError as error:
+    print(error)
+del sys.modules["transformers"]
+import lightning_gputime.huggingface
+print("lightning" in sys.modules)
+"""
+    missing, imported = run("-c", code).splitlines()
+    assert "pip install transformers accelerate" in missing
+    assert imported == "False"
 
 
 def test_wrong_timer_error_names_the_right_timer(fake: Make, gpu: FakeGPU) -> None:

@@ -1,14 +1,12 @@
 """Stages of a loader's workers: exact on a fake clock, and in real processes."""
 
 import queue
-import random
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fake_gpu import FakeGPU
@@ -22,9 +20,9 @@ from torch.utils.data import (
     IterableDataset,
     TensorDataset,
     default_collate,
-    get_worker_info,
 )
 from torch.utils.data._utils import pin_memory
+from worker_data import Numbers, Repeated, announce
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._compat.torch_ import fetcher_classes
@@ -436,27 +434,6 @@ def test_real_pin_memory_thread_is_timed() -> None:
     (times,) = timer.summary().measurement.loaders
     assert times.pin_ms is not None
     assert 0.1 < times.pin_ms < 1000.0
-
-
-class Numbers(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 48
-
-    def __getitem__(self, index: int) -> Tensor:
-        # All generators of a worker: they must not change.
-        drawn = [random.random(), float(np.random.random()), float(torch.rand(1))]
-        return torch.tensor([*drawn, float(index)])
-
-
-class Repeated(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        yield from torch.arange(60.0).view(20, 3)
-
-
-def announce(worker: int) -> None:
-    info = get_worker_info()
-    assert info is not None
-    assert type(info.dataset) is Numbers
 
 
 def train(loader: DataLoader[Tensor], *, timed: bool) -> tuple[list[Tensor], Any]:

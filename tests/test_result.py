@@ -105,15 +105,14 @@ print("{not JSON")
 for number in range(30):
     net(torch.ones(2, 4)).square().mean().backward()
     optimizer.step()
-    if number == STOP:
+    if number == 20:
         raise KeyError
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stop", "code"), [(-1, 0), (20, 1)])
-def test_run_prints_nothing_but_the_result(stop: int, code: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT.replace("STOP", str(stop)))
+def test_run_prints_nothing_but_the_result(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "lightning_gputime", "run", "--brief", "--warmup-steps", "2"]
     done = subprocess.run(
         [*command, "--save-path", "saved.json", "train.py"],
@@ -123,6 +122,6 @@ def test_run_prints_nothing_but_the_result(stop: int, code: int, tmp_path: Path)
         text=True,
         check=False,
     )
-    assert (done.returncode, "{not JSON" in done.stderr) == (code, True)
+    assert (done.returncode, "{not JSON" in done.stderr) == (1, True)
     assert check(done.stdout)["steps"] > 10
     assert load(tmp_path / "saved.json").summary().steps > 10

@@ -220,24 +220,26 @@ def test_summary_without_a_timed_step_names_the_reason(loop: Loop) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("configured", [False, True])
-def test_message_names_the_package_without_logging_configuration(configured: bool) -> None:
-    code = f"""
-import logging, sys
-if {configured}:
-    logging.basicConfig(format="%(name)s - %(message)s", stream=sys.stdout)
+def test_message_names_the_package_without_logging_configuration() -> None:
+    code = """
+import logging, os, sys
 sys.stderr = sys.stdout
 import torch
 from lightning_gputime import GPUPhaseHooks
 from lightning_gputime._messages import messages
+# Each process reports once. The parent waits for the other one.
+if os.fork():
+    os.wait()
+    logging.basicConfig(format="%(name)s - %(message)s", stream=sys.stdout)
 GPUPhaseHooks(torch.nn.Linear(1, 1)).attach().remove()
 print(len(messages.handlers), len(logging.getLogger().handlers))
 """
-    first, second, last = run("-c", code).splitlines()
-    separator = " - " if configured else ": "
-    assert first.startswith(f"lightning_gputime{separator}The model is on the CPU")
-    assert second.startswith(f"lightning_gputime{separator}No step has ended")
-    assert last == f"0 {int(configured)}"
+    lines = run("-c", code).splitlines()
+    for separator, handlers in ((": ", 0), (" - ", 1)):
+        first, second, last, *lines = lines
+        assert first.startswith(f"lightning_gputime{separator}The model is on the CPU")
+        assert second.startswith(f"lightning_gputime{separator}No step has ended")
+        assert last == f"0 {handlers}"
 
 
 def test_skipped_batches_in_an_accumulation_warn_with_the_option(
