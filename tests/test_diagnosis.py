@@ -232,8 +232,8 @@ LONG_FETCH = {"data": 80.0, "data/fetch": 80.0}
             replace(LOADER, num_workers=15),
             {},
             [
-                "use faster transforms: all CPU cores are busy (now num_workers=15; 16 CPU cores"
-                " per rank)"
+                "use faster transforms: more workers would lack a CPU core (now num_workers=15;"
+                " 16 CPU cores per rank)"
             ],
         ),
         (

@@ -176,7 +176,9 @@ def _use_workers(case: Case, reason: str, fetch_ms: float) -> Iterator[Advice]:
     elif off_cpu >= _MIN_SHARE or (cores is not None and workers + 1 >= cores):
         # The training loop needs a core, too.
         now = f"now {prefix}num_workers={workers}{per_rank}"
-        yield Advice("cheaper_transforms", f"use faster transforms: all CPU cores are busy ({now})")
+        is_busy = off_cpu >= _MIN_SHARE
+        why = "all CPU cores are busy" if is_busy else "more workers would lack a CPU core"
+        yield Advice("cheaper_transforms", f"use faster transforms: {why} ({now})")
     else:
         text = f"use more workers (now {prefix}num_workers={workers}{per_rank}){split}"
         yield Advice("num_workers", text, {"now": workers})
