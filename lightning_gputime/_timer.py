@@ -19,6 +19,7 @@ from lightning_gputime._culprits.named_calls import NamedCalls
 from lightning_gputime._culprits.places import Frames, PlaceTimer
 from lightning_gputime._diagnosis.codes import CPU_WORK, GPU_WORK, SYNC
 from lightning_gputime._diagnosis.pace import pace_of
+from lightning_gputime._instrumentation.loaders import loaders_in
 from lightning_gputime._instrumentation.loop import Loop
 from lightning_gputime._instrumentation.modules import resolve
 from lightning_gputime._instrumentation.named import NamedPhase
@@ -62,8 +63,11 @@ _NESTED = (
 )
 
 
-def _attribute_of(owner: Callable[[], object], name: str) -> object:
-    return getattr(owner(), name, None)
+def _is_loader_of(owner: Callable[[], object], name: str, loader: object) -> bool:
+    """Return whether `owner.name` is a loader, or a list or dict that contains it."""
+    found = loaders_in(getattr(owner(), name, None))
+    # A loader of accelerate iterates over an inner loader.
+    return any(loader is getattr(outer, "base_dataloader", outer) for outer in found)
 
 
 def _blocks(results: Results) -> bool:
@@ -230,8 +234,8 @@ class Timer(Tabular):
     def _staged_loaders(self, owner: object, name: str) -> StagedLoaders:
         """Return what times the stages of the loader that is an attribute of `owner`."""
         # All loaders of the process call it: it must not keep a timer or its model alive.
-        find = partial(_attribute_of, weakref.ref(owner), name)
-        return StagedLoaders(find, self._host_ns, self._culprits)
+        includes = partial(_is_loader_of, weakref.ref(owner), name)
+        return StagedLoaders(includes, self._host_ns, self._culprits)
 
     def _time_loader(self) -> None:
         """Time the stages of the newest loader."""

@@ -47,6 +47,7 @@ def ramp(n: int, start: float, full: float, size: float) -> Any:
         (level(10.0, 6.7, 8), "jump", 400, -0.33),
         (level(10.0, 13.3, 2, n=10), "jump", 100, 0.33),
         (level(10.0, 6.7, 5, n=10), "jump", 250, -0.33),
+        (level(10.0, 50.0, 4, n=8), "jump", 200, 4.0),
         (ramp(28, 0, 28, 4.0), "trend", 0, 4.0),
         (ramp(40, 16, 40, 1.0), "trend", 800, 1.0),  # It starts late.
         (ramp(40, 0, 20, 1.0), "trend", 0, 1.0),  # It saturates.
@@ -74,7 +75,8 @@ def test_slowdown_has_its_kind_start_and_size(
         level(10.0, 20.0, 38),  # It has not lasted yet.
         level(20.0, 10.0, 1),  # Warm-up.
         np.full(40, 10.0),
-        level(10.0, 13.3, 5, n=9),  # Too few windows.
+        level(10.0, 17.0, 5, n=9),  # Too few windows for this change.
+        level(10.0, 50.0, 3, n=6),
         np.zeros(40),
     ],
 )
@@ -157,7 +159,7 @@ def test_short_windows_are_joined() -> None:
 def test_slowdown_search_runs_each_time_the_run_grows_by_a_quarter() -> None:
     series = StepSeries()
     due = [window + 1 for window in range(30) if series.add(50 * window + 49, 50, 500.0, {})]
-    assert due == [10, 13, 17, 22, 28]
+    assert due == [7, 9, 12, 15, 19, 24, 30]
 
 
 @pytest.mark.parametrize("length", [1, 130, 1000, 1_000_000])

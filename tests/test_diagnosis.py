@@ -19,6 +19,7 @@ from lightning_gputime._diagnosis.codes import CODES
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Diagnosis
 from lightning_gputime._measurement.changes import Slowdown
+from lightning_gputime._measurement.culprits import PLACE, Culprit, Source
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.ranks import RankSummary
 from lightning_gputime._measurement.setup import TrainingSetup
@@ -302,6 +303,36 @@ def test_advice_belongs_to_the_entries(
 ) -> None:
     found = [advice.code for advice in check(diagnose(measured, setup)).advice]
     assert found[: len(codes)] == codes
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "grade", "headline", "speed_up"),
+    [
+        (0.05, "other-bound", "bound", "other-bound: `other` takes 25 % of the", 1.34),
+        (0.2, "other-bound", "worth a look", "compute-bound, and worth a look: other-bound", 1.34),
+        (0.3, "compute-bound", "unknown", "; unclear: `other` takes 25 % ± 30 %", None),
+    ],
+)
+def test_an_uncertain_entry_is_no_verdict(
+    error: float, code: str, grade: str, headline: str, speed_up: float | None
+) -> None:
+    measured = on_host(STEP | {"other": 4.6})
+    other = replace(measured.rows["other"], share_error=error)
+    diagnosis = check(diagnose(replace(measured, rows={**measured.rows, "other": other}), LOADER))
+    assert (diagnosis.code, diagnosis.grade) == (code, grade)
+    assert headline in diagnosis.headline
+    assert diagnosis.time_breakdown is not None
+    assert diagnosis.time_breakdown["other"].speed_up == pytest.approx(speed_up, abs=0.01)
+    assert any(advice.code == "name_phase" for advice in diagnosis.advice) == bool(speed_up)
+
+
+def test_fused_optimizer_is_the_only_advice_on_the_update_itself() -> None:
+    update = Culprit("optimizer", "Adam.step", 11.0, 100, 12.0, Source("train.py", 9, 9), "", PLACE)
+    measured = on_host(STEP | {"optimizer": 12.0}, culprits=(update,))
+    for unfused, codes in (("Adam", ["fused"]), ("", ["shorten"])):
+        setup = replace(LOADER, unfused=unfused)
+        found = diagnose(measured, setup).advice
+        assert [advice.code for advice in found if advice.code != "modules"] == codes
 
 
 def measured_with(entry: str) -> Measurement:

@@ -612,7 +612,30 @@ def test_plain_loop_knows_its_loader(
     assert "evaluation" in summary.wall_clock.entries_s
     advice = next(advice for advice in summary.advice if "num_workers" in advice)
     assert "set num_workers=1 (now 0)" in advice
-    assert made != "once" or advice.startswith("`Slow.__getitem__` (train.py:7)")
+    assert advice.startswith("`Slow.__getitem__` (train.py:7)")
+    assert "without a call of the model" not in said
+
+
+@pytest.mark.slow
+def test_run_times_the_first_epoch_of_a_loader_subclass_with_workers(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    script = LOADER.replace("for _ in range(2)", "for _ in range(1)")
+    script = script.replace("in loader", "in Doubled(Slow(), 2, num_workers=1)").replace(
+        "net = ",
+        "class Doubled(DataLoader):\n"
+        "    def __iter__(self):\n"
+        "        for x in super().__iter__():\n"
+        "            yield 2 * x\n"
+        "net = ",
+    )
+    script = script.replace("net(x).square", "assert x.unique().tolist() == [2.0]; net(x).square")
+    flags = ["--save-path", "run.json.gz", "--warmup-steps", "0"]
+    code, _, said = run(script, tmp_path, environment, *RUN, *flags, "train.py")
+    assert code == 0, said
+    (times,) = load(tmp_path / "run.json.gz").summary().measurement.loaders
+    assert (times.dataset, times.batches) == ("Slow.__getitem__", 20)
+    assert 4.0 <= times.mean("dataset_ms") < 8.0
 
 
 @pytest.mark.slow

@@ -123,8 +123,12 @@ def test_setup_has_the_precision_of_the_trainer(gpu: FakeGPU) -> None:
 
 def test_unfused_names_optimizers_that_could_be_fused() -> None:
     parameters = [nn.Parameter(torch.zeros(1))]
-    assert _unfused([torch.optim.AdamW(parameters)]) == "AdamW"
-    assert _unfused([torch.optim.AdamW(parameters, fused=True)]) == ""
-    assert _unfused([torch.optim.LBFGS(parameters)]) == ""
-    assert _unfused([]) == ""
-    assert _unfused([SimpleNamespace(param_groups=["none of torch's"])]) == ""
+    for device_type in ("cpu", "cuda"):
+        assert _unfused([torch.optim.AdamW(parameters)], device_type) == "AdamW"
+        assert _unfused([torch.optim.AdamW(parameters, fused=True)], device_type) == ""
+        assert _unfused([torch.optim.LBFGS(parameters)], device_type) == ""
+        assert _unfused([], device_type) == ""
+    sgd = torch.optim.SGD(parameters)
+    assert [_unfused([sgd], device_type) for device_type in ("cpu", "cuda")] == ["", "SGD"]
+    assert _unfused([torch.optim.AdamW(parameters)], "mps") == ""
+    assert _unfused([SimpleNamespace(param_groups=["none of torch's"])], "cuda") == ""

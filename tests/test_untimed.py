@@ -7,13 +7,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fake_gpu import Adder, FakeEvent, FakeGPU, Layer
+from fake_gpu import Adder, FakeEvent, FakeGPU, Layer, raw
 from fake_lightning import Loader, Model, fit, timer_of
 from fake_loop import Logger, Loop, hooks, timed_indices
 from processes import finish, start
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseHooks
+from lightning_gputime._measurement.untimed import UntimedSteps
 
 AUTOGRAD: Any = torch.autograd
 ENGINE = AUTOGRAD._engine_run_backward
@@ -61,6 +62,22 @@ def test_detached_timer_is_woken_when_another_attaches(loop: Loop) -> None:
     late = {index - back for index in timed for back in (0, 1)}
     assert on == sorted({*range(20), *late, *range(36, 40)})
     assert timer.history()["step"].tolist() == timed
+
+
+def test_excess_of_long_steps_before_a_slowdown_is_not_negative() -> None:
+    untimed = UntimedSteps()
+    levels = [4.0] * 150 + [5.8] * 350 + [8.4] * 700
+    # At the end, an ordinary step takes longer than these.
+    step_ms = [7.0 if i < 100 and i % 10 == 5 else ms for i, ms in enumerate(levels)]
+    end_ns = 0
+    for i, ms in enumerate(step_ms):
+        end_ns += round(1e6 * ms)
+        untimed.end_step(end_ns)
+        if i % 50 == 49:
+            block = range(i - 49, min(i + 1, 100))
+            timed = [raw(j, forward=step_ms[j])._replace(step_index=j) for j in block]
+            untimed.settle(timed, i + 1)
+    assert untimed.slow_scale == 0.0
 
 
 # Loops of Lightning

@@ -1,20 +1,24 @@
 """Fetches of a plain loop that does not iterate over `steps(loader)`."""
 
+import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_gputime._compat.torch_ import (
     dataset_of_iterator,
     loader_next,
     settings_of_iterator,
 )
-from lightning_gputime._instrumentation.patching import Calls, Subscription
+from lightning_gputime._culprits.loader import StagedLoaders
+from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
+from lightning_gputime._measurement.culprits import CulpritSums, Loader, Workers
 from lightning_gputime._phases import DATA, OTHER
 from lightning_gputime._record.state import PAUSED
 from lightning_gputime._session.state import OFF
@@ -42,6 +46,55 @@ def _find(dataset: object) -> Callable[[], object | None]:
         return lambda: dataset
 
 
+class EarlyStages:
+    """Time the stages of all loaders until a loop is found. Only its own loaders are kept.
+
+    It is called as a listener of `DataLoader.__iter__`, see `Calls`.
+    """
+
+    def __init__(self) -> None:
+        self._staged = StagedLoaders(_is_in_main_process, time.perf_counter_ns, self)
+        self._newest: Callable[[CulpritSums], object] = do_nothing
+        # Adds the stages of each iterator to the sums of a timer.
+        self._adds = WeakKeyDictionary[Any, Callable[[CulpritSums], object]]()
+        self._iter = Subscription(DataLoader, "__iter__", self)
+
+    def start(self) -> None:
+        self._iter.put_on()
+
+    def stop(self) -> None:
+        self._iter.remove()
+        self._adds.clear()
+
+    def move(self, iterator: Any, sums: CulpritSums) -> None:
+        """Move the stages of an iterator to the sums of a timer."""
+        if (add := self._adds.pop(iterator, None)) is not None:
+            add(sums)
+
+    def on_call_start(self, loader: Any, *_: Any) -> bool:
+        return self._staged.on_call_start(loader)
+
+    def on_call_end(self, iterator: Any) -> None:
+        self._staged.on_call_end(iterator)
+        if iterator is not None:
+            self._adds[iterator] = self._newest
+        self._newest = do_nothing
+
+    # As sums of the stages
+
+    def add_loader(self, loader: Loader) -> Loader:
+        self._newest = partial(CulpritSums.add_loader, loader=loader)
+        return loader
+
+    def add_workers(self, workers: Workers) -> Workers:
+        self._newest = partial(CulpritSums.add_workers, workers=workers)
+        return workers
+
+
+def _is_in_main_process(_: object) -> bool:
+    return get_worker_info() is None
+
+
 class Fetches:
     """Divide a loop as `steps(loader)` does: `data` is the fetch, and code around it is `other`.
 
@@ -51,22 +104,32 @@ class Fetches:
     Args:
         timer: The timer of the loop.
         loaders: All loaders of the process. They are only used while they exist.
+        early: Stages of the iterators that were made before the timer was attached.
     """
 
-    def __init__(self, timer: GPUPhaseHooks, loaders: list[DataLoader[Any]]) -> None:
+    def __init__(
+        self, timer: GPUPhaseHooks, loaders: list[DataLoader[Any]], early: EarlyStages
+    ) -> None:
         self._timer = timer
         self._loaders = WeakSet(loaders)
+        self._early = early
         self._iterators: list[Any] = []  # Iterators of the first step.
         self._datasets: list[_Known] = []
+        self._known: list[Any] = []  # Loaders of the datasets, or settings of their iterators.
+        self._newest = -1  # Place of the loader that the timer knows.
         self._has_started = False  # `iter(loader)` has run, and no batch was fetched since.
+        # Subscribed before the timer, which then times the stages of a loader that is new.
+        self._starts = Subscription(
+            DataLoader, "__iter__", Calls(self._start_epoch, self._has_new_iterator)
+        )
+        self._starts.put_on()
 
     def attach(self) -> None:
         """Listen to all loaders until the timer is removed."""
+        session = self._timer._session
+        session.attach_until_end(self._starts)
         if (entry := loader_next()) is not None:
-            session = self._timer._session
             session.attach_until_end(Subscription(*entry, self))
-            start = Calls(self._start_epoch)
-            session.attach_until_end(Subscription(DataLoader, "__iter__", start))
 
     @property
     def are_timed(self) -> bool:
@@ -75,21 +138,35 @@ class Fetches:
 
     def end_first_step(self) -> None:
         """Take the datasets of the first step for those of the training."""
-        datasets = [dataset_of_iterator(iterator) for iterator in self._iterators]
-        self._datasets = [_Known(dataset) for dataset in datasets]
-        if self._iterators:
-            newest, dataset = self._iterators[-1], datasets[-1]
+        for iterator in self._iterators:
+            dataset = dataset_of_iterator(iterator)
+            self._datasets.append(_Known(dataset))
             found = [loader for loader in self._loaders if loader.dataset is dataset]
             # A script may iterate over a loader that it does not keep.
-            loader = found[0] if found else settings_of_iterator(newest)
-            self._timer._know_loader(loader, in_data=True)
+            self._known.append(found[0] if found else settings_of_iterator(iterator))
+            self._early.move(iterator, self._timer._culprits)
+            self._newest = len(self._known) - 1
+        self._early.stop()
+        if self._known:
+            self._timer._know_loader(self._known[-1], in_data=True)
         self._iterators = []
 
     def _start_epoch(self, loader: DataLoader[Any], *_: Any) -> bool:
-        if self._is_timed(loader.dataset):
-            self._timer._session.recorder.mark(DATA)
-            self._has_started = True
-        return False
+        place = self._place_of(loader.dataset)
+        if place is None:
+            return False
+        self._timer._session.recorder.mark(DATA)
+        self._has_started = True
+        is_kept = self._known[place] is loader
+        if not is_kept or self._newest != place:
+            self._newest = place
+            self._timer._know_loader(loader, in_data=True)
+        return not is_kept
+
+    def _has_new_iterator(self, iterator: Any) -> None:
+        """Let go of a loader that was made for this epoch, so that its workers can end."""
+        self._known[self._newest] = settings_of_iterator(iterator)
+        self._timer._know_loader(self._known[self._newest], in_data=True)
 
     # As a listener of the iterators of loaders, see `Calls`
 
@@ -100,7 +177,7 @@ class Fetches:
             if is_training and iterator not in self._iterators:
                 self._iterators.append(iterator)
             return False
-        if not self._is_timed(dataset_of_iterator(iterator)):
+        if self._place_of(dataset_of_iterator(iterator)) is None:
             return False
         if recorder.state is PAUSED:
             recorder.resume(DATA)
@@ -117,8 +194,12 @@ class Fetches:
         else:
             self._timer._session.open_step.batch_begins(batch)
 
-    def _is_timed(self, dataset: object) -> bool:
+    def _place_of(self, dataset: object) -> int | None:
+        """Return the place of a dataset if its fetches are timed now, or None."""
         session = self._timer._session
-        is_here = get_ident() == session.recorder.threads.home and torch.is_grad_enabled()
-        is_known = any(known.is_same(dataset) for known in self._datasets)
-        return is_here and is_known and session.steps.state is not OFF
+        if not self._datasets or session.steps.state is OFF or not torch.is_grad_enabled():
+            return None
+        if get_ident() != session.recorder.threads.home:
+            return None
+        places = (place for place, known in enumerate(self._datasets) if known.is_same(dataset))
+        return next(places, None)

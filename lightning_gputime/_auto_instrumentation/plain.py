@@ -4,17 +4,22 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from functools import wraps
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
 
 from lightning_gputime._auto_instrumentation import options_of_all, tell_once, tells_errors
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import BACKWARD
+
+if TYPE_CHECKING:
+    from lightning_gputime._auto_instrumentation.fetches import EarlyStages
 
 # Import nothing else here: the script may be importing this package, which imports torch. A process
 # without updates, such as a loader's worker, does not need a timer.
@@ -66,6 +71,7 @@ class PlainLoops:
         self._census = _Census()
         self._untimeable = WeakSet[Optimizer]()
         self._trainer_timer: Callable[[], Any] = _nothing
+        self._loaders = _FirstLoaders()
         self._handle = register_optimizer_step_post_hook(self._update_ends)
         # Child processes inherit this, because any of them may train.
         os.environ.setdefault(_PROCESS, str(os.getpid()))
@@ -106,6 +112,7 @@ class PlainLoops:
             # If it updates again, two optimizers alternate in one training. Show each once.
             self._untimeable.add(self._loop.optimizer)
             has_steps = self._loop.end()
+            self._loaders.stages().start()
             self._census.end(has_steps)
             self._short_loops = 0 if has_steps else self._short_loops + 1
             self._loop = None
@@ -140,7 +147,7 @@ class PlainLoops:
             why = f"of the parameters that {kind} updates {why}"
             tell_once(_NOT_FOUND, why, "model, optimizer")
         else:
-            self._loop = _TimedLoop(optimizer, models, self._wanted)
+            self._loop = _TimedLoop(optimizer, models, self._wanted, self._loaders)
             self._untimeable.discard(optimizer)
             self._census.begin(optimizer)
             self._shows = self._loop.is_shown
@@ -169,14 +176,49 @@ class PlainLoops:
             messages.warning(_NOT_FOUND, f"{why} by a torch optimizer was found", "model")
 
 
+class _FirstLoaders:
+    """The loaders that a script iterates over before its loop is found.
+
+    The first `iter(loader)` starts the timing of stages, which imports more of this package.
+    """
+
+    def __init__(self) -> None:
+        self._stages: EarlyStages | None = None
+        self._original = original = DataLoader.__iter__
+
+        @wraps(original)
+        def first_iter(loader: Any) -> Any:
+            if self._stages is not None:  # Other code has wrapped this function.
+                return original(loader)
+            with tells_errors():
+                self.stages().start()
+            # Not `iter(loader)`: a subclass may have called this by `super().__iter__()`.
+            return DataLoader.__iter__(loader)
+
+        self._replacement = first_iter
+        type.__setattr__(DataLoader, "__iter__", first_iter)
+
+    def stages(self) -> "EarlyStages":
+        """Return what times the stages of these loaders."""
+        if self._stages is None:
+            if DataLoader.__iter__ is self._replacement:
+                type.__setattr__(DataLoader, "__iter__", self._original)
+            from lightning_gputime._auto_instrumentation.fetches import EarlyStages
+
+            self._stages = EarlyStages()
+        return self._stages
+
+
 class _TimedLoop:
     """A loop whose steps end with the updates of one optimizer."""
 
     def __init__(
-        self, optimizer: Optimizer, models: list[nn.Module], wanted: dict[str, Any]
+        self,
+        optimizer: Optimizer,
+        models: list[nn.Module],
+        wanted: dict[str, Any],
+        loaders: "_FirstLoaders",
     ) -> None:
-        from torch.utils.data import DataLoader
-
         from lightning_gputime._auto_instrumentation import adding
         from lightning_gputime._auto_instrumentation.fetches import Fetches
         from lightning_gputime.hooks import GPUPhaseHooks
@@ -184,8 +226,9 @@ class _TimedLoop:
         self.optimizer = optimizer
         self.patience = _MIN_OTHER_UPDATES  # Updates by others after which the loop is over.
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        self._timer = GPUPhaseHooks(model, optimizer, **options_of_all(wanted)).attach()
-        self._fetches = Fetches(self._timer, _instances_of(DataLoader))
+        self._timer = GPUPhaseHooks(model, optimizer, **options_of_all(wanted))
+        self._fetches = Fetches(self._timer, _instances_of(DataLoader), loaders.stages())
+        self._timer.attach()
         self._hook = optimizer.register_step_post_hook(self._step_ends)
         self._has_begun = False
         self._show = adding.show_at_exit(self._timer, wanted)

@@ -9,14 +9,14 @@ from lightning_gputime._compat.names import report_missing
 from lightning_gputime._compat.torch_ import FETCHERS, pin_loop
 from lightning_gputime._culprits.places import source_of
 from lightning_gputime._culprits.workers import LoaderWorkers
-from lightning_gputime._instrumentation.loaders import dataset_of, loaders_in
+from lightning_gputime._instrumentation.loaders import dataset_of
 from lightning_gputime._instrumentation.patching import Subscription, do_nothing
 from lightning_gputime._measurement.culprits import (
     COLLATE,
     DATASET,
     SAMPLER,
-    CulpritSums,
     LoaderStages,
+    LoaderSums,
     Stage,
     short_name,
 )
@@ -29,18 +29,18 @@ class StagedLoaders:
     loader with workers another `worker_init_fn`. Only the iterator keeps these replacements.
 
     Args:
-        find: Returns the loader, or several in a list or dict.
+        includes: Return whether to time a loader.
         now_ns: The host's clock.
         sums: Sums that the stages of each loader are added to.
     """
 
     def __init__(
         self,
-        find: Callable[[], object],
+        includes: Callable[[object], bool | None],
         now_ns: Callable[[], int],
-        sums: CulpritSums,
+        sums: LoaderSums,
     ) -> None:
-        self._find, self._now_ns, self._sums = find, now_ns, sums
+        self._includes, self._now_ns, self._sums = includes, now_ns, sums
         # Originals by owner, for each call of `iter` that runs.
         self._replaced: list[list[tuple[Any, dict[str, Any]]]] = []
         self._iter = Subscription(DataLoader, "__iter__", self)
@@ -50,15 +50,12 @@ class StagedLoaders:
 
     def remove(self) -> None:
         self._iter.remove()
-        self._find = do_nothing  # It may refer to the timer.
+        self._includes = do_nothing  # It may refer to the timer.
 
     # As a listener of `DataLoader.__iter__`, see `Calls`
 
     def on_call_start(self, loader: Any, *_: Any, **__: Any) -> bool:
-        found = loaders_in(self._find())
-        # A loader of accelerate iterates over an inner loader.
-        known = [getattr(outer, "base_dataloader", outer) for outer in found]
-        if not any(loader is inner for inner in known):
+        if not self._includes(loader):
             return False
         own = vars(loader)
         if loader.num_workers:

@@ -1,6 +1,6 @@
 """Lines of user code between marks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ from lightning_gputime._measurement.culprits import PLACE, CulpritSums, Place, S
 from lightning_gputime._measurement.wall_clock import PAUSED, WallClock
 from lightning_gputime._phases import (
     AFTER_UPDATE,
+    BACKWARD,
     EXCLUDED,
     INTERRUPTIONS,
     OPTIMIZER,
@@ -17,7 +18,6 @@ from lightning_gputime._phases import (
     resolve_labels,
 )
 
-_PARTS = {OTHER: "before forward", AFTER_UPDATE: "after the update"}  # Parts of `other`.
 _MAX_FRAMES = 4  # Maximum number of stack frames that are kept at a mark.
 
 Frames = tuple[Frame, ...]
@@ -75,6 +75,17 @@ class AfterLoop(NamedTuple):
         return Source(frame.file, *frame.lines_after, short_name(frame.function))
 
 
+def _part_of_other(labels: Sequence[str], place: int) -> str:
+    """Return which part of `other` a label is; empty if it is another phase."""
+    label, following = labels[place], labels[place + 1 : place + 2]
+    # A step that starts with `other` starts with code after the last update.
+    if label == AFTER_UPDATE or (label == OTHER and not place):
+        return "after the update"
+    if label != OTHER:
+        return ""
+    return "before backward" if BACKWARD in following else "before forward"
+
+
 def _line_reached(first: Frame, last: Frame) -> int:
     """Return the last line that ran between two places in the same function."""
     if last.loop_line and last.line <= first.line:
@@ -111,7 +122,7 @@ class PlaceReader:
         ):
             if not phases or label in INTERRUPTIONS:
                 continue
-            name = self._updates if label == OPTIMIZER else _PARTS.get(label, "")
+            name = self._updates if label == OPTIMIZER else _part_of_other(step.labels, i)
             place = Passage(step.places[i], step.places[i + 1], self._outside)
             self._sums.add(phases[0], name, round(1e6 * ms), source=place, kind=PLACE)
 

@@ -39,7 +39,7 @@ from lightning_gputime._measurement.culprits import BLOCKING_STEPS, PLACE, SAMPL
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import OFF_CPU
-from lightning_gputime._measurement.stats import is_uneven
+from lightning_gputime._measurement.stats import is_rare, is_uneven
 from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import (
     BETWEEN_LOOPS,
@@ -299,9 +299,9 @@ def _communicate_less(case: Case) -> Iterator[Advice]:
 
 def _work_less(case: Case) -> Iterator[Advice]:
     m, setup, pace = case.m, case.setup, case.pace
-    uneven = [name for name in (FORWARD, BACKWARD) if name in m.rows and is_uneven(m.rows[name])]
+    rare = [name for name in (FORWARD, BACKWARD) if name in m.rows and is_rare(m.rows[name])]
     # Steps with more micro-batches are longer in both phases: then nothing has to be paused.
-    if setup.is_own_loop and uneven == [FORWARD]:
+    if setup.is_own_loop and rare == [FORWARD]:
         yield _pause(FORWARD)
     if pace.code == LAUNCH and m.launch_gap_share is None:
         yield from _launch_less(case)
@@ -373,8 +373,11 @@ def _unblock(case: Case) -> Iterator[Advice]:
 
 
 def _optimize_faster(case: Case) -> Iterator[Advice]:
-    yield from _fuse(case.m, case.setup)
-    if culprits := case.culprits:
+    setup, culprits = case.setup, case.culprits
+    yield from _fuse(case.m, setup)
+    if setup.unfused and culprits and culprits[0].name == f"{setup.unfused}.step":
+        return  # The update itself takes the time.
+    if culprits:
         yield _shorten_code(case, culprits)
     else:
         text = (
@@ -394,8 +397,8 @@ def _own_code(where: str, case: Case) -> Iterator[Advice]:
     if not culprits:
         text = f'`{name}` is code {where}: name its parts with phase("name")'
         yield Advice("name_phase", text, {"phase": name})
-    if setup.is_own_loop and is_uneven(m.rows[name]):
-        yield _pause(name)
+        if setup.is_own_loop and is_rare(m.rows[name]):
+            yield _pause(name)
 
 
 def _shorten_code(case: Case, culprits: tuple[EntryCulprit, ...]) -> Advice:

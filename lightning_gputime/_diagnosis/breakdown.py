@@ -148,21 +148,25 @@ def break_down(
         blurred = is_blurred(name, m)
         culprits = () if blurred else culprits_of(name, seconds, m)
         is_work = name in (work, *_NOT_REMOVABLE)
+        error = part.error * in_steps
+        is_uncertain = error >= share
         code = (
             ""
-            if is_work or blurred or is_unclear or is_single
+            if is_work or blurred or is_unclear or is_single or is_uncertain
             else CODES.get(name, PHASE if name in m.rows else "")
         )
-        can_be_removed = not (is_work or blurred or is_unclear or name in ONCE)
+        can_be_removed = not (is_work or blurred or is_unclear or is_uncertain or name in ONCE)
         rows.append(
             Entry(
                 name,
                 seconds,
                 share,
-                part.error * in_steps,
+                error,
                 1 / (1 - gain) if can_be_removed and gain < 1 else None,
                 code,
-                () if blurred else advise(name, seconds, max(share, gain), culprits),
+                ()
+                if blurred or is_uncertain
+                else advise(name, seconds, max(share, gain), culprits),
                 culprits,
             )
         )

@@ -84,7 +84,8 @@ def _bottleneck(breakdown: TimeBreakdown, pace: Pace) -> _Bottleneck:
     entries = sorted((row for row in breakdown.rows if row.code), key=_weight, reverse=True)
     largest = entries[0] if entries else Entry("", 0.0, 0.0)
     weight = _weight(largest)
-    if weight >= (_MIN_BOTTLENECK_IF_SYNC if pace.code == SYNC else _MIN_BOTTLENECK):
+    least = _MIN_BOTTLENECK_IF_SYNC if pace.code == SYNC else _MIN_BOTTLENECK
+    if weight >= least and weight - largest.error >= least / 2:
         headline = _about(largest, breakdown)
         second = next((row for row in entries if row.name not in ONCE), None)
         if largest.name in ONCE and second is not None and _weight(second) >= _MIN_REPORTED:
@@ -101,8 +102,19 @@ def _bottleneck(breakdown: TimeBreakdown, pace: Pace) -> _Bottleneck:
     if weight >= _MIN_REPORTED:
         headline = f"{pace.code}, and worth a look: {_about(largest, breakdown)}"
         return _Bottleneck(largest.code, largest.name, "worth a look", headline)
-    headline = f"{pace.code}: {pace.grounds}, and nothing else takes 5 % of the time"
+    headline = f"{pace.code}: {pace.grounds}"
+    if (uncertain := _uncertain(breakdown)) is not None:
+        share = f"{percent(uncertain.share)} ± {percent(uncertain.error)}"
+        headline += f"; unclear: `{uncertain.name}` takes {share}: pass every_n_steps=1"
+        return _Bottleneck(pace.code, breakdown.work, "unknown", headline)
+    headline += ", and nothing else takes 5 % of the time"
     return _Bottleneck(pace.code, breakdown.work, "balanced", headline)
+
+
+def _uncertain(breakdown: TimeBreakdown) -> Entry | None:
+    """Return the largest entry whose time is uncertain, or None."""
+    rows = [row for row in breakdown.rows if row.error >= row.share >= _MIN_REPORTED]
+    return next((row for row in rows if row.name != breakdown.work), None)
 
 
 def _on_costly_settings(name: str, setup: TrainingSetup) -> Iterator[Advice]:

@@ -109,6 +109,16 @@ Loader = TypeVar("Loader", bound=TimedLoader)
 Workers = TypeVar("Workers", bound=TimedWorkers)
 
 
+class LoaderSums(Protocol):
+    """Sums of the time of several loaders."""
+
+    def add_loader(self, loader: Loader) -> Loader:
+        """Add the stages of a loader. Return the sums to add to."""
+
+    def add_workers(self, workers: Workers) -> Workers:
+        """Add the workers of a loader. Return the sums to add to."""
+
+
 class LoaderStages:
     """Sums of the time of the stages of a loader (in nanoseconds)."""
 

@@ -116,7 +116,7 @@ class LoaderTimes:
         slowest_index: Index of its longest sample; None if unknown.
         repeats: True if all workers yield the same batches, as from an IterableDataset that is not
             sharded.
-        pin_ms: Time of the pin-memory thread per batch (in milliseconds); None without one.
+        pin_ms: Time of the pin-memory thread per batch (in milliseconds), or None.
     """
 
     dataset: str
@@ -188,7 +188,7 @@ def loader_times(
         collate: Name of the collate function.
         looks: Number of reads of /proc while a worker made a batch, and of those in which it waited
             for a lock.
-        pin_ms: Time of the pin-memory thread per batch (in milliseconds); None without one.
+        pin_ms: Time of the pin-memory thread per batch (in milliseconds), or None.
     """
     used = [row for row in rows if row[BATCHES]]
     if not used:

@@ -53,6 +53,11 @@ def is_uneven(row: PhaseStats) -> bool:
     return row.p50_ms < 0.5 * row.mean_ms
 
 
+def is_rare(row: PhaseStats) -> bool:
+    """Return True if at most 5 % of the steps have most of a phase's time."""
+    return is_uneven(row) and row.p95_ms < row.mean_ms
+
+
 def largest_part(of_phases: Mapping[str, float], found: str = "", sign: float = 1.0) -> str:
     """Return the phase with the most time, or its sub-phase with more than half of that time.
 

@@ -309,7 +309,8 @@ class UntimedSteps:
         """
         shares = []
         for n, ns in zip(self._steps, self._ns, strict=True):
-            excess_ns = (ns - n * ns[0] / max(n[0], 1))[1:].sum()
+            # After a slowdown, steps that were long at first may be shorter than ordinary steps.
+            excess_ns = np.maximum(ns - n * ns[0] / max(n[0], 1), 0.0)[1:].sum()
             shares.append(excess_ns / max(ns.sum(), 1.0))
         return float(min(shares[0] / shares[1], 1.0)) if shares[1] > 0 else 1.0
 

@@ -28,6 +28,8 @@ from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, TimerOptions
 
+# Optimizers of torch that take 2 to 7 times less on a CPU if fused. For SGD it makes no difference.
+_FASTER_ON_CPU = ("Adam", "AdamW", "Adagrad")
 _OF_LOADERS = ("num_workers", "prefetch_factor", "batch_size", "pin_memory", "persistent_workers")
 
 
@@ -183,7 +185,7 @@ def setup_of(environment: Environment, loop: Loop, has_precision: bool) -> Train
         precision=environment.precision if has_precision else "",
         has_bf16=is_cuda and torch.cuda.get_device_capability() >= (8, 0),
         compiled=environment.compiled,
-        unfused=_unfused(loop.optimizers) if is_cuda else "",
+        unfused=_unfused(loop.optimizers, environment.device_type),
         has_parts=any(True for _ in nn.Module.children(loop.model)),
         classes={name: type(module).__name__ for name, module in loop.submodules.items()},
     )
@@ -227,12 +229,13 @@ def cores_of_rank(world_size: int) -> int | None:
     return max(cores // max(ranks, 1), 1) if cores else None
 
 
-def _unfused(optimizers: Sequence[Any]) -> str:
-    """Return the class of the first optimizer that could be fused but is not."""
+def _unfused(optimizers: Sequence[Any], device_type: str) -> str:
+    """Return the class of the first optimizer that would be faster if it were fused."""
     for optimizer in optimizers:
-        groups = attribute(optimizer, "param_groups")
-        if isinstance(groups, list) and groups and all(map(_is_unfused, groups)):
-            return type(optimizer).__name__
+        groups, name = attribute(optimizer, "param_groups"), type(optimizer).__name__
+        is_faster = device_type == "cuda" or (device_type == "cpu" and name in _FASTER_ON_CPU)
+        if is_faster and isinstance(groups, list) and groups and all(map(_is_unfused, groups)):
+            return name
     return ""
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 from torch import nn
@@ -195,7 +195,9 @@ class SelfCheck:
                 self._maybe_evaluated_ms += _undecided_ms(step)
         for step in steps:
             marks = zip(step.labels, step.labels[1:], step.device_ms, strict=False)
-            self._idle_ms += sum(ms for *both, ms in marks if both == [OTHER, DATA])
+            # A step that starts with `other` starts with code after the last update.
+            inside = islice(marks, int(step.labels[0] == OTHER), None)
+            self._idle_ms += sum(ms for *both, ms in inside if both == [OTHER, DATA])
             self._has_trained |= BACKWARD in step.labels or GRAD in step.labels
             self._early += not self._has_trained
         if self._results.sums.step.n >= _MEAN_STEPS:
