@@ -1,6 +1,6 @@
 """Lines of user code between marks."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -75,17 +75,6 @@ class AfterLoop(NamedTuple):
         return Source(frame.file, *frame.lines_after, short_name(frame.function))
 
 
-def _part_of_other(labels: Sequence[str], place: int) -> str:
-    """Return which part of `other` a label is; empty if it is another phase."""
-    label, following = labels[place], labels[place + 1 : place + 2]
-    # A step that starts with `other` starts with code after the last update.
-    if label == AFTER_UPDATE or (label == OTHER and not place):
-        return "after the update"
-    if label != OTHER:
-        return ""
-    return "before backward" if BACKWARD in following else "before forward"
-
-
 def _line_reached(first: Frame, last: Frame) -> int:
     """Return the last line that ran between two places in the same function."""
     if last.loop_line and last.line <= first.line:
@@ -116,13 +105,24 @@ class PlaceReader:
                 self._add(step)
 
     def _add(self, step: StepRecord) -> None:
-        names = resolve_labels(step.labels)
-        for i, (label, phases, ms) in enumerate(
-            zip(step.labels, names, step.device_ms, strict=True)
+        # Inline, because a step may have hundreds of labels.
+        for i, (label, following, phases, ms) in enumerate(
+            zip(
+                step.labels,
+                (*step.labels[1:], ""),
+                resolve_labels(step.labels),
+                step.device_ms,
+                strict=True,
+            )
         ):
             if not phases or label in INTERRUPTIONS:
                 continue
-            name = self._updates if label == OPTIMIZER else _part_of_other(step.labels, i)
+            name = self._updates if label == OPTIMIZER else ""
+            # A step that starts with `other` starts with code after the last update.
+            if label == AFTER_UPDATE or (label == OTHER and not i):
+                name = "after the update"
+            elif label == OTHER:
+                name = "before backward" if following == BACKWARD else "before forward"
             place = Passage(step.places[i], step.places[i + 1], self._outside)
             self._sums.add(phases[0], name, round(1e6 * ms), source=place, kind=PLACE)
 

@@ -17,7 +17,8 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 MIN_STEPS = 25  # Smallest number of steps in a window.
-_MIN_WINDOWS, _FEW_WINDOWS = 7, 10
+_MIN_WINDOWS = 7
+_SHORT_RUN = 10  # Runs with fewer windows need a larger change.
 _MAX_WINDOWS = 256  # Beyond this number, neighbors are merged.
 _MAX_PHASES = 64  # Beyond this number, sub-phases are dropped.
 _FIND_GROWTH = 1.25  # A search is due each time the run has grown by this factor.
@@ -34,7 +35,7 @@ _MIN_STRETCH, _MIN_WINDOWS_OF_STRETCH = 6, 20
 # a few percent slower or faster, so an early change must be larger. In n windows, correlated noise
 # drifts by up to 4.5 / n.
 _MIN_CHANGE, _MIN_EARLY_CHANGE, _EARLY_MS = 0.05, 0.1, 900e3
-_MIN_CHANGE_OF_FEW = 0.6  # In few windows.
+_MIN_CHANGE_IN_SHORT_RUN = 0.6
 _MAX_DRIFT, _DRIFT = 0.19, 4.5
 # Minimum log likelihood ratio (times two) of change and noise to noise alone; lower in short runs.
 _MIN_RATIO, _MIN_RATIO_OF_NONE, _MIN_RATIO_PER_WINDOW = 22.0, 4.0, 0.5
@@ -187,7 +188,7 @@ class StepSeries:
             self._min_steps = sum(window.steps for window in self._windows) // len(self._windows)
             self._open = last  # No partner to merge with.
         self._steps += window.steps
-        if len(self._windows) < _MIN_WINDOWS or self._steps < self._find_at:
+        if len(self._windows) < _SHORT_RUN or self._steps < self._find_at:
             return False
         self._find_at = int(self._steps * _FIND_GROWTH)
         return True
@@ -491,9 +492,9 @@ def _is_certain(edges: Floats, values: Floats, change: _Change, levels: _Levels)
     min_size = _MIN_EARLY_CHANGE if full_at_ms < _EARLY_MS else _MIN_CHANGE
     if abs(size) < max(min_size, min(_MAX_DRIFT, _DRIFT / n)):
         return False
-    if n < _FEW_WINDOWS and abs(size) < _MIN_CHANGE_OF_FEW:
+    if n < _SHORT_RUN and abs(size) < _MIN_CHANGE_IN_SHORT_RUN:
         return False
-    min_ordered = _MIN_ORDERED if n >= _FEW_WINDOWS else 1.0
+    min_ordered = _MIN_ORDERED if n >= _SHORT_RUN else 1.0
     if np.mean(np.sign(size) * (high[:, None] - low) > 0.0) < min_ordered:
         return False
     logs = np.log(values)
