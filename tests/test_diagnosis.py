@@ -335,6 +335,80 @@ def test_fused_optimizer_is_the_only_advice_on_the_update_itself() -> None:
         assert [advice.code for advice in found if advice.code != "modules"] == codes
 
 
+LOOP, PENALTY = Source("train.py", 20, 24, "main"), Source("train.py", 9, 12, "penalty")
+
+
+def places(**calls: int) -> tuple[Culprit, ...]:
+    """Places in 20 located steps: the loop, and `penalty` with some calls per phase."""
+    loop = {"data": 4.0, "forward": 4.0, "backward": 8.0, "optimizer": 4.0}
+    of_entry = {name: ms + 4.0 * (name in calls) for name, ms in loop.items()}
+    found = [
+        Culprit(name, "", ms, 20, of_entry[name], LOOP, kind=PLACE) for name, ms in loop.items()
+    ]
+    inside = [
+        Culprit(name, "", 4.0, n, of_entry[name], PENALTY, kind=PLACE) for name, n in calls.items()
+    ]
+    return (*found, *inside)
+
+
+@pytest.mark.parametrize(
+    ("calls", "wait_ms", "text"),
+    [
+        (
+            {"forward": 320, "backward": 320},
+            0.1,
+            "`penalty` (train.py:9-12) calls the model 16 times per batch, which takes 29 % of the"
+            " step",
+        ),
+        ({"backward": 320}, 0.1, ""),  # 17 % of the step.
+        ({"forward": 60, "backward": 60}, 0.1, ""),  # Three calls per batch.
+        ({"forward": 320, "backward": 320}, 3.0, ""),  # GPU-bound.
+    ],
+)
+def test_code_that_calls_the_model_many_times_is_named(
+    calls: dict[str, int], wait_ms: float, text: str
+) -> None:
+    measured = measurement(STEP, wait_ms=wait_ms, culprits=places(**calls))
+    found = check(diagnose(measured, LOADER))
+    named = [advice for advice in found.advice if advice.code == "repeated_calls"]
+    assert [advice.text for advice in named] == [f"{text}: process the whole batch in one call"] * (
+        bool(text)
+    )
+    assert found.headline.endswith(f"; {text}") == bool(text)
+    assert not text or found.advice[0] is named[0]
+
+
+@pytest.mark.parametrize(
+    ("phase_change_ms", "lost_share", "is_first", "text"),
+    [
+        (
+            9.0,
+            0.4,
+            True,
+            "find what takes longer in `forward` since step 1,000: without this the training is up"
+            " to 1.67x as fast",
+        ),
+        (
+            2.0,
+            0.11,
+            False,
+            "find what runs since step 1,000 and slows down all phases, such as another thread,"
+            " another process or a GPU that throttles: without this the training is up to 1.12x as"
+            " fast",
+        ),
+        (2.0, 0.09, False, ""),
+    ],
+)
+def test_slowdown_has_advice_with_a_promise(
+    phase_change_ms: float, lost_share: float, is_first: bool, text: str
+) -> None:
+    slowdown = Slowdown("jump", 1000, 1.0, 0.1, 10.0, "forward", phase_change_ms)
+    slowdown = replace(slowdown, lost_share=lost_share)
+    found = diagnose(on_host(STEP | {"data": 6.0}, slowdown=slowdown), LOADER).advice
+    assert [advice.text for advice in found if advice.code == "slowdown"] == [text] * bool(text)
+    assert (found[0].code == "slowdown") == is_first
+
+
 def measured_with(entry: str) -> Measurement:
     """Return a measurement whose bottleneck is one entry of the time breakdown."""
     if entry in ("the slowest rank", "other ranks"):

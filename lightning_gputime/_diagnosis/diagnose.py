@@ -9,6 +9,8 @@ from lightning_gputime._diagnosis.codes import COMMUNICATES, GPU, LAUNCH, SYNC
 from lightning_gputime._diagnosis.culprit import EntryCulprit
 from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, Grade, TimeBreakdown
 from lightning_gputime._diagnosis.pace import Pace, pace_of
+from lightning_gputime._diagnosis.repeated import repeated_calls
+from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.units import duration, percent
@@ -65,10 +67,32 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     if unclear >= _MIN_REPORTED:
         headline += f"; {_UNCLEAR.format(percent(unclear), breakdown.scope)}"
         first = DATA
+    advice = _advice_of(breakdown, first)
+    weight = _weight(breakdown[found.entry]) if found.entry != breakdown.work else 0.0
+    if pace.code != GPU and (repeated := repeated_calls(m)) is not None:
+        if repeated.share > weight:
+            headline += f"; {repeated}"
+            advice = (repeated.advice, *advice)
+        else:
+            advice = (*advice, repeated.advice)
     if (slowdown := m.slowdown) is not None and slowdown.lost_share >= _MIN_SLOWDOWN:
         headline += f"; {slowdown}"
-    advice = _advice_of(breakdown, first)
+        lost = _advice_on(slowdown)
+        advice = (lost, *advice) if slowdown.lost_share > weight else (*advice, lost)
     return Diagnosis(code, found.grade, found.entry, headline, breakdown, advice)
+
+
+def _advice_on(slowdown: Slowdown) -> Advice:
+    without = f"without this the training is up to {1 / (1 - slowdown.lost_share):.2f}x as fast"
+    since = f"since step {slowdown.since_step:,}"
+    if slowdown.phase and slowdown.is_most_in_phase:
+        text = f"find what takes longer in `{slowdown.phase}` {since}: {without}"
+    else:
+        text = (
+            f"find what runs {since} and slows down all phases, such as another thread, another"
+            f" process or a GPU that throttles: {without}"
+        )
+    return Advice("slowdown", text, {"step": slowdown.since_step, "phase": slowdown.phase})
 
 
 class _Bottleneck(NamedTuple):

@@ -86,6 +86,11 @@ class Slowdown:
         """Mean step time after a jump, in a stretch, or at the end of a trend (in milliseconds)."""
         return self.before_ms * (1.0 + self.change)
 
+    @property
+    def is_most_in_phase(self) -> bool:
+        """True if most of the change is in `phase`."""
+        return abs(self.phase_change_ms) >= 0.5 * abs(self.change * self.before_ms)
+
     def __str__(self) -> str:
         slower = "slower" if self.change > 0 else "faster"
         before, after = duration(self.before_ms), duration(self.after_ms)
@@ -107,7 +112,7 @@ class Slowdown:
             )
         if not self.phase:
             return found
-        is_most = abs(self.phase_change_ms) >= 0.5 * abs(self.change * self.before_ms)
+        is_most = self.is_most_in_phase
         detail = f" ({self.detail})" if self.detail else ""
         return f"{found}, {'most' if is_most else 'part'} of it in `{self.phase}`{detail}"
 

@@ -427,4 +427,9 @@ def _advice_lines(diagnosis: Diagnosis) -> list[str]:
     breakdown = diagnosis.time_breakdown
     rows = breakdown.rows if breakdown is not None else ()
     entries = {advice.text: row.name for row in reversed(rows) for advice in row.advice}
-    return [f"{entries[advice.text]}: {advice.text}" for advice in diagnosis.advice]
+    # Advice on a slowdown or on repeated calls belongs to several entries.
+    about = {"slowdown": "slowdown", "repeated_calls": "calls of the model"}
+    return [
+        f"{about.get(advice.code) or entries[advice.text]}: {advice.text}"
+        for advice in diagnosis.advice
+    ]
