@@ -27,6 +27,7 @@ from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, adding, opt
 from lightning_gputime._auto_instrumentation import lightning as auto_lightning
 from lightning_gputime._auto_instrumentation.command import SWITCHES, VALUES
 from lightning_gputime._auto_instrumentation.plain import _models_of
+from lightning_gputime._measurement.culprits import STAGES
 from lightning_gputime._session.null import NEVER_ATTACHED
 
 GROUPS = {
@@ -191,6 +192,7 @@ class Net(torch.nn.Module):
     def forward(self, x):
         return {"loss": self.net(x).square().mean()}
 CALLBACKS = []
+len([*torch.utils.data.DataLoader([0, 1])])  # Before a timer is attached.
 transformers.Trainer(
     Net(),
     transformers.TrainingArguments("out", max_steps=30, per_device_train_batch_size=2,
@@ -676,6 +678,8 @@ def test_script_gets_one_timer(
     if steps:
         summary = load(path).summary()
         assert summary.steps == summary.rows["backward"].n == steps
+        stages = [found.kind for found in summary.measurement.culprits if found.kind in STAGES]
+        assert len(stages) == len({*stages})
 
 
 @pytest.mark.slow

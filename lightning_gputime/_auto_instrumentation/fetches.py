@@ -47,7 +47,7 @@ def _find(dataset: object) -> Callable[[], object | None]:
 
 
 class EarlyStages:
-    """Time the stages of all loaders until a loop is found. Only its own loaders are kept.
+    """Time the stages of all loaders until a timer is attached.
 
     It is called as a listener of `DataLoader.__iter__`, see `Calls`.
     """
@@ -72,7 +72,9 @@ class EarlyStages:
             add(sums)
 
     def on_call_start(self, loader: Any, *_: Any) -> bool:
-        return self._staged.on_call_start(loader)
+        # A timer that is attached, such as that of a Trainer, times its loaders itself.
+        has_timer = any(isinstance(other, StagedLoaders) for other in self._iter.patch.listeners)
+        return not has_timer and self._staged.on_call_start(loader)
 
     def on_call_end(self, iterator: Any) -> None:
         self._staged.on_call_end(iterator)

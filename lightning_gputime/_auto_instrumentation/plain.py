@@ -188,8 +188,8 @@ class _FirstLoaders:
 
         @wraps(original)
         def first_iter(loader: Any) -> Any:
-            if self._stages is not None:  # Other code has wrapped this function.
-                return original(loader)
+            if DataLoader.__iter__ is not self._replacement:
+                return original(loader)  # A timer, or other code, has wrapped this function.
             with tells_errors():
                 self.stages().start()
             # Not `iter(loader)`: a subclass may have called this by `super().__iter__()`.
