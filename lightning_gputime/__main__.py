@@ -43,7 +43,7 @@ the mean of all steps if steps were sampled. All intervals hold together with 95
   compare before.json.gz after.json.gz
   compare folder_before folder_after folder_other
 
-A folder stands for all runs in it. Of more than two, each is compared with the first. One run per
+A folder stands for all runs in it. With more than two, each is compared with the first. One run per
 side does not show how much equal runs differ (the machine, its temperature, other users): run each
 side several times, alternately, as bench does.
 """
@@ -52,9 +52,9 @@ Make one page of a run, or of two side by side, to send to others: it needs no n
 file. Needs bokeh: python -m pip install bokeh.
 """
 _CODES = """\
-exit code: 0, passed: nothing is slower by more than the bound of --fail-above, or none was given;
-1, regression: something certainly is; 2, error: a file cannot be read, the runs cannot be compared,
-or the arguments are wrong; 3, cannot tell: the intervals contain the bound.
+exit code: 0, passed: nothing exceeds its bound of --fail-above, or no bound was given;
+1, regression: at least one bound is exceeded; 2, error: a file cannot be read, the runs cannot be
+compared, or the arguments are wrong; 3, cannot tell: a confidence interval contains the bound.
 """
 
 _WIDTH = 120  # Width of the table of slow steps, in characters.
@@ -105,7 +105,7 @@ def _new_parser() -> argparse.ArgumentParser:
 
     versus = new("compare", help="compare two runs, or groups", description=_COMPARE, epilog=_CODES)
     versus.set_defaults(command=_compare)
-    before, after = "the run before, or a folder of runs", "the run, or folders of runs, after"
+    before, after = "baseline run, or a folder of runs", "run to compare, or folders of runs"
     versus.add_argument("before", metavar="BEFORE", help=before)
     versus.add_argument("after", nargs="+", metavar="AFTER", help=after)
     _add_bounds(versus)

@@ -278,7 +278,7 @@ _REQUIREMENTS: Sequence[tuple[str, type[Exception], Callable[[Any], bool], str]]
     ("prefix", TypeError, lambda value: isinstance(value, str), "be a string such as 'phase_time'"),
     ("observers", TypeError, _are_observers, _IS_OBSERVERS),
     ("prefix", ValueError, lambda value: value and value == value.strip("/ "), _IS_KEY),
-    ("log", ValueError, _is_log, f"be one or a list of {', '.join(LOG_GROUPS)}"),
+    ("log", ValueError, _is_log, f"be one of, or a list of, {', '.join(LOG_GROUPS)}"),
     ("probe_every_n_steps", ValueError, lambda n: n not in (1, 2), _IS_PROBES),
     ("sync_ranks", ValueError, lambda value: isinstance(value, bool) or value == "log", _IS_SYNC),
 )

@@ -102,14 +102,14 @@ LIKELY = {
 
 
 def likely_phase(label: str) -> str:
-    """Return the phase that a label most often is: a part of `data`, or a whole other phase."""
+    """Return the phase that a label most often becomes: a part of `data`, or another phase."""
     phase = LIKELY.get(label, label)
     return phase if phase.startswith(f"{DATA}/") else phase.partition("/")[0]
 
 
-# Phases have keys such as `forward_ms`; so have these. "slow" begins keys such as `slow/ranks_ms`.
+# Keys such as `step_ms` and `slow/ranks_ms` are taken, so no phase may have these names.
 _RESERVED = ("step", "host_wait", "slow", "slow_excess", "lasting_change", "local")
-# No line of a table, and no key of a logger, has control characters or ends of lines.
+# Control characters and line breaks would break tables and keys of loggers.
 # Characters that a part of a name must not contain, for a regular expression.
 UNUSABLE = r"/<>\x00-\x1f\x7f-\x9f\u2028\u2029"
 _NAME = re.compile(rf"[^{UNUSABLE}]+(/[^{UNUSABLE}]+)*")
@@ -117,9 +117,9 @@ _NAME = re.compile(rf"[^{UNUSABLE}]+(/[^{UNUSABLE}]+)*")
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The intervals of a step in their order."""
+    """Intervals of a step, in order."""
 
-    names: tuple[tuple[str, ...], ...]  # The phases that each counts under, see `resolve_labels`.
+    names: tuple[tuple[str, ...], ...]  # Phases that each interval counts for.
     device_ms: Sequence[float]
     host_ns: Sequence[int]  # Host time of each mark; has one more element than the intervals.
     finished_ns: int  # Host time at which the device finished, if the host waited; otherwise 0.
@@ -136,8 +136,8 @@ class StepTimes:
         host_ms: Host time between the same marks (in milliseconds): what it took to launch the
             phase, not to run it.
         host_wait_ms: Time for which the host was blocked until the device finished this step (in
-            milliseconds); 0.0 when the step was read without a wait. Where not every step is timed,
-            the part of one step in that wait.
+            milliseconds); 0.0 if the step was read without waiting. If not every step is timed, the
+            part of one step in that wait.
         step_ms: The sum of the top-level phases (in milliseconds).
         skipped_update: True if no optimizer ran its update, as when a GradScaler finds gradients
             that are not finite. A fused optimizer decides on the device; then this stays False.
@@ -236,7 +236,7 @@ def resolve_labels(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     A wait for other ranks is the `comm` of the phase that it interrupts; what a pipeline receives
     between two passes is that of the next.
 
-    A sub-phase is preceded by its parents. Where the time belongs to no step there is no name.
+    A sub-phase is preceded by its parents. Where the time is not part of any step there is no name.
     """
     # Cached, because the steps of a loop are much alike.
     phases = iter(_phases([label for label in labels if label not in INTERRUPTIONS]))
@@ -270,11 +270,11 @@ def _phases(labels: Sequence[str]) -> list[tuple[str, str]]:
         phases.append((phase, follower))
         top_level = phase.partition("/")[0]
         if label in (AFTER_UPDATE, LEFT):
-            # After a backward only the end of an update has a mark: what comes before it, such as
-            # clipping, is `optimizer`, too.
+            # Only the end of an update is marked, so code between backward and update, such as
+            # clipping, counts as `optimizer`.
             following = AFTER_UPDATE
         elif label == GRAD:
-            # So that a gradient before it is no part of the loss.
+            # A gradient that precedes this one must not count as `loss`.
             following = BACKWARD if phase == LOSS else GRAD
         elif label not in _PENDING and top_level in (FORWARD, BACKWARD, OPTIMIZER):
             following = top_level
@@ -312,15 +312,15 @@ def colours_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def label_of_callback(callback: object, hook: str) -> str:
-    """Return the part of `callbacks` that one hook of one of them is."""
+    """Return the sub-phase of `callbacks` for a hook of a callback."""
     # A part of a name has no "/".
     return f"{CALLBACKS}/{type(callback).__name__.replace('/', '_')}.{hook}"
 
 
 def of_one_callback(name: str) -> str:
-    """Return the callback and hook of a part of `callbacks`; empty for other phases.
+    """Return the callback and hook that a sub-phase of `callbacks` times; empty for other phases.
 
-    These parts are for the verdict and `history`. They are not logged.
+    These sub-phases appear in the verdict and in `history`. They are not logged.
     """
     top, _, part = name.partition("/")
     return part if top == CALLBACKS and name != CALLBACK_WAIT else ""
@@ -330,7 +330,7 @@ def check_name(name: str) -> str:
     """Return `name` if a phase can be called so; else raise ValueError, which says why."""
     if not isinstance(name, str) or not _is_well_formed(name):
         raise ValueError(
-            f"phase name {name!r} is not usable: give a non-empty string without '<', '>' or"
+            f"phase name {name!r} is not usable: pass a non-empty string without '<', '>' or"
             " control characters, such as 'augment' or 'forward/body'"
         )
     return name

@@ -64,7 +64,7 @@ _NESTED = (
 
 
 def _is_loader_of(owner: Callable[[], object], name: str, loader: object) -> bool:
-    """Return whether `owner.name` is a loader, or a list or dict that contains it."""
+    """Return whether `owner().name` is `loader`, or a list or dict that contains it."""
     found = loaders_in(getattr(owner(), name, None))
     # A loader of accelerate iterates over an inner loader.
     return any(loader is getattr(outer, "base_dataloader", outer) for outer in found)
@@ -257,7 +257,7 @@ class Timer(Tabular):
             self._forget(session)
 
     def _abort(self) -> None:
-        """End the measurement after an error, without a wait for the device or other ranks."""
+        """End the measurement after an error, without waiting for the device or other ranks."""
         session = self._session
         try:
             session.abort()
@@ -329,10 +329,12 @@ class Timer(Tabular):
     def paused(self) -> NamedPhase:
         """Return a context manager that excludes the time of its code from all steps.
 
-        Use it for a validation inside a loop. Without it, calls of the whole model in eval mode
-        without grad are excluded under `torch.inference_mode`, after the last update of a step,
-        after each `step()`, and if at most half of the last ten steps have such calls. A loop over
-        `steps` inside it is not timed.
+        Use it for validation inside a training loop. A loop over `steps` inside it is not timed.
+        Without it, the timer excludes eval-mode calls of the whole model without gradients:
+
+        - under `torch.inference_mode`;
+        - after the last update of a step, and after each `step()`;
+        - if at most half of the last ten steps contain such calls.
 
         Examples:
             >>> with timer.paused():
@@ -434,6 +436,6 @@ class Timer(Tabular):
             messages.warning("The table could not be shown: %r", error)
 
     def _read(self) -> Results:
-        """Read what the device has finished, without a wait. Another thread reads nothing new."""
+        """Read the finished steps without waiting. In another thread, nothing new is read."""
         self._session.drain()
         return self._results

@@ -144,7 +144,7 @@ class Fit(BatchState):
         self._actions.refresh(self)
         self._session.start_epoch(self._step_number(), epoch)
         if self._accumulates:
-            # The time between two epochs belongs to no step.
+            # The time between two epochs is not part of any step.
             self._session.open_step.continue_in_loop()
         else:
             self._session.steps.begin()
@@ -383,7 +383,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     _libraries = ("torch", "lightning")
     _logs_fit = True
-    _USE = "Nothing was trained: give it to Trainer(callbacks=[...]), and call fit()."
+    _USE = "Nothing was trained: pass it to Trainer(callbacks=[...]), and call fit()."
 
     def __init__(
         self,
@@ -478,7 +478,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if len({timer._options.prefix for timer in timers}) < len(timers):
             raise ValueError(
                 "Timers of one Trainer must log under different keys, got prefix="
-                f"{self._options.prefix!r} twice: keep one timer, or give each its own prefix."
+                f"{self._options.prefix!r} twice: keep one timer, or pass different prefixes."
             )
 
     @never_raises

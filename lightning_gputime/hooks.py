@@ -56,20 +56,20 @@ _ALTERNATING_THREADS = (
     "several threads train alternately, and a timer times one thread. Give each thread its timer"
 )
 
-_UNTOLD = (
-    "The last %d updates are in no step. Iterate over timer.steps(loader), and over nothing around"
-    " it: timer.steps(itertools.cycle(loader)). Or call step() after each update."
+_UNCOUNTED = (
+    "The last %d updates are not in any step. Iterate over timer.steps(loader), and over nothing"
+    " around it: timer.steps(itertools.cycle(loader)). Or call step() after each update."
 )
 
 _MAX_IDLE = 20  # Number of skipped batches from which a warning is logged.
 _UNSEEN = (
-    "%d batches in a row have neither a call of the model nor an update, and are in no step. If"
+    "%d batches in a row have neither a model call nor an update, and are not in any step. If"
     " they train in a way without hooks, such as by a graph that was captured before attach(),"
     " call step() at the end of the body."
 )
 
 _LEFT_OVER = (
-    "A loop ends with %d of %d micro-batches, which are in no step. Pass"
+    "A loop ends with %d of %d micro-batches, which are not in any step. Pass"
     ' accumulate_grad_batches="auto": a step then ends with its update, in whichever loop that is.'
 )
 
@@ -79,7 +79,7 @@ class _Seen(Enum):
 
     NOTHING = 0
     AHEAD = 1  # The loop fetches a batch before it works on the previous batch.
-    EVALUATION = 2  # Nothing else, as far as it was timed: a body may decide whether to train.
+    EVALUATION = 2  # Only evaluations so far. A later batch may still train.
     TRAINING = 3
 
 
@@ -248,7 +248,7 @@ class _PlainLoop(BatchState):
     def begin(self, session: AnySession) -> None:
         """Start a loop, which may continue the open step of the loop before it."""
         self.leave(session)
-        # Batches that were looked at alone, as for a mean, belong to no step.
+        # Batches that were looked at alone, as for a mean, are not part of any step.
         accumulates = self._micro_batches and not _has_idled(session, is_first=True)
         if accumulates and session.recorder.threads.home == get_ident():
             session.open_step.continue_in_loop()
@@ -280,10 +280,13 @@ class _PlainLoop(BatchState):
             self._micro_batches += 1
 
     def leave(self, session: AnySession) -> None:
-        """End a loop with its last step. Micro-batches of a known number go into no other loop."""
-        # A step that was left has a few, if there are several optimizers.
-        if (untold := session.open_step.updates) > 2 * (1 + self._n_optimizers):
-            session.recorder.warn_once(_UNTOLD, untold)
+        """End the last step of a loop.
+
+        With a fixed `accumulate_grad_batches`, leftover micro-batches are dropped.
+        """
+        # With several optimizers, an unfinished step may contain a few updates.
+        if (uncounted := session.open_step.updates) > 2 * (1 + self._n_optimizers):
+            session.recorder.warn_once(_UNCOUNTED, uncounted)
             self._body, self._micro_batches = None, 0
         # Each batch has two marks; the end of the loop has a single mark.
         passed_over = (len(session.recorder.open.labels) - 1) // 2 if self._body else 0
@@ -445,7 +448,7 @@ class GPUPhaseHooks(Timer):
             self._attach()
             return self
         except BaseException:
-            # For example Ctrl-C: the caller does not get the timer, so it cannot remove it.
+            # After an error or Ctrl-C, the caller has no timer to remove.
             self._detach()
             raise
 
@@ -514,9 +517,9 @@ class GPUPhaseHooks(Timer):
     def steps(self, iterable: Iterable[T]) -> Steps[T]:
         """Yield the items of a loader, and end a step (or a micro-batch) after each.
 
-        Time between two such loops, such as a validation, belongs to no step. Nor does a loop in
-        eval mode without grad, if the model was trained. Steps are counted through all loops until
-        `attach`. A body that calls `step` ends no further step here.
+        Time between two such loops, such as a validation, is not part of any step. Neither is a
+        loop in eval mode without grad, if the model was trained. Steps are counted through all
+        loops until `attach`. If the body calls `step`, only that ends the step.
 
         A loop that is left (`break`, `islice`, `zip`, `remove`) has a last step if no model was
         called after its last update. That step ends with the update; in inference, with the last
@@ -583,7 +586,7 @@ class GPUPhaseHooks(Timer):
         return not is_training(self._loop.model)
 
     def _evaluate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
-        """Yield the items of an evaluation, which belongs to no step."""
+        """Yield the items of an evaluation, which is not part of any step."""
         if self._outside.is_evaluating:
             yield from iterable  # The evaluation around this one excludes all of its time.
             return

@@ -67,7 +67,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     also logs the means since the last log: `phase_time/forward_ms` and so on, as `GPUPhaseTimer`.
     They go to everything in `report_to`, to `trainer.state.log_history` and to what is printed.
 
-    An evaluation inside a training belongs to no step. Its own means are logged with `eval_loss`:
+    An evaluation inside a training is not part of any step. Its means are logged with `eval_loss`:
     `eval_phase_time/forward_ms` (in `log_history` before it). `train` and `evaluate` return none.
 
     The wall clock runs from the call of `train()` to its return.
@@ -85,15 +85,14 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     _libraries = ("torch", "transformers", "trl")
     _USE = (
-        "Nothing was trained: give it to transformers.Trainer(callbacks=[...]), and call train()."
+        "Nothing was trained: pass it to transformers.Trainer(callbacks=[...]), and call train()."
     )
 
     def __init__(self, *, print_summary: bool = True, **options: Unpack[AllOptions]) -> None:
         super().__init__(Options(**options), print_summary=print_summary)
-        # The Trainer that runs, and the error that it was handling when training began.
-        self._trainer: Any = None
-        self._handled: BaseException | None = None
-        # The Trainer whose `train` runs, and when that was called.
+        self._trainer: Any = None  # The running Trainer.
+        self._handled: BaseException | None = None  # Error that was handled when training began.
+        # The Trainer whose `train` is running, and the time of that call.
         self._run_call: tuple[weakref.ref[Trainer], int] | None = None
         self._train_calls: dict[type, Subscription] = {}  # By the class that defines `train`.
         self._is_table_due = False
@@ -102,10 +101,10 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._batch: BatchState = Batch()
         self._batch.close()
         self._is_in_step = self._has_fetched = False
-        # The kind of the newest evaluation, and its means until the Trainer logs them.
-        self._stage, self._evaluation_means = "", dict[str, float]()
-        # Means of steps for the Trainer's next log; its newest log, and the keys added to that.
-        self._unlogged = dict[str, float]()
+        self._stage = ""  # Kind of the newest evaluation.
+        self._evaluation_means = dict[str, float]()  # Its means until the Trainer logs them.
+        self._unlogged = dict[str, float]()  # Means of steps for the Trainer's next log.
+        # The newest log, and the keys that were added to it.
         self._added: tuple[dict[str, Any], list[str]] = ({}, [])
         self._watch_train(Trainer)
 
@@ -239,7 +238,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         # A training that resumes from a checkpoint does not report its first epoch.
         if state.epoch or not state.global_step:
             self._session.start_epoch(state.global_step + 1, int(state.epoch or 0))
-        # The time between two epochs belongs to no step.
+        # The time between two epochs is not part of any step.
         if self._is_in_step:
             self._session.open_step.continue_in_loop()
         else:
@@ -278,7 +277,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     @never_raises
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        # Before all other callbacks: what they do until the next fetch is no part of the step.
+        # This runs before all other callbacks, whose time until the next fetch is not in the step.
         is_known = self._is_in_step
         if is_known and not self._session.open_step.has_optimizer:
             self._session.recorder.mark(AFTER_UPDATE)
@@ -389,7 +388,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if f"{self._stage}_runtime" in logs:
             added, self._evaluation_means = self._evaluation_means, {}
             if added and state.log_history:
-                # Before the entry of `eval_loss`: of that, a model card makes columns.
+                # Insert before the entry of `eval_loss`, which model cards turn into columns.
                 own = {"epoch": state.epoch, "step": state.global_step, **added}
                 state.log_history.insert(-1, own)
         is_last = "train_runtime" in logs
@@ -398,13 +397,12 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
                 self._session.compare_ranks()
             self._session.log_means()
             if state.log_history:
-                # Its newest entry has been made from these logs.
+                # The Trainer has already copied these logs into the newest entry.
                 state.log_history[-1].update(self._unlogged)
             added |= self._unlogged
             self._unlogged.clear()
-        if (
-            self._trainer is not None
-        ):  # Without it, the keys would stay in the result of `evaluate`.
+        # Without a Trainer, the keys would stay in the result of `evaluate`.
+        if self._trainer is not None:
             self._added = logs, [*added]
             logs.update(added)
 

@@ -111,7 +111,7 @@ class PhaseTimeMetric(Metric):
         return {key: torch.tensor(value) for key, value in values.items()}
 
     def _apply(self, fn: Any, exclude_state: Sequence[str] = "") -> "PhaseTimeMetric":
-        # `model.to(...)` and `model.half()` come here: the states stay on the host as they are.
+        # Called by `model.to(...)` and `model.half()`. The states stay on the host.
         return self
 
     def _load_from_state_dict(

@@ -88,7 +88,7 @@ def test_accelerate_accumulation_continues_across_epochs(loop: Loop) -> None:
                     accelerator.backward(model(x).sum())
                     optimizer.step()
                     optimizer.zero_grad()
-            loop.gpu.work(100.0)  # It belongs to no step.
+            loop.gpu.work(100.0)  # It is not part of any step.
     assert [step["forward"] for step in steps(timer)] == [8.0] * 3
     assert timer.history()["step_ms"].tolist() == [2 * (1.0 + 4.0 + 7.75) + 2.0] * 3
 

@@ -289,7 +289,7 @@ def test_options_are_converted_from_configuration_files(
         ({"flops": "many"}, "flops must be .* got 'many'"),
         ({"items": "inf"}, "items must be .* got inf"),
         ({"warmup_steps": 1.5}, "warmup_steps must be an integer .* got 1.5"),
-        ({"log": "phase"}, "log must be one or a list of default, all, phases, .*'phase'"),
+        ({"log": "phase"}, "log must be one of, or a list of, default, all, phases, .*'phase'"),
         ({"log": ["all", "steps"]}, r"log must be .* phases, comm, .* got \['all', 'steps'\]"),
         ({"prefix": ""}, "prefix must be a key .* got ''"),
         ({"modules": 1.5}, r"modules must be a depth .* got 1\.5"),

@@ -616,7 +616,7 @@ class Planted(pl.Callback):
         self.gpu.host_work(3.0)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        # Time after the last step belongs to no step.
+        # Time after the last step is not part of any step.
         if trainer.global_step < self.steps:
             self.gpu.host_work(self.callback_ms)
         if trainer.global_step in self.saves:

@@ -634,7 +634,7 @@ def test_two_timers_with_the_same_keys_are_refused_before_training(
     gpu: FakeGPU, is_twice: bool
 ) -> None:
     timer = timer_of(gpu)
-    with pytest.raises(ValueError, match=r"prefix='phase_time' twice: .* give each its own prefix"):
+    with pytest.raises(ValueError, match=r"prefix='phase_time' twice: .* pass different prefixes"):
         trainer(timer, timer if is_twice else timer_of(gpu)).fit(Model(gpu), Loader(gpu, 2))
     assert not steps(timer)
 

@@ -24,22 +24,22 @@ LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)))
     ("arguments", "message"),
     [
         ((SGD, NET), "got the optimizer SGD: the arguments are swapped, write GPUPhaseHooks(model"),
-        ((nn.Linear, SGD), "got the class Linear: give an instance, such as Linear(...)"),
-        ((LOADER, NET), "got a DataLoader: write GPUPhaseHooks(model, optimizer), and give the"),
-        ((LOADER, SGD), "got a DataLoader: write GPUPhaseHooks(model, optimizer), and give the"),
+        ((nn.Linear, SGD), "got the class Linear: pass an instance, such as Linear(...)"),
+        ((LOADER, NET), "got a DataLoader: write GPUPhaseHooks(model, optimizer), and pass the"),
+        ((LOADER, SGD), "got a DataLoader: write GPUPhaseHooks(model, optimizer), and pass the"),
         ((SGD,), "SGD"),
         (([NET, NET], SGD), "for several models give torch.nn.ModuleList([...])"),
         ((pl.Trainer, SGD), "got the class Trainer"),
         ((trainer(),), "GPUPhaseTimer()])"),
-        ((NET, NET.parameters()), "got parameters: give the optimizer that updates them"),
-        ((NET, list(NET.parameters())), "got parameters: give the optimizer that updates them"),
-        ((NET, torch.optim.Adam), "got the class Adam: give an instance, such as Adam(...)"),
+        ((NET, NET.parameters()), "got parameters: pass the optimizer that updates them"),
+        ((NET, list(NET.parameters())), "got parameters: pass the optimizer that updates them"),
+        ((NET, torch.optim.Adam), "got the class Adam: pass an instance, such as Adam(...)"),
         (
             (NET, torch.optim.lr_scheduler.StepLR(SGD, 1)),
-            "got a StepLR: give the optimizer inside, its attribute `optimizer`",
+            "got a StepLR: pass the inner optimizer, its attribute `optimizer`",
         ),
         ((NET, SimpleNamespace(base=SGD, step=None)), "its attribute `base`"),
-        ((NET, LOADER), "and give the loader to timer.steps(loader)"),
+        ((NET, LOADER), "and pass the loader to timer.steps(loader)"),
         ((NET, NET), "or a list of them, got Linear("),
         ((NET, [SGD, None]), "a list of them, got a list"),
         ((NET, {"a": SGD}), "or a list of them, got"),
@@ -89,7 +89,7 @@ def test_option_by_position_raises_with_the_keyword() -> None:
 def test_summary_without_training_names_the_reason(gpu: FakeGPU) -> None:
     timer = GPUPhaseTimer(_clock=gpu)
     message = (
-        "No step was timed. Nothing was trained: give it to Trainer(callbacks=[...]), and call"
+        "No step was timed. Nothing was trained: pass it to Trainer(callbacks=[...]), and call"
         " fit()."
     )
     assert str(timer.summary()) == message

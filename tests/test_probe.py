@@ -183,7 +183,7 @@ def no_kernel(gpu: FakeGPU, cycles: int) -> None:
             {},
             {"_clock": None},
             "",
-            "there is no device, or not the current one, whose queue could be filled",
+            "probes need a GPU, and it must be the current device",
         ),
         (
             {},

@@ -100,7 +100,7 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
         f"{STEP}; mark forward; 50; begin; {STEP}",
         [{"data": 0, "forward": 4, "backward": 6}] * 2,
     ),
-    "paused time belongs to no step": (
+    "paused time is not part of any step": (
         f"{STEP}; 3; pause; mark forward; probe; 70; resume; resume other; 1; {STEP}",
         [{"data": 0, "forward": 4, "backward": 6}, {"data": 1, "forward": 4, "backward": 6}],
     ),

@@ -615,7 +615,7 @@ def test_plain_loop_knows_its_loader(
     advice = next(advice for advice in summary.advice if "num_workers" in advice)
     assert "set num_workers=1 (now 0)" in advice
     assert advice.startswith("`Slow.__getitem__` (train.py:7)")
-    assert "without a call of the model" not in said
+    assert "without a model call" not in said
 
 
 @pytest.mark.slow
@@ -686,7 +686,7 @@ def test_script_gets_one_timer(
 @pytest.mark.parametrize(
     ("script", "steps", "missed"),
     [
-        # The first two updates are in no step, then the first four; five steps are warm-up.
+        # The first two updates are not in any step, then the first four; five steps are warm-up.
         pytest.param(FOLDS, {"": 23, "-2": 21, "-3": 21}, "", id="folds"),
         pytest.param(
             SHORT_FOLDS,

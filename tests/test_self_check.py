@@ -63,7 +63,7 @@ def test_model_that_is_never_called_warns(loop: Loop, caplog: pytest.LogCaptureF
             loop.train(x)
         [odd, message] = messages(caplog)
     assert odd.startswith("None of the parameters that Adder updates")
-    assert message.startswith("No call of the model was recorded, so its time is in `other`.")
+    assert message.startswith("No model call was recorded, so its time is in `other`.")
     assert 'phase("forward")' in message
     assert len(messages(caplog)) == 2
 
@@ -271,8 +271,8 @@ def test_skipped_batches_in_an_accumulation_warn_with_the_option(
 @pytest.mark.parametrize(
     ("action", "feature", "hidden"),
     [
-        ("fetch_action", "the fetch of batches apart from callbacks", {"data", "callbacks"}),
-        ("copy_action", "copies to the device apart from the fetch of batches", {"data"}),
+        ("fetch_action", "separate times of data/fetch and callbacks", {"data", "callbacks"}),
+        ("copy_action", "separate times of data/copy and data/fetch", {"data"}),
     ],
 )
 def test_self_check_finds_an_action_under_another_name(

@@ -382,7 +382,7 @@ def loop_that_is_left_in_an_accumulation(loop: Loop, timer: GPUPhaseHooks) -> No
             loop.update()
 
 
-LEFT_OVER = (("A loop ends with 2 of 4 micro-batches, which are in no step. Pass",),)
+LEFT_OVER = (("A loop ends with 2 of 4 micro-batches, which are not in any step. Pass",),)
 
 
 @scene([accumulated(4)] * 40, messages=LEFT_OVER, accumulate_grad_batches=4)
@@ -483,7 +483,7 @@ def graph_of(loop: Loop) -> Callable[[], None]:
     {"among other steps": (300, 3)},
     messages=(
         (
-            "Batches without a call of the model take ",
+            "Batches without a model call take ",
             "call step() at the end of the loop body",
         ),
     ),
@@ -491,7 +491,7 @@ def graph_of(loop: Loop) -> Callable[[], None]:
 @scene(
     [STEP_MS] * 3,
     {"after other steps": (53, 0)},
-    messages=(("50 batches in a row have neither a call of the model nor an update",),),
+    messages=(("50 batches in a row have neither a model call nor an update",),),
 )
 def graph_replays(loop: Loop, timer: GPUPhaseHooks, n: int, every: int) -> None:
     replay = graph_of(loop)
@@ -830,7 +830,7 @@ def test_warns_about_training_of_another_model(
             for x in timer.steps(loop.batches(24)):
                 item.train(x)
     [message] = caplog.messages
-    assert message.startswith("48 of 72 steps have no call of the model. Call step() once")
+    assert message.startswith("48 of 72 steps have no model call. Call step() once")
     assert "another model" in message
 
 

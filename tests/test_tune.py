@@ -232,7 +232,7 @@ def test_on_a_balanced_script_nothing_is_kept() -> None:
     [
         ({"losses": lambda codes: [1.0, 0.5 + len(codes)]}, "rejected: the losses differ"),
         ({"fails": lambda codes: bool(codes)}, "failed: exit code 1: out of memory"),
-        ({"applies": False}, "not applied: the script does not construct it"),
+        ({"applies": False}, "not applied: the script does not construct the object to change"),
         ({"seconds": lambda codes: 4.0 + len(codes)}, "rejected: not faster"),
     ],
 )

@@ -509,6 +509,6 @@ def test_full_disk_warns_once_and_training_continues(
         record.getMessage() for record in caplog.records if "is not saved" in record.getMessage()
     ]
     assert len(told) == 1
-    assert "Its file has what was saved before, or is not there" in told[0]
+    assert "Its file has the last saved state, or does not exist" in told[0]
     assert "run.json.gz (No space left on device)" in told[0]
     assert list(tmp_path.iterdir()) == []

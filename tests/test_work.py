@@ -377,7 +377,7 @@ def test_precision_is_that_of_autocast_inside_of_the_model(gpu: FakeGPU, wrapped
     ("dtype", "precision", "note"),
     [
         (torch.bfloat16, "bf16", "the bf16 peak of a CPU is unknown: there is no MFU"),
-        (torch.float32, "", "MFU is unknown: no call of the model showed its precision"),
+        (torch.float32, "", "MFU is unknown: no model call showed its precision"),
     ],
 )
 def test_compiled_training_step_has_the_precision_of_its_parameters(

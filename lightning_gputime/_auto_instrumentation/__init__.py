@@ -26,7 +26,7 @@ BEGAN = f"{VARIABLE}_BEGAN"  # Environment variable with the start time of `run`
 
 _MISSED = (
     "No step is timed: another import hook imported %s before lightning_gputime could watch it."
-    " Write a timer into the script."
+    " Add a timer to the script."
 )
 
 tell_once = WarnOnce()
@@ -65,7 +65,7 @@ def tells_errors() -> Iterator[None]:
 
 
 def trainer_callbacks() -> list[Any]:
-    """Return a callback that adds a timer to a Trainer of Lightning, if the variable is set."""
+    """Return a callback that adds a timer to a Lightning Trainer if `LIGHTNING_GPUTIME` is set."""
     if (wanted := options()) is None:
         return []
     from lightning_gputime._auto_instrumentation.lightning import TrainerAdder
@@ -74,7 +74,7 @@ def trainer_callbacks() -> list[Any]:
 
 
 def fabric_callbacks() -> list[Any]:
-    """Return no callbacks. If the variable is set, time the loop of a Fabric as a plain loop."""
+    """Time the loop of a Fabric as a plain loop if `LIGHTNING_GPUTIME` is set; add no callbacks."""
     if options() is not None:
         with tells_errors():
             _watch_loops()

@@ -164,7 +164,7 @@ def bench(args: argparse.Namespace) -> "RunComparison":
         raise ValueError(f"--turns must be 2 or more, got {args.turns}: one turn shows no noise")
     folder = Path(args.out or tempfile.mkdtemp(prefix="bench-")).expanduser()
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"--out must be a new folder: {folder} has files. Give it another name")
+        raise ValueError(f"--out must be a new folder: {folder} has files. Choose another name")
     looks = [*(n for n in _LOOKS if n < args.turns), args.turns]
     groups: list[list[Path]] = [[], []]
     for turn in range(1, args.turns + 1):

@@ -25,23 +25,22 @@ if TYPE_CHECKING:
 # without updates, such as a loader's worker, does not need a timer.
 
 _FOUND = (
-    "Timing the loop that trains %s: a step is one update of its %s. Other optimizers of the loop"
-    " and evaluations are not shown; for these write GPUPhaseHooks with steps(loader) into the"
-    " script."
+    "Timing the loop that trains %s: each update of its %s ends a step. Other optimizers and"
+    " evaluations are not timed. To time them, add GPUPhaseHooks with steps(loader) to the script."
 )
 _NOT_FOUND = (
     "No step is timed: %s. Write timer = GPUPhaseHooks(%s).attach() before the loop, and"
     " timer.step() at the end of its body."
 )
 _MICRO_BATCHES = (
-    "One update has %d calls of backward: what lies between them, such as the fetch of a batch,"
-    " counts for `other` or `loss`. If gradients accumulate, write a GPUPhaseHooks with"
-    ' steps(loader) and accumulate_grad_batches="auto" into the script.'
+    "One update has %d calls of backward: time between them, such as the fetch of a batch,"
+    " counts for `other` or `loss`. If gradients accumulate, add GPUPhaseHooks with"
+    ' steps(loader) and accumulate_grad_batches="auto" to the script.'
 )
 _FOUND_NEXT = "Timing the loop that trains %s, the next of this process."
 _MISSED = (
     "%d more trainings are not shown: they are too short, or come after many others. Write a"
-    " GPUPhaseHooks into the script."
+    " GPUPhaseHooks to the script."
 )
 _NO_CALLBACK = (
     "No step is timed: the Trainer of %s did not call the callback that run adds. Pass a"
@@ -160,9 +159,8 @@ class PlainLoops:
         """Warn at exit if no loop, or not every loop, was timed."""
         if self._shows and self._census.missed:
             messages.warning(_MISSED, self._census.missed)
-        has_children = (
-            sum(os.times()[2:4]) > 0.5
-        )  # CPU time of children in seconds, as of a launcher.
+        # A launcher has child processes that use the CPU (in seconds).
+        has_children = sum(os.times()[2:4]) > 0.5
         has_timer = "lightning_gputime._timer" in sys.modules
         is_child = os.environ[_PROCESS] != str(os.getpid())
         if is_child or has_children or has_timer or hasattr(sys, "last_value"):

@@ -335,7 +335,7 @@ def explain(
     detectors: Sequence[Detector],
     warn_once: WarnOnce,
 ) -> SlowStep:
-    """Return a slow step with its causes, by evidence that was collected in the loop."""
+    """Return a slow step with its causes, from evidence that was collected in the loop."""
     step = unpack(step)
     attribution = ExcessAttribution(step, step_ms, baseline, waits)
     try:

@@ -291,7 +291,7 @@ class Allocator:
     """Attribute the rest of the excess to the device's allocator if its counters grew.
 
     Args:
-        read: Return the counters; None for a device without counters.
+        read: Function that returns the counters; None for a device without counters.
     """
 
     def __init__(self, read: Callable[[], Counts] | None) -> None:

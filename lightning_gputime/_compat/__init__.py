@@ -1,5 +1,5 @@
-"""Internals of other libraries. No other room uses private names of another library.
+"""Wrappers around internals of other libraries, which no other folder uses.
 
-Belongs here: each private name as a `Name`, with a fallback that disables what needs it.
-Does not: code that only needs public interfaces.
+Belongs here: each private name as a `Name`, with a fallback that disables features that need it.
+Belongs elsewhere: code that only needs public interfaces.
 """

@@ -246,13 +246,13 @@ def expected_of(trainer: Any, callbacks: list[Any]) -> list[Expected]:
     found = [
         Expected(
             frozenset({FETCH}),
-            "the fetch of batches apart from callbacks",
+            "separate times of data/fetch and callbacks",
             f"{reports} `{_FETCH_ACTION}`",
             (DATA, CALLBACKS),
         ),
         Expected(
             frozenset({COPY}),
-            "copies to the device apart from the fetch of batches",
+            "separate times of data/copy and data/fetch",
             f"{reports} `{_COPY_ACTION}`",
             (DATA,),
         ),
@@ -264,7 +264,7 @@ def expected_of(trainer: Any, callbacks: list[Any]) -> list[Expected]:
         if defines(callback, hook)
     )
     if labels:
-        feature = "callbacks apart from data and from each other"
+        feature = "separate times of callbacks and data"
         reason = f"{reports} hook of a callback"
         found.append(Expected(labels, feature, reason, (DATA, CALLBACKS)))
     return found

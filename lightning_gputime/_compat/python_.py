@@ -55,7 +55,7 @@ class Frame(NamedTuple):
 
     @property
     def lines_after(self) -> tuple[int, int] | None:
-        """First and last line from that loop to the next round of an outer loop, or None."""
+        """First and last line from that loop to the next iteration of an outer loop, or None."""
         return _lines_of(self.code)[1].get(self.at, _NO_LOOP).lines_after
 
 
@@ -90,7 +90,7 @@ def definition_of(function: Any) -> tuple[str, int, str] | None:
 
 class _Loop(NamedTuple):
     body_line: int  # Last line of the body.
-    lines_after: tuple[int, int] | None  # From the end of the loop to the outer loop's next round.
+    lines_after: tuple[int, int] | None  # Up to the next iteration of the outer loop.
 
 
 _NO_LOOP = _Loop(0, None)

@@ -210,7 +210,10 @@ def steps_on_stack() -> int | None:
 
 
 def has_step_hooks(optimizer: Any) -> bool:
-    """Return whether hooks can be registered: not if `super().__init__()` was never called."""
+    """Return True if an optimizer supports step hooks.
+
+    A custom optimizer that does not call `super().__init__()` does not support them.
+    """
     try:
         optimizer.register_step_post_hook(bool).remove()
     except (AttributeError, TypeError):
@@ -466,7 +469,7 @@ def loader_next() -> tuple[type, str] | None:
 
 
 def dataset_of_iterator(iterator: object) -> object:
-    """Return the dataset of a loader's iterator; None if it does not tell."""
+    """Return the dataset of a loader's iterator; None if the iterator does not expose it."""
     return getattr(iterator, "_dataset", None)
 
 

@@ -42,7 +42,7 @@ def generation_class() -> Any:
 
 _INNER_LOSS = Name(
     "transformers.PreTrainedModel._loss_function",
-    "the loss apart from forward, where the model computes it",
+    "separate times of loss and forward, where the model computes the loss",
     (FORWARD, LOSS),
 )
 INNER_LOSS = _INNER_LOSS.attribute
@@ -70,7 +70,7 @@ _TRAINER = "transformers.Trainer"
 _SAVE = Name(f"{_TRAINER}._save_checkpoint", "checkpoints")
 _EVALUATE = Name(f"{_TRAINER}._evaluate", "the end of a training in an evaluation that fails")
 _FETCH = Name(
-    f"{_TRAINER}.get_batch_samples", "the fetch of batches apart from callbacks", (DATA, CALLBACKS)
+    f"{_TRAINER}.get_batch_samples", "separate times of data/fetch and callbacks", (DATA, CALLBACKS)
 )
 _LOOP = Name(f"{_TRAINER}.evaluation_loop", "the phases of evaluations")
 _PREDICT = Name(f"{_TRAINER}.prediction_step", "the batches of evaluations")
@@ -78,7 +78,7 @@ _PREDICT = Name(f"{_TRAINER}.prediction_step", "the batches of evaluations")
 _EPOCH = Name(f"{_TRAINER}._run_epoch")
 _END = Name(f"{_TRAINER}._finalize_training")
 _HANDLER = Name(
-    f"{_TRAINER}.callback_handler", "callbacks apart from the steps around them", (DATA, CALLBACKS)
+    f"{_TRAINER}.callback_handler", "separate times of callbacks and steps", (DATA, CALLBACKS)
 )
 _GRPO = "trl.trainer.grpo_trainer.GRPOTrainer"
 _REWARDS = Name(f"{_GRPO}._calculate_rewards", "rewards")

@@ -99,7 +99,7 @@ class _Stages:
     ) -> None:
         self._indices, self._collate = indices, collate
         self._now_ns, self._sums = now_ns, sums
-        self._sampler_ns = self._has_indices_ns = 0  # Times of the current batch.
+        self._sampler_ns = self._indices_ready_ns = 0  # Times of the current batch.
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -108,8 +108,8 @@ class _Stages:
         now_ns = self._now_ns
         start_ns = now_ns()
         for index in self._indices:
-            self._has_indices_ns = now_ns()
-            self._sampler_ns = self._has_indices_ns - start_ns
+            self._indices_ready_ns = now_ns()
+            self._sampler_ns = self._indices_ready_ns - start_ns
             yield index
             start_ns = now_ns()
 
@@ -117,7 +117,7 @@ class _Stages:
         start_ns = self._now_ns()
         collated = self._collate(examples)
         end_ns = self._now_ns()
-        self._sums.add(self._sampler_ns, start_ns - self._has_indices_ns, end_ns - start_ns)
+        self._sums.add(self._sampler_ns, start_ns - self._indices_ready_ns, end_ns - start_ns)
         return collated
 
 

@@ -22,7 +22,7 @@ class PinTimes:
         return self._ns / self._batches / 1e6 if self._batches else None
 
     def timed(self, loop: Callable[..., None]) -> Callable[..., None]:
-        """Return the function that a pin-memory thread runs, with its time."""
+        """Wrap the main loop of a pin-memory thread, to time its copies."""
 
         def timed_loop(batches: Any, pinned: Any, *args: Any, **kwargs: Any) -> None:
             loop(_Taken(batches, self), _Put(pinned, self), *args, **kwargs)

@@ -64,7 +64,7 @@ class Here(NamedTuple):
 
 
 class AfterLoop(NamedTuple):
-    """Lines after a `for` loop that has just ended, up to the next round of a loop around it."""
+    """Lines after a `for` loop that has just ended, up to the next iteration of an outer loop."""
 
     frames: Frames
 
@@ -78,7 +78,7 @@ class AfterLoop(NamedTuple):
 def _line_reached(first: Frame, last: Frame) -> int:
     """Return the last line that ran between two places in the same function."""
     if last.loop_line and last.line <= first.line:
-        return max(last.loop_line, first.line)  # The loop starts its next round.
+        return max(last.loop_line, first.line)  # The loop starts its next iteration.
     return last.line
 
 

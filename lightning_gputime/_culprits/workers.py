@@ -54,7 +54,7 @@ _MIN_SAMPLE_NS = 100_000
 _LONG_FACTOR = 4  # A batch is long if it takes this many times the mean of its worker.
 _MIN_BATCHES = 5  # Minimum number of batches for a mean.
 _MAX_LOOKS = 400  # Reads of /proc by the main process, about 20 us each.
-_LOOK_EVERY_NS = 1_000_000_000  # Interval of reads of CPU time in a worker.
+_SAMPLE_EVERY_NS = 1_000_000_000  # Interval of reads of CPU time in a worker.
 _MAX_CHECKED_BYTES = 1 << 16
 _INTEGERS = (int, Tensor)
 
@@ -122,8 +122,8 @@ class WorkerTimer:
         self._samples: _TimedSamples | None = None
         self._indices: Any = None
         self._last_end_ns = self._start_ns = self._dataset_end_ns = self._collate_ns = 0
-        self._looked_cpu_ns, self._looked_delay_ns = cpu_ns(), _run_delay_ns()
-        self._look_at_ns = now_ns() + _LOOK_EVERY_NS // 10
+        self._sampled_cpu_ns, self._sampled_delay_ns = cpu_ns(), _run_delay_ns()
+        self._sample_due_ns = now_ns() + _SAMPLE_EVERY_NS // 10
         self._iter_ns = iter_ns
         row[PID] = os.getpid()
 
@@ -202,19 +202,19 @@ class WorkerTimer:
         row[place], row[place + 1], row[place + 2] = self._start_ns, end_ns, collate_ns
         row[place + 3] = index
         row[NEWEST] += 1
-        if end_ns >= self._look_at_ns:
+        if end_ns >= self._sample_due_ns:
             self._look(end_ns)
 
     def _look(self, now_ns: int) -> None:
-        """Add the CPU time since the last look: to read it takes microseconds."""
+        """Add the CPU time since the last sample. Sampled rarely: a read takes microseconds."""
         row = self._row
         busy_ns = row[DATASET_NS] + row[COLLATE_NS]
         cpu_ns, delay_ns = self._cpu_ns(), _run_delay_ns()
-        row[CPU_NS] += cpu_ns - self._looked_cpu_ns
-        row[RUN_DELAY_NS] += delay_ns - self._looked_delay_ns
+        row[CPU_NS] += cpu_ns - self._sampled_cpu_ns
+        row[RUN_DELAY_NS] += delay_ns - self._sampled_delay_ns
         row[OBSERVED_NS] = busy_ns
-        self._looked_cpu_ns, self._looked_delay_ns = cpu_ns, delay_ns
-        self._look_at_ns = now_ns + _LOOK_EVERY_NS
+        self._sampled_cpu_ns, self._sampled_delay_ns = cpu_ns, delay_ns
+        self._sample_due_ns = now_ns + _SAMPLE_EVERY_NS
 
 
 class _TimedSamples:
@@ -239,7 +239,7 @@ class _TimedSamples:
 
 
 def _as_index(index: Any) -> int:
-    """Return the index of a sample; -1 if it is no number."""
+    """Return the index of a sample; -1 if it is not a number."""
     return int(index) if isinstance(index, _INTEGERS) else -1
 
 

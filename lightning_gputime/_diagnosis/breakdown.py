@@ -48,8 +48,8 @@ from lightning_gputime._phases import (
 KNOWN = (*PHASES, GENERATE, REWARD, TRAINING_STEP)
 # Smallest fraction of the step for which a phase of the model's own work is a separate entry.
 _MIN_OTHER, _MIN_LOSS, _MIN_OPTIMIZER, _MIN_LOSS_ON_DEVICE = 0.05, 0.1, 0.2, 0.2
-# A phase that takes more time in one step than in all others is a bottleneck only if it also takes
-# this fraction of the other steps.
+# If one step has most of a phase's total time, the phase is a bottleneck only if it also takes this
+# fraction of the other steps.
 _MIN_OTHERS = 0.2
 _NOT_REMOVABLE = (TIMING, NOT_SAMPLED)
 
@@ -117,8 +117,8 @@ def break_down(
     work = CPU_WORK if m.on_host_clock else GPU_WORK
     wall_clock = m.wall_clock
     # Before the second step, the wall clock has no entry for steps.
-    is_known = wall_clock is not None and STEPS in wall_clock.entries_s
-    if wall_clock is None or not is_known:
+    has_steps_entry = wall_clock is not None and STEPS in wall_clock.entries_s
+    if wall_clock is None or not has_steps_entry:
         all_steps = m.steps + m.untimed_steps
         wall_clock = WallClockBreakdown({STEPS: all_steps * m.step.mean_ms / 1e3})
     entries_s = dict(wall_clock.entries_s)
@@ -141,14 +141,14 @@ def break_down(
         if seconds <= 0 and name != work:
             continue
         share = seconds / wall_s if wall_s else 0.0
-        in_steps = steps_s / wall_s if wall_s else 0.0
-        gain = share + max(_removable(name, part, m, pace) - part.share, 0.0) * in_steps
+        steps_share = steps_s / wall_s if wall_s else 0.0
+        gain = share + max(_removable(name, part, m, pace) - part.share, 0.0) * steps_share
         is_single = name in m.rows and _is_of_one_step(m.rows[name], m)
         is_unclear = may_hide_evaluations(name, m, setup)
         blurred = is_blurred(name, m)
         culprits = () if blurred else culprits_of(name, seconds, m)
         is_work = name in (work, *_NOT_REMOVABLE)
-        error = part.error * in_steps
+        error = part.error * steps_share
         is_uncertain = error >= share
         code = (
             ""
@@ -171,7 +171,7 @@ def break_down(
             )
         )
     mfu = m.mfu
-    scope = "timed steps" if not is_known else "training" if setup.is_own_loop else "fit"
+    scope = "timed steps" if not has_steps_entry else "training" if setup.is_own_loop else "fit"
     return TimeBreakdown(
         rows=tuple(sorted(rows, key=lambda row: -row.seconds)),
         wall_s=wall_s,

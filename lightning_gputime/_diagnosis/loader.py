@@ -95,7 +95,7 @@ class LoaderCase:
         )
 
     def describe(self) -> str:
-        """Return what a batch costs, and how much of that the loop waits for."""
+        """Return the cost of a batch, and the part that the loop waits for."""
         hidden_ms = max(self.busy_ms - self.exposed_ms, 0.0)
         text = (
             f"A batch takes {duration(self.busy_ms)} in a worker; {self.pace}: the loop waits"

@@ -1,4 +1,4 @@
-"""Limit of the model's own work in a step: GPU, kernel launches, or synchronizations."""
+"""Component that sets the pace of a step: the GPU, kernel launches, or synchronizations."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ MIN_GAPS = 0.1  # Smallest fraction of launch gaps that limits a step.
 
 
 class Pace(NamedTuple):
-    """Limit of the model's own work in a step.
+    """Component that sets the pace of a step, apart from entries that can be removed.
 
     Attributes:
         code: `GPU-bound`, `launch-bound` or `sync-bound`; `compute-bound` without a GPU.
@@ -29,7 +29,7 @@ class Pace(NamedTuple):
 
 
 def pace_of(measurement: Measurement) -> Pace:
-    """Return the limit of the model's own work in a step."""
+    """Return the component that sets the pace of a step."""
     m = measurement
     if m.on_host_clock:
         return Pace(COMPUTE, "the CPU computes the whole step")
@@ -49,12 +49,12 @@ def pace_of(measurement: Measurement) -> Pace:
     queued_ms = sum(ms for ms in lag_ms.values() if ms > 0)
     if queued_ms >= _MIN_LAG * step_ms:
         grounds = f"the GPU lags the CPU for {unit.number(queued_ms)} of {step}"
-        late = [name for name, ms in lag_ms.items() if -ms >= _MIN_BLOCKED * step_ms]
-        if not late:
+        blocked = [name for name, ms in lag_ms.items() if -ms >= _MIN_BLOCKED * step_ms]
+        if not blocked:
             return Pace(GPU, grounds)
         data = (DATA, FETCH, COPY, WAIT)
         host_ms = {name: m.rows[name].host_mean_ms for name in data if name in m.rows}
-        phases = tuple(largest_part(host_ms, name) for name in late)
+        phases = tuple(largest_part(host_ms, name) for name in blocked)
         named = ", ".join(f"`{name}`" for name in phases)
         return Pace(SYNC, f"the CPU blocks on the GPU in {named}: {grounds}", phases)
     idles = "the GPU idles while the CPU launches kernels"

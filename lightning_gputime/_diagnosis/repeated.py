@@ -41,10 +41,10 @@ class RepeatedCalls:
 
 
 def repeated_calls(m: Measurement) -> RepeatedCalls | None:
-    """Return the code with the most time that calls the model many times per batch, or None.
+    """Return the most expensive code that calls the model many times per batch, or None.
 
-    A few steps show which code runs each phase. The code around the update is the training loop:
-    its lines are compared, not the function.
+    A few located steps show the code of each phase. It is grouped by function, or by line in the
+    training loop, which is the function that contains the update.
     """
     places = [culprit for culprit in m.culprits if culprit.kind == PLACE and culprit.source]
     around = [culprit.source for culprit in places if culprit.entry == OPTIMIZER]

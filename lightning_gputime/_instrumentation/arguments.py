@@ -54,12 +54,12 @@ def _describe(value: Any) -> str:
     """Return a description of a wrong argument for an error message, with the likely fix."""
     kind = type(value).__name__
     if isinstance(value, type):
-        return f"the class {value.__name__}: give an instance, such as {value.__name__}(...)"
+        return f"the class {value.__name__}: pass an instance, such as {value.__name__}(...)"
     # `model.parameters()` returns a generator.
     if isinstance(value, torch.Tensor) or kind == "generator":
-        return "parameters: give the optimizer that updates them"
+        return "parameters: pass the optimizer that updates them"
     if isinstance(value, DataLoader | Dataset):
-        return f"a {kind}: write {_CORRECT_CALL}, and give the loader to timer.steps(loader)"
+        return f"a {kind}: write {_CORRECT_CALL}, and pass the loader to timer.steps(loader)"
     trainers = [base for base in type(value).__mro__ if base.__name__ == "Trainer"]
     if trainers:
         is_transformers = trainers[0].__module__.startswith("transformers.")
@@ -67,7 +67,7 @@ def _describe(value: Any) -> str:
         return f"a {kind}: write Trainer(callbacks=[lightning_gputime.{timer}()])"
     for name in ("optimizer", *getattr(value, "__dict__", ())):
         if isinstance(getattr(value, name, None), Optimizer):
-            return f"a {kind}: give the optimizer inside, its attribute `{name}`"
+            return f"a {kind}: pass the inner optimizer, its attribute `{name}`"
     return format_value(value)
 
 

@@ -22,7 +22,7 @@ class CallStack:
         self.running: list[int] = []
         """Ids of modules whose calls have begun and not ended, outermost first."""
         self.is_redirected = False
-        """True if the next call of the model is a wrapper's, to run the whole training step."""
+        """True if the next model call is a wrapper's, to run the whole training step."""
         self.is_recursive = False
         """True after a module was called inside its own call: the recursion limit is raised."""
         self._original_limit = self._raised_limit = 0

@@ -36,7 +36,7 @@ _MIN_MORE_CALLS = 2
 
 
 class EvaluationSearch:
-    """Separates evaluations, which belong to no step, from calls without grad that do.
+    """Separates evaluations, which are not part of any step, from other calls without gradients.
 
     A teacher, a rollout and pseudo-labels also call a model in eval mode without grad. The rules,
     where the model is in eval mode:
@@ -170,19 +170,20 @@ class EvaluationSearch:
 _WORK = (FORWARD, LOSS, BACKWARD, GRAD, OPTIMIZER)
 
 
-def _runs_of(names: Sequence[str], labels: Sequence[str]) -> tuple[list[tuple[int, int]], bool]:
-    """Return the runs of marks with some labels, and whether no work follows the last run.
+def _runs_of(searched: Sequence[str], labels: Sequence[str]) -> tuple[list[tuple[int, int]], bool]:
+    """Return runs of marks, and True if no work of the step follows the last run.
 
-    A run is an index and the index after its end. It has no work of the step in between.
+    A run is the index of its first mark, and the index after its last mark. Work of the step in
+    between starts a new run.
 
     Args:
-        names: The labels to search for.
+        searched: Labels of the marks in a run.
         labels: Labels of all marks.
     """
     runs: list[tuple[int, int]] = []
     is_open = False
     for place, label in enumerate(labels):
-        if label in names:
+        if label in searched:
             first = runs.pop()[0] if is_open else place
             runs.append((first, place + 1))
             is_open = True

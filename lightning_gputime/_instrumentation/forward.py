@@ -83,7 +83,7 @@ class ForwardBoundary:
         self._is_evaluation = False  # True if the running outermost call is an evaluation.
         self._modes = _Modes.NONE
         self.calls = 0
-        """Number of training calls of the model, or of its parts, in this step."""
+        """Number of training calls of the model or its parts in this step."""
         self.was_ever_called = False
         self.has_trained = False
         """True once a backward has run."""

@@ -181,9 +181,9 @@ class SubmoduleBoundary:
         label, backward_label = self._labels_of(outer, module)
         self._recorder.mark(label)
         for tensor in inputs:
-            # If the input is the output of another module, the backward of that module begins here,
-            # which ends the current backward. Except if that module is a parent of this one, whose
-            # call has ended: then a layer is called twice in a row.
+            # The backward of the module that produced this input starts at the same gradient, and
+            # ends the current backward, so no hook is needed. Exception: the producer is a parent
+            # of this module, as when a layer is called twice in a row.
             begins = self._backward_begun_by(tensor)
             if begins is None or backward_label.startswith(f"{begins}/"):
                 self._at_gradient(tensor, lambda: self._end(backward_label, _backward(outer)))

@@ -119,7 +119,7 @@ class OptimizerBoundary:
                 (item.register_step_pre_hook, item.register_step_post_hook) for item in hooked
             ]
         if loop.needs_updates:
-            # A GradScaler that skips an update calls no hook, but its attempt ends the step.
+            # A GradScaler that skips an update does not call hooks, but its attempt ends the step.
             attempts = Calls(self._scaler_begins)
             attachments.add(Subscription(torch.GradScaler, "step", attempts))
         for before, after in pre_post:
@@ -267,8 +267,7 @@ class OptimizerBoundary:
         if self.depth and interrupted is None:
             return
         self._interrupted = None
-        # A GradScaler that skips an update calls no hook, so a step without updates is a skipped
-        # update.
+        # A GradScaler that skips an update does not call hooks: the step has no updates.
         self.updates += 1
         if self._recorder.state is IDLE or (self._is_wrapped and interrupted is None):
             return

@@ -93,7 +93,7 @@ class FitActions:
     def _actions(self, fit: ListeningFit) -> dict[str, Callable[[], object]]:
         action_of = partial(lightning_.module_action, self._trainer, self._model)
         calls = dict([*self._actions_of_data(fit), *self._actions_of_callbacks(fit)])
-        # Before the first epoch starts, all is set-up.
+        # All time before the first epoch counts as set-up.
         start_epoch = partial(self._wall_clock.switch_to, EPOCH_ENDS)
         for callback in self._trainer.callbacks:
             calls[lightning_.callback_action(callback, _EPOCH_START)] = start_epoch

@@ -136,7 +136,7 @@ class Results:
         logs_slow_steps: bool = False,
         memory: MemoryWatch | None = None,
     ) -> None:
-        """Connect what a session measures besides steps.
+        """Connect the measurements of a session besides steps.
 
         Args:
             throughput: Reference for work per second.

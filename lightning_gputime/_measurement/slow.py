@@ -230,8 +230,8 @@ class _Kept(NamedTuple):
     def _thinned(self) -> "_Kept":
         """Keep the steps with the largest excess, and a sample of the others.
 
-        Other steps that are explained are summed. Of the rest, every second step is dropped, and
-        the next slower step gets its weight.
+        Sum the other steps that are explained. Drop every second step of the rest, and add its
+        weight to the next slower step.
         """
         each = [*zip(self.steps, self.weights, strict=True)]
         order = sorted(range(len(each)), key=lambda i: each[i][0].excess_ms, reverse=True)
@@ -280,7 +280,7 @@ class SlowLog:
         self._kinds: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Explain all steps: their evidence may not be picklable.
+        # The sums explain all steps, which drops their evidence: it may not be picklable.
         self._kept.sums()
         return self.__dict__
 

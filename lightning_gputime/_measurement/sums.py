@@ -137,12 +137,12 @@ def _marks_of(labels: tuple[str, ...]) -> Sequence[tuple[str | None, Sequence[in
     return [*marks_of, (None, [mark for mark, phases in enumerate(settled) if phases])]
 
 
-_NO_PRECISION = "MFU is unknown: no call of the model showed its precision"
+_NO_PRECISION = "MFU is unknown: no model call showed its precision"
 
 
 @dataclass(slots=True)
 class ThroughputReference:
-    """Reference for work per second, as in `WorkSummary`; filled in by the first step."""
+    """Peak throughput and FLOPs per item for a `WorkSummary`. Set in the first step."""
 
     items_by: str = ""
     precision: str = ""

@@ -17,17 +17,17 @@ class Unit:
         return f"{ms / self.ms:.{self.digits}f}"
 
     def fitted(self, longest_ms: float) -> "Unit":
-        """Return this unit with the decimal places that show a column's longest time in three."""
+        """Return this unit with three significant digits for the longest time of a column."""
         number = longest_ms / self.ms
         return replace(self, digits=max(2 - math.floor(math.log10(number)), 0) if number else 0)
 
     def number(self, ms: float) -> str:
-        """Return a time in three digits, without the unit."""
+        """Return a time with three significant digits, without the unit."""
         number = ms / self.ms  # With `.3g`, larger numbers would be 1.23e+03.
         return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
 
     def of(self, ms: float) -> str:
-        """Return a time in three digits, with the unit."""
+        """Return a time with three significant digits and the unit."""
         return f"{self.number(ms)} {self.name}"
 
 
@@ -42,10 +42,10 @@ def unit_of(ms: float) -> Unit:
 
 
 def duration(ms: float) -> str:
-    """Return a time in three digits, in a suitable unit."""
+    """Return a time with three significant digits, in a suitable unit."""
     return unit_of(abs(ms)).of(ms)
 
 
 def percent(share: float) -> str:
-    """Return a fraction in a sentence, in two digits where it is small."""
+    """Format a fraction as a percentage, with two significant digits below 10 %."""
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"

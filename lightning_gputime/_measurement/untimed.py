@@ -128,12 +128,12 @@ class UntimedSteps:
 
     def __init__(self, warmup_steps: int = 0, history_size: int = 0) -> None:
         self._warmup_steps = warmup_steps
-        # Stratum of each of the newest timed steps. Then, by stratum: all steps, and timed steps.
-        self._strata_of_timed = deque[int](maxlen=history_size)
+        self._strata_of_timed = deque[int](maxlen=history_size)  # Newest timed steps.
+        # Number and total time of the steps of each stratum; first of all steps, then of the timed.
         self._steps = np.zeros((2, _MAX_STRATUM + 1))
         self._ns = np.zeros((2, _MAX_STRATUM + 1))
         self.since_ns = 0
-        """End of the last step, as the time of all steps until then (in nanoseconds)."""
+        """Cumulative time of all steps at the end of the last step (in nanoseconds)."""
         self._durations_ns = array("q")  # Newest steps, not yet settled; -1 if excluded.
         self._settled = 0  # Index of the first of these steps.
         self._recent = deque[float](maxlen=_RECENT)  # Durations of untimed steps.
@@ -148,7 +148,7 @@ class UntimedSteps:
     # evaluations.
 
     def restart(self, now_ns: int) -> None:
-        """Start the next step now. The time since the last step belongs to no step."""
+        """Start the next step now. The time since the last step is not part of any step."""
         self.since_ns = now_ns
 
     def end_step(self, now_ns: int) -> None:

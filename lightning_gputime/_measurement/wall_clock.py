@@ -236,8 +236,8 @@ class WallClock:
         """Stop the clock. Safe to call twice.
 
         Args:
-            ended_ns: In a loop that only calls `step()`, whose end is not reported: the time of all
-                steps at the end of the last step, as `steps_ns` returns it.
+            ended_ns: Value of `steps_ns` at the end of the last step. Pass it for a loop that only
+                calls `step()`, and does not report its end: time after it counts as tear-down.
         """
         account = self._current()
         may_have_ended = self._now_ns is not None and self.has_stepped and not self._started_loops

@@ -428,7 +428,7 @@ def _advice_lines(diagnosis: Diagnosis) -> list[str]:
     rows = breakdown.rows if breakdown is not None else ()
     entries = {advice.text: row.name for row in reversed(rows) for advice in row.advice}
     # Advice on a slowdown or on repeated calls belongs to several entries.
-    about = {"slowdown": "slowdown", "repeated_calls": "calls of the model"}
+    about = {"slowdown": "slowdown", "repeated_calls": "model calls"}
     return [
         f"{about.get(advice.code) or entries[advice.text]}: {advice.text}"
         for advice in diagnosis.advice

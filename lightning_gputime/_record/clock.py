@@ -88,7 +88,7 @@ class DeviceClock:
             self.event().record()
         except Exception as error:
             raise ValueError(
-                f"device {str(device)!r} cannot be timed here ({error}): give an available"
+                f"device {str(device)!r} cannot be timed here ({error}): pass an available"
                 " accelerator, or 'cpu' for the host clock"
             ) from error
         self.host_ns = time.perf_counter_ns
@@ -207,7 +207,7 @@ def check_device(device: Any) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
-            f"device {device!r} is unknown: give a torch.device or a name such as 'cuda'"
+            f"device {device!r} is unknown: pass a torch.device or a name such as 'cuda'"
         ) from error
 
 

@@ -149,7 +149,7 @@ class PendingSteps:
         self._finish_safely(0, read=True)
 
     def drain(self) -> None:
-        """Read the steps that the device has finished, without a wait."""
+        """Read the steps that the device has finished, without waiting."""
         self._finish_safely(0, read=True, may_wait=False)
 
     def take_back(self, marks: list[Mark]) -> None:

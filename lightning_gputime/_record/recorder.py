@@ -260,7 +260,7 @@ class Recorder:
         marks = step.marks
         self.open = StepMarks(marks[-1:])
         if self.captures.has_captured:
-            skipped_update = False  # Replays call no hook of the optimizer.
+            skipped_update = False  # Graph replays do not call optimizer hooks.
             step.name_replay()
         if watcher.is_located:
             watcher.end_step()
@@ -270,7 +270,7 @@ class Recorder:
         self.pending.add(ended, read, may_wait)
 
     def end_at(self, label: str, number: int, index: int = -1, items: float = nan) -> bool:
-        """End the open step at its last mark of `label`, without a wait, and start the next.
+        """End the open step at its last mark of `label`, without waiting, and start the next.
 
         Return False if there is no such mark, or if a model or a backward has run after it.
         """

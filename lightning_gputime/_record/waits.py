@@ -9,7 +9,7 @@ from lightning_gputime._record.state import OPEN
 
 
 def begin_wait(recorder: Recorder, label: str = WAITS) -> bool:
-    """Interrupt the current phase by a wait for other ranks, until `end_wait`.
+    """Start a wait for other ranks, which interrupts the current phase until `end_wait`.
 
     The wait is part of that phase, even if the phase is relabeled later. With the label `RECEIVES`,
     it is part of the next phase. Return False during another wait, or if no step is timed.

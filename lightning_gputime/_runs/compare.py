@@ -115,14 +115,15 @@ class RunComparison(Tabular):
         """Return whether the step or a phase is slower by more than a bound.
 
         Args:
-            bound: Fraction of the time before, such as 0.02 for 2 %.
+            bound: Maximum slowdown, as a fraction of the time before, such as 0.02 for 2 %.
             phase: Phase, "step" (typical and mean), or entry of `wall_clock`; if empty, the step
                 and all `judged` phases.
 
         Returns:
             "regression" if any of them certainly exceeds the bound, "passed" if certainly none
-            does, else "cannot tell". Without a name, a phase also passes if it certainly adds no
-            more than the bound to the step. The mean of all steps passes by its estimate.
+            does, else "cannot tell". If `phase` is empty, a phase also passes if it certainly adds
+            less than `bound` times the step time. The mean of all steps passes if its estimate is
+            within the bound, even if its interval is not.
         """
         found = self.outcomes(bound, phase).values()
         if "regression" in found:

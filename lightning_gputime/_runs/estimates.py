@@ -171,7 +171,7 @@ def mean_of_all_steps(
         influence[is_long] = 0.0
         influence *= len(times) / np.count_nonzero(~is_long)
     else:
-        # Attribute time that the timed steps do not contain to random long steps.
+        # Assume that time outside of the timed steps was spent in long steps at random places.
         variances[0] += added_ms * max(max_ms - float(usual[0]), 0.0) / all_steps
     return Estimate(means, variances + variance(influence), not_sampled_ms)
 

@@ -8,7 +8,7 @@ from lightning_gputime._messages import WarnOnce
 from lightning_gputime._runs import saved
 
 _NOT_SAVED = (
-    "The run is not saved: %s. Its file has what was saved before, or is not there. Training, its"
+    "The run is not saved: %s. Its file has the last saved state, or does not exist. Training, its"
     " logs and the table are not touched."
 )
 _MIN_INTERVAL_S = 10.0  # Minimum time between two files.

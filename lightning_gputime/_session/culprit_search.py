@@ -13,7 +13,7 @@ _MAX_LOCATED_WINDOWS = 10  # Maximum number of timing windows at long steps that
 
 
 class CulpritSearch:
-    """Start a search when the steps so far give a reason.
+    """Start a search when the steps so far require it.
 
     Args:
         results: Statistics of the steps so far.

@@ -175,7 +175,7 @@ class Evaluations:
         return since_ns
 
     def abort(self) -> None:
-        """Remove all hooks, without a wait for the device. Safe to call twice."""
+        """Remove all hooks without waiting for the device. Safe to call twice."""
         if self._running is not None:
             self._running[0].remove()
             self._running = None

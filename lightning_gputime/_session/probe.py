@@ -37,7 +37,7 @@ class Probe:
         self._began_ns: int | None = None
         self._launch_ms: deque[float] = deque(maxlen=9)
         if self._spin is None:
-            self._give_up("there is no device, or not the current one, whose queue could be filled")
+            self._give_up("probes need a GPU, and it must be the current device")
         elif is_distributed():
             self._give_up("ranks would wait for each other's spins; probe a run of one process")
 

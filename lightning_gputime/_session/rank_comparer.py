@@ -96,7 +96,7 @@ class RankComparer:
         self.compare_arrived()
 
     def compare_arrived(self) -> None:
-        """Compare the times that have arrived from all ranks, without a wait."""
+        """Compare the times that all ranks have sent so far, without waiting."""
         if self._exchange is not None:
             self._compare(self._exchange, wait=False)
 
@@ -181,7 +181,7 @@ class Exchange:
         return bool(self._open)
 
     def send(self, totals: RankTotals, number: int) -> None:
-        """Send the totals of the steps up to this number, without a wait."""
+        """Send the totals of the steps up to this number, without waiting."""
         round_ = next(self._rounds)
         if self._rank == 0:
             self._open[round_] = number, totals
@@ -199,27 +199,29 @@ class Exchange:
         deadline = time.monotonic() + self._timeout_s if wait else -math.inf
         newest = max(self._open, default=0)
         for round_, (number, totals) in [*self._open.items()]:
-            is_last_look = wait or round_ <= newest - _MAX_OPEN_ROUNDS
-            there = self._there(round_, deadline, is_last_look=is_last_look)
-            if there is None:
+            is_final = wait or round_ <= newest - _MAX_OPEN_ROUNDS
+            arrived = self._arrived_ranks(round_, deadline, is_final=is_final)
+            if arrived is None:
                 return
             del self._open[round_]
-            values = self._store.multi_get([f"{round_}/{rank}" for rank in there]) if there else []
+            values = (
+                self._store.multi_get([f"{round_}/{rank}" for rank in arrived]) if arrived else []
+            )
             received = [RankTotals(**json.loads(value)) for value in values]
-            yield number, {0: totals, **dict(zip(there, received, strict=True))}
+            yield number, {0: totals, **dict(zip(arrived, received, strict=True))}
 
-    def _there(self, round_: int, deadline: float, *, is_last_look: bool) -> list[int] | None:
-        """Return the ranks whose totals of a round have arrived; None to ask again later."""
+    def _arrived_ranks(self, round_: int, deadline: float, *, is_final: bool) -> list[int] | None:
+        """Return the ranks whose totals of a round have arrived; None if it is too early."""
         late = {rank for rank in self._late if not self._store.check([f"{round_ - 1}/{rank}"])}
         awaited = {f"{round_}/{rank}": rank for rank in self._ranks[1:] if rank not in late}
-        if not is_last_look and not self._store.check([*awaited]):
+        if not is_final and not self._store.check([*awaited]):
             return None
-        there = [awaited[key] for key in wait_for(self._store, [*awaited], deadline)]
-        self._late = late.union(awaited.values()).difference(there)
+        arrived = [awaited[key] for key in wait_for(self._store, [*awaited], deadline)]
+        self._late = late.union(awaited.values()).difference(arrived)
         if new := sorted(self._late - self._reported):
             self._reported.update(new)
             messages.warning(_ABSENT, ", ".join(map(str, new)))
-        return there
+        return arrived
 
     def agree(self, wish: Sequence[int]) -> list[int]:
         """Return the wish of rank zero in the previous round, which all ranks follow from now on.

@@ -95,7 +95,7 @@ class Schedule:
         self._first_part = self._next_part = part
 
     def is_timed(self, index: int) -> bool:
-        """Return True if the step of this index is timed, unless it is probed."""
+        """Return True if the plan, which has no probes, times the step at `index`."""
         return index == self.next_timed(index)
 
     def next_timed(self, index: int) -> int:

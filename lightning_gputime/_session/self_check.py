@@ -51,7 +51,7 @@ _WRONG_COUNT = (
 # Messages on the sums of steps
 
 _NO_FORWARD = (
-    "No call of the model was recorded, so its time is in `other`. Pass the module that the loop"
+    "No model call was recorded, so its time is in `other`. Pass the module that the loop"
     ' calls, such as the result of torch.compile, or wrap the call in `with phase("forward")`.'
     " Nothing inside a compiled training step can be timed: compile the model alone."
 )
@@ -80,7 +80,7 @@ _BYPASSED = (
     ' Wrap its calls in `with phase("forward")`.'
 )
 _TWICE = (
-    "%d of %d steps have no call of the model. Call step() once, at the end of the loop body, or"
+    "%d of %d steps have no model call. Call step() once, at the end of the loop body, or"
     " only iterate over steps(). Skip batches inside steps(), as in"
     " timer.steps(filter(is_good, loader)). If those steps train another model, attach a timer to"
     " each model."
@@ -96,7 +96,7 @@ _MAY_EVALUATE = (
     " over timer.steps(loader)."
 )
 _UNSEEN = (
-    "Batches without a call of the model take %.3g ms of `other` a step. If they train in a way the"
+    "Batches without a model call take %.3g ms of `other` a step. If they train in a way the"
     " timer cannot see, such as a graph that was captured before attach(), call step() at the end"
     " of the loop body."
 )
@@ -130,7 +130,7 @@ _SEVERAL_DEVICES = (
 )
 
 _NOT_MEASURED = {
-    _NO_FORWARD: ("forward, because no call of the model was recorded", (FORWARD, OTHER)),
+    _NO_FORWARD: ("forward, because no model call was recorded", (FORWARD, OTHER)),
     _ELSEWHERE: ("forward, because the model is called in another thread", (FORWARD, OTHER)),
     _BYPASSED: ("forward, because the model is called without its hooks", (FORWARD, LOSS, OTHER)),
     _NO_BACKWARD: ("backward, because no backward was recorded", (BACKWARD, OTHER)),
@@ -175,9 +175,9 @@ class SelfCheck:
         self._stage = _Stage.FIRST_STEPS
         self._first: list[StepRecord] = []
         self._has_trained = False
-        self._idle_ms = 0.0  # Time of batches without any call of the model, which end no step.
+        self._idle_ms = 0.0  # Time of batches that do not call the model, and end no step.
         self._early = 0  # Number of steps before the first backward.
-        self._maybe_evaluated_ms = 0.0  # Time of calls in eval mode before the training of a step.
+        self._maybe_evaluated_ms = 0.0  # Time of eval-mode calls before the training part.
 
     def steps_read(self, steps: ReadSteps) -> None:
         """Check the steps that were read, once there are enough."""

@@ -66,7 +66,7 @@ class Session:
         wall_clock = results.wall_clock or clock_of_steps(clock.host_ns)
         self._analyzer = analyzer = SlowStepAnalyzer(clock, results.slow, results.culprits)
         users = UserCalls(options.observers, analyzer)
-        each_timed_for = _option_that_times_each(options, means, users)
+        each_timed_for = _option_that_times_every_step(options, means, users)
         plan = TimingPlan(options, clock, results, means.every_n_steps, each_timed_for)
         reader = StepReader(plan, wall_clock, options.timed_warmup_steps)
         self.recorder = recorder = Recorder(
@@ -187,7 +187,7 @@ class Session:
         self._logs.publish(self.steps.newest, self.steps.index)
 
     def log_means(self) -> None:
-        """Log the steps since the last log, as far as they can be read without a wait."""
+        """Log the steps since the last log, as far as they can be read without waiting."""
         self.drain()
         self._logs.log_now()
 
@@ -293,7 +293,7 @@ def _name_of_update(loop: Loop) -> str:
     return " and ".join(f"{kind}.step" for kind in kinds)
 
 
-def _option_that_times_each(options: Options, means: MeanLog, users: UserCalls) -> str:
+def _option_that_times_every_step(options: Options, means: MeanLog, users: UserCalls) -> str:
     """Return the option that requires timing every step; empty if none."""
     requires = {
         "observers=": users.takes_steps,

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from lightning_gputime._tuning.tuning import Tuning
 
 ABOUT = """\
-Run a script with a timer, try the changes that its advice suggests, and keep those that make it
-certainly faster. The script is not edited: tune applies one change at a time from outside, and
-alternates runs with and without it. Each run ends after --steps updates. The script itself writes
-its checkpoints and logs in every run.
+Run a script with a timer, try the changes that its advice suggests, and keep those that
+measurably speed it up. The script is not edited: tune applies one change at a time from outside,
+and alternates runs with and without it. Each run ends after --steps updates. The script itself
+writes its checkpoints and logs in every run.
 
   tune train.py --its --args
   tune --budget 30m --steps 500 --allow-numerics train.py
@@ -23,14 +23,14 @@ its checkpoints and logs in every run.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False
     parser.add_argument(
-        "--budget", type=_seconds, default=900.0, help="time for all runs, as in 15m (15m)"
+        "--budget", type=_seconds, default=900.0, help="time for all runs (default: 15m)"
     )
-    parser.add_argument("--steps", type=int, default=300, help="updates per run (300)")
+    parser.add_argument("--steps", type=int, default=300, help="updates per run (default: 300)")
     parser.add_argument(
         "--allow-numerics", action="store_true", help="also try bfloat16 and torch.compile"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("-o", "--out", help="a new folder for the runs (temporary)")
+    parser.add_argument("-o", "--out", help="new folder for the runs (default: a temporary folder)")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
 
 
@@ -51,7 +51,7 @@ def tune(args: argparse.Namespace) -> "Tuning":
         )
     folder = Path(args.out or tempfile.mkdtemp(prefix="tune-")).expanduser()
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"--out must be a new folder: {folder} has files. Give it another name")
+        raise ValueError(f"--out must be a new folder: {folder} has files. Choose another name")
     folder.mkdir(parents=True, exist_ok=True)
     tuning = Tuning(Script(args.script, folder, args.steps), args.budget, args.allow_numerics)
     try:

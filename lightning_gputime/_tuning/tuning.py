@@ -103,7 +103,7 @@ class Tuning(Tabular):
                 )
                 cost_s = time.monotonic() - start
                 if trial.change.code not in trial.after[-1].report.applied:
-                    trial.give_up("not applied: the script does not construct it")
+                    trial.give_up("not applied: the script does not construct the object to change")
                     return
         except RunError as error:
             trial.give_up(f"failed: {error}")
@@ -125,7 +125,7 @@ class Tuning(Tabular):
         if not trial.is_decided:
             return "uncertain: the budget ended"
         is_slower = trial.speed_up.value < MIN_SPEED_UP
-        return "rejected: not faster" if is_slower else "uncertain: runs differ by more"
+        return "rejected: not faster" if is_slower else "uncertain: the gain is within the noise"
 
     def _table(self) -> Table:
         lines = [_HEADER]
