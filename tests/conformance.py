@@ -225,7 +225,7 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 @loss_case(STEP_MS, build=with_model(parts), each=CALLS)
 def calls(loop: Loop, x: Tensor, call: Callable[..., Tensor]) -> Tensor:
-    """`net(x)`, `net.forward(x)`, parts, parts of parts, `ModuleList` and `ModuleDict`."""
+    """`net(x)`, `net.forward(x)`, submodules, nested submodules, `ModuleList` and `ModuleDict`."""
     return loop.tail(call(loop.model, x))
 
 
@@ -516,7 +516,7 @@ BACKWARDS: dict[str, Callable[[Tensor, Loop], object]] = {
 
 @body_case(times(optimizer=3.0), each=BACKWARDS)
 def ways_to_call_backward(loop: Loop, x: Tensor, backward: Callable[..., object]) -> None:
-    """`torch.autograd.backward`, also imported by name, or `torch.autograd.grad` in its place."""
+    """`torch.autograd.backward`, also imported by name, or `torch.autograd.grad` instead."""
     backward(loop.loss(x), loop)
     loop.gpu.work(1.0)
     loop.update()
@@ -534,7 +534,7 @@ def two_backwards(loop: Loop, x: Tensor) -> None:
 
 @body_case(times(other=1.125))
 def backward_that_raises(loop: Loop, x: Tensor) -> None:
-    """A backward that raises is followed by a step with every phase."""
+    """After a backward that raises, the next step has every phase."""
     try:
         torch.ones(1).backward()
     except RuntimeError:
@@ -782,7 +782,7 @@ CASES += [
     ),
     Case(
         "update that calls its base",
-        "An optimizer whose `step` calls the one of its base: one update",
+        "An optimizer whose `step` calls that of its base class: one update",
         times(optimizer=10.0),
         ALL_AND_TRANSFORMERS,
         build=with_optimizer(Twice),
@@ -834,7 +834,7 @@ class Failing(Adder):
 
 
 def update_that_raises(loop: Loop, x: Tensor, retries: bool) -> None:
-    """An update that raises and is tried again, or left out: hides no other update."""
+    """An update that raises and is retried or skipped does not hide other updates."""
     loop.loss(x).backward()
     loop.optimizer.fails = loop.number == 1
     try:
@@ -865,7 +865,7 @@ for _retries, _accumulate, _steps, _skipped in (
 
 @body_case(STEP_MS, (STEPS, STEP, MANUAL), each={"each batch": (0, 1, 2), "once": (1,)})
 def new_optimizer(loop: Loop, x: Tensor, numbers: tuple[int, ...]) -> None:
-    """An optimizer that is made later or replaced: `optimizer`."""
+    """An optimizer that is created later or replaced: `optimizer`."""
     if loop.number in numbers:
         loop.optimizer = Adder(loop.model.parameters(), loop.gpu, 2.0)
     loop.train_on(x)
@@ -992,7 +992,7 @@ def several_updates_in_one_batch(loop: Loop, x: Tensor) -> None:
     times(forward=8.0, other=2.125), build=beside(lambda gpu: Layer(gpu, 2.0)), lead_ms=2.125
 )
 def teacher_and_an_extra_forward(loop: Loop, x: Tensor) -> None:
-    """A teacher that the timer does not know: `other`; an extra call without grad: `forward`."""
+    """A teacher that was not passed to the timer: `other`; an extra call without grad: `forward`."""
     with torch.no_grad():
         loop.other(x)
     loop.train_on(x)
