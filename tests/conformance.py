@@ -992,7 +992,7 @@ def several_updates_in_one_batch(loop: Loop, x: Tensor) -> None:
     times(forward=8.0, other=2.125), build=beside(lambda gpu: Layer(gpu, 2.0)), lead_ms=2.125
 )
 def teacher_and_an_extra_forward(loop: Loop, x: Tensor) -> None:
-    """A teacher that was not passed to the timer: `other`; an extra call without grad: `forward`."""
+    """A teacher not passed to the timer: `other`; an extra call without grad: `forward`."""
     with torch.no_grad():
         loop.other(x)
     loop.train_on(x)

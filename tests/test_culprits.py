@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torchmetrics import MeanMetric
 
 from lightning_gputime import GPUPhaseHooks, PhaseSummary
+from lightning_gputime._diagnosis.repeated import repeated_calls
 
 
 class Photos(Dataset[Tensor]):
@@ -432,3 +433,26 @@ def test_blocking_calls_are_not_located_if_warnings_are_errors(modes: list[Any])
         with hooks(loop) as timer:
             train_blocked(loop, timer, modes)
     assert modes == ["default"]
+
+
+@pytest.mark.parametrize("options", [{}, {"modules": 1}])
+@pytest.mark.parametrize("n", [1, 6])
+def test_model_that_is_called_by_rows_is_named(
+    n: int, options: dict[str, Any], gpu: FakeGPU
+) -> None:
+    loop = Loop(gpu)
+
+    def by_rows(x: Tensor) -> Tensor:
+        return torch.cat([loop.model(row) for row in x.repeat(n, 1, 1)])
+
+    with hooks(loop, **options) as timer:
+        for x in timer.steps(loop.batches(60)):
+            by_rows(x).sum().backward()
+            loop.optimizer.step()
+    found = repeated_calls(timer.summary().measurement)
+    if n == 1:
+        assert found is None
+    else:
+        assert found is not None
+        assert "test_culprits.py:" in found.where
+        assert found.calls == n

@@ -11,6 +11,7 @@ from lightning_gputime._phases import (
     AFTER_UPDATE,
     BACKWARD,
     EXCLUDED,
+    FORWARD,
     INTERRUPTIONS,
     OPTIMIZER,
     OTHER,
@@ -18,6 +19,7 @@ from lightning_gputime._phases import (
     resolve_labels,
 )
 
+_INSIDE_FORWARD = f"{FORWARD}/"
 _MAX_FRAMES = 4  # Maximum number of stack frames that are kept at a mark.
 
 Frames = tuple[Frame, ...]
@@ -105,7 +107,9 @@ class PlaceReader:
                 self._add(step)
 
     def _add(self, step: StepRecord) -> None:
-        # Inline, because a step may have hundreds of labels.
+        # Inline, because a step may have hundreds of labels. After a submodule or an update inside a
+        # model call, `forward` continues, and is no other pass.
+        before = ""
         for i, (label, following, phases, ms) in enumerate(
             zip(
                 step.labels,
@@ -124,7 +128,10 @@ class PlaceReader:
             elif label == OTHER:
                 name = "before backward" if following == BACKWARD else "before forward"
             place = Passage(step.places[i], step.places[i + 1], self._outside)
-            self._sums.add(phases[0], name, round(1e6 * ms), source=place, kind=PLACE)
+            is_call = label == FORWARD and before != OPTIMIZER and before[:8] != _INSIDE_FORWARD
+            passes = int(phases[0] != FORWARD or is_call)
+            before, ns = label, round(1e6 * ms)
+            self._sums.add(phases[0], name, ns, source=place, kind=PLACE, calls=passes)
 
 
 class PlaceTimer:

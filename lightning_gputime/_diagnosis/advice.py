@@ -377,7 +377,7 @@ def _optimize_faster(case: Case) -> Iterator[Advice]:
     yield from _fuse(case.m, setup)
     names = {culprit.name for culprit in culprits[:1]}
     if setup.unfused and names <= {f"{setup.unfused}.step"}:
-        return  # The update itself takes the time, as far as is known.
+        return  # No other code in `optimizer` was found.
     if culprits:
         yield _shorten_code(case, culprits)
     else:

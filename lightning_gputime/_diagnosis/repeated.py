@@ -1,6 +1,6 @@
 """Code that calls the model many times per step, on parts of a batch."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 
 from lightning_gputime._diagnosis.diagnosis import Advice
@@ -16,22 +16,20 @@ _WORK = (FORWARD, LOSS, BACKWARD, OPTIMIZER, OTHER)
 
 @dataclass(frozen=True, slots=True)
 class RepeatedCalls:
-    """Code that calls the model, or runs a backward, many times per batch.
+    """Code that calls the model many times per batch.
 
     Attributes:
         where: The function with its lines, or the lines of the loop body.
-        does: Action that is repeated, as in "calls the model".
         calls: Number of calls per batch.
         share: Fraction of the step, from 0 to 1.
     """
 
     where: str
-    does: str
     calls: int
     share: float
 
     def __str__(self) -> str:
-        often = f"{self.where} {self.does} {self.calls:,} times per batch"
+        often = f"{self.where} calls the model {self.calls:,} times per batch"
         return f"{often}, which takes {percent(self.share)} of the step"
 
     @property
@@ -43,36 +41,43 @@ class RepeatedCalls:
 def repeated_calls(m: Measurement) -> RepeatedCalls | None:
     """Return the most expensive code that calls the model many times per batch, or None.
 
-    A few located steps show the code of each phase. It is grouped by function, or by line in the
-    training loop, which is the function that contains the update.
+    A few located steps show the code of each phase. A line that calls the model is repeated. Its
+    time is that of its function, or of the line if the function is the training loop, which
+    contains the update.
     """
-    places = [culprit for culprit in m.culprits if culprit.kind == PLACE and culprit.source]
-    around = [culprit.source for culprit in places if culprit.entry == OPTIMIZER]
-    loops = {(source.file, source.function) for source in around if source is not None}
-    fetches = (culprit.calls for culprit in places if culprit.entry in (DATA, FETCH))
-    batches = max(fetches, default=0)
-    all_s = _observed_s(m)
+    places = [
+        (culprit, culprit.source)
+        for culprit in m.culprits
+        if culprit.kind == PLACE and culprit.source is not None
+    ]
+    loops = {
+        (source.file, source.function) for culprit, source in places if culprit.entry == OPTIMIZER
+    }
+
+    def part_of(source: Source) -> tuple[str, str, int]:
+        is_loop = (source.file, source.function) in loops
+        return source.file, source.function, source.first_line if is_loop else 0
+
+    fetches = (culprit.calls for culprit, _ in places if culprit.entry in (DATA, FETCH))
+    batches, all_s = max(fetches, default=0), _observed_s(m)
     if not batches or not all_s:
         return None
-    seconds, calls = defaultdict[object, float](float), Counter[object]()
-    sources: dict[object, Source] = {}
-    names = {FORWARD: "calls the model", BACKWARD: "runs a backward"}
-    for culprit in places:
-        if culprit.source is None or culprit.entry not in _WORK:
-            continue
-        source = culprit.source
-        is_loop = (source.file, source.function) in loops
-        key = (source.file, source.first_line if is_loop else source.function)
-        sources.setdefault(key, source)
-        seconds[key] += culprit.seconds
-        if culprit.entry in names:
-            calls[key, culprit.entry] += culprit.calls
-    found = [
-        RepeatedCalls(_name(sources[key], loops), does, round(n / batches), seconds[key] / all_s)
-        for key in sources
-        for phase, does in names.items()
-        if (n := calls[key, phase]) >= _MIN_CALLS * batches
-    ]
+    seconds = Counter[tuple[str, str, int]]()
+    calls = Counter[tuple[str, str, int]]()
+    for culprit, source in places:
+        if culprit.entry in _WORK:
+            seconds[part_of(source)] += round(1e9 * culprit.seconds)
+        if culprit.entry == FORWARD:
+            calls[source.file, source.function, source.first_line] += culprit.calls
+    found = []
+    for culprit, source in places:
+        n = calls[source.file, source.function, source.first_line]
+        if culprit.entry == FORWARD and n >= _MIN_CALLS * batches:
+            share = seconds[part_of(source)] / 1e9 / all_s
+            is_loop = (source.file, source.function) in loops
+            has_name = not is_loop and "<" not in source.function  # Not "<listcomp>".
+            name = f"`{source.function}` ({source})" if has_name else str(source)
+            found.append(RepeatedCalls(name, round(n / batches), share))
     best = max(found, key=lambda repeated: repeated.share, default=None)
     return best if best is not None and best.share >= _MIN_SHARE else None
 
@@ -84,8 +89,3 @@ def _observed_s(m: Measurement) -> float:
         if culprit.kind == PLACE and culprit.entry in (*_WORK, DATA):
             by_entry[culprit.entry] = culprit.observed_s or 0.0
     return sum(by_entry.values())
-
-
-def _name(source: Source, loops: set[tuple[str, str]]) -> str:
-    is_loop = (source.file, source.function) in loops
-    return str(source) if is_loop or not source.function else f"`{source.function}` ({source})"

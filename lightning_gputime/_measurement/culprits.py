@@ -202,8 +202,12 @@ class CulpritSums:
         source: Source | Place | None = None,
         caller: str = "",
         kind: str = CALL,
+        calls: int = 1,
     ) -> None:
-        """Add a call of `name`, or a pass through a place, that took `ns` nanoseconds."""
+        """Add a call of `name`, or a pass through a place, that took `ns` nanoseconds.
+
+        With `calls=0`, the time belongs to a call that was added before.
+        """
         key = entry, name, kind, source, caller
         found = self._sums.get(key)
         if found is None:
@@ -212,7 +216,7 @@ class CulpritSums:
                 key = entry, "", PLACE, None, ""
             found = self._sums.setdefault(key, [0, 0])
         found[0] += ns
-        found[1] += 1
+        found[1] += calls
 
     def _located(self) -> dict[tuple[str, str, str, Source | None, str], list[int]]:
         """Return the sums by lines of code."""
