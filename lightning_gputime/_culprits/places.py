@@ -107,8 +107,8 @@ class PlaceReader:
                 self._add(step)
 
     def _add(self, step: StepRecord) -> None:
-        # Inline, because a step may have hundreds of labels. After a submodule or an update inside a
-        # model call, `forward` continues, and is no other pass.
+        # Inline, because a step may have hundreds of labels. After a submodule, or an update inside
+        # a model call, the same call continues.
         before = ""
         for i, (label, following, phases, ms) in enumerate(
             zip(
