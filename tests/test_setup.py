@@ -43,7 +43,7 @@ def test_setup_has_the_kind_of_dataset() -> None:
     known = known_of_loader(DataLoader(Subset(there, [0, 1])))
     assert (known["is_in_memory"], known["is_iterable"]) == (True, False)
     known = known_of_loader([loader(), DataLoader(Endless())])
-    assert (known["is_in_memory"], known["is_iterable"]) == (True, True)
+    assert (known["is_in_memory"], known["is_iterable"]) == (False, True)
     other: Any = [1, 2]
     assert not known_of_loader(DataLoader(other))["is_in_memory"]
 

@@ -37,11 +37,13 @@ class Passage(NamedTuple):
         end: Functions that ran at the second mark.
         outside: Functions around the training, such as the caller of `fit`. Their lines say
             nothing about a phase.
+        enters_calls: True to name the called function if the marks are in a single line.
     """
 
     start: Frames
     end: Frames
     outside: Frames = ()
+    enters_calls: bool = False
 
     def source(self) -> Source | None:
         around = {frame.code for frame in self.outside}
@@ -49,10 +51,21 @@ class Passage(NamedTuple):
         for first in start:
             for last in self.end:
                 if first.code is last.code:
-                    return _source(first, _line_reached(first, last))
+                    return self._between(first, last, start[0])
         if start:  # The function was left.
             return _source(start[0], start[0].last_line)
         return None  # The function was called later: trainer code ran before it.
+
+    def _between(self, first: Frame, last: Frame, innermost: Frame) -> Source:
+        """Return the lines of a function between two places, or of a call if that is all."""
+        line, end = _line_reached(first, last), self.end[0]
+        if line > first.line or not self.enters_calls:
+            return _source(first, line)
+        if innermost is not first:  # The rest of the called function.
+            return _source(innermost, innermost.last_line)
+        if end is not last:  # The called function, up to the second place.
+            return Source(end.file, end.code.co_firstlineno, end.line, short_name(end.function))
+        return _source(first, line)
 
 
 class Here(NamedTuple):
@@ -127,7 +140,8 @@ class PlaceReader:
                 name = "after the update"
             elif label == OTHER:
                 name = "before backward" if following == BACKWARD else "before forward"
-            place = Passage(step.places[i], step.places[i + 1], self._outside)
+            is_other = phases[0] == OTHER
+            place = Passage(step.places[i], step.places[i + 1], self._outside, is_other)
             is_call = label == FORWARD and before != OPTIMIZER and before[:8] != _INSIDE_FORWARD
             passes = int(phases[0] != FORWARD or is_call)
             before, ns = label, round(1e6 * ms)

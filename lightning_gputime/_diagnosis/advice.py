@@ -128,14 +128,14 @@ def _load_faster(case: Case) -> Iterator[Advice]:
         return
     culprit = next((found for found in case.culprits if found.kind in STAGES), None)
     reason = "" if culprit is None else f"{culprit} takes {case.takes(culprit)}: "
+    if culprit is not None and culprit.kind == SAMPLER:
+        text = f"{reason}make it faster; it runs in the main process, even with workers"
+        yield Advice("sampler", text, {"sampler": culprit.name})
+        return
     if setup.is_in_memory:
         # Workers would copy each batch twice, and cannot read tensors on a device.
         text = f"{reason}index whole batches with dataset[indices]; the tensors are in memory"
         yield Advice("index_batches", text)
-        return
-    if culprit is not None and culprit.kind == SAMPLER:
-        text = f"{reason}make it faster; it runs in the main process, even with workers"
-        yield Advice("sampler", text, {"sampler": culprit.name})
         return
     if not setup.has_loader and FETCH not in m.rows:
         if is_uneven(fetches):
@@ -247,9 +247,12 @@ def _call_back_less(case: Case) -> Iterator[Advice]:
     elif m.share(SAVES) >= _MIN_PART:
         yield from _save_less(case)
     else:
+        # Without checkpoints, which have a separate entry.
+        steps = max(m.steps + m.untimed_steps + m.warmup_steps, 1)
+        took = f"{duration(1e3 * case.seconds / steps)} of {duration(m.step.mean_ms)} per step"
         text = (
-            f"callbacks take {_per_step(m, CALLBACKS)}: log less often (log_every_n_steps), or"
-            " remove callbacks one at a time to find the slow one"
+            f"callbacks take {took}: log less often (log_every_n_steps), or remove callbacks one at"
+            " a time to find the slow one"
         )
         yield Advice("callbacks", text)
 
@@ -374,11 +377,12 @@ def _unblock(case: Case) -> Iterator[Advice]:
 
 def _optimize_faster(case: Case) -> Iterator[Advice]:
     setup, culprits = case.setup, case.culprits
-    yield from _fuse(case.m, setup)
     names = {culprit.name for culprit in culprits[:1]}
     if setup.unfused and names <= {f"{setup.unfused}.step"}:
+        yield from _fuse(case.m, setup)
         return  # No other code in `optimizer` was found.
     if culprits:
+        # The update itself takes less.
         yield _shorten_code(case, culprits)
     else:
         text = (

@@ -199,7 +199,7 @@ def known_of_loader(loader: object) -> dict[str, Any]:
         "has_loader": True,
         "foreign_loader": next(filter(None, map(_foreign_class, loaders)), ""),
         "is_iterable": any(isinstance(dataset, IterableDataset) for dataset in datasets),
-        "is_in_memory": any(isinstance(dataset, TensorDataset) for dataset in datasets),
+        "is_in_memory": all(isinstance(dataset, TensorDataset) for dataset in datasets),
         **{name: _common(loaders, name) for name in _OF_LOADERS},
     }
 
