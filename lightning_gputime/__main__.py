@@ -121,7 +121,7 @@ def _new_parser() -> argparse.ArgumentParser:
     _add_bounds(turns)
     turns.add_argument("--markdown", action="store_true", help=markdown)
 
-    trials = new("tune", help="try the advice, and prove it", description=tuning.ABOUT)
+    trials = new("tune", help="try the advice, and measure its effect", description=tuning.ABOUT)
     trials.set_defaults(command=_tune)
     tuning.add_arguments(trials)
 

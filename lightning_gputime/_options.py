@@ -257,8 +257,8 @@ _INTEGERS = {
 }
 
 _IS_ITEMS = (
-    "be a function of the batch, the number of items in a batch, or None for the size of the"
-    " batch's first tensor"
+    "be the number of items in a batch, a function that returns it for a batch, or None for the"
+    " size of the batch's first tensor"
 )
 _IS_FLOPS = (
     "be the FLOPs of forward and backward of an item (of a token, say, where items= is a function"
@@ -269,7 +269,7 @@ _IS_OBSERVERS = (
 )
 _IS_SYNC = "be True (compare the ranks at the end of each epoch), 'log' (at every log) or False"
 _IS_PROBES = f"be 0 or at least 3 ({_PROBES})"
-_IS_KEY = "be a key such as 'phase_time', without outer '/'"
+_IS_KEY = "be a key such as 'phase_time', without '/' or spaces at its ends"
 
 # Requirements of the other options: name, error, check, and the expected value.
 _REQUIREMENTS: Sequence[tuple[str, type[Exception], Callable[[Any], bool], str]] = (

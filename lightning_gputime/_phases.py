@@ -66,7 +66,7 @@ COLOURS = {
     OTHER: "#BBBBBB",
 }
 
-_OWN_COLOURS = ("#9467BD", "#F0E442", "#8C564B")  # Colors of custom phases.
+_CUSTOM_COLOURS = ("#9467BD", "#F0E442", "#8C564B")  # Colors of custom phases.
 
 PHASES = tuple(COLOURS)
 # Sub-phases of any loop, without modules and custom phases.
@@ -290,9 +290,9 @@ def is_wait(name: str) -> bool:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Sort phases as a step runs them, the user's own last, sub-phases below their parent.
+    """Sort phases in execution order: custom phases last, sub-phases after their parent.
 
-    The modules inside `forward` and `backward` come as they were first seen, in both alike.
+    Modules inside `forward` and `backward` are in order of first appearance, the same in both.
     """
     tops = list(dict.fromkeys([*PHASES, *(name.partition("/")[0] for name in names)]))
     seen = {part: i for i, part in enumerate(dict.fromkeys("/".join(names).split("/")))}
@@ -306,9 +306,9 @@ def in_order(names: Sequence[str]) -> list[str]:
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
-    """Return a colour for each phase; the user's own share a few."""
-    own = itertools.cycle(_OWN_COLOURS)
-    return {name: COLOURS.get(name) or next(own) for name in names}
+    """Return a colour for each phase. Custom phases cycle through a few colours."""
+    custom = itertools.cycle(_CUSTOM_COLOURS)
+    return {name: COLOURS.get(name) or next(custom) for name in names}
 
 
 def label_of_callback(callback: object, hook: str) -> str:

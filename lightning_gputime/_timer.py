@@ -84,7 +84,7 @@ def never_raises(hook: Hook) -> Hook:
             hook(self, *args, **kwargs)
         except Exception as error:
             if not isinstance(self, Timer):
-                # A trainer has called the function of the class itself.
+                # The trainer was given the class in place of an instance.
                 raise TypeError(_NO_INSTANCE) from None
             self._give_up(error)
 
@@ -146,7 +146,7 @@ class Timer(Tabular):
     # For front ends
 
     def _print_on_stderr(self) -> None:
-        """Print tables on stderr: the output of a script that gets a timer stays as it is."""
+        """Print tables on stderr, so that the output of the script is unchanged."""
         self._prints_on_stderr = True
 
     def _start(

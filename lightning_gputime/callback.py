@@ -224,7 +224,7 @@ class Fit(BatchState):
     # Validations
 
     def evaluation_begins(self, trainer: Any) -> None:
-        """Start a validation, perhaps of another trainer, by a callback's hook."""
+        """Start a validation in a callback hook, unless the trainer's actions report it."""
         if not self._sees_validations_of(trainer):
             self.start_validation()
 

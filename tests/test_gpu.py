@@ -233,7 +233,7 @@ def test_module_captured_with_make_graphed_callables_is_timed() -> None:
         assert graphed[name] == pytest.approx(eager[name], rel=0.15)
 
 
-def test_captured_step_is_timed_as_the_phase_its_replays_are_launched_in() -> None:
+def test_graph_replay_is_timed_in_the_phase_that_launches_it() -> None:
     torch.manual_seed(0)
     x = torch.randn(4096, 4096, device="cuda")
     model = Wide().cuda()

@@ -325,7 +325,10 @@ NO_PACKAGE = "#!/bin/sh\nexit 1"
     ("command", "message"),
     [
         ("missing.py", "there is no script or command 'missing.py'"),
-        ("plain.sh", "plain.sh is not a Python script, and cannot be executed: write run bash"),
+        (
+            "plain.sh",
+            "plain.sh is neither a Python script nor executable. Name the program that runs it",
+        ),
         ("./no_first_line.sh", "line.sh is not a Python script, and cannot be executed"),
         ("python -I train.py", "flags -E, -I and -S keep the timer out: leave them out of 'python"),
         (f"{sys.executable} -uS -m x", "keep the timer out"),

@@ -39,14 +39,14 @@ ABOUT_BENCH = """\
 Run two commands alternately (a b b a), each with a timer as by run, and compare their steps. After
 3, 5, 8, ... turns it ends if the answer is certain: passed or regression by each bound of
 --fail-above (or one regression); without a bound, if the step is certainly slower or faster. It
-ends after --turns runs of each. The intervals are wider than those of compare, to allow for
-several looks. If a script has a timer, the runs are those of that timer.
+ends after --turns runs of each. The intervals are wider than those of compare, because
+the runs are compared several times. If a script has a timer, the runs are those of that timer.
 
   bench "train.py" "train.py --new"
   bench "torchrun --nproc-per-node 2 old.py" "torchrun --nproc-per-node 2 new.py" --fail-above 2%
 """
 _FAILED = 2
-_LOOKS = (3, 5, 8, 12, 18, 27, 40)  # Turns after which it may end. The looks share the error rate.
+_LOOKS = (3, 5, 8, 12, 18, 27, 40)  # Turns after which bench may end. They share the error rate.
 
 SWITCHES = ("annotate",)
 VALUES = (
@@ -173,7 +173,7 @@ def bench(args: argparse.Namespace) -> "RunComparison":
             groups[i].append(folder / side / f"{turn:03}.json.gz")
             _save_run(commands[side], groups[i][-1])
             if turn == 1 and i == 0:
-                # Raise before a long bench if there is no such phase.
+                # Raise before a long bench if --fail-above names an unknown phase.
                 with_itself = compare_groups([groups[0], groups[0]])
                 for bound in args.fail_above:
                     with_itself.outcome(*bound)

@@ -54,8 +54,9 @@ class EarlyStages:
 
     def __init__(self) -> None:
         self._staged = StagedLoaders(_is_in_main_process, time.perf_counter_ns, self)
+        # Adds the stages of the iterator that is being made to the sums of a timer.
         self._newest: Callable[[CulpritSums], object] = do_nothing
-        # Adds the stages of each iterator to the sums of a timer.
+        # The same function of each iterator that was made.
         self._adds = WeakKeyDictionary[Any, Callable[[CulpritSums], object]]()
         self._iter = Subscription(DataLoader, "__iter__", self)
 
@@ -154,6 +155,7 @@ class Fetches:
         self._iterators = []
 
     def _start_epoch(self, loader: DataLoader[Any], *_: Any) -> bool:
+        """Start `data` if a training loader starts an epoch. Return True if the loader is new."""
         place = self._place_of(loader.dataset)
         if place is None:
             return False
@@ -184,7 +186,7 @@ class Fetches:
         if recorder.state is PAUSED:
             recorder.resume(DATA)
         elif not self._has_started:
-            # The step has started with `data`, at the end of an update.
+            # Time since the last update has the label `data`, but is `other`.
             recorder.mark_instead(DATA, OTHER)
             recorder.mark(DATA)
         self._has_started = False

@@ -19,14 +19,14 @@ _WITH_VALUE = "WX"
 KEEPS_OUT = "Python's flags -E, -I and -S keep the timer out: leave them out{}"
 _NOT_FOUND = "there is no script or command {!r}"
 _NOT_PYTHON = (
-    "{0} is not a Python script, and cannot be executed: write run bash {0} (or the program that"
-    " reads it), or add a first line such as #!/bin/bash and make it executable by chmod +x {0}"
+    "{0} is neither a Python script nor executable. Name the program that runs it, as in"
+    " `run bash {0}`, or add a first line such as #!/bin/bash and run chmod +x {0}"
 )
 _NO_PACKAGE = (
     "{0} has no lightning_gputime, so nothing would be timed: install it there by {0} -m pip"
     " install lightning-gputime (Python 3.11 or newer), or write run train.py, without a Python"
 )
-# The folder of the script is on the path of Python, not the current folder.
+# A script has its own folder on sys.path, not the current folder.
 _FIND = """\
 import importlib.util, sys
 sys.path[:] = filter(None, sys.path)

@@ -139,7 +139,7 @@ _AT_HAND = (range, itertools.count, itertools.repeat, list, tuple)
 
 
 class Loader:
-    """Detect fetches that took long."""
+    """Detect slow fetches."""
 
     def __init__(self, newest_batches: Callable[[], Sequence[MadeBatch]] = tuple) -> None:
         self._newest_batches = newest_batches
@@ -150,7 +150,7 @@ class Loader:
         """Take the loader of the next loop; its fetches may not be separate from `data`."""
         self._phase = DATA if in_data else FETCH
         if type(loader) in _AT_HAND:
-            self._phase = ""  # No phase: what is long there is not the fetch.
+            self._phase = ""  # No phase: the time there is not the fetch.
         workers = attribute(loader, "num_workers")
         self._workers = workers if isinstance(workers, int) else 0
 

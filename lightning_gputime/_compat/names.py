@@ -48,9 +48,9 @@ class Name:
 
     Attributes:
         path: The dotted name, module first, such as "torch._C._current_graph_task_id".
-        feature: Measurement that is missing without it. Empty if a public name does the same.
+        feature: Measurement that is missing without it. Empty if a public name can replace it.
         blurred: Phases that cannot be separated without it.
-        sample: Returns an object that has the attribute, if its class does not.
+        sample: Function that returns an object with the attribute, if the class lacks it.
     """
 
     path: str

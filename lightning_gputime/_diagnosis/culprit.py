@@ -106,7 +106,7 @@ def culprits_of(entry: str, seconds: float, m: Measurement) -> tuple[EntryCulpri
 
 
 def parts_of_other(m: Measurement) -> str:
-    """Return a sentence on the parts of `other`; empty if it is short or its parts are unknown."""
+    """Return a sentence about the parts of `other`; empty if `other` is short or not split."""
     shares: dict[str, float] = {}
     for culprit in of_entry(m.culprits, OTHER):
         if culprit.kind == PLACE and culprit.name and culprit.observed_s:

@@ -150,7 +150,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 def is_tensor_parallel(parameters: Iterable[nn.Parameter], model: nn.Module) -> bool:
     """Return whether any parameter is sharded over ranks that work on the same batch."""
-    # FSDP also shards, over ranks with different batches: that is one dimension of the mesh.
+    # FSDP shards over one dimension, whose ranks have different batches: do not count it.
     dimensions = int(any(map(is_sharded, nn.Module.modules(model))))
     return any(
         sum(place.is_shard() for place in getattr(parameter, "placements", ())) > dimensions

@@ -240,7 +240,7 @@ class _Relay:
         self._actions.clear()
 
     def start(self, action_name: str) -> Any:
-        self._actions[action_name]
+        self._actions[action_name]  # Its `__missing__` calls the listeners.
         return self._call(action_name)
 
 

@@ -78,7 +78,7 @@ class MeanLog:
         self.log_means()
 
     def take(self, steps: ReadSteps) -> bool:
-        """Add steps that `results` already includes. Return True if any was logged."""
+        """Add steps that `results` already includes. Return True if a log was written."""
         if self._is_sampled:
             self._add(steps.records, steps.sums)
             return False

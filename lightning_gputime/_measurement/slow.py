@@ -123,10 +123,10 @@ class SlowSummary:
     n: int  # Number of slow steps.
     steps: int  # Number of timed steps.
     share: float  # Excess as a fraction of the time of all steps, from 0 to 1.
-    cause_shares: Mapping[str, float]  # The same by cause, the largest first.
-    unexplained_share: float  # The same without a known cause.
+    cause_shares: Mapping[str, float]  # Excess share by cause, the largest first.
+    unexplained_share: float  # Excess share without a known cause.
     worst: SlowStep  # Slow step with the largest excess.
-    # The same by phase and cause, without causes that have a phase, such as `data`.
+    # Excess share by phase and cause, without causes that have a phase, such as `data`.
     lost_shares: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
@@ -272,9 +272,8 @@ class SlowLog:
         """True if logs or observers report slow steps during training."""
         self._has_baseline = False
         self._kept = _Kept()
-        # Steps that are not logged yet: the steps added last, and the sums over the others.
-        self._pending: Sequence[SlowStep] = ()
-        self._before = _Sums()
+        self._pending: Sequence[SlowStep] = ()  # Unlogged steps that were added last.
+        self._before = _Sums()  # Sums over earlier unlogged steps.
         self._logged = -1  # Number of the last logged step.
         # Kinds that were logged before: loggers such as CSV require a constant set.
         self._kinds: tuple[str, ...] = ()
@@ -300,9 +299,9 @@ class SlowLog:
             return ()
         steps = [step.explained() for step in found] if self.is_followed else []
         self._kept = self._kept.plus(found)
-        # A log that ends before some of these steps is written before the next are added.
+        # A log that excludes some of these steps was written by now: the next includes them all.
         self._before = self._before.plus(self._pending)
-        # The first steps are compared late: drop those of a log that was written already.
+        # The first steps are compared late. Drop steps that an earlier log covered.
         self._pending = [step for step in steps if step.step >= self._logged]
         return steps
 

@@ -186,7 +186,7 @@ class ThroughputReference:
         """Return the TFLOP/s of forward and backward; empty if their FLOPs are unknown."""
         if self.flops[1] != self.flops[1] or not sums.items_ms:
             return {}
-        # Assume as many items per time in the steps whose items are unknown.
+        # Assume the same item rate in steps whose number of items is unknown.
         items = sums.items / sums.items_ms * sums.step.device_ms
         of_phases = zip((FORWARD, BACKWARD), self.flops[1:], strict=True)
         ms = {name: phase.device_ms for name, phase in sums.phases.items() if phase.device_ms}

@@ -65,7 +65,7 @@ class CostlySettings:
         )
 
     def read(self, setup: TrainingSetup) -> tuple[CostlySetting, ...]:
-        """Return the current settings. Never raise: without a setting, only advice is missing."""
+        """Return the current settings. Never raise: a failed read only loses advice."""
         found: list[CostlySetting] = []
         with suppress(Exception):
             for setting in self._read(setup):

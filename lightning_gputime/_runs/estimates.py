@@ -278,7 +278,7 @@ def runs_needed(
     observed = 2 / (1 / runs[0] + 1 / runs[1])
 
     def width(n: float, power: float = 0.0) -> float:
-        """Return half the width of the interval with n runs, up to a factor, plus a margin."""
+        """Return half the width of the interval with n runs, up to a constant factor."""
         freedom = n - 1 if in_turns else 2 * n - 2
         if sum(runs) == 2:
             freedom = (_BLOCKS - 1) * n

@@ -1,4 +1,4 @@
-"""Results for programs: what `--json` and `--brief` print, see docs/reference/schema.md."""
+"""Machine-readable results, the output of `--json` and `--brief`; see docs/reference/schema.md."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -133,7 +133,7 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def remove_leftovers(path: str) -> None:
-    """Remove files that a killed process has not finished in `write`. Never raise an OSError."""
+    """Remove temporary files of processes that were killed in `write`. Never raise an OSError."""
     target = Path(path)
     with suppress(OSError):
         for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):

@@ -20,7 +20,7 @@ class Attached(Protocol):
         """Remove all hooks."""
 
     def abandon(self) -> list[Any]:
-        """End all timing, and disable the hooks. Return the objects that refer to events."""
+        """Stop timing, and disable the hooks. Return the objects that refer to events."""
         raise NotImplementedError
 
 

@@ -137,7 +137,7 @@ class Steps:
         return max(self._ended_ns, self._parts.untimed.since_ns)
 
     def first_step_ended(self) -> None:
-        """Start the next step again, after the wall clock has added set-up time to the first."""
+        """Let the second step start now: the wall clock has added set-up time to the first."""
         parts = self._parts
         self._ended_ns = parts.wall_clock.steps_ns(parts.host_ns())
         parts.untimed.restart(self._ended_ns)

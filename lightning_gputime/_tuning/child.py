@@ -71,14 +71,15 @@ class Tuned:
             _replace(trainer, "fit", _compiling(trainer.fit))
 
     def patch_transformers(self) -> None:
-        """Patch the arguments of transformers. Call once they are imported."""
+        """Patch `TrainingArguments` of transformers. Call after they are imported."""
         kind: Any = sys.modules["transformers"].TrainingArguments
-        check = kind.__post_init__  # Unlike `__init__`, dataclasses derived from it call this.
+        # A derived dataclass generates its own `__init__`, but calls this one.
+        post_init = kind.__post_init__
 
-        @functools.wraps(check)
+        @functools.wraps(post_init)
         def patched(instance: Any) -> None:
             vars(instance).update(self._arguments(TRANSFORMERS, self._constructed(TRANSFORMERS)))
-            check(instance)
+            post_init(instance)
 
         _replace(kind, "__post_init__", patched)
 

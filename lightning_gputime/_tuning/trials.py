@@ -204,7 +204,7 @@ class Parity:
         return cls(float(difference.mean()) / scale, noise, error, is_bitwise)
 
     def is_good(self, change: Change) -> bool:
-        """Return False if the change alters the losses by more than it may."""
+        """Return True if the losses differ no more than the effect of the change allows."""
         limits = {
             "none": self.noise,
             "rounding": max(2 * self.noise, _MAX_DRIFT),
