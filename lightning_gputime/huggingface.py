@@ -91,9 +91,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     def __init__(self, *, print_summary: bool = True, **options: Unpack[AllOptions]) -> None:
         super().__init__(Options(**options), print_summary=print_summary)
         self._trainer: Any = None  # The running Trainer.
-        self._handled: BaseException | None = (
-            None  # Exception that was being handled when training began.
-        )
+        # Exception that was being handled when training began.
+        self._handled: BaseException | None = None
         # The Trainer whose `train` is running, and the time of that call.
         self._run_call: tuple[weakref.ref[Trainer], int] | None = None
         self._train_calls: dict[type, Subscription] = {}  # By the class that defines `train`.

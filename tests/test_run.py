@@ -329,7 +329,7 @@ NO_PACKAGE = "#!/bin/sh\nexit 1"
             "plain.sh",
             "plain.sh is neither a Python script nor executable. Name the program that runs it",
         ),
-        ("./no_first_line.sh", "line.sh is not a Python script, and cannot be executed"),
+        ("./no_first_line.sh", "line.sh is neither a Python script nor executable"),
         ("python -I train.py", "flags -E, -I and -S keep the timer out: leave them out of 'python"),
         (f"{sys.executable} -uS -m x", "keep the timer out"),
         ("env -i A=1 python3.12 -Xutf8 -X a -E x.py", "keep the timer out"),

@@ -263,7 +263,11 @@ def test_batch_that_lightning_skips_has_no_items(gpu: FakeGPU) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "why"),
     [
-        ({"items": "eight"}, TypeError, "items must be a function of the batch, .* got 'eight'"),
+        (
+            {"items": "eight"},
+            TypeError,
+            "items must be the number of items in a batch, .* got 'eight'",
+        ),
         ({"items": True}, TypeError, "got True"),
         ({"items": 0}, TypeError, "got 0"),
         ({"flops": "model"}, TypeError, "flops must be the FLOPs of .* got 'model'"),

@@ -73,7 +73,7 @@ class Tuned:
     def patch_transformers(self) -> None:
         """Patch `TrainingArguments` of transformers. Call after they are imported."""
         kind: Any = sys.modules["transformers"].TrainingArguments
-        # A derived dataclass generates its own `__init__`, but calls this one.
+        # A derived dataclass generates its own `__init__`, but calls this method.
         post_init = kind.__post_init__
 
         @functools.wraps(post_init)
