@@ -18,6 +18,7 @@ from lightning_gputime import Cause, GPUPhaseTimer, SlowStep, load
 from lightning_gputime._diagnosis.codes import CODES
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Diagnosis
+from lightning_gputime._diagnosis.repeated import repeated_calls
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.culprits import PLACE, Culprit, Source
 from lightning_gputime._measurement.measurement import Measurement
@@ -363,6 +364,12 @@ def places(**calls: int) -> tuple[Culprit, ...]:
         ({"forward": 320}, 0.1, ""),  # 17 % of the step.
         ({"backward": 320, "loss": 320}, 0.1, ""),  # Hooks may interrupt a backward.
         ({"forward": 60, "backward": 60}, 0.1, ""),  # Three calls per batch.
+        (
+            {"forward": 80, "backward": 80},
+            0.1,
+            "`penalty` (train.py:9-12) calls the model 4 times per batch, which takes 29 % of the"
+            " step",
+        ),
         ({"forward": 320, "backward": 320}, 3.0, ""),  # GPU-bound.
     ],
 )
@@ -377,6 +384,18 @@ def test_code_that_calls_the_model_many_times_is_named(
     )
     assert found.headline.endswith(f"; {text}") == bool(text)
     assert not text or found.advice[0] is named[0]
+
+
+@pytest.mark.parametrize(("n", "where"), [(320, "train.py:22"), (60, "")])
+def test_line_of_the_training_loop_that_calls_the_model_many_times_is_named(
+    n: int, where: str
+) -> None:
+    # Other lines of the loop have their own time, and their own number of calls.
+    line = Source("train.py", 22, 22, "main")
+    rows = Culprit("forward", "", 12.0, n, 16.0, line, kind=PLACE)
+    found = repeated_calls(measurement(STEP, culprits=(*places(), rows)))
+    assert (found.where if found else "") == where
+    assert found is None or found.share == pytest.approx(12.0 / 32.0)
 
 
 @pytest.mark.parametrize(
