@@ -456,3 +456,32 @@ def test_model_that_is_called_by_rows_is_named(
         assert found is not None
         assert "test_culprits.py:" in found.where
         assert found.calls == n
+
+
+@pytest.mark.parametrize(("where", "ms"), [("after", 7.0), ("before", 9.0)])
+def test_other_in_a_called_function_is_named_by_its_lines(
+    where: str, ms: float, gpu: FakeGPU
+) -> None:
+    loop = Loop(gpu)
+
+    def train_on(x: Tensor) -> None:
+        gpu.work(9.0 if where == "before" else 0.0)
+        loop.model(x).sum().backward()
+        loop.optimizer.step()
+        gpu.work(7.0 if where == "after" else 0.0)
+
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(60)):
+            train_on(x)
+    code = train_on.__code__
+    places = [
+        culprit
+        for culprit in timer.summary().measurement.culprits
+        if culprit.entry == "other" and culprit.kind == "place"
+    ]
+    longest = max(places, key=lambda culprit: culprit.seconds)
+    assert longest.source is not None
+    assert longest.source.function == "train_on"
+    lines = range(longest.source.first_line, longest.source.last_line + 1)
+    assert code.co_firstlineno + (1 if where == "before" else 4) in lines
+    assert 1e3 * longest.seconds / longest.calls == pytest.approx(ms, abs=1.0)

@@ -20,7 +20,7 @@ from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Diagnosis
 from lightning_gputime._diagnosis.repeated import repeated_calls
 from lightning_gputime._measurement.changes import Slowdown
-from lightning_gputime._measurement.culprits import PLACE, Culprit, Source
+from lightning_gputime._measurement.culprits import PLACE, SAMPLER, Culprit, Source
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.ranks import RankSummary
 from lightning_gputime._measurement.setup import TrainingSetup
@@ -325,6 +325,42 @@ def test_an_uncertain_entry_is_no_verdict(
     assert diagnosis.time_breakdown is not None
     assert diagnosis.time_breakdown["other"].speed_up == pytest.approx(speed_up, abs=0.01)
     assert any(advice.code == "name_phase" for advice in diagnosis.advice) == bool(speed_up)
+
+
+def test_code_next_to_the_update_comes_before_a_fused_optimizer() -> None:
+    clips = Culprit(
+        "optimizer", "", 11.0, 100, 12.0, Source("train.py", 9, 11, "<module>"), kind=PLACE
+    )
+    measured = on_host(STEP | {"optimizer": 12.0}, culprits=(clips,))
+    [first, *_] = diagnose(measured, replace(LOADER, unfused="Adam")).advice
+    assert (first.code, first.text.startswith("train.py:9-11 takes")) == ("shorten", True)
+
+
+def test_sampler_is_named_where_the_tensors_are_in_memory() -> None:
+    draws = Culprit("data/fetch", "Balanced", 9.0, 100, 10.0, kind=SAMPLER)
+    measured = on_host(STEP | {"data": 13.3, "data/fetch": 13.3}, culprits=(draws,))
+    [first, *_] = diagnose(measured, replace(LOADER, num_workers=0, is_in_memory=True)).advice
+    assert first.code == "sampler"
+
+
+def test_callbacks_are_counted_without_checkpoints() -> None:
+    # 100 steps take 1.77 s with 0.4 s in callbacks, of which checkpoints take 0.1 s at least.
+    wall_clock = WallClockBreakdown({"steps": 1.67}, saves_in_steps_s=0.1)
+    found = check(diagnose(on_host(STEP | {"callbacks": 4.0}, wall_clock=wall_clock), LOADER))
+    assert found.time_breakdown is not None
+    ms = 10 * found.time_breakdown["callbacks"].seconds
+    assert ms == pytest.approx(3.0, abs=0.1)
+    [text] = [advice.text for advice in found.advice if advice.code == "callbacks"]
+    assert text.startswith(f"callbacks take {ms:.3g} ms of 17.7 ms per step: ")
+
+
+@pytest.mark.parametrize(("p95_ms", "is_rare"), [(0.1, True), (9.0, False)])
+def test_phase_that_is_long_in_many_steps_is_not_paused(p95_ms: float, is_rare: bool) -> None:
+    measured = on_host(STEP)
+    forward = replace(measured.rows["forward"], p50_ms=0.1, p95_ms=p95_ms)
+    measured = replace(measured, rows={**measured.rows, "forward": forward})
+    found = diagnose(measured, replace(LOADER, is_own_loop=True)).advice
+    assert any(advice.code == "pause" for advice in found) == is_rare
 
 
 def test_fused_optimizer_is_the_only_advice_on_the_update_itself() -> None:

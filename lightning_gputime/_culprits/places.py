@@ -59,7 +59,8 @@ class Passage(NamedTuple):
     def _between(self, first: Frame, last: Frame, innermost: Frame) -> Source:
         """Return the lines of a function between two places, or of a call if that is all."""
         line, end = _line_reached(first, last), self.end[0]
-        if line > first.line or not self.enters_calls:
+        # The first line of a loop body follows the head of the loop.
+        if line > first.line + bool(first.loop_line) or not self.enters_calls:
             return _source(first, line)
         if innermost is not first:  # The rest of the called function.
             return _source(innermost, innermost.last_line)
