@@ -327,6 +327,15 @@ def test_an_uncertain_entry_is_no_verdict(
     assert any(advice.code == "name_phase" for advice in diagnosis.advice) == bool(speed_up)
 
 
+def test_advice_on_a_stretch_of_slow_steps_names_its_end() -> None:
+    slowdown = Slowdown("stretch", 1000, 1.0, 0.1, 10.0, "forward", 9.0, 1500, lost_share=1.0)
+    [first, *_] = diagnose(on_host(STEP, slowdown=slowdown), LOADER).advice
+    assert first.text == (
+        "find what takes longer in `forward` from step 1,000 to 1,500: without this the training is"
+        " up to 100.00x as fast"
+    )
+
+
 def test_code_next_to_the_update_comes_before_a_fused_optimizer() -> None:
     clips = Culprit(
         "optimizer", "", 11.0, 100, 12.0, Source("train.py", 9, 11, "<module>"), kind=PLACE

@@ -131,4 +131,4 @@ def test_unfused_names_optimizers_that_could_be_fused() -> None:
     sgd = torch.optim.SGD(parameters)
     assert [_unfused([sgd], device_type) for device_type in ("cpu", "cuda")] == ["", "SGD"]
     assert _unfused([torch.optim.AdamW(parameters)], "mps") == ""
-    assert _unfused([SimpleNamespace(param_groups=["none of torch's"])], "cuda") == ""
+    assert _unfused([SimpleNamespace(param_groups=["custom"])], "cuda") == ""

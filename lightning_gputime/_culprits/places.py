@@ -143,7 +143,9 @@ class PlaceReader:
                 name = "before backward" if following == BACKWARD else "before forward"
             is_other = phases[0] == OTHER
             place = Passage(step.places[i], step.places[i + 1], self._outside, is_other)
-            is_call = label == FORWARD and before != OPTIMIZER and before[:8] != _INSIDE_FORWARD
+            is_call = (
+                label == FORWARD and before != OPTIMIZER and not before.startswith(_INSIDE_FORWARD)
+            )
             passes = int(phases[0] != FORWARD or is_call)
             before, ns = label, round(1e6 * ms)
             self._sums.add(phases[0], name, ns, source=place, kind=PLACE, calls=passes)

@@ -23,6 +23,7 @@ _MIN_BOTTLENECK, _MIN_REPORTED = 0.2, 0.05
 # If the CPU blocks on the GPU, other entries grow as a consequence: require a larger fraction.
 _MIN_BOTTLENECK_IF_SYNC = 0.3
 _MIN_BATCHES = 20  # Shorter evaluations have no diagnosis.
+_MAX_LOST = 0.99  # Largest fraction of the run whose removal is promised.
 _MIN_SLOWDOWN = 0.1  # Smallest fraction of the run that a slowdown in the headline costs.
 _UNCLEAR = "unclear: `data` takes {} of the {}, mostly in a few steps, which may be evaluations"
 
@@ -72,19 +73,23 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     if pace.code != GPU and (repeated := repeated_calls(m)) is not None:
         if repeated.share > weight:
             headline += f"; {repeated}"
-            advice = (repeated.advice, *advice)
-        else:
-            advice = (*advice, repeated.advice)
+        advice = _insert(repeated.advice, repeated.share > weight, advice)
     if (slowdown := m.slowdown) is not None and slowdown.lost_share >= _MIN_SLOWDOWN:
         headline += f"; {slowdown}"
-        lost = _advice_on(slowdown)
-        advice = (lost, *advice) if slowdown.lost_share > weight else (*advice, lost)
+        advice = _insert(_advice_on(slowdown), slowdown.lost_share > weight, advice)
     return Diagnosis(code, found.grade, found.entry, headline, breakdown, advice)
 
 
+def _insert(new: Advice, is_first: bool, advice: tuple[Advice, ...]) -> tuple[Advice, ...]:
+    return (new, *advice) if is_first else (*advice, new)
+
+
 def _advice_on(slowdown: Slowdown) -> Advice:
-    without = f"without this the training is up to {1 / (1 - slowdown.lost_share):.2f}x as fast"
+    lost = min(slowdown.lost_share, _MAX_LOST)
+    without = f"without this the training is up to {1 / (1 - lost):.2f}x as fast"
     since = f"since step {slowdown.since_step:,}"
+    if slowdown.until_step is not None:
+        since = f"from step {slowdown.since_step:,} to {slowdown.until_step:,}"
     if slowdown.phase and slowdown.is_most_in_phase:
         text = f"find what takes longer in `{slowdown.phase}` {since}: {without}"
     else:
