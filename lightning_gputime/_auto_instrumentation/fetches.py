@@ -122,17 +122,15 @@ class Fetches:
         self._newest = -1  # Place of the loader that the timer knows.
         self._has_started = False  # `iter(loader)` has run, and no batch was fetched since.
         # Subscribed before the timer, which then times the stages of a loader that is new.
-        self._starts = Subscription(
+        self.starts = Subscription(
             DataLoader, "__iter__", Calls(self._start_epoch, self._has_new_iterator)
         )
-        self._starts.put_on()
+        self.starts.put_on()
 
     def attach(self) -> None:
         """Listen to all loaders until the timer is removed."""
-        session = self._timer._session
-        session.attach_until_end(self._starts)
         if (entry := loader_next()) is not None:
-            session.attach_until_end(Subscription(*entry, self))
+            self._timer._session.attach_until_end(Subscription(*entry, self))
 
     @property
     def are_timed(self) -> bool:

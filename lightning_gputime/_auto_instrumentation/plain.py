@@ -227,6 +227,7 @@ class _TimedLoop:
         self._timer = GPUPhaseHooks(model, optimizer, **options_of_all(wanted))
         self._fetches = Fetches(self._timer, _instances_of(DataLoader), loaders.stages())
         self._timer.attach()
+        self._timer._session.attach_until_end(self._fetches.starts)
         self._hook = optimizer.register_step_post_hook(self._step_ends)
         self._has_begun = False
         self._show = adding.show_at_exit(self._timer, wanted)
