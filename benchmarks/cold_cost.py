@@ -3,6 +3,7 @@
 An empty loop keeps the timer's code in the processor's cache, and hides most of its cost. So this
 loop trains a small net of many short kernels. In a plain loop each way of timing is on for 27 steps
 and off for 27, alternately. The least timer records the marks of the package in the fewest lines.
+Blocks of the default alternate with blocks of the same training without a timer.
 
     python benchmarks/cold_cost.py --out benchmarks/results/cold_cost.json
     python benchmarks/cold_cost.py --layers 1 --rounds 0
@@ -14,9 +15,11 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice, pairwise, repeat
-from threading import get_ident
+from threading import Semaphore, get_ident
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -28,7 +31,6 @@ from torch.optim import optimizer as optimizers
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._session.schedule import Plan, Schedule
-from lightning_gputime._session.state import OFF
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -36,7 +38,7 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 # Steps for which a way is on, and then off. Two more than are read together: else the timer would
 # read all steps of a block while it is off.
 BLOCK = 27
-CHUNK = 500  # Steps with "auto" that are compared with each other.
+CHUNK = 20 * BLOCK  # Steps with "auto" that are compared with as many without.
 TOGETHER = 20  # Cycles of a way in a row.
 LEAST, TIMED, DEFAULT = "least timer", "every step timed", "default"
 
@@ -185,11 +187,6 @@ def use_schedule(timer: Any, schedule: Alternating) -> None:
     timer._session.steps.plan._schedule = schedule
 
 
-def is_off(timer: Any) -> bool:
-    """Return True if the hooks are removed, as between timing windows."""
-    return timer._session.steps.state is OFF
-
-
 def added_by_timed(training: Training) -> Added:
     with GPUPhaseHooks(
         training.net, training.optimizer, every_n_steps=2 * BLOCK, log_every_n_steps=10**6
@@ -209,25 +206,26 @@ def added_by_timed(training: Training) -> Added:
             yield us_per_step(step) - without_us
 
 
-def added_by_default(training: Training, chunks: int) -> Iterator[float]:
-    """Yield the mean of all steps of a chunk less the mean of its untimed steps."""
+def added_by_default(training: Training, layers: int, chunks: int) -> Iterator[float]:
+    """Yield the mean of a chunk of steps less that of the same training without a timer."""
+    bare = Training(layers)
     with GPUPhaseHooks(training.net, training.optimizer) as timer:
         batches = iter(timer.steps(repeat(training.x)))
         next(batches)
-        for number in range(chunks + 1):
-            all_us, off_us = [], []
-            for _ in range(CHUNK):
-                was_off = is_off(timer)
-                start = time.perf_counter()
-                training.step()
-                next(batches)
-                us = (time.perf_counter() - start) * 1e6
-                all_us.append(us)
-                if was_off and is_off(timer):
-                    off_us.append(us)
-            # In the first chunk "auto" measures the cost of timing.
-            if number and off_us:
-                yield statistics.mean(all_us) - statistics.mean(off_us)
+
+        def step() -> None:
+            training.step()
+            next(batches)
+
+        for _ in range(2 * CHUNK):  # "auto" measures the cost of timing.
+            step()
+        for _ in range(chunks):
+            added_us = 0.0
+            for _ in range(CHUNK // BLOCK):
+                with timer.paused():
+                    added_us -= us_per_step(bare.step)
+                added_us += us_per_step(step)
+            yield added_us / (CHUNK // BLOCK)
         print(f"1 of {timer.summary().timed_every_n_steps} steps was timed")
 
 
@@ -247,48 +245,76 @@ def in_plain_loop(layers: int, cycles: int) -> dict[str, list[float]]:
                 next(added)
             found[name] += islice(added, TOGETHER)
             added.close()
-    found[DEFAULT] = [*added_by_default(training, cycles // 4)]
+    found[DEFAULT] = [*added_by_default(training, layers, cycles // 4)]
     return found
 
 
 class Stopwatch(pl.Callback):
-    """Record the start of each batch, and whether the timer is off."""
+    """Record the duration of each batch, and let a timer follow another schedule.
 
-    def __init__(self, timer: GPUPhaseTimer, schedule: Alternating | None = None) -> None:
-        self.starts_us: list[float] = []
-        self.was_off: list[bool] = []
-        self._timer, self._schedule = timer, schedule
+    Two fits in two threads alternate every `BLOCK` batches if each has the other's semaphore.
+    """
+
+    def __init__(
+        self,
+        timer: GPUPhaseTimer | None = None,
+        schedule: Alternating | None = None,
+        turns: tuple[Semaphore, Semaphore] | None = None,
+    ) -> None:
+        self.steps_us: list[float] = []
+        self._timer, self._schedule, self._turns = timer, schedule, turns
+        self._start = 0.0
 
     def on_train_batch_start(self, *_: Any) -> None:
-        if self._schedule is not None and not self.starts_us:
+        now = time.perf_counter()
+        if self._start:
+            self.steps_us.append((now - self._start) * 1e6)
+        elif self._timer is not None and self._schedule is not None:
             use_schedule(self._timer, self._schedule)
-        self.was_off.append(is_off(self._timer))
-        self.starts_us.append(time.perf_counter() * 1e6)
+        if self._turns is not None and len(self.steps_us) % BLOCK == 0:
+            with self._timer.paused() if self._timer is not None else nullcontext():
+                mine, other = self._turns
+                if self.steps_us:
+                    other.release()
+                mine.acquire()
+        self._start = time.perf_counter()
 
 
 def fit(layers: int, steps: int, watch: Stopwatch) -> list[float]:
     """Train in Lightning, and return the microseconds of each step."""
-    trainer = bare_trainer(max_epochs=1, callbacks=[watch, watch._timer])
+    callbacks = [watch, *([watch._timer] if watch._timer is not None else [])]
+    trainer = bare_trainer(max_epochs=1, callbacks=callbacks)
     trainer.fit(Task(layers), Repeat(torch.randn(64, 96), steps + 1))
-    return [end - start for start, end in pairwise(watch.starts_us)]
+    return watch.steps_us
+
+
+def added_by_default_in_lightning(layers: int, chunks: int) -> list[float]:
+    """Return the mean of each chunk of a fit less that of a fit without a timer."""
+    first, second = Semaphore(1), Semaphore(0)
+    timer = GPUPhaseTimer(print_summary=False)
+    watches = [Stopwatch(timer, None, (first, second)), Stopwatch(None, None, (second, first))]
+    steps = (chunks + 2) * CHUNK
+    with ThreadPoolExecutor(2) as threads:
+        fits = [threads.submit(fit, layers, steps, watch) for watch in watches]
+        # A fit that has ended lets the other finish.
+        fits[0].add_done_callback(lambda _: second.release(steps))
+        fits[1].add_done_callback(lambda _: first.release(steps))
+        timed, bare = (
+            [statistics.mean(chunk) for chunk in batched(fit.result(), CHUNK)] for fit in fits
+        )
+    print(f"1 of {timer.summary().timed_every_n_steps} steps was timed")
+    # In the first steps "auto" measures the cost of timing; in the last, one fit trains alone.
+    return [us - bare_us for us, bare_us in zip(timed, bare, strict=True)][1:-1]
 
 
 def in_lightning(layers: int, rounds: int) -> dict[str, list[float]]:
-    """Return the same in Lightning, by differences inside of one fit."""
+    """Return the same in Lightning."""
     timer = GPUPhaseTimer(every_n_steps=2 * BLOCK, print_summary=False)
     steps_us = fit(layers, 4 * rounds * BLOCK, Stopwatch(timer, Alternating()))
     blocks = [statistics.mean(block) for block in batched(steps_us[4 * BLOCK :], BLOCK)]
     found = {"step": blocks[::2]}
     found[TIMED] = [us - off_us for off_us, us in zip(blocks[::2], blocks[1::2], strict=False)]
-    timer = GPUPhaseTimer(print_summary=False)
-    watch = Stopwatch(timer)
-    steps_us = fit(layers, 5 * rounds * CHUNK // 4, watch)
-    found[DEFAULT] = [
-        statistics.mean(us for us, _ in chunk) - statistics.mean(us for us, off in chunk if off)
-        for chunk in [*batched(zip(steps_us, watch.was_off, strict=False), CHUNK)][1:]
-        if any(off for _, off in chunk)
-    ]
-    print(f"1 of {timer.summary().timed_every_n_steps} steps was timed")
+    found[DEFAULT] = added_by_default_in_lightning(layers, rounds)
     return found
 
 

@@ -136,16 +136,22 @@ def test_timed_steps_cost_less_than_1_percent(
     how: dict[str, Any], n: int, share: float | None
 ) -> None:
     schedule = auto(**how)
-    assert schedule.decide(200) == n
+    assert schedule.decide() == n
     assert schedule.share == (None if share is None else pytest.approx(share))
 
 
 def test_decisions_come_at_ever_longer_intervals() -> None:
     schedule = AutoSchedule(interval=50)
-    assert (schedule.due, schedule.decide(100), schedule.due) == (100, 1, 200)
-    schedule = auto()
-    for index, due in [(100, 200), (400, 600), (10_000, 14_096)]:
-        schedule.decide(index)
+    assert (schedule.due, schedule.decide()) == (100, 1)
+    # A trial with n = 2 is shorter.
+    for n, index, due in [
+        (1, 100, 200),
+        (1, 400, 600),
+        (9, 10_000, 14_096),
+        (2, 100, 200),
+        (2, 10_000, 10_625),
+    ]:
+        assert schedule.follow(n, index) == schedule.plan(n)
         assert schedule.due == due
 
 

@@ -249,7 +249,7 @@ class SlowdownSearch:
         self.series = StepSeries()
         self._untimed = untimed
         # Sums over timed steps since the newest window of the series, and untimed steps before it.
-        self._sums, self._untimed_before = Sums(), untimed.totals
+        self._sums, self._untimed_before, self._n_before = Sums(), untimed.totals, untimed.n
         self._is_followed = False
         self.found: Slowdown | None = None
         """The slowdown that was found last during training."""
@@ -258,16 +258,24 @@ class SlowdownSearch:
         """Also search during training, because logs or observers report slowdowns."""
         self._is_followed = True
 
-    def add(self, number: int, sums: Sums) -> bool:
-        """Add steps up to this number. Return True if it is time for a search."""
+    def add(self, number: int, sums: Sums, *, is_settled: bool = True) -> bool:
+        """Add steps up to this number. Return True if it is time for a search.
+
+        Args:
+            number: Number of the last step.
+            sums: Sums over the timed steps among them.
+            is_settled: False if the statistics of all steps do not include them yet.
+        """
         self._sums.merge(sums)
-        untimed = self._untimed.estimate_since(self._untimed_before)
-        every = self._sums.plus(untimed.sums)
-        n = int(every.step.n) + untimed.unsampled_steps
-        if n < MIN_STEPS:
+        n = int(self._sums.step.n) + self._untimed.n - self._n_before
+        if n < MIN_STEPS or not is_settled:
             return False
+        untimed = self._untimed.estimate_since(self._untimed_before)
+        every = self._sums
+        every.merge(untimed.sums)
         phases_ms = {name: phase.device_ms / n for name, phase in every.phases.items()}
         self._sums, self._untimed_before = Sums(), self._untimed.totals
+        self._n_before = self._untimed.n
         return self.series.add(number, n, every.step.device_ms + untimed.unsampled_ms, phases_ms)
 
     def search_followed(self) -> bool:

@@ -14,6 +14,9 @@ from lightning_gputime._phases import StepRecord
 class Writer(Protocol):
     """Destination of the means, see `LogWriter`."""
 
+    @property
+    def has_destination(self) -> bool: ...
+
     def begin(self) -> None: ...
 
     def write(
@@ -45,18 +48,21 @@ class MeanLog:
         """True if the step at which a log is due has finished, but was not read yet."""
         self._results: Results | None = None
         self._is_sampled = False
+        self.is_logged = True
+        """False if nothing takes the means."""
         self._logged_until: int | None = None  # Number of the last logged step, if sampled.
         self._host_wait_ms = math.nan
         self._sums = Sums()
 
-    def connect(self, results: Results, *, is_sampled: bool) -> None:
+    def connect(self, results: Results, *, is_sampled: bool, is_logged: bool) -> None:
         """Also log the values of `results`.
 
         Args:
             results: Facts of the run. They must include the steps that are added here.
             is_sampled: True if some steps are not timed: then only `log_at` logs.
+            is_logged: False if nothing takes the means.
         """
-        self._results, self._is_sampled = results, is_sampled
+        self._results, self._is_sampled, self.is_logged = results, is_sampled, is_logged
 
     def start(self, before: int) -> None:
         if self.newest is None:
@@ -110,6 +116,11 @@ class MeanLog:
         With `only_publish`, publish their means and keep the steps for the next log.
         """
         timed, untimed, results = self._sums, Estimate(), self._results
+        if not self.is_logged:
+            self._sums = Sums()
+            if results is not None:
+                results.read_memory()
+            return
         if self._is_sampled and results is not None:
             has_timed = timed.step.n > 0
             untimed = results.untimed_since_log(restart=not only_publish, has_timed=has_timed)

@@ -174,11 +174,6 @@ class Results:
     def last(self) -> StepTimes | None:
         return self._steps.last
 
-    @property
-    def slowdown(self) -> Slowdown | None:
-        """Result of the newest search during training; None without a search."""
-        return self.slowdowns.found
-
     def steps_read(self, steps: ReadSteps) -> None:
         if self.add(steps.records, steps.sums) and self.slowdowns.search_followed():
             call_safely(methods(self._sources.observers, "on_slowdown"), self.slowdowns.found)
@@ -187,9 +182,8 @@ class Results:
         """Add the next steps. Return True if it is time to search for a slowdown."""
         with self._lock:
             warmup, measured = self._steps.add(steps, sums)
-            if steps[-1].step_index >= 0:
-                self.untimed.settle(steps, steps[-1].step_index + 1, warmup=warmup)
-            return self.slowdowns.add(steps[-1].number, measured)
+            is_settled = steps[-1].step_index < 0 or self.untimed.add_timed(steps, warmup)
+            return self.slowdowns.add(steps[-1].number, measured, is_settled=is_settled)
 
     def settle(self, number: int, *, until: int) -> None:
         """Count all steps before the index `until` that were not read as untimed.
@@ -199,7 +193,7 @@ class Results:
             until: The index after it.
         """
         with self._lock:
-            self.untimed.settle((), until)
+            self.untimed.settle(until)
             self.slowdowns.add(number, Sums())
 
     def add_probed(self, step: StepRecord) -> None:
@@ -226,13 +220,18 @@ class Results:
         means_ms = {**window.means_ms, **self.probes.means_ms(window.means_ms)}
         if self.slow.is_followed:
             means_ms |= self.slow.metrics(window.newest, n, keep=window.is_kept)
-        if (change := self.slowdown) is not None:
+        if (change := self.slowdowns.found) is not None:
             means_ms["lasting_change"] = change.change * change.before_ms
         values = {f"{name}_ms": ms for name, ms in means_ms.items() if _is_logged(name)}
         values |= sources.throughput.metrics(window.every)
-        if sources.memory is not None and not window.is_kept:
-            sources.memory.read()
+        if not window.is_kept:
+            self.read_memory()
         return values, metrics_of(sources.observers, values)
+
+    def read_memory(self) -> None:
+        """Read the peak memory, which the loop may reset."""
+        if self._sources.memory is not None:
+            self._sources.memory.read()
 
     # Readings
 
@@ -246,6 +245,7 @@ class Results:
         """Return the facts of all steps without the warm-up, or of the warm-up if it is all."""
         ranks = self.ranks.complete()
         with self._lock:
+            self.untimed.settle()
             log, busy = copy(self._steps), self.probes.sums.copy()
         steps = log.unpacked()
         if steps and not log.sums.step.n:

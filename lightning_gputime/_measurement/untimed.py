@@ -4,6 +4,8 @@ import math
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from statistics import median
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -19,6 +21,7 @@ _LONG_STEP = 1.5  # Multiple of the median from which a step is long.
 _GROWTH, _MAX_STRATUM = 2.0, 12  # Each stratum of long steps starts at twice the duration.
 _RECENT, _RECENT_TIMED = 500, 50  # Number of newest steps in a median.
 _MAX_TIMING_NS = 0.4e6  # Maximum time that timing adds to a step.
+_MIN_SETTLED = 50  # Number of steps that are settled at once if few of them are timed.
 _MAX_BLOCK = 5  # Maximum number of consecutive timed steps of a stratum in a block.
 _MAX_NEWEST = 8  # Number of newest long steps of a stratum that predict the next.
 # Quantiles of Student's t for a 95 % interval, from 1 degree of freedom on.
@@ -105,6 +108,59 @@ class _Gap(NamedTuple):
         return Estimate(_extend(block, self), {})
 
 
+class _Newest:
+    """Quantiles of the newest values."""
+
+    def __init__(self, size: int) -> None:
+        self._values = np.zeros(size)
+        self.n = 0
+        self._end = 0  # Index of the next value.
+
+    def extend(self, values: npt.NDArray[np.float64]) -> None:
+        size = len(self._values)
+        values = values[-size:]
+        self._values[(self._end + np.arange(len(values))) % size] = values
+        self._end = (self._end + len(values)) % size
+        self.n = min(self.n + len(values), size)
+
+    def quantile(self, q: float) -> float:
+        """Return a quantile, interpolated between values; 1 if there are no values."""
+        if not self.n:
+            return 1.0
+        place = q * (self.n - 1)
+        below = int(place)
+        above = min(below + 1, self.n - 1)
+        # Much faster than `numpy.quantile` for so few values.
+        values = np.partition(self._values[: self.n], (below, above))
+        return float(values[below] + (place - below) * (values[above] - values[below]))
+
+
+class _StepLengths:
+    """Durations of the newest steps, which tell long steps from ordinary steps."""
+
+    def __init__(self) -> None:
+        self._untimed, self._timed = _Newest(_RECENT), _Newest(_RECENT_TIMED)
+
+    def add(
+        self,
+        took_ns: npt.NDArray[np.float64],
+        is_known: npt.NDArray[np.bool_],
+        is_timed: npt.NDArray[np.bool_],
+    ) -> npt.NDArray[np.int64]:
+        """Add steps, and return the stratum of each: 0 for ordinary steps."""
+        self._untimed.extend(took_ns[is_known & ~is_timed])
+        self._timed.extend(took_ns[is_known & is_timed])
+        timed, untimed = self._timed, self._untimed
+        median_ns = (untimed if untimed.n else timed).quantile(0.5)
+        # Subtract the time that timing adds, so that timed steps are not mistaken for long steps.
+        # Up to half of the timed steps may really be long: compare the first quartile.
+        added_ns = timed.quantile(0.25) - median_ns if timed.n and untimed.n else 0.0
+        without_ns = took_ns - is_timed * min(max(added_ns, 0.0), _MAX_TIMING_NS)
+        ratio = np.maximum(without_ns, 1.0) / (_LONG_STEP * max(median_ns, 1.0))
+        levels = np.floor(np.log(ratio) / math.log(_GROWTH)).astype(np.int64) + 1
+        return np.clip(levels, 0, _MAX_STRATUM)
+
+
 class UntimedSteps:
     """Durations of all steps, and an estimate of the phases of the untimed steps.
 
@@ -136,12 +192,14 @@ class UntimedSteps:
         """Cumulative time of all steps at the end of the last step (in nanoseconds)."""
         self._durations_ns = array("q")  # Newest steps, not yet settled; -1 if excluded.
         self._settled = 0  # Index of the first of these steps.
-        self._recent = deque[float](maxlen=_RECENT)  # Durations of untimed steps.
-        self._recent_timed = deque[float](maxlen=_RECENT_TIMED)  # The same for timed steps.
+        self._lengths = _StepLengths()
         self._strata = [_Stratum() for _ in range(_MAX_STRATUM + 1)]
         self.durations = Durations()
         self._is_gpu_bound = False  # True while the host waits for the device.
-        self._has_untimed = False
+        self.n = 0
+        """Number of settled untimed steps."""
+        self._read: list[StepRecord] = []  # Timed steps, not yet settled.
+        self._warmup = 0  # Number of first steps of these that are warm-up.
         self._block: tuple[int, list[StepRecord]] = (0, [])
 
     # At the end of each step. `now_ns` is the time of all steps so far, without pauses and
@@ -162,14 +220,31 @@ class UntimedSteps:
 
     # After steps were read
 
-    def settle(self, timed: Sequence[StepRecord], until: int, *, warmup: int = 0) -> None:
-        """Add timed steps that were read. All others up to index `until` are untimed.
+    def add_timed(self, steps: Sequence[StepRecord], warmup: int = 0) -> bool:
+        """Add timed steps that were read, in order. All others before the last are untimed.
 
         Args:
-            timed: Records of steps, in order.
-            until: Index after the last step to settle.
+            steps: Records of steps.
             warmup: Number of first records that are warm-up, and represent no other steps.
+
+        Returns:
+            True if the statistics include the steps, False if they will at the next call.
         """
+        self._read += steps
+        self._warmup += warmup
+        n = self._read[-1].step_index + 1 - self._settled
+        # A call costs the same for one step and for a hundred, so collect steps before a log.
+        if n < _MIN_SETTLED and 2 * len(self._read) < n:
+            return False
+        self.settle()
+        return True
+
+    def settle(self, until: int = 0) -> None:
+        """Update the statistics up to the step before index `until`, and by all steps read."""
+        timed, warmup = self._read, self._warmup
+        self._read, self._warmup = [], 0
+        if timed:
+            until = max(until, timed[-1].step_index + 1)
         n = min(max(until - self._settled, 0), len(self._durations_ns))
         if not n:
             return
@@ -187,20 +262,17 @@ class UntimedSteps:
             self._is_gpu_bound = waited_ms >= _MIN_WAIT_SHARE * sum(
                 sum(step.device_ms) for step in timed
             )
-        self._recent.extend(took_ns[is_known & ~is_timed].tolist())
-        self._recent_timed.extend(took_ns[is_known & is_timed].tolist())
-        stratum_of = self._strata_of(took_ns, is_timed)
+        stratum_of = self._lengths.add(took_ns, is_known, is_timed)
         if self._is_gpu_bound:
             stratum_of[:] = 0
         self._strata_of_timed.extend(stratum_of[is_timed].tolist())
-        for i, which in enumerate((is_known, is_known & is_timed)):
+        for i, which in enumerate((is_known, is_known & is_timed) if at else (is_known,)):
             of_step, strata = stratum_of[which], _MAX_STRATUM + 1
             self._steps[i] += np.bincount(of_step, minlength=strata)
             self._ns[i] += np.bincount(of_step, weights=took_ns[which], minlength=strata)
         self.durations.add(took_ns[is_known])
-        for k in np.unique(stratum_of[is_known & (stratum_of > 0)]).tolist():
-            found = np.flatnonzero(is_known & (stratum_of == k))
-            self._strata[k].newest.extend((first + found).tolist())
+        for place in np.flatnonzero(is_known & (stratum_of > 0)).tolist():
+            self._strata[stratum_of[place]].newest.append(first + place)
         records = {step.step_index - first: step for step in timed[warmup:]}
         # In order, because each block represents the untimed steps before it.
         edges = [*at, n]
@@ -209,30 +281,16 @@ class UntimedSteps:
             if place > start:
                 self._add_untimed(took_ns[start:place], stratum_of[start:place])
             if place in records:
-                self._add_timed(int(stratum_of[place]), records[place])
+                self._add_to_block(int(stratum_of[place]), records[place])
             start = place + 1
         self._end_block()
-
-    def _strata_of(
-        self, took_ns: npt.NDArray[np.float64], is_timed: npt.NDArray[np.bool_]
-    ) -> npt.NDArray[np.int64]:
-        """Return the stratum of each step: 0 for ordinary steps."""
-        timed, untimed = [*self._recent_timed], [*self._recent]
-        median_ns = float(np.median(untimed or timed or [1.0]))
-        # Subtract the time that timing adds, so that timed steps are not mistaken for long steps.
-        # Up to half of the timed steps may really be long: compare the first quartile.
-        added_ns = np.quantile(timed, 0.25) - median_ns if timed and untimed else 0.0
-        without_ns = took_ns - is_timed * min(max(added_ns, 0.0), _MAX_TIMING_NS)
-        ratio = np.maximum(without_ns, 1.0) / (_LONG_STEP * max(median_ns, 1.0))
-        levels = np.floor(np.log(ratio) / math.log(_GROWTH)).astype(np.int64) + 1
-        return np.clip(levels, 0, _MAX_STRATUM)
 
     def _add_untimed(self, took_ns: npt.NDArray[np.float64], strata: npt.NDArray[np.int64]) -> None:
         self._end_block()
         is_known = took_ns >= 0
         if not is_known.any():
             return
-        self._has_untimed = True
+        self.n += int(is_known.sum())
         n = np.bincount(strata[is_known])
         ns = np.bincount(strata[is_known], weights=took_ns[is_known])
         for k in np.flatnonzero(n).tolist():
@@ -240,7 +298,7 @@ class UntimedSteps:
                 int(n[k]), math.nan if self._is_gpu_bound else float(ns[k]) / 1e6
             )
 
-    def _add_timed(self, stratum: int, step: StepRecord) -> None:
+    def _add_to_block(self, stratum: int, step: StepRecord) -> None:
         k, steps = self._block
         if steps and (k != stratum or len(steps) >= _MAX_BLOCK):
             self._end_block()
@@ -252,7 +310,7 @@ class UntimedSteps:
         if steps:
             self._block = 0, []
             block = Composition.of(steps)
-            if self._has_untimed:
+            if self.n:
                 self._strata[stratum].add_block(block)
             elif not stratum:
                 # The first steps are all timed, and represent only themselves.
@@ -329,7 +387,7 @@ class UntimedSteps:
         if not found:
             return None
         stratum = max(found, key=lambda stratum: stratum.total.ms / (1 + stratum.blocks))
-        distance = int(np.median(np.diff(stratum.newest)))
+        distance = int(median(after - before for before, after in pairwise(stratum.newest)))
         return stratum.newest[-1], max(distance, 1)
 
 
@@ -427,6 +485,8 @@ def _extend(block: Composition, gap: _Gap) -> Sums:
 
 
 def _combine(estimates: Sequence[Estimate]) -> Estimate:
+    if len(estimates) == 1:
+        return estimates[0]
     sums, squares = Sums(), defaultdict[str, float](float)
     for estimate in estimates:
         sums.merge(estimate.sums)

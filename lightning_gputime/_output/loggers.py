@@ -61,6 +61,10 @@ class LogWriter:
         self._newest = -1  # Largest step number that was logged.
         self._has_failed = False
 
+    @property
+    def has_destination(self) -> bool:
+        return bool(self._loggers) or self._publish is not None or self._kept is not None
+
     def begin(self) -> None:
         """Prepare the loggers at the start of training."""
         for logger in self._loggers:

@@ -44,7 +44,7 @@ class CulpritSearch:
 
     def steps_read(self, _: object) -> None:
         """Start the searches that are due."""
-        if self._results.slowdown is not None and not self._has_located_slowdown:
+        if self._results.slowdowns.found is not None and not self._has_located_slowdown:
             self._has_located_slowdown = True
             self._recorder.watcher.locate_next(LOCATED_STEPS)
         if not self._has_searched_calls and self._results.sums.step.n >= _MIN_STEPS:

@@ -137,7 +137,7 @@ class Evaluations:
             kept=self.means,
         )
         means = MeanLog(None, writer)
-        means.connect(results, is_sampled=False)
+        means.connect(results, is_sampled=False, is_logged=True)
 
         def steps_read(records: list[StepRecord]) -> None:
             steps = ReadSteps(records, warmup=0)

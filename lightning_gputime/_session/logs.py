@@ -62,7 +62,8 @@ class LogSchedule:
     def log_finished(self) -> None:
         """Log the steps up to the step that is due. All timed steps among them were read."""
         number, index = self._ended[0]
-        self._results.settle(number, until=index + 1)
+        if self._means.is_logged:
+            self._results.settle(number, until=index + 1)
         self._analyzer.start_callback()
         self._means.log_at(number)
         self._analyzer.end_callback("the timer's logging")

@@ -149,7 +149,7 @@ _WINDOW_STEPS, _MAX_PERIOD_STEPS = 5, 500
 # Bounds of the host time of a mark in a busy loop. Values outside are noise.
 _MIN_PER_MARK_NS, _MAX_PER_MARK_NS = 3_000, 40_000
 _COMPARED = 100  # Number of newest timed steps, and of spans of untimed steps, that are compared.
-_TRIAL_EVERY_N_STEPS = 2  # For two intervals, to measure the cost of timing.
+_TRIAL_EVERY_N_STEPS, _TRIAL_STEPS = 2, 100  # To measure the cost of timing.
 _MAX_STEPS_BETWEEN_DECISIONS = 4096
 
 
@@ -169,12 +169,13 @@ class AutoSchedule:
     def __init__(self, interval: int | None) -> None:
         self._interval = interval
         self.due = FIRST_STEPS
-        """Index of the step before which `decide` must be called."""
+        """Index of the step before which `decide` and `follow` must be called."""
         self.share: float | None = None
         """Cost of timing a step, as a fraction of an untimed step; None if unknown."""
         # Start and duration of timed steps; start and mean duration of spans of untimed steps.
         self._timed_ns: deque[tuple[int, int]] = deque(maxlen=_COMPARED)
         self._untimed_ns: deque[tuple[int, float]] = deque(maxlen=_COMPARED)
+        self._spans = self._span_end_ns = 0  # Number and end of the newest successive spans.
         self._switches_ns: deque[int] = deque(maxlen=_COMPARED)
         # Sums over timed steps: number, marks, host waits, and time for reading them.
         self._read = self._marks = 0
@@ -191,16 +192,18 @@ class AutoSchedule:
         self._reading_ns += reading_ns
 
     def add_untimed(self, start_ns: int, end_ns: int, steps: int) -> None:
+        # Keep the first and the last of successive spans, because these are next to timed steps.
+        self._spans = self._spans + 1 if start_ns == self._span_end_ns else 1
+        if self._spans > 2:
+            self._untimed_ns.pop()
         self._untimed_ns.append((start_ns, (end_ns - start_ns) / steps))
+        self._span_end_ns = end_ns
 
     def add_switch(self, ns: int) -> None:
         self._switches_ns.append(ns)
 
-    def decide(self, index: int) -> int:
-        """Return `n`: from the step of this index on, 1 of `n` steps is to be timed."""
-        # Decide often at first, because several ranks apply a decision only at the next decision.
-        steps = min(max(index // 2, 2 * self._longest_period), _MAX_STEPS_BETWEEN_DECISIONS)
-        self.due = index + steps
+    def decide(self) -> int:
+        """Return `n`: 1 of `n` steps is to be timed from now on."""
         if not self._read:
             return 1
         marks = self._marks / self._read
@@ -216,6 +219,17 @@ class AutoSchedule:
         cost_ns += self._reading_ns / self._read
         self.share = cost_ns / step_ns
         return self._smallest_n(cost_ns, step_ns)
+
+    def follow(self, n: int, index: int) -> Plan:
+        """Return the plan that times 1 of n steps, from the step of this index on.
+
+        All ranks must call it with the same `n`: then they decide at the same steps.
+        """
+        # Decide often at first, because several ranks apply a decision only at the next decision.
+        steps = index // 16 if n == _TRIAL_EVERY_N_STEPS else index // 2
+        first = min(2 * self._longest_period, _TRIAL_STEPS)
+        self.due = index + min(max(steps, first), _MAX_STEPS_BETWEEN_DECISIONS)
+        return self.plan(n)
 
     def _added_ns(self) -> list[float]:
         """Return the excess of each timed step over the untimed steps around it."""

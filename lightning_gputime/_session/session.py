@@ -66,8 +66,15 @@ class Session:
         wall_clock = results.wall_clock or clock_of_steps(clock.host_ns)
         self._analyzer = analyzer = SlowStepAnalyzer(clock, results.slow, results.culprits)
         users = UserCalls(options.observers, analyzer)
-        each_timed_for = _option_that_times_every_step(options, means, users)
-        plan = TimingPlan(options, clock, results, means.every_n_steps, each_timed_for)
+        is_logged = means.writer.has_destination or len(options.observers) > 0
+        each_timed_for = _option_that_times_every_step(
+            options, users, logs_every_step=is_logged and means.every_n_steps == 1
+        )
+        self._comparison = RankComparer(results, means, options)
+        # Each log needs timed steps, but may be far from the next if nothing takes it.
+        has_logs = is_logged or self._comparison.is_on
+        log_every_n_steps = means.every_n_steps if has_logs else None
+        plan = TimingPlan(options, clock, results, log_every_n_steps, each_timed_for)
         reader = StepReader(plan, wall_clock, options.timed_warmup_steps)
         self.recorder = recorder = Recorder(
             clock,
@@ -81,11 +88,10 @@ class Session:
         """Recorders of the phases that users name."""
         work = WorkCounter(options.items, options.flops, loop, recorder)
         self._boundaries = Boundaries(recorder, loop, work.on_call, wall_clock.shorten_step)
-        self._comparison = RankComparer(results, means, options)
         self.open_step = OpenStep(
             recorder, self._boundaries, work, needs_updates=loop.needs_updates
         )
-        means.connect(results, is_sampled=not plan.times_all)
+        means.connect(results, is_sampled=not plan.times_all, is_logged=is_logged)
         read_peaks = getattr(clock, "peak_memory", None)
         self._memory = MemoryWatch(read_peaks) if read_peaks is not None else None
         results.connect(
@@ -293,13 +299,15 @@ def _name_of_update(loop: Loop) -> str:
     return " and ".join(f"{kind}.step" for kind in kinds)
 
 
-def _option_that_times_every_step(options: Options, means: MeanLog, users: UserCalls) -> str:
+def _option_that_times_every_step(
+    options: Options, users: UserCalls, *, logs_every_step: bool
+) -> str:
     """Return the option that requires timing every step; empty if none."""
     requires = {
         "observers=": users.takes_steps,
         "annotate=True": options.annotate,
         "lag=0": options._lag == 0,
         "probe_every_n_steps=": options.probe_every_n_steps > 0,
-        "a log at each step": means.every_n_steps == 1,
+        "a log at each step": logs_every_step,
     }
     return next((option for option, is_set in requires.items() if is_set), "")

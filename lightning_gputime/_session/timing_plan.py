@@ -100,11 +100,11 @@ class TimingPlan:
         """Choose the plan from the step of this index on. It may wait for other ranks."""
         if (auto := self.auto) is None:
             return
-        n, recurrence = auto.decide(index), None
+        n, recurrence = auto.decide(), None
         if self._agreement is not None:
             n, *agreed = self._agreement.agree([n, *(self._next_long() or ())])
             recurrence = (agreed[0], agreed[1]) if agreed else None
-        plan = replace(auto.plan(n), recurrence=recurrence)
+        plan = replace(auto.follow(n, index), recurrence=recurrence)
         if plan != self._schedule.plan:
             self._schedule.follow(plan, index)
         self._results.update_sampling(every_n_steps=n, timing_share=auto.share)
@@ -133,4 +133,8 @@ class TimingPlan:
     def add_timed(self, records: Sequence[StepRecord], since_ns: int) -> None:
         """Add steps that were read, from `since_ns` until now."""
         if self.auto is not None:
-            self.auto.add_timed(records, self._host_ns() - since_ns)
+            took_ns = self._host_ns() - since_ns
+            self.auto.add_timed(records, took_ns)
+            # Reading is part of the cost of timing, not of the untimed steps meanwhile.
+            start_ns, first = self._span
+            self._span = start_ns + took_ns, first
