@@ -22,26 +22,29 @@ _SHORT_RUN = 10  # Runs with fewer windows need a larger change.
 _MAX_WINDOWS = 256  # Beyond this number, neighbors are merged.
 _MAX_PHASES = 64  # Beyond this number, sub-phases are dropped.
 _FIND_GROWTH = 1.25  # A search is due each time the run has grown by this factor.
-# Warm-up ends when a window takes less than this multiple of the next window, at the latest after
-# this fraction of the run.
+# Warm-up ends at the first window that takes at most this multiple of the next window, and at the
+# latest after this fraction of the run.
 _WARMUP_FACTOR, _MAX_WARMUP = 1.25, 0.1
-# Minimum number of windows and fraction of the run, for the first level and for a later level.
+# Minimum length of the first level and of later levels: number of windows and fraction of the run.
 _MIN_START, _MIN_START_SHARE = 2, 0.05
 _MIN_LEVEL, _MIN_LEVEL_SHARE = 3, 0.1
-_MIN_RISE_SHARE = 0.25  # Minimum fraction of the run of a trend without a first level.
-# A stretch is longer than outliers, which are clipped. Shorter runs are not searched.
+# Minimum length of a trend that is not preceded by a level, as a fraction of the run.
+_MIN_RISE_SHARE = 0.25
+# Minimum number of windows of a stretch, which distinguishes it from outliers, and of a run that is
+# searched for stretches.
 _MIN_STRETCH, _MIN_WINDOWS_OF_STRETCH = 6, 20
-# Smallest reported changes, as logarithms of the ratio of step times. While a GPU warms up, it gets
-# a few percent slower or faster, so an early change must be larger. In n windows, correlated noise
-# drifts by up to 4.5 / n.
+# Smallest reported changes, as logarithms of the ratio of step times. A GPU that warms up gets a
+# few percent slower or faster, so a change in the first 15 minutes must be larger. Correlated noise
+# drifts by up to 4.5 / n in n windows.
 _MIN_CHANGE, _MIN_EARLY_CHANGE, _EARLY_MS = 0.05, 0.1, 900e3
 _MIN_CHANGE_IN_SHORT_RUN = 0.6
 _MAX_DRIFT, _DRIFT = 0.19, 4.5
-# Minimum log likelihood ratio (times two) of change and noise to noise alone; lower in short runs.
+# Minimum of twice the log likelihood ratio of a change with noise to noise alone; lower in short
+# runs.
 _MIN_RATIO, _MIN_RATIO_OF_NONE, _MIN_RATIO_PER_WINDOW = 22.0, 4.0, 0.5
-_MIN_ORDERED = 0.85  # Minimum fraction of pairs of a low and a high window in the right order.
-_JUMP_SHARE = 0.1  # Maximum fraction of the run for the rise of a jump.
-# Penalties on the log likelihood (times two): per free position, and per window of a stretch.
+_MIN_ORDERED = 0.85  # Minimum fraction of (before, after) pairs of windows that show the change.
+_JUMP_SHARE = 0.1  # Maximum length of the rise of a jump, as a fraction of the run.
+# Penalties on twice the log likelihood: per free position, and for a stretch per window of the run.
 _POSITION_COST, _STRETCH_RATIO = 6.0, math.log(2.0)
 _GRID = 40  # Number of positions in the coarse search for the start and the end of a change.
 _NOISE_FLOOR = 1e-3  # Minimum relative noise of a series.
@@ -51,11 +54,11 @@ _MIN_TIMED_WINDOWS = 5  # Minimum number of windows with timed steps to name a p
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """A lasting change of the step time against the start of the run.
+    """Lasting change of the step time relative to the start of the run.
 
     Attributes:
         kind: "jump" between two levels, "trend" for a gradual change, "stretch" for a change that
-            ended.
+            has ended.
         since_step: Number of the first step of the change.
         change: Relative change of the step time, such as 0.5 for +50 %; negative if steps got
             faster.
@@ -65,7 +68,8 @@ class Slowdown:
         phase_change_ms: Change of that phase (in milliseconds per step).
         until_step: Number of the first step after a stretch; else None.
         since_epoch: Epoch of `since_step`, as the trainer counts it; None if unknown.
-        lost_share: Fraction of the time of all steps above the first level, from 0 to 1.
+        lost_share: Time above the level before the change, as a fraction of the time of all steps,
+            from 0 to 1.
         detail: Cause inside the phase, such as a worker of the loader; empty if unknown.
     """
 
@@ -144,7 +148,7 @@ class StepSeries:
 
     def __init__(self) -> None:
         self._windows: list[_Window] = []
-        self._open: _Window | None = None  # Still has too few steps.
+        self._open: _Window | None = None  # Newest window, while it has too few steps.
         self._min_steps = MIN_STEPS
         self._next_step: int | None = None
         self._epoch: int | None = None  # Epoch of the next step.
@@ -167,7 +171,7 @@ class StepSeries:
                 milliseconds); empty if no step was timed.
 
         Returns:
-            True if another call of `find`, which takes milliseconds, is due.
+            True if it is time to call `find` again, which takes milliseconds.
         """
         if steps <= 0:
             return False
@@ -191,7 +195,7 @@ class StepSeries:
             last = self._windows[-1]
             self._windows = [first.merge(second) for first, second in pairs]
             self._min_steps = sum(window.steps for window in self._windows) // len(self._windows)
-            self._open = last  # No partner to merge with.
+            self._open = last  # It has no partner to merge with.
         self._steps += window.steps
         if len(self._windows) < _SHORT_RUN or self._steps < self._find_at:
             return False
@@ -242,24 +246,24 @@ class SlowdownSearch:
     """Search a run for a slowdown while its steps are added.
 
     Args:
-        untimed: The steps that are not timed.
+        untimed: Untimed steps of the run.
     """
 
     def __init__(self, untimed: UntimedSteps) -> None:
         self.series = StepSeries()
         self._untimed = untimed
-        # Sums over timed steps since the newest window of the series, and untimed steps before it.
+        # Sums over the timed steps since the newest window, and the untimed steps before that.
         self._sums, self._untimed_before, self._n_before = Sums(), untimed.totals, untimed.n
         self._is_followed = False
         self.found: Slowdown | None = None
-        """The slowdown that was found last during training."""
+        """Result of the newest search during training."""
 
     def follow(self) -> None:
         """Also search during training, because logs or observers report slowdowns."""
         self._is_followed = True
 
     def add(self, number: int, sums: Sums, *, is_settled: bool = True) -> bool:
-        """Add steps up to this number. Return True if it is time for a search.
+        """Add the steps up to this number. Return True if a search is due.
 
         Args:
             number: Number of the last step.
@@ -320,10 +324,10 @@ class _Levels(NamedTuple):
 
 
 def _merge_short(windows: Sequence[_Window]) -> list[_Window]:
-    """Merge neighbors until all windows have about as many steps as the window of the median step.
+    """Merge small windows with their neighbors, up to about the median size (weighted by steps).
 
-    While every step is timed, windows are smaller. Small windows often contain no outlier, so
-    clipping outliers would bias the mean of small and large windows differently.
+    Windows are smaller while every step is timed. A small window often contains no outlier, so
+    clipping outliers would bias the means of small and large windows differently.
     """
     if not windows:
         return []
@@ -350,7 +354,7 @@ def _count_warmup(windows: Sequence[_Window]) -> int:
 
 
 def _local_medians(values: Floats) -> Floats:
-    """Return the medians of five neighbors."""
+    """Return the running median over five windows."""
     medians = np.median(np.lib.stride_tricks.sliding_window_view(values, 5), axis=1)
     # At the ends, the median of three preserves a level of two windows.
     first, last = np.median(values[:3]), np.median(values[-3:])
@@ -409,7 +413,8 @@ def _search(edges: Floats, values: Floats, weights: Floats) -> _Change:
         starts, untils = starts[is_stretch], untils[is_stretch]
         return best(starts, starts, untils)
 
-    # Include changes that are too recent to report: else an earlier position would be reported.
+    # Include changes that are too recent to report. They would be reported at an earlier position
+    # otherwise.
     jumps = np.arange(least_start, n - _MIN_LEVEL + 1)
     jump = best(jumps, jumps, np.full_like(jumps, n))
     grid = np.unique(np.linspace(0, n, min(n, _GRID) + 1).astype(int))
@@ -444,7 +449,7 @@ def _shapes(edges: Floats, starts: Ints, fulls: Ints, untils: Ints) -> Floats:
 def _best(
     edges: Floats, values: Floats, weights: Floats, changes: tuple[Ints, Ints, Ints]
 ) -> _Change:
-    """Return the change with the lowest cost, among starts, fulls and untils."""
+    """Return the change with the lowest cost; `changes` has the starts, fulls and untils."""
     n, (starts, fulls, untils) = len(values), changes
     shapes = _shapes(edges, *changes)
     weights = weights / weights.sum()
@@ -468,7 +473,7 @@ def _fit_levels(
         values: Step time of each window.
         shape: Fraction of the change in each window.
         weights: Weight of each window.
-        others: Difference of the shape if the change starts or ends elsewhere, one per row.
+        others: Rows of differences between the shape at nearby positions and `shape`.
     """
     design = np.stack([np.ones_like(shape), shape], axis=1)
     covariance = np.linalg.inv(design.T * weights @ design)
@@ -519,7 +524,7 @@ def _autoregressive_cost(values: Floats) -> float:
     """Return minus twice the log likelihood of values as a mean plus AR(1) noise."""
     n, rho = len(values), _CORRELATIONS[:, None]
     first = np.sqrt(1.0 - rho**2)
-    # Independent noise, and the coefficient of the mean in it.
+    # Whitened values, and the coefficients of the mean in them.
     noise = np.concatenate([first * values[0], values[1:] - rho * values[:-1]], axis=1)
     mean = np.concatenate([first, np.repeat(1.0 - rho, n - 1, axis=1)], axis=1)
     noise -= mean * ((noise * mean).sum(axis=1) / (mean**2).sum(axis=1))[:, None]

@@ -74,7 +74,7 @@ class Stage:
     Attributes:
         kind: "sampler", "dataset" or "collate".
         name: Class or function that the stage calls.
-        source: Definition of it; None if unknown.
+        source: Its definition; None if unknown.
     """
 
     kind: str
@@ -83,7 +83,7 @@ class Stage:
 
 
 class TimedLoader(Protocol):
-    """The stages of a loader, and their times."""
+    """Stages of a loader, and their times."""
 
     num_workers: int
     stages: tuple[Stage, ...]
@@ -93,7 +93,7 @@ class TimedLoader(Protocol):
 
 
 class TimedWorkers(TimedLoader, Protocol):
-    """The stages of a loader in its workers, and their times."""
+    """Stages of a loader that run in its workers, and their times."""
 
     def look(self) -> None:
         """Sample whether workers wait for a lock."""
@@ -110,13 +110,13 @@ Workers = TypeVar("Workers", bound=TimedWorkers)
 
 
 class LoaderSums(Protocol):
-    """Sums of the time of several loaders."""
+    """Sums of the times of several loaders."""
 
     def add_loader(self, loader: Loader) -> Loader:
-        """Add the stages of a loader. Return the sums to add to."""
+        """Add the stages of a loader. Return the object to add their times to."""
 
     def add_workers(self, workers: Workers) -> Workers:
-        """Add the workers of a loader. Return the sums to add to."""
+        """Add the workers of a loader. Return the object to add their times to."""
 
 
 class LoaderStages:
@@ -145,19 +145,19 @@ class LoaderStages:
 
 
 def short_name(qualified: str) -> str:
-    """Return a qualified name without the function that it is defined in."""
+    """Return a qualified name without its enclosing functions."""
     return qualified.rpartition("<locals>.")[2]
 
 
 class Place(Protocol):
-    """Place in the code whose lines are looked up on request, which takes milliseconds."""
+    """Place in the code. Its lines are looked up only on request, which takes milliseconds."""
 
     def source(self) -> Source | None:
         """Return the lines; None if they are unknown."""
 
 
 class CulpritSums:
-    """Sums of the time of named calls and places, by entry. The training's thread adds to them."""
+    """Time of named calls and places, summed by entry. Only the training thread adds to it."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str, str, Source | Place | None, str], list[int]] = {}
@@ -170,7 +170,7 @@ class CulpritSums:
         return {**self.__dict__, "_sums": self._located()}
 
     def add_loader(self, loader: Loader) -> Loader:
-        """Add the stages of a loader; return those of an earlier iterator of the same loader."""
+        """Add the stages of a loader, or return the same stages of an earlier iterator."""
         for known in self._loaders:
             if (known.num_workers, known.stages) == (loader.num_workers, loader.stages):
                 return cast("Loader", known)
@@ -178,7 +178,7 @@ class CulpritSums:
         return loader
 
     def add_workers(self, workers: Workers) -> Workers:
-        """Add the workers of a loader; return those of an earlier iterator of the same loader."""
+        """Add the workers of a loader, or return the workers of an earlier iterator."""
         found = self.add_loader(workers)
         if found is workers:
             self.workers.append(workers)
@@ -229,7 +229,7 @@ class CulpritSums:
         return located
 
     def summary(self) -> tuple[Culprit, ...]:
-        """Return all culprits, the longest of each entry first."""
+        """Return all culprits, grouped by entry, the longest first."""
         located = self._located()
         observed_s: dict[str, float] = {}
         for (entry, _, kind, _, _), (ns, _) in located.items():

@@ -32,7 +32,7 @@ class StepLog:
         self.skipped_warmup_updates = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        # Also for `copy.copy`: a copy does not change while steps are added.
+        # `copy.copy` calls this, too. A copy must not change while steps are added.
         return {**self.__dict__, "newest": self.newest.copy(), "sums": self.sums.copy()}
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> tuple[int, Sums]:
@@ -65,7 +65,7 @@ class StepLog:
 
     @property
     def warmup_in_history(self) -> int:
-        """Number of the oldest steps in the history that are warm-up."""
+        """Number of warm-up steps in the history, which are its oldest steps."""
         return max(self._max_warmup_steps - (self.n - len(self.newest)), 0)
 
     def unpacked(self) -> list[StepRecord]:
@@ -73,8 +73,8 @@ class StepLog:
 
 
 def pack(step: StepRecord) -> StepRecord:
-    """Return a step with 8 bytes per number; a float in a tuple takes 32."""
-    # Bytes, which the garbage collector does not track, unlike arrays.
+    """Return a step whose numbers take 8 bytes each; a float in a tuple takes 32."""
+    # Convert arrays to bytes, because the garbage collector tracks arrays.
     device_ms, host_ns = array("d", step.device_ms), array("q", step.host_ns)
     return step._replace(device_ms=device_ms.tobytes(), host_ns=host_ns.tobytes())
 
@@ -121,7 +121,7 @@ def list_phases(history: npt.NDArray[Any]) -> list[str]:
 
 
 def list_top_phases(history: npt.NDArray[Any]) -> list[str]:
-    """Return the phases that add up to the step, in its order."""
+    """Return the top-level phases, which add up to the step, in execution order."""
     return in_order([name for name in list_phases(history) if "/" not in name])
 
 

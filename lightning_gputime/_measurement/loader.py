@@ -1,4 +1,4 @@
-"""Times of a DataLoader's workers: layout of the shared memory, and its values."""
+"""Times of a DataLoader's workers, and their layout in shared memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lightning_gputime._measurement.units import duration
 
-# Columns of a worker's row in shared memory: numbers of batches, and sums (in nanoseconds).
+# Columns of a worker's row in shared memory: counts, and total times (in nanoseconds).
 (
     PID,
     BUSY_SINCE,  # Start of the current batch; 0 between batches.
@@ -16,23 +16,24 @@ from lightning_gputime._measurement.units import duration
     DATASET_NS,
     COLLATE_NS,
     CPU_NS,  # CPU time of the worker's main thread.
-    RUN_DELAY_NS,  # Time for which it waited for a core.
-    OBSERVED_NS,  # Time to make batches in which these two were observed.
+    RUN_DELAY_NS,  # Time that this thread waited for a core.
+    OBSERVED_NS,  # Time to make the batches that the last two columns cover.
     STARTS,  # Number of times that the worker was started.
-    STARTUP_NS,  # From the start of the loop to the end of its first batch.
+    STARTUP_NS,  # From the start of the loop to the end of the worker's first batch.
     LONG_BATCHES,
     LONG_NS,
     MAX_NS,  # Time of the slowest batch.
-    SLOWEST_INDEX,  # Index of its longest sample, or -1.
+    SLOWEST_INDEX,  # Index of the slowest sample in that batch; -1 if unknown.
 ) = range(15)
 CHECKSUMS = range(15, 18)
 """Columns of checksums of the first batches; 0 if unknown."""
 NEWEST = 18
-"""Column of the number of batches in the ring, which follows it."""
+"""Column of the number of batches written to the ring buffer, which follows it."""
 RING, RING_FIELDS = 32, 4
-"""Newest batches of a worker: start, end and time in `collate_fn` (in ns), longest sample."""
+"""Size of the ring buffer of a worker's newest batches, and number of fields per batch: start, end
+and time in `collate_fn` (in nanoseconds), and index of the slowest sample."""
 FIELDS = NEWEST + 1 + RING * RING_FIELDS
-_SLOWED_DOWN = 1.25  # Newest batches of a worker that slows down, as a multiple of its mean.
+_SLOWED_DOWN = 1.25  # A worker slows down if its newest batches take this multiple of its mean.
 _MIN_LOOKS = 8  # Minimum number of reads of /proc to estimate waits for locks.
 
 
@@ -41,10 +42,10 @@ class MadeBatch(NamedTuple):
 
     Attributes:
         worker: Number of the worker.
-        start_ns: Start, by the clock of the host (in nanoseconds).
-        end_ns: End.
+        start_ns: Host time at its start (in nanoseconds).
+        end_ns: Host time at its end (in nanoseconds).
         collate_ns: Time in `collate_fn` (in nanoseconds).
-        sample: Index of its longest sample; -1 if unknown.
+        sample: Index of the slowest sample in it; -1 if unknown.
     """
 
     worker: int
@@ -77,7 +78,7 @@ class WorkerTimes:
         batches: Number of batches that it made.
         dataset_ms: Time in the dataset: `dataset[i]`, `__getitems__` or the iterator's `next`.
         collate_ms: Time in `collate_fn`.
-        wait_ms: Time between two batches, in which it has nothing to do.
+        wait_ms: Idle time between two batches.
         newest_ms: Time to make a batch, mean over its newest batches (at most 32).
     """
 
@@ -100,20 +101,20 @@ class LoaderTimes:
     Attributes:
         dataset: Name of the dataset's class and method.
         collate: Name of the collate function.
-        workers: Times of each worker that made a batch, by its number.
+        workers: Times of each worker that made a batch, ordered by worker number.
         cpu_share: Fraction of the time to make a batch in which a worker ran on a CPU core; None if
             unknown.
-        run_delay_share: Fraction of it in which a worker could run, and no core was free; None
-            if unknown.
-        lock_share: Fraction of it in which a worker waited for a lock; None if unknown.
+        run_delay_share: Fraction of the same time in which a worker was ready to run, but no core
+            was free; None if unknown.
+        lock_share: Fraction of the same time in which a worker waited for a lock; None if unknown.
         startup_s: Mean time from the start of a loop to the end of a worker's first batch (in
             seconds).
         starts: Number of times that the loader's workers were started.
         long_batches: Number of batches that took more than 4 times the mean of their worker.
-        long_share: Fraction of the time to make batches that these took.
+        long_share: Fraction of the time to make all batches that the long batches took.
         slowest_ms: Time to make the slowest batch (in milliseconds).
         slowest_worker: Number of the worker that made it.
-        slowest_index: Index of its longest sample; None if unknown.
+        slowest_index: Index of the slowest sample in that batch; None if unknown.
         repeats: True if all workers yield the same batches, as from an IterableDataset that is not
             sharded.
         pin_ms: Time of the pin-memory thread per batch (in milliseconds), or None.
@@ -140,7 +141,7 @@ class LoaderTimes:
         return sum(worker.batches for worker in self.workers)
 
     def mean(self, name: str) -> float:
-        """Return the mean per batch of an attribute of the workers (in milliseconds)."""
+        """Return the mean of an attribute of `WorkerTimes` over all batches (in milliseconds)."""
         total = sum(worker.batches * getattr(worker, name) for worker in self.workers)
         return float(total / self.batches)
 
@@ -151,7 +152,7 @@ def _newest_ms(row: Sequence[int]) -> float:
 
 
 def describe_slowdown(loaders: Sequence[LoaderTimes]) -> str:
-    """Return which workers have slowed down; empty if none has."""
+    """Describe the workers that have slowed down; empty if no worker has."""
     workers = [worker for loader in loaders for worker in enumerate(loader.workers)]
     slower = [
         (number, worker)
@@ -180,14 +181,14 @@ def loader_times(
     looks: tuple[int, int],
     pin_ms: float | None = None,
 ) -> LoaderTimes | None:
-    """Return the times of a loader's workers; None if these made no batch.
+    """Return the times of a loader's workers; None if they made no batch.
 
     Args:
-        rows: Their rows of shared memory.
+        rows: The workers' rows of shared memory.
         dataset: Name of the dataset's class and method.
         collate: Name of the collate function.
-        looks: Number of reads of /proc while a worker made a batch, and of those in which it waited
-            for a lock.
+        looks: Number of reads of /proc while a worker made a batch, and number of reads that found
+            it waiting for a lock.
         pin_ms: Time of the pin-memory thread per batch (in milliseconds), or None.
     """
     used = [row for row in rows if row[BATCHES]]

@@ -12,7 +12,7 @@ from lightning_gputime._phases import StepRecord
 
 
 class Writer(Protocol):
-    """Destination of the means, see `LogWriter`."""
+    """Destination of the means; see `LogWriter`."""
 
     @property
     def has_destination(self) -> bool: ...
@@ -33,9 +33,9 @@ class MeanLog:
     """Write the means since the last log, every n steps.
 
     Args:
-        every_n_steps: The steps `n - 1`, `2 n - 1`, ... are logged, as Lightning counts them, or
-            the next step if such a number is skipped. With 0, no step is logged; with None, only
-            `log_means` logs.
+        every_n_steps: Log at steps `n - 1`, `2 n - 1` and so on, as Lightning does, or at the next
+            step if that number is skipped. With 0, nothing is logged; with None, only `log_means`
+            logs.
         writer: Destination of the means.
     """
 
@@ -43,9 +43,9 @@ class MeanLog:
         self.every_n_steps = every_n_steps
         self.writer = writer
         self.newest: int | None = None
-        """Number of the newest step that was added, or of the step before the first."""
+        """Number of the newest step that was added; at first, of the step before the first."""
         self.is_due = False
-        """True if the step at which a log is due has finished, but was not read yet."""
+        """True if the step at which a log is due has finished, but has not been read yet."""
         self._results: Results | None = None
         self._is_sampled = False
         self.is_logged = True
@@ -58,8 +58,8 @@ class MeanLog:
         """Also log the values of `results`.
 
         Args:
-            results: Facts of the run. They must include the steps that are added here.
-            is_sampled: True if some steps are not timed: then only `log_at` logs.
+            results: Facts of the run, which must include the steps that are added here.
+            is_sampled: True if some steps are not timed. Then, `take` never logs; call `log_at`.
             is_logged: False if nothing takes the means.
         """
         self._results, self._is_sampled, self.is_logged = results, is_sampled, is_logged
@@ -74,7 +74,7 @@ class MeanLog:
         return ((step + 1) // every + 1) * every - 1 if every else math.inf
 
     def step_finished(self, step: int) -> None:
-        """Record that the step of this number has finished: a log may be due."""
+        """Update `is_due` after the step of this number has finished."""
         before = self._logged_until if self._is_sampled else self.newest
         self.is_due = before is not None and step >= self.next_due(before)
 
@@ -113,7 +113,7 @@ class MeanLog:
     def log_means(self, *, only_publish: bool = False) -> None:
         """Log the steps since the last log, if any, under the newest number.
 
-        With `only_publish`, publish their means and keep the steps for the next log.
+        With `only_publish`, publish the means without a log, and keep the steps for the next log.
         """
         timed, untimed, results = self._sums, Estimate(), self._results
         if not self.is_logged:

@@ -30,28 +30,28 @@ class Measurement:
         host_wait_mean_ms: Mean time per step that the host waited for the GPU to finish a step (in
             milliseconds). Near zero, the host cannot keep the GPU busy.
         skipped_updates: Number of steps whose update was skipped, including the warm-up.
-        on_host_clock: True if all times are the host's, because there was no GPU.
+        on_host_clock: True if all times are from the host clock, because there was no GPU.
         ranks: On rank zero of a distributed run, the comparison of all ranks.
         probed_steps: Number of steps that were probed; no other statistic includes them.
         probe_failure: Reason why no step can be probed; empty if none.
         untimed_steps: Number of steps that were not timed, or were probed.
         not_sampled_steps: Number of long steps that no timed step represents.
         not_sampled_share: Their fraction of the time of all steps, from 0 to 1.
-        timed_every_n_steps: With `every_n_steps="auto"`: 1 of this many steps was timed at the end.
+        timed_every_n_steps: With `every_n_steps="auto"`, 1 of this many steps was timed at the end.
         timing_share: Cost of timing every step as a fraction of the step, from 0 to 1; None unless
             "auto" has measured it.
-        each_timed_for: With `every_n_steps="auto"`: option that requires timing every step.
+        each_timed_for: With `every_n_steps="auto"`, option that requires timing every step.
         is_warmup: True if only warm-up steps were timed. Then the statistics include them.
         hint: Advice if no step was timed.
         slow: Cost of slow steps; None if no step was slow.
         slowdown: Lasting change of the step time; None if it did not change.
-        wall_clock: Host time of the training by entry; None if unknown.
+        wall_clock: Host time of the training run by entry; None if unknown.
         memory: Peak memory of the device; None on a CPU.
         stage: "validation", "test" or "prediction"; empty for training.
         work: Work per second and its fraction of the GPU's peak; None if unknown.
         sections: Sections that observers add to the summary.
         not_measured: Sentences on quantities that could not be measured.
-        blurred: Phases whose times are therefore not separated.
+        blurred: Phases whose times could therefore not be separated from each other.
         culprits: Code that takes the time of phases and entries, if known.
         loaders: Times of the workers of each loader.
     """

@@ -11,16 +11,17 @@ Peaks = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class MemorySummary:
-    """Peak memory of a run, as torch's allocator counts it.
+    """Peak memory of a run, as counted by torch's allocator.
 
-    The counters of torch are never reset: the peaks include what ran before the timer was attached.
+    The timer never resets torch's counters, so the peaks include memory that was used before it
+    was attached.
 
     Attributes:
         allocated_mib: Peak memory of tensors (in MiB), as `torch.cuda.max_memory_allocated` returns
             it.
-        reserved_mib: Peak memory that the allocator held (in MiB), as
+        reserved_mib: Peak memory that the allocator reserved (in MiB), as
             `torch.cuda.max_memory_reserved` returns it.
-        device_mib: Memory of the device (in MiB).
+        device_mib: Total memory of the device (in MiB).
     """
 
     allocated_mib: float = 0.0
@@ -29,12 +30,12 @@ class MemorySummary:
 
     @property
     def share(self) -> float:
-        """Peak of allocated memory as a fraction of the device's, from 0 to 1."""
+        """Peak allocated memory as a fraction of the device's memory, from 0 to 1."""
         return self.allocated_mib / self.device_mib if self.device_mib else 0.0
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """The line that the summary shows."""
+        """Line on memory in the summary."""
         return (
             f"memory: at most {self.allocated_mib:,.0f} of {self.device_mib:,.0f} MiB allocated"
             f" ({100 * self.share:.0f} %), and {self.reserved_mib:,.0f} reserved",
@@ -42,9 +43,9 @@ class MemorySummary:
 
 
 class MemoryWatch:
-    """The highest peaks at the logs of a run, and at its end.
+    """Highest memory peaks of a run, read at each log and at the end.
 
-    Code in the loop may reset torch's counters: a log keeps the peaks before that.
+    Code in the loop may reset torch's counters. Reading them at each log preserves earlier peaks.
 
     Args:
         read: Return the peaks of the device; None if it does not count them.
@@ -55,14 +56,14 @@ class MemoryWatch:
         self._highest: Peaks | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        # A copy in another process has another device.
+        # A copy may be in another process, with another device.
         return {"_read": None, "_highest": self._highest}
 
     def read(self) -> None:
         """Read the counters, and keep the highest peaks."""
         try:
             peaks = self._read() if self._read is not None else None
-        except Exception:  # Some allocators do not count. Training continues.
+        except Exception:  # Some allocators have no counters. Training continues.
             self._read = peaks = None
         if peaks is not None:
             allocated, reserved, device = peaks
@@ -72,7 +73,7 @@ class MemoryWatch:
             self._highest = allocated, reserved, device
 
     def end(self) -> None:
-        """Read the counters once more: what follows is not part of the run."""
+        """Read the counters for the last time, at the end of the run."""
         self.read()
         self._read = None
 

@@ -1,4 +1,4 @@
-"""Receivers of steps: the interface for observers, and how to call them."""
+"""Observers: their interface, and functions to call them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class ReadSteps:
     Args:
         records: The steps.
         warmup: Number of first steps that are warm-up.
-        since_ns: Start of reading them, by the host clock.
+        since_ns: Host time at which reading them started (in nanoseconds).
     """
 
     def __init__(self, records: Sequence[StepRecord], warmup: int, since_ns: int = 0) -> None:
@@ -57,8 +57,9 @@ class ReadSteps:
 class StepObserver(Protocol):
     """Interface of objects for `observers=`, which also accepts functions and metrics.
 
-    Every method is optional, and is called in the training thread. A method that raises is not
-    called again, and a warning reports it; except for `metrics` and `summary`.
+    Every method is optional. `summary` is called in the thread that asks for a summary, all other
+    methods in the training thread. If a method raises, a warning reports it, and the method is not
+    called again. `metrics` and `summary` are still called.
 
     Examples:
         >>> class Longest:
@@ -101,7 +102,7 @@ class StepObserver(Protocol):
 
 
 def is_observer(candidate: object) -> bool:
-    """Return True if `observers=` accepts an object."""
+    """Return True if `observers=` accepts the object."""
     names = (name for name in vars(StepObserver) if not name.startswith("_"))
     has_method = any(callable(getattr(candidate, name, None)) for name in names)
     return not isinstance(candidate, type) and (callable(candidate) or has_method)
@@ -109,7 +110,7 @@ def is_observer(candidate: object) -> bool:
 
 def step_calls(observers: Sequence[Any]) -> list[Callable[[StepTimes], object]]:
     """Return the functions to call with each step."""
-    # Update metrics, because calling a metric also computes it.
+    # Call `update` of a metric, because calling the metric itself would also compute it.
     calls = (
         observer.update
         if is_metric(observer)
@@ -120,7 +121,7 @@ def step_calls(observers: Sequence[Any]) -> list[Callable[[StepTimes], object]]:
 
 
 def sections_of(observers: Sequence[Any]) -> tuple[Section, ...]:
-    """Return the sections that observers add to a summary, without observers that raise."""
+    """Return the sections that observers add to a summary. Skip observers that raise."""
     return tuple(_ask(observers, "summary", _section))
 
 
@@ -133,7 +134,7 @@ def _section(observer: object, found: object) -> Section:
 
 
 def metrics_of(observers: Sequence[Any], means: Mapping[str, float]) -> dict[str, float]:
-    """Return the values that observers add to a log, without observers that raise."""
+    """Return the values that observers add to a log. Skip observers that raise."""
     metrics: dict[str, float] = {}
     for found in _ask(observers, "metrics", lambda _, found: dict(found), means):
         metrics |= found
@@ -163,7 +164,7 @@ def methods(observers: Sequence[Any], name: str) -> list[Callable[..., Any]]:
 
 
 def call_safely(calls: list[Callable[..., Any]], *args: Any) -> None:
-    """Call each function. Remove a function that raises from the list, with a warning."""
+    """Call each function. If a function raises, warn and remove it from the list."""
     for call in [*calls]:
         try:
             call(*args)

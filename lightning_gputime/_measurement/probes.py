@@ -27,7 +27,7 @@ class Probes:
         self.failure = reason
 
     def means_ms(self, means_ms: Mapping[str, float]) -> dict[str, float]:
-        """Return the GPU busy time of the newest probed step, and the launch gap (in milliseconds).
+        """Return GPU busy times of the newest probed step, and the launch gap (in milliseconds).
 
         Empty before the first probe, and after a failure.
 
@@ -41,7 +41,8 @@ class Probes:
 
 def _busy_means(means_ms: Mapping[str, float], probed: StepTimes) -> dict[str, float]:
     busy_ms = {**probed.phase_ms, "step": probed.step_ms}
-    # Between batches the GPU waits for the loader or callbacks, in `comm` for other ranks.
+    # Exclude idle time that launches do not cause: between batches, the GPU waits for the loader or
+    # callbacks, and in `comm` for other ranks.
     step_ms, busy_step_ms = (
         times_ms["step"] - sum(times_ms.get(name, 0.0) for name in BETWEEN_BATCHES)
         for times_ms in (means_ms, busy_ms)

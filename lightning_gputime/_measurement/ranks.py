@@ -1,4 +1,4 @@
-"""Comparison of the ranks of a distributed training."""
+"""Comparison of the ranks of a distributed run."""
 
 import math
 import statistics
@@ -24,7 +24,7 @@ STEP = "step"
 LOCAL = "local"
 _IN_DATA = f"{DATA}/"
 
-# Time of each phase and of "step" (in milliseconds), and the number of steps in which it ran.
+# Total time of each phase and of "step" (in milliseconds), and the number of steps in which it ran.
 PhaseTotals = Mapping[str, tuple[float, int]]
 
 
@@ -33,7 +33,7 @@ PhaseTotals = Mapping[str, tuple[float, int]]
 
 @dataclass(frozen=True, slots=True)
 class RankTotals:
-    """Sums over the steps of one rank, which it sends to rank zero."""
+    """Sums over the steps of a rank, which the rank sends to rank zero."""
 
     phases: PhaseTotals
     deviation_ms: float = 0.0  # See `BatchMeans`.
@@ -49,14 +49,15 @@ class RankTotals:
 
 
 _MAX_BLOCKS = 64
-_MIN_BLOCKS = 4  # Minimum number of blocks of several steps for an estimate.
-_CORRELATED_STEPS = 10  # Delays of a rank last: count at least this many steps as one sample.
+_MIN_BLOCKS = 4  # Minimum number of blocks for an estimate, if blocks have several steps.
+# Delays of a rank last for several steps, so count at least this many steps as one sample.
+_CORRELATED_STEPS = 10
 
 
 class BatchMeans:
     """Noise of a rank's local time, which excludes waiting for other ranks.
 
-    Successive steps are correlated, because delays of a rank may last for hundreds of steps. Means
+    Delays of a rank may last for hundreds of steps, so successive steps are correlated, but means
     over long blocks are not. The block length doubles as the run grows: "dynamic batch means", Yeh
     and Schmeiser (2000).
     """
@@ -84,10 +85,11 @@ class BatchMeans:
 
     @property
     def deviation_ms(self) -> float:
-        """Standard deviation of a step, increased for correlation (in milliseconds).
+        """Standard deviation of a step, increased to account for correlation (in milliseconds).
 
         Divided by the square root of n, it is the standard error of the mean over n steps. It is
-        the maximum over blocks of the current length, twice that length, and so on.
+        the maximum of the estimates from blocks of the current length, twice that length, and so
+        on.
         """
         means, length, largest_ms = self._means_ms, self._length, 0.0
         while (n := len(means)) >= (_MIN_BLOCKS if length > 1 else 2):
@@ -132,10 +134,10 @@ def since(now: RankTotals, before: RankTotals | None) -> RankTotals:
     return RankTotals(phases, now.deviation_ms)
 
 
-# The comparison of all ranks
+# Comparison of all ranks
 
-# A straggler is slower than the other ranks by this fraction of their step, and by this many
-# standard errors of the difference.
+# A straggler is slower than the other ranks by at least this fraction of their step, and by more
+# than this many standard errors of the difference.
 _MIN_DELAY, _STANDARD_ERRORS = 0.05, 4.0
 _MAX_NAMED = 8  # Maximum number of ranks in a sentence.
 
@@ -148,7 +150,7 @@ class RankStats:
         min_ms: Shortest of the ranks' means (in milliseconds).
         mean_ms: Mean over the steps of all ranks (in milliseconds).
         max_ms: Longest of the ranks' means (in milliseconds).
-        slowest_rank: Rank with that mean.
+        slowest_rank: Rank with the longest mean.
     """
 
     min_ms: float
@@ -161,8 +163,8 @@ class RankStats:
 class RankSummary:
     """Comparison of all ranks.
 
-    The local time of a rank is its step without `backward/comm` and similar phases, in which it
-    waits for other ranks. In a pipeline, the rank of a longer stage is slower.
+    The local time of a rank is its step time without `backward/comm` and similar phases, in which
+    it waits for other ranks. In a pipeline, the rank with the longest stage is the slowest.
 
     Attributes:
         rows: Statistics of each phase that ran, of "step" and of "local".
@@ -170,13 +172,14 @@ class RankSummary:
         slowest_rank: Rank with the longest local time, if it exceeds the median of the other ranks
             by 5 % of their median step or more, and by more than 4 standard errors; else None. The
             standard error is estimated from means over blocks of steps ("batch means").
-        behind_median_ms: Longest local time minus that median (in milliseconds).
-        phase: Phase with the largest part of this difference; a sub-phase for `data`, if known.
+        behind_median_ms: Longest local time minus the median of the other ranks (in milliseconds).
+        phase: Phase with the largest part of this difference; for `data`, a sub-phase if known.
         sentence: Sentence on the slow ranks; empty if no rank is slow.
-        slow: All ranks whose local time is closer to the slowest rank than to the median. Several
-            have a common cause, such as a longer stage of a pipeline.
-        suspect: Rank with the longest local time, if it exceeds the median by 5 % or more, but by
-            too few standard errors to be the slowest rank; else None.
+        slow: All ranks whose local time is closer to the slowest rank than to the median; empty if
+            `slowest_rank` is None. Several slow ranks point to a common cause, such as a longer
+            stage of a pipeline.
+        suspect: Rank with the longest local time, if it exceeds the median by 5 % or more as above,
+            but not by enough standard errors to be `slowest_rank`; else None.
         error_ms: Standard error of `behind_median_ms` (in milliseconds; None if unknown).
     """
 
@@ -207,7 +210,7 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     phases = {rank: _with_local(total) for rank, total in totals.items()}
     local = {rank: _local_ms(total) for rank, total in phases.items()}
     rank = max(local, key=lambda rank: local[rank][LOCAL])
-    # Exclude the slowest rank from the median: with two ranks, it would be half of it.
+    # Exclude the slowest rank from the median. With two ranks, it would make up half of the median.
     others = [other for other in totals if other != rank] or [rank]
 
     def median_ms(name: str) -> float:
@@ -241,8 +244,9 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
 
 
 def _local_ms(phases: PhaseTotals) -> dict[str, float]:
-    """Return the time per step of each top-level phase and part of `data`, without waits."""
-    # Divide by all steps, even if a phase ran in a few, so that phases add up to the local time.
+    """Return the time per step of each top-level phase and sub-phase of `data`, without waits."""
+    # Divide by the number of all steps, even for a phase that ran in only a few of them, so that
+    # the phases add up to the local time.
     steps = phases[STEP][1]
     ms = {name: total_ms / steps for name, (total_ms, _) in phases.items()}
     local_ms = {
@@ -255,8 +259,8 @@ def _local_ms(phases: PhaseTotals) -> dict[str, float]:
 
 
 def _with_local(totals: RankTotals) -> PhaseTotals:
-    # Including waits, the step of every rank is as long as on the slowest rank. Example: under DDP
-    # with one slow rank, backward took 20.8 and 20.9 ms, of which 3.5 and 20.5 ms were local work.
+    # Including waits, steps take equally long on all ranks. Example: under DDP with one slow rank,
+    # backward took 20.8 and 20.9 ms, of which 3.5 and 20.5 ms were local work.
     step_ms, steps = totals.phases[STEP]
     waits_ms = sum(ms for name, (ms, _) in totals.phases.items() if is_wait(name))
     return {**totals.phases, LOCAL: (step_ms - waits_ms, steps)}

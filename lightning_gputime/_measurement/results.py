@@ -1,4 +1,4 @@
-"""Collected facts of one run, and the `Measurement` made of them."""
+"""Collected facts of one run, and the `Measurement` made from them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ class LogWindow(NamedTuple):
         timed: Sums over the timed steps.
         every: Sums over all steps; untimed steps are estimated.
         means_ms: Mean time per step, by name (in milliseconds).
-        is_kept: True if the next log contains these steps again.
+        is_kept: True if the next log includes these steps, too.
     """
 
     newest: int
@@ -78,12 +78,12 @@ class Results:
     Args:
         capacity: Number of steps in the history.
         warmup_steps: Number of first steps to exclude from the summary.
-        on_host_clock: True if the steps are timed without a device.
+        on_host_clock: True if the steps are timed on the host clock.
         hint: Advice if no step was timed.
-        culprits: Sums of the code that takes the time; empty by default.
-        libraries: Libraries whose missing names concern this training.
-        wall_clock: Clock of the whole training; None for evaluations.
-        setup: Known setup of the training; updated later.
+        culprits: Time of calls and places in the code; empty by default.
+        libraries: Libraries whose missing private names affect this run.
+        wall_clock: Wall clock of the training run; None for evaluations.
+        setup: Known setup of the training run, which `update_setup` completes.
         throughput: Reference for work per second; empty by default.
     """
 
@@ -119,7 +119,7 @@ class Results:
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            # A copy has no lock: `ddp_spawn` pickles callbacks.
+            # `ddp_spawn` pickles callbacks, and a lock cannot be pickled.
             copied = {"_steps": copy(self._steps), "probes": copy(self.probes), "_lock": None}
         return {**self.__dict__, **copied}
 
@@ -136,11 +136,11 @@ class Results:
         logs_slow_steps: bool = False,
         memory: MemoryWatch | None = None,
     ) -> None:
-        """Connect the measurements of a session besides steps.
+        """Connect the measurements of a session other than its steps.
 
         Args:
             throughput: Reference for work per second.
-            observers: Observers of the user.
+            observers: The user's observers.
             logs_slow_steps: True if slow steps and slowdowns are logged.
             memory: Peak memory of the device; None if it is not measured.
         """
@@ -160,7 +160,7 @@ class Results:
         self._sampling = replace(self._sampling, **known)
 
     def add_mismatch(self, gap: NotMeasured) -> None:
-        """Add something that cannot be measured, as the self-check found."""
+        """Add something that cannot be measured according to the self-check."""
         self._mismatches.append(gap)
 
     # Steps
@@ -179,18 +179,18 @@ class Results:
             call_safely(methods(self._sources.observers, "on_slowdown"), self.slowdowns.found)
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> bool:
-        """Add the next steps. Return True if it is time to search for a slowdown."""
+        """Add the next steps. Return True if a search for a slowdown is due."""
         with self._lock:
             warmup, measured = self._steps.add(steps, sums)
             is_settled = steps[-1].step_index < 0 or self.untimed.add_timed(steps, warmup)
             return self.slowdowns.add(steps[-1].number, measured, is_settled=is_settled)
 
     def settle(self, number: int, *, until: int) -> None:
-        """Count all steps before the index `until` that were not read as untimed.
+        """Count all steps before the index `until` as untimed, unless they were read.
 
         Args:
             number: Number of the last of these steps.
-            until: The index after it.
+            until: Index of the step after it.
         """
         with self._lock:
             self.untimed.settle(until)
@@ -206,7 +206,7 @@ class Results:
     def untimed_since_log(self, *, restart: bool, has_timed: bool) -> Estimate:
         """Return the untimed steps since the last log. With `restart`, start the next log.
 
-        Before the first timed step nothing can be logged: a later log includes these steps.
+        Nothing can be logged before the first timed step, so a later log includes these steps.
         """
         with self._lock:
             estimate = self.untimed.estimate_since(self._logged_totals)
@@ -236,13 +236,13 @@ class Results:
     # Readings
 
     def history_and_warmup(self) -> tuple[npt.NDArray[Any], int]:
-        """Return the steps in the history, and the number of them that are warm-up."""
+        """Return the history, and the number of its steps that are warm-up."""
         with self._lock:
             log = copy(self._steps)
-        return history(log.unpacked()), log.warmup_in_history  # Outside of the lock: it takes time.
+        return history(log.unpacked()), log.warmup_in_history  # Slow, so outside of the lock.
 
     def measurement(self, stage: str = "") -> Measurement:
-        """Return the facts of all steps without the warm-up, or of the warm-up if it is all."""
+        """Return the facts of all steps after the warm-up, or of the warm-up if no step follows."""
         ranks = self.ranks.complete()
         with self._lock:
             self.untimed.settle()
@@ -314,7 +314,7 @@ class Results:
 
 
 class _Constants(NamedTuple):
-    """Facts that do not change, see `Results`."""
+    """Facts that do not change; see `Results`."""
 
     on_host_clock: bool
     hint: str
@@ -322,7 +322,7 @@ class _Constants(NamedTuple):
 
 
 class _Sources(NamedTuple):
-    """Measurements besides steps; see `Results.connect`."""
+    """Measurements other than steps; see `Results.connect`."""
 
     throughput: ThroughputReference
     observers: tuple[Any, ...] = ()
@@ -343,7 +343,7 @@ class RankResults:
         self._summary = summary
 
     def complete_later(self, complete: Callable[[], object]) -> None:
-        """Before the next reading, call a function that waits for late ranks and adds them."""
+        """Set a function that waits for late ranks and adds them. The next `complete` calls it."""
         self._complete = complete
 
     def complete(self) -> RankSummary | None:
@@ -355,5 +355,5 @@ class RankResults:
 
 
 def _is_logged(name: str) -> bool:
-    """Return False for the parts of `callbacks` that are single callbacks."""
+    """Return False for sub-phases of `callbacks` that time a single callback."""
     return not name.startswith(f"{CALLBACKS}/") or name == CALLBACK_WAIT

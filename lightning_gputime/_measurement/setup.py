@@ -1,4 +1,4 @@
-"""Setup of a training: loader, precision, compilation, and settings that may cost time."""
+"""Setup of a training run: loader, precision, compilation, and settings that may cost time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class CostlySetting:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
-    """Setup of a training. Unknown values are None."""
+    """Setup of a training run. Unknown values are None."""
 
     is_own_loop: bool = False  # No trainer runs the loop.
     has_loader: bool = False

@@ -27,9 +27,10 @@ _WORDS: Mapping[str, str] = {
     "ranks": "other ranks",
 }
 
-_MAX_SHARE = 0.25  # With a larger share, step times simply vary: no step is called slow.
+_MAX_SHARE = 0.25  # Above this share of slow steps, step times simply vary: call no step slow.
 _MAX_KEPT = 1_000
-"""Maximum number of slow steps to keep, those with the largest excess; all others are summed."""
+"""Number of slow steps with the largest excess to keep once more than twice as many are stored. Of
+the others, explained steps are summed, and every second unexplained step is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Cause:
         host_ms: Delay of the host (in milliseconds).
         exposed_ms: Part of the delay that reached the GPU, because queued work did not hide it (in
             milliseconds).
-        detail: Further text, such as the name of a callback.
+        detail: Details, such as the name of a callback.
     """
 
     kind: CauseKind
@@ -53,24 +54,24 @@ class Cause:
 
     @property
     def name(self) -> str:
-        """Name for sentences; for a callback, its own name."""
+        """Name for sentences; for a callback, the name of that callback."""
         return self.detail if self.kind == "callback" else _WORDS.get(self.kind, self.kind)
 
 
 @dataclass(frozen=True, slots=True)
 class SlowStep:
-    """Step that took much longer than the steps around it.
+    """Step that took much longer than the steps before it.
 
     Attributes:
         step: Step number.
         step_ms: Step time (in milliseconds).
-        baseline_ms: Median time of the steps around it (in milliseconds).
+        baseline_ms: Median time of the steps before it (in milliseconds).
         phase: Phase or sub-phase with the largest excess.
         causes: Causes, the largest first.
         unexplained_ms: Part of the excess without a known cause (in milliseconds).
         phase_excess_ms: Part of the excess in `phase` (in milliseconds).
-        lost_ms: Excess by phase and cause, without causes that have a phase, such as `data` (in
-            milliseconds).
+        lost_ms: Excess by phase and cause (in milliseconds). It excludes causes that have a phase
+            themselves: the loader, callbacks and waiting for other ranks.
         phase_ms: Device time of each phase that ran, without sub-phases (in milliseconds).
         host_ms: Host time between the same marks (in milliseconds).
     """
@@ -116,8 +117,9 @@ class SlowStep:
 class SlowSummary:
     """Cost of slow steps for a run.
 
-    The shares of causes are exact for up to 2,000 slow steps. With more, they are estimated from
-    the 1,000 with the largest excess and a sample of the others.
+    The shares of causes are exact for up to 2,000 slow steps. With more slow steps, they are
+    estimated from the 1,000 steps with the largest excess and a sample of the others, unless all
+    steps were explained during training.
     """
 
     n: int  # Number of slow steps.
@@ -126,13 +128,13 @@ class SlowSummary:
     cause_shares: Mapping[str, float]  # Excess share by cause, the largest first.
     unexplained_share: float  # Excess share without a known cause.
     worst: SlowStep  # Slow step with the largest excess.
-    # Excess share by phase and cause, without causes that have a phase, such as `data`.
+    # Excess share by phase and cause, without causes that have a phase themselves.
     lost_shares: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """Cost of all slow steps, and the worst of them."""
-        # Fractions of the excess: the time breakdown has the fractions of the time.
+        # Show fractions of the excess. The time breakdown shows fractions of the total time.
         shares = {**self.cause_shares, UNEXPLAINED: self.unexplained_share}
         parts = [
             f"{percent(part / self.share)} {name}" for name, part in shares.items() if part > 0
@@ -211,9 +213,9 @@ class _Kept(NamedTuple):
     """Slow steps of a run. Immutable, so that any thread may read them."""
 
     steps: Sequence[SlowEvidence] = ()  # In order.
-    # Number of steps that each represents: similar steps were dropped before they were explained.
+    # Number of slow steps that each kept step represents, including dropped steps.
     weights: Sequence[float] = ()
-    others: _Sums = _Sums()  # Over explained steps that are not kept.
+    others: _Sums = _Sums()  # Sums over explained steps that are not kept.
     n: int = 0  # Number of all slow steps.
     excess_ms: float = 0.0
 
@@ -230,8 +232,8 @@ class _Kept(NamedTuple):
     def _thinned(self) -> "_Kept":
         """Keep the steps with the largest excess, and a sample of the others.
 
-        Sum the other steps that are explained. Drop every second step of the rest, and add its
-        weight to the next slower step.
+        Of the others, sum the explained steps. Drop every second unexplained step, and add its
+        weight to the unexplained step with the next larger excess.
         """
         each = [*zip(self.steps, self.weights, strict=True)]
         order = sorted(range(len(each)), key=lambda i: each[i][0].excess_ms, reverse=True)
@@ -263,8 +265,8 @@ class _Kept(NamedTuple):
 class SlowLog:
     """Slow steps of a run: the worst steps, and sums over all of them.
 
-    One thread adds steps and logs, and any thread may read. Therefore all state is immutable and
-    replaced at once.
+    One thread adds steps and logs, while any thread may read. Therefore, state is never modified,
+    but replaced by new objects.
     """
 
     def __init__(self) -> None:
@@ -275,11 +277,12 @@ class SlowLog:
         self._pending: Sequence[SlowStep] = ()  # Unlogged steps that were added last.
         self._before = _Sums()  # Sums over earlier unlogged steps.
         self._logged = -1  # Number of the last logged step.
-        # Kinds that were logged before: loggers such as CSV require a constant set.
+        # Kinds that were logged before, because loggers such as CSV require a constant set of keys.
         self._kinds: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        # The sums explain all steps, which drops their evidence: it may not be picklable.
+        # Computing the sums explains all steps. This drops their evidence, which may not be
+        # picklable.
         self._kept.sums()
         return self.__dict__
 
@@ -299,9 +302,10 @@ class SlowLog:
             return ()
         steps = [step.explained() for step in found] if self.is_followed else []
         self._kept = self._kept.plus(found)
-        # A log that excludes some of these steps was written by now: the next includes them all.
+        # Logs that exclude some of the pending steps have been written by now, so the next log
+        # includes all of them.
         self._before = self._before.plus(self._pending)
-        # The first steps are compared late. Drop steps that an earlier log covered.
+        # The first steps are compared late. Drop steps that an earlier log has already covered.
         self._pending = [step for step in steps if step.step >= self._logged]
         return steps
 
@@ -314,7 +318,7 @@ class SlowLog:
 
         Args:
             newest: Number of the newest step to include.
-            n: Number of timed steps.
+            n: Number of timed steps since the last log.
             keep: True to include these steps in the next log, too.
         """
         sums = self._before.plus([step for step in self._pending if step.step <= newest])
@@ -332,8 +336,8 @@ class SlowLog:
 
         Args:
             steps: Number of timed steps.
-            all_ms: Time of these steps (in milliseconds); increased if timed steps are slow more
-                often than others.
+            all_ms: Time of these steps (in milliseconds), increased if timed steps are slow more
+                often than untimed steps.
         """
         kept = self._kept
         if not kept.n or not all_ms:

@@ -16,7 +16,7 @@ class PhaseStats:
     """Statistics of one phase over the steps in which it ran.
 
     Attributes:
-        n: Number of those steps.
+        n: Number of timed steps among them.
         mean_ms: Mean device time per step (in milliseconds).
         p50_ms: Median, over the steps in the history (in milliseconds).
         p95_ms: 95th percentile, over the steps in the history (in milliseconds).
@@ -49,12 +49,12 @@ class PhaseStats:
 
 
 def is_uneven(row: PhaseStats) -> bool:
-    """Return True if a few steps have most of a phase's time."""
+    """Return True if a minority of the steps takes most of a phase's time."""
     return row.p50_ms < 0.5 * row.mean_ms
 
 
 def is_rare(row: PhaseStats) -> bool:
-    """Return True if at most 5 % of the steps have most of a phase's time."""
+    """Return True if a phase is uneven, and at most 5 % of the steps take longer than its mean."""
     return is_uneven(row) and row.p95_ms < row.mean_ms
 
 
@@ -80,8 +80,8 @@ def largest_part(of_phases: Mapping[str, float], found: str = "", sign: float = 
 def table_rows(rows: Mapping[str, PhaseStats]) -> Iterator[tuple[str, str, PhaseStats]]:
     """Yield the name, the title and the statistics of each row of the table.
 
-    `forward` and `backward` show the same modules, which take longest in both together. A further
-    row has the number of all other modules.
+    `forward` and `backward` show the same modules: the modules that take longest in both together.
+    An additional row has the number of all other modules.
     """
     chosen = _longest_modules(rows)
     for top, of_phase in groupby(rows, lambda name: name.partition("/")[0]):

@@ -28,7 +28,8 @@ class Sums:
             self._add_alike(labels, alike)
 
     def _add_alike(self, labels: tuple[str, ...], steps: Iterable[StepRecord]) -> None:
-        # Without a loop over steps, for speed; and without NumPy, whose code is not cached here.
+        # Avoid a loop over the steps, which is slow, and NumPy, whose code is not in the CPU caches
+        # while a training loop runs.
         _, _, device_ms, host_ns, waits_ms, _, skipped_updates, _, _, items, *_ = zip(
             *steps, strict=True
         )
@@ -105,7 +106,8 @@ class Sums:
 class PhaseSum:
     """Sums of a phase over the `n` steps in which it ran (in milliseconds)."""
 
-    # Initial values. There are many objects per log, so save the calls of an `__init__`.
+    # Class attributes as initial values, because each log creates many objects: this saves calls of
+    # an `__init__`.
     n: float = 0  # Fractional in estimates.
     device_ms = host_ms = max_ms = 0.0
 
@@ -128,7 +130,7 @@ class PhaseSum:
 
 @lru_cache(maxsize=256)
 def _marks_of(labels: tuple[str, ...]) -> Sequence[tuple[str | None, Sequence[int]]]:
-    """Return the marks of each phase that ran, and of the step, whose name is None."""
+    """Return the indices of the marks of each phase that ran, and of the step (name None)."""
     settled = resolve_labels(labels)
     names = list(dict.fromkeys(name for phases in settled for name in phases))
     marks_of: list[tuple[str | None, Sequence[int]]] = [
@@ -142,7 +144,7 @@ _NO_PRECISION = "MFU is unknown: no model call showed its precision"
 
 @dataclass(slots=True)
 class ThroughputReference:
-    """Peak throughput and FLOPs per item for a `WorkSummary`. Set in the first step."""
+    """Peak throughput and FLOPs per item for a `WorkSummary`. Set during the first step."""
 
     items_by: str = ""
     precision: str = ""
@@ -197,12 +199,12 @@ class ThroughputReference:
 class WorkSummary:
     """Work per second; None if unknown."""
 
-    items_per_sec: float | None = None  # Per second of the steps, without pauses.
+    items_per_sec: float | None = None  # Per second of step time, without pauses.
     items_by: str = ""  # Source of the number of items.
     tflops: float | None = None  # FLOPs of the model per second.
-    mfu: float | None = None  # Fraction of the peak of the data sheet, from 0 to 1.
+    mfu: float | None = None  # `tflops` as a fraction of `peak_tflops`, from 0 to 1.
     precision: str = ""  # Precision of the model's computation.
-    peak_tflops: float | None = None  # Dense peak of the data sheet in that precision.
+    peak_tflops: float | None = None  # Dense peak in that precision, from the data sheet.
     note: str = ""  # Reason why a value is unknown.
 
     @property

@@ -17,16 +17,16 @@ from lightning_gputime._measurement.ranks import STEP
 from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._phases import StepRecord
 
-_LONG_STEP = 1.5  # Multiple of the median from which a step is long.
-_GROWTH, _MAX_STRATUM = 2.0, 12  # Each stratum of long steps starts at twice the duration.
-_RECENT, _RECENT_TIMED = 500, 50  # Number of newest steps in a median.
+_LONG_STEP = 1.5  # A step is long if it takes at least this multiple of the median.
+_GROWTH, _MAX_STRATUM = 2.0, 12  # Each stratum of long steps covers a factor of two.
+_RECENT, _RECENT_TIMED = 500, 50  # Number of newest untimed and timed steps to compare with.
 _MAX_TIMING_NS = 0.4e6  # Maximum time that timing adds to a step.
 _MIN_SETTLED = 50  # Number of steps that are settled at once if few of them are timed.
 _MAX_BLOCK = 5  # Maximum number of consecutive timed steps of a stratum in a block.
 _MAX_NEWEST = 8  # Number of newest long steps of a stratum that predict the next.
 # Quantiles of Student's t for a 95 % interval, from 1 degree of freedom on.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-_MIN_WAIT_SHARE = 0.1  # Minimum fraction of the time that the host waits in GPU-bound steps.
+_MIN_WAIT_SHARE = 0.1  # Minimum host wait of GPU-bound steps, as a fraction of device time.
 
 _NO_STEPS = Sums()
 
@@ -68,7 +68,7 @@ class Composition(NamedTuple):
     items: float
 
     def differences(self, other: "Composition") -> Iterator[tuple[str, float, float]]:
-        """Yield the difference of each phase and of the step: as a fraction, and in ms per step."""
+        """Yield differences of each phase and of the step: as a fraction, and in ms per step."""
         step_ms, other_step_ms = self.ms / self.n, other.ms / other.n
         for name in {*self.device, *other.device}:
             here, there = self.device.get(name, 0.0), other.device.get(name, 0.0)
@@ -90,7 +90,7 @@ class Composition(NamedTuple):
 
 
 class _Gap(NamedTuple):
-    """Untimed steps of a stratum: `n` steps took `ms`; further `uncertain` steps are unmeasured."""
+    """Untimed steps of a stratum: `n` steps took `ms` in total, `uncertain` an unknown time."""
 
     n: int = 0
     ms: float = 0.0
@@ -153,7 +153,7 @@ class _StepLengths:
         timed, untimed = self._timed, self._untimed
         median_ns = (untimed if untimed.n else timed).quantile(0.5)
         # Subtract the time that timing adds, so that timed steps are not mistaken for long steps.
-        # Up to half of the timed steps may really be long: compare the first quartile.
+        # Up to half of the timed steps may really be long, so use their first quartile.
         added_ns = timed.quantile(0.25) - median_ns if timed.n and untimed.n else 0.0
         without_ns = took_ns - is_timed * min(max(added_ns, 0.0), _MAX_TIMING_NS)
         ratio = np.maximum(without_ns, 1.0) / (_LONG_STEP * max(median_ns, 1.0))
@@ -175,17 +175,18 @@ class UntimedSteps:
     the next block.
 
     This is post-stratification (Holt and Smith 1979, https://doi.org/10.2307/2344652). The variance
-    within a stratum is estimated from successive differences between its blocks.
+    within a stratum is estimated from the differences between successive blocks.
 
     Args:
         warmup_steps: Number of first steps to exclude.
-        history_size: Number of newest timed steps with `weights`.
+        history_size: Number of newest timed steps that have `weights`.
     """
 
     def __init__(self, warmup_steps: int = 0, history_size: int = 0) -> None:
         self._warmup_steps = warmup_steps
         self._strata_of_timed = deque[int](maxlen=history_size)  # Newest timed steps.
-        # Number and total time of the steps of each stratum; first of all steps, then of the timed.
+        # Number and total time of the steps of each stratum. The first row is for all steps, the
+        # second for timed steps.
         self._steps = np.zeros((2, _MAX_STRATUM + 1))
         self._ns = np.zeros((2, _MAX_STRATUM + 1))
         self.since_ns = 0
@@ -221,7 +222,7 @@ class UntimedSteps:
     # After steps were read
 
     def add_timed(self, steps: Sequence[StepRecord], warmup: int = 0) -> bool:
-        """Add timed steps that were read, in order. All others before the last are untimed.
+        """Add timed steps that were read, in order. All other steps before the last are untimed.
 
         Args:
             steps: Records of steps.
@@ -274,7 +275,7 @@ class UntimedSteps:
         for place in np.flatnonzero(is_known & (stratum_of > 0)).tolist():
             self._strata[stratum_of[place]].newest.append(first + place)
         records = {step.step_index - first: step for step in timed[warmup:]}
-        # In order, because each block represents the untimed steps before it.
+        # Add steps in order, because each block represents the untimed steps before it.
         edges = [*at, n]
         start = 0
         for place in edges:
@@ -340,7 +341,7 @@ class UntimedSteps:
         return [stratum.total for stratum in self._strata]
 
     def _composition(self, k: int) -> Composition | None:
-        """Return the newest composition of a stratum, or of a stratum with similar steps."""
+        """Return the newest composition of a stratum, or of a neighbor with similar durations."""
         strata = self._strata
         # Ordinary steps do not represent long steps.
         if strata[k].last is not None or k == 0:
@@ -361,9 +362,9 @@ class UntimedSteps:
 
     @property
     def slow_scale(self) -> float:
-        """Share of the excess of long steps in all steps, relative to that in timed steps.
+        """Excess share of long steps in all steps, divided by the same share in timed steps.
 
-        Blocks are placed on long steps, so timed steps are long more often than others.
+        Blocks are placed on long steps, so timed steps are long more often than others. At most 1.
         """
         shares = []
         for n, ns in zip(self._steps, self._ns, strict=True):
@@ -374,14 +375,14 @@ class UntimedSteps:
 
     @property
     def knows_durations(self) -> bool:
-        """True if the host time of each step is its duration: training was never GPU-bound."""
+        """True if the host time of each step is its duration, as training was never GPU-bound."""
         return not any(stratum.total.uncertain for stratum in self._strata)
 
     def next_long(self) -> tuple[int, int] | None:
         """Return the index of a recent long step and the expected distance to the next.
 
-        If long steps recur in several strata, use the stratum with the fewest timed blocks relative
-        to its time. None if no long step has recurred.
+        If long steps recur in several strata, use the stratum with the most untimed time per timed
+        block. None if no long step has recurred.
         """
         found = [stratum for stratum in self._strata[1:] if len(stratum.newest) >= 2]
         if not found:
@@ -397,12 +398,12 @@ class _Stratum:
     def __init__(self) -> None:
         self.newest = deque[int](maxlen=_MAX_NEWEST)  # Indices, timed or not.
         self.blocks = 0
-        self.total = _Gap()  # All untimed steps, then those since the last block.
-        self._pending = _Gap()
+        self.total = _Gap()  # All untimed steps.
+        self._pending = _Gap()  # Untimed steps since the last block.
         self.last: Composition | None = None
         self._represented = Sums()
-        # Variance: squared differences of successive blocks, in fractions and in times per step,
-        # and their scale.
+        # For the variance: sums of squared differences between successive blocks, as fractions and
+        # as times per step, and the factors that scale them.
         self._squares = defaultdict[str, float](float)
         self._squares_ms2 = defaultdict[str, float](float)
         self._scale = _Scale()
@@ -429,7 +430,7 @@ class _Stratum:
         self.last = block
 
     def estimate(self, composition: Composition | None) -> Estimate:
-        """Return sums over the untimed steps, by `composition` if no step was timed."""
+        """Return sums over the untimed steps, using `composition` if no step was timed."""
         if self.last is None:
             return self._pending.represented_by(composition)
         sums = self._represented.copy()
@@ -442,7 +443,8 @@ class _Stratum:
         if last is None or not (scale.ms2 or scale.n2):
             return {}
         if self.blocks < 2:
-            # One block does not show how much blocks differ: use the maximum for a fraction.
+            # A single block does not show how much blocks differ: use the maximum variance of a
+            # fraction.
             most = {name: share * max(1 - share, 0.0) for name, share in last.device.items()}
             ms2 = scale.ms2 + scale.n2 * (last.ms / last.n) ** 2
             return {name: 2 * math.sqrt(ms2 * square) for name, square in most.items()}
@@ -459,7 +461,7 @@ class _Stratum:
 
 
 class _Scale(NamedTuple):
-    """Factors of the variance within a stratum, for times and for numbers of steps."""
+    """Factors that scale the variance within a stratum: for times, and for numbers of steps."""
 
     ms2: float = 0.0
     n2: float = 0.0

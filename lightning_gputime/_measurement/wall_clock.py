@@ -1,4 +1,4 @@
-"""Wall clock of a training: the time from its start to its end, by entry."""
+"""Wall clock of a training run: the time from its start to its end, by entry."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,30 +19,30 @@ PAUSED = "paused"
 BETWEEN_LOOPS = "between loops"
 TEAR_DOWN = "tear-down"
 ONCE = (SET_UP, SANITY_CHECK, FIRST_STEP, TEAR_DOWN)
-"""Entries that occur once, regardless of the length of the training."""
+"""Entries that occur once, regardless of the length of the run."""
 
 _ENTRY_OF_PHASE = {EXCLUDED: PAUSED, SAVES: CHECKPOINTS}
 
 
 @dataclass(frozen=True, slots=True)
 class WallClockBreakdown:
-    """Host time of a training from its start to its end, by entry. The entries add up to it.
+    """Host time of a training run by entry. The entries add up to the duration of the run.
 
-    A training lasts from `fit()` or `train()` to its return, or from `attach` to `remove`.
+    A run lasts from the call of `fit()` or `train()` to its return, or from `attach` to `remove`.
 
     Attributes:
         entries_s: Host time of each entry that occurred (in seconds).
 
-            - `set-up`: until the first batch is fetched, without the `sanity check`
-            - `first step`: with compilation and first allocations; in a loop that only calls
-              `step()`, with all time before it
+            - `set-up`: until the fetch of the first batch starts, without the `sanity check`
+            - `first step`: includes compilation and first allocations; in a loop that only calls
+              `step()`, also all time before it
             - `steps`: all other steps, including the fetch of their batches and their callbacks
             - `validation`, or `evaluation` outside of Lightning
             - `checkpoints`: inside and outside of steps
             - `epoch ends`: hooks at the start and the end of epochs
             - `paused`: code inside `timer.paused()`
-            - `between loops`: code between loops over `steps()`, and after the last of them
-            - `tear-down`: after the last epoch or loop
+            - `between loops`: between loops over `steps()`, and after the last of several loops
+            - `tear-down`: after the last epoch, the only loop over `steps()`, or the last `step()`
         saves_in_steps_s: Part of `checkpoints` inside `steps` (in seconds).
         after_batches_s: Part of `validation` or `evaluation` after its last batch, such as metrics
             (in seconds).
@@ -54,12 +54,12 @@ class WallClockBreakdown:
 
     @property
     def wall_s(self) -> float:
-        """Duration of the training so far (in seconds)."""
+        """Duration of the run so far (in seconds)."""
         return sum(self.entries_s.values())
 
     @property
     def shares(self) -> dict[str, float]:
-        """Fraction of the wall clock of each entry, from 0 to 1."""
+        """Fraction of the wall clock that each entry takes, from 0 to 1."""
         wall_s = self.wall_s
         return {name: s / wall_s if wall_s else 0.0 for name, s in self.entries_s.items()}
 
@@ -105,13 +105,13 @@ class _Account:
 
 
 class WallClock:
-    """Attribute all time of a training to the entry that is open.
+    """Attribute all time of a training run to the entry that is open.
 
-    The thread of the training opens entries. Any thread may read.
+    Only the training thread opens entries. Any thread may read.
 
     Args:
         now_ns: Clock of the host; None for a stopped clock.
-        since_ns: Start of the training on this clock; now by default.
+        since_ns: Start of the run on this clock; now by default.
         has_stepped: True if the first step has ended.
     """
 
@@ -123,9 +123,9 @@ class WallClock:
         has_stepped: bool = False,
     ) -> None:
         self._now_ns = now_ns  # None once stopped.
-        self._thread = get_ident()  # Thread of the training.
+        self._thread = get_ident()  # Training thread.
         self.entry = SET_UP
-        """Entry that is open, ignoring nested entries such as checkpoints."""
+        """Entry that is open, disregarding nested entries such as checkpoints."""
         self._nested: list[str] = []  # Innermost last.
         self.has_stepped = has_stepped
         """True once the first step has ended."""
@@ -136,27 +136,27 @@ class WallClock:
         # Replaced as one object, so that other threads read consistent times.
         self._account = _Account(since_ns, SET_UP, is_step=False)
         self.outside_ns = since_ns
-        """Time outside of steps: host clock minus the time of all steps, while a step runs."""
+        """Host clock minus the time of all steps; constant while a step runs."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is stopped: its clock cannot be pickled.
+        # The clock cannot be pickled, so a copy is stopped.
         return {**self.__dict__, "_account": self._current(), "_now_ns": None}
 
     @property
     def is_here(self) -> bool:
-        """True in the thread of the training."""
+        """True in the training thread."""
         return get_ident() == self._thread
 
     @property
     def entry_outside(self) -> str:
-        """Entry that is open now; empty inside steps, except the first step."""
+        """Entry that is open now; empty inside all steps but the first."""
         entry = self._nested[-1] if self._nested else self.entry
         return "" if entry == STEPS else _ENTRY_OF_PHASE.get(entry, entry)
 
     def steps_ns(self, now_ns: int) -> int:
         """Return the time of all steps so far, including the first step and checkpoints in steps.
 
-        At the end of a step, `now_ns - outside_ns` is the same without a call.
+        Inside a step, `now_ns - outside_ns` has the same value, without a function call.
 
         Args:
             now_ns: Current time of the host's clock.
@@ -165,7 +165,7 @@ class WallClock:
         elapsed_ns = now_ns - account.since_ns if account.is_step else 0
         return account.steps_ns + elapsed_ns
 
-    # Events of a training
+    # Events of a run
 
     def switch_to(self, entry: str) -> None:
         """Attribute time to an entry until the next switch, except for nested entries."""
@@ -174,7 +174,7 @@ class WallClock:
             self._update()
 
     def resume_steps(self) -> None:
-        """Attribute time to steps: a batch is being fetched or trained on."""
+        """Attribute time to steps, because a batch is being fetched or trained on."""
         self.switch_to(STEPS if self.has_stepped else FIRST_STEP)
 
     def end_first_step(self) -> None:
@@ -194,7 +194,7 @@ class WallClock:
     # `NamedPhase` calls these two methods, which recorders also have.
 
     def enter_phase(self, entry: str) -> None:
-        """Attribute time to a nested entry until `leave_phase`. Other threads have no effect."""
+        """Attribute time to a nested entry until `leave_phase`. Ignore calls from other threads."""
         if get_ident() == self._thread:
             self._nested.append(entry)
             self._update()
@@ -236,8 +236,8 @@ class WallClock:
         """Stop the clock. Safe to call twice.
 
         Args:
-            ended_ns: Value of `steps_ns` at the end of the last step. Pass it for a loop that only
-                calls `step()`, and does not report its end: time after it counts as tear-down.
+            ended_ns: Value of `steps_ns` at the end of the last step. A loop that only calls
+                `step()` does not report its end, so time after its last step counts as tear-down.
         """
         account = self._current()
         may_have_ended = self._now_ns is not None and self.has_stepped and not self._started_loops
