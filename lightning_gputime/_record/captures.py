@@ -1,4 +1,4 @@
-"""Captures of CUDA graphs, in which no event may be recorded."""
+"""Captures of CUDA graphs, during which no event may be recorded."""
 
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._record.clock import Clock
@@ -14,10 +14,10 @@ class Captures:
 
     def __init__(self, clock: Clock, warn_once: WarnOnce) -> None:
         self._is_capturing, self._warn_once = clock.is_capturing, warn_once
-        # Every mark calls this first. It is cheaper, and may return True without a capture.
+        # A cheaper check, which every mark calls first. It may return True without a capture.
         self.may_run = getattr(clock, "may_capture", clock.is_capturing)
         self.has_captured = False
-        """True once a graph was captured: its replay may run a step without calling any hook."""
+        """True once a graph was captured. Its replay may run a step without calling any hook."""
 
     def note(self) -> bool:
         """Return True if a graph is being captured, and warn once."""

@@ -17,7 +17,7 @@ _warn_once = WarnOnce()
 
 
 class TimingEvent(Protocol):
-    """Point on the timeline of a device: a part of the interface of `torch.Event`.
+    """Point on the timeline of a device, with a part of the interface of `torch.Event`.
 
     `elapsed_time` raises RuntimeError if the device has not reached both events.
     """
@@ -52,7 +52,7 @@ class Clock(Protocol):
         """
 
 
-# Functions in C, because every mark or step calls them.
+# Both are implemented in C, because every mark or step calls them.
 _NEVER: Callable[[], bool] = bool
 _ALWAYS: Callable[[], bool] = True.__bool__
 
@@ -92,7 +92,7 @@ class DeviceClock:
                 " accelerator, or 'cpu' for the host clock"
             ) from error
         self.host_ns = time.perf_counter_ns
-        # The class of streams, whose `wait_event` and `wait_stream` wait for another stream.
+        # `kind` is the class whose `wait_event` and `wait_stream` wait for another stream.
         self.streams = SimpleNamespace(
             kind=getattr(module, "Stream", None),
             current=lambda: torch.accelerator.current_stream(device.index).stream_id,
@@ -101,7 +101,7 @@ class DeviceClock:
         self.may_capture: Callable[[], object] = self.is_capturing
         stream_of = raw_stream()
         if device.type == "cuda" and self._is_current and stream_of is not None:
-            # The default stream, number 0, cannot be captured, see `cudaStreamBeginCapture`.
+            # The default stream, number 0, cannot be captured (see `cudaStreamBeginCapture`).
             # Reading the number takes 0.1 us on the host of an H200, `is_capturing` 0.5 us.
             self.may_capture = functools.partial(stream_of, torch.cuda.current_device())
         # A spin always runs on the current device.
@@ -115,7 +115,7 @@ class DeviceClock:
     def peak_memory(self) -> tuple[int, int, int] | None:
         """Return peak allocated, peak reserved and total memory (in bytes); None if not counted."""
         module = torch.get_device_module(self.device)
-        # `memory_stats` takes seven times as long, because it flattens them.
+        # `memory_stats` takes seven times as long, because it flattens the dict.
         stats = getattr(module, "memory_stats_as_nested_dict", None)
         counted = stats(self.device) if stats is not None else {}
         if "allocated_bytes" not in counted:
@@ -148,7 +148,7 @@ class _EventOnOtherDevice:
 
 
 class HostClock:
-    """Clock of the host as a clock of a device, for models on the CPU."""
+    """Host clock with the interface of a device clock, for models on the CPU."""
 
     def __init__(self) -> None:
         self.host_ns = time.perf_counter_ns
@@ -186,11 +186,11 @@ class _HostEvent:
 
 
 _TIME_OF = attrgetter("ns")
-_TO_MS = (1e6).__rtruediv__  # Divides by 1e6, without a call of a Python function.
+_TO_MS = (1e6).__rtruediv__  # Divides by 1e6, without calling a Python function.
 
 
 def clock_for(device: torch.device, *, report_cpu: bool = False) -> Clock:
-    """Return the clock of a device. With `report_cpu`, warn once of a model on the CPU.
+    """Return the clock of a device. With `report_cpu`, warn once about a model on the CPU.
 
     Raises:
         ValueError: If the device is not available or has no timing events.
@@ -212,7 +212,7 @@ def check_device(device: Any) -> torch.device:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model; the accelerator for a model without tensors."""
+    """Return the device of a model; if it has no tensors, the accelerator, or else the CPU."""
     devices = [
         tensor.device for tensor in (*nn.Module.parameters(model), *nn.Module.buffers(model))
     ]

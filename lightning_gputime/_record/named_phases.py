@@ -1,10 +1,10 @@
-"""Phases that the user named and that have not ended."""
+"""Open phases that the user named."""
 
 from lightning_gputime._phases import DATA, EXCLUDED, FOLLOWED_BY
 
 
 class NamedPhases:
-    """A stack of named phases, and the label that follows the outermost."""
+    """Stack of open named phases, and the label that follows the outermost phase."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -43,10 +43,10 @@ class NamedPhases:
             self._base = label
 
     def start_step(self, label: str) -> str:
-        """Start a step. Return its first label, which is a phase that is still open, or `label`."""
+        """Start a step. Return its first label: a phase that is still open, or else `label`."""
         self._base, self._n_outer = label, len(self.names)
         return self.label
 
     def end_fetch(self) -> None:
-        """End the phases that started in the fetch: a loader may yield a batch inside a phase."""
+        """End phases that started during the fetch: a loader may yield a batch inside a phase."""
         del self.names[self._n_outer :]

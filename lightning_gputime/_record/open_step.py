@@ -22,7 +22,7 @@ _IN_NO_STEP = {EXCLUDED, EVALUATED, *INTERRUPTIONS}
 
 
 def is_fetch(labels: Sequence[str]) -> bool:
-    """Return True for the labels of a step so far that has only fetched."""
+    """Return True if a step with these labels has only fetched data so far."""
     return {*labels} <= {DATA, *_IN_NO_STEP}
 
 
@@ -47,8 +47,8 @@ class StepMarks:
     @property
     def phases(self) -> set[str]:
         """Top-level phases of the marks."""
-        # Cached, because loops that skip batches ask many times in a step. The labels of the last
-        # two marks may still change.
+        # Cached, because loops that skip batches read this many times per step. The labels of the
+        # last two marks may still change.
         marks, n = self.marks, self._n_cached
         last = max(len(marks) - 2, 0)
         if not 0 <= n <= last:
@@ -72,7 +72,7 @@ class StepMarks:
         self._rename(self._uninterrupted(len(self.marks) - 1), label)
 
     def rename_before(self, old: str, label: str) -> None:
-        """Replace the label of the second last mark if it is `old`."""
+        """Replace the label of the second-to-last mark if it is `old`."""
         place = self._uninterrupted(len(self.marks) - 2)
         if place >= 0 and self.marks[place][0] == old:
             self._rename(place, label)
@@ -93,7 +93,10 @@ class StepMarks:
         self._n_cached = -1
 
     def exclude_after(self, label: str) -> bool:
-        """Exclude the time from the last mark of `label` on. Return False if that includes work."""
+        """Exclude the time from the last mark of `label` on.
+
+        Return False, without any change, if there is no such mark or if that time includes work.
+        """
         labels = self.labels
         if label not in labels:
             return False
@@ -106,7 +109,7 @@ class StepMarks:
         return True
 
     def name_replay(self) -> None:
-        """Relabel a step without marks inside: it is the replay of a graph, which calls no hook."""
+        """Relabel a step without inner marks, which is the replay of a graph: it calls no hooks."""
         if len(self.marks) == 2 and self.marks[0][0] == DATA:
             self._rename(0, OTHER)
 

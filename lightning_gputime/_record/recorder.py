@@ -24,10 +24,11 @@ from lightning_gputime._record.timed_thread import TimedThread
 from lightning_gputime._record.watcher import FIRST_LOCATED, MarkWatcher
 
 MAX_MARKS = 100_000
-"""A step with more marks is dropped with a warning, because perhaps no step ever ends."""
+"""Maximum number of marks in a step. A step with more marks is dropped with a warning, because
+perhaps no step ever ends."""
 
 IN_BACKWARD = (BACKWARD, OPTIMIZER)
-"""Phases during a backward, which may run updates of an optimizer."""
+"""Phases during a backward pass, which may also run updates of an optimizer."""
 
 _NEVER_ENDS = (
     "A step with more than %d boundaries is dropped. If no step ends, call step() at the end of the"
@@ -41,12 +42,12 @@ class Recorder:
     """Record marks, divide them into steps, and emit the times of each step once it can be read.
 
     The time from a mark to the next belongs to its label. The last mark of a step is the first mark
-    of the next. `PendingSteps` reads the steps that have ended. `state` says what happens to the
-    time now, and changes only by the transitions of `_record.state`.
+    of the next. `PendingSteps` reads the steps that have ended. `state` determines how time is
+    attributed, and changes only by the transitions of `_record.state`.
 
     Nothing here raises into the training loop: an error drops the step, with one warning. Only the
     thread that last called `begin` is timed; calls from other threads do nothing. There is no lock:
-    the thread of autograd calls `mark_in_backward` only while the timed thread waits for it.
+    the autograd thread calls `mark_in_backward` only while the timed thread waits for it.
 
     Args:
         clock: Source of events and host times.
@@ -88,7 +89,7 @@ class Recorder:
     def mark(self, label: str) -> None:
         """Attribute the time to `label` from now on.
 
-        Inside a named phase, `label` follows when that phase ends.
+        Inside a named phase, `label` takes effect when that phase ends.
         """
         # A boundary that does not change the label records no event.
         if label == self.label or self.state is not OPEN or get_ident() != self.threads.timed:
@@ -110,15 +111,15 @@ class Recorder:
             self.pending.give_up(error)
 
     def mark_in_backward(self, label: str) -> None:
-        """Mark from the thread that runs a backward while the timed thread waits for it."""
-        # A named phase around the backward includes it.
+        """Mark from the thread that runs a backward pass while the timed thread waits for it."""
+        # A named phase around the backward pass includes all of it.
         is_open = self.state is OPEN and self.named.names in ([], [BACKWARD])
         if is_open and (self.label or "").startswith(IN_BACKWARD) and label != self.label:
             # Ranges of profilers must start and end in the same thread.
             self._record(label, annotate=False)
 
     def mark_instead(self, old: str, label: str) -> None:
-        """Mark `label`. If the current label is `old`, replace it from its mark on instead."""
+        """Mark `label`. If the current label is `old`, replace the label of its mark instead."""
         if self.label == old and self.state is OPEN and get_ident() == self.threads.timed:
             self.open.relabel(label)
             self.label = label
@@ -126,7 +127,7 @@ class Recorder:
             self.mark(label)
 
     def interrupt(self, label: str) -> None:
-        """Mark `label` inside the current phase, see `begin_wait`."""
+        """Mark `label` inside the current phase; see `begin_wait`."""
         interrupted = self.label
         self._record(label, annotate=False)
         if self.state is OPEN:  # Otherwise the mark has failed.
@@ -136,7 +137,7 @@ class Recorder:
 
     def enter_phase(self, name: str) -> None:
         """Start a named phase, until `leave_phase`."""
-        # Code inside a backward, such as checkpointed code that runs again, is part of it.
+        # Code inside a backward pass, such as recomputation by checkpointing, belongs to that pass.
         if get_ident() == self.threads.home and current_graph_task_id() == -1:
             self.named.enter(name, self.label if self.label and self.state is OPEN else DATA)
             if self.state is OPEN and self.named.label != self.label:
@@ -230,9 +231,9 @@ class Recorder:
             skipped_update: See `StepRecord`.
             read: Read all finished steps now.
             label: First label of the next step.
-            may_wait: True if the host may wait.
-            index: Index among all steps.
-            items: Items of the step.
+            may_wait: True if the host may wait for the device.
+            index: Index among all steps, timed or not; -1 if only timed steps are counted.
+            items: Number of items of the step; NaN if unknown.
         """
         if get_ident() != self.threads.timed:
             return
@@ -249,7 +250,7 @@ class Recorder:
                 self._go_to(OPEN)
                 first_label = DATA
             self._record(self.named.start_step(first_label) if names else first_label)
-        # The mark may have failed, or a graph may be captured.
+        # The mark may have failed, or a graph is being captured.
         if is_left_out or self.state is not OPEN:
             self.begin(label)
             # Count the dropped step, so that all ranks compare the same steps.
@@ -272,7 +273,8 @@ class Recorder:
     def end_at(self, label: str, number: int, index: int = -1, items: float = nan) -> bool:
         """End the open step at its last mark of `label`, without waiting, and start the next.
 
-        Return False if there is no such mark, or if a model or a backward has run after it.
+        Return False if no step is timed in this thread, if there is no such mark, or if a model
+        call or a backward pass follows it.
         """
         if self.state not in (OPEN, PAUSED) or get_ident() != self.threads.timed:
             return False
@@ -293,7 +295,7 @@ class Recorder:
             self.watcher.show(None)
 
     def start_probe(self, spin: Callable[[], None]) -> None:
-        """Exclude the time so far, and keep the device busy by `spin`.
+        """Exclude the time so far, and keep the device busy with `spin`.
 
         `end_step` then waits for the end of the step, and reads all steps.
         """
@@ -304,8 +306,8 @@ class Recorder:
         self.open.exclude_from(0)
         self.label = EXCLUDED
         self.watcher.show(None)
-        # Mark the start of the spin: the measured length of this spin determines the next one, and
-        # must not include earlier time, such as logging.
+        # Mark the start of the spin. Its measured length determines the length of the next spin, so
+        # it must not include earlier time, such as logging.
         self._record(EXCLUDED, annotate=False)
         spin()
         self._record(label)

@@ -10,7 +10,7 @@ class State(Enum):
     IDLE = 0  # No step is timed. Only named phases are tracked.
     OPEN = 1  # A step is timed: time is attributed to `Recorder.label`.
     PAUSED = 2  # Time is excluded. If the step contains no other time, its end drops it.
-    LOST = 3  # An error or the capture of a graph has spoiled the step: its end drops it.
+    LOST = 3  # An error or a graph capture has spoiled the step: its end drops it.
 
 
 # Globals, because every mark looks them up.

@@ -38,7 +38,10 @@ class TimedThread:
         self.timed = -1
 
     def is_idle_here(self) -> bool:
-        """Return True in the timed thread while no step is timed. Note calls in other threads."""
+        """Return True in the thread `home` while no step is timed.
+
+        Call it only in a thread that is not timed. If another thread is timed, set `was_elsewhere`.
+        """
         if self.timed == -1:
             return get_ident() == self.home
         self.was_elsewhere = True

@@ -29,7 +29,7 @@ def end_wait(recorder: Recorder) -> None:
 
 
 def is_here(recorder: Recorder) -> bool:
-    """Return True if this thread is timed, or runs a backward that the timed thread waits for."""
+    """Return True if this thread is timed, or runs a backward pass for the timed thread."""
     if get_ident() == recorder.threads.timed:
         return True
     return current_graph_task_id() != -1 and (recorder.label or "").startswith(IN_BACKWARD)

@@ -1,4 +1,4 @@
-"""Further uses of marks: ranges in other profilers, and places in the code."""
+"""Other uses of marks: ranges in other profilers, and places in the code."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,8 +13,8 @@ from lightning_gputime._record.clock import Mark
 LOCATED_STEPS = 5
 """Number of consecutive steps whose marks are located. Locating a mark takes about 3 us."""
 FIRST_LOCATED = (3, 48, 98)
-"""Timed steps at which locating starts. Loggers, checks and checkpoints often run in every 50th
-step."""
+"""Numbers of timed steps at which locating starts: the last two cover steps 50 and 100, because
+loggers, checks and checkpoints often run every 50 steps."""
 
 
 class Annotator:
@@ -31,7 +31,7 @@ class Annotator:
             name = f"phase/{LIKELY.get(label, label)}"
             self._ranges.enter_context(torch.autograd.profiler.record_function(name))
             if self._has_nvtx:
-                # Unlike `nvtx.range`, ranges with a number may overlap with ranges of the user.
+                # Unlike `nvtx.range`, ranges with a number may overlap with the user's ranges.
                 number = torch.cuda.nvtx.range_start(name)
                 self._ranges.callback(torch.cuda.nvtx.range_end, number)
 
@@ -41,8 +41,8 @@ class MarkWatcher:
 
     Args:
         annotate: Called with each new label, and with None at the end.
-        locate: Return the place in the user's code.
-        warn_once: Report an error, after which the failed function is not called again.
+        locate: Called at each located mark; returns the place in the user's code.
+        warn_once: Reports an error of one of these functions, which is then not called again.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class MarkWatcher:
         self.is_located, self.is_active = False, self.is_shown
 
     def start_step(self) -> None:
-        """Start a step that follows no timed step."""
+        """Start a step that does not follow a timed step."""
         if self.to_locate:
             self.to_locate -= 1
             self.is_active = self.is_located = True
