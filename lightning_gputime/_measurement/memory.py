@@ -48,7 +48,7 @@ class MemoryWatch:
     Code in the loop may reset torch's counters. Reading them at each log preserves earlier peaks.
 
     Args:
-        read: Return the peaks of the device; None if it does not count them.
+        read: Function that returns the peaks of the device; None if it does not count them.
     """
 
     def __init__(self, read: Callable[[], Peaks | None]) -> None:

@@ -9,8 +9,8 @@ class State(Enum):
 
     IDLE = 0  # No step is timed. Only named phases are tracked.
     OPEN = 1  # A step is timed: time is attributed to `Recorder.label`.
-    PAUSED = 2  # Time is excluded. If the step contains no other time, its end drops it.
-    LOST = 3  # An error or a graph capture has spoiled the step: its end drops it.
+    PAUSED = 2  # Time is excluded. A step that contains no other time is dropped at its end.
+    LOST = 3  # An error or a graph capture has spoiled the step, which is dropped at its end.
 
 
 # Globals, because every mark looks them up.
