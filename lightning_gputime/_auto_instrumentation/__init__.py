@@ -1,8 +1,8 @@
 """Timers that are added to a script by an environment variable or `lightning_gputime run`.
 
-A Trainer of Lightning and a Fabric ask installed packages for callbacks, see `callbacks_factory` in
-their documentation. A loop with Fabric is timed as a plain loop. For plain loops, and the Trainer
-of transformers, `run` puts the folder `site` on Python's path, whose `sitecustomize` calls
+Lightning's Trainer and Fabric load callbacks from the entry points of installed packages, see
+`callbacks_factory` in their documentation. A Fabric loop is timed as a plain loop. For plain loops
+and the transformers Trainer, `run` adds the folder `site` to PYTHONPATH. Its `sitecustomize` calls
 `watch_imports` when Python starts.
 """
 
@@ -19,9 +19,9 @@ from typing import Any, cast
 
 from lightning_gputime._messages import WarnOnce, messages
 
-# The environment variable: unset, empty or "0" for no timer, "1", or options as JSON.
+# Environment variable: unset, empty or "0" for no timer, "1" for the defaults, or options as JSON.
 VARIABLE = "LIGHTNING_GPUTIME"
-TUNE = f"{VARIABLE}_TUNE"  # Instructions of `tune`, as JSON.
+TUNE = f"{VARIABLE}_TUNE"  # Environment variable with the instructions of `tune`, as JSON.
 BEGAN = f"{VARIABLE}_BEGAN"  # Environment variable with the start time of `run`.
 
 _MISSED = (
@@ -33,7 +33,7 @@ tell_once = WarnOnce()
 
 
 def options() -> dict[str, Any] | None:
-    """Return the options of the timer to add; None if no timer is to be added."""
+    """Return the options of the timer to add, or None to add no timer."""
     text = os.environ.get(VARIABLE, "")
     if text in ("", "0"):
         return None
@@ -48,13 +48,13 @@ def options() -> dict[str, Any] | None:
 
 
 def options_of_all(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that all timers have."""
+    """Return the options that every timer takes: all except `save_path`."""
     return {name: value for name, value in wanted.items() if name != "save_path"}
 
 
 @contextlib.contextmanager
 def tells_errors() -> Iterator[None]:
-    """Report an error and continue: the script runs without a timer."""
+    """Suppress an exception and warn once, so that the script runs without a timer."""
     try:
         yield
     except Exception as error:
@@ -74,7 +74,7 @@ def trainer_callbacks() -> list[Any]:
 
 
 def fabric_callbacks() -> list[Any]:
-    """Time the loop of a Fabric as a plain loop if `LIGHTNING_GPUTIME` is set; add no callbacks."""
+    """Time Fabric's loop as a plain loop if `LIGHTNING_GPUTIME` is set. Return no callbacks."""
     if options() is not None:
         with tells_errors():
             _watch_loops()
@@ -82,7 +82,7 @@ def fabric_callbacks() -> list[Any]:
 
 
 def watch_imports() -> None:
-    """Add timers to libraries that have no entry points, once the script has imported them."""
+    """Add timers to libraries without entry points as soon as the script imports them."""
     if (wanted := options()) is None:
         return
     calls: dict[str, Callable[[], None]] = {
@@ -96,22 +96,22 @@ def watch_imports() -> None:
             "transformers.training_args": lambda: _tuned().patch_transformers(),
         }
     finder = _WatchingFinder(calls)
-    # Modules that are imported already, for example by the user's own `sitecustomize`.
+    # Some modules may be imported already, for example by the user's `sitecustomize`.
     for name in finder.calls.keys() & sys.modules.keys():
         finder.imported(name)
     sys.meta_path.insert(0, finder)
-    # Processes that the script forks do not report.
+    # Pass the process id, so that processes forked by the script do not report.
     atexit.register(_report_unwatched, finder, os.getpid())
 
 
 class _WatchingFinder:
-    """A finder that asks the other finders, and calls a function after a module was executed.
+    """Meta path finder that delegates to the others and calls a function after a module executes.
 
-    Finding a module is not importing it: `importlib.util.find_spec("torch")` changes nothing.
+    A lookup alone, such as `importlib.util.find_spec("torch")`, does not trigger the call.
     """
 
     def __init__(self, calls: dict[str, Callable[[], None]]) -> None:
-        self.calls = calls  # Functions to call, by the name of the module.
+        self.calls = calls  # Functions to call, by module name.
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
@@ -128,19 +128,19 @@ class _WatchingFinder:
         return None
 
     def imported(self, name: str) -> None:
-        """Call the function of a module that was imported. Never raise."""
+        """Call the function for an imported module, once. Never raise an Exception."""
         with tells_errors():
             self.calls.pop(name, lambda: None)()
 
 
 class _WatchedLoader(Loader):
-    """Replacement for the loader of a module until the module is executed."""
+    """Wrapper that replaces a module's loader until the module executes."""
 
     def __init__(self, loader: Any, finder: _WatchingFinder) -> None:
         self._loader, self._finder = loader, finder
 
     def __getattr__(self, name: str) -> Any:
-        # `copy` reads attributes before it has set the loader.
+        # `copy` reads attributes before `_loader` is set.
         if name == "_loader":
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -161,7 +161,7 @@ def _report_unwatched(finder: _WatchingFinder, process: int) -> None:
         messages.warning(_MISSED, " and ".join(sorted(missed)))
 
 
-@functools.cache  # `run` may have called it already.
+@functools.cache  # Under `run`, the import of torch has already called it.
 def _watch_loops() -> None:
     from lightning_gputime._auto_instrumentation.plain import PlainLoops
 
@@ -175,7 +175,7 @@ def _tuned() -> Any:
 
 
 def _tune_loops() -> None:
-    _watch_loops()  # First: its hook must end a step before `tune` ends the script.
+    _watch_loops()  # Must come first: its hook ends the step before `tune` ends the script.
     _tuned().start()
 
 
@@ -185,7 +185,7 @@ def _watch_trainers(wanted: dict[str, Any]) -> None:
     from lightning_gputime._compat.transformers_ import default_callbacks
 
     class TrainerAdder(transformers.TrainerCallback):
-        """Callback that a `TransformersPhaseTimer` replaces when training begins."""
+        """Placeholder callback that a `TransformersPhaseTimer` replaces when training begins."""
 
         @tells_errors()
         def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
@@ -208,7 +208,7 @@ def _watch_trainers(wanted: dict[str, Any]) -> None:
                     TransformersPhaseTimer.on_train_begin(timer, *event, **known)
 
                 timer.on_train_begin(args, state, control, **known)
-                # Each training of a Trainer has a separate file.
+                # Save each training of the Trainer to a separate file.
                 vars(timer)["on_train_begin"] = save_before
 
     default_callbacks().append(TrainerAdder)

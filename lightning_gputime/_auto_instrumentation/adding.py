@@ -1,4 +1,4 @@
-"""Common parts of timers that are added to a script without a timer."""
+"""Helpers for timers that are added to a script from outside."""
 
 import os
 import sys
@@ -26,18 +26,18 @@ _timers_of_script = WeakSet[Timer]()
 
 
 def use_timer_of_script(timer: Timer, wanted: dict[str, Any]) -> None:
-    """Save the run of a timer that the script has created when Python exits."""
+    """When Python exits, save the run of a timer that the script created."""
     tell_once(_HAS_TIMER)
     if timer not in _timers_of_script and _rank() in (None, "0"):
         _timers_of_script.add(timer)
         path = path_to_save(wanted)
-        if timer._live_file.path is None:  # Otherwise it has a file from its options.
+        if timer._live_file.path is None:  # Otherwise `save_path` was passed to the timer.
             timer._live_file.start(path)
         Finalize(None, _end, (timer, path, False), exitpriority=0)
 
 
 def take_place(adder: object, callbacks: list[Any], timer: Timer, wanted: dict[str, Any]) -> bool:
-    """Replace a callback with a timer. Return False if there is another timer."""
+    """Replace a callback with a timer. Return False if the list already contains a timer."""
     if others := [callback for callback in callbacks if isinstance(callback, Timer)]:
         use_timer_of_script(others[0], wanted)
         return False
@@ -48,21 +48,21 @@ def take_place(adder: object, callbacks: list[Any], timer: Timer, wanted: dict[s
 
 
 def show_at_exit(timer: Timer, wanted: dict[str, Any], *, prints: bool = True) -> Finalize | None:
-    """Print a table on rank zero, and save it, when Python exits.
+    """Print the table and save the run when Python exits, on rank zero.
 
-    Return a function that does so earlier; None on other ranks.
+    Return a function that does both immediately; None on other ranks.
     """
     timer._print_on_stderr()
     if _rank() not in (None, "0"):
         return None
     path = path_to_save(wanted)
     timer._live_file.start(path)
-    # Unlike `atexit`, this runs in processes of `multiprocessing`, and not in forked processes.
+    # Unlike `atexit`, this runs in child processes of `multiprocessing`, but not after `os.fork`.
     return Finalize(None, _end, (timer, path, prints), exitpriority=0)
 
 
 def _rank() -> str | None:
-    # The process group may no longer exist when Python exits.
+    # Called when a timer is added, because the process group may be gone when Python exits.
     if distributed.is_available() and distributed.is_initialized():
         return str(distributed.get_rank())
     return os.environ.get("RANK")
@@ -73,7 +73,10 @@ _began = float(os.environ.get(BEGAN, time.time()))
 
 
 def path_to_save(wanted: dict[str, Any]) -> str | None:
-    """Return a path that no other timer of the script or of its subprocesses saves to."""
+    """Return a path to which no other timer of the script or its subprocesses saves.
+
+    Return None without `save_path`.
+    """
     if (path := wanted.get("save_path")) is None:
         return None
     number, is_child = next(_numbers), _rank() is None and parent_process() is not None
@@ -81,7 +84,7 @@ def path_to_save(wanted: dict[str, Any]) -> str | None:
 
 
 def _unused(path: str) -> str:
-    """Return the path of a file that no other process has saved since the command began."""
+    """Return the path; if a file was saved there since `run` began, add the process id."""
     if not os.path.exists(path) or os.path.getmtime(path) < _began:
         return path
     own = _extended(path, os.getpid())

@@ -46,7 +46,8 @@ the runs are compared several times. If a script has a timer, the runs are those
   bench "torchrun --nproc-per-node 2 old.py" "torchrun --nproc-per-node 2 new.py" --fail-above 2%
 """
 _FAILED = 2
-_LOOKS = (3, 5, 8, 12, 18, 27, 40)  # Turns after which bench may end. They share the error rate.
+# Turns after which `bench` may stop. The error rate is divided among them.
+_LOOKS = (3, 5, 8, 12, 18, 27, 40)
 
 SWITCHES = ("annotate",)
 VALUES = (
@@ -62,7 +63,7 @@ VALUES = (
     "sync_ranks",
     "warmup_steps",
 )
-"""Options of all timers that a command line can give; each is described at `TimerOptions`."""
+"""Options with a value that `run` accepts. `TimerOptions` describes all except `save_path`."""
 FLAGS = {f"--{name.replace('_', '-')}": name for name in (*SWITCHES, *VALUES)}
 
 
@@ -88,9 +89,9 @@ def add_json_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_to_file(args: argparse.Namespace, path: Path) -> int:
-    """Do what `run` does in a subprocess with its output on stderr, and save the run to a file.
+    """Run the script as `run` does, but in a subprocess, and save the run to a file.
 
-    Return the exit code; 128 + n if signal n ended the script.
+    The script's output goes to stderr. Return the exit code; 128 + n if signal n ended the script.
     """
     command = ["-m"][: args.is_module] + args.script
     for flag, name in FLAGS.items():
@@ -102,7 +103,7 @@ def run_to_file(args: argparse.Namespace, path: Path) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replace this process with the script. Before that, raise ValueError for wrong options."""
+    """Replace this process with the script. If an option is invalid, raise ValueError instead."""
     given = vars(args)
     if not args.script:
         raise ValueError("no script is given: write run train.py, or run -m package.module")
@@ -188,20 +189,23 @@ def bench(args: argparse.Namespace) -> "RunComparison":
 
 
 def _save_run(command: str, path: Path) -> None:
-    """Run a command whose training is saved. End the process if it fails."""
+    """Run a command and save its training. Exit this process if the command fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if code := _run_and_save(shlex.split(command), path):
         _tell(f"`{command}` failed with exit code {code}, so the bench stopped")
-        # Exit codes 1 and 3 are outcomes of a comparison. Above 128 is a signal.
+        # Exit codes 1 and 3 are outcomes of a comparison. Codes above 128 are signals.
         raise SystemExit(code if code > 128 else _FAILED)
     if not path.is_file():
         raise ValueError(f"`{command}` saved no run: it must train, and end at least two steps")
 
 
 def _run_and_save(command: Sequence[str], path: Path) -> int:
-    """Run a command by `run`, and save it. Return the exit code; 128 + n if signal n ended it."""
+    """Start a command with `run`, and save the run.
+
+    Return the exit code; 128 + n if signal n ended the command.
+    """
     run = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
-    # Standard output is for results.
+    # Send the command's output to stderr, because stdout is for results.
     process = subprocess.Popen([*run, *command], stdout=2)
     interrupted = 0
     while True:

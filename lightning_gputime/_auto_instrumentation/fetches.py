@@ -26,7 +26,7 @@ from lightning_gputime.hooks import GPUPhaseHooks
 
 
 class _Known:
-    """A dataset, which is not kept alive. A later dataset of its class may take its place."""
+    """Reference to a dataset, weak if possible. Once it is gone, the next of its class follows."""
 
     def __init__(self, dataset: object) -> None:
         self._kind = type(dataset)
@@ -34,7 +34,7 @@ class _Known:
 
     def is_same(self, dataset: object) -> bool:
         known = self._find()
-        if known is None and type(dataset) is self._kind:  # Each epoch has a new dataset.
+        if known is None and type(dataset) is self._kind:  # A new dataset in each epoch.
             self._find, known = _find(dataset), dataset
         return known is dataset
 
@@ -42,21 +42,21 @@ class _Known:
 def _find(dataset: object) -> Callable[[], object | None]:
     try:
         return weakref.ref(dataset)
-    except TypeError:  # For example, a list.
+    except TypeError:  # Some objects, such as a list, have no weak references.
         return lambda: dataset
 
 
 class EarlyStages:
     """Time the stages of all loaders until a timer is attached.
 
-    It is called as a listener of `DataLoader.__iter__`, see `Calls`.
+    It is a listener of `DataLoader.__iter__`, see `Calls`.
     """
 
     def __init__(self) -> None:
         self._staged = StagedLoaders(_is_in_main_process, time.perf_counter_ns, self)
-        # Adds the stages of the iterator that is being made to the sums of a timer.
+        # Adds the stages of the iterator under construction to the sums of a timer.
         self._newest: Callable[[CulpritSums], object] = do_nothing
-        # The same function of each iterator that was made.
+        # The same function for each existing iterator.
         self._adds = WeakKeyDictionary[Any, Callable[[CulpritSums], object]]()
         self._iter = Subscription(DataLoader, "__iter__", self)
 
@@ -73,7 +73,7 @@ class EarlyStages:
             add(sums)
 
     def on_call_start(self, loader: Any, *_: Any) -> bool:
-        # A timer that is attached, such as that of a Trainer, times its loaders itself.
+        # An attached timer, such as a Trainer's, times its loaders itself.
         has_timer = any(isinstance(other, StagedLoaders) for other in self._iter.patch.listeners)
         return not has_timer and self._staged.on_call_start(loader)
 
@@ -83,7 +83,7 @@ class EarlyStages:
             self._adds[iterator] = self._newest
         self._newest = do_nothing
 
-    # As sums of the stages
+    # Methods of `LoaderSums`
 
     def add_loader(self, loader: Loader) -> Loader:
         self._newest = partial(CulpritSums.add_loader, loader=loader)
@@ -99,15 +99,15 @@ def _is_in_main_process(_: object) -> bool:
 
 
 class Fetches:
-    """Divide a loop as `steps(loader)` does: `data` is the fetch, and code around it is `other`.
+    """Listener that splits a loop as `steps(loader)` does: a fetch is `data`, other code `other`.
 
-    The training's datasets are those that the first timed step fetches from with gradients enabled.
-    Other fetches, such as those of a validation, change nothing.
+    The training datasets are those from which the first timed step fetches with gradients enabled.
+    Other fetches, such as a validation's, are ignored.
 
     Args:
         timer: The timer of the loop.
-        loaders: All loaders of the process. They are only used while they exist.
-        early: Stages of the iterators that were made before the timer was attached.
+        loaders: All loaders of the process; referenced weakly.
+        early: Stages of the iterators that were created before the timer was attached.
     """
 
     def __init__(
@@ -119,31 +119,31 @@ class Fetches:
         self._iterators: list[Any] = []  # Iterators of the first step.
         self._datasets: list[_Known] = []
         self._known: list[Any] = []  # Loaders of the datasets, or settings of their iterators.
-        self._newest = -1  # Place of the loader that the timer knows.
-        self._has_started = False  # `iter(loader)` has run, and no batch was fetched since.
-        # Subscribed before the timer, which then times the stages of a loader that is new.
+        self._newest = -1  # Index in `_known` of the loader that was last passed to the timer.
+        self._has_started = False  # True from `iter(loader)` until the first fetch.
+        # Subscribe before the timer does: it times the stages of a new loader only if it knows it.
         self.starts = Subscription(
             DataLoader, "__iter__", Calls(self._start_epoch, self._has_new_iterator)
         )
         self.starts.put_on()
 
     def attach(self) -> None:
-        """Listen to all loaders until the timer is removed."""
+        """Listen to the iterators of all loaders until the timer is removed."""
         if (entry := loader_next()) is not None:
             self._timer._session.attach_until_end(Subscription(*entry, self))
 
     @property
     def are_timed(self) -> bool:
-        """True once the training's datasets were found."""
+        """True once the training datasets are found."""
         return bool(self._datasets)
 
     def end_first_step(self) -> None:
-        """Take the datasets of the first step for those of the training."""
+        """Use the datasets of the first step as the training datasets."""
         for iterator in self._iterators:
             dataset = dataset_of_iterator(iterator)
             self._datasets.append(_Known(dataset))
             found = [loader for loader in self._loaders if loader.dataset is dataset]
-            # A script may iterate over a loader that it does not keep.
+            # The script may iterate over a temporary loader.
             self._known.append(found[0] if found else settings_of_iterator(iterator))
             self._early.move(iterator, self._timer._culprits)
             self._newest = len(self._known) - 1
@@ -166,11 +166,11 @@ class Fetches:
         return not is_kept
 
     def _has_new_iterator(self, iterator: Any) -> None:
-        """Let go of a loader that was made for this epoch, so that its workers can end."""
+        """Drop the reference to a loader that was created for this epoch: its workers must exit."""
         self._known[self._newest] = settings_of_iterator(iterator)
         self._timer._know_loader(self._known[self._newest], in_data=True)
 
-    # As a listener of the iterators of loaders, see `Calls`
+    # Listener of loader iterators, see `Calls`
 
     def on_call_start(self, iterator: Any, *_: Any, **__: Any) -> bool:
         recorder = self._timer._session.recorder
@@ -184,7 +184,7 @@ class Fetches:
         if recorder.state is PAUSED:
             recorder.resume(DATA)
         elif not self._has_started:
-            # Time since the last update has the label `data`, but is `other`.
+            # The label since the last update is `data`, but only the fetch is: relabel it `other`.
             recorder.mark_instead(DATA, OTHER)
             recorder.mark(DATA)
         self._has_started = False
@@ -197,7 +197,7 @@ class Fetches:
             self._timer._session.open_step.batch_begins(batch)
 
     def _place_of(self, dataset: object) -> int | None:
-        """Return the place of a dataset if its fetches are timed now, or None."""
+        """Return the index of a training dataset, or None if its fetches are not timed now."""
         session = self._timer._session
         if not self._datasets or session.steps.state is OFF or not torch.is_grad_enabled():
             return None

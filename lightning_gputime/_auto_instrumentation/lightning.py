@@ -1,4 +1,4 @@
-"""Timers that are added to a Trainer of Lightning."""
+"""Timers that are added to Lightning's Trainer."""
 
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from lightning_gputime.callback import GPUPhaseTimer
 
 
 class TrainerAdder(pl.Callback):
-    """Callback that a `GPUPhaseTimer` replaces when a Trainer begins."""
+    """Placeholder callback that a `GPUPhaseTimer` replaces in `setup`."""
 
     def __init__(self, wanted: dict[str, Any]) -> None:
         self._wanted = wanted
@@ -27,5 +27,5 @@ class TrainerAdder(pl.Callback):
 
 @tells_errors()
 def _name_file(timer: GPUPhaseTimer, wanted: dict[str, Any], *_: Any) -> None:
-    """Give each fit of a Trainer a separate file."""
+    """Save each fit of the Trainer to a separate file."""
     timer._save_to(adding.path_to_save(wanted))

@@ -1,4 +1,4 @@
-"""Timers that are added to plain loops: a loop is found by its first update."""
+"""Timers that are added to plain loops. A loop is found by its first optimizer update."""
 
 import gc
 import os
@@ -21,8 +21,8 @@ from lightning_gputime._phases import BACKWARD
 if TYPE_CHECKING:
     from lightning_gputime._auto_instrumentation.fetches import EarlyStages
 
-# Import nothing else here: the script may be importing this package, which imports torch. A process
-# without updates, such as a loader's worker, does not need a timer.
+# Import nothing else here. `import torch` loads this module, perhaps while the script is importing
+# this package. And a process without updates, such as a loader's worker, does not need a timer.
 
 _FOUND = (
     "Timing the loop that trains %s: each update of its %s ends a step. Other optimizers and"
@@ -47,16 +47,17 @@ _NO_CALLBACK = (
     " timer to the Trainer, or install lightning_gputime again."
 )
 _MAX_LOOPS = 20
-# Consecutive short loops after which no loop is timed: finding the model takes 0.1 s.
+# Consecutive short loops after which no further loop is timed: finding a model takes 0.1 s.
 _MAX_SHORT_LOOPS = 3
 _MIN_OTHER_UPDATES = 3
 _PROCESS = "LIGHTNING_GPUTIME_PROCESS"  # Environment variable with the id of the first process.
 
 
 class PlainLoops:
-    """Time loops one after another, each by the first optimizer that updates in it.
+    """Timers of plain loops, one after another.
 
-    A loop is over once other optimizers have updated several times since its last update.
+    The first optimizer that updates in a loop defines its steps. The loop is over once other
+    optimizers have updated several times since its last update.
     """
 
     def __init__(self, wanted: dict[str, Any]) -> None:
@@ -66,20 +67,20 @@ class PlainLoops:
         self._shows = False  # True on rank zero.
         self._short_loops = 0  # Number of consecutive loops with only warm-up steps.
         self._next: Callable[[], Optimizer | None] = _nothing  # The optimizer of the next loop.
-        self._others = 0  # Updates by others since the last update of the timed loop.
+        self._others = 0  # Updates of other optimizers since the last update of the timed loop.
         self._census = _Census()
         self._untimeable = WeakSet[Optimizer]()
         self._trainer_timer: Callable[[], Any] = _nothing
         self._loaders = _FirstLoaders()
         self._handle = register_optimizer_step_post_hook(self._update_ends)
-        # Child processes inherit this, because any of them may train.
+        # Child processes inherit this id: only the first process reports that no loop was found.
         os.environ.setdefault(_PROCESS, str(os.getpid()))
         Finalize(None, self._report, exitpriority=0)
 
     def _update_ends(self, optimizer: Optimizer, *_: Any) -> None:
         loop = self._loop
         if loop is not None and loop.optimizer is optimizer:
-            # The hook of the loop has ended the step.
+            # The loop's own hook has already ended the step.
             if self._others:
                 loop.tolerate(self._others)
                 self._others = 0
@@ -141,7 +142,7 @@ class PlainLoops:
         parameters = [id(p) for model in models for p in nn.Module.parameters(model)]
         if trainer := _trainer_at_work():
             tell_once(_NO_CALLBACK, trainer)
-        elif not models or len(parameters) > len({*parameters}):  # Several models share some.
+        elif not models or len(parameters) > len({*parameters}):  # Models share parameters.
             why = f"several modules have some, {names}" if models else "no module has any"
             why = f"of the parameters that {kind} updates {why}"
             tell_once(_NOT_FOUND, why, "model, optimizer")
@@ -159,7 +160,7 @@ class PlainLoops:
         """Warn at exit if no loop, or not every loop, was timed."""
         if self._shows and self._census.missed:
             messages.warning(_MISSED, self._census.missed)
-        # A launcher has child processes that use the CPU (in seconds).
+        # Children with CPU time (in seconds): this process is a launcher.
         has_children = sum(os.times()[2:4]) > 0.5
         has_timer = "lightning_gputime._timer" in sys.modules
         is_child = os.environ[_PROCESS] != str(os.getpid())
@@ -175,9 +176,9 @@ class PlainLoops:
 
 
 class _FirstLoaders:
-    """The loaders that a script iterates over before its loop is found.
+    """Loaders that a script iterates over before its loop is found.
 
-    The first `iter(loader)` starts the timing of stages, which imports more of this package.
+    The first `iter(loader)` starts timing their stages, and imports more of this package for it.
     """
 
     def __init__(self) -> None:
@@ -190,14 +191,14 @@ class _FirstLoaders:
                 return original(loader)  # A timer, or other code, has wrapped this function.
             with tells_errors():
                 self.stages().start()
-            # Not `iter(loader)`: a subclass may have called this by `super().__iter__()`.
+            # Not `iter(loader)`: a subclass may have called `super().__iter__()`.
             return DataLoader.__iter__(loader)
 
         self._replacement = first_iter
         type.__setattr__(DataLoader, "__iter__", first_iter)
 
     def stages(self) -> "EarlyStages":
-        """Return what times the stages of these loaders."""
+        """Return the timer of these loaders' stages, and stop waiting for the first `iter`."""
         if self._stages is None:
             if DataLoader.__iter__ is self._replacement:
                 type.__setattr__(DataLoader, "__iter__", self._original)
@@ -222,7 +223,8 @@ class _TimedLoop:
         from lightning_gputime.hooks import GPUPhaseHooks
 
         self.optimizer = optimizer
-        self.patience = _MIN_OTHER_UPDATES  # Updates by others after which the loop is over.
+        # Number of updates by other optimizers after which the loop is over.
+        self.patience = _MIN_OTHER_UPDATES
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._timer = GPUPhaseHooks(model, optimizer, **options_of_all(wanted))
         self._fetches = Fetches(self._timer, _instances_of(DataLoader), loaders.stages())
@@ -234,7 +236,7 @@ class _TimedLoop:
         self.is_shown = self._show is not None
 
     def tolerate(self, others: int) -> None:
-        """Expect that other optimizers update this often between two updates of this loop."""
+        """Allow `others` updates of other optimizers between two updates of this loop."""
         self.patience = max(self.patience, 2 * others + _MIN_OTHER_UPDATES)
 
     def _step_ends(self, *_: Any) -> None:
@@ -246,17 +248,17 @@ class _TimedLoop:
                 self._timer._warn_once(_MICRO_BATCHES, calls)
             self._timer.step()
         else:
-            # The start of the step in which the timer was attached is unknown.
+            # The timer was attached inside a step, whose start is unknown.
             self._has_begun = True
             self._timer._session.steps.begin()
             self._fetches.attach()
 
     def end(self) -> bool:
-        """End the timing, and show it. Return False if only warm-up steps were timed."""
+        """Stop timing and show the result. Return False if only warm-up steps were timed."""
         timer = self._timer
         self._hook.remove()
         timer._finish()
-        timer._forget_loop()  # The script may not need the model any more.
+        timer._forget_loop()  # Release the model, which the script may no longer need.
         has_steps = len(timer.history()) > timer._options.timed_warmup_steps
         if self._show is not None:
             if has_steps:
@@ -267,7 +269,7 @@ class _TimedLoop:
 
 
 class _Census:
-    """Count the optimizers that are not in a timed loop, whose training is not shown."""
+    """Count of optimizers outside of timed loops, whose training is not shown."""
 
     def __init__(self) -> None:
         self.missed = 0
@@ -289,7 +291,7 @@ class _Census:
             self.missed += 1
 
     def join(self) -> None:
-        """The timed loop continues: optimizers that updated meanwhile belong to it."""
+        """Add the optimizers that updated meanwhile to the timed loop, which continues."""
         self.missed -= self._n_between
         self._joined |= self._between
         self._between.clear()
@@ -304,7 +306,7 @@ class _Census:
         self._n_between = 0
 
     def end(self, is_shown: bool) -> None:
-        """End the timed loop."""
+        """End the timed loop, and count it as missed unless it is shown."""
         self.missed += not is_shown
 
 

@@ -26,7 +26,7 @@ _NO_PACKAGE = (
     "{0} has no lightning_gputime, so nothing would be timed: install it there by {0} -m pip"
     " install lightning-gputime (Python 3.11 or newer), or write run train.py, without a Python"
 )
-# A script has its own folder on sys.path, not the current folder.
+# Unlike a script, `python -c` has the current folder ("") on sys.path: remove it.
 _FIND = """\
 import importlib.util, sys
 sys.path[:] = filter(None, sys.path)
@@ -42,7 +42,7 @@ def find_program(command: Sequence[str]) -> str | None:
             would not reach the Python that it starts.
     """
     first = command[0]
-    if first == "-" or _is_python_script(first):  # Python reads "-" from its standard input.
+    if first == "-" or _is_python_script(first):  # For "-", Python reads the script from stdin.
         return None
     if not os.path.isfile(first):
         path = shutil.which(first)
@@ -53,7 +53,7 @@ def find_program(command: Sequence[str]) -> str | None:
     else:
         raise ValueError(_NOT_PYTHON.format(first))
     _check_python(command)
-    # Scripts may also be named like Python, such as those of pyenv.
+    # Check the first line of a script, too. Even `python` may be a script, as with pyenv.
     _check_python([*_first_line(path), path, *command[1:]])
     return path
 
@@ -63,7 +63,7 @@ def _is_python_script(path: str) -> bool:
     if os.path.isdir(path):
         return os.path.isfile(os.path.join(path, "__main__.py"))
     if not os.path.isfile(path):
-        return os.path.exists(path)  # A pipe, such as `<(...)` of a shell.
+        return os.path.exists(path)  # A pipe, such as a shell's `<(...)`.
     if path.endswith(_SUFFIXES):
         return True
     if command := _first_line(path):
@@ -100,7 +100,7 @@ def _is_python(command: Sequence[str]) -> bool:
 
 
 def _check_python(command: Sequence[str]) -> None:
-    """Raise ValueError if a command is a Python that would start without the timer."""
+    """Raise ValueError if a command starts a Python in which the timer would not run."""
     command = _without_env(command)
     if not _is_python(command):
         return
@@ -121,7 +121,7 @@ def _folder(path: str) -> str:
 
 
 def _flags(arguments: Sequence[str]) -> str:
-    """Return the letters of the flags of Python before its script."""
+    """Return the letters of Python's flags that precede the script."""
     letters = ""
     rest = iter(arguments)
     for argument in rest:

@@ -40,14 +40,14 @@ class SlowStepAnalyzer:
         self._log = log
         now_ns = self._now_ns = clock.host_ns
         self._spans = HostSpans(now_ns, culprits)
-        # Called around loggers and observers; the second with the name of what has run.
+        # Called before and after loggers and observers run; `end_callback` takes their name.
         self.start_callback = partial(self._spans.start, "callback")
         self.end_callback = partial(self._spans.end, "callback")
         self._culprits = culprits
         self._loader = Loader(culprits.newest_batches)
         self.set_loader = self._loader.set_loader
         allocator = Allocator(allocator_of(getattr(clock, "device", None)))
-        # CPU time is only comparable with the clock of the system.
+        # CPU time can only be compared with the system clock.
         preemption = Preemption(thread_usage() if now_ns is perf_counter_ns else None)
         self.sampler = StepEndSampler(allocator, preemption)
         # Detectors run in this order. Spans with known times come first. The allocator's counters
@@ -64,7 +64,7 @@ class SlowStepAnalyzer:
         self._timer_time = TimerTime()
         self._warn_once = WarnOnce()
         self.newest: Sequence[SlowStep] = ()
-        """Slow steps among those that were read last; empty unless the log is followed."""
+        """Slow steps in the newest batch of read steps; empty unless the log `is_followed`."""
 
     def attach(self) -> None:
         self._is_attached = True
@@ -84,12 +84,12 @@ class SlowStepAnalyzer:
         self.timing_resumes()
 
     def timing_resumes(self) -> None:
-        """Call where a timed step starts that follows no timed step."""
+        """Call at the start of a timed step if the step before it was not timed."""
         if self._is_attached:
             self.sampler.start(self._now_ns())
 
     def steps_read(self, read: ReadSteps) -> None:
-        """Find slow steps, except in the warm-up. Loggers run next: start their span."""
+        """Find slow steps after the warm-up. Then start the span of the loggers, which run next."""
         steps, each_ms = read.measured, read.sums.each_ms[read.warmup :]
         found: list[SlowEvidence] = []
         try:

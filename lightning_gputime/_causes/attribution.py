@@ -53,7 +53,7 @@ class Medians(NamedTuple):
     """Medians of the steps in a baseline."""
 
     step_ms: float
-    wait_ms: float  # Host wait for the timer.
+    wait_ms: float  # Time for which the timer blocked the host.
     parts: Mapping[str, _PartMedians]
 
     def part(self, name: str) -> _PartMedians:
@@ -160,7 +160,7 @@ class PartExcess:
         """Time in which the device may have waited for the host; at most its excess."""
         self.unattributed_host_ms = 0.0
         """Host excess without a cause; 0 if it may be noise."""
-        self._free: list[tuple[int, int]] = []  # Host spans in it that have no cause yet.
+        self._free: list[tuple[int, int]] = []  # Host spans without a cause so far.
         self.host_causes: _Causes = defaultdict(float)
         self.device_causes: _Causes = defaultdict(float)
 
@@ -172,7 +172,7 @@ class PartExcess:
         self._free.append(span)
 
     def compare(self, baseline: Medians, waits: Sequence[tuple[int, int]]) -> None:
-        """Compute the excess over a baseline, without waits of the timer."""
+        """Compute the excess over a baseline, excluding the timer's own host waits."""
         usual_device_ms, usual_host_ms, noise_ms = baseline.part(self.name)
         self.device_excess_ms = max(self.device_ms - usual_device_ms, 0.0)
         self.idle_ms = min(self.idle_ms, self.device_excess_ms)
@@ -197,7 +197,7 @@ class PartExcess:
         return max(ms, 0.0)
 
     def exposed_ms(self) -> _Causes:
-        """Return the device excess by cause: host causes only as far as the device was idle."""
+        """Return the device excess by cause. Host causes get at most the device's idle time."""
         found: _Causes = defaultdict(float)
         left_ms = self.device_excess_ms
         for causes, max_ms in ((self.device_causes, inf), (self.host_causes, self.idle_ms)):
@@ -228,15 +228,15 @@ class ExcessAttribution:
 
     A host delay makes the device late in the same part of the step, unless queued work hides it.
     So a cause gets at most the delay, and at most the excess of the device in that part. It gets
-    nothing if the device had not reached the part when the host continued. That is only known if
-    the host waited for the end of the step, because there the two clocks meet. Causes of the same
-    part share its excess. No time is attributed twice.
+    nothing if the device had not reached the part when the host continued. This is only known if
+    the host waited for the end of the step, which aligns the two clocks. Causes of the same part
+    share its excess. No time is attributed twice.
 
     Args:
         step: The slow step.
         step_ms: Its duration (in milliseconds).
         baseline: Medians of the steps before it.
-        waits: Spans in which the host waited for the timer. They explain nothing.
+        waits: Spans in which the timer blocked the host. They do not count as a cause.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class ExcessAttribution:
         includes: Callable[[str], bool] = bool,
         max_ms: float = inf,
     ) -> None:
-        """Attribute the host excess of all parts whose name it `includes`, at most `max_ms`."""
+        """Attribute at most `max_ms` of the host excess of the parts that `includes` selects."""
         for part in self.parts:
             if includes(part.name):
                 max_ms -= part.attribute_host(kind, detail, max_ms)
@@ -354,7 +354,7 @@ def _top_level(times_ms: Mapping[str, float]) -> dict[str, float]:
 def _lost_ms(
     phases_ms: Mapping[str, _Causes], causes: Sequence[Cause], share: float, unexplained_ms: float
 ) -> dict[str, dict[str, float]]:
-    """Return the excess by phase and cause, without causes that have a phase, such as `data`.
+    """Return the excess by phase and cause, without causes in `HAVE_PHASES`.
 
     Args:
         phases_ms: Device excess of each phase by cause, before `share` is applied.

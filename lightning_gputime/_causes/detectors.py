@@ -1,8 +1,8 @@
 """Detectors of the causes of slow steps.
 
-A detector has two parts. Its `collect` runs in the loop, for the slow steps of a block, and keeps
-the evidence: it must be cheap. It returns a function that attributes the excess of one of these
-steps, which runs when the log is asked for causes. `collect` returns None without evidence.
+A detector has two parts. `collect` runs in the loop, for the slow steps of a block, and must be
+cheap: it only keeps the evidence. It returns the second part, a function that attributes the excess
+of one of these steps when the log is asked for causes; without evidence it returns None.
 """
 
 import gc
@@ -43,7 +43,7 @@ _MAX_LOOPS = 100  # Number of newest starts of loops to keep.
 _MAX_SPANS = 1_000  # Number of newest spans to keep.
 _MIN_LOCATED_NS = 1_000_000  # Shorter spans are not located in the code.
 _MIN_SPAN_NS = 50_000  # Shorter spans cannot explain a slow step, and are dropped.
-# Kinds of spans. A span may contain spans of the kinds before it.
+# Kinds of spans, innermost first. A span may contain spans of earlier kinds.
 _INSIDE_OUT: Sequence[CauseKind] = ("garbage_collection", "compilation", "callback")
 _NEAR_NS = 1_000_000  # Maximum distance of a sample from the mark that it belongs to.
 _MAX_SAMPLES = 500  # Number of newest samples of CPU time to keep.
@@ -134,12 +134,12 @@ def _detect_spans(spans: Sequence[Span], attribution: ExcessAttribution) -> None
                 attribution.attribute_host_excess(kind, detail, part.name.__eq__)
 
 
-# Types of loaders that load nothing.
+# Types of iterables that load nothing.
 _AT_HAND = (range, itertools.count, itertools.repeat, list, tuple)
 
 
 class Loader:
-    """Detect slow fetches."""
+    """Detector of slow fetches."""
 
     def __init__(self, newest_batches: Callable[[], Sequence[MadeBatch]] = tuple) -> None:
         self._newest_batches = newest_batches
@@ -147,15 +147,15 @@ class Loader:
         self._phase, self._workers = FETCH, 0
 
     def set_loader(self, loader: object, in_data: bool) -> None:
-        """Take the loader of the next loop; its fetches may not be separate from `data`."""
+        """Set the loader of the next loop. With `in_data`, all of `data` is its fetch."""
         self._phase = DATA if in_data else FETCH
         if type(loader) in _AT_HAND:
-            self._phase = ""  # No phase: the time there is not the fetch.
+            self._phase = ""  # Time in `data` is not a fetch: detect nothing.
         workers = attribute(loader, "num_workers")
         self._workers = workers if isinstance(workers, int) else 0
 
     def loop_begins(self, now_ns: int) -> None:
-        # Loaders start their workers there.
+        # Loaders start their workers at the start of a loop.
         self._loops_ns = (*self._loops_ns[-_MAX_LOOPS + 1 :], now_ns)
 
     def collect(self, steps: Sequence[StepRecord], baseline: Baseline) -> Detector | None:
@@ -207,11 +207,11 @@ def _callback(name: str) -> str:
 
 
 class Preemption:
-    """Detect steps in which the thread of the loop was off the CPU for longer than usual.
+    """Detector of steps in which the loop's thread was off the CPU for longer than usual.
 
     Args:
-        usage: Return the CPU time and the context switches of the thread, as `getrusage` does. None
-            if the system does not count them per thread.
+        usage: Function that returns the CPU time and the context switches of the thread, as
+            `getrusage` does. None if the system does not count them per thread.
     """
 
     def __init__(self, usage: Callable[[], Any] | None) -> None:
@@ -219,7 +219,7 @@ class Preemption:
         self._samples: deque[tuple[int, Any]] = deque(maxlen=_MAX_SAMPLES)
 
     def sample(self, now_ns: int) -> None:
-        """Sample at the end of a step. Every step pays for this."""
+        """Sample at the end of a step. Keep it cheap, because it runs in every step."""
         if self.usage is not None:
             self._samples.append((now_ns, self.usage()))
 
@@ -250,13 +250,14 @@ def _detect_off_cpu(
     if involuntary > max(voluntary, 0.0):
         attribute_excess("other threads had the CPU")
     elif off_ms >= _MIN_OFF_CPU_MS * voluntary:
-        # Many short waits are threads that alternate. Other phases may wait on purpose.
+        # Many short waits only mean that threads alternate. Phases outside of `working` may wait on
+        # purpose.
         working = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
         attribute_excess("stopped or blocked", lambda name: name.partition("/")[0] in working)
 
 
 def _off_cpu(samples: Sequence[tuple[int, Any]], step: StepRecord) -> _OffCpu | None:
-    """Return the time of a step off the CPU; None if there is no sample at its start."""
+    """Return off-CPU time and context switches of a step; None without a sample at its start."""
     start_ns, end_ns = step.host_ns[0], step.host_ns[-1]
     # A sample is taken just before the mark that it belongs to.
     first = bisect_right(samples, start_ns, key=itemgetter(0)) - 1
@@ -288,7 +289,7 @@ _COUNTERS: Mapping[str, str] = {
 
 
 class Allocator:
-    """Attribute the rest of the excess to the device's allocator if its counters grew.
+    """Detector of calls of the device's allocator: it gets the remaining excess if counters grew.
 
     Args:
         read: Function that returns the counters; None for a device without counters.
@@ -297,7 +298,7 @@ class Allocator:
     def __init__(self, read: Callable[[], Counts] | None) -> None:
         self._read = read
         self._last: Counts | None = None
-        # Time at which the counters were read, and their growth since the last time.
+        # Time at which the counters were read, and their growth since the previous read.
         self._growths: deque[tuple[int, Counts]] = deque(maxlen=200)
 
     def sample(self, now_ns: int) -> None:
@@ -321,7 +322,7 @@ class Allocator:
 
 
 def _detect_growth(growths: Sequence[tuple[int, Counts]], attribution: ExcessAttribution) -> None:
-    """Attribute the host excess that has no cause yet, because counters have no times."""
+    """Attribute only host excess that has no cause yet, because counters have no timestamps."""
     near = (growth for ns, growth in growths if abs(ns - attribution.end_ns) <= _NEAR_NS)
     words = zip(next(near, ()), _COUNTERS.values(), strict=False)
     if detail := ", ".join(f"{word} {n}" for n, word in words if n > 0):
@@ -333,7 +334,7 @@ def allocator_of(device: torch.device | None) -> Callable[[], Counts] | None:
         return None
 
     def read() -> Counts:
-        # `memory_stats` takes seven times as long, because it flattens them.
+        # `memory_stats` takes seven times as long, because it flattens the result.
         found: Any = torch.cuda.memory_stats_as_nested_dict(device)
         return tuple(found.get(name, 0) for name in _COUNTERS)
 

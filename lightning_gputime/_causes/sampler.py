@@ -7,15 +7,15 @@ from lightning_gputime._causes.attribution import Baseline
 from lightning_gputime._causes.detectors import Allocator, Preemption
 
 _MIN_SAMPLED_MS = 2.0
-"""Host time of a step from which its CPU time is sampled. A sample takes about 5 us, because the
-code of the system call is not in the caches of a CPU that drives a GPU."""
+"""Minimum host time of steps whose CPU time is sampled. A sample takes about 5 us, because the code
+of the system call is not in the caches of a CPU that drives a GPU."""
 
 
 class StepEndSampler:
-    """Sample at the ends of steps. Only the newest baseline decides how much.
+    """Sampler at the ends of steps. The newest baseline decides what it samples.
 
     Args:
-        allocator: Sampled after steps that took the host long, and every 25 steps.
+        allocator: Sampled after steps with a long host time, and every 25 steps.
         preemption: Sampled after every step, if steps are long.
     """
 
@@ -23,17 +23,17 @@ class StepEndSampler:
         self._allocator, self._preemption = allocator, preemption
         self._sample_usage: Callable[[int], None] | None = None  # None while steps are short.
         self._ended_ns = 0  # End of the last step.
-        self._threshold_ns = inf  # Host time of a step from which the allocator is sampled.
+        self._threshold_ns = inf  # The allocator is sampled after steps with a longer host time.
 
     def start(self, now_ns: int) -> None:
-        """Start at a step that follows no timed step."""
+        """Start with a timed step if the step before it was not timed."""
         self._ended_ns = now_ns
         if self._sample_usage is not None:
             self._sample_usage(now_ns)
         self._allocator.sample(now_ns)
 
     def end_step(self, now_ns: int) -> None:
-        """Sample just before the mark between two steps. Every step pays for this."""
+        """Sample just before the mark between two steps. Keep it cheap: it runs in every step."""
         if self._sample_usage is not None:
             self._sample_usage(now_ns)
         if now_ns - self._ended_ns > self._threshold_ns:

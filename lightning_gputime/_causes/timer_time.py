@@ -1,11 +1,11 @@
-"""Host time that the timer itself takes, which must not make a step slow."""
+"""Host time of the timer itself, which must not make a step count as slow."""
 
 from collections import deque
 from collections.abc import Sequence
 
 from lightning_gputime._phases import StepRecord
 
-_MAX_SPANS = 100  # Longer than the steps that are examined together.
+_MAX_SPANS = 100  # Number of spans to keep. At most 50 steps are examined together.
 
 
 class TimerTime:

@@ -1,5 +1,5 @@
 """Wrappers around internals of other libraries, which no other folder uses.
 
-Belongs here: each private name as a `Name`, with a fallback that disables features that need it.
-Belongs elsewhere: code that only needs public interfaces.
+Each private name is declared here as a `Name`, with a fallback that disables the features that need
+it. Code that only needs public interfaces belongs elsewhere.
 """

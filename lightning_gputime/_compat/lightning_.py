@@ -1,4 +1,4 @@
-"""Internals of Lightning. Imports neither `lightning` nor `pytorch_lightning`: both may be used."""
+"""Internals of Lightning. Imports neither `lightning` nor `pytorch_lightning`: either may run."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -72,7 +72,7 @@ def _broadcasts(package: str) -> bool:
 
 def step_counter(trainer: Any) -> Callable[[], int]:
     """Return a function that returns the number Lightning logs the current step under."""
-    # `global_step` counts every optimizer of a batch, and only those that Lightning wraps.
+    # Not `global_step`, which counts each optimizer of a batch, but only if Lightning wraps it.
     loop = _epoch_loop(trainer)
     if _STEPS.is_in(loop):
         return partial(getattr, loop, _STEPS.attribute)
@@ -129,7 +129,7 @@ def is_idle(profiler: object) -> bool:
     return type(profiler).__name__ == "PassThroughProfiler" and "start" not in vars(profiler)
 
 
-# Names of actions, which a Trainer passes to its profiler when they start.
+# Names of the actions that a Trainer reports to its profiler.
 
 _FETCH_ACTION = "train_dataloader_next"
 _COPY_ACTION = "batch_to_device"
@@ -140,7 +140,7 @@ IN_STEP = (
     "on_after_backward",
     "on_before_optimizer_step",
 )
-"""Hooks inside a step. A trainer calls those of callbacks, then that of the module."""
+"""Hooks inside a step. A trainer calls them on the callbacks first, then on the module."""
 
 
 def fetch_action(trainer: Any) -> str:
@@ -240,7 +240,7 @@ def _hooks(owner: object) -> list[str]:
 
 
 def expected_of(trainer: Any, callbacks: list[Any]) -> list[Expected]:
-    """Return the labels that each step has if the trainer reports its actions and `callbacks`."""
+    """Return the labels of each step if the trainer reports its actions and callback hooks."""
     package = _package_of(trainer)
     reports = f"{package} {version_of(package)} reported no"
     found = [

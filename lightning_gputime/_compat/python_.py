@@ -17,7 +17,7 @@ _NOT_USER_CODE = {
     *("lightning_gputime", "torch", "torchmetrics", "lightning", "pytorch_lightning"),
     *("lightning_fabric", "transformers", "accelerate", "deepspeed", "trl"),
 }
-"""Top-level modules whose frames are not the user's."""
+"""Top-level modules whose frames are not user code."""
 
 
 class Frame(NamedTuple):
@@ -55,17 +55,17 @@ class Frame(NamedTuple):
 
     @property
     def lines_after(self) -> tuple[int, int] | None:
-        """First and last line from that loop to the next iteration of an outer loop, or None."""
+        """First and last line after that loop, before the next iteration of an outer one, or None."""
         return _lines_of(self.code)[1].get(self.at, _NO_LOOP).lines_after
 
 
 def user_frames(most: int) -> tuple[Frame, ...]:
-    """Return the innermost functions of the user on the stack, at most `most`.
+    """Return at most `most` frames of user code on the stack, innermost first.
 
     Frames of installed packages are returned only if there are no others, as for a training
     command that is installed as a package.
     """
-    # Without helper functions, because it runs at each mark of some steps.
+    # No helper functions, for speed: this runs at each mark of some steps.
     frame: FrameType | None = sys._getframe(1)
     found: list[Frame] = []
     installed: list[Frame] = []

@@ -1,4 +1,4 @@
-"""Internals of torch, and its undocumented names."""
+"""Internal and undocumented names of torch."""
 
 import sys
 import weakref
@@ -116,7 +116,8 @@ def is_wrapper(module: nn.Module) -> bool:
 def is_checkpointed(module: nn.Module) -> bool:
     """Return whether a module recomputes its forward in backward.
 
-    It is torch's checkpoint wrapper, or a module of transformers or diffusers with their flag.
+    This is the case for torch's checkpoint wrapper, and for modules of transformers and diffusers
+    with the flag `gradient_checkpointing`.
     """
     has_flag = vars(module).get("gradient_checkpointing") is True
     return has_flag or type(module).__name__ == "CheckpointWrapper"
@@ -420,7 +421,7 @@ def syncs_buffers(module: nn.Module) -> bool:
 
 
 def syncs_gradients(module: nn.Module) -> bool:
-    """Return whether the next backward of DDP synchronizes gradients: not inside `no_sync`."""
+    """Return whether DDP's next backward synchronizes gradients, which it skips in `no_sync`."""
     return bool(_SYNCS_GRADS.of(module, True))
 
 
@@ -478,8 +479,8 @@ def settings_of_iterator(iterator: object) -> SimpleNamespace:
     names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
     found = {name: getattr(iterator, f"_{name}", None) for name in names}
     found["batch_size"] = getattr(getattr(iterator, "_index_sampler", None), "batch_size", None)
-    with suppress(TypeError):  # A list has no proxy.
-        # The settings do not keep the dataset alive.
+    with suppress(TypeError):  # Some datasets, such as a list, have no weak references.
+        # A proxy, so that the settings do not keep the dataset alive.
         found["dataset"] = weakref.proxy(dataset_of_iterator(iterator))
     return SimpleNamespace(**found)
 

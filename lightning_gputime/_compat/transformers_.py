@@ -56,7 +56,7 @@ def has_inner_loss(model: Any) -> bool:
 
 
 def check_inner_loss(model: Any, called: object) -> None:
-    """Report if a model does not call the loss function that was set."""
+    """Report that the loss cannot be separated if a model ignores the function that was set."""
     if read(model, "loss_function") is not called:
         report(_INNER_LOSS)
 
@@ -103,13 +103,13 @@ def expected_of(trainer: Any) -> list[Expected]:
 
 
 def callbacks_of(trainer: Any) -> list[Any]:
-    """Return the Trainer's own list of callbacks, which may be modified."""
+    """Return the Trainer's list of callbacks itself, not a copy."""
     found: list[Any] = getattr(_HANDLER.of(trainer), "callbacks", [])
     return found
 
 
 def put_callback_after(trainer: Any, callback: object, before: object) -> None:
-    """Move a callback to the place after another, or to the start if that is not in the list."""
+    """Move a callback to just after `before`, or to the start if `before` is not in the list."""
     handler, callbacks = _HANDLER.of(trainer), callbacks_of(trainer)
     others = [other for other in callbacks if other is not callback]
     if len(others) < len(callbacks):

@@ -1,4 +1,5 @@
 """Culprits: calls by name, places in the user's code, stages of a loader, blocking calls.
 
-Everything here adds to the sums of `_measurement.culprits`. It marks no phase and judges nothing.
+The modules here only add to the sums of `_measurement.culprits`: they mark no phases, and draw no
+conclusions.
 """

@@ -14,10 +14,10 @@ from lightning_gputime._record.recorder import Recorder
 
 
 class BlockingCalls:
-    """Record calls that wait for the GPU in a few steps, by torch's warnings.
+    """Recorder of calls that wait for the GPU, in a few steps, from torch's warnings.
 
-    `torch.cuda.set_sync_debug_mode` is set for the process, and reset at the end. It is left alone
-    if the program has set it, or treats warnings as errors.
+    `torch.cuda.set_sync_debug_mode` is set for the process, and reset at the end. Nothing is
+    recorded if the program has set it, or treats warnings as errors.
 
     Args:
         sums: Sums that the calls are added to.
@@ -32,7 +32,7 @@ class BlockingCalls:
         """Number of remaining steps in which calls are recorded."""
 
     def start(self) -> None:
-        """Record the calls of the next steps, if nothing prevents it."""
+        """Record the calls of the next `BLOCKING_STEPS` steps, unless the program prevents it."""
         try:
             are_errors = any(action == "error" for action, *_ in warnings.filters)
             if self._show is not None or are_errors or torch.cuda.get_sync_debug_mode():

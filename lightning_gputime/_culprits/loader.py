@@ -23,13 +23,13 @@ from lightning_gputime._measurement.culprits import (
 
 
 class StagedLoaders:
-    """Time the stages of loaders whose iterators are made while it is attached.
+    """Timer of the stages of loaders whose iterators are created while it is attached.
 
-    While `iter(loader)` runs, a loader without workers has another sampler and `collate_fn`, and a
-    loader with workers another `worker_init_fn`. Only the iterator keeps these replacements.
+    While `iter(loader)` runs, it replaces the sampler and `collate_fn` of a loader without workers,
+    or the `worker_init_fn` of a loader with workers. Only the iterator keeps the replacements.
 
     Args:
-        includes: Return whether to time a loader.
+        includes: Function that returns whether to time a loader.
         now_ns: The host's clock.
         sums: Sums that the stages of each loader are added to.
     """
@@ -41,7 +41,7 @@ class StagedLoaders:
         sums: LoaderSums,
     ) -> None:
         self._includes, self._now_ns, self._sums = includes, now_ns, sums
-        # Originals by owner, for each call of `iter` that runs.
+        # Original attributes and their owners, for each running call of `iter`.
         self._replaced: list[list[tuple[Any, dict[str, Any]]]] = []
         self._iter = Subscription(DataLoader, "__iter__", self)
 
@@ -52,7 +52,7 @@ class StagedLoaders:
         self._iter.remove()
         self._includes = do_nothing  # It may refer to the timer.
 
-    # As a listener of `DataLoader.__iter__`, see `Calls`
+    # Listener of `DataLoader.__iter__`, see `Calls`
 
     def on_call_start(self, loader: Any, *_: Any, **__: Any) -> bool:
         if not self._includes(loader):
@@ -92,7 +92,7 @@ class StagedLoaders:
 
 
 class _Stages:
-    """Replacement for the sampler of a loader and, by a method, for its `collate_fn`."""
+    """Replacement for a loader's sampler. Its method `collate` replaces `collate_fn`."""
 
     def __init__(
         self, indices: Any, collate: Any, now_ns: Callable[[], int], sums: LoaderStages
@@ -122,7 +122,7 @@ class _Stages:
 
 
 def _stages_of(loader: Any) -> Iterator[Stage]:
-    """Yield the function that each stage calls."""
+    """Yield each stage with the function that it calls."""
     own_batches = type(loader.batch_sampler).__module__.partition(".")[0] != "torch"
     sampler = loader.batch_sampler if own_batches and loader.batch_sampler else loader.sampler
     yield Stage(SAMPLER, type(sampler).__name__, source_of(type(sampler).__iter__))
@@ -133,7 +133,7 @@ def _stages_of(loader: Any) -> Iterator[Stage]:
     else:
         method = "__getitems__" if hasattr(kind, "__getitems__") else "__getitem__"
     yield Stage(DATASET, f"{kind.__name__}.{method}", source_of(getattr(kind, method, None)))
-    # The Trainer of transformers wraps its collator to remove columns.
+    # The transformers Trainer wraps its collator to remove columns.
     collate = getattr(loader.collate_fn, "data_collator", loader.collate_fn)
     is_function = hasattr(collate, "__qualname__")
     name = short_name(collate.__qualname__) if is_function else type(collate).__name__

@@ -11,13 +11,13 @@ from lightning_gputime._phases import OTHER, likely_phase
 
 
 class NamedCalls:
-    """Time calls in the thread that trains, under the entry or the phase in which they run.
+    """Timer of calls in the training thread, by the wall-clock entry or phase in which they run.
 
     Args:
         sums: Sums that the time is added to.
         wall_clock: Provides the entry outside of steps.
         now_ns: The host's clock.
-        label_now: Returns the label that time goes to in a timed step; else None.
+        label_now: Function that returns the current label in a timed step, else None.
     """
 
     def __init__(

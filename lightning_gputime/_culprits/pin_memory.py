@@ -33,7 +33,7 @@ class PinTimes:
         self._start_ns = self._now_ns()
 
     def end(self) -> None:
-        if self._start_ns:  # 0 if a full queue refused this batch before.
+        if self._start_ns:  # 0 if this is a retry, because the queue was full.
             self._ns += self._now_ns() - self._start_ns
             self._batches += 1
             self._start_ns = 0

@@ -35,9 +35,9 @@ class Passage(NamedTuple):
     Attributes:
         start: Functions that ran at the first mark.
         end: Functions that ran at the second mark.
-        outside: Functions around the training, such as the caller of `fit`. Their lines say
-            nothing about a phase.
-        enters_calls: True to name the called function if the marks are in a single line.
+        outside: Functions around the training, such as the caller of `fit`. Their lines do not
+            locate a phase.
+        enters_calls: True to name the called function if both marks are on the same line.
     """
 
     start: Frames
@@ -52,14 +52,14 @@ class Passage(NamedTuple):
             for last in self.end:
                 if first.code is last.code:
                     return self._between(first, last, start[0])
-        if start:  # The function was left.
+        if start:  # The function has returned.
             return _source(start[0], start[0].last_line)
-        return None  # The function was called later: trainer code ran before it.
+        return None  # The first mark is in trainer code, which called the function later.
 
     def _between(self, first: Frame, last: Frame, innermost: Frame) -> Source:
-        """Return the lines of a function between two places, or of a call if that is all."""
+        """Return the lines of a function between two places, or of a call on a single line."""
         line, end = _line_reached(first, last), self.end[0]
-        # The first line of a loop body follows the head of the loop.
+        # At the head of a loop, allow one more line: the body starts there.
         if line > first.line + bool(first.loop_line) or not self.enters_calls:
             return _source(first, line)
         if innermost is not first:  # The rest of the called function.
@@ -70,7 +70,7 @@ class Passage(NamedTuple):
 
 
 class Here(NamedTuple):
-    """The line that runs; at the head of a loop, the lines of the loop."""
+    """The running line; at the head of a `for` loop, the lines of the loop."""
 
     frames: Frames
 
@@ -108,8 +108,8 @@ class PlaceReader:
     Args:
         sums: Sums that the time is added to.
         updates: Name of the function that updates the parameters, such as "Adam.step".
-        outside: Functions around the training, such as the caller of `fit`. Their lines say
-            nothing about a phase.
+        outside: Functions around the training, such as the caller of `fit`. Their lines do not
+            locate a phase.
     """
 
     def __init__(self, sums: CulpritSums, updates: str, outside: Frames = ()) -> None:
@@ -121,8 +121,8 @@ class PlaceReader:
                 self._add(step)
 
     def _add(self, step: StepRecord) -> None:
-        # Inline, because a step may have hundreds of labels. After a submodule, or an update inside
-        # a model call, the same call continues.
+        # Inline, because a step may have hundreds of labels. `before` is needed to count model
+        # calls: after a submodule, or an update inside a call, the same call continues.
         before = ""
         for i, (label, following, phases, ms) in enumerate(
             zip(
@@ -152,9 +152,9 @@ class PlaceReader:
 
 
 class PlaceTimer:
-    """Add the time of code to an entry of the wall clock, with the place that starts it.
+    """Adds the time of code to an entry of the wall clock, with the place where it starts.
 
-    It is called like a recorder, see `NamedPhase`.
+    It has the methods of a recorder that `NamedPhase` calls.
     """
 
     def __init__(self, sums: CulpritSums, now_ns: Callable[[], int], wall_clock: WallClock) -> None:
@@ -166,7 +166,7 @@ class PlaceTimer:
             self._open = self._now_ns(), place
 
     def end(self, entry: str, place: Place | None = None) -> None:
-        """End the code; `place` is where it is, if that was unknown at its start."""
+        """Add the time since `start`. `place` locates the code if `start` did not."""
         if self._open is not None:
             (start_ns, known), self._open = self._open, None
             ns = self._now_ns() - start_ns

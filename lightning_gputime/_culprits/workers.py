@@ -81,11 +81,11 @@ class WorkerInit:
 
 
 def timed_fetch(kind: type, timer: "WorkerTimer") -> Callable[[Any, Any], Any]:
-    """Return the method of a fetcher class by which a worker makes a batch, with its time."""
+    """Return a fetcher class's method `fetch`, wrapped to time the batches that a worker makes."""
     fetch = kind.fetch  # type: ignore[attr-defined]
 
     def timed(fetcher: Any, indices: Any) -> Any:
-        # A worker's dataset may iterate over loaders, too.
+        # The dataset may iterate over loaders itself. Time only the worker's own fetcher.
         if fetcher is not timer.fetcher and not timer.takes(fetcher):
             return fetch(fetcher, indices)
         timer.start(indices)
@@ -128,7 +128,7 @@ class WorkerTimer:
         row[PID] = os.getpid()
 
     def takes(self, fetcher: Any) -> bool:
-        """Time a fetcher from now on if it reads the dataset of this worker."""
+        """Time a fetcher from now on if it reads this worker's dataset. Return whether it does."""
         info = get_worker_info()
         if info is None or fetcher.dataset is not info.dataset:
             return False
@@ -170,7 +170,7 @@ class WorkerTimer:
             row[WAIT_NS] += start_ns - self._last_end_ns
 
     def stop(self) -> None:
-        """End a batch that was not made."""
+        """Drop a batch whose fetch raised."""
         self._row[BUSY_SINCE] = self._last_end_ns = 0
 
     def end(self, batch: Any) -> None:
@@ -253,7 +253,7 @@ def _run_delay_ns() -> int:
 
 
 def _add_checksum(row: Any, n: int, batch: Any) -> None:
-    """Keep a checksum of one of the first batches; 0 if its values say nothing."""
+    """Store a checksum of one of the first batches; 0 if its tensors are constant."""
     if n <= CHECKSUMS.stop - CHECKSUMS.start:
         checksum = 0
         for tensor in _tensors_of(batch):
@@ -299,7 +299,7 @@ class LoaderWorkers:
         return WorkerInit(self._times, user_init, time.perf_counter_ns())
 
     def look(self) -> None:
-        """Count the workers that make a batch now, and those of them that wait for a lock."""
+        """Count the workers that are making a batch, and how many of these wait for a lock."""
         if self._looks >= _MAX_LOOKS:
             return
         for row in self._times.numpy():

@@ -25,9 +25,10 @@ class Change:
         target: Class that gets the arguments, as "module:Class"; empty for none.
         arguments: Keyword arguments that replace those of the script.
         settings: Global settings of torch, by name.
-        effect: Effect on the losses. With "none" they must be as equal as in two runs without the
-            change; with "rounding" they may differ by 0.1 % on average, with "random numbers" by 3
-            standard errors. "numerics" may change them: it is tried only with `--allow-numerics`.
+        effect: Effect on the losses. With "none", the mean loss may differ only as much as between
+            runs without the change; with "rounding", twice as much or by 0.1 %; with "random
+            numbers", also by 3 standard errors. "numerics" may change the losses: such a change is
+            tried only with `--allow-numerics`.
     """
 
     code: str
@@ -43,11 +44,11 @@ class Report:
 
     Attributes:
         sites: Places where objects of each target were constructed, as "file:line".
-        loader_site: Place where the loader that trains was constructed; empty if unknown.
+        loader_site: Place where the training loader was constructed; empty if unknown.
         loader: Options of that loader; empty if unknown.
         applied: Codes of the changes that were applied.
         losses: Scalars on which backward was called, in order.
-        steps: Number of optimizer updates.
+        steps: Number of updates of the first optimizer.
     """
 
     sites: Mapping[str, list[str]] = field(default_factory=dict)
@@ -61,13 +62,13 @@ class Report:
         return target in self.sites
 
     def where(self, change: Change) -> str:
-        """Return the place in the script to write a change to; empty if it is anywhere."""
+        """Return the place in the script where a change belongs; empty if it can go anywhere."""
         if change.target == LOADER and self.loader_site:
             return self.loader_site
         return next(iter(self.sites.get(change.target, ())), "")
 
 
 class Proposal(Protocol):
-    """Return the changes that follow from a piece of advice on a run."""
+    """Function that returns the changes that a piece of advice on a run suggests."""
 
     def __call__(self, advice: Advice, report: Report) -> Iterator[Change]: ...

@@ -25,8 +25,8 @@ class Tuned:
     """The script's process under `tune`.
 
     Args:
-        orders: Number of `steps`, path of the `report`, `changes` and `loader_site`, the place of
-            the loader to change; empty for all loaders.
+        orders: Dict with `steps` (a number), `report` (a path), `changes`, and `loader_site` (the
+            place of the loader to change; empty for all loaders).
     """
 
     def __init__(self, orders: dict[str, Any]) -> None:
@@ -38,7 +38,8 @@ class Tuned:
         self._newest = "", dict[str, Any]()  # Place and options of the newest loader.
         self._training_site, self._loader = self._newest
         self._losses: list[torch.Tensor] = []
-        self._started = set[int]()  # Objects under construction: a class may call its base.
+        # Ids of objects under construction: `__init__` may call that of the base class.
+        self._started = set[int]()
         self._applied = set[str]()
         self._optimizer: torch.optim.Optimizer | None = None
         self._updates = 0
@@ -59,19 +60,19 @@ class Tuned:
                 _replace(torch.backends.cudnn, "benchmark", True)
             if change["settings"]:
                 self._applied.add(change["code"])
-        # Only the process whose run is saved.
+        # Report only from the process whose run is saved.
         if os.environ.get("RANK", "0") == "0":
             Finalize(None, self._write, exitpriority=1)
 
     def patch_lightning(self) -> None:
-        """Patch the Trainer of Lightning. Call once it is imported."""
+        """Patch Lightning's Trainer. Call once it is imported."""
         trainer: Any = sys.modules["lightning.pytorch"].Trainer
         self._patch(LIGHTNING, trainer)
         if any(change["settings"].get("compile") for change in self._changes):
             _replace(trainer, "fit", _compiling(trainer.fit))
 
     def patch_transformers(self) -> None:
-        """Patch `TrainingArguments` of transformers. Call after they are imported."""
+        """Patch `TrainingArguments` of transformers. Call once they are imported."""
         kind: Any = sys.modules["transformers"].TrainingArguments
         # A derived dataclass generates its own `__init__`, but calls this method.
         post_init = kind.__post_init__
@@ -84,7 +85,7 @@ class Tuned:
         _replace(kind, "__post_init__", patched)
 
     def _patch(self, target: str, kind: Any) -> None:
-        """Let a class record where it is constructed, and replace arguments."""
+        """Patch a class to record where it is constructed, and to replace arguments."""
         construct = kind.__init__
         signature = inspect.signature(construct)
 
@@ -128,7 +129,7 @@ class Tuned:
     def _watched_iter(self, iterate: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(iterate)
         def watched(loader: Any) -> Any:
-            # Not a reference: the loop may iterate over a temporary loader.
+            # Copy the options instead of keeping the loader, which may be temporary.
             options = {name: getattr(loader, name) for name in _OPTIONS}
             self._newest = self._site_of.get(loader, ""), options
             return iterate(loader)
@@ -151,7 +152,7 @@ class Tuned:
         if optimizer is self._optimizer:
             self._updates += 1
             if self._updates == self._steps:
-                raise SystemExit(0)  # Let the script clean up, as at its own end.
+                raise SystemExit(0)  # Let the script clean up, as at its normal end.
 
     def _write(self) -> None:
         if not self._updates:  # A launcher, or a worker of a loader.
@@ -181,5 +182,5 @@ def _compiling(fit: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def tuned() -> Tuned:
-    """Return the state of this process."""
+    """Return the `Tuned` of this process, created from its environment."""
     return Tuned(json.loads(os.environ[VARIABLE]))

@@ -38,7 +38,7 @@ def tune(args: argparse.Namespace) -> "Tuning":
     """Run the trials of a script.
 
     Raises:
-        ValueError: If an argument is wrong, or the script fails as it is.
+        ValueError: If an argument is invalid, or the script fails without changes.
     """
     from lightning_gputime._tuning.trials import RunError, Script  # Imports torch.
     from lightning_gputime._tuning.tuning import Tuning, tell

@@ -1,4 +1,4 @@
-"""Alternating runs, and the speed-up that their pace proves."""
+"""Alternating runs without and with a change, and the speed-up that they show."""
 
 import json
 import math
@@ -19,9 +19,9 @@ from lightning_gputime._runs.saved import Run, load
 from lightning_gputime._tuning.change import VARIABLE, Change, Report
 
 _LOOKS = (3, 5, 8, 12)  # Numbers of pairs after which a trial may end.
-_CONFIDENCE = 1 - 0.01 / len(_LOOKS)  # Confidence per look: a useless change rarely passes.
+_CONFIDENCE = 1 - 0.01 / len(_LOOKS)  # Per look, so that at most 1 % of useless changes pass.
 MIN_SPEED_UP = 1.01
-_MAX_DRIFT = 1e-3  # Relative difference of the mean loss that other rounding may cause.
+_MAX_DRIFT = 1e-3  # Relative difference of the mean loss that different rounding may cause.
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Result:
 
     @property
     def pace_s(self) -> float:
-        """Wall-clock time of the steps and what recurs with them (in seconds)."""
+        """Wall-clock time without entries that occur once, such as set-up (in seconds)."""
         wall_clock = self.run.summary().wall_clock
         assert wall_clock is not None
         return sum(s for name, s in wall_clock.entries_s.items() if name not in ONCE)
@@ -46,11 +46,11 @@ class RunError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Starts the script with changes, each time in a new process.
+    """The script to tune. Each run applies changes to it in a new process.
 
     Attributes:
         command: The script and its arguments, or a command that starts it.
-        folder: Where to save the runs.
+        folder: Folder for the saved runs.
         steps: Number of steps after which the script is ended.
     """
 
@@ -59,10 +59,10 @@ class Script:
     steps: int
 
     def run(self, number: int, changes: Sequence[Change], loader_site: str) -> Result:
-        """Run the script to its last step.
+        """Run the script with changes, until its last step.
 
         Raises:
-            RunError: If it fails, or has no steps.
+            RunError: If the script fails, or no step was timed.
         """
         path = self.folder / f"{number:03}.json.gz"
         report = path.with_name(f"{number:03}-report.json")
@@ -98,7 +98,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class SpeedUp:
-    """Ratio of the times without and with a change, with the interval of the trial."""
+    """Ratio of the times without and with a change, with a confidence interval."""
 
     value: float = 1.0
     low: float = 0.0
@@ -106,7 +106,7 @@ class SpeedUp:
 
     @classmethod
     def of(cls, before_s: Sequence[float], after_s: Sequence[float]) -> "SpeedUp":
-        """Return the speed-up of pairs of runs, by Student's t of the logarithms."""
+        """Return the speed-up of pairs of runs, with Student's t interval of the log ratios."""
         logs = np.log(before_s) - np.log(after_s)
         n = len(logs)
         if not n:
@@ -126,9 +126,11 @@ class Trial:
 
     Attributes:
         change: The change.
-        promise: Maximum speed-up by the time breakdown; None if unknown.
-        entry: Entry of the time breakdown that it is to shorten.
-        error: Reason for which it cannot be tried; empty if it can.
+        promise: Maximum speed-up according to the time breakdown; None if unknown.
+        entry: Entry of the time breakdown that the change should shorten.
+        before: Runs without the change.
+        after: Runs with the change.
+        error: Reason why the trial has no result; empty if there is none.
     """
 
     change: Change
@@ -155,11 +157,11 @@ class Trial:
         return self.speed_up.low > MIN_SPEED_UP and self.parity.is_good(self.change)
 
     def give_up(self, error: str) -> None:
-        """End the trial, without a result."""
+        """End the trial without a result."""
         self.error = error
 
     def pair(self, number: int, before: Callable[[], Result], after: Callable[[], Result]) -> None:
-        """Run both sides once, the order alternating."""
+        """Run both sides once, in an order that alternates with `number`."""
         sides = [(self.before, before), (self.after, after)]
         for results, start in sides if number % 2 else reversed(sides):
             results.append(start())
@@ -182,7 +184,8 @@ class Parity:
     Attributes:
         drift: Difference of the mean losses, relative to the mean without the change.
         noise: The largest such difference between two runs without the change.
-        error: Standard error of the drift by the spread over steps.
+        error: Standard error of the drift, from the spread over steps.
+        is_bitwise: True if all runs have exactly the same losses.
     """
 
     drift: float

@@ -1,4 +1,4 @@
-"""Trials of changes, one after the other, and their table."""
+"""Trials of changes, one after another, and their table."""
 
 import math
 import shlex
@@ -25,12 +25,12 @@ _NOTHING = (
 )
 _NO_TRIAL = "needs --allow-numerics"
 _RESERVE = 0.5  # Fraction of the remaining budget that a trial leaves to other changes.
-_MIN_PAIRS = 3  # Each trial may have this many pairs of runs all the same.
+_MIN_PAIRS = 3  # Number of pairs of runs that each trial may make regardless of the reserve.
 
 
 @dataclass(slots=True)
 class Tuning(Tabular):
-    """Trials of a script's changes, one after the other, the largest promise first.
+    """Trials of changes to a script, one after another, largest promised speed-up first.
 
     Args:
         script: The script.
@@ -57,10 +57,10 @@ class Tuning(Tabular):
         return math.prod(trial.speed_up.value for trial in self.trials if trial.is_kept)
 
     def run(self) -> None:
-        """Try changes until none is left, or the budget ends.
+        """Try changes until there are no more, or the budget ends.
 
         Raises:
-            RunError: If the script fails as it is.
+            RunError: If the script fails without changes.
         """
         best = self.baseline = self._result([])
         steps, headline = best.report.steps, best.run.summary().verdict
@@ -77,7 +77,7 @@ class Tuning(Tabular):
         self.is_complete = True
 
     def _proposed(self, best: Result) -> Iterator[Trial]:
-        """Yield trials that the advice on a run suggests and that were not made."""
+        """Yield trials that the advice on a run suggests, without those already made."""
         tried = {trial.change.code for trial in self.trials}
         breakdown = best.run.summary().diagnosis.time_breakdown
         rows = () if breakdown is None else breakdown.rows
@@ -94,7 +94,7 @@ class Tuning(Tabular):
         try:
             while not trial.is_decided and self._left_s() > cost_s:
                 if len(trial.after) >= _MIN_PAIRS and self._left_s() < reserve_s + cost_s:
-                    return  # Leave the rest to other changes.
+                    return  # Leave the rest of the budget to other changes.
                 start = time.monotonic()
                 trial.pair(
                     len(trial.after),
@@ -182,7 +182,7 @@ class Tuning(Tabular):
 
 
 def _moved(trial: Trial) -> str:
-    """Return the phase that changed most, such as "data -4.1 ms"."""
+    """Return the phase that changed most, such as "data -4.1 ms"; empty if it may be noise."""
     with suppress(ValueError):  # Too few timed steps.
         found = compare_groups([[r.run for r in trial.before], [r.run for r in trial.after]])
         rows = {name: row for name, row in found.rows.items() if "/" not in name}

@@ -1,12 +1,12 @@
-"""Python imports this when it starts, in the processes of `lightning_gputime run`.
+"""Module that Python imports at startup in the processes of `lightning_gputime run`.
 
-Any Python imports it, Python 2 as well: the script may start tools of another environment.
+It must run in any Python, even Python 2: the script may start tools from another environment.
 """
 
 import importlib
 import sys
 
-# Run the `sitecustomize` that this file hides, if any.
+# Run the `sitecustomize` that this file shadows, if any.
 _own = sys.modules.pop(__name__)
 _folder = __file__.rpartition("sitecustomize")[0].rstrip("/\\")
 sys.path[:] = [path for path in sys.path if path.rstrip("/\\") != _folder]
@@ -17,7 +17,7 @@ except ImportError as error:
         raise
     sys.modules[__name__] = _own
 finally:
-    # Older Pythons cannot read the package, and a newer one may not have it.
+    # Older versions cannot parse the package, and other environments may not have it.
     if sys.version_info >= (3, 11):  # noqa: UP036  # see above
         try:
             from lightning_gputime._auto_instrumentation import watch_imports

@@ -1,4 +1,4 @@
-"""torch.compile: other numerics, and a long first step."""
+"""torch.compile, which changes the numerics and makes the first step long."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Fused optimizers: the same update in fewer kernels, with other rounding."""
+"""Fused optimizers: the same update in fewer kernels, with different rounding."""
 
 from collections.abc import Iterator
 

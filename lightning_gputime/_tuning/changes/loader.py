@@ -1,4 +1,4 @@
-"""Options of the DataLoader. Random transforms draw other numbers if the workers change."""
+"""DataLoader options. Random transforms draw different numbers if the workers change."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ _EFFECTS: Mapping[str, Effect] = {
     "prefetch_factor": "none",
 }
 _FEW_WORKERS = ("iterate_over_steps", "workers", "num_workers", "cheaper_transforms")
-"""Advice that means: the loader is too slow. If it has no number, propose twice as many workers."""
+"""Codes of advice for a slow loader. If it suggests no number, propose to double the workers."""
 
 
 def propose(advice: Advice, report: Report) -> Iterator[Change]:
@@ -36,7 +36,7 @@ def _load_faster(now: Mapping[str, Any], suggested: int | None) -> Iterator[tupl
 
 
 def _change(name: str, value: Any, report: Report) -> Change:
-    # The Trainer of transformers constructs its loader from its arguments.
+    # The transformers Trainer constructs its loader from `TrainingArguments`.
     is_transformers = report.has(TRANSFORMERS)
     option = f"dataloader_{name}" if is_transformers else name
     return Change(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lightning_gputime._diagnosis.diagnosis import Advice
 from lightning_gputime._tuning.change import LIGHTNING, TRANSFORMERS, Change, Report
 
-_EVERY = 50  # Default of Lightning.
+_EVERY = 50  # Lightning's default.
 _OPTIONS = {LIGHTNING: "log_every_n_steps", TRANSFORMERS: "logging_steps"}
 _SETTINGS = ("log_every_n_steps", "logging_steps")
 

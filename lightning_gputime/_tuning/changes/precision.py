@@ -1,4 +1,4 @@
-"""bfloat16 by autocast: other numerics, and less memory."""
+"""bfloat16 autocast, which changes the numerics and saves memory."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

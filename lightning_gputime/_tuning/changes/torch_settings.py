@@ -1,4 +1,4 @@
-"""Global settings of torch that choose faster kernels, with other rounding."""
+"""Global torch settings that select faster kernels, with different rounding."""
 
 from collections.abc import Iterator
 
