@@ -47,7 +47,7 @@ _HEAVY = {
 
 
 def __getattr__(name: str) -> Any:
-    # Importing torch takes seconds. Who asks for no name, such as the command line, needs it not.
+    # Import lazily: importing torch takes seconds, and the command line may not need it.
     if name not in __all__ and name not in _HEAVY:
         from lightning_gputime._messages import suggest
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning_gputime as package  # Imports torch where a name is asked for.
+import lightning_gputime as package  # Imports torch only when a name is used.
 from lightning_gputime._auto_instrumentation import command
 from lightning_gputime._tuning import command as tuning
 
@@ -63,11 +63,11 @@ _RAW = argparse.RawDescriptionHelpFormatter
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command by its arguments, those of the process; return the exit code."""
+    """Run a command and return its exit code. The default arguments are those of the process."""
     if arguments is None:
         arguments = sys.argv[1:]
         if isinstance(sys.stdout, io.TextIOWrapper):
-            # An encoding may have no bytes for "±", or for a character of a name.
+            # The encoding may lack "±", or a character in a name.
             sys.stdout.reconfigure(errors="backslashreplace")
     parser = _new_parser()
     args = parser.parse_args(arguments or ["--help"])
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ImportError, OSError, ValueError) as error:
         why = str(error)
     except Exception as error:
-        # Exit codes 1 and 3 are outcomes of a comparison.
+        # Do not let Python exit with 1: exit codes 1 and 3 are outcomes of a comparison.
         message = " ".join(f"{type(error).__name__}: {error}".split())
         why = f"the runs cannot be read or compared: {message}"
     print(f"{parser.prog}: {why}", file=sys.stderr)
@@ -192,7 +192,7 @@ def _run(args: argparse.Namespace) -> int:
             shutil.copyfile(saved, Path(args.save_path).expanduser())
     if not (is_saved := (folder / "run.json.gz").exists()):
         print("run: no run was saved, because no training step was timed", file=sys.stderr)
-    if not (code and is_saved):  # After an error, a message names the file.
+    if not (code and is_saved):  # After an error, keep the file: a message has named it.
         shutil.rmtree(folder)
     return code if is_saved else code or FAILED
 
@@ -214,7 +214,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
-    """Print a comparison, and its outcome by each bound; return the exit code."""
+    """Print a comparison and its outcome for each bound. Return the exit code."""
     lines, outcomes = [], {"passed"}
     for group in (found, *found.others):
         name = f"{group.names[1]}: " if found.others else ""
@@ -259,7 +259,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _print(*parts: "Tabular | str") -> None:
-    """Print tables and texts, also where nobody reads them, as in a pipe into `head`."""
+    """Print tables and texts. Ignore a closed pipe, as with `| head`."""
     from lightning_gputime._output.table import show
 
     try:
@@ -270,7 +270,7 @@ def _print(*parts: "Tabular | str") -> None:
                 show(part)
         print(end="", flush=True)
     except BrokenPipeError:
-        # Python flushes once more when it exits.
+        # Python flushes stdout again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

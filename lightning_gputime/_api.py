@@ -1,4 +1,4 @@
-"""The public names that need torch, and no Lightning: those that `__init__` lists."""
+"""Public names that need torch but not Lightning. `__init__` imports them lazily."""
 
 from lightning_gputime._instrumentation.named import phase as phase
 from lightning_gputime._measurement.memory import MemorySummary as MemorySummary

@@ -1,4 +1,4 @@
-"""Messages to the user, in the logger of the package."""
+"""Messages to the user, through the package's logger."""
 
 import difflib
 import itertools
@@ -14,7 +14,7 @@ HOMES = (
     " lightning_gputime.huggingface.TransformersPhaseTimer for that of transformers,"
     " and GPUPhaseHooks for your own loop, also with Fabric."
 )
-"""Owners of timers."""
+"""Text that names the right timer for each kind of loop."""
 
 messages = logging.getLogger("lightning_gputime")
 
@@ -42,13 +42,13 @@ messages.addFilter(_name_the_package)
 
 
 def format_value(value: object) -> str:
-    """Return the representation of a value, or its type if that is long."""
+    """Return the representation of a value, or its type if the representation is long."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"a {type(value).__name__}"
 
 
 def suggest(name: object, known: Iterable[str]) -> str:
-    """Return the nearest of the known names as a question, or all of them."""
+    """Return "did you mean ...?" with the closest known name, or a list of all known names."""
     known = [*known]
     alike = difflib.get_close_matches(str(name), known, 1)
     return f"did you mean {alike[0]}?" if alike else f"there is {', '.join(known) or 'none'}"
@@ -75,5 +75,5 @@ class WarnOnce:
             messages.warning(message, *args)
 
     def all_warnings(self) -> tuple[str, ...]:
-        """Return the newest warnings of this process since this object exists."""
+        """Return the newest warnings of this process since this object was created."""
         return tuple(text for number, text in [*_newest_warnings] if number >= self._first)

@@ -1,4 +1,4 @@
-"""Options that all timers share. Bad values fail in the constructor, with value and fix."""
+"""Options that all timers share. Invalid values raise an error that names the value and the fix."""
 
 import functools
 import inspect
@@ -40,26 +40,26 @@ class TimerOptions(TypedDict, total=False):
         modules: Modules to time as sub-phases, `forward/<name>` and `backward/<name>`: a depth such
             as 2, "all", dotted names, or patterns such as "layers.*".
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight Systems.
-        every_n_steps: Time 1 of every n steps. "auto" times each step where the GPU sets the pace.
-            Elsewhere it times the first 100 steps, then a block of steps between two logs, so that
-            timing takes about 1 % of the time. It times each step, too, for `annotate`,
+        every_n_steps: Time 1 of every n steps. "auto" times every step if the GPU sets the pace.
+            Otherwise it times the first 100 steps, then a block of steps between two logs, so that
+            timing takes about 1 % of the time. It also times every step for `annotate`,
             `probe_every_n_steps`, a log at each step, and `observers` that take steps.
         probe_every_n_steps: Probe 1 of every n steps (at least 3; 0 for none) to separate launch
-            gaps from GPU work: launch it while a spin kernel keeps the GPU busy. No other statistic
-            includes probed steps or the steps after them.
+            gaps from GPU work. A probed step is launched while a spin kernel keeps the GPU busy. No
+            other statistic includes probed steps or the steps after them.
         sync_ranks: When to compare the ranks of a distributed run: at the end of each epoch and of
             training (True), at every log ("log"), or never (False).
         items: Items per batch: a number, or a function of the batch. The default is the first
-            dimension of the batch's first tensor, if all its tensors agree in it.
-        flops: FLOPs of forward and backward: those of an item, as one number or as two (forward,
+            dimension of the batch's first tensor, if all tensors in the batch share it.
+        flops: FLOPs of forward and backward per item, as a single number or as two (forward,
             backward). Torch's `FlopCounterMode` counts them.
-        observers: Functions, metrics of torchmetrics, and objects with methods of `StepObserver`.
-            They get the `StepTimes` of each timed step when it is read; probed steps are left out.
-            Objects may also get slow steps, and add metrics to logs and a section to the summary.
+        observers: Functions, torchmetrics metrics, and objects with methods of `StepObserver`.
+            They get the `StepTimes` of each timed step when it is read, except for probed steps.
+            Objects may also get slow steps, add metrics to logs, and add a section to the summary.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument has an impossible value.
+        ValueError: If an argument has an invalid value.
     """
 
     prefix: str
@@ -71,17 +71,18 @@ class TimerOptions(TypedDict, total=False):
     every_n_steps: int | Literal["auto"]
     probe_every_n_steps: int
     sync_ranks: SyncRanks
-    # Types other than numbers come last: LightningCLI uses the first type that fits a value.
+    # Number types come first, because LightningCLI uses the first type that fits a value.
     items: float | Callable[[Any], float] | None
     flops: float | Sequence[float] | None
     observers: Sequence[Callable[[StepTimes], object] | Any]
 
 
 class AllOptions(TimerOptions, total=False):
-    """Also those that only tests and benchmarks use: no signature shows them."""
+    """`TimerOptions` and the private options of tests and benchmarks, which no signature shows."""
 
-    _clock: Clock | None  # In place of the device's.
-    # Ended steps that the GPU may still be running: with 1 it has work while the host waits.
+    _clock: Clock | None  # Replaces the device's clock.
+    # Number of ended steps that the GPU may still be running. With 1, it has work while the host
+    # waits.
     _lag: int
 
 
@@ -198,7 +199,7 @@ def check_bools(**options: Any) -> None:
 
 
 def _number(value: Any) -> Any:
-    """Return the number that YAML or NumPy has another type for, such as "3e9" or 1e4; or all."""
+    """Convert numbers that YAML or NumPy gives another type, such as "3e9", also in a sequence."""
     if _is_several(value):
         return [*map(_number, value)]
     if isinstance(value, str | Number) and not isinstance(value, int):
@@ -242,13 +243,13 @@ def _is_flops(value: Any) -> bool:
     return value is None or _is_amount(value)
 
 
-# What to do in place of an option that a timer has not.
+# Advice for options that a timer lacks.
 _INSTEAD = {"save_path": "call timer.save(path) after the training"}
 
 LOG_GROUPS = ("default", "all", "phases", "comm", "slow", "fit")
 """Accepted values of `log=`."""
 
-# Options that are integers: the least that each may be, and what it means.
+# Integer options: minimum and meaning.
 _INTEGERS = {
     "warmup_steps": (0, "number of first steps to exclude from the summary"),
     "history_size": (1, "number of newest steps to keep"),

@@ -15,25 +15,25 @@ LOSS = "loss"
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 OTHER = "other"
-# The phase in place of `forward` and `loss` if both were compiled together.
+# Replaces `forward` and `loss` if both were compiled together.
 TRAINING_STEP = "training_step"
 # Text generation in a step that trains on it, and its rewards.
 GENERATE = "generate"
 REWARD = "reward"
-# The sub-phase in which a rank waits for the others, or runs their collective: `backward/comm`.
+# Sub-phase in which a rank waits for others or runs a collective, such as `backward/comm`.
 COMM = "comm"
-# The parts of `data`, where a trainer tells them: the next batch from the loader, its copy to the
-# device, and the wait for the other ranks.
+# Parts of `data`, if a trainer reports them: the fetch of the next batch from the loader, its copy
+# to the device, and the wait for other ranks.
 FETCH = "data/fetch"
 COPY = "data/copy"
 WAIT = "data/comm"
 CALLBACK_WAIT = "callbacks/comm"
 SAVES = "callbacks/checkpoints"  # Checkpoints that a trainer saves, anywhere.
 BETWEEN_BATCHES = (DATA, CALLBACKS)
-"""The phases in which the device has no work of the step to wait for."""
-FIRST_STEPS = 100  # With `every_n_steps="auto"` this many first steps are timed, all of them.
-# Labels of marks whose phase depends on what follows; `resolve_labels` decides. A user's phase
-# cannot be named so, see `check_name`.
+"""Phases between batches, in which the device has no work of the step."""
+FIRST_STEPS = 100  # Number of first steps that are all timed with `every_n_steps="auto"`.
+# Labels of marks whose phase depends on the next label; `resolve_labels` decides. `check_name`
+# rejects such names for user phases.
 AFTER_FORWARD = "<after forward>"
 AFTER_BACKWARD = "<after backward>"
 GRAD = "<grad>"
@@ -54,8 +54,7 @@ CONTINUES = "<continues>"
 INTERRUPTIONS = (WAITS, RECEIVES, CONTINUES)
 
 
-# In the order of a step. Okabe and Ito's colours, which people with colour blindness can tell
-# apart.
+# In the order of a step. Okabe and Ito's palette, which is safe for color-blind readers.
 COLOURS = {
     DATA: "#E69F00",
     CALLBACKS: "#D55E00",
@@ -76,10 +75,10 @@ FOLLOWED_BY = {FORWARD: AFTER_FORWARD, BACKWARD: AFTER_BACKWARD, OPTIMIZER: AFTE
 
 # Phases of labels that depend on the next label; `other` if it has no entry here.
 _PENDING: Mapping[str, Mapping[str | None, str]] = {
-    # In a step with a closure no mark but the end tells of the update.
+    # In a step with a closure, only the mark at its end shows that there was an update.
     AFTER_FORWARD: {FORWARD: FORWARD, BACKWARD: LOSS, GRAD: LOSS, AFTER_UPDATE: OPTIMIZER},
     AFTER_BACKWARD: {OPTIMIZER: OPTIMIZER, AFTER_UPDATE: OPTIMIZER},
-    # `torch.autograd.grad`: a penalty where a backward goes through it, else it is the backward.
+    # `torch.autograd.grad` is a penalty in the loss if a backward follows, else it is the backward.
     GRAD: {
         BACKWARD: LOSS,
         **dict.fromkeys((GRAD, FORWARD, OPTIMIZER, AFTER_UPDATE, None), BACKWARD),
@@ -109,8 +108,8 @@ def likely_phase(label: str) -> str:
 
 # Keys such as `step_ms` and `slow/ranks_ms` are taken, so no phase may have these names.
 _RESERVED = ("step", "host_wait", "slow", "slow_excess", "lasting_change", "local")
-# Control characters and line breaks would break tables and keys of loggers.
-# Characters that a part of a name must not contain, for a regular expression.
+# Characters that a part of a name must not contain, for a regular expression. Control characters
+# and line breaks would break tables and logger keys.
 UNUSABLE = r"/<>\x00-\x1f\x7f-\x9f\u2028\u2029"
 _NAME = re.compile(rf"[^{UNUSABLE}]+(/[^{UNUSABLE}]+)*")
 
@@ -130,18 +129,19 @@ class StepTimes:
     """The times of one training step: one optimizer update, with all its micro-batches.
 
     Attributes:
-        step: Number of the step, counted from 0; the number that its values are logged under.
+        step: Number of the step, under which its values are logged. By default the first step is 0;
+            with transformers it is 1.
         phase_ms: Device time of each phase that ran (in milliseconds). A sub-phase
             (`backward/comm`) has its own entry and is included in its parent's (`backward`).
-        host_ms: Host time between the same marks (in milliseconds): what it took to launch the
-            phase, not to run it.
+        host_ms: Host time between the same marks (in milliseconds): the time to launch the phase,
+            not to run it.
         host_wait_ms: Time for which the host was blocked until the device finished this step (in
-            milliseconds); 0.0 if the step was read without waiting. If not every step is timed, the
-            part of one step in that wait.
+            milliseconds); 0.0 if the step was read without waiting. If untimed steps precede the
+            wait, its share for a single step.
         step_ms: The sum of the top-level phases (in milliseconds).
         skipped_update: True if no optimizer ran its update, as when a GradScaler finds gradients
-            that are not finite. A fused optimizer decides on the device; then this stays False.
-        timeline: The step's intervals in their order, for traces.
+            that are not finite. Stays False with a fused optimizer, which decides on the device.
+        timeline: The step's intervals in order, for traces.
     """
 
     step: int
@@ -154,7 +154,7 @@ class StepTimes:
 
 
 class StepRecord(NamedTuple):
-    """A step that was read. Nothing in it refers to an object: it costs no garbage collection.
+    """A step that was read. It contains only plain values, to add no garbage collection work.
 
     Attributes:
         number: The number that the step is logged under.
@@ -162,17 +162,17 @@ class StepRecord(NamedTuple):
         device_ms: Device time from each mark to the next (in milliseconds).
         host_ns: Host time of each mark (in nanoseconds).
         wait_ms: Time for which the host waited for the device to finish the step (in milliseconds).
-        finished_ns: Host time at which the device finished, where the host waited for that (in
-            nanoseconds); else 0.
+        finished_ns: Host time at which the device finished (in nanoseconds), if the host waited for
+            it; else 0.
         skipped_update: True if no optimizer ran its update.
-        was_fully_queued: True if the device had not started a probed step when the
-            host had launched all of it.
+        was_fully_queued: True if the host had launched all of a probed step before the device
+            started it; None for other steps.
         post_spin_index: Index of the mark after the spin kernel; 0 without a spin kernel.
-        items: Its items; NaN if unknown.
-        step_index: Its place among all steps since the timer was attached, timed or not; -1 where
-            only timed steps are counted.
-        places: At each mark, its end included, the place in the user's code; empty in a step that
-            was not located.
+        items: Number of items; NaN if unknown.
+        step_index: Index among all steps since the timer was attached, timed or not; -1 if only
+            timed steps are counted.
+        places: Place in the user's code at each mark, including the last one; empty if the step was
+            not located.
     """
 
     number: int
@@ -200,8 +200,8 @@ class StepRecord(NamedTuple):
         return sum(ms for label, ms in labels_and_ms if label == EVALUATED)
 
     def times(self) -> StepTimes:
-        # Made when somebody asks, and not kept: most steps are only added up, for which the record
-        # is enough.
+        # Computed on request and not cached: most steps are only summed, which needs the record
+        # alone.
         settled = resolve_labels(self.labels)
         phase_ms: dict[str, float] = {}
         host_ms: dict[str, float] = {}
@@ -228,17 +228,17 @@ class StepRecord(NamedTuple):
 
 @lru_cache(maxsize=256)
 def resolve_labels(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Decide which phases the time after each mark of a step counts under.
+    """Return the names of the phases that the time after each mark of a step counts for.
 
-    Between two model calls the time is `forward`, after the last one `loss` if a backward
-    follows. After backward it is `optimizer` if an update follows. `torch.autograd.grad` is part of
-    the `loss` if a backward follows, else it is itself the `backward`. Anything else is `other`.
-    A wait for other ranks is the `comm` of the phase that it interrupts; what a pipeline receives
-    between two passes is that of the next.
+    Time between two model calls is `forward`; time after the last call is `loss` if a backward
+    follows. Time after backward is `optimizer` if an update follows. `torch.autograd.grad` is part
+    of `loss` if a backward follows, else it is `backward`. Anything else is `other`. A wait for
+    other ranks is the `comm` of the phase that it interrupts; a pipeline's wait for input between
+    two passes is the `comm` of the next pass.
 
-    A sub-phase is preceded by its parents. Where the time is not part of any step there is no name.
+    A sub-phase follows its parents. Time outside of steps has no names.
     """
-    # Cached, because the steps of a loop are much alike.
+    # Cached, because most steps of a loop have the same labels.
     phases = iter(_phases([label for label in labels if label not in INTERRUPTIONS]))
     settled = []
     phase, follower = EXCLUDED, EXCLUDED
@@ -255,7 +255,7 @@ def resolve_labels(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 
 
 def _phases(labels: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the phase of each label, and which one a pipeline sends or receives for there."""
+    """Return for each label its phase, and the phase that a pipeline communicates for there."""
     # The next label decides, so go from the last label to the first.
     phases = []
     following: str | None = None
@@ -313,7 +313,7 @@ def colours_of(names: Iterable[str]) -> dict[str, str]:
 
 def label_of_callback(callback: object, hook: str) -> str:
     """Return the sub-phase of `callbacks` for a hook of a callback."""
-    # A part of a name has no "/".
+    # A part of a name must not contain "/".
     return f"{CALLBACKS}/{type(callback).__name__.replace('/', '_')}.{hook}"
 
 
@@ -327,7 +327,7 @@ def of_one_callback(name: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """Return `name` if a phase can be called so; else raise ValueError, which says why."""
+    """Return `name` if it is a valid phase name; else raise ValueError with the reason."""
     if not isinstance(name, str) or not _is_well_formed(name):
         raise ValueError(
             f"phase name {name!r} is not usable: pass a non-empty string without '<', '>' or"

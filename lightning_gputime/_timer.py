@@ -1,4 +1,4 @@
-"""Base of all timers: start and end of a measurement, and its results."""
+"""Base class of all timers: start and end of a measurement, and its results."""
 
 import functools
 import os
@@ -84,7 +84,7 @@ def never_raises(hook: Hook) -> Hook:
             hook(self, *args, **kwargs)
         except Exception as error:
             if not isinstance(self, Timer):
-                # The trainer was given the class in place of an instance.
+                # The trainer was given the class instead of an instance.
                 raise TypeError(_NO_INSTANCE) from None
             self._give_up(error)
 
@@ -92,7 +92,7 @@ def never_raises(hook: Hook) -> Hook:
 
 
 class Timer(Tabular):
-    """The part that all timers share.
+    """Base class of all timers.
 
     A front end calls `_start`, notifies `self._session` of the loop's steps, and calls `_finish` or
     `_abort` at the end. While no session runs, notifications do nothing.
@@ -125,7 +125,7 @@ class Timer(Tabular):
         self._live_file = LiveFile()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Events cannot be pickled: a copy is not attached. `ddp_spawn` pickles before `setup`.
+        # Events cannot be pickled, so a copy is not attached. `ddp_spawn` pickles before `setup`.
         alone = {"_session": NEVER_ATTACHED, "_patches": Attachments()}
         alone |= {"_calls": None, "_loader": None}
         return {**self.__dict__, **alone, "_wall_clock": WallClock(None)}
@@ -133,7 +133,8 @@ class Timer(Tabular):
     def __del__(self) -> None:
         if sys.is_finalizing():
             return  # Modules may be gone already.
-        # For example, a notebook cell ran twice. `__init__` may have raised.
+        # The timer may be attached, for example if a notebook cell ran twice. `_session` is missing
+        # if `__init__` raised.
         vars(self).get("_session", NEVER_ATTACHED).lose()
 
     if not TYPE_CHECKING:  # Otherwise type checkers would accept any attribute.
@@ -163,10 +164,10 @@ class Timer(Tabular):
         Args:
             clock: Clock of the device.
             loop: The loop.
-            means: Logs the means.
+            means: Log of the means.
             wall_clock: The wall clock of the training.
             outside: Functions around the training. Lines in them are not blamed for a phase.
-            known: Fields of the `Environment` that the front end knows; None if it does not.
+            known: Fields of the `Environment` from the front end; None if a value is unknown.
         """
         if self._session.is_attached:
             self._warn_once(_NESTED)
@@ -192,7 +193,7 @@ class Timer(Tabular):
         work = CPU_WORK if on_host else GPU_WORK
         self._costly_settings = CostlySettings.of(self._environment, loop, work)
         self._read_costly_settings()
-        # Owned before it is attached: whatever is interrupted, `_detach` finds it.
+        # Set before `attach`, so that `_detach` finds the session if `attach` is interrupted.
         results = self._results
         is_cuda = getattr(getattr(clock, "device", None), "type", "") == "cuda"
         blocks = partial(_blocks, results) if is_cuda else partial(bool)
@@ -210,7 +211,7 @@ class Timer(Tabular):
 
     @property
     def _host_ns(self) -> Callable[[], int]:
-        """The host's clock; available before the device."""
+        """The host's clock; available before the device is known."""
         clock = self._options._clock
         return time.perf_counter_ns if clock is None else clock.host_ns
 
@@ -219,7 +220,11 @@ class Timer(Tabular):
         self._calls = None  # It refers to this object.
 
     def _time_calls(self, functions: Iterable[tuple[Any, str, str]]) -> None:
-        """Time calls by name, until the patches are removed: owners, functions and names."""
+        """Time calls by name until the patches are removed.
+
+        Args:
+            functions: Owner, function name and label of each.
+        """
         calls = self._calls
         if calls is None or calls.sums is not self._culprits:
             calls = NamedCalls(self._culprits, self._wall_clock, self._host_ns, self._label_now)
@@ -232,8 +237,8 @@ class Timer(Tabular):
         return label if isinstance(label, str) else None
 
     def _staged_loaders(self, owner: object, name: str) -> StagedLoaders:
-        """Return what times the stages of the loader that is an attribute of `owner`."""
-        # All loaders of the process call it: it must not keep a timer or its model alive.
+        """Return a timer of the stages of the loader that is the attribute `name` of `owner`."""
+        # All loaders of the process call it, so it must not keep a timer or its model alive.
         includes = partial(_is_loader_of, weakref.ref(owner), name)
         return StagedLoaders(includes, self._host_ns, self._culprits)
 
@@ -242,15 +247,15 @@ class Timer(Tabular):
         self._session.attach_until_end(self._staged_loaders(self, "_loader"))
 
     def _time_saves(self, trainer: Any, name: str) -> None:
-        """Time the method by which a trainer saves checkpoints, inside of steps and outside."""
+        """Time the method by which a trainer saves checkpoints, inside and outside of steps."""
         saves = NamedPhase(SAVES, [*self._session.recorders, self._wall_clock])
         self._patches.add(Subscription(trainer, name, saves))
 
     def _finish(self) -> None:
-        """End the measurement: read and compare the last steps, and take the hooks off."""
+        """End the measurement: read the last steps, compare the ranks, and remove the hooks."""
         session = self._session
         try:
-            # Some can be turned on during training.
+            # Some settings may have been enabled during training.
             self._read_costly_settings(self._results.setup.costly_settings)
             session.finish()
         finally:
@@ -265,7 +270,7 @@ class Timer(Tabular):
             self._forget(session)
 
     def _forget(self, session: Session | NullSession) -> None:
-        """Let go of a session that has ended, once nothing of it is left."""
+        """Remove a session that has ended, and drop the reference to it."""
         session.remove()
         if self._session is session:  # An observer may have attached the timer again.
             self._session = REMOVED if session.was_attached else NEVER_ATTACHED
@@ -288,7 +293,7 @@ class Timer(Tabular):
 
     @never_raises
     def _know_loader(self, loader: object, *, in_data: bool = False, prefix: str = "") -> None:
-        """Read a loader's settings; `in_data` says that its fetch is all `data`."""
+        """Read a loader's settings. With `in_data`, all of `data` is its fetch."""
         self._session.set_loader(loader, in_data)
         self._loader = loader
         known = known_of_loader(loader)
@@ -304,7 +309,7 @@ class Timer(Tabular):
         self._results.update_setup(costly_settings=settings)
 
     def _submodules(self, model: object) -> dict[str, nn.Module]:
-        """Return the modules that `modules` selects. Raise ValueError where it matches none."""
+        """Return the modules that `modules` selects. Raise ValueError if it matches no module."""
         modules = self._options.modules
         # The model of some trainers, such as SetFit, is not a module.
         return resolve(modules, model) if modules and isinstance(model, nn.Module) else {}
@@ -314,15 +319,15 @@ class Timer(Tabular):
     def phase(self, name: str) -> NamedPhase:
         """Return a context manager that attributes the time of its code to `name`.
 
-        It works as `lightning_gputime.phase`, for this timer alone.
+        Like `lightning_gputime.phase`, but for this timer only.
 
         Args:
             name: A name such as "augment". "forward/body" is a sub-phase: `forward` includes it.
 
         Raises:
             ValueError: If the name or a part of it is empty, or has "<", ">" or control characters.
-                Also if the part before the first "/" is "step", "host_wait", "slow", "slow_excess"
-                or "local".
+                Also if the part before the first "/" is "step", "host_wait", "slow", "slow_excess",
+                "lasting_change" or "local".
         """
         return NamedPhase(name, self._session.recorders)
 
@@ -330,11 +335,12 @@ class Timer(Tabular):
         """Return a context manager that excludes the time of its code from all steps.
 
         Use it for validation inside a training loop. A loop over `steps` inside it is not timed.
-        Without it, the timer excludes eval-mode calls of the whole model without gradients:
+        Without it, the timer excludes calls of the whole model in eval mode without gradients if
+        any of these applies:
 
-        - under `torch.inference_mode`;
-        - after the last update of a step, and after each `step()`;
-        - if at most half of the last ten steps contain such calls.
+        - They run under `torch.inference_mode`.
+        - They come after the last update of a step, or after every call of `step()`.
+        - At most half of the last ten steps contain such calls.
 
         Examples:
             >>> with timer.paused():
@@ -346,7 +352,7 @@ class Timer(Tabular):
     def flush(self) -> None:
         """Wait for the steps that have ended, and read them.
 
-        From another thread it does nothing while the thread of the loop lives.
+        In another thread, it does nothing while the loop's thread is alive.
         """
         self._session.flush()
 
@@ -358,14 +364,14 @@ class Timer(Tabular):
     def history(self) -> npt.NDArray[Any]:
         """Return the newest timed steps, warm-up included, as a structured array (steps,).
 
-        Its fields are `step` (int), `step_ms`, `host_wait_ms` and `<phase>_ms` (in milliseconds),
-        NaN where a phase did not run. `pandas.DataFrame(timer.history())` is a DataFrame of it, and
-        `numpy.save(path, timer.history())` saves it alone.
+        Its fields are `step` (int), `step_ms`, `host_wait_ms` and `<phase>_ms` (in milliseconds;
+        NaN if a phase did not run). `pandas.DataFrame(timer.history())` converts it to a DataFrame,
+        and `numpy.save(path, timer.history())` saves only this array.
         """
         return self._read().history_and_warmup()[0]
 
     def summary(self) -> PhaseSummary:
-        """Return the statistics of all steps but the warm-up; of that where there are no others."""
+        """Return the statistics of the steps after the warm-up; of the warm-up if none follow."""
         return summary_of(self._read())
 
     def _table(self) -> Table:
@@ -373,11 +379,11 @@ class Timer(Tabular):
         return summary._table()
 
     def slow_steps(self, n: int = 10) -> list[SlowStep]:
-        """Return the slow steps since the warm-up with their causes, the worst first.
+        """Return the slow steps since the warm-up with their causes, worst first.
 
         A step is slow if it exceeds the median of the 50 steps before it (updated every 25 steps)
-        by more than five median absolute deviations, 10 % of it and 0.5 ms. Steps that are not slow
-        are never returned. `print` shows each as a sentence.
+        by more than five median absolute deviations, 10 % of the median, and 0.5 ms. Only slow
+        steps are returned. Printing a step shows it as a sentence.
 
         Args:
             n: Maximum number of steps to return; 1,000 are kept.
@@ -392,8 +398,8 @@ class Timer(Tabular):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the run to one JSON file, which `lightning_gputime.load` reads.
 
-        It has the history, the summary and the environment (device, versions, options). Show and
-        compare such files with `python -m lightning_gputime`.
+        The file contains the history, the summary and the environment (device, versions, options).
+        Show and compare such files with `python -m lightning_gputime`.
 
         Args:
             path: The file to write or replace, such as "run.json.gz"; ".gz" compresses it.
@@ -409,7 +415,7 @@ class Timer(Tabular):
     def _save_if_due(self, *, is_epoch_end: bool = False) -> None:
         """Rewrite the live file if that is due. Never raise an Exception."""
         if self._live_file.is_due(is_epoch_end=is_epoch_end):
-            # It explains a slow step.
+            # Record the save as a possible cause of a slow step.
             self._session.call_own(self._save_live, "the timer's saving")
 
     def _save_live(self) -> None:
@@ -427,7 +433,7 @@ class Timer(Tabular):
         )
 
     def _show(self, is_wanted: bool) -> None:
-        """Print the table at the end of a training, on rank zero, unless the user wants none."""
+        """Print the table if it is wanted and `print_summary` is set. Never raise an Exception."""
         try:
             if is_wanted and self._prints_table:
                 show(summary_of(self._read()), on_stderr=self._prints_on_stderr)

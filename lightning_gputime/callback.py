@@ -44,19 +44,19 @@ from lightning_gputime._session.session import Session
 from lightning_gputime._session.state import OFF
 from lightning_gputime._timer import Timer, never_raises
 
-# Methods of the model that Lightning sets on every callback. Copies, and timers after the fit, must
-# not keep the model alive by them.
+# Methods of the model that Lightning sets on every callback. They must not keep the model alive in
+# copies of a timer, or after the fit.
 _OF_MODEL = ("log", "log_dict")
 
-# The name in the table of each kind of evaluation in keys.
+# Names of evaluations in tables, by their name in keys.
 _STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
 _STAGES_BY_NAME = {name: stage for stage, name in _STAGES.items()}
 
 _SAVED = "The run up to the exception is saved in %s"
 
 
-# Number of batches that should end a step, but have no update, after which the trainer's count of
-# batches ends steps.
+# After this many batches that should end a step but have no update, the trainer's count of batches
+# ends steps.
 _MAX_BATCHES_WITHOUT_UPDATE = 100
 
 
@@ -68,7 +68,7 @@ class Fit(BatchState):
         model: The LightningModule.
         wall_clock: The wall clock of the fit.
         own: Class of callbacks that are timers.
-        fail: Takes errors of the methods that run in every batch.
+        fail: Called with errors of the methods that run in every batch.
     """
 
     is_open = False
@@ -88,17 +88,18 @@ class Fit(BatchState):
         self._step_number = lightning_.step_counter(trainer)
         self.row = dict[str, float]()
         """Epoch of the steps that are read; rows of Lightning's loggers contain it."""
-        self._in_batch = False  # From our own hook at the start of a batch to that at its end.
+        self._in_batch = False  # True between our hooks at the start and at the end of a batch.
         # True if micro-batches have ended since the last step. A step may span epochs.
         self._accumulates = False
-        self._handled: BaseException | None = None  # The error that is handled around the epoch.
+        # Exception that was already being handled when the epoch began.
+        self._handled: BaseException | None = None
         self._patience: float = _MAX_BATCHES_WITHOUT_UPDATE
 
     def loop(self, submodules: Mapping[str, torch.nn.Module], own: type) -> Loop:
         """Describe the loop in which the trainer trains the model."""
         trainer, model = self.trainer, self._model
         wrappers = [] if model.automatic_optimization else model.optimizers()
-        # A step that takes the iterator fetches by itself.
+        # A `training_step(dataloader_iter)` fetches its batches itself.
         fetches = "dataloader_iter" in signature(model.training_step).parameters
         others = [callback for callback in trainer.callbacks if not isinstance(callback, own)]
         logs_every_step = trainer.log_every_n_steps == 1 and len(trainer.loggers) > 0
@@ -113,7 +114,7 @@ class Fit(BatchState):
             batch=self,
             needs_updates=not model.automatic_optimization,
             expects=[] if fetches else lightning_.expected_of(trainer, others),
-            # An `optimizer_step` of the model's may leave updates out, which the trainer counts.
+            # An overridden `optimizer_step` may skip updates that the trainer counts.
             counts_steps=model.automatic_optimization
             and not lightning_.defines(model, "optimizer_step"),
             accumulate_grad_batches=trainer.accumulate_grad_batches,
@@ -129,13 +130,13 @@ class Fit(BatchState):
 
     def remove(self) -> None:
         self._actions.remove()
-        # The hooks of the session hold this object, as the state of the batch.
+        # The session's hooks refer to this object as their `BatchState`.
         self._session, self.start_update = REMOVED, do_nothing
 
     # Epochs
 
     def start_epoch(self, *_: Any, **__: Any) -> None:
-        """Start the loop over the batches of an epoch. Drop what the last one left open."""
+        """Start the loop over the batches of an epoch. Reset the state of the previous epoch."""
         self._in_batch = self.is_open = False
         self._handled = sys.exception()
         self._wall_clock.resume_steps()
@@ -165,10 +166,10 @@ class Fit(BatchState):
             if not session.steps.leave(number):
                 session.steps.end_step(number)
 
-    # Batches. The next two run in every batch: without the function of `never_raises`.
+    # Batches. The next two run in every batch, so they avoid the extra call of `never_raises`.
 
     def batch_begins(self, batch: object) -> None:
-        """Start a batch, which the model is about to be trained on. Raise nothing."""
+        """Start a batch, just before the model is trained on it. Never raise an Exception."""
         try:
             session = self._session
             if session.recorder.threads.home == -1:
@@ -183,10 +184,10 @@ class Fit(BatchState):
             self._fail(error)
 
     def batch_ends(self, batch: object, batch_idx: int) -> None:
-        """End a batch, and the step if it was its last. Raise nothing."""
+        """End a batch, and the step if this was its last batch. Never raise an Exception."""
         try:
-            # A batch that is None ends without a start; its time is `data` of the next batch. Any
-            # other did start, heard or not: a callback before ours may have run a validation.
+            # A batch that is None ends without a start: its time is `data` of the next batch. Any
+            # other batch has started, even if a validation in an earlier callback reset the state.
             if batch is None and not self._in_batch:
                 return
             session = self._session
@@ -210,7 +211,7 @@ class Fit(BatchState):
             self._fail(error)
 
     def _end_batch_off(self, batch_idx: int) -> None:
-        """End a batch while the hooks are off: by the trainer's count, where that was right."""
+        """End a batch while the hooks are detached. Use the trainer's count unless it was wrong."""
         session = self._session
         self._in_batch = False
         if session.open_step.needs_updates:
@@ -237,14 +238,14 @@ class Fit(BatchState):
 
     def start_validation(self, *_: Any, **__: Any) -> None:
         self._session.recorder.pause(now=True)
-        # The wait for the device's work on steps is part of the steps.
+        # Publish before `enter_phase`, because its wait for the device belongs to the steps.
         self._session.publish()
         self._wall_clock.enter_phase(VALIDATION)
 
     def end_validation(self, *_: Any) -> None:
         self._wall_clock.leave_phase(VALIDATION)
         if self._in_batch:
-            self._session.open_step.batch_begins()  # A callback has run it inside a step.
+            self._session.open_step.batch_begins()  # A callback ran the validation inside a step.
         else:
             self._session.recorder.resume(CALLBACKS)
 
@@ -254,13 +255,13 @@ class Fit(BatchState):
         """Return True if a step ends with this batch, by its recorded boundaries."""
         open_step = self._session.open_step
         if not self._model.automatic_optimization:
-            # Only the optimizers know.
+            # With manual optimization, only updates show where a step ends.
             return open_step.has_updated or not open_step.has_optimizer
         is_due = _ends_update(self.trainer, batch_idx)
         if open_step.updates:
             self._patience = math.inf
         ends = open_step.updates > 0 or (is_due and self._is_complete())
-        # Otherwise the trainer's count ends a step, even without a recorded update.
+        # The trainer's count was wrong: do not use it while the hooks are detached.
         if ends != is_due:
             open_step.rely_on_updates()
         return ends
@@ -270,8 +271,8 @@ class Fit(BatchState):
         open_step = self._session.open_step
         if open_step.has_updated or not open_step.has_optimizer or self.trainer.is_last_batch:
             return True
-        # An overridden `optimizer_step` may skip updates. If no update is recorded at all, the
-        # trainer's count is what is left.
+        # An overridden `optimizer_step` may skip updates. If no update is ever recorded, fall back
+        # to the trainer's count.
         self._patience -= 1
         return self._patience < 0
 
@@ -279,16 +280,16 @@ class Fit(BatchState):
 
     def start_fetch(self) -> None:
         if self._in_batch:
-            return  # A `training_step(dataloader_iter)` fetches by itself.
+            return  # A `training_step(dataloader_iter)` fetches its batches itself.
         session, recorder = self._session, self._session.recorder
         if recorder.threads.home == -1:
-            # A run that resumes in the middle of an epoch does not start that epoch.
+            # A run that resumes in the middle of an epoch does not report the start of that epoch.
             self.start_epoch()
         if self._wall_clock.entry is not STEPS:
             self._wall_clock.resume_steps()
         by_hand = not self._model.automatic_optimization
         if self._accumulates and by_hand and session.open_step.has_updated:
-            # The update came in the hooks at the end of its batch, which is counted already.
+            # A hook at the end of the batch ran the update. The batch is counted already.
             self._accumulates = False
             if not session.steps.end_step(self._step_number() - 1, CALLBACKS):
                 self._actions.attachments.suspend()
@@ -309,11 +310,11 @@ class Fit(BatchState):
 
 
 def _updates(optimizer: Any) -> bool:
-    """Return whether an optimizer is a torch optimizer, or contains one, and has what to update.
+    """Return whether an optimizer is, or wraps, a torch optimizer and has parameters to update.
 
-    Lightning's placeholder for no optimizer has no groups, or one tensor without gradients.
-    Optimizers in the style of Lookahead are not torch optimizers, and may never update by one
-    inside.
+    Lightning's placeholder for no optimizer has no groups, or a single tensor without gradients.
+    Optimizers in the style of Lookahead are not torch optimizers, and may never call the step of an
+    optimizer inside them.
     """
     if not is_optimizer(optimizer):
         return False
@@ -325,30 +326,30 @@ def _updates(optimizer: Any) -> bool:
 
 
 def _log_writer_of(trainer: pl.Trainer, options: Options, row: Mapping[str, float]) -> LogWriter:
-    """Return a writer to the loggers and the metrics of a trainer."""
+    """Return a writer to a trainer's loggers and `callback_metrics`."""
     publish_to = partial(_publish, trainer)
     groups = options.logged_groups
     return LogWriter(options.prefix, trainer.loggers, publish_to, groups=groups, row=row)
 
 
 def _mean_log_of(trainer: pl.Trainer, options: Options, row: Mapping[str, float]) -> MeanLog:
-    """Return a log of means in the steps in which a trainer logs."""
+    """Return a log that writes means at the steps at which a trainer logs."""
     every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
     return MeanLog(every_n_steps, _log_writer_of(trainer, options, row))
 
 
 def _publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
-    """Let other callbacks find metrics."""
+    """Publish metrics to other callbacks."""
     lightning_.publish(trainer, {key: torch.tensor(ms) for key, ms in metrics.items()})
 
 
 def _ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:
-    """Return whether the trainer lets the optimizers run after this batch, as far as it can say."""
+    """Return whether the optimizers update after this batch, by the trainer's count of batches."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
 
 
 def _wrapper_of(trainer: pl.Trainer) -> torch.nn.Module | None:
-    """Return the module that the strategy calls in place of the LightningModule, if it does."""
+    """Return the module that the strategy calls instead of the LightningModule, or None."""
     # Under DDP, FSDP and DeepSpeed it runs the whole training step, loss included.
     model = trainer.strategy.model
     return None if model is trainer.lightning_module else model
@@ -356,26 +357,27 @@ def _wrapper_of(trainer: pl.Trainer) -> torch.nn.Module | None:
 
 @takes_options
 class GPUPhaseTimer(Timer, pl.Callback):
-    """Log the time of each phase of the training steps of Lightning's Trainer, with device events.
+    """Log the time of each phase of training steps in Lightning's Trainer, from device events.
 
-    A step is one optimizer update: micro-batches whose gradients accumulate are one step. Each
-    boundary between phases is one event; the host waits for at most one event per step. Each `fit`
-    is a new measurement.
+    A step is one optimizer update, with all the micro-batches whose gradients accumulate in it.
+    Each boundary between phases is one event; the host waits for at most one event per step. Each
+    `fit` is a new measurement.
 
-    Every `trainer.log_every_n_steps` steps the means since the last log go to the trainer's loggers
-    and to `trainer.callback_metrics`. These are `phase_time/data_ms`, `callbacks_ms`, `forward_ms`,
-    `loss_ms`, `backward_ms`, `optimizer_ms` and `other_ms`, their sum `step_ms`, `host_wait_ms`
-    (all in milliseconds), and `items_per_sec`.
+    Every `trainer.log_every_n_steps` steps, the means since the last log go to the trainer's
+    loggers and to `trainer.callback_metrics`. These are `phase_time/data_ms`, `callbacks_ms`,
+    `forward_ms`, `loss_ms`, `backward_ms`, `optimizer_ms` and `other_ms`, their sum `step_ms`,
+    `host_wait_ms` (all in milliseconds), and `items_per_sec`.
 
-    Validation, test and prediction have separate means, logged at their end: the keys are
-    `phase_time/val/forward_ms` and so on (`test`, `predict`), with `data`, `forward` and `other`.
+    Validation, test and prediction have separate means, which are logged when they end. Their keys
+    are `phase_time/val/forward_ms` and so on (`val`, `test` or `predict`), for the phases `data`,
+    `forward` and `other`.
 
     Args:
         print_summary: Whether to print the summary when training ends.
         save_path: File to save the run to on rank zero, such as "run.json.gz". It is written when
-            training ends, after an error, too, at ends of epochs, and every 10 s (at most 1 % of
-            the time): `lightning-gputime show --watch` shows it live.
-        **options: Those of `TimerOptions`.
+            training ends, even after an error. It is also rewritten at the end of each epoch and
+            every 10 s (at most 1 % of the time), so `lightning-gputime show --watch` shows it live.
+        **options: Options of all timers, see `TimerOptions`.
 
     Examples:
         >>> trainer = Trainer(callbacks=[GPUPhaseTimer()])
@@ -397,10 +399,10 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._fit: Fit | None = None
         self._clock_trainer: pl.Trainer | None = None  # The trainer whose fit is measured.
         self._run_start_ns: int | None = None  # Start of the run that has not called `setup` yet.
-        self._is_table_due = False  # Training has ended; the fit has not.
+        self._is_table_due = False  # True when training has ended, but the fit has not.
 
     def __getstate__(self) -> dict[str, Any]:
-        # No copy needs a trainer.
+        # A copy must not refer to a trainer.
         alone = dict.fromkeys(("_fit", "_clock_trainer", "_run_start_ns"))
         state = {**super().__getstate__(), **alone}
         return {name: value for name, value in state.items() if name not in _OF_MODEL}
@@ -412,7 +414,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         )
 
     def __exit__(self, *_: object) -> None:
-        """Do nothing: `with` asks for it before it calls `__enter__`."""
+        """Do nothing. `with` looks this method up before it calls `__enter__`, which raises."""
 
     def summary(self, stage: str | None = None) -> PhaseSummary:
         """Return the statistics of the steps read so far.
@@ -447,7 +449,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @log.setter
     def log(self, method: Any) -> None:
-        # Lightning sets it at the start of each run, before `prepare_data`: no hook is as early.
+        # Lightning sets it at the start of each run, before `prepare_data`. No hook runs earlier.
         self._run_start_ns = self._host_ns()
         vars(self)["log"] = method
         self._note_run(method)
@@ -472,7 +474,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._start_clock(trainer, start_ns)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._submodules(pl_module)  # Raises, before training, if a name is wrong.
+        self._submodules(pl_module)  # Raises before training if a module name is wrong.
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # has no hint
         timers = [timer for timer in callbacks if isinstance(timer, GPUPhaseTimer)]
         if len({timer._options.prefix for timer in timers}) < len(timers):
@@ -505,7 +507,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._fit = fit
         fit.listen(session)
 
-    # These run in every batch: nothing in them raises.
+    # These run in every batch. What they call handles its own exceptions.
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -613,14 +615,14 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave(trainer)
         if trainer is self._clock_trainer:
-            # The trainer calls it last, after the hooks of all others and the loggers' ends.
+            # The trainer's last call, after the hooks of all callbacks and the end of the loggers.
             end = Calls(do_nothing, lambda _: self._end_fit(trainer))
             self._patches.add(Subscription(trainer.profiler, "describe", end))  # type: ignore[attr-defined]  # has no hint
 
     # The wall clock of a fit
 
     def _start_clock(self, trainer: pl.Trainer, start_ns: int | None) -> None:
-        """Start the wall clock of a fit, unless it runs."""
+        """Start the wall clock of a fit, unless it is running."""
         if trainer is not self._clock_trainer:
             self._stop_clock()
             self._wall_clock = WallClock(self._host_ns, start_ns)
@@ -655,7 +657,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if self._path is None or not trainer.is_global_zero:
             return False
         if self.last_step is None and not self.summary().probed_steps:
-            return False  # Without a step a file of before is worth more.
+            return False  # Without a step, keep the file of an earlier run.
         return self._live_file.try_to_save(self._path, self.save)
 
     def _leave_fit(self) -> None:
@@ -664,7 +666,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._fit = None
 
     def _leave(self, trainer: pl.Trainer) -> None:
-        """End what a trainer runs: a fit, or an evaluation inside another trainer's fit."""
+        """End what a trainer is running: a fit, or an evaluation inside another trainer's fit."""
         for name in _OF_MODEL:
             vars(self).pop(name, None)
         if self._fit is None or self._fit.trainer is trainer:

@@ -1,4 +1,4 @@
-"""The timer for a plain PyTorch loop: a step ends where the next batch is requested."""
+"""The timer for a plain PyTorch loop: a step ends when the next batch is requested."""
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -61,7 +61,7 @@ _UNCOUNTED = (
     " around it: timer.steps(itertools.cycle(loader)). Or call step() after each update."
 )
 
-_MAX_IDLE = 20  # Number of skipped batches from which a warning is logged.
+_MAX_IDLE = 20  # Number of skipped batches after which a warning is logged.
 _UNSEEN = (
     "%d batches in a row have neither a model call nor an update, and are not in any step. If"
     " they train in a way without hooks, such as by a graph that was captured before attach(),"
@@ -84,19 +84,19 @@ class _Seen(Enum):
 
 
 class Steps(Generic[T]):
-    """A loader whose loops are timed: iterate over it as often as over the loader."""
+    """Wrapper of a loader that times loops over it. Like the loader, it can be iterated again."""
 
     def __init__(self, iterate: Callable[[], Iterator[T]], loader: Iterable[T]) -> None:
         self._iterate, self._loader = iterate, loader
         self._begun: Iterator[T] | None = None
 
     def __iter__(self) -> Iterator[T]:
-        # A `for` runs over the iterator itself, at no further cost.
+        # Return the iterator itself, so that a `for` loop has no extra call per batch.
         begun, self._begun = self._begun, None
         return self._iterate() if begun is None else begun
 
     def __next__(self) -> T:
-        # A `for` loop continues with the step that this starts.
+        # A later `for` loop continues the iteration that this starts.
         if self._begun is None:
             self._begun = self._iterate()
         return next(self._begun)
@@ -105,7 +105,7 @@ class Steps(Generic[T]):
         return len(self._loader)  # type: ignore[arg-type]  # says so itself
 
     def __getattr__(self, name: str) -> Any:
-        # A copy asks before it has a loader, and must not copy that instead.
+        # `copy` looks up methods before `_loader` is set, and must not find the loader's.
         if name.startswith("__") or "_loader" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._loader, name)
@@ -141,7 +141,7 @@ class _PlainLoop(BatchState):
         """Start a new measurement."""
         self._wall_clock = wall_clock
         self._step, self._micro_batches = self._first_step, 0
-        # The step and the micro-batch in whose body a loop over `steps` is; None outside.
+        # Step and micro-batch of the running body of a loop over `steps`; None outside of it.
         self._body: tuple[int, int] | None = None
 
     @property
@@ -199,7 +199,7 @@ class _PlainLoop(BatchState):
         timer._safely(self._end_loop, seen)
 
     def _end_odd_body(self, timer: "GPUPhaseHooks", seen: _Seen) -> _Seen:
-        """End the work on a batch, which may be an evaluation or nothing. Return its kind."""
+        """End a batch that may be an evaluation, or skipped. Return the new state of the loop."""
         session = timer._session
         if _has_idled(session, is_first=seen is _Seen.NOTHING):
             # The loop looks ahead, groups or zips batches, or skips this batch. Its time belongs to
@@ -230,7 +230,7 @@ class _PlainLoop(BatchState):
             session.open_step.batch_ends()
             return
         if timer._outside.is_evaluating:
-            timer._end_evaluation()  # Its iterator was left, and may be continued later.
+            timer._end_evaluation()  # Its iterator was left early, and may continue later.
         session.steps.end_step(self._step)
         wall_clock = self._wall_clock
         if not wall_clock.has_stepped:
@@ -248,7 +248,7 @@ class _PlainLoop(BatchState):
     def begin(self, session: AnySession) -> None:
         """Start a loop, which may continue the open step of the loop before it."""
         self.leave(session)
-        # Batches that were looked at alone, as for a mean, are not part of any step.
+        # Batches that were only read, such as to compute a mean, are not part of any step.
         accumulates = self._micro_batches and not _has_idled(session, is_first=True)
         if accumulates and session.recorder.threads.home == get_ident():
             session.open_step.continue_in_loop()
@@ -267,9 +267,8 @@ class _PlainLoop(BatchState):
         session.compare_ranks()
 
     def _leave_body(self, session: AnySession) -> None:
-        """End the step in which the loop is left, if it was over."""
+        """End the step in which the loop was left, if its work was complete."""
         body, self._body = self._body, None
-        # Gradients that were left may be used after the loop.
         is_over = body == (self._step, self._micro_batches) or (
             self._micro_batches > 0 and session.open_step.has_updated
         )
@@ -277,6 +276,7 @@ class _PlainLoop(BatchState):
             self._step += 1
             self._micro_batches = 0
         elif body == (self._step, self._micro_batches) and session.open_step.leave_gradients():
+            # Gradients without an update may be used after the loop.
             self._micro_batches += 1
 
     def leave(self, session: AnySession) -> None:
@@ -316,7 +316,8 @@ class _OutsideOfSteps:
         self._attached_at: Frames = ()
         self._between = PlaceTimer(culprits, now_ns, wall_clock)
         self._evaluation = PlaceTimer(culprits, now_ns, wall_clock)
-        self.is_evaluating = self._had_batch = False  # The batch that an evaluation interrupts.
+        # `_had_batch` is True if the evaluation has interrupted a batch.
+        self.is_evaluating = self._had_batch = False
 
     def attach(self) -> None:
         self._attached_at = frames_here()
@@ -347,7 +348,7 @@ class _OutsideOfSteps:
         session.recorder.pause(now=True)
 
     def end_evaluation(self, session: AnySession, label: str) -> None:
-        """End an evaluation, if one runs. `label` is what continues in the training."""
+        """End the running evaluation, if any. The training continues with `label`."""
         if self.is_evaluating:
             self.is_evaluating = False
             if self._had_batch:
@@ -359,7 +360,7 @@ class _OutsideOfSteps:
 
 @takes_options
 class GPUPhaseHooks(Timer):
-    """Time the phases of each step of a plain PyTorch training loop, with device events.
+    """Time the phases of each step in a plain PyTorch training loop, with device events.
 
     While attached, it has hooks on the model and the optimizers, and replaces the function that
     runs torch's autograd engine. Each boundary between phases is one event; the host waits for at
@@ -368,17 +369,18 @@ class GPUPhaseHooks(Timer):
     Args:
         model: Model whose calls are `forward`. For several models, such as a GAN's, pass
             `torch.nn.ModuleList([generator, discriminator])`.
-        optimizers: Optimizers whose updates are `optimizer`: one, a list, or None for inference.
-            DeepSpeed's engine, passed as the model, has its own.
-        device: Device to time, which must exist; by default that of the model's parameters.
-        accumulate_grad_batches: Number of micro-batches per optimizer update, and so per step. With
-            "auto" a step ends with the update; a skipped update is part of the next step.
-            Accelerate's `accumulate` needs no number.
+        optimizers: Optimizer or list of optimizers whose updates are `optimizer`; None for
+            inference, or if the model is a DeepSpeed engine, which contains its optimizer.
+        device: Device to time, which must be available. The default is the device of the model's
+            parameters.
+        accumulate_grad_batches: Number of micro-batches per optimizer update, that is, per step.
+            With "auto", a step ends with the update, and a skipped update is part of the next step.
+            With Accelerate's `accumulate`, leave the default.
         logger: Destination of the means: one or several objects with `log_metrics(metrics, step)`.
         log_every_n_steps: Number of steps averaged into one log.
-        first_step: Number of the first step after `attach`, to resume training. Steps are counted
-            through all epochs; each `attach` starts here again.
-        **options: Those of `TimerOptions`.
+        first_step: Number of the first step after `attach`, to resume training. Steps are numbered
+            across epochs; each `attach` starts from this number again.
+        **options: Options of all timers, see `TimerOptions`.
 
     Examples:
         >>> with GPUPhaseHooks(model, optimizer) as timer:
@@ -419,7 +421,7 @@ class GPUPhaseHooks(Timer):
         self._loggers = check_loggers(logger)
         self._device = None if device is None else check_device(device)
         if self._device is not None:
-            self._clock_for(self._device)  # Raises where it is not here.
+            self._clock_for(self._device)  # Raises if the device is not available.
         batches = _check_accumulation(accumulate_grad_batches, has_optimizers=len(found) > 0)
         states = [getattr(optimizer, "gradient_state", None) for optimizer in found]
         gradient_state = next((state for state in states if state is not None), None)
@@ -436,7 +438,7 @@ class GPUPhaseHooks(Timer):
         self._outside = _OutsideOfSteps(self._plain, self._wall_clock, self._culprits)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Places refer to code, which cannot be pickled.
+        # Places refer to code objects, which cannot be pickled.
         outside = _OutsideOfSteps(self._plain, WallClock(None), CulpritSums())
         return {**super().__getstate__(), "_outside": outside}
 
@@ -518,13 +520,13 @@ class GPUPhaseHooks(Timer):
         """Yield the items of a loader, and end a step (or a micro-batch) after each.
 
         Time between two such loops, such as a validation, is not part of any step. Neither is a
-        loop in eval mode without grad, if the model was trained. Steps are counted through all
-        loops until `attach`. If the body calls `step`, only that ends the step.
+        loop in eval mode without grad, once the model was trained. Steps are numbered across loops
+        until the next `attach`. If the loop body calls `step`, only that call ends the step.
 
-        A loop that is left (`break`, `islice`, `zip`, `remove`) has a last step if no model was
-        called after its last update. That step ends with the update; in inference, with the last
-        call of the model. Several loaders may be read in turn: a step ends where one of them is
-        asked for a batch after work on the batch before.
+        If a loop is left early (`break`, `islice`, `zip`, `remove`), its last step counts if no
+        model was called after the last update. The step then ends with that update or, in
+        inference, with the last call of the model. Several loaders may be read in turn: a step ends
+        when one of them is asked for a batch after the work on the previous batch.
 
         Args:
             iterable: Loader, or another iterable of batches.
@@ -534,7 +536,7 @@ class GPUPhaseHooks(Timer):
 
         Raises:
             RuntimeError: If the timer was never attached. After `remove` the loop runs untimed.
-            TypeError: If it cannot be iterated, or is the model.
+            TypeError: If `iterable` is not iterable, or is a model or an optimizer.
         """
         check_loader(iterable)
         return Steps(partial(self._iterate, iterable), iterable)
@@ -557,7 +559,7 @@ class GPUPhaseHooks(Timer):
             if get_ident() == session.recorder.threads.home:
                 self._plain.end_batch(self)
             else:
-                # The loop runs in another thread than the call that attached the timer.
+                # The loop runs in a different thread from the call that attached the timer.
                 self._plain.begin(session)
         except Exception as error:
             self._give_up(error)
@@ -588,7 +590,7 @@ class GPUPhaseHooks(Timer):
     def _evaluate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
         """Yield the items of an evaluation, which is not part of any step."""
         if self._outside.is_evaluating:
-            yield from iterable  # The evaluation around this one excludes all of its time.
+            yield from iterable  # The outer evaluation already excludes this time.
             return
         self._safely(self._outside.start_evaluation)
         try:
@@ -597,7 +599,7 @@ class GPUPhaseHooks(Timer):
                 if self._outside.is_evaluating:
                     self._session.recorder.pause(now=True)
                 else:
-                    # Steps of the training came in between.
+                    # Training steps ran in between.
                     self._safely(self._outside.start_evaluation)
         finally:
             self._end_evaluation()

@@ -61,23 +61,24 @@ _NOT_FOUND = (
 
 @takes_options
 class TransformersPhaseTimer(Timer, TrainerCallback):
-    """Log the time of each phase of the training steps of transformers' Trainer.
+    """Log the time of each phase of training steps in transformers' Trainer.
 
-    A step is one optimizer update, numbered as `global_step`. Whenever the Trainer logs `loss`, it
-    also logs the means since the last log: `phase_time/forward_ms` and so on, as `GPUPhaseTimer`.
-    They go to everything in `report_to`, to `trainer.state.log_history` and to what is printed.
+    A step is one optimizer update, numbered by `global_step`. Whenever the Trainer logs `loss`, it
+    also logs the means since the last log: `phase_time/forward_ms` and so on, as `GPUPhaseTimer`
+    does. They go to everything in `report_to`, to `trainer.state.log_history` and to the console.
 
-    An evaluation inside a training is not part of any step. Its means are logged with `eval_loss`:
-    `eval_phase_time/forward_ms` (in `log_history` before it). `train` and `evaluate` return none.
+    An evaluation during training is not part of any step. Its means are logged with `eval_loss`, as
+    `eval_phase_time/forward_ms` and so on; in `log_history` they have the entry before it. `train`
+    and `evaluate` do not return them.
 
     The wall clock runs from the call of `train()` to its return.
 
-    `data/fetch` fetches all micro-batches of a step and copies them to the device. `callbacks` is
-    the time of callbacks, logging and checkpoints.
+    `data/fetch` is the time to fetch all micro-batches of a step and to copy them to the device.
+    `callbacks` is the time of callbacks, logging and checkpoints.
 
     Args:
         print_summary: Whether to print the summary when training ends.
-        **options: Those of `TimerOptions`.
+        **options: Options of all timers, see `TimerOptions`.
 
     Examples:
         >>> trainer = Trainer(model, args, callbacks=[TransformersPhaseTimer()])
@@ -97,7 +98,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._run_call: tuple[weakref.ref[Trainer], int] | None = None
         self._train_calls: dict[type, Subscription] = {}  # By the class that defines `train`.
         self._is_table_due = False
-        self._before: Any = None  # The callback before this one, when no training runs.
+        self._before: Any = None  # The callback that precedes the timer when no training runs.
         # State of a training. A step may span epochs.
         self._batch: BatchState = Batch()
         self._batch.close()
@@ -123,15 +124,16 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         trainer = find_trainer(self)
         for kind in type(trainer).__mro__:
             if "train" in vars(kind):
-                # On the class that defines it: a subclass then still finds later patches of others.
+                # Patch the class that defines `train`. Its subclasses then still see patches that
+                # other code applies later.
                 self._watch_train(kind)
                 break
 
     def _watch_train(self, owner: type) -> None:
-        """Note the calls of `train`, while this timer exists."""
-        # No event is as early as that call, and none is as late as its end. Patch the class: a
-        # patch on the Trainer would be a reference cycle, which keeps its model in memory until a
-        # garbage collection; and a callback may be added to a Trainer without notice.
+        """Listen to calls of `train` while this timer exists."""
+        # Callback events start after this call, and stop before it ends. Patch the class: a patch
+        # on the Trainer would be a reference cycle, which keeps its model in memory until a garbage
+        # collection. Moreover, a Trainer does not notify a callback that is added to it later.
         if owner in self._train_calls:
             return
         start, end = weakref.WeakMethod(self._start_run), weakref.WeakMethod(self._return_run)
@@ -143,7 +145,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     def _start_run(self, trainer: Trainer, *_: Any, **__: Any) -> bool | None:
         is_known = self._run_call is not None and self._run_call[0]() is trainer
         if is_known or not any(found is self for found in transformers_.callbacks_of(trainer)):
-            return False  # A method of a subclass calls that of its base class, or another Trainer.
+            return False  # A subclass calls the method of its base class, or it is another Trainer.
         self._run_call = weakref.ref(trainer), self._host_ns()
         return None
 
@@ -158,7 +160,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._leave()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        # Raises, before training, if a name is wrong.
+        # Raises before training if a module name is wrong.
         submodules = self._submodules(known.get("model"))
         self._start_training(args, state, submodules, known)
 
@@ -174,7 +176,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         try:
             self._attach(trainer, args, state, submodules, known)
         except BaseException:
-            # For example Ctrl-C, before everything is patched.
+            # For example, Ctrl-C before everything is patched.
             self._detach()
             self._leave()
             raise
@@ -188,7 +190,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         known: Mapping[str, Any],
     ) -> None:
         self._patch_trainer(trainer)
-        # The module that the Trainer calls: DDP's wrapper, the compiled module, the sharded model.
+        # The module that the Trainer calls, such as a DDP wrapper, a compiled or a sharded model.
         model = trainer.model_wrapped
         optimizer, loader = known.get("optimizer"), known.get("train_dataloader")
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
@@ -244,7 +246,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._session.open_step.continue_in_loop()
         else:
             self._session.steps.begin()
-        # The last callback before the workers of the loader start.
+        # This is the last callback before the loader's workers start.
         self._session.recorder.mark_instead(DATA, FETCH)
 
     def _start_batches(self, *_: Any, **__: Any) -> None:
@@ -278,7 +280,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     @never_raises
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        # This runs before all other callbacks, whose time until the next fetch is not in the step.
+        # This runs before all other callbacks. Their time until the next fetch is not in the step.
         is_known = self._is_in_step
         if is_known and not self._session.open_step.has_optimizer:
             self._session.recorder.mark(AFTER_UPDATE)
@@ -312,11 +314,11 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
                 self._leave()
                 raise
             self._is_table_due = state.is_world_process_zero
-            if self._run_call is None:  # The return of `train` is not hooked.
+            if self._run_call is None:  # The return of `train` is not patched.
                 self._leave()
 
     def _end_run(self, _: Any) -> None:
-        """End the measurement after an error or `remove_callback`: no callback is notified."""
+        """End the measurement after an error or `remove_callback`, which notify no callback."""
         trainer, error = self._trainer, sys.exception()
         if trainer is None:
             return
@@ -338,14 +340,14 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     # Evaluations
 
     def _start_evaluate(self, *_: Any, **__: Any) -> None:
-        # It creates the loader, or an overridden method does everything.
+        # Pause now: `evaluate` creates the loader, and an override may run the whole evaluation.
         self._session.recorder.pause(now=True)
         self._wall_clock.enter_phase(EVALUATION)
 
     def _end_evaluate(self, _: Any) -> None:
         self._wall_clock.leave_phase(EVALUATION)
         if self._batch.is_open:
-            # A callback has evaluated inside a step.
+            # A callback ran the evaluation inside a step.
             self._session.recorder.resume(OTHER if self._is_in_step else DATA)
 
     def _start_loop(self, *args: Any, **kwargs: Any) -> None:
@@ -355,7 +357,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._evaluation_means = {}
 
         def publish(metrics: Mapping[str, float]) -> None:
-            # The Trainer names its own metrics in the same way.
+            # Follow the Trainer's naming of its metrics.
             old, new = f"{prefix}/{stage}", f"{stage}_{prefix}"
             self._evaluation_means = {key.replace(old, new, 1): ms for key, ms in metrics.items()}
 
@@ -408,7 +410,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             logs.update(added)
 
     def _end_log(self, _: Any) -> None:
-        # A Trainer may return what it has logged, or decide by it.
+        # Remove the keys: a Trainer may return what it has logged, or make decisions by it.
         (logs, added), self._added = self._added, ({}, [])
         for key in added:
             logs.pop(key, None)
@@ -416,15 +418,15 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     # Patches of a Trainer
 
     def _patch_trainer(self, trainer: Any) -> None:
-        """Patch its methods, and go before all other callbacks."""
+        """Patch the Trainer's methods, and move the timer before all other callbacks."""
         self._leave()
         callbacks = transformers_.callbacks_of(trainer)
         place = callbacks.index(self) if self in callbacks else 0
-        # Known before the order changes, so that Ctrl-C in between restores it.
+        # Set before the order changes, so that `_leave` restores it after Ctrl-C.
         self._before = callbacks[place - 1] if place else None
         self._trainer = trainer
         if place:
-            # First of all. The Trainer is iterating over the list: later callbacks do not move.
+            # The Trainer is iterating over this list: later callbacks must not move.
             callbacks.insert(0, callbacks.pop(place))
         self._handled = sys.exception()
         run, epoch = Calls(do_nothing, self._end_run), Calls(self._start_batches, self._end_run)
@@ -441,7 +443,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._patches.add(Subscription(trainer, name, listener))
         if entry := transformers_.epoch_start(trainer):
             self._patches.add(Subscription(*entry, run))
-        # `generate` of a model is timed in any loop.
+        # `model.generate` is timed in any loop, so only external engines need a patch here.
         if entry := transformers_.generation_engine(trainer):
             self._patches.add(Subscription(*entry, phase(GENERATE)))
 
@@ -456,7 +458,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
                     self._patches.add(Subscription(found, event, named))
 
     def _leave(self) -> None:
-        """Stop the wall clock, remove all from the Trainer, and show the table if it is due."""
+        """Stop the wall clock, remove all patches, and show the table if it is due."""
         self._wall_clock.stop()
         self._remove_patches()
         if self._trainer is not None:
@@ -473,7 +475,7 @@ def _logs_every_step(args: Any, state: Any) -> bool:
 
 
 def _call_alive(method: weakref.WeakMethod[Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a method of an object, if that still exists."""
+    """Call a method if its object still exists. Otherwise return False."""
     bound = method()
     return False if bound is None else bound(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The phase times as a metric of torchmetrics."""
+"""Phase times as a torchmetrics metric."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,15 +26,16 @@ class PhaseTimeMetric(Metric):
     Pass it to a timer: `GPUPhaseTimer(observers=[metric])`.
 
     Each state has one number per phase. When synchronized, states are stacked: (ranks, phases).
-    They stay on the CPU, in their precision, even if the model with the metric is moved: so the
-    host never waits for the device. A checkpoint contains the states of the rank that wrote it.
+    They keep their precision and stay on the CPU, even if the model that contains the metric is
+    moved, so the host never waits for the device. A checkpoint contains the states of the rank that
+    wrote it.
 
     Args:
-        phases: Names of the phases to count. Add your own, and sub-phases such as modules.
-        kwargs: Those of `torchmetrics.Metric`, such as `sync_on_compute`.
+        phases: Names of the phases to count. Add custom phases, and sub-phases such as modules.
+        kwargs: Arguments of `torchmetrics.Metric`, such as `sync_on_compute`.
 
     Raises:
-        ValueError: If a name is not usable for a phase.
+        ValueError: If `phases` is not a list of valid phase names.
 
     Examples:
         >>> metric = PhaseTimeMetric()
@@ -58,9 +59,9 @@ class PhaseTimeMetric(Metric):
         self._phases = [check_name(name) for name in phases]
         self._names = (*self._phases, STEP)
         self._local = BatchMeans()
-        # In double precision: a million steps are added exactly.
+        # Double precision adds up a million steps exactly.
         for state, dtype in (("sums_ms", torch.float64), ("counts", torch.int64)):
-            # The last state is not a sum: the deviation of the local time.
+            # The last element is not a sum, but the deviation of the local time.
             zeros = torch.zeros(len(self._names) + 1, dtype=dtype)
             self.add_state(state, zeros, dist_reduce_fx=None, persistent=True)
 

@@ -26,7 +26,7 @@ _timers_of_script = WeakSet[Timer]()
 
 
 def use_timer_of_script(timer: Timer, wanted: dict[str, Any]) -> None:
-    """When Python exits, save the run of a timer that the script created."""
+    """Register the script's timer, so that its run is saved when Python exits."""
     tell_once(_HAS_TIMER)
     if timer not in _timers_of_script and _rank() in (None, "0"):
         _timers_of_script.add(timer)

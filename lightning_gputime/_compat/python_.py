@@ -55,7 +55,7 @@ class Frame(NamedTuple):
 
     @property
     def lines_after(self) -> tuple[int, int] | None:
-        """First and last line after that loop, before the next iteration of an outer one, or None."""
+        """First and last line from that loop to the next iteration of an outer loop, or None."""
         return _lines_of(self.code)[1].get(self.at, _NO_LOOP).lines_after
 
 

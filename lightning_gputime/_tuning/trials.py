@@ -130,7 +130,7 @@ class Trial:
         entry: Entry of the time breakdown that the change should shorten.
         before: Runs without the change.
         after: Runs with the change.
-        error: Reason why the trial has no result; empty if there is none.
+        error: Reason why the trial has no result; empty if it has a result.
     """
 
     change: Change
