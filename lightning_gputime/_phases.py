@@ -28,7 +28,7 @@ FETCH = "data/fetch"
 COPY = "data/copy"
 WAIT = "data/comm"
 CALLBACK_WAIT = "callbacks/comm"
-SAVES = "callbacks/checkpoints"  # Checkpoints that a trainer saves, anywhere.
+SAVES = "callbacks/checkpoints"  # Checkpoints that a trainer saves, in or outside a callback.
 BETWEEN_BATCHES = (DATA, CALLBACKS)
 """Phases between batches, in which the device has no work of the step."""
 FIRST_STEPS = 100  # Number of first steps that are all timed with `every_n_steps="auto"`.
@@ -70,7 +70,7 @@ _CUSTOM_COLOURS = ("#9467BD", "#F0E442", "#8C564B")  # Colors of custom phases.
 PHASES = tuple(COLOURS)
 # Sub-phases of any loop, without modules and custom phases.
 SUB_PHASES = (*(f"{phase}/{COMM}" for phase in PHASES), FETCH, COPY)
-# Labels of the code after a phase that was named by hand.
+# Labels of the code after a phase that the user named.
 FOLLOWED_BY = {FORWARD: AFTER_FORWARD, BACKWARD: AFTER_BACKWARD, OPTIMIZER: AFTER_UPDATE}
 
 # Phases of labels that depend on the next label; `other` if it has no entry here.
@@ -171,7 +171,7 @@ class StepRecord(NamedTuple):
         items: Number of items; NaN if unknown.
         step_index: Index among all steps since the timer was attached, timed or not; -1 if only
             timed steps are counted.
-        places: Place in the user's code at each mark, including the last one; empty if the step was
+        places: Place in the user's code at each mark, including its end; empty if the step was
             not located.
     """
 
@@ -265,7 +265,7 @@ def _phases(labels: Sequence[str]) -> list[tuple[str, str]]:
         if phase in (DATA, LOSS, OTHER) and following and following in (FORWARD, BACKWARD):
             follower = following
         elif label == AFTER_BACKWARD:
-            # Data that a stage has sent is in transit until then.
+            # After backward, the data that a stage has sent is still in transit.
             follower = BACKWARD
         phases.append((phase, follower))
         top_level = phase.partition("/")[0]

@@ -211,7 +211,7 @@ class Timer(Tabular):
 
     @property
     def _host_ns(self) -> Callable[[], int]:
-        """The host's clock; available before the device is known."""
+        """The host's clock; available before there is a device."""
         clock = self._options._clock
         return time.perf_counter_ns if clock is None else clock.host_ns
 

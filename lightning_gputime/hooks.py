@@ -102,7 +102,7 @@ class Steps(Generic[T]):
         return next(self._begun)
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]  # says so itself
+        return len(self._loader)  # type: ignore[arg-type]  # raises TypeError without a length
 
     def __getattr__(self, name: str) -> Any:
         # `copy` looks up methods before `_loader` is set, and must not find the loader's.

@@ -25,10 +25,10 @@ from lightning_gputime._phases import (
 )
 
 _BASELINE_STEPS = 50  # Number of newest steps in a baseline.
-_MIN_BASELINE_STEPS = 10  # Fewer steps make no baseline.
+_MIN_BASELINE_STEPS = 10  # Minimum number of steps for a baseline.
 _STEPS_PER_BASELINE = 25  # The baseline is computed again after this many steps.
-# The excess of a slow step over the median is larger than each of these: a multiple of the median
-# absolute deviation, a fraction of the median, and a time.
+# The excess of a slow step over the median exceeds all of these: a multiple of the median absolute
+# deviation, a fraction of the median, and a time.
 _MIN_EXCESS_DEVIATIONS = 5.0
 _MIN_EXCESS_SHARE = 0.1
 _MIN_EXCESS_MS = 0.5

@@ -49,7 +49,7 @@ from lightning_gputime._measurement.loader import (
 )
 from lightning_gputime._phases import FETCH
 
-# Mean time per sample from which each sample is timed, which costs 0.4 us per sample.
+# Minimum mean time per sample for timing each sample, which costs 0.4 us.
 _MIN_SAMPLE_NS = 100_000
 _LONG_FACTOR = 4  # A batch is long if it takes this many times the mean of its worker.
 _MIN_BATCHES = 5  # Minimum number of batches for a mean.
