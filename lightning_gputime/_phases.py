@@ -154,7 +154,7 @@ class StepTimes:
 
 
 class StepRecord(NamedTuple):
-    """A step that was read. It contains only plain values, to add no garbage collection work.
+    """A step that was read. All but `places` are plain values, which cost no garbage collection.
 
     Attributes:
         number: The number that the step is logged under.
