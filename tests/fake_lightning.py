@@ -1,6 +1,6 @@
 """A LightningModule and its data that take known times on a fake GPU."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -103,9 +103,35 @@ def trainer(*callbacks: pl.Callback, kind: Any = pl.Trainer, **options: Any) -> 
     return made
 
 
-def fit(gpu: FakeGPU, model: pl.LightningModule, n: int = 3, **options: Any) -> GPUPhaseTimer:
-    """Trains a model on `n` batches and returns its timer."""
-    timer = options.pop("timer", None) or timer_of(gpu)
-    callbacks = options.pop("callbacks", [])
-    trainer(timer, *callbacks, **options).fit(model, Loader(gpu, n))
+def fit(
+    gpu: FakeGPU,
+    model: pl.LightningModule,
+    n: int = 3,
+    *,
+    timer: GPUPhaseTimer | None = None,
+    callbacks: Iterable[pl.Callback] = (),
+    first: bool = False,
+    validation: int = 0,
+    **options: Any,
+) -> GPUPhaseTimer:
+    """Train a model on `n` batches and return its timer.
+
+    Other callbacks come after the timer, or before it if `first`.
+    """
+    timer = timer_of(gpu) if timer is None else timer
+    ordered = [*callbacks, timer] if first else [timer, *callbacks]
+    validation_loader = Loader(gpu, validation) if validation else None
+    trainer(*ordered, **options).fit(model, Loader(gpu, n), validation_loader)
     return timer
+
+
+def changed(gpu: FakeGPU, /, **methods: Any) -> Model:
+    """Return a model in which some methods are replaced."""
+    model: Model = type("Changed", (Model,), methods)(gpu)
+    return model
+
+
+def callback(name: str = "Other", /, **hooks: Any) -> pl.Callback:
+    """Return a callback with these hooks."""
+    made: pl.Callback = type(name, (pl.Callback,), hooks)()
+    return made

@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import pytorch_lightning
 import torch
 from conftest import hooks_of
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, between_batches, steps
-from fake_lightning import Loader, MemoryLogger, Model, fit, timer_of, trainer
+from fake_lightning import Loader, MemoryLogger, Model, callback, changed, fit, timer_of, trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -20,6 +21,11 @@ from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseTimer
+
+STEP_TOTAL_MS = sum(STEP_MS.values())
+
+either_order = pytest.mark.parametrize("first", [True, False], ids=["before timer", "after timer"])
+"""Runs a test with another callback on either side of the timer."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +42,219 @@ def _nothing_is_left_on_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pl.Trainer, "fit", checked)
 
 
-# Start of an epoch
+def micro_batches(*numbers: int) -> list[dict[str, float]]:
+    """Return steps of that many micro-batches each, with one update."""
+    return [{**{name: n * STEP_MS[name] for name in STEP_MS}, "optimizer": 2.0} for n in numbers]
+
+
+# Fits whose steps all take the same time
+
+
+def takes(ms: float) -> Callable[..., None]:
+    """Return a method of a `Model` that takes some time on the GPU."""
+
+    def method(model: Model, *_: Any, **__: Any) -> None:
+        model.gpu.work(ms)
+
+    return method
+
+
+def augment(model: Model, batch: Tensor, dataloader_idx: int) -> Tensor:
+    model.net(batch)
+    return batch
+
+
+def call_without_grad(model: Model, *_: Any) -> None:
+    with torch.no_grad():
+        model.net(torch.ones(1, 2))
+
+
+def scheduled(interval: str) -> Callable[[Model], Any]:
+    def configure_optimizers(model: Model) -> Any:
+        optimizer = Model.configure_optimizers(model)
+        optimizer.param_groups[0]["lr"] = 1.0
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        return [optimizer], [{"scheduler": scheduler, "interval": interval}]
+
+    return configure_optimizers
+
+
+def update(model: Model, *_: Any) -> None:
+    optimizer: Any = model.optimizers()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train_by_hand(model: Model, batch: Tensor, batch_idx: int) -> None:
+    model.gpu.work(0.125)
+    model.loss(batch).backward()
+
+
+def stop_after_three_steps(_: object, runner: pl.Trainer, *__: Any) -> None:
+    runner.should_stop = runner.global_step >= 3
+
+
+def fp16() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fit of `n` batches, and the phases that differ from the standard step."""
+
+    phases: dict[str, float] = field(default_factory=dict)
+    methods: dict[str, Any] = field(default_factory=dict)  # Of the model.
+    options: dict[str, Any] = field(default_factory=dict)  # Of the trainer.
+    n: int = 3
+    n_steps: int = 3
+
+
+FITS = {
+    **{
+        f"augmentation in {hook}": Fit({"data": 1.0 + 4.0}, {hook: augment})
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer")
+    },
+    "fp32": Fit(options={"precision": "32-true"}),
+    "bf16": Fit(options={"precision": "bf16-mixed"}),
+    "fp16": Fit(options={"plugins": fp16}),
+    "clipping by norm": Fit(options={"gradient_clip_val": 0.5}),
+    "clipping by value": Fit(
+        options={"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
+    ),
+    "clipping by the module": Fit(
+        {"optimizer": 2.0 + 3.0}, {"configure_gradient_clipping": takes(3.0)}
+    ),
+    "model call between the backward and the update": Fit(
+        {"forward": 8.0}, {"on_before_optimizer_step": call_without_grad}
+    ),
+    **{
+        f"LR scheduler after each {interval}": Fit(
+            {}, {"configure_optimizers": scheduled(interval)}, {"max_epochs": 2}, n_steps=6
+        )
+        for interval in ("step", "epoch")
+    },
+    "update in the hook at the end of its batch": Fit(
+        {},
+        {
+            "automatic_optimization": False,
+            "training_step": train_by_hand,
+            "on_train_batch_end": update,
+        },
+        {"max_epochs": 2},
+        n_steps=6,
+    ),
+    "max_steps": Fit(options={"max_epochs": -1, "max_steps": 7}, n=5, n_steps=7),
+    "should_stop": Fit(
+        options={
+            "max_epochs": 4,
+            "callbacks": [callback(on_train_batch_end=stop_after_three_steps)],
+        },
+        n=5,
+    ),
+    **{
+        f"{profiler} profiler": Fit(options={"profiler": profiler})
+        for profiler in ("simple", "advanced", "pytorch")
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
+@pytest.mark.parametrize("case", FITS.values(), ids=FITS)
+def test_steps_of_a_fit_have_these_phases(gpu: FakeGPU, case: Fit, tmp_path: Path) -> None:
+    options = {**case.options, "default_root_dir": tmp_path}
+    if "plugins" in options:
+        options["plugins"] = [options["plugins"]()]
+    timer = fit(gpu, changed(gpu, **case.methods), case.n, **options)
+    assert steps(timer) == [{**STEP_MS, **case.phases}] * case.n_steps
+    assert timer.history()["step"].tolist() == [*range(case.n_steps)]
+    assert timer.summary().skipped_updates == 0
+
+
+def test_overfit_batches_keeps_the_last_step(gpu: FakeGPU) -> None:
+    timer = timer_of(gpu)
+    data: Any = torch.ones(8, 2)
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=2)
+    trainer(timer, overfit_batches=2, max_epochs=3).fit(Model(gpu), loader)
+    assert steps(timer) == [{**STEP_MS, "data": 0.0}] * 6
+
+
+@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "WeightAveraging"])
+def test_weight_averaging_copies_the_model_without_our_hooks(gpu: FakeGPU, name: str) -> None:
+    if not hasattr(pl.callbacks, name):
+        pytest.skip("new in Lightning 2.6")
+    own = {"swa_lrs": 1e-2, "swa_epoch_start": 1} if name.startswith("S") else {}
+    averages = getattr(pl.callbacks, name)(**own)
+    model = changed(
+        gpu, configure_optimizers=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    timer = fit(gpu, model, max_epochs=3, callbacks=[averages])
+    assert steps(timer) == [{**STEP_MS, "optimizer": 0.0}] * 9
+
+
+def test_pytorch_lightning_trainer_is_timed(gpu: FakeGPU) -> None:
+    class Net(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Layer(gpu, 4.0, 8.0)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss: Tensor = self.net(batch).sum()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return Adder(self.parameters(), gpu, 2.0)
+
+    class Other(pytorch_lightning.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            gpu.work(0.5)
+
+    model, other = cast("Any", Net()), cast("Any", Other())
+    timer = fit(gpu, model, callbacks=[other], kind=pytorch_lightning.Trainer)
+    expected = {"data": 1.0, "callbacks": 0.5, "forward": 4.0, "loss": 0.0, "backward": 8.0}
+    assert steps(timer) == [{**expected, "optimizer": 2.0, "other": 0.0}] * 3
+
+
+def test_wrapper_that_calls_the_training_step_is_not_a_model_call(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Redirects(Model):
+        """As under DDP, whose forward calls the training step."""
+
+        redirects = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.redirects = True
+            loss: Tensor = wrapper(batch)
+            return loss
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.redirects:
+                return super().forward(x)
+            self.redirects = False
+            gpu.work(0.125)
+            return self.loss(x)
+
+    model = Redirects(gpu)
+    wrapper = torch.nn.Sequential(model)
+    monkeypatch.setattr("lightning_gputime.callback._wrapper_of", lambda _: wrapper)
+    assert steps(fit(gpu, model)) == [STEP_MS] * 3
+
+
+def test_fetch_of_a_dataloader_iter_step_is_other(gpu: FakeGPU) -> None:
+    def training_step(self: Model, dataloader_iter: Any) -> Tensor:
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
+
+    with pytest.warns(UserWarning, match="dataloader_iter"):
+        timer = fit(gpu, changed(gpu, training_step=training_step))
+    # The first batch is fetched before the step, to learn whether it is the last.
+    assert len(timer.history()) == 3
+    names = ("forward", "loss", "backward", "optimizer")
+    expected = {name: STEP_MS[name] for name in names}
+    assert all(expected.items() <= step.items() for step in steps(timer))
+
+
+# Epochs
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
@@ -55,32 +273,22 @@ def test_run_resumed_within_an_epoch_is_timed_from_its_first_fetch(
     assert steps(timer) == [STEP_MS] * len(numbers)
 
 
-# Means for other callbacks
-
-
-class Finds(pl.Callback):
-    """Keep the value that a callback finds in a hook."""
-
-    def __init__(self, hook: str) -> None:
-        self.found: list[float | None] = []
-        setattr(self, hook, self._look)
-
-    def _look(self, trainer: pl.Trainer, *_: Any) -> None:
-        value = trainer.callback_metrics.get("phase_time/step_ms")
-        self.found.append(None if value is None else float(value))
-
-
 @pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_end"])
-@pytest.mark.parametrize("first", [False, True])
+@either_order
 @pytest.mark.parametrize(("every", "logged"), [(2, [1, 3, 5]), (3, [2, 5]), (50, [5]), (0, [])])
 def test_hooks_find_the_means_from_the_first_epoch_in_any_callback_order(
     gpu: FakeGPU, hook: str, every: int, logged: list[int], first: bool
 ) -> None:
-    finds, timer, logger = Finds(hook), timer_of(gpu), MemoryLogger()
-    callbacks = [finds, timer] if first else [timer, finds]
-    runner = trainer(*callbacks, log_every_n_steps=every, max_epochs=2, logger=logger)
-    runner.fit(Model(gpu), Loader(gpu, 3), Loader(gpu, 1))
-    assert finds.found == [sum(STEP_MS.values())] * 2
+    found: list[float] = []
+
+    def look(_: object, runner: pl.Trainer, *__: Any) -> None:
+        found.append(float(runner.callback_metrics["phase_time/step_ms"]))
+
+    logger = MemoryLogger()
+    options: Any = {"log_every_n_steps": every, "max_epochs": 2, "logger": logger}
+    looks = callback(**{hook: look})
+    timer = fit(gpu, Model(gpu), callbacks=[looks], first=first, validation=1, **options)
+    assert found == [STEP_TOTAL_MS] * 2
     assert steps(timer) == [STEP_MS] * 6
     # The loggers get what they would get without epochs, and the rest when training ends.
     of_training = [step for step, log in logger.phase_times() if "phase_time/step_ms" in log]
@@ -97,13 +305,13 @@ def test_steps_resolved_at_an_epoch_end_are_counted_once(gpu: FakeGPU) -> None:
     logger = MemoryLogger()
     runner = trainer(timer_of(gpu), log_every_n_steps=4, max_epochs=3, logger=logger)
     runner.fit(Model(gpu), Slower(gpu, 3))
-    own = sum(STEP_MS.values())
+    own = STEP_TOTAL_MS
     means = [(step, metrics["phase_time/step_ms"]) for step, metrics in logger.phase_times()]
     # Over the steps 0 to 3, 4 to 7, and 8.
     assert means == [(3, own + 3 / 4), (7, own + (1 + 2 + 0 + 1) / 4), (8, own + 2.0)]
 
 
-# Start of a validation
+# Validation
 
 
 def test_hooks_and_loggers_before_a_validation_belong_to_the_step(gpu: FakeGPU) -> None:
@@ -123,94 +331,101 @@ def test_hooks_and_loggers_before_a_validation_belong_to_the_step(gpu: FakeGPU) 
             gpu.work(100.0)
             super().on_validation_model_eval()
 
-    timer = timer_of(gpu)
     options: Any = {"val_check_interval": 2, "logger": Logs(), "log_every_n_steps": 1}
-    trainer(timer, **options).fit(Long(gpu), Loader(gpu, 6))
+    timer = fit(gpu, Long(gpu), 6, **options)
     # With the log of the model, and the timer's own, but where a validation begins with that.
     callbacks = [1.25, 0.75, 1.25, 0.75]
     assert timer.history()["callbacks_ms"].tolist()[2:] == callbacks
-    step_ms = [sum(STEP_MS.values()) + ms for ms in callbacks]
-    assert timer.history()["step_ms"].tolist()[2:] == step_ms
+    assert timer.history()["step_ms"].tolist()[2:] == [STEP_TOTAL_MS + ms for ms in callbacks]
 
 
 @pytest.mark.parametrize(("accumulate", "every"), [(2, 1), (3, 2), (4, 3)])
 def test_hooks_before_a_validation_inside_an_accumulation_belong_to_the_step(
     gpu: FakeGPU, accumulate: int, every: int
 ) -> None:
-    class Long(Model):
-        def on_train_batch_end(self, *_: Any) -> None:
-            gpu.work(0.25)
-
-    timer = timer_of(gpu)
+    model = changed(gpu, on_train_batch_end=takes(0.25))
     options: Any = {"val_check_interval": every, "accumulate_grad_batches": accumulate}
-    trainer(timer, **options).fit(Long(gpu), Loader(gpu, 12), Loader(gpu, 2))
+    timer = fit(gpu, model, 12, validation=2, **options)
     # Callbacks after the last batch of a step belong to the next step.
     callbacks = [0.25 * (accumulate - 1), *[0.25 * accumulate] * (12 // accumulate - 1)]
     assert timer.history()["callbacks_ms"].tolist() == callbacks
-    step_ms = [sum(STEP_MS.values()) * accumulate - 2.0 * (accumulate - 1) + ms for ms in callbacks]
+    step_ms = [STEP_TOTAL_MS * accumulate - 2.0 * (accumulate - 1) + ms for ms in callbacks]
     assert timer.history()["step_ms"].tolist() == step_ms
 
 
-# Model calls that are no `forward`
+@pytest.mark.parametrize("fails", [False, True], ids=["it ends", "it fails"])
+@either_order
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+def test_validation_by_another_trainer_inside_a_fit_loses_no_step(
+    gpu: FakeGPU, hook: str, first: bool, fails: bool
+) -> None:
+    timer, calls = timer_of(gpu), list[None]()
+
+    def validate_once(*_: Any) -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            with contextlib.suppress(ZeroDivisionError):
+                breaks = callback(on_validation_batch_end=lambda *_: 1 / 0)
+                runner = trainer(timer, *[breaks] * fails)
+                runner.validate(Model(gpu), Loader(gpu, 2), verbose=False)
+
+    validates = callback(**{hook: validate_once})
+    fit(gpu, Model(gpu), 4, timer=timer, callbacks=[validates], first=first)
+    assert timer.history()["step"].tolist() == [0, 1, 2, 3]
+    assert steps(timer) == [STEP_MS] * 4
 
 
-class Samples(pl.Callback):
-    """Calls the model in a hook, as a callback does that samples images."""
-
-    def __init__(self, hook: str) -> None:
-        setattr(self, hook, self._sample)
-
-    def _sample(self, trainer: pl.Trainer, model: pl.LightningModule, *_: Any) -> None:
-        loss = model(torch.ones(1, 2)).sum()
-        if loss.requires_grad:
-            loss.backward()
+# Callbacks and other hooks
 
 
-@pytest.mark.parametrize("first", [True, False])
+def call_model(_: object, runner: pl.Trainer, model: pl.LightningModule, *__: Any) -> None:
+    """Call the model in a hook, as a callback does that samples images."""
+    loss = model(torch.ones(1, 2)).sum()
+    if loss.requires_grad:
+        loss.backward()
+
+
+@either_order
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
 def test_model_calls_of_other_callbacks_are_not_forward(
     gpu: FakeGPU, hook: str, first: bool
 ) -> None:
-    timer, samples = timer_of(gpu), Samples(hook)
-    trainer(*([samples, timer] if first else [timer, samples])).fit(Model(gpu), Loader(gpu, 3))
+    timer = fit(gpu, Model(gpu), callbacks=[callback(**{hook: call_model})], first=first)
     took = {**STEP_MS, "callbacks": 4.0 + 7.75}
     is_later = hook == "on_train_batch_end" and not first  # Then it is the next step's.
     assert steps(timer) == [STEP_MS if is_later else took, took, took]
 
 
-@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer"])
-def test_module_that_augments_batches_is_data(gpu: FakeGPU, hook: str) -> None:
-    class Augments(Model):
-        def augment(self, batch: Tensor, dataloader_idx: int) -> Tensor:
-            self.net(batch)
-            return batch
-
-    setattr(Augments, hook, Augments.augment)
-    timer = fit(gpu, Augments(gpu))
-    assert steps(timer) == [{**STEP_MS, "data": 1.0 + 4.0}] * 3
-
-
-def test_model_calls_between_validation_batches_are_not_forward(
-    gpu: FakeGPU,
-) -> None:
+def test_model_calls_between_validation_batches_are_not_forward(gpu: FakeGPU) -> None:
     logger = MemoryLogger()
-    runner = trainer(timer_of(gpu), Samples("on_validation_batch_end"), logger=logger)
+    runner = trainer(timer_of(gpu), callback(on_validation_batch_end=call_model), logger=logger)
     runner.validate(Model(gpu), Loader(gpu, 3), verbose=False)
     [(_, metrics)] = logger.phase_times()
     assert metrics["phase_time/val/forward_ms"] == 4.0
 
 
-# The parts of `data`
+@either_order
+def test_work_of_other_callbacks_in_the_same_hooks(gpu: FakeGPU, first: bool) -> None:
+    inside = {
+        "on_before_zero_grad": 1.0,
+        "on_before_backward": 32.0,
+        "on_after_backward": 64.0,
+        "on_before_optimizer_step": 128.0,
+    }
+    hooks_ms = {"on_train_batch_start": 16.0, **inside, "on_train_batch_end": 256.0}
+    methods = {name: lambda *_, ms=ms: gpu.work(ms) for name, ms in hooks_ms.items()}
+    timer = fit(gpu, Model(gpu), callbacks=[callback("Works", **methods)], first=first)
+    # Callbacks before the timer belong to the step, the others to the next step.
+    took = [497.0 if first else 241.0, 497.0, 497.0]
+    assert steps(timer) == [{**STEP_MS, "callbacks": ms} for ms in took]
+    history = timer.history()
+    for hook, ms in inside.items():
+        assert history[f"callbacks/Works.{hook}_ms"].tolist() == [ms] * 3
 
 
-class Slow(pl.Callback):
-    """Takes 10 ms after each batch."""
-
-    def __init__(self, gpu: FakeGPU) -> None:
-        self.gpu = gpu
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.gpu.work(10.0)
+def slow(gpu: FakeGPU, name: str = "Slow") -> pl.Callback:
+    """Return a callback that takes 10 ms after each batch."""
+    return callback(name, on_train_batch_end=lambda *_: gpu.work(10.0))
 
 
 class Transfers(Model):
@@ -225,14 +440,12 @@ class Transfers(Model):
         return batch
 
 
-@pytest.mark.parametrize("first", [True, False])
+@either_order
 def test_data_is_split_into_fetch_and_copy_under_lightning(gpu: FakeGPU, first: bool) -> None:
-    timer, slow = timer_of(gpu), Slow(gpu)
-    trainer(*([slow, timer] if first else [timer, slow])).fit(Transfers(gpu), Loader(gpu, 3))
-    parts = {"data/fetch": 1.0, "data/copy": 2.0}
-    slow_excess_ms = {"callbacks": 10.0, "callbacks/Slow.on_train_batch_end": 10.0}
-    split = {"data": 6.0, **parts, **slow_excess_ms}
-    without = {"data": 6.0, **parts, "callbacks": 0.0}
+    timer = fit(gpu, Transfers(gpu), callbacks=[slow(gpu)], first=first)
+    parts = {"data": 6.0, "data/fetch": 1.0, "data/copy": 2.0}
+    split = {**parts, "callbacks": 10.0, "callbacks/Slow.on_train_batch_end": 10.0}
+    without = {**parts, "callbacks": 0.0}
     assert between_batches(timer) == [split if first else without, split, split]
     assert steps(timer)[1] == {**STEP_MS, "data": 6.0, "callbacks": 10.0}
 
@@ -249,39 +462,54 @@ def test_start_of_the_loader_workers_is_data_fetch(gpu: FakeGPU) -> None:
     assert [step["data/fetch"] for step in between_batches(timer)] == [1.0, 1.0, 33.0, 1.0]
 
 
+def test_module_hook_at_an_epoch_start_is_not_data_fetch(gpu: FakeGPU) -> None:
+    timer = fit(gpu, changed(gpu, on_train_epoch_start=takes(200.0)))
+    assert [parts["data/fetch"] for parts in between_batches(timer)] == [1.0] * 3
+
+
 def test_slow_callback_is_named_and_not_input_bound(gpu: FakeGPU) -> None:
     timer, logger = timer_of(gpu, warmup_steps=1), MemoryLogger()
-    trainer(timer, Slow(gpu), logger=logger).fit(Model(gpu), Loader(gpu, 3))
+    fit(gpu, Model(gpu), timer=timer, callbacks=[slow(gpu)], logger=logger)
     summary = timer.summary()
     assert summary.verdict == (
         "callback-bound: `callbacks` takes 39 % of the fit; without it the training is up to 1.64x"
         " as fast"
     )
-    table = str(summary)
     assert any("`Slow.on_train_batch_end` takes 10" in advice for advice in summary.advice)
-    assert "callbacks/" not in table
+    assert "callbacks/" not in str(summary)
     assert not any("Slow" in key for _, metrics in logger.calls for key in metrics)
 
 
-def test_fit_inside_a_callback_counts_for_the_callback(gpu: FakeGPU) -> None:
-    class Nested(pl.Callback):
-        def on_before_zero_grad(self, *_: Any) -> None:
-            trainer().fit(Model(gpu), Loader(gpu, 2))
+def test_slash_in_a_callback_name_is_replaced(gpu: FakeGPU) -> None:
+    timer = fit(gpu, Model(gpu), 8, callbacks=[slow(gpu, "Odd/Name")])
+    assert "`Odd_Name.on_train_batch_" in str(timer.summary())
 
-    timer = fit(gpu, Model(gpu), callbacks=[Nested()])
+
+def test_fit_inside_a_callback_counts_for_the_callback(gpu: FakeGPU) -> None:
+    def train(*_: Any) -> None:
+        trainer().fit(Model(gpu), Loader(gpu, 2))
+
+    timer = fit(gpu, Model(gpu), callbacks=[callback("Nested", on_before_zero_grad=train)])
     name = "callbacks/Nested.on_before_zero_grad"
-    assert [step[name] for step in between_batches(timer)] == [2 * sum(STEP_MS.values())] * 3
+    assert [step[name] for step in between_batches(timer)] == [2 * STEP_TOTAL_MS] * 3
     assert [step["forward"] for step in steps(timer)] == [4.0] * 3
 
 
-def test_checkpoint_in_every_step_is_not_input_bound(gpu: FakeGPU, tmp_path: Path) -> None:
-    class Saves(Model):
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            gpu.work(20.0)
+def test_nested_fit_with_another_timer_is_timed(gpu: FakeGPU) -> None:
+    def train(*_: Any) -> None:
+        fit(gpu, Model(gpu), 2, timer=inner)
 
+    inner = timer_of(gpu)
+    outer = fit(gpu, Model(gpu), callbacks=[callback(on_train_epoch_end=train)], max_epochs=2)
+    assert steps(outer) == [STEP_MS] * 6
+    assert steps(inner) == [STEP_MS] * 2
+
+
+def test_checkpoint_in_every_step_is_not_input_bound(gpu: FakeGPU, tmp_path: Path) -> None:
     save = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    model = changed(gpu, on_save_checkpoint=takes(20.0))
     timer = timer_of(gpu, warmup_steps=1)
-    trainer(timer, save, enable_checkpointing=True).fit(Saves(gpu), Loader(gpu, 3))
+    fit(gpu, model, timer=timer, callbacks=[save], enable_checkpointing=True)
     assert timer.summary().verdict.startswith("callback-bound: `callbacks` takes 56 %")
     advice = timer.summary().advice[0]
     assert advice.startswith("save less often: every_n_train_steps")
@@ -315,49 +543,50 @@ def test_sigterm_broadcast_is_a_wait_for_other_ranks(
     assert "_broadcast_sigterm_tensor" not in vars(runner.fit_loop.epoch_loop)
 
 
-# End of a step
+@either_order
+def test_optimizer_of_a_callback_ends_no_step(gpu: FakeGPU, first: bool) -> None:
+    model = changed(
+        gpu, configure_optimizers=lambda model: Adder(model.net.parameters(), model.gpu, 2.0)
+    )
+    model.probe = Layer(gpu, 2.0, 1.0)
+    optimizer = Adder(model.probe.parameters(), gpu, 5.0)
+    probe = callback(on_train_batch_end=lambda *_: optimizer.step())
+    timer = fit(gpu, model, 6, callbacks=[probe], first=first, accumulate_grad_batches=3)
+    assert timer.history()["step"].tolist() == [0, 1]
+    assert [(step["forward"], step["optimizer"]) for step in steps(timer)] == [(12.0, 2.0)] * 2
+
+
+# The end of a step
 
 
 WITHOUT_UPDATE = {name: ms for name, ms in STEP_MS.items() if name != "optimizer"}
 
 
-def micro_batches(*numbers: int) -> list[dict[str, float]]:
-    """Return steps of that many micro-batches each, with one update."""
-    return [{**{name: n * STEP_MS[name] for name in STEP_MS}, "optimizer": 2.0} for n in numbers]
-
-
-@pytest.mark.parametrize("first", [True, False])
+@either_order
 def test_step_ends_at_the_update_when_a_callback_changes_the_accumulation(
     gpu: FakeGPU, first: bool
 ) -> None:
-    class Changes(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
-            if rest[-1] == 1:
-                trainer.accumulate_grad_batches = 3
+    def change(_: object, runner: pl.Trainer, *rest: Any) -> None:
+        if rest[-1] == 1:
+            runner.accumulate_grad_batches = 3
 
-    timer, changes = timer_of(gpu), Changes()
-    callbacks = [changes, timer] if first else [timer, changes]
-    trainer(*callbacks, accumulate_grad_batches=2).fit(Model(gpu), Loader(gpu, 7))
+    changes = callback(on_train_batch_end=change)
+    timer = fit(gpu, Model(gpu), 7, callbacks=[changes], first=first, accumulate_grad_batches=2)
     assert steps(timer) == micro_batches(2, 1, 3, 1)
     assert timer.summary().skipped_updates == 0
 
 
-class Seldom(Model):
-    """A model that updates after every third batch, or never."""
-
-    updates = True
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
-        if self.updates and batch_idx % 3 == 2:
-            optimizer.step(closure=optimizer_closure)
-        else:
-            optimizer_closure()
+def update_after_every_third_batch(
+    model: Model, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any
+) -> None:
+    if batch_idx % 3 == 2:
+        optimizer.step(closure=optimizer_closure)
+    else:
+        optimizer_closure()
 
 
 def test_step_ends_at_the_update_when_the_module_leaves_updates_out(gpu: FakeGPU) -> None:
-    timer = fit(gpu, Seldom(gpu), n=7)
+    timer = fit(gpu, changed(gpu, optimizer_step=update_after_every_third_batch), 7)
     assert steps(timer) == [*micro_batches(3, 3), WITHOUT_UPDATE]
     assert timer.history()["step"].tolist() == [2, 5, 6]
     # The last step was due to end with its epoch.
@@ -365,51 +594,125 @@ def test_step_ends_at_the_update_when_the_module_leaves_updates_out(gpu: FakeGPU
 
 
 def test_steps_follow_the_trainer_when_no_update_is_visible(gpu: FakeGPU) -> None:
-    class Hides(Model):
-        def optimizer_step(
-            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-        ) -> None:
-            optimizer_closure()
-
-    timer = fit(gpu, Hides(gpu), n=104)
+    model = changed(gpu, optimizer_step=lambda model, epoch, i, optimizer, closure: closure())
+    timer = fit(gpu, model, 104)
     assert timer.history()["step"].tolist() == [100, 101, 102, 103]
 
 
-# Evaluations inside a fit
+def test_skipped_update_is_marked_and_counted(gpu: FakeGPU) -> None:
+    def loss(model: Model, x: Tensor) -> Tensor:
+        return Model.loss(model, x) * (float("inf") if model.global_step == 1 else 1.0)
+
+    def look(*_: Any) -> None:
+        assert timer.last_step is not None
+        skipped.append(timer.last_step.skipped_update)
+
+    timer, skipped = timer_of(gpu, _lag=0), list[bool]()
+    looks = callback(on_train_batch_end=look)
+    fit(gpu, changed(gpu, loss=loss), timer=timer, callbacks=[looks], plugins=[fp16()])
+    assert skipped == [False, True, False]
+    assert steps(timer) == [STEP_MS, WITHOUT_UPDATE, STEP_MS]
+    assert timer.summary().skipped_updates == 1
+    assert "; 1 updates skipped" in str(timer.summary())
 
 
-class Validates(pl.Callback):
-    """Let another trainer validate another model in a hook, with the same timer, once."""
-
-    def __init__(self, hook: str, gpu: FakeGPU, timer: GPUPhaseTimer, *others: pl.Callback) -> None:
-        setattr(self, hook, self._validate)
-        self.gpu, self.callbacks = gpu, (timer, *others)
-        self.calls = 0
-
-    def _validate(self, *_: Any) -> None:
-        self.calls += 1
-        if self.calls == 2:
-            with contextlib.suppress(ZeroDivisionError):
-                runner = trainer(*self.callbacks)
-                runner.validate(Model(self.gpu), Loader(self.gpu, 2), verbose=False)
+@pytest.mark.parametrize(("every", "groups"), [(2, [2, 2, 1]), (3, [3, 2]), (5, [5]), (7, [5])])
+@pytest.mark.parametrize("plugins", [None, fp16])
+def test_accumulation_with_a_short_last_group(
+    gpu: FakeGPU, every: int, groups: list[int], plugins: Any
+) -> None:
+    plugin = [plugins()] if plugins else None
+    timer = fit(gpu, Model(gpu), n=5, accumulate_grad_batches=every, plugins=plugin, max_epochs=2)
+    assert steps(timer) == micro_batches(*groups) * 2
+    assert timer.history()["step"].tolist() == list(range(2 * len(groups)))
+    assert timer.summary().skipped_updates == 0
 
 
-class Breaks(pl.Callback):
-    def on_validation_batch_end(self, *_: Any) -> None:
-        raise ZeroDivisionError
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+def test_loss_of_a_micro_batch_without_a_backward_is_not_forward(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Lightning warns once in a process, and another test wants to see it.
+    monkeypatch.setattr(Closure, "warning_cache", WarningCache())
+
+    def training_step(model: Model, batch: Tensor, batch_idx: int) -> Any:
+        loss = Model.training_step(model, batch, batch_idx)
+        return None if batch_idx % 2 == 0 else loss
+
+    timer = fit(gpu, changed(gpu, training_step=training_step), 4, accumulate_grad_batches=2)
+    assert [(step["forward"], step["loss"]) for step in steps(timer)] == [(8.0, 0.5)] * 2
 
 
-@pytest.mark.parametrize("others", [[], [Breaks()]], ids=["it ends", "it fails"])
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
-def test_validation_by_another_trainer_inside_a_fit_loses_no_step(
-    gpu: FakeGPU, hook: str, first: bool, others: list[pl.Callback]
+# Manual optimization
+
+
+def train_and_update_every_second(model: Model, batch: Tensor, batch_idx: int) -> None:
+    train_by_hand(model, batch, batch_idx)
+    if batch_idx % 2:
+        update(model)
+
+
+@pytest.mark.parametrize("validation", [0, 2])
+def test_update_at_an_epoch_end_ends_the_step_of_its_batches(gpu: FakeGPU, validation: int) -> None:
+    model = changed(
+        gpu,
+        automatic_optimization=False,
+        training_step=train_and_update_every_second,
+        on_train_epoch_end=update,
+    )
+    timer = fit(gpu, model, validation=validation, max_epochs=2)
+    assert steps(timer) == micro_batches(2, 1) * 2
+    assert timer.history()["step"].tolist() == [1, 2, 4, 5]
+    assert timer.summary().skipped_updates == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers.*")
+def test_every_batch_is_a_step_without_an_optimizer(gpu: FakeGPU) -> None:
+    class Evaluates(Model):
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            with torch.no_grad():
+                self(batch)
+
+        def configure_optimizers(self) -> None:
+            pass
+
+    timer = fit(gpu, Evaluates(gpu), max_epochs=2)
+    assert [step["forward"] for step in steps(timer)] == [4.0] * 6
+    assert timer.summary().skipped_updates == 0
+
+
+def test_manual_accumulation_reaches_across_epochs(gpu: FakeGPU) -> None:
+    class Counts(Model):
+        automatic_optimization = False
+        batches = 0
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            self.batches += 1
+            if self.batches % 4 == 0:
+                update(self)
+
+        def on_train_epoch_end(self) -> None:
+            gpu.work(1000.0)
+
+    timer = fit(gpu, Counts(gpu), n=6, max_epochs=2)
+    assert [step["forward"] for step in steps(timer)] == [16.0] * 3
+    assert timer.history()["step_ms"].max() < 100.0
+
+
+# Several timers of one Trainer
+
+
+@pytest.mark.parametrize("is_twice", [True, False])
+def test_two_timers_with_the_same_keys_are_refused_before_training(
+    gpu: FakeGPU, is_twice: bool
 ) -> None:
     timer = timer_of(gpu)
-    validates = Validates(hook, gpu, timer, *others)
-    trainer(*([validates, timer] if first else [timer, validates])).fit(Model(gpu), Loader(gpu, 4))
-    assert timer.history()["step"].tolist() == [0, 1, 2, 3]
-    assert steps(timer) == [STEP_MS] * 4
+    with pytest.raises(ValueError, match=r"prefix='phase_time' twice: .* pass different prefixes"):
+        fit(gpu, Model(gpu), timer=timer, callbacks=[timer if is_twice else timer_of(gpu)])
+    assert not steps(timer)
 
 
 # From a file, and in a dry run
@@ -550,283 +853,6 @@ def test_trainer_and_its_profiler_are_cloned_in_the_middle_of_a_fit(how: str, na
             pass  # Does not call the timer.
 
 
-# Manual optimization
-
-
-class ByHand(Model):
-    """A model with two micro-batches per step, which updates again at the end of an epoch."""
-
-    def __init__(self, gpu: FakeGPU) -> None:
-        super().__init__(gpu)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.gpu.work(0.125)
-        self.loss(batch).backward()
-        if batch_idx % 2:
-            self.update()
-
-    def on_train_epoch_end(self) -> None:
-        self.update()
-
-    def update(self) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("validates", [False, True])
-def test_update_at_an_epoch_end_ends_the_step_of_its_batches(gpu: FakeGPU, validates: bool) -> None:
-    timer = timer_of(gpu)
-    validation = Loader(gpu, 2) if validates else None
-    trainer(timer, max_epochs=2).fit(ByHand(gpu), Loader(gpu, 3), validation)
-    assert steps(timer) == micro_batches(2, 1) * 2
-    assert timer.history()["step"].tolist() == [1, 2, 4, 5]
-    assert timer.summary().skipped_updates == 0
-
-
-class UpdatesLate(ByHand):
-    """Updates after each batch, in the hook at its end."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.gpu.work(0.125)
-        self.loss(batch).backward()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.update()
-
-    def on_train_epoch_end(self) -> None:
-        pass
-
-
-def test_update_in_the_hook_at_the_end_of_its_batch_ends_the_step(gpu: FakeGPU) -> None:
-    timer = fit(gpu, UpdatesLate(gpu), max_epochs=2)
-    assert steps(timer) == [{**STEP_MS}] * 6
-    assert timer.history()["step"].tolist() == [*range(6)]
-
-
-class WithoutOptimizer(ByHand):
-    """Run the model without an optimizer, such as for statistics."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        with torch.no_grad():
-            self(batch)
-
-    def on_train_epoch_end(self) -> None:
-        pass
-
-    def configure_optimizers(self) -> None:
-        pass
-
-
-@pytest.mark.filterwarnings("ignore:.*configure_optimizers.*")
-def test_every_batch_is_a_step_without_an_optimizer(gpu: FakeGPU) -> None:
-    timer = fit(gpu, WithoutOptimizer(gpu), max_epochs=2)
-    assert [step["forward"] for step in steps(timer)] == [4.0] * 6
-    assert timer.summary().skipped_updates == 0
-
-
-# Several timers of one Trainer
-
-
-@pytest.mark.parametrize("is_twice", [True, False])
-def test_two_timers_with_the_same_keys_are_refused_before_training(
-    gpu: FakeGPU, is_twice: bool
-) -> None:
-    timer = timer_of(gpu)
-    with pytest.raises(ValueError, match=r"prefix='phase_time' twice: .* pass different prefixes"):
-        trainer(timer, timer if is_twice else timer_of(gpu)).fit(Model(gpu), Loader(gpu, 2))
-    assert not steps(timer)
-
-
-# Fits one after another, and inside one another
-
-
-def test_nested_fit_with_another_timer_is_timed(gpu: FakeGPU) -> None:
-    class Fits(pl.Callback):
-        def on_train_epoch_end(self, *_: Any) -> None:
-            trainer(inner).fit(Model(gpu), Loader(gpu, 2))
-
-    inner, outer = timer_of(gpu), timer_of(gpu)
-    trainer(outer, Fits(), max_epochs=2).fit(Model(gpu), Loader(gpu, 3))
-    assert steps(outer) == [STEP_MS] * 6
-    assert steps(inner) == [STEP_MS] * 2
-
-
-# Words
-
-
-def test_slash_in_a_callback_name_is_replaced(gpu: FakeGPU) -> None:
-    timer = timer_of(gpu)
-    odd = type("Odd/Name", (Slow,), {})
-    trainer(timer, odd(gpu)).fit(Model(gpu), Loader(gpu, 8))
-    assert "`Odd_Name.on_train_batch_" in str(timer.summary())
-
-
-# Precision and clipping
-
-
-def fp16() -> MixedPrecision:
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0))
-
-
-@pytest.mark.parametrize(
-    ("options", "plugins"),
-    [
-        ({"precision": "32-true"}, []),
-        ({"precision": "bf16-mixed"}, []),
-        ({}, [fp16]),
-        ({"gradient_clip_val": 0.5}, []),
-        ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, []),
-    ],
-    ids=["fp32", "bf16", "fp16", "clipping by norm", "clipping by value"],
-)
-def test_precision_and_clipping_keep_the_phases(
-    gpu: FakeGPU, options: dict[str, Any], plugins: list[Any]
-) -> None:
-    timer = fit(gpu, Model(gpu), **options, plugins=[make() for make in plugins])
-    assert steps(timer) == [STEP_MS] * 3
-    assert timer.summary().skipped_updates == 0
-
-
-def test_configure_gradient_clipping_is_optimizer(gpu: FakeGPU) -> None:
-    class Clips(Model):
-        def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
-            gpu.work(3.0)
-
-    assert steps(fit(gpu, Clips(gpu))) == [{**STEP_MS, "optimizer": 5.0}] * 3
-
-
-def test_skipped_update_is_marked_and_counted(gpu: FakeGPU) -> None:
-    class Overflows(Model):
-        def loss(self, x: Tensor) -> Tensor:
-            loss = super().loss(x)
-            return loss * float("inf") if self.global_step == 1 else loss
-
-    timer = timer_of(gpu, _lag=0)
-    skipped: list[bool] = []
-
-    class Look(pl.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            assert timer.last_step is not None
-            skipped.append(timer.last_step.skipped_update)
-
-    fit(gpu, Overflows(gpu), timer=timer, callbacks=[Look()], plugins=[fp16()])
-    assert skipped == [False, True, False]
-    assert steps(timer) == [STEP_MS, WITHOUT_UPDATE, STEP_MS]
-    assert timer.summary().skipped_updates == 1
-    assert "; 1 updates skipped" in str(timer.summary())
-
-
-# Accumulation, and steps without a backward
-
-
-@pytest.mark.parametrize(("every", "groups"), [(2, [2, 2, 1]), (3, [3, 2]), (5, [5]), (7, [5])])
-@pytest.mark.parametrize("plugins", [None, fp16])
-def test_accumulation_with_a_short_last_group(
-    gpu: FakeGPU, every: int, groups: list[int], plugins: Any
-) -> None:
-    plugin = [plugins()] if plugins else None
-    timer = fit(gpu, Model(gpu), n=5, accumulate_grad_batches=every, plugins=plugin, max_epochs=2)
-    assert steps(timer) == micro_batches(*groups) * 2
-    assert timer.history()["step"].tolist() == list(range(2 * len(groups)))
-    assert timer.summary().skipped_updates == 0
-
-
-# Manual optimization
-
-
-# The course of a run
-
-
-def test_fetch_of_a_dataloader_iter_step_is_other(gpu: FakeGPU) -> None:
-    class Fetches(Model):
-        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
-            batch, _, _ = next(dataloader_iter)
-            return self.loss(batch)
-
-    with pytest.warns(UserWarning, match="dataloader_iter"):
-        timer = fit(gpu, Fetches(gpu))
-    # The first batch is fetched before the step, to learn whether it is the last.
-    assert len(timer.history()) == 3
-    names = ("forward", "loss", "backward", "optimizer")
-    expected = {name: STEP_MS[name] for name in names}
-    assert all(expected.items() <= step.items() for step in steps(timer))
-
-
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_lr_scheduler_is_data(gpu: FakeGPU, interval: str) -> None:
-    class Schedules(Model):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            optimizer.param_groups[0]["lr"] = 1.0
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-            return [optimizer], [{"scheduler": scheduler, "interval": interval}]
-
-    assert steps(fit(gpu, Schedules(gpu), max_epochs=2)) == [STEP_MS] * 6
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_work_of_other_callbacks_in_the_same_hooks(gpu: FakeGPU, first: bool) -> None:
-    inside = {
-        "on_before_zero_grad": 1.0,
-        "on_before_backward": 32.0,
-        "on_after_backward": 64.0,
-        "on_before_optimizer_step": 128.0,
-    }
-    hooks_ms = {"on_train_batch_start": 16.0, **inside, "on_train_batch_end": 256.0}
-    methods = {name: lambda *_, ms=ms: gpu.work(ms) for name, ms in hooks_ms.items()}
-    works = type("Works", (pl.Callback,), methods)()
-    timer = timer_of(gpu)
-    callbacks = [works, timer] if first else [timer, works]
-    trainer(*callbacks).fit(Model(gpu), Loader(gpu, 3))
-    # Callbacks before the timer belong to the step, the others to the next step.
-    took = [497.0 if first else 241.0, 497.0, 497.0]
-    assert steps(timer) == [{**STEP_MS, "callbacks": ms} for ms in took]
-    history = timer.history()
-    for hook, ms in inside.items():
-        assert history[f"callbacks/Works.{hook}_ms"].tolist() == [ms] * 3
-
-
-@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "WeightAveraging"])
-def test_weight_averaging_copies_the_model_without_our_hooks(gpu: FakeGPU, name: str) -> None:
-    class Averaged(Model):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    if not hasattr(pl.callbacks, name):
-        pytest.skip("new in Lightning 2.6")
-    own = {"swa_lrs": 1e-2, "swa_epoch_start": 1} if name.startswith("S") else {}
-    averages = getattr(pl.callbacks, name)(**own)
-    timer = fit(gpu, Averaged(gpu), max_epochs=3, callbacks=[averages])
-    assert steps(timer) == [{**STEP_MS, "optimizer": 0.0}] * 9
-
-
-def test_limits_of_a_fit_keep_the_last_step(gpu: FakeGPU) -> None:
-    assert steps(fit(gpu, Model(gpu), n=5, max_epochs=-1, max_steps=7)) == [STEP_MS] * 7
-
-    class Stops(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            trainer.should_stop = trainer.global_step >= 3
-
-    assert steps(fit(gpu, Model(gpu), n=5, max_epochs=4, callbacks=[Stops()])) == [STEP_MS] * 3
-
-    timer = timer_of(gpu)
-    data: Any = torch.ones(8, 2)
-    loader: Any = torch.utils.data.DataLoader(data, batch_size=2)
-    trainer(timer, overfit_batches=2, max_epochs=3).fit(Model(gpu), loader)
-    assert steps(timer) == [{**STEP_MS, "data": 0.0}] * 6
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
-@pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
-def test_trainer_profilers_run_at_the_same_time(
-    gpu: FakeGPU, profiler: str, tmp_path: Path
-) -> None:
-    timer = fit(gpu, Model(gpu), profiler=profiler, default_root_dir=tmp_path)
-    assert steps(timer) == [STEP_MS] * 3
-
-
 class Sized(Model):
     """A model with what the finders tune, on real data."""
 
@@ -862,125 +888,3 @@ def test_finders_trials_are_not_steps(
     runner.fit(model)
     assert len(timer.history()) == runner.num_training_batches
     assert steps(timer)[-1] == {**STEP_MS, "data": 0.0, "optimizer": 0.0}
-
-
-def test_pytorch_lightning_trainer_is_timed(gpu: FakeGPU) -> None:
-    class Net(pytorch_lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Layer(gpu, 4.0, 8.0)
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            loss: Tensor = self.net(batch).sum()
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return Adder(self.parameters(), gpu, 2.0)
-
-    class Other(pytorch_lightning.Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
-            gpu.work(0.5)
-
-    timer, other = timer_of(gpu), cast("Any", Other())
-    trainer(timer, other, kind=pytorch_lightning.Trainer).fit(cast("Any", Net()), Loader(gpu, 3))
-    expected = {"data": 1.0, "callbacks": 0.5, "forward": 4.0, "loss": 0.0, "backward": 8.0}
-    assert steps(timer) == [{**expected, "optimizer": 2.0, "other": 0.0}] * 3
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_optimizer_of_a_callback_ends_no_step(gpu: FakeGPU, is_first: bool) -> None:
-    class Probed(Model):
-        def configure_optimizers(self) -> Any:
-            return Adder(self.net.parameters(), gpu, 2.0)
-
-    model = Probed(gpu)
-    model.probe = Layer(gpu, 2.0, 1.0)
-    optimizer = Adder(model.probe.parameters(), gpu, 5.0)
-
-    class Probe(pl.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            optimizer.step()
-
-    timer = timer_of(gpu)
-    callbacks = [Probe(), timer] if is_first else [timer, Probe()]
-    trainer(*callbacks, accumulate_grad_batches=3).fit(model, Loader(gpu, 6))
-    assert timer.history()["step"].tolist() == [0, 1]
-    assert [(step["forward"], step["optimizer"]) for step in steps(timer)] == [(12.0, 2.0)] * 2
-
-
-def test_module_hook_at_an_epoch_start_is_not_data_fetch(gpu: FakeGPU) -> None:
-    class Clusters(Model):
-        def on_train_epoch_start(self) -> None:
-            gpu.work(200.0)
-
-    timer = fit(gpu, Clusters(gpu), n=3)
-    assert [parts["data/fetch"] for parts in between_batches(timer)] == [1.0] * 3
-
-
-def test_manual_accumulation_reaches_across_epochs(gpu: FakeGPU) -> None:
-    class Counts(ByHand):
-        batches = 0
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            self.manual_backward(self.loss(batch))
-            self.batches += 1
-            if self.batches % 4 == 0:
-                self.update()
-
-        def on_train_epoch_end(self) -> None:
-            gpu.work(1000.0)
-
-    timer = fit(gpu, Counts(gpu), n=6, max_epochs=2)
-    assert [step["forward"] for step in steps(timer)] == [16.0] * 3
-    assert timer.history()["step_ms"].max() < 100.0
-
-
-def test_model_call_between_the_backward_and_the_update(gpu: FakeGPU) -> None:
-    class Looks(Model):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            with torch.no_grad():
-                self.net(torch.ones(1, 2))
-
-    assert steps(fit(gpu, Looks(gpu))) == [{**STEP_MS, "forward": 8.0}] * 3
-
-
-@pytest.mark.filterwarnings("ignore:.*returned `None`")
-def test_loss_of_a_micro_batch_without_a_backward_is_not_forward(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Lightning warns once in a process, and another test wants to see it.
-    monkeypatch.setattr(Closure, "warning_cache", WarningCache())
-
-    class Skips(Model):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            return None if batch_idx % 2 == 0 else loss
-
-    timer = fit(gpu, Skips(gpu), n=4, accumulate_grad_batches=2)
-    assert [(step["forward"], step["loss"]) for step in steps(timer)] == [(8.0, 0.5)] * 2
-
-
-def test_wrapper_that_calls_the_training_step_is_not_a_model_call(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Redirects(Model):
-        """As under DDP, whose forward calls the training step."""
-
-        redirects = False
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            self.redirects = True
-            loss: Tensor = wrapper(batch)
-            return loss
-
-        def forward(self, x: Tensor) -> Tensor:
-            if not self.redirects:
-                return super().forward(x)
-            self.redirects = False
-            gpu.work(0.125)
-            return self.loss(x)
-
-    model = Redirects(gpu)
-    wrapper = torch.nn.Sequential(model)
-    monkeypatch.setattr("lightning_gputime.callback._wrapper_of", lambda _: wrapper)
-    assert steps(fit(gpu, model)) == [STEP_MS] * 3
