@@ -263,10 +263,7 @@ def local(gpu: FakeGPU) -> nn.Module:
 LOSS_INSIDE = 'A loss inside `forward`: `forward`, unless `phase("loss")` splits it off'
 CASES += [
     Case(
-        "standard step",
-        "A model, its loss and an update",
-        STEP_MS,
-        (*ALL_AND_TRANSFORMERS, MANUAL),
+        "standard step", "A model, its loss and an update", STEP_MS, (*ALL_AND_TRANSFORMERS, MANUAL)
     ),
     Case(
         "module that calls itself",
@@ -633,8 +630,7 @@ def closures_of_lbfgs(loop: Loop, x: Tensor) -> None:
 
 
 @body_case(
-    times(loss=0.5 + 3.0 + 7.75, backward=7.75, optimizer=0.0),
-    build=lbfgs(max_iter=1, max_eval=1),
+    times(loss=0.5 + 3.0 + 7.75, backward=7.75, optimizer=0.0), build=lbfgs(max_iter=1, max_eval=1)
 )
 def physics_informed_net(loop: Loop, x: Tensor) -> None:
     """A physics-informed net: a gradient in the closure of LBFGS is `loss`."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu import STEP_MS, FakeGPU, steps
-from fake_lightning import Loader, MemoryLogger, Model, fit, timer_of, trainer
+from fake_lightning import Loader, MemoryLogger, Model, callback, changed, fit, timer_of, trainer
 from fake_loop import timed_indices
 from torch import Tensor
 
@@ -21,14 +21,12 @@ from lightning_gputime import GPUPhaseTimer, load
 def test_means_are_logged_under_the_step_that_they_belong_to(gpu: FakeGPU) -> None:
     logger = MemoryLogger()
     fit(gpu, Model(gpu), n=5, logger=logger, log_every_n_steps=2)
-    means = {f"phase_time/{name}_ms": ms for name, ms in STEP_MS.items()}
-    means |= {"phase_time/step_ms": sum(STEP_MS.values()), "epoch": 0}
-    means["phase_time/callbacks_ms"] = 0.0
+    total = sum(STEP_MS.values())
     # A host that does nothing else waits for all that the GPU does.
-    means["phase_time/host_wait_ms"] = sum(STEP_MS.values())
-    means["phase_time/items_per_sec"] = 1000 / sum(STEP_MS.values())
-    calls = logger.phase_times()
-    assert calls == [(step, means) for step in (1, 3, 4)]
+    phases = {**STEP_MS, "callbacks": 0.0, "step": total, "host_wait": total}
+    means = {f"phase_time/{name}_ms": ms for name, ms in phases.items()}
+    means |= {"phase_time/items_per_sec": 1000 / total, "epoch": 0}
+    assert logger.phase_times() == [(step, means) for step in (1, 3, 4)]
     # The same numbers as Lightning's own metrics.
     assert [step for step, metrics in logger.calls if "loss" in metrics] == [1, 3]
 
@@ -73,16 +71,11 @@ def test_log_option_selects_the_logged_keys(
     assert of_phases < {*load(tmp_path / "run.json").evaluations[0]}
 
 
-def test_validation_and_callbacks_at_its_end_belong_to_no_step(
-    gpu: FakeGPU,
-) -> None:
-    class Saves(pl.Callback):
-        def on_validation_end(self, *_: Any) -> None:
-            gpu.work(1000.0)
-
+def test_validation_and_callbacks_at_its_end_belong_to_no_step(gpu: FakeGPU) -> None:
+    saves = callback(on_validation_end=lambda *_: gpu.work(1000.0))
     timers = [timer_of(gpu, prefix=name) for name in "ab"]
     options: dict[str, Any] = {"val_check_interval": 2, "num_sanity_val_steps": 2}
-    runner = trainer(*timers, Saves(), max_epochs=2, **options)
+    runner = trainer(*timers, saves, max_epochs=2, **options)
     runner.fit(Model(gpu), Loader(gpu, 4), Loader(gpu, 3))
     assert [steps(timer) for timer in timers] == [[STEP_MS] * 8] * 2
     assert [timer.history()["step"].tolist() for timer in timers] == [[*range(8)]] * 2
@@ -129,17 +122,13 @@ def test_optimizer_inside_a_foreign_wrapper_is_timed(gpu: FakeGPU) -> None:
     assert timer.summary().skipped_updates == 0
 
 
-def test_manual_optimization_without_visible_updates_has_one_step_per_batch(
-    gpu: FakeGPU,
-) -> None:
-    class Manual(Model):
-        automatic_optimization = False
+def test_manual_optimization_without_visible_updates_has_one_step_per_batch(gpu: FakeGPU) -> None:
+    def training_step(model: Model, batch: Tensor, batch_idx: int) -> None:
+        model.loss(batch).backward()
+        gpu.work(2.0)  # An update without an optimizer.
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            self.loss(batch).backward()
-            gpu.work(2.0)  # An update without an optimizer.
-
-    timer = fit(gpu, Manual(gpu), callbacks=[Swaps()])
+    model = changed(gpu, automatic_optimization=False, training_step=training_step)
+    timer = fit(gpu, model, callbacks=[Swaps()])
     assert timer.history()["step_ms"].tolist() == [1.0 + 4.0 + 0.5 + 8.0 + 2.0] * 3
 
 
@@ -158,18 +147,16 @@ def test_table_is_printed_once_when_training_ends(
 def test_exception_keeps_the_measurement_and_leaves_nothing(
     gpu: FakeGPU, error: type[BaseException], hook: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Fails(Model):
-        calls = 0
+    calls = []
 
-    def fails(self: Fails, *args: Any) -> Any:
-        self.calls += 1
+    def fail(model: Model, *args: Any) -> Any:
+        calls.append(args)
         gpu.host_work(100.0)
-        if self.calls == 3 or hook == "on_train_epoch_end":
+        if len(calls) == 3 or hook == "on_train_epoch_end":
             raise error
-        return getattr(Model, hook)(self, *args)
+        return getattr(Model, hook)(model, *args)
 
-    setattr(Fails, hook, fails)
-    model, logger = Fails(gpu), MemoryLogger()
+    model, logger = changed(gpu, **{hook: fail}), MemoryLogger()
     timer = GPUPhaseTimer(_clock=gpu, warmup_steps=0)
     runner = trainer(timer, logger=logger)
     with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
@@ -197,20 +184,18 @@ def test_timer_pickles_and_clones_before_and_after_training(gpu: FakeGPU, traine
 
 
 def test_timer_is_cloned_in_the_middle_of_training(gpu: FakeGPU) -> None:
-    class Clones(pl.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            copy.deepcopy(timer)
-            copy.deepcopy(model.net)(torch.ones(1, 2))
+    def clone(*_: Any) -> None:
+        copy.deepcopy(timer)
+        copy.deepcopy(model.net)(torch.ones(1, 2))
 
     timer, model = timer_of(gpu), Model(gpu)
-    fit(gpu, model, timer=timer, callbacks=[Clones()])
+    fit(gpu, model, timer=timer, callbacks=[callback(on_train_batch_end=clone)])
     # The call of the clone is other work, after the end of the step.
     assert steps(timer)[1:] == [{**STEP_MS, "callbacks": 4.0}] * 2
 
 
 def test_no_state_is_added_to_checkpoints(gpu: FakeGPU, tmp_path: Any) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
-    runner = trainer(timer)
+    runner = trainer(timer_of(gpu))
     runner.fit(Model(gpu), Loader(gpu, 2))
     runner.save_checkpoint(tmp_path / "last.ckpt")
     checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
@@ -223,35 +208,29 @@ def test_skipped_batches_and_batches_that_are_none_end_no_step(gpu: FakeGPU) -> 
             for i, batch in enumerate(super().__iter__()):
                 yield None if i == 1 else batch
 
-    class Stops(Model):
-        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 3 else None
-
+    model = changed(gpu, on_train_batch_start=lambda model, batch, i: -1 if i == 3 else None)
     timer = timer_of(gpu)
-    runner = trainer(timer, max_epochs=2)
     with pytest.warns(UserWarning, match="yielded None"):
-        runner.fit(Stops(gpu), Holes(gpu, 5))
+        trainer(timer, max_epochs=2).fit(model, Holes(gpu, 5))
     # The copy of the batch that became None is part of the next batch's `data`.
     assert steps(timer) == [STEP_MS, {**STEP_MS, "data": 2.0}] * 2
 
 
 def test_training_step_that_returns_none_has_no_backward(gpu: FakeGPU) -> None:
-    class Skips(Model):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            return None if batch_idx == 1 else loss
+    def training_step(model: Model, batch: Tensor, batch_idx: int) -> Any:
+        loss = Model.training_step(model, batch, batch_idx)
+        return None if batch_idx == 1 else loss
 
     with warnings.catch_warnings():  # Lightning warns once in a process.
         warnings.simplefilter("ignore")
-        timer = fit(gpu, Skips(gpu))
+        timer = fit(gpu, changed(gpu, training_step=training_step))
     skipped = {"data": 1.0, "other": 0.625, "forward": 4.0, "optimizer": 2.0}
     assert steps(timer) == [STEP_MS, skipped, STEP_MS]
 
 
-def test_empty_loader_has_no_steps(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
-    timer = GPUPhaseTimer(_clock=gpu)
+def test_empty_loader_has_no_steps(gpu: FakeGPU) -> None:
     with pytest.warns(UserWarning, match="across ranks is zero"):
-        fit(gpu, Model(gpu), n=0, timer=timer)
+        timer = fit(gpu, Model(gpu), n=0)
     assert timer.last_step is None
     assert len(timer.history()) == 0
 
@@ -314,17 +293,13 @@ EVALUATION_MS = {"data": 1.0, "forward": 4.0, "other": 0.5}
 class Evaluated(Model):
     """A model whose evaluation steps take `EVALUATION_MS`."""
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # type: ignore[override]
         self.gpu.work(0.25)
         self(batch)
         self.gpu.work(0.25)
-
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.validation_step(batch, batch_idx)
-
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.validation_step(batch, batch_idx)
         return batch
+
+    test_step = predict_step = validation_step
 
 
 def evaluations(logger: MemoryLogger, stage: str) -> list[tuple[int | None, dict[str, float]]]:
@@ -385,9 +360,8 @@ def test_summary_reports_validation_time_after_its_batches(
             self.gpu.host_work(after_ms)
 
     line = Measures.on_validation_epoch_end.__code__.co_firstlineno
-    timer = timer_of(gpu)
-    others = {"max_epochs": 2, "num_sanity_val_steps": 1}
-    trainer(timer, **others).fit(Measures(gpu), Loader(gpu, 4), Loader(gpu, 4))
+    options: Any = {"max_epochs": 2, "num_sanity_val_steps": 1}
+    timer = fit(gpu, Measures(gpu), 4, validation=4, **options)
     summary = timer.summary()
     assert summary.wall_clock is not None
     assert summary.wall_clock.after_batches_s == pytest.approx(2 * after_ms / 1e3)
@@ -416,9 +390,8 @@ def test_summary_after_a_fit_is_that_of_the_fit(gpu: FakeGPU) -> None:
 
 def test_validation_during_training_is_logged_under_the_training_step(gpu: FakeGPU) -> None:
     logger = MemoryLogger()
-    timer = timer_of(gpu)
-    options: dict[str, Any] = {"val_check_interval": 2, "num_sanity_val_steps": 1}
-    trainer(timer, logger=logger, **options).fit(Evaluated(gpu), Loader(gpu, 4), Loader(gpu, 3))
+    options: Any = {"val_check_interval": 2, "num_sanity_val_steps": 1, "logger": logger}
+    timer = fit(gpu, Evaluated(gpu), 4, validation=3, **options)
     assert steps(timer) == [STEP_MS] * 4
     logged = evaluations(logger, "val")
     assert [step for step, _ in logged] == [1, 3]
@@ -460,34 +433,32 @@ def test_losses_and_weights_are_bitwise_the_same_with_and_without_the_timer() ->
 
 def test_every_n_steps_counts_across_epochs_and_validations(gpu: FakeGPU) -> None:
     timer = timer_of(gpu, every_n_steps=4)
-    runner = trainer(timer, max_epochs=2, val_check_interval=3)
-    runner.fit(Model(gpu), Loader(gpu, 6), Loader(gpu, 2))
+    fit(gpu, Model(gpu), 6, timer=timer, validation=2, max_epochs=2, val_check_interval=3)
     assert timer.history()["step"].tolist() == timed_indices(4, 12)
     assert steps(timer) == [STEP_MS] * 3
 
 
-def test_graph_capture_in_a_validation_is_not_broken(gpu: FakeGPU) -> None:
-    class Captures(Model):
-        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-            with gpu.capture():
-                super().validation_step(batch, batch_idx)
+@pytest.mark.parametrize("every_n_steps", [1, 10])
+def test_graph_capture_in_a_validation_is_not_broken(gpu: FakeGPU, every_n_steps: int) -> None:
+    def validation_step(model: Model, batch: Tensor, batch_idx: int) -> None:
+        with gpu.capture():
+            Model.validation_step(model, batch, batch_idx)
 
-    for every_n_steps in (1, 10):
-        timer = GPUPhaseTimer(_clock=gpu, print_summary=False, every_n_steps=every_n_steps)
-        trainer(timer, val_check_interval=15).fit(Captures(gpu), Loader(gpu, 30), Loader(gpu, 1))
-        assert not gpu.capture_broken
-        assert timer.summary().steps
+    model = changed(gpu, validation_step=validation_step)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, every_n_steps=every_n_steps)
+    fit(gpu, model, 30, timer=timer, validation=1, val_check_interval=15)
+    assert not gpu.capture_broken
+    assert timer.summary().steps
 
 
 def test_warns_when_a_nested_fit_uses_the_same_timer(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Nested(pl.Callback):
-        def on_train_epoch_end(self, runner: pl.Trainer, *_: Any) -> None:
-            if runner.current_epoch == 0:
-                trainer(timer).fit(Model(gpu), Loader(gpu, 2))
+    def train(_: object, runner: pl.Trainer, *__: Any) -> None:
+        if runner.current_epoch == 0:
+            fit(gpu, Model(gpu), 2, timer=timer)
 
-    timer = timer_of(gpu)
-    trainer(timer, Nested(), max_epochs=2).fit(Model(gpu), Loader(gpu, 3))
+    timer, nested = timer_of(gpu), callback(on_train_epoch_end=train)
+    fit(gpu, Model(gpu), timer=timer, callbacks=[nested], max_epochs=2)
     message = "A training inside another training has ended the timing of the outer training"
     assert caplog.text.count(message) == 1

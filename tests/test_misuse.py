@@ -162,9 +162,7 @@ def test_optimizer_of_another_model_warns(loop: Loop, caplog: pytest.LogCaptureF
     assert "None of the parameters that LBFGS updates belongs to the model" in caplog.text
 
 
-def test_model_on_two_devices_warns_with_the_timed_device(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_model_on_two_devices_warns_with_the_timed_device(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(2, 1), nn.Linear(3, 1, device="meta"))
     GPUPhaseHooks(model[0]).attach().remove()
     assert "several devices" not in caplog.text

@@ -481,12 +481,7 @@ def graph_of(loop: Loop) -> Callable[[], None]:
 @scene(
     [STEP_MS, *[times(data=3.0, other=28.125)] * 99],
     {"among other steps": (300, 3)},
-    messages=(
-        (
-            "Batches without a model call take ",
-            "call step() at the end of the loop body",
-        ),
-    ),
+    messages=(("Batches without a model call take ", "call step() at the end of the loop body"),),
 )
 @scene(
     [STEP_MS] * 3,

@@ -96,10 +96,7 @@ def sft(path: Path, callbacks: list[Any], **others: Any) -> Any:
     trl = pytest.importorskip("trl")
     data = rows(text=["a b c d e f", "g h i j k l"])
     return trl.SFTTrainer(
-        llama(),
-        trl.SFTConfig(str(path), **OPTIONS),
-        **given(data, callbacks),
-        **others,
+        llama(), trl.SFTConfig(str(path), **OPTIONS), **given(data, callbacks), **others
     )
 
 
@@ -173,13 +170,7 @@ def sentences(path: Path, callbacks: list[Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("make", "more"),
-    [
-        (sft, set()),
-        (dpo, set()),
-        (grpo, {"generate", "reward"}),
-        (lora, set()),
-        (sentences, set()),
-    ],
+    [(sft, set()), (dpo, set()), (grpo, {"generate", "reward"}), (lora, set()), (sentences, set())],
     ids=lambda item: getattr(item, "__name__", ""),
 )
 def test_trainer_is_timed_and_trains_the_same(
