@@ -2,7 +2,7 @@ import gc
 import signal
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -41,6 +41,19 @@ def gpu() -> FakeGPU:
 @pytest.fixture
 def loop(gpu: FakeGPU) -> Loop:
     return Loop(gpu)
+
+
+@pytest.fixture
+def is_bare(loop: Loop) -> Iterator[Callable[[], bool]]:
+    """Tell whether no hook or patch is on the loop. At the end of the test, none may be."""
+    things = (*loop.model.modules(), loop.optimizer)
+    bare = installed(*things)
+
+    def check() -> bool:
+        return installed(*things) == bare
+
+    yield check
+    assert check()
 
 
 @pytest.fixture
