@@ -4,10 +4,10 @@ import copy
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
 
@@ -48,46 +48,39 @@ class Scene:
     body: Body
     arguments: tuple[Any, ...]
     steps: list[Row]
-    messages: tuple[tuple[str, ...], ...]
-    numbers: list[int] | None
-    has_optimizer: bool
-    skipped_updates: int
-    options: dict[str, Any]
+    options: dict[str, Any]  # Options of the timer.
+    messages: tuple[tuple[str, ...], ...] = ()  # Parts of each warning; the first is its start.
+    numbers: list[int] | None = None  # Numbers of the steps, by default from zero.
+    make: Callable[[FakeGPU], Loop] = Loop
+    has_optimizer: bool = True  # False for a timer of the model alone.
+    skipped_updates: int = 0
 
 
 SCENES: dict[str, Scene] = {}
+FACTS = {field.name for field in fields(Scene)}
 
 
 def scene(
     rows: list[Row] | Callable[..., list[Row]],
     each: dict[str, tuple[Any, ...]] | None = None,
-    *,
-    messages: tuple[tuple[str, ...], ...] = (),
-    numbers: list[int] | None = None,
-    has_optimizer: bool = True,
-    skipped_updates: int = 0,
-    **options: Any,
+    **facts: Any,
 ) -> Callable[[Body], Body]:
     """Add a function of a loop and its timer as a scene.
 
     Args:
         rows: Phases of each step, or a function of the arguments that returns them.
         each: More arguments of the function, by name: each makes a scene.
-        messages: Parts of each warning; the first part is its start.
-        numbers: Numbers of the steps, by default from zero.
-        has_optimizer: False for a timer of the model alone.
-        skipped_updates: Number of skipped updates.
-        **options: Options of the timer.
+        **facts: Fields of the scene, and options of the timer.
     """
+    options = {name: facts.pop(name) for name in [*facts] if name not in FACTS}
 
     def add(body: Body) -> Body:
         for name, arguments in ({"": ()} if each is None else each).items():
             expected = rows(*arguments) if callable(rows) else rows
-            found = (messages, numbers, has_optimizer, skipped_updates, options)
             text = ", ".join(f"{key}={value}" for key, value in options.items())
             key = ", ".join(filter(None, [body.__name__, name, text]))
             assert key not in SCENES
-            SCENES[key] = Scene(body, arguments, expected, *found)
+            SCENES[key] = Scene(body, arguments, expected, options, **facts)
         return body
 
     return add
@@ -106,22 +99,15 @@ def each_batch(timer: GPUPhaseHooks, loader: Iterator[Tensor], how: str) -> Iter
         timer.step()
 
 
-def evaluate(loop: Loop, n: int = 1, ms: float = 0.0) -> None:
-    """Call the model in eval mode without gradients."""
-    loop.model.eval()
-    with torch.no_grad():
-        for _ in range(n):
-            loop.model(torch.ones(1, 2))
-            loop.gpu.work(ms)
-    loop.model.train()
-
-
-def validate(loop: Loop, batches: Any) -> None:
-    """Evaluate on batches."""
+def evaluate(loop: Loop, batches: Iterable[Tensor] | int = 1, ms: float = 0.0) -> None:
+    """Call the model in eval mode without gradients, on batches or on a number of them."""
+    if isinstance(batches, int):
+        batches = [torch.ones(1, 2)] * batches
     loop.model.eval()
     with torch.no_grad():
         for x in batches:
             loop.model(x)
+            loop.gpu.work(ms)
     loop.model.train()
 
 
@@ -321,7 +307,7 @@ def validation_over_steps_inside_a_loop(loop: Loop, timer: GPUPhaseHooks, how: s
         if how == "step":
             timer.step()
         if number % 4 == 0:
-            validate(loop, timer.steps(loop.batches(5)))
+            evaluate(loop, timer.steps(loop.batches(5)))
 
 
 @scene([times(data=5.0)] * 6)
@@ -518,7 +504,7 @@ FIRST_STEPS = "timed steps have no backward. Call step() at the end"
 )
 def steps_before_the_first_backward(loop: Loop, timer: GPUPhaseHooks, n: int) -> None:
     if not n:
-        validate(loop, timer.steps(loop.batches(3)))
+        evaluate(loop, timer.steps(loop.batches(3)))
     for number, x in enumerate(timer.steps(loop.batches(40))):
         if number >= n:
             loop.train(x)
@@ -538,20 +524,50 @@ def step_called_first(loop: Loop, timer: GPUPhaseHooks) -> None:
 # Evaluations
 
 
-def labels(loop: Loop, timer: GPUPhaseHooks, how: str, calls: int, every: int) -> None:
+def pseudo_labels(loop: Loop, timer: GPUPhaseHooks, how: str, calls: int, every: int) -> None:
     """Train on pseudo labels, which the model computes in eval mode before each step."""
     for x in each_batch(timer, batches(loop.gpu, 3 * every, copy_ms=FETCH_MS), how):
         evaluate(loop, calls)
         loop.train(x)
 
 
-for _every in (1, 20):
-    scene(
-        lambda how, calls, every: [times(data=FETCH_MS, other=4.0 * calls + 0.125)] * 3,
-        {f"{how}, {calls} calls": (how, calls, _every) for how in HOWS for calls in (1, 5)},
-        every_n_steps=_every,
-        numbers=timed_indices(_every, 3 * _every),
-    )(labels)
+def frozen_encoder(loop: Loop, timer: GPUPhaseHooks, how: str, calls: int, every: int) -> None:
+    """Train a head on the output of a frozen encoder."""
+    for x in each_batch(timer, batches(loop.gpu, 3 * every, copy_ms=FETCH_MS), how):
+        with torch.no_grad():
+            for _ in range(calls):
+                hidden = loop.model.encoder(x)
+        work(loop.model.head(hidden), loop.gpu, 0.5).sum().backward()
+        loop.optimizer.step()
+
+
+class Encoded(nn.Module):
+    """A head on a frozen encoder."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__()
+        self.encoder, self.head = Layer(gpu, 10.0), Layer(gpu, 4.0, 8.0)
+        self.encoder.requires_grad_(False).eval()
+
+
+def encoded(gpu: FakeGPU) -> Loop:
+    return Loop(gpu, Encoded(gpu))
+
+
+# The evaluations before each step are `other`, and the fetch is `data`.
+for _body, _call_ms, _lead_ms, _make in (
+    (pseudo_labels, 4.0, 0.125, Loop),
+    (frozen_encoder, 10.0, 0.0, encoded),
+):
+    for _every in (1, 20):
+        for _how, _calls in itertools.product(HOWS, (1, 5)):
+            scene(
+                [times(data=FETCH_MS, other=_call_ms * _calls + _lead_ms)] * 3,
+                {f"{_how}, {_calls} calls": (_how, _calls, _every)},
+                every_n_steps=_every,
+                numbers=timed_indices(_every, 3 * _every),
+                make=_make,
+            )(_body)
 
 
 # Nothing distinguishes the fetch of its first batch from other code of the body.
@@ -560,7 +576,7 @@ def validation_every_few_steps(loop: Loop, timer: GPUPhaseHooks) -> None:
     for number, x in enumerate(timer.steps(loop.batches(40)), 1):
         loop.train(x)
         if number % 20 == 0:
-            validate(loop, loop.batches(3))
+            evaluate(loop, loop.batches(3))
 
 
 @scene(lambda how: [accumulated(4, how)] * 40, HOW, accumulate_grad_batches=4)
@@ -586,7 +602,7 @@ def validation_after_each_short_epoch(
         loop.train(x)
         timer.step()
         if number % per_epoch == 0:
-            validate(loop, loop.batches(n))
+            evaluate(loop, loop.batches(n))
 
 
 @scene(
@@ -630,7 +646,7 @@ def pause(loop: Loop, timer: GPUPhaseHooks, how: str, place: str) -> None:
         with timer.paused(), timer.paused():
             loop.gpu.work(64.0)
             loop.train(torch.ones(1, 2))
-            validate(loop, loop.batches(3))
+            evaluate(loop, loop.batches(3))
 
     for x in each_batch(timer, loop.batches(3), how):
         if place == "before":
@@ -668,7 +684,7 @@ for _every in (10, 50):
     ) -> None:
         for x in timer.steps(loop.batches(every // 2)):
             loop.train(x)
-        validate(loop, timer.steps(loop.batches(5)))
+        evaluate(loop, timer.steps(loop.batches(5)))
         for x in timer.steps(loop.batches(3 * every - every // 2)):
             loop.train(x)
 
@@ -697,7 +713,8 @@ def model_call_in_a_named_phase(loop: Loop, timer: GPUPhaseHooks) -> None:
 
 
 @pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
-def test_steps_of_loops(scene: Scene, loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_of_loops(scene: Scene, gpu: FakeGPU, caplog: pytest.LogCaptureFixture) -> None:
+    loop = scene.make(gpu)
     things = (*loop.model.modules(), loop.optimizer)
     bare = installed(*things)
     if not scene.has_optimizer:
@@ -776,7 +793,7 @@ def test_warns_about_phase_on_a_generator(caplog: pytest.LogCaptureFixture) -> N
     assert "load" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["step", "steps"])
+@pytest.mark.parametrize("how", HOWS)
 def test_validation_of_all_models_of_a_container_is_in_no_step(gpu: FakeGPU, how: str) -> None:
     encoders: Any = nn.ModuleDict({"image": Layer(gpu, 2.0, 4.0), "text": Layer(gpu, 1.0, 2.0)})
     optimizer = Adder(encoders.parameters(), gpu, 2.0)
@@ -830,7 +847,7 @@ def test_warns_about_training_of_another_model(
 
 
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("how", ["step", "steps"])
+@pytest.mark.parametrize("how", HOWS)
 def test_advises_to_pause_an_evaluation_in_training_mode(loop: Loop, how: str, grad: bool) -> None:
     with hooks(loop) as timer:
         loader = loop.batches(100)
@@ -856,47 +873,13 @@ def test_batches_longer_in_all_phases_get_no_advice(gpu: FakeGPU) -> None:
     assert "few steps" not in str(timer.summary())
 
 
-class Encoded(nn.Module):
-    """A head on a frozen encoder."""
-
-    def __init__(self, gpu: FakeGPU) -> None:
-        super().__init__()
-        self.encoder, self.head = Layer(gpu, 10.0), Layer(gpu, 4.0, 8.0)
-        self.encoder.requires_grad_(False)
-
-    def train(self, mode: bool = True) -> "Encoded":
-        super().train(mode)
-        self.encoder.eval()
-        return self
-
-
-@pytest.mark.parametrize("how", ["step", "steps"])
-@pytest.mark.parametrize("calls", [1, 5])
-@pytest.mark.parametrize("every", [1, 20])
-def test_frozen_encoder_before_training_is_other_and_the_fetch_is_data(
-    gpu: FakeGPU, how: str, calls: int, every: int
-) -> None:
-    model = Encoded(gpu).train()
-    optimizer = Adder(model.head.parameters(), gpu, 2.0)
-    options: dict[str, Any] = {"_clock": gpu, "every_n_steps": every, "warmup_steps": 0}
-    with GPUPhaseHooks(model, optimizer, **options) as timer:
-        for x in each_batch(timer, batches(gpu, 3 * every, copy_ms=FETCH_MS), how):
-            with torch.no_grad():
-                for _ in range(calls):
-                    hidden = model.encoder(x)
-            work(model.head(hidden), gpu, 0.5).sum().backward()
-            optimizer.step()
-    expected = {"data": FETCH_MS, "other": 10.0 * calls, "forward": 4.0, "loss": 0.5}
-    assert steps(timer) == [{**expected, "backward": 8.0, "optimizer": 2.0}] * 3
-
-
-@pytest.mark.parametrize("how", ["step", "steps"])
+@pytest.mark.parametrize("how", HOWS)
 def test_evaluations_inside_steps_are_an_entry_of_the_time_breakdown(loop: Loop, how: str) -> None:
     n = 60
     with hooks(loop) as timer:
         for x in each_batch(timer, loop.batches(n), how):
             loop.train(x)
-            validate(loop, loop.batches(5))
+            evaluate(loop, loop.batches(5))
     breakdown = timer.summary().diagnosis.time_breakdown
     assert breakdown is not None
     # Without the fetch of the first batch. The end of the last step is read after the loop.
