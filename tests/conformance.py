@@ -7,6 +7,7 @@ tests/conformance.py` writes the table of loops in `README.md`.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -67,9 +68,9 @@ class Case:
 CASES: list[Case] = []
 
 
-def case(
+def loss_case(
     phases: Phases | list[Phases],
-    front_ends: tuple[str, ...],
+    front_ends: tuple[str, ...] = ALL,
     each: dict[str, Any] | None = None,
     **options: Any,
 ) -> Callable[[Body], Body]:
@@ -93,16 +94,11 @@ def case(
     return add
 
 
-def loss_case(
-    phases: Phases | list[Phases], front_ends: tuple[str, ...] = ALL, **options: Any
-) -> Callable[[Body], Body]:
-    return case(phases, front_ends, **options)
-
-
 def body_case(
     phases: Phases | list[Phases], front_ends: tuple[str, ...] = BY_HAND, **options: Any
 ) -> Callable[[Body], Body]:
-    return case(phases, front_ends, updates=True, **options)
+    """Add a case whose body calls backward and the optimizer."""
+    return loss_case(phases, front_ends, updates=True, **options)
 
 
 def times(**phases: float) -> Phases:
@@ -135,6 +131,17 @@ class Net(nn.Module):
 
 def with_model(make: Callable[[FakeGPU], nn.Module]) -> Build:
     return lambda gpu: Loop(gpu, make(gpu))
+
+
+def with_net(call: Callable[[Any, Tensor], Any], **layers_ms: tuple[float, float]) -> Build:
+    """A loop with a `Net` of layers, by the times of their forward and backward."""
+
+    def build(gpu: FakeGPU) -> Loop:
+        return Loop(
+            gpu, Net(gpu, call, **{name: Layer(gpu, *ms) for name, ms in layers_ms.items()})
+        )
+
+    return build
 
 
 def with_optimizer(make: Callable[[Iterator[nn.Parameter], FakeGPU, float], Any]) -> Build:
@@ -198,12 +205,6 @@ def parts(gpu: FakeGPU) -> nn.Module:
     )
 
 
-def module_list(net: Any, x: Tensor) -> Tensor:
-    for block in net.blocks:
-        x = block(x)
-    return x
-
-
 def vae(net: Any, x: Tensor) -> Tensor:
     hidden = net.encoder(x)
     net.gpu.work(1.0)  # sampling, between two model calls
@@ -218,7 +219,7 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "part of a part": lambda net, x: net.head(net.backbone["features"](x)),
     "forward of a part": lambda net, x: net.head(net.backbone["features"].forward(x)),
     "several parts with glue between": vae,
-    "ModuleList": module_list,
+    "ModuleList": lambda net, x: net.blocks[1](net.blocks[0](x)),
     "ModuleDict": lambda net, x: net.heads["a"](x),
 }
 
@@ -232,6 +233,10 @@ def calls(loop: Loop, x: Tensor, call: Callable[..., Tensor]) -> Tensor:
 def gradient(net: Any, x: Tensor) -> Tensor:
     [force] = torch.autograd.grad(net.net(x.requires_grad_()).sum(), [x], create_graph=True)
     return force
+
+
+def with_loss_inside(net: Any, x: Tensor) -> Tensor:
+    return work(net.net(x), net.gpu, 0.5, 0.25).sum()
 
 
 def with_named_loss(net: Any, x: Tensor) -> Tensor:
@@ -254,10 +259,14 @@ def train_locally(net: Any, x: Tensor) -> Tensor:
     return result
 
 
-def local(gpu: FakeGPU) -> nn.Module:
-    net: Any = Net(gpu, train_locally, first=Layer(gpu, 1.0, 1.0), second=Layer(gpu, 3.0, 3.0))
-    net.optimizer = Adder(net.first.parameters(), gpu, 2.0)
-    return net  # type: ignore[no-any-return]
+def local(gpu: FakeGPU) -> Loop:
+    loop = with_net(train_locally, first=(1.0, 1.0), second=(3.0, 3.0))(gpu)
+    loop.model.optimizer = Adder(loop.model.first.parameters(), gpu, 2.0)
+    return loop
+
+
+def checkpoint_block(net: Any, x: Tensor) -> Any:
+    return checkpoint(run_block, net, net.first(x), use_reentrant=False)
 
 
 LOSS_INSIDE = 'A loss inside `forward`: `forward`, unless `phase("loss")` splits it off'
@@ -275,46 +284,33 @@ CASES += [
         "gradient inside a model call",
         "A gradient inside a model call, such as forces: `forward`",
         times(backward=0.25),  # The backward of a gradient takes no time here.
-        build=with_model(lambda gpu: Net(gpu, gradient, net=Layer(gpu, 1.0, 3.0))),
+        build=with_net(gradient, net=(1.0, 3.0)),
     ),
     Case(
         "phase in a checkpointed block",
         "A phase named in a checkpointed block: `forward` only when it runs first",
         times(**{"backward": 8.0, "forward/block": 2.0}),
-        build=with_model(
-            lambda gpu: Net(
-                gpu,
-                lambda net, x: checkpoint(run_block, net, net.first(x), use_reentrant=False),
-                first=Layer(gpu, 2.0, 4.0),
-                block=Layer(gpu, 2.0, 1.75),
-            )
-        ),
+        build=with_net(checkpoint_block, first=(2.0, 4.0), block=(2.0, 1.75)),
     ),
     Case(
         "update inside a model call",
         "An update inside a model call (local learning): the call continues after it",
         times(backward=4.25, optimizer=4.0),
         (*ALL_AND_TRANSFORMERS, MANUAL),
-        build=with_model(local),
+        build=local,
     ),
     Case(
         "loss inside forward",
         LOSS_INSIDE,
         times(forward=4.5, loss=0.0),
-        build=with_model(
-            lambda gpu: Net(
-                gpu,
-                lambda net, x: work(net.net(x), gpu, 0.5, 0.25).sum(),
-                net=Layer(gpu, 4.0, 7.75),
-            )
-        ),
+        build=with_net(with_loss_inside, net=(4.0, 7.75)),
         body=lambda loop, x: loop.model(x),
     ),
     Case(
         "loss inside forward, named",
         LOSS_INSIDE,
         STEP_MS,
-        build=with_model(lambda gpu: Net(gpu, with_named_loss, net=Layer(gpu, 4.0, 7.75))),
+        build=with_net(with_named_loss, net=(4.0, 7.75)),
         body=lambda loop, x: loop.model(x),
     ),
 ]
@@ -334,17 +330,10 @@ def model_call_that_raises(loop: Loop, x: Tensor) -> Tensor:
     return loop.loss(x)
 
 
-def returns_loss(gpu: FakeGPU) -> nn.Module:
-    """A model that computes its loss, and has a part that the loop also calls."""
-    return Net(
-        gpu, lambda net, x: net.first(x).sum(), first=Layer(gpu, 2.0, 3.0), other=Layer(gpu, 1.0)
-    )
-
-
 @loss_case(
     times(forward=2.0 + 2.0, loss=0.5, backward=3.0 + 0.25),
     ALL_AND_TRANSFORMERS,
-    build=with_model(returns_loss),
+    build=with_net(lambda net, x: net.first(x).sum(), first=(2.0, 3.0), other=(1.0, 0.0)),
 )
 def model_that_returns_its_loss(loop: Loop, x: Tensor) -> Tensor:
     """A model that returns its loss, called after one of its parts: `forward`."""
@@ -905,20 +894,10 @@ class Bare(Averaging):
         pass
 
 
-class Averager:
-    """Averages parameters in 3 ms."""
-
-    def __init__(self, gpu: FakeGPU) -> None:
-        self.gpu = gpu
-
-    def average_parameters(self, params: object) -> None:
-        self.gpu.work(3.0)
-
-
 def post_local_sgd(params: Iterator[nn.Parameter], gpu: FakeGPU, ms: float) -> Any:
     from torch.distributed.optim import PostLocalSGDOptimizer
 
-    averager: Any = Averager(gpu)
+    averager: Any = SimpleNamespace(average_parameters=lambda params: gpu.work(3.0))
     return PostLocalSGDOptimizer(Adder(params, gpu, ms), averager)
 
 
@@ -927,14 +906,13 @@ for _variant, _optimizer, _phases in (
     ("around another", Averaging, times(other=3.125)),
     ("PostLocalSGDOptimizer", post_local_sgd, times(optimizer=5.0)),
 ):
-    _build: Any = with_optimizer(_optimizer)
     CASES.append(
         Case(
             f"optimizer without hooks, {_variant}",
             "An optimizer without hooks; where it wraps another, the inner update is `optimizer`",
             _phases,
             PLAIN,  # Lightning refuses them.
-            build=_build,
+            build=with_optimizer(_optimizer),
         )
     )
 
