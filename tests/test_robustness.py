@@ -3,15 +3,14 @@
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import installed
-from fake_gpu import Adder, FakeGPU, Layer, steps
-from fake_lightning import Loader, Model, fit, timer_of, trainer
-from fake_loop import Loop, hooks
+from fake_gpu import STEP_MS, FakeGPU, Layer, steps
+from fake_lightning import Loader, Model, callback, fit, timer_of, trainer
+from fake_loop import Loop, hooks, train
 from test_nothing_stays import left_on
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
@@ -21,25 +20,18 @@ from lightning_gputime import GPUPhaseHooks, phase
 # Attributes of a model that the package must not trust
 
 
-NAMES = ("module", "optimizer", "gradient_state", "is_compiled")
-VALUES: dict[str, Callable[[], Any]] = {
-    "None": lambda: None,
-    "text": lambda: "text",
-    "python module": lambda: sys,
-    "nn.Module": lambda: nn.Linear(2, 2),
-    "list": lambda: [1],
-}
-
-
-@pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "value",
+    [None, "text", sys, nn.Linear(2, 2), [1]],
+    ids=["None", "text", "python module", "nn.Module", "list"],
+)
+@pytest.mark.parametrize("name", ["module", "optimizer", "gradient_state", "is_compiled"])
 def test_attributes_of_a_model_do_not_confuse_the_timer(
-    gpu: FakeGPU, name: str, value: str
+    gpu: FakeGPU, name: str, value: Any
 ) -> None:
     model = Model(gpu)
-    setattr(model, name, VALUES[value]())
-    timer = timer_of(gpu, modules=["net"])
-    fit(gpu, model, 2, timer=timer)
+    setattr(model, name, value)
+    timer = fit(gpu, model, 2, timer=timer_of(gpu, modules=["net"]))
     assert [step["forward/net"] for step in steps(timer)] == [4.0, 4.0]
 
 
@@ -53,13 +45,7 @@ def test_submodule_called_module_is_not_a_wrapper(gpu: FakeGPU) -> None:
             out: Tensor = self.head(self.module(x))
             return out
 
-    model = Outer()
-    optimizer = Adder(model.parameters(), gpu, 2.0)
-    timed = GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0, modules=["module", "head"])
-    with timed as timer:
-        for x in timer.steps([torch.ones(1, 2)] * 2):
-            model(x).sum().backward()
-            optimizer.step()
+    timer = train(Loop(gpu, Outer()), 2, modules=["module", "head"])
     assert [(step["forward/module"], step["forward/head"]) for step in steps(timer)] == [(4, 1)] * 2
 
 
@@ -79,13 +65,8 @@ def test_model_whose_getattr_answers_anything_is_timed(gpu: FakeGPU) -> None:
                     raise
                 return self.linear
 
-    model = Proxy(gpu, 4.0, 7.75)
-    optimizer = Adder(model.parameters(), gpu, 2.0)
-    with GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0) as timer:
-        for x in timer.steps([torch.ones(1, 2)] * 2):
-            model(x).sum().backward()
-            optimizer.step()
-    assert [step["forward"] for step in steps(timer)] == [4.0, 4.0]
+    timer = train(Loop(gpu, Proxy(gpu, 4.0, 7.75)), 2)
+    assert steps(timer) == [STEP_MS] * 2
 
 
 # Errors of the timer itself
@@ -104,20 +85,15 @@ class Exotic(torch.optim.Optimizer):
                 parameter.sub_(1.0)
 
 
-GROUPS: dict[str, Any] = {
-    "no params": [{}],
-    "None": None,
-    "numbers": [1],
-    "params is None": [{"params": None}],
-    "names": [{"params": ["weight"]}],
-}
-
-
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize(
+    "groups",
+    [[{}], None, [1], [{"params": None}], [{"params": ["weight"]}]],
+    ids=["no params", "None", "numbers", "params is None", "names"],
+)
 @pytest.mark.parametrize("is_given", [True, False])
-def test_optimizer_with_other_groups_updates(loop: Loop, groups: str, is_given: bool) -> None:
+def test_optimizer_with_other_groups_updates(loop: Loop, groups: Any, is_given: bool) -> None:
     optimizer: Any = Exotic(loop.model.parameters())
-    optimizer.param_groups = GROUPS[groups]
+    optimizer.param_groups = groups
     before = loop.model.linear.bias.clone()
     given = [loop.optimizer, *[optimizer][:is_given]]
     with GPUPhaseHooks(loop.model, given, _clock=loop.gpu, warmup_steps=0) as timer:
@@ -139,13 +115,11 @@ FAILING = {
 }
 
 
+@pytest.mark.usefixtures("is_bare")
 @pytest.mark.parametrize("place", FAILING)
 def test_error_of_the_timer_ends_only_the_timing(
     loop: Loop, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    things = (*loop.model.modules(), loop.optimizer)
-    bare = installed(*things)
-
     def fails(*_: Any, **__: Any) -> Any:
         raise LookupError("of the timer")
 
@@ -157,7 +131,6 @@ def test_error_of_the_timer_ends_only_the_timing(
             loop.train(x)
             timer.step()
     assert "of the timer" in caplog.text
-    assert installed(*things) == bare
 
 
 # Evaluations that fail while they are set up
@@ -170,20 +143,17 @@ def test_evaluation_that_cannot_be_set_up_leaves_the_training_alone(
     def fails(*_: Any) -> None:
         raise error
 
-    class Fails(pl.Callback):
-        def on_validation_start(self, *_: Any) -> None:
-            path = "lightning_gputime._instrumentation.optimizer.OptimizerBoundary.patch_zero_grad"
-            monkeypatch.setattr(path, fails)
+    def break_boundary(*_: Any) -> None:
+        path = "lightning_gputime._instrumentation.optimizer.OptimizerBoundary.patch_zero_grad"
+        monkeypatch.setattr(path, fails)
 
     model = Model(gpu)
-    timer = timer_of(gpu)
-    owner = trainer(Fails(), timer)
-    if error is KeyboardInterrupt:
-        with pytest.raises(SystemExit):
-            owner.fit(model, Loader(gpu, 3), Loader(gpu, 2))
-    else:
+    breaks = callback(on_validation_start=break_boundary)
+    ends = pytest.raises(SystemExit) if error is KeyboardInterrupt else nullcontext()
+    owner = trainer(breaks, timer_of(gpu))
+    with ends:
         owner.fit(model, Loader(gpu, 3), Loader(gpu, 2))
-        assert owner.state.finished
+    assert owner.state.finished == (error is LookupError)
     assert left_on(*model.modules()) == []
 
 
@@ -255,10 +225,9 @@ def test_phase_around_a_yield_ends_with_the_fetch(loop: Loop, every: Any) -> Non
 # Ends
 
 
-def test_interrupted_last_wait_leaves_nothing(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    things = (*loop.model.modules(), loop.optimizer)
-    bare = installed(*things)
-
+def test_interrupted_last_wait_leaves_nothing(
+    loop: Loop, is_bare: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -268,6 +237,6 @@ def test_interrupted_last_wait_leaves_nothing(loop: Loop, monkeypatch: pytest.Mo
     monkeypatch.setattr("fake_gpu.FakeEvent.synchronize", interrupted)
     with pytest.raises(KeyboardInterrupt):
         timer.remove()
-    assert installed(*things) == bare
+    assert is_bare()
     timer.remove()
     assert not torch_optimizer._global_optimizer_post_hooks
