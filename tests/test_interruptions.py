@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
+from unittest.mock import MagicMock
 
 import lightning.pytorch as pl
 import pytest
@@ -89,11 +90,9 @@ def plain(use: Callable[..., None], **options: Any) -> Callable[[bool, Path], Tr
     def make(has_timer: bool, _: Path) -> Training:
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        timer: Any = Untimed()
+        timer: Any = MagicMock(steps=lambda loader: loader)  # Does nothing.
         if has_timer:
-            timer = GPUPhaseHooks(
-                model, optimizer, _clock=FakeGPU(), **{"warmup_steps": 0, **options}
-            )
+            timer = GPUPhaseHooks(model, optimizer, _clock=FakeGPU(), warmup_steps=0, **options)
 
         def update(x: Tensor) -> None:
             optimizer.zero_grad()
@@ -105,22 +104,6 @@ def plain(use: Callable[..., None], **options: Any) -> Callable[[bool, Path], Tr
         return Training(model, optimizer, lambda: use(timer, update, model))
 
     return make
-
-
-class Untimed:
-    """The methods of a timer that loops call, without timing."""
-
-    def __enter__(self) -> "Untimed":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    attach = paused = step = summary = __enter__
-    remove = __exit__
-
-    def steps(self, loader: Any) -> Any:
-        return loader
 
 
 def iterate_with_evaluations(timer: Any, update: Any, model: nn.Module) -> None:
@@ -164,37 +147,34 @@ def train_for_long(timer: Any, update: Any, model: nn.Module) -> None:
             update(x)
 
 
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.optimizer = torch.optim.SGD(self.parameters(), 0.1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch).sum()
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.net(batch)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
 def lightning(has_timer: bool, tmp_path: Path) -> Training:
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            loss: Tensor = self.net(batch).sum()
-            return loss
-
-        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-            self.net(batch)
-
-        def configure_optimizers(self) -> Any:
-            return optimizer
-
     model = Module()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    callbacks = []
-    if has_timer:
-        save_path = tmp_path / "run.json"
-        callbacks = [GPUPhaseTimer(_clock=FakeGPU(), print_summary=False, save_path=save_path)]
+    options: dict[str, Any] = {"print_summary": False, "save_path": tmp_path / "run.json"}
+    callbacks = [GPUPhaseTimer(_clock=FakeGPU(), **options)] if has_timer else []
     owner = trainer(*callbacks, log_every_n_steps=1)
     loop: Any = owner.fit_loop
     parts = [owner, loop, loop.epoch_loop, loop.epoch_loop.val_loop, owner.strategy]
     things = [*parts, owner.profiler]  # type: ignore[attr-defined]  # has no hint
-    loaders: Any = (
-        DataLoader(cast("Any", DATA), batch_size=None),
-        DataLoader(cast("Any", DATA[:2]), batch_size=None),
-    )
-    return Training(model, optimizer, lambda: owner.fit(model, *loaders), things=things)
+    data: Any = DATA
+    loaders: Any = [DataLoader(batches, batch_size=None) for batches in (data, data[:2])]
+    return Training(model, model.optimizer, lambda: owner.fit(model, *loaders), things=things)
 
 
 def huggingface(has_timer: bool, tmp_path: Path) -> Training:
@@ -203,29 +183,18 @@ def huggingface(has_timer: bool, tmp_path: Path) -> Training:
     from lightning_gputime.huggingface import TransformersPhaseTimer
 
     args = transformers.TrainingArguments(
-        str(tmp_path),
-        max_steps=3,
-        report_to=[],
-        save_strategy="no",
-        eval_strategy="steps",
-        eval_steps=2,
-        logging_steps=1,
-        disable_tqdm=True,
-        use_cpu=True,
+        str(tmp_path), max_steps=3, report_to=[], save_strategy="no", eval_strategy="steps",
+        eval_steps=2, logging_steps=1, disable_tqdm=True, use_cpu=True,
         dataloader_pin_memory=False,
-    )
+    )  # fmt: skip
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     rows = [{"x": torch.ones(2), "labels": torch.ones(2)}] * 8
     timer = TransformersPhaseTimer(_clock=FakeGPU(), print_summary=False)
     owner: Any = transformers.Trainer(
-        model,
-        args,
-        train_dataset=rows,
-        eval_dataset=rows,
-        optimizers=(optimizer, None),
+        model, args, train_dataset=rows, eval_dataset=rows, optimizers=(optimizer, None),
         callbacks=[timer] * has_timer,
-    )
+    )  # fmt: skip
     owner.remove_callback(transformers.PrinterCallback)
     others = [callback for callback in owner.callback_handler.callbacks if callback is not timer]
     things = [owner, owner.callback_handler, *others]
