@@ -7,6 +7,7 @@ import copy
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +61,12 @@ def tokenizer() -> Any:
 
 def llama() -> Any:
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=16,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=1,
-        )
-    )
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64,
+        pad_token_id=0, bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
 
 
 def rows(**columns: Any) -> Any:
@@ -82,50 +75,32 @@ def rows(**columns: Any) -> Any:
     )
 
 
-def given(data: Any, callbacks: list[Any]) -> dict[str, Any]:
-    """Return the common arguments of TRL's trainers."""
-    return {
-        "train_dataset": data,
-        "eval_dataset": data.select(range(4)),
-        "processing_class": tokenizer(),
-        "callbacks": callbacks,
-    }
-
-
-def sft(path: Path, callbacks: list[Any], **others: Any) -> Any:
-    trl = pytest.importorskip("trl")
-    data = rows(text=["a b c d e f", "g h i j k l"])
-    return trl.SFTTrainer(
-        llama(), trl.SFTConfig(str(path), **OPTIONS), **given(data, callbacks), **others
-    )
-
-
-def dpo(path: Path, callbacks: list[Any]) -> Any:
-    trl = pytest.importorskip("trl")
-    data = rows(prompt=["a b c"], chosen=["d e f"], rejected=["g h"])
-    return trl.DPOTrainer(
-        llama(),
-        ref_model=llama(),
-        args=trl.DPOConfig(str(path), **OPTIONS),
-        **given(data, callbacks),
-    )
-
-
 def reward(completions: list[Any], **_: Any) -> list[float]:
     time.sleep(SLEEP_MS / 1e3)
     return [float(len(item)) for item in completions]
 
 
-def grpo(path: Path, callbacks: list[Any]) -> Any:
-    trl = pytest.importorskip("trl")
-    data = rows(prompt=["a b c", "d e"])
-    return trl.GRPOTrainer(
+def trl(kind: str, path: Path, callbacks: list[Any]) -> Any:
+    """Return a trainer of TRL."""
+    library = pytest.importorskip("trl")
+    options, others = dict(OPTIONS), dict[str, Any]()
+    if kind == "SFT":
+        data = rows(text=["a b c d e f", "g h i j k l"])
+    elif kind == "DPO":
+        data = rows(prompt=["a b c"], chosen=["d e f"], rejected=["g h"])
+        others["ref_model"] = llama()
+    else:
+        data = rows(prompt=["a b c", "d e"])
+        options |= {"num_generations": 2, "max_completion_length": 8, "steps_per_generation": 1}
+        others["reward_funcs"] = reward
+    return getattr(library, f"{kind}Trainer")(
         llama(),
-        reward,
-        args=trl.GRPOConfig(
-            str(path), num_generations=2, max_completion_length=8, steps_per_generation=1, **OPTIONS
-        ),
-        **given(data, callbacks),
+        args=getattr(library, f"{kind}Config")(str(path), **options),
+        train_dataset=data,
+        eval_dataset=data.select(range(4)),
+        processing_class=tokenizer(),
+        callbacks=callbacks,
+        **others,
     )
 
 
@@ -170,8 +145,13 @@ def sentences(path: Path, callbacks: list[Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("make", "more"),
-    [(sft, set()), (dpo, set()), (grpo, {"generate", "reward"}), (lora, set()), (sentences, set())],
-    ids=lambda item: getattr(item, "__name__", ""),
+    [
+        pytest.param(partial(trl, "SFT"), set(), id="sft"),
+        pytest.param(partial(trl, "DPO"), set(), id="dpo"),
+        pytest.param(partial(trl, "GRPO"), {"generate", "reward"}, id="grpo"),
+        pytest.param(lora, set(), id="lora"),
+        pytest.param(sentences, set(), id="sentences"),
+    ],
 )
 def test_trainer_is_timed_and_trains_the_same(
     make: Callable[..., Any], more: set[str], tmp_path: Path
