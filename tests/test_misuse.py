@@ -1,5 +1,6 @@
 """Mistakes are answered with the likely fix."""
 
+from re import escape
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,23 +53,20 @@ LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)))
     ],
 )
 def test_wrong_arguments_raise_with_the_likely_mistake(arguments: Any, message: str) -> None:
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match=escape(message)):
         GPUPhaseHooks(*arguments)
-    assert message in str(error.value)
 
 
 def test_timer_of_another_front_end_raises_with_the_right_timer(gpu: FakeGPU) -> None:
     timer: Any = GPUPhaseHooks(NET, SGD)
-    with pytest.raises(AttributeError) as error:
+    with pytest.raises(AttributeError, match=escape(HOMES)):
         trainer(timer).fit(Model(gpu), Loader(gpu, 1))
-    assert HOMES in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["foo", "__deepcopy__", "_fit_of_another"])
 def test_missing_attribute_raises_the_usual_error(name: str) -> None:
-    with pytest.raises(AttributeError) as error:
+    with pytest.raises(AttributeError, match=f"^'GPUPhaseHooks' object has no attribute '{name}'$"):
         getattr(GPUPhaseHooks(NET, SGD), name)
-    assert str(error.value) == f"'GPUPhaseHooks' object has no attribute {name!r}"
 
 
 def test_option_by_position_raises_with_the_keyword() -> None:
@@ -110,9 +108,8 @@ def test_summary_without_training_names_the_reason(gpu: FakeGPU) -> None:
 )
 def test_steps_refuses_what_is_not_a_loader(loop: Loop, loader: Any, message: str) -> None:
     with hooks(loop) as timer:
-        with pytest.raises(TypeError) as error:
+        with pytest.raises(TypeError, match=escape(message)):
             timer.steps(loader)
-        assert message in str(error.value)
         for x in timer.steps(loop.batches(2)):
             loop.train(x)
     assert len(timer.history()) == 2
@@ -142,9 +139,8 @@ def test_callback_as_context_manager_raises_with_the_hooks() -> None:
 def test_unknown_option_raises_with_the_closest_option(
     timer: Any, option: str, message: str
 ) -> None:
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match=escape(message)):
         timer(**{option: 1})
-    assert message in str(error.value)
 
 
 def test_class_as_callback_raises_before_training(gpu: FakeGPU) -> None:
@@ -165,14 +161,10 @@ def test_optimizer_of_another_model_warns(loop: Loop, caplog: pytest.LogCaptureF
 def test_model_on_two_devices_warns_with_the_timed_device(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(2, 1), nn.Linear(3, 1, device="meta"))
     GPUPhaseHooks(model[0]).attach().remove()
+    GPUPhaseHooks(model, device="cpu").attach().remove()
     assert "several devices" not in caplog.text
-    with GPUPhaseHooks(model):
-        pass
+    GPUPhaseHooks(model).attach().remove()
     assert (
         "The model is on several devices: cpu (3 parameters), meta (4 parameters). Its phases are"
         " timed on cpu; pass device= to choose another."
     ) in caplog.text
-    caplog.clear()
-    with GPUPhaseHooks(model, device="cpu"):
-        pass
-    assert "several devices" not in caplog.text
