@@ -1,5 +1,6 @@
 """A plain loop and its logger that take known times on a fake GPU."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,6 +46,10 @@ class Loop:
         self.micro_batch(x)
         self.update()
 
+    def train_all(self, batches: Iterable[Tensor]) -> None:
+        for x in batches:
+            self.train(x)
+
     def train_on(self, x: Tensor) -> None:
         """Train without the 0.125 ms of other work before the model."""
         self.loss(x).backward()
@@ -81,8 +86,7 @@ def hooks(loop: Loop, **options: Any) -> GPUPhaseHooks:
 def train(loop: Loop, n: int, **options: Any) -> GPUPhaseHooks:
     """Train on `n` batches, and return the timer."""
     with hooks(loop, **options) as timer:
-        for x in timer.steps(loop.batches(n)):
-            loop.train(x)
+        loop.train_all(timer.steps(loop.batches(n)))
     return timer
 
 

@@ -34,9 +34,7 @@ class Timed:
 TimeStep = Callable[..., Timed]
 
 
-@pytest.fixture
-def x() -> Tensor:
-    return torch.ones(1, 2)
+X = torch.ones(1, 2)
 
 
 @pytest.fixture
@@ -52,64 +50,58 @@ def time_step(gpu: FakeGPU) -> Iterator[TimeStep]:
         yield make
 
 
-def test_only_the_outermost_call_records_events(
-    gpu: FakeGPU, x: Tensor, time_step: TimeStep
-) -> None:
+def test_only_the_outermost_call_records_events(gpu: FakeGPU, time_step: TimeStep) -> None:
     model = nn.Sequential(Layer(gpu, 1.0), nn.Sequential(Layer(gpu, 2.0), Layer(gpu, 4.0)))
     timed = time_step(model)
     before = gpu.created
-    model(x)
+    model(X)
     gpu.work(8.0)
     assert gpu.created - before == 2
     assert timed.end_step() == {"forward": 7.0, "other": 8.0}
 
 
-def test_children_inside_the_model_call_lose_their_hooks(
-    gpu: FakeGPU, x: Tensor, time_step: TimeStep
-) -> None:
+def test_children_inside_the_model_call_lose_their_hooks(gpu: FakeGPU, time_step: TimeStep) -> None:
     model = nn.Sequential(*(Layer(gpu, 1.0) for _ in range(10)))
     bare = installed(*model)
     timed = time_step(model)
     assert installed(*model) != bare
-    model(x)
+    model(X)
     assert timed.end_step() == {"forward": 10.0}
     assert installed(*model) == bare
-    model(x)
+    model(X)
     assert timed.end_step() == {"forward": 10.0}
 
 
 def test_children_regain_hooks_after_a_step_without_forward(
-    gpu: FakeGPU, x: Tensor, time_step: TimeStep
+    gpu: FakeGPU, time_step: TimeStep
 ) -> None:
     model = nn.Sequential(Layer(gpu, 1.0), Layer(gpu, 2.0))
     timed = time_step(model)
-    model(x)
+    model(X)
     timed.end_step()
-    model[0](x)
+    model[0](X)
     assert timed.end_step() == {"data": 1.0}
-    model[0](x)
+    model[0](X)
     assert timed.end_step() == {"forward": 1.0}
 
 
-def test_child_that_is_also_called_alone_keeps_its_hooks(
-    gpu: FakeGPU, x: Tensor, time_step: TimeStep
-) -> None:
+def test_child_that_is_also_called_alone_keeps_its_hooks(gpu: FakeGPU, time_step: TimeStep) -> None:
     model = nn.Sequential(Layer(gpu, 1.0), Layer(gpu, 2.0))
     timed = time_step(model)
     for _ in range(3):
-        model(x)
+        model(X)
         gpu.work(8.0)
-        model[0](x)
+        model[0](X)
         assert timed.end_step() == {"forward": 12.0}
 
 
-def test_timers_can_be_removed_in_any_order(gpu: FakeGPU, x: Tensor) -> None:
+def test_timers_can_be_removed_in_any_order(gpu: FakeGPU) -> None:
     before = AUTOGRAD._engine_run_backward
     model = Layer(gpu, 1.0, 2.0)
     bare = installed(model)
     first, second, three = (Timed(gpu, model) for _ in range(3))
     first.timer.remove()
-    model(x).sum().backward()
+    model(X).sum().backward()
     assert len(first.timer.history()) == 0
     assert second.end_step()["backward"] == three.end_step()["backward"] == 2.0
     three.timer.remove()
@@ -118,7 +110,7 @@ def test_timers_can_be_removed_in_any_order(gpu: FakeGPU, x: Tensor) -> None:
     assert installed(model) == bare
 
 
-def test_foreign_patch_around_ours_keeps_working_after_remove(gpu: FakeGPU, x: Tensor) -> None:
+def test_foreign_patch_around_ours_keeps_working_after_remove(gpu: FakeGPU) -> None:
     before = AUTOGRAD._engine_run_backward
     model = Layer(gpu, 1.0, 2.0)
     timed = Timed(gpu, model)
@@ -126,7 +118,7 @@ def test_foreign_patch_around_ours_keeps_working_after_remove(gpu: FakeGPU, x: T
     AUTOGRAD._engine_run_backward = theirs = lambda *args, **kwargs: ours(*args, **kwargs)
     timed.timer.remove()
     assert AUTOGRAD._engine_run_backward is theirs
-    model(x).sum().backward()
+    model(X).sum().backward()
     AUTOGRAD._engine_run_backward = before
     assert model.linear.weight.grad is not None
     assert len(timed.timer.history()) == 0
@@ -158,7 +150,7 @@ def test_state_dict_is_saved_as_without_a_timer(time_step: TimeStep) -> None:
 
 @DUPLICATES
 def test_copy_of_a_timed_model_has_no_hooks(
-    x: Tensor, time_step: TimeStep, duplicate: Callable[[Any], Any]
+    time_step: TimeStep, duplicate: Callable[[Any], Any]
 ) -> None:
     model = small_model()
     for entry in (model, torch.fx.symbolic_trace(model)):
@@ -168,12 +160,12 @@ def test_copy_of_a_timed_model_has_no_hooks(
         copied = duplicate(entry)
         assert hooks_of(copied) == hooks_of(bare)
         assert vars(copied).keys() == vars(bare).keys()
-        assert torch.equal(copied(x), entry(x))
+        assert torch.equal(copied(X), entry(X))
 
 
 @pytest.mark.parametrize("has_hook", [False, True])
 def test_model_saved_while_timed_loads_without_the_package(
-    x: Tensor, time_step: TimeStep, has_hook: bool
+    time_step: TimeStep, has_hook: bool
 ) -> None:
     # As pytorch/examples does in `word_language_model`.
     model = small_model()
@@ -186,31 +178,31 @@ def test_model_saved_while_timed_loads_without_the_package(
     # A file without hooks loads with `weights_only`.
     with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.ReLU]):
         loaded = torch.load(io.BytesIO(file), weights_only=not has_hook)
-    assert torch.equal(loaded(x), model(x))
+    assert torch.equal(loaded(X), model(X))
     with zipfile.ZipFile(io.BytesIO(file)) as archive:
         [pickled] = [archive.read(name) for name in archive.namelist() if name.endswith(".pkl")]
     assert b"lightning_gputime" not in pickled
 
 
-def test_copy_keeps_foreign_hooks_and_handles(x: Tensor, time_step: TimeStep) -> None:
+def test_copy_keeps_foreign_hooks_and_handles(time_step: TimeStep) -> None:
     model = nn.Linear(2, 2)
     model.handle = model.register_forward_hook(lambda *_: torch.zeros(1))  # type: ignore[assignment]
     net = nn.Sequential(model)
     timed = time_step(net, modules=["0"])
     copied: Any = copy.deepcopy(net)[0]
-    assert torch.equal(copied(x), torch.zeros(1))
+    assert torch.equal(copied(X), torch.zeros(1))
     copied.handle.remove()
-    assert copied(x).shape == (1, 2)
-    assert torch.equal(model(x), torch.zeros(1))
+    assert copied(X).shape == (1, 2)
+    assert torch.equal(model(X), torch.zeros(1))
     timed.timer.remove()
-    assert torch.equal(model(x), torch.zeros(1))
+    assert torch.equal(model(X), torch.zeros(1))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated.*:DeprecationWarning")
-def test_model_is_traced_while_it_is_timed(x: Tensor, time_step: TimeStep) -> None:
+def test_model_is_traced_while_it_is_timed(time_step: TimeStep) -> None:
     model = small_model()
     time_step(model, modules=["0"])
-    assert torch.equal(torch.jit.trace(model, x)(x), model(x))
+    assert torch.equal(torch.jit.trace(model, X)(X), model(X))
 
 
 class Keeping(torch.optim.SGD):
@@ -264,7 +256,7 @@ def test_zero_grad_of_a_copied_accelerate_optimizer_keeps_the_gradients(loop: Lo
     model, prepared = accelerate.Accelerator(cpu=True).prepare(loop.model, optimizer)
     with GPUPhaseHooks(model, prepared, _clock=loop.gpu) as timer:
         for x in timer.steps(loop.batches(1)):
-            model(x).sum().backward()
+            model(X).sum().backward()
             copy.deepcopy(prepared).zero_grad()
             assert all(parameter.grad is not None for parameter in model.parameters())
             prepared.step()
@@ -287,7 +279,7 @@ def test_patches_that_others_install_between_timed_steps_are_called(loop: Loop) 
                 AUTOGRAD._engine_run_backward = theirs
                 calls.clear()
                 since = len(timer.history())
-            loop.train(x)
+            loop.train(X)
     assert AUTOGRAD._engine_run_backward is theirs
     AUTOGRAD._engine_run_backward = before
     assert len(steps(timer)) > since

@@ -132,9 +132,7 @@ def test_manual_optimization_without_visible_updates_has_one_step_per_batch(gpu:
     assert timer.history()["step_ms"].tolist() == [1.0 + 4.0 + 0.5 + 8.0 + 2.0] * 3
 
 
-def test_table_is_printed_once_when_training_ends(
-    gpu: FakeGPU, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_is_printed_once(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
     timer = GPUPhaseTimer(_clock=gpu, warmup_steps=1)
     fit(gpu, Model(gpu), timer=timer)
     printed = capsys.readouterr().out
@@ -277,9 +275,7 @@ def test_options_are_converted_from_configuration_files(
         ({"prefix": 3}, "prefix must be a string .* got 3"),
     ],
 )
-def test_callback_constructor_refuses_wrong_arguments(
-    options: dict[str, Any], message: str
-) -> None:
+def test_callback_refuses_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         GPUPhaseTimer(**options)
 
@@ -451,9 +447,7 @@ def test_graph_capture_in_a_validation_is_not_broken(gpu: FakeGPU, every_n_steps
     assert timer.summary().steps
 
 
-def test_warns_when_a_nested_fit_uses_the_same_timer(
-    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nested_fit_with_its_timer_warns(gpu: FakeGPU, caplog: pytest.LogCaptureFixture) -> None:
     def train(_: object, runner: pl.Trainer, *__: Any) -> None:
         if runner.current_epoch == 0:
             fit(gpu, Model(gpu), 2, timer=timer)

@@ -28,8 +28,7 @@ def test_last_step_is_the_newest_resolved_step(loop: Loop) -> None:
 
 def test_flush_resolves_pending_steps(loop: Loop) -> None:
     with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(2)):
-            loop.train(x)
+        loop.train_all(timer.steps(loop.batches(2)))
         assert len(timer.history()) == 1
         timer.flush()
         assert len(timer.history()) == 2
@@ -114,9 +113,7 @@ def test_copies_and_pickles_of_an_attached_timer_are_detached(loop: Loop) -> Non
             assert twin.history()["step"].tolist() == [0]
 
 
-def test_model_on_the_cpu_is_timed_on_the_host_clock_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_model_on_the_cpu_has_the_host_clock_and_warns(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
     with GPUPhaseHooks(model, torch.optim.SGD(model.parameters())) as timer:
         for x in timer.steps([torch.ones(1, 2)] * 3):
@@ -166,15 +163,14 @@ def test_step_and_steps_require_attach(loop: Loop, call: str) -> None:
         ({"logger": "csv"}, "logger must have a method log_metrics.* got 'csv'"),
     ],
 )
-def test_hooks_constructor_refuses_wrong_arguments(options: dict[str, Any], message: str) -> None:
+def test_hooks_refuse_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         GPUPhaseHooks(**{"model": nn.Linear(1, 1), **options})
 
 
 def test_warns_when_no_step_has_ended(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     with hooks(loop):
-        for x in loop.batches(3):
-            loop.train(x)
+        loop.train_all(loop.batches(3))
     assert "No step has ended: iterate over steps(loader), or call step()" in caplog.text
 
 
@@ -264,8 +260,7 @@ def test_every_n_steps_times_1_of_n_steps(gpu: FakeGPU, loop: Loop, lag: int) ->
 
 def test_untimed_steps_record_no_event(gpu: FakeGPU, loop: Loop) -> None:
     with hooks(loop, every_n_steps=10**6) as timer:
-        for x in timer.steps(loop.batches(300)):
-            loop.train(x)
+        loop.train_all(timer.steps(loop.batches(300)))
         assert gpu.created == 0
         assert gpu.waits == []
         assert timer.last_step is None
@@ -330,8 +325,7 @@ def test_steps_are_counted_from_the_first_through_all_epochs(loop: Loop) -> None
     for _ in range(2):  # Attached again, it starts at the first again.
         with timer:
             for _ in range(2):
-                for x in timer.steps(loop.batches(3)):
-                    loop.train(x)
+                loop.train_all(timer.steps(loop.batches(3)))
         assert timer.history()["step"].tolist() == [1000, 1001, 1002, 1003, 1004, 1005]
     assert [step for step, _ in logger.calls] == [1001, 1003, 1005] * 2
 
@@ -382,8 +376,7 @@ def test_steps_object_is_reused_and_has_the_attributes_of_its_loader(loop: Loop)
         for epoch in range(3):
             loader.set_epoch(epoch)
             assert (len(loader), epochs.epoch) == (3, epoch)
-            for x in loader:
-                loop.train(x)
+            loop.train_all(loader)
             loop.gpu.work(100.0)  # Belongs to no step.
         assert loader.sampler is epochs.sampler
         assert copy.copy(loader).batch_size == 1

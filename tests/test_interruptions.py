@@ -252,9 +252,7 @@ def shared() -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_interrupt_at_any_line_leaves_nothing(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupt_at_any_line_leaves_nothing(case: str, tmp_path: Path) -> None:
     if case == "huggingface":
         pytest.importorskip("transformers")
     n, make = CASES[case]

@@ -214,7 +214,7 @@ def test_pytorch_lightning_trainer_is_timed(gpu: FakeGPU) -> None:
     assert steps(timer) == [{**expected, "optimizer": 2.0, "other": 0.0}] * 3
 
 
-def test_wrapper_that_calls_the_training_step_is_not_a_model_call(
+def test_wrapper_call_is_not_a_model_call(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Redirects(Model):
@@ -260,7 +260,7 @@ def test_fetch_of_a_dataloader_iter_step_is_other(gpu: FakeGPU) -> None:
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("max_epochs", [1, 2])
-def test_run_resumed_within_an_epoch_is_timed_from_its_first_fetch(
+def test_resumed_fit_has_all_of_its_steps(
     gpu: FakeGPU, max_epochs: int, tmp_path: Path
 ) -> None:
     saves = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
@@ -387,7 +387,7 @@ def call_model(_: object, runner: pl.Trainer, model: pl.LightningModule, *__: An
 
 @either_order
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
-def test_model_calls_of_other_callbacks_are_not_forward(
+def test_model_call_in_a_callback_is_not_forward(
     gpu: FakeGPU, hook: str, first: bool
 ) -> None:
     timer = fit(gpu, Model(gpu), callbacks=[callback(**{hook: call_model})], first=first)
@@ -517,7 +517,7 @@ def test_checkpoint_in_every_step_is_not_input_bound(gpu: FakeGPU, tmp_path: Pat
     assert re.search(r"^  checkpoints +20\.000 ", str(timer.summary()), re.MULTILINE)
 
 
-def test_sigterm_broadcast_is_a_wait_for_other_ranks(
+def test_sigterm_broadcast_waits_for_ranks(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as EpochLoop
@@ -563,7 +563,7 @@ WITHOUT_UPDATE = {name: ms for name, ms in STEP_MS.items() if name != "optimizer
 
 
 @either_order
-def test_step_ends_at_the_update_when_a_callback_changes_the_accumulation(
+def test_step_ends_at_the_update_when_accumulation_changes(
     gpu: FakeGPU, first: bool
 ) -> None:
     def change(_: object, runner: pl.Trainer, *rest: Any) -> None:
@@ -706,7 +706,7 @@ def test_manual_accumulation_reaches_across_epochs(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.parametrize("is_twice", [True, False])
-def test_two_timers_with_the_same_keys_are_refused_before_training(
+def test_two_timers_with_the_same_keys_are_refused(
     gpu: FakeGPU, is_twice: bool
 ) -> None:
     timer = timer_of(gpu)
@@ -780,7 +780,7 @@ def test_file_that_a_lightning_cli_saves_can_be_run_again(options: str, tmp_path
         path = tmp_path / "config.yaml"
 
 
-def test_run_of_warm_up_steps_prints_a_labelled_table(
+def test_warm_up_table_has_a_label(
     gpu: FakeGPU, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timer = GPUPhaseTimer(_clock=gpu)

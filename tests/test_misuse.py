@@ -110,8 +110,7 @@ def test_steps_refuses_what_is_not_a_loader(loop: Loop, loader: Any, message: st
     with hooks(loop) as timer:
         with pytest.raises(TypeError, match=escape(message)):
             timer.steps(loader)
-        for x in timer.steps(loop.batches(2)):
-            loop.train(x)
+        loop.train_all(timer.steps(loop.batches(2)))
     assert len(timer.history()) == 2
 
 
@@ -136,9 +135,7 @@ def test_callback_as_context_manager_raises_with_the_hooks() -> None:
         (GPUPhaseTimer, "foo", "GPUPhaseTimer has no option foo: there is print_"),
     ],
 )
-def test_unknown_option_raises_with_the_closest_option(
-    timer: Any, option: str, message: str
-) -> None:
+def test_unknown_option_names_the_closest(timer: Any, option: str, message: str) -> None:
     with pytest.raises(TypeError, match=escape(message)):
         timer(**{option: 1})
 

@@ -14,9 +14,7 @@ def timer(loop: Loop) -> GPUPhaseHooks:
     return hooks(loop)
 
 
-def test_phase_takes_the_time_of_its_code_in_each_attached_timer(
-    gpu: FakeGPU, loop: Loop, timer: GPUPhaseHooks
-) -> None:
+def test_phase_acts_on_each_attached_timer(gpu: FakeGPU, loop: Loop, timer: GPUPhaseHooks) -> None:
     with timer, hooks(loop) as other:
         with phase("augment"):
             gpu.work(3.0)
@@ -46,9 +44,7 @@ def test_phase_without_a_timer_runs_its_code(gpu: FakeGPU) -> None:
     assert gpu.created == 0
 
 
-def test_phase_object_is_reused_in_nested_code_and_in_other_threads(
-    gpu: FakeGPU, timer: GPUPhaseHooks
-) -> None:
+def test_phase_object_is_reused_nested_and_in_threads(gpu: FakeGPU, timer: GPUPhaseHooks) -> None:
     augment = phase("augment")
 
     def use(ms: float) -> None:

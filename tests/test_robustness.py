@@ -26,9 +26,7 @@ from lightning_gputime import GPUPhaseHooks, phase
     ids=["None", "text", "python module", "nn.Module", "list"],
 )
 @pytest.mark.parametrize("name", ["module", "optimizer", "gradient_state", "is_compiled"])
-def test_attributes_of_a_model_do_not_confuse_the_timer(
-    gpu: FakeGPU, name: str, value: Any
-) -> None:
+def test_attribute_of_a_model_changes_no_phase(gpu: FakeGPU, name: str, value: Any) -> None:
     model = Model(gpu)
     setattr(model, name, value)
     timer = fit(gpu, model, 2, timer=timer_of(gpu, modules=["net"]))
@@ -232,8 +230,7 @@ def test_interrupted_last_wait_leaves_nothing(
         raise KeyboardInterrupt
 
     timer = hooks(loop).attach()
-    for x in timer.steps(loop.batches(3)):
-        loop.train(x)
+    loop.train_all(timer.steps(loop.batches(3)))
     monkeypatch.setattr("fake_gpu.FakeEvent.synchronize", interrupted)
     with pytest.raises(KeyboardInterrupt):
         timer.remove()

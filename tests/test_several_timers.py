@@ -10,11 +10,9 @@ from fake_loop import Loop, hooks
 
 def test_nested_and_sequential_timers_read_the_same(loop: Loop) -> None:
     with hooks(loop) as outer:
-        for x in outer.steps(loop.batches(2)):
-            loop.train(x)
+        loop.train_all(outer.steps(loop.batches(2)))
         with hooks(loop) as inner:
-            for x in outer.steps(inner.steps(loop.batches(3))):
-                loop.train(x)
+            loop.train_all(outer.steps(inner.steps(loop.batches(3))))
     assert steps(outer) == [STEP_MS] * 5
     assert steps(inner) == [STEP_MS] * 3
 

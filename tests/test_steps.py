@@ -133,8 +133,7 @@ TAKEN: dict[str, tuple[Callable[[Any, int], Any]]] = {
 @scene([STEP_MS] * 6, TAKEN)
 def loop_that_is_left(loop: Loop, timer: GPUPhaseHooks, taken: Callable[[Any, int], Any]) -> None:
     for _ in range(2):
-        for x in taken(timer.steps(loop.batches(9)), 3):
-            loop.train(x)
+        loop.train_all(taken(timer.steps(loop.batches(9)), 3))
         loop.gpu.work(99.0)
 
 
@@ -203,11 +202,9 @@ def step_called_inside_steps(loop: Loop, timer: GPUPhaseHooks, accumulate: int) 
 @scene([STEP_MS] * 6)
 def steps_around_steps(loop: Loop, timer: GPUPhaseHooks) -> None:
     for _ in timer.steps(range(2)):
-        for x in timer.steps(loop.batches(2)):
-            loop.train(x)
+        loop.train_all(timer.steps(loop.batches(2)))
         loop.gpu.work(99.0)
-    for x in timer.steps(timer.steps(loop.batches(2))):
-        loop.train(x)
+    loop.train_all(timer.steps(timer.steps(loop.batches(2))))
 
 
 @scene([times(optimizer=-1, other=2.125)] * 50, has_optimizer=False)
@@ -226,8 +223,7 @@ def update_by_hand(loop: Loop, timer: GPUPhaseHooks) -> None:
 @scene([STEP_MS])
 def loaders_with_no_or_one_batch(loop: Loop, timer: GPUPhaseHooks) -> None:
     for n in (0, 1):
-        for x in timer.steps(loop.batches(n)):
-            loop.train(x)
+        loop.train_all(timer.steps(loop.batches(n)))
 
 
 # Iterators
@@ -261,8 +257,7 @@ def iterator_that_is_started_by_next(loop: Loop, timer: GPUPhaseHooks) -> None:
     loader = iter(timer.steps(iter(loop.batches(3))))
     loop.train(next(loader))
     for _ in range(2):
-        for x in loader:
-            loop.train(x)
+        loop.train_all(loader)
 
 
 @scene([STEP_MS, *[times(data=2.0)] * 5])
@@ -287,8 +282,7 @@ def ahead(items: Any) -> Iterator[Tensor]:
 )
 def look_ahead_iterator(loop: Loop, timer: GPUPhaseHooks, after_ms: float) -> None:
     for _ in range(2):
-        for x in ahead(timer.steps(loop.batches(4))):
-            loop.train(x)
+        loop.train_all(ahead(timer.steps(loop.batches(4))))
         loop.gpu.work(after_ms)
 
 
@@ -318,8 +312,7 @@ def model_call_in_the_loader_is_data(loop: Loop, timer: GPUPhaseHooks) -> None:
                 loop.model(x)
             yield x
 
-    for x in timer.steps(mining()):
-        loop.train(x)
+    loop.train_all(timer.steps(mining()))
 
 
 # Accumulation
@@ -672,8 +665,7 @@ def named_phase_around_a_pause(loop: Loop, timer: GPUPhaseHooks) -> None:
 def steps_that_end_inside_a_pause(loop: Loop, timer: GPUPhaseHooks) -> None:
     for number in range(3):
         with timer.paused() if number == 1 else nullcontext():
-            for x in timer.steps(loop.batches(2)):
-                loop.train(x)
+            loop.train_all(timer.steps(loop.batches(2)))
 
 
 for _every in (10, 50):
@@ -682,11 +674,9 @@ for _every in (10, 50):
     def evaluation_before_the_first_timed_step(
         loop: Loop, timer: GPUPhaseHooks, every: int = _every
     ) -> None:
-        for x in timer.steps(loop.batches(every // 2)):
-            loop.train(x)
+        loop.train_all(timer.steps(loop.batches(every // 2)))
         evaluate(loop, timer.steps(loop.batches(5)))
-        for x in timer.steps(loop.batches(3 * every - every // 2)):
-            loop.train(x)
+        loop.train_all(timer.steps(loop.batches(3 * every - every // 2)))
 
 
 # Named phases
@@ -817,9 +807,7 @@ def test_validation_of_all_models_of_a_container_is_in_no_step(gpu: FakeGPU, how
     assert ms(timer, "other") == [0.0] * 45
 
 
-def test_warns_about_threads_that_train_in_turn(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_threads_that_train_in_turn_warn(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     turns = [threading.Semaphore(1), threading.Semaphore(0)]
 
     def train(me: int) -> None:
@@ -834,9 +822,7 @@ def test_warns_about_threads_that_train_in_turn(
     assert "several threads train alternately" in caplog.text
 
 
-def test_warns_about_training_of_another_model(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_training_of_another_model_warns(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     with hooks(loop) as timer:
         for item in (loop, Loop(loop.gpu), Loop(loop.gpu)):
             for x in timer.steps(loop.batches(24)):
@@ -887,9 +873,7 @@ def test_evaluations_inside_steps_are_an_entry_of_the_time_breakdown(loop: Loop,
     assert timer.summary().diagnosis.code == "evaluation-bound"
 
 
-def test_eval_calls_before_each_step_warn_and_have_no_verdict(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_eval_calls_before_each_step_warn(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     with hooks(loop) as timer:
         for x in loop.batches(100):
             evaluate(loop, 2, 30.0)

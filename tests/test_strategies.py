@@ -33,9 +33,7 @@ COMPARED: tuple[str | None, dict[str, float]] = (
         ["2 ddp", "2 ddp_find_unused_parameters_true"],
     ],
 )
-def test_lightning_strategies_time_every_phase_on_every_rank(
-    cases: list[str], tmp_path: Path
-) -> None:
+def test_strategy_times_every_phase_on_each_rank(cases: list[str], tmp_path: Path) -> None:
     # Strategies share their processes if they can.
     printed = run(SCRIPT, tmp_path, *cases)
     # The table is printed on rank zero alone.

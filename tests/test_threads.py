@@ -56,8 +56,7 @@ def test_other_threads_read_a_timer_while_one_trains(tmp_path: Path) -> None:
         with hooks(loop, history_size=100) as timer, ThreadPoolExecutor() as pool:
             looks = [pool.submit(looking(timer, done, tmp_path / str(i))) for i in range(readers)]
             try:
-                for x in timer.steps(loop.batches(400)):
-                    loop.train(x)
+                loop.train_all(timer.steps(loop.batches(400)))
             finally:
                 done.set()
         assert all(item.result() for item in looks)
