@@ -394,39 +394,6 @@ def test_validation_during_training_is_logged_under_the_training_step(gpu: FakeG
     assert [metrics["forward_ms"] for _, metrics in logged] == [4.0, 4.0]
 
 
-def weights_and_losses(*callbacks: pl.Callback) -> list[Tensor]:
-    class Net(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Sequential(
-                torch.nn.Linear(8, 16), torch.nn.Dropout(), torch.nn.Linear(16, 1)
-            )
-            self.losses: list[Tensor] = []
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            loss: Tensor = self.net(batch[0]).pow(2).mean()
-            self.losses.append(loss.detach())
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters())
-
-    pl.seed_everything(0)
-    data = torch.utils.data.TensorDataset(torch.randn(64, 8))
-    model = Net()
-    trainer(*callbacks, max_epochs=3).fit(
-        model, torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
-    )
-    return [*model.losses, *model.state_dict().values()]
-
-
-def test_losses_and_weights_are_bitwise_the_same_with_and_without_the_timer() -> None:
-    without = weights_and_losses()
-    with_timer = weights_and_losses(GPUPhaseTimer(print_summary=False))
-    assert len(without) == 24 + 4
-    assert all(map(torch.equal, without, with_timer))
-
-
 def test_every_n_steps_counts_across_epochs_and_validations(gpu: FakeGPU) -> None:
     timer = timer_of(gpu, every_n_steps=4)
     fit(gpu, Model(gpu), 6, timer=timer, validation=2, max_epochs=2, val_check_interval=3)

@@ -1,5 +1,6 @@
 """Each loop of `conformance.py` in each front end that can run it, with the exact times."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from conformance import (
     README,
     SAMPLED,
     STEP,
+    STEPS,
     TRANSFORMERS,
     WRAPPED,
     Case,
@@ -24,7 +26,9 @@ from conftest import hooks_of, installed
 from fake_gpu import FakeGPU, steps
 from fake_lightning import Loader, timer_of, trainer
 from fake_loop import Loop
+from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 
@@ -170,3 +174,59 @@ def test_phases_of_each_step(
 def test_readme_has_the_table_of_loops() -> None:
     text = README.read_text()
     assert text == with_table(text), "run `python tests/conformance.py`"
+
+
+class Regression(pl.LightningModule):
+    """A training with dropout and shuffled data, which a seed determines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(), nn.Linear(16, 1))
+        self.optimizer = torch.optim.AdamW(self.net.parameters())
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int = 0) -> Tensor:
+        loss: Tensor = self.net(batch).pow(2).mean()
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+    def train_dataloader(self) -> Any:
+        data: Any = torch.randn(64, 8)
+        return DataLoader(data, batch_size=8, shuffle=True)
+
+
+def regress(front_end: str, is_timed: bool) -> list[Tensor]:
+    """Train for three epochs, and return all losses and weights."""
+    module = Regression()
+    if front_end == LIGHTNING:
+        trainer(*[GPUPhaseTimer(print_summary=False)] * is_timed, max_epochs=3).fit(module)
+        return [*module.losses, *module.state_dict().values()]
+    loader, backward = module.train_dataloader(), torch.autograd.backward
+    optimizer: Any = module.optimizer
+    if front_end == "Fabric":
+        fabric = Fabric(accelerator="cpu", devices=1)
+        net, optimizer = fabric.setup(module.net, optimizer)
+        module.net, loader = net, fabric.setup_dataloaders(loader)
+        backward = fabric.backward  # type: ignore[assignment]
+    with GPUPhaseHooks(module.net, optimizer) if is_timed else nullcontext() as timer:
+        for _ in range(3):
+            for x in timer.steps(loader) if timer and front_end != STEP else loader:
+                loss = module.training_step(x)
+                optimizer.zero_grad()
+                backward(loss)
+                optimizer.step()
+                if timer and front_end == STEP:
+                    timer.step()
+    assert timer is None or len(timer.history()) == 24
+    return [*module.losses, *module.state_dict().values()]
+
+
+@pytest.mark.parametrize("front_end", [STEP, STEPS, LIGHTNING, "Fabric"])
+def test_losses_and_weights_are_bitwise_the_same_with_the_timer(front_end: str) -> None:
+    without, with_timer = (regress(front_end, is_timed) for is_timed in (False, True))
+    assert len(without) == 24 + 4
+    assert all(map(torch.equal, without, with_timer))

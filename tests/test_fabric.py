@@ -1,6 +1,5 @@
 """Loops with Lightning's Fabric, timed by the recipe of the manual."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -92,26 +91,6 @@ def test_evaluation_belongs_to_no_step(loop: Loop, fabric: Fabric) -> None:
                     model(x)
             model.train()
     assert [step["forward"] for step in steps(timer)] == [4.0] * 6
-
-
-def test_losses_are_the_same_with_the_timer_and_without(fabric: Fabric) -> None:
-    def train(timed: bool) -> list[float]:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-        model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters()))
-        data: Any = torch.randn(20, 4)
-        loader: Any = fabric.setup_dataloaders(DataLoader(data, batch_size=2))
-        losses = []
-        with GPUPhaseHooks(model, optimizer) if timed else nullcontext() as timer:
-            for x in timer.steps(loader) if timer is not None else loader:
-                loss = model(x).square().mean()
-                optimizer.zero_grad()
-                fabric.backward(loss)
-                optimizer.step()
-                losses.append(loss.item())
-        return losses
-
-    assert train(True) == train(False)
 
 
 def test_wrong_module_name_fails_before_the_loop(fabric: Fabric) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import STEP_MS, Adder, FakeGPU, batches, steps
-from fake_loop import Logger, Loop, hooks, timed_indices
-from fake_loop import train as train_loop
-from torch import Tensor, nn
+from fake_loop import Logger, Loop, hooks, timed_indices, train
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import GPUPhaseHooks, PhaseTimeMetric
@@ -46,7 +45,7 @@ def test_phase_of_a_timer_does_not_affect_other_timers(loop: Loop) -> None:
 
 def test_means_are_logged_to_every_logger_with_their_step(loop: Loop) -> None:
     first, second = Logger(), Logger()
-    train_loop(loop, 5, logger=[first, second], log_every_n_steps=2, prefix="gpu")
+    train(loop, 5, logger=[first, second], log_every_n_steps=2, prefix="gpu")
     # A host that does nothing else waits for all that the GPU does.
     whole = {name: sum(STEP_MS.values()) for name in ("step", "host_wait")}
     means = {f"gpu/{name}_ms": ms for name, ms in {**STEP_MS, **whole}.items()}
@@ -87,7 +86,7 @@ def test_failed_attach_leaves_nothing_and_the_loop_continues(
 def test_exception_in_the_loop_is_raised_and_leaves_nothing(loop: Loop) -> None:
     timer = hooks(loop)
 
-    def train() -> None:
+    def fail() -> None:
         with timer:
             for x in timer.steps(loop.batches(5)):
                 loop.train(x)
@@ -96,7 +95,7 @@ def test_exception_in_the_loop_is_raised_and_leaves_nothing(loop: Loop) -> None:
                     raise KeyError
 
     with pytest.raises(KeyError):
-        train()
+        fail()
     # It raised after the update of the second step, and nothing was waited for.
     assert len(timer.history()) == 2
     assert loop.gpu.waits == []
@@ -174,30 +173,6 @@ def test_warns_when_no_step_has_ended(loop: Loop, caplog: pytest.LogCaptureFixtu
     assert "No step has ended: iterate over steps(loader), or call step()" in caplog.text
 
 
-def train(timed: bool) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(), nn.Linear(16, 1))
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    with GPUPhaseHooks(model, optimizer) if timed else nullcontext() as timer:
-        for _ in range(20):
-            loss = model(torch.randn(4, 8)).pow(2).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-            if timer is not None:
-                timer.step()
-    assert timer is None or len(timer.history()) == 20
-    return [*losses, *model.state_dict().values()]
-
-
-def test_losses_and_weights_are_bitwise_the_same_with_and_without_the_timer() -> None:
-    without = train(timed=False)
-    assert len(without) == 20 + 4
-    assert all(map(torch.equal, without, train(timed=True)))
-
-
 def test_steps_are_all_counted_after_the_history_is_full(gpu: FakeGPU, loop: Loop) -> None:
     with hooks(loop, history_size=100) as timer:
         for _ in range(5000):
@@ -249,7 +224,7 @@ def test_calls_per_step_grow_neither_with_modules_nor_with_steps(gpu: FakeGPU) -
 def test_every_n_steps_times_1_of_n_steps(gpu: FakeGPU, loop: Loop, lag: int) -> None:
     logger = Logger()
     options = {"_lag": lag, "logger": logger, "log_every_n_steps": 10}
-    timer = train_loop(loop, 32, every_n_steps=5, **options)
+    timer = train(loop, 32, every_n_steps=5, **options)
     assert timer.history()["step"].tolist() == timed_indices(5, 32)
     assert steps(timer) == [STEP_MS] * 7
     assert [step for step, _ in logger.calls] == [9, 19, 29, 31]
@@ -267,7 +242,7 @@ def test_untimed_steps_record_no_event(gpu: FakeGPU, loop: Loop) -> None:
 
 
 def test_warm_up_counts_untimed_steps(loop: Loop) -> None:
-    timer = train_loop(loop, 30, every_n_steps=5, warmup_steps=12)
+    timer = train(loop, 30, every_n_steps=5, warmup_steps=12)
     assert (timer.summary().steps, timer.summary().warmup_steps) == (4, 2)
 
 
@@ -391,7 +366,7 @@ def test_steps_object_is_reused_and_has_the_attributes_of_its_loader(loop: Loop)
 def test_data_parallel_is_refused_only_on_several_devices(loop: Loop) -> None:
     # On one device it calls the module in the loop's thread.
     loop.model = nn.DataParallel(loop.model)
-    assert steps(train_loop(loop, 2)) == [STEP_MS] * 2
+    assert steps(train(loop, 2)) == [STEP_MS] * 2
     loop.model.device_ids = [0, 1]
     with pytest.raises(ValueError, match="DistributedDataParallel"):
         GPUPhaseHooks(nn.Sequential(loop.model))
