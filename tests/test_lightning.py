@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_gputime import GPUPhaseTimer
 
 STEP_TOTAL_MS = sum(STEP_MS.values())
+WITHOUT_UPDATE = {name: ms for name, ms in STEP_MS.items() if name != "optimizer"}
 
 either_order = pytest.mark.parametrize("first", [True, False], ids=["before timer", "after timer"])
 """Runs a test with another callback on either side of the timer."""
@@ -90,6 +91,22 @@ def train_by_hand(model: Model, batch: Tensor, batch_idx: int) -> None:
     model.loss(batch).backward()
 
 
+def train_and_update(model: Model, batch: Tensor, batch_idx: int) -> None:
+    """Update by hand after every second batch."""
+    train_by_hand(model, batch, batch_idx)
+    if batch_idx % 2:
+        update(model)
+
+
+def update_after_every_third_batch(
+    model: Model, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any
+) -> None:
+    if batch_idx % 3 == 2:
+        optimizer.step(closure=optimizer_closure)
+    else:
+        optimizer_closure()
+
+
 def stop_after_three_steps(_: object, runner: pl.Trainer, *__: Any) -> None:
     runner.should_stop = runner.global_step >= 3
 
@@ -98,53 +115,83 @@ def fp16() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0))
 
 
+MANUAL = {"automatic_optimization": False, "training_step": train_by_hand}
+
+
 @dataclass(frozen=True)
 class Fit:
-    """A fit of `n` batches, and the phases that differ from the standard step."""
+    """A fit of `n` batches per epoch, and the phases of its steps."""
 
-    phases: dict[str, float] = field(default_factory=dict)
+    steps: list[dict[str, float]]
     methods: dict[str, Any] = field(default_factory=dict)  # Of the model.
     options: dict[str, Any] = field(default_factory=dict)  # Of the trainer.
     n: int = 3
-    n_steps: int = 3
+    numbers: list[int] | None = None  # Numbers of the steps, by default from zero.
+    skipped_updates: int = 0
 
 
 FITS = {
     **{
-        f"augmentation in {hook}": Fit({"data": 1.0 + 4.0}, {hook: augment})
+        f"augmentation in {hook}": Fit([{**STEP_MS, "data": 1.0 + 4.0}] * 3, {hook: augment})
         for hook in ("on_before_batch_transfer", "on_after_batch_transfer")
     },
-    "fp32": Fit(options={"precision": "32-true"}),
-    "bf16": Fit(options={"precision": "bf16-mixed"}),
-    "fp16": Fit(options={"plugins": fp16}),
-    "clipping by norm": Fit(options={"gradient_clip_val": 0.5}),
-    "clipping by value": Fit(
-        options={"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
-    ),
+    # Precision and clipping
+    "fp32": Fit([STEP_MS] * 3, options={"precision": "32-true"}),
+    "bf16": Fit([STEP_MS] * 3, options={"precision": "bf16-mixed"}),
+    "fp16": Fit([STEP_MS] * 3, options={"plugins": fp16}),
+    **{
+        f"clipping by {algorithm}": Fit(
+            [STEP_MS] * 3, options={"gradient_clip_val": 0.5, "gradient_clip_algorithm": algorithm}
+        )
+        for algorithm in ("norm", "value")
+    },
     "clipping by the module": Fit(
-        {"optimizer": 2.0 + 3.0}, {"configure_gradient_clipping": takes(3.0)}
+        [{**STEP_MS, "optimizer": 2.0 + 3.0}] * 3, {"configure_gradient_clipping": takes(3.0)}
     ),
+    # The end of a step
     "model call between the backward and the update": Fit(
-        {"forward": 8.0}, {"on_before_optimizer_step": call_without_grad}
+        [{**STEP_MS, "forward": 8.0}] * 3, {"on_before_optimizer_step": call_without_grad}
     ),
     **{
         f"LR scheduler after each {interval}": Fit(
-            {}, {"configure_optimizers": scheduled(interval)}, {"max_epochs": 2}, n_steps=6
+            [STEP_MS] * 6, {"configure_optimizers": scheduled(interval)}, {"max_epochs": 2}
         )
         for interval in ("step", "epoch")
     },
-    "update in the hook at the end of its batch": Fit(
-        {},
-        {
-            "automatic_optimization": False,
-            "training_step": train_by_hand,
-            "on_train_batch_end": update,
-        },
-        {"max_epochs": 2},
-        n_steps=6,
+    **{
+        f"{name}, accumulation of {every} with a short last group": Fit(
+            micro_batches(*groups) * 2,
+            options={"accumulate_grad_batches": every, "max_epochs": 2, **options},
+            n=5,
+        )
+        for name, options in {"fp32": {}, "fp16": {"plugins": fp16}}.items()
+        for every, groups in ((2, [2, 2, 1]), (3, [3, 2]), (5, [5]), (7, [5]))
+    },
+    # The last step was due to end with its epoch.
+    "updates that the module leaves out": Fit(
+        [*micro_batches(3, 3), WITHOUT_UPDATE],
+        {"optimizer_step": update_after_every_third_batch},
+        n=7,
+        numbers=[2, 5, 6],
+        skipped_updates=1,
     ),
-    "max_steps": Fit(options={"max_epochs": -1, "max_steps": 7}, n=5, n_steps=7),
+    # Manual optimization
+    "update in the hook at the end of its batch": Fit(
+        [STEP_MS] * 6, {**MANUAL, "on_train_batch_end": update}, {"max_epochs": 2}
+    ),
+    **{
+        f"update at an epoch end, {validation} validation batches": Fit(
+            micro_batches(2, 1) * 2,
+            {**MANUAL, "training_step": train_and_update, "on_train_epoch_end": update},
+            {"max_epochs": 2, "validation": validation},
+            numbers=[1, 2, 4, 5],
+        )
+        for validation in (0, 2)
+    },
+    # The course of a run
+    "max_steps": Fit([STEP_MS] * 7, options={"max_epochs": -1, "max_steps": 7}, n=5),
     "should_stop": Fit(
+        [STEP_MS] * 3,
         options={
             "max_epochs": 4,
             "callbacks": [callback(on_train_batch_end=stop_after_three_steps)],
@@ -152,7 +199,7 @@ FITS = {
         n=5,
     ),
     **{
-        f"{profiler} profiler": Fit(options={"profiler": profiler})
+        f"{profiler} profiler": Fit([STEP_MS] * 3, options={"profiler": profiler})
         for profiler in ("simple", "advanced", "pytorch")
     },
 }
@@ -165,9 +212,10 @@ def test_steps_of_a_fit_have_these_phases(gpu: FakeGPU, case: Fit, tmp_path: Pat
     if "plugins" in options:
         options["plugins"] = [options["plugins"]()]
     timer = fit(gpu, changed(gpu, **case.methods), case.n, **options)
-    assert steps(timer) == [{**STEP_MS, **case.phases}] * case.n_steps
-    assert timer.history()["step"].tolist() == [*range(case.n_steps)]
-    assert timer.summary().skipped_updates == 0
+    assert steps(timer) == case.steps
+    numbers = [*range(len(case.steps))] if case.numbers is None else case.numbers
+    assert timer.history()["step"].tolist() == numbers
+    assert timer.summary().skipped_updates == case.skipped_updates
 
 
 def test_overfit_batches_keeps_the_last_step(gpu: FakeGPU) -> None:
@@ -214,9 +262,7 @@ def test_pytorch_lightning_trainer_is_timed(gpu: FakeGPU) -> None:
     assert steps(timer) == [{**expected, "optimizer": 2.0, "other": 0.0}] * 3
 
 
-def test_wrapper_call_is_not_a_model_call(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrapper_call_is_not_a_model_call(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     class Redirects(Model):
         """As under DDP, whose forward calls the training step."""
 
@@ -260,9 +306,7 @@ def test_fetch_of_a_dataloader_iter_step_is_other(gpu: FakeGPU) -> None:
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("max_epochs", [1, 2])
-def test_resumed_fit_has_all_of_its_steps(
-    gpu: FakeGPU, max_epochs: int, tmp_path: Path
-) -> None:
+def test_resumed_fit_has_all_of_its_steps(gpu: FakeGPU, max_epochs: int, tmp_path: Path) -> None:
     saves = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
     trainer(saves, enable_checkpointing=True).fit(Model(gpu), Loader(gpu, 5))
     timer = timer_of(gpu)
@@ -387,9 +431,7 @@ def call_model(_: object, runner: pl.Trainer, model: pl.LightningModule, *__: An
 
 @either_order
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
-def test_model_call_in_a_callback_is_not_forward(
-    gpu: FakeGPU, hook: str, first: bool
-) -> None:
+def test_model_call_in_a_callback_is_not_forward(gpu: FakeGPU, hook: str, first: bool) -> None:
     timer = fit(gpu, Model(gpu), callbacks=[callback(**{hook: call_model})], first=first)
     took = {**STEP_MS, "callbacks": 4.0 + 7.75}
     is_later = hook == "on_train_batch_end" and not first  # Then it is the next step's.
@@ -517,9 +559,7 @@ def test_checkpoint_in_every_step_is_not_input_bound(gpu: FakeGPU, tmp_path: Pat
     assert re.search(r"^  checkpoints +20\.000 ", str(timer.summary()), re.MULTILINE)
 
 
-def test_sigterm_broadcast_waits_for_ranks(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_broadcast_waits_for_ranks(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as EpochLoop
 
     advance = EpochLoop.advance
@@ -559,13 +599,8 @@ def test_optimizer_of_a_callback_ends_no_step(gpu: FakeGPU, first: bool) -> None
 # The end of a step
 
 
-WITHOUT_UPDATE = {name: ms for name, ms in STEP_MS.items() if name != "optimizer"}
-
-
 @either_order
-def test_step_ends_at_the_update_when_accumulation_changes(
-    gpu: FakeGPU, first: bool
-) -> None:
+def test_step_ends_at_the_update_when_accumulation_changes(gpu: FakeGPU, first: bool) -> None:
     def change(_: object, runner: pl.Trainer, *rest: Any) -> None:
         if rest[-1] == 1:
             runner.accumulate_grad_batches = 3
@@ -574,23 +609,6 @@ def test_step_ends_at_the_update_when_accumulation_changes(
     timer = fit(gpu, Model(gpu), 7, callbacks=[changes], first=first, accumulate_grad_batches=2)
     assert steps(timer) == micro_batches(2, 1, 3, 1)
     assert timer.summary().skipped_updates == 0
-
-
-def update_after_every_third_batch(
-    model: Model, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any
-) -> None:
-    if batch_idx % 3 == 2:
-        optimizer.step(closure=optimizer_closure)
-    else:
-        optimizer_closure()
-
-
-def test_step_ends_at_the_update_when_the_module_leaves_updates_out(gpu: FakeGPU) -> None:
-    timer = fit(gpu, changed(gpu, optimizer_step=update_after_every_third_batch), 7)
-    assert steps(timer) == [*micro_batches(3, 3), WITHOUT_UPDATE]
-    assert timer.history()["step"].tolist() == [2, 5, 6]
-    # The last step was due to end with its epoch.
-    assert timer.summary().skipped_updates == 1
 
 
 def test_steps_follow_the_trainer_when_no_update_is_visible(gpu: FakeGPU) -> None:
@@ -616,18 +634,6 @@ def test_skipped_update_is_marked_and_counted(gpu: FakeGPU) -> None:
     assert "; 1 updates skipped" in str(timer.summary())
 
 
-@pytest.mark.parametrize(("every", "groups"), [(2, [2, 2, 1]), (3, [3, 2]), (5, [5]), (7, [5])])
-@pytest.mark.parametrize("plugins", [None, fp16])
-def test_accumulation_with_a_short_last_group(
-    gpu: FakeGPU, every: int, groups: list[int], plugins: Any
-) -> None:
-    plugin = [plugins()] if plugins else None
-    timer = fit(gpu, Model(gpu), n=5, accumulate_grad_batches=every, plugins=plugin, max_epochs=2)
-    assert steps(timer) == micro_batches(*groups) * 2
-    assert timer.history()["step"].tolist() == list(range(2 * len(groups)))
-    assert timer.summary().skipped_updates == 0
-
-
 @pytest.mark.filterwarnings("ignore:.*returned `None`")
 def test_loss_of_a_micro_batch_without_a_backward_is_not_forward(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
@@ -644,26 +650,6 @@ def test_loss_of_a_micro_batch_without_a_backward_is_not_forward(
 
 
 # Manual optimization
-
-
-def train_and_update_every_second(model: Model, batch: Tensor, batch_idx: int) -> None:
-    train_by_hand(model, batch, batch_idx)
-    if batch_idx % 2:
-        update(model)
-
-
-@pytest.mark.parametrize("validation", [0, 2])
-def test_update_at_an_epoch_end_ends_the_step_of_its_batches(gpu: FakeGPU, validation: int) -> None:
-    model = changed(
-        gpu,
-        automatic_optimization=False,
-        training_step=train_and_update_every_second,
-        on_train_epoch_end=update,
-    )
-    timer = fit(gpu, model, validation=validation, max_epochs=2)
-    assert steps(timer) == micro_batches(2, 1) * 2
-    assert timer.history()["step"].tolist() == [1, 2, 4, 5]
-    assert timer.summary().skipped_updates == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.*")
@@ -684,20 +670,15 @@ def test_every_batch_is_a_step_without_an_optimizer(gpu: FakeGPU) -> None:
 
 
 def test_manual_accumulation_reaches_across_epochs(gpu: FakeGPU) -> None:
-    class Counts(Model):
-        automatic_optimization = False
-        batches = 0
+    def training_step(model: Model, batch: Tensor, batch_idx: int) -> None:
+        model.manual_backward(model.loss(batch))
+        batches.append(batch)
+        if len(batches) % 4 == 0:
+            update(model)
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            self.manual_backward(self.loss(batch))
-            self.batches += 1
-            if self.batches % 4 == 0:
-                update(self)
-
-        def on_train_epoch_end(self) -> None:
-            gpu.work(1000.0)
-
-    timer = fit(gpu, Counts(gpu), n=6, max_epochs=2)
+    methods = {**MANUAL, "training_step": training_step, "on_train_epoch_end": takes(1000.0)}
+    batches: list[Tensor] = []
+    timer = fit(gpu, changed(gpu, **methods), n=6, max_epochs=2)
     assert [step["forward"] for step in steps(timer)] == [16.0] * 3
     assert timer.history()["step_ms"].max() < 100.0
 
@@ -706,9 +687,7 @@ def test_manual_accumulation_reaches_across_epochs(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.parametrize("is_twice", [True, False])
-def test_two_timers_with_the_same_keys_are_refused(
-    gpu: FakeGPU, is_twice: bool
-) -> None:
+def test_two_timers_with_the_same_keys_are_refused(gpu: FakeGPU, is_twice: bool) -> None:
     timer = timer_of(gpu)
     with pytest.raises(ValueError, match=r"prefix='phase_time' twice: .* pass different prefixes"):
         fit(gpu, Model(gpu), timer=timer, callbacks=[timer if is_twice else timer_of(gpu)])
@@ -780,9 +759,7 @@ def test_file_that_a_lightning_cli_saves_can_be_run_again(options: str, tmp_path
         path = tmp_path / "config.yaml"
 
 
-def test_warm_up_table_has_a_label(
-    gpu: FakeGPU, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warm_up_table_has_a_label(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
     timer = GPUPhaseTimer(_clock=gpu)
     runner = trainer(timer, fast_dev_run=True)
     runner.fit(Model(gpu), Loader(gpu, 3))
