@@ -11,7 +11,7 @@ import torch
 from conftest import AUTOGRAD, hooks_of, installed
 from fake_gpu import STEP_MS, FakeGPU, Layer, steps
 from fake_loop import Loop, hooks
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_gputime import GPUPhaseHooks
 
@@ -256,7 +256,7 @@ def test_zero_grad_of_a_copied_accelerate_optimizer_keeps_the_gradients(loop: Lo
     model, prepared = accelerate.Accelerator(cpu=True).prepare(loop.model, optimizer)
     with GPUPhaseHooks(model, prepared, _clock=loop.gpu) as timer:
         for x in timer.steps(loop.batches(1)):
-            model(X).sum().backward()
+            model(x).sum().backward()
             copy.deepcopy(prepared).zero_grad()
             assert all(parameter.grad is not None for parameter in model.parameters())
             prepared.step()
@@ -279,7 +279,7 @@ def test_patches_that_others_install_between_timed_steps_are_called(loop: Loop) 
                 AUTOGRAD._engine_run_backward = theirs
                 calls.clear()
                 since = len(timer.history())
-            loop.train(X)
+            loop.train(x)
     assert AUTOGRAD._engine_run_backward is theirs
     AUTOGRAD._engine_run_backward = before
     assert len(steps(timer)) > since

@@ -123,8 +123,8 @@ class Fit:
     """A fit of `n` batches per epoch, and the phases of its steps."""
 
     steps: list[dict[str, float]]
-    methods: dict[str, Any] = field(default_factory=dict)  # Of the model.
-    options: dict[str, Any] = field(default_factory=dict)  # Of the trainer.
+    methods: dict[str, Any] = field(default_factory=dict)  # Methods that the model overrides.
+    options: dict[str, Any] = field(default_factory=dict)  # Options of the trainer.
     n: int = 3
     numbers: list[int] | None = None  # Numbers of the steps, by default from zero.
     skipped_updates: int = 0
