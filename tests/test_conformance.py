@@ -28,7 +28,7 @@ from fake_lightning import Loader, timer_of, trainer
 from fake_loop import Loop
 from lightning.fabric import Fabric
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 
@@ -186,8 +186,8 @@ class Regression(pl.LightningModule):
         self.optimizer = torch.optim.AdamW(self.net.parameters())
         self.losses: list[Tensor] = []
 
-    def training_step(self, batch: Tensor, batch_idx: int = 0) -> Tensor:
-        loss: Tensor = self.net(batch).pow(2).mean()
+    def training_step(self, batch: list[Tensor], batch_idx: int = 0) -> Tensor:
+        loss: Tensor = self.net(batch[0]).pow(2).mean()
         self.losses.append(loss.detach())
         return loss
 
@@ -195,8 +195,7 @@ class Regression(pl.LightningModule):
         return self.optimizer
 
     def train_dataloader(self) -> Any:
-        data: Any = torch.randn(64, 8)
-        return DataLoader(data, batch_size=8, shuffle=True)
+        return DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=8, shuffle=True)
 
 
 def regress(front_end: str, is_timed: bool) -> list[Tensor]:
