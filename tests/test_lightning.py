@@ -48,7 +48,7 @@ def micro_batches(*numbers: int) -> list[dict[str, float]]:
     return [{**{name: n * STEP_MS[name] for name in STEP_MS}, "optimizer": 2.0} for n in numbers]
 
 
-# Fits whose steps all take the same time
+# Fits and the phases of their steps
 
 
 def takes(ms: float) -> Callable[..., None]:
