@@ -108,7 +108,8 @@ def _end(timer: Any, path: str | None, prints: bool) -> None:
             timer._print_on_stderr()
             timer._show(True)
         if has_steps and path is not None:
-            path = _unused(path)
+            if not timer._live_file.wrote(path):
+                path = _unused(path)
             timer.save(path)
             if has_failed:
                 messages.warning(_SAVED, path)

@@ -176,7 +176,8 @@ def _fix_slow_samples(case: LoaderCase) -> Advice | None:
 def _fix_worker(case: LoaderCase) -> Advice | None:
     busy_ms = [worker.busy_ms for worker in case.times.workers]
     slowest = max(range(len(busy_ms)), key=busy_ms.__getitem__)
-    others = sorted(busy_ms[:slowest] + busy_ms[slowest + 1 :])
+    # Workers without a batch have no times yet.
+    others = sorted(ms for ms in busy_ms[:slowest] + busy_ms[slowest + 1 :] if ms)
     if not others or busy_ms[slowest] < _SLOW_WORKER * others[len(others) // 2]:
         return None
     other_ms = others[len(others) // 2]

@@ -101,7 +101,7 @@ class LoaderTimes:
     Attributes:
         dataset: Name of the dataset's class and method.
         collate: Name of the collate function.
-        workers: Times of each worker that made a batch, ordered by worker number.
+        workers: Times of each worker, by its number. A worker without a batch has zeros.
         cpu_share: Fraction of the time to make a batch in which a worker ran on a CPU core; None if
             unknown.
         run_delay_share: Fraction of the same time in which a worker was ready to run, but no core
@@ -157,7 +157,7 @@ def describe_slowdown(loaders: Sequence[LoaderTimes]) -> str:
     slower = [
         (number, worker)
         for number, worker in workers
-        if worker.newest_ms >= _SLOWED_DOWN * worker.busy_ms
+        if worker.batches and worker.newest_ms >= _SLOWED_DOWN * worker.busy_ms
     ]
     if not slower:
         return ""
@@ -168,6 +168,8 @@ def describe_slowdown(loaders: Sequence[LoaderTimes]) -> str:
 
 
 def _worker_times(row: Sequence[int]) -> WorkerTimes:
+    if not row[BATCHES]:
+        return WorkerTimes(0, 0.0, 0.0, 0.0)
     dataset_ms, collate_ms, wait_ms = (
         row[column] / row[BATCHES] / 1e6 for column in (DATASET_NS, COLLATE_NS, WAIT_NS)
     )
@@ -200,14 +202,14 @@ def loader_times(
 
     observed_ns = total(OBSERVED_NS)
     busy_ns = total(DATASET_NS) + total(COLLATE_NS)
-    slowest = max(range(len(used)), key=lambda place: used[place][MAX_NS])
-    index = int(used[slowest][SLOWEST_INDEX])
+    slowest = max(range(len(rows)), key=lambda worker: rows[worker][MAX_NS])
+    index = int(rows[slowest][SLOWEST_INDEX])
     sums = {tuple(row[column] for column in CHECKSUMS) for row in used}
     busy, locked = looks
     return LoaderTimes(
         dataset,
         collate,
-        tuple(map(_worker_times, used)),
+        tuple(map(_worker_times, rows)),
         cpu_share=min(total(CPU_NS) / observed_ns, 1.0) if observed_ns else None,
         run_delay_share=min(total(RUN_DELAY_NS) / observed_ns, 1.0) if observed_ns else None,
         lock_share=locked / busy if busy >= _MIN_LOOKS else None,
@@ -215,7 +217,7 @@ def loader_times(
         starts=max(row[STARTS] for row in used),
         long_batches=int(total(LONG_BATCHES)),
         long_share=total(LONG_NS) / busy_ns if busy_ns else 0.0,
-        slowest_ms=used[slowest][MAX_NS] / 1e6,
+        slowest_ms=rows[slowest][MAX_NS] / 1e6,
         slowest_worker=slowest,
         slowest_index=index if index >= 0 else None,
         repeats=len(used) > 1 and len(sums) == 1 and all(next(iter(sums))),

@@ -306,7 +306,7 @@ class SlowLog:
         # includes all of them.
         self._before = self._before.plus(self._pending)
         # The first steps are compared late. Drop steps that an earlier log has already covered.
-        self._pending = [step for step in steps if step.step >= self._logged]
+        self._pending = [step for step in steps if step.step > self._logged]
         return steps
 
     def slow_steps(self, n: int) -> list[SlowStep]:

@@ -67,7 +67,7 @@ class MarkWatcher:
             try:
                 self._annotate(label)
             except Exception as error:
-                self.is_shown = False
+                self.is_shown, self.is_active = False, self.is_located
                 self._warn_once("Phases are no longer shown in other profilers: %r", error)
 
     def locate(self, mark: Mark) -> Mark:

@@ -1,5 +1,6 @@
 """The file of a run, rewritten while the training continues."""
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,11 @@ _MIN_INTERVAL_S = 10.0  # Minimum time between two files.
 _MAX_RATIO = 100  # Saving takes at most 1 % of the time.
 
 
+def _identity(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_mtime_ns, found.st_ino
+
+
 class LiveFile:
     """File of a run, rewritten every 10 s and at the ends of epochs.
 
@@ -25,6 +31,7 @@ class LiveFile:
     def __init__(self) -> None:
         self.path: str | None = None
         self._due_s = self._epoch_due_s = 0.0
+        self._written: tuple[int, int] | None = None  # Time and inode of the newest file.
         self._warn_once = WarnOnce()
 
     def start(self, path: str | None) -> None:
@@ -47,11 +54,16 @@ class LiveFile:
         self._epoch_due_s = end_s + _MAX_RATIO * (end_s - start_s)
         self._due_s = max(self._epoch_due_s, end_s + _MIN_INTERVAL_S)
 
+    def wrote(self, path: str) -> bool:
+        """Return True if the file at this path is the newest that this object has written."""
+        return self._written is not None and self._written == _identity(path)
+
     def try_to_save(self, path: str, save: Callable[[str], None]) -> bool:
         """Save the run. If that fails, warn once and return False."""
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             save(path)
+            self._written = _identity(path)
         except Exception as error:
             self._warn_once(_NOT_SAVED, error)
             return False
