@@ -14,6 +14,7 @@ from fake_ranks import Ranks, places
 from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_gputime.__main__ import main
 from lightning_gputime._instrumentation import named
 from lightning_gputime._instrumentation.patching import FunctionPatch, patch_of
 from lightning_gputime._messages import WarnOnce
@@ -41,6 +42,21 @@ def gpu() -> FakeGPU:
 @pytest.fixture
 def loop(gpu: FakeGPU) -> Loop:
     return Loop(gpu)
+
+
+Command = Callable[..., Any]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Return a function that runs the command line and checks its exit code."""
+
+    def run(*arguments: object, code: int = 0) -> Any:
+        capsys.readouterr()
+        assert main([*map(str, arguments)]) == code
+        return capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

@@ -8,9 +8,12 @@ from typing import Any
 from fake_gpu import Adder, FakeGPU, Layer, batches, work
 from torch import Tensor
 
-from lightning_gputime import GPUPhaseHooks, SlowStep
+from lightning_gputime import GPUPhaseHooks, Run, SlowStep
+from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.slow import SlowEvidence
-from lightning_gputime._output.summary import PhaseSummary
+from lightning_gputime._output.summary import PhaseSummary, summary_of
+from lightning_gputime._phases import StepRecord
+from lightning_gputime._runs.environment import Environment
 from lightning_gputime._session.schedule import Plan, Schedule
 
 
@@ -94,3 +97,12 @@ def timed_indices(every: int, n: int) -> list[int]:
     """Return the timed steps of the first `n` if no long step recurs."""
     schedule = Schedule(Plan(interval=every))
     return [index for index in range(n) if schedule.is_timed(index)]
+
+
+def run_of(
+    records: Iterable[StepRecord], *, warmup_steps: int = 0, on_host_clock: bool = False
+) -> Run:
+    """Return the run of some steps, as a timer saves it."""
+    results = Results(10_000, warmup_steps, on_host_clock)
+    results.add([*records])
+    return Run(Environment(), *results.history_and_warmup(), summary_of(results))
