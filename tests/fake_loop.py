@@ -104,5 +104,6 @@ def run_of(
 ) -> Run:
     """Return the run of some steps, as a timer saves it."""
     results = Results(10_000, warmup_steps, on_host_clock)
-    results.add([*records])
+    if steps := [*records]:
+        results.add(steps)
     return Run(Environment(), *results.history_and_warmup(), summary_of(results))

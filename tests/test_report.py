@@ -1,5 +1,6 @@
+"""Tests of `report`: the page of one run, or of two."""
+
 import html
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -10,74 +11,64 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import Command
 from fake_gpu import raw
-from fake_loop import with_facts
-from test_compare import run
+from fake_loop import run_of, with_facts
+from test_compare import run, saved_to
 from test_runs import timed
 
 from lightning_gputime import Cause, Run, SlowStep, compare, load
-from lightning_gputime.__main__ import main
 from lightning_gputime._measurement.history import list_top_phases
 from lightning_gputime._measurement.ranks import RankStats, RankSummary
-from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.units import unit_of
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.page import page, phases_over_steps, thin_out, trend, with_gaps
-from lightning_gputime._output.summary import summary_of
-from lightning_gputime._runs import saved
-from lightning_gputime._runs.environment import Environment
 
-needs_bokeh = pytest.mark.skipif(
-    importlib.util.find_spec("bokeh") is None, reason="the page needs the extra `report`"
-)
+pytest.importorskip("bokeh")
 CHROMIUM = shutil.which("chromium")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="a real browser is not installed")
+
 
 EVIL = "</script><script>alert(1)</script>&\"'"
 
 
 def full() -> Run:
-    """A run with everything that a page can show, and with names that mean harm."""
+    """Return a run with everything that a page can show, and with names that mean harm."""
     evil = run(1, more={f"x{EVIL}": 0.5})
     stats = RankStats(1.0, 2.0, 3.0, 1)
-    ranks = RankSummary({"forward": stats}, (0, 1), 1, 2.0, "forward", f"rank 1 {EVIL}")
     summary = with_facts(
         evil.summary(),
-        ranks=ranks,
+        ranks=RankSummary({"forward": stats}, (0, 1), 1, 2.0, "forward", f"rank 1 {EVIL}"),
         wall_clock=WallClockBreakdown({"steps": 71.0, "validation": 20.0, EVIL: 9.0}),
         probed_steps=3,
+    )
+    cause = Cause("garbage_collection", 75.5, 70.25, EVIL)
+    slow = SlowStep(
+        *(7, 90.5, 15.0, EVIL, (cause,), 5.25),
+        phase_ms={"forward": 80.5, EVIL: 10.0},
+        host_ms={"forward": 85.5, EVIL: 5.0},
     )
     return replace(
         evil,
         name=f"run {EVIL}",
         _summary=summary,
         environment=replace(evil.environment, commit=EVIL, options={EVIL: EVIL}),
-        slow_steps=[
-            SlowStep(
-                *(7, 90.5, 15.0, EVIL, (Cause("garbage_collection", 75.5, 70.25, EVIL),), 5.25),
-                phase_ms={"forward": 80.5, EVIL: 10.0},
-                host_ms={"forward": 85.5, EVIL: 5.0},
-            )
-        ],
+        slow_steps=[slow],
         evaluations=[{"stage": EVIL, "step": 3, "forward_ms": 2.5}],
     )
 
 
-def short(steps: int, warmup_steps: int = 0) -> Run:
-    """A run of steps of 1 ms, without any other fact."""
-    results = Results(10_000, warmup_steps)
-    if steps:
-        results.add([raw(i, forward=1.0) for i in range(steps)])
-    return Run(Environment(), *results.history_and_warmup(), summary_of(results))
+def forward(steps: int, **options: Any) -> Run:
+    """Return a run of steps of 1 ms, without any other fact."""
+    return run_of((raw(i, forward=1.0) for i in range(steps)), **options)
 
 
-def made(*runs: Run) -> str:
+def page_of(*runs: Run) -> str:
     return page(runs, compare(*runs) if len(runs) == 2 else None)
 
 
-def without_library(text: str) -> str:
-    """A page without the code of bokeh."""
-    return text.rpartition("</head>\n<body>")[2]
+def body_of(*runs: Run) -> str:
+    """Return the page of runs without the code of bokeh."""
+    return page_of(*runs).rpartition("</head>\n<body>")[2]
 
 
 def table_rows(body: str, kind: str) -> list[list[str]]:
@@ -98,12 +89,11 @@ def bars(body: str) -> list[tuple[str, float, float]]:
     return [(name, float(a), float(b)) for name, (a, b) in zip(names, found, strict=True)]
 
 
-@needs_bokeh
 def test_time_breakdown_is_a_waterfall() -> None:
-    full_run = full()
-    breakdown = full_run.summary().time_breakdown
+    shown = full()
+    breakdown = shown.summary().time_breakdown
     assert breakdown is not None
-    found = bars(without_library(made(full_run)))
+    found = bars(body_of(shown))
     assert len(found) == len(breakdown.rows) > 3
     end = 0.0
     work = breakdown[breakdown.work]
@@ -115,19 +105,15 @@ def test_time_breakdown_is_a_waterfall() -> None:
     assert end == pytest.approx(100.0, abs=1e-3)
 
 
-@needs_bokeh
 def test_column_of_times_has_one_unit() -> None:
     # The losses of 0.2 s and of 30 s in seconds; each slow step in the unit of the step.
     slow = SlowStep(9, 30.0, 10.0, "loss", (Cause("off_cpu", 0.02, 19.98, ""),), 0.02)
-    runs = [replace(short(n), slow_steps=[slow]) for n in (200, 30_000)]
-    body = without_library(made(*runs))
+    body = body_of(*(replace(forward(n), slow_steps=[slow]) for n in (200, 30_000)))
+    slow_steps = body.partition("Slowest steps")[2]
+    times = r"<td>([\d.]+ \w+)</td>"
     tables = re.findall(r'<table class="fall">.*?</table>', body, re.S)
-    assert [re.findall(r"<td>([\d.]+ \w+)</td>", item) for item in tables] == [
-        ["0.2 s"],
-        ["30.0 s"],
-    ]
-    cells = re.findall(r"<td>([\d.]+ \w+)</td>", body.partition("Slowest steps")[2])
-    assert cells == ["19.980 ms", "0.020 ms", "0.020 ms"] * 2
+    assert [re.findall(times, table) for table in tables] == [["0.2 s"], ["30.0 s"]]
+    assert re.findall(times, slow_steps) == ["19.980 ms", "0.020 ms", "0.020 ms"] * 2
 
 
 def lane(html: str) -> dict[str, float]:
@@ -136,9 +122,8 @@ def lane(html: str) -> dict[str, float]:
     return {name: float(length) for length, name in found}
 
 
-@needs_bokeh
 def test_slow_step_opens_into_its_lanes_and_causes() -> None:
-    body = without_library(made(full()))
+    body = body_of(full())
     [opened] = re.findall(r'<details class="slow">(.*?)</details>', body, re.S)
     _, *found = opened.split('<div class="lane">')
     assert [re.findall("<span>(.*?)<", entry)[0] for entry in found] == ["GPU", "host", "mean"]
@@ -154,14 +139,9 @@ def test_slow_step_opens_into_its_lanes_and_causes() -> None:
     ]
 
 
-@needs_bokeh
 def test_phases_have_bars_as_long_as_their_share_and_open_into_their_parts() -> None:
-    results = Results(10, 0)
     modules = {f"forward/layer {i}": 0.25 for i in range(4)}
-    results.add([raw(0, data=2.0, forward=1.0, **modules, backward=4.0)])
-    body = without_library(
-        made(Run(Environment(), *results.history_and_warmup(), summary_of(results)))
-    )
+    body = body_of(run_of([raw(0, data=2.0, forward=1.0, **modules, backward=4.0)]))
     shares = re.findall(r'<td class=" share" style="background-size:(.*?) 70%">(.*?)</td>', body)
     assert all(length == cell for length, cell in shares)
     assert [cell for _, cell in shares] == ["25.0%", "25.0%", *["3.1%"] * 4, "50.0%"]
@@ -171,9 +151,8 @@ def test_phases_have_bars_as_long_as_their_share_and_open_into_their_parts() -> 
     assert [entry.count('<input type="checkbox" checked>') for entry in groups] == [0, 1, 0]
 
 
-@needs_bokeh
 def test_page_begins_with_the_verdict_and_has_every_section() -> None:
-    body = without_library(made(full()))
+    body = body_of(full())
     assert body.index('class="verdict"') < body.index("<h2>")
     for shown in (
         "Phases over steps",
@@ -195,23 +174,17 @@ def test_page_begins_with_the_verdict_and_has_every_section() -> None:
     assert re.search(r"<h1>run .* · H200 · torch 2.13.0 · batch 32 · ", body)
 
 
-@needs_bokeh
 def test_every_name_is_escaped_and_nothing_is_loaded() -> None:
-    text = made(full())
+    text, body = page_of(full()), body_of(full())
     assert "<script>alert" not in text
-    assert "&lt;script&gt;alert(1)" in without_library(text)
+    assert "&lt;script&gt;alert(1)" in body
     assert "default-src 'none'" in text
-    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", without_library(text))
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", body)
     assert len(text.encode()) < 3e6
 
 
-@needs_bokeh
 def test_page_leaves_out_what_a_run_does_not_have() -> None:
-    results = Results(10, 1)
-    results.add([raw(i, forward=1.0) for i in range(4)])
-    body = without_library(
-        made(Run(Environment(), *results.history_and_warmup(), summary_of(results)))
-    )
+    body = body_of(forward(4, warmup_steps=1))
     for absent in ("Slowest steps", "Evaluation", "of the fit"):
         assert absent not in body
     # All time of these steps is work.
@@ -220,17 +193,19 @@ def test_page_leaves_out_what_a_run_does_not_have() -> None:
     assert bars(body) == [("GPU work", 0.0, 100.0)]
 
 
-@needs_bokeh
 def test_run_without_steps_has_a_page() -> None:
-    results = Results(10, 0)
-    body = without_library(
-        made(Run(Environment(), *results.history_and_warmup(), summary_of(results)))
-    )
+    body = body_of(forward(0))
     assert "no step was timed" in body
     assert not {"Slowest steps", "Phases over steps"} & {*re.findall("<h2>(.*?)<", body)}
 
 
-@needs_bokeh
+def test_page_formats_names_as_code() -> None:
+    timed = run_of((raw(i, **{"<b>&": 1.0}) for i in range(30)), on_host_clock=True)
+    head = body_of(timed).partition("<h2>")[0]
+    assert "`" not in head
+    assert "<code>&lt;b&gt;&amp;</code>" in head
+
+
 def test_page_of_warm_up_steps_is_labelled(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,24 +214,22 @@ def test_page_of_warm_up_steps_is_labelled(
     loaded = load(tmp_path / "run.json.gz")
     table = "over 3 steps of the warm-up; no other step was timed"
     assert table in str(loaded.summary())
-    body = without_library(made(loaded))
+    body = body_of(loaded)
     assert table in body
     assert '<p class="verdict">a step takes 15.6 ms, of the warm-up</p>' in body
     assert capfd.readouterr().err == ""
 
 
-@needs_bokeh
 def test_two_runs_are_side_by_side() -> None:
-    body = without_library(made(run(1), run(2, more={"backward": 0.6})))
+    body = body_of(run(1), run(2, more={"backward": 0.6}))
     assert "slower: backward 0.6" in body
     assert "Before and after" in body
     assert body.count("Time per step in ms over 1000 steps") == 2
 
 
 def test_many_steps_are_thinned_out_and_their_means_kept() -> None:
-    results = Results(5000, 0)
-    results.add([raw(i, forward=float(i % 3), data=1.0) for i in range(5000)])
-    columns, every = thin_out(results.history_and_warmup()[0])
+    timed = run_of(raw(i, forward=float(i % 3), data=1.0) for i in range(5000))
+    columns, every = thin_out(timed.history)
     assert every == 3
     assert len(columns["step"]) == 1667
     assert columns["step"][:3].tolist() == [0, 3, 6]
@@ -265,72 +238,64 @@ def test_many_steps_are_thinned_out_and_their_means_kept() -> None:
     assert columns["forward_ms"][-1] == 0.5
 
 
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    return saved_to(tmp_path, run(1), run(2, device="B200"))
+
+
 def test_report_without_bokeh_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    saved.save(run(1), tmp_path / "run.json.gz")
-    monkeypatch.setitem(sys.modules, "bokeh", None)
-    monkeypatch.setitem(sys.modules, "bokeh.embed", None)
-    assert main(["report", str(tmp_path / "run.json.gz"), "-o", str(tmp_path / "x.html")]) == 2
-    assert "pip install bokeh" in capsys.readouterr().err
+    for name in ("bokeh", "bokeh.embed"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "pip install bokeh" in command("report", paths[0], "-o", tmp_path / "x.html", code=2).err
     assert not (tmp_path / "x.html").exists()
 
 
-@needs_bokeh
-def test_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [str(tmp_path / name) for name in ("a.json.gz", "b.json.gz", "page.html")]
-    saved.save(run(1), paths[0])
-    saved.save(run(2, device="B200"), paths[1])
-    assert main(["report", paths[0], "-o", paths[2]]) == 0
-    assert capsys.readouterr().out == f"{paths[2]}\n"
-    assert main(["report", *paths[:2], "-o", paths[2]]) == 2
-    assert "cannot be compared: device is H200" in capsys.readouterr().err
-    assert main(["report", *paths[:2], "-o", paths[2], "--allow-mismatch"]) == 0
-    assert "device is H200 (before) and B200 (after)" in Path(paths[2]).read_text()
-    assert main(["report", *paths[:2], paths[0]]) == 2
-    assert "report takes one run, or two, got 3" in capsys.readouterr().err
-
-
-@needs_bokeh
-def test_report_makes_missing_folders_and_refuses_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, out = str(tmp_path / "a.json.gz"), tmp_path / "new" / "folder" / "page.html"
-    saved.save(run(1), path)
-    assert main(["report", path, "-o", str(out)]) == 0
+def test_command_writes_the_page(paths: list[str], tmp_path: Path, command: Command) -> None:
+    out = tmp_path / "new" / "folder" / "page.html"
+    assert command("report", paths[0], "-o", out).out == f"{out}\n"
     assert out.is_file()
-    capsys.readouterr()
-    assert main(["report", path, "-o", str(out.parent)]) == 2
-    reason = " (it is a folder: pass the path of a file in it)\n"
-    assert capsys.readouterr().err.endswith(reason)
+    command("report", *paths, "-o", out, "--allow-mismatch")
+    assert "device is H200 (before) and B200 (after)" in out.read_text()
 
 
-def in_chromium(path: Path, *options: str) -> tuple[str, str]:
-    """Return the rendered page and the messages on the console of the browser."""
-    command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu"]
-    command += ["--enable-logging=stderr", "--v=0", "--virtual-time-budget=20000", *options]
-    done = subprocess.run(
-        [*command, path.as_uri()], capture_output=True, text=True, timeout=120, check=True
-    )
-    return done.stdout, "\n".join(re.findall(r"CONSOLE.*", done.stderr))
+@pytest.mark.parametrize(
+    ("runs", "out", "message"),
+    [
+        ([0, 1], "page.html", "cannot be compared: device is H200"),
+        ([0, 1, 0], "page.html", "report takes one run, or two, got 3"),
+        ([0], "", " (it is a folder: pass the path of a file in it)\n"),
+    ],
+)
+def test_report_refuses_runs_and_paths(
+    runs: list[int], out: str, message: str, paths: list[str], tmp_path: Path, command: Command
+) -> None:
+    err = command("report", *(paths[i] for i in runs), "-o", tmp_path / out, code=2).err
+    assert message in err
 
 
 @pytest.mark.slow
-@needs_bokeh
-@needs_chromium
+@pytest.mark.skipif(CHROMIUM is None, reason="a real browser is not installed")
 @pytest.mark.parametrize("several", [False, True])
 def test_page_renders_in_a_browser_without_an_error(several: bool, tmp_path: Path) -> None:
     runs = [full(), replace(run(2), name="b")] if several else [full()]
-    (tmp_path / "page.html").write_text(made(*runs))
-    found, console = in_chromium(tmp_path / "page.html", "--dump-dom")
-    charts_drawn = len(re.findall(r'class="bk-Figure"', found))
-    assert charts_drawn == 2 * len(runs)
-    told = [line for line in console.splitlines() if "[bokeh" not in line]
-    assert told == []
-    assert "document idle" in console
+    (tmp_path / "page.html").write_text(page_of(*runs))
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    options += ["--v=0", "--virtual-time-budget=20000", "--dump-dom"]
+    done = subprocess.run(
+        [str(CHROMIUM), *options, (tmp_path / "page.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert len(re.findall(r'class="bk-Figure"', done.stdout)) == 2 * len(runs)
+    console = re.findall(r"CONSOLE.*", done.stderr)
+    assert [line for line in console if "[bokeh" not in line] == []
+    assert any("document idle" in line for line in console)
 
 
-@needs_bokeh
 def test_charts_hold_the_steps_numbers_in_ms_and_in_percent() -> None:
     run_1 = run(1, n=30)
     assert list_top_phases(run_1.history) == ["data", "forward", "backward"]
@@ -344,7 +309,6 @@ def test_charts_hold_the_steps_numbers_in_ms_and_in_percent() -> None:
         assert figure.y_range.end == pytest.approx(end)
 
 
-@needs_bokeh
 def test_slow_steps_are_points_at_their_time_or_at_the_end_of_the_axis() -> None:
     slow = [SlowStep(n, ms, 15.0, "loss", (), ms - 15.0) for n, ms in ((7, 19.0), (9, 90.0))]
     forgotten = SlowStep(50, 90.0, 15.0, "loss", (), 75.0)
@@ -353,16 +317,6 @@ def test_slow_steps_are_points_at_their_time_or_at_the_end_of_the_axis() -> None
     found: Any = points.data_source.data
     assert (found["step"], found["ms"]) == ([7, 9], [19.0, pytest.approx(21.2)])
     assert found["why"] == [str(slow[0]), str(slow[1])]
-
-
-@needs_bokeh
-def test_page_formats_names_as_code() -> None:
-    results = Results(100, 0, on_host_clock=True)
-    results.add([raw(i, **{"<b>&": 1.0}) for i in range(30)])
-    run_1 = Run(Environment(), *results.history_and_warmup(), summary_of(results))
-    head = without_library(made(run_1)).partition("<h2>")[0]
-    assert "`" not in head
-    assert "<code>&lt;b&gt;&amp;</code>" in head
 
 
 def test_chart_has_gaps_where_nothing_was_timed() -> None:
