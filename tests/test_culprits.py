@@ -1,6 +1,7 @@
 """Culprits: calls by name, stages of a loader, lines of user code."""
 
 import copy
+import inspect
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from torchmetrics import MeanMetric
 
 from lightning_gputime import GPUPhaseHooks, PhaseSummary
 from lightning_gputime._diagnosis.repeated import repeated_calls
+from lightning_gputime._measurement.culprits import Source
 
 
 class Photos(Dataset[Tensor]):
@@ -63,61 +65,48 @@ def collating(gpu: FakeGPU, ms: float) -> Callable[[Any], Tensor]:
     return pad
 
 
-LOADERS: dict[str, tuple[Callable[[FakeGPU], Any], dict[str, tuple[str, float]]]] = {
-    "dataset": (
-        lambda gpu: DataLoader(Photos(gpu, 4.0), batch_size=2),
-        {"dataset": ("Photos.__getitem__", 8.0)},
-    ),
-    "collate": (
-        lambda gpu: DataLoader(Photos(gpu), batch_size=2, collate_fn=collating(gpu, 6.0)),
-        {"collate": ("pad", 6.0)},
-    ),
-    "sampler": (
-        lambda gpu: DataLoader(Photos(gpu), batch_size=2, sampler=Hardest(gpu)),
-        {"sampler": ("Hardest", 6.0)},
-    ),
-    "all": (
-        lambda gpu: DataLoader(
-            Photos(gpu, 1.0), batch_size=2, sampler=Hardest(gpu), collate_fn=collating(gpu, 4.0)
-        ),
-        {
-            "sampler": ("Hardest", 6.0),
-            "dataset": ("Photos.__getitem__", 2.0),
-            "collate": ("pad", 4.0),
-        },
-    ),
-    "iterable": (
-        lambda gpu: DataLoader(Stream(gpu), batch_size=2),
-        {"dataset": ("Stream.__iter__", 10.0)},
-    ),
-    "single items": (
-        lambda gpu: DataLoader(Photos(gpu, 4.0), batch_size=None),
-        {"dataset": ("Photos.__getitem__", 4.0)},
-    ),
-}
+PHOTOS, STREAM = "Photos.__getitem__", "Stream.__iter__"
 
 
-def stages(summary: PhaseSummary) -> dict[str, tuple[str, float]]:
-    """Return name and time per batch (in milliseconds) of each stage that takes time."""
+def loaders(gpu: FakeGPU) -> dict[str, tuple[Any, dict[str, tuple[str, float]]]]:
+    """Return loaders, and name and time per batch of their stages."""
+    pairs: dict[str, Any] = {"batch_size": 2}
+    hardest, pad = Hardest(gpu), collating(gpu, 4.0)
+    every = DataLoader(Photos(gpu, 1.0), sampler=hardest, collate_fn=pad, **pairs)
+    stages = {"sampler": ("Hardest", 6.0), "dataset": (PHOTOS, 2.0), "collate": ("pad", 4.0)}
     return {
-        culprit.kind: (culprit.name, 1e3 * culprit.seconds / culprit.calls)
-        for culprit in summary.measurement.culprits
-        if culprit.entry == "data/fetch" and culprit.seconds
+        "dataset": (DataLoader(Photos(gpu, 4.0), **pairs), {"dataset": (PHOTOS, 8.0)}),
+        "collate": (DataLoader(Photos(gpu), collate_fn=pad, **pairs), {"collate": ("pad", 4.0)}),
+        "sampler": (
+            DataLoader(Photos(gpu), sampler=hardest, **pairs),
+            {"sampler": ("Hardest", 6.0)},
+        ),
+        "all": (every, stages),
+        "iterable": (DataLoader(Stream(gpu), **pairs), {"dataset": (STREAM, 10.0)}),
+        "single items": (DataLoader(Photos(gpu, 4.0), batch_size=None), {"dataset": (PHOTOS, 4.0)}),
     }
 
 
+CASES = [*loaders(FakeGPU())]
+
+
 def assert_stages(summary: PhaseSummary, expected: dict[str, tuple[str, float]]) -> None:
-    found = stages(summary)
-    assert found.keys() == expected.keys()
-    for kind, (name, ms) in expected.items():
-        assert found[kind][0] == name
-        assert found[kind][1] == pytest.approx(ms)
+    """Check name and time per batch (in milliseconds) of each stage that takes time."""
+    culprits = [
+        culprit
+        for culprit in summary.measurement.culprits
+        if culprit.entry == "data/fetch" and culprit.seconds
+    ]
+    assert {culprit.kind: culprit.name for culprit in culprits} == {
+        kind: name for kind, (name, _) in expected.items()
+    }
+    for culprit in culprits:
+        assert 1e3 * culprit.seconds / culprit.calls == pytest.approx(expected[culprit.kind][1])
 
 
-@pytest.mark.parametrize("case", LOADERS)
-def test_loader_stages_have_the_time_that_was_planted(case: str, gpu: FakeGPU) -> None:
-    make, expected = LOADERS[case]
-    loop, loader = Loop(gpu), make(gpu)
+@pytest.mark.parametrize("case", CASES)
+def test_loader_stages_have_the_time_that_was_planted(case: str, loop: Loop) -> None:
+    loader, expected = loaders(loop.gpu)[case]
     before = dict(vars(loader))
     with hooks(loop) as timer:
         for _ in range(2):
@@ -128,11 +117,11 @@ def test_loader_stages_have_the_time_that_was_planted(case: str, gpu: FakeGPU) -
     assert vars(loader) == before
 
 
-@pytest.mark.parametrize("case", LOADERS)
+@pytest.mark.parametrize("case", CASES)
 def test_lightning_times_the_stages_of_its_loader(case: str, gpu: FakeGPU) -> None:
-    make, expected = LOADERS[case]
+    loader, expected = loaders(gpu)[case]
     timer = timer_of(gpu)
-    trainer(timer, max_epochs=2).fit(Model(gpu), make(gpu))
+    trainer(timer, max_epochs=2).fit(Model(gpu), loader)
     assert_stages(timer.summary(), expected)
 
 
@@ -149,28 +138,38 @@ def test_order_of_batches_is_that_of_the_loader(gpu: FakeGPU) -> None:
     assert timed == order(None)
 
 
-def test_advice_names_the_stage_and_what_to_do(gpu: FakeGPU) -> None:
-    loaders: dict[str, Any] = {
-        "dataset": DataLoader(Photos(gpu, 40.0), batch_size=2),
-        "collate": DataLoader(Photos(gpu), batch_size=2, collate_fn=collating(gpu, 80.0)),
-        "sampler": DataLoader(Photos(gpu), batch_size=2, sampler=Hardest(gpu, 40.0)),
+PHOTOS_LINE = Photos.__getitem__.__code__.co_firstlineno
+
+
+@pytest.mark.parametrize(
+    ("stage", "start", "text"),
+    [
+        (
+            "dataset",
+            f"`Photos.__getitem__` (test_culprits.py:{PHOTOS_LINE}) takes 66 ms of ",
+            "num_workers=",
+        ),
+        ("collate", "`pad` (", "num_workers="),
+        ("sampler", "`Hardest` (", "in the main process, even with workers"),
+    ],
+)
+def test_advice_names_the_stage_and_what_to_do(
+    stage: str, start: str, text: str, loop: Loop
+) -> None:
+    gpu = loop.gpu
+    options: dict[str, dict[str, Any]] = {
+        "dataset": {"dataset": Photos(gpu, 40.0)},
+        "collate": {"dataset": Photos(gpu), "collate_fn": collating(gpu, 80.0)},
+        "sampler": {"dataset": Photos(gpu), "sampler": Hardest(gpu, 40.0)},
     }
-    advice = {}
-    for case, loader in loaders.items():
-        loop = Loop(gpu)
-        with hooks(loop) as timer:
-            for _ in range(4):
-                for x in timer.steps(loader):
-                    loop.train(x)
-        advice[case] = timer.summary().advice[0]
-    line = Photos.__getitem__.__code__.co_firstlineno
-    told = f"`Photos.__getitem__` (test_culprits.py:{line}) takes 66 ms of "
-    assert advice["dataset"].startswith(told)
-    assert "num_workers=" in advice["dataset"]
-    assert "`pad` (" in advice["collate"]
-    assert "num_workers=" in advice["collate"]
-    assert "`Hardest` (" in advice["sampler"]
-    assert "in the main process, even with workers" in advice["sampler"]
+    loader = DataLoader(batch_size=2, **options[stage])
+    with hooks(loop) as timer:
+        for _ in range(4):
+            for x in timer.steps(loader):
+                loop.train(x)
+    advice = timer.summary().advice[0]
+    assert advice.startswith(start)
+    assert text in advice
 
 
 class Corpus(pl.LightningDataModule):
@@ -195,11 +194,10 @@ class Corpus(pl.LightningDataModule):
 class Slow(Model):
     def __init__(self, gpu: FakeGPU) -> None:
         super().__init__(gpu)
-        gpu_of_metric = gpu
 
         class Ranking(MeanMetric):
             def compute(self) -> Any:
-                gpu_of_metric.host_work(40.0)
+                gpu.host_work(40.0)
                 return super().compute()
 
         self.ranking = Ranking()
@@ -244,6 +242,8 @@ CALLS = {
     ("epoch ends", "Slow.on_train_epoch_end", ""): (120.0, 2),
     ("epoch ends", "ranking.compute", "Slow.on_train_epoch_end"): (80.0, 2),
     ("epoch ends", "Histogram.on_train_epoch_start", ""): (26.0, 2),
+    ("set-up", "Corpus.prepare_data", ""): (70.0, 1),
+    ("set-up", "Corpus.setup", ""): (30.0, 1),
 }
 """Milliseconds and number of calls, by entry, name and caller."""
 
@@ -257,15 +257,12 @@ def calls_of(summary: PhaseSummary) -> dict[tuple[str, str, str], tuple[float, i
 
 
 def test_lightning_hooks_have_the_time_that_was_planted(gpu: FakeGPU) -> None:
-    timer, model = timer_of(gpu), Slow(gpu)
-    logger = Uploads(gpu)
+    timer, model, logger = timer_of(gpu), Slow(gpu), Uploads(gpu)
     runner = trainer(timer, Histogram(gpu), logger=logger, max_epochs=2, log_every_n_steps=4)
     runner.fit(model, datamodule=Corpus(gpu))
     found = calls_of(timer.summary())
-    assert CALLS.keys() <= found.keys()
     for key, (ms, n) in CALLS.items():
-        assert found[key][0] == pytest.approx(ms), key
-        assert found[key][1] == n, key
+        assert found[key] == (pytest.approx(ms), n), key  # type: ignore[comparison-overlap]
     logs = [calls for (_, name, _), (_, calls) in found.items() if name == "self.log"]
     assert sum(logs) == 8 * 4
     uploads = [ms for (_, name, _), (ms, _) in found.items() if name == "Uploads.log_metrics"]
@@ -275,28 +272,19 @@ def test_lightning_hooks_have_the_time_that_was_planted(gpu: FakeGPU) -> None:
     assert "log_metrics" not in vars(logger)
 
 
-@pytest.mark.slow
-def test_set_up_hooks_have_the_time_that_was_planted(gpu: FakeGPU) -> None:
-    timer = timer_of(gpu)
-    trainer(timer).fit(Slow(gpu), datamodule=Corpus(gpu))
-    found = calls_of(timer.summary())
-    assert found["set-up", "Corpus.prepare_data", ""] == (pytest.approx(70.0), 1)  # type: ignore[comparison-overlap]
-    assert found["set-up", "Corpus.setup", ""] == (pytest.approx(30.0), 1)  # type: ignore[comparison-overlap]
-
-
 def test_advice_names_the_innermost_call(gpu: FakeGPU) -> None:
     timer = timer_of(gpu)
-    runner = trainer(timer, max_epochs=8)
-    runner.fit(Slow(gpu), Loader(gpu, 2))
+    trainer(timer, max_epochs=8).fit(Slow(gpu), Loader(gpu, 2))
     breakdown = timer.summary().time_breakdown
     assert breakdown is not None
-    culprit = breakdown["epoch ends"].culprits[0]
+    entry = breakdown["epoch ends"]
+    culprit = entry.culprits[0]
     assert (culprit.name, culprit.caller) == ("Slow.on_train_epoch_end", "")
     assert culprit.share == pytest.approx(1.0)
-    assert culprit.file == __file__
-    assert culprit.line == Slow.on_train_epoch_end.__code__.co_firstlineno
-    text = breakdown["epoch ends"].advice[0].text
-    assert text.startswith(f"`{culprit.name}` (test_culprits.py:{culprit.line}) takes 480 ms in 8 ")
+    line = Slow.on_train_epoch_end.__code__.co_firstlineno
+    assert (culprit.file, culprit.line) == (__file__, line)
+    text = f"`Slow.on_train_epoch_end` (test_culprits.py:{line}) takes 480 ms in 8 "
+    assert entry.advice[0].text.startswith(text)
 
 
 def train_by_helpers(loop: Loop, timer: GPUPhaseHooks, n: int) -> None:
@@ -316,11 +304,18 @@ def train_by_helpers(loop: Loop, timer: GPUPhaseHooks, n: int) -> None:
 
 def line_of(text: str) -> int:
     """Return the line of `train_by_helpers` that has a comment."""
-    code = train_by_helpers.__code__
-    with open(__file__) as file:
-        lines = [*enumerate(file, start=1)]
-    [number] = [n for n, line in lines if n > code.co_firstlineno and line.endswith(f"# {text}\n")]
+    lines, first = inspect.getsourcelines(train_by_helpers)
+    [number] = [n for n, line in enumerate(lines, first) if line.endswith(f"# {text}\n")]
     return number
+
+
+def places(timer: GPUPhaseHooks, entry: str) -> dict[Source, float]:
+    """Return the places of an entry, and their time per call (in milliseconds)."""
+    return {
+        culprit.source: 1e3 * culprit.seconds / culprit.calls
+        for culprit in timer.summary().measurement.culprits
+        if culprit.entry == entry and culprit.kind == "place" and culprit.source is not None
+    }
 
 
 @pytest.mark.parametrize(
@@ -333,61 +328,43 @@ def line_of(text: str) -> int:
     ],
 )
 def test_places_are_the_lines_of_the_code(
-    entry: str, comment: str, last: int, ms: float, gpu: FakeGPU
+    entry: str, comment: str, last: int, ms: float, loop: Loop
 ) -> None:
-    loop = Loop(gpu)
     with hooks(loop) as timer:
         train_by_helpers(loop, timer, 60)
-    line = line_of(comment)
-    found = {
-        culprit.source: 1e3 * culprit.seconds / culprit.calls
-        for culprit in timer.summary().measurement.culprits
-        if culprit.entry == entry and culprit.kind == "place" and culprit.source is not None
-    }
+    line, found = line_of(comment), places(timer, entry)
     [source] = [source for source in found if source.first_line <= line <= source.last_line]
     assert source.last_line == line + last
-    assert source.function == "train_by_helpers"
-    assert source.file == __file__
+    assert (source.file, source.function) == (__file__, "train_by_helpers")
     assert found[source] == pytest.approx(ms, abs=1.0)
 
 
-def test_other_is_split_into_its_parts(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(60)):
-            gpu.work(3.0)
-            loop.train_on(x)
-            gpu.work(1.0)
-    assert (
-        "`other` is about 75 % before forward and 25 % after the update, as measured in a few"
-        in str(timer.summary())
-    )
-
-
-def test_copy_of_a_timer_keeps_the_culprits(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
+def test_copy_of_a_timer_keeps_the_culprits(loop: Loop) -> None:
     with hooks(loop) as timer:
         train_by_helpers(loop, timer, 30)
-        copies = [copy.deepcopy(timer), pickle.loads(pickle.dumps(timer._results))]
-    culprits = timer.summary().measurement.culprits
-    assert culprits
-    assert copies[1].measurement().culprits
-    json = timer.summary().to_dict()
-    assert json["culprits"][0]["entry"] == culprits[0].entry
+        copy.deepcopy(timer)
+        results = pickle.loads(pickle.dumps(timer._results))
+    summary = timer.summary()
+    assert summary.measurement.culprits
+    assert results.measurement().culprits
+    assert summary.to_dict()["culprits"][0]["entry"] == summary.measurement.culprits[0].entry
 
 
-class Synchronizing(FakeGPU):
-    """A device whose host blocks in `other`, by a call that torch warns of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.device = torch.device("cuda")
+def test_other_is_split_into_its_parts(loop: Loop) -> None:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(60)):
+            loop.gpu.work(3.0)
+            loop.train_on(x)
+            loop.gpu.work(1.0)
+    text = "`other` is about 75 % before forward and 25 % after the update, as measured in a few"
+    assert text in str(timer.summary())
 
 
 @pytest.fixture
-def modes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The modes that were set, the newest last."""
+def modes(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the modes in which torch warns of calls that wait for the GPU, the newest last."""
     found: list[Any] = ["default"]
+    gpu.device = torch.device("cuda")
     monkeypatch.setattr("torch.cuda.set_sync_debug_mode", found.append)
     monkeypatch.setattr("torch.cuda.get_sync_debug_mode", lambda: 0)
     return found
@@ -400,48 +377,43 @@ def block(gpu: FakeGPU, modes: list[Any]) -> None:
     gpu.host_work(4.0)
 
 
-def train_blocked(loop: Loop, timer: GPUPhaseHooks, modes: list[Any]) -> None:
-    for x in timer.steps(loop.batches(120)):
-        loop.train(x)
-        block(loop.gpu, modes)
+def train_blocked(loop: Loop, modes: list[Any]) -> PhaseSummary:
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(120)):
+            loop.train(x)
+            block(loop.gpu, modes)
+    return timer.summary()
 
 
-def test_calls_that_wait_for_the_gpu_are_located(modes: list[Any]) -> None:
-    loop = Loop(Synchronizing())
+def test_calls_that_wait_for_the_gpu_are_located(modes: list[Any], loop: Loop) -> None:
     show, rules = warnings.showwarning, [rule for rule in warnings.filters if rule[0] != "error"]
     with warnings.catch_warnings():
         warnings.filters[:] = rules  # type: ignore[index]
-        with hooks(loop) as timer:
-            train_blocked(loop, timer, modes)
+        summary = train_blocked(loop, modes)
         assert [*warnings.filters] == rules
     assert warnings.showwarning is show
     assert modes == ["default", "warn", "default"]
     line = block.__code__.co_firstlineno + 2
-    summary = timer.summary()
-    [found] = [known for known in summary.measurement.culprits if known.kind == "blocking"]
+    [found] = [culprit for culprit in summary.measurement.culprits if culprit.kind == "blocking"]
     assert (found.entry, found.calls) == ("other", 3)
     assert found.source is not None
     assert (found.source.function, found.source.first_line) == ("block", line)
-    told = f"`block` (test_culprits.py:{line}) waits for the GPU in `other`, which takes the CPU "
-    assert any(advice.startswith(told) for advice in summary.advice)
+    text = f"`block` (test_culprits.py:{line}) waits for the GPU in `other`, which takes the CPU "
+    assert any(advice.startswith(text) for advice in summary.advice)
 
 
-def test_blocking_calls_are_not_located_if_warnings_are_errors(modes: list[Any]) -> None:
-    loop = Loop(Synchronizing())
+def test_blocking_calls_are_not_located_if_warnings_are_errors(
+    modes: list[Any], loop: Loop
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with hooks(loop) as timer:
-            train_blocked(loop, timer, modes)
+        train_blocked(loop, modes)
     assert modes == ["default"]
 
 
 @pytest.mark.parametrize("options", [{}, {"modules": 1}])
 @pytest.mark.parametrize("n", [1, 6])
-def test_model_that_is_called_by_rows_is_named(
-    n: int, options: dict[str, Any], gpu: FakeGPU
-) -> None:
-    loop = Loop(gpu)
-
+def test_model_that_is_called_by_rows_is_named(n: int, options: dict[str, Any], loop: Loop) -> None:
     def by_rows(x: Tensor) -> Tensor:
         return torch.cat([loop.model(row) for row in x.repeat(n, 1, 1)])
 
@@ -450,38 +422,28 @@ def test_model_that_is_called_by_rows_is_named(
             by_rows(x).sum().backward()
             loop.optimizer.step()
     found = repeated_calls(timer.summary().measurement)
-    if n == 1:
-        assert found is None
-    else:
-        assert found is not None
-        assert "test_culprits.py:" in found.where
-        assert found.calls == n
+    assert (found.calls if found else 1) == n
+    assert found is None or "test_culprits.py:" in found.where
 
 
-@pytest.mark.parametrize(("where", "ms"), [("after", 7.0), ("before", 9.0)])
+@pytest.mark.parametrize(
+    ("before_ms", "after_ms", "line", "ms"), [(0.0, 7.0, 4, 7.0), (9.0, 0.0, 1, 9.0)]
+)
 def test_other_in_a_called_function_is_named_by_its_lines(
-    where: str, ms: float, gpu: FakeGPU
+    before_ms: float, after_ms: float, line: int, ms: float, loop: Loop
 ) -> None:
-    loop = Loop(gpu)
-
     def train_on(x: Tensor) -> None:
-        gpu.work(9.0 if where == "before" else 0.0)
+        loop.gpu.work(before_ms)
         loop.model(x).sum().backward()
         loop.optimizer.step()
-        gpu.work(7.0 if where == "after" else 0.0)
+        loop.gpu.work(after_ms)
 
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(60)):
             train_on(x)
-    code = train_on.__code__
-    places = [
-        culprit
-        for culprit in timer.summary().measurement.culprits
-        if culprit.entry == "other" and culprit.kind == "place"
-    ]
-    longest = max(places, key=lambda culprit: culprit.seconds)
-    assert longest.source is not None
-    assert longest.source.function == "train_on"
-    lines = range(longest.source.first_line, longest.source.last_line + 1)
-    assert code.co_firstlineno + (1 if where == "before" else 4) in lines
-    assert 1e3 * longest.seconds / longest.calls == pytest.approx(ms, abs=1.0)
+    found = places(timer, "other")
+    source = max(found, key=lambda source: found[source])
+    assert source.function == "train_on"
+    expected = train_on.__code__.co_firstlineno + line
+    assert source.first_line <= expected <= source.last_line
+    assert found[source] == pytest.approx(ms, abs=1.0)

@@ -2,25 +2,20 @@
 
 import queue
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fake_gpu import FakeGPU
+from fake_gpu import batches
 from fake_lightning import trainer
 from fake_loop import Loop, hooks
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 from torch.utils.data._utils import pin_memory
 from worker_data import Numbers, Repeated, announce
 
@@ -84,76 +79,60 @@ class Stream(IterableDataset[Tensor]):
             yield torch.arange(3.0) + index
 
 
-def timed_rows(
-    dataset: Any, n: int = 10, *, size: int = 4, collate_ms: float = 2.0, wait_ms: float = 3.0
-) -> Any:
-    """Return the row of a worker that makes `n` batches of `size` samples."""
-    clock = dataset.clock
-
-    def collate(samples: Any) -> Any:
-        clock.pass_ms(collate_ms)
-        return default_collate(samples)
-
-    rows = torch.zeros((1, FIELDS), dtype=torch.int64)
-    timer = WorkerTimer(memoryview(rows.numpy()[0]), clock(), clock, lambda: 0)
-    map_style, iterable = fetcher_classes()
-    kind = iterable if isinstance(dataset, IterableDataset) else map_style
-    clock.pass_ms(20.0)  # The worker starts.
-    fetcher: Any = kind(dataset, True, collate, False)
-    for start in range(0, n * size, size):
-        fetcher.fetch([*range(start, start + size)])
-        clock.pass_ms(wait_ms)
-    assert timer.fetcher is fetcher
-    return rows.tolist()
+TimesOf = Callable[..., LoaderTimes]
 
 
 @pytest.fixture
-def in_worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make this process a worker: fetchers are timed."""
+def times_of(monkeypatch: pytest.MonkeyPatch) -> TimesOf:
+    """Return a function that makes batches of four samples in the loop of a worker."""
 
-    def start(dataset: Any) -> Any:
-        class Info:
-            pass
+    def times_of(dataset: Any, batches: int = 10) -> LoaderTimes:
+        clock = dataset.clock
 
-        Info.dataset = dataset  # type: ignore[attr-defined]
-        monkeypatch.setattr(workers, "get_worker_info", lambda: Info)
-        real = WorkerTimer.__init__
+        def collate(samples: Any) -> Any:
+            clock.pass_ms(2.0)
+            return default_collate(samples)
 
-        def timed(timer: WorkerTimer, *args: Any) -> None:
-            real(timer, *args)
-            for kind in fetcher_classes():
-                monkeypatch.setattr(kind, "fetch", workers.timed_fetch(kind, timer))
+        monkeypatch.setattr(workers, "get_worker_info", lambda: SimpleNamespace(dataset=dataset))
+        rows = torch.zeros((1, FIELDS), dtype=torch.int64)
+        timer = WorkerTimer(memoryview(rows.numpy()[0]), clock(), clock, lambda: 0)
+        for kind in fetcher_classes():
+            monkeypatch.setattr(kind, "fetch", workers.timed_fetch(kind, timer))
+        clock.pass_ms(20.0)  # The worker starts.
+        map_style, iterable = fetcher_classes()
+        kind = iterable if isinstance(dataset, IterableDataset) else map_style
+        fetcher: Any = kind(dataset, True, collate, False)
+        for start in range(0, 4 * batches, 4):
+            fetcher.fetch([*range(start, start + 4)])
+            clock.pass_ms(3.0)  # The worker waits.
+        assert timer.fetcher is fetcher
+        times = loader_times(rows.tolist(), "Photos", "pad", (0, 0))
+        assert times is not None
+        return times
 
-        monkeypatch.setattr(WorkerTimer, "__init__", timed)
-        return dataset
-
-    return start
+    return times_of
 
 
 @pytest.mark.parametrize(("kind", "dataset_ms"), [(Photos, 4.0), (Batches, 6.0), (Stream, 4.0)])
-def test_stages_of_a_worker_are_exact(in_worker: Any, kind: Any, dataset_ms: float) -> None:
-    rows = timed_rows(in_worker(kind(Clock())))
-    times = loader_times(rows, "Photos", "pad", (0, 0))
-    assert times is not None
-    (worker,) = times.workers
+def test_stages_of_a_worker_are_exact(times_of: TimesOf, kind: Any, dataset_ms: float) -> None:
+    times = times_of(kind(Clock()))
     # 9 waits of 3 ms.
-    assert worker == WorkerTimes(10, dataset_ms, 2.0, wait_ms=2.7, newest_ms=2.0 + dataset_ms)
+    expected = WorkerTimes(10, dataset_ms, 2.0, wait_ms=2.7, newest_ms=2.0 + dataset_ms)
+    assert times.workers == (expected,)
     assert (times.starts, times.startup_s) == (1, (22 + dataset_ms) / 1e3)
     assert (times.lock_share, times.repeats) == (None, False)
 
 
-def test_the_slowest_sample_is_named(in_worker: Any) -> None:
-    rows = timed_rows(in_worker(Photos(Clock())), 20)
-    times = loader_times(rows, "Photos", "pad", (0, 0))
-    assert times is not None
+def test_slowest_sample_is_named(times_of: TimesOf) -> None:
+    times = times_of(Photos(Clock()), 20)
     assert (times.slowest_index, times.slowest_ms, times.slowest_worker) == (42, 55.0, 0)
     assert times.long_batches == 1
     assert times.long_share == pytest.approx(55.0 / (19 * 6.0 + 55.0))
 
 
-def test_an_iterable_that_ends_ends_the_loop(in_worker: Any) -> None:
+def test_iterable_that_ends_ends_the_loop(times_of: TimesOf) -> None:
     with pytest.raises(StopIteration):
-        timed_rows(in_worker(Stream(Clock())), 11)
+        times_of(Stream(Clock()), 11)
 
 
 # The advice
@@ -176,107 +155,63 @@ TIMES = LoaderTimes(
     repeats=False,
 )
 PACE = "2 workers deliver a batch every 10 ms, and the rest of the step takes 5 ms"
+KEEP_UP = f"set num_workers=5 (now 2; 16 CPU cores), which would keep up: {PACE}"
+WITHOUT_CORES = f"set num_workers=5 (now 2), which would keep up: {PACE}"
+SHORTEN = f"set num_workers=3 (now 2; 4 CPU cores), which shortens the wait: {PACE}"
+FASTER = "make `{}` faster: more workers cannot help on {} CPU cores"
+SLOW_WORKER = (
+    "check what worker 1 reads: a batch takes 60 ms there, and 20 ms in the others; 1 of every 3"
+    " batches comes from it"
+)
+RARE = (
+    "make rare slow samples faster: 1 of 100 batches takes 40 % of the workers' time; the slowest"
+    " took 2 s in worker 0, because of sample 18,211"
+)
+SMALLER = "return smaller batches, such as uint8 in place of float32: "
+RECEIVE = "workers wait 80 % of the time, because the main process receives too slowly"
+PIN = "the pin-memory thread copies one batch at a time, in 9 ms, so more workers cannot help"
+LOCK = (
+    "remove the lock that workers share in `Photos.__getitem__`: they wait for it 60 % of their"
+    " time, and more workers cannot help"
+)
+NO_CORE = "workers wait 70 % of their time for one of 4 CPU cores"
+STARTS = "set persistent_workers=True: the first batch of a worker takes 1 s, 4 times"
+COLLATING = replace(WORKER, dataset_ms=2.0, collate_ms=18.0)
+IDLE = replace(WORKER, wait_ms=80.0)
+LONG = {"long_batches": 2, "long_share": 0.4, "slowest_ms": 2000.0, "slowest_index": 18_211}
+READS = replace(WORKER, dataset_ms=58.0)
 
 
 @pytest.mark.parametrize(
     ("facts", "cores", "texts"),
     [
-        ({}, 16, [f"set num_workers=5 (now 2; 16 CPU cores), which would keep up: {PACE}"]),
-        ({}, None, [f"set num_workers=5 (now 2), which would keep up: {PACE}"]),
-        (
-            {"cpu_share": 1.0},
-            4,
-            [
-                f"set num_workers=3 (now 2; 4 CPU cores), which shortens the wait: {PACE}",
-                "make `Photos.__getitem__` faster: more workers cannot help on 4 CPU cores",
-            ],
-        ),
-        (
-            {"cpu_share": 1.0},
-            2,
-            ["make `Photos.__getitem__` faster: more workers cannot help on 2 CPU cores"],
-        ),
-        (
-            {"workers": (replace(WORKER, dataset_ms=2.0, collate_ms=18.0),) * 2, "cpu_share": 1.0},
-            2,
-            ["make `pad` faster: more workers cannot help on 2 CPU cores"],
-        ),
-        (
-            {"workers": (WORKER, replace(WORKER, dataset_ms=58.0), WORKER)},
-            16,
-            [
-                "check what worker 1 reads: a batch takes 60 ms there, and 20 ms in the others;"
-                " 1 of every 3 batches comes from it"
-            ],
-        ),
-        (
-            {"long_batches": 2, "long_share": 0.4, "slowest_ms": 2000.0, "slowest_index": 18_211},
-            16,
-            [
-                "make rare slow samples faster: 1 of 100 batches takes 40 % of the workers' time;"
-                " the slowest took 2 s in worker 0, because of sample 18,211"
-            ],
-        ),
-        (
-            {"workers": (replace(WORKER, wait_ms=80.0),) * 2},
-            16,
-            [
-                "return smaller batches, such as uint8 in place of float32: workers wait 80 % of"
-                " the time, because the main process receives too slowly"
-            ],
-        ),
-        (
-            {"workers": (replace(WORKER, wait_ms=80.0),) * 2, "pin_ms": 9.0},
-            16,
-            [
-                "set pin_memory=False, or return smaller batches, such as uint8 in place of"
-                " float32: the pin-memory thread copies one batch at a time, in 9 ms, so more"
-                " workers cannot help"
-            ],
-        ),
-        (
-            {"pin_ms": 3.0},
-            16,
-            [f"set num_workers=5 (now 2; 16 CPU cores), which would keep up: {PACE}"],
-        ),
-        (
-            {"lock_share": 0.6},
-            16,
-            [
-                "remove the lock that workers share in `Photos.__getitem__`: they wait for it 60 %"
-                " of their time, and more workers cannot help"
-            ],
-        ),
+        ({}, 16, [KEEP_UP]),
+        ({}, None, [WITHOUT_CORES]),
+        ({"cpu_share": 1.0}, 4, [SHORTEN, FASTER.format("Photos.__getitem__", 4)]),
+        ({"cpu_share": 1.0}, 2, [FASTER.format("Photos.__getitem__", 2)]),
+        ({"workers": (COLLATING,) * 2, "cpu_share": 1.0}, 2, [FASTER.format("pad", 2)]),
+        ({"workers": (WORKER, READS, WORKER)}, 16, [SLOW_WORKER]),
+        (LONG, 16, [RARE]),
+        ({"workers": (IDLE,) * 2}, 16, [f"{SMALLER}{RECEIVE}"]),
+        ({"workers": (IDLE,) * 2, "pin_ms": 9.0}, 16, [f"set pin_memory=False, or {SMALLER}{PIN}"]),
+        ({"pin_ms": 3.0}, 16, [KEEP_UP]),
+        ({"lock_share": 0.6}, 16, [LOCK]),
         (
             {"workers": (WORKER,) * 8, "run_delay_share": 0.7},
             4,
-            ["set num_workers=3 (now 8): workers wait 70 % of their time for one of 4 CPU cores"],
+            [f"set num_workers=3 (now 8): {NO_CORE}"],
         ),
         (
             {"run_delay_share": 0.7},
             4,
-            [
-                "free CPU cores, or make `Photos.__getitem__` faster: workers wait 70 % of their"
-                " time for one of 4 CPU cores"
-            ],
+            [f"free CPU cores, or make `Photos.__getitem__` faster: {NO_CORE}"],
         ),
-        (
-            {"starts": 4, "startup_s": 1.0},
-            16,
-            ["set persistent_workers=True: the first batch of a worker takes 1 s, 4 times"],
-        ),
-        (
-            # A single start delays the first step alone.
-            {"startup_s": 3.0},
-            16,
-            [f"set num_workers=5 (now 2; 16 CPU cores), which would keep up: {PACE}"],
-        ),
+        ({"starts": 4, "startup_s": 1.0}, 16, [STARTS]),
+        ({"startup_s": 3.0}, 16, [KEEP_UP]),  # A single start delays the first step alone.
     ],
 )
 def test_advice_on_a_loader(facts: dict[str, Any], cores: int | None, texts: list[str]) -> None:
-    case = LoaderCase(
-        replace(TIMES, **facts), exposed_ms=5.0, rest_ms=5.0, batches=200, cores=cores
-    )
+    case = LoaderCase(replace(TIMES, **facts), 5.0, 5.0, batches=200, cores=cores)
     assert [advice.text for advice in advise_on_loader(case)] == texts
 
 
@@ -293,21 +228,13 @@ def test_slowdown_names_the_workers(newest_ms: tuple[float, float], text: str) -
     assert describe_slowdown([replace(TIMES, workers=workers)]) == text
 
 
-class Pipeline:
-    """A loader that is not a DataLoader."""
-
-    def __init__(self, gpu: FakeGPU) -> None:
-        self.gpu = gpu
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for _ in range(30):
-            self.gpu.host_work(40.0)
-            yield torch.ones(2, 2)
-
-
 def test_advice_on_a_foreign_loader_says_that_stages_are_not_measured(loop: Loop) -> None:
+    class Pipeline:
+        def __iter__(self) -> Iterator[Tensor]:
+            return batches(loop.gpu, 30, host_ms=40.0)
+
     with hooks(loop) as timer:
-        for batch in timer.steps(Pipeline(loop.gpu)):
+        for batch in timer.steps(Pipeline()):
             loop.train(batch)
     [text] = timer.summary().advice
     assert text == (
@@ -340,10 +267,9 @@ def test_table_shows_the_stages_of_workers() -> None:
 
 
 def test_table_without_workers_shows_the_main_process() -> None:
-    stages = {"dataset": ("Photos.__getitem__", 0.9), "collate": ("pad", 0.1)}
-    culprits = tuple(
-        Culprit("data/fetch", name, seconds, 100, kind=kind)
-        for kind, (name, seconds) in stages.items()
+    culprits = (
+        Culprit("data/fetch", "Photos.__getitem__", 0.9, 100, kind="dataset"),
+        Culprit("data/fetch", "pad", 0.1, 100, kind="collate"),
     )
     table = loader_table(Measurement(culprits=culprits), TrainingSetup(num_workers=0))
     assert table is not None
@@ -380,9 +306,8 @@ def test_pin_memory_thread_is_timed_and_nothing_stays(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(pin_memory, "_pin_memory_loop", loop)
-    _, timer = train(DataLoader(Numbers(), 4, num_workers=1, pin_memory=True), timed=True)
+    _, times = train(DataLoader(Numbers(), 4, num_workers=1, pin_memory=True))
     assert pin_memory._pin_memory_loop is loop
-    (times,) = timer.summary().measurement.loaders
     assert times.batches == 24
     assert times.pin_ms is not None
     assert 20.0 <= times.pin_ms < 60.0
@@ -436,23 +361,22 @@ def test_real_pin_memory_thread_is_timed() -> None:
     assert 0.1 < times.pin_ms < 1000.0
 
 
-def train(loader: DataLoader[Tensor], *, timed: bool) -> tuple[list[Tensor], Any]:
+def train(loader: DataLoader[Tensor], *, is_timed: bool = True) -> tuple[list[Tensor], Any]:
+    """Return the batches and weights of a training, and the times of its loader."""
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     timer = GPUPhaseHooks(model, optimizer)
-    batches = []
-    if timed:
-        timer.attach()
-    for _ in range(2):
-        for batch in timer.steps(loader) if timed else loader:
-            batches.append(batch)
-            optimizer.zero_grad()
-            model(batch[..., :4]).sum().backward()
-            optimizer.step()
-    if timed:
-        timer.remove()
-    return [*batches, *model.state_dict().values()], timer
+    found = []
+    with timer if is_timed else nullcontext():
+        for _ in range(2):
+            for batch in timer.steps(loader) if is_timed else loader:
+                found.append(batch)
+                optimizer.zero_grad()
+                model(batch[..., :4]).sum().backward()
+                optimizer.step()
+    (times,) = timer.summary().measurement.loaders if is_timed else (None,)
+    return [*found, *model.state_dict().values()], times
 
 
 @pytest.mark.slow
@@ -461,23 +385,13 @@ def train(loader: DataLoader[Tensor], *, timed: bool) -> tuple[list[Tensor], Any
     [("fork", False), ("fork", True), ("spawn", True), ("forkserver", True)],
 )
 def test_training_is_bitwise_the_same_with_timed_workers(context: str, persistent: bool) -> None:
-    def loader() -> DataLoader[Tensor]:
-        return DataLoader(
-            Numbers(),
-            4,
-            shuffle=True,
-            num_workers=2,
-            worker_init_fn=announce,
-            multiprocessing_context=context,
-            persistent_workers=persistent,
-        )
-
-    timed_loader = loader()
-    timed, timer = train(timed_loader, timed=True)
-    untimed, _ = train(loader(), timed=False)
+    options: dict[str, Any] = {"multiprocessing_context": context, "persistent_workers": persistent}
+    options |= {"shuffle": True, "num_workers": 2, "worker_init_fn": announce}
+    loader = DataLoader(Numbers(), 4, **options)
+    timed, times = train(loader)
+    untimed, _ = train(DataLoader(Numbers(), 4, **options), is_timed=False)
     assert all(torch.equal(*pair) for pair in zip(timed, untimed, strict=True))
-    assert timed_loader.worker_init_fn is announce
-    (times,) = timer.summary().measurement.loaders
+    assert loader.worker_init_fn is announce
     assert [worker.batches for worker in times.workers] == [12, 12]
     assert times.dataset == "Numbers.__getitem__"
     assert times.starts == (1 if persistent else 2)
@@ -486,6 +400,18 @@ def test_training_is_bitwise_the_same_with_timed_workers(context: str, persisten
 
 @pytest.mark.slow
 def test_workers_of_several_loaders_are_timed_separately() -> None:
+    class Plain(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            loss: Tensor = self.net(batch["numbers"]).mean() + batch["repeated"].mean()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
     loaders = {
         "numbers": DataLoader(Numbers(), 4, num_workers=2),
         "repeated": DataLoader(Repeated(), 5, num_workers=1),
@@ -493,21 +419,6 @@ def test_workers_of_several_loaders_are_timed_separately() -> None:
     timer = GPUPhaseTimer(print_summary=False)
     trainer(timer, max_epochs=1).fit(Plain(), loaders)
     found = {times.dataset: times for times in timer.summary().measurement.loaders}
-    assert {name: len(times.workers) for name, times in found.items()} == {
-        "Numbers.__getitem__": 2,
-        "Repeated.__iter__": 1,
-    }
+    workers = {name: len(times.workers) for name, times in found.items()}
+    assert workers == {"Numbers.__getitem__": 2, "Repeated.__iter__": 1}
     assert found["Numbers.__getitem__"].batches == 12
-
-
-class Plain(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 1)
-
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        loss: Tensor = self.net(batch["numbers"]).mean() + batch["repeated"].mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)

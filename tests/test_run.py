@@ -16,12 +16,14 @@ from importlib.machinery import SourceFileLoader
 from importlib.metadata import entry_points
 from itertools import count, permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from conftest import Command
 from processes import ENVIRONMENT, PACKAGE
 
-from lightning_gputime import GPUPhaseTimer, TimerOptions, __main__, load
+from lightning_gputime import GPUPhaseTimer, PhaseSummary, TimerOptions, __main__, load
 from lightning_gputime import _auto_instrumentation as auto
 from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, adding, options, program
 from lightning_gputime._auto_instrumentation import lightning as auto_lightning
@@ -79,6 +81,10 @@ class Slow(Dataset):
     def __getitem__(self, index):
         time.sleep(0.002)
         return torch.ones(4)
+class Doubled(DataLoader):
+    def __iter__(self):
+        for x in super().__iter__():
+            yield 2 * x
 net = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 loader, validation = DataLoader(Slow(), 2), DataLoader([*torch.ones(8, 4)], 2)
@@ -103,6 +109,7 @@ for _ in range(30):
     weight.square().mean().backward()
     optimizer.step()
 """
+TWO_LOOPS = TWO_MODELS + THEN_ANOTHER_LOOP
 ACCUMULATES = PLAIN.replace("optimizer.step()", "optimizer.step() if number % 2 else None").replace(
     "for _ in range(30)", "for number in range(60)"
 )
@@ -202,12 +209,42 @@ transformers.Trainer(
 ).train()
 """
 
+
 RUN = ("-m", "lightning_gputime", "run")
+SAVED = (*RUN, "--save-path", "run.json")
+
+
+class Runner:
+    """Runs Python next to the file train.py, with the package as installed."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self.folder, self.environment = folder, environment
+
+    def start(self, script: str, *arguments: str) -> subprocess.Popen[str]:
+        (self.folder / "train.py").write_text(script)
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, script: str, *arguments: str, code: int = 0) -> tuple[str, str]:
+        """Check the exit code, and return the text in stdout and in stderr."""
+        process = self.start(script, *arguments)
+        printed, said = process.communicate(timeout=200)
+        assert process.returncode == code, said
+        return printed, said
+
+    def summary(self) -> PhaseSummary:
+        return load(self.folder / "run.json").summary()
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """The package as installed, with its entry points, also where it is not."""
+def run(tmp_path: Path) -> Runner:
+    # Entry points, also where the package is not installed.
     info = tmp_path / "site" / "of_this_test-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: of-this-test\nVersion: 1\n")
@@ -217,30 +254,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
             points += f"[{group}]\nlightning-gputime = {FUNCTIONS}:{function}\n"
     (info / "entry_points.txt").write_text(points)
     path = os.pathsep.join([str(PACKAGE), str(info.parent)])
-    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
-
-
-def start(
-    script: str, folder: Path, environment: dict[str, str], *arguments: str
-) -> subprocess.Popen[str]:
-    (folder / "train.py").write_text(script)
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run(
-    script: str, folder: Path, environment: dict[str, str], *arguments: str
-) -> tuple[int, str, str]:
-    """Returns the exit code, and what was printed and said."""
-    process = start(script, folder, environment, *arguments)
-    printed, told = process.communicate(timeout=200)
-    return process.returncode, printed, told
+    return Runner(tmp_path, {**os.environ, **ENVIRONMENT, "PYTHONPATH": path})
 
 
 class _Savable:
@@ -268,9 +282,8 @@ def test_command_passes_a_script_and_its_arguments_on(
 ) -> None:
     (tmp_path / "torchrun").mkdir()  # Not the command of that name.
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(VARIABLE, "")
-    monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setenv(BEGAN, "")
+    for variable in (VARIABLE, "PYTHONPATH", BEGAN):
+        monkeypatch.setenv(variable, "")
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     started = []
     monkeypatch.setattr(os, "execv", lambda _, arguments: started.append(arguments))
@@ -280,10 +293,9 @@ def test_command_passes_a_script_and_its_arguments_on(
     assert json.loads(os.environ[VARIABLE])["save_path"] == str(tmp_path / "1,2.json")
 
 
-def executable(path: Path, text: str | bytes) -> Path:
+def executable(path: Path, text: str | bytes) -> None:
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     path.chmod(0o755)
-    return path
 
 
 @pytest.mark.parametrize(
@@ -303,7 +315,8 @@ def executable(path: Path, text: str | bytes) -> Path:
 def test_files_are_python_or_programs(
     name: str, text: str | bytes, is_executable: bool, is_python: bool, tmp_path: Path
 ) -> None:
-    path = executable(tmp_path / name, text)
+    path = tmp_path / name
+    executable(path, text)
     path.chmod(0o755 if is_executable else 0o644)
     assert program.find_program([str(path), "-I"]) == (None if is_python else str(path))
 
@@ -318,17 +331,11 @@ def test_folders_archives_and_pipes_are_python(tmp_path: Path) -> None:
     assert program.find_program(["-"]) is None
 
 
-NO_PACKAGE = "#!/bin/sh\nexit 1"
-
-
 @pytest.mark.parametrize(
-    ("command", "message"),
+    ("name", "message"),
     [
         ("missing.py", "there is no script or command 'missing.py'"),
-        (
-            "plain.sh",
-            "plain.sh is neither a Python script nor executable. Name the program that runs it",
-        ),
+        ("plain.sh", "plain.sh is neither a Python script nor executable. Name the program that"),
         ("./no_first_line.sh", "line.sh is neither a Python script nor executable"),
         ("python -I train.py", "flags -E, -I and -S keep the timer out: leave them out of 'python"),
         (f"{sys.executable} -uS -m x", "keep the timer out"),
@@ -339,26 +346,20 @@ NO_PACKAGE = "#!/bin/sh\nexit 1"
     ],
 )
 def test_run_refuses_commands_that_it_cannot_time(
-    command: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plain.sh").write_text("#!/bin/sh")
     executable(tmp_path / "no_first_line.sh", "python train.py")
     (tmp_path / "old").mkdir()
-    old = executable(tmp_path / "old" / "python", NO_PACKAGE)
-    for name in ("python", "python3", "python3.12"):
-        executable(tmp_path / name, NO_PACKAGE)
+    for python in ("old/python", "python", "python3", "python3.12"):
+        executable(tmp_path / python, "#!/bin/sh\nexit 1")  # Without the package.
     executable(tmp_path / "isolated", "#!/usr/bin/env -S python3 -I\n")
-    executable(tmp_path / "of_old", f"#!{old}\n")
+    executable(tmp_path / "of_old", f"#!{tmp_path}/old/python\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("it was started"))
     # 2: a bench must not take it for 1, which means slower.
-    assert __main__.main(["run", *command.split()]) == 2
-    assert message in capsys.readouterr().err
+    assert message in command("run", *name.split(), code=2).err
 
 
 @pytest.mark.parametrize(
@@ -383,26 +384,22 @@ def test_flags_of_python_end_at_the_script(command: str, flags: str) -> None:
     [("1", {}), ("true", {}), ('{"flops": 1}', {"flops": 1}), ("0", None), ('{"flops":', None)],
 )
 def test_environment_variable_sets_the_options(
-    text: str,
-    expected: dict[str, int] | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    text: str, expected: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(VARIABLE, text)
     assert options() == expected
     assert ("as JSON; no timer is added" in caplog.text) == (text == '{"flops":')
 
 
-@pytest.mark.parametrize(("wanted", "told"), [("lagg", "no option lagg"), ("modules", "no module")])
+@pytest.mark.parametrize(("wanted", "said"), [("lagg", "no option lagg"), ("modules", "no module")])
 def test_refused_option_warns_and_training_continues(
-    wanted: str, told: str, caplog: pytest.LogCaptureFixture
+    wanted: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    adder = "__import__('lightning_gputime._auto_instrumentation.lightning', fromlist='x')"
-    callback = f"CALLBACKS = [{adder}.TrainerAdder({{'{wanted}': 'missing'}})]"
-    known: dict[str, object] = {}
-    exec(LIGHTNING.replace("CALLBACKS = []", callback), known)
-    assert known["trainer"].global_step == 30  # type: ignore[attr-defined]
-    assert told in caplog.text
+    script = LIGHTNING.replace("CALLBACKS = []", "")
+    known: dict[str, Any] = {"CALLBACKS": [auto_lightning.TrainerAdder({wanted: "missing"})]}
+    exec(script, known)
+    assert known["trainer"].global_step == 30
+    assert said in caplog.text
 
 
 LIBRARIES = ("transformers", "datasets", "pytorch_lightning", "lightning_fabric", "accelerate")
@@ -471,11 +468,9 @@ def test_watched_module_may_fail_or_be_loaded_late(
 ) -> None:
     finder = watch(stubs)
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    spec = importlib.util.find_spec("stub_torch")
-    assert spec is not None
-    assert spec.loader is not None
-    assert copy.copy(spec.loader).get_source("stub_torch")  # type: ignore[attr-defined]
-    source = Path(str(spec.origin))
+    spec: Any = importlib.util.find_spec("stub_torch")
+    assert copy.copy(spec.loader).get_source("stub_torch")
+    source = Path(spec.origin)
     text = source.read_text()
     source.write_text("raise KeyError(3)")
     with pytest.raises(KeyError, match="3"):
@@ -484,8 +479,6 @@ def test_watched_module_may_fail_or_be_loaded_late(
     source.write_text(text)
     # By hand, and only once somebody asks for a name in it.
     spec = importlib.util.find_spec("stub_torch")
-    assert spec is not None
-    assert spec.loader is not None
     spec.loader = importlib.util.LazyLoader(spec.loader)
     module = sys.modules["stub_torch"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -564,52 +557,43 @@ def test_models_are_found_beside_odd_modules() -> None:
 
 
 @pytest.mark.slow
-def test_run_keeps_output_and_exit_code_of_a_script(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
-    script, own = f"{PLAIN}\n{FORK}\nraise ValueError('a')\n", ("train.py", "--lag", "a")
-    # An own one of the user, which imports what is watched, and fails.
-    (tmp_path / "sitecustomize.py").write_text("import torch, missing")
-    environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
-    alone = run(script, tmp_path, environment, *own)
-    timed = run(script, tmp_path, environment, *RUN, "--history-size", "9", *own)
-    assert alone[0] == timed[0] == 1
-    assert alone[1] == "arguments ['--lag', 'a'] __main__\n"
-    assert timed[1] == alone[1]
-    assert "No module named 'missing'" in alone[2]
-    error, _, rest = alone[2].partition("Traceback")
-    assert error in timed[2]
-    assert rest in timed[2]
-    assert timed[2].count("over 23 steps") == 1
+def test_run_keeps_output_and_exit_code_of_a_script(run: Runner) -> None:
+    script, arguments = f"{PLAIN}\n{FORK}\nraise ValueError('a')\n", ("train.py", "--lag", "a")
+    # The user has a sitecustomize, which imports what is watched, and fails.
+    (run.folder / "sitecustomize.py").write_text("import torch, missing")
+    run.environment["PYTHONPATH"] += f"{os.pathsep}{run.folder}"
+    printed, said = run(script, *arguments, code=1)
+    assert printed == "arguments ['--lag', 'a'] __main__\n"
+    assert "No module named 'missing'" in said
+    timed_printed, timed_said = run(script, *RUN, "--history-size", "9", *arguments, code=1)
+    assert timed_printed == printed
+    error, _, rest = said.partition("Traceback")
+    assert error in timed_said
+    assert rest in timed_said
+    assert timed_said.count("over 23 steps") == 1
 
 
 @pytest.mark.slow
-def test_run_reports_options_after_the_script(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_run_reports_options_after_the_script(run: Runner) -> None:
     script = "import torch, argparse; argparse.ArgumentParser().parse_args()"
-    code, _, said = run(script, tmp_path, environment, *RUN, "train.py", "--modules=2", "--lag")
-    assert code == 2
+    _, said = run(script, *RUN, "train.py", "--modules=2", "--lag", code=2)
     assert said.endswith("Options of run must precede the script: --modules\n")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("made", "loop"),
+    ("loop", "samples"),
     [
-        ("once", "in loader"),
-        ("in each epoch", "in DataLoader(Slow(), 2)"),
-        ("of two", "in map(torch.cat, zip(DataLoader(Slow(), 1), DataLoader(Slow(), 1)))"),
+        ("in loader", 40),
+        ("in DataLoader(Slow(), 2)", 40),
+        ("in map(torch.cat, zip(DataLoader(Slow(), 1), DataLoader(Slow(), 1)))", 20),
     ],
+    ids=["made once", "made in each epoch", "made of two"],
 )
-def test_plain_loop_knows_its_loader(
-    made: str, loop: str, tmp_path: Path, environment: dict[str, str]
-) -> None:
-    script = LOADER.replace("in loader", loop)
-    if made == "of two":
-        script = script.replace("return 40", "return 20")
-    flags = ["--save-path", "run.json.gz", "--warmup-steps", "0"]
-    code, _, said = run(script, tmp_path, environment, *RUN, *flags, "train.py")
-    assert code == 0, said
-    summary = load(tmp_path / "run.json.gz").summary()
+def test_plain_loop_knows_its_loader(loop: str, samples: int, run: Runner) -> None:
+    script = LOADER.replace("in loader", loop).replace("return 40", f"return {samples}")
+    _, said = run(script, *SAVED, "--warmup-steps", "0", "train.py")
+    summary = run.summary()
     assert summary.steps == 38
     assert 4.0 <= summary.rows["data"].p50_ms < 8.0
     assert summary.rows["other"].p50_ms >= 8.0
@@ -622,34 +606,23 @@ def test_plain_loop_knows_its_loader(
 
 
 @pytest.mark.slow
-def test_run_times_the_first_epoch_of_a_loader_subclass_with_workers(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
-    script = LOADER.replace("for _ in range(2)", "for _ in range(1)")
-    script = script.replace("in loader", "in Doubled(Slow(), 2, num_workers=1)").replace(
-        "net = ",
-        "class Doubled(DataLoader):\n"
-        "    def __iter__(self):\n"
-        "        for x in super().__iter__():\n"
-        "            yield 2 * x\n"
-        "net = ",
-    )
+def test_run_times_the_first_epoch_of_a_loader_subclass_with_workers(run: Runner) -> None:
+    script = LOADER.replace("range(2)", "range(1)")
+    script = script.replace("in loader", "in Doubled(Slow(), 2, num_workers=1)")
     script = script.replace("net(x).square", "assert x.unique().tolist() == [2.0]; net(x).square")
-    flags = ["--save-path", "run.json.gz", "--warmup-steps", "0"]
-    code, _, said = run(script, tmp_path, environment, *RUN, *flags, "train.py")
-    assert code == 0, said
-    (times,) = load(tmp_path / "run.json.gz").summary().measurement.loaders
+    run(script, *SAVED, "--warmup-steps", "0", "train.py")
+    (times,) = run.summary().measurement.loaders
     assert (times.dataset, times.batches) == ("Slow.__getitem__", 20)
     assert 4.0 <= times.mean("dataset_ms") < 8.0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "steps", "told"),
+    ("script", "steps", "message"),
     [
         pytest.param(PLAIN, 28, "Other optimizers and evaluations are not timed", id="plain"),
         pytest.param(ACCUMULATES, 23, "One update has 2 calls of backward: time", id="accumulates"),
-        pytest.param(TWO_MODELS + THEN_ANOTHER_LOOP, 23, "trains Linear", id="two models"),
+        pytest.param(TWO_LOOPS, 23, "trains Linear", id="two models"),
         pytest.param(UNSEEN, 0, "that SGD updates no module has any", id="no module"),
         pytest.param(NO_UPDATE, 0, "no update by a torch optimizer was found", id="no update"),
         pytest.param(ONE_UPDATE, 0, "no second update by a torch optimizer", id="one update"),
@@ -659,62 +632,47 @@ def test_run_times_the_first_epoch_of_a_loader_subclass_with_workers(
         pytest.param(TRANSFORMERS, 30, "", id="transformers"),
     ],
 )
-def test_script_gets_one_timer(
-    script: str, steps: int, told: str, tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_script_gets_one_timer(script: str, steps: int, message: str, run: Runner) -> None:
     if script is TRANSFORMERS:
         pytest.importorskip("transformers")
-    flags = ["--save-path", "run.json.gz"]
-    if script in (PLAIN, LIGHTNING, FABRIC, TRANSFORMERS):
-        # One for each front end: to check an option, the command imports torch for itself.
-        flags += ["--warmup-steps", "0"]
-    code, printed, said = run(script, tmp_path, environment, *RUN, *flags, "train.py")
-    assert code == 0, said
-    assert told in said
+    # One for each front end: to check an option, the command imports torch for itself.
+    is_checked = script in (PLAIN, LIGHTNING, FABRIC, TRANSFORMERS)
+    printed, said = run(script, *SAVED, *(["--warmup-steps", "0"] * is_checked), "train.py")
+    assert message in said
     assert "If no step ends" not in said
     assert "Time per step" not in printed
-    trainings = 2 if script == TWO_MODELS + THEN_ANOTHER_LOOP else steps > 0
-    assert said.count("Time per step") == trainings
+    assert said.count("Time per step") == (2 if script is TWO_LOOPS else steps > 0)
     assert said.count("No step is timed") == (script in (UNSEEN, NO_UPDATE, ONE_UPDATE))
-    path = tmp_path / "run.json.gz"
-    assert path.exists() == (steps > 0 or script is OWN_TIMER)
+    is_saved = (run.folder / "run.json").exists()
+    assert is_saved == (steps > 0 or script is OWN_TIMER)
     if steps:
-        summary = load(path).summary()
+        summary = run.summary()
         assert summary.steps == summary.rows["backward"].n == steps
         stages = [found.kind for found in summary.measurement.culprits if found.kind in STAGES]
         assert len(stages) == len({*stages})
+
+
+FIRST_FOLDS = {"": 23, "-2": 21, "-3": 21}
+"""The first two updates are not in any step, then the first four; five steps are warm-up."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "steps", "missed"),
     [
-        # The first two updates are not in any step, then the first four; five steps are warm-up.
-        pytest.param(FOLDS, {"": 23, "-2": 21, "-3": 21}, "", id="folds"),
-        pytest.param(
-            SHORT_FOLDS,
-            {"": 23, "-2": 21, "-3": 21, "-4": 22, "-6": 23},
-            "2 more trainings are not shown",
-            id="short folds",
-        ),
-        pytest.param(
-            REPEATED_FOLDS,
-            {"": 23, "-2": 21, "-3": 21},
-            "50 more trainings are not shown",
-            id="many short loops",
-        ),
-        pytest.param(TAKES_TURNS, {"": 3, "-2": 51}, "", id="two alternating optimizers"),
-        pytest.param(
-            LIGHTNING_THEN_PLAIN, {"": 25, "-2": 25, "-3": 23}, "", id="two fits, then plain"
-        ),
+        (FOLDS, FIRST_FOLDS, ""),
+        (SHORT_FOLDS, {**FIRST_FOLDS, "-4": 22, "-6": 23}, "2 more trainings are not shown"),
+        (REPEATED_FOLDS, FIRST_FOLDS, "50 more trainings are not shown"),
+        (TAKES_TURNS, {"": 3, "-2": 51}, ""),
+        (LIGHTNING_THEN_PLAIN, {"": 25, "-2": 25, "-3": 23}, ""),
     ],
+    ids=["folds", "short folds", "many short loops", "alternating optimizers", "fits, then plain"],
 )
 def test_each_training_of_a_process_is_shown_or_counted(
-    script: str, steps: dict[str, int], missed: str, tmp_path: Path, environment: dict[str, str]
+    script: str, steps: dict[str, int], missed: str, run: Runner
 ) -> None:
-    code, _, said = run(script, tmp_path, environment, *RUN, "--save-path", "run.json", "train.py")
-    assert code == 0, said
-    runs = {path.stem.removeprefix("run"): load(path) for path in tmp_path.glob("run*.json")}
+    _, said = run(script, *SAVED, "train.py")
+    runs = {path.stem.removeprefix("run"): load(path) for path in run.folder.glob("run*.json")}
     assert {name: saved_run.summary().steps for name, saved_run in runs.items()} == steps
     assert said.count("Time per step") == len(steps)
     assert ("not shown:" in said) == bool(missed)
@@ -722,12 +680,9 @@ def test_each_training_of_a_process_is_shown_or_counted(
 
 
 @pytest.mark.slow
-def test_trainer_without_its_callback_is_reported(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_trainer_without_its_callback_is_reported(run: Runner) -> None:
     script = LIGHTNING.replace("trainer.fit", "trainer.callbacks.clear()\ntrainer.fit")
-    code, _, said = run(script, tmp_path, environment, *RUN, "train.py")
-    assert code == 0, said
+    _, said = run(script, *RUN, "train.py")
     assert "No step is timed: the Trainer of lightning.pytorch did not call the callback" in said
     assert "Time per step" not in said
 
@@ -752,78 +707,48 @@ def test_each_fit_of_a_trainer_saves_to_another_file(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "timer"),
-    [
-        (LIGHTNING, "__import__('lightning_gputime').GPUPhaseTimer()"),
-        (TRANSFORMERS, "TransformersPhaseTimer()"),
-    ],
+    [(LIGHTNING, "lightning_gputime.GPUPhaseTimer"), (TRANSFORMERS, "TransformersPhaseTimer")],
 )
-def test_trainer_with_a_timer_gets_no_other(
-    script: str, timer: str, tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_trainer_with_a_timer_gets_no_other(script: str, timer: str, run: Runner) -> None:
+    imports = "import lightning_gputime"
     if script is TRANSFORMERS:
         pytest.importorskip("transformers")
-        script = f"from lightning_gputime.huggingface import TransformersPhaseTimer\n{script}"
-    script = script.replace("CALLBACKS = []", f"CALLBACKS = [{timer}]")
-    path = tmp_path / "run.json"
-    arguments = (*RUN, "--save-path", str(path), "train.py")
-    code, printed, said = run(script, tmp_path, environment, *arguments)
-    assert code == 0, said
+        imports = f"from lightning_gputime.huggingface import {timer}"
+    script = script.replace("CALLBACKS = []", f"CALLBACKS = [{timer}()]")
+    printed, said = run(f"{imports}\n{script}", *SAVED, "train.py")
     assert printed.count("Time per step") == 1
     assert "The script has a timer" in said
-    assert load(path).summary().steps > 20
+    assert run.summary().steps > 20
 
 
 FAILS = "    if number == 20:\n        raise KeyError('in the middle')\n"
-ATTACHED = PLAIN.replace("for _ in", "TIMER\nfor number in") + FAILS
-WITHIN = """
-import torch
-from lightning_gputime import GPUPhaseHooks
-net = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-with GPUPhaseHooks(net, optimizer) as timer:
-    for number in timer.steps(range(30)):
-        net(torch.ones(2, 4)).square().mean().backward()
-        optimizer.step()
-        if number == 20:
-            raise KeyError("in the middle")
-"""
+TIMER = "__import__('lightning_gputime').GPUPhaseHooks(net, optimizer)"
+WITHOUT = PLAIN.replace("for _ in", "for number in") + FAILS
+ATTACHED = WITHOUT.replace("for number", f"timer = {TIMER}.attach()\nfor number").replace(
+    "optimizer.step()", "optimizer.step(); timer.step()"
+)
+WITHIN = WITHOUT.replace(
+    "for number in range(30)", f"with {TIMER} as timer:\n  for number in timer.steps(range(30))"
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(ATTACHED.replace("TIMER", ""), id="no timer"),
-        pytest.param(
-            ATTACHED.replace(
-                "TIMER",
-                "timer = __import__('lightning_gputime').GPUPhaseHooks(net, optimizer).attach()",
-            ).replace("optimizer.step()", "optimizer.step(); timer.step()"),
-            id="attach",
-        ),
-        pytest.param(WITHIN, id="with"),
-    ],
-)
-def test_exception_ends_with_the_table_and_the_file(
-    script: str, tmp_path: Path, environment: dict[str, str]
-) -> None:
-    path = tmp_path / "run.json"
-    code, _, said = run(script, tmp_path, environment, *RUN, "--save-path", str(path), "train.py")
-    assert code == 1
+@pytest.mark.parametrize("script", [WITHOUT, ATTACHED, WITHIN], ids=["no timer", "attach", "with"])
+def test_exception_ends_with_the_table_and_the_file(script: str, run: Runner) -> None:
+    _, said = run(script, *SAVED, "train.py", code=1)
     assert said.index("KeyError") < said.index("Time per step")
     assert said.count("Time per step") == 1
-    assert f"The run up to the error is saved in {path}" in said
-    assert load(path).summary().steps >= 14
+    assert f"The run up to the error is saved in {run.folder / 'run.json'}" in said
+    assert run.summary().steps >= 14
 
 
 @pytest.mark.slow
-def test_plain_loop_is_timed_after_any_imports(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_plain_loop_is_timed_after_any_imports(run: Runner) -> None:
     for name in LIBRARIES:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"needs {name}")
     imports = "\n".join(f"import {name}" for name in reversed(LIBRARIES))
-    code, _, said = run(f"{imports}\n{PLAIN}", tmp_path, environment, *RUN, "train.py")
-    assert code == 0, said
+    _, said = run(f"{imports}\n{PLAIN}", *RUN, "train.py")
     assert said.count("over 23 steps") == 1
     assert "another import hook" not in said
 
@@ -840,16 +765,11 @@ def test_python_without_the_package_starts_normally(name: str, tmp_path: Path) -
         pytest.skip(f"needs {name}")
     site = PACKAGE / "lightning_gputime" / "_auto_instrumentation" / "site"
     (tmp_path / "sitecustomize.py").write_text("print('hidden')")
-    for folders, printed in ([site], "trained\n"), ([site, tmp_path], "hidden\ntrained\n"):
-        environment = {
-            **os.environ,
-            VARIABLE: "1",
-            "PYTHONPATH": os.pathsep.join(map(str, folders)),
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
+    for path, printed in (f"{site}", "trained\n"), (f"{site}:{tmp_path}", "hidden\ntrained\n"):
+        variables = {VARIABLE: "1", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
             [pythons[0], "-c", "print('trained')"],
-            env=environment,
+            env={**os.environ, **variables},
             capture_output=True,
             text=True,
             check=False,
@@ -859,12 +779,9 @@ def test_python_without_the_package_starts_normally(name: str, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("value", ["1", "0"])
-def test_variable_is_enough_for_lightning_and_fabric(
-    value: str, tmp_path: Path, environment: dict[str, str]
-) -> None:
-    environment["LIGHTNING_GPUTIME"] = value
-    code, printed, said = run(EVERY_TRAINER, tmp_path, environment, "train.py")
-    assert code == 0, said
+def test_variable_is_enough_for_lightning_and_fabric(value: str, run: Runner) -> None:
+    run.environment["LIGHTNING_GPUTIME"] = value
+    printed, said = run(EVERY_TRAINER, "train.py")
     assert said.count("Time per step") == 4 * int(value)
     assert said.count("steps (5 warm-up steps excluded)") == 4 * int(value)
     # Without a timer no more than the entry point is imported.
@@ -872,9 +789,9 @@ def test_variable_is_enough_for_lightning_and_fabric(
 
 
 @pytest.mark.slow
-def test_interrupt_reaches_the_script(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_interrupt_reaches_the_script(run: Runner) -> None:
     script = f"{PLAIN}\nprint('ready', flush=True)\nimport time\ntime.sleep(60)\n"
-    process = start(script, tmp_path, environment, *RUN, "train.py")
+    process = run.start(script, *RUN, "train.py")
     assert process.stdout is not None
     while "ready" not in process.stdout.readline():
         assert process.poll() is None
@@ -887,19 +804,16 @@ def test_interrupt_reaches_the_script(tmp_path: Path, environment: dict[str, str
 
 
 @pytest.mark.slow
-def test_children_have_a_timer_each_and_the_first_rank_prints(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_children_have_a_timer_each_and_the_first_rank_prints(run: Runner) -> None:
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
-    code, _, said = run(PLAIN, tmp_path, environment, *RUN, "-m", *launcher)
-    assert code == 0, said
+    _, said = run(PLAIN, *RUN, "-m", *launcher)
     assert said.count("Time per step") == said.count("Timing the loop") == 1
     assert "No step is timed" not in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--history-size", "x", "train.py"], "history_size must be an integer"),
         (["--modules", "a/b", "train.py"], "modules must"),
@@ -908,27 +822,29 @@ def test_children_have_a_timer_each_and_the_first_rank_prints(
     ],
 )
 def test_run_refuses_wrong_options_before_the_script_runs(
-    flags: list[str], told: str, tmp_path: Path, environment: dict[str, str]
+    flags: list[str], message: str, run: Runner
 ) -> None:
-    code, printed, said = run(PLAIN, tmp_path, environment, *RUN, *flags)
-    assert code == 2
-    assert told in said
+    printed, said = run(PLAIN, *RUN, *flags, code=2)
+    assert message in said
     assert not printed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [["-I"], ["-O", "-X", "utf8", "-Werror::UserWarning"]])
+@pytest.mark.parametrize(
+    ("flags", "code", "expected", "message"),
+    [
+        (["-I"], 2, "", "Python's flags -E, -I and -S keep the timer out: leave them out"),
+        (["-O", "-X", "utf8", "-Werror::UserWarning"], 0, "1 1 ['error::UserWarning']\n", ""),
+    ],
+)
 def test_flags_of_python_are_passed_on_or_refused(
-    flags: list[str], tmp_path: Path, environment: dict[str, str]
+    flags: list[str], code: int, expected: str, message: str, run: Runner
 ) -> None:
     script = "import sys\nprint(sys.flags.optimize, sys.flags.utf8_mode, sys.warnoptions)"
     # With these flags a process finds the package by its own path alone.
     paths = [str(PACKAGE), *filter(None, sys.path)]
     starts = f"import sys; sys.path[:] = {paths}; from lightning_gputime.__main__ import main;"
     starts += "sys.argv[0] = 'run'; sys.exit(main(['run', 'train.py']))"
-    code, printed, said = run(script, tmp_path, environment, *flags, "-c", starts)
-    if flags[0] == "-O":
-        assert (code, printed) == (0, "1 1 ['error::UserWarning']\n"), said
-    else:
-        assert (code, printed) == (2, "")
-        assert "Python's flags -E, -I and -S keep the timer out: leave them out" in said
+    printed, said = run(script, *flags, "-c", starts, code=code)
+    assert printed == expected
+    assert message in said
