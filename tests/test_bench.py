@@ -1,18 +1,18 @@
-"""`lightning-gputime bench`: two commands alternately, until the answer is certain."""
+"""Tests of `bench`, which alternates two commands until the answer is certain."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import Command
+from processes import ENVIRONMENT
 from scipy import stats
 from test_compare import run
 
-from lightning_gputime.__main__ import main
 from lightning_gputime._runs import saved
 
 TRAIN = """\
@@ -29,41 +29,37 @@ print("trained")
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The commands that ran, and where each saved its run. A command is the ms that it adds."""
+    """Return commands that ran, and their files. A command is the ms that it adds to a step."""
     runs: list[tuple[str, str]] = []
 
     def fake(command: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         runs.append((command, f"{path.parent.name}/{path.name}"))
-        result = run(len(runs), 200, more={"backward": float(command)})
-        saved.save(replace(result, name=""), path)
+        saved.save(run(len(runs), 200, more={"backward": float(command)}), path)
 
     monkeypatch.setattr("lightning_gputime._auto_instrumentation.command._save_run", fake)
     return runs
 
 
 def test_bench_alternates_commands_and_saves_each_into_a_folder(
-    ran: list[tuple[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ran: list[tuple[str, str]], tmp_path: Path, command: Command
 ) -> None:
     folder = tmp_path / "new" / "runs"
-    assert main(["bench", "0", "0.0", "--turns", "2", "--out", str(folder)]) == 0
+    out, err = command("bench", "0", "0.0", "--turns", "2", "--out", folder)
     assert ran == [
         ("0", "before/001.json.gz"),
         ("0.0", "after/001.json.gz"),
         ("0.0", "after/002.json.gz"),
         ("0", "before/002.json.gz"),
     ]
-    out, err = capsys.readouterr()
     first, second, where = err.splitlines()
     assert first.startswith("bench: turn 1 of 2: One run per side: ")
     assert second.startswith("bench: turn 2 of 2: no significant change of the step: ")
     assert where == f"bench: the runs are in {folder}"
     # With one look, `compare` prints the same of the folders.
-    main(["compare", str(folder / "before"), str(folder / "after")])
-    assert capsys.readouterr().out == out
+    assert command("compare", folder / "before", folder / "after").out == out
 
 
-# The noise of a run's mean step is about 0.3 %.
 @pytest.mark.parametrize(
     ("after", "bounds", "turns", "code"),
     [
@@ -86,32 +82,29 @@ def test_bench_ends_when_the_answer_is_certain(
     code: int,
     ran: list[tuple[str, str]],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
-    given = [f"--fail-above={bound}" for bound in bounds]
-    command = ["bench", "--turns", "7", "--out", str(tmp_path / "runs"), *given, "--", "0", after]
-    assert main(command) == code
+    # The noise of a run's mean step is about 0.3 %.
+    given = ["--turns", "7", "--out", tmp_path / "runs", *(f"--fail-above={b}" for b in bounds)]
+    err = command("bench", *given, "--", "0", after, code=code).err
     assert len(ran) == 2 * turns
-    err = capsys.readouterr().err
     assert ("Regression: " in err) is (code == 1)
     assert code != 3 or "Cannot tell whether " in err
 
 
-def test_repeated_looks_share_the_significance_level(
-    ran: list[tuple[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sides = [str(tmp_path / "runs" / side) for side in ("before", "after")]
-    errors = []
-    for command in (
-        ["bench", "0", "0", "--turns=4", f"--out={tmp_path / 'runs'}"],
-        ["compare", *sides],
-    ):
-        assert main([*command, "--json"]) == 0
-        errors.append(json.loads(capsys.readouterr().out)["step"]["error_ms"])
+@pytest.mark.usefixtures("ran")
+def test_repeated_looks_share_the_significance_level(tmp_path: Path, command: Command) -> None:
+    folder = tmp_path / "runs"
+    commands = (
+        ["bench", "0", "0", "--turns=4", f"--out={folder}"],
+        ["compare", folder / "before", folder / "after"],
+    )
+    found = [json.loads(command(*arguments, "--json").out) for arguments in commands]
+    several, once = (result["step"]["error_ms"] for result in found)
     # It looks after 3 and 4 turns: each has 1 % of chance, half of the step's 2 %.
     freedoms = {"noise within the runs": 44, "spread between them": 6}
     wider = [stats.t.ppf(1 - 0.01 / 2, n) / stats.t.ppf(1 - 0.02 / 2, n) for n in freedoms.values()]
-    assert any(errors[0] / errors[1] == pytest.approx(ratio, rel=1e-4) for ratio in wider)
+    assert any(several / once == pytest.approx(ratio, rel=1e-4) for ratio in wider)
 
 
 @pytest.mark.parametrize(
@@ -130,23 +123,24 @@ def test_bench_refuses_invalid_arguments_before_running(
     ran: list[tuple[str, str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
-    assert main(["bench", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    assert message in command("bench", *arguments, code=2).err
     assert len(ran) == arguments.count("--fail-above")  # The first command alone.
 
 
 BENCH = (sys.executable, "-m", "lightning_gputime", "bench")
 
 
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*BENCH, *arguments], capture_output=True, text=True, check=False)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    root = str(Path(__file__).parents[1])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
     (tmp_path / "train.py").write_text(TRAIN)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -157,21 +151,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_bench_ends_with_its_own_exit_code_when_a_command_fails(
     code: int, expected: int, folder: Path
 ) -> None:
-    command = [*BENCH, "train.py", f"python train.py {code}", "--out", "runs"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = bench("train.py", f"python train.py {code}", "--out", "runs")
     assert done.returncode == expected, done.stderr
-    assert done.stderr.endswith(
-        f"bench: `python train.py {code}` failed with exit code {code}, so the bench stopped\n"
-    )
+    message = f"bench: `python train.py {code}` failed with exit code {code}, so the bench stopped"
+    assert done.stderr.endswith(f"{message}\n")
     # Standard output is for the comparison alone. The first command ran and was saved.
     assert ("trained" in done.stderr, done.stdout) == (True, "")
     assert len(saved.load(folder / "runs" / "before" / "001.json.gz").measured) > 24
 
 
 @pytest.mark.slow
-def test_bench_refuses_a_command_that_trains_nothing(folder: Path) -> None:
-    command = [*BENCH, "python -c 'print(1)'", "train.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.mark.usefixtures("folder")
+def test_bench_refuses_a_command_that_trains_nothing() -> None:
+    done = bench("python -c 'print(1)'", "train.py")
     assert done.returncode == 2
     assert "`python -c 'print(1)'` saved no run: it must train" in done.stderr
 

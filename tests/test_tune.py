@@ -1,4 +1,4 @@
-"""`tune`: changes that alternating runs prove are kept, and no others."""
+"""Tests of `tune`, which keeps the changes that alternating runs prove."""
 
 import argparse
 import itertools
@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,55 +37,52 @@ def setting(name: str) -> Advice:
     return Advice("costly_setting", name, {"setting": name})
 
 
+PINNED = Advice("pin_memory", "", {"now": False, "suggested": True})
+PRECISION, BENCHMARK = setting("float32_matmul_precision"), setting("cudnn.benchmark")
+LOG, COMPILE = Advice("log_less", ""), Advice("compile", "")
+
+
+def changes_of(advice: Advice, report: Report) -> list[Change]:
+    return [change for propose in PROPOSALS for change in propose(advice, report)]
+
+
 @pytest.mark.parametrize(
-    ("advice", "targets", "codes"),
+    ("advice", "target", "codes"),
     [
-        (WORKERS, (LOADER,), ["num_workers=4", "persistent_workers=True"]),
-        (
-            WORKERS,
-            (TRANSFORMERS,),
-            ["dataloader_num_workers=4", "dataloader_persistent_workers=True"],
-        ),
-        (Advice("pin_memory", "", {"now": False, "suggested": True}), (), ["pin_memory=True"]),
-        (FUSED, ("torch.optim:Adam",), ["Adam(fused=True)"]),
-        (FUSED, ("torch.optim:SGD",), []),
-        (
-            setting("float32_matmul_precision"),
-            (),
-            ['torch.set_float32_matmul_precision("high")'],
-        ),
-        (setting("cudnn.benchmark"), (), ["torch.backends.cudnn.benchmark = True"]),
-        (setting("detect_anomaly"), (), []),
-        (Advice("log_less", ""), (LIGHTNING,), ["log_every_n_steps=50"]),
-        (Advice("log_less", ""), (TRANSFORMERS,), ["logging_steps=50"]),
-        (Advice("log_less", ""), (), []),
-        (BF16, (LIGHTNING,), ['precision="bf16-mixed"']),
-        (BF16, (TRANSFORMERS,), ["bf16=True"]),
-        (Advice("compile", ""), (LIGHTNING,), ["fit(torch.compile(model))"]),
-        (Advice("compile", ""), (TRANSFORMERS,), ["torch_compile=True"]),
-        (Advice("shorten", ""), (LIGHTNING, TRANSFORMERS, LOADER), []),
+        (WORKERS, LOADER, ["num_workers=4", "persistent_workers=True"]),
+        (WORKERS, TRANSFORMERS, ["dataloader_num_workers=4", "dataloader_persistent_workers=True"]),
+        (PINNED, "", ["pin_memory=True"]),
+        (FUSED, "torch.optim:Adam", ["Adam(fused=True)"]),
+        (FUSED, "torch.optim:SGD", []),
+        (PRECISION, "", ['torch.set_float32_matmul_precision("high")']),
+        (BENCHMARK, "", ["torch.backends.cudnn.benchmark = True"]),
+        (setting("detect_anomaly"), "", []),
+        (LOG, LIGHTNING, ["log_every_n_steps=50"]),
+        (LOG, TRANSFORMERS, ["logging_steps=50"]),
+        (LOG, "", []),
+        (BF16, LIGHTNING, ['precision="bf16-mixed"']),
+        (BF16, TRANSFORMERS, ["bf16=True"]),
+        (COMPILE, LIGHTNING, ["fit(torch.compile(model))"]),
+        (COMPILE, TRANSFORMERS, ["torch_compile=True"]),
+        *((Advice("shorten", ""), target, []) for target in (LIGHTNING, TRANSFORMERS, LOADER)),
     ],
 )
-def test_advice_leads_to_changes(
-    advice: Advice, targets: tuple[str, ...], codes: list[str]
+def test_advice_leads_to_changes(advice: Advice, target: str, codes: list[str]) -> None:
+    report = Report({target: ["train.py:1"]} if target else {}, loader=REPORT.loader)
+    assert [change.code for change in changes_of(advice, report)] == codes
+
+
+@pytest.mark.parametrize(("now", "expected"), [(0, [4]), (2, [4]), (4, [6]), (6, [])])
+def test_more_workers_are_limited_by_the_cores(
+    now: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = Report({target: ["train.py:1"] for target in targets}, loader=REPORT.loader)
-    changes = [change for propose in PROPOSALS for change in propose(advice, report)]
-    assert [change.code for change in changes] == codes
-
-
-def test_more_workers_are_limited_by_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(6)})
-    advice = Advice("iterate_over_steps", "")
-    for now, expected in {0: 4, 2: 4, 4: 6}.items():
-        report = Report(loader={"num_workers": now, "persistent_workers": True})
-        (change,) = (change for propose in PROPOSALS for change in propose(advice, report))
-        assert change.arguments == {"num_workers": expected}
-    report = Report(loader={"num_workers": 6, "persistent_workers": True})
-    assert not [change for propose in PROPOSALS for change in propose(advice, report)]
+    report = Report(loader={"num_workers": now, "persistent_workers": True})
+    changes = changes_of(Advice("iterate_over_steps", ""), report)
+    assert [change.arguments for change in changes] == [{"num_workers": n} for n in expected]
 
 
-def test_the_interval_of_a_speed_up_follows_from_the_pairs() -> None:
+def test_interval_of_a_speed_up_follows_from_the_pairs() -> None:
     found = SpeedUp.of([2.0, 2.0, 2.0], [1.0, 1.0, 1.0])
     assert (found.value, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
     noisy = SpeedUp.of([2.0, 2.2, 1.8], [1.0, 1.0, 1.0])
@@ -109,11 +107,7 @@ ROUNDED = Change("Adam(fused=True)", effect="rounding")
     ],
 )
 def test_losses_agree_as_far_as_the_change_allows(
-    before: list[list[float]],
-    after: list[list[float]],
-    change: Change,
-    is_good: bool,
-    text: str,
+    before: list[list[float]], after: list[list[float]], change: Change, is_good: bool, text: str
 ) -> None:
     parity = Parity.of(before, after)
     assert parity.is_good(change) == is_good
@@ -133,10 +127,9 @@ class FakeScript(Script):
         applies: bool = True,
     ) -> None:
         super().__init__(["train.py"], Path("runs"), 100)
-        vars_ = {"advice": advice, "seconds": seconds, "losses": losses}
-        for name, value in {**vars_, "fails": fails, "applies": applies}.items():
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "sites", [])
+        # The base class is frozen.
+        fields = {"advice": advice, "seconds": seconds, "losses": losses, "fails": fails}
+        vars(self).update(fields, applies=applies, sites=[])
 
     def run(self, number: int, changes: Sequence[Change], loader_site: str) -> Result:
         this: Any = self
@@ -148,22 +141,21 @@ class FakeScript(Script):
             Entry(f"entry {i}", 1.0, 0.5, speed_up=3.0 - i / 10, advice=(advice,))
             for i, advice in enumerate(this.advice)
         )
-        breakdown = TimeBreakdown(rows, 1.0, "training", "CPU work")
         # Runs differ by 0.2 %, in a fixed order.
         seconds = this.seconds(codes) * (1 + 0.001 * (number % 3))
         entries_s = {"set-up": 5.0, "first step": 2.0, "steps": 0.9 * seconds}
         summary = SimpleNamespace(
             wall_clock=SimpleNamespace(entries_s={**entries_s, "validation": 0.1 * seconds}),
-            diagnosis=SimpleNamespace(time_breakdown=breakdown),
+            diagnosis=SimpleNamespace(
+                time_breakdown=TimeBreakdown(rows, 1.0, "training", "CPU work")
+            ),
             verdict="input-bound",
         )
-        report = Report(
-            {**REPORT.sites, LIGHTNING: ["train.py:20"]},
-            REPORT.loader_site,
-            REPORT.loader,
-            codes if this.applies else [],
-            this.losses(codes),
-            100,
+        report = replace(
+            REPORT,
+            sites={**REPORT.sites, LIGHTNING: ["train.py:20"]},
+            applied=codes if this.applies else [],
+            losses=this.losses(codes),
         )
         run: Any = SimpleNamespace(summary=lambda: summary, measured=[], name="run")
         return Result(run, report, seconds)
@@ -204,7 +196,7 @@ def test_changes_that_pay_off_are_kept_on_top_of_each_other() -> None:
         "entry": "entry 0",
         "promised": 3.0,
         "speed_up": pytest.approx(2.0, rel=0.01),
-        "interval": [pytest.approx(2.0, rel=0.05), pytest.approx(2.0, rel=0.05)],
+        "interval": [pytest.approx(2.0, rel=0.05)] * 2,
         "pairs": 3,
         "loss_drift": 0.0,
         "moved": "data -5 ms",
@@ -212,15 +204,13 @@ def test_changes_that_pay_off_are_kept_on_top_of_each_other() -> None:
         "outcome": "kept",
         "effect": "random numbers",
     }
-    text = str(tuning)
-    assert "Changes tried on train.py, 100 steps per run" in text
-    assert "num_workers=4" in text
-    assert "train.py:9" in text
+    for text in ("Changes tried on train.py, 100 steps per run", "num_workers=4", "train.py:9"):
+        assert text in str(tuning)
     # The first run finds the loader that trains; further runs change that alone.
     assert script.sites[:2] == ["", "train.py:9"]  # type: ignore[attr-defined]
 
 
-def test_on_a_balanced_script_nothing_is_kept() -> None:
+def test_tuning_keeps_nothing_on_a_balanced_script() -> None:
     tuning = tuned(FakeScript([WORKERS, FUSED], lambda codes: 4.0))
     assert {*outcomes(tuning).values()} == {"rejected: not faster"}
     assert tuning.speed_up == 1.0
@@ -236,7 +226,7 @@ def test_on_a_balanced_script_nothing_is_kept() -> None:
         ({"seconds": lambda codes: 4.0 + len(codes)}, "rejected: not faster"),
     ],
 )
-def test_a_change_that_is_not_proved_is_not_kept(options: dict[str, Any], outcome: str) -> None:
+def test_change_that_is_not_proved_is_not_kept(options: dict[str, Any], outcome: str) -> None:
     known: dict[str, Any] = {"seconds": lambda codes: 4.0 / (1 + len(codes))}
     tuning = tuned(FakeScript([FUSED], **{**known, **options}))
     assert outcomes(tuning) == {"Adam(fused=True)": outcome}
@@ -250,7 +240,7 @@ def test_changes_of_numerics_need_an_option() -> None:
     assert outcomes(kept) == {'precision="bf16-mixed"': "kept"}
 
 
-def test_an_uncertain_change_leaves_half_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncertain_change_leaves_half_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     now, fused_s = SimpleNamespace(s=0.0), itertools.cycle((3.6, 4.6))
     monkeypatch.setattr(Tuning, "_left_s", lambda tuning: tuning.budget_s - now.s)
 
@@ -267,7 +257,7 @@ def test_an_uncertain_change_leaves_half_of_the_budget(monkeypatch: pytest.Monke
     assert outcomes(tuning)["num_workers=4"] == "kept"
 
 
-def test_without_time_nothing_is_tried() -> None:
+def test_tuning_without_a_budget_tries_nothing() -> None:
     tuning = tuned(FakeScript([FUSED], lambda codes: 4.0), budget_s=0.0)
     assert outcomes(tuning) == {"Adam(fused=True)": "not tried: the budget ended"}
     assert "1.00x" in str(tuning)
@@ -286,8 +276,8 @@ def test_budgets_are_times(text: str, seconds: float) -> None:
 # Real scripts
 
 SCRIPT = """
-import sys, time, torch
-from torch import nn
+import time, torch
+import lightning.pytorch as pl
 from torch.utils.data import DataLoader, Dataset
 class Rows(Dataset):
     def __len__(self):
@@ -296,12 +286,10 @@ class Rows(Dataset):
         time.sleep(0.001)
         return torch.full((4,), float(i % 3)), torch.ones(1)
 torch.manual_seed(0)
-net = nn.Linear(4, 1)
-import lightning.pytorch as pl
 class Net(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = net
+        self.net = torch.nn.Linear(4, 1)
     def training_step(self, batch, _):
         return (self.net(batch[0]) - batch[1]).square().mean()
     def configure_optimizers(self):
@@ -314,9 +302,13 @@ open("ended", "w").close()
 
 def tune(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(script)
-    command = [sys.executable, "-m", "lightning_gputime", "tune", "--json", *options, "train.py"]
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, timeout=500
+        [sys.executable, "-m", "lightning_gputime", "tune", "--json", *options, "train.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
     )
 
 
@@ -338,7 +330,7 @@ def test_workers_are_tried_on_a_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_that_fails_is_reported(tmp_path: Path) -> None:
+def test_script_that_fails_is_reported(tmp_path: Path) -> None:
     done = tune(tmp_path, "import torch\nraise RuntimeError('no data')\n")
     assert done.returncode == 2
     assert "the script must train without changes first: exit code 1" in done.stderr
