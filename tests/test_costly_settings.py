@@ -1,4 +1,4 @@
-"""Costly settings, and the advice on the entries that they inflate."""
+"""Tests of costly settings, and of the advice on the entries that they inflate."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -7,18 +7,18 @@ from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import Mock
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from fake_gpu import FakeGPU
-from fake_lightning import Loader, MemoryLogger, Model, trainer
-from fake_loop import Loop, hooks
+from fake_lightning import MemoryLogger, Model, fit
+from fake_loop import Loop, hooks, train
+from lightning.pytorch.callbacks import LambdaCallback
 from test_diagnosis import STEP, measurement
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, load
+from lightning_gputime import GPUPhaseHooks, load
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Diagnosis
 from lightning_gputime._instrumentation import loop as boundaries
@@ -28,10 +28,8 @@ from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._runs.costly import CostlySettings
 from lightning_gputime._runs.environment import Environment
 
-VARIABLES = (
-    *("CUDA_LAUNCH_BLOCKING", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES"),
-    *("TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG"),
-)
+VARIABLES = ["CUDA_LAUNCH_BLOCKING", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES"]
+VARIABLES += ["TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG"]
 
 
 @pytest.fixture(autouse=True)
@@ -72,40 +70,39 @@ class Training:
         return reader.read(replace(TrainingSetup(), **self.setup))
 
 
-ANOMALY = Training({"torch.is_anomaly_enabled": True})
-DETERMINISTIC = Training({"torch.are_deterministic_algorithms_enabled": True})
-BENCHMARK = Training({"torch.backends.cudnn.benchmark": False})
-PRECISION = Training({"torch.get_float32_matmul_precision": "highest"})
-PRECISION_OF_LIGHTNING = replace(PRECISION, environment={"precision": "32-true"})
-UNPINNED = Training(setup={"pin_memory": False, "loader_prefix": "dataloader_"})
+DETERMINISTIC = {"torch.are_deterministic_algorithms_enabled": True}
+BENCHMARK = {"torch.backends.cudnn.benchmark": False}
+PRECISION = {"torch.get_float32_matmul_precision": "highest"}
+UNPINNED = {"pin_memory": False, "loader_prefix": "dataloader_"}
+DYNAMO = Training(variables={"TORCH_LOGS": "+dynamo"}, environment={"compiled": True})
+LIGHTNING_PRECISION = Training(PRECISION, environment={"precision": "32-true"})
+CPU = {"device_type": "cpu"}
+
+
+def variables(**values: str) -> Training:
+    return Training(variables=values)
+
 
 CASES = [
-    (ANOMALY, "detect_anomaly", "GPU work"),
-    (DETERMINISTIC, "deterministic_algorithms", "GPU work"),
+    (Training({"torch.is_anomaly_enabled": True}), "detect_anomaly", "GPU work"),
+    (Training(DETERMINISTIC), "deterministic_algorithms", "GPU work"),
+    # Deterministic training is not advised to benchmark.
+    (Training({**DETERMINISTIC, **BENCHMARK}), "deterministic_algorithms", "GPU work"),
     (Training({"torch.version.debug": True}), "debug_build", "GPU work"),
-    (BENCHMARK, "cudnn.benchmark", "GPU work"),
-    (PRECISION, "float32_matmul_precision", "GPU work"),
-    (PRECISION_OF_LIGHTNING, "float32_matmul_precision", "GPU work"),
-    (UNPINNED, "dataloader_pin_memory", "data/fetch"),
+    (Training(BENCHMARK), "cudnn.benchmark", "GPU work"),
+    (Training(PRECISION), "float32_matmul_precision", "GPU work"),
+    (LIGHTNING_PRECISION, "float32_matmul_precision", "GPU work"),
+    (Training(setup=UNPINNED), "dataloader_pin_memory", "data/fetch"),
     (Training(marks_module=True), "gradient_checkpointing", "GPU work"),
     (Training(loop={"every_step_log": "log_every_n_steps"}), "log_every_n_steps", "callbacks"),
     (Training(loop={"every_step_log": "logging_steps"}), "logging_steps", "callbacks"),
-    *(
-        (Training(variables={name: value}), name, entry)
-        for name, value, entry in [
-            ("CUDA_LAUNCH_BLOCKING", "1", "GPU work"),
-            ("TORCH_LOGS", "+autograd", "GPU work"),
-            ("TORCH_SHOW_CPP_STACKTRACES", "1", "GPU work"),
-            ("TORCH_DISTRIBUTED_DEBUG", "detail", "communication"),
-            ("NCCL_DEBUG", "INFO", "communication"),
-            ("NCCL_DEBUG", "TRACE", "communication"),
-        ]
-    ),
-    (
-        Training(variables={"TORCH_LOGS": "+dynamo"}, environment={"compiled": True}),
-        "TORCH_LOGS",
-        "first step",
-    ),
+    (variables(CUDA_LAUNCH_BLOCKING="1"), "CUDA_LAUNCH_BLOCKING", "GPU work"),
+    (variables(TORCH_LOGS="+autograd"), "TORCH_LOGS", "GPU work"),
+    (variables(TORCH_SHOW_CPP_STACKTRACES="1"), "TORCH_SHOW_CPP_STACKTRACES", "GPU work"),
+    (variables(TORCH_DISTRIBUTED_DEBUG="detail"), "TORCH_DISTRIBUTED_DEBUG", "communication"),
+    (variables(NCCL_DEBUG="INFO"), "NCCL_DEBUG", "communication"),
+    (variables(NCCL_DEBUG="TRACE"), "NCCL_DEBUG", "communication"),
+    (DYNAMO, "TORCH_LOGS", "first step"),
 ]
 
 
@@ -150,35 +147,26 @@ def test_setting_is_not_reported_below_five_percent(
     "training",
     [
         Training(),
-        Training(environment={"device_type": "cpu"}),
+        Training(environment=CPU),
         # cuDNN is off, or has to repeat its results.
-        replace(BENCHMARK, patches={**BENCHMARK.patches, "torch.backends.cudnn.enabled": False}),
-        replace(
-            BENCHMARK, patches={**BENCHMARK.patches, "torch.backends.cudnn.deterministic": True}
-        ),
+        Training({**BENCHMARK, "torch.backends.cudnn.enabled": False}),
+        Training({**BENCHMARK, "torch.backends.cudnn.deterministic": True}),
         # Only GPUs of NVIDIA, from Ampere on, have TF32; only products of float32 use it.
-        replace(PRECISION, environment={"precision": "bf16-mixed"}),
-        replace(PRECISION, environment={"precision": "bfloat16"}),
-        replace(
-            PRECISION, patches={**PRECISION.patches, "torch.cuda.get_device_capability": (7, 5)}
-        ),
-        replace(PRECISION, patches={**PRECISION.patches, "torch.version.hip": "6.4"}),
-        Training(setup={"pin_memory": True, "loader_prefix": "dataloader_"}),
-        Training(setup={"pin_memory": None, "loader_prefix": "dataloader_"}),
+        Training(PRECISION, environment={"precision": "bf16-mixed"}),
+        Training(PRECISION, environment={"precision": "bfloat16"}),
+        Training({**PRECISION, "torch.cuda.get_device_capability": (7, 5)}),
+        Training({**PRECISION, "torch.version.hip": "6.4"}),
+        Training(setup={**UNPINNED, "pin_memory": True}),
+        Training(setup={**UNPINNED, "pin_memory": None}),
         Training(setup={"pin_memory": False}),  # Copies have separate advice.
-        Training(variables={"CUDA_LAUNCH_BLOCKING": "0", "TORCH_SHOW_CPP_STACKTRACES": "0"}),
-        Training(variables={"TORCH_DISTRIBUTED_DEBUG": "INFO", "NCCL_DEBUG": "WARN"}),
-        Training(variables={"TORCH_LOGS": ""}),
+        variables(CUDA_LAUNCH_BLOCKING="0", TORCH_SHOW_CPP_STACKTRACES="0"),
+        variables(TORCH_DISTRIBUTED_DEBUG="INFO", NCCL_DEBUG="WARN"),
+        variables(TORCH_LOGS=""),
         # Without a GPU, or other ranks.
-        *(
-            replace(training, environment={"device_type": "cpu"})
-            for training in (
-                BENCHMARK,
-                PRECISION,
-                UNPINNED,
-                Training(variables={"CUDA_LAUNCH_BLOCKING": "1", "NCCL_DEBUG": "INFO"}),
-            )
-        ),
+        Training(BENCHMARK, environment=CPU),
+        Training(PRECISION, environment=CPU),
+        Training(setup=UNPINNED, environment=CPU),
+        Training(variables={"CUDA_LAUNCH_BLOCKING": "1", "NCCL_DEBUG": "INFO"}, environment=CPU),
         Training(
             variables={"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "NCCL_DEBUG": "INFO"},
             environment={"world_size": 1},
@@ -189,14 +177,6 @@ def test_setting_is_not_reported_when_off(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert training.settings(monkeypatch) == ()
-
-
-def test_deterministic_training_is_not_advised_to_benchmark(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    training = replace(DETERMINISTIC, patches={**DETERMINISTIC.patches, **BENCHMARK.patches})
-    [setting] = training.settings(monkeypatch)
-    assert setting.name == "deterministic_algorithms"
 
 
 def test_tf32_by_the_newer_torch_setting_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,16 +215,12 @@ def test_checkpoint_wrapper_of_torch_is_reported() -> None:
 def test_setting_that_cannot_be_read_costs_only_its_advice(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> bool:
-        raise RuntimeError("not yet")
-
     monkeypatch.setattr("torch.is_anomaly_enabled", lambda: True)
-    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", fail)
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(3)):
-            loop.train(x)
-    assert timer.summary().steps == 3
-    assert names_in(timer.summary()) == ["detect_anomaly"]
+    fails = Mock(side_effect=RuntimeError("not yet"))
+    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", fails)
+    summary = train(loop, 3).summary()
+    assert summary.steps == 3
+    assert names_in(summary) == ["detect_anomaly"]
 
 
 # Through the public API
@@ -256,15 +232,8 @@ def names_in(summary: PhaseSummary) -> list[str]:
     return [item["parameters"]["setting"] for item in advice if item["code"] == "costly_setting"]
 
 
-def timed(loop: Loop, n: int = 3) -> GPUPhaseHooks:
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(n)):
-            loop.train(x)
-    return timer
-
-
 def test_plain_loop_reports_nothing_by_default(loop: Loop) -> None:
-    summary = timed(loop).summary()
+    summary = train(loop, 3).summary()
     assert names_in(summary) == []
     assert summary.setup.costly_settings == ()
 
@@ -275,7 +244,7 @@ def test_plain_loop_reports_debugging(
     monkeypatch.setattr("torch.version.debug", True)
     monkeypatch.setenv("TORCH_LOGS", "+all")
     loop.model.linear.gradient_checkpointing = True  # as transformers
-    timer = timed(loop)
+    timer = train(loop, 3)
     summary = timer.summary()
     assert names_in(summary) == ["gradient_checkpointing", "debug_build", "TORCH_LOGS"]
     assert "TORCH_LOGS may cost time" in str(summary)
@@ -285,40 +254,24 @@ def test_plain_loop_reports_debugging(
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_setting_of_torch_may_change_after_attach(loop: Loop) -> None:
-    def names(timer: GPUPhaseHooks) -> list[str]:
-        return names_in(timer.summary())
-
-    # Around the loop alone.
-    with hooks(loop) as timer, torch.autograd.detect_anomaly():
-        for x in timer.steps(loop.batches(3)):
+    def run(timer: GPUPhaseHooks, turn_on_after: int | None = None) -> None:
+        for n, x in enumerate(timer.steps(loop.batches(3))):
             loop.train(x)
-    assert names(timer) == ["detect_anomaly"]
-    # Turned off before the loop.
+            if n == turn_on_after:
+                torch.autograd.set_detect_anomaly(True)
+
+    with hooks(loop) as around_the_loop, torch.autograd.detect_anomaly():
+        run(around_the_loop)
     with torch.autograd.detect_anomaly():
-        timer = hooks(loop).attach()
-    for x in timer.steps(loop.batches(3)):
-        loop.train(x)
-    timer.remove()
-    assert names(timer) == []
-    # Turned on in the middle, and left on.
-    timer = hooks(loop).attach()
-    for n, x in enumerate(timer.steps(loop.batches(3))):
-        loop.train(x)
-        if n == 1:
-            torch.autograd.set_detect_anomaly(True)
-    timer.remove()
+        before_the_loop = hooks(loop).attach()
+    run(before_the_loop)
+    before_the_loop.remove()
+    with hooks(loop) as from_the_middle:
+        run(from_the_middle, turn_on_after=1)
     torch.autograd.set_detect_anomaly(False)
-    assert names(timer) == ["detect_anomaly"]
-
-
-class Slow(pl.Callback):
-    """A callback that takes the host a known time in each step."""
-
-    def __init__(self, gpu: FakeGPU, ms: float) -> None:
-        self.gpu, self.ms = gpu, ms
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.gpu.host_work(self.ms)
+    timers = (around_the_loop, before_the_loop, from_the_middle)
+    found = [names_in(timer.summary()) for timer in timers]
+    assert found == [["detect_anomaly"], [], ["detect_anomaly"]]
 
 
 @pytest.mark.parametrize(
@@ -333,39 +286,30 @@ class Slow(pl.Callback):
 def test_lightning_reports_a_log_of_each_step(
     every_n_steps: int, logs: bool, callback_ms: float, names: list[str], gpu: FakeGPU
 ) -> None:
-    timer = fit(
-        gpu,
-        Slow(gpu, callback_ms),
-        log_every_n_steps=every_n_steps,
-        logger=MemoryLogger() if logs else False,
-    )
-    assert names_in(timer.summary()) == names
+    slow = LambdaCallback(on_train_batch_end=lambda *_: gpu.host_work(callback_ms))
+    logger = MemoryLogger() if logs else False
+    options = {"log_every_n_steps": every_n_steps, "logger": logger, "callbacks": [slow]}
+    assert names_in(fit(gpu, Model(gpu), 6, **options).summary()) == names
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_lightning_reports_its_debugging(gpu: FakeGPU) -> None:
     try:
-        timer = fit(gpu, detect_anomaly=True, deterministic=True)
+        timer = fit(gpu, Model(gpu), 6, detect_anomaly=True, deterministic=True)
     finally:
         torch.use_deterministic_algorithms(False)
     assert names_in(timer.summary()) == ["detect_anomaly", "deterministic_algorithms"]
-    assert names_in(fit(gpu).summary()) == []
+    assert names_in(fit(gpu, Model(gpu), 6).summary()) == []
 
 
-def fit(gpu: FakeGPU, *callbacks: pl.Callback, **options: Any) -> GPUPhaseTimer:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0)
-    trainer(timer, *callbacks, **options).fit(Model(gpu), Loader(gpu, 6))
-    return timer
+BOTH = {"logging_steps": 1, "gradient_checkpointing": True}
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        (
-            {"logging_steps": 1, "gradient_checkpointing": True},
-            {"logging_steps", "gradient_checkpointing"},
-        ),
+        (BOTH, {*BOTH}),
         ({"logging_steps": 2}, set()),
         ({"logging_steps": 1}, {"logging_steps"}),
         ({"logging_steps": 1, "logging_strategy": "epoch"}, set()),

@@ -1,13 +1,13 @@
-"""Modules, losses and optimizers that a timer finds by their calls."""
+"""Tests of modules, losses and optimizers that a timer finds by their calls."""
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import installed
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, steps, work
-from fake_lightning import Loader, Model, timer_of, trainer
+from fake_lightning import Model, fit
 from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks
@@ -39,14 +39,8 @@ def test_modules_that_the_loop_never_calls_lose_their_hooks(gpu: FakeGPU) -> Non
 def test_teacher_in_eval_mode_keeps_the_fast_path_of_its_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fast: Any = torch._transformer_encoder_layer_fwd
-    calls = []
-
-    def counted(*args: Any) -> Any:
-        calls.append(args)
-        return fast(*args)
-
-    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
+    fast = Mock(wraps=torch._transformer_encoder_layer_fwd)
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", fast)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     teacher = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
     model = nn.ModuleDict({"teacher": teacher, "student": nn.Linear(16, 16)})
@@ -58,7 +52,7 @@ def test_teacher_in_eval_mode_keeps_the_fast_path_of_its_layers(
                 target = teacher(x)
             (model["student"](x) - target).square().mean().backward()
             optimizer.step()
-    assert len(calls) == 2 * 3
+    assert fast.call_count == 2 * 3
 
 
 def test_model_of_layers_with_a_fast_path_is_timed(gpu: FakeGPU) -> None:
@@ -72,59 +66,29 @@ def test_model_of_layers_with_a_fast_path_is_timed(gpu: FakeGPU) -> None:
     assert ["forward" in step for step in steps(timer)] == [False, True, True]
 
 
-# Scripted and traced modules
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated.*:DeprecationWarning")
-@pytest.mark.parametrize("how", ["scripted", "traced"])
-def test_scripted_or_traced_child_is_timed_and_left_as_it_was(how: str) -> None:
+@pytest.mark.parametrize("is_scripted", [True, False], ids=["scripted", "traced"])
+def test_scripted_or_traced_child_is_timed_and_left_as_it_was(is_scripted: bool) -> None:
+    x = torch.ones(1, 2)
     inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    child: Any = torch.jit.script(inner) if how == "scripted" else None
-    child = child or torch.jit.trace(inner, torch.ones(1, 2))
+    child: Any = torch.jit.script(inner) if is_scripted else torch.jit.trace(inner, x)
     model = nn.ModuleDict({"child": child, "head": nn.Linear(2, 1)})
     optimizer = torch.optim.SGD(model.parameters())
     with GPUPhaseHooks(model, optimizer, warmup_steps=0) as timer:
-        for x in timer.steps([torch.ones(1, 2)] * 3):
+        for _ in timer.steps(range(3)):
             model["head"](model["child"](x)).sum().backward()
             optimizer.step()
-    assert [set(step) for step in steps(timer)] == [
-        {"data", "other", "forward", "loss", "backward", "optimizer"}
-    ] * 3
+    phases = {"data", "other", "forward", "loss", "backward", "optimizer"}
+    assert [set(step) for step in steps(timer)] == [phases] * 3
     assert not any(module._forward_pre_hooks for module in (model, child, model["head"]))
 
 
-def test_replaced_optimizer_of_a_trainer_has_no_skipped_updates(
-    gpu: FakeGPU,
-) -> None:
-    timer = timer_of(gpu)
-    runner = trainer(timer)
-
+def test_replaced_optimizer_of_a_trainer_has_no_skipped_updates(gpu: FakeGPU) -> None:
     class Replaces(Model):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1:
-                runner.strategy.optimizers = [Adder(self.parameters(), gpu, 2.0)]
+                self.trainer.strategy.optimizers = [Adder(self.parameters(), gpu, 2.0)]
 
-    runner.fit(Replaces(gpu), Loader(gpu, 4))
+    timer = fit(gpu, Replaces(gpu), 4)
     assert steps(timer) == [STEP_MS] * 4
     assert timer.summary().skipped_updates == 0
-
-
-def test_model_that_returns_its_loss_after_a_call_of_its_part_is_timed(gpu: FakeGPU) -> None:
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.decoder = Layer(gpu, 1.0, 1.0), Layer(gpu, 2.0, 2.0)
-
-        def forward(self, z: Tensor) -> Tensor:
-            result: Tensor = self.decoder(z).pow(2).mean()
-            return result
-
-    model = WithLoss()
-    optimizer = Adder(model.parameters(), gpu, 1.0)
-    bare = installed(*model.modules())
-    with GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0) as timer:
-        for x in timer.steps(batches(gpu, 3)):
-            model(model.encoder(x)).backward()
-            optimizer.step()
-    assert [step["backward"] for step in steps(timer)] == [3.0] * 3
-    assert installed(*model.modules()) == bare

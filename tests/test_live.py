@@ -1,4 +1,4 @@
-"""Runs that are saved while the training continues, and `show --watch`."""
+"""Tests of runs that are saved while the training continues, and of `show --watch`."""
 
 import os
 import signal
@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fake_gpu import FakeGPU
-from fake_lightning import Loader, Model, trainer
+from fake_lightning import Model, fit, timer_of
 from fake_loop import Loop, hooks
-from processes import ENVIRONMENT
+from processes import ENVIRONMENT, start
 from test_compare import run as simulated_run
 
 from lightning_gputime import GPUPhaseTimer, load
@@ -34,9 +35,10 @@ while True:
 
 WITH_TIMER = TRAIN.replace(
     "while True:",
-    "timer = lightning_gputime.GPUPhaseHooks(net, optimizer).attach()\nwhile True:",
+    "import lightning_gputime\n"
+    "timer = lightning_gputime.GPUPhaseHooks(net, optimizer).attach()\n"
+    "while True:",
 ).replace("time.sleep(0.002)", "timer.step()\n    time.sleep(0.002)")
-WITH_TIMER = f"import lightning_gputime\n{WITH_TIMER}"
 
 
 def wait_until(is_true: Callable[[], object], timeout_s: float = 60.0) -> None:
@@ -48,40 +50,41 @@ def wait_until(is_true: Callable[[], object], timeout_s: float = 60.0) -> None:
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of steps in the files that were written."""
+    """Return the numbers of steps in the files that were written."""
     written: list[int] = []
     save = saved.save
 
-    def note(run: saved.Run, path: str) -> None:
+    def save_and_count(run: saved.Run, path: str) -> None:
         save(run, path)
         written.append(len(run.history))
 
-    monkeypatch.setattr(saved, "save", note)
+    monkeypatch.setattr(saved, "save", save_and_count)
     return written
 
 
-def fit(gpu: FakeGPU, path: Path, steps: int = 12) -> GPUPhaseTimer:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=path, warmup_steps=0)
-    trainer(timer).fit(Model(gpu), Loader(gpu, steps))
-    return timer
-
-
-def test_file_is_rewritten_during_an_epoch(
-    tmp_path: Path, writes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a file after each step."""
     monkeypatch.setattr(live_file, "_MIN_INTERVAL_S", 0.0)
     monkeypatch.setattr(live_file, "_MAX_RATIO", 0)
-    gpu = FakeGPU()
-    fit(gpu, tmp_path / "run.json")
+
+
+def run_fit(gpu: FakeGPU, folder: Path) -> GPUPhaseTimer:
+    return fit(gpu, Model(gpu), 12, timer=timer_of(gpu, save_path=folder / "run.json"))
+
+
+@pytest.mark.usefixtures("no_interval")
+def test_file_is_rewritten_during_an_epoch(tmp_path: Path, writes: list[int], gpu: FakeGPU) -> None:
+    run_fit(gpu, tmp_path)
     assert len(writes) >= 10
     assert writes == sorted(writes)
     assert os.listdir(tmp_path) == ["run.json"]
 
 
 def test_rewriting_takes_one_percent_of_the_time_and_waits_ten_seconds(
-    tmp_path: Path, writes: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, writes: list[int], gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timer = fit(FakeGPU(), tmp_path / "run.json")
+    timer = run_fit(gpu, tmp_path)
     assert len(writes) == 2  # At the end of the epoch, and of the training.
     for cost_s, next_s in ((0.01, 10.0), (0.5, 50.0)):
         times = iter((100.0, 100.0 + cost_s))
@@ -91,31 +94,13 @@ def test_rewriting_takes_one_percent_of_the_time_and_waits_ten_seconds(
         assert timer._live_file._due_s == pytest.approx(100.0 + cost_s + next_s)
 
 
-def test_rewriting_waits_for_no_device(
-    tmp_path: Path, writes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits = []
-    for interval_s in (0.0, 1e9):
-        monkeypatch.setattr(live_file, "_MIN_INTERVAL_S", interval_s)
-        monkeypatch.setattr(live_file, "_MAX_RATIO", 0)
-        gpu = FakeGPU()
-        fit(gpu, tmp_path / "run.json")
-        waits.append(len(gpu.waits))
-    assert waits[0] == waits[1]
-
-
-def test_failing_disk_is_reported_once_and_training_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(saved, "save", fail)
-    monkeypatch.setattr(live_file, "_MIN_INTERVAL_S", 0.0)
-    monkeypatch.setattr(live_file, "_MAX_RATIO", 0)
-    timer = fit(FakeGPU(), tmp_path / "run.json")
-    assert len(timer.history()) == 12
-    assert caplog.text.count("The run is not saved") == 1
+@pytest.mark.usefixtures("no_interval")
+def test_rewriting_waits_for_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    often, never = FakeGPU(), FakeGPU()
+    run_fit(often, tmp_path)
+    monkeypatch.setattr(live_file, "_MIN_INTERVAL_S", 1e9)
+    run_fit(never, tmp_path)
+    assert len(often.waits) == len(never.waits)
 
 
 def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
@@ -129,39 +114,32 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
 
 
-def test_loops_and_transformers_rewrite_a_live_file(
-    tmp_path: Path, writes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("no_interval")
+def test_plain_loop_rewrites_a_live_file(tmp_path: Path, writes: list[int], loop: Loop) -> None:
+    with hooks(loop) as timer:
+        timer._live_file.start(str(tmp_path / "run.json"))
+        for x in timer.steps(loop.batches(12)):
+            loop.train(x)
+    assert len(writes) >= 10
+
+
+@pytest.mark.usefixtures("no_interval")
+def test_transformers_rewrites_a_live_file(tmp_path: Path, writes: list[int]) -> None:
     transformers = pytest.importorskip("transformers")
     from lightning_gputime.huggingface import TransformersPhaseTimer
 
-    monkeypatch.setattr(live_file, "_MIN_INTERVAL_S", 0.0)
-    monkeypatch.setattr(live_file, "_MAX_RATIO", 0)
-    path = str(tmp_path / "run.json")
-    loop = Loop(FakeGPU())
-    with hooks(loop) as in_loop:
-        in_loop._live_file.start(path)
-        for x in in_loop.steps(loop.batches(12)):
-            loop.train(x)
-    assert len(writes) >= 10
-    writes.clear()
-    in_trainer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
-    in_trainer._live_file.start(path)
+    class Squares(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"loss": super().forward(x).square().mean()}
+
+    timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
+    timer._live_file.start(str(tmp_path / "run.json"))
     args = transformers.TrainingArguments(
         str(tmp_path), max_steps=12, report_to=[], save_strategy="no", use_cpu=True
     )
     data = [{"x": torch.ones(4)}] * 16
-    transformers.Trainer(Squares(), args, train_dataset=data, callbacks=[in_trainer]).train()
+    transformers.Trainer(Squares(4, 4), args, train_dataset=data, callbacks=[timer]).train()
     assert len(writes) >= 10
-
-
-class Squares(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": self.net(x).square().mean()}
 
 
 @pytest.mark.slow
@@ -169,15 +147,18 @@ class Squares(torch.nn.Module):
 def test_killed_run_leaves_the_newest_file(tmp_path: Path, script: str) -> None:
     (tmp_path / "train.py").write_text(script)
     path = tmp_path / "run.json.gz"
-    command = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
-    process = subprocess.Popen([*command, "train.py"], cwd=tmp_path, env=ENVIRONMENT)
+    process = start("-m", "lightning_gputime", "run", "--save-path", path, "train.py", cwd=tmp_path)
     try:
         wait_until(lambda: path.exists() and load(path).summary().steps > 200)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.communicate()
     assert load(path).summary().diagnosis.headline
     assert len(os.listdir(tmp_path)) <= 3  # A file that was being written may remain.
+
+
+def has_tables(file: Path, n: int) -> bool:
+    return file.read_text().count("Time per step") == n
 
 
 @pytest.mark.slow
@@ -194,12 +175,8 @@ def test_watch_prints_each_new_file_until_interrupted(tmp_path: Path) -> None:
     try:
         for n in (1, 2):
             saved.save(simulated_run(n, 300), path)
-            wait_until(partial(is_printed, out, n))
+            wait_until(partial(has_tables, out, n))
     finally:
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (0, "")
-
-
-def is_printed(file: Path, times: int) -> bool:
-    return file.read_text().count("Time per step") == times

@@ -1,4 +1,4 @@
-"""The training setup that a timer finds."""
+"""Tests of the training setup that a timer finds."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import FakeGPU
-from fake_lightning import Model, fit, trainer
+from fake_lightning import Model, fit, timer_of, trainer
 from fake_loop import Loop, hooks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from lightning_gputime import GPUPhaseTimer
 from lightning_gputime._instrumentation import loop as boundaries
 from lightning_gputime._runs.environment import (
     Environment,
@@ -54,9 +53,8 @@ class Endless(IterableDataset[Tensor]):
 
 
 def test_setup_has_the_loader_of_an_evaluation(gpu: FakeGPU) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
-    data: Any = torch.zeros(8, 2)
-    trainer(timer).validate(Model(gpu), DataLoader(data, batch_size=4), verbose=False)
+    timer, data = timer_of(gpu), torch.zeros(8, 2)
+    trainer(timer).validate(Model(gpu), DataLoader(data, batch_size=4), verbose=False)  # type: ignore[arg-type]
     setup = timer._evaluations.results["val"].setup
     assert (setup.has_loader, setup.num_workers, setup.batch_size) == (True, 0, 4)
 
@@ -94,7 +92,7 @@ def test_setup_has_what_several_loaders_agree_on(
 
 
 class Odd:
-    """A loader of a user's own, with an attribute that raises."""
+    """A loader with attributes that have another type or raise."""
 
     num_workers = "many"
 
@@ -122,13 +120,12 @@ def test_setup_has_the_precision_of_the_trainer(gpu: FakeGPU) -> None:
 
 
 def test_unfused_names_optimizers_that_could_be_fused() -> None:
-    parameters = [nn.Parameter(torch.zeros(1))]
-    for device_type in ("cpu", "cuda"):
-        assert _unfused([torch.optim.AdamW(parameters)], device_type) == "AdamW"
-        assert _unfused([torch.optim.AdamW(parameters, fused=True)], device_type) == ""
-        assert _unfused([torch.optim.LBFGS(parameters)], device_type) == ""
-        assert _unfused([], device_type) == ""
-    sgd = torch.optim.SGD(parameters)
-    assert [_unfused([sgd], device_type) for device_type in ("cpu", "cuda")] == ["", "SGD"]
-    assert _unfused([torch.optim.AdamW(parameters)], "mps") == ""
+    weights = [nn.Parameter(torch.zeros(1))]
+    adamw, sgd = torch.optim.AdamW(weights), torch.optim.SGD(weights)
+    fused, lbfgs = torch.optim.AdamW(weights, fused=True), torch.optim.LBFGS(weights)
+    for device_type, name_of_sgd in (("cpu", ""), ("cuda", "SGD")):
+        assert _unfused([adamw], device_type) == "AdamW"
+        assert _unfused([sgd], device_type) == name_of_sgd
+        assert [_unfused(given, device_type) for given in ([], [fused], [lbfgs])] == [""] * 3
+    assert _unfused([adamw], "mps") == ""
     assert _unfused([SimpleNamespace(param_groups=["custom"])], "cuda") == ""
