@@ -1,4 +1,4 @@
-"""LightningCLI: every option of the callback in YAML and on the command line."""
+"""Tests of the options of the callback in files and on the command line of LightningCLI."""
 
 import inspect
 import re
@@ -24,7 +24,7 @@ OPTIONS = [*inspect.signature(GPUPhaseTimer).parameters]
 SEEN: list[int] = []
 
 
-def note(times: StepTimes) -> None:
+def see(times: StepTimes) -> None:
     SEEN.append(times.step)
 
 
@@ -62,7 +62,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "flops": [("1e9", 1e9), ("[1, 2]", [1, 2]), ("null", None)],
     "save_path": [("run.json.gz", "run.json.gz"), ("null", None)],
     "observers": [
-        ("[test_cli.note]", [note]),
+        ("[test_cli.see]", [see]),
         ("[{class_path: test_cli.Observer}]", [Observer]),
         ("[{class_path: lightning_gputime.PhaseTimeMetric}]", [PhaseTimeMetric]),
         ("[]", []),
@@ -114,23 +114,26 @@ class WithTimer(LightningCLI):
         parser.add_lightning_class_args(GPUPhaseTimer, "timer")
 
 
-def write(tmp_path: Path, options: dict[str, str], kind: str = "test_cli.Kept") -> Path:
-    path = tmp_path / "config.yaml"
+def write(options: dict[str, str], kind: str = "test_cli.Kept") -> str:
+    """Write a file with options of the timer, and return its name."""
     trainer = "accelerator: cpu, max_epochs: 1, logger: false, enable_checkpointing: false"
     given = ", ".join(f"{name}: {value}" for name, value in options.items())
     callback = f"{{class_path: {kind}, init_args: {{{given}}}}}"
-    path.write_text(f"trainer: {{{trainer}, callbacks: [{callback}]}}\n")
-    return path
+    Path("config.yaml").write_text(f"trainer: {{{trainer}, callbacks: [{callback}]}}\n")
+    return "config.yaml"
 
 
-def timer_of(cli: LightningCLI) -> Any:
-    callbacks: list[Any] = cli.trainer.callbacks  # type: ignore[attr-defined]  # has no hint
+def make(*args: str, cli: type[LightningCLI] = LightningCLI, **options: Any) -> Any:
+    """Return the timer of a LightningCLI with these arguments."""
+    made: Any = cli(Net, args=[*args], save_config_callback=None, **options)
+    callbacks = made.trainer.callbacks
     [timer] = [callback for callback in callbacks if isinstance(callback, GPUPhaseTimer)]
     return timer
 
 
-def make(*args: str, cli: type[LightningCLI] = LightningCLI, **options: Any) -> Any:
-    return cli(Net, args=[*args], save_config_callback=None, **options)
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 def test_cli_tables_cover_every_option() -> None:
@@ -142,9 +145,8 @@ def test_cli_tables_cover_every_option() -> None:
     ("name", "text", "value"),
     [(name, *item) for name, values in VALUES.items() for item in values],
 )
-def test_cli_file_takes_every_option(tmp_path: Path, name: str, text: str, value: Any) -> None:
-    timer = timer_of(make("--config", str(write(tmp_path, {name: text})), run=False))
-    given = timer.options[name]
+def test_cli_file_takes_every_option(name: str, text: str, value: Any) -> None:
+    given = make("--config", write({name: text}), run=False).options[name]
     if value in ([Observer], [PhaseTimeMetric]):
         [given], [value] = given, value
     assert isinstance(given, value) if isinstance(value, type) else given == value
@@ -153,49 +155,44 @@ def test_cli_file_takes_every_option(tmp_path: Path, name: str, text: str, value
 
 @pytest.mark.parametrize(("name", "text"), WRONG.items())
 def test_cli_error_names_the_option_of_a_wrong_type(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
+    capsys: pytest.CaptureFixture[str], name: str, text: str
 ) -> None:
     with pytest.raises(SystemExit):
-        make("--config", str(write(tmp_path, {name: text})), run=False)
-    told = capsys.readouterr().err
-    assert f'Parser key "{name}":' in told
-    assert text.strip("[]") in told
+        make("--config", write({name: text}), run=False)
+    message = capsys.readouterr().err
+    assert f'Parser key "{name}":' in message
+    assert text.strip("[]") in message
 
 
-def test_cli_reports_an_impossible_value_as_the_timer_does(tmp_path: Path) -> None:
+def test_cli_reports_an_impossible_value_as_the_timer_does() -> None:
     with pytest.raises(ValueError, match=r"history_size must be 1 or more .* got -1"):
-        make("--config", str(write(tmp_path, {"history_size": "-1"})), run=False)
+        make("--config", write({"history_size": "-1"}), run=False)
 
 
-def test_cli_fit_runs_with_all_options_from_one_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_cli_fit_runs_with_all_options_from_one_file() -> None:
     SEEN.clear()
     options = {name: values[0][0] for name, values in VALUES.items()}
-    path = write(tmp_path, options, "lightning_gputime.GPUPhaseTimer")
-    timer = timer_of(make("fit", "--config", str(path)))
+    timer = make("fit", "--config", write(options, "lightning_gputime.GPUPhaseTimer"))
     assert timer.history()["step"].tolist() == SEEN == [1, 2]
     assert "forward/net_ms" in timer.history().dtype.names
     assert Path("run.json.gz").is_file()
 
 
 def test_cli_printed_config_has_every_option_and_recreates_the_timer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as exits:
         make("fit", "--timer.modules", "2", "--print_config", cli=WithTimer)
     assert exits.value.code == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert [*printed["timer"]] == OPTIONS
-    defaults = {
-        name: item.default for name, item in inspect.signature(GPUPhaseTimer).parameters.items()
-    }
+    parameters = inspect.signature(GPUPhaseTimer).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
     assert printed["timer"] == {**defaults, "modules": 2, "observers": []}
     printed["trainer"] |= {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-    path = tmp_path / "printed.yaml"
-    path.write_text(yaml.safe_dump({"trainer": printed["trainer"], "timer": printed["timer"]}))
-    timer = timer_of(make("--config", str(path), cli=WithTimer, run=False))
+    shown = {name: printed[name] for name in ("trainer", "timer")}
+    Path("printed.yaml").write_text(yaml.safe_dump(shown))
+    timer = make("--config", "printed.yaml", cli=WithTimer, run=False)
     assert timer._options.modules == 2
 
 
@@ -209,28 +206,23 @@ def test_cli_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None
     assert "They get the `StepTimes` of each timed step when it is read" in text
 
 
+QUIET = ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]
+
+
 def test_custom_cli_takes_the_options_on_its_command_line() -> None:
     SEEN.clear()
-    quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]
-    args = [
-        "--timer.modules",
-        "[net]",
-        "--timer.observers=[test_cli.note]",
-        "--timer.print_summary=false",
-    ]
-    cli = make("fit", *quiet, "--trainer.max_epochs=1", *args, cli=WithTimer)
-    timer = timer_of(cli)
+    args = ["--timer.modules", "[net]", "--timer.observers=[test_cli.see]"]
+    args += ["--timer.print_summary=false", "--trainer.max_epochs=1"]
+    timer = make("fit", *QUIET, *args, cli=WithTimer)
     assert SEEN == timer.history()["step"].tolist() == [0, 1, 2, 3]
     assert timer._options.modules == ["net"]
 
 
-def test_cli_config_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_cli_config_of_the_docs_runs() -> None:
     manual = (Path(__file__).parent.parent / "docs/how-to/trainers/lightning.md").read_text()
     [text] = re.findall(r"```yaml\n(.*?)```", manual, re.DOTALL)
     Path("config.yaml").write_text(text)
-    quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]
-    timer = timer_of(make("fit", "--config", "config.yaml", *quiet))
+    timer = make("fit", "--config", "config.yaml", *QUIET)
     assert timer.history()["step"].tolist() == [0, 1, 2, 3]
     [metric, function] = timer._options.observers
     assert isinstance(metric, PhaseTimeMetric)

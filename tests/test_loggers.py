@@ -1,4 +1,4 @@
-"""Lightning's loggers for real, each read back with its own reader."""
+"""Tests of loggers, most of which are read back with their own reader."""
 
 import copy
 import csv
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import lightning.pytorch as pl
 import pytest
 from fake_gpu import STEP_MS, FakeGPU
-from fake_lightning import Loader, Model, fit, trainer
+from fake_lightning import Loader, MemoryLogger, Model, fit, timer_of, trainer
 from fake_loop import Loop, hooks
 from fake_loop import train as train_loop
 from lightning.pytorch.loggers import (
@@ -28,7 +27,6 @@ from lightning.pytorch.loggers import (
     WandbLogger,
 )
 
-from lightning_gputime import GPUPhaseTimer
 from lightning_gputime._output.loggers import add_charts, send
 
 LOGGED = [1, 3, 4]
@@ -40,83 +38,60 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def train(gpu: FakeGPU, *loggers: Logger) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
+    timer = timer_of(gpu, warmup_steps=5)
     fit(gpu, Model(gpu), n=5, timer=timer, logger=list(loggers), log_every_n_steps=2)
 
 
-def check(found: dict[str, list[tuple[int, float]]], separator: str = "/") -> None:
-    """Checks that every key was logged once for each step that was due, with its mean."""
+def check(found: dict[str, list[tuple[int, float]]]) -> None:
+    """Check that every key was logged once for each step that was due, with its mean."""
     for key, ms in KEYS.items():
-        assert found[key.replace("/", separator)] == [(step, ms) for step in LOGGED]
+        assert found[key] == [(step, ms) for step in LOGGED]
 
 
-def read_csv(logger: CSVLogger) -> dict[str, list[tuple[int, float]]]:
-    found = defaultdict(list)
-    text = Path(logger.log_dir, "metrics.csv").read_text()
-    rows = [row for row in csv.DictReader(text.splitlines()) if row["phase_time/step_ms"]]
-    assert len(rows) == len(LOGGED)
-    for row in rows:
-        for key in KEYS:
-            found[key].append((int(row["step"]), float(row[key])))
-    return found
+def read_csv(logger: CSVLogger) -> list[dict[str, str]]:
+    return [*csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines())]
 
 
-def read_tensorboard(logger: TensorBoardLogger) -> dict[str, list[tuple[int, float]]]:
+def events_of(logger: TensorBoardLogger) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(logger.log_dir)
     events.Reload()
-    return {key: [(event.step, event.value) for event in events.Scalars(key)] for key in KEYS}
+    return events
 
 
 def test_csv_and_tensorboard_store_every_mean(gpu: FakeGPU, tmp_path: Path) -> None:
-    loggers = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
-    train(gpu, *loggers)
-    check(read_csv(loggers[0]))
-    check(read_tensorboard(loggers[1]))
-
-
-def read_tags(logger: TensorBoardLogger, kind: str) -> list[str]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(logger.log_dir)
-    events.Reload()
-    tags: list[str] = events.Tags()[kind]
-    return tags
-
-
-def read_layouts(logger: TensorBoardLogger) -> list[Any]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.custom_scalar import layout_pb2
-
-    events = EventAccumulator(logger.log_dir)
-    events.Reload()
-    return [
-        layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-        for event in events.Tensors("custom_scalars__config__")
-    ]
+    in_csv, in_tensorboard = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
+    train(gpu, in_csv, in_tensorboard)
+    rows = [row for row in read_csv(in_csv) if row["phase_time/step_ms"]]
+    assert len(rows) == len(LOGGED)
+    check({key: [(int(row["step"]), float(row[key])) for row in rows] for key in KEYS})
+    events = events_of(in_tensorboard)
+    check({key: [(event.step, event.value) for event in events.Scalars(key)] for key in KEYS})
 
 
 def test_tensorboard_has_one_chart_of_all_phases_and_one_of_the_step(
     gpu: FakeGPU, tmp_path: Path
 ) -> None:
-    logger = TensorBoardLogger(tmp_path)
-    model = Model(gpu)
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, modules="net", warmup_steps=0)
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    logger, model = TensorBoardLogger(tmp_path), Model(gpu)
+    timer = timer_of(gpu, modules="net")
     fit(gpu, model, n=5, timer=timer, logger=logger, log_every_n_steps=2)
     trainer(timer, logger=logger).validate(model, Loader(gpu, 2), verbose=False)
-    [layout] = read_layouts(logger)
-    [category] = layout.category
+    events = events_of(logger)
+    [event] = events.Tensors("custom_scalars__config__")
+    [category] = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0]).category
+    assert category.title == "phase_time"
     shown = {
-        chart.title: [
+        chart.title: {
             tag
-            for tag in read_tags(logger, "scalars")
+            for tag in events.Tags()["scalars"]
             if any(re.compile(item).match(tag) for item in chart.multiline.tag)
-        ]
+        }
         for chart in category.chart
     }
-    assert category.title == "phase_time"
-    assert {name: {*tags} for name, tags in shown.items()} == {
+    assert shown == {
         "phases (ms)": {f"phase_time/{name}_ms" for name in (*STEP_MS, "callbacks")},
         "step (ms)": {"phase_time/step_ms"},
     }
@@ -126,13 +101,11 @@ def test_tensorboard_shows_only_phases_and_step_in_the_first_group(
     gpu: FakeGPU, tmp_path: Path
 ) -> None:
     logger, flat = TensorBoardLogger(tmp_path), CSVLogger(tmp_path)
-    model = Model(gpu)
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, modules="net", log="all")
-    options: dict[str, Any] = {"logger": [logger, flat], "log_every_n_steps": 1}
-    runner = trainer(timer, **options)
-    runner.fit(model, Loader(gpu, 3), Loader(gpu, 2))
+    timer = timer_of(gpu, modules="net", log="all", warmup_steps=5)
+    runner = trainer(timer, logger=[logger, flat], log_every_n_steps=1)
+    runner.fit(Model(gpu), Loader(gpu, 3), Loader(gpu, 2))
     groups: dict[str, set[str]] = defaultdict(set)
-    for tag in read_tags(logger, "scalars"):
+    for tag in events_of(logger).Tags()["scalars"]:
         group, _, name = tag.partition("/")
         groups[group].add(name)
     assert groups["phase_time"] == {f"{name}_ms" for name in (*STEP_MS, "callbacks", "step")}
@@ -141,8 +114,7 @@ def test_tensorboard_shows_only_phases_and_step_in_the_first_group(
     assert groups["phase_time_parts"] >= {"data/fetch_ms", "forward/net_ms", "backward/net_ms"}
     assert groups["phase_time_fit"] >= {"steps_share", "wall_s"}
     # Elsewhere the keys are as they are documented.
-    header = Path(flat.log_dir, "metrics.csv").read_text().partition("\n")[0].split(",")
-    assert {"phase_time/val/forward_ms", "phase_time/host_wait_ms"} < {*header}
+    assert {"phase_time/val/forward_ms", "phase_time/host_wait_ms"} < {*read_csv(flat)[0]}
     assert runner.callback_metrics["phase_time/val/forward_ms"] == 4.0
 
 
@@ -187,13 +159,12 @@ class Writer:
 
 
 def test_plain_loop_adds_the_chart_once_and_survives_a_failing_writer(
-    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+    loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Fails(Writer):
         def add_custom_scalars(self, layout: Any) -> None:
             raise OSError("full")
 
-    loop = Loop(gpu)
     writer, fails = Writer(), Fails()
     train_loop(loop, 3, logger=[fails, writer], log_every_n_steps=1, prefix="a.b")
     [layout] = writer.layouts
@@ -202,18 +173,15 @@ def test_plain_loop_adds_the_chart_once_and_survives_a_failing_writer(
     assert caplog.text.count("Cannot log phase times") == 1
 
 
-def test_loggers_without_charts_are_not_asked_for_charts(gpu: FakeGPU) -> None:
-    # As on the ranks that log nothing: it has whatever one asks for.
+def test_loggers_without_charts_are_not_asked_for_charts() -> None:
     class Dummy:
+        """The experiment on ranks that log nothing, which has every attribute."""
+
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(name)
 
-    class Silent(Writer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experiment = Dummy()  # type: ignore[assignment]
-
-    logger = Silent()
+    logger: Any = Writer()
+    logger.experiment = Dummy()
     add_charts(logger, "phase_time")
     send(logger, "phase_time", "", {"host_wait_ms": 1.0}, 0, {"epoch": 2})
     assert logger.logged == [({"phase_time/host_wait_ms": 1.0, "epoch": 2}, 0)]
@@ -221,49 +189,36 @@ def test_loggers_without_charts_are_not_asked_for_charts(gpu: FakeGPU) -> None:
 
 def test_rows_of_csv_carry_the_epoch_of_their_step(gpu: FakeGPU, tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
-    model, options = Model(gpu), {"max_epochs": 3, "log_every_n_steps": 2}
-    runner = trainer(timer, logger=logger, **options)
-    runner.fit(model, Loader(gpu, 3), Loader(gpu, 1))
-    rows = [*csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines())]
+    timer = timer_of(gpu, warmup_steps=5)
+    runner = trainer(timer, logger=logger, max_epochs=3, log_every_n_steps=2)
+    runner.fit(Model(gpu), Loader(gpu, 3), Loader(gpu, 1))
+    rows = read_csv(logger)
     found = [(row["step"], row["epoch"]) for row in rows if row["phase_time/step_ms"]]
     # Steps 2, 5 and 8 are the last of their epochs; step 5 is read in the one after.
     assert found == [("1", "0"), ("3", "1"), ("5", "1"), ("7", "2"), ("8", "2")]
-    found = [(row["step"], row["epoch"]) for row in rows if row["phase_time/val/step_ms"]]
-    assert [epoch for _, epoch in found] == ["0", "1", "2"]
+    assert [row["epoch"] for row in rows if row["phase_time/val/step_ms"]] == ["0", "1", "2"]
 
 
-class Wandb(pl.loggers.logger.DummyLogger):
-    """As W&B's: its experiment has `define_metric`, and each call makes a row."""
-
-    class Run:
-        def __init__(self) -> None:
-            self.defined: list[str] = []
-            self.rows: list[dict[str, float]] = []
-
-        def define_metric(self, name: str, **_: Any) -> None:
-            self.defined.append(name)
+class Wandb(MemoryLogger):
+    """A logger like that of W&B: its experiment has `define_metric`, and each call makes a row."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.run = self.Run()
+        self.run = Mock(spec=["define_metric"])
 
     @property
     def experiment(self) -> Any:
         return self.run
 
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.run.rows.append({**metrics, "trainer/global_step": step or 0})
-
 
 def test_wandb_rows_have_the_axis_of_lightning_and_the_epoch(gpu: FakeGPU) -> None:
     logger = Wandb()
     train(gpu, logger)
-    rows = [row for row in logger.run.rows if "phase_time/step_ms" in row]
-    found = [(row["trainer/global_step"], row["epoch"], row["phase_time/step_ms"]) for row in rows]
+    rows = [(step, row) for step, row in logger.phase_times() if "phase_time/step_ms" in row]
+    found = [(step, row["epoch"], row["phase_time/step_ms"]) for step, row in rows]
     assert found == [(step, 0, KEYS["phase_time/step_ms"]) for step in LOGGED]
     # W&B might prefer our pattern to Lightning's, and other loggers have another axis.
-    assert logger.run.defined == []
+    logger.run.define_metric.assert_not_called()
 
 
 def test_mlflow_stores_every_mean(
@@ -274,13 +229,8 @@ def test_mlflow_stores_every_mean(
     logger = MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/runs.db")
     train(gpu, logger)
     client: Any = logger.experiment
-    run_id = logger.run_id
-    check(
-        {
-            key: [(log.step, log.value) for log in client.get_metric_history(run_id, key)]
-            for key in KEYS
-        }
-    )
+    logs = {key: client.get_metric_history(logger.run_id, key) for key in KEYS}
+    check({key: [(log.step, log.value) for log in logs[key]] for key in KEYS})
 
 
 def test_wandb_stores_every_mean_offline(gpu: FakeGPU, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Output on a terminal when training ends, and the width of tables."""
+"""Tests of the output on a terminal when training ends, and of the width of tables."""
 
 import io
 import json
@@ -9,23 +9,22 @@ from typing import Any
 
 import pytest
 from fake_gpu import raw
-from fake_loop import with_facts
+from fake_loop import run_of, with_facts
 from processes import run
 
-from lightning_gputime import Run, compare
+from lightning_gputime import compare
 from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.units import duration, unit_of
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._output.table import Table, show
-from lightning_gputime._runs.environment import Environment
 
 TERMINAL_RUN = Path(__file__).parent / "terminal_run.py"
 NUMBER = re.compile(r"\d+(\.\d+)?%?")
 
 
 def of_ranks(scale: float = 1.0) -> PhaseSummary:
-    """A summary whose table is too wide for 80 columns."""
+    """Return a summary whose table is too wide for 80 columns."""
     results = Results(10, 0)
     phases = dict.fromkeys(("data", "forward", "backward", "optimizer"), 22.375 * scale)
     results.add([raw(i, 4.0 * scale, **phases, **{"backward/comm": scale}) for i in range(4)])
@@ -104,18 +103,12 @@ def lanes_of(text: str) -> dict[str, list[tuple[str, int]]]:
 
 @pytest.mark.parametrize("on_host_clock", [False, True])
 def test_terminal_with_colours_has_lanes_of_the_mean_step(on_host_clock: bool) -> None:
-    results = Results(10, 0, on_host_clock)
-    results.add([raw(i, **INPUT) for i in range(4)])
-    summary = summary_of(results)
+    summary = run_of([raw(0, **INPUT)], on_host_clock=on_host_clock).summary()
     width = 40 + len("CPU  " if on_host_clock else "host  ")
     text = summary._table().text(width, in_colour=True)
     # In the order of the table: the user's own phases come last.
-    colours = ["178", "25", "74", "145", "97"]
-    columns = [20, 8, 8, 2, 2]
-    lanes = {"CPU": columns} if on_host_clock else {"GPU": columns, "host": columns}
-    assert lanes_of(text) == {
-        title: [*zip(colours, columns, strict=True)] for title, columns in lanes.items()
-    }
+    lane = [("178", 20), ("25", 8), ("74", 8), ("145", 2), ("97", 2)]
+    assert lanes_of(text) == ({"CPU": lane} if on_host_clock else {"GPU": lane, "host": lane})
     # Below the verdict; what is left without colours is the text of all other outputs.
     verdict, drawn, *others = text.split("\n\n")
     assert " ".join(verdict.split()) == summary.verdict
@@ -145,8 +138,6 @@ def test_lanes_are_drawn_on_terminals_that_have_the_colours(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    results = Results(10, 0)
-    results.add([raw(i, **INPUT) for i in range(4)])
     stream: Any = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdout", stream)
@@ -154,7 +145,7 @@ def test_lanes_are_drawn_on_terminals_that_have_the_colours(
         monkeypatch.setattr("rich.get_console", lambda: Console(file=stream, width=80))
     else:
         monkeypatch.setitem(sys.modules, "rich", None)
-    show(summary_of(results))
+    show(run_of([raw(0, **INPUT)]).summary())
     assert [*lanes_of(stream.getvalue())] == (["GPU", "host"] if has_lanes else [])
     assert ("\x1b[48" in stream.getvalue()) is has_lanes
 
@@ -187,9 +178,8 @@ LONG_NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default"
 
 @pytest.mark.parametrize("with_rich", [True, False])
 def test_long_name_leaves_fewer_columns_and_a_wide_one_is_aligned(with_rich: bool) -> None:
-    results = Results(10, 0)
-    results.add([raw(0, 0.0, forward=4.0, **{f"forward/{LONG_NAME}": 2.5, "日本語": 1.5})])
-    summary = summary_of(results)
+    phases = {f"forward/{LONG_NAME}": 2.5, "日本語": 1.5}
+    summary = run_of([raw(0, forward=4.0, **phases)]).summary()
     table = summary._table()
     lines = on_console(summary, 80) if with_rich else table.text(80).splitlines()
     assert header(lines) == ["phase", "mean", "share"]
@@ -201,19 +191,16 @@ def test_long_name_leaves_fewer_columns_and_a_wide_one_is_aligned(with_rich: boo
     assert wide.index("1.500") + 3 == first.index("2.500")
 
 
-def test_table_that_is_written_to_a_file_has_all_columns() -> None:
+def test_columns_of_ranks_fit_into_80_columns() -> None:
     names = ["phase", "mean", "share", "p50", "p95", "max", "host", "steps", "busy"]
     assert header(str(of_ranks()).splitlines()) == [*names, "min - max (rank)"]
-
-
-def test_ranks_fit_into_80_columns() -> None:
-    assert header(of_ranks()._table().text(80).splitlines()) == [
-        "phase", "mean", "share", "p50", "p95", "busy", "min - max (rank)",
-    ]  # fmt: skip
+    left_out = ("max", "host", "steps")
+    names = [name for name in names if name not in left_out]
+    assert header(of_ranks()._table().text(80).splitlines()) == [*names, "min - max (rank)"]
 
 
 @pytest.mark.parametrize(
-    ("ms", "title", "cell", "told"),
+    ("ms", "title", "cell", "words"),
     [
         (0.05, "Time per step in us", "50.0", "50 us"),
         (0.5, "Time per step in ms", "0.500", "0.5 ms"),
@@ -222,16 +209,15 @@ def test_ranks_fit_into_80_columns() -> None:
     ],
 )
 def test_unit_follows_from_the_length_of_the_step(
-    ms: float, title: str, cell: str, told: str
+    ms: float, title: str, cell: str, words: str
 ) -> None:
-    results = Results(10, 0)
-    results.add([raw(0, ms / 2, forward=ms)])
-    text = str(summary_of(results))
+    summary = run_of([raw(0, ms / 2, forward=ms)]).summary()
+    text = str(summary)
     assert f"\n{title} over 1 step" in text
     assert f" {cell} " in text
-    assert duration(ms) == told
-    assert f"of {told} per step" in text
-    assert summary_of(results).step.mean_ms == pytest.approx(ms)
+    assert duration(ms) == words
+    assert f"of {words} per step" in text
+    assert summary.step.mean_ms == pytest.approx(ms)
 
 
 def test_numbers_have_no_exponent() -> None:
@@ -264,29 +250,24 @@ def test_table_without_rich_has_the_width_of_the_terminal(
 
 @pytest.mark.parametrize(("width", "name"), [(80, "layers.0.attention.output"), (45, "body")])
 def test_comparison_leaves_out_columns_and_cuts_no_number(width: int, name: str) -> None:
-    results = Results(100, 0)
-    results.add([raw(i, forward=4000.0, **{f"forward/{name}": 100.0}) for i in range(48)])
-    run = Run(Environment(), *results.history_and_warmup(), summary_of(results))
-    found = compare(run, run)
+    timed = run_of(raw(i, forward=4000.0, **{f"forward/{name}": 100.0}) for i in range(48))
+    found = compare(timed, timed)
     for lines in (on_console(found, width), found._table().text(width).splitlines()):
         assert max(map(len, lines)) <= width
-        assert [line for line in lines if name in line]
+        assert any(name in line for line in lines)
         [step] = [line.split() for line in lines if line.startswith("step ")]
-        assert step[1:3] == ["4.1000", "4.1000"]
-        assert step[-1] == "+0.0%"
+        assert (*step[1:3], step[-1]) == ("4.1000", "4.1000", "+0.0%")
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_ascii_output_gets_escapes(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = Results(10, 0)
-    results.add([raw(0, **{"é": 1.0})])
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(output, "isatty", lambda: is_terminal)
     monkeypatch.setattr("sys.stdout", output)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setitem(sys.modules, "rich", None)
-    show(summary_of(results))
+    show(run_of([raw(0, **{"é": 1.0})]).summary())
     output.flush()
     written = output.buffer.getvalue()
     assert rb"\xe9 " in written
