@@ -53,7 +53,11 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
 
     def run(*arguments: object, code: int = 0) -> Any:
         capsys.readouterr()
-        assert main([*map(str, arguments)]) == code
+        try:
+            found: Any = main([*map(str, arguments)])
+        except SystemExit as exit_:  # argparse exits.
+            found = exit_.code
+        assert found == code
         return capsys.readouterr()
 
     return run

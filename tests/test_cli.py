@@ -154,9 +154,7 @@ def test_cli_file_takes_every_option(name: str, text: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), WRONG.items())
-def test_cli_error_names_the_option_of_a_wrong_type(
-    capsys: pytest.CaptureFixture[str], name: str, text: str
-) -> None:
+def test_cli_error_names_option(capsys: pytest.CaptureFixture[str], name: str, text: str) -> None:
     with pytest.raises(SystemExit):
         make("--config", write({name: text}), run=False)
     message = capsys.readouterr().err
@@ -178,9 +176,7 @@ def test_cli_fit_runs_with_all_options_from_one_file() -> None:
     assert Path("run.json.gz").is_file()
 
 
-def test_cli_printed_config_has_every_option_and_recreates_the_timer(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_cli_printed_config_recreates_the_timer(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exits:
         make("fit", "--timer.modules", "2", "--print_config", cli=WithTimer)
     assert exits.value.code == 0

@@ -173,9 +173,7 @@ def test_setting_is_not_reported_below_five_percent(
         ),
     ],
 )
-def test_setting_is_not_reported_when_off(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disabled_setting_is_silent(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     assert training.settings(monkeypatch) == ()
 
 
@@ -194,9 +192,7 @@ def test_tf32_by_the_newer_torch_setting_is_read(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("finds_unused", [True, False])
-def test_ddp_that_looks_for_unused_parameters_is_reported(
-    finds_unused: bool, two_ranks: None
-) -> None:
+def test_ddp_that_finds_unused_parameters_is_reported(finds_unused: bool, two_ranks: None) -> None:
     model = nn.Linear(1, 1)
     ddp = DistributedDataParallel(model, find_unused_parameters=finds_unused)
     for loop in (boundaries.Loop(ddp), boundaries.Loop(model, wrapper=ddp)):
@@ -212,9 +208,7 @@ def test_checkpoint_wrapper_of_torch_is_reported() -> None:
     assert (setting.name, setting.entry) == ("gradient_checkpointing", "CPU work")
 
 
-def test_setting_that_cannot_be_read_costs_only_its_advice(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_setting_has_no_advice(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.is_anomaly_enabled", lambda: True)
     fails = Mock(side_effect=RuntimeError("not yet"))
     monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", fails)

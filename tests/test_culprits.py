@@ -153,9 +153,7 @@ PHOTOS_LINE = Photos.__getitem__.__code__.co_firstlineno
         ("sampler", "`Hardest` (", "in the main process, even with workers"),
     ],
 )
-def test_advice_names_the_stage_and_what_to_do(
-    stage: str, start: str, text: str, loop: Loop
-) -> None:
+def test_advice_names_stage_and_remedy(stage: str, start: str, text: str, loop: Loop) -> None:
     gpu = loop.gpu
     options: dict[str, dict[str, Any]] = {
         "dataset": {"dataset": Photos(gpu, 40.0)},
@@ -327,9 +325,7 @@ def places(timer: GPUPhaseHooks, entry: str) -> dict[Source, float]:
         ("between loops", "between loops", 1, 31.0),
     ],
 )
-def test_places_are_the_lines_of_the_code(
-    entry: str, comment: str, last: int, ms: float, loop: Loop
-) -> None:
+def test_places_are_exact_lines(entry: str, comment: str, last: int, ms: float, loop: Loop) -> None:
     with hooks(loop) as timer:
         train_by_helpers(loop, timer, 60)
     line, found = line_of(comment), places(timer, entry)
@@ -402,9 +398,7 @@ def test_calls_that_wait_for_the_gpu_are_located(modes: list[Any], loop: Loop) -
     assert any(advice.startswith(text) for advice in summary.advice)
 
 
-def test_blocking_calls_are_not_located_if_warnings_are_errors(
-    modes: list[Any], loop: Loop
-) -> None:
+def test_blocking_calls_are_not_found_if_warnings_are_errors(modes: list[Any], loop: Loop) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train_blocked(loop, modes)

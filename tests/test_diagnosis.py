@@ -73,7 +73,7 @@ def fit(entries_s: Mapping[str, float], steps_s: float = 10.0) -> WallClockBreak
     return WallClockBreakdown({"steps": steps_s, **entries_s})
 
 
-def checked(diagnosis: Diagnosis) -> TimeBreakdown:
+def breakdown_of(diagnosis: Diagnosis) -> TimeBreakdown:
     """Return the time breakdown of a diagnosis, which must add up."""
     breakdown = diagnosis.time_breakdown
     assert breakdown is not None
@@ -85,11 +85,9 @@ def checked(diagnosis: Diagnosis) -> TimeBreakdown:
     return breakdown
 
 
-def diagnosed(
-    measured: Measurement, setup: TrainingSetup = LOADER
-) -> tuple[Diagnosis, TimeBreakdown]:
+def check(measured: Measurement, setup: TrainingSetup = LOADER) -> tuple[Diagnosis, TimeBreakdown]:
     found = diagnose(measured, setup)
-    return found, checked(found)
+    return found, breakdown_of(found)
 
 
 def texts(found: Diagnosis, code: str) -> list[str]:
@@ -147,7 +145,7 @@ BOTTLENECKS = [
 def test_diagnosis_names_the_largest_removable_entry(
     measured: Measurement, code: str, grade: str, entry: str, speed_up: float | None
 ) -> None:
-    found, breakdown = diagnosed(measured)
+    found, breakdown = check(measured)
     assert (found.code, found.grade, found.entry) == (code, grade, entry)
     expected = pytest.approx(speed_up, abs=1e-4) if speed_up else None
     assert breakdown[entry].speed_up == expected
@@ -163,11 +161,9 @@ def test_diagnosis_names_the_largest_removable_entry(
         (500, "callback-bound"),
     ],
 )
-def test_phase_that_is_long_in_a_single_step_is_no_bottleneck(
-    untimed_steps: int, code: str
-) -> None:
+def test_phase_that_is_long_in_one_step_is_no_bottleneck(untimed_steps: int, code: str) -> None:
     measured = on_host({"callbacks": 6.0}, untimed_steps=untimed_steps)
-    found, _ = diagnosed(with_row(measured, "callbacks", max_ms=550.0))
+    found, _ = check(with_row(measured, "callbacks", max_ms=550.0))
     assert found.code == code
 
 
@@ -193,7 +189,7 @@ BLOCKS_IN_OTHER = measurement(  # The GPU idles for 4.5 ms of 18 ms.
 def test_diagnosis_names_the_phase_in_which_the_cpu_blocks(
     measured: Measurement, phase: str, entry: str, end: str
 ) -> None:
-    found, _ = diagnosed(measured)
+    found, _ = check(measured)
     assert (found.code, found.entry) == ("sync-bound", entry)
     assert f"blocks on the GPU in `{phase}`: " in found.headline
     assert found.headline.endswith(end)
@@ -208,7 +204,7 @@ def test_speed_up_is_bounded_by_the_work_of_the_gpu(busy_ms: float | None, speed
     measured = on_gpu(host_ms={"other": 6.85}, wait_ms=0.0)
     if busy_ms is not None:
         measured = with_row(measured, "backward", gpu_busy_mean_ms=busy_ms)
-    _, breakdown = diagnosed(measured)
+    _, breakdown = check(measured)
     assert breakdown["other"].speed_up == pytest.approx(speed_up)
 
 
@@ -247,7 +243,7 @@ def test_advice_on_the_loader_follows_from_its_parts(
     setup: dict[str, Any], phases: dict[str, float], expected: list[str]
 ) -> None:
     measured = on_host({"data": 12.0, "data/fetch": 12.0} | phases)
-    found, _ = diagnosed(measured, replace(LOADER, **setup))
+    found, _ = check(measured, replace(LOADER, **setup))
     assert [advice.text for advice in found.advice][: len(expected)] == expected
     assert all(advice.code for advice in found.advice)
 
@@ -271,10 +267,8 @@ OWN_LOOP = {"pin_memory": False, "is_own_loop": True}
         (on_host({"augment": 2.0}, blurred=("augment",), not_measured=("x",)), {}, ["modules"]),
     ],
 )
-def test_advice_belongs_to_the_entries(
-    measured: Measurement, setup: dict[str, Any], codes: list[str]
-) -> None:
-    found, _ = diagnosed(measured, replace(LOADER, **setup))
+def test_entry_has_advice(measured: Measurement, setup: dict[str, Any], codes: list[str]) -> None:
+    found, _ = check(measured, replace(LOADER, **setup))
     assert [advice.code for advice in found.advice][: len(codes)] == codes
 
 
@@ -289,7 +283,7 @@ def test_advice_belongs_to_the_entries(
 def test_uncertain_entry_is_no_bottleneck(
     error: float, code: str, grade: str, headline: str, speed_up: float | None
 ) -> None:
-    found, breakdown = diagnosed(with_row(on_host({"other": 4.6}), "other", share_error=error))
+    found, breakdown = check(with_row(on_host({"other": 4.6}), "other", share_error=error))
     assert (found.code, found.grade) == (code, grade)
     assert headline in found.headline
     assert breakdown["other"].speed_up == pytest.approx(speed_up, abs=0.01)
@@ -331,7 +325,7 @@ def test_advice_names_the_culprit_unless_the_update_can_be_fused(
 def test_callbacks_are_counted_without_checkpoints() -> None:
     # 100 steps take 1.77 s with 0.4 s in callbacks, of which checkpoints take 0.1 s at least.
     wall_clock = WallClockBreakdown({"steps": 1.67}, saves_in_steps_s=0.1)
-    found, breakdown = diagnosed(on_host({"callbacks": 4.0}, wall_clock=wall_clock))
+    found, breakdown = check(on_host({"callbacks": 4.0}, wall_clock=wall_clock))
     ms = 10 * breakdown["callbacks"].seconds
     assert ms == pytest.approx(3.0, abs=0.1)
     [text] = texts(found, "callbacks")
@@ -375,7 +369,7 @@ def places(**calls: int) -> tuple[Culprit, ...]:
 def test_code_that_calls_the_model_many_times_is_named(
     calls: dict[str, int], wait_ms: float, per_batch: int | None
 ) -> None:
-    found, _ = diagnosed(on_gpu(wait_ms=wait_ms, culprits=places(**calls)))
+    found, _ = check(on_gpu(wait_ms=wait_ms, culprits=places(**calls)))
     if per_batch is None:
         assert texts(found, "repeated_calls") == []
         assert "calls the model" not in found.headline
@@ -455,7 +449,7 @@ def measured_with(entry: str) -> Measurement:
 
 @pytest.mark.parametrize("entry", CODES)
 def test_every_bottleneck_has_advice(entry: str) -> None:
-    found, breakdown = diagnosed(measured_with(entry))
+    found, breakdown = check(measured_with(entry))
     assert (found.code, found.grade, found.entry) == (CODES[entry], "bound", entry)
     assert breakdown[entry].advice
 
@@ -480,17 +474,17 @@ def test_data_that_is_short_on_the_gpu_and_long_on_the_host_has_advice(
     advice: str,
 ) -> None:
     measured = on_gpu(phases, host_ms=host, wait_ms=0.0)
-    found, _ = diagnosed(measured, replace(LOADER, pin_memory=pin_memory))
+    found, _ = check(measured, replace(LOADER, pin_memory=pin_memory))
     assert (found.code, found.grade, found.advice[0].code) == (code, "bound", advice)
 
 
 def test_phases_that_are_not_separated_are_no_bottleneck() -> None:
-    found, breakdown = diagnosed(on_host({"data": 20.0}, blurred=("data", "callbacks")))
+    found, breakdown = check(on_host({"data": 20.0}, blurred=("data", "callbacks")))
     assert (found.code, found.entry, found.headline, found.advice) == ("", "", "", ())
     assert breakdown["data"].speed_up is None
     # The GPU sets the pace, even if phases are not separated.
     measured = on_gpu({"data": 20.0}, wait_ms=9.0, blurred=("data", "callbacks"))
-    found, _ = diagnosed(measured)
+    found, _ = check(measured)
     assert (found.code, found.entry) == ("GPU-bound", "GPU work")
     assert "nothing else" not in found.headline
 
@@ -521,13 +515,13 @@ def test_breakdown_adds_up_whatever_the_numbers_are() -> None:
             ranks=RankSummary({}, (0, 1), chance.choice([None, 0, 1]), chance.random(), chosen[-1]),
             wall_clock=chance.choice([None, fit(entries_s, chance.random())]),
         )
-        _, breakdown = diagnosed(measured)
+        _, breakdown = check(measured)
         assert all(row.seconds >= -1e-12 for row in breakdown.rows)
 
 
 def test_unexplained_slow_steps_have_no_entry_and_no_verdict() -> None:
     measured = on_host({"forward": 12.0}, slow=slow(0.3, unexplained=0.3))
-    found, breakdown = diagnosed(measured)
+    found, breakdown = check(measured)
     assert found.code == "compute-bound"
     assert "step times vary: 90 % of the steps take" in str(PhaseSummary(measured, LOADER))
     assert "unexplained" not in [row.name for row in breakdown.rows]
@@ -537,7 +531,7 @@ def test_long_steps_that_were_not_sampled_are_an_entry_without_verdict() -> None
     measured = on_host(not_sampled_steps=40, not_sampled_share=0.4)
     for name, row in measured.rows.items():
         measured = with_row(measured, name, share=0.6 * row.share, share_error=0.02)
-    _, breakdown = diagnosed(measured)
+    _, breakdown = check(measured)
     entry = breakdown["not sampled"]
     assert entry.share == pytest.approx(0.4)
     assert (entry.code, entry.speed_up) == ("", None)
@@ -564,20 +558,18 @@ IS_SUSPECT = (
 
 
 @pytest.mark.parametrize(
-    ("ranks", "code", "entry", "end", "advice"),
+    ("ranks", "code", "entry", "end", "text"),
     [
         (SLOWEST, "rank-bound", "the slowest rank", "", IS_SLOWEST),
         (SUSPECT, "communication-bound", "communication", "; rank 1 may be the cause", IS_SUSPECT),
     ],
     ids=["slowest rank", "suspected rank"],
 )
-def test_rank_that_others_wait_for_is_named(
-    ranks: RankSummary, code: str, entry: str, end: str, advice: str
-) -> None:
-    found, _ = diagnosed(on_gpu({"backward": 14.0, "backward/comm": 7.0}, ranks=ranks))
+def test_slow_rank_is_named(ranks: RankSummary, code: str, entry: str, end: str, text: str) -> None:
+    found, _ = check(on_gpu({"backward": 14.0, "backward/comm": 7.0}, ranks=ranks))
     assert (found.code, found.entry) == (code, entry)
     assert found.headline.endswith(end)
-    assert found.advice[0].text == advice
+    assert found.advice[0].text == text
 
 
 @pytest.mark.parametrize(
@@ -650,7 +642,7 @@ def planted(
     trainer(timer, work, kind=SavingTrainer, num_sanity_val_steps=1).fit(
         HostModel(gpu), Fetches(gpu, STEPS, fetch_ms), Fetches(gpu, 2, 0.0)
     )
-    breakdown = checked(timer.summary().diagnosis)
+    breakdown = breakdown_of(timer.summary().diagnosis)
     assert breakdown.scope == "fit"
     assert breakdown.wall_s == pytest.approx(gpu.host_ns() / 1e9)
     return breakdown
@@ -675,9 +667,7 @@ CALLBACKS_MS = {"callbacks": 60.0, "first step": 430.0}
         ({"saves": (2, 6)}, {"checkpoints": 80.0}),
     ],
 )
-def test_each_entry_of_a_fit_has_the_time_that_was_planted(
-    plant: dict[str, Any], expected: dict[str, float]
-) -> None:
+def test_entries_of_a_fit_are_exact(plant: dict[str, Any], expected: dict[str, float]) -> None:
     found = {row.name: 1e3 * row.seconds for row in planted(**plant).rows}
     assert found == pytest.approx({**FIT_MS, **expected}, abs=1e-6)
 

@@ -36,9 +36,7 @@ def test_modules_that_the_loop_never_calls_lose_their_hooks(gpu: FakeGPU) -> Non
     assert hooked == [{*net.modules()}, *[{net, backbone, net["head"]}] * 2]
 
 
-def test_teacher_in_eval_mode_keeps_the_fast_path_of_its_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_teacher_in_eval_mode_keeps_its_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = Mock(wraps=torch._transformer_encoder_layer_fwd)
     monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", fast)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)

@@ -70,9 +70,7 @@ def test_csv_and_tensorboard_store_every_mean(gpu: FakeGPU, tmp_path: Path) -> N
     check({key: [(event.step, event.value) for event in events.Scalars(key)] for key in KEYS})
 
 
-def test_tensorboard_has_one_chart_of_all_phases_and_one_of_the_step(
-    gpu: FakeGPU, tmp_path: Path
-) -> None:
+def test_tensorboard_charts_all_phases_and_the_step(gpu: FakeGPU, tmp_path: Path) -> None:
     from tensorboard.plugins.custom_scalar import layout_pb2
 
     logger, model = TensorBoardLogger(tmp_path), Model(gpu)
@@ -97,9 +95,7 @@ def test_tensorboard_has_one_chart_of_all_phases_and_one_of_the_step(
     }
 
 
-def test_tensorboard_shows_only_phases_and_step_in_the_first_group(
-    gpu: FakeGPU, tmp_path: Path
-) -> None:
+def test_tensorboard_shows_phases_and_step_in_the_first_group(gpu: FakeGPU, tmp_path: Path) -> None:
     logger, flat = TensorBoardLogger(tmp_path), CSVLogger(tmp_path)
     timer = timer_of(gpu, modules="net", log="all", warmup_steps=5)
     runner = trainer(timer, logger=[logger, flat], log_every_n_steps=1)
@@ -221,9 +217,7 @@ def test_wandb_rows_have_the_axis_of_lightning_and_the_epoch(gpu: FakeGPU) -> No
     logger.run.define_metric.assert_not_called()
 
 
-def test_mlflow_stores_every_mean(
-    gpu: FakeGPU, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_stores_means(gpu: FakeGPU, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
     logger = MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/runs.db")

@@ -206,9 +206,7 @@ def test_page_formats_names_as_code() -> None:
     assert "<code>&lt;b&gt;&amp;</code>" in head
 
 
-def test_page_of_warm_up_steps_is_labelled(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_page_of_warm_up_is_labelled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     timer = timed(3, warmup_steps=5)
     timer.save(tmp_path / "run.json.gz")
     loaded = load(tmp_path / "run.json.gz")

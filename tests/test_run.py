@@ -277,9 +277,7 @@ def test_command_line_has_the_options_that_all_timers_have() -> None:
     assert {*SWITCHES, *VALUES} <= {*inspect.signature(GPUPhaseTimer).parameters}
 
 
-def test_command_passes_a_script_and_its_arguments_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_passes_arguments_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torchrun").mkdir()  # Not the command of that name.
     monkeypatch.chdir(tmp_path)
     for variable in (VARIABLE, "PYTHONPATH", BEGAN):
@@ -392,9 +390,7 @@ def test_environment_variable_sets_the_options(
 
 
 @pytest.mark.parametrize(("wanted", "said"), [("lagg", "no option lagg"), ("modules", "no module")])
-def test_refused_option_warns_and_training_continues(
-    wanted: str, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_refused_option_warns(wanted: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
     script = LIGHTNING.replace("CALLBACKS = []", "")
     known: dict[str, Any] = {"CALLBACKS": [auto_lightning.TrainerAdder({wanted: "missing"})]}
     exec(script, known)
@@ -443,7 +439,7 @@ def watch(called: list[str]) -> auto._WatchingFinder:
     return auto._WatchingFinder({name: partial(call, name) for name in names})
 
 
-def test_watched_modules_are_noticed_in_every_order_of_imports(
+def test_imports_in_any_order_are_noticed(
     stubs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for order in permutations(("torch", *LIBRARIES)):
@@ -463,9 +459,7 @@ def test_watched_modules_are_noticed_in_every_order_of_imports(
         assert sys.modules["stub_torch"].__loader__ is loader
 
 
-def test_watched_module_may_fail_or_be_loaded_late(
-    stubs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_import_may_fail_or_be_late(stubs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     finder = watch(stubs)
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     spec: Any = importlib.util.find_spec("stub_torch")
@@ -487,9 +481,7 @@ def test_watched_module_may_fail_or_be_loaded_late(
     assert stubs == ["stub_torch"]
 
 
-def test_import_past_the_finder_is_reported(
-    stubs: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_import_past_finder_is_reported(stubs: list[str], caplog: pytest.LogCaptureFixture) -> None:
     finder = watch(stubs)
     auto._report_unwatched(finder, os.getpid())
     importlib.import_module("stub_torch")  # The finder is not asked.
@@ -821,9 +813,7 @@ def test_children_have_a_timer_each_and_the_first_rank_prints(run: Runner) -> No
         (["--lags", "1", "train.py"], "--lags"),
     ],
 )
-def test_run_refuses_wrong_options_before_the_script_runs(
-    flags: list[str], message: str, run: Runner
-) -> None:
+def test_run_refuses_wrong_options(flags: list[str], message: str, run: Runner) -> None:
     printed, said = run(PLAIN, *RUN, *flags, code=2)
     assert message in said
     assert not printed

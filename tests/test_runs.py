@@ -125,9 +125,7 @@ def test_all_that_a_run_can_have_is_kept(path: Path) -> None:
     assert found.evaluations == run.evaluations
 
 
-def test_run_without_steps_is_saved_with_a_warning(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_saving_a_run_without_steps_warns(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     timed(0).save(path)
     assert caplog.messages[1:] == ["The saved run has no steps. Save it after the training."]
     assert len(load(path).history) == 0
@@ -261,9 +259,7 @@ FORWARD_MS = "summary/rows/forward/mean_ms"
         ("summary/wall_clock", {"entries_s": []}, "wall_clock.entries_s must be Mapping"),
     ],
 )
-def test_file_with_something_wrong_is_refused(
-    place: str, value: Any, message: str, path: Path
-) -> None:
+def test_wrong_value_is_refused(place: str, value: Any, message: str, path: Path) -> None:
     changed(path, {place: value})
     with pytest.raises(ValueError, match=message) as error:
         load(path)
@@ -342,9 +338,7 @@ def test_file_of_another_format_is_refused(content: bytes, message: str, path: P
         load(path)
 
 
-def test_file_that_unpacks_to_too_much_is_refused(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_huge_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed().save(path)
     monkeypatch.setattr(saved, "_MAX_BYTES", 100)
     with pytest.raises(ValueError, match="unpacks to more than 100 bytes"):

@@ -84,9 +84,7 @@ def test_setup_has_the_loader_of_a_plain_loop(loop: Loop) -> None:
         (loader(num_workers=2), 2, False),
     ],
 )
-def test_setup_has_what_several_loaders_agree_on(
-    loaders: Any, workers: int | None, pinned: bool | None
-) -> None:
+def test_setup_of_several_loaders(loaders: Any, workers: int | None, pinned: bool | None) -> None:
     known = known_of_loader(loaders)
     assert (known["num_workers"], known["pin_memory"]) == (workers, pinned)
 

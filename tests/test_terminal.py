@@ -208,9 +208,7 @@ def test_columns_of_ranks_fit_into_80_columns() -> None:
         (22_375.0, "Time per step in s", "22.3750", "22.4 s"),
     ],
 )
-def test_unit_follows_from_the_length_of_the_step(
-    ms: float, title: str, cell: str, words: str
-) -> None:
+def test_unit_follows_from_the_step(ms: float, title: str, cell: str, words: str) -> None:
     summary = run_of([raw(0, ms / 2, forward=ms)]).summary()
     text = str(summary)
     assert f"\n{title} over 1 step" in text

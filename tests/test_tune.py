@@ -72,14 +72,12 @@ def test_advice_leads_to_changes(advice: Advice, target: str, codes: list[str]) 
     assert [change.code for change in changes_of(advice, report)] == codes
 
 
-@pytest.mark.parametrize(("now", "expected"), [(0, [4]), (2, [4]), (4, [6]), (6, [])])
-def test_more_workers_are_limited_by_the_cores(
-    now: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("now", "more"), [(0, [4]), (2, [4]), (4, [6]), (6, [])])
+def test_cores_limit_workers(now: int, more: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(6)})
     report = Report(loader={"num_workers": now, "persistent_workers": True})
     changes = changes_of(Advice("iterate_over_steps", ""), report)
-    assert [change.arguments for change in changes] == [{"num_workers": n} for n in expected]
+    assert [change.arguments for change in changes] == [{"num_workers": n} for n in more]
 
 
 def test_interval_of_a_speed_up_follows_from_the_pairs() -> None:
