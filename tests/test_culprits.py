@@ -22,6 +22,14 @@ from lightning_gputime._diagnosis.repeated import repeated_calls
 from lightning_gputime._measurement.culprits import Source
 
 
+class OnGPU:
+    """A base class of objects that take time of the host of a fake GPU."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__()
+        self.gpu = gpu
+
+
 class Photos(Dataset[Tensor]):
     def __init__(self, gpu: FakeGPU, ms: float = 0.0) -> None:
         self.gpu, self.ms = gpu, ms
@@ -34,10 +42,7 @@ class Photos(Dataset[Tensor]):
         return torch.ones(2)
 
 
-class Stream(IterableDataset[Tensor]):
-    def __init__(self, gpu: FakeGPU) -> None:
-        self.gpu = gpu
-
+class Stream(OnGPU, IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         for _ in range(12):
             self.gpu.host_work(5.0)
@@ -170,11 +175,7 @@ def test_advice_names_stage_and_remedy(stage: str, start: str, text: str, loop: 
     assert text in advice
 
 
-class Corpus(pl.LightningDataModule):
-    def __init__(self, gpu: FakeGPU) -> None:
-        super().__init__()
-        self.gpu = gpu
-
+class Corpus(OnGPU, pl.LightningDataModule):
     def prepare_data(self) -> None:
         self.gpu.host_work(70.0)
 
@@ -215,19 +216,12 @@ class Slow(Model):
         self.ranking.compute()
 
 
-class Uploads(MemoryLogger):
-    def __init__(self, gpu: FakeGPU) -> None:
-        super().__init__()
-        self.gpu = gpu
-
+class Uploads(OnGPU, MemoryLogger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self.gpu.host_work(9.0)
 
 
-class Histogram(pl.Callback):
-    def __init__(self, gpu: FakeGPU) -> None:
-        self.gpu = gpu
-
+class Histogram(OnGPU, pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.gpu.host_work(13.0)
 

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from conftest import installed
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, steps, work
 from fake_lightning import Model, fit
 from torch import Tensor, nn
@@ -90,3 +91,19 @@ def test_replaced_optimizer_of_a_trainer_has_no_skipped_updates(gpu: FakeGPU) ->
     timer = fit(gpu, Replaces(gpu), 4)
     assert steps(timer) == [STEP_MS] * 4
     assert timer.summary().skipped_updates == 0
+
+
+def test_model_that_returns_its_loss_after_a_call_of_its_part_is_timed(gpu: FakeGPU) -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = Layer(gpu, 1.0, 1.0), Layer(gpu, 2.0, 2.0)
+
+        def forward(self, z: Tensor) -> Tensor:
+            return self.decoder(z).pow(2).mean()  # type: ignore[no-any-return]
+
+    model = WithLoss()
+    bare = installed(*model.modules())
+    timer = train(gpu, model, lambda x: model(model.encoder(x)))
+    assert [step["backward"] for step in steps(timer)] == [3.0] * 3
+    assert installed(*model.modules()) == bare

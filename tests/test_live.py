@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -101,6 +102,15 @@ def test_rewriting_waits_for_no_device(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(live_file, "_MIN_INTERVAL_S", 1e9)
     run_fit(never, tmp_path)
     assert len(often.waits) == len(never.waits)
+
+
+@pytest.mark.usefixtures("no_interval")
+def test_failing_disk_is_reported_once_and_training_continues(
+    tmp_path: Path, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(saved, "save", Mock(side_effect=OSError("No space left on device")))
+    assert len(run_fit(gpu, tmp_path).history()) == 12
+    assert caplog.text.count("The run is not saved") == 1
 
 
 def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:

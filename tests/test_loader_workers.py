@@ -52,11 +52,13 @@ class Clock:
         self.ns += round(1e6 * ms)
 
 
-class Photos(Dataset[Tensor]):
-    """Samples that take 1 ms each, or 50 ms for sample 42."""
-
+class OnClock:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
+
+
+class Photos(OnClock, Dataset[Tensor]):
+    """Samples that take 1 ms each, or 50 ms for sample 42."""
 
     def __getitem__(self, index: int) -> Tensor:
         self.clock.pass_ms(50.0 if index == 42 else 1.0)
@@ -69,10 +71,7 @@ class Batches(Photos):
         return [torch.ones(3) for _ in indices]
 
 
-class Stream(IterableDataset[Tensor]):
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
+class Stream(OnClock, IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         for index in range(40):
             self.clock.pass_ms(1.0)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 import zipapp
 from collections.abc import Iterator
 from functools import partial
@@ -17,6 +18,7 @@ from importlib.metadata import entry_points
 from itertools import count, permutations
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -31,14 +33,6 @@ from lightning_gputime._auto_instrumentation.command import SWITCHES, VALUES
 from lightning_gputime._auto_instrumentation.plain import _models_of
 from lightning_gputime._measurement.culprits import STAGES
 from lightning_gputime._session.null import NEVER_ATTACHED
-
-GROUPS = {
-    "lightning.pytorch.callbacks_factory": "trainer_callbacks",
-    "lightning.fabric.callbacks_factory": "fabric_callbacks",
-    "pytorch_lightning.callbacks_factory": "trainer_callbacks",
-    "lightning_fabric.callbacks_factory": "fabric_callbacks",
-}
-FUNCTIONS = "lightning_gputime._auto_instrumentation"
 
 PLAIN = """
 import sys, torch
@@ -248,27 +242,14 @@ def run(tmp_path: Path) -> Runner:
     info = tmp_path / "site" / "of_this_test-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: of-this-test\nVersion: 1\n")
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     points = ""
-    for group, function in GROUPS.items():
+    for group, functions in project["entry-points"].items():
         if "lightning-gputime" not in entry_points(group=group).names:
-            points += f"[{group}]\nlightning-gputime = {FUNCTIONS}:{function}\n"
+            points += f"[{group}]\nlightning-gputime = {functions['lightning-gputime']}\n"
     (info / "entry_points.txt").write_text(points)
     path = os.pathsep.join([str(PACKAGE), str(info.parent)])
     return Runner(tmp_path, {**os.environ, **ENVIRONMENT, "PYTHONPATH": path})
-
-
-class _Savable:
-    """A timer that keeps where it was saved."""
-
-    last_step = True
-    _session = NEVER_ATTACHED
-    _is_aborted = False
-
-    def __init__(self) -> None:
-        self.paths: list[str] = []
-
-    def save(self, path: str) -> None:
-        self.paths.append(path)
 
 
 def test_command_line_has_the_options_that_all_timers_have() -> None:
@@ -431,12 +412,12 @@ def forget_stubs() -> None:
 
 
 def watch(called: list[str]) -> auto._WatchingFinder:
-    def call(name: str) -> None:
+    def notice(name: str) -> None:
         assert sys.modules[name].is_done
         called.append(name)
 
     names = ("stub_torch", "stub_transformers.trainer")
-    return auto._WatchingFinder({name: partial(call, name) for name in names})
+    return auto._WatchingFinder({name: partial(notice, name) for name in names})
 
 
 def test_imports_in_any_order_are_noticed(
@@ -493,7 +474,7 @@ def test_import_past_finder_is_reported(stubs: list[str], caplog: pytest.LogCapt
 
 def test_later_rank_neither_prints_nor_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[object] = []
-    monkeypatch.setattr(adding, "Finalize", lambda *call, **_: found.extend(call[2]))
+    monkeypatch.setattr(adding, "Finalize", lambda *args, **_: found.extend(args[2]))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     timer = GPUPhaseTimer()
@@ -520,20 +501,19 @@ def test_each_timer_of_a_script_saves_to_another_file(monkeypatch: pytest.Monkey
 def test_file_of_another_process_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, own = tmp_path / "run.json.gz", tmp_path / f"run-{os.getpid()}.json.gz"
-    first, second = _Savable(), _Savable()
+    path, other_path = tmp_path / "run.json.gz", tmp_path / f"run-{os.getpid()}.json.gz"
+    timer = Mock(spec=["last_step", "save"], _session=NEVER_ATTACHED, _is_aborted=False)
     path.write_text("of an earlier run")
     os.utime(path, (1000.0, 1000.0))
     monkeypatch.setattr(adding, "_began", 2000.0)
-    adding._end(first, str(path), prints=False)
-    assert first.paths == [str(path)]
+    adding._end(timer, str(path), prints=False)
     # A child by `subprocess` does not know of this process.
     os.utime(path, (2000.0, 2000.0))
-    adding._end(second, str(path), prints=False)
-    assert second.paths == [str(own)]
-    assert f"has saved {path}: this one saves to {own}" in caplog.text
+    adding._end(timer, str(path), prints=False)
+    assert timer.save.mock_calls == [call(str(path)), call(str(other_path))]
+    assert f"has saved {path}: this one saves to {other_path}" in caplog.text
     monkeypatch.setattr(adding, "_numbers", count(1))
-    assert adding.path_to_save({"save_path": str(path)}) == str(own)
+    assert adding.path_to_save({"save_path": str(path)}) == str(other_path)
 
 
 def test_models_are_found_beside_odd_modules() -> None:

@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -25,7 +24,9 @@ from lightning_gputime._measurement.observers import Section
 from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
+from lightning_gputime._output.summary import summary_of
 from lightning_gputime._runs import environment, saved, schema
+from lightning_gputime._runs.environment import Environment
 
 
 def reload(run: Run, path: Path) -> Run:
@@ -103,26 +104,25 @@ def test_warm_up_outside_the_history_is_not_excluded_twice() -> None:
 
 
 def test_all_that_a_run_can_have_is_kept(path: Path) -> None:
-    ranks = RankSummary(
-        {"step": RankStats(1.0, 2.0, 3.0, 1)}, (0, 1), 1, 2.0, "forward", "rank 1 is slow"
-    )
-    wall_clock = WallClockBreakdown({"set-up": 4.0})
-    energy = Section("energy", ("a step takes 3 J",), {"joules": 3.0, "of_ranks": [1, 2]})
+    stats = {"step": RankStats(1.0, 2.0, 3.0, 1)}
+    facts: dict[str, Any] = {
+        "ranks": RankSummary(stats, (0, 1), 1, 2.0, "forward", "rank 1 is slow"),
+        "wall_clock": WallClockBreakdown({"set-up": 4.0}),
+        "sections": (Section("energy", ("a step takes 3 J",), {"joules": 3.0, "ranks": [1, 2]}),),
+    }
     cause = Cause("ranks", 2.0, 1.5, "rank 1")
     lost_ms, phase_ms, host_ms = {"loss": {"unexplained": 3.0}}, {"loss": 9.5}, {"loss": 0.5}
     slow = SlowStep(7, 9.5, 5.0, "loss", (cause,), 3.0, 4.0, lost_ms, phase_ms, host_ms)
-    run = run_of([raw(0, forward=2.0)])
-    run = replace(
-        run,
-        _summary=with_facts(run.summary(), ranks=ranks, wall_clock=wall_clock, sections=(energy,)),
-        slow_steps=[slow],
-        evaluations=[{"stage": "val", "step": 3, "forward_ms": 2.5}],
-    )
+    evaluations: list[dict[str, Any]] = [{"stage": "val", "step": 3, "forward_ms": 2.5}]
+    results = Results(10, 0)
+    results.add([raw(0, forward=2.0)])
+    results.ranks.add(facts["ranks"])
+    summary = with_facts(summary_of(results), **facts)
+    history = results.history_and_warmup()
+    run = Run(Environment(), *history, summary, slow_steps=[slow], evaluations=evaluations)
     found = reload(run, path)
-    summary = found.summary()
-    assert (summary.ranks, summary.wall_clock, summary.sections) == (ranks, wall_clock, (energy,))
-    assert found.slow_steps == [slow]
-    assert found.evaluations == run.evaluations
+    assert {name: getattr(found.summary(), name) for name in facts} == facts
+    assert (found.slow_steps, found.evaluations) == ([slow], evaluations)
 
 
 def test_saving_a_run_without_steps_warns(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -390,10 +390,12 @@ def test_irregular_files_are_not_replaced(tmp_path: Path) -> None:
 
 
 def test_step_and_phase_take_a_few_bytes(path: Path) -> None:
-    times = np.random.default_rng(0).gamma(20.0, 0.5, (10_000, 2)).tolist()
-    steps = (raw(i, forward=first, backward=second) for i, (first, second) in enumerate(times))
-    saved.save(run_of(steps), path)
-    assert path.stat().st_size < 10_000 * 2 * 4
+    results = Results(20_000, 0)
+    times_ms = np.random.default_rng(0).gamma(20.0, 0.5, (20_000, 2)).tolist()
+    for number, (forward, backward) in enumerate(times_ms):
+        results.add([raw(number, forward=forward, backward=backward)])
+    saved.save(Run(Environment(), *results.history_and_warmup(), summary_of(results)), path)
+    assert path.stat().st_size < 20_000 * 2 * 4
 
 
 def test_history_is_written_in_whole_numbers(tmp_path: Path) -> None:
