@@ -1,6 +1,7 @@
 """Tests of the options of the callback in files and on the command line of LightningCLI."""
 
 import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,14 @@ def test_custom_cli_takes_the_options_on_its_command_line() -> None:
     timer = make("fit", *QUIET, *args, cli=WithTimer)
     assert SEEN == timer.history()["step"].tolist() == [0, 1, 2, 3]
     assert timer._options.modules == ["net"]
+
+
+def test_cli_config_of_the_docs_runs() -> None:
+    manual = (Path(__file__).parent.parent / "docs/how-to/trainers/lightning.md").read_text()
+    [text] = re.findall(r"```yaml\n(.*?)```", manual, re.DOTALL)
+    Path("config.yaml").write_text(text)
+    timer = make("fit", "--config", "config.yaml", *QUIET)
+    assert timer.history()["step"].tolist() == [0, 1, 2, 3]
+    [metric, function] = timer._options.observers
+    assert isinstance(metric, PhaseTimeMetric)
+    assert function is print

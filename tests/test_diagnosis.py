@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,9 +11,10 @@ import pytest
 import torch
 from fake_gpu import FakeGPU, Layer, batches
 from fake_lightning import Loader, Model, SavingTrainer, timer_of, trainer
+from fake_loop import Loop, train
 from torch import Tensor
 
-from lightning_gputime import Cause, SlowStep
+from lightning_gputime import Cause, SlowStep, load
 from lightning_gputime._diagnosis.codes import CODES
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Diagnosis, TimeBreakdown
@@ -673,3 +675,12 @@ def test_removing_an_entry_gains_its_speed_up(plant: dict[str, Any], name: str) 
     breakdown = planted(**plant)
     reached = breakdown.wall_s / planted().wall_s
     assert breakdown[name].speed_up == pytest.approx(reached, rel=1e-6)
+
+
+def test_saved_run_has_the_diagnosis_of_the_training(loop: Loop, tmp_path: Path) -> None:
+    timer = train(loop, 8)
+    timer.save(tmp_path / "run.json")
+    summary, found = timer.summary(), load(tmp_path / "run.json").summary()
+    assert found.diagnosis == summary.diagnosis
+    assert str(found) == str(summary)
+    assert summary.to_dict()["diagnosis"]["code"] == summary.code != ""
