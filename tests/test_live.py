@@ -167,6 +167,20 @@ def test_killed_run_leaves_the_newest_file(tmp_path: Path, script: str) -> None:
     assert len(os.listdir(tmp_path)) <= 3  # A file that was being written may remain.
 
 
+@pytest.mark.slow
+def test_finished_run_replaces_its_live_file(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN.replace("while True:", "for _ in range(400):"))
+    process = start(
+        "-m", "lightning_gputime", "run", "--save-path", "run.json", "train.py", cwd=tmp_path
+    )
+    _, said = process.communicate(timeout=120)
+    assert (process.returncode, said.count("Another process")) == (0, 0)
+    assert sorted(os.listdir(tmp_path)) == ["run.json", "train.py"]
+    m = load(tmp_path / "run.json").summary().measurement
+    # The loop is found after its first steps.
+    assert 395 <= m.steps + m.untimed_steps + m.warmup_steps <= 400
+
+
 def has_tables(file: Path, n: int) -> bool:
     return file.read_text().count("Time per step") == n
 

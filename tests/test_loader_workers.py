@@ -93,8 +93,8 @@ def times_of(monkeypatch: pytest.MonkeyPatch) -> TimesOf:
             return default_collate(samples)
 
         monkeypatch.setattr(workers, "get_worker_info", lambda: SimpleNamespace(dataset=dataset))
-        rows = torch.zeros((1, FIELDS), dtype=torch.int64)
-        timer = WorkerTimer(memoryview(rows.numpy()[0]), clock(), clock, lambda: 0)
+        rows = torch.zeros((2, FIELDS), dtype=torch.int64)  # Worker 0 has made no batch yet.
+        timer = WorkerTimer(memoryview(rows.numpy()[1]), clock(), clock, lambda: 0)
         for kind in fetcher_classes():
             monkeypatch.setattr(kind, "fetch", workers.timed_fetch(kind, timer))
         clock.pass_ms(20.0)  # The worker starts.
@@ -117,14 +117,14 @@ def test_stages_of_a_worker_are_exact(times_of: TimesOf, kind: Any, dataset_ms: 
     times = times_of(kind(Clock()))
     # 9 waits of 3 ms.
     expected = WorkerTimes(10, dataset_ms, 2.0, wait_ms=2.7, newest_ms=2.0 + dataset_ms)
-    assert times.workers == (expected,)
+    assert times.workers == (WorkerTimes(0, 0.0, 0.0, 0.0), expected)
     assert (times.starts, times.startup_s) == (1, (22 + dataset_ms) / 1e3)
     assert (times.lock_share, times.repeats) == (None, False)
 
 
 def test_slowest_sample_is_named(times_of: TimesOf) -> None:
     times = times_of(Photos(Clock()), 20)
-    assert (times.slowest_index, times.slowest_ms, times.slowest_worker) == (42, 55.0, 0)
+    assert (times.slowest_index, times.slowest_ms, times.slowest_worker) == (42, 55.0, 1)
     assert times.long_batches == 1
     assert times.long_share == pytest.approx(55.0 / (19 * 6.0 + 55.0))
 
@@ -178,6 +178,7 @@ STARTS = "set persistent_workers=True: the first batch of a worker takes 1 s, 4 
 COLLATING = replace(WORKER, dataset_ms=2.0, collate_ms=18.0)
 IDLE = replace(WORKER, wait_ms=80.0)
 LONG = {"long_batches": 2, "long_share": 0.4, "slowest_ms": 2000.0, "slowest_index": 18_211}
+NEW = WorkerTimes(0, 0.0, 0.0, 0.0)  # Has made no batch yet.
 READS = replace(WORKER, dataset_ms=58.0)
 
 
@@ -190,6 +191,7 @@ READS = replace(WORKER, dataset_ms=58.0)
         ({"cpu_share": 1.0}, 2, [FASTER.format("Photos.__getitem__", 2)]),
         ({"workers": (COLLATING,) * 2, "cpu_share": 1.0}, 2, [FASTER.format("pad", 2)]),
         ({"workers": (WORKER, READS, WORKER)}, 16, [SLOW_WORKER]),
+        ({"workers": (NEW, READS, WORKER)}, 16, [SLOW_WORKER]),
         (LONG, 16, [RARE]),
         ({"workers": (IDLE,) * 2}, 16, [f"{SMALLER}{RECEIVE}"]),
         ({"workers": (IDLE,) * 2, "pin_ms": 9.0}, 16, [f"set pin_memory=False, or {SMALLER}{PIN}"]),
