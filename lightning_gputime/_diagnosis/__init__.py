@@ -1,5 +1,5 @@
-"""Diagnosis of a training and advice, as pure functions of a `Measurement`.
+"""Diagnosis of a training run, with advice: pure functions of a `Measurement`.
 
-`diagnose` returns a `Diagnosis`, and every output shows this object. Thresholds, verdict codes and
-advice belong here. Statistics belong in `_measurement`, tables and texts around them in `_output`.
+`diagnose` returns the `Diagnosis` that every output renders. Thresholds, verdict codes and advice
+belong here. Statistics belong in `_measurement`; tables and the text around them in `_output`.
 """

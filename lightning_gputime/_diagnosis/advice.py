@@ -1,4 +1,4 @@
-"""Advice on an entry of the time breakdown, as far as the numbers support it."""
+"""Advice on an entry of the time breakdown, given only if the numbers support it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -67,23 +67,24 @@ from lightning_gputime._phases import (
     is_wait,
 )
 
-_MIN_SHARE = 0.05  # Fraction of the wall clock from which an entry has advice.
-_MIN_PART = 0.1  # Fraction of the step from which a part is named.
-_FIRST_WORKERS = 4  # Suggested number of workers for a loader without any.
-_MAX_MEMORY = 0.8  # Fraction of the GPU memory above which no larger batch is suggested.
-_MIN_AFTER_BATCHES = 0.3  # Fraction of an evaluation, after its last batch, that is named.
+_MIN_SHARE = 0.05  # Entries with a smaller fraction of the wall clock get no advice.
+_MIN_PART = 0.1  # Advice ignores parts with a smaller fraction of the step.
+_FIRST_WORKERS = 4  # Maximum number of workers to suggest if the CPU cores are unknown.
+_MAX_MEMORY = 0.8  # Above this fraction of the GPU memory, suggest no larger batch.
+# Minimum fraction of the evaluation time, after the last batch, for advice on metrics.
+_MIN_AFTER_BATCHES = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An entry that needs advice, and the facts about it.
+    """An entry of the time breakdown, with the facts on which its advice depends.
 
     Attributes:
         entry: Name of the entry.
         seconds: Time of the entry (in seconds).
         m: Measurement of the run.
-        setup: Setup of the training.
-        pace: Limit of the model's own work.
+        setup: Training setup.
+        pace: Component that sets the pace of a step.
         culprits: Code that takes the time.
     """
 
@@ -105,7 +106,7 @@ class Case:
 
 
 def advise(case: Case, share: float) -> tuple[Advice, ...]:
-    """Return advice on an entry with this share of the wall clock."""
+    """Return advice on an entry that takes this share of the wall clock; empty below 5 %."""
     if share < _MIN_SHARE:
         return ()
     rule = _RULES.get(case.entry)
@@ -133,7 +134,7 @@ def _load_faster(case: Case) -> Iterator[Advice]:
         yield Advice("sampler", text, {"sampler": culprit.name})
         return
     if setup.is_in_memory:
-        # Workers would copy each batch twice, and cannot read tensors on a device.
+        # Workers would copy each batch twice, and cannot read device tensors.
         text = f"{reason}index whole batches with dataset[indices]; the tensors are in memory"
         yield Advice("index_batches", text)
         return
@@ -247,7 +248,7 @@ def _call_back_less(case: Case) -> Iterator[Advice]:
     elif m.share(SAVES) >= _MIN_PART:
         yield from _save_less(case)
     else:
-        # Without checkpoints, which have a separate entry.
+        # `case.seconds` excludes checkpoints, which have a separate entry.
         steps = max(m.steps + m.untimed_steps + m.warmup_steps, 1)
         took = f"{duration(1e3 * case.seconds / steps)} of {duration(m.step.mean_ms)} per step"
         text = (
@@ -303,7 +304,7 @@ def _communicate_less(case: Case) -> Iterator[Advice]:
 def _work_less(case: Case) -> Iterator[Advice]:
     m, setup, pace = case.m, case.setup, case.pace
     rare = [name for name in (FORWARD, BACKWARD) if name in m.rows and is_rare(m.rows[name])]
-    # Steps with more micro-batches are longer in both phases: then nothing has to be paused.
+    # If backward is rare as well, these steps have more micro-batches: there is nothing to pause.
     if setup.is_own_loop and rare == [FORWARD]:
         yield _pause(FORWARD)
     if pace.code == LAUNCH and m.launch_gap_share is None:
@@ -324,7 +325,7 @@ def _work_less(case: Case) -> Iterator[Advice]:
 
 
 def _has_room(m: Measurement) -> bool:
-    """Return False if a larger batch may not fit into the memory of the GPU."""
+    """Return True if at most 80 % of the GPU memory is used, or if its use is unknown."""
     return m.memory is None or m.memory.share <= _MAX_MEMORY
 
 
@@ -382,7 +383,7 @@ def _optimize_faster(case: Case) -> Iterator[Advice]:
         yield from _fuse(case.m, setup)
         return  # No other code in `optimizer` was found.
     if culprits:
-        # The update itself takes less.
+        # Fusing the update would not help: report the code that takes the time.
         yield _shorten_code(case, culprits)
     else:
         text = (
@@ -407,7 +408,7 @@ def _own_code(where: str, case: Case) -> Iterator[Advice]:
 
 
 def _shorten_code(case: Case, culprits: tuple[EntryCulprit, ...]) -> Advice:
-    """Return advice on lines or calls in a step."""
+    """Return advice on the lines, or the call, that take the time of a phase."""
     culprit, *inside = culprits
     if culprit.kind != PLACE:
         return _run_less(case, culprit)
@@ -429,7 +430,7 @@ def _shorten(case: Case) -> Iterator[Advice]:
 def _look_inside(top: str, m: Measurement, setup: TrainingSetup) -> Iterator[Advice]:
     parts = [name for name in m.rows if name.startswith(f"{top}/") and not is_wait(name)]
     long = [name for name in parts if m.share(name) >= _MIN_PART]
-    # Name the innermost module: those around it are long because of it.
+    # Name the innermost module: the modules around it are long only because they contain it.
     inner = [name for name in long if not any(other.startswith(f"{name}/") for other in long)]
     if inner:
         part = max(inner, key=m.share)
@@ -468,7 +469,7 @@ def _shorten_first_step(case: Case) -> Iterator[Advice]:
 
 
 def _outside_steps(code: str, general: str, how: str, case: Case) -> Iterator[Advice]:
-    """Yield advice on an entry outside of steps, or on its culprit if known."""
+    """Yield advice on an entry outside of steps: on its culprit if known, else `general`."""
     if culprits := case.culprits:
         culprit = culprits[0]
         yield Advice(code, f"{culprit} takes {total(culprit)}: {how}", {"name": culprit.name})

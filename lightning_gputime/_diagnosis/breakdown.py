@@ -1,4 +1,4 @@
-"""Time breakdown of a training: its wall clock, divided into entries."""
+"""Time breakdown of a training run: its wall clock, divided into entries."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ from lightning_gputime._phases import (
 )
 
 KNOWN = (*PHASES, GENERATE, REWARD, TRAINING_STEP)
-# Smallest fraction of the step for which a phase of the model's own work is a separate entry.
+# Minimum fraction of the step at which a phase of the model's work becomes a separate entry.
 _MIN_OTHER, _MIN_LOSS, _MIN_OPTIMIZER, _MIN_LOSS_ON_DEVICE = 0.05, 0.1, 0.2, 0.2
 # If one step has most of a phase's total time, the phase is a bottleneck only if it also takes this
 # fraction of the other steps.
@@ -61,7 +61,7 @@ class _Part:
     Attributes:
         share: Time on the GPU's clock.
         host: Host time.
-        error: Half the width of the 95 % interval of `share`.
+        error: Half-width of the 95 % confidence interval of `share`.
     """
 
     share: float = 0.0
@@ -83,14 +83,14 @@ class _StepShares:
         self._error[entry] = (self._error[entry] ** 2 + error**2) ** 0.5
 
     def move(self, source: str, entry: str, share: float) -> float:
-        """Move a share between entries. Return how much `source` had of it."""
+        """Move up to `share` from `source` to `entry`, and return the share moved."""
         moved = max(min(share, self._share[source]), 0.0)
         self._share[source] -= moved
         self._share[entry] += moved
         return moved
 
     def parts(self, work: str) -> dict[str, _Part]:
-        """Return all entries. Their shares add up to 1: rounding errors go to `work`."""
+        """Return all entries. Add rounding errors to `work`, so that the shares add up to 1."""
         self._share[work] += 1.0 - sum(self._share.values())
         return {
             name: _Part(share, self._host[name], self._error[name])
@@ -108,8 +108,8 @@ def break_down(
 
     Args:
         measurement: Measurement of the run.
-        setup: Setup of the training.
-        pace: Limit of the model's own work.
+        setup: Training setup.
+        pace: Component that sets the pace of a step.
         advise: Function that returns advice on an entry, given its name, its time (in seconds), its
             share of the wall clock, and its culprits.
     """
@@ -126,7 +126,7 @@ def break_down(
     parts = _parts_of_step(m, pace, work, saves_s / (steps_s + saves_s or 1.0))
     # The wall clock has a separate entry for checkpoints, so exclude them from the steps.
     without_saves = 1.0 - parts.pop(SAVES, _Part()).share
-    # Only the excess of the first step over the others is an entry.
+    # Only the excess of the first step over the other steps belongs to its entry.
     first_s = entries_s.get(FIRST_STEP, 0.0)
     steady_s = min(without_saves * m.step.mean_ms / 1e3, first_s)
     if first_s:
@@ -136,7 +136,7 @@ def break_down(
     rows = []
     for name in dict.fromkeys([*entries_s, *parts]):
         part = parts.get(name, _Part())
-        # A phase may have the name of an entry outside of steps: add both.
+        # A phase may share its name with an entry outside of steps: add both.
         seconds = entries_s.get(name, 0.0) + part.share * steps_s
         if seconds <= 0 and name != work:
             continue
@@ -184,7 +184,7 @@ def break_down(
 
 
 def _is_of_one_step(row: PhaseStats, m: Measurement) -> bool:
-    """Return True if a phase is long in a single step only, which does not limit the training."""
+    """Return True if a phase is long in a single step only, so that it cannot be the bottleneck."""
     n = m.steps + m.untimed_steps
     others_ms = n * row.share * m.step.mean_ms - row.max_ms
     step_ms = n * m.step.mean_ms - row.max_ms
@@ -192,15 +192,15 @@ def _is_of_one_step(row: PhaseStats, m: Measurement) -> bool:
 
 
 def is_blurred(name: str, m: Measurement) -> bool:
-    """Return True if an entry includes a phase whose time is not separated."""
+    """Return True if an entry includes a phase that cannot be separated from other phases."""
     top = name.partition("/")[0].partition(" ")[0]
     return top in {phase.partition("/")[0] for phase in m.blurred}
 
 
 def may_hide_evaluations(name: str, m: Measurement, setup: TrainingSetup) -> bool:
-    """Return True if an entry may include undetected evaluations, such as of a copy of the model.
+    """Return True if an entry may include undetected evaluations, for example of a model copy.
 
-    In a loop that only calls `step()`, `data` is all time before the forward.
+    In a loop that only calls `step()`, `data` is all the time before forward.
     """
     row = m.rows.get(name)
     is_all = name == DATA and setup.is_own_loop and not setup.has_loader and FETCH not in m.rows
@@ -211,7 +211,7 @@ def _removable(name: str, part: _Part, m: Measurement, pace: Pace) -> float:
     """Return the maximum fraction of the step that removing an entry would save.
 
     In launch-bound training, this is the entry's host time: its GPU time may be small while the GPU
-    works off its queue. No step can be shorter than the work of the GPU.
+    works through its queue. No step can be shorter than its GPU work.
     """
     if pace.code != LAUNCH or name in (GAPS, COMMUNICATION):
         return part.share
@@ -242,10 +242,10 @@ def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> dict[
                     moved = found.move(entry_of(name), f"{SLOW}{cause}", share)
                     work_of_slow_steps += moved * (entry_of(name) == work)
     if (ranks := m.ranks) is not None and ranks.slowest_rank is not None:
-        # Rank zero measures: it waits for the slowest rank, unless it is the slowest.
+        # The measurement is that of rank zero, which waits for the slowest rank or is the slowest.
         source = entry_of(ranks.phase) if ranks.slowest_rank == 0 else COMMUNICATION
         found.move(source, SLOWEST_RANK, ranks.behind_median_ms / m.step.mean_ms)
-    # Slow steps are not probed, so their excess is not a launch gap.
+    # Probes exclude slow steps, so do not count the excess of slow steps as launch gaps.
     found.move(work, GAPS, (m.launch_gap_share or 0.0) - work_of_slow_steps)
     found.move(work, TIMING, (m.timing_share or 0.0) / m.timed_every_n_steps)
     if m.not_sampled_share:

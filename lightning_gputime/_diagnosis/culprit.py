@@ -18,15 +18,15 @@ from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import BETWEEN_LOOPS, TEAR_DOWN
 from lightning_gputime._phases import CALLBACKS, DATA, FETCH, OTHER, SAVES, of_one_callback
 
-_MIN_SHARE = 0.4  # Smallest fraction of an entry for a culprit.
-_MIN_SHARE_INSIDE = 0.7  # An inner call with this fraction of the outer call replaces it.
-_MIN_SHARE_NEXT_TO_PLACE = 0.2  # Smallest fraction of an entry for a call next to a place.
-_MIN_SHARE_OF_OTHER = 0.05  # Smallest fraction of the step for which parts of `other` are reported.
+_MIN_SHARE = 0.4  # Minimum fraction of an entry that a culprit takes.
+_MIN_SHARE_INSIDE = 0.7  # An inner call that takes this fraction of the outer call replaces it.
+_MIN_SHARE_NEXT_TO_PLACE = 0.2  # Minimum fraction of an entry for a call in a place.
+_MIN_SHARE_OF_OTHER = 0.05  # Minimum fraction of the step at which parts of `other` are reported.
 _MIN_KNOWN_OF_OTHER = 0.95  # Fraction of `other` that its known parts must cover.
 _MAX_BLOCKING = 3  # Maximum number of reported lines that wait for the GPU.
-_MIN_STEPS = 0.5  # Calls in a smaller fraction of the steps are described by their total time.
+_MIN_STEPS = 0.5  # Calls in fewer of the steps are described by their total time.
 _ENTRIES = {HOOKS: (DATA,), TEAR_DOWN: (TEAR_DOWN, BETWEEN_LOOPS)}
-"""Entries under which culprits are recorded, if not under the same name."""
+"""Names under which the culprits of an entry are recorded, if they differ from its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ def parts_of_other(m: Measurement) -> str:
 
 
 def blocking_calls(phases: Sequence[str], m: Measurement) -> list[EntryCulprit]:
-    """Return the lines that wait for the GPU in some phases, the most frequent first.
+    """Return up to 3 lines that wait for the GPU in some phases, the most frequent first.
 
-    The phase is their `caller`.
+    Their `caller` is the phase.
     """
     tops = {phase.partition("/")[0] for phase in phases}
     found = [
@@ -143,7 +143,7 @@ def _first(
 
 
 def _calls(found: Sequence[Culprit], seconds: float) -> Iterator[EntryCulprit]:
-    """Yield the outermost calls, or the inner calls that take nearly all of their time."""
+    """Yield the outermost calls, or the inner calls that take at least 70 % of their time."""
     calls = [culprit for culprit in found if culprit.kind == CALL]
     names = {culprit.name for culprit in calls}
     for call in calls:
@@ -163,7 +163,7 @@ def _calls(found: Sequence[Culprit], seconds: float) -> Iterator[EntryCulprit]:
 
 
 def _callbacks(entry: str, seconds: float, m: Measurement) -> Iterator[EntryCulprit]:
-    """Yield the hooks of callbacks that are parts of `callbacks`."""
+    """Yield the callback hooks that are timed as sub-phases of `callbacks`."""
     total = m.share(CALLBACKS)
     if entry != CALLBACKS or not total > 0:
         return
@@ -200,7 +200,7 @@ def takes(culprit: EntryCulprit, entry: str, seconds: float, m: Measurement) -> 
 
     Args:
         culprit: The culprit.
-        entry: Name of its entry, which is inside steps.
+        entry: Name of its entry, which must be inside steps.
         seconds: Time of that entry (in seconds).
         m: Measurement of the run.
     """

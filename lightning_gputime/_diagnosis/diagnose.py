@@ -1,4 +1,4 @@
-"""Diagnosis of a training from its measurement."""
+"""Diagnosis of a training run, derived from its measurement."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,22 +17,22 @@ from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import ONCE
 from lightning_gputime._phases import DATA
 
-# Smallest fraction of the wall clock for a bottleneck, and for an entry that is reported. XProf
-# grades input pipelines by the same fractions.
+# Minimum fraction of the wall clock of a bottleneck, and of an entry that is reported. XProf uses
+# the same thresholds to grade input pipelines.
 _MIN_BOTTLENECK, _MIN_REPORTED = 0.2, 0.05
 # If the CPU blocks on the GPU, other entries grow as a consequence: require a larger fraction.
 _MIN_BOTTLENECK_IF_SYNC = 0.3
-_MIN_BATCHES = 20  # Shorter evaluations have no diagnosis.
-_MAX_LOST = 0.99  # Largest fraction of the run whose removal is promised.
-_MIN_SLOWDOWN = 0.1  # Smallest fraction of the run that a slowdown in the headline costs.
+_MIN_BATCHES = 20  # Shorter evaluations get no diagnosis.
+_MAX_LOST = 0.99  # Maximum fraction of the run to promise: a speed-up of 100x.
+_MIN_SLOWDOWN = 0.1  # A slowdown that costs this fraction of the run is in the headline.
 _UNCLEAR = "unclear: `data` takes {} of the {}, mostly in a few steps, which may be evaluations"
 
 
 def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
-    """Return the diagnosis of a training.
+    """Return the diagnosis of a training run.
 
-    The bottleneck is the entry of the time breakdown whose removal would speed up the training
-    most. If no entry is large enough, it is the limit of the model's own work.
+    The bottleneck is the entry of the time breakdown whose removal would speed up training the
+    most. If no entry is large enough, it is the component that sets the pace of the model's work.
     """
     m = measurement
     is_short = m.stage and m.steps < _MIN_BATCHES
@@ -49,7 +49,7 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     breakdown = break_down(m, setup, pace, advise_all)
     blurred = sum(row.share for row in breakdown.rows if is_blurred(row.name, m))
     if blurred >= _MIN_BOTTLENECK and pace.code != GPU:
-        # Time of phases that are not separated may be the bottleneck.
+        # The bottleneck may be in phases whose times cannot be separated.
         return Diagnosis(time_breakdown=breakdown)
     unclear = sum(row.share for row in breakdown.rows if may_hide_evaluations(row.name, m, setup))
     if unclear >= _MIN_BOTTLENECK and pace.code != GPU:
@@ -59,11 +59,11 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     found = _bottleneck(breakdown, pace)
     code, headline = found.code, found.headline
     if (m.blurred or unclear) and code == pace.code and found.grade == "balanced":
-        # The time outside of the device's work may hide another bottleneck.
+        # Omit the claim that nothing else takes time: blurred or unclear entries may hide some.
         headline = f"{pace.code}: {pace.grounds}"
     if code == COMMUNICATES and m.ranks is not None and m.ranks.suspect is not None:
         headline += f"; rank {m.ranks.suspect} may be the cause"
-    # Calls that block the CPU are part of the work.
+    # The advice on calls that block the CPU belongs to the entry of the work.
     first = breakdown.work if code == SYNC else found.entry
     if unclear >= _MIN_REPORTED:
         headline += f"; {_UNCLEAR.format(percent(unclear), breakdown.scope)}"
@@ -101,7 +101,7 @@ def _advice_on(slowdown: Slowdown) -> Advice:
 
 
 class _Bottleneck(NamedTuple):
-    """Fields of a `Diagnosis`."""
+    """Fields of a `Diagnosis` that describe the bottleneck."""
 
     code: str
     entry: str
@@ -122,7 +122,7 @@ def _bottleneck(breakdown: TimeBreakdown, pace: Pace) -> _Bottleneck:
         return _Bottleneck(largest.code, largest.name, "bound", headline)
     if pace.code in (LAUNCH, SYNC):
         name, headline = breakdown.work, f"{pace.code}: {pace.grounds}"
-        # While the CPU blocks, the GPU runs out of work: it idles in these phases.
+        # In the phases in which the CPU blocks, the GPU runs out of work and idles.
         blocked = next((row for row in entries if row.name in pace.phases), None)
         if blocked and blocked.speed_up is not None and _weight(blocked) >= _MIN_REPORTED:
             name = blocked.name
@@ -141,7 +141,7 @@ def _bottleneck(breakdown: TimeBreakdown, pace: Pace) -> _Bottleneck:
 
 
 def _uncertain(breakdown: TimeBreakdown) -> Entry | None:
-    """Return the largest entry whose time is uncertain, or None."""
+    """Return the largest entry with an error as large as its share, or None."""
     rows = [row for row in breakdown.rows if row.error >= row.share >= _MIN_REPORTED]
     return next((row for row in rows if row.name != breakdown.work), None)
 
@@ -172,7 +172,7 @@ def _about(entry: Entry, breakdown: TimeBreakdown) -> str:
 
 
 def _advice_of(breakdown: TimeBreakdown, bottleneck: str) -> tuple[Advice, ...]:
-    """Return the advice of all entries: bottleneck first, the model's work last."""
+    """Return the advice on all entries: on the bottleneck first, on the model's work last."""
     rows = sorted(
         breakdown.rows,
         key=lambda row: (row.name != bottleneck, row.name == breakdown.work, -_weight(row)),

@@ -1,4 +1,4 @@
-"""The diagnosis of a training: one time breakdown, one bottleneck, and advice."""
+"""The diagnosis of a training run: time breakdown, bottleneck and advice."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class Entry:
         name: Name, such as "data/fetch" or "validation".
         seconds: Wall-clock time (in seconds).
         share: Fraction of the wall clock, from 0 to 1.
-        error: Half the width of the 95 % interval of `share`; 0.0 if every step was timed.
+        error: Half-width of the 95 % confidence interval of `share`; 0.0 if every step was timed.
         speed_up: Maximum speed-up of the training if the entry is removed, such as 1.25; None if it
             cannot be removed, occurs once, or is unknown.
         code: Verdict code if this is the bottleneck; empty if it cannot be the bottleneck.
@@ -52,15 +52,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class TimeBreakdown:
-    """Wall clock of a training, divided into entries. The shares of all rows add up to 1.
+    """Wall clock of a training run, divided into entries. The shares of all rows add up to 1.
 
     Attributes:
         rows: Entries, the largest first.
         wall_s: Total time (in seconds).
         scope: "fit" or "training" if the whole training is included, else "timed steps".
-        work: Name of the entry of the model's work, "GPU work" or "CPU work".
-        peak_share: Fraction of the wall clock that the model's FLOPs would take at the peak of the
-            GPU, or MFU over the whole training; None if unknown.
+        work: Name of the entry for the model's work, "GPU work" or "CPU work".
+        peak_share: Fraction of the wall clock that the model's FLOPs would take at the GPU's peak
+            FLOP/s, that is, MFU over the whole run; None if unknown.
         unknown: Quantities that were not measured, with the options that measure them.
     """
 
@@ -72,22 +72,22 @@ class TimeBreakdown:
     unknown: str = ""
 
     def __getitem__(self, name: str) -> Entry:
-        """Return the entry of this name; an entry without time if it did not occur."""
+        """Return the entry with this name, or an entry of zero seconds if it did not occur."""
         return next((row for row in self.rows if row.name == name), Entry(name, 0.0, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Bottleneck of a training, and advice.
+    """Bottleneck of a training run, and advice.
 
     Attributes:
         code: Verdict code, such as "input-bound"; empty if unknown.
-        grade: "bound" from 20 % of the wall clock on, "worth a look" from 5 %, "balanced" below,
-            "unknown" if there is no code.
+        grade: "bound" from 20 % of the wall clock on, "worth a look" from 5 %, "balanced" below.
+            Launch- and sync-bound training is always "bound"; "unknown" if it cannot be decided.
         entry: Entry that is the bottleneck; empty if unknown.
         headline: Verdict as a sentence.
         time_breakdown: Wall clock by entry; None if unknown.
-        advice: Recommended actions, those on the largest entries first.
+        advice: Recommended actions, sorted by the size of their entries, the largest first.
     """
 
     code: str = ""

@@ -1,4 +1,4 @@
-"""Advice on a DataLoader by the times of its workers."""
+"""Advice on a DataLoader, based on the times of its workers."""
 
 import math
 from collections.abc import Iterator
@@ -11,15 +11,15 @@ from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._phases import DATA, FETCH
 
-_MIN_SHARE = 0.2  # Fraction of the workers' time below which a cause is not reported.
-_MIN_STARTS_SHARE = 0.5  # Fraction of the exposed wait from which worker starts cause it.
-_MAX_RUN_DELAY = 0.5  # Fraction of their time above which workers lack CPU cores.
-_MAX_IDLE = 0.5  # Fraction of their time from which idle workers are not the bottleneck.
+_MIN_SHARE = 0.2  # Causes below this fraction of the workers' time are not reported.
+_MIN_STARTS_SHARE = 0.5  # Worker starts are blamed for a wait from this fraction of it on.
+_MAX_RUN_DELAY = 0.5  # Workers lack CPU cores if they wait for one this fraction of the time.
+_MAX_IDLE = 0.5  # Workers that idle this fraction of the time are not the bottleneck.
 _SLOW_WORKER = 1.5  # Time of a slow worker, as a multiple of the median of the others.
-_MIN_REST = 0.01  # Minimum time of the loop, as a fraction of a batch: at most 110 workers.
-_MIN_PINNING = 0.8  # Fraction of a step for which a pin-memory thread that is the bottleneck works.
+_MIN_REST = 0.01  # Minimum of rest_ms / batch_ms, which caps the suggestion at 110 workers.
+_MIN_PINNING = 0.8  # A pin-memory thread that is busy for this fraction of a step is too slow.
 _SMALLER_BATCHES = "return smaller batches, such as uint8 in place of float32"
-_MARGIN = 1.1  # Workers are suggested for steps that are shorter by this factor.
+_MARGIN = 1.1  # Suggest enough workers for steps that are shorter by this factor.
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class LoaderCase:
 
     @property
     def max_workers(self) -> int | None:
-        """Number of workers for which there are cores; None if unknown or not limited."""
+        """Number of workers that the CPU cores can keep running; None if unknown."""
         if self.cores is None or self.times.cpu_share is None:
             return None
         # The training loop needs a core, too.
@@ -66,7 +66,7 @@ class LoaderCase:
 
     @classmethod
     def of(cls, m: Measurement, setup: TrainingSetup) -> "LoaderCase | None":
-        """Return the loader with the most batches; None if no workers were timed."""
+        """Return the case of the loader with the most batches; None if no workers were timed."""
         fetches = m.rows.get(FETCH, m.rows.get(DATA))
         if not m.loaders or fetches is None:
             return None
@@ -86,7 +86,7 @@ class LoaderCase:
 
     @property
     def pace(self) -> str:
-        """Interval of batches from the workers, and of the loop without waiting."""
+        """Batch interval of the workers, and of the loop without waiting, as part of a sentence."""
         n = len(self.times.workers)
         workers = f"{n} workers deliver" if n > 1 else "1 worker delivers"
         return (
@@ -95,7 +95,7 @@ class LoaderCase:
         )
 
     def describe(self) -> str:
-        """Return the cost of a batch, and the part that the loop waits for."""
+        """Return a sentence on the cost of a batch, and on the part that the loop waits for."""
         hidden_ms = max(self.busy_ms - self.exposed_ms, 0.0)
         text = (
             f"A batch takes {duration(self.busy_ms)} in a worker; {self.pace}: the loop waits"
@@ -107,11 +107,11 @@ class LoaderCase:
 
 
 def workers_for(batch_ms: float, rest_ms: float) -> int:
-    """Return the number of workers that deliver a batch every `rest_ms`.
+    """Return the number of workers that it takes to deliver a batch every `rest_ms`.
 
     Args:
-        batch_ms: Time of a worker per batch (in milliseconds).
-        rest_ms: Time of the loop per batch without waiting (in milliseconds).
+        batch_ms: Time that a worker takes per batch (in milliseconds).
+        rest_ms: Time that the loop takes per batch, without waiting (in milliseconds).
     """
     return max(math.ceil(_MARGIN * batch_ms / max(rest_ms, _MIN_REST * batch_ms)), 1)
 

@@ -8,10 +8,10 @@ from lightning_gputime._measurement.stats import largest_part
 from lightning_gputime._measurement.units import percent, unit_of
 from lightning_gputime._phases import COPY, DATA, FETCH, WAIT
 
-# Fractions of the step. With a longer host wait, the GPU is the limit. With a longer lag of the
-# GPU, the host blocks on the GPU in the phases in which the lag shrinks.
+# Minimum fractions of the step: of the host wait, if the GPU is the limit; of the lag of the GPU,
+# if work queues up; and of the shrinkage of that lag, in a phase in which the host blocks.
 _MIN_WAIT, _MIN_LAG, _MIN_BLOCKED = 0.1, 0.2, 0.05
-MIN_GAPS = 0.1  # Smallest fraction of launch gaps that limits a step.
+MIN_GAPS = 0.1  # Minimum fraction of the step for launch gaps to be the limit.
 
 
 class Pace(NamedTuple):

@@ -9,8 +9,8 @@ from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.units import percent
 from lightning_gputime._phases import BACKWARD, DATA, FETCH, FORWARD, LOSS, OPTIMIZER, OTHER
 
-_MIN_SHARE = 0.2  # Fraction of the located steps from which the code is reported.
-_MIN_CALLS = 4  # Calls per fetched batch from which the code is reported.
+_MIN_SHARE = 0.2  # Minimum fraction of the located steps for code to be reported.
+_MIN_CALLS = 4  # Minimum number of calls per fetched batch for code to be reported.
 _WORK = (FORWARD, LOSS, BACKWARD, OPTIMIZER, OTHER)
 
 
@@ -41,9 +41,9 @@ class RepeatedCalls:
 def repeated_calls(m: Measurement) -> RepeatedCalls | None:
     """Return the most expensive code that calls the model many times per batch, or None.
 
-    A few located steps show the code of each phase. A line that calls the model is repeated. Its
-    time is that of its function, or of the line if the function is the training loop, which
-    contains the update.
+    The timer locates the code of each phase in a few steps. Repeated code is a line that calls the
+    model at least 4 times per batch. Its time is that of its function, unless this is the training
+    loop, which contains the update: then its time is that of the line.
     """
     places = [
         (culprit, culprit.source)
@@ -75,7 +75,7 @@ def repeated_calls(m: Measurement) -> RepeatedCalls | None:
         if culprit.entry == FORWARD and n >= _MIN_CALLS * batches:
             share = seconds[part_of(source)] / 1e9 / all_s
             is_loop = (source.file, source.function) in loops
-            has_name = not is_loop and "<" not in source.function  # Not "<listcomp>".
+            has_name = not is_loop and "<" not in source.function  # Exclude "<listcomp>".
             name = f"`{source.function}` ({source})" if has_name else str(source)
             found.append(RepeatedCalls(name, round(n / batches), share))
     best = max(found, key=lambda repeated: repeated.share, default=None)
@@ -83,7 +83,7 @@ def repeated_calls(m: Measurement) -> RepeatedCalls | None:
 
 
 def _observed_s(m: Measurement) -> float:
-    """Return the time of the located steps (in seconds)."""
+    """Return the total time of the located steps (in seconds)."""
     by_entry: dict[str, float] = {}
     for culprit in m.culprits:
         if culprit.kind == PLACE and culprit.entry in (*_WORK, DATA):

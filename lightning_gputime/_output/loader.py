@@ -12,7 +12,7 @@ _WAITING = "waiting for work"
 
 
 def loader_table(m: Measurement, setup: TrainingSetup) -> Table | None:
-    """Return the stages of the loader with the most batches; None if none was timed."""
+    """Return a table of the stages of the loader with the most batches; None if not timed."""
     case = LoaderCase.of(m, setup)
     if case is not None:
         return _table_of_workers(case.times, case.describe())

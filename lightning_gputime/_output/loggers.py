@@ -1,4 +1,4 @@
-"""Values for loggers: groups, keys, and the calls of each kind of logger."""
+"""Values for loggers: their groups, their keys, and how each kind of logger is called."""
 
 import re
 from collections import deque
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from lightning_gputime._messages import format_value, messages
 from lightning_gputime._phases import COMM
 
-# Group of a value by its name; all other values are in "phases".
+# Groups by the names of their values. All other values are in "phases".
 _GROUPS = (
     (re.compile(r"step_ms$"), "step"),
     (re.compile(r"host_wait_ms$"), "host"),
@@ -26,22 +26,22 @@ GROUPS = ("phases", *(group for _, group in _GROUPS))
 
 
 class MetricsLogger(Protocol):
-    """Interface of a logger. Lightning's and Fabric's loggers have it, and the module `mlflow`."""
+    """Interface of a logger, as in Lightning, in Fabric and in the module `mlflow`."""
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> Any:
         """Store `metrics` under `step`."""
 
 
 class LogWriter:
-    """Write values to loggers, and publish them.
+    """Writer of values to loggers.
 
     Args:
         prefix: First part of each key.
         loggers: Loggers; each gets keys with its own separator.
-        publish: Function that also gets the values, under keys with "/".
+        publish: Function that is also called with the values, under keys with "/".
         groups: Groups of values to write.
         stage: Second part of each key, such as "val"; empty for training.
-        row: Further values of the same row, whose keys get no prefix.
+        row: Further values to log in the same row, under keys without the prefix.
         kept: Queue that gets all values of each log as JSON objects.
     """
 
@@ -80,7 +80,7 @@ class LogWriter:
     ) -> None:
         """Log the `values` of the wanted groups, and all values that observers `added`.
 
-        They are logged under the number of the step, or of the last log if that is newer.
+        Their step number is `step`, or that of the last log if it is larger.
         """
         if self._kept is not None:
             self._kept.append({"stage": self._stage, "step": step, **values, **added})
@@ -91,7 +91,7 @@ class LogWriter:
         if not only_publish:
             # Some loggers drop values whose step is smaller than the last step.
             step = self._newest = max(step, self._newest)
-            # A single call, because each call is a row of CSV, a step of W&B, a request to MLflow.
+            # Use a single call: each is a row of CSV, a step of W&B or a request to MLflow.
             for logger in self._loggers:
                 self._try(partial(send, logger, self._prefix, self._stage, wanted, step, self._row))
         if self._publish is not None:
@@ -101,7 +101,7 @@ class LogWriter:
     def _try(self, call: Callable[[], Any]) -> None:
         try:
             call()
-        except Exception as error:  # Training continues, for example if the server is down.
+        except Exception as error:  # Keep training, for example if the server is down.
             if not self._has_failed:
                 messages.warning("Cannot log phase times: %r", error)
             self._has_failed = True
@@ -113,13 +113,13 @@ def group_of(name: str) -> str:
 
 
 def add_charts(logger: MetricsLogger, prefix: str) -> None:
-    """Add charts of all phases to TensorBoard, which shows the last layout that it gets.
+    """Add charts of all phases to TensorBoard, which shows only the last layout that it gets.
 
-    Call it when training begins, so that a layout of the user replaces it.
+    Call it when training begins, so that a layout set by the user replaces it.
     """
     writer = _tensorboard_writer(logger)
     if writer is not None:
-        pattern = re.escape(prefix)  # TensorBoard finds phases by regular expressions.
+        pattern = re.escape(prefix)  # TensorBoard matches tags by regular expressions.
         charts = {
             "phases (ms)": ["Multiline", [rf"^{pattern}/(?!step_ms$)[^/]+_ms$"]],
             "step (ms)": ["Multiline", [rf"^{pattern}/step_ms$"]],
@@ -135,7 +135,7 @@ def send(
     step: int,
     row: Mapping[str, float],
 ) -> None:
-    """Log `values` under keys with the prefix, and `row` under keys as they are, in one row.
+    """Log `values` under keys with the prefix, and `row` under unchanged keys, in one row.
 
     TensorBoard groups charts by the part of a tag before the first "/". Values other than phases
     get a group such as "phase_time_val/forward_ms".
@@ -149,7 +149,7 @@ def send(
     else:
         # Lightning logs the values of `row` there by itself.
         metrics = {_tag(prefix, stage, name): value for name, value in values.items()}
-    # By keyword, as Lightning and Fabric do: wrappers of loggers may look them up by name.
+    # Pass keywords, as Lightning and Fabric do: wrappers of loggers may look them up by name.
     logger.log_metrics(metrics=metrics, step=step)
 
 
@@ -168,12 +168,16 @@ def key(prefix: str, stage: str, name: str) -> str:
 def _tensorboard_writer(logger: MetricsLogger) -> Any:
     """Return the TensorBoard writer of a logger, or None."""
     experiment = getattr(logger, "experiment", None)
-    # Ask the class: on ranks that do not log, the experiment has any attribute.
+    # Check the class: on ranks that do not log, the experiment is a dummy with every attribute.
     return experiment if hasattr(type(experiment), "add_custom_scalars") else None
 
 
 def check_loggers(logger: Any) -> list[MetricsLogger]:
-    """Return the loggers that an option has: none, one or several. Raise TypeError otherwise."""
+    """Return the value of the option `logger` (None, a logger or several) as a list.
+
+    Raises:
+        TypeError: If a logger has no method `log_metrics`.
+    """
     loggers = logger if isinstance(logger, list | tuple) else [logger]
     loggers = [] if logger is None else [*loggers]
     for candidate in loggers:

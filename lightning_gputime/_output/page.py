@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from jinja2 import Environment, StrictUndefined  # torch needs it, too
+from jinja2 import Environment, StrictUndefined  # A dependency of torch.
 from markupsafe import Markup
 
 from lightning_gputime._measurement.history import list_top_phases
@@ -19,9 +19,9 @@ from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._output.table import marked
 from lightning_gputime._phases import colours_of
 
-_MAX_POINTS = 2000  # Points of a chart. Longer runs show means over neighboring steps.
+_MAX_POINTS = 2000  # Maximum per chart. Longer runs show means over neighboring steps.
 _TREND_POINTS = 40  # Points of the trend line, each the median of the steps around it.
-# A distance between timed steps is a gap if it is this multiple of the usual distance, and this
+# A distance between timed steps is a gap if it exceeds this multiple of the usual distance and this
 # fraction of the axis.
 _MIN_GAP_FACTOR, _MIN_GAP_SHARE = 3.0, 0.02
 _LEGEND_COLUMNS, _LEGEND_ROW_PX = 4, 28
@@ -101,7 +101,7 @@ def page(runs: Sequence[Run], comparison: Any = None) -> str:
 
 
 def _with_local_times(text: str) -> Markup:
-    """Return escaped text whose times a script shows in the reader's time zone."""
+    """Return escaped text with `<time>` tags, which a script converts to the local time zone."""
     return Markup(_TIME.sub(r'<time datetime="\g<0>">\g<0></time>', str(Markup.escape(text))))
 
 
@@ -130,9 +130,9 @@ def thin_out(history: npt.NDArray[Any]) -> tuple[Columns, int]:
 
 
 def trend(columns: Columns) -> tuple[Floats, Floats, int]:
-    """Return the medians of consecutive groups of points: steps, times (in ms), points of a group.
+    """Return the medians of consecutive groups of points: steps, times (in ms), points per group.
 
-    NaN separates groups on both sides of a gap.
+    NaN separates the groups on the two sides of a gap.
     """
     steps, times_ms = columns["step"].astype(float), columns["step_ms"]
     size = max(len(steps) // _TREND_POINTS, 1)
@@ -144,7 +144,7 @@ def trend(columns: Columns) -> tuple[Floats, Floats, int]:
 
 
 def with_gaps(columns: Columns, fill: float = 0.0) -> Columns:
-    """Return the columns with two more rows, of `fill`, where no step was timed for long."""
+    """Return the columns with two rows of `fill` inserted into each gap between timed steps."""
     steps = columns["step"].astype(float)
     if len(steps) < 3:
         return columns

@@ -30,12 +30,12 @@ _RANKS = "min - max (rank)"
 _DROPS = ("max", "steps", "host", "p95", "p50", "share", "busy", _RANKS)
 _SPEED_UP = "speed-up if removed"
 _MIN_ROW = 0.01  # Entries of the time breakdown with a smaller share are combined in one row.
-_MIN_VARIATION = 0.05  # Smallest share of unexplained slow steps that is reported.
+_MIN_VARIATION = 0.05  # Minimum share of unexplained slow steps that is reported.
 
 _BOUNDARY_MS = 0.02
-"""Host time of a boundary in a loop with real work, as `benchmarks/cold_cost.py` measures it."""
+"""Host time of a phase boundary in a loop that does real work, from `benchmarks/cold_cost.py`."""
 _MIN_COST = 0.01
-"""Smallest cost of timing that is reported, as a fraction of the step."""
+"""Minimum cost of timing that is reported, as a fraction of the step."""
 
 # Fields that the JSON omits if they are empty.
 _RARE = (
@@ -56,8 +56,8 @@ class PhaseSummary(Tabular):
     """Statistics and diagnosis of a run; `print` shows them as tables.
 
     Attributes:
-        measurement: All facts, see `Measurement`. Most of them are also attributes of the summary.
-        setup: Known setup of the training.
+        measurement: All measured facts. Most of them are also attributes of the summary.
+        setup: Training setup, as far as known.
     """
 
     measurement: Measurement
@@ -85,7 +85,7 @@ class PhaseSummary(Tabular):
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """Recommended actions, those on the bottleneck first; empty if no number supports any."""
+        """Recommended actions, the bottleneck first; empty if the numbers support none."""
         return tuple(advice.text for advice in self.diagnosis.advice)
 
     @property
@@ -135,12 +135,12 @@ class PhaseSummary(Tabular):
 
     @property
     def timed_every_n_steps(self) -> int:
-        """With `every_n_steps="auto"`: 1 of this many steps was timed at the end."""
+        """With `every_n_steps="auto"`: n if 1 of every n steps was timed at the end of the run."""
         return self.measurement.timed_every_n_steps
 
     @property
     def timing_share(self) -> float | None:
-        """Cost of timing every step, as a fraction of the step."""
+        """Cost of timing every step, as a fraction of the step; None if unknown."""
         return self.measurement.timing_share
 
     @property
@@ -220,7 +220,7 @@ class PhaseSummary(Tabular):
 
     @property
     def blurred(self) -> tuple[str, ...]:
-        """Phases whose times are therefore not separated."""
+        """Phases whose times cannot be separated, for the reasons in `not_measured`."""
         return self.measurement.blurred
 
     @property
@@ -373,7 +373,7 @@ class PhaseSummary(Tabular):
         if self.slow is not None and self.slow.unexplained_share >= _MIN_VARIATION:
             spread = f"{unit.of(self.step.p5_ms)} to {unit.of(self.step.p95_ms)}"
             yield f"step times vary: 90 % of the steps take {spread}"
-        # The verdict already contains an expensive slowdown.
+        # If the slowdown is expensive, the verdict already mentions it.
         slowdown = str(self.slowdown or "")
         yield slowdown if slowdown not in self.verdict else ""
         yield from self.slow.sentences if self.slow is not None else ()
@@ -423,11 +423,11 @@ def _entry_line(row: Entry) -> tuple[str, ...]:
 
 
 def _advice_lines(diagnosis: Diagnosis) -> list[str]:
-    """Return the advice, each with the entry that it belongs to."""
+    """Return the advice as lines, each with a prefix for the entry that it belongs to."""
     breakdown = diagnosis.time_breakdown
     rows = breakdown.rows if breakdown is not None else ()
     entries = {advice.text: row.name for row in reversed(rows) for advice in row.advice}
-    # Advice on a slowdown or on repeated calls belongs to several entries.
+    # Advice on a slowdown or on repeated calls belongs to no single entry.
     about = {"slowdown": "slowdown", "repeated_calls": "model calls"}
     return [
         f"{about.get(advice.code) or entries[advice.text]}: {advice.text}"

@@ -1,4 +1,4 @@
-"""Tables as text and HTML, and where to show them."""
+"""Tables as text, Markdown and HTML, and functions that display them."""
 
 import html
 import os
@@ -17,7 +17,7 @@ from unicodedata import combining, east_asian_width
 from lightning_gputime._phases import colours_of
 
 _BETWEEN = "  "  # Separator of the columns of plain text.
-_MAX_WORDS = 40  # Maximum width of the last column of words in a table of limited width.
+_MAX_WORDS = 40  # Maximum width of the last column, if it contains text and the width is limited.
 _TO_DO = "What to do, most important first:"
 
 
@@ -28,13 +28,14 @@ class Table:
     Attributes:
         title: Caption.
         lines: Header, body and a last line for the total. If empty, only the title is shown.
-        sentences: Texts below the table.
+        sentences: Sentences below the table.
         left: Indices of columns that are aligned to the left.
-        above: Headline and a further table above this table.
-        drops: Columns to drop from a table that is too wide, in this order. No cell is ever cut.
-        lanes: Time of each phase, by lane such as "GPU" (in milliseconds).
+        above: Headline and another table, both above this table.
+        drops: Columns to drop from a table that is too wide, in this order. Cells are never cut.
+        lanes: Bars to draw above the table: time of each phase (in milliseconds), by name of the
+            bar, such as "GPU".
         steps: Recommended actions, as a numbered list below the table.
-        below: A further table below this table, before the texts.
+        below: Another table below this table, before the sentences.
     """
 
     title: str
@@ -52,7 +53,7 @@ class Table:
 
         Args:
             width: Maximum width of a line; None for no limit.
-            in_colour: Also draw the lanes, in color.
+            in_colour: Also draw the lanes, as colored bars. Requires a `width`.
         """
         if not self.lines:
             return self.title
@@ -126,7 +127,7 @@ class Table:
         return [_BETWEEN.join(line).rstrip() for line in zip(*columns, strict=True)]
 
     def _row(self, line: tuple[str, ...], tag: str) -> str:
-        # Inline styles: the style sheet of a notebook aligns all cells to the right.
+        # Use inline styles: the style sheet of a notebook aligns all cells to the right.
         cells = ""
         for i, cell in enumerate(line):
             side = "left" if i in self.left else "right"
@@ -181,7 +182,8 @@ def _draw_lanes(lanes: Mapping[str, Mapping[str, float]], width: int) -> str:
         ends = [round((width - left) * ms / longest_ms) for ms in accumulate(lane.values())]
         sizes = zip(lane, map(sub, ends, [0, *ends]), strict=False)
         lines.append(title.ljust(left) + "".join(_bar(colours[name], n) for name, n in sizes))
-    # Two placeholder characters before each name become a square; names are not broken.
+    # Replace two placeholder characters before each name with a square. No-break spaces keep each
+    # name on one line.
     names = [f"\0\0 {name}".replace(" ", "\xa0") for name in colours]
     legend = _wrapped("  ".join(names), width)
     for colour in colours.values():
@@ -214,7 +216,7 @@ def _wrapped(sentence: str, width: int | None, indent: str = "") -> str:
 
 
 def show(table: Tabular, *, on_stderr: bool = False) -> None:
-    """Show a table in a notebook, with rich on a terminal if it is installed, or as text."""
+    """Show a table as HTML in a notebook, by rich in a terminal if it is installed, or as text."""
     if in_notebook():
         sys.modules["IPython"].display.display(table)
         return
@@ -227,13 +229,13 @@ def show(table: Tabular, *, on_stderr: bool = False) -> None:
             if width is not None and not on_stderr:
                 from rich import get_console
 
-                # Use the global console: live displays such as progress bars are on it, and two
+                # Use the global console, because progress bars and other live displays do: two
                 # consoles would overwrite each other.
                 get_console().print(table)
                 return
         except (ImportError, UnicodeEncodeError):
             pass
-        # Escape characters that the encoding of the stream does not have.
+        # Escape characters that the encoding of the stream cannot represent.
         encoding = getattr(stream, "encoding", None) or "utf-8"
         kind = os.environ.get("TERM", "") + os.environ.get("COLORTERM", "")
         has_colours = re.search("256color|truecolor", kind) and not os.environ.get("NO_COLOR")
@@ -242,7 +244,7 @@ def show(table: Tabular, *, on_stderr: bool = False) -> None:
 
 
 def in_notebook() -> bool:
-    """Return True in the kernel of a notebook, which shows HTML."""
+    """Return True in a notebook kernel, whose notebook displays HTML."""
     ipython = sys.modules.get("IPython")
     try:
         kernel = getattr(ipython.get_ipython(), "kernel", None) if ipython is not None else None

@@ -35,13 +35,13 @@ from lightning_gputime._runs.estimates import (
 )
 from lightning_gputime._runs.saved import Run, load
 
-# Fields of the environment that determine the work of a step: runs must agree in them.
+# Environment fields that determine the work of a step. Compared runs must agree on them.
 MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_grad_batches")
 _NOT_COMPARED = ("started", "rank", "options")
-# The probability that equal runs are called different, 5 %, is divided among the intervals.
+# Equal runs are called different with a probability of 5 %, divided among the intervals.
 _CHANCES = {"step": 0.02, "mean": 0.005, "phases": 0.025}
-_MIN_PHASE_SHARE = 0.01  # Shorter phases count only if a bound names them.
-_MAX_ERROR = 0.1  # A wider interval, as a fraction of the step, is too noisy.
+_MIN_PHASE_SHARE = 0.01  # Shorter phases are judged only if a bound names them.
+_MAX_ERROR = 0.1  # A larger error, as a fraction of the step, is too noisy.
 _MIN_OUTSIDE_SHARE = 0.05  # Smaller changes outside of the steps are not reported.
 _MIN_NOT_SAMPLED_SHARE = 0.01
 _MIN_PAIRS = 5  # Minimum number of pairs to estimate their spread.
@@ -56,15 +56,15 @@ _PATHS = (str, os.PathLike)
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RunComparison(Tabular):
-    """Differences between two sides of one or more runs; `print` shows them as a table.
+    """Differences between two sides, each of one or more runs; `print` shows them as a table.
 
     `step` and `rows` describe a typical step: the mean over the middle half of the timed steps by
     duration. For sampled runs, they describe the mean of all steps, timed or not. The phases add up
     to the step.
 
     The intervals of `step`, `mean` and the phases are simultaneous, with 95 % confidence. With
-    several runs per side they include the spread between runs; with one run per side, only the
-    noise within the two runs.
+    several runs per side, they include the spread between runs. With one run per side, they include
+    only the noise within the two runs.
 
     Attributes:
         rows: Difference of each phase, in the order of a step; 0 ms if a phase did not run.
@@ -80,7 +80,7 @@ class RunComparison(Tabular):
         others: Comparisons of further groups with the same first side.
         is_sampled: True if the times are estimates for all steps, timed or not.
         wall_clock: Total time of each entry of the wall clock that both sides have, such as
-            "validation". They count only if a bound names them, and only with several runs.
+            "validation". They are judged only if a bound names them, and only with several runs.
     """
 
     rows: Mapping[str, Difference]
@@ -149,7 +149,7 @@ class RunComparison(Tabular):
         return found
 
     def explain(self, bound: float, phase: str = "") -> list[str]:
-        """Return a sentence for each regression, or on the uncertain quantities."""
+        """Return the outcome as sentences: one per regression, otherwise a single sentence."""
         outcome, percent = self.outcome(bound, phase), f"{100 * bound:g} %"
         if outcome == "passed":
             return [f"Passed: {phase or 'the step'} is not slower by more than {percent}."]
@@ -182,7 +182,7 @@ class RunComparison(Tabular):
 
     def _chosen(self, phase: str) -> dict[str, Difference]:
         known = {"step": self.step, **self.rows}
-        known |= {**self.wall_clock, **known}  # A phase of the same name comes first.
+        known |= {**self.wall_clock, **known}  # Phases override entries of the same name.
         if phase and phase not in known:
             raise ValueError(f"the runs have no phase {phase!r}; they have {', '.join(known)}")
         names = [phase] if phase else ["step", *self.judged]
@@ -190,7 +190,7 @@ class RunComparison(Tabular):
 
     @property
     def sentence(self) -> str:
-        """Significant changes of the step, its phases and other time, with a caution."""
+        """Significant changes of the step, its phases and other time; a caution if runs are few."""
         return " ".join(filter(None, (self.caution, self.finding)))
 
     @property
@@ -239,10 +239,10 @@ class RunComparison(Tabular):
         return result
 
     def markdown(self, outcomes: Sequence[str] = ()) -> str:
-        """Return the comparison for a comment on a pull request.
+        """Return the comparison as Markdown, for a comment on a pull request.
 
         Args:
-            outcomes: Sentences such as those of `explain`.
+            outcomes: Sentences to show at the top, such as those of `explain`.
         """
         lead = [f"**{outcome}**" for outcome in outcomes] or [f"**{self.finding}**"]
         return "\n\n".join(["### Step time", *lead, self._table().markdown()])
@@ -272,7 +272,7 @@ class RunComparison(Tabular):
         return Table(title, [tuple(line) for line in lines], sentences, drops=drops)
 
     def cells(self, unit: Unit) -> Iterator[tuple[str, ...]]:
-        """Yield the columns of the side after, from the header down."""
+        """Yield the cells of the second side, line by line, starting with the header."""
         yield self.names[1], "change", "95 %", "change in %", ""
         for name, row in [*self.rows.items(), ("", self.step)]:
             word = row.verdict if row.is_significant and (not name or name in self.judged) else ""
@@ -339,7 +339,8 @@ def compare_groups(
     Args:
         groups: Groups of runs.
         allow_mismatch: See `compare`.
-        looks: Number of comparisons while runs are added; the intervals widen with it.
+        looks: Number of times that the comparison is repeated as runs are added. The intervals
+            widen with it.
     """
     names = ["before", "after"]
     if len(groups) > 2:
@@ -360,7 +361,7 @@ def compare_groups(
                 f"most steps of {run.name or 'a run'} take 0 ms, so a change in percent is"
                 " undefined: save a run whose steps were timed"
             )
-    # In the order of the files: named phases have no other order.
+    # Keep the order of the files: it is the only order that user-defined phases have.
     found = dict.fromkeys(name for run in runs for name in list_phases(run.history))
     phases = in_order([name for name in found if not of_one_callback(name)])
     tries = looks * len(others)
@@ -488,7 +489,7 @@ def _compare_wall_clocks(
     ]
     rows = differences(*totals, confidence=1 - _CHANCES["step"] / tries, in_turns=in_turns)
     if max(map(len, sides)) == 1:
-        # One total per side shows no noise.
+        # One total per side does not show the noise.
         rows = [replace(row, error_ms=math.inf, relative_error=math.inf) for row in rows]
     return Named(zip(names, rows, strict=True))
 
@@ -537,7 +538,7 @@ def _environment_notes(sides: Sequence[Side]) -> dict[str, str]:
     """Return a sentence on each field in which the environments differ, by field."""
     notes = {}
     for name in (item.name for item in fields(Environment) if item.name not in _NOT_COMPARED):
-        # Unknown values do not differ.
+        # Unknown values do not count as differences.
         values = {
             side: {getattr(run.environment, name) for run in runs} - {"", None}
             for side, runs in sides

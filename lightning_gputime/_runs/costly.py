@@ -23,7 +23,7 @@ _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-_FLOAT32 = ("float32", "32-true")  # Precisions without autocast, as far as the timer knows.
+_FLOAT32 = ("float32", "32-true")  # Precisions without autocast, as far as the timer can tell.
 _TF32_CAPABILITY = (8, 0)  # The first compute capability of CUDA with TF32.
 
 
@@ -33,11 +33,11 @@ class CostlySettings:
 
     Attributes:
         environment: Environment of the training.
-        work: Name of the entry of the model's work, "GPU work" or "CPU work".
+        work: Name of the entry for the model's work, "GPU work" or "CPU work".
         logging: Option that makes the trainer log every step; empty if none.
         has_convolutions: True if the model has convolutions.
         repeats_forward: True if a part of the model uses gradient checkpointing.
-        finds_unused: True if DDP looks for unused parameters.
+        finds_unused: True if DDP searches for unused parameters.
     """
 
     environment: Environment = field(default_factory=Environment)
@@ -95,7 +95,7 @@ class CostlySettings:
                 "find_unused_parameters=True may cost time after forward, in a search of the"
                 " autograd graph: set it to False if no parameter is unused",
             )
-        # The loader of transformers copies to the GPU. Advice on `data/copy` covers other loaders.
+        # The transformers loader copies to the GPU itself. Advice on `data/copy` covers the others.
         if self._is_cuda and setup.pin_memory is False and setup.loader_prefix:
             option = f"{setup.loader_prefix}pin_memory"
             yield CostlySetting(
@@ -130,7 +130,7 @@ class CostlySettings:
         if not self._is_cuda:
             return
         cudnn = torch.backends.cudnn
-        # A benchmark may choose a different algorithm in each run.
+        # cuDNN's benchmark may choose a different algorithm in each run.
         is_repeatable = is_deterministic or cudnn.deterministic
         if self.has_convolutions and cudnn.enabled and not (cudnn.benchmark or is_repeatable):
             yield CostlySetting(
@@ -156,7 +156,7 @@ class CostlySettings:
                 " CPU waits for each kernel: unset it and time again",
             )
         if _is_on("TORCH_LOGS"):
-            # Most of these logs are from the compiler.
+            # The compiler writes most of these logs.
             entry = FIRST_STEP if self.environment.compiled else self.work
             text = "TORCH_LOGS may cost time for each log of torch: unset it after debugging"
             yield CostlySetting("TORCH_LOGS", entry, text)
@@ -195,7 +195,7 @@ def _leaves_tf32_out() -> bool:
     """Return True if the GPU has TF32, but float32 matrix products do not use it."""
     if torch.version.hip or torch.cuda.get_device_capability() < _TF32_CAPABILITY:
         return False
-    # torch 2.9 added this attribute. If it is set, the older function raises.
+    # torch 2.9 added this attribute. If it is set, `get_float32_matmul_precision` may raise.
     if attribute(torch.backends.cuda.matmul, "fp32_precision") == "tf32":
         return False
     try:

@@ -1,4 +1,4 @@
-"""Environment and setup of a training, read at its start without Lightning."""
+"""Environment and setup of a training run, read at its start without importing Lightning."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, TimerOptions
 
-# Optimizers of torch that take 2 to 7 times less on a CPU if fused. For SGD it makes no difference.
+# torch optimizers that are 2 to 7 times faster on a CPU if fused. Fusing SGD makes no difference.
 _FASTER_ON_CPU = ("Adam", "AdamW", "Adagrad")
 _OF_LOADERS = ("num_workers", "prefetch_factor", "batch_size", "pin_memory", "persistent_workers")
 
@@ -46,7 +46,7 @@ class Environment:
         package: Version of lightning_gputime.
         world_size: Number of processes that train together.
         rank: Rank of this process.
-        precision: Precision of the trainer; in a plain loop, type of the parameters.
+        precision: Precision of the trainer; in a plain loop, dtype of the parameters.
         compiled: True if torch compiles at least a part of the model.
         parameters: Number of parameters of the model.
         batch_size: Batch size of the loader.
@@ -80,14 +80,14 @@ def environment_of(loop: Loop, options: Options, **known: Any) -> Environment:
     Args:
         loop: The loop.
         options: Options of the timer.
-        known: Fields that the front end knows; None if it does not.
+        known: Fields that the front end knows; None if unknown.
     """
     try:
         found = _found(loop, options)
     except Exception as error:
         messages.warning("Cannot describe the environment of the run: %r", error)
         found = {}
-    # `sys.maxsize` micro-batches means that an update ends a step, after any number of batches.
+    # `sys.maxsize` micro-batches means that only the update ends a step, after any number of them.
     given = {key: value for key, value in known.items() if value not in (None, sys.maxsize)}
     return Environment(**{**found, **given})
 
@@ -137,7 +137,7 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-# Cached, because a process runs the code of the commit at which it started.
+# Cached, because a process keeps running the code of the commit at which it started.
 @lru_cache
 def _commit() -> str:
     program = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -149,7 +149,7 @@ def _commit() -> str:
 def head_of(folder: Path) -> str:
     """Return the git commit that is checked out in a folder; empty without a repository.
 
-    It reads the files of git, because starting `git` can take seconds.
+    It reads the files in `.git`, because starting `git` can take seconds.
     """
     places = (parent / ".git" for parent in (folder, *folder.parents))
     git = next((place for place in places if place.exists()), None)
@@ -171,13 +171,13 @@ def head_of(folder: Path) -> str:
 
 
 def setup_of(environment: Environment, loop: Loop, has_precision: bool) -> TrainingSetup:
-    """Return the setup of a training without its loader.
+    """Return the training setup, without its loader.
 
     Args:
         environment: Environment of the run.
         loop: The loop.
-        has_precision: True if the trainer reports its precision. The type of the parameters does
-            not show autocast.
+        has_precision: True if the trainer reports its precision. The dtype of the parameters does
+            not reveal autocast.
     """
     is_cuda = environment.device_type == "cuda"
     return TrainingSetup(
@@ -192,7 +192,7 @@ def setup_of(environment: Environment, loop: Loop, has_precision: bool) -> Train
 
 
 def known_of_loader(loader: object) -> dict[str, Any]:
-    """Return the fields of a `TrainingSetup` for a loader: any iterable, or several."""
+    """Return the `TrainingSetup` fields of a loader: any iterable, or several loaders."""
     loaders = loaders_in(loader)
     datasets = [dataset_of(known) for known in loaders]
     return {
@@ -206,23 +206,23 @@ def known_of_loader(loader: object) -> dict[str, Any]:
 
 def _foreign_class(loader: object) -> str:
     """Return the class of a loader that is not a DataLoader of torch, else an empty string."""
-    # A loader of accelerate iterates over an inner loader.
+    # Loaders of accelerate wrap another loader.
     is_torch = isinstance(attribute(loader, "base_dataloader") or loader, DataLoader)
     return "" if is_torch else type(loader).__name__
 
 
 def _common(loaders: Sequence[object], name: str) -> Any:
-    """Return the attribute that all loaders have in common; None if they differ."""
+    """Return an integer or boolean attribute on which all loaders agree; None if they differ."""
     first, *others = [attribute(loader, name) for loader in loaders]
     return first if isinstance(first, int) and all(other == first for other in others) else None
 
 
 def cores_of_rank(world_size: int) -> int | None:
-    """Return the number of CPU cores for each rank of this host."""
+    """Return the number of CPU cores per rank on this host; None if unknown."""
     cores = os.cpu_count() or 0
     with suppress(AttributeError, OSError):
         cores = len(os.sched_getaffinity(0))
-    # Not all launchers set LOCAL_WORLD_SIZE. Otherwise, assume one rank per device.
+    # Assume one rank per device if the launcher does not set LOCAL_WORLD_SIZE.
     ranks = min(world_size, torch.accelerator.device_count() or world_size)
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = int(local) if local.isdigit() else ranks
@@ -230,7 +230,7 @@ def cores_of_rank(world_size: int) -> int | None:
 
 
 def _unfused(optimizers: Sequence[Any], device_type: str) -> str:
-    """Return the class of the first optimizer that would be faster if it were fused."""
+    """Return the class of the first optimizer that would be faster if fused; empty if none."""
     for optimizer in optimizers:
         groups, name = attribute(optimizer, "param_groups"), type(optimizer).__name__
         is_faster = device_type == "cuda" or (device_type == "cpu" and name in _FASTER_ON_CPU)

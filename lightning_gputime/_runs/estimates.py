@@ -15,7 +15,7 @@ MIN_STEPS = 24  # Minimum number of steps to estimate their variance.
 RESOLUTION_MS = 0.002  # Resolution of the clock at each phase boundary.
 _BLOCKS = 12  # Number of blocks of consecutive steps for the moving-block bootstrap.
 _TRIMMED_SHARE = 0.25  # Fraction to trim at each end, for the interquartile mean.
-_LONG_STEP = 1.5  # Multiple of the median from which a step is long.
+_LONG_STEP = 1.5  # A step is long if it exceeds this multiple of the median.
 # Long steps recur if at least this many have a common period of at least this many steps.
 _MIN_LONG_STEPS, _MIN_PERIOD = 5, 5
 _MAX_RATIO = 2.0
@@ -30,7 +30,7 @@ class Estimate:
     Attributes:
         values: Time of each column per step (in milliseconds).
         variances: Variance of each value due to the noise within the run.
-        not_sampled_ms: Time per step that no timed step represents, and that any phase may have.
+        not_sampled_ms: Time per step that no timed step represents, and that may be in any phase.
     """
 
     values: Floats
@@ -45,9 +45,9 @@ class Difference:
     Attributes:
         before_ms: Time before (in milliseconds).
         after_ms: Time after (in milliseconds).
-        error_ms: Half-width of the confidence interval of their difference (in milliseconds).
-        relative_error: Half-width of the interval of `relative_change`. If the time more than
-            doubled, the noise of the time before counts twice, not by the full ratio.
+        error_ms: Half-width of the confidence interval of `change_ms` (in milliseconds).
+        relative_error: Half-width of the interval of `relative_change`. The noise of the time
+            before is scaled by the ratio of the times, but at most by 2.
         resolution_ms: Resolution of the clock (in milliseconds).
     """
 
@@ -101,9 +101,9 @@ class Difference:
 
 
 def typical_step(times: Floats) -> Estimate:
-    """Return the mean of each column over the middle half of the steps by length.
+    """Return the mean of each column over the middle half of the steps by duration.
 
-    The step in the first column selects these steps, so that the phases still add up to it. The
+    The first column, the step, selects these steps, so that the phases still add up to it. The
     estimate is robust: a step of one second has no more influence than a slightly slow step.
 
     Args:
@@ -115,8 +115,8 @@ def typical_step(times: Floats) -> Estimate:
     kept = order[cut : n - cut]
     influence = np.empty_like(times)
     influence[kept] = times[kept]
-    # A trimmed step counts by its side, not by its duration: it shifts the border of the middle
-    # half. Use the mean of the steps around the border, which may lie between two speeds.
+    # A trimmed step shifts a border of the middle half, by the same amount for any duration. Use
+    # the mean of the steps around that border, which may lie between two speeds.
     near = max(cut // 5, 1)
     influence[order[:cut]] = times[order[cut - near : cut + near]].mean(axis=0)
     influence[order[n - cut :]] = times[order[n - cut - near : n - cut + near]].mean(axis=0)
@@ -150,7 +150,7 @@ def mean_of_all_steps(
         numbers: Numbers of the timed steps.
         times: Their times, of shape (timed steps, columns).
         means: Estimates for all steps, one per column (in milliseconds).
-        errors: Half-widths of the 95 % intervals of `means` by sampling (in milliseconds).
+        errors: Half-widths of the 95 % intervals of `means` due to sampling (in milliseconds).
         all_steps: Number of steps.
         max_ms: Duration of the longest step (in milliseconds).
         not_sampled_ms: See `Estimate`.
@@ -181,8 +181,8 @@ def variance(influence: Floats) -> Floats:
 
     Blocks of consecutive steps preserve correlations. The variance of the bootstrap has a closed
     form: the variance of all blocks, divided by their number. The blocks are as long as
-    possible, because a slow period may last for hundreds of steps; their small number widens the
-    interval, see `quantile_of_t`.
+    possible, because a slow period may last for hundreds of steps. That leaves few blocks, which
+    widens the interval, see `quantile_of_t`.
 
     Args:
         influence: Influence of each step on the estimate, times the number of steps, with a mean of
@@ -220,7 +220,7 @@ def differences(
         before: Each run of one side.
         after: Each run of the other.
         confidence: Confidence of the intervals, or of the interval of each column.
-        in_turns: True if the runs are pairs, one after the other.
+        in_turns: True if the sides alternated, so that their runs form pairs.
         resolution_ms: Resolution of each column; 0 if empty.
     """
     n, m = len(before), len(after)
@@ -252,8 +252,8 @@ def differences(
         between = quantile_of_t(freedom, confidence) * np.sqrt(square)
         return np.asarray(np.maximum(within, between) + hidden)
 
-    # A bound refers to the time before, so its noise counts by the ratio of the times. Limit the
-    # ratio: otherwise a short phase that grew many times would never be a regression.
+    # A bound is a fraction of the time before, so scale the noise of that time by the ratio of the
+    # times. Limit the ratio: otherwise a short phase that grew many times never is a regression.
     relative_error = np.divide(
         error_of(np.minimum(ratio, _MAX_RATIO)),
         before_ms,
@@ -270,8 +270,8 @@ def runs_needed(
 ) -> int | None:
     """Return the number of runs per side that would decide on a bound in four of five cases.
 
-    It assumes the observed spread. With one run per side, it uses the noise within the runs, and
-    returns at least 3. None if more than 100 runs would be needed.
+    It assumes that the spread stays as observed. With one run per side, it uses the noise within
+    the runs. At least 3; None if more than 100 would be needed.
     """
     if not math.isfinite(difference.relative_error):
         return 3
@@ -291,8 +291,8 @@ def runs_needed(
 
 
 def quantile_of_t(freedom: float, confidence: float | Floats) -> Floats:
-    """Return half the width of an interval of Student's t, in standard errors."""
-    # With t = sqrt(freedom) tan(angle), the angle has this density, up to a constant.
+    """Return the half-width of a confidence interval of Student's t, in standard errors."""
+    # If t = sqrt(freedom) * tan(angle), this is the density of the angle, up to a constant.
     angles = np.linspace(0, np.pi / 2, 4_001)
     density = np.cos(angles) ** (freedom - 1)
     below = np.cumsum(density[1:] + density[:-1])

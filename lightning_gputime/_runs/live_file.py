@@ -1,4 +1,4 @@
-"""The file of a run, rewritten while the training continues."""
+"""File of a run, rewritten during training."""
 
 import os
 import time
@@ -22,7 +22,9 @@ def _identity(path: str) -> tuple[int, int]:
 
 
 class LiveFile:
-    """File of a run, rewritten every 10 s and at the ends of epochs.
+    """File of a run, rewritten every 10 s and at the end of each epoch.
+
+    Both happen less often if saving would take more than 1 % of the time.
 
     Attributes:
         path: The file, or None.

@@ -1,4 +1,4 @@
-"""Check of the option `save_path`, which does not import torch."""
+"""Validation of the option `save_path`, without importing torch."""
 
 import os
 from typing import Any

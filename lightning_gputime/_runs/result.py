@@ -13,9 +13,9 @@ from lightning_gputime._runs.estimates import Difference
 from lightning_gputime._runs.saved import Run
 
 VERSION, MINOR = 1, 1
-"""A new key raises `MINOR`; a renamed or removed key raises `VERSION`."""
+"""Increment `MINOR` to add a key, and `VERSION` to rename or remove a key."""
 
-_MIN_SHARE = 0.01  # Shorter entries and phases are not in a brief result.
+_MIN_SHARE = 0.01  # A brief result omits shorter entries and phases.
 _MAX_ITEMS = 8  # Maximum length of lists in a brief result.
 _MAX_KEYS = 24  # Maximum number of keys in a brief result.
 _MAX_LETTERS = 300  # Maximum length of texts in a brief result.
@@ -23,7 +23,7 @@ _DIGITS = 4
 
 
 def result_of(run: Run, *, brief: bool = False) -> dict[str, Any]:
-    """Return the result of a run. `brief` keeps what an agent needs, in under 2,000 tokens."""
+    """Return the result of a run. A `brief` result has under 2,000 tokens, for coding agents."""
     summary = run.summary()
     content = summary.to_dict()
     content |= {"notes": summary.notes, "environment": asdict(run.environment)}
@@ -68,7 +68,7 @@ def result_of(run: Run, *, brief: bool = False) -> dict[str, Any]:
 def comparison_result(
     found: RunComparison, outcome: Mapping[str, Any], *, brief: bool = False
 ) -> dict[str, Any]:
-    """Return the result of a comparison. `outcome` has keys that are added."""
+    """Return the result of a comparison, with the keys of `outcome` added."""
     content = found.to_dict() | {
         "step": _difference(found.step),
         "mean": _difference(found.mean),
@@ -116,7 +116,7 @@ def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shorten(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an object of JSON with fewer digits, and with long texts and lists cut."""
+    """Return a JSON object with numbers rounded, and long texts, lists and objects truncated."""
     return {name: _short(item) for name, item in [*content.items()][:_MAX_KEYS]}
 
 

@@ -40,8 +40,8 @@ class Run(Tabular):
 
     Attributes:
         environment: Environment of the run.
-        history: Newest steps, see the timers' `history`; rounded to 0.0001 ms.
-        warmup_steps: Number of first steps of the history that are warm-up.
+        history: Newest steps, as in `history` of the timers, with times rounded to 0.0001 ms.
+        warmup_steps: Number of warm-up steps at the start of the history.
         slow_steps: Slowest steps with their causes.
         evaluations: Means of each evaluation, as JSON objects.
         name: Name of the run, such as its file.
@@ -58,7 +58,7 @@ class Run(Tabular):
     warnings: Sequence[str] = ()
 
     def summary(self) -> PhaseSummary:
-        """Return the summary of all steps without the warm-up; with it if there are no others."""
+        """Return the summary of the steps after the warm-up; of the warm-up if there are none."""
         return self._summary
 
     def _table(self) -> Table:
@@ -100,7 +100,7 @@ def save(run: Run, path: str | os.PathLike[str]) -> None:
     data = json.dumps(schema.to_json(run), separators=(",", ":"), allow_nan=False).encode()
     if os.fspath(path).endswith(".gz"):
         # Level 1 takes a third of the time for 10 % more bytes. Without a timestamp, two files of
-        # the same run are equal.
+        # the same run are identical.
         data = gzip.compress(data, compresslevel=1, mtime=0)
     write(path, data)
 
@@ -108,7 +108,7 @@ def save(run: Run, path: str | os.PathLike[str]) -> None:
 def write(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Replace a file atomically, and keep its mode. Raise an OSError that names the file."""
     target = Path(os.path.expanduser(path)).resolve()
-    # In the same folder, so that the move is atomic.
+    # Write to the same folder, so that the move is atomic.
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         if target.is_dir():
@@ -118,7 +118,7 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
         is_new = not target.exists()
         mode = 0o666 if is_new else stat.S_IMODE(target.stat().st_mode)
         try:
-            # Never readable by more users than the target. The umask applies only to new files.
+            # Never let more users read it than the target. The umask applies only to new files.
             with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
                 if not is_new:
                     os.chmod(temporary, mode)
@@ -142,14 +142,14 @@ def remove_leftovers(path: str) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Run:
-    """Read a file that a timer's `save` has written. It is JSON: no code in it is executed.
+    """Load a run that a timer's `save` has written. The file is JSON: loading it runs no code.
 
     Args:
         path: File to read.
 
     Raises:
         OSError: If it cannot be read.
-        ValueError: If it is damaged, of another program, or of another version of the format.
+        ValueError: If it is damaged, not a saved run, or has another version of the format.
     """
     name = os.path.expanduser(path)
     with open(name, "rb") as file:

@@ -9,8 +9,8 @@ A file is a JSON object with these keys:
 - `evaluations`: the means of each evaluation. `warmup_steps`: a number of steps. `warnings`: texts.
 - `history`: the time of each step and phase as a multiple of `unit_ms`; -1 if absent.
 
-Raise `MINOR` to add a key, and `VERSION` to rename or remove a key. `tests/test_schema.py` reads a
-file of each version.
+Increment `MINOR` to add a key, and `VERSION` to rename or remove a key. `tests/test_schema.py`
+reads a file of each version.
 """
 
 import json
@@ -42,10 +42,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _MIN_TIME = -1.0  # Events of two streams may be slightly out of order.
 _SIGNED = re.compile("change|excess|unexplained|behind_median")  # Fields that may be negative.
 _MAX_COUNT = 2**63
-# Keys that are read under other names, or derived from others.
+# Keys that are read under other names, or derived from other keys.
 _NOT_FIELDS = {"format", "version", "minor", "summary", "setup", "sentence"}
 _NOT_FIELDS |= {"verdict", "advice", "diagnosis"}
-# Names in messages of fields that the file has elsewhere.
+# Error messages name these fields by their path in the file, which differs.
 _PATHS = {"_summary": ".summary", "measurement": ""}
 
 Floats = npt.NDArray[np.float64]
@@ -91,7 +91,7 @@ def to_json(run: Run) -> dict[str, Any]:
         "evaluations": run.evaluations,
         "warnings": run.warnings,
     }
-    # The history is most of the file, and already in types of JSON.
+    # Exclude the history from `plain`: it is most of the file, and already has JSON types.
     return {**plain(content), "history": _pack(run.history)}
 
 
@@ -105,7 +105,7 @@ def from_json(kind: type[Record], data: bytes, name: str) -> tuple[Record, list[
 
     Raises:
         KeyError: If the file has no history.
-        ValueError: If the file is damaged, or of another format or version.
+        ValueError: If the file is damaged, or has another format or version.
     """
     content = _parse(data)
     content |= {"history": _unpack(content["history"]), "name": name}
@@ -118,10 +118,10 @@ def from_json(kind: type[Record], data: bytes, name: str) -> tuple[Record, list[
 def _pack(history: npt.NDArray[Any]) -> dict[str, Any]:
     return {
         "unit_ms": _UNIT_MS,
-        # The first number, then differences: nearly all are 1, which compresses well.
+        # Store the first number, then differences: nearly all are 1, which compresses well.
         "steps": np.diff(history["step"], prepend=0).tolist(),
         "host_wait": _to_units(history["host_wait_ms"]),
-        # Without the step, which is the sum of the phases.
+        # Omit the step, which is the sum of the phases.
         "phases": {name: _to_units(history[f"{name}_ms"]) for name in list_phases(history)},
     }
 
@@ -129,7 +129,7 @@ def _pack(history: npt.NDArray[Any]) -> dict[str, Any]:
 def _to_units(times_ms: Floats) -> Any:
     is_known = np.abs(times_ms) < _MAX_TIME_MS
     units = np.rint(np.where(is_known, times_ms, 0) / _UNIT_MS)
-    # Times may be slightly negative, if events of two streams are out of order.
+    # Times may be slightly negative if events of two streams are out of order.
     return np.where(is_known, np.maximum(units, 0), _ABSENT).astype(np.int64).tolist()
 
 
@@ -195,8 +195,8 @@ def _clean(value: Any) -> Any:
 def _read(kind: Any, value: Any, where: str, unknown: list[str]) -> Any:
     """Return a JSON value as the type of a field, or raise ValueError.
 
-    A missing field gets its default. Unknown fields are ignored and added to `unknown`. A float
-    that is null is NaN.
+    A missing field gets its default. Unknown fields are ignored and added to `unknown`. A null
+    float is read as NaN.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if kind is float and type(value) is int:
@@ -232,7 +232,7 @@ def _read(kind: Any, value: Any, where: str, unknown: list[str]) -> Any:
 
 
 def _check_number(value: float, where: str) -> None:
-    """Raise if a number is negative without being a difference, or if a count overflows."""
+    """Raise ValueError if a count overflows, or a number is too low and not a difference."""
     is_signed = _SIGNED.search(where.rpartition(".")[2]) is not None
     least = -math.inf if is_signed else 0 if isinstance(value, int) else _MIN_TIME
     if value < least or value >= (_MAX_COUNT if isinstance(value, int) else math.inf):
