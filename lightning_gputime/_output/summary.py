@@ -57,7 +57,7 @@ class PhaseSummary(Tabular):
 
     Attributes:
         measurement: All measured facts. Most of them are also attributes of the summary.
-        setup: Training setup, as far as known.
+        setup: Training setup; unknown fields are None.
     """
 
     measurement: Measurement

@@ -40,7 +40,7 @@ MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_g
 _NOT_COMPARED = ("started", "rank", "options")
 # Equal runs are called different with a probability of 5 %, divided among the intervals.
 _CHANCES = {"step": 0.02, "mean": 0.005, "phases": 0.025}
-_MIN_PHASE_SHARE = 0.01  # Shorter phases are judged only if a bound names them.
+_MIN_PHASE_SHARE = 0.01  # Shorter phases get an outcome only if a bound names them.
 _MAX_ERROR = 0.1  # A larger error, as a fraction of the step, is too noisy.
 _MIN_OUTSIDE_SHARE = 0.05  # Smaller changes outside of the steps are not reported.
 _MIN_NOT_SAMPLED_SHARE = 0.01
@@ -80,7 +80,8 @@ class RunComparison(Tabular):
         others: Comparisons of further groups with the same first side.
         is_sampled: True if the times are estimates for all steps, timed or not.
         wall_clock: Total time of each entry of the wall clock that both sides have, such as
-            "validation". They are judged only if a bound names them, and only with several runs.
+            "validation". Entries get an outcome only if a bound names them and there are
+            several runs.
     """
 
     rows: Mapping[str, Difference]

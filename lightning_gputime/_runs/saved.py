@@ -58,7 +58,7 @@ class Run(Tabular):
     warnings: Sequence[str] = ()
 
     def summary(self) -> PhaseSummary:
-        """Return the summary of the steps after the warm-up; of the warm-up if there are none."""
+        """Return the summary of the steps after the warm-up, or of the warm-up if it is all."""
         return self._summary
 
     def _table(self) -> Table:
