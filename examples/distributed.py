@@ -1,4 +1,4 @@
-"""Train under DistributedDataParallel with a straggler, which the table names.
+"""Train under DistributedDataParallel with a straggler rank, which the table names.
 
 torchrun --nproc-per-node 2 examples/distributed.py
 
@@ -18,7 +18,7 @@ from lightning_gputime import GPUPhaseHooks
 
 
 class SlowNet(nn.Module):
-    """Model that is slow on one rank."""
+    """Model whose forward is slow if `is_slow`."""
 
     def __init__(self, is_slow: bool) -> None:
         super().__init__()

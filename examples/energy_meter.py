@@ -13,21 +13,21 @@ from torch import nn
 
 from lightning_gputime import GPUPhaseHooks
 
-_SHORTEST_S = 1.0  # The counter changes every 100 ms: shorter windows are not logged.
+_SHORTEST_S = 1.0  # Shorter windows are not logged: the counter changes only every 100 ms.
 
 
 class EnergyMeter:
-    """Observer that measures the energy of a GPU between two logs.
+    """Observer that measures the energy that a GPU uses between two logs.
 
     It logs `energy_j`, the energy per step (in joules), `power_w`, the mean power (in watts), and
     `items_per_j`, items per joule, if the timer counts items. It reads the counter
     `nvmlDeviceGetTotalEnergyConsumption` (Volta and newer) only at logs. The counter includes all
-    work of the GPU, also evaluations and other processes. It changes every 100 ms, so it cannot be
-    split by phase.
+    work of the GPU, even evaluations and other processes. It changes only every 100 ms, so energy
+    cannot be split by phase.
 
     Args:
-        device: GPU, as a number or a `torch.device`; by default torch's current device at the
-            start.
+        device: GPU, as a number or a `torch.device`. Default: torch's current device when the
+            timer is attached.
 
     Raises:
         ImportError: If `nvidia-ml-py` is not installed.
@@ -46,7 +46,7 @@ class EnergyMeter:
     def _reset(self) -> None:
         self._last: tuple[float, float] | None = None
         self._newest: dict[str, float] = {}
-        # Over all windows: seconds, joules, and seconds times joules per step; number of items.
+        # Totals over all windows: seconds, joules, seconds times joules per step, and items.
         self._seconds = self._joules = self._of_steps = self._items = 0.0
 
     def attach(self) -> None:
@@ -65,7 +65,7 @@ class EnergyMeter:
         return time.monotonic(), joules
 
     def metrics(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the energy since the last log."""
+        """Return the energy since the last log, or the last values if that was under 1 s ago."""
         if self._last is None:
             return {}
         now = self._read()
@@ -102,7 +102,7 @@ class EnergyMeter:
 
 
 def main(steps: int = 500, width: int = 4096) -> GPUPhaseHooks:
-    """Train a net of two layers, and print its energy."""
+    """Train a two-layer net, and print the energy that it uses."""
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batch = torch.randn(width, width, device="cuda")

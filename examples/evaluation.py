@@ -1,4 +1,4 @@
-"""Time training, validation and test of one model, and log them to TensorBoard.
+"""Time training, validation and test of a model, and log the times to TensorBoard.
 
 python examples/evaluation.py
 tensorboard --logdir lightning_logs

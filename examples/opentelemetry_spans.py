@@ -17,11 +17,11 @@ from lightning_gputime import GPUPhaseHooks, StepTimes
 
 
 class Spans:
-    """Observer that exports steps: spans start at the host time and have GPU durations."""
+    """Observer that exports steps as spans, which start at host times and last for GPU times."""
 
     def __init__(self, provider: Any) -> None:
         self._tracer = provider.get_tracer("lightning_gputime")
-        # Steps use `time.perf_counter_ns`, spans the time of day.
+        # Steps use `time.perf_counter_ns`, but spans use the time of day.
         self._to_day_ns = time.time_ns() - time.perf_counter_ns()
 
     def on_step(self, times: StepTimes) -> None:

@@ -37,8 +37,8 @@ class StepTrace:
         for step in self.newest:
             if (line := step.timeline) is None:
                 continue
-            # The GPU starts a step after the host does and after the previous step. If the host
-            # waited, the step ends there.
+            # The GPU starts a step after the host has, and after the previous step. If the host
+            # waited for the step, it ended no earlier than that wait.
             start_ns = max(end_ns, line.host_ns[0], line.finished_ns - 1e6 * sum(line.device_ms))
             gpu_ns = [*accumulate((1e6 * ms for ms in line.device_ms), initial=start_ns)]
             end_ns = gpu_ns[-1]
@@ -50,7 +50,7 @@ class StepTrace:
 
 
 def event(pid: int, name: str, start_ns: float, end_ns: float) -> dict[str, Any]:
-    """Return a slice of a lane. Rounding to half a microsecond prevents overlaps."""
+    """Return a slice of a lane, rounded to half a microsecond to prevent overlaps."""
     start_us, end_us = round(start_ns / 500) / 2, round(end_ns / 500) / 2
     return {
         "ph": "X",

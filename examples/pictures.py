@@ -1,12 +1,12 @@
-"""Take the pictures of the manual, all from one run of `tutorial.py`.
+"""Create the pictures of the manual from a single run of `tutorial.py`.
 
     python -m pip install -e ".[examples]" pyte nbconvert ipykernel
     python examples/pictures.py [DIRECTORY]
 
 It needs Chromium, and Linux or macOS. Without Chromium, as on many machines with a GPU, it only
-saves the run. Copy the directory to a machine with Chromium and start it again: it reuses the run.
-The terminals show the output of `lightning-gputime show`, the page that of `lightning-gputime
-report`.
+saves the run. Then copy the directory to a machine with Chromium and start it again: it reuses the
+run. The terminals show the output of `lightning-gputime show`, and the page shows that of
+`lightning-gputime report`.
 """
 
 import argparse
@@ -53,7 +53,7 @@ STYLE = (
 
 
 def measure(directory: str, steps: int = 150, width: int = 0) -> GPUPhaseTimer:
-    """Train the tutorial as found, save the run, and draw the plots. Return the timer."""
+    """Train the unchanged tutorial, save the run, and draw the plots. Return the timer."""
     times: list[StepTimes] = []
     folder = Path(directory)
     folder.mkdir(exist_ok=True)
@@ -73,7 +73,7 @@ def new_axes(height: float) -> Any:
 
 
 def record(code: str, arguments: list[str], columns: int) -> bytes:
-    """Run Python in a terminal, and return its output.
+    """Run Python code in a pseudo-terminal, and return its output.
 
     Args:
         code: Python code.
@@ -97,18 +97,18 @@ def record(code: str, arguments: list[str], columns: int) -> bytes:
 def _read(end: int) -> bytes:
     try:
         return os.read(end, 65536)
-    except OSError:  # Linux raises when the other end is closed.
+    except OSError:  # On Linux, reading fails after the other end is closed.
         return b""
 
 
 def page(written: bytes, columns: int, *, only_breakdown: bool = False) -> str:
-    """Return the summary that a terminal shows as HTML, or only the part above the phases."""
+    """Return as HTML the summary that a terminal shows, or only its part above the phases."""
     import pyte
 
     screen = pyte.Screen(columns, ROWS)
     pyte.ByteStream(screen).feed(written)
     used = [i for i, line in enumerate(screen.display) if line.strip()]
-    # Leave out the description of the environment after the summary.
+    # Omit the description of the environment after the summary.
     ends = (n for n, i in enumerate(used) if ENVIRONMENT in screen.display[i])
     used = used[: next(ends, None)]
     title = max(i for i in used if screen.display[i].startswith("Time per step in"))
@@ -152,7 +152,7 @@ def report(folder: Path) -> str:
 
 
 def photograph(browser: str, text: str, path: Path, width: int, height: int = 1400) -> None:
-    """Take a picture of a page without its empty borders."""
+    """Take a screenshot of a page, and crop its empty lower margin."""
     from PIL import Image, ImageChops
 
     with tempfile.TemporaryDirectory() as folder:
@@ -160,7 +160,7 @@ def photograph(browser: str, text: str, path: Path, width: int, height: int = 14
         source.write_text(text, encoding="utf-8")
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         options += [f"--window-size={width},{height}", "--force-device-scale-factor=2"]
-        options += ["--virtual-time-budget=5000"]  # Scripts draw parts of the page.
+        options += ["--virtual-time-budget=5000"]  # Let scripts draw their parts of the page.
         command = [browser, *options, f"--screenshot={path}", source.as_uri()]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
     with Image.open(path) as image:
@@ -172,7 +172,7 @@ def photograph(browser: str, text: str, path: Path, width: int, height: int = 14
 
 
 def main(directory: str = "pictures") -> None:
-    """Take all pictures that the machine can take."""
+    """Create all pictures that this machine can create."""
     folder = Path(directory).resolve()
     folder.mkdir(exist_ok=True)
     if not (folder / RUN).exists():

@@ -1,4 +1,4 @@
-"""Plot the phases of each step, stacked, and the timeline of a step on GPU and host.
+"""Plot stacked phases over steps, and the timeline of a step on the GPU and the host.
 
 python examples/plot_phases.py run.json.gz
 """
@@ -20,12 +20,12 @@ def top_phases(names: Any) -> list[str]:
 
 
 def plot_steps(history: Any, ax: Any) -> Any:
-    """Stack the phases of each step of `timer.history()`, or of `load(path).history`."""
+    """Plot the stacked phases of each step, from `timer.history()` or `load(path).history`."""
     phases = top_phases(history.dtype.names)
     # NaN means that a phase did not run.
     times = [np.nan_to_num(history[f"{name}_ms"]) for name in phases]
     ax.stackplot(history["step"], times, labels=phases, step="post")
-    # Without a limit, a slow first step flattens all others.
+    # Limit the y-axis: a slow first step would flatten all other steps.
     ax.set_ylim(0, 3 * np.median(history["step_ms"]))
     ax.set(xlabel="step", ylabel="time per step (ms)", title="Phases of each step")
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
@@ -33,7 +33,7 @@ def plot_steps(history: Any, ax: Any) -> Any:
 
 
 def plot_step(step: StepTimes, ax: Any) -> Any:
-    """Draw the timeline of a step, such as `timer.last_step`, on GPU and host."""
+    """Plot the timeline of a step, such as `timer.last_step`, on the GPU and the host."""
     line = step.timeline
     assert line is not None
     phases = [name for name in step.phase_ms if "/" not in name]

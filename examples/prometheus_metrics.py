@@ -1,4 +1,4 @@
-"""Serve the times of the phases to Prometheus; `grafana_dashboard.json` shows them.
+"""Export phase times to Prometheus. `grafana_dashboard.json` is a dashboard for them.
 
 python -m pip install prometheus-client
 python examples/prometheus_metrics.py
@@ -56,7 +56,7 @@ class PrometheusMetrics:
 
 
 def main(registry: CollectorRegistry = REGISTRY, steps: int = 2000) -> GPUPhaseHooks:
-    """Train a small net, and count its times in a registry."""
+    """Train a small net, and add its times to the metrics of a registry."""
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with GPUPhaseHooks(model, optimizer, observers=[PrometheusMetrics(registry)]) as timer:

@@ -23,7 +23,7 @@ def train(config: dict[str, Any]) -> None:
     loss_of = nn.CrossEntropyLoss()
     data = TensorDataset(torch.randn(1024, 64), torch.randint(10, (1024,)))
     loader = prepare_data_loader(DataLoader(data, batch_size=64))
-    # Ray has created the process group by now, so ranks are compared.
+    # Ray has already created the process group, so the timer compares ranks.
     with GPUPhaseHooks(model, optimizer, device=get_device()) as timer:
         for _ in range(config["max_epochs"]):
             for x, y in timer.steps(loader):
@@ -32,7 +32,7 @@ def train(config: dict[str, Any]) -> None:
                 loss.backward()
                 optimizer.step()
     metrics = {f"phase_time/{name}_ms": row.mean_ms for name, row in timer.summary().rows.items()}
-    # All workers must report. Ray keeps the metrics of the first, and its checkpoint.
+    # All workers must report. Ray keeps the metrics and the checkpoint of the first worker.
     with tempfile.TemporaryDirectory() as folder:
         timer.save(f"{folder}/run.json.gz")
         is_first = ray.train.get_context().get_world_rank() == 0

@@ -1,4 +1,4 @@
-"""Serve the newest times as JSON over HTTP during the training.
+"""Serve the newest times as JSON over HTTP during training.
 
 python examples/serve_summary.py
 curl http://127.0.0.1:8000

@@ -1,4 +1,4 @@
-"""Train a small net, and save torch.profiler traces if slow steps recur.
+"""Train a small net, and save traces of torch.profiler if slow steps recur.
 
 python examples/trace_slow_steps.py
 """
@@ -49,14 +49,14 @@ class SlowStepTraces:
                     self.end(self.profiler)
 
     def start(self, number: int) -> None:
-        """Start a profiler, which warms up for a step before it records."""
+        """Start a profiler, which warms up for one step before it records."""
         self.first = number + 2
         self.profiler = profile(schedule=schedule(wait=0, warmup=1, active=self.window, repeat=1))
         self.profiler.start()
 
     def end(self, profiler: profile) -> None:
         """Save the trace if it contains a slow step, then wait for two more slow steps."""
-        # All steps are slower under a profiler, but by less than this.
+        # Every step is slower under the profiler, but by less than half a slow step's excess.
         least_ms = min(step.excess_ms for step in self.slow[:2]) / 2
         for step in self.slow:
             if step.step >= self.first and step.excess_ms >= least_ms:
@@ -70,14 +70,14 @@ class SlowStepTraces:
         self.slow.clear()
 
     def close(self) -> None:
-        """Stop a running profiler. Call this after the loop, also after an error."""
+        """Stop a running profiler. Call this after the loop, even after an error."""
         if self.profiler is not None:
             self.profiler.stop()
             self.profiler = None
 
 
 def main(folder: str = "slow_step_traces", steps: int = 300) -> SlowStepTraces:
-    """Train with a rare, slow branch, and return the traces."""
+    """Train with a slow branch in 1 of 20 steps, and return the traces."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

@@ -1,12 +1,12 @@
-"""Train a model, and apply four changes that the timer advises: see docs/tutorial.md.
+"""Train a model, and apply four changes that the timer suggests: see docs/tutorial.md.
 
     python examples/tutorial.py                                  # as found
     python examples/tutorial.py --workers                        # then add a flag per change:
     python examples/tutorial.py --workers --rare-checks --large-batch --bf16
-    python examples/tutorial.py --all --json tutorial.json       # all five, in turn
+    python examples/tutorial.py --all --json tutorial.json       # all five variants
 
-The images come with scikit-learn. It runs on a GPU in less than a minute, and on a CPU with a
-smaller net.
+The images come with scikit-learn. A run takes less than a minute on a GPU. On a CPU, the net is
+smaller.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class AugmentedDigits(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         index %= len(self._images)
-        # Elastic distortion: blurred noise moves each pixel.
+        # Elastic distortion: shift each pixel by blurred noise.
         moves = torch.randn(1, 2, self._size, self._size)
         for _ in range(8):
             moves = nn.functional.avg_pool2d(moves, 5, stride=1, padding=2)
@@ -100,7 +100,7 @@ def train(
     width: int = 0,
     timer: GPUPhaseTimer | None = None,
 ) -> dict[str, Any]:
-    """Train with some of the changes; return the measurements."""
+    """Train with the given changes, and return the measurements."""
     pl.seed_everything(0, verbose=False)
     on_gpu = torch.cuda.is_available()
     width, size, checked = (width or 96, 32, 128) if on_gpu else (width or 4, 16, 128)
@@ -148,7 +148,7 @@ def train(
 def main(
     changes: Sequence[str] = (), *, all_of_them: bool = False, path: str = "", **options: Any
 ) -> list[dict[str, Any]]:
-    """Train once, or once for each number of changes; return the results."""
+    """Train once, or with 0, 1, ... all changes if `all_of_them`, and return the results."""
     ways = [CHANGES[:n] for n in range(len(CHANGES) + 1)] if all_of_them else [changes]
     results = [train(way, **options) for way in ways]
     for result in results:
