@@ -1,10 +1,10 @@
-"""Compare phases with the kernel trace, and with spin kernels of a known length.
+"""Compare phases with the kernel trace, and with spin kernels of known duration.
 
 1. Each phase against torch.profiler: from the start of its first kernel to the end of its last.
-2. A spin kernel in each phase in turn: that phase must grow by it, and no other.
+2. Phases with a spin kernel in each phase in turn: only that phase may grow, by its duration.
 
 Each step begins with a spin kernel in `data`, during which the host launches the rest of the step.
-So the profiler, which slows the host, does not change the times on the GPU.
+So the profiler, which slows down the host, does not change the times on the GPU.
 
     python benchmarks/accuracy.py --models resnet50 gpt12 --out benchmarks/results/accuracy.json
 """
@@ -25,7 +25,7 @@ from lightning_gputime import GPUPhaseHooks
 
 PHASES = ("forward", "loss", "backward", "optimizer")
 SPIN_MS, FILL_MS, STEPS = 5.0, 60.0, 12
-SETTLE = 2  # The first steps are left out.
+SETTLE = 2  # Number of first steps to skip.
 Phases = dict[str, float]
 """Milliseconds per phase."""
 
@@ -38,7 +38,7 @@ class Step:
         self.optimizer = self.task.configure_optimizers()
         self.spins: dict[str, int] = {}
         self._range = ExitStack()
-        # A submodule, so that the spin runs inside the model's forward.
+        # Hook a submodule, so that the spin runs inside the model's forward.
         inner = next(module for module in self.task.net.modules() if not list(module.children()))
         inner.register_forward_hook(self._spin_in_net)
 
@@ -55,7 +55,7 @@ class Step:
     def _begin(self, phase: str) -> None:
         self._range.close()
         self._range.enter_context(record_function(phase))
-        if phase in ("loss", "optimizer"):  # The net spins in forward and backward.
+        if phase in ("loss", "optimizer"):  # In forward and backward, the net spins.
             self._spin(phase)
 
     def __call__(self) -> None:
@@ -74,7 +74,7 @@ class Step:
 
 
 def timed(step: Step) -> Phases:
-    """Return the mean of each phase by the timer."""
+    """Return the mean time of each phase, as measured by the timer."""
     steps: list[Phases] = []
     with GPUPhaseHooks(
         step.task.net, step.optimizer, observers=[lambda times: steps.append(dict(times.phase_ms))]
@@ -86,7 +86,7 @@ def timed(step: Step) -> Phases:
 
 
 def in_trace(events: list[Event]) -> Phases:
-    """Return the mean of each phase by the kernels that it launched."""
+    """Return the mean time of each phase, as measured by the kernels that it launched."""
     launches = {
         event["args"]["correlation"]: event["ts"]
         for event in of_categories(events, "cuda_runtime", "cuda_driver")

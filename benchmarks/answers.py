@@ -1,21 +1,22 @@
-"""Plants bottlenecks in small projects, and checks the answers of the timer with default options.
+"""Plant bottlenecks in small projects, and check the answers of a timer with default options.
 
     python benchmarks/answers.py --list
     python benchmarks/answers.py --only "slow loss" --only lightning
     python benchmarks/answers.py --json benchmarks/results/answers.json
 
-Each program of `planted_projects.py` runs alternately with and without the bottleneck. Checked are:
+Each program of `planted_projects.py` runs alternately with and without the bottleneck. The checks:
 
 - code: the verdict code, and the grade of a bottleneck that is worth a look
 - entry: the entry of the time breakdown that the diagnosis is about
-- speed-up: the maximum speed-up of that entry against the measured one: the wall clock with the
-  bottleneck, by that without it and without what else the entry contains, such as a cheap loss.
-  It is right within 10 %, or within both errors where they are larger, but never beyond 20 %
+- speed-up: the maximum speed-up of that entry, compared with the measured speed-up. The latter is
+  the wall clock with the bottleneck divided by the wall clock without it and without the rest of
+  the entry, such as a cheap loss. They must agree within 10 %, or within their errors if these are
+  larger, but at most 20 %
 - slowdown: reported where steps get slower, and nowhere else
 - culprit: a hook, class, function or line that the output of the first run names
 
-An answer is confidently wrong if it calls the training bound by something else, or promises more
-than the bottleneck costs by more than the errors and 10 %.
+An answer is confidently wrong if it names a different bottleneck, or if the promised speed-up
+exceeds the cost of the bottleneck by more than the errors and 10 %.
 """
 
 import argparse
@@ -43,9 +44,9 @@ from record import environment
 from lightning_gputime import PhaseSummary
 
 PAIRS, MAX_PAIRS = 3, 6
-"""Runs with the bottleneck and without: more than three where their times vary."""
+"""Pairs of runs with and without the bottleneck. More than three if their times vary."""
 TOLERANCE, MAX_TOLERANCE = 0.1, 0.2
-"""Fractions of the measured gain."""
+"""Tolerances of the speed-up, as fractions of the measured gain."""
 T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
 """Student's t for a 95 % interval, by degrees of freedom."""
 SOURCE = Path(planted_projects.__file__)
@@ -97,13 +98,13 @@ class Outcome:
 
     @property
     def tolerance(self) -> float:
-        """Largest difference between reported and measured speed-up that is right."""
+        """Maximum difference between the reported and the measured speed-up."""
         error = statistics.mean(answer.error for answer in self.answers) + self.gain_error
         return min(max(error, TOLERANCE * self.gain), MAX_TOLERANCE * self.gain)
 
     @property
     def failures(self) -> list[str]:
-        """The checks that fail in any of the runs."""
+        """Checks that failed in any of the runs."""
         plant = self.plant
         checks = {
             "code": all(answer.code in plant.codes for answer in self.answers),
@@ -179,7 +180,7 @@ def names(text: str, culprit: str) -> bool:
 
 
 def answer_of(summary: PhaseSummary) -> Answer:
-    """Return what a summary concludes."""
+    """Return the conclusions of a summary."""
     diagnosis = summary.diagnosis
     breakdown = diagnosis.time_breakdown
     entry = breakdown[diagnosis.entry] if breakdown is not None else None
@@ -189,7 +190,7 @@ def answer_of(summary: PhaseSummary) -> Answer:
         grade=diagnosis.grade,
         entry=diagnosis.entry,
         speed_up=speed_up,
-        # The error of the share, carried over to 1 / (1 - share).
+        # Propagate the error of the share to 1 / (1 - share).
         error=entry.error * speed_up**2 if entry is not None and speed_up is not None else 0.0,
         has_slowdown=summary.slowdown is not None,
         text="\n".join((str(summary), *summary.advice)),
@@ -197,7 +198,7 @@ def answer_of(summary: PhaseSummary) -> Answer:
 
 
 def run(plant: Plant, *, planted: bool) -> Run:
-    """Run a program once, and print nothing."""
+    """Run a program once, without its output."""
     parts = plant.planted if planted else plant.clean
     with (
         contextlib.redirect_stdout(io.StringIO()),
@@ -220,7 +221,7 @@ def check(plant: Plant, pairs: int = PAIRS) -> Outcome:
         # A control has no bottleneck to remove.
         fast = slow if plant.is_balanced else run(plant, planted=False)
         summaries.append(slow.summary)
-        # If part of the entry is needed, removing the bottleneck leaves that part.
+        # Removing the bottleneck leaves the part of the entry that the program needs.
         rest_s = 0.0 if fast is slow else seconds_of(slow.summary.diagnosis.entry, fast.summary)
         gains.append(slow.wall_s / (fast.wall_s - rest_s))
     return Outcome(
@@ -247,21 +248,21 @@ def error_of_mean(values: Sequence[float]) -> float:
 
 
 def warm_up(plants: Sequence[Plant]) -> None:
-    """Run each program once: its first run imports and initializes much."""
+    """Run each program once, because first runs spend time on imports and initialization."""
     for program in dict.fromkeys(plant.program for plant in plants):
         run(next(plant for plant in plants if plant.program is program), planted=False)
-    gc.freeze()  # Else each collection looks through all that was imported.
+    gc.freeze()  # Otherwise, each collection traverses all imported objects.
 
 
 def prepare() -> None:
-    """Keep the libraries from printing."""
+    """Silence the libraries."""
     for name in ("lightning.pytorch", "lightning.fabric", "transformers", "lightning_gputime"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
 
 
 def selected(plants: Sequence[Plant], words: Sequence[str]) -> list[Plant]:
-    """Return the plants that run here, and whose names contain one of the words."""
+    """Return the plants that can run here and whose names contain any of the words."""
     return [
         plant
         for plant in plants
@@ -271,10 +272,10 @@ def selected(plants: Sequence[Plant], words: Sequence[str]) -> list[Plant]:
 
 
 def result(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the counts, and one line per plant that is not right, or whose culprit is not named.
+    """Return the counts, and a line for each plant with a failed check or an unnamed culprit.
 
-    `reported_by_measured` has the reported speed-ups by the measured ones: the smallest, the median
-    and the largest.
+    `reported_by_measured` is the reported speed-up divided by the measured speed-up: minimum,
+    median and maximum.
     """
     ratios = [
         outcome.speed_up / outcome.gain

@@ -1,8 +1,8 @@
-"""Measure the time that timing adds to a step whose pace the host sets.
+"""Measure the time that timing adds to a host-bound step.
 
-An empty loop keeps the timer's code in the processor's cache, and hides most of its cost. So this
-loop trains a small net of many short kernels. In a plain loop each way of timing is on for 27 steps
-and off for 27, alternately. The least timer records the marks of the package in the fewest lines.
+An empty loop would keep the timer's code in the processor's cache and hide most of its cost, so
+this loop trains a small net of many short kernels. In a plain loop, each way of timing is on for 27
+steps, then off for 27, and so on. The "least timer" records the same marks in the fewest lines.
 Blocks of the default alternate with blocks of the same training without a timer.
 
     python benchmarks/cold_cost.py --out benchmarks/results/cold_cost.json
@@ -35,11 +35,11 @@ from lightning_gputime._session.schedule import Plan, Schedule
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
-# Steps for which a way is on, and then off. Two more than are read together: else the timer would
-# read all steps of a block while it is off.
+# Steps for which a way of timing is on, then off: two more than the timer reads at a time. With
+# fewer steps, it would read all steps of a block while it is off.
 BLOCK = 27
-CHUNK = 20 * BLOCK  # Steps with "auto" that are compared with as many without.
-TOGETHER = 20  # Cycles of a way in a row.
+CHUNK = 20 * BLOCK  # Steps with "auto" to compare with the same number without a timer.
+TOGETHER = 20  # Consecutive cycles of the same way.
 LEAST, TIMED, DEFAULT = "least timer", "every step timed", "default"
 
 T = TypeVar("T")
@@ -87,10 +87,10 @@ class Training:
 
 
 class Least:
-    """The least code that is a complete timer.
+    """Complete timer in as little code as possible.
 
-    It records the same marks, checks label and thread, cuts steps, reads several steps at a time,
-    and waits once.
+    It records the same marks, checks the label and the thread, splits steps, reads several steps at
+    a time, and waits once per read.
     """
 
     def __init__(self, training: Training) -> None:
@@ -191,12 +191,12 @@ def added_by_timed(training: Training) -> Added:
     with GPUPhaseHooks(
         training.net, training.optimizer, every_n_steps=2 * BLOCK, log_every_n_steps=10**6
     ) as timer:
-        # Hooks are removed between blocks, as "auto" removes them.
+        # Remove hooks between blocks, as "auto" does between timing windows.
         use_schedule(timer, Alternating())
         batches = iter(timer.steps(repeat(training.x)))
 
         def step() -> None:
-            # From one batch to the next, so the end of a step counts for that step.
+            # Measure from batch to batch, to include the end of the step.
             training.step()
             next(batches)
 
@@ -207,7 +207,7 @@ def added_by_timed(training: Training) -> Added:
 
 
 def added_by_default(training: Training, layers: int, chunks: int) -> Iterator[float]:
-    """Yield the mean of a chunk of steps less that of the same training without a timer."""
+    """Yield the mean of a chunk of steps minus that of the same training without a timer."""
     bare = Training(layers)
     with GPUPhaseHooks(training.net, training.optimizer) as timer:
         batches = iter(timer.steps(repeat(training.x)))
@@ -236,7 +236,7 @@ def in_plain_loop(layers: int, cycles: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"step": [], LEAST: [], TIMED: []}
     for _ in range(8):
         us_per_step(training.step)
-    # Some cycles of a way, then of the next: the host's speed drifts.
+    # The speed of the host drifts, so alternate the ways after a few cycles.
     for _ in range(math.ceil(cycles / TOGETHER)):
         found["step"].append(us_per_step(training.step))
         for name in random.sample([*ways], len(ways)):
@@ -250,9 +250,10 @@ def in_plain_loop(layers: int, cycles: int) -> dict[str, list[float]]:
 
 
 class Stopwatch(pl.Callback):
-    """Record the duration of each batch, and let a timer follow another schedule.
+    """Callback that records the duration of each batch, and replaces the schedule of a timer.
 
-    Two fits in two threads alternate every `BLOCK` batches if each has the other's semaphore.
+    With `turns`, fits in two threads alternate every `BLOCK` batches. `turns` has two semaphores:
+    that of this fit, and that of the other fit.
     """
 
     def __init__(
@@ -289,26 +290,27 @@ def fit(layers: int, steps: int, watch: Stopwatch) -> list[float]:
 
 
 def added_by_default_in_lightning(layers: int, chunks: int) -> list[float]:
-    """Return the mean of each chunk of a fit less that of a fit without a timer."""
+    """Return the mean of each chunk of a fit minus that of a fit without a timer."""
     first, second = Semaphore(1), Semaphore(0)
     timer = GPUPhaseTimer(print_summary=False)
     watches = [Stopwatch(timer, None, (first, second)), Stopwatch(None, None, (second, first))]
     steps = (chunks + 2) * CHUNK
     with ThreadPoolExecutor(2) as threads:
         fits = [threads.submit(fit, layers, steps, watch) for watch in watches]
-        # A fit that has ended lets the other finish.
+        # When a fit ends, let the other fit finish.
         fits[0].add_done_callback(lambda _: second.release(steps))
         fits[1].add_done_callback(lambda _: first.release(steps))
         timed, bare = (
             [statistics.mean(chunk) for chunk in batched(fit.result(), CHUNK)] for fit in fits
         )
     print(f"1 of {timer.summary().timed_every_n_steps} steps was timed")
-    # In the first steps "auto" measures the cost of timing; in the last, one fit trains alone.
+    # Skip the first chunk, in which "auto" measures the cost of timing, and the last, in which one
+    # fit may train alone.
     return [us - bare_us for us, bare_us in zip(timed, bare, strict=True)][1:-1]
 
 
 def in_lightning(layers: int, rounds: int) -> dict[str, list[float]]:
-    """Return the same in Lightning."""
+    """Return the microseconds that each way adds to a step in Lightning, and the bare step."""
     timer = GPUPhaseTimer(every_n_steps=2 * BLOCK, print_summary=False)
     steps_us = fit(layers, 4 * rounds * BLOCK, Stopwatch(timer, Alternating()))
     blocks = [statistics.mean(block) for block in batched(steps_us[4 * BLOCK :], BLOCK)]
@@ -326,10 +328,10 @@ def batched(items: Iterable[T], n: int) -> Iterator[list[T]]:
 
 
 def mean_and_error(us: list[float]) -> dict[str, float]:
-    """Return the mean without the eighth at each end, and its standard error."""
+    """Return the mean without an eighth of the values at each end, and its standard error."""
     cut = len(us) // 8
     kept = sorted(us)[cut : len(us) - cut]
-    # The error of a trimmed mean, by Winsor's variance.
+    # The standard error of a trimmed mean, from the winsorized variance.
     ends = [kept[0]] * cut + kept + [kept[-1]] * cut
     error = statistics.pstdev(ends) / (len(kept) / len(us)) / math.sqrt(max(len(us) - 1, 1))
     return {"us": round(statistics.mean(kept), 1), "error_us": round(error, 1)}
@@ -350,7 +352,7 @@ if __name__ == "__main__":
     results: dict[str, Any] = {}
     for loop, measure in loops.items():
         rows = measure(arguments.layers)
-        # "auto" is never off where it times every step.
+        # "auto" is never off if it times every step.
         results[loop] = {name: mean_and_error(us) for name, us in rows.items() if us}
         step_us = results[loop]["step"]["us"]
         for name, row in results[loop].items():

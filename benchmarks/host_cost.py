@@ -1,4 +1,4 @@
-"""Report the CPU time that a timed and an untimed step add on the host, and their calls.
+"""Report the CPU time and the calls that the timer adds to a timed and to an untimed step.
 
 The steps are nearly empty and run on the CPU, so the timer's code stays in the processor's cache.
 `cold_cost.py` measures the cost in a loop that does real work.
@@ -19,7 +19,7 @@ KINDS = {"no timer": 0, "timed": 1, "untimed": NEVER}
 
 
 class Stopwatch:
-    """CPU seconds of this thread, so that other processes do not count."""
+    """Stopwatch of the CPU time of this thread, which excludes other processes."""
 
     seconds = 0.0
 

@@ -1,7 +1,7 @@
 """Count the calls of this package's Python functions per step.
 
-The host clock is simulated: it advances only in forward. So the counts are the same on every
-machine that has the same versions of Python and Lightning. `host_bounds.json` has the maximum per
+The host clock is simulated and advances only in forward, so the counts are the same on every
+machine with the same versions of Python and Lightning. `host_bounds.json` has the maximum per
 step; `tests/test_host_cost.py` asserts it.
 
     python benchmarks/host_counts.py
@@ -31,13 +31,13 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 
 PACKAGE = os.path.dirname(lightning_gputime.__file__)
 BOUNDS = Path(__file__).parent / "host_bounds.json"
-SETTLE, STEPS = 60, 400  # Steps before the measurement, and measured steps.
+SETTLE, STEPS = 60, 400  # Steps before the measurement, and in it.
 NEVER = 10**9  # With this `every_n_steps` no step is timed.
-SLOW_EVERY = 4  # On a noisy host 1 of this many steps is slow.
+SLOW_EVERY = 4  # On a noisy host, 1 of every n steps is slow.
 
 
 class Meter(Protocol):
-    """Measures the steps between two moments."""
+    """Interface of an object that measures the steps between two calls."""
 
     def begin(self) -> None: ...
     def end(self) -> None: ...
@@ -50,7 +50,7 @@ class Calls:
         self.of = Counter[str]()
 
     def begin(self) -> None:
-        # The time of a garbage collection depends on what else has run in this process.
+        # Collections would depend on what else has run in this process.
         gc.disable()
         sys.setprofile(self._count)
 
@@ -107,7 +107,7 @@ class Task(pl.LightningModule):
 
 
 class Batches:
-    """A loader that begins and ends a measurement."""
+    """Loader that begins and ends a measurement."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -177,7 +177,7 @@ def count_each(way: str) -> dict[str, Calls]:
 
 
 def count_all() -> dict[str, dict[str, float]]:
-    """Return the calls per step in each loop."""
+    """Return the calls per step, for each kind of loop."""
     return {
         way: {kind: calls.each_step() for kind, calls in count_each(way).items()} for way in WAYS
     }

@@ -1,4 +1,4 @@
-"""Spin kernels of a known length, and the kernels in a trace of torch.profiler."""
+"""Spin kernels of known duration, and the kernels in a trace of torch.profiler."""
 
 import json
 import tempfile
@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 
 class SpinInBackward(torch.autograd.Function):
-    """The identity, whose backward spins."""
+    """Identity whose backward calls `spin`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, spin: Callable[[], object]) -> Tensor:
@@ -36,7 +36,7 @@ def spin_in_backward(x: Tensor, spin: Callable[[], object]) -> Tensor:
 
 
 def cycles_of(ms: float) -> int:
-    """Return the cycles for which `torch.cuda._sleep` takes `ms`."""
+    """Return the number of cycles to pass to `torch.cuda._sleep` for a spin of `ms`."""
     return round(100_000_000 / spin_ms(100_000_000) * ms)
 
 

@@ -1,6 +1,6 @@
-"""Plant twelve problems into DataLoaders, and see if the default output names them.
+"""Plant twelve problems in DataLoaders, and check whether the default output names them.
 
-Where more workers help, the suggested number is set, and the remaining wait is measured.
+If more workers help, set the suggested number and measure the remaining wait.
 
     python benchmarks/loader.py --out benchmarks/results/loader.json
     python benchmarks/loader.py --plants lock worker
@@ -42,7 +42,7 @@ CORES = len(os.sched_getaffinity(0))
 
 
 class Photos(Dataset[Tensor]):
-    """Samples that take some time to read: of a disk or network (sleep), or of a core (spin)."""
+    """Samples that take time to read: from a disk or network (sleep), or on a core (spin)."""
 
     def __init__(
         self, sleep_ms: float = 0.0, spin_ms: float = 0.0, size: int = 64, n: int = SAMPLES
@@ -74,7 +74,7 @@ class SlowSample(Photos):
 
 
 class Locked(Photos):
-    """A file that one worker at a time may read."""
+    """Samples in a file that only one worker at a time may read."""
 
     def __init__(self, sleep_ms: float) -> None:
         super().__init__(sleep_ms)
@@ -87,7 +87,7 @@ class Locked(Photos):
 
 
 class SlowStart(Photos):
-    """A dataset that each worker opens at its first sample."""
+    """Samples that each worker needs 3 s to open."""
 
     is_open = False
 
@@ -122,12 +122,12 @@ class Plant:
 
     Attributes:
         dataset: Constructs the dataset.
-        named: Pattern of the output that names the problem.
+        named: Regular expression of the output that names the problem.
         options: Options of the loader.
         epochs: Number of epochs.
-        gpu: True if the problem exists on a GPU alone.
+        gpu: True if the problem exists only on a GPU.
         workers_help: True if more workers remove the wait.
-        rest_ms: Time of the rest of the step.
+        rest_ms: Time of the rest of the step (in milliseconds).
     """
 
     dataset: Callable[[], Any]
@@ -167,7 +167,7 @@ PLANTS = {
         rest_ms=0.2,
     ),
     "cores": Plant(
-        # 8 batches for each worker in an epoch. All cores together need 4 ms per batch at best.
+        # An epoch has 8 batches per worker. All cores together need at least 4 ms per batch.
         lambda: Photos(spin_ms=0.25 * CORES, n=8 * 8 * CORES * BATCH),
         r"wait \d+ % of their time for one of",
         workers(8 * CORES),
@@ -190,7 +190,7 @@ PLANTS = {
 
 
 def train(plant: Plant, n: int | None = None) -> Any:
-    """Train with the default timer; return its summary."""
+    """Train with the default timer, and return its summary."""
     device = torch.device("cuda" if plant.gpu else "cpu")
     torch.manual_seed(0)
     dataset = plant.dataset()
@@ -211,7 +211,7 @@ def train(plant: Plant, n: int | None = None) -> Any:
 
 
 def data_ms(summary: Any) -> float:
-    """Return the wait for data per step."""
+    """Return the wait for data per step (in milliseconds)."""
     row = summary.rows["data"]
     return float(row.frequency * row.mean_ms)
 
@@ -238,7 +238,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 class Tiny(Dataset[Tensor]):
-    """Batches that take a time on a core."""
+    """Batches that keep a core busy for some time."""
 
     def __init__(self, ms: float = 1.0) -> None:
         self.ms = ms
@@ -286,14 +286,14 @@ def main_cost() -> dict[str, float]:
             batches = iter(loader)
             if is_timed:
                 staged._iter.remove()
-            wait(300.0)  # The queue of batches is full.
+            wait(300.0)  # Fill the queue of batches.
             times_ns = []
             for _ in range(60):
                 start = time.perf_counter_ns()
                 next(batches)
                 times_ns.append(time.perf_counter_ns() - start)
                 wait(2.0)
-            # The lower quartile: a wake-up of the process now and then takes a millisecond.
+            # Use the lower quartile: waking up the process sometimes takes a millisecond.
             means_us.append(statistics.quantiles(times_ns, n=4)[0] / 1e3)
             del batches
         added_us.append((means_us[0] - means_us[1]) * (1 - 2 * (index % 2)))
@@ -310,7 +310,7 @@ def spinning_collate(samples: list[Tensor]) -> Tensor:
 
 
 def stages() -> dict[str, float]:
-    """Return measured times of stages, of planted 8 ms in the dataset and 5 ms in `collate_fn`."""
+    """Return the measured times of stages: 8 ms in the dataset and 5 ms in `collate_fn`."""
     options = workers(1, collate_fn=spinning_collate)
     plant = Plant(lambda: Tiny(8.0), "", options, rest_ms=15.0)
     [times] = train(plant).measurement.loaders

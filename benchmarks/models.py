@@ -1,4 +1,4 @@
-"""Models, batches, and a Trainer without extras, shared by the benchmarks."""
+"""Models, batches and a minimal Trainer, shared by the benchmarks."""
 
 import logging
 import warnings
@@ -51,7 +51,7 @@ class GPT(nn.Module):
 
 
 class Task(pl.LightningModule):
-    """A net with cross entropy and AdamW."""
+    """LightningModule that trains a net with cross entropy and AdamW."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def load(name: str, device: torch.device) -> tuple[Task, Batch]:
 
 
 class Repeat:
-    """A loader that yields the same batch n times. Lightning takes a list for several loaders."""
+    """Loader that yields a batch n times. Lightning would take a list for several loaders."""
 
     def __init__(self, batch: object, n: int) -> None:
         self._batch, self._n = batch, n
@@ -114,7 +114,7 @@ class Repeat:
 
 
 def bare_trainer(**options: Any) -> pl.Trainer:
-    """Return a Trainer for one device without logger, checkpoints and progress bar."""
+    """Return a single-device Trainer without logger, checkpoints and progress bar."""
     bare = {
         "devices": 1,
         "logger": False,

@@ -1,8 +1,8 @@
 """Measure the time that timing adds to a step, for several tools in Lightning.
 
-All ways of timing alternate in one training loop: each is attached for some steps, in an order
-that is drawn anew in every round, so the host's moods affect all alike. "no timer" has two turns in
-each round; the difference between the two is the noise.
+All ways of timing alternate in one training loop. Each is attached for some steps per round, in
+random order, so that changes of the host's speed affect all ways alike. "no timer" runs twice
+per round, and the difference is the noise.
 
     python benchmarks/overhead.py --out benchmarks/results/overhead.json
     python benchmarks/overhead.py --plot examples/images/overhead.png   # needs no GPU
@@ -30,9 +30,9 @@ from lightning_gputime import GPUPhaseTimer
 
 ROUNDS = {"mlp": 30, "gpt12": 8, "resnet50": 5}
 NONE, AGAIN = "no timer", "no timer, again"
-SETTLE, BLOCK = 10, 25  # Steps of a turn that are left out, and steps that are timed together.
+SETTLE, BLOCK = 10, 25  # Steps to skip at the start of a turn, and steps to time as a block.
 RESULTS = Path(__file__).parent / "results" / "overhead.json"
-# The picture leaves the MLP out: the host sets its pace, and its noise exceeds most bars.
+# The plot omits the MLP, because it is host-bound and its noise exceeds most bars.
 PLOTTED = {"gpt12": ("12-layer GPT", "#0072B2"), "resnet50": ("ResNet-50", "#E69F00")}
 
 Tool = pl.Callback | pl.profilers.Profiler | None
@@ -41,7 +41,7 @@ Times = dict[str, list[float]]
 
 
 class FourSynchronize(pl.Callback):
-    """The host clock, after `torch.cuda.synchronize()` at each of four boundaries."""
+    """Timer that reads the host clock after `torch.cuda.synchronize()` at four boundaries."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -82,7 +82,7 @@ WAYS: dict[str, Callable[[], Tool]] = {
 
 
 class Turns(pl.Callback):
-    """Alternate ways of timing in one training loop."""
+    """Callback that alternates ways of timing within a training loop."""
 
     def __init__(self, ways: Sequence[str]) -> None:
         self._ways = iter(ways)
@@ -135,7 +135,7 @@ class Turns(pl.Callback):
 
 
 def train(task: Task, batch: Batch, ways: Sequence[str]) -> Times:
-    """Return the step times of each way in one fit."""
+    """Return the step times of each way in a fit."""
     turns = Turns(ways)
     trainer = bare_trainer(
         accelerator="gpu",
@@ -162,7 +162,7 @@ def summarize(times: Times) -> dict[str, dict[str, float]]:
         rows[way] = {
             "step_ms": round(statistics.median(steps_ms), 5),
             "ratio": round(ratio, 6),
-            # From the quartiles, as for a normal distribution.
+            # Estimate it from the quartiles, assuming a normal distribution.
             "error": round(0.93 * (third - first) / len(ratios) ** 0.5, 6),
         }
     return {way: rows[way] for way in WAYS}

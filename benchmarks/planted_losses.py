@@ -1,9 +1,9 @@
-"""Plant a loss in a fit, remove it, and compare the gain with the maximum speed-up promised.
+"""Plant a time loss in a fit, remove it, and compare the gain with the promised maximum speed-up.
 
 Fits with and without the loss alternate; the first round is not measured. `promised` is the
-maximum speed-up of the planted entries in the time breakdown of the fit that has the loss. `gained`
-is the time of that fit divided by that of the next fit without the loss. On a GPU a step is 12 ms
-of matrix products. On a CPU it is mostly a sleep, so a busy machine measures the same.
+maximum speed-up of the planted entries, from the time breakdown of the fit with the loss. `gained`
+is the time of that fit divided by the time of the next fit without the loss. On a GPU, a step is
+12 ms of matrix products. On a CPU, it is mostly sleep, so that a busy machine gives equal results.
 
     python benchmarks/planted_losses.py --rounds 2 --out benchmarks/results/planted_losses.json
 """
@@ -61,7 +61,7 @@ def layers(n: int, width: int) -> nn.Sequential:
 
 
 class Net(pl.LightningModule):
-    """Linear layers; `each_step` runs in each training step, which may wait for the loss."""
+    """Linear layers. Each training step calls `each_step`, and may wait for the training loss."""
 
     def __init__(
         self, each_step: Callable[[int], object] = lambda _: None, waits: bool = False
@@ -88,14 +88,14 @@ class Net(pl.LightningModule):
         self.net(batch)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        time.sleep(PLANTED_S)  # As long as a large file.
+        time.sleep(PLANTED_S)  # Take as long as a large file.
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 class Recompiles(Net):
-    """A net that is compiled for each length of a batch; new lengths appear during the fit."""
+    """Net that is compiled for each batch length. New lengths appear during the fit."""
 
     def __init__(self, lengths: int) -> None:
         super().__init__()
@@ -109,9 +109,10 @@ class Recompiles(Net):
 
 
 class SmallKernels(Net):
-    """Layers that take the host longer than the GPU, as they are or as one CUDA graph.
+    """Layers that take the host longer than the GPU, with or without a CUDA graph.
 
-    With more layers a step has more kernels than the GPU's queue, and cannot be probed.
+    With more layers, the kernels of a step would not fit into the GPU's queue, so that it could not
+    be probed.
     """
 
     def __init__(self, as_graph: bool) -> None:
@@ -163,7 +164,7 @@ def fit(folder: str, **plant: Any) -> PhaseSummary:
     loaders: dict[str, Any] = {"train_dataloaders": DataLoader(data, batch_size=None)}
     if "val_check_interval" in plant:
         loaders["val_dataloaders"] = DataLoader(Data(10), batch_size=None)
-    # A probed step takes longer on the host, so probe few.
+    # Probed steps take longer on the host, so probe few steps.
     probe = 50 if CUDA else 0
     timer = GPUPhaseTimer(print_summary=False, every_n_steps=1, probe_every_n_steps=probe)
     callbacks = [timer, *plant.pop("callbacks", list)()]
@@ -182,7 +183,7 @@ def fit(folder: str, **plant: Any) -> PhaseSummary:
 
 
 Case = tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]
-"""The planted entries, and the options of a fit with the loss and without."""
+"""Planted entries, options of a fit with the loss, and options of a fit without it."""
 
 
 def cases(folder: str) -> dict[str, Case]:
@@ -194,7 +195,7 @@ def cases(folder: str) -> dict[str, Case]:
 
     slow = after_each(lambda *_: time.sleep(PLANTED_S))
     makes_junk = [{"model": partial(Net, partial(collect, collects=now))} for now in (True, False)]
-    # The GPU waits for this only where the host has no lead.
+    # The GPU waits for this only if the host is not ahead of it.
     prepares = partial(Net, lambda _: time.sleep(PREPARATION_S))
     items = {"model": prepares, "callbacks": after_each(item)}
     large = {"rows": 4 * ROWS}
@@ -218,7 +219,7 @@ def cases(folder: str) -> dict[str, Case]:
     return {
         "slow dataset": (("data/fetch",), {"data": {"load_s": PLANTED_S}}, {}),
         "slow callback": (("callbacks",), {"callbacks": slow}, {}),
-        # The lists that it prints become garbage.
+        # The printed lists become garbage.
         "print": (("callbacks", COLLECTION), {"callbacks": after_each(prints)}, {}),
         "slow logger": (("callbacks",), loggers[0], loggers[1]),
         "evaluation too often": (("validation",), {"val_check_interval": 5}, {}),
@@ -231,7 +232,7 @@ def cases(folder: str) -> dict[str, Case]:
 
 
 def measure(folder: str, case: Case, rounds: int) -> dict[str, Any]:
-    """Return medians of `promised` and `gained`, and which part of the promised time was gained."""
+    """Return medians of `promised`, `gained` and the gained fraction of the promised time."""
     entries, with_it, without = case
     promised, gained, largest = [], [], []
     for i in range(rounds + 1):
@@ -239,7 +240,7 @@ def measure(folder: str, case: Case, rounds: int) -> dict[str, Any]:
         base = fit(folder, **without).time_breakdown
         assert losses is not None
         assert base is not None
-        if i:  # In the first round modules are imported and compiled.
+        if i:  # The first round imports and compiles modules.
             promised.append(1 / (1 - sum(losses[entry].share for entry in entries)))
             gained.append(losses.wall_s / base.wall_s)
             rows = losses.rows

@@ -1,8 +1,8 @@
-"""Small projects with a known bottleneck each, for `answers.py`.
+"""Small projects with one known bottleneck each, for `answers.py`.
 
-A project is one program per front end: `fit` (Lightning), `train` (a plain loop) and `fine_tune`
-(transformers). A `Plant` names the parts that make it slow, and the parts that replace them in the
-clean run. On a CPU most work is a sleep, so that a busy machine measures the same.
+There is a program for each front end: `fit` (Lightning), `train` (a plain loop) and `fine_tune`
+(transformers). A `Plant` lists the parts that make a program slow, and the parts that replace them
+in the clean run. On a CPU, most work is sleep, so that a busy machine gives equal results.
 """
 
 import gc
@@ -31,16 +31,16 @@ WIDTH = 32
 WORK_S = 0.0012
 """Seconds that a model sleeps in forward, and again in backward."""
 SHORT_WORK_S, LONG_WORK_S = 0.0003, 0.008
-"""The same where the bottleneck is periodic, and where there is no bottleneck."""
+"""`WORK_S` of projects with a periodic bottleneck, and of projects without a bottleneck."""
 SLOW_S = 0.0025
-"""Seconds that a part sleeps that is slow in every step."""
+"""Seconds that a part sleeps if it is slow in every step."""
 ONCE_S, OFTEN_S = 1.2, 0.3
-"""Seconds that a part sleeps that is slow once in a run, and in each of its three epochs."""
+"""Seconds that a part sleeps if it is slow once in a run, or in each of the three epochs."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: the summary of its timer, and its wall-clock time (in seconds)."""
+    """A training run: the summary of its timer, and its wall-clock time (in seconds)."""
 
     summary: PhaseSummary
     wall_s: float
@@ -48,22 +48,22 @@ class Run:
 
 @dataclass(frozen=True)
 class Plant:
-    """A bottleneck, and the answer that it calls for.
+    """A bottleneck, and the answers that are expected of the timer.
 
     Attributes:
         name: Front end and kind, such as "lightning: slow sampler".
         program: Trains with the given parts.
         codes: Accepted verdict codes.
-        entries: Accepted entries of the time breakdown, their sub-rows included. Empty: any.
+        entries: Accepted entries of the time breakdown, including their sub-rows. Empty for any.
         culprits: The output must contain at least one of these words: a hook, class or function, or
             a marker of `planted_projects.py` ("line:<code>") whose line the output must name.
         planted: Parts of the slow run.
         clean: Parts of the run after the bottleneck is removed.
-        needs_gpu: True if only a GPU shows it.
+        needs_gpu: True if the bottleneck exists only on a GPU.
         has_slowdown: True if the steps get slower during the run.
-        is_balanced: True for a control, of which nothing may be called bound.
-        is_once: True if no speed-up is required: it happens once per run, or consists of launch
-            gaps, which only probes measure.
+        is_balanced: True for a control, which must not get the grade "bound".
+        is_once: True if no speed-up is required: the bottleneck occurs once per run, or consists of
+            launch gaps, which only probes measure.
         grade: Grade of the diagnosis.
     """
 
@@ -85,7 +85,7 @@ class Plant:
 
 
 def do_nothing(*_: Any) -> None:
-    """Replace a step of the program that a project does not need."""
+    """Placeholder for a part that a project does not have."""
 
 
 def be_slow(*_: Any) -> None:
@@ -104,7 +104,7 @@ def be_slow_at_times(*_: Any) -> None:
 
 
 def every(n: int, seconds: float, offset: int = 0) -> Callable[[int], None]:
-    """Return a function that sleeps in 1 of `n` steps."""
+    """Return a function that sleeps in 1 of every `n` steps."""
     return lambda step: time.sleep(seconds) if step % n == offset % n else None
 
 
@@ -130,7 +130,7 @@ class Photos(Dataset[Tensor]):
 
 
 def in_batches(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
-    """Return the usual loader."""
+    """Return the default loader."""
     return DataLoader(dataset, batch_size=BATCH_SIZE, **options)
 
 
@@ -141,7 +141,7 @@ def pad_batch(examples: list[Any]) -> Any:
 
 
 class HardestFirst(Sampler[int]):
-    """A sampler that takes its time for each batch."""
+    """Sampler that is slow for each batch."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -157,7 +157,7 @@ class HardestFirst(Sampler[int]):
 
 
 class Work(torch.autograd.Function):
-    """Take a fixed time in forward and again in backward, however busy the machine is."""
+    """Identity that sleeps in forward and in backward, for a time that load cannot change."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -174,7 +174,7 @@ class Work(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Linear layers, and a fixed time in forward and backward."""
+    """Linear layers, followed by a fixed sleep in forward and in backward."""
 
     def __init__(self, layers: int = 2, work_s: float = WORK_S, first_s: float = 0.0) -> None:
         super().__init__()
@@ -183,14 +183,14 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features of shape (batch, WIDTH)."""
-        time.sleep(self.first_s)  # As a compilation in the first call.
+        time.sleep(self.first_s)  # Simulates compilation in the first call.
         self.first_s = 0.0
         features: Tensor = Work.apply(self.layers(x), self.work_s)  # type: ignore[no-untyped-call]
         return features
 
 
 class Hoarding(Net):
-    """A net next to many Python objects, which the garbage collector has to look through."""
+    """Net with many Python objects, which the garbage collector has to traverse."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Hoarding(Net):
 
 
 class Recompiling(Net):
-    """A compiled net, for batches of which some have a new length."""
+    """Compiled net that recompiles, because some batches have new lengths."""
 
     def __init__(self, lengths: int) -> None:
         super().__init__(layers=4)
@@ -235,12 +235,12 @@ def lookahead(parameters: Any) -> Any:
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Return the usual optimizer."""
+    """Return the default optimizer."""
     return torch.optim.SGD(parameters, lr=1e-3)
 
 
 def slow(base: type[Any], name: str = "", *, seconds: float = SLOW_S, hook: str) -> type[Any]:
-    """Return a subclass with a slow hook, which calls what it overrides."""
+    """Return a subclass with a slow hook that also calls the overridden hook."""
 
     def take_time(self: Any, *args: Any, **kwargs: Any) -> Any:
         time.sleep(seconds)
@@ -289,7 +289,7 @@ class LogsManyMetrics(Module):
 
 
 class AugmentsInPhase(Module):
-    """Augments in a phase that the user has named."""
+    """Augments in a user-defined phase."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         with phase("augment"):
@@ -339,7 +339,7 @@ class GradientHistogram(pl.Callback):
 
 
 class LossCurve(pl.Callback):
-    """Keeps all losses, and looks at all of them in each step: it gets slower."""
+    """Keeps all losses and reads all of them in each step, so that steps get slower."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         time.sleep(1e-5 * trainer.global_step)
@@ -356,7 +356,7 @@ class EMA(pl.Callback):
 
 
 class Corpus(pl.LightningDataModule):
-    """A DataModule; subclasses prepare its files first."""
+    """DataModule whose subclasses prepare its files first."""
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         return in_batches(Photos(STEPS * BATCH_SIZE))
@@ -376,7 +376,7 @@ def fit(
     is_timer_last: bool = False,
     **options: Any,
 ) -> Run:
-    """Train with Lightning; `steps` is the number in each epoch."""
+    """Train with Lightning for `steps` per epoch."""
     timer, model = GPUPhaseTimer(), module()
     quiet = {"logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}
     loaders: dict[str, Any] = {"train_dataloaders": loader(dataset(steps * BATCH_SIZE, decode))}
@@ -406,7 +406,7 @@ def fit(
 
 
 def print_predictions(step: int, loss: Tensor) -> None:
-    """Write many numbers to nowhere."""
+    """Print many numbers to the null device."""
     with open("/dev/null", "w") as nowhere:
         print(np.random.default_rng(step).normal(size=(50, 50)).tolist(), loss, file=nowhere)
 
@@ -418,7 +418,7 @@ def collect_garbage(step: int, loss: Tensor) -> None:
 
 
 def evaluate(timer: GPUPhaseHooks, net: nn.Module, is_timed: bool = False) -> None:
-    """Evaluate without gradients; `is_timed`: by `timer.steps`."""
+    """Evaluate without gradients, over `timer.steps` if `is_timed`."""
     net.eval()
     batches = [torch.ones(BATCH_SIZE, WIDTH)] * 60
     with torch.no_grad():
@@ -429,7 +429,7 @@ def evaluate(timer: GPUPhaseHooks, net: nn.Module, is_timed: bool = False) -> No
 
 
 def upload_paused(timer: GPUPhaseHooks, net: nn.Module) -> None:
-    """Upload the weights, and pause the timer."""
+    """Upload the weights while the timer is paused."""
     with timer.paused():
         time.sleep(OFTEN_S)
 
@@ -453,7 +453,7 @@ def train(
     steps: int = STEPS,
     device: str = "cpu",
 ) -> Run:
-    """Train in a plain loop; `steps` is the number in each epoch."""
+    """Train in a plain loop for `steps` per epoch."""
     model = net().to(device)
     updates = optimizer(model.parameters())
     batches = loader(dataset(steps * BATCH_SIZE, decode))
@@ -492,7 +492,7 @@ def table_of_images(n: int, _: Any) -> Dataset[Any]:
 
 
 class WholeBatches:
-    """Index a TensorDataset by whole batches."""
+    """Loader that reads whole batches from a TensorDataset."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -509,14 +509,14 @@ class WholeBatches:
 
 
 class Texts(Photos):
-    """Examples as a model of transformers takes them."""
+    """Examples in the format of transformers models."""
 
     def __getitem__(self, index: int) -> Any:
         return {"x": super().__getitem__(index), "labels": torch.zeros(WIDTH)}
 
 
 class Head(nn.Module):
-    """A model as transformers has them: it returns its loss."""
+    """Model that returns its loss, like transformers models."""
 
     def __init__(self, layers: int = 2, work_s: float = WORK_S) -> None:
         super().__init__()
@@ -554,7 +554,7 @@ def fine_tune(
     epochs: int = 1,
     **options: Any,
 ) -> Run:
-    """Train with transformers; `steps` is the number in each epoch."""
+    """Train with transformers for `steps` per epoch."""
     timer = TransformersPhaseTimer()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -585,7 +585,7 @@ def fine_tune(
 
 
 class GPUNet(nn.Module):
-    """Products of matrices: about 12 ms of an H100 in a step, or many small layers."""
+    """Matrix products: about 12 ms per step on an H100, or many small layers."""
 
     def __init__(self, layers: int = 24, width: int = 1024, rows: int = 4096) -> None:
         super().__init__()
@@ -626,34 +626,34 @@ class Images(Dataset[Tensor]):
 
 
 HIDDEN_S = 0.004
-"""Seconds that the host prepares in each step, while the GPU has work."""
+"""Seconds of work on the host in each step, while the GPU is busy."""
 
 
 def hide(step: int, loss: Tensor) -> None:
-    """Prepare on the host."""
+    """Work on the host."""
     time.sleep(HIDDEN_S)
 
 
 def to_float(step: int, loss: Tensor) -> None:
-    """Read the loss in each step, then prepare on the host."""
+    """Read the loss in each step, then work on the host."""
     loss.item()
     time.sleep(HIDDEN_S)
 
 
 class ReadsLoss(pl.Callback):
-    """Reads the loss in each step, then prepares on the host."""
+    """Reads the loss in each step, then works on the host."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         to_float(0, outputs["loss"])
 
 
 def loss_by_row(features: Tensor) -> Tensor:
-    """Return the loss by a loop over rows, which launches kernels of a few microseconds."""
+    """Compute the loss in a loop over rows, which launches kernels of a few microseconds."""
     return torch.stack([row.square().mean() for row in features[:200]]).mean()
 
 
 def loss_at_once(features: Tensor) -> Tensor:
-    """Return the same loss by three kernels."""
+    """Compute the same loss in three kernels."""
     return features[:200].square().mean(1).mean()
 
 
@@ -668,7 +668,7 @@ Parts = dict[str, Any]
 
 
 def answer(code: str, *entries: str, **more: Any) -> Parts:
-    """Return what is expected: one or more codes, accepted entries, and fields of `Plant`."""
+    """Return the expected codes (separated by spaces) and entries, and other fields of `Plant`."""
     return {"codes": tuple(code.split()), "entries": entries, **more}
 
 
@@ -691,7 +691,7 @@ GPU = answer("GPU-bound", grade="balanced", is_balanced=True, needs_gpu=True)
 
 
 def planting(front_end: str, program: Callable[..., Run]) -> Callable[..., Plant]:
-    """Return a function that declares plants of a front end."""
+    """Return a function that creates plants for a front end."""
 
     def plant(
         name: str,
@@ -745,7 +745,7 @@ def module(hook: str) -> type[Any]:
 
 
 def checkpoints(folder: str) -> list[pl.Callback]:
-    """Return callbacks that save a checkpoint every ten steps, as slow as a large model's."""
+    """Return callbacks that save a checkpoint every ten steps, as slowly as for a large model."""
     large = slow(pl.Callback, "LargeModel", hook="on_save_checkpoint", seconds=0.04)
     return [ModelCheckpoint(folder, every_n_train_steps=10, save_top_k=1), large()]
 
@@ -760,7 +760,7 @@ def logger(seconds: float) -> pl.loggers.Logger:
 
 SHORT_NET, LONG_NET = partial(Net, work_s=SHORT_WORK_S), partial(Net, work_s=LONG_WORK_S)
 SHORT_RUN, LONG_RUN = {"net": SHORT_NET, "steps": 1000}, {"net": LONG_NET}
-# Lightning's own work takes as long as that of the shortest net.
+# Lightning's overhead takes as long as the shortest net.
 SHORT_FIT, LONG_FIT = (
     {"steps": 600},
     {"module": partial(Module, partial(Net, work_s=0.02)), "steps": 120},
@@ -905,7 +905,7 @@ ON_GPU = [
     plain("loss by rows", answer("launch-bound loss-bound", needs_gpu=True), "loss",
           criterion=loss_by_row, clean={"criterion": loss_at_once},
           both={**ON_DEVICE, "net": partial(GPUNet, layers=4)}),
-    # In a plain loop the copy is code of the body.
+    # In a plain loop, the copy is part of the loop body.
     plain("unpinned copies",
           answer("copy-bound other-bound", "data/copy", "other", needs_gpu=True), "pin_memory",
           dataset=partial(Images, rows=32768, is_pinned=False),
@@ -915,7 +915,7 @@ ON_GPU = [
     lightning("slow callback", {**CALLBACKS, "needs_gpu": True}, "Statistics", both=FIT_ON_DEVICE,
               **callback("Statistics", "on_train_batch_end", 0.02)),
     plain("balanced on a GPU", GPU, both=ON_DEVICE),
-    # Long enough that a tear-down of 0.2 s is less than 5 %.
+    # Train so long that a tear-down of 0.2 s takes less than 5 %.
     lightning("balanced on a GPU", GPU, both={**FIT_ON_DEVICE, "steps": 480}),
 ]
 # fmt: on

@@ -1,8 +1,8 @@
 """Check which rank is named as the straggler, and compare `comm` with the kernel trace.
 
-Each rank trains linear layers in several kinds of parallelism, while rank 1 is delayed at one place
-of the step. `comm` of each phase is compared with the trace of the same steps: the time in which
-the timed stream ran a collective or waited for another stream.
+The ranks train linear layers with several kinds of parallelism, while rank 1 is delayed at one
+place in the step. The `comm` of each phase is compared with the trace of the same steps, that is,
+with the time in which the timed stream ran a collective or waited for another stream.
 
     torchrun --nproc-per-node 2 benchmarks/ranks.py --batch 32768 --traced 8 --out FILE
     torchrun --nproc-per-node 2 benchmarks/ranks.py --device cpu --width 64 --batch 32 --steps 12
@@ -37,7 +37,7 @@ SLOW_RANK, LAYERS = 1, 8
 MICRO_BATCHES, LAYERS_PER_STAGE = 4, 4
 WARMUP, SETTLE = 5, 3
 MAX_RELATIVE_ERROR, MAX_ERROR_MS = 0.1, 0.2
-"""A wait agrees with the trace within one of these."""
+"""A wait must agree with the trace within either of these."""
 
 PHASE_OF = {
     "balanced": None,
@@ -47,17 +47,17 @@ PHASE_OF = {
     "backward": "backward",
     "optimizer": "optimizer",
 }
-"""The phase to be named in each case."""
+"""Expected phase in each case."""
 
 PHASES_IN = {
     "step": ("forward", "loss", "backward", "optimizer"),
     "data": ("data", "other"),
 }
-"""Phases in the windows of the trace that contain several."""
+"""Phases in each window of the trace that contains several phases."""
 
-GAP_US = 20.0  # A longer pause of a stream is more than the time between two kernels.
+GAP_US = 20.0  # A stream that pauses for longer waits: gaps between kernels are shorter.
 DELIMITED = ("forward", "loss", "backward", "optimizer", "data")
-"""The windows that follow the delimiters of a step; the last is part of the next step."""
+"""Windows after each delimiter of a step. The last window is part of the next step."""
 
 Observers = Sequence[Callable[[Any], object]]
 Span = tuple[float, float]
@@ -66,7 +66,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """The training of this rank. `late_cycles` is 0 where the host sleeps instead."""
+    """Training job of this rank. `late_cycles` is 0 if the host sleeps instead."""
 
     device: torch.device
     width: int
@@ -81,7 +81,7 @@ class Job:
         return self.device.type == "cuda"
 
     def delay(self, place: str, parts: int = 1) -> None:
-        """Delay the slow rank if `place` is the one of this case."""
+        """Delay the slow rank if this case has its delay at `place`."""
         if place == self.case and dist.get_rank() == SLOW_RANK:
             if self.late_cycles:
                 torch.cuda._sleep(self.late_cycles // parts)
@@ -100,7 +100,7 @@ class Job:
 
 
 class Net(nn.Module):
-    """Linear layers; forward, the third layer and backward may be delayed."""
+    """Linear layers with possible delays in forward, in the third layer and in backward."""
 
     def __init__(self, job: Job, layers: int = LAYERS, parts: int = 1, norm: bool = False) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class PlainLoop:
 
 
 class PipelineLoop(PlainLoop):
-    """A stage of a pipeline, whose forwards and backwards alternate."""
+    """Training loop of a pipeline stage, whose forwards and backwards alternate."""
 
     windows = ("step", "data")
 
@@ -177,7 +177,7 @@ class PipelineLoop(PlainLoop):
     def step(self, x: Tensor) -> None:
         self.job.delimit()
         rank = dist.get_rank()
-        # The gradient of the input gives each stage the same work.
+        # Compute the gradient of the input, so that all stages have the same work.
         given = (x.detach().requires_grad_(),) if rank == 0 else ()
         self.schedule.step(*given, target=torch.zeros_like(x) if rank == self.last else None)
         self.job.delay("optimizer")
@@ -265,7 +265,7 @@ def _wait_us(window: Span, own: list[Event], busy: list[Span], strategy: str, na
 
 
 def _in_pauses(window: Span, own: list[Event], busy: list[Span]) -> float:
-    """Return the time of collectives on the stream, and of its pauses while others are busy."""
+    """Return the time in which the stream ran collectives, or paused while others were busy."""
     wait: float = sum(event["dur"] for event in own if is_collective(event))
     until = window[0]
     for start, end in [*((event["ts"], end_of(event)) for event in own), (window[1], window[1])]:
@@ -276,9 +276,9 @@ def _in_pauses(window: Span, own: list[Event], busy: list[Span]) -> float:
 
 
 def _after_own_work(window: Span, own: list[Event]) -> float:
-    """Return the time after the last kernel of backward, and of collectives before it.
+    """Return the time after the last kernel of backward, plus the time of collectives before it.
 
-    DDP copies out of its buckets after its wait. Copies are not kernels.
+    After its wait, DDP copies gradients out of its buckets. Copies are not kernels.
     """
     kernels = [event for event in own if event["cat"] == "kernel"]
     last = max((end_of(event) for event in kernels if not is_collective(event)), default=window[0])
@@ -305,10 +305,10 @@ def merged(activities: Iterable[Event]) -> list[Span]:
 
 
 def compare_with_trace(loop: PlainLoop, strategy: str, steps: int) -> dict[str, dict[str, Any]]:
-    """Return the mean wait in each window, by the timer and by the trace."""
+    """Return the mean wait in each window, from the timer and from the trace."""
     found: list[StepTimes] = []
     _, events = traced(partial(loop.train, steps, 0, [found.append]), ProfilerActivity.CUDA)
-    # The first steps under the profiler are slow to launch.
+    # The profiler delays launches in its first steps.
     trace = [*waits_in_trace(events, loop.windows, strategy)][SETTLE - 1 :]
     assert len(found) - SETTLE == len(trace), f"{len(found)} steps timed, {len(trace)} in the trace"
     rows = {}
@@ -333,7 +333,7 @@ def measure(strategy: str, job: Job, steps: int, traced_steps: int) -> dict[str,
     ranks = loop.train(steps + WARMUP, WARMUP).ranks
     found: dict[str, Any] = {"windows": {}}
     if ranks is not None:
-        # Compare `data`, where the summary may name `data/fetch`.
+        # Compare top-level phases: the summary may name `data/fetch`.
         phase, expected = ranks.phase.partition("/")[0], PHASE_OF[job.case]
         named = (None, None) if ranks.slowest_rank is None else (ranks.slowest_rank, phase)
         found["is_right"] = named == ((SLOW_RANK, expected) if expected else (None, None))
@@ -350,7 +350,7 @@ def measure(strategy: str, job: Job, steps: int, traced_steps: int) -> dict[str,
 def summarize(results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the straggler in each case, and the differences of waits from the trace.
 
-    Counts are pairs: how many are right, of how many.
+    Counts are pairs: the number of correct results and the total number.
     """
     cases = [case for cases in results.values() for case in cases.values()]
     waits = {
@@ -383,7 +383,7 @@ def _differences(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def start(device: str) -> torch.device:
-    """Enter the process group of torchrun, and return the device of this rank."""
+    """Join the process group of torchrun, and return the device of this rank."""
     if device == "cpu":
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
@@ -400,7 +400,7 @@ def main(arguments: argparse.Namespace) -> None:
     results: dict[str, Any] = {}
     for strategy in arguments.strategies:
         results[strategy] = {}
-        # Each rank has half of the work under these.
+        # With these strategies, each of two ranks has half of the work.
         batch = arguments.batch * (2 if strategy in ("tp", "pp") else 1)
         for case in arguments.cases:
             torch.manual_seed(0)

@@ -16,7 +16,7 @@ LINE_LENGTH = 200
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser that knows `--out`."""
+    """Return a parser with the option `--out`."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -62,7 +62,7 @@ def save(out: Path | None, results: Mapping[str, Any]) -> None:
 
 
 def as_lines(value: Any, indent: str = "") -> str:
-    """Return JSON in which each object and array that fits takes one line."""
+    """Return JSON with each object and array on a single line if it fits."""
     line = json.dumps(value)
     if len(indent + line) <= LINE_LENGTH or not value or not isinstance(value, dict | list):
         return line

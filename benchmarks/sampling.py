@@ -1,9 +1,9 @@
-"""Compare sampled shares with true shares, in loops that do something long in every n-th step.
+"""Compare sampled shares with true shares, in loops in which every n-th step is long.
 
-Each loop is host-bound, with 0.8 ms per step. Every n-th step is long, in the fetch, in the body,
-in a logger or in a callback. The timer has its default options. The clock is simulated: it advances
-only by the loop's work and by the cost of events. So the true share of each phase follows, and
-results are the same on every machine.
+Each loop is host-bound, with 0.8 ms per step. Every n-th step is long in the fetch, the body, a
+logger or a callback. The timer has its default options. The clock is simulated: it advances only by
+the work of the loop and the cost of events. So the true shares follow exactly, and results are the
+same on every machine.
 
     python benchmarks/sampling.py
     python benchmarks/sampling.py --loops 6     # a quick look
@@ -31,7 +31,7 @@ WARMUP = 5
 
 
 class ExactClock:
-    """A host clock that advances by `work`. Events cost `EVENT_US`, which counts for no phase."""
+    """Host clock that advances by `work`. Events cost `EVENT_US`, which is part of no phase."""
 
     def __init__(self) -> None:
         self.ns = self.worked_ns = 0
@@ -51,7 +51,7 @@ class ExactClock:
 
 
 class ExactEvent:
-    """An event on an `ExactClock`, finished when it is recorded."""
+    """Event on an `ExactClock`. It is finished as soon as it is recorded."""
 
     def __init__(self, clock: ExactClock) -> None:
         self._clock, self._at = clock, 0
@@ -71,7 +71,7 @@ class ExactEvent:
 
 
 class Work(torch.autograd.Function):
-    """The identity, which takes time in forward and backward."""
+    """Identity that takes time in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Any, forward_ms: float, backward_ms: float) -> Tensor:
@@ -119,7 +119,7 @@ def patterns(n: int) -> Iterator[Pattern]:
 
 
 def train(pattern: Pattern) -> tuple[GPUPhaseHooks, dict[str, float]]:
-    """Return the timer, and the true milliseconds of each phase without the warm-up."""
+    """Return the timer, and the true time of each phase without the warm-up (in milliseconds)."""
     clock = ExactClock()
     rng = np.random.default_rng(pattern.period)
     model = Model(clock)

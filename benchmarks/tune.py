@@ -1,7 +1,7 @@
-"""Let `tune` try its changes on planted scripts, and compare with changes made by hand.
+"""Run `tune` on scripts with planted bottlenecks, and compare it with changes made by hand.
 
-Each script has one bottleneck, and an option `--fixed` that removes it. In a balanced script
-nothing may be kept.
+Each script has one bottleneck, and an option `--fixed` that removes it. In a balanced script,
+`tune` must not keep any change.
 
     python benchmarks/tune.py --out benchmarks/results/tune.json
     python benchmarks/tune.py --plants plain_workers --jobs 1
@@ -124,7 +124,7 @@ class Plant:
         text: The script.
         kept: Names of the options that must be kept; empty for a balanced script.
         tune: Options of `tune`.
-        gpu: True if the bottleneck exists on a GPU alone.
+        gpu: True if the bottleneck exists only on a GPU.
     """
 
     text: str
@@ -178,7 +178,7 @@ def transformers(*kept: str, data: str = "", options: str = "", callback: str = 
 
 
 WORKERS = "num_workers=4 if fixed else {}, persistent_workers={}"
-# Matrix products take most of the step.
+# With these, matrix products take most of the step.
 BIG: dict[str, Any] = {
     "data": "size=256, n=20480",
     "batch": 1024,
@@ -245,7 +245,7 @@ PLANTS = {
 
 
 def tune(name: str, plant: Plant, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what `tune` kept on a plant, and the speed-up by hand."""
+    """Return the changes that `tune` kept for a plant, and the speed-up by hand."""
     folder = Path(tempfile.mkdtemp())
     script = folder / f"{name}.py"
     script.write_text(plant.text)
@@ -256,7 +256,7 @@ def tune(name: str, plant: Plant, options: argparse.Namespace) -> dict[str, Any]
         return {"error": done.stderr.strip().splitlines()[-1]}
     found = json.loads(done.stdout)
     kept = [trial["change"] for trial in found["trials"] if trial["is_kept"]]
-    # Further steps of the same option are fine: num_workers=2, then 4.
+    # Several changes of an option are fine, such as num_workers=2, then 4.
     right = [change for change in kept if any(name in change for name in plant.kept)]
     result = {
         "kept": kept,
@@ -275,7 +275,7 @@ def tune(name: str, plant: Plant, options: argparse.Namespace) -> dict[str, Any]
 
 
 def by_hand(script: Path, folder: Path, options: argparse.Namespace) -> float:
-    """Return the speed-up of a script by its option `--fixed`."""
+    """Return the speed-up that the option `--fixed` of a script gives."""
     logs = []
     for number in range(options.pairs):
         paces = []
