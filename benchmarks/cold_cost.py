@@ -252,8 +252,8 @@ def in_plain_loop(layers: int, cycles: int) -> dict[str, list[float]]:
 class Stopwatch(pl.Callback):
     """Callback that records the duration of each batch, and replaces the schedule of a timer.
 
-    With `turns`, fits in two threads alternate every `BLOCK` batches. `turns` has two semaphores:
-    that of this fit, and that of the other fit.
+    Fits in two threads alternate every `BLOCK` batches if each gets the semaphores of both, its
+    semaphore first.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ def added_by_default_in_lightning(layers: int, chunks: int) -> list[float]:
     steps = (chunks + 2) * CHUNK
     with ThreadPoolExecutor(2) as threads:
         fits = [threads.submit(fit, layers, steps, watch) for watch in watches]
-        # When a fit ends, let the other fit finish.
+        # A fit that has ended lets the other fit finish.
         fits[0].add_done_callback(lambda _: second.release(steps))
         fits[1].add_done_callback(lambda _: first.release(steps))
         timed, bare = (

@@ -20,11 +20,11 @@ from lightning_gputime._phases import CALLBACKS, DATA, FETCH, OTHER, SAVES, of_o
 
 _MIN_SHARE = 0.4  # Minimum fraction of an entry that a culprit takes.
 _MIN_SHARE_INSIDE = 0.7  # An inner call that takes this fraction of the outer call replaces it.
-_MIN_SHARE_NEXT_TO_PLACE = 0.2  # Minimum fraction of an entry for a call in a place.
+_MIN_SHARE_NEXT_TO_PLACE = 0.2  # Minimum fraction of an entry for a call inside a place.
 _MIN_SHARE_OF_OTHER = 0.05  # Minimum fraction of the step at which parts of `other` are reported.
 _MIN_KNOWN_OF_OTHER = 0.95  # Fraction of `other` that its known parts must cover.
 _MAX_BLOCKING = 3  # Maximum number of reported lines that wait for the GPU.
-_MIN_STEPS = 0.5  # Calls in fewer of the steps are described by their total time.
+_MIN_STEPS = 0.5  # Calls in a smaller fraction of the steps are described by their total time.
 _ENTRIES = {HOOKS: (DATA,), TEAR_DOWN: (TEAR_DOWN, BETWEEN_LOOPS)}
 """Names under which the culprits of an entry are recorded, if they differ from its name."""
 

@@ -23,7 +23,7 @@ _MIN_BOTTLENECK, _MIN_REPORTED = 0.2, 0.05
 # If the CPU blocks on the GPU, other entries grow as a consequence: require a larger fraction.
 _MIN_BOTTLENECK_IF_SYNC = 0.3
 _MIN_BATCHES = 20  # Shorter evaluations get no diagnosis.
-_MAX_LOST = 0.99  # Maximum fraction of the run to promise: a speed-up of 100x.
+_MAX_LOST = 0.99  # Maximum lost fraction of a run: caps the promised speed-up at 100x.
 _MIN_SLOWDOWN = 0.1  # A slowdown that costs this fraction of the run is in the headline.
 _UNCLEAR = "unclear: `data` takes {} of the {}, mostly in a few steps, which may be evaluations"
 

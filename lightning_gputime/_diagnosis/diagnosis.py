@@ -87,7 +87,7 @@ class Diagnosis:
         entry: Entry that is the bottleneck; empty if unknown.
         headline: Verdict as a sentence.
         time_breakdown: Wall clock by entry; None if unknown.
-        advice: Recommended actions, sorted by the size of their entries, the largest first.
+        advice: Recommended actions, on the bottleneck first and on the model's work last.
     """
 
     code: str = ""

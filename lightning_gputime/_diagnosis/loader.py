@@ -12,8 +12,8 @@ from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._phases import DATA, FETCH
 
 _MIN_SHARE = 0.2  # Causes below this fraction of the workers' time are not reported.
-_MIN_STARTS_SHARE = 0.5  # Worker starts are blamed for a wait from this fraction of it on.
-_MAX_RUN_DELAY = 0.5  # Workers lack CPU cores if they wait for one this fraction of the time.
+_MIN_STARTS_SHARE = 0.5  # Worker starts that take this fraction of a wait are its cause.
+_MAX_RUN_DELAY = 0.5  # Workers lack CPU cores if they wait for a core this fraction of the time.
 _MAX_IDLE = 0.5  # Workers that idle this fraction of the time are not the bottleneck.
 _SLOW_WORKER = 1.5  # Time of a slow worker, as a multiple of the median of the others.
 _MIN_REST = 0.01  # Minimum of rest_ms / batch_ms, which caps the suggestion at 110 workers.

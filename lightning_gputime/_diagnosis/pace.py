@@ -8,8 +8,8 @@ from lightning_gputime._measurement.stats import largest_part
 from lightning_gputime._measurement.units import percent, unit_of
 from lightning_gputime._phases import COPY, DATA, FETCH, WAIT
 
-# Minimum fractions of the step: of the host wait, if the GPU is the limit; of the lag of the GPU,
-# if work queues up; and of the shrinkage of that lag, in a phase in which the host blocks.
+# Minimum fractions of the step: host wait if the GPU is the limit, lag of the GPU if work queues
+# up, and decrease of that lag in a phase in which the host blocks.
 _MIN_WAIT, _MIN_LAG, _MIN_BLOCKED = 0.1, 0.2, 0.05
 MIN_GAPS = 0.1  # Minimum fraction of the step for launch gaps to be the limit.
 

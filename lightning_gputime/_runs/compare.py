@@ -191,7 +191,7 @@ class RunComparison(Tabular):
 
     @property
     def sentence(self) -> str:
-        """Significant changes of the step, its phases and other time; a caution if runs are few."""
+        """Significant changes of the step, its phases and other time; a caution for single runs."""
         return " ".join(filter(None, (self.caution, self.finding)))
 
     @property
@@ -490,7 +490,7 @@ def _compare_wall_clocks(
     ]
     rows = differences(*totals, confidence=1 - _CHANCES["step"] / tries, in_turns=in_turns)
     if max(map(len, sides)) == 1:
-        # One total per side does not show the noise.
+        # A single total per side does not reveal the noise.
         rows = [replace(row, error_ms=math.inf, relative_error=math.inf) for row in rows]
     return Named(zip(names, rows, strict=True))
 
