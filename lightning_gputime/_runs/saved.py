@@ -58,7 +58,7 @@ class Run(Tabular):
     warnings: Sequence[str] = ()
 
     def summary(self) -> PhaseSummary:
-        """Return the summary of the steps after the warm-up, or of the warm-up if it is all."""
+        """Return the summary of the steps after the warm-up; without such steps, of the warm-up."""
         return self._summary
 
     def _table(self) -> Table:
