@@ -38,7 +38,8 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 # Steps for which a way of timing is on, then off: two more than the timer reads at a time. With
 # fewer steps, it would read all steps of a block while it is off.
 BLOCK = 27
-CHUNK = 20 * BLOCK  # Steps with "auto" to compare with the same number without a timer.
+RUN = 10 * BLOCK  # Steps with "auto" in a row, before as many without a timer.
+CHUNK = 2 * RUN  # Steps with "auto" to compare with the same number without a timer.
 TOGETHER = 20  # Consecutive cycles of the same way.
 LEAST, TIMED, DEFAULT = "least timer", "every step timed", "default"
 
@@ -164,12 +165,12 @@ class Least:
                 self.free += [mark for _, mark in step[:-1]]
 
 
-def us_per_step(step: Callable[[], object]) -> float:
+def us_per_step(step: Callable[[], object], n: int = BLOCK) -> float:
     """Return the microseconds per step of one block."""
     start = time.perf_counter()
-    for _ in range(BLOCK):
+    for _ in range(n):
         step()
-    return (time.perf_counter() - start) / BLOCK * 1e6
+    return (time.perf_counter() - start) / n * 1e6
 
 
 def added_by_least(training: Training) -> Added:
@@ -221,11 +222,11 @@ def added_by_default(training: Training, layers: int, chunks: int) -> Iterator[f
             step()
         for _ in range(chunks):
             added_us = 0.0
-            for _ in range(CHUNK // BLOCK):
+            for _ in range(CHUNK // RUN):
                 with timer.paused():
-                    added_us -= us_per_step(bare.step)
-                added_us += us_per_step(step)
-            yield added_us / (CHUNK // BLOCK)
+                    added_us -= us_per_step(bare.step, RUN)
+                added_us += us_per_step(step, RUN)
+            yield added_us / (CHUNK // RUN)
         print(f"1 of {timer.summary().timed_every_n_steps} steps was timed")
 
 
@@ -252,7 +253,7 @@ def in_plain_loop(layers: int, cycles: int) -> dict[str, list[float]]:
 class Stopwatch(pl.Callback):
     """Callback that records the duration of each batch, and replaces the schedule of a timer.
 
-    Fits in two threads alternate every `BLOCK` batches if each gets the semaphores of both, its
+    Fits in two threads alternate every `RUN` batches if each gets the semaphores of both, its
     semaphore first.
     """
 
@@ -272,7 +273,7 @@ class Stopwatch(pl.Callback):
             self.steps_us.append((now - self._start) * 1e6)
         elif self._timer is not None and self._schedule is not None:
             use_schedule(self._timer, self._schedule)
-        if self._turns is not None and len(self.steps_us) % BLOCK == 0:
+        if self._turns is not None and len(self.steps_us) % RUN == 0:
             with self._timer.paused() if self._timer is not None else nullcontext():
                 mine, other = self._turns
                 if self.steps_us:

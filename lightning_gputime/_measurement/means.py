@@ -115,36 +115,34 @@ class MeanLog:
 
         With `only_publish`, publish the means without a log, and keep the steps for the next log.
         """
-        timed, untimed, results = self._sums, Estimate(), self._results
+        sums, untimed, results = self._sums, Estimate(), self._results
         if not self.is_logged:
             self._sums = Sums()
             if results is not None:
                 results.read_memory()
             return
+        timed_steps = int(sums.step.n)
         if self._is_sampled and results is not None:
-            has_timed = timed.step.n > 0
-            untimed = results.untimed_since_log(restart=not only_publish, has_timed=has_timed)
-        if not only_publish:
+            untimed = results.untimed_since_log(restart=not only_publish, has_timed=timed_steps > 0)
+        if only_publish:
+            sums = sums.copy()
+        else:
             self._sums = Sums()
             if self.every_n_steps == 0:
                 return
-        every = timed.plus(untimed.sums)
-        if not every.step.n or self.newest is None:
+        if timed_steps:
+            self._host_wait_ms = sums.wait_ms / timed_steps
+        sums.merge(untimed.sums)
+        if not sums.step.n or self.newest is None:
             return
-        means_ms = self._means_ms(timed, every, untimed)
+        means_ms = {name: phase.device_ms / phase.n for name, phase in sums.phases.items()}
+        steps = sums.step.n + untimed.unsampled_steps
+        means_ms["step"] = (sums.step.device_ms + untimed.unsampled_ms) / steps
+        if not math.isnan(self._host_wait_ms):
+            means_ms["host_wait"] = self._host_wait_ms
         if results is None:
             values, added = {f"{name}_ms": ms for name, ms in means_ms.items()}, dict[str, float]()
         else:
-            window = LogWindow(self.newest, timed, every, means_ms, only_publish)
+            window = LogWindow(self.newest, timed_steps, sums, means_ms, only_publish)
             values, added = results.log_values(window)
         self.writer.write(values, self.newest, added, only_publish=only_publish)
-
-    def _means_ms(self, timed: Sums, every: Sums, untimed: Estimate) -> dict[str, float]:
-        steps = every.step.n + untimed.unsampled_steps
-        means_ms = {name: phase.device_ms / phase.n for name, phase in every.phases.items()}
-        means_ms["step"] = (every.step.device_ms + untimed.unsampled_ms) / steps
-        if timed.step.n:
-            self._host_wait_ms = timed.wait_ms / timed.step.n
-        if not math.isnan(self._host_wait_ms):
-            means_ms["host_wait"] = self._host_wait_ms
-        return means_ms

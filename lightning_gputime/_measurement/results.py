@@ -57,14 +57,14 @@ class LogWindow(NamedTuple):
 
     Attributes:
         newest: Number of the newest step.
-        timed: Sums over the timed steps.
+        timed_steps: Number of timed steps.
         every: Sums over all steps; untimed steps are estimated.
         means_ms: Mean time per step, by name (in milliseconds).
         is_kept: True if the next log includes these steps, too.
     """
 
     newest: int
-    timed: Sums
+    timed_steps: int
     every: Sums
     means_ms: dict[str, float]
     is_kept: bool
@@ -216,7 +216,7 @@ class Results:
 
     def log_values(self, window: LogWindow) -> tuple[dict[str, float], dict[str, float]]:
         """Return the values to log by name, and the values that observers add."""
-        sources, n = self._sources, int(window.timed.step.n) or 1
+        sources, n = self._sources, window.timed_steps or 1
         means_ms = {**window.means_ms, **self.probes.means_ms(window.means_ms)}
         if self.slow.is_followed:
             means_ms |= self.slow.metrics(window.newest, n, keep=window.is_kept)

@@ -20,6 +20,7 @@ from lightning_gputime._phases import StepRecord
 _LONG_STEP = 1.5  # A step is long if it takes at least this multiple of the median.
 _GROWTH, _MAX_STRATUM = 2.0, 12  # Each stratum of long steps covers a factor of two.
 _RECENT, _RECENT_TIMED = 500, 50  # Number of newest untimed and timed steps to compare with.
+_MAX_NEW_SHARE = 0.2  # Maximum fraction of these that are newer than the median.
 _MAX_TIMING_NS = 0.4e6  # Maximum time that timing adds to a step.
 _MIN_SETTLED = 50  # Number of steps that are settled at once if few of them are timed.
 _MAX_BLOCK = 5  # Maximum number of consecutive timed steps of a stratum in a block.
@@ -140,6 +141,8 @@ class _StepLengths:
 
     def __init__(self) -> None:
         self._untimed, self._timed = _Newest(_RECENT), _Newest(_RECENT_TIMED)
+        self._ordinary_ns = self._added_ns = 0.0  # Duration, and what timing adds to it.
+        self._new = math.inf  # Number of steps since these were estimated.
 
     def add(
         self,
@@ -150,15 +153,22 @@ class _StepLengths:
         """Add steps, and return the stratum of each: 0 for ordinary steps."""
         self._untimed.extend(took_ns[is_known & ~is_timed])
         self._timed.extend(took_ns[is_known & is_timed])
-        timed, untimed = self._timed, self._untimed
+        self._new += len(took_ns)
+        if self._new >= self._untimed.n * _MAX_NEW_SHARE:
+            self._estimate()
+        without_ns = took_ns - is_timed * self._added_ns
+        ratio = np.maximum(without_ns, 1.0) / (_LONG_STEP * self._ordinary_ns)
+        levels = np.floor(np.log(ratio) / math.log(_GROWTH)).astype(np.int64) + 1
+        return np.clip(levels, 0, _MAX_STRATUM)
+
+    def _estimate(self) -> None:
+        timed, untimed, self._new = self._timed, self._untimed, 0
         median_ns = (untimed if untimed.n else timed).quantile(0.5)
         # Subtract the time that timing adds, so that timed steps are not mistaken for long steps.
         # Up to half of the timed steps may really be long, so use their first quartile.
         added_ns = timed.quantile(0.25) - median_ns if timed.n and untimed.n else 0.0
-        without_ns = took_ns - is_timed * min(max(added_ns, 0.0), _MAX_TIMING_NS)
-        ratio = np.maximum(without_ns, 1.0) / (_LONG_STEP * max(median_ns, 1.0))
-        levels = np.floor(np.log(ratio) / math.log(_GROWTH)).astype(np.int64) + 1
-        return np.clip(levels, 0, _MAX_STRATUM)
+        self._added_ns = min(max(added_ns, 0.0), _MAX_TIMING_NS)
+        self._ordinary_ns = max(median_ns, 1.0)
 
 
 class UntimedSteps:
