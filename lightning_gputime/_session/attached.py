@@ -1,6 +1,6 @@
 """Sessions that are attached in this process, and sessions whose timer was deleted.
 
-Module state, because forks and garbage collection affect all sessions.
+They are module state, because forks and garbage collection affect all sessions.
 """
 
 import os
@@ -62,7 +62,7 @@ def _abandon_all() -> None:
     # Iterate over a copy, because each session discards itself. Keep the events, because destroying
     # an event calls CUDA, which aborts a forked process.
     _kept.extend(session.abandon() for session in [*_attached])
-    _kept.append(named.abandon_all())  # Also events of evaluations.
+    _kept.append(named.abandon_all())  # The remaining recorders are those of evaluations.
     _lost.clear()
 
 

@@ -1,4 +1,4 @@
-"""Searches for the code that takes the time, each in a few steps."""
+"""Searches for the code that takes the time. Each search covers only a few steps."""
 
 from collections.abc import Callable
 
@@ -8,19 +8,19 @@ from lightning_gputime._measurement.results import Results
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.watcher import LOCATED_STEPS
 
-_MIN_STEPS = 50  # Number of timed steps before calls that block the CPU are searched.
-_MAX_LOCATED_WINDOWS = 10  # Maximum number of timing windows at long steps that are located.
+_MIN_STEPS = 50  # Number of timed steps before the search for calls that block the CPU.
+_MAX_LOCATED_WINDOWS = 10  # Maximum number of timing windows in which long steps are located.
 
 
 class CulpritSearch:
-    """Start a search when the steps so far require it.
+    """Scheduler of searches. Starts a search when the steps so far require it.
 
     Args:
         results: Statistics of the steps so far.
         recorder: Locates marks in the code.
         blocking: Records calls that wait for the GPU.
-        blocks: Return True if the CPU blocks on the GPU inside steps.
-        analyzer: Receives the time that the start of a search takes, which may make a step slow.
+        blocks: Returns True if the CPU blocks on the GPU inside steps.
+        analyzer: Receives the time that starting a search takes, which may make a step slow.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CulpritSearch:
         self._has_located_slowdown = self._has_searched_calls = False
 
     def expect_long_steps(self, steps: int) -> None:
-        """Locate the next steps, which are expected to be long; 0 for none."""
+        """Locate the marks of the next `steps` steps; 0 if no long step is expected."""
         if steps and self._windows_left:
             self._windows_left -= 1
             self._recorder.watcher.locate_next(steps)

@@ -23,7 +23,7 @@ from lightning_gputime._record.recorder import Recorder
 
 
 class _Evaluation:
-    """An evaluation loop that runs. It refers to the model."""
+    """A running evaluation loop. Drop it at the end, because it keeps the model alive."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class _Evaluation:
         self._batch, self._items, self._now_ns = loop.batch, items, clock.host_ns
         self._n_items = nan
         self._batch_ended_ns = clock.host_ns()
-        # Until the first batch, and between batches, callbacks may call the model.
+        # Before the first batch and between batches, callbacks may call the model.
         self._batch.close()
 
     def attach(self) -> None:
@@ -68,16 +68,16 @@ class _Evaluation:
 
 
 class Evaluations:
-    """Time the evaluation loops of a trainer separately from its training, one at a time.
+    """Timing of a trainer's evaluation loops, one at a time and separate from its training.
 
     While no loop runs, all methods except `start` do nothing.
     """
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        # A number refers to the batches of the training.
+        # If the option is a number, it applies to training batches only.
         self._items = Items(options.items if callable(options.items) else None)
-        # The running loop, its log, and the number that its means are logged under.
+        # The running loop, its log, and the step number under which its means are logged.
         self._running: tuple[_Evaluation, MeanLog, int] | None = None
         self.means: deque[dict[str, Any]] = deque(maxlen=1000)
         """Means of each loop, as JSON objects."""
@@ -104,7 +104,7 @@ class Evaluations:
         row: Mapping[str, float] = MappingProxyType({}),
         setup: TrainingSetup | None = None,
     ) -> None:
-        """Start to time a loop. If another loop runs, abort it.
+        """Start timing a loop. If another loop is running, abort it.
 
         Args:
             stage: "val", "test" or "predict".
@@ -145,7 +145,7 @@ class Evaluations:
             means.take(steps)
 
         evaluation = _Evaluation(clock, loop, options._lag, self._items, steps_read)
-        # Before it is attached: if this is interrupted, `abort` removes the hooks.
+        # Set before attaching, so that `abort` removes the hooks if attaching is interrupted.
         self._running = evaluation, means, number
         try:
             evaluation.attach()

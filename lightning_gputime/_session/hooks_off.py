@@ -1,14 +1,17 @@
 """Remove the hooks between timing windows, so that untimed steps only read the host clock.
 
 Hooks that record nothing still cost 24 Python calls per step, and 33 under Lightning. They are
-removed at the end of a step if the next timing window is at least one step away, and return at its
-first step. In a plain loop they return one step earlier, because only the previous step shows which
-calls in eval mode are an evaluation. Meanwhile, every step ends with a look at the clock, and every
-10th step also reads the pending timed steps.
+removed at the end of a step if the next timing window is at least one step away, and return at the
+first step of that window. In a plain loop they return one step earlier, because only the previous
+step shows which calls in eval mode are an evaluation. Without hooks, the end of each step only
+reads the clock, and every 10th step also reads pending timed steps.
 
-The hooks stay in the first 20 steps, which show what the loop calls and captures; with probes; with
-compiled code, which would recompile; and with several timers or nested loops over `steps()`, which
-must see all calls of a model.
+The hooks stay attached:
+
+- in the first 20 steps, which show what the loop calls and captures,
+- with probes,
+- with compiled code, which would recompile,
+- with several timers or nested loops over `steps()`, which must see all calls of a model.
 """
 
 from lightning_gputime._compat.torch_ import has_compiled
@@ -35,37 +38,40 @@ class HooksOff:
         self._margin, self._lag = margin, lag
         self._is_allowed = plan.probe is None
         self.returns_at = 0
-        """Index of the step before which the hooks return."""
+        """Index of the first step that has hooks again."""
         self.check_at = 0
         """Index of the step before which `check` is due; at most `returns_at`."""
         self._checked_at = 0
 
     def is_due(self, index: int) -> bool:
-        """Return True if the hooks are to be removed before the step of this index."""
+        """Return True if the hooks should be removed before the step of this index."""
         if not self._is_allowed or index < _MIN_INDEX:
             return False
         is_far = self._plan.next_timed(index) - self._margin > index
         return is_far and is_alone() and not has_compiled()
 
     def remove(self, index: int, *, counts_updates: bool) -> None:
-        """Remove the hooks before the step of this index. Check when pending steps can be read."""
+        """Remove the hooks before the step of this index.
+
+        The first check is due when pending steps can be read.
+        """
         self._plan.time_switch(lambda: self._boundaries.suspend(keep_updates=counts_updates), index)
         self.returns_at = self._plan.next_timed(index) - self._margin
         self._checked_at = index
         self.check_at = min(index + self._lag, index + _CHECK_STEPS, self.returns_at)
 
     def check(self, index: int) -> int:
-        """Return the number of steps since the last check, and set the next."""
+        """Return the number of steps since the last check, and schedule the next check."""
         steps, self._checked_at = index - self._checked_at, index
         self.check_at = min(index + _CHECK_STEPS, self.returns_at)
         return steps
 
     def return_at(self, index: int) -> None:
-        """Let the hooks return before the step of this index."""
+        """Schedule the return of the hooks before the step of this index."""
         self.returns_at = self.check_at = index
 
     def forbid(self) -> None:
-        """Do not remove the hooks again."""
+        """Never remove the hooks again."""
         self._is_allowed = False
 
     def reattach(self, index: int) -> None:

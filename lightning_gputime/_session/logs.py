@@ -10,9 +10,9 @@ from lightning_gputime._session.rank_comparer import RankComparer
 
 
 class LogSchedule:
-    """Log means of the same steps on all ranks.
+    """Schedule of logs, so that all ranks log means of the same steps.
 
-    A log is written when its last step has ended `lag` steps ago: by then, every rank has read it.
+    A log is written `lag` steps after its last step: by then, every rank has read that step.
 
     Args:
         means: Writes the logs.
@@ -35,11 +35,11 @@ class LogSchedule:
     ) -> None:
         self._means, self._results, self._comparison = means, results, comparison
         self._analyzer, self._is_sampled = analyzer, is_sampled
-        # Numbers and indices of the newest steps that have ended since a log is due.
+        # Number and index of the newest steps that were passed to `end_step`.
         self._ended: deque[tuple[int, int]] = deque(maxlen=lag + 1)
         self._has_started = False
         self.due_at = 0.0
-        """Smallest number of a step for which `end_step` must be called; 0 for the first step."""
+        """Smallest step number for which `end_step` must be called; 0 until the first call."""
 
     def end_step(self, number: int, index: int) -> None:
         """End a step. Only needed for the first step, and from `due_at` on."""
@@ -55,7 +55,7 @@ class LogSchedule:
             self._comparison.log_is_due(finished)
 
     def steps_read(self, steps: ReadSteps) -> None:
-        """Add steps that were read, and log them if they are due and all steps are timed."""
+        """Add steps that were read. If all steps are timed, also write the logs that are due."""
         if self._means.take(steps):
             self._analyzer.end_callback("the timer's logging")
 
@@ -69,11 +69,11 @@ class LogSchedule:
         self._analyzer.end_callback("the timer's logging")
 
     def log_now(self) -> None:
-        """Log the steps since the last log that were read."""
+        """Log the steps that were read since the last log."""
         self._means.log_means()
 
     def publish(self, newest: int | None, index: int) -> None:
-        """Give other callbacks the means since the last log, and log them if that is due.
+        """Publish the means since the last log to other callbacks. Write a log if it is due.
 
         Args:
             newest: Number of the newest step; None before the first.
@@ -82,7 +82,7 @@ class LogSchedule:
         if self._is_sampled and newest is not None:
             self._results.settle(newest, until=index)
             if self._has_started and newest >= self.due_at:
-                # If it was logged later, it would be in a row of the next epoch.
+                # A later log would be part of a row of the next epoch.
                 self.due_at = self._means.next_due(newest)
                 self._means.log_at(newest)
         self._means.log_means(only_publish=True)

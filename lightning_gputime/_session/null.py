@@ -12,7 +12,7 @@ from lightning_gputime._session.state import ENDED, NEW, State
 
 
 class NullThread:
-    """Timed thread of a timer that is not attached. Unlike a `TimedThread` it can be pickled."""
+    """Timed thread of a timer that is not attached. Unlike `TimedThread`, it can be pickled."""
 
     home = -1
     was_elsewhere = False

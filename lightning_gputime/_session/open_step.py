@@ -25,7 +25,7 @@ _NO_BATCH = object()
 
 
 class OpenStep:
-    """The open step: its batches, its updates, and whether it has trained, as hooks report.
+    """The open step: its batches, its updates, and whether it has trained, as reported by hooks.
 
     Only the timed thread may use it, and only while the timer is attached.
 
@@ -40,7 +40,7 @@ class OpenStep:
         self.needs_updates = needs_updates
 
     def attach(self) -> None:
-        """Look up the hooks, which were attached just before."""
+        """Look up the boundaries that `Boundaries.attach` has just created."""
         self._forward, self.optimizer = self._boundaries.forward, self._boundaries.optimizer
         # An alias, because trainers call it in every step.
         self.update_begins = self.optimizer.update_begins
@@ -70,7 +70,7 @@ class OpenStep:
         """End a micro-batch that does not end the step."""
         self._work.end_batch()
         recorder = self._recorder
-        # A validation at the end of the loop body has paused the recorder.
+        # A validation at the end of the loop body may have paused the recorder.
         (recorder.resume if recorder.state is PAUSED else recorder.mark)(label)
 
     # Across loops
@@ -85,9 +85,9 @@ class OpenStep:
         self._recorder.resume()
 
     def leave_gradients(self) -> bool:
-        """Handle an exit inside a step that ends with an update, perhaps in another loop.
+        """Handle an exit from the loop before the update that ends the step.
 
-        Return True if gradients wait for that update.
+        Return True if gradients wait for that update, which another loop may run.
         """
         if not self.needs_updates or BACKWARD not in self._recorder.open.phases:
             return False
@@ -103,7 +103,7 @@ class OpenStep:
 
     @property
     def has_updated(self) -> bool:
-        """True if an update has run in the open step, even if it was skipped."""
+        """True if an update was attempted in the open step, even if it was skipped."""
         return self.optimizer.has_updated
 
     @property
@@ -127,10 +127,10 @@ class OpenStep:
     # Batches without training
 
     def has_idled(self, *, is_first: bool) -> bool:
-        """Return True if the open step, which has hooks, has certainly only fetched batches.
+        """Return True if the open step has certainly only fetched batches. It must have hooks.
 
-        Return False if training may be invisible, for example in compiled code. After the first
-        batch of a loop, also return False before any training.
+        Return False if training may be invisible, for example in compiled code. From the second
+        batch of a loop on, also return False before any training.
 
         Args:
             is_first: True for the first batch of a loop.
@@ -153,10 +153,10 @@ class OpenStep:
     # Exits
 
     def end_at_update(self, state: State, number: int, index: int, items: float) -> bool:
-        """End the open step at its last update if the loop exits after it. Return True if it ended.
+        """End the open step at its last update when the loop exits. Return True if it ended.
 
-        It does not end if a model was called after that update. In inference, it ends at the last
-        call of a model. The host does not wait, because the loop may have raised.
+        The step does not end if a model was called after that update. In inference, it ends at the
+        last model call. The host does not wait, because the loop may have raised.
         """
         recorder = self._recorder
         if state is OFF:
@@ -167,7 +167,7 @@ class OpenStep:
             self._forward.settle_evaluations()
         last = AFTER_UPDATE if self.has_optimizer else AFTER_FORWARD
         if not self.has_optimizer and BACKWARD in recorder.open.phases:
-            # An update without an optimizer has no hook. It has ended, and counts as `other`.
+            # Without an optimizer, no hook marks the update. It has ended, and counts as `other`.
             recorder.mark_instead(AFTER_BACKWARD, OTHER)
             recorder.mark(AFTER_UPDATE)
             last = AFTER_UPDATE

@@ -20,12 +20,12 @@ _MAX_MISSES = 3  # Probing stops after this many consecutive failures.
 
 
 class Probe:
-    """Fill the device's queue before some steps, and check the times of these steps.
+    """Launch of some steps behind a spin kernel, and a check of their times.
 
     A spin kernel keeps the device busy until the host has launched the entire step. The step then
-    runs without launch gaps, so its phases contain only GPU work. The host waits for its end, so
-    that the next step does not start with a full queue. No step is probed if the clock has no
-    `spin`, or if there are several ranks, which would wait for each other's spins.
+    runs without launch gaps, so its phases contain only GPU work. The host waits for the step to
+    end, so that the next step does not start with a full queue. No step is probed if the clock has
+    no `spin`, or if there are several ranks, which would wait for each other's spins.
     """
 
     def __init__(self, clock: Clock, results: Results) -> None:
@@ -84,7 +84,7 @@ class Probe:
         if not {EXCLUDED, EVALUATED}.isdisjoint(step.labels[step.post_spin_index :]):
             self._miss("an evaluation runs inside every probed step")
             return
-        # After a spin that was too short, the step is unknown. Its length corrects the next spin.
+        # A spin that was too short proves nothing, but its length corrects the next spin.
         was_short = step.spin_ms < 0.9 * self._spin_ms
         if step.spin_ms > 0:
             self._cycles_per_ms *= self._spin_ms / step.spin_ms
@@ -101,7 +101,7 @@ class Probe:
             )
 
     def _may_wait(self, step: StepRecord) -> bool:
-        """Return True if the host may have waited for the spin. Else the host was slow itself."""
+        """Return True if the host may have waited for the spin; False if it was slow itself."""
         launch_ms = self._spin_ms / self._margin
         usual = self._results.sums.step
         step_ms = usual.device_ms / max(usual.n, 1)

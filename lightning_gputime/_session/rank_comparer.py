@@ -27,12 +27,13 @@ from lightning_gputime._phases import StepRecord
 _opened: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
 _TIMEOUT_S = 3.0
-"""Maximum time to wait for late ranks at the end. Lightning's launcher ends this process 5 s after
-another process has died. Before that, the next collective raises a more helpful error."""
+"""Maximum time to wait for late ranks at the end. When a process dies, Lightning's launcher ends
+the others after 5 s. This must be shorter, so that the next collective can raise a more helpful
+error first."""
 
 _KEPT_ROUNDS = 10  # A rank deletes what it sent this many rounds ago.
 _MAX_OPEN_ROUNDS = 5  # Rank zero compares older rounds without the ranks that are missing.
-_AGREEMENT_TIMEOUT_S = 1.0  # Ranks that train together are less than a round apart.
+_AGREEMENT_TIMEOUT_S = 1.0  # Rarely needed: ranks in training are less than a round apart.
 
 _ABSENT = (
     "The times of these ranks did not arrive, and are left out until they do: %s. Attach the same"
@@ -45,11 +46,11 @@ _ALONE = (
 
 
 class RankComparer:
-    """Compare the ranks by the same steps, regardless of how many steps each rank has read.
+    """Comparison of the ranks over the same steps, regardless of how many each rank has read.
 
-    Ranks do not wait for each other during training: in a collective, all ranks would wait, and
-    count the wait as their own time. Rank zero compares the times that have arrived. The others
-    follow with the next comparison, or when the user reads the results.
+    Ranks do not wait for each other during training. In a collective, all ranks would wait, and
+    each would count the wait as its own time. Instead, rank zero compares the times that have
+    arrived. Later times are added by the next comparison, or when the user reads the results.
     """
 
     def __init__(self, results: Results, means: MeanLog, options: Options) -> None:
@@ -80,16 +81,16 @@ class RankComparer:
             self.due_step = finished
 
     def compare_if_due(self) -> None:
-        """Compare the ranks if it is due. All ranks must call it at the end of the same step."""
+        """Compare the ranks if that is due. All ranks must call it at the end of the same step."""
         finished, self.due_step = self.due_step, None
-        # Skip it if the end of an epoch has compared these steps meanwhile.
+        # Skip the steps that were already compared at the end of an epoch.
         if finished is not None and finished >= self._means.next_due(self._compared):
             early = Sums(step for step in self._recent if step.number > finished)
             self._send(since(self._totals(), totals_of(early)), finished)
             self.compare_arrived()
 
     def compare_all(self, newest: int | None) -> None:
-        """Compare the ranks by all steps that were read. All ranks must call it."""
+        """Compare the ranks over all steps that were read. All ranks must call it."""
         if newest is not None:
             self._compared = newest
         self._send(self._totals())
@@ -151,15 +152,15 @@ class Exchange:
     """Exchange between ranks for one purpose, through the store of the process group.
 
     A missing rank would block a collective, whose timeout ends the process group. Here each rank
-    writes and continues. Each call of `send` or `agree` is a round: all ranks must make the same
-    calls, in the same order.
+    writes its values and continues. Each call of `send` or `agree` is a round: all ranks must make
+    the same calls, in the same order.
 
     Args:
         store: Store of the process group.
         rank: Number of this rank.
         world_size: Number of ranks.
-        timeout_s: Maximum time to wait for late ranks, also limited to a third of the store's
-            timeout: other ranks may wait in a collective for rank zero meanwhile.
+        timeout_s: Maximum time to wait for late ranks (in seconds). At most a third of the store's
+            timeout, because other ranks may be waiting for rank zero in a collective.
     """
 
     def __init__(
@@ -191,10 +192,10 @@ class Exchange:
         self._store.delete_key(f"{round_ - _KEPT_ROUNDS}/{self._rank}")
 
     def arrived(self, *, wait: bool) -> Iterator[tuple[int, dict[int, RankTotals]]]:
-        """Yield the rounds that all ranks have sent, oldest first. Only on rank zero.
+        """Yield the rounds that all ranks have sent, oldest first. Call only on rank zero.
 
-        A round consists of the number of its last step and the totals by rank. With `wait`, wait a
-        limited time for late ranks, and leave them out after it.
+        A round consists of the number of its last step and the totals by rank. With `wait`, wait
+        up to `timeout_s` for late ranks, then leave them out.
         """
         deadline = time.monotonic() + self._timeout_s if wait else -math.inf
         newest = max(self._open, default=0)
@@ -249,7 +250,7 @@ class Exchange:
 
 def wait_for(store: Any, keys: list[str], deadline: float) -> list[str]:
     """Wait until all keys are written, or until the deadline. Return the keys that are written."""
-    # `store.wait` prints a message after a timeout.
+    # Poll, because `store.wait` prints a message after a timeout.
     while keys and not store.check(keys):
         if time.monotonic() >= deadline:
             return [key for key in keys if store.check([key])]

@@ -1,4 +1,4 @@
-"""Distribute steps that were read to their readers and observers."""
+"""Distribution of steps that were read, to statistics and to the user's observers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +12,12 @@ from lightning_gputime._session.timing_plan import TimingPlan
 
 
 class StepReader:
-    """Pass steps that were read to their readers, in order and in the training thread.
+    """Distributor of the steps that were read, in order and in the training thread.
 
     Args:
         plan: Receives the probed steps, and the cost of timing.
         wall_clock: Receives the time of evaluations inside steps.
-        warmup_steps: Number of first timed steps that are warm-up.
+        warmup_steps: Number of timed steps at the start that are warm-up.
     """
 
     def __init__(self, plan: TimingPlan, wall_clock: WallClock, warmup_steps: int) -> None:
@@ -33,8 +33,8 @@ class StepReader:
 
         Args:
             pending: Source of the steps.
-            readers: Objects in any order.
-            followers: Objects that use the state of the readers, and therefore come later.
+            readers: Objects to call first, in any order.
+            followers: Objects to call after them, because they use the state of the readers.
         """
         self._pending = pending
         self._readers = methods(readers, "steps_read")
@@ -61,7 +61,7 @@ class StepReader:
 
 
 class UserCalls:
-    """Call the user's observers with the steps that were read.
+    """Calls of user observers with the steps that were read.
 
     Args:
         observers: Observers of the option `observers`.

@@ -16,7 +16,7 @@ _WINDOWS_PER_LOG = 8  # 1 of this many windows covers the step that writes logs.
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Number of timed steps: one timing window in each of the `windows` parts of an interval.
+    """Number of timed steps. An interval has `windows` parts, with one timing window in each.
 
     Attributes:
         window: Number of timed steps in a timing window.
@@ -60,7 +60,7 @@ class Schedule:
         plan: Number of timed steps.
         probe_every_n_steps: 1 of this many steps is probed; 0 for none.
         warmup_steps: Number of first steps that are not probed.
-        next_long: Return the index of a long step and the expected distance to the next.
+        next_long: Returns the index of a long step and the expected distance to the next.
     """
 
     def __init__(
@@ -95,11 +95,14 @@ class Schedule:
         self._first_part = self._next_part = part
 
     def is_timed(self, index: int) -> bool:
-        """Return True if the plan, which has no probes, times the step at `index`."""
+        """Return True if the plan times the step at `index`, ignoring probes."""
         return index == self.next_timed(index)
 
     def next_timed(self, index: int) -> int:
-        """Return the index of the next timed step from `index` on, which must not decrease."""
+        """Return the index of the next timed step from `index` on.
+
+        `index` must not decrease from call to call.
+        """
         if self.plan.times_all:
             return index
         while index >= self._stop:
@@ -110,7 +113,7 @@ class Schedule:
         plan, k = self.plan, self._next_part
         self._next_part += 1
         first, last = plan.part(k)
-        # Multiples of the golden ratio would hit some periods twice as often as squares do.
+        # Use squares: plain multiples of the golden ratio hit some periods twice as often.
         start = first + int((k + 1) ** 2 * _GOLDEN % 1 * (last - first))
         expected = None
         if self._may_move:
@@ -130,7 +133,7 @@ class Schedule:
         n = self._probe_every_n_steps
         if not n or index < self.warmup_steps:
             return False
-        # Spread evenly, but never take the last of n steps: the next step may be a probe, too.
+        # Spread evenly, but never take the last of n steps: the next step may also be a probe.
         return index % n == int((index // n + 1) * _GOLDEN % 1 * (n - 1))
 
 
@@ -142,8 +145,8 @@ def _expected(recurrence: tuple[int, int] | None, first: int) -> int | None:
     return last + max(-(-(first - last) // distance), 1) * distance
 
 
-# Target cost of timing, as a fraction of the step: below 1 %, because it is only estimated. Around
-# a window, cold caches cost nearly as much again (`benchmarks/cold_cost.py`, H200).
+# Target cost of timing, as a fraction of the step. Below 1 %, because the cost is only estimated.
+# Lower with windows, where cold caches cost nearly as much again (`benchmarks/cold_cost.py`, H200).
 _MAX_COST_SHARE, _MAX_COST_SHARE_IN_WINDOWS = 0.008, 0.005
 _WINDOW_STEPS, _MAX_PERIOD_STEPS = 5, 500
 # Bounds of the host time of a mark in a busy loop. Values outside are noise.
@@ -158,12 +161,12 @@ class AutoSchedule:
 
     If the GPU sets the pace, timing costs nothing, because the host waits anyway. Otherwise the
     cost is measured in the loop itself, as the host time of timed steps minus that of the untimed
-    steps just before and after. An empty loop would show less, because its hooks stay in the CPU
-    caches.
+    steps just before and after. A benchmark of an empty loop would show less, because there the
+    hooks stay in the CPU caches.
 
     Args:
-        interval: Number of steps between two logs, each with a window of timed steps. None if the
-            trainer decides when it logs.
+        interval: Number of steps between two logs, with at least one timing window in between.
+            None if the trainer decides when it logs.
     """
 
     def __init__(self, interval: int | None) -> None:
@@ -175,7 +178,7 @@ class AutoSchedule:
         # Start and duration of timed steps; start and mean duration of spans of untimed steps.
         self._timed_ns: deque[tuple[int, int]] = deque(maxlen=_COMPARED)
         self._untimed_ns: deque[tuple[int, float]] = deque(maxlen=_COMPARED)
-        self._spans = self._span_end_ns = 0  # Number and end of the newest successive spans.
+        self._spans = self._span_end_ns = 0  # Number and end of the newest consecutive spans.
         self._switches_ns: deque[int] = deque(maxlen=_COMPARED)
         # Sums over timed steps: number, marks, host waits, and time for reading them.
         self._read = self._marks = 0
@@ -192,7 +195,7 @@ class AutoSchedule:
         self._reading_ns += reading_ns
 
     def add_untimed(self, start_ns: int, end_ns: int, steps: int) -> None:
-        # Keep the first and the last of successive spans, because these are next to timed steps.
+        # Keep the first and the last of consecutive spans: these are next to timed steps.
         self._spans = self._spans + 1 if start_ns == self._span_end_ns else 1
         if self._spans > 2:
             self._untimed_ns.pop()
@@ -203,7 +206,7 @@ class AutoSchedule:
         self._switches_ns.append(ns)
 
     def decide(self) -> int:
-        """Return `n`: 1 of `n` steps is to be timed from now on."""
+        """Return `n` if 1 of `n` steps should be timed from now on."""
         if not self._read:
             return 1
         marks = self._marks / self._read
@@ -223,9 +226,9 @@ class AutoSchedule:
     def follow(self, n: int, index: int) -> Plan:
         """Return the plan that times 1 of n steps, from the step of this index on.
 
-        All ranks must call it with the same `n`: then they decide at the same steps.
+        All ranks must call it with the same `n`, so that they decide at the same steps.
         """
-        # Decide often at first, because several ranks apply a decision only at the next decision.
+        # Decide often at first: with several ranks, each decision takes effect at the next.
         steps = index // 16 if n == _TRIAL_EVERY_N_STEPS else index // 2
         first = min(2 * self._longest_period, _TRIAL_STEPS)
         self.due = index + min(max(steps, first), _MAX_STEPS_BETWEEN_DECISIONS)

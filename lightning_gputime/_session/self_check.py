@@ -137,11 +137,11 @@ _NOT_MEASURED = {
     _MAY_EVALUATE: ("evaluations, because they may be a part of the steps", (OTHER,)),
     _NO_UPDATE: ("updates, because no update was recorded", (OPTIMIZER, OTHER)),
 }
-"""For some messages: the quantity that is not measured, and the phases that may contain it."""
+"""Quantity that is not measured and the phases that may contain it, by message."""
 
 
 class _Stage(Enum):
-    """Steps that are checked next."""
+    """Part of the self-check that runs next."""
 
     FIRST_STEPS = 0
     SUMS = 1
@@ -149,10 +149,10 @@ class _Stage(Enum):
 
 
 class SelfCheck:
-    """Compare steps with the actions that their loop must contain. Report each mismatch once.
+    """Comparison of steps with the actions that their loop must contain.
 
-    It reads the labels and numbers of the first steps, and sums over the first 20 steps. Both exist
-    anyway, so no step takes longer.
+    Each mismatch is reported once. The check reads the labels and numbers of the first steps, and
+    sums over the first 20 steps. These are recorded anyway, so no step takes longer.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class SelfCheck:
         self._stage = _Stage.FIRST_STEPS
         self._first: list[StepRecord] = []
         self._has_trained = False
-        self._idle_ms = 0.0  # Time of batches that do not call the model, and end no step.
+        self._idle_ms = 0.0  # Time of batches that do not call the model or end a step.
         self._early = 0  # Number of steps before the first backward.
         self._maybe_evaluated_ms = 0.0  # Time of eval-mode calls before the training part.
 
@@ -195,7 +195,7 @@ class SelfCheck:
                 self._maybe_evaluated_ms += _undecided_ms(step)
         for step in steps:
             marks = zip(step.labels, step.labels[1:], step.device_ms, strict=False)
-            # A step that starts with `other` starts with code after the last update.
+            # Skip a first `other`: that is code after the last update.
             inside = islice(marks, int(step.labels[0] == OTHER), None)
             self._idle_ms += sum(ms for *both, ms in inside if both == [OTHER, DATA])
             self._has_trained |= BACKWARD in step.labels or GRAD in step.labels
@@ -206,7 +206,7 @@ class SelfCheck:
             self._check_means()
 
     def end(self) -> None:
-        """Check the rest at the end of the training. In a short training, check only the basics."""
+        """Run the remaining checks at the end of the training, and only a few if it was short."""
         if self._stage is _Stage.FIRST_STEPS and len(self._first) >= _MIN_FIRST_STEPS:
             self._check_first_steps()
         ran = self._results.sums.phases
@@ -216,13 +216,13 @@ class SelfCheck:
         if self._stage is not _Stage.DONE:
             self._check_few_steps(trains=BACKWARD in ran and OPTIMIZER in ran)
         elif self._is_own_loop and BACKWARD in ran and FORWARD in ran:
-            # The steps before the first backward were reported already.
+            # The steps before the first backward have already been reported.
             n = self._results.sums.step.n
             without = n - ran[FORWARD].n
             self._report(20 * (without - self._early) >= n, _TWICE, without, n)
 
     def _check_first_steps(self) -> None:
-        """Compare each of the first steps with the trainer's actions, their order and its count."""
+        """Check the actions in each of the first steps, their order, and the number of steps."""
         steps, self._first, self._stage = self._first, [], _Stage.SUMS
         n = len(steps)
         for expected in self._loop.expects:
@@ -246,7 +246,7 @@ class SelfCheck:
         counted = 1
         for before, step in pairwise(steps):
             more = step.number - before.number
-            # A skipped batch has no backward, so no update of it can be missed.
+            # A skipped batch has no backward, so it has no update that the timer could miss.
             is_missed = _trained_batches(step.labels) >= more * self._loop.accumulate_grad_batches
             counted += more if is_missed else min(more, 1)
         return counted
@@ -272,7 +272,7 @@ class SelfCheck:
         trains = seen.optimizer.has_any
         with_forward = ran[FORWARD].n if FORWARD in ran else n
         ms = {name: ran[name].device_ms if name in ran else 0.0 for name in PHASES}
-        # Backward takes twice as long as forward and loss, or three times with checkpointing.
+        # Backward usually takes 2 times as long as forward and loss, or 3 times with checkpointing.
         is_in_other = 0 < 5 * (ms[FORWARD] + ms[LOSS]) < ms[BACKWARD] < 5 * ms[OTHER]
         is_in_loss = FORWARD in ran and 50 * ms[FORWARD] < ms[BACKWARD] < 5 * ms[LOSS]
         place = OTHER if is_in_other else LOSS
@@ -304,7 +304,7 @@ class SelfCheck:
 
 
 def _undecided_ms(step: StepRecord) -> float:
-    """Return the time of calls in eval mode at the start of a step that may be an evaluation."""
+    """Return the time of eval-mode calls at the start of a step, which may be an evaluation."""
     # In a loop over `steps()`, the step starts with its batch, and such calls belong to it.
     if not is_fetch(step.labels[: step.labels.index(EVALUATION)]):
         return 0.0
@@ -337,7 +337,7 @@ def _trained_batches(labels: tuple[str, ...]) -> int:
 def warn_of_other_parameters(model: nn.Module, optimizers: Iterable[object]) -> None:
     """Warn about optimizers that update no parameter of the model."""
     if is_engine(model):
-        return  # Its optimizer may update copies of parts of the parameters.
+        return  # Its optimizer may update copies of parameter shards.
     own = set(model.parameters())
     # A wrapper, such as Megatron's, may also update copies.
     for optimizer in optimizers:

@@ -36,11 +36,11 @@ from lightning_gputime._session.timing_plan import TimingPlan
 
 
 class Session:
-    """Attach a timer to a loop, read its steps, and remove it.
+    """Session of a timer: attaches it to a loop, reads its steps, and removes it.
 
     Front ends report the events of the loop to `steps`, `open_step` and `recorder`, in the timed
-    thread. Any thread may call the other methods, but does not read steps while the timed thread
-    lives.
+    thread. Other methods can be called from any thread, but another thread does not read steps
+    while the timed thread is alive.
 
     Args:
         options: Options of the timer.
@@ -48,8 +48,9 @@ class Session:
         loop: The loop.
         results: Receives the steps.
         means: Logs the steps.
-        outside: Functions around the training. Lines in them are not blamed for a phase.
-        blocks: Return True if the CPU blocks on the GPU inside steps.
+        outside: Functions around the training, such as the caller of `fit`. Their lines are not
+            blamed for a phase.
+        blocks: Returns True if the CPU blocks on the GPU inside steps.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Session:
             options, users, logs_every_step=is_logged and means.every_n_steps == 1
         )
         self._comparison = RankComparer(results, means, options)
-        # Each log needs timed steps, but may be far from the next if nothing takes it.
+        # Each log needs timed steps, so the log interval limits the plan if something takes logs.
         has_logs = is_logged or self._comparison.is_on
         log_every_n_steps = means.every_n_steps if has_logs else None
         plan = TimingPlan(options, clock, results, log_every_n_steps, each_timed_for)
@@ -85,7 +86,7 @@ class Session:
             locate=frames_here,
         )
         self.recorders = [recorder]
-        """Recorders of the phases that users name."""
+        """Recorders for the phases that users name."""
         work = WorkCounter(options.items, options.flops, loop, recorder)
         self._boundaries = Boundaries(recorder, loop, work.on_call, wall_clock.shorten_step)
         self.open_step = OpenStep(
@@ -161,7 +162,7 @@ class Session:
             self.open_step.attach()
             self._analyzer.attach()
             call_safely(methods(self._observers, "attach"))
-            # Here, because Python may delete a timer at any moment, even while hooks run.
+            # Do not do this when a timer is deleted: that may happen at any moment, even in a hook.
             attached.remove_lost()
             attached.add(self)
             self.steps.enter(IDLE)
@@ -188,7 +189,7 @@ class Session:
         self._results.slowdowns.series.start_epoch(first_step, epoch)
 
     def publish(self) -> None:
-        """Read the steps that have ended, and give other callbacks their means."""
+        """Read the steps that have ended, and publish their means to other callbacks."""
         self.recorder.pending.flush()
         self._logs.publish(self.steps.newest, self.steps.index)
 
@@ -198,7 +199,7 @@ class Session:
         self._logs.log_now()
 
     def compare_ranks(self) -> None:
-        """Compare the ranks in all steps so far. All ranks must call it."""
+        """Compare the ranks over all steps so far. All ranks must call it."""
         if self._comparison.is_on:
             self.flush()
             self._comparison.compare_all(self.steps.newest)

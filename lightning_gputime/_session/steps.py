@@ -55,7 +55,7 @@ class StepParts:
 
 
 class Steps:
-    """Start and end the steps of a loop, as front ends report.
+    """Steps of a loop, which front ends start and end.
 
     The thread that calls `begin` is timed. Only this thread may call the other methods.
     """
@@ -67,7 +67,7 @@ class Steps:
         """Number of steps that have ended, timed or not."""
         self.newest: int | None = None
         """Number of the last step that ended."""
-        self._ended_ns = 0  # Time of all steps at its end; only known with hooks.
+        self._ended_ns = 0  # Time of all steps until its end; only known with hooks.
         self._first_label = DATA  # First label of the open step.
         self.plan = parts.plan
         self.times_all = parts.plan.times_all
@@ -84,9 +84,9 @@ class Steps:
         parts.analyzer.loop_begins()
         parts.untimed.restart(parts.wall_clock.steps_ns(parts.host_ns()))
         if self.state is OFF:
-            parts.recorder.stop()  # Still needed: this thread is timed from now on.
+            parts.recorder.stop()  # Also makes the calling thread the timed thread.
             return
-        # Never probed, because the first fetch of an epoch may take long.
+        # Do not probe this step, because the first fetch of an epoch may take long.
         self.enter(parts.plan.kind_at(self.index))
         if self.state is TIMED:
             parts.recorder.begin()
@@ -133,11 +133,11 @@ class Steps:
 
     @property
     def ended_ns(self) -> int:
-        """Time of all steps at the end of the last one (in nanoseconds)."""
+        """Cumulative time of all steps that have ended (in nanoseconds)."""
         return max(self._ended_ns, self._parts.untimed.since_ns)
 
     def first_step_ended(self) -> None:
-        """Let the second step start now: the wall clock has added set-up time to the first."""
+        """Start the second step now: the wall clock has moved set-up time into the first step."""
         parts = self._parts
         self._ended_ns = parts.wall_clock.steps_ns(parts.host_ns())
         parts.untimed.restart(self._ended_ns)
@@ -168,7 +168,7 @@ class Steps:
         parts, state, plan = self._parts, self.state, self.plan
         is_usual = plan.probe is None or plan.is_usual(state, self.index)
         if plan.probe is not None:
-            # Before reading and logging, which a probe must not include.
+            # Do this before reading and logging, which are not part of the launch time.
             plan.probe.step_ends(usual=is_usual and not plan.is_warmup(self.index))
         is_timed = state in (TIMED, PROBED)
         skipped_update = parts.boundaries.step_ended(timed=is_timed)

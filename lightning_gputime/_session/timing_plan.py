@@ -15,7 +15,7 @@ from lightning_gputime._session.state import PROBED, TIMED, UNTIMED, State
 
 
 class TimingPlan:
-    """Choose the state of each step: by the schedule, `every_n_steps="auto"`, and probes.
+    """Choice of the state of each step, by the schedule, `every_n_steps="auto"` and probes.
 
     Args:
         options: Options of the timer.
@@ -44,7 +44,7 @@ class TimingPlan:
             **({} if is_distributed() else {"next_long": self._next_long}),
         )
         self.auto: AutoSchedule | None = None
-        """Chooses the number of timed steps; None if the option does."""
+        """Chooses `n` to time 1 of `n` steps; None if `n` is fixed."""
         if is_auto:
             results.update_sampling(each_timed_for=each_timed_for)
             if not each_timed_for:
@@ -53,7 +53,7 @@ class TimingPlan:
         self.probe = Probe(clock, results) if options.probe_every_n_steps else None
         self.times_all = self.auto is None and self._schedule.times_all
         """True if every step is timed, and none is probed."""
-        self._span = (0, 0)  # Start and first index of the current span of untimed steps.
+        self._span = (0, 0)  # Start (in nanoseconds) and first index of the current span.
 
     # The next step
 
@@ -64,7 +64,7 @@ class TimingPlan:
     def next_kind(self, kind: State, index: int) -> State:
         """Return the state of the step of this index, which follows a step of `kind`."""
         if kind is PROBED:
-            return UNTIMED  # It starts with an empty queue, because the host waited for the probe.
+            return UNTIMED  # The host waited for the probe, so the queue is empty.
         probe = self.probe
         if probe is not None and self._schedule.is_probed(index) and probe.is_ready():
             return PROBED
@@ -97,7 +97,7 @@ class TimingPlan:
         return self._agreement is not None
 
     def decide(self, index: int) -> None:
-        """Choose the plan from the step of this index on. It may wait for other ranks."""
+        """Choose the plan from the step of this index on. May wait for other ranks."""
         if (auto := self.auto) is None:
             return
         n, recurrence = auto.decide(), None
@@ -110,7 +110,7 @@ class TimingPlan:
         self._results.update_sampling(every_n_steps=n, timing_share=auto.share)
 
     def start_span(self, index: int) -> None:
-        """Start to measure the host time of untimed steps, from the step of this index on."""
+        """Start measuring the host time of untimed steps, from the step of this index on."""
         self._span = self._host_ns(), index
 
     def end_span(self, index: int, *, is_untimed: bool = True) -> None:
@@ -121,7 +121,7 @@ class TimingPlan:
             self.auto.add_untimed(start_ns, now_ns, index - first)
 
     def time_switch(self, switch: Callable[[], None], index: int) -> None:
-        """Attach or suspend hooks, record the time that it takes, and start a span."""
+        """Attach or suspend hooks with `switch`, record the time it takes, and start a span."""
         start_ns = self._host_ns()
         switch()
         self.start_span(index)
@@ -131,10 +131,10 @@ class TimingPlan:
     # Steps that were read
 
     def add_timed(self, records: Sequence[StepRecord], since_ns: int) -> None:
-        """Add steps that were read, from `since_ns` until now."""
+        """Add steps whose reading took from `since_ns` until now."""
         if self.auto is not None:
             took_ns = self._host_ns() - since_ns
             self.auto.add_timed(records, took_ns)
-            # Reading is part of the cost of timing, not of the untimed steps meanwhile.
+            # Reading is part of the cost of timing, so exclude it from the current span.
             start_ns, first = self._span
             self._span = start_ns + took_ns, first
