@@ -1,5 +1,5 @@
 """Boundaries of phases: hooks and patches in models, optimizers, autograd and collectives.
 
-Belongs here: code that notices an event of the training loop, and calls the recorder.
-Does not: which steps are timed (`_session`), what times mean, private names (`_compat`).
+Code that notices an event of the training loop and calls the recorder belongs here. The choice of
+timed steps belongs in `_session`, statistics in `_measurement`, private names in `_compat`.
 """

@@ -44,9 +44,9 @@ class BackwardBoundary:
     With several ranks, DDP adds two waits. `forward/comm` (`other/comm` in Lightning) is its
     broadcast of buffers before the model call. `backward/comm` is the time from the end of this
     rank's computation to the end of backward. At the end of a backward, the engine runs queued
-    callbacks in order. A hook on a parameter queues DDP's last wait. A hook on the loss runs
-    earlier, so it queues the mark before that wait. FSDP queues work there as well, but its waits
-    are calls, see `WaitBoundary`.
+    callbacks in order. DDP queues its last wait in a hook on a parameter. Our hook on the loss runs
+    earlier, so its mark is queued before that wait. FSDP also queues work there, but waits in calls
+    that `WaitBoundary` marks.
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class BackwardBoundary:
             return False
         if not self._batch.is_open:
             return False
-        # A pipeline stage calls `torch.autograd.grad` for its inputs, and later for its weights.
+        # This is `torch.autograd.grad`, which a pipeline stage calls as its backward: first for its
+        # inputs, later for its weights.
         if not accumulate_grad and not runs_for_pipeline():
             return self._grad_begins()
         if not self._forward.calls and self._is_of_other_timer():
@@ -99,9 +100,9 @@ class BackwardBoundary:
         if not self._forward.has_trained:
             self._forward.backward_begins()
         self._label_after = FORWARD if recorder.label == FORWARD else AFTER_BACKWARD
-        # Mark around the call, in the calling thread. When the call returns, its stream waits for
-        # all work of the engine, including communication of DDP and FSDP. A gradient hook would
-        # end too early. A `full_backward_pre_hook` begins too late, and costs 15 us.
+        # Mark around the call, in the calling thread. When the call returns, the caller's stream
+        # waits for all work of the engine, including communication of DDP and FSDP. A gradient hook
+        # would run before that. A `full_backward_pre_hook` runs too late, and costs 15 us.
         recorder.mark(BACKWARD)
         if self._marks_comm:
             self._hook_loss_tensors(tensors)
@@ -116,13 +117,13 @@ class BackwardBoundary:
             self._forward.backward_begins()
 
     def _grad_begins(self) -> bool:
-        """Mark the start of `torch.autograd.grad`. What follows decides on its phase."""
+        """Mark the start of `torch.autograd.grad`, whose phase depends on the next label."""
         # Ignore a gradient inside a model call, which the model needs for its output, and a
-        # gradient without a model call, such as that of a compiler.
+        # gradient without a model call, such as a compiler's.
         label = self._recorder.label
         if not self._forward.calls or label == FORWARD:
             return False
-        # An update may take a gradient as well, such as a Hessian-vector product.
+        # An update may also compute gradients, for example for a Hessian-vector product.
         if self._optimizer.depth and label in (AFTER_BACKWARD, OPTIMIZER):
             return False
         self._label_after = AFTER_GRAD
@@ -133,13 +134,13 @@ class BackwardBoundary:
         if self._handles:
             self._remove_hooks()
         label, self._label_after = self._label_after or AFTER_BACKWARD, None
-        # After a backward in a closure, the update continues. After a backward inside a model call
-        # the call continues, and after `torch.autograd.grad` the loss may.
+        # After a backward in a closure, the update continues. After a backward inside a model call,
+        # the call continues. After `torch.autograd.grad`, the loss may continue.
         is_in_update = self._optimizer.depth > 0 and label == AFTER_BACKWARD
         self._recorder.mark(OPTIMIZER if is_in_update else label)
 
     def _is_of_other_timer(self) -> bool:
-        """Return whether only the model of another timer was called, as with a timer per model."""
+        """Return whether another timer's model was called. Only valid if ours was not called."""
         listeners = self._patch.listeners
         others = [other for other in listeners if isinstance(other, BackwardBoundary)]
         return any(other._forward.calls for other in others)
@@ -151,7 +152,7 @@ class BackwardBoundary:
             begin_wait(self._recorder)
 
     def _enter_inside_ddp(self, module: nn.Module, *_: Any) -> None:
-        # An evaluation calls the module without DDP.
+        # A call of the module that bypasses DDP may be an evaluation.
         if not self._was_ddp_called:
             self._forward.on_inner_call(module)
         self._was_ddp_called = False
@@ -182,5 +183,5 @@ class BackwardBoundary:
                 self._recorder.warn_once("The waits for other ranks are not timed: %r", error)
 
     def _mark_comm(self) -> None:
-        # Only `on_call_end` is called if the backward raises.
+        # Not called if the backward raises. Then `on_call_end` alone ends the phase.
         self._recorder.mark_in_backward(f"{BACKWARD}/{COMM}")

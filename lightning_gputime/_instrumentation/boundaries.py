@@ -32,7 +32,7 @@ _HIDDEN = (
 
 
 class Boundaries:
-    """Marks the boundaries of phases in a training loop, from `attach` until `remove`.
+    """Hooks and patches that mark the phases of a training loop, from `attach` until `remove`.
 
     If `attach` is interrupted, `remove` removes what was attached so far.
 
@@ -106,7 +106,7 @@ class Boundaries:
 
     @property
     def sees_no_modules(self) -> bool:
-        """True if submodules should be timed, and no call of any has reached its hooks."""
+        """True if submodules should be timed, but no call inside `forward` was recorded."""
         return self._submodules is not None and not self._submodules.labels
 
     def step_ended(self, *, timed: bool = True, is_dropped: bool = False) -> bool:
@@ -131,8 +131,8 @@ class Boundaries:
     def suspend(self, *, keep_updates: bool = False) -> None:
         """Remove all hooks until `reattach`. Call between two steps. Safe to call twice.
 
-        The findings about modules, losses and optimizers are kept. With `keep_updates`, optimizer
-        updates are still counted.
+        The modules, losses and optimizers that were found are remembered. With `keep_updates`,
+        optimizer updates are still counted.
         """
         # The recorder stays active: a named phase may end in a later step.
         self._attachments.suspend()

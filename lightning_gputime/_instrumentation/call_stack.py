@@ -22,20 +22,20 @@ class CallStack:
         self.running: list[int] = []
         """Ids of modules whose calls have begun and not ended, outermost first."""
         self.is_redirected = False
-        """True if the next model call is a wrapper's, to run the whole training step."""
+        """True if a wrapper is about to call the model to run the training step."""
         self.is_recursive = False
         """True after a module was called inside its own call: the recursion limit is raised."""
         self._original_limit = self._raised_limit = 0
 
     def redirect(self, *_: object) -> None:
-        """Expect that a wrapper calls the model to run the training step."""
+        """Expect a wrapper to call the model to run the training step."""
         self.is_redirected = True
 
     def end_redirect(self) -> None:
         self.is_redirected = False
 
     def remove_ended(self, module: nn.Module) -> None:
-        """Remove calls that raised, for which no hook was called. `module` is being called."""
+        """Remove calls that raised, whose exit hooks did not run. `module` is being called."""
         self.running[:] = _callers_among(self.running, module)
         if id(module) in self.running:
             self._raise_limit()

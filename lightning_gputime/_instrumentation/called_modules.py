@@ -26,10 +26,10 @@ class CalledModules:
     """Hooks on the modules that the loop may call.
 
     A loop may call the model, or only parts of it. At first all modules have hooks. When a step
-    ends, modules that only other modules called lose theirs, because each hook costs time.
+    ends, modules that were only called by other modules lose their hooks, which cost time.
 
     Args:
-        model: The model, whose own hooks stay.
+        model: The model, whose hooks always stay.
         attachments: Owner of the hooks.
     """
 
@@ -42,12 +42,12 @@ class CalledModules:
         """True until a step has shown which modules the loop calls."""
         # All collections contain ids of modules.
         self.called: set[int] = set()
-        """Modules that the loop has ever called itself."""
+        """Modules that the loop has called directly, in any step."""
         self.nested: set[int] = set()
         """Modules that other modules called in this step."""
         self.not_losses: set[int] = set()
         self._losses: set[int] = set()
-        self._hooked: dict[int, list[Any]] = {}  # Without the model.
+        self._hooked: dict[int, list[Any]] = {}  # Hooks of each module except the model.
 
     def hook_model(self, handlers: Handlers) -> None:
         self._hook(self._model, handlers)
@@ -75,11 +75,11 @@ class CalledModules:
     def find_loss(
         self, module: nn.Module, output: Any, handlers: Handlers, *, is_first: bool
     ) -> bool:
-        """Decide whether a module that the loop has called is a loss, and change its hooks if so.
+        """Return whether a module that the loop has called is a loss. If so, change its hooks.
 
         A loss of any class returns a scalar with gradients, and is called after another module. A
-        model that returns its own loss does so, too, but it is the first module that is called in
-        a step, or it contains a module that was.
+        model that returns its loss also returns such a scalar, but it is the first module called
+        in a step, or it contains a module that the loop has called.
 
         Args:
             module: The module, whose call has ended.
@@ -140,8 +140,8 @@ def _modules_inside(model: nn.Module, everywhere: bool, losses: set[int]) -> Ite
     if is_compiled(model) or isinstance(model, torch.jit.ScriptModule):
         return
     for child in nn.Module.children(model):
-        # With hooks this layer does not use its fast path in eval mode, which would change the
-        # output of a teacher in the last bits.
+        # Hooks disable the fast path of this layer in eval mode, which would change the output of a
+        # teacher in the last bits.
         has_fast_path = isinstance(child, nn.TransformerEncoderLayer)
         is_no_call = isinstance(child, ParametrizationList) or is_metric(child)
         if is_no_call or id(child) in losses or (has_fast_path and not everywhere):

@@ -28,15 +28,16 @@ class WaitBoundary:
 
     A synchronous collective runs on the caller's stream, so all of it is a wait. An asynchronous
     collective runs on another stream. Then the wait begins where the timed stream has to wait for
-    that stream. Collectives and waits on other streams do not delay the timed stream: ignore them.
+    that stream. Collectives and waits on other streams do not delay the timed stream, and are
+    ignored.
     """
 
     def __init__(self, recorder: Recorder, attachments: Attachments) -> None:
         self._recorder = recorder
         self._streams: Any = getattr(recorder.clock, "streams", None)
         self._timed: set[int] = set()
-        self._communication_streams: set[int] = set()  # Other streams that launched collectives.
-        # True between the launch of a collective and the wait for it, which follows immediately.
+        self._communication_streams: set[int] = set()  # Other streams with collectives or waits.
+        # True between a synchronous launch and its wait, which follows immediately.
         self._is_launched = False
         self.note_stream()
         for owner, names, listener in self._patched_functions():
@@ -83,7 +84,7 @@ class WaitBoundary:
         if result is None:
             end_wait(self._recorder)
         else:
-            # A synchronous launch waits for its collective next. The wait ends there.
+            # A synchronous launch waits for its collective next, and `_wait_ends` marks the end.
             self._is_launched = True
 
     def _wait_begins(self, *_: Any, **__: Any) -> bool:
@@ -100,15 +101,16 @@ class WaitBoundary:
         streams = self._streams
         if stream.stream_id not in self._timed or stream.stream_id != streams.current():
             return False
-        # In user code the awaited stream may be one for copies. Count it only if it launched
-        # collectives. An event does not show its stream, so an awaited event does not count.
+        # In user code, the awaited stream may be a copy stream, so count the wait only if that
+        # stream runs collectives. An event does not show its stream, so user code that waits for an
+        # event does not count.
         is_communication = waits_in_torch() or (
             isinstance(awaited, streams.kind) and awaited.stream_id in self._communication_streams
         )
         return is_communication and self._begin()
 
     def _begin(self, label: str = WAITS) -> bool:
-        """Mark the start of a wait, but only in the timed thread and stream. Return if marked."""
+        """Mark the start of a wait in the timed thread and stream. Return whether it is marked."""
         if self._is_elsewhere():
             return False
         is_launched, self._is_launched = self._is_launched, False
@@ -117,11 +119,12 @@ class WaitBoundary:
         return begin_wait(self._recorder, label)
 
     def _is_elsewhere(self) -> bool:
-        """Return whether a collective is called outside the timed thread or its streams.
+        """Return whether this call is outside the timed thread or its streams.
 
-        Remember the stream.
+        In the timed thread, remember such a stream as a communication stream.
         """
-        # A background thread, such as for checkpoints, may use the same stream: check the thread.
+        # Check the thread first: a background thread, such as a checkpoint writer, may use the same
+        # stream.
         if not is_here(self._recorder):
             return True
         if self._streams is None:
@@ -150,7 +153,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 def is_tensor_parallel(parameters: Iterable[nn.Parameter], model: nn.Module) -> bool:
     """Return whether any parameter is sharded over ranks that work on the same batch."""
-    # FSDP shards over one dimension, whose ranks have different batches: do not count it.
+    # FSDP shards over one mesh dimension, whose ranks work on different batches: do not count it.
     dimensions = int(any(map(is_sharded, nn.Module.modules(model))))
     return any(
         sum(place.is_shard() for place in getattr(parameter, "placements", ())) > dimensions

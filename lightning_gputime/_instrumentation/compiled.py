@@ -23,7 +23,7 @@ def around_calls(
         module: The module.
         enter: Called with the module and its arguments.
         leave: Called with the module, its arguments and its output.
-        inside: True to run between the other hooks of the module and its `forward`.
+        inside: True to run closer to `forward` than the other hooks of the module.
     """
     # `module.compile()` would trace a hook into the graph. Patch the compiled call instead: the
     # patch stays outside the graph, works with `fullgraph=True`, and runs at each call.

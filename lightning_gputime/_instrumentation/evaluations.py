@@ -29,27 +29,29 @@ _N_COMPARED_STEPS = 10
 """Number of previous steps that a step with evaluation calls is compared with."""
 
 _MIN_STEPS_WITHOUT = 2
-"""Calls are an exception if at least this many of these steps, and half of them, have no calls."""
+"""Calls are an exception if at least this many of these steps, and at least half of them, have no
+calls."""
 
 _MIN_MORE_CALLS = 2
-"""Calls are an exception if all these steps have equally many, and at least this many fewer."""
+"""Calls are also an exception if all compared steps with calls have equally many, and this step has
+at least this many more."""
 
 
 class EvaluationSearch:
-    """Separates evaluations, which are not part of any step, from other calls without gradients.
+    """Search for evaluations, which belong to no step, among calls without gradients.
 
-    A teacher, a rollout and pseudo-labels also call a model in eval mode without grad. The rules,
-    where the model is in eval mode:
+    A teacher, a rollout and pseudo-labels also call a model in eval mode without grad. These rules
+    apply if the model is in eval mode:
 
     - Calls under `torch.inference_mode` are an evaluation: autograd cannot use the results.
-    - Calls after the last update of a step are an evaluation: nothing in the step uses them.
+    - Calls after the last update of a step are an evaluation: nothing in the step uses the results.
     - Other calls are an evaluation if they are an exception: few steps have such calls, or this
-      step has many more than all others, which have equally many.
+      step has more of them than the others, which all have equally many.
     - Calls before the first work of a step are an evaluation if every step except the first has
-      equally many. The loop evaluates after `step()`: the first step would also have them if
-      they were a part of each step.
+      equally many. Such a loop evaluates after `step()`. If the calls were a part of each step, the
+      first step would have them, too.
 
-    The rules can be applied when the step ends. Until then the calls have the label `EVALUATION`,
+    The rules are applied when the step ends. Until then the calls have the label `EVALUATION`,
     which counts as `other` if no rule applies.
     """
 
@@ -64,7 +66,7 @@ class EvaluationSearch:
         self._exclude_ns = exclude_ns
         self.is_pending = False
         """True if the open step has evaluation calls that `settle` has not decided on."""
-        # Index and number of calls of the newest steps that had some, and number of all of these.
+        # Index and number of calls of the newest steps with calls, and number of all such steps.
         self._counts: deque[tuple[int, int]] = deque(maxlen=_N_COMPARED_STEPS)
         self._n_steps_with = 0
         self._first_had_calls = False
@@ -79,7 +81,7 @@ class EvaluationSearch:
         self._is_inference = True  # True if all calls are under inference mode.
 
     def on_call_start(self, forwards: int, label: str = EVALUATION) -> None:
-        """Mark an outermost call in eval mode without grad. `forwards` counts training calls."""
+        """Mark an outermost call in eval mode without grad, after `forwards` training calls."""
         recorder = self._recorder
         if is_training(self._model):
             # Only a part of the model is in eval mode, so this is part of the step.
@@ -156,7 +158,7 @@ class EvaluationSearch:
         if n_without >= max(_MIN_STEPS_WITHOUT, n_compared / 2):
             return True
         if len({*counts}) > 1:
-            return False  # Each step has a different number of calls, such as a rollout.
+            return False  # The number of calls varies between steps, as with rollouts.
         if n_compared == _N_COMPARED_STEPS and n_inside >= max(counts, default=0) + _MIN_MORE_CALLS:
             return True
         # In a loop over `steps()` a step begins with its batch, which is `other`.
@@ -173,8 +175,8 @@ _WORK = (FORWARD, LOSS, BACKWARD, GRAD, OPTIMIZER)
 def _runs_of(searched: Sequence[str], labels: Sequence[str]) -> tuple[list[tuple[int, int]], bool]:
     """Return runs of marks, and True if no work of the step follows the last run.
 
-    A run is the index of its first mark, and the index after its last mark. Work of the step in
-    between starts a new run.
+    A run is given by the index of its first mark and the index after its last mark. Work of the
+    step ends a run.
 
     Args:
         searched: Labels of the marks in a run.

@@ -58,7 +58,7 @@ class ForwardBoundary:
         recorder: Takes the marks.
         loop: The training loop.
         optimizer: Counts the updates of the step.
-        waits: Takes the stream of each call, in a training on several ranks.
+        waits: Receives the stream of each call, in a training on several ranks.
         on_call: Called with the module of each outermost call.
         exclude_ns: Called with the host time of an evaluation in the open step (in nanoseconds).
     """
@@ -164,7 +164,7 @@ class ForwardBoundary:
         self._steps += not is_dropped
 
     def _trains_without_backward(self, is_dropped: bool) -> bool:
-        """Return whether the training is of zeroth order, by calls in eval mode without grad."""
+        """Return whether training calls the model in eval mode without grad (zeroth-order)."""
         has_evaluated = not is_dropped and self.evaluation.has_calls_in(self._steps)
         return self._search is _NOW and not self.has_trained and has_evaluated
 
@@ -176,8 +176,8 @@ class ForwardBoundary:
         recorder, stack = self._recorder, self._stack
         if get_ident() != recorder.threads.timed and not self._enter_untimed(module):
             return
-        # Activation checkpointing calls modules again inside backward, which is part of backward.
-        # Without reentrance no hook shows the end of such a call, so do not count it.
+        # Activation checkpointing calls modules again inside backward. Ignore these calls: they are
+        # part of backward, and if checkpointing is not reentrant, no hook runs at their end.
         if current_graph_task_id() != -1:
             return
         if (stack.running or stack.is_redirected) and self._is_inner_call(module):
@@ -202,7 +202,7 @@ class ForwardBoundary:
             call(module)
 
     def _enter_untimed(self, module: nn.Module) -> bool:
-        """Handle a call outside of timed steps. Return whether to find out if the loop calls it."""
+        """Handle a call outside of timed steps. Return True if the search for modules needs it."""
         recorder = self._recorder
         if not recorder.threads.is_idle_here():
             return False
@@ -217,7 +217,7 @@ class ForwardBoundary:
         return True
 
     def _is_inner_call(self, module: nn.Module) -> bool:
-        """Return whether a call belongs to a call around it: of a module, or of the wrapper."""
+        """Return whether a call is part of a running call of a module or of the wrapper."""
         stack = self._stack
         if stack.is_redirected and module is self._model:
             stack.end_redirect()
@@ -231,7 +231,7 @@ class ForwardBoundary:
         return False
 
     def _begins_evaluation(self, module: nn.Module) -> bool:
-        """Return whether an outermost call without grad is no training call, and mark it."""
+        """Return whether an outermost call without grad is not a training call. If so, mark it."""
         if self._batch.is_fetched:
             return True  # The loader calls the model, for example to choose samples.
         if module.training:
@@ -251,7 +251,7 @@ class ForwardBoundary:
             return
         key = id(module)
         while running.pop() != key and running:
-            pass  # Calls inside this call that raised.
+            pass  # Drop calls inside this call that raised.
         if running:
             return
         if stack.is_recursive:
@@ -267,7 +267,7 @@ class ForwardBoundary:
             self._recorder.open.rename_before(FORWARD, LOSS)
 
     def _enter_loss(self, module: nn.Module, *_: Any) -> None:
-        # A loss that the model calls inside its own call is part of that call.
+        # A loss inside a model call is part of that call.
         if not self._stack.running and current_graph_task_id() == -1:
             self._recorder.mark_instead(AFTER_FORWARD, LOSS)
 
@@ -279,7 +279,7 @@ class CompiledStepBoundary(ForwardBoundary):
         mark = self._recorder.mark
         calls = Calls(lambda *_, **__: mark(TRAINING_STEP), lambda _: mark(OTHER))
         attachments.add(Subscription(loop.model, TRAINING_STEP, calls))
-        # Every step counts as one with a call, so that a backward is attributed to this model.
+        # Each step counts as a step with a call, so that its backward is attributed to this model.
         self.calls, self.was_ever_called = 1, True
         self._recorder.warn_once(
             "%s is compiled: forward and loss are one phase of that name.", TRAINING_STEP

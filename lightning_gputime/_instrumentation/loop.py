@@ -38,14 +38,17 @@ class Loop:
     """Models, optimizers and properties of a training loop.
 
     Attributes:
-        model: Its calls are `forward`. If only modules inside it are called, their calls are.
-        optimizers: The end of their updates ends the phase `optimizer`.
-        optimizer_wrappers: Objects on which the loop calls `zero_grad`, if not `optimizers`.
-        wrapper: Module that a trainer calls instead of `model` to run the training step, as DDP.
+        model: Model whose calls are `forward`. If only modules inside it are called, these calls
+            are `forward`.
+        optimizers: Optimizers whose updates end the phase `optimizer`.
+        optimizer_wrappers: Other objects on which the loop may call `zero_grad`.
+        wrapper: Module, such as DDP, that a trainer calls instead of `model` to run the training
+            step.
         compiled_step: True if the model's `training_step` is compiled.
         trains_in_closure: True if the trainer runs the training step in the closure of the update.
         pause_evaluation: True if model calls in eval mode without grad may be an evaluation; None
-            if they may be from the first backward on; False if never (a trainer runs its own).
+            if only from the first backward on; False if never, because the trainer reports its
+            evaluations.
         submodules: Modules to time as sub-phases, by name.
         wrap_backward: True to patch the function that runs the autograd engine.
         splits_loss: True to time the loss that a transformers model computes inside `forward`.
@@ -82,7 +85,7 @@ class Loop:
 
 def is_training(model: nn.Module) -> bool:
     """Return whether a model, or any model in a container or wrapper, is in training mode."""
-    # Call `nn.Module.children` of the base class: a user's model may redefine the name.
+    # Use `children` of the base class, because a user's model may redefine the name.
     # A module with a single child may be a wrapper such as DDP. `eval()` may have been called on
     # the child alone, so look at the child.
     inside = [*nn.Module.children(model)]
@@ -93,5 +96,5 @@ def is_training(model: nn.Module) -> bool:
 
 def is_engine(model: nn.Module) -> bool:
     """Return whether a model is a DeepSpeed engine, which contains its optimizer."""
-    # Look at the class: `__getattr__` of a model may return something for any name.
+    # Check the class, because `__getattr__` of a model may return something for any name.
     return hasattr(type(model), "is_gradient_accumulation_boundary")

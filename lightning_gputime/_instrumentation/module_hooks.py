@@ -1,6 +1,6 @@
 """Hooks on the calls of modules.
 
-Compiled code may call them, so dynamo traces this file, see `apply_compile_skips`.
+Compiled code may call them, so dynamo traces this file; see `apply_compile_skips`.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from lightning_gputime._messages import messages
 
 
 class _ModuleHook:
-    """A hook on a module. An error inside it is reported, and does not reach the training."""
+    """A hook on a module. An error in it is reported, but not raised in the training."""
 
     __slots__ = ("_call",)
 
@@ -25,7 +25,7 @@ class _ModuleHook:
         self._call = call
 
     def __call__(self, module: nn.Module, *values: Any) -> None:
-        # Inside a compiled region a hook that touches Python state recompiles at every call.
+        # Inside compiled code, a hook that uses Python state would recompile at every call.
         if is_dynamo_compiling():
             return
         try:
@@ -68,7 +68,7 @@ def hook_before(
     module: nn.Module, call: Callable[..., None], *, first: bool = True, with_kwargs: bool = False
 ) -> Registration:
     """Call `call(module, args)`, or `call(module, args, kwargs)`, before each module call."""
-    # Use the method of the base class: a scripted module's own raises, although its hooks run.
+    # Use the method of the base class: a scripted module's method raises, although its hooks run.
     # `prepend` runs ours before the hook of FSDP2, whose waits are part of the call.
     register = nn.Module.register_forward_pre_hook
     return Registration(register, module, _ModuleHook(call), prepend=first, with_kwargs=with_kwargs)

@@ -28,7 +28,7 @@ ALL = "all"
 """Value of the option `modules` that selects all modules inside the model."""
 
 MAX_MODULES = 100
-"""Limit of the modules that a depth or patterns select. Each adds four marks and two keys."""
+"""Maximum number of modules that a depth or patterns select. Each adds 4 marks and 2 keys."""
 
 
 def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
@@ -38,7 +38,7 @@ def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
     named = dict(nn.Module.named_modules(inner, remove_duplicate=False))
     callables = _callables(inner)
     asked = [modules] if isinstance(modules, int | str) else modules
-    # A module may be selected by a pattern and by its full name. Then use the full name.
+    # If a module is selected by a pattern and by its full name, use the full name.
     chosen = {id(callables[name]): name for name in _select(asked, callables)}
     if len(chosen) > MAX_MODULES:
         raise ValueError(
@@ -79,7 +79,7 @@ def _callables(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_callable(module: nn.Module) -> bool:
-    # A ModuleList or ModuleDict cannot be called. `getattr_static`, because a scripted module
+    # A ModuleList or ModuleDict cannot be called. Use `getattr_static`, because a scripted module
     # raises when its attributes are read.
     forward = getattr_static(type(module), "forward", None)
     return forward is not nn.Module.forward or "forward" in vars(module)
@@ -90,7 +90,7 @@ def _select(asked: Iterable[int | str], callables: Mapping[str, nn.Module]) -> l
     found: list[str] = []
     for item in asked:
         if isinstance(item, int):
-            # No error if the model has no modules inside: unlike a pattern, this is no typo.
+            # No error if the model contains no modules: a depth, unlike a pattern, is no typo.
             found += [name for name in callables if _depth(name, callables) <= item]
         elif item == ALL:
             found += callables
@@ -125,8 +125,8 @@ def _depth(name: str, callables: Mapping[str, nn.Module]) -> int:
 
 
 def _phase_name(name: str) -> str:
-    """Return the name of a module's sub-phase, which may not have all characters."""
-    # A key of a ModuleDict is any string. `comm` is the sub-phase of waits.
+    """Return the name of a module's sub-phase, with unusable characters replaced."""
+    # A key of a ModuleDict can be any string. `comm` is reserved for waits.
     allowed = re.sub(f"[{UNUSABLE}]", "_", name)
     return f"{allowed}_" if allowed == COMM else allowed
 
@@ -135,8 +135,9 @@ class SubmoduleBoundary:
     """`forward/<name>` and `backward/<name>` of modules.
 
     Hooks on a module's output and input tensors mark its backward. It begins when the gradient of
-    an output is ready, and ends when the gradient of an input is. If no input requires a gradient,
-    it ends where the backward of another module begins, or with the backward of the model.
+    an output is ready, and ends when the gradient of an input is ready. If no input requires a
+    gradient, it ends where the backward of another module begins, or with the backward of the
+    model.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class SubmoduleBoundary:
             for attachment in around_calls(module, self._enter, self._exit, inside=True):
                 attachments.add(attachment)
         # Hooks on tensors in this step, and outputs by their ids, with the label that begins at
-        # their gradients. The weak reference shows whether an id was used again.
+        # their gradients. The weak reference shows whether an id was reused.
         self._tensor_handles: list[Any] = []
         self._outputs: dict[int, tuple[ref[Tensor], str]] = {}
 
@@ -174,7 +175,7 @@ class SubmoduleBoundary:
             return
         outer = self._recorder.label or ""
         if outer != FORWARD and not outer.startswith(f"{FORWARD}/"):
-            self._running.append(None)  # Inside a phase that the user named.
+            self._running.append(None)  # For example, inside a phase that the user named.
             return
         inputs = list(_tensors_with_grad((args, kwargs)))
         self._running.append((outer, {id(tensor): tensor.grad_fn for tensor in inputs}))
@@ -182,8 +183,8 @@ class SubmoduleBoundary:
         self._recorder.mark(label)
         for tensor in inputs:
             # The backward of the module that produced this input starts at the same gradient, and
-            # ends the current backward, so no hook is needed. Exception: the producer is a parent
-            # of this module, as when a layer is called twice in a row.
+            # ends the current backward, so no hook is needed. Exception: the producer contains this
+            # module, as when a block is called twice in a row.
             begins = self._backward_begun_by(tensor)
             if begins is None or backward_label.startswith(f"{begins}/"):
                 self._at_gradient(tensor, lambda: self._end(backward_label, _backward(outer)))
@@ -199,8 +200,8 @@ class SubmoduleBoundary:
         outer, inputs = call
         _, label = self._labels_of(outer, module)
         for tensor in _tensors_with_grad(output):
-            # Skip an input that is returned unchanged: this module did not compute it. Skip the
-            # output of an inner module, whose backward label includes this label.
+            # Skip an input that is returned unchanged, because this module did not compute it. Skip
+            # the output of an inner module, whose backward label includes this label.
             is_computed = inputs.get(id(tensor), self) is not tensor.grad_fn
             if is_computed and self._backward_begun_by(tensor) is None:
                 self._at_gradient(tensor, lambda: self._begin(label))
@@ -208,7 +209,7 @@ class SubmoduleBoundary:
         self._recorder.mark(outer)
 
     def _backward_begun_by(self, tensor: Tensor) -> str | None:
-        """Return the backward label of the module whose output a tensor is, or None."""
+        """Return the backward label of the module that returned a tensor, or None."""
         output, label = self._outputs.get(id(tensor), (None, None))
         return label if output is not None and output() is tensor else None
 
@@ -230,7 +231,7 @@ class SubmoduleBoundary:
             self._recorder.mark_in_backward(label)
 
     def _end(self, label: str, outer: str) -> None:
-        # An inner module may have the same input, and so end here, too.
+        # An inner module with the same input also ends here.
         if self._recorder.label == label or self._is_inside(label):
             self._recorder.mark_in_backward(outer)
 

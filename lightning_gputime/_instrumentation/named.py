@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class NamedPhase(ContextDecorator):
-    """Context manager and decorator of a phase. The name `EXCLUDED` pauses the timer."""
+    """Context manager and decorator for a phase. The name `EXCLUDED` pauses the timer."""
 
     __slots__ = ("_name", "_recorders")
 
@@ -70,11 +70,11 @@ class NamedPhase(ContextDecorator):
 def phase(name: str) -> NamedPhase:
     """Return a context manager and decorator that attributes the time of its code to `name`.
 
-    At its end the previous phase continues. It acts on each timer that is timing the current step
-    in this thread. Without a timer, or while the code is being compiled, it does nothing, so it
-    can stay in a model's code.
+    When it exits, the previous phase continues. It applies to each timer that is timing the current
+    step in this thread. Without a timer, or while the code is being compiled, it does nothing, so
+    it can stay in the code of a model.
 
-    It overrides the automatic phases inside it. Standard names work too: `with phase("loss")` in a
+    It overrides the automatic phases inside it. Standard names work, too: `with phase("loss")` in a
     model that computes its loss inside `forward` separates the two.
 
     Args:
@@ -82,8 +82,9 @@ def phase(name: str) -> NamedPhase:
             `forward`.
 
     Raises:
-        ValueError: If the name is empty, begins with "step", "host_wait", "slow" or "local", or has
-            "<", ">" or control characters.
+        ValueError: If the name is empty, contains "<", ">", control characters or an empty part, or
+            if its first part is taken by a key: "step", "host_wait", "slow", "slow_excess",
+            "lasting_change" or "local".
 
     Examples:
         >>> with phase("augment"):

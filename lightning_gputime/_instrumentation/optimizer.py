@@ -39,17 +39,17 @@ from lightning_gputime._record.state import IDLE, OPEN
 
 
 class LoopOptimizers:
-    """The optimizers of a loop: those that were given, and others that update its model."""
+    """Optimizers of a loop: `Loop.optimizers`, and others that update its model."""
 
     def __init__(self, loop: Loop) -> None:
         self._model, self._batch = loop.model, loop.batch
-        # By id. The references prevent that an id is used again.
+        # By id. The references prevent an id from being reused.
         self.given = {id(optimizer): optimizer for optimizer in _updating(loop.optimizers)}
         self.has_any = bool(self.given)
         """True once the loop has an optimizer whose updates call our hooks."""
         self._parameters: set[int] = set()  # Ids of the model's parameters.
-        # For each other optimizer by its id, whether it updates the model. The weak reference shows
-        # whether an id was used again.
+        # Other optimizers by their ids, with True if they update the model. The weak reference
+        # shows whether an id was reused.
         self._others: dict[int, tuple[weakref.ref[Any], bool]] = {}
 
     def includes(self, optimizer: Any) -> bool:
@@ -71,16 +71,16 @@ class LoopOptimizers:
     def _updates_model(self, optimizer: Any) -> bool:
         updated = {id(parameter) for parameter in parameters_of(optimizer)}
         if not updated & self._parameters:
-            # The model may have different parameters now.
+            # The parameters of the model may have been replaced.
             self._parameters = {id(parameter) for parameter in nn.Module.parameters(self._model)}
         return not updated.isdisjoint(self._parameters)
 
 
 class OptimizerBoundary:
-    """The end of the phase `optimizer`, and its start if no backward precedes.
+    """End of the phase `optimizer`, and its start if no backward precedes it.
 
-    torch's global optimizer hooks also see optimizers that are created later, and those inside
-    wrappers without hooks.
+    torch's global optimizer hooks also run for optimizers that are created later, or that are
+    inside wrappers without hooks.
     """
 
     def __init__(self, recorder: Recorder, attachments: Attachments, loop: Loop) -> None:
@@ -94,10 +94,10 @@ class OptimizerBoundary:
         self.was_tried = False
         """True if a trainer or GradScaler tried an update in this step, and perhaps skipped it."""
         self.ended_early = False
-        """True if a step ended inside the newest update, as by a hook of the optimizer."""
+        """True if a step ended inside the newest update, for example in a hook of the optimizer."""
         self._trains_in_closure = loop.trains_in_closure
-        # The label before an update inside a backward or a model call, which continues after it,
-        # and the depth of that update: a trainer's update may run around the model call.
+        # Label that an update inside a backward or a model call interrupts, and the depth of that
+        # update. The depth may exceed 1, because a trainer may run the model call inside an update.
         self._interrupted: str | None = None
         self._interrupted_depth = 1
         given = [*self._given.values()]
@@ -105,7 +105,7 @@ class OptimizerBoundary:
         patched = [item for item in given if is_step_compiled(item) or not has_step_hooks(item)]
         for optimizer in patched:
             attachments.add(Subscription(optimizer, "step", Calls(self._begin, self._end)))
-        # A wrapper may gather or average weights around the inner update: that is `optimizer`, too.
+        # A wrapper may gather or average weights around the inner update, also in `optimizer`.
         self._is_wrapped = False
         calls = Calls(self._enter_wrapper, self._leave_wrapper)
         for optimizer in loop.optimizers:
@@ -147,7 +147,7 @@ class OptimizerBoundary:
             self._recorder.mark(OPTIMIZER)
 
     def reset(self) -> None:
-        """Forget the updates of a step that has ended, also calls of `step` that raised."""
+        """Forget the updates of a step that has ended, including calls of `step` that raised."""
         self.updates = self.depth = 0
         self.was_tried = False
 
@@ -158,7 +158,7 @@ class OptimizerBoundary:
 
     def _zero_grad_begins(self, *_: Any, **__: Any) -> bool:
         recorder = self._recorder
-        # Inside a backward it is part of an update there.
+        # Inside a backward, `zero_grad` is part of an update, so do not mark it.
         if (
             recorder.state is OPEN
             and recorder.label not in (OTHER, AFTER_UPDATE)
@@ -190,7 +190,7 @@ class OptimizerBoundary:
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             is_marked = recorder.label == AFTER_BACKWARD and not recorder.watcher.is_located
             if is_marked and closure is None and not self.depth:
-                # The most common case of `_begin`, without another call.
+                # Same as `_begin` in the most common case, without another call.
                 self.depth, self.ended_early, self._interrupted = 1, False, None
             else:
                 self._begin(closure)
@@ -204,7 +204,7 @@ class OptimizerBoundary:
                 return
             is_simple = self.depth == 1 and self._interrupted is None and not self._is_wrapped
             if is_simple and recorder.state is not IDLE:
-                # The most common case of `_end`, without another call.
+                # Same as `_end` in the most common case, without another call.
                 self.depth = 0
                 self.updates += 1
                 recorder.mark(AFTER_UPDATE)
@@ -235,7 +235,7 @@ class OptimizerBoundary:
         self.depth += 1
         label = self._recorder.label
         if self.depth > 1:
-            # A `step` that calls `super().step()`; or local learning in the closure of an update.
+            # `step` has called `super().step()`, or a layer updates itself in an update's closure.
             if label == FORWARD:
                 self._interrupt(label)
             return
@@ -249,8 +249,8 @@ class OptimizerBoundary:
         elif label == FORWARD and (closure is None or not self._trains_in_closure):
             self._interrupt(label)
         elif closure is None or label == AFTER_BACKWARD or not self._trains_in_closure:
-            # A closure runs forward and backward. Before it, an update may do its own work, such as
-            # the ascent of SAM.
+            # A closure runs forward and backward. Before it, an update may do other work, such as
+            # the ascent step of SAM.
             self._recorder.mark(OPTIMIZER)
 
     def _interrupt(self, label: str) -> None:
@@ -267,7 +267,7 @@ class OptimizerBoundary:
         if self.depth and interrupted is None:
             return
         self._interrupted = None
-        # A GradScaler that skips an update does not call hooks: the step has no updates.
+        # Skipped updates are not counted, because a GradScaler then calls no hooks.
         self.updates += 1
         if self._recorder.state is IDLE or (self._is_wrapped and interrupted is None):
             return
@@ -278,7 +278,7 @@ class OptimizerBoundary:
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
-    """Return the parameters that an optimizer updates; empty if it has no groups as torch's."""
+    """Return the parameters that an optimizer updates; empty without torch-style groups."""
     try:
         return [item for group in optimizer.param_groups for item in group["params"]]
     except (AttributeError, KeyError, TypeError, IndexError):
@@ -286,7 +286,7 @@ def parameters_of(optimizer: Any) -> list[Any]:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Return whether a value is a torch optimizer, or a wrapper of one such as DeepSpeed's."""
+    """Return whether a value is a torch optimizer or wraps an optimizer, as DeepSpeed's."""
     if isinstance(value, Optimizer):
         return True
     inner = getattr(value, "__dict__", {}).get("optimizer")
@@ -296,9 +296,9 @@ def is_optimizer(value: Any) -> bool:
 def _updating(optimizers: Sequence[Any]) -> Iterator[Any]:
     """Yield the optimizers that update parameters: given optimizers, and those inside wrappers.
 
-    A wrapper that never called `super().__init__` cannot have hooks, such as Accelerate's and
-    torch's `PostLocalSGDOptimizer`. Also, `step` of a wrapper may skip the update. `step` of the
-    inner optimizer always is an update.
+    A wrapper that never calls `super().__init__`, such as Accelerate's or torch's
+    `PostLocalSGDOptimizer`, does not support hooks. A wrapper's `step` may also skip the update,
+    but each `step` of the inner optimizer is an update.
     """
     for optimizer in optimizers:
         inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]

@@ -57,10 +57,10 @@ def _object_of(function: Any) -> Any:
 
 
 class FunctionPatch:
-    """Replaces `owner.name` while it has listeners. Several timers share it.
+    """Replacement of `owner.name` while there are listeners. Several timers share it.
 
-    If other code wraps the patch, it stays inside their wrapper, and does nothing without
-    listeners. If they restore it later, its next call removes it.
+    If other code wraps the patch, the patch stays inside that wrapper, and does nothing without
+    listeners. If that code restores the patch later, the next call removes it.
     """
 
     # Slots, because wrappers of other code copy `__dict__`.
@@ -79,11 +79,12 @@ class FunctionPatch:
     def __init__(self, owner: Any, name: str, wrap: Wrap | None = None) -> None:
         self.listeners: list[Any] = []
         self._owner, self._name = owner, name
-        # The attribute of a property, such as `_loss_function`, is missing until the property is
-        # set. Read the property until then.
+        # The attribute that stores a property, such as `_loss_function`, is missing until the
+        # property is set. Until then, read the property.
         self._read_name = name if hasattr(owner, name) else name.removeprefix("_")
-        # Restore the raw value: for a C++ class `getattr` returns an object that does not bind. And
-        # if the object itself had no attribute, delete the patch, so that its class's method shows.
+        # Keep the raw value to restore: on a C++ class, `getattr` returns an object that does not
+        # bind. If the owner itself has no such attribute, `restore` deletes the patch, so that the
+        # method of its class is found again.
         self._original = vars(owner).get(name, _MISSING)
         self._call = getattr(owner, self._read_name)
         # Do not copy attributes: torch recognizes compiled functions by them.
@@ -92,7 +93,7 @@ class FunctionPatch:
         # so its owner, alive.
         self.replacement: Any = None
         if wrap is not None:
-            # A method or a module-level function, because a nested function cannot be pickled.
+            # On an instance, this must be picklable, such as a bound method.
             self.replacement = wrap(self._call, self.listeners)
         elif isinstance(owner, type):
             self.replacement = self._as_method()
@@ -176,7 +177,7 @@ class FunctionPatch:
         owner, name = self._owner, self._name
         if not isinstance(owner, type):
             # Avoid `setattr` and `delattr`, which a class may redefine. For example, a mock never
-            # returns an attribute again that was deleted.
+            # returns a deleted attribute again.
             if value is _MISSING:
                 del vars(owner)[name]
             else:
@@ -192,12 +193,12 @@ class FunctionPatch:
         def method(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
-        # Other code may read attributes of its function.
+        # Other code may read attributes of the original function.
         vars(method).update(attributes_of(self._call))
         return method
 
     def _drop_listener(self, listener: Any, error: Exception) -> None:
-        """Remove a listener that raised. Report the error, which must not reach the training."""
+        """Remove a listener that raised. Report the error instead of raising it in the training."""
         if listener in self.listeners:
             self.listeners.remove(listener)
         messages.warning("A phase is no longer timed, because its boundary failed: %r", error)
@@ -208,7 +209,7 @@ _patches: WeakValueDictionary[int, FunctionPatch] = WeakValueDictionary()
 
 
 def patch_of(function: Any) -> FunctionPatch | None:
-    """Return the patch whose replacement a function is, or None."""
+    """Return the patch that a function belongs to, or None."""
     return _patches.get(id(_object_of(function)))
 
 
@@ -217,7 +218,7 @@ class Subscription:
 
     Args:
         owner: The class, module or object that has the function.
-        name: Name of the function. It must be in `tests/register.py`.
+        name: Name of the function. It must be listed in `tests/register.py`.
         listener: An object with the methods of `Calls`, or any listener that `wrap` notifies.
         wrap: Creates the replacement of the function. The default notifies `Calls`.
     """
@@ -276,8 +277,8 @@ A = TypeVar("A", bound=Attachment)
 class Attachments:
     """The hooks and patches of a timer, in the order in which they were attached.
 
-    An attachment is stored before it is attached, and until after it is removed. So `remove` finds
-    it even if either is interrupted. All methods are safe to call twice.
+    An attachment is stored before it is attached, and until after it is removed, so that `remove`
+    finds it even if either is interrupted. All methods are safe to call twice.
     """
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def _closure_values(forward: Any) -> Iterator[Any]:
-    """Yield the closure variables of the wrappers of a `forward`.
+    """Yield the closure variables of the functions that wrap a `forward`.
 
     Accelerate keeps its autocast there.
     """
@@ -52,7 +52,7 @@ def _closure_values(forward: Any) -> Iterator[Any]:
 
 
 def precision_of(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str:
-    """Return the name of a precision: "bf16", "fp16", "tf32", "fp32", or that of another dtype."""
+    """Return the name of a precision: "bf16", "fp16", "tf32", "fp32", or another dtype's name."""
     if dtype is torch.float32 and device.type == "cuda" and _allows_tf32(model, device):
         return "tf32"  # Tensors have the dtype float32, but the peak is higher.
     name = str(dtype).removeprefix("torch.")

@@ -30,14 +30,14 @@ class ListeningFit(Protocol):
 
 
 class FitActions:
-    """Notify a fit of the Trainer's actions and loops.
+    """Notification of a fit about the Trainer's actions and loops.
 
     Args:
         trainer: The Trainer.
         model: The LightningModule.
         wall_clock: The wall clock of the fit.
-        own: Class of callbacks that are timers.
-        fail: Takes errors of the functions that run in every batch.
+        own: Class of the callbacks that are timers, which are not timed.
+        fail: Called with errors of the functions that run in every batch.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class FitActions:
         return self._validation_entry is not None
 
     def listen(self, fit: ListeningFit, recorder: Recorder) -> None:
-        """Notify a fit until `remove`, and mark in `recorder` what needs no fit."""
+        """Notify a fit until `remove`. Mark actions that do not need the fit in `recorder`."""
         trainer, self._recorder = self._trainer, recorder
         self._calls.update(self._actions(fit))
         self.attachments.add(self._listener)
@@ -88,7 +88,7 @@ class FitActions:
     def remove(self) -> None:
         self.attachments.remove()
         self._loops.remove()
-        self._calls.clear()  # They hold the fit.
+        self._calls.clear()  # They refer to the fit.
 
     def _actions(self, fit: ListeningFit) -> dict[str, Callable[[], object]]:
         action_of = partial(lightning_.module_action, self._trainer, self._model)
@@ -98,11 +98,11 @@ class FitActions:
         for callback in self._trainer.callbacks:
             calls[lightning_.callback_action(callback, _EPOCH_START)] = start_epoch
         calls[action_of(_EPOCH_START)] = start_epoch
-        # The callback's hook of that name would cost 2 us in a Trainer.
+        # Use the action, because a callback's hook of that name would cost 2 us in a Trainer.
         update = action_of("on_before_optimizer_step")
         has_callbacks = update in calls
         calls[update] = partial(self._end_callbacks, fit) if has_callbacks else fit.start_update
-        # While gradients accumulate, they are not cleared before a validation.
+        # Lightning clears gradients just before a validation, unless they accumulate.
         calls[action_of("on_validation_model_zero_grad")] = partial(self._recorder.pause, now=True)
         return calls
 
@@ -147,7 +147,7 @@ class FitActions:
 
 
 class ActionListener:
-    """Call functions when a trainer starts certain actions; an attachment.
+    """Attachment that calls functions when a trainer starts certain actions.
 
     A Trainer notifies its profiler of every action, even of an action that does nothing, before it
     calls any callback. So the order of the callbacks does not matter.
@@ -155,7 +155,7 @@ class ActionListener:
     Args:
         profiler: Profiler of the trainer.
         calls: Functions by the name of the action.
-        fail: Takes errors of the functions.
+        fail: Called with errors of the functions.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class ActionListener:
         calls: Mapping[str, Callable[[], object]],
         fail: Callable[[Exception], None],
     ) -> None:
-        # Another profiler, or a patch of other code, must be called as well.
+        # Any other profiler, or a patch by other code, must also be called.
         wrap = _ActionCalls if lightning_.is_idle(profiler) else _relay
         self._subscription = Subscription(profiler, "start", (calls, fail), wrap)
 
@@ -176,19 +176,19 @@ class ActionListener:
         self._subscription.remove()
 
     def refresh(self) -> None:
-        """Apply changes of the calls."""
+        """Apply changes to `calls`."""
         stand_in = self._subscription.patch.replacement
         getattr(stand_in, "__self__", stand_in).clear()
 
 
-_MAX_IGNORED = 1000  # Names of actions may contain numbers.
+_MAX_IGNORED = 1000  # Limit, because names of actions may contain numbers.
 
 
 class _ActionCalls(dict[str, None]):
-    """The function `start` of an idle profiler, as a dict of the actions that nobody listens to.
+    """Replacement of `start` of an idle profiler: a dict of the actions without a listener.
 
-    A step has dozens of actions, and few have a listener. Calling the dict looks an action up, in C
-    and without a Python call. Only a missing action, which may have a listener, reaches Python.
+    A step has dozens of actions, and few have a listener. Calling the dict looks up an action in C,
+    without a Python call. Only a missing action, which may have a listener, runs Python code.
     """
 
     __slots__ = ("_listeners",)
@@ -212,7 +212,7 @@ class _ActionCalls(dict[str, None]):
             self[action_name] = None
 
     def __bool__(self) -> bool:
-        return True  # Functions are true. An empty dict is not.
+        return True  # A function is truthy, but an empty dict is not.
 
     def __hash__(self) -> int:  # type: ignore[override]  # a function, not a value
         return id(self)
@@ -226,7 +226,7 @@ def _relay(call: Callable[[str], Any], listeners: list[Any]) -> Callable[[str], 
 
 
 class _Relay:
-    """Replacement for `start` of an active profiler. It can be pickled."""
+    """Replacement of `start` of an active profiler. It can be pickled."""
 
     __slots__ = ("_actions", "_call")
 
@@ -245,7 +245,7 @@ class _Relay:
 
 
 def _call_at_start(owner: Any, name: str, call: Callable[[], object]) -> Subscription:
-    """Call a function, without arguments, whenever `owner.name` is called."""
+    """Return a subscription that calls `call()` whenever `owner.name` is called."""
 
     def begins(*_: Any, **__: Any) -> bool:
         call()

@@ -33,7 +33,7 @@ _NO_ITEMS = "flops= is per item, but the number of items in a batch is unknown: 
 
 
 class WorkCounter:
-    """Counts the items of the open step until `take_items` returns them."""
+    """Counter of the items in the open step, until `take_items` returns them."""
 
     def __init__(self, items: Any, flops: Any, loop: Loop, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -60,7 +60,7 @@ class WorkCounter:
         if self._recorder.state is OPEN and self._recorder.label not in IN_NO_STEP:
             items = self._items
             if type(batch) is items.kind:
-                # The most common case of `Items.of`, without another call.
+                # Same as `Items.of` in the most common case, without another call.
                 try:
                     first = batch if items.key is None else batch[items.key]
                     self._batch_items = first.shape[0]
@@ -117,7 +117,7 @@ def _flops_of(option: Any) -> tuple[float, float, float]:
 
 
 class Items:
-    """Number of items in a batch, by the option `items` or the size of the first tensor."""
+    """Number of items in a batch, from the option `items` or the size of the first tensor."""
 
     def __init__(self, option: Callable[[Any], Any] | float | None) -> None:
         self._function = option if callable(option) else None
@@ -198,7 +198,7 @@ def _tensors(batch: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...
             yield keys, batch
         return
     if isinstance(batch, Mapping):
-        # Not `len(batch)`: for a TensorDict it is the batch size, not the number of keys.
+        # Do not use `len(batch)`: for a TensorDict, that is the batch size, not the number of keys.
         inside: Any = [*batch.keys()]
     elif isinstance(batch, list | tuple):
         inside = range(len(batch))
