@@ -164,7 +164,7 @@ class ForwardBoundary:
         self._steps += not is_dropped
 
     def _trains_without_backward(self, is_dropped: bool) -> bool:
-        """Return whether training calls the model in eval mode without grad (zeroth-order)."""
+        """Return whether training is zeroth-order: its calls are in eval mode without grad."""
         has_evaluated = not is_dropped and self.evaluation.has_calls_in(self._steps)
         return self._search is _NOW and not self.has_trained and has_evaluated
 

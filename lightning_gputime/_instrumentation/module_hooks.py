@@ -67,7 +67,10 @@ def without_hooks(getstate: Callable[[Any], Any], _: list[Any]) -> Callable[[Any
 def hook_before(
     module: nn.Module, call: Callable[..., None], *, first: bool = True, with_kwargs: bool = False
 ) -> Registration:
-    """Call `call(module, args)`, or `call(module, args, kwargs)`, before each module call."""
+    """Return a hook that calls `call(module, args)` before each call of a module.
+
+    With `with_kwargs`, it calls `call(module, args, kwargs)`.
+    """
     # Use the method of the base class: a scripted module's method raises, although its hooks run.
     # `prepend` runs ours before the hook of FSDP2, whose waits are part of the call.
     register = nn.Module.register_forward_pre_hook
@@ -77,7 +80,7 @@ def hook_before(
 def hook_after(
     module: nn.Module, call: Callable[..., None], *, first: bool = False
 ) -> Registration:
-    """Call `call(module, args, output)` after each call of a module that does not raise.
+    """Return a hook that calls `call(module, args, output)` after each call that does not raise.
 
     `always_call=True` would also report calls that raise. But dynamo guards the identity of such
     a hook, so each attach would recompile the model, up to the recompile limit.

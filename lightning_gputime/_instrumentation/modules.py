@@ -200,8 +200,8 @@ class SubmoduleBoundary:
         outer, inputs = call
         _, label = self._labels_of(outer, module)
         for tensor in _tensors_with_grad(output):
-            # Skip an input that is returned unchanged, because this module did not compute it. Skip
-            # the output of an inner module, whose backward label includes this label.
+            # Skip an input that is returned unchanged, because this module did not compute it. Also
+            # skip the output of an inner module, whose backward label includes this label.
             is_computed = inputs.get(id(tensor), self) is not tensor.grad_fn
             if is_computed and self._backward_begun_by(tensor) is None:
                 self._at_gradient(tensor, lambda: self._begin(label))

@@ -105,7 +105,7 @@ class OptimizerBoundary:
         patched = [item for item in given if is_step_compiled(item) or not has_step_hooks(item)]
         for optimizer in patched:
             attachments.add(Subscription(optimizer, "step", Calls(self._begin, self._end)))
-        # A wrapper may gather or average weights around the inner update, also in `optimizer`.
+        # A wrapper may gather or average weights around the inner update: count that, too.
         self._is_wrapped = False
         calls = Calls(self._enter_wrapper, self._leave_wrapper)
         for optimizer in loop.optimizers:
@@ -286,7 +286,7 @@ def parameters_of(optimizer: Any) -> list[Any]:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Return whether a value is a torch optimizer or wraps an optimizer, as DeepSpeed's."""
+    """Return whether a value is a torch optimizer or a wrapper, such as DeepSpeed's."""
     if isinstance(value, Optimizer):
         return True
     inner = getattr(value, "__dict__", {}).get("optimizer")

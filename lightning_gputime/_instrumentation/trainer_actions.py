@@ -36,7 +36,7 @@ class FitActions:
         trainer: The Trainer.
         model: The LightningModule.
         wall_clock: The wall clock of the fit.
-        own: Class of the callbacks that are timers, which are not timed.
+        own: Class of the callbacks that are timers, which are not timed themselves.
         fail: Called with errors of the functions that run in every batch.
     """
 

@@ -60,7 +60,7 @@ class LogSchedule:
             self._analyzer.end_callback("the timer's logging")
 
     def log_finished(self) -> None:
-        """Log the steps up to the step that is due. All timed steps among them were read."""
+        """Log the steps up to the step that is due. Their timed steps must have been read."""
         number, index = self._ended[0]
         if self._means.is_logged:
             self._results.settle(number, until=index + 1)

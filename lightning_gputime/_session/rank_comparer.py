@@ -76,7 +76,7 @@ class RankComparer:
             self._local.add(steps.measured)
 
     def log_is_due(self, finished: int) -> None:
-        """Record that a log of the steps up to `finished`, which all ranks have read, is due."""
+        """Record that a log is due of the steps up to `finished`, which all ranks have read."""
         if self._at_logs and self._exchange is not None:
             self.due_step = finished
 

@@ -206,7 +206,7 @@ class SelfCheck:
             self._check_means()
 
     def end(self) -> None:
-        """Run the remaining checks at the end of the training, and only a few if it was short."""
+        """Run the remaining checks at the end of the training; only some if it was short."""
         if self._stage is _Stage.FIRST_STEPS and len(self._first) >= _MIN_FIRST_STEPS:
             self._check_first_steps()
         ran = self._results.sums.phases

@@ -175,7 +175,7 @@ class Session:
         self._until_end.add(attachment)
 
     def wake(self) -> None:
-        """Attach the hooks again at the end of the open step: another timer is attached."""
+        """Attach the hooks again at the end of the open step, for another timer."""
         self.steps.wake()
 
     # Events outside of steps
