@@ -102,8 +102,8 @@ class WaitBoundary:
         if stream.stream_id not in self._timed or stream.stream_id != streams.current():
             return False
         # In user code, the awaited stream may be a copy stream, so count the wait only if that
-        # stream runs collectives. An event does not show its stream, so user code that waits for an
-        # event does not count.
+        # stream has launched or awaited collectives. An event does not show its stream, so user
+        # code that waits for an event does not count.
         is_communication = waits_in_torch() or (
             isinstance(awaited, streams.kind) and awaited.stream_id in self._communication_streams
         )

@@ -152,7 +152,8 @@ class SelfCheck:
     """Comparison of steps with the actions that their loop must contain.
 
     Each mismatch is reported once. The check reads the labels and numbers of the first steps, and
-    sums over the first 20 steps. These are recorded anyway, so no step takes longer.
+    sums over the first 20 steps after the warm-up. These are recorded anyway, so no step takes
+    longer.
     """
 
     def __init__(
