@@ -1,6 +1,7 @@
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
+import fake_loop
 import pytest
 from fake_gpu import raw
 
@@ -8,38 +9,39 @@ from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._output.loggers import LogWriter
 
 
-class Logger:
-    def __init__(self, group_separator: str | None = None) -> None:
-        self.calls: list[tuple[int, dict[str, float]]] = []
-        if group_separator is not None:
-            self.group_separator = group_separator
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self.calls.append((step, metrics))
+class Logger(fake_loop.Logger):
+    def logged(self, name: str = "forward_ms") -> list[tuple[int, float]]:
+        """Return the number of each log, and its value of a metric."""
+        return [(step, metrics[f"p/{name}"]) for step, metrics in self.calls]
 
 
-def test_the_mean_since_the_last_log_is_logged_every_n_steps_in_one_call() -> None:
-    logger = Logger()
-    log = MeanLog(2, LogWriter("phase_time", [logger]))
+@pytest.fixture
+def logger() -> Logger:
+    return Logger()
+
+
+def mean_log(every_n_steps: int, *loggers: Any, publish: Any = None) -> MeanLog:
+    return MeanLog(every_n_steps, LogWriter("p", loggers, publish))
+
+
+def add(log: MeanLog, numbers: Sequence[int]) -> None:
+    """Add steps one by one, each with a forward of as many ms as its number."""
+    for number in numbers:
+        log.add([raw(number, forward=float(number))])
+
+
+def test_mean_since_the_last_log_is_logged_every_n_steps_in_one_call(logger: Logger) -> None:
+    log = mean_log(2, logger)
     for step in range(4):
         log.add([raw(step, 1.0, forward=float(step), backward=2.0)])
+    means = {"p/backward_ms": 2.0, "p/host_wait_ms": 1.0}
     assert logger.calls == [
-        (
-            step,
-            {
-                "phase_time/forward_ms": step - 0.5,
-                "phase_time/backward_ms": 2.0,
-                "phase_time/step_ms": step + 1.5,
-                "phase_time/host_wait_ms": 1.0,
-            },
-        )
-        for step in (1, 3)
+        (step, {**means, "p/forward_ms": step - 0.5, "p/step_ms": step + 1.5}) for step in (1, 3)
     ]
 
 
-def test_phase_that_did_not_run_is_not_logged_and_not_averaged_as_zero() -> None:
-    logger = Logger()
-    log = MeanLog(3, LogWriter("p", [logger]))
+def test_phase_that_did_not_run_is_not_logged_and_not_averaged_as_zero(logger: Logger) -> None:
+    log = mean_log(3, logger)
     for step, phases in enumerate([{"ema": 4.0}, {"forward": 1.0}, {"ema": 6.0}]):
         log.add([raw(step, **phases)])
     [(_, metrics)] = logger.calls
@@ -48,69 +50,54 @@ def test_phase_that_did_not_run_is_not_logged_and_not_averaged_as_zero() -> None
     assert "p/loss_ms" not in metrics
 
 
-def test_remaining_steps_are_logged_under_the_newest_number() -> None:
-    logger = Logger()
-    log = MeanLog(50, LogWriter("p", [logger]))
+def test_remaining_steps_are_logged_under_the_newest_number(logger: Logger) -> None:
+    log = mean_log(50, logger)
     log.log_means()
     assert logger.calls == []
-    log.add([raw(50, forward=1.0)])
-    log.add([raw(51, forward=3.0)])
+    add(log, (50, 52))
     log.log_means()
     log.log_means()
-    assert [(step, metrics["p/forward_ms"]) for step, metrics in logger.calls] == [(51, 2.0)]
+    assert logger.logged() == [(52, 51.0)]
 
 
-def test_skipped_log_number_is_logged_at_the_next_step() -> None:
-    logger = Logger()
-    log = MeanLog(5, LogWriter("p", [logger]))
-    for step in (101, 103, 105, 107, 109, 111):
-        log.add([raw(step, forward=1.0)])
-    assert [step for step, _ in logger.calls] == [105, 109]
+def test_skipped_log_number_is_logged_at_the_next_step(logger: Logger) -> None:
+    add(mean_log(5, logger), (101, 103, 105, 107, 109, 111))
+    assert logger.logged() == [(105, 103.0), (109, 108.0)]
 
 
-def test_every_logger_gets_its_own_separator_and_publish_the_slash() -> None:
-    slash, dash, published = Logger(), Logger("-"), dict[str, float]()
+def test_every_logger_gets_its_own_separator_and_publish_the_slash(logger: Logger) -> None:
+    class Dash(Logger):
+        group_separator = "-"
 
-    def publish(metrics: Mapping[str, float]) -> None:
-        published.update(metrics)
-
-    MeanLog(1, LogWriter("p", [slash, dash], publish)).add([raw(0, forward=1.0)])
-    assert "p/forward_ms" in slash.calls[0][1]
+    dash, published = Dash(), dict[str, float]()
+    add(mean_log(1, logger, dash, publish=published.update), (0,))
+    assert "p/forward_ms" in logger.calls[0][1]
     assert "p-forward_ms" in dash.calls[0][1]
     assert "p/forward_ms" in published
 
 
-def test_log_every_zero_steps_logs_nothing() -> None:
-    logger = Logger()
-    log = MeanLog(0, LogWriter("p", [logger]))
-    log.add([raw(0, forward=1.0)])
+def test_log_every_zero_steps_logs_nothing(logger: Logger) -> None:
+    log = mean_log(0, logger)
+    add(log, (0,))
     log.log_means()
     assert logger.calls == []
 
 
 def test_failing_logger_warns_once_and_training_continues(
-    caplog: pytest.LogCaptureFixture,
+    logger: Logger, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Full(Logger):
-        def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
             raise OSError("disk full")
 
-    other = Logger()
-    log = MeanLog(1, LogWriter("p", [Full(), other]))
-    for step in range(3):
-        log.add([raw(step, forward=1.0)])
-    assert [step for step, _ in other.calls] == [0, 1, 2]
-    assert [record.message for record in caplog.records] == [
-        "Cannot log phase times: OSError('disk full')"
-    ]
+    add(mean_log(1, Full(), logger), range(3))
+    assert [step for step, _ in logger.calls] == [0, 1, 2]
+    assert caplog.messages == ["Cannot log phase times: OSError('disk full')"]
 
 
-def test_batch_may_hold_more_logs_than_the_recursion_limit() -> None:
-    logger = Logger()
-    log = MeanLog(2, LogWriter("p", [logger]))
+def test_batch_may_hold_more_logs_than_the_recursion_limit(logger: Logger) -> None:
+    log = mean_log(2, logger)
     assert log.add([raw(step, forward=float(step)) for step in range(5001)])
-    assert [(step, metrics["p/forward_ms"]) for step, metrics in logger.calls] == [
-        (step, step - 0.5) for step in range(1, 5000, 2)
-    ]
+    assert logger.logged() == [(step, step - 0.5) for step in range(1, 5000, 2)]
     log.log_means()
-    assert logger.calls[-1][1]["p/forward_ms"] == 5000.0
+    assert logger.logged()[-1] == (5000, 5000.0)
