@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas
 import pytest
-from fake_gpu import FakeGPU, raw
+from fake_gpu import raw
 from fake_loop import Loop, hooks
 
 from lightning_gputime import GPUPhaseHooks, StepTimes
@@ -13,13 +13,12 @@ from lightning_gputime._output.summary import summary_of
 
 
 @pytest.fixture
-def timer(gpu: FakeGPU) -> GPUPhaseHooks:
-    loop = Loop(gpu)
+def timer(loop: Loop) -> GPUPhaseHooks:
     with hooks(loop) as timer:
         for number, x in enumerate(timer.steps(loop.batches(4))):
             if number == 2:
                 with timer.phase("augment"):
-                    gpu.work(3.0)
+                    loop.gpu.work(3.0)
             loop.train(x)
     return timer
 
@@ -32,9 +31,8 @@ def test_pandas_takes_the_history(timer: GPUPhaseHooks) -> None:
 
 
 def test_unwritable_path_raises_and_loses_nothing(timer: GPUPhaseHooks, tmp_path: Path) -> None:
-    path = tmp_path / "missing" / "file"
     with pytest.raises(FileNotFoundError, match=r"Cannot write .*"):
-        timer.save(path)
+        timer.save(tmp_path / "missing" / "file")
     assert len(timer.history()) == 4
 
 
@@ -47,15 +45,15 @@ def test_nan_is_null_in_json(bad_ms: float) -> None:
     json.dumps(summary_of(results).to_dict(), allow_nan=False)
 
 
-def test_pause_inside_a_step_has_no_phase_in_its_timeline(gpu: FakeGPU) -> None:
-    loop, newest = Loop(gpu), list[StepTimes]()
+def test_pause_inside_a_step_has_no_phase_in_its_timeline(loop: Loop) -> None:
+    newest: list[StepTimes] = []
     with hooks(loop, accumulate_grad_batches=2, observers=[newest.append]) as timer:
         for number, x in enumerate(timer.steps(loop.batches(2))):
             loop.micro_batch(x)
             if number == 0:
                 timer._session.open_step.batch_ends()
                 timer._session.recorder.pause()
-                gpu.work(50.0)
+                loop.gpu.work(50.0)
                 timer._session.recorder.resume()
         loop.update()
     [line] = [step.timeline for step in newest if step.timeline]
