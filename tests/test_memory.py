@@ -3,14 +3,14 @@
 import pickle
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from fake_gpu import FakeGPU
-from fake_loop import Loop
+from fake_loop import Loop, hooks, train
 from test_diagnosis import LOADER, STEP, measurement
 
 import lightning_gputime
-from lightning_gputime import GPUPhaseHooks, MemorySummary
+from lightning_gputime import MemorySummary
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._measurement.memory import MemoryWatch
 from lightning_gputime._record.clock import DeviceClock
@@ -18,48 +18,35 @@ from lightning_gputime._record.clock import DeviceClock
 MIB = 2**20
 
 
-@pytest.fixture
-def gpu() -> FakeGPU:
-    return FakeGPU()
-
-
-def timer_on(gpu: FakeGPU, loop: Loop) -> GPUPhaseHooks:
-    return GPUPhaseHooks(loop.model, loop.optimizer, warmup_steps=0, _clock=gpu)
-
-
-def test_peaks_at_the_end_of_a_run_are_those_of_the_run(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
-    gpu.memory = (10 * MIB, 12 * MIB, 80 * MIB)
-    with timer_on(gpu, loop) as timer:
+def test_peaks_at_the_end_of_a_run_are_those_of_the_run(loop: Loop, tmp_path: Path) -> None:
+    loop.gpu.memory = (10 * MIB, 12 * MIB, 80 * MIB)
+    with hooks(loop) as timer:
         for x in timer.steps(loop.batches(3)):
             loop.train(x)
-        gpu.memory = (40 * MIB, 50 * MIB, 80 * MIB)
-    gpu.memory = (70 * MIB, 70 * MIB, 80 * MIB)
+        loop.gpu.memory = (40 * MIB, 50 * MIB, 80 * MIB)
+    loop.gpu.memory = (70 * MIB, 70 * MIB, 80 * MIB)
     summary = timer.summary()
     assert summary.memory == MemorySummary(40.0, 50.0, 80.0)
-    line = "memory: at most 40 of 80 MiB allocated (50 %), and 50 reserved"
-    assert line in str(summary)
+    assert "memory: at most 40 of 80 MiB allocated (50 %), and 50 reserved" in str(summary)
     assert summary.to_dict()["memory"] == asdict(summary.memory)
+    timer.save(tmp_path / "run.json")
+    assert lightning_gputime.load(tmp_path / "run.json").summary().memory == summary.memory
 
 
-def test_peaks_at_a_log_are_kept_when_the_loop_resets_them(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
-    gpu.memory = (10 * MIB, 60 * MIB, 80 * MIB)
-    with timer_on(gpu, loop) as timer:
+def test_peaks_at_a_log_are_kept_when_the_loop_resets_them(loop: Loop) -> None:
+    loop.gpu.memory = (10 * MIB, 60 * MIB, 80 * MIB)
+    with hooks(loop) as timer:
         for i, x in enumerate(timer.steps(loop.batches(120))):
             loop.train(x)
             if i == 110:
-                gpu.memory = (20 * MIB, 20 * MIB, 80 * MIB)
+                loop.gpu.memory = (20 * MIB, 20 * MIB, 80 * MIB)
     assert timer.summary().memory == MemorySummary(20.0, 60.0, 80.0)
 
 
-def test_device_without_counters_has_no_memory(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
-    with timer_on(gpu, loop) as timer:
-        for x in timer.steps(loop.batches(3)):
-            loop.train(x)
-    assert timer.summary().memory is None
-    assert "memory:" not in str(timer.summary())
+def test_device_without_counters_has_no_memory(loop: Loop) -> None:
+    summary = train(loop, 3).summary()
+    assert summary.memory is None
+    assert "memory:" not in str(summary)
 
 
 def test_error_of_the_counters_ends_the_reading() -> None:
@@ -83,17 +70,6 @@ def test_pickled_watch_keeps_its_peaks_and_reads_no_more() -> None:
     assert copy.summary() == watch.summary()
 
 
-def test_saved_run_has_the_memory(gpu: FakeGPU, tmp_path: Path) -> None:
-    loop = Loop(gpu)
-    gpu.memory = (10 * MIB, 12 * MIB, 80 * MIB)
-    with timer_on(gpu, loop) as timer:
-        for x in timer.steps(loop.batches(3)):
-            loop.train(x)
-    timer.save(tmp_path / "run.json")
-    loaded = lightning_gputime.load(tmp_path / "run.json").summary()
-    assert loaded.memory == timer.summary().memory
-
-
 @pytest.mark.parametrize(("peak_mib", "is_advised"), [(0.0, True), (80.0, True), (81.0, False)])
 def test_larger_batch_is_advised_if_memory_is_left(peak_mib: float, is_advised: bool) -> None:
     memory = MemorySummary(peak_mib, peak_mib, 100.0)
@@ -106,22 +82,14 @@ def test_larger_batch_is_advised_if_memory_is_left(peak_mib: float, is_advised: 
 def test_counters_of_torch_are_read_where_a_device_has_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Module:
-        @staticmethod
-        def memory_stats_as_nested_dict(device: object) -> object:
-            return {f"{kind}_bytes": {"all": {"peak": n}} for kind, n in peaks.items()}
-
-        @staticmethod
-        def get_device_properties(device: object) -> object:
-            return Properties
-
-    class Properties:
-        total_memory = 9
-
-    peaks = {"allocated": 3, "reserved": 5}
+    peaks = {"allocated_bytes": {"all": {"peak": 3}}, "reserved_bytes": {"all": {"peak": 5}}}
+    counts = SimpleNamespace(
+        memory_stats_as_nested_dict=lambda device: peaks,
+        get_device_properties=lambda device: SimpleNamespace(total_memory=9),
+    )
     clock = object.__new__(DeviceClock)
     clock.device = None  # type: ignore[assignment]
-    monkeypatch.setattr("torch.get_device_module", lambda device: Module)
+    monkeypatch.setattr("torch.get_device_module", lambda device: counts)
     assert clock.peak_memory() == (3, 5, 9)
     monkeypatch.setattr("torch.get_device_module", lambda device: object)
     assert clock.peak_memory() is None
