@@ -7,18 +7,20 @@ import pytest
 from fake_loop import Logger, Loop, hooks
 from fake_loop import train as train_loop
 
-from lightning_gputime import SlowStep, StepTimes
+from lightning_gputime import StepTimes
+
+METHODS = ["attach", "on_step", "on_slow_step", "metrics", "summary", "remove"]
 
 
 class Notes:
-    """Record all calls, and raise in one of the methods."""
+    """Note the name of each method that is called, and raise in one of them."""
 
     def __init__(self, fails_in: str = "") -> None:
-        self.told: list[str] = []
+        self.called: list[str] = []
         self.fails_in = fails_in
 
     def _note(self, name: str) -> None:
-        self.told.append(name)
+        self.called.append(name)
         if name == self.fails_in:
             raise ZeroDivisionError
 
@@ -28,7 +30,7 @@ class Notes:
     def on_step(self, times: StepTimes) -> None:
         self._note("on_step")
 
-    def on_slow_step(self, step: SlowStep) -> None:
+    def on_slow_step(self, step: object) -> None:
         self._note("on_slow_step")
 
     def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
@@ -43,24 +45,21 @@ class Notes:
         self._note("remove")
 
 
-METHODS = ["attach", "on_step", "on_slow_step", "metrics", "summary", "remove"]
-SLOW = 40
-
-
 def train(loop: Loop, notes: Notes) -> tuple[list[dict[str, float]], str]:
+    """Train for 60 steps, one of them slow, and return the two logs and the summary."""
     logger = Logger()
     with hooks(loop, observers=[notes], logger=logger, log_every_n_steps=30) as timer:
         for number, x in enumerate(timer.steps(loop.batches(60))):
             loop.train(x)
-            loop.gpu.work(20.0 * (number == SLOW))
+            loop.gpu.work(20.0 * (number == 40))
     return [metrics for _, metrics in logger.calls], str(timer.summary())
 
 
 def test_observer_gets_every_call(loop: Loop) -> None:
     notes = Notes()
     logs, summary = train(loop, notes)
-    assert {*notes.told} == {*METHODS}
-    assert [notes.told.count(name) for name in METHODS] == [1, 60, 1, 2, 1, 1]
+    assert {*notes.called} == {*METHODS}
+    assert [notes.called.count(name) for name in METHODS] == [1, 60, 1, 2, 1, 1]
     assert [metrics["phase_time/noted"] for metrics in logs] == [1.0, 1.0]
     assert "noted" in summary.splitlines()
 
@@ -70,8 +69,6 @@ def test_observer_metrics_are_logged_with_the_same_steps(loop: Loop, every: int)
     class Newest:
         """Logs the number of the last step that it was given."""
 
-        number = -1
-
         def on_step(self, times: StepTimes) -> None:
             self.number = times.step
 
@@ -79,8 +76,7 @@ def test_observer_metrics_are_logged_with_the_same_steps(loop: Loop, every: int)
             return {"newest": self.number}
 
     logger = Logger()
-    options: dict[str, Any] = {"observers": [Newest()], "log_every_n_steps": every}
-    train_loop(loop, 100, logger=logger, **options)
+    train_loop(loop, 100, logger=logger, observers=[Newest()], log_every_n_steps=every)
     newest = [(step, metrics["phase_time/newest"]) for step, metrics in logger.calls]
     assert newest == [(step, step) for step in range(every - 1, 100, every)]
 
@@ -95,24 +91,23 @@ def test_observer_that_raises_affects_nothing_else(
     assert f"Notes.{name}" in caplog.text
 
 
+WRONG_TYPE = "TypeError('return a str, a Section or None, not 3')"
+
+
 @pytest.mark.parametrize(
-    ("name", "answer", "said"),
+    ("name", "answer", "warning"),
     [
         ("metrics", None, ""),
         ("summary", None, ""),
         ("metrics", 3, "Notes.metrics() failed: TypeError"),
-        (
-            "summary",
-            3,
-            "Notes.summary() failed: TypeError('return a str, a Section or None, not 3')",
-        ),
+        ("summary", 3, f"Notes.summary() failed: {WRONG_TYPE}"),
     ],
 )
 def test_observer_may_return_none_and_a_wrong_type_warns(
     loop: Loop,
     name: str,
-    answer: object,
-    said: str,
+    answer: Any,
+    warning: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -121,5 +116,5 @@ def test_observer_may_return_none_and_a_wrong_type_warns(
     assert len(logs) == 2
     assert ("phase_time/noted" in logs[0]) is (name != "metrics")
     assert ("noted" in summary.splitlines()) is (name != "summary")
-    assert said in caplog.text
-    assert bool(said) is bool(caplog.records)
+    assert warning in caplog.text
+    assert bool(warning) is bool(caplog.records)
