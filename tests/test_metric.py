@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import FakeGPU
 from fake_loop import Loop, train
 from torch import Tensor
 from torchmetrics import MeanMetric, MetricCollection
@@ -13,13 +12,20 @@ from torchmetrics import MeanMetric, MetricCollection
 from lightning_gputime import GPUPhaseTimer, PhaseTimeMetric, StepTimes
 
 
-def times(forward_ms: float, backward_ms: float = 8.0, comm_ms: float | None = None) -> StepTimes:
-    phase_ms = {"forward": forward_ms, "backward": backward_ms}
-    if comm_ms is not None:
-        phase_ms["backward/comm"] = comm_ms
-    return StepTimes(
-        step=0, phase_ms=phase_ms, host_ms={}, host_wait_ms=0.0, step_ms=forward_ms + backward_ms
-    )
+def times(forward_ms: float, backward_ms: float = 8.0, **more_ms: float) -> StepTimes:
+    phase_ms = {"forward": forward_ms, "backward": backward_ms, **more_ms}
+    return StepTimes(0, phase_ms, {}, 0.0, forward_ms + backward_ms)
+
+
+def metric_of(*steps: StepTimes, **options: Any) -> PhaseTimeMetric:
+    metric = PhaseTimeMetric(**options)
+    for step in steps:
+        metric.update(step)
+    return metric
+
+
+def values_of(metric: PhaseTimeMetric | MetricCollection) -> dict[str, float]:
+    return {key: value.item() for key, value in metric.compute().items()}
 
 
 def gathers(*others: PhaseTimeMetric) -> Any:
@@ -33,10 +39,8 @@ def gathers(*others: PhaseTimeMetric) -> Any:
 
 
 def test_metric_is_the_mean_of_the_steps_in_which_a_phase_ran() -> None:
-    metric = PhaseTimeMetric()
-    metric.update(times(3.0))
-    metric.update(times(5.0))
-    values = {key: value.item() for key, value in metric.compute().items()}
+    metric = metric_of(times(3.0), times(5.0))
+    values = values_of(metric)
     assert values["forward_ms"] == 4.0
     assert values["step_ms"] == values["local_ms"] == 12.0
     assert values["slowest_rank"] == -1
@@ -47,85 +51,65 @@ def test_metric_is_the_mean_of_the_steps_in_which_a_phase_ran() -> None:
 
 
 def test_metric_has_bounds_over_ranks_and_the_slowest_rank() -> None:
-    first, second = PhaseTimeMetric(), PhaseTimeMetric()
-    for _ in range(3):
-        first.update(times(4.0, 8.0, 0.5))
-    for _ in range(2):
-        second.update(times(4.0, 8.0, 0.5))
-    zero = PhaseTimeMetric(
-        dist_sync_fn=gathers(first, second), distributed_available_fn=lambda: True
-    )
-    for _ in range(2):
-        zero.update(times(1.0, 11.0, 3.5))
-    values = {key: value.item() for key, value in zero.compute().items()}
+    late = times(1.0, 11.0, **{"backward/comm": 3.5})
+    early = [times(4.0, 8.0, **{"backward/comm": 0.5})] * 3
+    gather = gathers(metric_of(*early), metric_of(*early[:2]))
+    zero = metric_of(late, late, dist_sync_fn=gather, distributed_available_fn=lambda: True)
+    values = values_of(zero)
     assert (values["forward_min_ms"], values["forward_max_ms"]) == (1.0, 4.0)
     assert values["forward_ms"] == pytest.approx(22 / 7)
     assert values["forward_slowest_rank"] == 1
     assert values["step_min_ms"] == values["step_max_ms"] == 12.0
     assert (values["local_min_ms"], values["local_max_ms"]) == (8.5, 11.5)
-    assert (
-        values["slowest_rank"] == 1
-    )  # by 1.5 ms of 12: the median of the others lies between them
-    # The states are this rank's own again.
+    # By 1.5 ms of 12: the median of the others lies between them.
+    assert values["slowest_rank"] == 1
+    # The metric has the states of this rank alone again.
     assert zero.counts.shape == (18,)
-    zero.update(times(1.0, 11.0, 3.5))
-    assert zero.compute()["forward_ms"].item() == pytest.approx(23 / 8)
+    zero.update(late)
+    assert values_of(zero)["forward_ms"] == pytest.approx(23 / 8)
 
 
 def test_metric_without_sync_is_of_this_rank() -> None:
-    other = PhaseTimeMetric()
-    other.update(times(9.0))
-    metric = PhaseTimeMetric(
-        sync_on_compute=False, dist_sync_fn=gathers(other), distributed_available_fn=lambda: True
-    )
-    metric.update(times(3.0))
-    assert metric.compute()["forward_max_ms"].item() == 3.0
+    options = {"dist_sync_fn": gathers(metric_of(times(9.0))), "sync_on_compute": False}
+    metric = metric_of(times(3.0), distributed_available_fn=lambda: True, **options)
+    assert values_of(metric)["forward_max_ms"] == 3.0
 
 
 def test_metric_forward_adds_a_step_once() -> None:
     metric = PhaseTimeMetric()
     assert metric(times(3.0))["forward_ms"].item() == 3.0
     assert metric(times(5.0))["forward_ms"].item() == 5.0
-    assert metric.compute()["forward_ms"].item() == 4.0
+    assert values_of(metric)["forward_ms"] == 4.0
 
 
-def test_metric_works_in_a_plain_loop_and_in_a_collection(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
+def test_metric_works_in_a_plain_loop_and_in_a_collection(loop: Loop) -> None:
     collection = MetricCollection({"phases": PhaseTimeMetric(), "again": PhaseTimeMetric()})
     train(loop, 5, observers=[collection])
-    values = collection.compute()
-    assert values["phases_forward_ms"].item() == 4.0
-    assert values["again_backward_ms"].item() == 8.0
+    values = values_of(collection)
+    assert (values["phases_forward_ms"], values["again_backward_ms"]) == (4.0, 8.0)
     mixed = MetricCollection({"phases": PhaseTimeMetric(), "loss": MeanMetric()})
     mixed["phases"].update(times(3.0))
     mixed["loss"].update(1.0)
-    assert mixed.compute()["step_ms"].item() == 11.0
+    assert values_of(mixed)["step_ms"] == 11.0
 
 
 def test_metric_continues_from_a_checkpoint() -> None:
-    metric = PhaseTimeMetric()
-    metric.update(times(3.0))
-    state = metric.state_dict()
-    resumed = PhaseTimeMetric()
-    resumed.load_state_dict(state)
+    metric, resumed = metric_of(times(3.0)), PhaseTimeMetric()
+    resumed.load_state_dict(metric.state_dict())
     resumed.update(times(5.0))
-    assert resumed.compute()["forward_ms"].item() == 4.0
-    assert metric.compute()["forward_ms"].item() == 3.0
+    assert values_of(resumed)["forward_ms"] == 4.0
+    assert values_of(metric)["forward_ms"] == 3.0
     with pytest.raises(ValueError, match="the checkpoint has 16 phases, and the metric 1"):
         PhaseTimeMetric(["forward"]).load_state_dict(metric.state_dict())
 
 
 def test_metric_counts_custom_phases_if_they_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    step = StepTimes(step=0, phase_ms={"augment": 1.0}, host_ms={}, host_wait_ms=0.0, step_ms=1.0)
-    metric = PhaseTimeMetric()
-    metric.update(step)
-    metric.update(step)
+    step = StepTimes(0, {"augment": 1.0}, {}, 0.0, 1.0)
+    values = values_of(metric_of(step, step))
     assert caplog.text.count("Phases ['augment'] are not counted by the metric") == 1
-    assert "augment_ms" not in metric.compute()
-    assert metric.compute()["step_ms"].item() == 1.0
-    metric = PhaseTimeMetric(["augment"])
-    metric.update(step)
-    assert metric.compute()["augment_ms"].item() == 1.0
+    assert "augment_ms" not in values
+    assert values["step_ms"] == 1.0
+    assert values_of(metric_of(step, phases=["augment"]))["augment_ms"] == 1.0
     with pytest.raises(ValueError, match="phases must be a list of names"):
         PhaseTimeMetric("forward")
 
@@ -139,22 +123,17 @@ def test_metric_adds_a_million_steps_exactly() -> None:
     assert (metric.sums_ms - before).max().item() == pytest.approx(0.002, rel=1e-3)
 
 
-def test_timer_with_a_metric_can_be_copied_to_other_processes(gpu: FakeGPU) -> None:
+def test_timer_with_a_metric_can_be_copied_to_other_processes() -> None:
     timer = pickle.loads(pickle.dumps(GPUPhaseTimer(observers=[PhaseTimeMetric()])))
     [metric] = timer._options.observers
     assert isinstance(metric, PhaseTimeMetric)
 
 
 def test_metric_states_stay_on_the_host_in_their_precision() -> None:
-    class Holder(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.metric = PhaseTimeMetric()
-
-    holder = Holder().to("meta", torch.bfloat16)
-    holder.metric.update(times(3.0))
-    assert holder.metric.sums_ms.device.type == "cpu"
-    assert holder.metric.sums_ms.dtype == torch.float64
+    holder = torch.nn.ModuleDict({"metric": PhaseTimeMetric()}).to("meta", torch.bfloat16)
+    metric: Any = holder["metric"]
+    metric.update(times(3.0))
+    assert (metric.sums_ms.device.type, metric.sums_ms.dtype) == ("cpu", torch.float64)
 
 
 def test_metric_continues_after_a_reset_in_an_evaluation() -> None:
@@ -163,4 +142,4 @@ def test_metric_continues_after_a_reset_in_an_evaluation() -> None:
         metric.update(times(1.0))
         metric.reset()
     metric.update(times(3.0))
-    assert metric.compute()["forward_ms"].item() == 3.0
+    assert values_of(metric)["forward_ms"] == 3.0
