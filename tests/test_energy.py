@@ -10,7 +10,6 @@ import pytest
 import torch
 from fake_loop import Logger, Loop, hooks
 
-STEP_MS = 15.625
 WATTS = 400.0
 
 
@@ -19,19 +18,16 @@ class Counter(SimpleNamespace):
 
     def __init__(self, loop: Loop) -> None:
         super().__init__(
-            nvmlInit=lambda: self.open(1),
-            nvmlShutdown=lambda: self.open(-1),
+            nvmlInit=lambda: self.calls.append("open"),
+            nvmlShutdown=lambda: self.calls.append("close"),
             nvmlDeviceGetHandleByUUID={"GPU-abc": 7}.__getitem__,
             nvmlDeviceGetTotalEnergyConsumption=self.read_mj,
         )
-        self.gpu, self.opened, self.reads = loop.gpu, 0, 0
-
-    def open(self, n: int) -> None:
-        self.opened += n
+        self.gpu, self.calls = loop.gpu, list[str]()
 
     def read_mj(self, handle: int) -> float:
         assert handle == 7
-        self.reads += 1
+        self.calls.append("read")
         return self.gpu.host_ns() / 1e6 * WATTS
 
 
@@ -57,7 +53,7 @@ def train(loop: Loop, n: int, **options: Any) -> tuple[list[dict[str, float]], s
     with hooks(loop, observers=[meter], logger=logger, **options) as timer:
         for x in timer.steps(loop.batches(n)):
             loop.train(x)
-            loop.gpu.host_work(STEP_MS)
+            loop.gpu.host_work(15.625)
     return [metrics for _, metrics in logger.calls], str(timer.summary())
 
 
@@ -70,7 +66,7 @@ def test_energy_of_a_step_is_the_mean_power_of_its_window(loop: Loop, counter: C
         assert metrics["phase_time/items_per_j"] == pytest.approx(items_per_sec / WATTS)
     assert "6.25 J per step, at 400 W, 0.16 items per joule" in summary
     # At the start and at each log, never in a step.
-    assert (counter.reads, counter.opened, len(logs)) == (5, 0, 4)
+    assert (counter.calls, len(logs)) == (["open", *["read"] * 5, "close"], 4)
 
 
 def test_energy_window_too_short_for_the_counter_repeats_the_last(
