@@ -16,14 +16,17 @@ WATTS = 400.0
 class Counter(SimpleNamespace):
     """NVML of a GPU that takes `WATTS` all the time."""
 
+    calls: list[str]
+
     def __init__(self, loop: Loop) -> None:
         super().__init__(
+            calls=[],
             nvmlInit=lambda: self.calls.append("open"),
             nvmlShutdown=lambda: self.calls.append("close"),
             nvmlDeviceGetHandleByUUID={"GPU-abc": 7}.__getitem__,
             nvmlDeviceGetTotalEnergyConsumption=self.read_mj,
         )
-        self.gpu, self.calls = loop.gpu, list[str]()
+        self.gpu = loop.gpu
 
     def read_mj(self, handle: int) -> float:
         assert handle == 7
