@@ -2,7 +2,6 @@
 
 import gc
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -14,18 +13,30 @@ from lightning_gputime import GPUPhaseHooks
 from lightning_gputime._record import recorder
 
 IN_STEP_LOOP = {**STEP_MS, "data": 1.125, "other": 0.0}
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-def told(caplog: pytest.LogCaptureFixture, text: str) -> int:
-    return sum(text in record.message for record in caplog.records)
+def train(loop: Loop, timer: GPUPhaseHooks, n: int) -> None:
+    for x in timer.steps(loop.batches(n)):
+        loop.train(x)
+
+
+def train_calling_step(loop: Loop, timer: GPUPhaseHooks, n: int) -> None:
+    for x in loop.batches(n):
+        loop.train(x)
+        timer.step()
+
+
+DROPPED = "A step with more than 500 boundaries is dropped. If no step ends"
 
 
 @pytest.fixture
-def _bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def max_marks_500(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "MAX_MARKS", 500)
 
 
-@pytest.mark.usefixtures("_bounds")
+@pytest.mark.usefixtures("max_marks_500")
 @pytest.mark.parametrize("lag", [0, 1, 4])
 def test_loop_without_step_holds_a_bounded_number_of_events_and_warns(
     loop: Loop, lag: int, caplog: pytest.LogCaptureFixture
@@ -37,39 +48,28 @@ def test_loop_without_step_holds_a_bounded_number_of_events_and_warns(
                 timer.step()
         # The ten steps before may still hold their events.
         assert 500 <= loop.gpu.created <= 500 + 7 * 10
-        assert told(caplog, "A step with more than 500 boundaries is dropped. If no step ends") == 1
-        assert "call step()" in caplog.text
+        [message] = caplog.messages
+        assert message.startswith(DROPPED)
+        assert "call step()" in message
         timer.step()
-        # It continues.
-        for x in loop.batches(10):
-            loop.train(x)
-            timer.step()
+        train_calling_step(loop, timer, 10)
     assert steps(timer) == [IN_STEP_LOOP] * 20
     assert len(caplog.records) == 1
 
 
-def test_unreferenced_timer_is_detached(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
+def test_unreferenced_timer_is_detached(loop: Loop) -> None:
     bare = hooks_of(loop.model)
-
-    def cell(**options: Any) -> GPUPhaseHooks:
-        return hooks(loop, **options).attach()
-
-    timer = cell()
-    timer = cell()  # The cell is run twice.
-    for x in loop.batches(1000):
-        loop.train(x)
-        timer.step()
-    assert gpu.created < 200
+    timer = hooks(loop).attach()
+    timer = hooks(loop).attach()  # As when the cell of a notebook runs again.
+    train_calling_step(loop, timer, 1000)
+    assert loop.gpu.created < 200
     timer.remove()
     assert steps(timer) == [IN_STEP_LOOP] * 1000
-    timer = cell()
-    timer.remove()
+    hooks(loop).attach().remove()
     assert hooks_of(loop.model) == bare
 
 
-def test_timer_in_a_reference_cycle_is_detached(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
+def test_timer_in_a_reference_cycle_is_detached(loop: Loop) -> None:
     bare = hooks_of(loop.model)
     timer = hooks(loop)
     timer = hooks(loop, observers=[lambda _, timers=[timer]: timers[0].flush()]).attach()
@@ -79,16 +79,14 @@ def test_timer_in_a_reference_cycle_is_detached(gpu: FakeGPU) -> None:
     assert hooks_of(loop.model) == bare
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@needs_fork
 def test_forked_process_destroys_no_event(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     # In a worker of a loader torch would abort, with "CUDA error: initialization error".
     destroyed: list[int] = []
     monkeypatch.setattr(FakeEvent, "__del__", lambda _: destroyed.append(1), raising=False)
     loop = Loop(gpu)
     timer = hooks(loop).attach()
-    for x in timer.steps(loop.batches(3)):
-        loop.train(x)
+    train(loop, timer, 3)
     child = os.fork()
     if not child:
         del timer, loop
@@ -101,49 +99,41 @@ def test_forked_process_destroys_no_event(gpu: FakeGPU, monkeypatch: pytest.Monk
     assert destroyed
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_process_holds_no_events_and_keeps_training(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
+@needs_fork
+def test_forked_process_holds_no_events_and_keeps_training(loop: Loop) -> None:
+    gpu = loop.gpu
     with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(3)):
-            loop.train(x)
-        created, waits = gpu.created, [*gpu.waits]
+        train(loop, timer, 3)
+        created, waits = gpu.created, len(gpu.waits)
         child = os.fork()
         if not child:
-            right = False
+            is_right = False
             try:
-                for x in timer.steps(loop.batches(100)):
-                    loop.train(x)
-                for x in loop.batches(100):
-                    loop.train(x)
-                    timer.step()
+                train(loop, timer, 100)
+                train_calling_step(loop, timer, 100)
                 timer.flush()
                 timer.summary()
                 timer.remove()
-                # Another one can be attached there.
-                with hooks(loop) as own:
-                    for x in own.steps(loop.batches(2)):
-                        loop.train(x)
-                right = gpu.created < created + 30 and len(gpu.waits) == len(waits) + 2
-                right &= steps(own) == [STEP_MS] * 2
+                # Another timer can be attached there.
+                with hooks(loop) as second:
+                    train(loop, second, 2)
+                is_right = gpu.created < created + 30 and len(gpu.waits) == waits + 2
+                is_right &= steps(second) == [STEP_MS] * 2
             finally:
-                os._exit(0 if right else 1)
+                os._exit(0 if is_right else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        for x in timer.steps(loop.batches(3)):
-            loop.train(x)
+        train(loop, timer, 3)
     assert steps(timer) == [STEP_MS] * 6
 
 
-@pytest.mark.usefixtures("_bounds")
+@pytest.mark.usefixtures("max_marks_500")
 def test_unseen_updates_hold_a_bounded_number_of_events(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
-    unseen = Adder(torch.nn.Linear(1, 1).parameters(), loop.gpu, 2.0)
-    options: dict[str, Any] = {"_clock": loop.gpu, "accumulate_grad_batches": 10_000}
-    with GPUPhaseHooks(loop.model, unseen, **options) as timer:
+    loop.optimizer = Adder(torch.nn.Linear(1, 1).parameters(), loop.gpu, 2.0)
+    with hooks(loop, accumulate_grad_batches=10_000, warmup_steps=5) as timer:
         for x in timer.steps(loop.batches(1000)):
             loop.micro_batch(x)
             loop.gpu.work(2.0)  # An update that is no optimizer's.
         assert loop.gpu.created == 500
-    assert told(caplog, "A step with more than 500 boundaries is dropped") == 1
+    assert caplog.text.count(DROPPED) == 1
