@@ -13,7 +13,7 @@ def timed_steps(schedule: Schedule, n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(5, 50, 10)])
-def test_plan_whose_blocks_fill_the_window_times_all(plan: Plan) -> None:
+def test_plan_whose_windows_fill_the_interval_times_every_step(plan: Plan) -> None:
     assert plan.times_all
     assert timed_steps(Schedule(plan), 20) == [*range(20)]
 
@@ -21,13 +21,13 @@ def test_plan_whose_blocks_fill_the_window_times_all(plan: Plan) -> None:
 @pytest.mark.parametrize(
     "plan", [Plan(1, 3), Plan(1, 10), Plan(5, 50), Plan(2, 50, 3), Plan(1, 7, 2)]
 )
-def test_each_part_of_a_window_has_one_block(plan: Plan) -> None:
+def test_each_part_of_an_interval_has_one_window(plan: Plan) -> None:
     timed = timed_steps(Schedule(plan), 100 * plan.interval)
     starts = timed[:: plan.window]
     assert timed == [index + i for index in starts for i in range(plan.window)][: len(timed)]
     for k in range(99 * plan.windows):
         first, last = plan.part(k)
-        # A block that overlaps the block before it starts at its end.
+        # A window that overlaps the previous window starts at its end.
         assert len([start for start in starts if first <= start < last + plan.window]) >= 1
 
 
@@ -48,35 +48,28 @@ def test_next_timed_step_needs_no_earlier_steps() -> None:
         assert schedule.next_timed(index) == min(other for other in timed if other >= index)
 
 
-@pytest.mark.parametrize(
-    ("last", "distance", "n"),
-    [(90, 50, 5), (0, 100, 5), (7, 7, 7)],
-)
-def test_blocks_cover_long_steps_that_recur(last: int, distance: int, n: int) -> None:
+@pytest.mark.parametrize(("last", "distance", "n"), [(90, 50, 5), (0, 100, 5), (7, 7, 7)])
+def test_windows_cover_long_steps_that_recur(last: int, distance: int, n: int) -> None:
     schedule = Schedule(Plan(5, 50), next_long=lambda: (last, distance))
     timed = timed_steps(schedule, 600)
-    long = {index for index in timed if (index - last) % distance == 0}
-    assert len(long) >= n
+    assert len([index for index in timed if (index - last) % distance == 0]) >= n
 
 
 def test_ranks_follow_the_recurrence_that_they_agreed_on() -> None:
-    schedules = [
-        Schedule(Plan(5, 50, recurrence=(90, 50)), next_long=prediction)
-        for prediction in (lambda: None, lambda: (33, 10))
-    ]
-    first, second = (timed_steps(schedule, 400) for schedule in schedules)
-    assert first == second
+    plan = Plan(5, 50, recurrence=(90, 50))
+    other = Schedule(plan, next_long=lambda: (33, 10))
+    assert timed_steps(Schedule(plan), 400) == timed_steps(other, 400)
 
 
-def test_first_window_with_logs_covers_the_steps_in_which_loggers_act() -> None:
+def test_first_window_covers_the_steps_in_which_loggers_run() -> None:
     schedule = Schedule(Plan())
     schedule.follow(Plan(5, 50, ends_in_log=True), 100)
     timed = timed_steps(schedule, 251)
-    # The last step of a window, in which a log is due, and the next.
+    # The last step of an interval, in which a log is due, and the next.
     assert {*range(146, 151)} <= {*timed}
 
 
-def test_another_plan_starts_with_its_next_whole_part() -> None:
+def test_another_plan_starts_with_its_next_complete_part() -> None:
     schedule = Schedule(Plan())
     assert timed_steps(schedule, 10) == [*range(10)]
     schedule.follow(Plan(1, 50), 120)
@@ -84,7 +77,6 @@ def test_another_plan_starts_with_its_next_whole_part() -> None:
 
 
 def auto(
-    *,
     timed_ms: float = 2.1,
     untimed_ms: float | None = 2.0,
     wait_ms: float = 0.0,
@@ -100,7 +92,7 @@ def auto(
         step = StepRecord(turn, ("data",) * 7, (1.0,) * 7, host_ns, wait_ms, 0, False)
         schedule.add_timed([step], reading_us * 1000)
         if untimed_ms is not None and turn < 4:
-            # The mood of the loop changes; on average a step takes as long as given.
+            # Untimed steps vary; their mean is as given.
             ms = untimed_ms * (1.25 if turn % 2 else 0.75)
             start_ns += 5 * 10**8
             schedule.add_untimed(start_ns, start_ns + round(ms * 1e7), 10)
@@ -110,9 +102,9 @@ def auto(
 
 
 @pytest.mark.parametrize(
-    ("how", "n", "share"),
+    ("times", "n", "share"),
     [
-        # Each step, where that takes less than 0.8 %.
+        # Every step is timed if that costs less than 0.8 %.
         # No mark takes more than 40 us: they are hidden in a wait of that long, and in long steps.
         ({"untimed_ms": None}, 2, None),
         ({"untimed_ms": None, "wait_ms": 0.28}, 1, None),
@@ -120,7 +112,7 @@ def auto(
         ({"untimed_ms": None, "timed_ms": 35.1}, 1, None),
         ({"untimed_ms": None, "timed_ms": 35.0}, 2, None),
         ({"untimed_ms": 35.1, "timed_ms": 35.2}, 1, None),
-        # Blocks may take half of that, 0.5 % of 2 ms: 10 us.
+        # Timing windows may take 0.5 % of 2 ms: 10 us.
         ({}, 10, 0.05),
         ({"reading_us": 20}, 12, 0.06),
         ({"switch_us": 100}, 17, 0.05),
@@ -133,9 +125,9 @@ def auto(
     ],
 )
 def test_timed_steps_cost_less_than_1_percent(
-    how: dict[str, Any], n: int, share: float | None
+    times: dict[str, Any], n: int, share: float | None
 ) -> None:
-    schedule = auto(**how)
+    schedule = auto(**times)
     assert schedule.decide() == n
     assert schedule.share == (None if share is None else pytest.approx(share))
 
@@ -156,7 +148,7 @@ def test_decisions_come_at_ever_longer_intervals() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "n", "plan"),
+    ("interval", "n", "plan"),
     [
         (50, 1, Plan()),
         (50, 7, Plan(5, 50, 1, ends_in_log=True)),
@@ -167,5 +159,5 @@ def test_decisions_come_at_ever_longer_intervals() -> None:
         (2000, 500, Plan(1, 2000, 4, ends_in_log=True)),
     ],
 )
-def test_steps_that_are_timed_are_in_blocks_of_at_most_5(window: int, n: int, plan: Plan) -> None:
-    assert AutoSchedule(window).plan(n) == plan
+def test_timing_windows_have_at_most_5_steps(interval: int, n: int, plan: Plan) -> None:
+    assert AutoSchedule(interval).plan(n) == plan
