@@ -1,7 +1,6 @@
 import contextlib
 import errno
 import io
-import logging
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fake_gpu import Adder, FakeGPU, Layer
-from fake_lightning import Loader, MemoryLogger, Model, SavingTrainer, fit, trainer
+from fake_lightning import Loader, MemoryLogger, Model, SavingTrainer, fit, timer_of, trainer
 from processes import run
 from torch import Tensor
 
@@ -24,6 +23,14 @@ from lightning_gputime._measurement.wall_clock import (
     WallClock,
     WallClockBreakdown,
 )
+from lightning_gputime._timer import Timer
+
+
+def entries_ms(timer: Timer) -> dict[str, float]:
+    """Return the entries of the wall clock, in milliseconds."""
+    wall_clock = timer.summary().wall_clock
+    assert wall_clock is not None
+    return {name: round(1e3 * s, 6) for name, s in wall_clock.entries_s.items()}
 
 
 class HostWork(pl.Callback):
@@ -44,7 +51,7 @@ class Slow(Model):
 
 def checked(gpu: FakeGPU, **more: Any) -> GPUPhaseTimer:
     """A fit of two epochs of three steps, with a validation in each and host work everywhere."""
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, **more)
+    timer = timer_of(gpu, **more)
     work = HostWork(
         gpu,
         on_fit_start=7.0,
@@ -66,14 +73,12 @@ def checked(gpu: FakeGPU, **more: Any) -> GPUPhaseTimer:
     return timer
 
 
-def test_wall_clock_entries_cover_the_fit() -> None:
-    gpu = FakeGPU()
-    whole_fit = checked(gpu).summary().wall_clock
-    assert whole_fit is not None
-    whole = {name: round(s * 1e3) for name, s in whole_fit.entries_s.items()}
-    device = {name: ms for name, ms in whole.items() if name in ("first step", "steps")}
+def test_wall_clock_entries_cover_the_fit(gpu: FakeGPU) -> None:
+    found = entries_ms(checked(gpu))
     # The host may wait for the device in a step, and does nothing else but the work above.
-    assert {name: ms for name, ms in whole.items() if name not in device} == {
+    assert found.pop("first step") == pytest.approx(500, abs=20)
+    assert found.pop("steps") == pytest.approx(500, abs=80)
+    assert found == {
         "set-up": 7,
         "sanity check": 8,
         "validation": 20,
@@ -81,8 +86,6 @@ def test_wall_clock_entries_cover_the_fit() -> None:
         "epoch ends": 26,
         "tear-down": 13,
     }
-    assert device["first step"] == pytest.approx(500, abs=20)
-    assert device["steps"] == pytest.approx(500, abs=80)
 
 
 # Plain loops
@@ -91,11 +94,12 @@ def test_wall_clock_entries_cover_the_fit() -> None:
 class TakesHost:
     """A plain loop whose steps take the host 5 ms, the first one 50, and a fetch 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.gpu = FakeGPU()
         self.net = Layer(self.gpu, 0.0)
         self.optimizer = Adder(self.net.parameters(), self.gpu, 0.0)
-        self.timer = GPUPhaseHooks(self.net, self.optimizer, _clock=self.gpu, warmup_steps=0)
+        options |= {"_clock": self.gpu, "warmup_steps": 0}
+        self.timer = GPUPhaseHooks(self.net, self.optimizer, **options)
         self.ms = 50.0
 
     def batches(self, n: int = 4) -> Iterator[Tensor]:
@@ -114,15 +118,13 @@ class TakesHost:
         for x in self.timer.steps(self.batches(n)):
             self.step(x)
 
+    def train_calling_step(self, n: int) -> None:
+        for x in self.batches(n):
+            self.step(x)
+            self.timer.step()
+
 
 STEPS_MS = {"first step": 51.0, "steps": 66.0}  # Three loops of four steps each.
-
-
-def entries_ms(timer: GPUPhaseHooks) -> dict[str, float]:
-    """Return the entries of a training, in milliseconds."""
-    found = timer.summary().wall_clock
-    assert found is not None
-    return {name: round(1e3 * s, 6) for name, s in found.entries_s.items()}
 
 
 def between(loop: TakesHost) -> None:
@@ -206,15 +208,13 @@ def test_breakdown_of_plain_loops_has_all_time_from_attach_to_remove(
     begin = loop.gpu.now
     with loop.timer:
         run_loops(loop)
-    summary = loop.timer.summary()
-    assert summary.wall_clock is not None
-    entries_ms = {name: round(1e3 * s, 6) for name, s in summary.wall_clock.entries_s.items()}
-    assert entries_ms == STEPS_MS | outside
-    assert sum(entries_ms.values()) == pytest.approx((loop.gpu.now - begin) / 1e6)
-    breakdown = summary.time_breakdown
+    assert entries_ms(loop.timer) == STEPS_MS | outside
+    wall_ms = sum((STEPS_MS | outside).values())
+    assert wall_ms == (loop.gpu.now - begin) / 1e6
+    breakdown = loop.timer.summary().time_breakdown
     assert breakdown is not None
     assert {name: round(1e3 * breakdown[name].seconds, 6) for name in outside} == outside
-    assert breakdown.wall_s == pytest.approx(sum(entries_ms.values()) / 1e3)
+    assert breakdown.wall_s == pytest.approx(wall_ms / 1e3)
     assert breakdown.scope == "training"
 
 
@@ -222,23 +222,17 @@ def test_breakdown_of_a_loop_that_calls_step_has_the_time_after_its_last_step() 
     loop = TakesHost()
     with loop.timer:
         loop.gpu.host_work(30.0)  # Nothing shows where the first step starts.
-        for x in loop.batches():
-            loop.step(x)
-            loop.timer.step()
+        loop.train_calling_step(4)
         loop.gpu.host_work(40.0)
     assert entries_ms(loop.timer) == {"first step": 81.0, "steps": 18.0, "tear-down": 40.0}
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 2, "auto"])
 def test_steps_of_a_loop_that_calls_step_are_steps(every_n_steps: Any) -> None:
-    loop = TakesHost()
-    options: dict[str, Any] = {"_clock": loop.gpu, "warmup_steps": 0}
-    timer = GPUPhaseHooks(loop.net, loop.optimizer, every_n_steps=every_n_steps, **options)
-    with timer:
-        for x in loop.batches(20):
-            loop.step(x)
-            timer.step()
-    assert entries_ms(timer) == {"first step": 51.0, "steps": 114.0}
+    loop = TakesHost(every_n_steps=every_n_steps)
+    with loop.timer:
+        loop.train_calling_step(20)
+    assert entries_ms(loop.timer) == {"first step": 51.0, "steps": 114.0}
 
 
 def test_measurement_that_is_over_has_the_breakdown_of_its_loops() -> None:
@@ -252,18 +246,16 @@ def test_measurement_that_is_over_has_the_breakdown_of_its_loops() -> None:
         copy = pickle.loads(pickle.dumps(loop.timer.summary()))
         loop.gpu.host_work(1000.0)
         assert loop.timer.summary().wall_clock != copy.wall_clock
-    found = loop.timer.summary().wall_clock
-    assert found is not None
-    assert found.entries_s["between loops"] == pytest.approx(1.06)
+    assert entries_ms(loop.timer)["between loops"] == 1060.0
     assert copy.wall_clock.entries_s["between loops"] == pytest.approx(0.06)
 
 
 # Loggers and copies
 
 
-def test_wall_clock_is_logged_once() -> None:
-    gpu, logger = FakeGPU(), MemoryLogger()
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, warmup_steps=0, log=["fit"])
+def test_wall_clock_is_logged_once(gpu: FakeGPU) -> None:
+    logger = MemoryLogger()
+    timer = timer_of(gpu, log=["fit"])
     fit(gpu, Slow(gpu), 3, timer=timer, logger=logger)
     whole_fit = timer.summary().wall_clock
     assert whole_fit is not None
@@ -291,9 +283,12 @@ def test_copied_wall_clock_stops() -> None:
 # The file that a fit leaves
 
 
-def test_fit_is_saved_when_it_ends(tmp_path: Path) -> None:
-    gpu = FakeGPU()
-    path = tmp_path / "runs" / "run.json.gz"
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "run.json.gz"
+
+
+def test_fit_is_saved_when_it_ends(gpu: FakeGPU, path: Path) -> None:
     timer = checked(gpu, save_path=path)
     run = load(path)
     assert run.summary() == timer.summary()
@@ -307,102 +302,80 @@ def test_fit_is_saved_when_it_ends(tmp_path: Path) -> None:
     assert run.environment.accumulate_grad_batches == 1
 
 
-class Killed(Model):
-    """A model whose fifth step fails."""
+class Fails(Model):
+    """A model whose fifth step raises."""
+
+    def __init__(self, gpu: FakeGPU, error: BaseException) -> None:
+        super().__init__(gpu)
+        self.error = error
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.trainer.global_step == 4:
             raise self.error
         return super().training_step(batch, batch_idx)
 
-    error: BaseException = RuntimeError("out of memory")
-
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
-def test_failed_run_saves_its_steps(error: BaseException, tmp_path: Path) -> None:
-    gpu = FakeGPU()
-    model = Killed(gpu)
-    model.error = error
-    path = tmp_path / "run.json.gz"
+def test_failed_run_saves_its_steps(gpu: FakeGPU, error: BaseException, path: Path) -> None:
     with pytest.raises((RuntimeError, SystemExit, KeyboardInterrupt)):
-        fit(
-            gpu,
-            model,
-            9,
-            timer=GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=path, _lag=0),
-        )
+        fit(gpu, Fails(gpu, error), 9, timer=timer_of(gpu, save_path=path, _lag=0))
     assert load(path).history["step"].tolist() == [0, 1, 2, 3]
     assert load(path).summary().wall_clock is not None
 
 
-class Gone(io.StringIO):
-    """A standard output that nobody reads any more."""
-
-    def write(self, text: str) -> int:
-        raise BrokenPipeError
-
-
 def test_run_is_saved_when_its_output_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gpu: FakeGPU, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gpu = FakeGPU()
-    model, path = Killed(gpu), tmp_path / "run.json.gz"
-    model.error = KeyboardInterrupt()
-    monkeypatch.setattr("lightning_gputime._output.table.sys.stdout", Gone())
+    closed = io.StringIO()
+    monkeypatch.setattr(closed, "write", Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr("lightning_gputime._output.table.sys.stdout", closed)
+    timer = GPUPhaseTimer(_clock=gpu, save_path=path, _lag=0)
     with pytest.raises((SystemExit, KeyboardInterrupt)):
-        fit(gpu, model, 9, timer=GPUPhaseTimer(_clock=gpu, save_path=path, _lag=0))
+        fit(gpu, Fails(gpu, KeyboardInterrupt()), 9, timer=timer)
     monkeypatch.undo()
     assert load(path).history["step"].tolist() == [0, 1, 2, 3]
     assert "The table could not be shown: BrokenPipeError()" in caplog.text
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_start"])
-def test_fit_without_steps_keeps_the_old_file(hook: str, tmp_path: Path) -> None:
-    gpu = FakeGPU()
-    path = tmp_path / "run.json.gz"
-    fit(gpu, Model(gpu), 3, timer=GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=path))
+def test_fit_without_steps_keeps_the_old_file(gpu: FakeGPU, hook: str, path: Path) -> None:
+    fit(gpu, Model(gpu), 3, timer=timer_of(gpu, save_path=path))
     before = path.read_bytes()
 
     def fail(*_: Any) -> None:
         raise RuntimeError(f"in {hook}")
 
     callback = pl.callbacks.LambdaCallback(**{hook: fail})
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=path)
     with pytest.raises(RuntimeError, match=f"in {hook}"):
-        fit(gpu, Model(gpu), 3, timer=timer, callbacks=[callback])
+        fit(gpu, Model(gpu), 3, timer=timer_of(gpu, save_path=path), callbacks=[callback])
     assert path.read_bytes() == before
 
 
 def test_save_path_is_relative_to_the_start_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeGPU, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    gpu = FakeGPU()
     callback = pl.callbacks.LambdaCallback(on_train_start=lambda *_: os.chdir(other))
-    for save in ("run.json.gz", "~/home.json.gz"):
+    for save_path in ("run.json.gz", "~/home.json.gz"):
         monkeypatch.chdir(tmp_path)
-        timer = GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=save)
-        fit(gpu, Model(gpu), 2, timer=timer, callbacks=[callback])
+        fit(gpu, Model(gpu), 2, timer=timer_of(gpu, save_path=save_path), callbacks=[callback])
     assert list(other.iterdir()) == []
     assert {path.name for path in tmp_path.iterdir()} == {"other", "run.json.gz", "home.json.gz"}
 
 
-def test_run_is_saved_after_each_epoch(tmp_path: Path) -> None:
-    gpu = FakeGPU()
-    path = tmp_path / "run.json.gz"
-    found = []
+def test_run_is_saved_after_each_epoch(gpu: FakeGPU, path: Path) -> None:
+    saved_steps = []
 
     def look(*_: Any) -> None:
         # The file that would exist if the process were killed in this epoch.
-        found.append(path.is_file() and len(load(path).history))
+        saved_steps.append(path.is_file() and len(load(path).history))
 
     callback = pl.callbacks.LambdaCallback(on_train_epoch_start=look)
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=path, _lag=0)
+    timer = timer_of(gpu, save_path=path, _lag=0)
     fit(gpu, Model(gpu), 3, timer=timer, callbacks=[callback], max_epochs=2)
-    assert found == [False, 3]
+    assert saved_steps == [False, 3]
     assert len(load(path).history) == 6
 
 
@@ -447,16 +420,16 @@ def of_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "steps"), [("SIGKILL", 10), ("SIGTERM", 26)])
 def test_killed_process_leaves_a_file(name: str, steps: int, of_killed: Path) -> None:
-    path = of_killed / f"{name}.json.gz"
-    # By SIGKILL whole epochs: the first, and each that ends when saving has got cheap enough.
-    assert len(load(path).history) >= steps
-    assert load(path).summary().wall_clock is not None
+    saved = load(of_killed / f"{name}.json.gz")
+    # SIGKILL: complete epochs, the first and those that end when saving is cheap enough.
+    assert len(saved.history) >= steps
+    assert saved.summary().wall_clock is not None
 
 
 def test_saving_at_the_end_of_epochs_takes_little_of_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeGPU, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu, saved = FakeGPU(), []
+    saved: list[int] = []
     monkeypatch.setattr(GPUPhaseTimer, "save", lambda *_: saved.append(0))
     start, *epochs = (
         [0.0],
@@ -467,48 +440,30 @@ def test_saving_at_the_end_of_epochs_takes_little_of_the_time(
     )
     now = iter(sum(epochs, start))
     monkeypatch.setattr("lightning_gputime._runs.live_file.time.perf_counter", now.__next__)
-    path = tmp_path / "run.json.gz"
-    fit(
-        gpu,
-        Model(gpu),
-        1,
-        max_epochs=4,
-        timer=GPUPhaseTimer(_clock=gpu, print_summary=False, save_path=path),
-    )
+    fit(gpu, Model(gpu), 1, max_epochs=4, timer=timer_of(gpu, save_path=path))
     # At the end of the first epoch, which takes a second; of the fourth, 100 s later; at the end.
     assert len(saved) == 3
 
 
 def test_epochs_without_save_path_read_no_clock(
-    monkeypatch: pytest.MonkeyPatch,
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As in tests of others that count the calls of a clock that they put in its place.
+    # Tests of users may replace the clock by one that counts its calls.
     clock = Mock(return_value=0.0)
     monkeypatch.setattr("time.perf_counter", clock)
-    gpu = FakeGPU()
-    fit(gpu, Model(gpu), 1, max_epochs=2, timer=GPUPhaseTimer(_clock=gpu, print_summary=False))
+    fit(gpu, Model(gpu), 1, max_epochs=2)
     clock.assert_not_called()
 
 
-def full(*_: Any, **__: Any) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_full_disk_warns_once_and_training_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gpu: FakeGPU, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("os.replace", full)
-    gpu = FakeGPU()
-    timer = GPUPhaseTimer(
-        _clock=gpu, print_summary=False, save_path=tmp_path / "run.json.gz", warmup_steps=0
-    )
-    with caplog.at_level(logging.WARNING, "lightning_gputime"):
-        fit(gpu, Model(gpu), 3, timer=timer, max_epochs=2)
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr("os.replace", Mock(side_effect=error))
+    timer = timer_of(gpu, save_path=path)
+    fit(gpu, Model(gpu), 3, timer=timer, max_epochs=2)
     assert timer.summary().steps == 6
-    told = [
-        record.getMessage() for record in caplog.records if "is not saved" in record.getMessage()
-    ]
-    assert len(told) == 1
-    assert "Its file has the last saved state, or does not exist" in told[0]
-    assert "run.json.gz (No space left on device)" in told[0]
-    assert list(tmp_path.iterdir()) == []
+    [message] = [message for message in caplog.messages if "is not saved" in message]
+    assert "Its file has the last saved state, or does not exist" in message
+    assert "run.json.gz (No space left on device)" in message
+    assert list(path.parent.iterdir()) == []
