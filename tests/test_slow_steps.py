@@ -8,17 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_gpu import FakeGPU, work
+from fake_gpu import FakeGPU
 from fake_loop import Logger, Loop, evidence, hooks
 from torch import Tensor
 
-from lightning_gputime import (
-    Cause,
-    GPUPhaseHooks,
-    SlowStep,
-    StepTimes,
-    phase,
-)
+from lightning_gputime import Cause, GPUPhaseHooks, SlowStep, StepTimes, phase
 from lightning_gputime._causes import analyzer, attribution
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.slow import SlowEvidence, SlowLog
@@ -30,37 +24,44 @@ LEAD_MS = 15.625
 
 def collect(gpu: FakeGPU, ms: float) -> None:
     """A garbage collection that takes the host so long."""
-    for callback in [*gc.callbacks]:
-        if type(getattr(callback, "__self__", None)).__module__.startswith("lightning_gputime"):
-            callback("start", {"generation": 2})
+    callbacks = [
+        callback
+        for callback in gc.callbacks
+        if type(getattr(callback, "__self__", None)).__module__.startswith("lightning_gputime")
+    ]
+    for callback in callbacks:
+        callback("start", {"generation": 2})
     gpu.host_work(ms)
-    for callback in [*gc.callbacks]:
-        if type(getattr(callback, "__self__", None)).__module__.startswith("lightning_gputime"):
-            callback("stop", {"generation": 2})
+    for callback in callbacks:
+        callback("stop", {"generation": 2})
 
 
-def items(gpu: FakeGPU, late: dict[int, Callable[[], None]]) -> Iterator[Tensor]:
-    for number, x in enumerate(Loop(gpu).batches(STEPS)):
-        late.get(number, lambda: None)()
-        yield x
+Delays = dict[int, Callable[[], None]]
 
 
 def train(
-    loop: Loop,
-    in_fetch: dict[int, Callable[[], None]] | None = None,
-    in_loss: dict[int, Callable[[], None]] | None = None,
-    **options: Any,
+    loop: Loop, in_loss: Delays | None = None, in_fetch: Delays | None = None, **options: Any
 ) -> GPUPhaseHooks:
-    """Trains with a standard step, and something else in the fetch, or after the model, of some."""
-    gpu = loop.gpu
+    """Train with standard steps, and delays after the model or in the fetch of some."""
+
+    def fetch() -> Iterator[Tensor]:
+        for number, x in enumerate(loop.batches(STEPS)):
+            (in_fetch or {}).get(number, lambda: None)()
+            yield x
+
     with hooks(loop, **options) as timer:
-        for number, x in enumerate(timer.steps(items(gpu, in_fetch or {}))):
-            gpu.work(0.125)
-            loss = work(loop.model(x), gpu, 0.5, 0.25).sum()
+        for number, x in enumerate(timer.steps(fetch())):
+            loop.gpu.work(0.125)
+            loss = loop.loss(x)
             (in_loss or {}).get(number, lambda: None)()
             loss.backward()
             loop.update()
     return timer
+
+
+def collections(loop: Loop, ms: dict[int, float]) -> Delays:
+    """Return garbage collections, by the number of their step."""
+    return {step: partial(collect, loop.gpu, length_ms) for step, length_ms in ms.items()}
 
 
 def only(timer: GPUPhaseHooks) -> SlowStep:
@@ -71,11 +72,15 @@ def only(timer: GPUPhaseHooks) -> SlowStep:
     return slow
 
 
+def host_causes(slow: SlowStep) -> list[tuple[str, float, str]]:
+    return [(cause.kind, cause.host_ms, cause.detail) for cause in slow.causes]
+
+
 @pytest.mark.parametrize(("lag", "ahead_ms"), [(1, LEAD_MS + 5.625), (0, 5.625)])
 def test_collection_reaches_the_gpu_as_far_as_the_host_was_not_ahead(
     loop: Loop, lag: int, ahead_ms: float
 ) -> None:
-    timer = train(loop, in_loss={SLOW: lambda: collect(loop.gpu, 40.0)}, _lag=lag)
+    timer = train(loop, collections(loop, {SLOW: 40.0}), _lag=lag)
     slow = only(timer)
     assert (slow.step, slow.phase, slow.unexplained_ms) == (SLOW, "loss", 0.0)
     assert slow.baseline_ms == 15.625
@@ -99,14 +104,13 @@ def test_reading_events_makes_no_step_slow(loop: Loop) -> None:
 
 
 def test_delay_that_the_lead_of_the_host_hides_makes_no_step_slow(loop: Loop) -> None:
-    timer = train(loop, in_loss={SLOW: lambda: collect(loop.gpu, LEAD_MS + 5.0)})
+    timer = train(loop, collections(loop, {SLOW: LEAD_MS + 5.0}))
     assert len(timer.slow_steps()) == 0
     assert timer.summary().slow is None
 
 
 def test_slow_item_is_attributed_to_the_loader(loop: Loop) -> None:
-    timer = train(loop, in_fetch={SLOW: lambda: loop.gpu.host_work(40.0)})
-    slow = only(timer)
+    slow = only(train(loop, in_fetch={SLOW: lambda: loop.gpu.host_work(40.0)}))
     detail = "it loads in the loop's own process"
     # The copy of the batch was launched before the delay.
     assert slow.causes == (Cause("dataloader", 40.0, 40.0 - LEAD_MS - 1.0, detail),)
@@ -127,7 +131,7 @@ def test_causes_share_what_reached_the_gpu_and_no_time_counts_twice(loop: Loop) 
 
 
 def test_unseen_delay_is_unexplained(loop: Loop) -> None:
-    slow = only(train(loop, in_loss={SLOW: lambda: loop.gpu.host_work(40.0)}))
+    slow = only(train(loop, {SLOW: lambda: loop.gpu.host_work(40.0)}))
     assert slow.causes == ()
     assert slow.unexplained_ms == slow.excess_ms == 40.0 - LEAD_MS - 5.625
 
@@ -135,13 +139,11 @@ def test_unseen_delay_is_unexplained(loop: Loop) -> None:
 def test_gpu_work_has_no_cause(loop: Loop) -> None:
     def delay() -> None:
         loop.gpu.work(30.0)
-        collect(loop.gpu, 15.0)
+        collect(loop.gpu, 15.0)  # It is over before the device comes there.
 
-    slow = only(train(loop, in_loss={SLOW: delay}))
-    # The collection was over before the device came there.
+    slow = only(train(loop, {SLOW: delay}))
     assert slow.causes == ()
-    assert slow.excess_ms == 30.0
-    assert slow.unexplained_ms == 30.0
+    assert slow.unexplained_ms == slow.excess_ms == 30.0
 
 
 def test_compilation_is_a_cause(loop: Loop) -> None:
@@ -154,13 +156,9 @@ def test_compilation_is_a_cause(loop: Loop) -> None:
         callback_handler.run_end_callbacks(about)
         loop.gpu.host_work(20.0)  # The new code is loaded.
 
-    def forget_callbacks() -> None:
-        callback_handler.clear()
-
     before = [*callback_handler.start_callbacks], [*callback_handler.end_callbacks]
-    # A reset of dynamo forgets who listens: it is asked again when steps are read.
-    timer = train(loop, in_loss={2: forget_callbacks, 55: compile_anew})
-    slow = only(timer)
+    # A reset of dynamo removes the callbacks, which are added again when steps are read.
+    slow = only(train(loop, {2: callback_handler.clear, 55: compile_anew}))
     assert slow.causes == (Cause("compilation", 120.0, 120.0 - LEAD_MS - 5.625, "of a backward"),)
     assert (callback_handler.start_callbacks, callback_handler.end_callbacks) == before
 
@@ -172,55 +170,50 @@ def test_slow_log_is_a_cause(loop: Loop) -> None:
 
     logger = Slow()
     slow = only(train(loop, logger=logger, log_every_n_steps=45))
-    [cause] = slow.causes
-    assert (cause.kind, cause.detail, cause.host_ms) == (
-        "callback",
-        "the timer's logging",
-        50.0,
-    )
+    assert host_causes(slow) == [("callback", 50.0, "the timer's logging")]
     assert slow.unexplained_ms == 0.0
     assert "log_metrics" not in vars(logger)
 
 
-def test_named_phase_is_a_cause(loop: Loop) -> None:
-    def save() -> None:
-        loop.gpu.host_work(60.0 if loop.gpu.created else 0.0)
+def test_slow_observer_is_a_cause(loop: Loop) -> None:
+    def slow_once(times: StepTimes) -> None:
+        loop.gpu.host_work(50.0 if times.step == SLOW else 0.0)
 
+    slow = only(train(loop, observers=[slow_once]))
+    assert host_causes(slow) == [("callback", 50.0, "observers")]
+
+
+def test_named_phase_is_a_cause(loop: Loop) -> None:
     with hooks(loop) as timer:
         for number, x in enumerate(timer.steps(loop.batches(STEPS))):
             loop.train(x)
             with phase("save"):
-                if number == SLOW:
-                    save()
+                loop.gpu.host_work(60.0 if number == SLOW else 0.0)
     slow = only(timer)
-    assert [(cause.kind, cause.host_ms, cause.detail) for cause in slow.causes] == [
-        ("callback", 60.0, "phase save")
-    ]
+    assert host_causes(slow) == [("callback", 60.0, "phase save")]
     assert (slow.phase, slow.unexplained_ms) == ("save", 0.0)
 
 
-def test_first_steps_after_the_warm_up_are_judged_and_those_of_it_are_not(loop: Loop) -> None:
-    late = {number: lambda: collect(loop.gpu, 100.0) for number in (2, 6)}
-    timer = train(loop, in_loss=late, warmup_steps=5)
+def test_steps_after_the_warm_up_can_be_slow(loop: Loop) -> None:
+    timer = train(loop, collections(loop, {2: 100.0, 6: 100.0}), warmup_steps=5)
     assert [slow.step for slow in timer.slow_steps()] == [6]
 
 
 def test_new_pace_becomes_the_baseline(loop: Loop) -> None:
     longer = {number: lambda: loop.gpu.work(10.0) for number in range(20, STEPS)}
-    found = [slow.step for slow in train(loop, in_loss=longer).slow_steps(100)]
+    found = [slow.step for slow in train(loop, longer).slow_steps(100)]
     # With the reading of the 50th step the median is of 30 such steps and 20 others.
     assert sorted(found) == [*range(20, 50)]
 
 
 def test_clean_run_has_no_slow_steps(loop: Loop) -> None:
-    timer = train(loop, in_loss={n: lambda n=n: loop.gpu.work(n % 7 / 10) for n in range(STEPS)})  # type: ignore[misc]
+    timer = train(loop, {n: partial(loop.gpu.work, n % 7 / 10) for n in range(STEPS)})
     assert len(timer.slow_steps()) == 0
     assert "slow" not in str(timer.summary())
 
 
 def test_slowest_steps_come_first_and_print_as_sentences(loop: Loop) -> None:
-    late = {20: lambda: collect(loop.gpu, 40.0), 30: lambda: collect(loop.gpu, 80.0)}
-    timer = train(loop, in_loss=late)
+    timer = train(loop, collections(loop, {20: 40.0, 30: 80.0}))
     assert [str(slow) for slow in timer.slow_steps()] == [
         "step 30 took 74.4 ms (baseline 15.6 ms), +58.8 ms: 58.8 ms garbage collection"
         " (generation 2); most of it in `loss`",
@@ -231,8 +224,8 @@ def test_slowest_steps_come_first_and_print_as_sentences(loop: Loop) -> None:
 
 
 def test_summary_says_what_slow_steps_cost_and_which_was_the_worst(loop: Loop) -> None:
-    late = {20: lambda: collect(loop.gpu, 40.0), 30: lambda: loop.gpu.host_work(80.0)}
-    summary = train(loop, in_loss=late).summary()
+    late = {**collections(loop, {20: 40.0}), 30: lambda: loop.gpu.host_work(80.0)}
+    summary = train(loop, late).summary()
     all_ms = 60 * 15.625 + 18.75 + 58.75
     assert summary.step.mean_ms * 60 == pytest.approx(all_ms)
     assert summary.slow is not None
@@ -248,45 +241,39 @@ def test_summary_says_what_slow_steps_cost_and_which_was_the_worst(loop: Loop) -
     assert summary.to_dict()["slow"]["n"] == 2
 
 
+VARY = "took longer than their baseline (step times vary"
+
+
 @pytest.mark.parametrize(
     ("late", "n", "expected"),
     [
         (range(3, STEPS, 4), 15, "15 of 60 steps were slow, and cost 48 % of the time; of that "),
-        (
-            range(2, STEPS, 3),
-            20,
-            "20 of 60 steps took longer than their baseline (step times vary",
-        ),
-        (range(32, STEPS), 28, "28 of 60 steps took longer than their baseline (step times vary"),
+        (range(2, STEPS, 3), 20, f"20 of 60 steps {VARY}"),
+        (range(32, STEPS), 28, f"28 of 60 steps {VARY}"),
     ],
 )
 def test_many_long_steps_are_not_called_slow(
     loop: Loop, late: range, n: int, expected: str
 ) -> None:
-    timer = train(loop, in_loss={step: lambda: loop.gpu.host_work(80.0) for step in late})
-    printed = str(timer.summary())
-    assert expected in printed
+    timer = train(loop, {step: lambda: loop.gpu.host_work(80.0) for step in late})
+    assert expected in str(timer.summary())
     # They are found all the same.
-    assert "largest excess: step" in printed
+    assert "largest excess: step" in str(timer.summary())
     assert len(timer.slow_steps(STEPS)) == n
 
 
 def test_excess_is_logged_in_total_and_by_cause(loop: Loop) -> None:
     logger = Logger()
-    late = {25: lambda: collect(loop.gpu, 40.0), 33: lambda: loop.gpu.host_work(40.0)}
-    train(loop, in_loss=late, logger=logger, log="all", log_every_n_steps=20)
-    logged = {
-        step: {key: ms for key, ms in metrics.items() if "slow" in key}
-        for step, metrics in logger.calls
-    }
-    assert logged == {
-        19: {"phase_time/slow_excess_ms": 0.0},
-        39: {
-            "phase_time/slow_excess_ms": 37.5 / 20,
-            "phase_time/slow/garbage_collection_ms": 18.75 / 20,
-        },
-        59: {"phase_time/slow_excess_ms": 0.0, "phase_time/slow/garbage_collection_ms": 0.0},
-    }
+    late = {**collections(loop, {25: 40.0}), 33: lambda: loop.gpu.host_work(40.0)}
+    train(loop, late, logger=logger, log="all", log_every_n_steps=20)
+    logged = [{key: ms for key, ms in row.items() if "slow" in key} for _, row in logger.calls]
+    total, by_cause = "phase_time/slow_excess_ms", "phase_time/slow/garbage_collection_ms"
+    assert [step for step, _ in logger.calls] == [19, 39, 59]
+    assert logged == [
+        {total: 0.0},
+        {total: 37.5 / 20, by_cause: 18.75 / 20},
+        {total: 0.0, by_cause: 0.0},
+    ]
 
 
 def test_window_of_many_slow_steps_keeps_no_more_than_their_sums() -> None:
@@ -303,13 +290,11 @@ def test_window_of_many_slow_steps_keeps_no_more_than_their_sums() -> None:
 
 
 def train_on_a_noisy_host(loop: Loop, **options: Any) -> GPUPhaseHooks:
-    """Trains with a collection in each fourth step, of up to 3 lengths."""
-    late: dict[int, Callable[[], None]]
-    late = {n: partial(collect, loop.gpu, 40.0 + n % 3) for n in range(3, STEPS, 4)}
-    return train(loop, in_loss=late, **options)
+    """Train with a collection in each fourth step, of up to 3 lengths."""
+    return train(loop, collections(loop, {n: 40.0 + n % 3 for n in range(3, STEPS, 4)}), **options)
 
 
-def test_slow_steps_are_explained_once_and_when_somebody_asks(
+def test_slow_steps_are_explained_once_and_on_request(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     explained: list[int] = []
@@ -396,21 +381,10 @@ def test_detector_that_fails_late_leaves_steps_without_causes(
     assert caplog.messages == []
     found = [(slow.step, slow.causes) for slow in timer.slow_steps()]
     assert sorted(found) == [(SLOW, ()), (SLOW + 2, ())]
-    [message] = caplog.messages
-    assert message == "Slow steps are no longer explained: ValueError('odd')"
+    assert caplog.messages == ["Slow steps are no longer explained: ValueError('odd')"]
 
 
-def test_slow_observer_is_a_cause(loop: Loop) -> None:
-    def slow_once(times: StepTimes) -> None:
-        loop.gpu.host_work(50.0 if times.step == SLOW else 0.0)
-
-    slow = only(train(loop, observers=[slow_once]))
-    [cause] = slow.causes
-    assert (cause.kind, cause.host_ms) == ("callback", 50.0)
-    assert cause.detail == "observers"
-
-
-def test_nothing_is_left_of_the_detectors(loop: Loop) -> None:
+def test_detectors_leave_no_callbacks(loop: Loop) -> None:
     before = [*gc.callbacks]
     logger = Logger()
     timer = hooks(loop, logger=logger).attach()
@@ -437,8 +411,8 @@ def test_failing_detector_ends_only_the_search_for_causes(
     assert timer.summary().steps == STEPS
     # Steps being explained are lost; later steps have no cause.
     assert [(slow.step, slow.causes) for slow in timer.slow_steps()] == [(55, ())]
-    [record] = caplog.records
-    assert record.getMessage().startswith("Slow steps are no longer explained: TypeError(")
+    [message] = caplog.messages
+    assert message.startswith("Slow steps are no longer explained: TypeError(")
 
 
 def test_reading_steps_makes_no_step_slow(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,7 +430,7 @@ def test_reading_steps_makes_no_step_slow(loop: Loop, monkeypatch: pytest.Monkey
 def test_slow_step_found_late_is_in_no_other_log(loop: Loop, every: int) -> None:
     logger = Logger()
     late = {3: lambda: loop.gpu.host_work(400.0)}
-    timer = train(loop, late, logger=logger, log=["slow"], log_every_n_steps=every)
+    timer = train(loop, in_fetch=late, logger=logger, log=["slow"], log_every_n_steps=every)
     excess_ms = {slow.step: slow.excess_ms for slow in timer.slow_steps()}[3]
     # The first ten are compared together; by then logs of fewer steps are gone.
     logged = {step: metrics.get("phase_time/slow_excess_ms", 0.0) for step, metrics in logger.calls}
