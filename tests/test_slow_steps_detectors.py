@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -20,7 +21,7 @@ from fake_lightning import MemoryLogger, Model, fit, timer_of, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, SlowStep
+from lightning_gputime import Cause, GPUPhaseHooks, SlowStep
 from lightning_gputime._causes import detectors, sampler
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._causes.detectors import (
@@ -61,6 +62,11 @@ class Bench:
         self.analyzer.loop_begins()
         self.found: list[SlowStep] = []
 
+    @property
+    def only(self) -> SlowStep:
+        [slow] = self.found
+        return slow
+
     def step(self, number: int, host_ms: dict[str, float], device_ms: dict[str, float]) -> None:
         """Run a step with an excess over the usual step."""
         begin = self.gpu.now
@@ -81,119 +87,113 @@ class Bench:
         """Run a slow step after usual steps, and return its causes."""
         self.usual()
         self.step(SLOW, host_ms, device_ms)
-        [slow] = self.found
-        assert slow.step == SLOW
-        return slow.causes
+        assert self.only.step == SLOW
+        return self.only.causes
 
 
-class Scheduler:
-    """A scheduler: how long the thread waited in line, or was stopped, and how often."""
+class Thread(Bench):
+    """A bench whose thread waits in line for a processor, or is stopped, when a test says so."""
 
     def __init__(self, gpu: FakeGPU) -> None:
-        self.gpu = gpu
-        self.queued = self.stopped = self.losses = self.waits = self.samples = 0
+        self.off_ns = self.losses = self.waits = self.samples = 0
+        super().__init__(gpu, Preemption(self.usage))
 
     def usage(self) -> Any:
         self.samples += 1
         return SimpleNamespace(
-            ru_utime=(self.gpu.now - self.queued - self.stopped - 5 * MS) / 1e9,
+            ru_utime=(self.gpu.now - self.off_ns - 5 * MS) / 1e9,
             ru_stime=5 / 1e3,
             ru_nvcsw=self.waits,
             ru_nivcsw=self.losses,
         )
 
-    def detector(self) -> Preemption:
-        return Preemption(self.usage)
+    def queue(self, ms: int, times: int) -> None:
+        self.off_ns += ms * MS
+        self.losses += times
+
+    def stop(self, ms: int, times: int = 1) -> None:
+        self.off_ns += ms * MS
+        self.waits += times
 
 
-def test_time_in_line_for_a_processor_is_preemption_wherever_it_was(gpu: FakeGPU) -> None:
-    scheduler = Scheduler(gpu)
-    bench = Bench(gpu, scheduler.detector())
-    bench.usual()
-    scheduler.queued, scheduler.losses = 30 * MS, 8
-    bench.step(SLOW, {"data": 40.0}, {"data": 35.0})
-    [slow] = bench.found
-    assert slow.causes == (Cause("off_cpu", 30.0, 30.0, "other threads had the CPU"),)
-    assert slow.unexplained_ms == 5.0
+@pytest.fixture
+def thread(gpu: FakeGPU) -> Thread:
+    return Thread(gpu)
+
+
+def test_time_in_line_for_a_processor_is_preemption_in_any_phase(thread: Thread) -> None:
+    thread.usual()
+    thread.queue(30, 8)
+    thread.step(SLOW, {"data": 40.0}, {"data": 35.0})
+    assert thread.only.causes == (Cause("off_cpu", 30.0, 30.0, "other threads had the CPU"),)
+    assert thread.only.unexplained_ms == 5.0
 
 
 @pytest.mark.parametrize(
-    ("phase", "waits", "is_told"),
+    ("phase", "waits", "is_cause"),
+    # In ten waits another thread of Python may have run in between.
     [("backward", 1, True), ("data", 1, False), ("backward", 10, False)],
 )
-def test_stopped_process_is_preemption(gpu: FakeGPU, phase: str, waits: int, is_told: bool) -> None:
-    scheduler = Scheduler(gpu)
-    bench = Bench(gpu, scheduler.detector())
-    bench.usual()
-    # In ten waits, as where another thread of Python is at work in between.
-    scheduler.stopped, scheduler.waits = 50 * MS, waits
-    bench.step(SLOW, {phase: 50.0}, {phase: 50.0})
-    [slow] = bench.found
-    cause = Cause("off_cpu", 50.0, 50.0, "stopped or blocked")
-    assert slow.causes == ((cause,) if is_told else ())
+def test_stopped_process_is_preemption(
+    thread: Thread, phase: str, waits: int, is_cause: bool
+) -> None:
+    thread.usual()
+    thread.stop(50, waits)
+    thread.step(SLOW, {phase: 50.0}, {phase: 50.0})
+    assert thread.only.causes == ((STOPPED,) if is_cause else ())
 
 
-def test_usual_queueing_is_not_a_cause(gpu: FakeGPU) -> None:
-    scheduler = Scheduler(gpu)
-    bench = Bench(gpu, scheduler.detector())
+STOPPED = Cause("off_cpu", 50.0, 50.0, "stopped or blocked")
+
+
+def test_usual_queueing_is_not_a_cause(thread: Thread) -> None:
     for number in range(80):
-        # Some of each step, as on a busy machine.
-        scheduler.queued, scheduler.losses = scheduler.queued + MS, scheduler.losses + 1
-        bench.step(number, {}, {})
+        # A part of each step, on a busy machine.
+        thread.queue(1, 1)
+        thread.step(number, {}, {})
     # It waits for a batch.
-    scheduler.stopped, scheduler.waits = scheduler.stopped + 40 * MS, scheduler.waits + 1
-    bench.step(80, {"data": 40.0}, {"data": 40.0})
-    [slow] = bench.found
-    assert (slow.step, slow.causes) == (80, ())
+    thread.stop(40)
+    thread.step(80, {"data": 40.0}, {"data": 40.0})
+    assert (thread.only.step, thread.only.causes) == (80, ())
 
 
-def test_scheduler_is_asked_once_a_step_from_the_first_baseline_on(gpu: FakeGPU) -> None:
-    scheduler = Scheduler(gpu)
-    bench = Bench(gpu, scheduler.detector())
-    bench.usual(range(10))
-    assert scheduler.samples == 0
-    bench.usual(range(10, SLOW))
-    assert scheduler.samples == SLOW - 10
+def test_scheduler_is_asked_once_a_step_after_the_first_baseline(thread: Thread) -> None:
+    thread.usual(range(10))
+    assert thread.samples == 0
+    thread.usual(range(10, SLOW))
+    assert thread.samples == SLOW - 10
 
 
-def test_slow_step_before_the_first_baseline_has_no_such_cause(gpu: FakeGPU) -> None:
-    scheduler = Scheduler(gpu)
-    bench = Bench(gpu, scheduler.detector())
-    bench.usual(range(5))
-    scheduler.queued, scheduler.losses = 30 * MS, 8
-    bench.step(5, {"backward": 40.0}, {"backward": 35.0})
-    bench.usual(range(6, SLOW))
-    [slow] = bench.found
+def test_slow_step_before_the_first_baseline_is_not_preemption(thread: Thread) -> None:
+    thread.usual(range(5))
+    thread.queue(30, 8)
+    thread.step(5, {"backward": 40.0}, {"backward": 35.0})
+    thread.usual(range(6, SLOW))
+    slow = thread.only
     assert (slow.step, slow.causes, slow.unexplained_ms) == (5, (), 35.0)
 
 
 def test_scheduler_is_not_asked_for_short_steps(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+    thread: Thread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler, "_MIN_SAMPLED_MS", 1e3)
-    scheduler = Scheduler(gpu)
-    bench = Bench(gpu, scheduler.detector())
-    bench.usual()
-    scheduler.queued, scheduler.losses = 30 * MS, 8
-    bench.step(SLOW, {"data": 40.0}, {"data": 35.0})
-    assert scheduler.samples == 0
-    [slow] = bench.found
-    assert (slow.causes, slow.unexplained_ms) == ((), 35.0)
+    thread.usual()
+    thread.queue(30, 8)
+    thread.step(SLOW, {"data": 40.0}, {"data": 35.0})
+    assert thread.samples == 0
+    assert (thread.only.causes, thread.only.unexplained_ms) == ((), 35.0)
 
 
-def test_untimed_steps_are_not_preemption(gpu: FakeGPU) -> None:
-    scheduler = Scheduler(gpu)
-    bench = Bench(gpu, scheduler.detector())
+def test_untimed_steps_are_not_preemption(thread: Thread) -> None:
     for number in range(SLOW):
-        bench.step(number, {}, {})
+        thread.step(number, {}, {})
         # The thread lost the processor during a complete untimed step.
-        scheduler.stopped, scheduler.waits = scheduler.stopped + 200 * MS, scheduler.waits + 1
-        gpu.now += 200 * MS
-        bench.analyzer.sampler.end_step(gpu.now)
-    scheduler.stopped, scheduler.waits = scheduler.stopped + 50 * MS, scheduler.waits + 1
-    bench.step(SLOW, {"backward": 50.0}, {"backward": 50.0})
-    [slow] = bench.found
-    assert slow.causes == (Cause("off_cpu", 50.0, 50.0, "stopped or blocked"),)
+        thread.stop(200)
+        thread.gpu.now += 200 * MS
+        thread.analyzer.sampler.end_step(thread.gpu.now)
+    thread.stop(50)
+    thread.step(SLOW, {"backward": 50.0}, {"backward": 50.0})
+    assert thread.only.causes == (STOPPED,)
 
 
 def test_system_that_does_not_count_for_a_thread_has_no_such_cause(
@@ -233,38 +233,46 @@ def test_wait_for_other_ranks_is_a_cause(gpu: FakeGPU) -> None:
     assert causes == (Cause("ranks", 0.0, 20.0, "in backward/comm"),)
 
 
-def test_fetch_names_the_workers(gpu: FakeGPU) -> None:
-    class Loads:
-        num_workers = 4
-
+def fetches(gpu: FakeGPU, items: object) -> Bench:
+    """Return a bench of a loop over these items."""
     loader = Loader()
-    loader.set_loader(Loads(), in_data=True)
-    bench = Bench(gpu, loader)
-    detail = "none of its 4 workers had a batch ready"
-    assert bench.slow({"data": 20.0}, {"data": 10.0}) == (Cause("dataloader", 20.0, 10.0, detail),)
+    loader.set_loader(items, in_data=True)
+    return Bench(gpu, loader)
+
+
+WORKERS = SimpleNamespace(num_workers=4)
+
+
+@pytest.mark.parametrize(
+    ("items", "detail"),
+    [
+        (WORKERS, "none of its 4 workers had a batch ready"),
+        (iter([1]), "it loads in the loop's own process"),
+    ],
+)
+def test_slow_fetch_is_a_cause(items: object, detail: str, gpu: FakeGPU) -> None:
+    causes = fetches(gpu, items).slow({"data": 20.0}, {"data": 10.0})
+    assert causes == (Cause("dataloader", 20.0, 10.0, detail),)
 
 
 @pytest.mark.parametrize("items", [range(9), itertools.count(1), itertools.repeat(1), [1], (1,)])
 def test_iterable_without_loading_is_not_a_cause(items: object, gpu: FakeGPU) -> None:
+    assert fetches(gpu, items).slow({"data": 20.0}, {"data": 10.0}) == ()
+
+
+def test_loader_after_an_iterable_without_loading_is_a_cause(gpu: FakeGPU) -> None:
     loader = Loader()
-    loader.set_loader(items, in_data=True)
-    assert Bench(gpu, loader).slow({"data": 20.0}, {"data": 10.0}) == ()
+    loader.set_loader(range(9), in_data=True)
     loader.set_loader(iter([1]), in_data=True)
-    [cause] = Bench(gpu, loader).slow({"data": 20.0}, {"data": 10.0})
-    assert cause.detail == "it loads in the loop's own process"
+    assert Bench(gpu, loader).slow({"data": 20.0}, {"data": 10.0}) != ()
 
 
 def test_first_fetch_of_an_epoch_starts_workers(gpu: FakeGPU) -> None:
-    class Loads:
-        num_workers = 4
-
-    loader = Loader()
-    loader.set_loader(Loads(), in_data=True)
-    bench = Bench(gpu, loader)
+    bench = fetches(gpu, WORKERS)
     bench.usual()
     bench.analyzer.loop_begins()
     bench.step(SLOW, {"data": 20.0}, {"data": 20.0})
-    [cause] = bench.found[0].causes
+    [cause] = bench.only.causes
     assert cause.detail == "its first batch, for which its workers start"
 
 
@@ -272,43 +280,26 @@ def test_data_without_a_loader_is_not_a_cause(gpu: FakeGPU) -> None:
     assert Bench(gpu, Loader()).slow({"data": 20.0}, {"data": 20.0}) == ()
 
 
-class Memory:
-    """The counters of an allocator, and how often they were read."""
-
-    def __init__(self) -> None:
-        self.counts = [0, 100, 0, 0]
-        self.reads = 0
-
-    def __call__(self) -> tuple[int, ...]:
-        self.reads += 1
-        return tuple(self.counts)
-
-
 def test_allocator_is_read_in_batches_and_after_a_long_step(gpu: FakeGPU) -> None:
-    memory = Memory()
+    memory = Mock(return_value=(0, 100, 0, 0))
     bench = Bench(gpu, Allocator(memory))
     bench.usual()
     # At the start of the loop, and after 10 steps.
-    assert memory.reads == 2
-    memory.counts = [1, 103, 7, 2]
+    assert memory.call_count == 2
+    memory.return_value = (1, 103, 7, 2)
     bench.step(SLOW, {"forward": 30.0}, {"forward": 28.0})
-    assert memory.reads == 3
-    [slow] = bench.found
+    assert memory.call_count == 3
     detail = "retries 1, device allocations 3, device frees 7, waits for all streams 2"
-    assert slow.causes == (Cause("allocator", 30.0, 28.0, detail),)
+    assert bench.only.causes == (Cause("allocator", 30.0, 28.0, detail),)
 
 
-def test_unchanged_allocator_is_not_a_cause(gpu: FakeGPU) -> None:
-    causes = Bench(gpu, Allocator(Memory())).slow({"forward": 30.0}, {"forward": 30.0})
-    assert causes == ()
-
-
-def test_allocator_without_counters_is_asked_no_more(gpu: FakeGPU) -> None:
-    def fails() -> tuple[int, ...]:
-        raise RuntimeError("cudaMallocAsync")
-
-    bench = Bench(gpu, Allocator(fails))
+@pytest.mark.parametrize("counters", [{"return_value": (0,) * 4}, {"side_effect": RuntimeError}])
+def test_unchanged_or_failing_allocator_is_not_a_cause(gpu: FakeGPU, counters: Any) -> None:
+    bench = Bench(gpu, Allocator(Mock(**counters)))
     assert bench.slow({"forward": 30.0}, {"forward": 30.0}) == ()
+
+
+def test_device_without_an_allocator_has_no_counters() -> None:
     assert allocator_of(None) is allocator_of(torch.device("cpu")) is None
 
 
@@ -317,27 +308,15 @@ def test_small_causes_stay_unexplained(gpu: FakeGPU) -> None:
     assert causes == ()
 
 
-class Slow(pl.Callback):
-    """A callback that is slow once, on a fake GPU's host."""
-
-    def __init__(self, gpu: FakeGPU) -> None:
-        self.gpu = gpu
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        if args[-1] == SLOW:
-            self.gpu.host_work(40.0)
-
-
 def test_slow_callback_under_lightning_is_a_cause(gpu: FakeGPU) -> None:
-    told: list[SlowStep] = []
-    timer = GPUPhaseTimer(
-        _clock=gpu,
-        print_summary=False,
-        warmup_steps=0,
-        observers=[SimpleNamespace(on_slow_step=told.append)],
-    )
-    fit(gpu, Model(gpu), 60, timer=timer, callbacks=[Slow(gpu)])
-    [slow] = told
+    class Slow(pl.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            gpu.host_work(40.0 if args[-1] == SLOW else 0.0)
+
+    notified: list[SlowStep] = []
+    timer = timer_of(gpu, observers=[SimpleNamespace(on_slow_step=notified.append)])
+    fit(gpu, Model(gpu), 60, timer=timer, callbacks=[Slow()])
+    [slow] = notified
     # It follows the end of its batch, and so it is part of the next step.
     assert (slow.step, slow.phase) == (SLOW + 1, "callbacks")
     name = "Slow.on_train_batch_end"
@@ -352,9 +331,8 @@ def test_slow_log_under_lightning_is_a_cause(gpu: FakeGPU) -> None:
 
     timer = fit(gpu, Model(gpu), 60, logger=Remote(), log_every_n_steps=40)
     [slow] = timer.slow_steps()
-    assert [(cause.kind, cause.detail, cause.host_ms) for cause in slow.causes] == [
-        ("callback", "other callbacks", 40.0)
-    ]
+    [cause] = slow.causes
+    assert (cause.kind, cause.detail, cause.host_ms) == ("callback", "other callbacks", 40.0)
     assert slow.unexplained_ms == 0.0
 
 
@@ -373,7 +351,7 @@ def test_slow_loader_under_lightning_is_a_cause(gpu: FakeGPU) -> None:
 
 
 def trained_on_the_cpu(late: Callable[[nn.Module, int], None], **options: Any) -> list[SlowStep]:
-    """Trains a small net; something is late after the model in some steps."""
+    """Train a small net, calling `late` after the model in each step."""
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.randn(60, 64)), batch_size=1)
