@@ -1,7 +1,7 @@
 """The self-check: what a timer reports of a loop that it cannot see, or that looks wrong."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any
@@ -10,7 +10,7 @@ import fake_lightning
 import lightning.pytorch as pl
 import pytest
 import torch
-from fake_gpu import Adder, FakeGPU, Layer, work
+from fake_gpu import Adder, FakeGPU, Layer, batches, work
 from fake_lightning import Loader, timer_of
 from fake_loop import Loop, hooks
 from fake_loop import train as train_loop
@@ -22,50 +22,52 @@ from lightning_gputime._compat import lightning_
 from lightning_gputime._instrumentation import optimizer as optimizer_boundary
 
 WARMUP = 5
+Warnings = Callable[[], list[str]]
 
 
-def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the messages of the package."""
-    records = [record for record in caplog.records if record.name == "lightning_gputime"]
-    return [record.getMessage() for record in records]
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Warnings:
+    """Return a function for the messages of the package so far."""
+
+    def messages() -> list[str]:
+        records = [record for record in caplog.records if record.name == "lightning_gputime"]
+        return [record.getMessage() for record in records]
+
+    return messages
 
 
-def test_self_check_reports_20_steps_after_the_warm_up(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_self_check_reports_20_steps_after_the_warm_up(loop: Loop, warnings: Warnings) -> None:
     timer = hooks(loop, warmup_steps=WARMUP, _lag=0, observers=[id]).attach()
     numbers = []
     for number in range(100):
-        if messages(caplog):
+        if warnings():
             numbers.append(number)
         timer.step()
     timer.remove()
     assert numbers[0] == WARMUP + 20
-    assert len(messages(caplog)) == 3
+    assert len(warnings()) == 3
 
 
 @pytest.mark.parametrize("unused", [True, False])
 def test_selected_modules_that_are_never_called_warn(
-    loop: Loop, unused: bool, caplog: pytest.LogCaptureFixture
+    loop: Loop, unused: bool, warnings: Warnings
 ) -> None:
     loop.model.add_module("unused", nn.Linear(1, 1))
     modules = ["unused"] if unused else ["unused", "linear"]
     train_loop(loop, 60, warmup_steps=WARMUP, modules=modules)
-    assert [message[:45] for message in messages(caplog)] == [
-        "None of the modules that `modules` selects wa"
-    ] * unused
+    start = "None of the modules that `modules` selects wa"
+    assert [message[: len(start)] for message in warnings()] == [start] * unused
 
 
-def test_model_that_is_never_called_warns(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
-    other = nn.Linear(1, 1)
-    with GPUPhaseHooks(other, loop.optimizer, _clock=loop.gpu) as timer:
+def test_model_that_is_never_called_warns(loop: Loop, warnings: Warnings) -> None:
+    with GPUPhaseHooks(nn.Linear(1, 1), loop.optimizer, _clock=loop.gpu) as timer:
         for x in timer.steps(loop.batches(60)):
             loop.train(x)
-        [odd, message] = messages(caplog)
+        [odd, message] = warnings()
     assert odd.startswith("None of the parameters that Adder updates")
     assert message.startswith("No model call was recorded, so its time is in `other`.")
     assert 'phase("forward")' in message
-    assert len(messages(caplog)) == 2
+    assert len(warnings()) == 2
 
 
 def test_model_that_replaces_call_is_reported(
@@ -101,98 +103,91 @@ def test_model_that_replaces_call_is_reported(
     assert summary.blurred == ("forward", "loss", "other")
 
 
-def test_missing_backward_warns(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_backward_warns(loop: Loop, warnings: Warnings) -> None:
     run_backward = torch.autograd.Variable._execution_engine.run_backward
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(60)):
             loss = loop.loss(x)
-            run_backward(
-                (loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True
-            )
+            gradients = (torch.ones_like(loss),)
+            run_backward((loss,), gradients, False, False, (), True, accumulate_grad=True)
             loop.optimizer.step()
-    [message] = messages(caplog)
+    [message] = warnings()
     assert message.startswith("No backward was recorded, so its time is in `other`.")
 
 
-def test_missing_updates_warn(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_updates_warn(loop: Loop, warnings: Warnings) -> None:
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(60)):
             loop.micro_batch(x)
             loop.gpu.work(2.0)  # An update that is no optimizer's.
-    [message] = messages(caplog)
+    [message] = warnings()
     assert message.startswith("No update of an optimizer was recorded in 25 steps, so its time is")
 
 
 @pytest.mark.parametrize("loss_ms", [0.5, 1.25])
 def test_long_other_next_to_a_short_forward_warns(
-    gpu: FakeGPU, loss_ms: float, caplog: pytest.LogCaptureFixture
+    gpu: FakeGPU, loss_ms: float, warnings: Warnings
 ) -> None:
-    loop = Loop(gpu)
-    loop.model = Layer(gpu, 0.5, 7.75)
-    loop.optimizer.param_groups[0]["params"] = [*loop.model.parameters()]
+    loop = Loop(gpu, Layer(gpu, 0.5, 7.75))
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(60)):
-            gpu.work(4.0)  # A method of another module, or what a Trainer does there.
+            gpu.work(4.0)  # A method of another module, or code of a trainer.
             work(loop.model(x), gpu, loss_ms, 0.25).sum().backward()
             loop.update()
-    began = "`other` takes 4 ms per step, and `forward` little compared with `backward`"
-    assert [message[: len(began)] for message in messages(caplog)] == [began] * (loss_ms < 1)
+    start = "`other` takes 4 ms per step, and `forward` little compared with `backward`"
+    assert [message[: len(start)] for message in warnings()] == [start] * (loss_ms < 1)
 
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_undeclared_accumulation_warns_with_the_option(
-    loop: Loop, n: int, caplog: pytest.LogCaptureFixture
+    loop: Loop, n: int, warnings: Warnings
 ) -> None:
     with hooks(loop) as timer:
         for number, x in enumerate(timer.steps(loop.batches(80)), 1):
             loop.micro_batch(x)
             if number % n == 0:
                 loop.update()
-    [message] = messages(caplog)
+    [message] = warnings()
     assert f"have no update. If gradients accumulate, pass accumulate_grad_batches={n}" in message
     assert f"; {80 - 80 // n} of 80 timed steps have no update" in str(timer.summary())
 
 
-def test_few_skipped_updates_are_not_accumulation(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_few_skipped_updates_are_not_accumulation(loop: Loop, warnings: Warnings) -> None:
     with hooks(loop) as timer:
         for number, x in enumerate(timer.steps(loop.batches(60))):
             loop.micro_batch(x)
             if number >= 8:
                 loop.optimizer.step()
             loop.optimizer.zero_grad()
-    assert messages(caplog) == []
+    assert warnings() == []
     assert "; 8 updates skipped" in str(timer.summary())
 
 
-def test_model_called_in_another_thread_warns(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_model_called_in_another_thread_warns(loop: Loop, warnings: Warnings) -> None:
     with hooks(loop) as timer, ThreadPoolExecutor(1) as pool:
         for x in timer.steps(loop.batches(60)):
             pool.submit(loop.train, x).result()
-    assert messages(caplog)[0].startswith("The model is called in another thread than step()")
+    assert warnings()[0].startswith("The model is called in another thread than step()")
 
 
 @pytest.mark.parametrize("asks", [True, False])
 def test_training_without_an_optimizer_warns_with_the_first_times(
-    loop: Loop, asks: bool, caplog: pytest.LogCaptureFixture
+    loop: Loop, asks: bool, warnings: Warnings
 ) -> None:
     timer = GPUPhaseHooks(loop.model, _clock=loop.gpu).attach()
     for x in timer.steps(loop.batches(3)):
         loop.train(x)
-    assert messages(caplog) == []
+    assert warnings() == []
     if asks:
         timer.flush()
-        assert len(messages(caplog)) == 1
+        assert len(warnings()) == 1
     timer.remove()
-    [message] = messages(caplog)
+    [message] = warnings()
     assert message.endswith("Write GPUPhaseHooks(model, optimizer).")
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_evaluation_with_gradients_warns(
-    loop: Loop, grad: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_evaluation_with_gradients_warns(loop: Loop, grad: bool, warnings: Warnings) -> None:
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(30)):
             loop.train(x)
@@ -201,7 +196,7 @@ def test_evaluation_with_gradients_warns(
                 loop.model(x)
             loop.model.train()
     start = "The model is also called in eval mode with gradients on, which counts as part"
-    assert [message[: len(start)] for message in messages(caplog)] == [start] * grad
+    assert [message[: len(start)] for message in warnings()] == [start] * grad
     assert timer.summary().rows["forward"].mean_ms == (8.0 if grad else 4.0)
 
 
@@ -243,26 +238,22 @@ print(len(messages.handlers), len(logging.getLogger().handlers))
 
 
 def test_skipped_batches_in_an_accumulation_warn_with_the_option(
-    loop: Loop, caplog: pytest.LogCaptureFixture
+    loop: Loop, warnings: Warnings
 ) -> None:
     def train(accumulate: Any) -> int:
-        trained = 0
         with hooks(loop, accumulate_grad_batches=accumulate) as timer:
             for number, x in enumerate(timer.steps(loop.batches(240))):
-                if number % 2:
-                    continue  # A bad batch.
-                loop.micro_batch(x)
-                trained += 1
-                if trained % 4 == 0:
+                if number % 2 == 0:  # Other batches are bad, and skipped.
+                    loop.micro_batch(x)
+                if number % 8 == 6:
                     loop.update()
         return len(timer.history())
 
     assert train(4) == 60
-    [message] = messages(caplog)
+    [message] = warnings()
     assert 'pass accumulate_grad_batches="auto": a step ends with the update' in message
-    caplog.clear()
     assert train("auto") == 30
-    assert not messages(caplog)
+    assert len(warnings()) == 1
 
 
 # The first steps
@@ -285,9 +276,7 @@ def test_self_check_finds_an_action_under_another_name(
 ) -> None:
     class Slow(Loader):
         def __iter__(self) -> Iterator[Tensor]:
-            for x in super().__iter__():
-                gpu.host_work(100.0)
-                yield x
+            return batches(gpu, 8, host_ms=100.0, copy_ms=1.0)
 
     def train() -> GPUPhaseTimer:
         timer = timer_of(gpu)
@@ -321,16 +310,14 @@ def test_self_check_finds_steps_that_the_trainer_does_not_count(
 
 
 def test_self_check_finds_steps_that_end_inside_a_batch(
-    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+    loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop = Loop(gpu)
-    timer = GPUPhaseHooks(loop.model, loop.optimizer, warmup_steps=0, _clock=gpu).attach()
-    for x in loop.batches(8):
-        out = loop.model(x)
-        timer.step()
-        work(out, gpu, 0.5, 0.25).sum().backward()
-        loop.update()
-    timer.remove()
+    with hooks(loop) as timer:
+        for x in loop.batches(8):
+            out = loop.model(x)
+            timer.step()
+            loop.tail(out).backward()
+            loop.update()
     [text] = timer.summary().not_measured
     assert text == "not measured: single batches, because backward precedes forward"
     assert caplog.text.count("backward precedes forward") == 1
@@ -370,8 +357,10 @@ class ReturnsNone(fake_lightning.Model):
 
 
 class SkipsBatches(fake_lightning.Model):
+    number = 0
+
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.number = getattr(self, "number", 0) + 1
+        self.number += 1
         return None if self.number % 5 == 0 else batch
 
 
@@ -385,6 +374,11 @@ class SkipsUpdates(fake_lightning.Model):
             optimizer_closure()
 
 
+class HasHooks(pl.Callback):
+    def on_train_batch_start(self, *_: Any) -> None:
+        pass
+
+
 @pytest.mark.filterwarnings("ignore")  # Lightning's, of batches that are None
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
@@ -392,23 +386,14 @@ class SkipsUpdates(fake_lightning.Model):
     [fake_lightning.Model, TwoForwards, Gan, WithLbfgs, ReturnsNone, SkipsBatches, SkipsUpdates],
 )
 def test_self_check_finds_nothing_in_loops_that_are_right(
-    gpu: FakeGPU,
-    kind: type[fake_lightning.Model],
-    accumulate: int,
-    caplog: pytest.LogCaptureFixture,
+    gpu: FakeGPU, kind: type[fake_lightning.Model], accumulate: int, warnings: Warnings
 ) -> None:
     options = {} if kind is Gan else {"accumulate_grad_batches": accumulate}
     timer = timer_of(gpu)
-    others = [HasHooks(), timer]
-    fake_lightning.trainer(*others, **options).fit(kind(gpu), Loader(gpu, 90))
+    fake_lightning.trainer(HasHooks(), timer, **options).fit(kind(gpu), Loader(gpu, 90))
     assert timer.summary().steps > 5
     assert timer.summary().not_measured == ()
-    assert messages(caplog) == []
-
-
-class HasHooks(pl.Callback):
-    def on_train_batch_start(self, *_: Any) -> None:
-        pass
+    assert warnings() == []
 
 
 def test_self_check_finds_updates_whose_hooks_do_not_fire(
@@ -424,25 +409,23 @@ def test_self_check_finds_updates_whose_hooks_do_not_fire(
     assert {*timer.summary().blurred} == {"optimizer", "other"}
 
 
-WAYS = ("usual", "two forwards", "LBFGS", "GAN", "skipped batches", "accumulates")
-
-
 @pytest.mark.parametrize("options", [{}, {"_lag": 0}, {"every_n_steps": 3}])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["usual", "two forwards", "LBFGS", "GAN", "skipped batches", "accumulates"]
+)
 def test_self_check_finds_nothing_in_plain_loops_that_are_right(
-    loop: Loop, way: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+    loop: Loop, way: str, options: dict[str, Any], warnings: Warnings
 ) -> None:
-    critic = Layer(loop.gpu, 1.0, 2.0)
-    model = nn.ModuleList([loop.model, critic]) if way == "GAN" else loop.model
-    optimizers: list[Any] = [loop.optimizer]
+    critic = Loop(loop.gpu, Layer(loop.gpu, 1.0, 2.0))
+    model, optimizers = loop.model, [loop.optimizer]
     if way == "GAN":
-        optimizers.append(Adder(critic.parameters(), loop.gpu, 2.0))
+        model, optimizers = nn.ModuleList([model, critic.model]), [*optimizers, critic.optimizer]
     if way == "LBFGS":
-        optimizers = [torch.optim.LBFGS(loop.model.parameters(), max_iter=3)]
+        optimizers = [torch.optim.LBFGS(model.parameters(), max_iter=3)]
     every = 4 if way == "accumulates" else 1
 
-    def loss(x: Tensor, net: nn.Module = loop.model) -> Tensor:
-        total = work(net(x), loop.gpu, 0.5, 0.25).sum()
+    def loss(x: Tensor) -> Tensor:
+        total = loop.loss(x)
         total.backward()
         return total
 
@@ -460,8 +443,8 @@ def test_self_check_finds_nothing_in_plain_loops_that_are_right(
             if (number + 1) % every == 0:
                 loop.update()
             if way == "GAN":
-                loss(x, critic)
-                optimizers[1].step()
+                critic.loss(x).backward()
+                critic.optimizer.step()
     assert timer.summary().steps >= 10
     assert timer.summary().not_measured == ()
-    assert messages(caplog) == []
+    assert warnings() == []
