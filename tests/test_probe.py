@@ -1,19 +1,18 @@
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, steps
+from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, steps
 from fake_lightning import Loader, Model, timer_of, trainer
 from fake_loop import Logger, timed_indices
 from torch import Tensor, nn
 
-from lightning_gputime import (
-    GPUPhaseHooks,
-    StepTimes,
-)
+from lightning_gputime import GPUPhaseHooks, StepTimes
 from lightning_gputime._session.schedule import Plan, Schedule
 
 PROBED = (2, 5, 13, 16, 20, 27, 31, 38)
@@ -41,15 +40,12 @@ class Loop:
     """A loop that needs the host 10 ms a step, and the device `BUSY`."""
 
     def __init__(self, gpu: FakeGPU, host_ms: float = 1.0) -> None:
-        self.gpu = gpu
-        self.host_ms = host_ms
+        self.gpu, self.host_ms = gpu, host_ms
         self.model: nn.Module = Slow(gpu, host_ms, 0.25, 0.5)
         self.optimizer = Adder(self.model.parameters(), gpu, 0.0625)
 
     def batches(self, n: int) -> Iterator[Tensor]:
-        for _ in range(n):
-            self.gpu.work(0.5, host_ms=4 * self.host_ms)
-            yield torch.ones(1, 2)
+        return batches(self.gpu, n, 4 * self.host_ms, 0.5)
 
     def train(self, x: Tensor, wait_in_loss: bool = False) -> None:
         loss = self.model(x).sum()
@@ -67,9 +63,20 @@ def probing(loop: Loop, **options: Any) -> GPUPhaseHooks:
     return GPUPhaseHooks(loop.model, loop.optimizer, **options)
 
 
-def run(loop: Loop, n: int, wait_in_loss: bool = False, **options: Any) -> GPUPhaseHooks:
+NO_PAUSES: Mapping[int, float] = MappingProxyType({})
+
+
+def run(
+    loop: Loop,
+    n: int,
+    wait_in_loss: bool = False,
+    pauses_ms: Mapping[int, float] = NO_PAUSES,
+    **options: Any,
+) -> GPUPhaseHooks:
+    """Train for `n` steps; before some of them the host pauses."""
     with probing(loop, **options) as timer:
-        for x in timer.steps(loop.batches(n)):
+        for i, x in enumerate(timer.steps(loop.batches(n))):
+            loop.gpu.host_work(pauses_ms.get(i, 0.0))
             loop.train(x, wait_in_loss)
     return timer
 
@@ -84,11 +91,11 @@ def test_probed_step_is_the_work_alone(gpu: FakeGPU) -> None:
 
 
 def test_probed_steps_and_their_successors_are_in_no_other_statistics(gpu: FakeGPU) -> None:
-    seen: list[StepTimes] = []
-    timer = run(Loop(gpu), 20, observers=[seen.append])
+    observed: list[StepTimes] = []
+    timer = run(Loop(gpu), 20, observers=[observed.append])
     without = run(Loop(FakeGPU()), 20, probe_every_n_steps=0)
     kept = [n for n in range(20) if n not in PROBED and n - 1 not in PROBED]
-    assert timer.history()["step"].tolist() == kept == [step.step for step in seen]
+    assert timer.history()["step"].tolist() == kept == [step.step for step in observed]
     assert steps(timer) == [step for n, step in enumerate(steps(without)) if n in kept]
     assert timer.summary().steps == len(kept)
 
@@ -165,30 +172,21 @@ def test_host_wait_inside_the_step_ends_the_probing_with_a_warning(
     assert all(row.gpu_busy_mean_ms is None for row in summary.rows.values())
 
 
-def no_kernel(gpu: FakeGPU, cycles: int) -> None:
-    raise RuntimeError("no such kernel")
-
-
 @pytest.mark.parametrize(
-    ("loop_options", "options", "patched", "reason"),
+    ("host_ms", "options", "patched", "reason"),
     [
         (
-            {},
+            1.0,
             {"sync_ranks": False},
-            "lightning_gputime._session.probe.is_distributed",
+            {"lightning_gputime._session.probe.is_distributed": lambda: True},
             "ranks would wait for each other's spins; probe",
         ),
-        ({"host_ms": 100.0}, {}, "", "the host takes 1000 ms to launch a step"),
+        (100.0, {}, {}, "the host takes 1000 ms to launch a step"),
+        (1.0, {"_clock": None}, {}, "probes need a GPU, and it must be the current device"),
         (
+            1.0,
             {},
-            {"_clock": None},
-            "",
-            "probes need a GPU, and it must be the current device",
-        ),
-        (
-            {},
-            {},
-            "fake_gpu.FakeGPU.spin",
+            {"fake_gpu.FakeGPU.spin": Mock(side_effect=RuntimeError("no such kernel"))},
             "the device cannot be kept busy: RuntimeError('no such kernel')",
         ),
     ],
@@ -196,19 +194,19 @@ def no_kernel(gpu: FakeGPU, cycles: int) -> None:
 )
 def test_reason_is_given_where_no_step_can_be_probed(
     gpu: FakeGPU,
-    loop_options: dict[str, float],
+    host_ms: float,
     options: dict[str, Any],
-    patched: str,
+    patched: dict[str, Any],
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if patched:
-        monkeypatch.setattr(patched, no_kernel if "spin" in patched else lambda: True)
-    summary = run(Loop(gpu, **loop_options), 20, **options).summary()
+    for path, replacement in patched.items():
+        monkeypatch.setattr(path, replacement)
+    summary = run(Loop(gpu, host_ms), 20, **options).summary()
     assert gpu.spins == []
     assert summary.probed_steps == 0
     assert summary.probe_failure.startswith(f"no step can be probed: {reason}")
-    assert summary.steps == (18 if "spin" in patched else 20)
+    assert summary.steps == (18 if "no such kernel" in reason else 20)
 
 
 def test_probing_adds_no_wait(gpu: FakeGPU) -> None:
@@ -234,9 +232,8 @@ def test_probed_step_with_a_validation_is_dropped(gpu: FakeGPU) -> None:
             timer.step()
     summary = timer.summary()
     assert summary.probed_steps == 0
-    assert summary.probe_failure == (
-        "no step can be probed: an evaluation runs inside every probed step"
-    )
+    reason = "an evaluation runs inside every probed step"
+    assert summary.probe_failure == f"no step can be probed: {reason}"
     assert len(gpu.spins) == 3
     assert summary.steps == 14
 
@@ -271,31 +268,30 @@ def test_probes_work_in_lightning_across_epochs_and_validations(gpu: FakeGPU) ->
     assert runner.callback_metrics["phase_time/forward_gpu_busy_ms"] == STEP_MS["forward"]
 
 
+def probed_steps(every: int) -> list[int]:
+    """Return the probed steps of the first 100 windows."""
+    schedule = Schedule(Plan(), probe_every_n_steps=every)
+    return [index for index in range(100 * every) if schedule.is_probed(index)]
+
+
 @pytest.mark.parametrize("every", [3, 4, 5, 10, 50, 100, 1000])
 def test_probed_step_of_each_window_varies(every: int) -> None:
-    schedule = Schedule(Plan(), probe_every_n_steps=every)
-    chosen = [index for index in range(100 * every) if schedule.is_probed(index)]
-    assert [index // every for index in chosen] == list(range(100))
-    assert all(two - item >= 2 for item, two in pairwise(chosen))
+    probed = probed_steps(every)
+    assert [index // every for index in probed] == list(range(100))
+    assert all(second - first >= 2 for first, second in pairwise(probed))
 
 
-@pytest.mark.parametrize("habit", [2, 5, 10])
+@pytest.mark.parametrize("period", [2, 5, 10])
 @pytest.mark.parametrize("every", [50, 100, 1000])
-def test_probes_are_spread_evenly_over_any_period(every: int, habit: int) -> None:
-    schedule = Schedule(Plan(), probe_every_n_steps=every)
-    chosen = [index for index in range(100 * every) if schedule.is_probed(index)]
-    shares = Counter(index % habit for index in chosen)
+def test_probes_are_spread_evenly_over_any_period(every: int, period: int) -> None:
+    shares = Counter(index % period for index in probed_steps(every))
     assert sum(shares.values()) == 100
-    assert max(shares.values()) <= 200 / habit
+    assert max(shares.values()) <= 200 / period
 
 
 def test_slow_host_is_not_a_wait(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
-    with probing(loop) as timer:
-        for i, x in enumerate(timer.steps(loop.batches(100))):
-            gpu.host_work(400.0 if i % 5 in (0, 2) else 0.0)
-            loop.train(x)
-    summary = timer.summary()
+    pauses_ms = {i: 400.0 for i in range(100) if i % 5 in (0, 2)}
+    summary = run(Loop(gpu), 100, pauses_ms=pauses_ms).summary()
     assert summary.probe_failure == ""
     assert 0 < summary.probed_steps < 20
     assert summary.rows["forward"].gpu_busy_mean_ms == BUSY["forward"]
@@ -306,11 +302,9 @@ def test_spins_stay_in_proportion_to_the_launches(gpu: FakeGPU) -> None:
         def log_metrics(self, metrics: dict[str, float], step: int) -> None:
             gpu.host_work(60.0)  # Between steps.
 
-    loop, logger = Loop(gpu), SlowLogger()
-    with probing(loop, logger=logger, log_every_n_steps=1) as timer:
-        for i, x in enumerate(timer.steps(loop.batches(200))):
-            gpu.host_work(3000.0 if i in (11, 50, 51, 120) else 0.0)
-            loop.train(x)
+    pauses_ms = dict.fromkeys((11, 50, 51, 120), 3000.0)
+    logger = SlowLogger()
+    timer = run(Loop(gpu), 200, pauses_ms=pauses_ms, logger=logger, log_every_n_steps=1)
     assert len(gpu.spins) == 40
     assert max(gpu.spins[1:]) <= 15.0
     assert timer.summary().probe_failure == ""
