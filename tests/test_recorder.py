@@ -11,33 +11,42 @@ from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.waits import begin_wait, end_wait
 
 
-class Recorded:
+class Recorded(Recorder):
     """A recorder with the steps that it emitted."""
 
     def __init__(self, gpu: FakeGPU, lag: int = 1, **options: Any) -> None:
         self.gpu = gpu
-        self.emitted: list[StepTimes] = []
-        self.recorder = Recorder(gpu, lag=lag, emit=self.emit, **options)
-        self.recorder.begin()
-
-    def emit(self, steps: list[StepRecord]) -> None:
-        self.emitted.extend(step.times() for step in steps)
+        self.records: list[StepRecord] = []
+        super().__init__(gpu, lag=lag, **{"emit": self.records.extend, **options})
+        self.begin()
 
     def step(self, number: int, forward_ms: float = 4.0, backward_ms: float = 6.0) -> None:
-        self.recorder.mark("forward")
+        self.mark("forward")
         self.gpu.work(forward_ms, host_ms=1.0)
-        self.recorder.mark("backward")
+        self.mark("backward")
         self.gpu.work(backward_ms, host_ms=1.0)
-        self.recorder.end_step(number)
+        self.end_step(number)
+
+    @property
+    def emitted(self) -> list[StepTimes]:
+        return [record.times() for record in self.records]
 
     def numbers(self) -> list[int]:
         """Numbers of the emitted steps."""
-        return [times.step for times in self.emitted]
+        return [record.number for record in self.records]
 
     def phases(self) -> list[dict[str, float]]:
         """Phases of each step, after all pending steps were resolved."""
-        self.recorder.pending.flush()
+        self.pending.flush()
         return [dict(times.phase_ms) for times in self.emitted]
+
+
+class Annotated(Recorded):
+    """A recorder that annotates, which takes another path for each mark."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        self.labels: list[str | None] = []
+        super().__init__(gpu, annotate=self.labels.append)
 
 
 def in_thread(call: Callable[[], object]) -> None:
@@ -61,34 +70,28 @@ def play(run: Recorded, script: str) -> list[dict[str, float]]:
         name, _, text = call.partition(" ")
         arguments = [word for word in text.split(", ") if word]
         if name == "end":
-            run.recorder.end_step(number)
+            run.end_step(number)
         elif name == "probe":
-            run.recorder.start_probe(lambda: run.gpu.spin(1_000_000))
+            run.start_probe(lambda: run.gpu.spin(1_000_000))
         elif name[0].isdigit():
             run.gpu.work(float(name))
         elif name == "wait":
-            if begin_wait(run.recorder, "<waits>"):
+            if begin_wait(run, "<waits>"):
                 run.gpu.work(3.0)
-                end_wait(run.recorder)
+                end_wait(run)
             else:
                 run.gpu.work(3.0)
         elif name == "wait_begins":
-            begin_wait(run.recorder, *arguments)
+            begin_wait(run, *arguments)
         elif name == "wait_ends":
-            end_wait(run.recorder)
+            end_wait(run)
         else:
-            owner = OWNERS[name](run.recorder) if name in OWNERS else run.recorder
-            getattr(owner, name)(*arguments)
+            owners = [run, run.open, run.named, run.pending]
+            next(getattr(owner, name) for owner in owners if hasattr(owner, name))(*arguments)
     return run.phases()
 
 
-OWNERS: dict[str, Callable[[Recorder], object]] = {
-    "end_fetch": lambda recorder: recorder.named,
-    "rename_before": lambda recorder: recorder.open,
-    **dict.fromkeys(["flush", "drain", "end_untimed"], lambda recorder: recorder.pending),
-}
-"""The parts of a recorder that have a method, by its name."""
-
+SAVES = "callbacks/Saves.on_train_batch_end"
 STEP = "mark forward; 4; mark backward; 6; end"
 SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
     "a phase that did not run is absent": ("mark forward; end", [{"data": 0, "forward": 0}]),
@@ -198,16 +201,8 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
         [{"data": 0, "forward": 7, "forward/comm": 3}],
     ),
     "a wait inside a callback is not the loader's": (
-        "mark callbacks/Saves.on_train_batch_end; 1; wait; mark data/fetch; 2; end",
-        [
-            {
-                "data": 2,
-                "data/fetch": 2,
-                "callbacks": 4,
-                "callbacks/Saves.on_train_batch_end": 1,
-                "callbacks/comm": 3,
-            }
-        ],
+        f"mark {SAVES}; 1; wait; mark data/fetch; 2; end",
+        [{"data": 2, "data/fetch": 2, "callbacks": 4, "callbacks/comm": 3, SAVES: 1}],
     ),
     "a step that ended before its last waits is without them": (
         "mark forward; 4; mark backward; 8; wait; mark optimizer; 2; mark <after update>; 1; wait;"
@@ -227,12 +222,10 @@ def test_phases_of_marks(run: Recorded, script: str, phases: list[dict[str, floa
     assert run.gpu.spins == []
 
 
-def test_step_has_the_device_time_and_the_host_time_of_each_phase(
-    gpu: FakeGPU, run: Recorded
-) -> None:
+def test_step_has_device_and_host_time_of_each_phase(gpu: FakeGPU, run: Recorded) -> None:
     gpu.host_work(2.0)
     run.step(7)
-    assert len(run.phases()) == 1
+    run.pending.flush()
     [times] = run.emitted
     assert times.step == 7
     # The device waits 1 ms for the launch of forward.
@@ -254,18 +247,18 @@ def test_host_waits_once_a_step_for_the_oldest_step(gpu: FakeGPU, run: Recorded)
 
 def test_host_wait_is_divided_by_the_untimed_steps(gpu: FakeGPU) -> None:
     run = Recorded(gpu, lag=0)
-    run.recorder.pending.end_untimed()
-    run.recorder.pending.end_untimed()
+    run.pending.end_untimed()
+    run.pending.end_untimed()
     for number in range(2):
         gpu.work(9.0)
-        run.recorder.end_step(number)
+        run.end_step(number)
     assert [times.host_wait_ms for times in run.emitted] == [3.0, 9.0]
 
 
 def test_probed_step_is_read_at_its_end_with_all_before(gpu: FakeGPU) -> None:
     run = Recorded(gpu, lag=3, batch=9)
     run.step(0)
-    run.recorder.start_probe(lambda: gpu.spin(3_000_000))
+    run.start_probe(lambda: gpu.spin(3_000_000))
     run.step(1)
     assert [(times.step, times.step_ms) for times in run.emitted] == [(0, 11.0), (1, 10.0)]
     run.step(2)
@@ -277,9 +270,9 @@ def test_step_that_is_dropped_leaves_the_pending_ones_their_ends(gpu: FakeGPU) -
     run.step(0)
     run.step(1)
     gpu.work(50.0)
-    run.recorder.begin()
+    run.begin()
     run.step(2)
-    run.recorder.pending.flush()
+    run.pending.flush()
     assert [times.step_ms for times in run.emitted] == [11.0, 10.0, 10.0]
 
 
@@ -287,12 +280,12 @@ def test_step_that_ends_while_paused_has_no_times_and_counts_for_the_lag(
     gpu: FakeGPU, run: Recorded
 ) -> None:
     run.step(0)
-    run.recorder.pause()
-    run.recorder.end_step(1)
+    run.pause()
+    run.end_step(1)
     assert run.numbers() == [0]
-    assert run.recorder.label == "data"
+    assert run.label == "data"
     run.step(2)
-    run.recorder.pending.flush()
+    run.pending.flush()
     assert run.numbers() == [0, 2]
 
 
@@ -301,16 +294,16 @@ def test_step_with_a_capture_is_left_out(
 ) -> None:
     run.step(0)
     for number in (1, 2):
-        run.recorder.mark("forward")
+        run.mark("forward")
         gpu.capturing = True
-        run.recorder.mark("backward")
-        run.recorder.end_step(99)
-        run.recorder.pending.flush()
-        run.recorder.pending.drain()
+        run.mark("backward")
+        run.end_step(99)
+        run.pending.flush()
+        run.pending.drain()
         gpu.capturing = False
-        run.recorder.end_step(number)
+        run.end_step(number)
     run.step(3)
-    run.recorder.pending.flush()
+    run.pending.flush()
     assert not gpu.capture_broken
     assert run.numbers() == [0, 3]
     [record] = caplog.records
@@ -318,23 +311,23 @@ def test_step_with_a_capture_is_left_out(
 
 
 def test_mark_on_a_lagging_stream_delays_the_step(gpu: FakeGPU, run: Recorded) -> None:
-    run.recorder.mark("forward")
+    run.mark("forward")
     gpu.work(50.0)
-    run.recorder.mark("backward")
+    run.mark("backward")
     gpu.free_at = gpu.now  # the rest of the step runs on another stream, which is idle
     gpu.host_work(10.0)
-    run.recorder.end_step(0)
-    run.recorder.pending.drain()
+    run.end_step(0)
+    run.pending.drain()
     assert run.numbers() == [0]
     assert run.emitted[0].phase_ms["forward"] == 50.0
 
 
 def test_drain_reads_what_is_finished_and_does_not_wait(gpu: FakeGPU, run: Recorded) -> None:
     run.step(0)
-    run.recorder.pending.drain()
+    run.pending.drain()
     assert run.emitted == []
     gpu.host_work(100.0)
-    run.recorder.pending.drain()
+    run.pending.drain()
     assert run.numbers() == [0]
     assert gpu.waits == []
 
@@ -345,12 +338,12 @@ def test_batch_is_read_when_it_is_full_or_on_request(gpu: FakeGPU, end: str) -> 
     for number in range(5):
         run.step(number)
         assert run.numbers() == [0, 1, 2][: 3 * (number >= 3)]
-    run.recorder.pending.end_untimed()
-    assert len(run.emitted) == 3
+    run.pending.end_untimed()
+    assert run.numbers() == [0, 1, 2]
     if end == "end_step":
-        run.recorder.end_step(5, read=True)
+        run.end_step(5, read=True)
     else:
-        run.recorder.pending.end_untimed(read=True)
+        run.pending.end_untimed(read=True)
     assert run.numbers() == [0, 1, 2, 3, 4]
 
 
@@ -363,12 +356,12 @@ def test_error_at_a_step_end_loses_pending_steps_only(
     with monkeypatch.context() as broken:
         broken.setattr(FakeEvent, "query", lambda _: 1 / 0)
         run.step(2)
-    assert run.recorder.label is None
+    assert run.label is None
     assert run.emitted == []
     run.step(3)
-    assert run.recorder.label == "data"
+    assert run.label == "data"
     run.step(4)
-    run.recorder.pending.flush()
+    run.pending.flush()
     # 0 was finished, 1 and 2 were pending, and 3 was never begun.
     assert run.numbers() == [0, 4]
     # The device waits for the first launch of all, 1 ms.
@@ -381,16 +374,16 @@ def test_error_at_a_step_end_loses_pending_steps_only(
 def test_error_of_a_consumer_does_not_reach_the_loop(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Fails(Recorded):
-        def emit(self, steps: list[StepRecord]) -> None:
-            super().emit(steps)
-            if self.numbers() == [0]:
-                raise OSError("disk full")
+    def emit(steps: list[StepRecord]) -> None:
+        numbers.extend(step.number for step in steps)
+        if numbers == [0]:
+            raise OSError("disk full")
 
-    run = Fails(gpu, lag=0)
+    numbers: list[int] = []
+    run = Recorded(gpu, lag=0, emit=emit)
     for number in range(4):
         run.step(number)
-    assert run.numbers() == [0, 2, 3]  # 1 was begun before the error, and 2 after it.
+    assert numbers == [0, 2, 3]  # 1 was begun before the error, and 2 after it.
     assert "could not be timed: OSError('disk full')" in caplog.text
 
 
@@ -399,41 +392,40 @@ def test_failed_mark_stops_recording_until_the_step_ends(
 ) -> None:
     with monkeypatch.context() as broken:
         broken.setattr(FakeEvent, "record", lambda _: 1 / 0)
-        run.recorder.mark("forward")
-    assert run.recorder.label is None
+        run.mark("forward")
+    assert run.label is None
     created = gpu.created
-    run.recorder.mark("backward")
-    run.recorder.mark_instead("backward", "loss")
-    run.recorder.mark_in_backward("backward/comm")
-    run.recorder.enter_phase("augment")
-    run.recorder.leave_phase("augment")
-    run.recorder.pause()
-    run.recorder.resume()
-    run.recorder.start_probe(lambda: gpu.spin(1))
-    assert run.recorder.label is None
+    run.mark("backward")
+    run.mark_instead("backward", "loss")
+    run.mark_in_backward("backward/comm")
+    run.enter_phase("augment")
+    run.leave_phase("augment")
+    run.pause()
+    run.resume()
+    run.start_probe(lambda: gpu.spin(1))
+    assert run.label is None
     assert gpu.created == created
     assert gpu.spins == []
-    run.recorder.end_step(0)
-    assert run.recorder.label == "data"
+    run.end_step(0)
+    assert run.label == "data"
     run.step(1)
     assert run.phases() == [{"data": 0.0, "forward": 5.0, "backward": 6.0}]
 
 
 def test_annotator_gets_every_label_and_none_between_timed_steps(gpu: FakeGPU) -> None:
-    labels: list[str | None] = []
-    run = Recorded(gpu, annotate=labels.append)
-    run.recorder.mark("backward")
-    run.recorder.mark_in_backward("backward/comm")
-    run.recorder.mark("forward")
-    run.recorder.pause()
-    run.recorder.resume("other")
-    run.recorder.start_probe(lambda: gpu.spin(1))
-    run.recorder.pause()
-    run.recorder.end_step(0)
-    run.recorder.stop()
-    run.recorder.stop()
+    run = Annotated(gpu)
+    run.mark("backward")
+    run.mark_in_backward("backward/comm")
+    run.mark("forward")
+    run.pause()
+    run.resume("other")
+    run.start_probe(lambda: run.gpu.spin(1))
+    run.pause()
+    run.end_step(0)
+    run.stop()
+    run.stop()
     paused, filled = ["forward", None, "other"], [None, "other"]
-    assert labels == ["data", "backward", *paused, *filled, None, "data", None]
+    assert run.labels == ["data", "backward", *paused, *filled, None, "data", None]
 
 
 def test_failing_annotator_is_reported_once_and_dropped(
@@ -447,7 +439,7 @@ def test_failing_annotator_is_reported_once_and_dropped(
 
     run = Recorded(gpu, annotate=fail)
     run.step(0)
-    run.recorder.pause()
+    run.pause()
     assert run.phases() == [{"data": 0.0, "forward": 5.0, "backward": 6.0}]
     assert labels == ["data"]
     assert [record.message for record in caplog.records] == [
@@ -456,34 +448,33 @@ def test_failing_annotator_is_reported_once_and_dropped(
 
 
 def test_emitted_step_has_every_field(gpu: FakeGPU) -> None:
-    steps: list[StepRecord] = []
-    recorder = Recorder(gpu, lag=0, emit=steps.extend)
-    recorder.begin()
+    run = Recorded(gpu, lag=0)
     gpu.host_work(1.0)
-    recorder.mark("forward")
+    run.mark("forward")
     gpu.work(4.0, host_ms=1.0)
-    recorder.end_step(0)
-    recorder.start_probe(lambda: gpu.spin(3_000_000))
+    run.end_step(0)
+    run.start_probe(lambda: gpu.spin(3_000_000))
     gpu.work(2.0)
-    recorder.end_step(1, skipped_update=True)
+    run.end_step(1, skipped_update=True)
     gpu.host_work(1.0)
-    recorder.end_step(2)
+    run.end_step(2)
     ms = 1_000_000
     # The host has waited for the first until 6 ms, and for the second until 11 ms.
     first = StepRecord(0, ("data", "forward"), (1.0, 5.0), (0, ms, 2 * ms), 4.0, 6 * ms, False)
     labels, host_ns = (EXCLUDED, EXCLUDED, "data"), (2 * ms, 6 * ms, 6 * ms, 6 * ms)
     second = StepRecord(1, labels, (0.0, 3.0, 2.0), host_ns, 5.0, 11 * ms, True)
     third = StepRecord(2, ("data",), (1.0,), (6 * ms, 12 * ms), 0.0, 0, False)
-    assert steps == [first, second._replace(was_fully_queued=True, post_spin_index=2), third]
+    second = second._replace(was_fully_queued=True, post_spin_index=2)
+    assert run.records == [first, second, third]
 
 
 def test_skipped_update_is_reported_unless_a_graph_is_replayed(gpu: FakeGPU, run: Recorded) -> None:
-    run.recorder.end_step(0, skipped_update=True)
-    run.recorder.end_step(1)
+    run.end_step(0, skipped_update=True)
+    run.end_step(1)
     with gpu.capture():
-        run.recorder.mark("optimizer")
-    run.recorder.end_step(2)
-    run.recorder.end_step(3, skipped_update=True)
+        run.mark("optimizer")
+    run.end_step(2)
+    run.end_step(3, skipped_update=True)
     assert len(run.phases()) == 3
     skipped = {times.step: times.skipped_update for times in run.emitted}
     assert skipped == {0: True, 1: False, 3: False}
@@ -491,32 +482,24 @@ def test_skipped_update_is_reported_unless_a_graph_is_replayed(gpu: FakeGPU, run
 
 def test_mark_in_backward_counts_only_in_backward(gpu: FakeGPU, run: Recorded) -> None:
     def communicate() -> None:
-        in_thread(lambda: run.recorder.mark_in_backward("backward/comm"))
+        in_thread(lambda: run.mark_in_backward("backward/comm"))
         gpu.work(1.0)
 
     communicate()
-    run.recorder.mark("backward")
+    run.mark("backward")
     gpu.work(2.0)
     communicate()
     created = gpu.created
     communicate()
     assert gpu.created == created
-    run.recorder.mark("other")
+    run.mark("other")
     for name in ("backward", "augment", "backward/part"):
-        run.recorder.enter_phase(name)
+        run.enter_phase(name)
         communicate()
-        run.recorder.leave_phase(name)
-    run.recorder.end_step(0)
-    assert run.phases() == [
-        {
-            "data": 1.0,
-            "backward": 6.0,
-            "backward/comm": 3.0,
-            "backward/part": 1.0,
-            "other": 0.0,
-            "augment": 1.0,
-        }
-    ]
+        run.leave_phase(name)
+    run.end_step(0)
+    backward = {"backward": 6.0, "backward/comm": 3.0, "backward/part": 1.0}
+    assert run.phases() == [{"data": 1.0, **backward, "other": 0.0, "augment": 1.0}]
 
 
 @pytest.mark.parametrize(("wait_ms", "finished_ns"), [(0.019999, 0), (0.02, 1_020_000)])
@@ -525,9 +508,9 @@ def test_wait_that_did_not_block_does_not_align_the_clocks(
 ) -> None:
     run = Recorded(gpu, lag=0)
     gpu.host_work(1.0)
-    run.recorder.begin()
+    run.begin()
     gpu.work(wait_ms)
-    run.recorder.end_step(0)
+    run.end_step(0)
     [times] = run.emitted
     assert times.host_wait_ms == wait_ms
     assert times.timeline is not None
@@ -538,24 +521,23 @@ def test_wait_that_did_not_block_does_not_align_the_clocks(
 def test_evaluation_found_late_pauses_the_step_from_its_first_mark(
     gpu: FakeGPU, after_fetch: bool
 ) -> None:
-    labels: list[str | None] = []
-    run = Recorded(gpu, annotate=labels.append)
+    run = Annotated(gpu)
     gpu.work(1.0)
     if not after_fetch:
-        run.recorder.mark("forward")
+        run.mark("forward")
         gpu.work(4.0)
-    run.recorder.mark("<evaluation>")
+    run.mark("<evaluation>")
     gpu.work(16.0)
-    run.recorder.pause(since="<evaluation>")
-    assert (run.recorder.state.name, run.recorder.label) == ("PAUSED", EXCLUDED)
-    assert labels[-1] is None
-    run.recorder.mark("loss")
+    run.pause(since="<evaluation>")
+    assert (run.state.name, run.label) == ("PAUSED", EXCLUDED)
+    assert run.labels[-1] is None
+    run.mark("loss")
     gpu.work(32.0)
-    in_thread(lambda: run.recorder.resume("other"))
-    assert run.recorder.state.name == "PAUSED"
-    run.recorder.resume("other")
+    in_thread(lambda: run.resume("other"))
+    assert run.state.name == "PAUSED"
+    run.resume("other")
     gpu.work(0.5)
-    run.recorder.end_step(0)
+    run.end_step(0)
     # A fetch right before the evaluation belongs to it.
     before = {} if after_fetch else {"data": 1.0, "forward": 4.0}
     assert run.phases() == [{**before, "other": 0.5}]
@@ -566,21 +548,21 @@ def test_step_that_is_left_during_a_pause_ends_at_its_update(
     gpu: FakeGPU, lag: int, read: int
 ) -> None:
     run = Recorded(gpu, lag=lag)
-    run.recorder.start_probe(lambda: gpu.spin(1))
-    run.recorder.mark("forward")
+    run.start_probe(lambda: gpu.spin(1))
+    run.mark("forward")
     gpu.work(4.0)
-    run.recorder.mark("<after update>")
-    run.recorder.mark("other")
+    run.mark("<after update>")
+    run.mark("other")
     gpu.work(16.0)
-    run.recorder.pause()
+    run.pause()
     ended: list[bool] = []
-    in_thread(lambda: ended.append(run.recorder.end_at("<after update>", 0)))
-    ended.append(run.recorder.end_at("<after update>", 0))
+    in_thread(lambda: ended.append(run.end_at("<after update>", 0)))
+    ended.append(run.end_at("<after update>", 0))
     assert ended == [False, True]
-    assert (run.recorder.state.name, run.recorder.label) == ("OPEN", "data")
+    assert (run.state.name, run.label) == ("OPEN", "data")
     gpu.work(1.0)
     assert gpu.waits == []
-    run.recorder.end_step(1)
+    run.end_step(1)
     # The probe ended with the step that was left: what follows is read in its turn.
     assert len(run.emitted) == read
     assert run.phases() == [{"data": 0.0, "forward": 4.0}, {"data": 1.0}]
@@ -590,11 +572,11 @@ def test_step_that_is_left_during_a_pause_ends_at_its_update(
 def test_step_that_is_left_in_which_a_graph_was_captured_has_no_times(
     gpu: FakeGPU, run: Recorded
 ) -> None:
-    run.recorder.mark("<after update>")
+    run.mark("<after update>")
     with gpu.capture():
-        run.recorder.mark("other")
-    assert not run.recorder.end_at("<after update>", 0)
-    run.recorder.end_step(1)
+        run.mark("other")
+    assert not run.end_at("<after update>", 0)
+    run.end_step(1)
     assert run.phases() == []
 
 
@@ -602,58 +584,58 @@ def test_forked_process_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
     run = Recorded(gpu, batch=9)
     for number in range(4):
         run.step(number)
-    run.recorder.pending.flush()
+    run.pending.flush()
     # A finished step, a pending step and free events all belong to the parent.
     run.step(4)
     run.step(5)
-    run.recorder.abandon()
-    assert (run.recorder.state.name, run.recorder.label) == ("IDLE", None)
+    run.abandon()
+    assert (run.state.name, run.label) == ("IDLE", None)
     created = gpu.created
-    run.recorder.begin()
+    run.begin()
     run.step(6)
-    run.recorder.pending.flush()
+    run.pending.flush()
     assert gpu.created == created + 4
     assert run.numbers() == [0, 1, 2, 3, 6]
 
 
 def test_named_pause_has_no_label_and_belongs_to_its_thread(gpu: FakeGPU) -> None:
-    labels: list[str | None] = []
-    run = Recorded(gpu, annotate=labels.append)
-    run.recorder.mark("forward")
-    run.recorder.enter_phase(EXCLUDED)
-    assert labels == ["data", "forward", None]
-    in_thread(lambda: run.recorder.leave_phase(EXCLUDED))
-    assert run.recorder.label == EXCLUDED
-    run.recorder.leave_phase(EXCLUDED)
-    run.recorder.leave_phase(EXCLUDED)
-    assert (run.recorder.state.name, run.recorder.label) == ("OPEN", "forward")
+    run = Annotated(gpu)
+    run.mark("forward")
+    run.enter_phase(EXCLUDED)
+    assert run.labels == ["data", "forward", None]
+    in_thread(lambda: run.leave_phase(EXCLUDED))
+    assert run.label == EXCLUDED
+    run.leave_phase(EXCLUDED)
+    run.leave_phase(EXCLUDED)
+    assert (run.state.name, run.label) == ("OPEN", "forward")
 
 
-def test_new_thread_with_the_id_of_the_timed_thread_is_not_timed(gpu: FakeGPU) -> None:
-    run = Recorded(gpu)
+def test_new_thread_with_the_id_of_the_timed_thread_is_not_timed(
+    gpu: FakeGPU, run: Recorded
+) -> None:
     numbers: list[int] = []
 
     def train() -> None:
         numbers.append(threading.get_ident())
-        run.recorder.begin()
+        run.begin()
         run.step(0)
 
     def disturb() -> None:
         numbers.append(threading.get_ident())
-        run.recorder.mark("forward")
-        run.recorder.enter_phase("a")
-        run.recorder.pause(now=True)
-        run.recorder.end_step(1)
+        run.mark("forward")
+        run.enter_phase("a")
+        run.pause(now=True)
+        run.end_step(1)
 
     for target in (train, *[disturb] * 10):
         in_thread(target)
     created = gpu.created
     if numbers[0] not in numbers[1:]:
         pytest.skip("the number was not used again")
-    assert (run.recorder.pending.ended, run.recorder.label) == (1, "data")
-    run.recorder.stop()
-    run.recorder.pending.flush()
+    assert (run.pending.ended, run.label) == (1, "data")
+    run.stop()
+    run.pending.flush()
     assert run.numbers() == [0]
     train()
-    assert run.recorder.pending.ended == 2
+    assert run.pending.ended == 2
     assert gpu.created < created + 8
