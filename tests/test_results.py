@@ -5,6 +5,7 @@ import math
 import pickle
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from fake_loop import with_facts
 from lightning_gputime import Environment, Run, load
 from lightning_gputime._measurement.observers import Section
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._output.summary import summary_of
+from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._phases import StepRecord
 from lightning_gputime._runs import saved
 
@@ -26,7 +27,11 @@ def filled(*steps: StepRecord, capacity: int = 100, warmup_steps: int = 0) -> Re
     return results
 
 
-def test_history_is_a_row_a_step_with_nan_where_a_phase_did_not_run() -> None:
+def summarize(*steps: StepRecord, **options: Any) -> PhaseSummary:
+    return summary_of(filled(*steps, **options))
+
+
+def test_history_has_a_row_per_step_with_nan_where_a_phase_did_not_run() -> None:
     results = filled(raw(3, 0.5, forward=2.0), raw(4, data=1.0, forward=3.0))
     history = results.history_and_warmup()[0]
     assert history.dtype.names == ("step", "step_ms", "host_wait_ms", "data_ms", "forward_ms")
@@ -80,29 +85,29 @@ def test_summary_has_the_statistics_of_each_phase_and_of_the_step() -> None:
     assert (summary.steps, summary.warmup_steps, summary.host_wait_mean_ms) == (2, 0, 2.0)
 
 
-@pytest.mark.parametrize(("every", "is_said"), [(1, False), (2, True), (4, True)])
-def test_table_explains_shares_of_phases_that_run_rarely(every: int, is_said: bool) -> None:
+@pytest.mark.parametrize(("every", "is_explained"), [(1, False), (2, True), (4, True)])
+def test_table_explains_shares_of_phases_that_run_rarely(every: int, is_explained: bool) -> None:
     steps = [raw(i, forward=2.0, **{"optimizer": 8.0} if i % every == 0 else {}) for i in range(8)]
-    summary = summary_of(filled(*steps))
+    summary = summarize(*steps)
     optimizer = summary.rows["optimizer"]
     assert (optimizer.mean_ms, optimizer.share) == (8.0, 8.0 / (8.0 + 2.0 * every))
-    said = "share: fraction of all steps; other columns: only steps in which the phase ran"
-    assert (said in str(summary)) == is_said
+    text = "share: fraction of all steps; other columns: only steps in which the phase ran"
+    assert (text in str(summary)) == is_explained
 
 
 def test_warm_up_steps_are_left_out_and_counted() -> None:
     steps = [raw(step, forward=100.0 if step < 2 else 1.0) for step in range(5)]
-    summary = summary_of(filled(*steps, warmup_steps=2))
+    summary = summarize(*steps, warmup_steps=2)
     assert (summary.steps, summary.warmup_steps) == (3, 2)
     assert summary.rows["forward"].max_ms == summary.rows["forward"].p95_ms == 1.0
 
 
 def test_run_shorter_than_the_warm_up_shows_the_warm_up() -> None:
-    summary = summary_of(filled(raw(0, forward=1.0), warmup_steps=5))
+    summary = summarize(raw(0, forward=1.0), warmup_steps=5)
     assert (summary.steps, summary.rows["forward"].mean_ms) == (1, 1.0)
     assert (summary.is_warmup, summary.time_breakdown) == (True, None)
     assert "over 1 step of the warm-up; no other step was timed" in str(summary)
-    empty = summary_of(filled())
+    empty = summarize()
     assert (empty.steps, empty.rows, str(empty)) == (0, {}, "No step was timed.")
     assert math.isnan(empty.step.mean_ms)
     assert json.dumps(summary.to_dict(), allow_nan=False)
@@ -110,19 +115,19 @@ def test_run_shorter_than_the_warm_up_shows_the_warm_up() -> None:
 
 def test_count_mean_and_max_are_over_all_steps_and_percentiles_over_the_history() -> None:
     steps = [raw(step, forward=float(step)) for step in range(10)]
-    forward = summary_of(filled(*steps, capacity=3, warmup_steps=1)).rows["forward"]
+    forward = summarize(*steps, capacity=3, warmup_steps=1).rows["forward"]
     assert (forward.n, forward.mean_ms, forward.max_ms, forward.p50_ms) == (9, 5.0, 9.0, 8.0)
 
 
 def test_summary_says_how_many_first_steps_are_timed() -> None:
-    summary = summary_of(filled(raw(0, forward=2.0)))
+    summary = summarize(raw(0, forward=2.0))
     text = str(with_facts(summary, timed_every_n_steps=8, timing_share=0.04))
     assert "timed the first 100 steps, then 1 of every 8: timing every step would add 4 %" in text
 
 
 def test_table_is_aligned_and_in_the_order_of_a_step() -> None:
     step = {"other": 0.5, "backward": 5.0, "backward/comm": 1.0, "forward": 123.25, "data": 0.25}
-    text = str(summary_of(filled(raw(0, 1.5, **step))))
+    text = str(summarize(raw(0, 1.5, **step)))
     assert text.splitlines() == [
         "launch-bound: the GPU idles while the CPU launches kernels; the CPU waits 1.5 of 130 ms"
         " per step for the GPU",
@@ -158,58 +163,34 @@ def test_table_is_aligned_and_in_the_order_of_a_step() -> None:
 
 
 def test_numbers_of_the_summary_are_plain_floats() -> None:
-    row = summary_of(filled(raw(0, forward=2.0))).rows["forward"]
+    row = summarize(raw(0, forward=2.0)).rows["forward"]
     assert not isinstance(row.p50_ms, np.floating)
 
 
-@pytest.mark.parametrize(
-    ("host_wait_ms", "data_ms", "verdict"),
-    [
-        (2.8, 0.1, "GPU-bound: the CPU waits 2.8 of 17 ms per step for the GPU"),
-        (
-            0.005,
-            0.1,
-            "launch-bound: the GPU idles while the CPU launches kernels; the CPU waits 0.005 of",
-        ),
-        (0.0, 7.0, "input-bound: `data` takes 41 % of the timed steps"),
-    ],
-)
-def test_verdict_names_the_bottleneck_and_its_reason(
-    host_wait_ms: float, data_ms: float, verdict: str
-) -> None:
-    step = raw(0, host_wait_ms, data=data_ms, forward=17.0 - data_ms)
-    assert summary_of(filled(step)).verdict.startswith(verdict)
+VERDICTS = {
+    "GPU-bound: the CPU waits 2.8 of 17 ms per step for the GPU": raw(
+        0, 2.8, data=0.1, forward=16.9
+    ),
+    "launch-bound: the GPU idles while the CPU launches kernels; the CPU waits 0.005 of": raw(
+        0, 0.005, data=0.1, forward=16.9
+    ),
+    # The host waits with a lag of 0.
+    "launch-bound": raw(0, 1.0, forward=19.0),
+    "input-bound: `data` takes 41 % of the timed steps": raw(0, data=7.0, forward=10.0),
+    # The loader, callbacks and other ranks are separate.
+    "input-bound: `data` takes 45 %": raw(0, forward=10.0, data=9.0, callbacks=1.0),
+    "callback-bound: `callbacks` takes 45 %": raw(
+        0, forward=10.0, callbacks=9.0, **{"data/fetch": 1.0}
+    ),
+    "rank-bound: `other ranks` takes 40 %": raw(
+        0, forward=10.0, callbacks=1.0, **{"data/fetch": 1.0, "callbacks/comm": 8.0}
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("phases", "verdict"),
-    [
-        ({"data": 9.0, "callbacks": 1.0}, "input-bound: `data` takes 45 %"),
-        ({"data/fetch": 1.0, "callbacks": 9.0}, "callback-bound: `callbacks` takes 45 %"),
-        (
-            {"data/fetch": 1.0, "callbacks": 1.0, "callbacks/comm": 8.0},
-            "rank-bound: `other ranks` takes 40 %",
-        ),
-    ],
-)
-def test_verdict_separates_loader_callbacks_and_ranks(
-    phases: dict[str, float], verdict: str
-) -> None:
-    assert summary_of(filled(raw(0, forward=10.0, **phases))).verdict.startswith(verdict)
-
-
-def test_host_wait_inside_the_step_is_sync_bound() -> None:
-    device = {"forward": 3.0, "loss": 0.1, "backward": 6.0}
-    host = {"forward": 1.0, "loss": 6.1, "backward": 2.0}
-    summary = summary_of(filled(raw(0, 0.01, **device)._replace(host_ns=raw(0, **host).host_ns)))
-    assert summary.verdict == (
-        "sync-bound: the CPU blocks on the GPU in `loss`: the GPU lags the CPU for 6 of"
-        " 9.1 ms per step"
-    )
-
-
-def test_wait_with_lag_zero_is_not_gpu_bound() -> None:
-    assert summary_of(filled(raw(0, 1.0, forward=19.0))).verdict.startswith("launch-bound")
+@pytest.mark.parametrize("verdict", VERDICTS)
+def test_verdict_names_the_bottleneck_and_its_reason(verdict: str) -> None:
+    assert summarize(VERDICTS[verdict]).verdict.startswith(verdict)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +204,16 @@ def test_probed_steps_decide_between_gpu_and_launch_bound(busy_ms: float, verdic
     results = filled(raw(0, 0.4, forward=16.0))
     results.add_probed(raw(1, forward=busy_ms))
     assert summary_of(results).verdict.startswith(verdict)
+
+
+def test_host_wait_inside_the_step_is_sync_bound() -> None:
+    device = {"forward": 3.0, "loss": 0.1, "backward": 6.0}
+    host = {"forward": 1.0, "loss": 6.1, "backward": 2.0}
+    summary = summarize(raw(0, 0.01, **device)._replace(host_ns=raw(0, **host).host_ns))
+    assert summary.verdict == (
+        "sync-bound: the CPU blocks on the GPU in `loss`: the GPU lags the CPU for 6 of"
+        " 9.1 ms per step"
+    )
 
 
 @pytest.mark.parametrize("on_host_clock", [True, False])
@@ -259,7 +250,7 @@ def test_verdict_without_a_gpu_names_no_gpu() -> None:
 
 
 def test_notebook_shows_a_table_with_every_number() -> None:
-    text = summary_of(filled(raw(0, 1.5, forward=2.0, other=0.25)))._repr_html_()
+    text = summarize(raw(0, 1.5, forward=2.0, other=0.25))._repr_html_()
     assert text.count("<tr>") == 5 + 3
     left, right = "text-align:left", "text-align:right"
     assert f'<td style="{left}">forward</td><td style="{right}">2.000</td>' in text
@@ -268,8 +259,7 @@ def test_notebook_shows_a_table_with_every_number() -> None:
 
 
 def test_observer_sections_are_printed_and_saved(tmp_path: Path) -> None:
-    results = Results(10, 0)
-    results.add([raw(0, forward=1.0)])
+    results = filled(raw(0, forward=1.0))
     assert "sections" not in summary_of(results).to_dict()
     section = Section("energy", ("3 J a step",), {"joules": 3.0})
     summary = with_facts(summary_of(results), sections=(section,))
@@ -283,7 +273,7 @@ def test_rich_shows_the_same_table() -> None:
     from rich.console import Console
 
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(summary_of(filled(raw(0, 1.5, forward=2.0))))
+    console.print(summarize(raw(0, 1.5, forward=2.0)))
     text = console.export_text()
     assert "forward" in text
     assert "GPU-bound" in text
