@@ -1,11 +1,15 @@
 """Sub-phases: the share of a module in `forward` and `backward`."""
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from conftest import installed
 from fake_gpu import Adder, FakeGPU, Layer, batches, steps, work
+from fake_loop import Loop
+from fake_loop import train as train_loop
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -55,19 +59,16 @@ class NamedInside(nn.Module):
         return work(x, self.gpu, 3.0, 6.0)
 
 
-def call_head_again(net: Any, x: Tensor) -> Tensor:
-    result: Tensor = net.head(net(x))
-    return result
+def call_head_again(net: Any, x: Tensor) -> Any:
+    return net.head(net(x))
 
 
-def checkpoint_body(net: Any, x: Tensor) -> Tensor:
-    result: Tensor = net.head(checkpoint(net.body, x.requires_grad_(), use_reentrant=False))
-    return result
+def checkpoint_body(net: Any, x: Tensor) -> Any:
+    return net.head(checkpoint(net.body, x.requires_grad_(), use_reentrant=False))
 
 
-def give_by_keyword(net: Any, x: Tensor) -> Tensor:
-    result: Tensor = net(x, by_keyword=True)
-    return result
+def give_by_keyword(net: Any, x: Tensor) -> Any:
+    return net(x, by_keyword=True)
 
 
 def train(gpu: FakeGPU, model: nn.Module, modules: Any, call: Any = None) -> list[dict[str, float]]:
@@ -85,100 +86,89 @@ def train(gpu: FakeGPU, model: nn.Module, modules: Any, call: Any = None) -> lis
     ]
 
 
-TOTAL = {"forward": 7.5, "backward": 15.0}
-BOTH = {**TOTAL, "forward/body": 3.0, "backward/body": 6.0}
-HEAD = {"forward/head": 4.0, "backward/head": 8.0}
-CHAIN = {"forward": 4.0, "backward": 116.0}
-IN_CHAIN = {**CHAIN, "forward/body": 2.0, "backward/body": 6.0}
-
-
 def part(name: str, forward_ms: float, backward_ms: float) -> dict[str, float]:
     """Return the sub-phases of a module."""
     return {f"forward/{name}": forward_ms, f"backward/{name}": backward_ms}
 
 
-@pytest.mark.parametrize(
-    ("make", "modules", "call", "expected"),
-    [
-        pytest.param(Net, ["body", "head"], None, {**BOTH, **HEAD}, id="parents are sums"),
-        pytest.param(
-            Net, ["body.0"], None, TOTAL | part("body.0", 1.0, 2.0), id="one part by name"
-        ),
-        pytest.param(
-            Net,
-            ["body", "body.1"],
-            None,
-            BOTH | part("body/body.1", 2.0, 4.0),
-            id="a part inside a part",
-        ),
-        pytest.param(
-            Net,
-            ["head"],
-            call_head_again,
-            {"forward": 11.5, "backward": 23.0} | part("head", 8.0, 16.0),
-            id="a part called twice",
-        ),
-        pytest.param(
-            Net,
-            ["body", "head"],
-            checkpoint_body,
-            # The glue between body and head is not called.
-            {**HEAD, "forward": 7.0, "backward": 17.0} | part("body", 3.0, 9.0),
-            id="a checkpointed part",
-        ),
-        pytest.param(
-            Chain,
-            ["body", "body.0"],
-            None,
-            IN_CHAIN | part("body/body.0", 1.0, 2.0),
-            id="a part that begins with the part around it",
-        ),
-        pytest.param(
-            Chain,
-            ["drop", "body"],
-            None,
-            {**IN_CHAIN, "forward/drop": 0.0},
-            id="a part that returns its input",
-        ),
-        pytest.param(Chain, ["body"], give_by_keyword, IN_CHAIN, id="inputs by keyword"),
-        pytest.param(
-            lambda gpu: Chain(gpu, NamedInside(gpu)),
-            ["body", "body.inner"],
-            None,
-            {"forward": 5.0, "backward": 118.0} | part("body", 3.0, 8.0),
-            id="a part inside a named phase",
-        ),
-    ],
-)
+TOTAL = {"forward": 7.5, "backward": 15.0}
+BOTH = TOTAL | part("body", 3.0, 6.0)
+HEAD = part("head", 4.0, 8.0)
+IN_CHAIN = {"forward": 4.0, "backward": 116.0} | part("body", 2.0, 6.0)
+
+CASES: dict[str, tuple[Any, list[str], Any, dict[str, float]]] = {
+    "parents are sums": (Net, ["body", "head"], None, BOTH | HEAD),
+    "one part by name": (Net, ["body.0"], None, TOTAL | part("body.0", 1.0, 2.0)),
+    "a part inside a part": (Net, ["body", "body.1"], None, BOTH | part("body/body.1", 2.0, 4.0)),
+    "a part called twice": (
+        Net,
+        ["head"],
+        call_head_again,
+        {"forward": 11.5, "backward": 23.0} | part("head", 8.0, 16.0),
+    ),
+    "a checkpointed part, without the glue before the head": (
+        Net,
+        ["body", "head"],
+        checkpoint_body,
+        HEAD | {"forward": 7.0, "backward": 17.0} | part("body", 3.0, 9.0),
+    ),
+    "a part that begins with the part around it": (
+        Chain,
+        ["body", "body.0"],
+        None,
+        IN_CHAIN | part("body/body.0", 1.0, 2.0),
+    ),
+    "a part that returns its input": (
+        Chain,
+        ["drop", "body"],
+        None,
+        IN_CHAIN | {"forward/drop": 0.0},
+    ),
+    "inputs by keyword": (Chain, ["body"], give_by_keyword, IN_CHAIN),
+    "a part inside a named phase": (
+        lambda gpu: Chain(gpu, NamedInside(gpu)),
+        ["body", "body.inner"],
+        None,
+        {"forward": 5.0, "backward": 118.0} | part("body", 3.0, 8.0),
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "modules", "call", "expected"), CASES.values(), ids=CASES)
 def test_sub_phases_of_each_step(
     gpu: FakeGPU, make: Any, modules: Any, call: Any, expected: dict[str, float]
 ) -> None:
     model = make(gpu)
-    found = train(gpu, model, modules, call and (lambda x: call(model, x)))
+    found = train(gpu, model, modules, call and partial(call, model))
     assert found == [expected] * 3
 
 
+@pytest.fixture
+def reset_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("reset_dynamo")
 def test_modules_inside_a_compiled_model_are_reported_as_not_timed(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
-    torch._dynamo.reset()
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model: Any = torch.compile(net, backend="eager")
     found = train(gpu, model, ["1"])
     assert [set(step) for step in found] == [{"forward", "backward"}] * 3
     assert "inside compiled code, and are not timed apart: 1" in caplog.text
-    torch._dynamo.reset()
 
 
 # dynamo warns of inputs that are no leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.usefixtures("reset_dynamo")
 def test_compiled_part_is_timed(gpu: FakeGPU) -> None:
-    torch._dynamo.reset()
     model = Net(gpu)
     compiled: Any = torch.compile(nn.Linear(2, 2), backend="eager")
     model.head = nn.Sequential(compiled, Layer(gpu, 4.0, 8.0))  # type: ignore[assignment]
     assert {"forward/head.0", "backward/head.0"} < set(train(gpu, model, ["head.0"])[0])
-    torch._dynamo.reset()
 
 
 def test_sub_phases_work_in_a_named_backward(gpu: FakeGPU) -> None:
@@ -193,22 +183,16 @@ def test_sub_phases_work_in_a_named_backward(gpu: FakeGPU) -> None:
 
 @pytest.mark.parametrize("modules", [{"x": nn.Linear(1, 1)}, [1], True, 1.5, {"body"}, "a/b"])
 def test_modules_option_of_a_wrong_type_is_refused(gpu: FakeGPU, modules: Any) -> None:
-    with pytest.raises(TypeError, match="modules must be a depth such as 2, 'all', a dotted name"):
+    message = "modules must be a depth such as 2, 'all', a dotted name"
+    with pytest.raises(TypeError, match=message):
         GPUPhaseHooks(Net(gpu), modules=modules)
-    with pytest.raises(TypeError, match="modules must be a depth such as 2, 'all', a dotted name"):
+    with pytest.raises(TypeError, match=message):
         GPUPhaseTimer(modules=modules)
 
 
-def test_phases_are_ranges_in_the_profiler_by_option(gpu: FakeGPU) -> None:
-    model = Net(gpu)
-    optimizer = Adder(model.parameters(), gpu, 2.0)
-    with (
-        torch.profiler.profile() as profiler,
-        GPUPhaseHooks(model, optimizer, _clock=gpu, annotate=True) as timer,
-    ):
-        for x in timer.steps(batches(gpu, 2)):
-            model(x).sum().backward()
-            optimizer.step()
+def test_phases_are_ranges_in_the_profiler_by_option(loop: Loop) -> None:
+    with torch.profiler.profile() as profiler:
+        train_loop(loop, 2, annotate=True)
     names = [event.name for event in profiler.events() or ()]
     for name in ("data", "forward", "loss", "backward", "optimizer", "other"):
         assert names.count(f"phase/{name}") >= 2, name
