@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import installed
 from fake_gpu import Adder, FakeGPU, Layer, batches, work
+from fake_loop import Loop, hooks
 from torch import Tensor, nn
 from torchmetrics.classification import BinaryAccuracy
 
@@ -94,18 +95,14 @@ def test_all_selects_callable_modules_and_no_metrics(gpu: FakeGPU, modules: Any)
 
 
 def test_wrapper_names_are_left_out(gpu: FakeGPU) -> None:
-    net = nn.Sequential(Block(gpu, 1.0))
-    compiled: Any = torch.compile(net[0], backend="eager")
-    net[0] = compiled
-    found = resolve("all", net)
+    compiled: Any = torch.compile(Block(gpu, 1.0), backend="eager")
+    found = resolve("all", nn.Sequential(compiled))
     assert [*found] == ["0", "0.attn", "0.mlp"]
     assert found["0"] is compiled
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
-def test_scripted_modules_and_custom_forwards_are_selected(
-    gpu: FakeGPU,
-) -> None:
+def test_scripted_modules_and_custom_forwards_are_selected() -> None:
     held = nn.ModuleList([nn.Linear(2, 2)])
     held.forward = held[0].forward
     net = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), held)
@@ -113,9 +110,15 @@ def test_scripted_modules_and_custom_forwards_are_selected(
 
 
 def test_module_names_are_turned_into_phase_names(gpu: FakeGPU) -> None:
-    net = nn.ModuleDict({"a/b": Work(gpu, 1.0, 1.0), "<c>": Work(gpu, 1.0, 1.0)})
-    net["comm"] = Work(gpu, 1.0, 1.0)
+    net = nn.ModuleDict({name: Work(gpu, 1.0, 1.0) for name in ("a/b", "<c>", "comm")})
     assert [*resolve("all", net)] == ["a_b", "_c_", "comm_"]
+
+
+def test_shared_module_is_selected_by_either_name() -> None:
+    model = nn.Module()
+    model.first = model.second = nn.Linear(1, 1)
+    assert resolve(["second"], model) == {"second": model.first}
+    assert resolve("all", model) == {"first": model.first}
 
 
 @pytest.mark.parametrize("modules", [1, "all"])
@@ -144,26 +147,16 @@ def test_selection_of_over_a_hundred_modules_is_refused(gpu: FakeGPU) -> None:
     assert len(resolve([*names, "head", "emb"], model)) == 102
 
 
-def test_table_indents_nested_modules(gpu: FakeGPU) -> None:
+def test_table_indents_nested_modules_in_the_order_of_their_calls(gpu: FakeGPU) -> None:
     timer = train(gpu, GPT(gpu, 2), ["head", "emb", "layers.0", "layers.0.*", "layers.1.mlp"])
     lines = str(timer.summary()).splitlines()
     rows = [line.partition(".000")[0].rsplit(maxsplit=1) for line in lines]
+    names = ["  emb", "  layers.0", "    .attn", "    .mlp", "  layers.1.mlp", "  head"]
     at = [line.split(" ")[0] for line in lines].index("forward")
-    # As they are called.
-    assert rows[at : at + 7] == [
-        ["forward", "9"],
-        ["  emb", "1"],
-        ["  layers.0", "2"],
-        ["    .attn", "0"],
-        ["    .mlp", "2"],
-        ["  layers.1.mlp", "2"],
-        ["  head", "3"],
-    ]
+    means_ms = ["9", "1", "2", "0", "2", "2", "3"]
+    assert rows[at : at + 7] == [[*row] for row in zip(["forward", *names], means_ms, strict=True)]
     at = [line.split(" ")[0] for line in lines].index("backward")
-    assert [name for name, _ in rows[at : at + 7]] == [
-        "backward",
-        *("  emb", "  layers.0", "    .attn", "    .mlp", "  layers.1.mlp", "  head"),
-    ]
+    assert [name for name, _ in rows[at : at + 7]] == ["backward", *names]
 
 
 def test_table_shows_the_ten_longest_modules_and_counts_the_others(gpu: FakeGPU) -> None:
@@ -174,11 +167,9 @@ def test_table_shows_the_ten_longest_modules_and_counts_the_others(gpu: FakeGPU)
     assert "layers.1 " not in text
     assert text.splitlines().count("  2 others") == 2
     assert len([name for name in timer.summary().rows if "layers" in name]) == 24
-    assert np_names(timer) >= {f"forward/layers.{number}_ms" for number in range(12)}
-
-
-def np_names(timer: GPUPhaseHooks) -> set[str]:
-    return {*(timer.history().dtype.names or ())}
+    assert {*(timer.history().dtype.names or ())} >= {
+        f"forward/layers.{number}_ms" for number in range(12)
+    }
 
 
 def test_eleven_modules_are_all_shown(gpu: FakeGPU) -> None:
@@ -200,15 +191,15 @@ class Node(nn.Module):
             for _ in range(rng.randint(1, 3))
         ]
         self.inside = nn.ModuleList(inside)
-        self.calls = [span for span in inside for _ in range(rng.choice((1, 1, 1, 2)))]
+        self.calls = [module for module in inside for _ in range(rng.choice((1, 1, 1, 2)))]
         self.glue = [
             (rng.choice((0, rng.randint(1, 9))), rng.choice((0, rng.randint(1, 9))))
             for _ in range(len(self.calls) + 1)
         ]
 
     def forward(self, x: Tensor) -> Tensor:
-        for item, glue in zip((nn.Identity(), *self.calls), self.glue, strict=True):
-            x = item(x)
+        for module, glue in zip((nn.Identity(), *self.calls), self.glue, strict=True):
+            x = module(x)
             if any(glue):
                 x = work(x, self.gpu, *glue)
         return x
@@ -217,7 +208,7 @@ class Node(nn.Module):
 def add_times(
     module: nn.Module, names: dict[nn.Module, str], found: dict[str, float], path: str = ""
 ) -> None:
-    """Adds up what each of the named modules takes, with all that is inside it."""
+    """Add the times of each named module, with those of the modules inside it."""
     if module in names:
         path = f"{path}/{names[module]}"
     own = module.glue if isinstance(module, Node) else [module.times[1:]]  # type: ignore[index]
@@ -227,8 +218,8 @@ def add_times(
             found[f"forward{above}"] = found.get(f"forward{above}", 0.0) + forward_ms
             found[f"backward{above}"] = found.get(f"backward{above}", 0.0) + backward_ms
     if isinstance(module, Node):
-        for item in module.calls:
-            add_times(item, names, found, path)
+        for inner in module.calls:
+            add_times(inner, names, found, path)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -236,11 +227,12 @@ def test_nested_modules_are_timed_exactly(gpu: FakeGPU, seed: int) -> None:
     rng = random.Random(seed)
     root = Node(gpu, rng, 3)
     net = nn.Sequential(nn.Linear(2, 2), Work(gpu, 1.0, 1.0), root)
-    part = rng.random()
-    called = [(name, word) for name, word in net.named_modules() if isinstance(word, Node | Work)]
-    # That before the others ends them in backward.
+    share = rng.random()
+    # Always "1", which ends the others in backward.
     names: dict[nn.Module, str] = {
-        item: name for name, item in called if name == "1" or rng.random() < part
+        module: name
+        for name, module in net.named_modules()
+        if isinstance(module, Node | Work) and (name == "1" or rng.random() < share)
     }
     expected: dict[str, float] = {}
     for module in (net[1], root):
@@ -254,19 +246,10 @@ def test_nested_modules_are_timed_exactly(gpu: FakeGPU, seed: int) -> None:
 def test_many_modules_do_not_exceed_the_step_limit(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = GPT(gpu, 20)
-    optimizer = Adder(model.parameters(), gpu, 2.0)
-    options: Any = {"_clock": gpu, "modules": 2, "accumulate_grad_batches": 16}
-    with GPUPhaseHooks(model, optimizer, **options) as timer:
-        for x in timer.steps(batches(gpu, 16)):
-            model(x).sum().backward()
-        optimizer.step()
+    loop = Loop(gpu, GPT(gpu, 20))
+    with hooks(loop, modules=2, accumulate_grad_batches=16) as timer:
+        for x in timer.steps(loop.batches(16)):
+            loop.loss(x).backward()
+        loop.update()
     assert "boundaries" not in caplog.text
     assert len(timer.history()) == 1
-
-
-def test_shared_module_is_selected_by_either_name() -> None:
-    model = nn.Module()
-    model.first = model.second = nn.Linear(1, 1)
-    assert resolve(["second"], model) == {"second": model.first}
-    assert resolve("all", model) == {"first": model.first}
