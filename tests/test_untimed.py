@@ -29,42 +29,41 @@ def installed(loop: Loop) -> list[bool]:
     ]
 
 
-def test_between_timed_steps_nothing_is_installed(loop: Loop) -> None:
-    on = []
+def test_nothing_is_installed_between_timed_steps(loop: Loop) -> None:
+    attached = []
     with hooks(loop, every_n_steps=10) as timer:
         for step, x in enumerate(timer.steps(loop.batches(60))):
-            if any(is_on := installed(loop)):
-                assert all(is_on)
-                on.append(step)
+            if any(installed(loop)):
+                assert all(installed(loop))
+                attached.append(step)
             loop.train(x)
-    # At first, while it is found out what the loop calls; then the timed steps, and one before
-    # each, which tells an evaluation from a part of every step.
+    # The first 20 steps show which functions the loop calls. A step before each timed step tells
+    # an evaluation from a part of every step.
     timed = timed_indices(10, 60)
     late = {index - back for index in timed for back in (0, 1) if index - back >= 20}
-    assert on == [*range(20), *sorted(late)]
+    assert attached == [*range(20), *sorted(late)]
     assert timer.history()["step"].tolist() == timed
     assert {*timer.history()["backward_ms"].tolist()} == {8.0}
 
 
-def test_detached_timer_is_woken_when_another_attaches(loop: Loop) -> None:
-    other = Loop(loop.gpu)
-    on = []
+def test_hooks_stay_attached_with_a_second_timer(loop: Loop) -> None:
+    attached = []
+    second = hooks(Loop(loop.gpu))
     with hooks(loop, every_n_steps=30) as timer:
-        second = hooks(other)
         for step, x in enumerate(timer.steps(loop.batches(40))):
             if step == 35:
                 second.attach()
             if all(installed(loop)):
-                on.append(step)
+                attached.append(step)
             loop.train(x)
         second.remove()
     timed = timed_indices(30, 40)
     late = {index - back for index in timed for back in (0, 1)}
-    assert on == sorted({*range(20), *late, *range(36, 40)})
+    assert attached == sorted({*range(20), *late, *range(36, 40)})
     assert timer.history()["step"].tolist() == timed
 
 
-def test_excess_of_long_steps_before_a_slowdown_is_not_negative() -> None:
+def test_excess_of_long_steps_before_a_slowdown_is_zero() -> None:
     untimed = UntimedSteps()
     levels = [4.0] * 150 + [5.8] * 350 + [8.4] * 700
     # At the end, an ordinary step takes longer than these.
@@ -117,9 +116,7 @@ class Samples(pl.Callback):
 
 
 class Validates(Model):
-    """A model that validates, and can also run a validation inside a batch."""
-
-    is_inside = False
+    """A model that validates."""
 
     def val_dataloader(self) -> Any:
         return Loader(self.gpu, 2)
@@ -127,18 +124,18 @@ class Validates(Model):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.gpu.host_work(3.0)
 
+
+class ValidatesInside(Validates):
+    """A model that also runs a validation inside a batch."""
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        if self.is_inside and batch_idx % 10 == 7:
+        if batch_idx % 10 == 7:
             trainer: Any = self.trainer
             connector = trainer._logger_connector
             is_first, trainer.validating = connector._first_loop_iter, True
             trainer.fit_loop.epoch_loop.val_loop.run()
             connector._first_loop_iter, trainer.training = is_first, True
         return super().training_step(batch, batch_idx)
-
-
-class ValidatesInside(Validates):
-    is_inside = True
 
 
 class Gaps(Model):
@@ -168,10 +165,7 @@ OPTIONS: list[tuple[type[Model], dict[str, Any], list[pl.Callback]]] = [
 @pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
 @pytest.mark.parametrize(("kind", "options", "callbacks"), OPTIONS)
 def test_detaching_between_timed_steps_changes_no_result(
-    kind: type[Model],
-    options: dict[str, Any],
-    callbacks: list[pl.Callback],
-    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Model], options: Any, callbacks: list[pl.Callback], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def results() -> list[Any]:
         gpu = FakeGPU()
@@ -182,7 +176,7 @@ def test_detaching_between_timed_steps_changes_no_result(
         # As text, in which NaN equals NaN.
         return [[*map(str, timer.history())], str(summary), summary.wall_clock.entries_s]
 
-    # Each resolves steps at other times, and so would choose other long steps to time.
+    # Steps are resolved at other times, so other long steps would be timed.
     path = "lightning_gputime._measurement.untimed.UntimedSteps.next_long"
     monkeypatch.setattr(path, lambda self: None)
     detached = results()
@@ -199,7 +193,7 @@ class CostlyGPU(FakeGPU):
 
     def __init__(self, record_us: float) -> None:
         super().__init__()
-        self.record_ns = round(record_us * 1000)
+        self.record_ms = record_us / 1000
 
     def event(self) -> FakeEvent:
         self.created += 1
@@ -209,26 +203,29 @@ class CostlyGPU(FakeGPU):
 class CostlyEvent(FakeEvent):
     def record(self) -> None:
         assert isinstance(self._gpu, CostlyGPU)
-        self._gpu.now += self._gpu.record_ns
+        self._gpu.host_work(self._gpu.record_ms)
         super().record()
 
 
 def train(
-    gpu: FakeGPU, n: int, *, host_ms: float = 2.0, device_ms: float = 0.0, **options: Any
+    gpu: FakeGPU,
+    n: int,
+    host_ms: float = 2.0,
+    device_ms: float = 0.0,
+    grow_ms: float = 0.0,
+    **options: Any,
 ) -> GPUPhaseHooks:
     """Train for `n` steps, of known times on the host and the device.
 
     Steps take the host `grow_ms` longer in the end than in the beginning.
     """
-    model, grow_ms = Layer(gpu, 0.0), options.pop("grow_ms", 0.0)
-    optimizer = Adder(model.parameters(), gpu, 0.0)
-    options.setdefault("warmup_steps", 0)
-    with GPUPhaseHooks(model, optimizer, _clock=gpu, **options) as timer:
+    loop = Loop(gpu, Layer(gpu, 0.0))
+    loop.optimizer = Adder(loop.model.parameters(), gpu, 0.0)
+    with hooks(loop, **options) as timer:
         for number, x in enumerate(timer.steps([torch.ones(1, 2)] * n)):
             gpu.work(device_ms, host_ms=host_ms + grow_ms * number / n)
-            model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            loop.model(x).sum().backward()
+            loop.update()
     return timer
 
 
@@ -264,7 +261,7 @@ def test_default_sampling_costs_less_than_1_percent() -> None:
         (400, {"host_ms": 60.0}, "over 400 steps\n"),
     ],
 )
-def test_title_says_how_many_of_all_steps_were_timed(
+def test_title_has_the_number_of_timed_steps_and_of_all_steps(
     n: int, options: dict[str, Any], over: str
 ) -> None:
     timer = train(CostlyGPU(20.0), n, **options)
@@ -282,11 +279,11 @@ def test_too_expensive_timing_is_reported() -> None:
 
 
 @pytest.mark.parametrize("window", [10, 50, 400])
-def test_each_window_between_two_logs_has_a_block(window: int) -> None:
+def test_each_interval_between_two_logs_has_timed_steps(window: int) -> None:
     logger = Logger()
     timer = train(CostlyGPU(20.0), 2000, logger=logger, log_every_n_steps=window)
     assert [step for step, _ in logger.calls] == [*range(window - 1, 2000, window)]
-    assert len(timer.history()) < 1000 if window > 10 else True
+    assert window == 10 or len(timer.history()) < 1000
 
 
 @pytest.mark.parametrize(
