@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import MS, Adder, FakeEvent, FakeGPU, Layer
-from fake_loop import Logger, timed_indices
+from fake_loop import Logger, Loop, hooks, timed_indices
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseHooks, phase
@@ -32,17 +32,14 @@ class HostClock(FakeGPU):
         self.host_work(device_ms + host_ms)
 
     def event(self) -> FakeEvent:
-        return _HostEvent(self)
+        return HostEvent(self)
 
 
-class _HostEvent(FakeEvent):
-    def __init__(self, clock: HostClock) -> None:
-        super().__init__(clock)
-        self._clock = clock
-
+class HostEvent(FakeEvent):
     def record(self) -> None:
-        self._clock.now += 4_000
-        self._at = self._clock.worked_ns
+        assert isinstance(self._gpu, HostClock)
+        self._gpu.now += 4_000
+        self._at = self._gpu.worked_ns
 
     def query(self) -> bool:
         return True
@@ -68,28 +65,26 @@ Extra = Callable[[int], float]
 
 
 def train(n: int, place: str = "data", extra: Extra = lambda i: 0.0, **options: Any) -> Trained:
-    """Trains `n` steps, which take `extra` longer in the phase of `place`."""
+    """Train for `n` steps, which take `extra` longer in the phase of `place`."""
     clock = HostClock()
-    model = Layer(clock, BASE_MS["forward"], BASE_MS["backward"])
-    optimizer = Adder(model.parameters(), clock, 0.0)
+    loop = Loop(clock, Layer(clock, BASE_MS["forward"], BASE_MS["backward"]))
+    loop.optimizer = Adder(loop.model.parameters(), clock, 0.0)
     phases_ms = dict.fromkeys((*BASE_MS, place), 0.0)
     steps_ms = []
 
     def work(i: int, name: str) -> None:
-        ms = BASE_MS.get(name, 0.0) + (extra(i) if name == place else 0.0)
-        clock.host_work(ms)
+        clock.host_work(BASE_MS.get(name, 0.0) + (extra(i) if name == place else 0.0))
 
     def loader() -> Iterator[Tensor]:
         for i in range(n):
             work(i, "data")
             yield torch.ones(4, 2)
 
-    with GPUPhaseHooks(model, optimizer, _clock=clock, warmup_steps=WARMUP, **options) as timer:
+    with hooks(loop, warmup_steps=WARMUP, **options) as timer:
         for i, x in enumerate(timer.steps(loader())):
             work(i, "other")
-            model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            loop.model(x).sum().backward()
+            loop.update()
             if place not in BASE_MS:
                 with phase(place):
                     work(i, place)
@@ -102,10 +97,6 @@ def train(n: int, place: str = "data", extra: Extra = lambda i: 0.0, **options: 
 
 def every(period: int, ms: float, offset: int = 0) -> Extra:
     return lambda i: ms if (i + offset) % period == 0 else 0.0
-
-
-def once(ms: float, at: int) -> Extra:
-    return lambda i: ms if i == at else 0.0
 
 
 CASES: dict[str, tuple[int, str, Extra]] = {
@@ -158,11 +149,10 @@ def test_percentiles_are_those_of_all_steps() -> None:
 
 def test_single_long_step_that_was_not_timed_is_reported() -> None:
     # Once, long after the first steps: no block can be there but by chance.
-    found = [train(2000, "data", once(400.0, at)) for at in (1203, 1437, 1666)]
-    silent = [run for run in found if run.timer.summary().not_sampled_steps]
-    assert silent
-    for run in silent:
-        summary = run.timer.summary()
+    runs = [train(2000, "data", every(10**4, 400.0, 10**4 - at)) for at in (1203, 1437, 1666)]
+    reported = [(run, run.timer.summary()) for run in runs if run.timer.summary().not_sampled_steps]
+    assert reported
+    for run, summary in reported:
         assert summary.not_sampled_steps == 1
         assert summary.not_sampled_share == pytest.approx(400.8 / sum(run.steps_ms), rel=0.03)
         assert summary.step.mean_ms == pytest.approx(run.mean_ms, rel=0.02)
@@ -195,18 +185,11 @@ def test_pauses_between_untimed_steps_are_in_no_step() -> None:
 @pytest.mark.parametrize("every_n_steps", [7, 10, 50])
 def test_logs_are_those_of_all_steps_under_the_numbers_that_are_due(every_n_steps: int) -> None:
     logger = Logger()
-    trained = train(
-        1000,
-        "data",
-        every(10, 20.0),
-        every_n_steps=every_n_steps,
-        logger=logger,
-        log_every_n_steps=20,
-    )
+    options = {"every_n_steps": every_n_steps, "logger": logger, "log_every_n_steps": 20}
+    trained = train(1000, "data", every(10, 20.0), **options)
     # Not before a step was timed.
-    due = [
-        number for number in range(19, 1000, 20) if number >= timed_indices(every_n_steps, 50)[0]
-    ]
+    first = timed_indices(every_n_steps, 50)[0]
+    due = [number for number in range(19, 1000, 20) if number >= first]
     assert [step for step, _ in logger.calls] == due
     # The keys of a CSV file are those of its first row.
     assert len({frozenset(metrics) for _, metrics in logger.calls}) == 1
