@@ -10,12 +10,11 @@ import pytest
 import simulated_runs
 import torch
 from fake_gpu import FakeGPU
-from fake_lightning import Model, fit
-from fake_loop import Loop, hooks
+from fake_lightning import Model, fit, timer_of
+from fake_loop import Logger, Loop, hooks
 from simulated_runs import PLANTED, STEADY
 
 import lightning_gputime
-from lightning_gputime import GPUPhaseTimer
 from lightning_gputime._measurement.changes import Slowdown, StepSeries
 
 # AR(0.9) noise of 10 % drifts by 20 % within a short run.
@@ -217,9 +216,9 @@ class Grows(Model):
 
 
 def test_fit_reports_the_epoch_of_a_slowdown(gpu: FakeGPU, tmp_path: Path) -> None:
-    notified = list[Slowdown]()
+    notified: list[Slowdown] = []
     observer = SimpleNamespace(on_slowdown=notified.append)
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, every_n_steps=1, observers=[observer])
+    timer = timer_of(gpu, every_n_steps=1, observers=[observer], warmup_steps=5)
     fit(gpu, Grows(gpu), 150, timer=timer, max_epochs=11)
     found = timer.summary().slowdown
     assert found is not None
@@ -252,10 +251,14 @@ def test_planted_slowdowns_are_found(name: str) -> None:
             assert checked["size"] >= 90, checked
 
 
-def fetched(gpu: FakeGPU, fetch_ms: Callable[[int], float], n: int) -> Iterator[torch.Tensor]:
-    for number in range(n):
-        gpu.host_work(fetch_ms(number))
-        yield torch.ones(1, 2)
+def train(loop: Loop, data: Any, forward_ms: Callable[[int], float], **options: Any) -> Any:
+    """Train with another phase named `forward`, which takes the device so long."""
+    with hooks(loop, every_n_steps=1, **options) as timer:
+        for number, x in enumerate(timer.steps(data)):
+            with timer.phase("forward"):
+                loop.gpu.work(forward_ms(number))
+            loop.train(x)
+    return timer
 
 
 @pytest.mark.parametrize(
@@ -283,11 +286,12 @@ def test_loop_reports_its_slowdown(
     text: str,
     tmp_path: Path,
 ) -> None:
-    with hooks(loop, every_n_steps=1) as timer:
-        for number, x in enumerate(timer.steps(fetched(loop.gpu, fetch_ms, 1400))):
-            with timer.phase("forward"):
-                loop.gpu.work(forward_ms(number))
-            loop.train(x)
+    def fetch() -> Iterator[torch.Tensor]:
+        for number in range(1400):
+            loop.gpu.host_work(fetch_ms(number))
+            yield torch.ones(1, 2)
+
+    timer = train(loop, fetch(), forward_ms)
     summary = timer.summary()
     assert str(summary.slowdown or "") == text
     if text:
@@ -298,18 +302,13 @@ def test_loop_reports_its_slowdown(
 
 
 def test_slowdown_is_logged_and_notified_once(loop: Loop) -> None:
-    notified = list[Slowdown]()
-    rows = list[dict[str, float]]()
-    observer = SimpleNamespace(on_slowdown=notified.append)
-    logger = SimpleNamespace(log_metrics=lambda metrics, step: rows.append(metrics))
+    notified: list[Slowdown] = []
+    observer, logger = SimpleNamespace(on_slowdown=notified.append), Logger()
     options = {"logger": logger, "log": ["default", "slow"], "log_every_n_steps": 500}
-    with hooks(loop, every_n_steps=1, observers=[observer], **options) as timer:
-        for number, x in enumerate(timer.steps(loop.batches(4000))):
-            with timer.phase("forward"):
-                loop.gpu.work(8.0 if number >= 2500 else 4.0)
-            loop.train(x)
+    options |= {"observers": [observer]}
+    train(loop, loop.batches(4000), lambda i: 8.0 if i >= 2500 else 4.0, **options)
     [slowdown] = notified
     assert (slowdown.kind, slowdown.since_step, slowdown.phase) == ("jump", 2500, "forward")
-    logged = [row.get("phase_time/lasting_change_ms") for row in rows]
+    logged = [metrics.get("phase_time/lasting_change_ms") for _, metrics in logger.calls]
     assert logged[:5] == [None] * 5
     assert logged[-1] == pytest.approx(4.0, rel=0.01)
