@@ -14,32 +14,17 @@ SEEDS = range(150)
 """Seeds of the sequences of each kind. A failed test names the seeds that break it: `Played(KIND,
 SEED).calls` shows the operations."""
 
-LABELS = [
-    "data",
-    "forward",
-    "<after forward>",
-    "backward",
-    "<after backward>",
-    "optimizer",
-    "<after update>",
-    "other",
-]
+LABELS = ["data", "forward", "backward", "optimizer", "other"]
+LABELS += ["<after forward>", "<after backward>", "<after update>"]
 
 LOOP = ["mark"] * 12 + ["end_step"] * 4 + ["work"] * 8
-TURNS = ["enter_phase", "leave_phase", "pause", "resume", "drain", "begin", "stop"]
+CALLS = [*LOOP, "enter_phase", "leave_phase", "pause", "resume", "drain", "begin", "stop"]
+MORE = ["flush", "end_untimed", "mark_instead"]
 KINDS = {
     "a loop": LOOP,
-    "all without graphs": [
-        *LOOP,
-        *TURNS,
-        "flush",
-        "end_untimed",
-        "fill",
-        "mark_instead",
-        "mark_in_backward",
-    ],
-    "graphs": [*LOOP, *TURNS, "begin_or_end_capture", "replay"],
-    "a device that fails": [*LOOP, *TURNS, "flush", "end_untimed", "mark_instead", "fail"],
+    "all without graphs": [*CALLS, *MORE, "start_probe", "mark_in_backward"],
+    "graphs": [*CALLS, "begin_or_end_capture", "replay"],
+    "a device that fails": [*CALLS, *MORE, "fail"],
 }
 """Operations that a sequence of each kind is drawn from, repeated by their weight."""
 
@@ -56,14 +41,14 @@ error, or a mark while a graph is captured, loses the step."""
 
 def is_in(recorder: Recorder, state: str) -> bool:
     """Return whether a recorder is in a state, and its label and thread agree with it."""
-    if state == "IDLE":
-        shows = recorder.threads.timed == -1 and recorder.label is None
-    elif state == "OPEN":
-        shows = recorder.threads.timed != -1 and recorder.label not in (None, EXCLUDED)
-    else:
-        label = EXCLUDED if state == "PAUSED" else None
-        shows = recorder.threads.timed != -1 and recorder.label == label
-    return shows and recorder.state.name == state
+    is_timed, label = recorder.threads.timed != -1, recorder.label
+    agrees = {
+        "IDLE": not is_timed and label is None,
+        "OPEN": is_timed and label not in (None, EXCLUDED),
+        "PAUSED": is_timed and label == EXCLUDED,
+        "LOST": is_timed and label is None,
+    }
+    return recorder.state.name == state and agrees[state]
 
 
 class FailingGPU(FakeGPU):
@@ -157,16 +142,14 @@ class Played:
 
     def end_step(self) -> None:
         self.recorder.end_step(
-            self.number,
-            skipped_update=self.random.random() < 0.1,
-            read=self.random.random() < 0.1,
+            self.number, skipped_update=self.random.random() < 0.1, read=self.random.random() < 0.1
         )
         self.number += 1
 
     def end_untimed(self) -> None:
         self.recorder.pending.end_untimed(read=self.random.random() < 0.3)
 
-    def fill(self) -> None:
+    def start_probe(self) -> None:
         self.recorder.start_probe(lambda: self.gpu.spin(3_000_000))
 
     def begin_or_end_capture(self) -> None:
