@@ -27,6 +27,35 @@ class Recorded(Recorder):
         self.gpu.work(backward_ms, host_ms=1.0)
         self.end_step(number)
 
+    def play(self, script: str) -> None:
+        """Call the methods in a script, separated by semicolons.
+
+        A number is work on the GPU (in ms), `wait` a wait of 3 ms for other ranks, and `end` the
+        end of a step. The rest are methods with their arguments.
+        """
+        for number, call in enumerate(part.strip() for part in script.split(";")):
+            name, _, text = call.partition(" ")
+            arguments = [word for word in text.split(", ") if word]
+            if name == "end":
+                self.end_step(number)
+            elif name == "probe":
+                self.start_probe(lambda: self.gpu.spin(1_000_000))
+            elif name[0].isdigit():
+                self.gpu.work(float(name))
+            elif name == "wait":
+                has_begun = begin_wait(self, "<waits>")
+                self.gpu.work(3.0)
+                if has_begun:
+                    end_wait(self)
+            elif name == "wait_begins":
+                begin_wait(self, *arguments)
+            elif name == "wait_ends":
+                end_wait(self)
+            else:
+                owners = [self, self.open, self.named, self.pending]
+                method = next(getattr(owner, name) for owner in owners if hasattr(owner, name))
+                method(*arguments)
+
     @property
     def emitted(self) -> list[StepTimes]:
         return [record.times() for record in self.records]
@@ -58,37 +87,6 @@ def in_thread(call: Callable[[], object]) -> None:
 @pytest.fixture
 def run(gpu: FakeGPU) -> Recorded:
     return Recorded(gpu)
-
-
-def play(run: Recorded, script: str) -> list[dict[str, float]]:
-    """Call methods of the recorder, and return the phases of each step.
-
-    A number in the script is work on the GPU (in ms), `wait` a wait of 3 ms for other ranks, and
-    `end` the end of a step. The rest are methods with their arguments.
-    """
-    for number, call in enumerate(part.strip() for part in script.split(";")):
-        name, _, text = call.partition(" ")
-        arguments = [word for word in text.split(", ") if word]
-        if name == "end":
-            run.end_step(number)
-        elif name == "probe":
-            run.start_probe(lambda: run.gpu.spin(1_000_000))
-        elif name[0].isdigit():
-            run.gpu.work(float(name))
-        elif name == "wait":
-            if begin_wait(run, "<waits>"):
-                run.gpu.work(3.0)
-                end_wait(run)
-            else:
-                run.gpu.work(3.0)
-        elif name == "wait_begins":
-            begin_wait(run, *arguments)
-        elif name == "wait_ends":
-            end_wait(run)
-        else:
-            owners = [run, run.open, run.named, run.pending]
-            next(getattr(owner, name) for owner in owners if hasattr(owner, name))(*arguments)
-    return run.phases()
 
 
 SAVES = "callbacks/Saves.on_train_batch_end"
@@ -218,7 +216,8 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
 
 @pytest.mark.parametrize(("script", "phases"), SCRIPTS.values(), ids=SCRIPTS)
 def test_phases_of_marks(run: Recorded, script: str, phases: list[dict[str, float]]) -> None:
-    assert play(run, script) == phases
+    run.play(script)
+    assert run.phases() == phases
     assert run.gpu.spins == []
 
 
@@ -247,11 +246,7 @@ def test_host_waits_once_a_step_for_the_oldest_step(gpu: FakeGPU, run: Recorded)
 
 def test_host_wait_is_divided_by_the_untimed_steps(gpu: FakeGPU) -> None:
     run = Recorded(gpu, lag=0)
-    run.pending.end_untimed()
-    run.pending.end_untimed()
-    for number in range(2):
-        gpu.work(9.0)
-        run.end_step(number)
+    run.play("end_untimed; end_untimed; 9; end; 9; end")
     assert [times.host_wait_ms for times in run.emitted] == [3.0, 9.0]
 
 
@@ -265,18 +260,17 @@ def test_probed_step_is_read_at_its_end_with_all_before(gpu: FakeGPU) -> None:
     assert run.numbers() == [0, 1]
 
 
-def test_step_that_is_dropped_leaves_the_pending_ones_their_ends(gpu: FakeGPU) -> None:
+def test_dropped_step_does_not_change_pending_steps(gpu: FakeGPU) -> None:
     run = Recorded(gpu, lag=3)
     run.step(0)
     run.step(1)
-    gpu.work(50.0)
-    run.begin()
+    run.play("50; begin")
     run.step(2)
     run.pending.flush()
     assert [times.step_ms for times in run.emitted] == [11.0, 10.0, 10.0]
 
 
-def test_step_that_ends_while_paused_has_no_times_and_counts_for_the_lag(
+def test_step_that_ends_during_a_pause_has_no_times_and_counts_for_the_lag(
     gpu: FakeGPU, run: Recorded
 ) -> None:
     run.step(0)
@@ -296,10 +290,7 @@ def test_step_with_a_capture_is_left_out(
     for number in (1, 2):
         run.mark("forward")
         gpu.capturing = True
-        run.mark("backward")
-        run.end_step(99)
-        run.pending.flush()
-        run.pending.drain()
+        run.play("mark backward; end; flush; drain")
         gpu.capturing = False
         run.end_step(number)
     run.step(3)
@@ -311,10 +302,8 @@ def test_step_with_a_capture_is_left_out(
 
 
 def test_mark_on_a_lagging_stream_delays_the_step(gpu: FakeGPU, run: Recorded) -> None:
-    run.mark("forward")
-    gpu.work(50.0)
-    run.mark("backward")
-    gpu.free_at = gpu.now  # the rest of the step runs on another stream, which is idle
+    run.play("mark forward; 50; mark backward")
+    gpu.free_at = gpu.now  # The rest of the step runs on another stream, which is idle.
     gpu.host_work(10.0)
     run.end_step(0)
     run.pending.drain()
@@ -366,9 +355,8 @@ def test_error_at_a_step_end_loses_pending_steps_only(
     assert run.numbers() == [0, 4]
     # The device waits for the first launch of all, 1 ms.
     assert [times.step_ms for times in run.emitted] == [11.0, 10.0]
-    assert [record.message for record in caplog.records] == [
-        "Skipped a step that could not be timed: ZeroDivisionError('division by zero')"
-    ]
+    error = "ZeroDivisionError('division by zero')"
+    assert caplog.messages == [f"Skipped a step that could not be timed: {error}"]
 
 
 def test_error_of_a_consumer_does_not_reach_the_loop(
@@ -395,14 +383,8 @@ def test_failed_mark_stops_recording_until_the_step_ends(
         run.mark("forward")
     assert run.label is None
     created = gpu.created
-    run.mark("backward")
-    run.mark_instead("backward", "loss")
-    run.mark_in_backward("backward/comm")
-    run.enter_phase("augment")
-    run.leave_phase("augment")
-    run.pause()
-    run.resume()
-    run.start_probe(lambda: gpu.spin(1))
+    run.play("mark backward; mark_instead backward, loss; mark_in_backward backward/comm")
+    run.play("enter_phase augment; leave_phase augment; pause; resume; probe")
     assert run.label is None
     assert gpu.created == created
     assert gpu.spins == []
@@ -414,16 +396,8 @@ def test_failed_mark_stops_recording_until_the_step_ends(
 
 def test_annotator_gets_every_label_and_none_between_timed_steps(gpu: FakeGPU) -> None:
     run = Annotated(gpu)
-    run.mark("backward")
-    run.mark_in_backward("backward/comm")
-    run.mark("forward")
-    run.pause()
-    run.resume("other")
-    run.start_probe(lambda: run.gpu.spin(1))
-    run.pause()
-    run.end_step(0)
-    run.stop()
-    run.stop()
+    run.play("mark backward; mark_in_backward backward/comm; mark forward; pause; resume other")
+    run.play("probe; pause; end; stop; stop")
     paused, filled = ["forward", None, "other"], [None, "other"]
     assert run.labels == ["data", "backward", *paused, *filled, None, "data", None]
 
@@ -442,9 +416,8 @@ def test_failing_annotator_is_reported_once_and_dropped(
     run.pause()
     assert run.phases() == [{"data": 0.0, "forward": 5.0, "backward": 6.0}]
     assert labels == ["data"]
-    assert [record.message for record in caplog.records] == [
-        "Phases are no longer shown in other profilers: RuntimeError('no profiler')"
-    ]
+    text = "Phases are no longer shown in other profilers: RuntimeError('no profiler')"
+    assert caplog.messages == [text]
 
 
 def test_emitted_step_has_every_field(gpu: FakeGPU) -> None:
@@ -508,13 +481,9 @@ def test_wait_that_did_not_block_does_not_align_the_clocks(
 ) -> None:
     run = Recorded(gpu, lag=0)
     gpu.host_work(1.0)
-    run.begin()
-    gpu.work(wait_ms)
-    run.end_step(0)
-    [times] = run.emitted
-    assert times.host_wait_ms == wait_ms
-    assert times.timeline is not None
-    assert times.timeline.finished_ns == finished_ns
+    run.play(f"begin; {wait_ms}; end")
+    [record] = run.records
+    assert (record.wait_ms, record.finished_ns) == (wait_ms, finished_ns)
 
 
 @pytest.mark.parametrize("after_fetch", [True, False])
@@ -522,22 +491,14 @@ def test_evaluation_found_late_pauses_the_step_from_its_first_mark(
     gpu: FakeGPU, after_fetch: bool
 ) -> None:
     run = Annotated(gpu)
-    gpu.work(1.0)
-    if not after_fetch:
-        run.mark("forward")
-        gpu.work(4.0)
-    run.mark("<evaluation>")
-    gpu.work(16.0)
-    run.pause(since="<evaluation>")
+    run.play("1" if after_fetch else "1; mark forward; 4")
+    run.play("mark <evaluation>; 16; pause <evaluation>")
     assert (run.state.name, run.label) == ("PAUSED", EXCLUDED)
     assert run.labels[-1] is None
-    run.mark("loss")
-    gpu.work(32.0)
+    run.play("mark loss; 32")
     in_thread(lambda: run.resume("other"))
     assert run.state.name == "PAUSED"
-    run.resume("other")
-    gpu.work(0.5)
-    run.end_step(0)
+    run.play("resume other; 0.5; end")
     # A fetch right before the evaluation belongs to it.
     before = {} if after_fetch else {"data": 1.0, "forward": 4.0}
     assert run.phases() == [{**before, "other": 0.5}]
@@ -548,13 +509,7 @@ def test_step_that_is_left_during_a_pause_ends_at_its_update(
     gpu: FakeGPU, lag: int, read: int
 ) -> None:
     run = Recorded(gpu, lag=lag)
-    run.start_probe(lambda: gpu.spin(1))
-    run.mark("forward")
-    gpu.work(4.0)
-    run.mark("<after update>")
-    run.mark("other")
-    gpu.work(16.0)
-    run.pause()
+    run.play("probe; mark forward; 4; mark <after update>; mark other; 16; pause")
     ended: list[bool] = []
     in_thread(lambda: ended.append(run.end_at("<after update>", 0)))
     ended.append(run.end_at("<after update>", 0))
@@ -600,13 +555,11 @@ def test_forked_process_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
 
 def test_named_pause_has_no_label_and_belongs_to_its_thread(gpu: FakeGPU) -> None:
     run = Annotated(gpu)
-    run.mark("forward")
-    run.enter_phase(EXCLUDED)
+    run.play(f"mark forward; enter_phase {EXCLUDED}")
     assert run.labels == ["data", "forward", None]
     in_thread(lambda: run.leave_phase(EXCLUDED))
     assert run.label == EXCLUDED
-    run.leave_phase(EXCLUDED)
-    run.leave_phase(EXCLUDED)
+    run.play(f"leave_phase {EXCLUDED}; leave_phase {EXCLUDED}")
     assert (run.state.name, run.label) == ("OPEN", "forward")
 
 
