@@ -382,19 +382,15 @@ def test_run_is_saved_after_each_epoch(gpu: FakeGPU, path: Path) -> None:
 _KILLED = """
 import os, signal, sys
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_gputime import GPUPhaseTimer
 
-class Model(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(4, 1)
+class Model(BoringModel):
     def training_step(self, batch, batch_idx):
         if self.trainer.global_step == 25:
             os.kill(os.getpid(), getattr(signal, name))
-        return self.net(batch).mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters())
+        return super().training_step(batch, batch_idx)
 
 # A forked process for each, which shares the imports.
 for name in sys.argv[1:]:
@@ -405,7 +401,7 @@ else:
     sys.exit()
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
 timer = GPUPhaseTimer(save_path=f"{name}.json.gz")
-Trainer(max_epochs=4, callbacks=[timer], **quiet).fit(Model(), torch.zeros(10, 2, 4))
+Trainer(max_epochs=4, callbacks=[timer], **quiet).fit(Model(), torch.zeros(10, 2, 32))
 """
 
 
