@@ -21,13 +21,19 @@ from lightning_gputime._measurement.changes import Slowdown, StepSeries
 ACCEPTED = [name for name in STEADY if name != "AR(0.9) noise of 10 %"]
 
 
-def find(steps_ms: Any, phases_ms: Mapping[str, float] | None = None) -> Slowdown | None:
-    """Return the slowdown in a run with these mean step times in windows of 50 steps."""
+def windows(steps_ms: Any, phases_ms: Mapping[str, float] | None = None) -> StepSeries:
+    """Return a run with these mean step times in windows of 50 steps."""
     series = StepSeries()
     for window, step_ms in enumerate(steps_ms):
         phases = {"forward": step_ms - 1.0, "data": 1.0} if phases_ms is None else phases_ms
         series.add(50 * window + 49, 50, 50 * step_ms, phases)
-    return series.find()
+    return series
+
+
+def found_in(series: StepSeries) -> Slowdown:
+    found = series.find()
+    assert found is not None
+    return found
 
 
 def level(before: float, after: float, at: int, n: int = 40) -> Any:
@@ -59,8 +65,7 @@ def ramp(n: int, start: float, full: float, size: float) -> Any:
 def test_slowdown_has_its_kind_start_and_size(
     steps_ms: Any, kind: str, since_step: int, change: float
 ) -> None:
-    found = find(steps_ms)
-    assert found is not None
+    found = found_in(windows(steps_ms))
     assert (found.kind, found.since_step, found.phase) == (kind, since_step, "forward")
     assert found.before_ms == pytest.approx(10.0, rel=0.01)
     assert found.change == pytest.approx(change, abs=max(found.error, 1e-6))
@@ -80,15 +85,14 @@ def test_slowdown_has_its_kind_start_and_size(
     ],
 )
 def test_no_slowdown_without_a_large_and_lasting_change(steps_ms: Any) -> None:
-    assert find(steps_ms) is None
+    assert windows(steps_ms).find() is None
 
 
 @pytest.mark.parametrize(("start", "end"), [(20, 28), (16, 30), (25, 32)])
 @pytest.mark.parametrize("change", [0.125, -0.25])
 def test_stretch_has_a_start_and_an_end(start: int, end: int, change: float) -> None:
-    windows = np.arange(40)
-    found = find(np.where((windows >= start) & (windows < end), 10.0 * (1.0 + change), 10.0))
-    assert found is not None
+    is_changed = (np.arange(40) >= start) & (np.arange(40) < end)
+    found = found_in(windows(np.where(is_changed, 10.0 * (1.0 + change), 10.0)))
     assert (found.kind, found.since_step, found.until_step) == ("stretch", 50 * start, 50 * end)
     assert found.change == pytest.approx(change)
     assert found.lost_share == pytest.approx(
@@ -97,8 +101,7 @@ def test_stretch_has_a_start_and_an_end(start: int, end: int, change: float) -> 
 
 
 def test_lost_share_is_relative_to_the_time_of_all_steps() -> None:
-    found = find([90.0, *level(10.0, 20.0, 10, n=31)])
-    assert found is not None
+    found = found_in(windows([90.0, *level(10.0, 20.0, 10, n=31)]))
     assert found.since_step == 550
     assert found.before_ms == pytest.approx(10.0)
     assert found.lost_share == pytest.approx(210.0 / 610.0)
@@ -112,8 +115,7 @@ def test_phase_is_the_smallest_part_that_grew() -> None:
         phases = {"data": 2.0 + 3.0 * grown, **data, "forward": 5.0 - grown}
         # Some windows have no timed step.
         series.add(50 * window + 49, 50, 350.0 + 100.0 * grown, phases if window % 3 else {})
-    found = series.find()
-    assert found is not None
+    found = found_in(series)
     assert (found.since_step, found.phase) == (1000, "data/fetch")
     assert (found.before_ms, found.phase_change_ms) == pytest.approx((7.0, 2.5))
     assert str(found) == (
@@ -124,8 +126,7 @@ def test_phase_is_the_smallest_part_that_grew() -> None:
 
 @pytest.mark.parametrize("phases_ms", [{}, {"forward": 5.0}])
 def test_no_phase_is_named_without_a_phase_that_grew(phases_ms: Mapping[str, float]) -> None:
-    found = find(level(10.0, 13.3, 20), phases_ms)
-    assert found is not None
+    found = found_in(windows(level(10.0, 13.3, 20), phases_ms))
     assert (found.phase, found.phase_change_ms) == ("", 0.0)
     assert str(found).endswith("since step 1,000")
 
@@ -137,8 +138,7 @@ def test_long_run_takes_no_more_memory() -> None:
         series.add(first + 24, 25, 25 * step_ms, {"forward": step_ms})
         sizes.append(len(series._windows))
     assert max(sizes) == 256
-    found = series.find()
-    assert found is not None
+    found = found_in(series)
     assert found.change == pytest.approx(0.2, rel=1e-2)
     assert found.phase_change_ms == pytest.approx(20.0, rel=1e-2)
     assert found.since_step == pytest.approx(600_000, abs=8000)
@@ -149,8 +149,7 @@ def test_short_windows_are_joined() -> None:
     for number in range(1000):
         series.add(number, 1, 10.0 if number < 500 else 15.0, {"forward": 10.0})
     assert len(series._windows) == 40
-    found = series.find()
-    assert found is not None
+    found = found_in(series)
     assert found.since_step == 500
     assert found.change == pytest.approx(0.5)
 
@@ -171,8 +170,7 @@ def test_slowdown_has_its_epoch(length: int) -> None:
             epoch += 1
         series.add(first + 24, 25, 2500.0 if first < 60_000 else 3000.0, {})
         sizes.append(len(series._later_epochs))
-    found = series.find()
-    assert found is not None
+    found = found_in(series)
     assert found.since_step == pytest.approx(60_000, abs=1000)
     assert found.since_epoch == found.since_step // length
     assert max(sizes) <= 1
