@@ -294,15 +294,14 @@ def test_flops_are_per_item(
 
 @pytest.mark.usefixtures("h200")
 def test_steps_with_unknown_items_are_left_out(gpu: FakeGPU) -> None:
-    # The third takes longer, and has two sizes: either could be the number of items.
-    batches = [torch.ones(8, 64), torch.ones(8, 64), (torch.ones(8, 64), torch.ones(3, 64))]
-
     class Either(Net):
         def forward(self, batch: Any) -> Tensor:
             is_long = isinstance(batch, tuple)
             self.gpu.work(6.0 * is_long)
             return super().forward(batch[0] if is_long else batch)
 
+    # The third takes longer, and has two sizes: either could be the number of items.
+    batches = [torch.ones(8, 64), torch.ones(8, 64), (torch.ones(8, 64), torch.ones(3, 64))]
     summary = learn(Either(gpu), batches, gpu, flops=(1e6, 2e6)).summary()
     assert summary.steps == 3
     assert summary.items_per_sec == pytest.approx(8 / 6e-3)
