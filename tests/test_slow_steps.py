@@ -283,10 +283,9 @@ def test_window_of_many_slow_steps_keeps_no_more_than_their_sums() -> None:
         causes = (Cause("garbage_collection", 2.0, 2.0, ""),) if number % 2 else ()
         log.add(evidence(SlowStep(number, 20.0, 10.0, "loss", causes, 8.0)), has_baseline=True)
     assert len(log._pending) <= 1_000
-    expected = {"slow_excess": 5.0, "slow/garbage_collection": 0.5}
-    assert log.metrics(4_999, 10_000, keep=True) == expected
-    assert log.metrics(4_999, 10_000) == expected
-    assert log.metrics(5_000, 10) == {"slow_excess": 0.0, "slow/garbage_collection": 0.0}
+    sums = {"slow_excess": 5.0, "slow/garbage_collection": 0.5}
+    assert log.metrics(4_999, 10_000, keep=True) == log.metrics(4_999, 10_000) == sums
+    assert log.metrics(5_000, 10) == dict.fromkeys(sums, 0.0)
 
 
 def train_on_a_noisy_host(loop: Loop, **options: Any) -> GPUPhaseHooks:
@@ -320,11 +319,10 @@ def test_slow_steps_are_explained_once_and_on_request(
         {"log": ["slow"], "logger": Logger()},
     ],
 )
-def test_slow_steps_are_the_same_whenever_they_are_explained(options: dict[str, Any]) -> None:
+def test_slow_steps_do_not_depend_on_the_time_of_their_explanation(options: dict[str, Any]) -> None:
     lazy = train_on_a_noisy_host(Loop(FakeGPU()))
     at_once = train_on_a_noisy_host(Loop(FakeGPU()), **options)
-    assert at_once._results.slow.is_followed
-    assert not lazy._results.slow.is_followed
+    assert (lazy._results.slow.is_followed, at_once._results.slow.is_followed) == (False, True)
     assert lazy.summary().slow == at_once.summary().slow
     assert lazy.slow_steps(STEPS) == at_once.slow_steps(STEPS)
 
@@ -450,8 +448,7 @@ def test_loader_and_logger_that_raise_are_left_alone(loop: Loop) -> None:
 
     class Strict(Logger):
         def __setattr__(self, name: str, value: Any) -> None:
-            if name == "log_metrics":
-                raise ValueError(name)
+            assert name != "log_metrics"
             super().__setattr__(name, value)
 
     with hooks(loop, logger=Strict()) as timer:
