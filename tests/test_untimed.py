@@ -148,7 +148,7 @@ class Gaps(Model):
         return batch if self.fetched % 8 else None
 
 
-OPTIONS: list[tuple[type[Model], dict[str, Any], list[pl.Callback]]] = [
+RUNS: list[tuple[type[Model], dict[str, Any], list[pl.Callback]]] = [
     (Model, {}, []),
     (Model, {"max_epochs": 3}, [Samples()]),
     (Model, {"max_epochs": 3, "accumulate_grad_batches": 2}, []),
@@ -163,7 +163,7 @@ OPTIONS: list[tuple[type[Model], dict[str, Any], list[pl.Callback]]] = [
 
 
 @pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
-@pytest.mark.parametrize(("kind", "options", "callbacks"), OPTIONS)
+@pytest.mark.parametrize(("kind", "options", "callbacks"), RUNS)
 def test_detaching_between_timed_steps_changes_no_result(
     kind: type[Model], options: Any, callbacks: list[pl.Callback], monkeypatch: pytest.MonkeyPatch
 ) -> None:
