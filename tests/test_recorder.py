@@ -319,6 +319,10 @@ def test_drain_reads_what_is_finished_and_does_not_wait(gpu: FakeGPU, run: Recor
     run.pending.drain()
     assert run.numbers() == [0]
     assert gpu.waits == []
+    # The next mark reuses an event of the step that was read.
+    created = gpu.created
+    run.mark("forward")
+    assert (run.label, gpu.created) == ("forward", created)
 
 
 @pytest.mark.parametrize("end", ["end_step", "end_untimed"])
