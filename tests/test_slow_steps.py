@@ -288,6 +288,15 @@ def test_window_of_many_slow_steps_keeps_no_more_than_their_sums() -> None:
     assert log.metrics(5_000, 10) == dict.fromkeys(sums, 0.0)
 
 
+def test_late_slow_steps_count_only_in_later_logs() -> None:
+    log = SlowLog()
+    log.follow()
+    log.metrics(9, 10)
+    late = [SlowStep(number, 20.0, 10.0, "loss", (), 10.0) for number in (5, 9, 12)]
+    log.add(evidence(*late), has_baseline=True)
+    assert log.metrics(19, 10)["slow_excess"] == 1.0
+
+
 def train_on_a_noisy_host(loop: Loop, **options: Any) -> GPUPhaseHooks:
     """Train with a collection in each fourth step, of up to 3 lengths."""
     return train(loop, collections(loop, {n: 40.0 + n % 3 for n in range(3, STEPS, 4)}), **options)
