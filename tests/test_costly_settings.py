@@ -282,7 +282,11 @@ def test_lightning_reports_a_log_of_each_step(
 ) -> None:
     slow = LambdaCallback(on_train_batch_end=lambda *_: gpu.host_work(callback_ms))
     logger = MemoryLogger() if logs else False
-    options: dict[str, Any] = {"log_every_n_steps": every_n_steps, "logger": logger, "callbacks": [slow]}
+    options: dict[str, Any] = {
+        "log_every_n_steps": every_n_steps,
+        "logger": logger,
+        "callbacks": [slow],
+    }
     assert names_in(fit(gpu, Model(gpu), 6, **options).summary()) == names
 
 

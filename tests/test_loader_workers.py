@@ -177,7 +177,7 @@ NO_CORE = "workers wait 70 % of their time for one of 4 CPU cores"
 STARTS = "set persistent_workers=True: the first batch of a worker takes 1 s, 4 times"
 COLLATING = replace(WORKER, dataset_ms=2.0, collate_ms=18.0)
 IDLE = replace(WORKER, wait_ms=80.0)
-LONG = {"long_batches": 2, "long_share": 0.4, "slowest_ms": 2000.0, "slowest_index": 18_211}
+LONG_BATCHES = {"long_batches": 2, "long_share": 0.4, "slowest_ms": 2000.0, "slowest_index": 18_211}
 NEW = WorkerTimes(0, 0.0, 0.0, 0.0)  # Has made no batch yet.
 READS = replace(WORKER, dataset_ms=58.0)
 
@@ -192,7 +192,7 @@ READS = replace(WORKER, dataset_ms=58.0)
         ({"workers": (COLLATING,) * 2, "cpu_share": 1.0}, 2, [FASTER.format("pad", 2)]),
         ({"workers": (WORKER, READS, WORKER)}, 16, [SLOW_WORKER]),
         ({"workers": (NEW, READS, WORKER)}, 16, [SLOW_WORKER]),
-        (LONG, 16, [RARE]),
+        (LONG_BATCHES, 16, [RARE]),
         ({"workers": (IDLE,) * 2}, 16, [f"{SMALLER}{RECEIVE}"]),
         ({"workers": (IDLE,) * 2, "pin_ms": 9.0}, 16, [f"set pin_memory=False, or {SMALLER}{PIN}"]),
         ({"pin_ms": 3.0}, 16, [KEEP_UP]),

@@ -444,7 +444,7 @@ def test_saving_at_the_end_of_epochs_takes_little_of_the_time(
 def test_epochs_without_save_path_read_no_clock(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Tests of users may replace the clock by one that counts its calls.
+    # Users' tests may replace the clock with a counter.
     clock = Mock(return_value=0.0)
     monkeypatch.setattr("time.perf_counter", clock)
     fit(gpu, Model(gpu), 1, max_epochs=2)
