@@ -179,7 +179,10 @@ def main(directory: str = "pictures") -> None:
         measure(str(folder))
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        print(f"{folder} has the run. Its pictures need Chromium: start this again where it is.")
+        print(
+            f"{folder} has the run. Its pictures need Chromium:"
+            " run this again on a machine that has it."
+        )
         return
 
     for name, columns in TERMINALS.items():

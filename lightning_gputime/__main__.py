@@ -34,7 +34,7 @@ timer.save("run.json.gz"), or under Lightning by GPUPhaseTimer(save_path="run.js
   python -m lightning_gputime bench "train.py" "train.py --new"
   python -m lightning_gputime report run.json.gz -o report.html
 """
-_SHOW = "Print the table of a run again."
+_SHOW = "Print the table of a saved run."
 _COMPARE = """\
 Show whether the step and its phases take longer after a change, and by how much, without the
 warm-up. The times are those of a typical step (the mean over the middle half of the steps), or of
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         # Do not let Python exit with 1: exit codes 1 and 3 are outcomes of a comparison.
         message = " ".join(f"{type(error).__name__}: {error}".split())
-        why = f"the runs cannot be read or compared: {message}"
+        why = f"unexpected error: {message}"
     print(f"{parser.prog}: {why}", file=sys.stderr)
     return FAILED
 
@@ -96,7 +96,7 @@ def _new_parser() -> argparse.ArgumentParser:
     command.add_run_arguments(run)
     run.set_defaults(command=_run)
 
-    printed = new("show", help="print the table of a run again", description=_SHOW)
+    printed = new("show", help="print the table of a saved run", description=_SHOW)
     printed.set_defaults(command=_show)
     printed.add_argument("run", help="the file of a run")
     watch = "print it again whenever the training has rewritten the file, until Ctrl-C"

@@ -330,7 +330,7 @@ def check_name(name: str) -> str:
     """Return `name` if it is a valid phase name; else raise ValueError with the reason."""
     if not isinstance(name, str) or not _is_well_formed(name):
         raise ValueError(
-            f"phase name {name!r} is not usable: pass a non-empty string without '<', '>' or"
+            f"phase name {name!r} is not valid: pass a non-empty string without '<', '>' or"
             " control characters, such as 'augment' or 'forward/body'"
         )
     return name

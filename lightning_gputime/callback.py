@@ -385,7 +385,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     _libraries = ("torch", "lightning")
     _logs_fit = True
-    _USE = "Nothing was trained: pass it to Trainer(callbacks=[...]), and call fit()."
+    _USE = "Nothing was trained: pass the timer to Trainer(callbacks=[...]) and call fit()."
 
     def __init__(
         self,

@@ -53,7 +53,8 @@ AnySession = Session | NullSession
 _NO_STEP = "iterate over steps(loader), or call step() at the end of the loop's body. " + HOMES
 
 _ALTERNATING_THREADS = (
-    "several threads train alternately, and a timer times one thread. Give each thread its timer"
+    "several threads train alternately, but a timer times a single thread. Use a separate timer"
+    " for each thread"
 )
 
 _UNCOUNTED = (
@@ -64,8 +65,8 @@ _UNCOUNTED = (
 _MAX_IDLE = 20  # Number of skipped batches after which a warning is logged.
 _UNSEEN = (
     "%d batches in a row have neither a model call nor an update, and are not in any step. If"
-    " they train in a way without hooks, such as by a graph that was captured before attach(),"
-    " call step() at the end of the body."
+    " they train without calling hooks, such as by a CUDA graph that was captured before attach(),"
+    " call step() at the end of the loop body."
 )
 
 _LEFT_OVER = (

@@ -668,7 +668,7 @@ def test_compare_exits_with_two_for_an_unexpected_error(
 ) -> None:
     monkeypatch.setattr("lightning_gputime.compare", Mock(side_effect=error))
     [line] = command("compare", *files, "--fail-above", "1%", code=2).err.splitlines()
-    assert line.startswith("lightning_gputime: the runs cannot be read or compared: ")
+    assert line.startswith("lightning_gputime: unexpected error: ")
 
 
 @pytest.mark.parametrize("bound", ["two", "-1%", "2%%", "nan", "loss:", ":2%", "loss=2%"])
@@ -797,7 +797,8 @@ def with_wall_clock(evaluation_s: float) -> Run:
     [
         (
             39.0,
-            "time outside of the steps (not tested): 40 s of 60 s (before) and 2 s of 22 s (after)",
+            "time outside of the steps (not tested for significance): 40 s of 60 s (before) and"
+            " 2 s of 22 s (after)",
         ),
         (1.5, ""),
     ],

@@ -87,8 +87,8 @@ def test_option_by_position_raises_with_the_keyword() -> None:
 def test_summary_without_training_names_the_reason(gpu: FakeGPU) -> None:
     timer = GPUPhaseTimer(_clock=gpu)
     message = (
-        "No step was timed. Nothing was trained: pass it to Trainer(callbacks=[...]), and call"
-        " fit()."
+        "No step was timed. Nothing was trained: pass the timer to Trainer(callbacks=[...]) and"
+        " call fit()."
     )
     assert str(timer.summary()) == message
     trainer(timer, limit_train_batches=0).fit(Model(gpu), Loader(gpu, 1))

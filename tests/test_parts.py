@@ -158,7 +158,7 @@ def test_modules_inside_a_compiled_model_are_reported_as_not_timed(
     model: Any = torch.compile(net, backend="eager")
     found = train(gpu, model, ["1"])
     assert [set(step) for step in found] == [{"forward", "backward"}] * 3
-    assert "inside compiled code, and are not timed apart: 1" in caplog.text
+    assert "inside compiled code, so they are not timed separately: 1" in caplog.text
 
 
 # dynamo warns of inputs that are no leaves.

@@ -71,11 +71,11 @@ def test_phases_sort_as_a_step_runs_them() -> None:
     [
         *((name, f"'{name}'") for name in ("", "/", "forward/", "/comm", "a//b", "<x>")),
         *((name, f"'{name}'") for name in ("step", "host_wait", "step/x")),
-        ("a\x85b", "is not usable"),
-        ("a\x9bb", "is not usable"),
-        ("a\u2028b", "is not usable"),
-        ("a\nb", r"'a\\nb' is not usable: .* control characters"),
-        (["a"], r"\['a'\] is not usable"),
+        ("a\x85b", "is not valid"),
+        ("a\x9bb", "is not valid"),
+        ("a\u2028b", "is not valid"),
+        ("a\nb", r"'a\\nb' is not valid: .* control characters"),
+        (["a"], r"\['a'\] is not valid"),
     ],
 )
 def test_unusable_name_is_refused(name: str, message: str) -> None:

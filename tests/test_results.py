@@ -205,7 +205,7 @@ def test_host_wait_inside_the_step_is_sync_bound() -> None:
     host = {"forward": 1.0, "loss": 6.1, "backward": 2.0}
     summary = summarize(raw(0, 0.01, **device)._replace(host_ns=raw(0, **host).host_ns))
     assert summary.verdict == (
-        "sync-bound: the CPU blocks on the GPU in `loss`: the GPU lags the CPU for 6 of"
+        "sync-bound: the CPU blocks on the GPU in `loss`: the GPU lags the CPU by 6 of"
         " 9.1 ms per step"
     )
 

@@ -32,6 +32,7 @@ from lightning_gputime._auto_instrumentation import lightning as auto_lightning
 from lightning_gputime._auto_instrumentation.command import SWITCHES, VALUES
 from lightning_gputime._auto_instrumentation.plain import _models_of
 from lightning_gputime._measurement.culprits import STAGES
+from lightning_gputime._runs.live_file import LiveFile
 from lightning_gputime._session.null import NEVER_ATTACHED
 
 PLAIN = """
@@ -313,13 +314,16 @@ def test_folders_archives_and_pipes_are_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing.py", "there is no script or command 'missing.py'"),
+        ("missing.py", "no such script or command: 'missing.py'"),
         ("plain.sh", "plain.sh is neither a Python script nor executable. Name the program that"),
         ("./no_first_line.sh", "line.sh is neither a Python script nor executable"),
-        ("python -I train.py", "flags -E, -I and -S keep the timer out: leave them out of 'python"),
-        (f"{sys.executable} -uS -m x", "keep the timer out"),
-        ("env -i A=1 python3.12 -Xutf8 -X a -E x.py", "keep the timer out"),
-        ("./isolated --flag", "keep the timer out: leave them out of 'python3 -I "),
+        (
+            "python -I train.py",
+            "flags -E, -I and -S prevent the timer from starting: remove them from 'python",
+        ),
+        (f"{sys.executable} -uS -m x", "prevent the timer from starting"),
+        ("env -i A=1 python3.12 -Xutf8 -X a -E x.py", "prevent the timer from starting"),
+        ("./isolated --flag", "prevent the timer from starting: remove them from 'python3 -I "),
         ("./old/python train.py", "./old/python has no lightning_gputime, so nothing would be"),
         ("./of_old", "/old/python has no lightning_gputime"),
     ],
@@ -503,6 +507,7 @@ def test_file_of_another_process_is_kept(
 ) -> None:
     path, other_path = tmp_path / "run.json.gz", tmp_path / f"run-{os.getpid()}.json.gz"
     timer = Mock(spec=["last_step", "save"], _session=NEVER_ATTACHED, _is_aborted=False)
+    timer._live_file = LiveFile()
     path.write_text("of an earlier run")
     os.utime(path, (1000.0, 1000.0))
     monkeypatch.setattr(adding, "_began", 2000.0)
@@ -511,7 +516,7 @@ def test_file_of_another_process_is_kept(
     os.utime(path, (2000.0, 2000.0))
     adding._end(timer, str(path), prints=False)
     assert timer.save.mock_calls == [call(str(path)), call(str(other_path))]
-    assert f"has saved {path}: this one saves to {other_path}" in caplog.text
+    assert f"has already saved {path}. This process saves to {other_path}" in caplog.text
     monkeypatch.setattr(adding, "_numbers", count(1))
     assert adding.path_to_save({"save_path": str(path)}) == str(other_path)
 
@@ -803,7 +808,12 @@ def test_run_refuses_wrong_options(flags: list[str], message: str, run: Runner) 
 @pytest.mark.parametrize(
     ("flags", "code", "expected", "message"),
     [
-        (["-I"], 2, "", "Python's flags -E, -I and -S keep the timer out: leave them out"),
+        (
+            ["-I"],
+            2,
+            "",
+            "Python's flags -E, -I and -S prevent the timer from starting: remove them",
+        ),
         (["-O", "-X", "utf8", "-Werror::UserWarning"], 0, "1 1 ['error::UserWarning']\n", ""),
     ],
 )

@@ -134,7 +134,7 @@ def test_long_other_next_to_a_short_forward_warns(
             gpu.work(4.0)  # A method of another module, or code of a trainer.
             work(loop.model(x), gpu, loss_ms, 0.25).sum().backward()
             loop.update()
-    start = "`other` takes 4 ms per step, and `forward` little compared with `backward`"
+    start = "`other` takes 4 ms per step, and `forward` is short compared with `backward`"
     assert [message[: len(start)] for message in warnings()] == [start] * (loss_ms < 1)
 
 
@@ -167,7 +167,7 @@ def test_model_called_in_another_thread_warns(loop: Loop, warnings: Warnings) ->
     with hooks(loop) as timer, ThreadPoolExecutor(1) as pool:
         for x in timer.steps(loop.batches(60)):
             pool.submit(loop.train, x).result()
-    assert warnings()[0].startswith("The model is called in another thread than step()")
+    assert warnings()[0].startswith("The model is called in a different thread than step()")
 
 
 @pytest.mark.parametrize("asks", [True, False])
@@ -183,7 +183,7 @@ def test_training_without_an_optimizer_warns_with_the_first_times(
         assert len(warnings()) == 1
     timer.remove()
     [message] = warnings()
-    assert message.endswith("Write GPUPhaseHooks(model, optimizer).")
+    assert message.endswith("Pass the optimizer: GPUPhaseHooks(model, optimizer).")
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -195,7 +195,7 @@ def test_evaluation_with_gradients_warns(loop: Loop, grad: bool, warnings: Warni
             with torch.set_grad_enabled(grad):
                 loop.model(x)
             loop.model.train()
-    start = "The model is also called in eval mode with gradients on, which counts as part"
+    start = "The model is also called in eval mode with gradients enabled, which counts as part"
     assert [message[: len(start)] for message in warnings()] == [start] * grad
     assert timer.summary().rows["forward"].mean_ms == (8.0 if grad else 4.0)
 

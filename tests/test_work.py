@@ -312,7 +312,7 @@ def test_unknown_peak_shows_the_rate_and_the_reason(gpu: FakeGPU) -> None:
     timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu, flops=1e9)
     assert timer.summary().mfu is None
     assert "1.33 TFLOP/s of the model's work" in str(timer.summary())
-    assert "the fp32 peak of a CPU is unknown: there is no MFU" in str(timer.summary())
+    assert "the fp32 peak of a CPU is unknown, so the MFU is unavailable" in str(timer.summary())
 
 
 def precision_in(gpu: FakeGPU, model: nn.Module, call: Callable[[Any], Any]) -> str:
@@ -352,8 +352,12 @@ def test_precision_follows_autocast_inside_the_model(gpu: FakeGPU, wrapped: bool
 @pytest.mark.parametrize(
     ("dtype", "precision", "note"),
     [
-        (torch.bfloat16, "bf16", "the bf16 peak of a CPU is unknown: there is no MFU"),
-        (torch.float32, "", "MFU is unknown: no model call showed its precision"),
+        (torch.bfloat16, "bf16", "the bf16 peak of a CPU is unknown, so the MFU is unavailable"),
+        (
+            torch.float32,
+            "",
+            "MFU is unknown, because the precision of the model could not be detected",
+        ),
     ],
 )
 def test_compiled_training_step_has_the_precision_of_its_parameters(

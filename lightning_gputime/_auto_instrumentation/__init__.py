@@ -58,7 +58,7 @@ def tells_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        tell_once("No timer is added, because this failed: %r", error)
+        tell_once("The timer could not be added: %r. The script runs without it.", error)
 
 
 # Every Trainer and Fabric calls these, with or without `run`, so they import lazily.

@@ -88,7 +88,9 @@ def _unused(path: str) -> str:
     if not os.path.exists(path) or os.path.getmtime(path) < _began:
         return path
     own = _extended(path, os.getpid())
-    tell_once("Another process of this run has saved %s: this one saves to %s", path, own)
+    tell_once(
+        "Another process of this run has already saved %s. This process saves to %s.", path, own
+    )
     return own
 
 
@@ -114,4 +116,4 @@ def _end(timer: Any, path: str | None, prints: bool) -> None:
             if has_failed:
                 messages.warning(_SAVED, path)
     except Exception as error:
-        messages.warning("The table could not be shown, or the run not be saved: %r", error)
+        messages.warning("The table could not be shown, or the run could not be saved: %r", error)

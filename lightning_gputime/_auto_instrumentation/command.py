@@ -196,7 +196,7 @@ def _save_run(command: str, path: Path) -> None:
         # Exit codes 1 and 3 are outcomes of a comparison. Codes above 128 are signals.
         raise SystemExit(code if code > 128 else _FAILED)
     if not path.is_file():
-        raise ValueError(f"`{command}` saved no run: it must train, and end at least two steps")
+        raise ValueError(f"`{command}` saved no run: it must train for at least two steps")
 
 
 def _run_and_save(command: Sequence[str], path: Path) -> int:

@@ -39,12 +39,12 @@ _MICRO_BATCHES = (
 )
 _FOUND_NEXT = "Timing the loop that trains %s, the next of this process."
 _MISSED = (
-    "%d more trainings are not shown: they are too short, or come after many others. Write a"
-    " GPUPhaseHooks to the script."
+    "%d more training loops are not shown, because they are too short or come after many others."
+    " To time them, add GPUPhaseHooks to the script."
 )
 _NO_CALLBACK = (
     "No step is timed: the Trainer of %s did not call the callback that run adds. Pass a"
-    " timer to the Trainer, or install lightning_gputime again."
+    " timer to the Trainer, or reinstall lightning-gputime."
 )
 _MAX_LOOPS = 20
 # Consecutive short loops after which no further loop is timed: finding a model takes 0.1 s.

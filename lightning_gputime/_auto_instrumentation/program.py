@@ -16,8 +16,8 @@ _SUFFIXES = (".py", ".pyw", ".pyc", ".pyz")
 # Flags of Python that take their value from the next argument.
 _WITH_VALUE = "WX"
 
-KEEPS_OUT = "Python's flags -E, -I and -S keep the timer out: leave them out{}"
-_NOT_FOUND = "there is no script or command {!r}"
+KEEPS_OUT = "Python's flags -E, -I and -S prevent the timer from starting: remove them{}"
+_NOT_FOUND = "no such script or command: {!r}"
 _NOT_PYTHON = (
     "{0} is neither a Python script nor executable. Name the program that runs it, as in"
     " `run bash {0}`, or add a first line such as #!/bin/bash and run chmod +x {0}"
@@ -106,7 +106,7 @@ def _check_python(command: Sequence[str]) -> None:
         return
     flags = _flags(command[1:])
     if any(flag in "EIS" for flag in flags):
-        raise ValueError(KEEPS_OUT.format(f" of {shlex.join(command)!r}"))
+        raise ValueError(KEEPS_OUT.format(f" from {shlex.join(command)!r}"))
     python = shutil.which(command[0])
     if python is None or _folder(python) == _folder(sys.executable) or "V" in flags:
         return

@@ -387,8 +387,8 @@ def _optimize_faster(case: Case) -> Iterator[Advice]:
         yield _shorten_code(case, culprits)
     else:
         text = (
-            "use a faster optimizer or clip less: `optimizer` includes clipping, hooks before the"
-            " update, and the update"
+            "use a faster optimizer or cheaper clipping: `optimizer` includes clipping, hooks"
+            " before the update, and the update"
         )
         yield Advice("optimizer", text)
 
@@ -495,12 +495,13 @@ def _collect_less(case: Case) -> Iterator[Advice]:
         yield Advice("collect_less", text)
     yield Advice(
         "gc_freeze",
-        "call gc.freeze() before training, so that the collector skips objects of the set-up",
+        "call gc.freeze() before training, so that the collector skips objects created during"
+        " set-up",
     )
 
 
 def _compile_once(case: Case) -> Iterator[Advice]:
-    where = f"{case.culprits[0]} is compiled again: " if case.culprits else ""
+    where = f"{case.culprits[0]} is recompiled: " if case.culprits else ""
     text = f"{where}use batches of equal shape, or torch.compile(dynamic=True)"
     yield Advice("dynamic_shapes", text)
 

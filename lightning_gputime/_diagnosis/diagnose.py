@@ -136,7 +136,7 @@ def _bottleneck(breakdown: TimeBreakdown, pace: Pace) -> _Bottleneck:
         share = f"{percent(uncertain.share)} ± {percent(uncertain.error)}"
         headline += f"; unclear: `{uncertain.name}` takes {share}: pass every_n_steps=1"
         return _Bottleneck(pace.code, breakdown.work, "unknown", headline)
-    headline += ", and nothing else takes 5 % of the time"
+    headline += ", and everything else takes less than 5 % of the time"
     return _Bottleneck(pace.code, breakdown.work, "balanced", headline)
 
 

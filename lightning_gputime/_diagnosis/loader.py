@@ -99,7 +99,8 @@ class LoaderCase:
         hidden_ms = max(self.busy_ms - self.exposed_ms, 0.0)
         text = (
             f"A batch takes {duration(self.busy_ms)} in a worker; {self.pace}: the loop waits"
-            f" {duration(self.exposed_ms)} per batch, and {duration(hidden_ms)} are hidden"
+            f" {duration(self.exposed_ms)} per batch, and {duration(hidden_ms)} overlap with the"
+            " step"
         )
         pin_ms = self.times.pin_ms
         thread = "" if pin_ms is None else f"; the pin-memory thread takes {duration(pin_ms)}"
@@ -149,7 +150,9 @@ def _start_less(case: LoaderCase) -> Advice | None:
 
 def _start_faster(times: LoaderTimes) -> Advice:
     took = f"the first batch of a worker takes {duration(1e3 * times.startup_s)}"
-    return Advice("worker_startup", f"import and open less when workers start: {took}")
+    return Advice(
+        "worker_startup", f"make workers start faster (fewer imports, fewer open files): {took}"
+    )
 
 
 def advise_on_first_step(case: LoaderCase, seconds: float) -> Iterator[Advice]:

@@ -48,7 +48,7 @@ def pace_of(measurement: Measurement) -> Pace:
     }
     queued_ms = sum(ms for ms in lag_ms.values() if ms > 0)
     if queued_ms >= _MIN_LAG * step_ms:
-        grounds = f"the GPU lags the CPU for {unit.number(queued_ms)} of {step}"
+        grounds = f"the GPU lags the CPU by {unit.number(queued_ms)} of {step}"
         blocked = [name for name, ms in lag_ms.items() if -ms >= _MIN_BLOCKED * step_ms]
         if not blocked:
             return Pace(GPU, grounds)

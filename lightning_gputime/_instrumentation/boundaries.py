@@ -79,7 +79,7 @@ class Boundaries:
         # Compiled code either skips a hook, or recompiles at each call because of it.
         if hidden := inside_compiled(loop.submodules, loop.model):
             recorder.warn_once(
-                "These modules run inside compiled code, and are not timed apart: %s%s",
+                "These modules run inside compiled code, so they are not timed separately: %s%s",
                 ", ".join(hidden[:10]),
                 f" and {len(hidden) - 10} others" if len(hidden) > 10 else "",
             )

@@ -96,14 +96,16 @@ class WorkCounter:
         try:
             self._set_precision(model, dtype_of_call(model, self._device))
         except Exception as error:  # For example, parameters without a shape.
-            self.reference.set_note(f"the precision is unknown ({error!r:.100}): there is no MFU")
+            self.reference.set_note(
+                f"the precision is unknown ({error!r:.100}), so the MFU is unavailable"
+            )
 
     def _set_precision(self, model: nn.Module, dtype: torch.dtype) -> None:
         precision = precision_of(model, dtype, self._device)
         self.reference.set_precision(precision, self._peaks.get(precision))
         if precision not in self._peaks:
             why = f"the {precision} peak of {self._name} is unknown"
-            self.reference.set_note(f"{why}: there is no MFU")
+            self.reference.set_note(f"{why}, so the MFU is unavailable")
 
 
 def _flops_of(option: Any) -> tuple[float, float, float]:

@@ -139,7 +139,7 @@ def _marks_of(labels: tuple[str, ...]) -> Sequence[tuple[str | None, Sequence[in
     return [*marks_of, (None, [mark for mark, phases in enumerate(settled) if phases])]
 
 
-_NO_PRECISION = "MFU is unknown: no model call showed its precision"
+_NO_PRECISION = "MFU is unknown, because the precision of the model could not be detected"
 
 
 @dataclass(slots=True)

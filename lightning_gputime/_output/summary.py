@@ -360,7 +360,8 @@ class PhaseSummary(Tabular):
             long = "1 long step" if n == 1 else f"{n} long steps"
             share = percent(self.not_sampled_share)
             was = "was" if n == 1 else "were"
-            yield f"{long} ({share} of the time) {was} not sampled; every_n_steps=1 times all"
+            text = f"{long} ({share} of the time) {was} not sampled"
+            yield f"{text}: pass every_n_steps=1 to time all steps"
 
         timing_ms = (len(self.rows) + 1) * _BOUNDARY_MS
         is_costly = timing_ms > max(_MIN_COST * step_ms, self.host_wait_mean_ms)

@@ -218,7 +218,7 @@ class RunComparison(Tabular):
         )
         if self.step.is_significant:
             percent = format_change(self.step).lstrip("+-")
-            return f"{percent} {self.verdict}: {phases or 'no single phase significantly'}"
+            return f"{percent} {self.verdict}: {phases or 'no single phase changed significantly'}"
         if phases:
             step = "mean step" if self.is_sampled else "typical step"
             return f"{phases}; {step}: no significant change ({format_change(self.step)})"
@@ -510,7 +510,7 @@ def _outside(sides: Sequence[Side]) -> str:
         f"{duration(1e3 * outside)} of {duration(1e3 * wall)} ({name})"
         for (name, _), outside, wall in zip(sides, outside_s, wall_s, strict=True)
     )
-    return f"time outside of the steps (not tested): {before} and {after}"
+    return f"time outside of the steps (not tested for significance): {before} and {after}"
 
 
 def _took_turns(before: Sequence[Run], after: Sequence[Run]) -> bool:

@@ -10,7 +10,7 @@ from lightning_gputime._runs import saved
 
 _NOT_SAVED = (
     "The run is not saved: %s. Its file has the last saved state, or does not exist. Training, its"
-    " logs and the table are not touched."
+    " logs and the table are not affected."
 )
 _MIN_INTERVAL_S = 10.0  # Minimum time between two files.
 _MAX_RATIO = 100  # Saving takes at most 1 % of the time.

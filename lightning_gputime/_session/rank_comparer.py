@@ -144,7 +144,7 @@ class RankComparer:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        messages.warning("The times of the ranks are not compared any longer: %r", error)
+        messages.warning("The times of the ranks are no longer compared: %r", error)
         self.remove()
 
 

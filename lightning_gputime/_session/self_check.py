@@ -72,8 +72,8 @@ _TOO_EARLY = (
     " separated, and ranks are not compared. Attach the timer after init_process_group()."
 )
 _ELSEWHERE = (
-    "The model is called in another thread than step() or steps(), and is not timed there. Call the"
-    " model in the thread that calls step() or iterates over steps()."
+    "The model is called in a different thread than step() or steps(), where it is not timed. Call"
+    " the model in the thread that calls step() or iterates over steps()."
 )
 _BYPASSED = (
     "`%s` replaces __call__ of torch.nn.Module, so only modules inside it count as `forward`."
@@ -96,22 +96,24 @@ _MAY_EVALUATE = (
     " over timer.steps(loader)."
 )
 _UNSEEN = (
-    "Batches without a model call take %.3g ms of `other` a step. If they train in a way the"
+    "Batches without a model call take %.3g ms of `other` per step. If they train in a way the"
     " timer cannot see, such as a graph that was captured before attach(), call step() at the end"
     " of the loop body."
 )
 _METHOD = (
-    "`%s` takes %.3g ms per step, and `forward` little compared with `backward`. If the loop calls"
-    " a method of the model, such as model.features(x), instead of the model, wrap the call in"
+    "`%s` takes %.3g ms per step, and `forward` is short compared with `backward`. If the loop"
+    " calls a method of the model, such as model.features(x), instead of the model, wrap the call"
+    " in"
     ' `with phase("forward")`.'
 )
 _NO_OPTIMIZER = (
-    "The model was trained, and the timer has no optimizer: zero_grad counts for the phase before"
-    " it, and evaluations for the steps. Write GPUPhaseHooks(model, optimizer)."
+    "The model is trained, but the timer has no optimizer. zero_grad counts as the phase before it,"
+    " and evaluations count as part of the steps. Pass the optimizer: GPUPhaseHooks(model,"
+    " optimizer)."
 )
 _EVALUATED = (
-    "The model is also called in eval mode with gradients on, which counts as part of the steps. If"
-    " it is an evaluation, put it under `torch.no_grad()`."
+    "The model is also called in eval mode with gradients enabled, which counts as part of the"
+    " steps. If it is an evaluation, put it under `torch.no_grad()`."
 )
 _ACCUMULATED = (
     "%d of %d steps have no update. If gradients accumulate, pass accumulate_grad_batches=%s, so"

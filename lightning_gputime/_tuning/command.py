@@ -57,7 +57,7 @@ def tune(args: argparse.Namespace) -> "Tuning":
     try:
         tuning.run()
     except RunError as error:
-        raise ValueError(f"the script must train without changes first: {error}") from None
+        raise ValueError(f"the script failed without any change: {error}") from None
     except KeyboardInterrupt:
         tell("interrupted")
     return tuning
