@@ -208,16 +208,17 @@ def _move_to_workers(case: Case) -> Iterator[Advice]:
     m = case.m
     share = m.share(DATA) - m.share(FETCH) - m.share(COPY)
     took = f"{duration(share * m.step.mean_ms)} of {duration(m.step.mean_ms)} per step"
-    move = "move it into the dataset, so that the workers run it"
+    target = "into the dataset, so that the workers run it"
     calls = [culprit for culprit in case.culprits if culprit.kind != PLACE]
     if case.setup.is_own_loop:
-        yield Advice("transfer_hooks", f"`data` takes {took} between fetch and copy")
+        text = f"move the code between fetch and copy {target}: it takes {took}"
+        yield Advice("transfer_hooks", text)
     elif calls:
-        text = f"{calls[0]} takes {case.takes(calls[0])}, on the CPU: {move}"
+        text = f"{calls[0]} takes {case.takes(calls[0])}, on the CPU: move it {target}"
         yield Advice("transfer_hooks", text, {"hook": calls[0].name})
     else:
         hooks = "on_before_batch_transfer, on_after_batch_transfer and transfer_batch_to_device"
-        text = f"{hooks} take {took}: move their work into the dataset, so that the workers run it"
+        text = f"{hooks} take {took}: move their work {target}"
         yield Advice("transfer_hooks", text)
 
 

@@ -115,10 +115,10 @@ def _bottleneck(breakdown: TimeBreakdown, pace: Pace) -> _Bottleneck:
     weight = _weight(largest)
     least = _MIN_BOTTLENECK_IF_SYNC if pace.code == SYNC else _MIN_BOTTLENECK
     if weight >= least and weight - largest.error >= least / 2:
-        headline = _about(largest, breakdown)
+        headline = f"{largest.code}: {_about(largest, breakdown)}"
         second = next((row for row in entries if row.name not in ONCE), None)
         if largest.name in ONCE and second is not None and _weight(second) >= _MIN_REPORTED:
-            headline += f"; apart from that, {_about(second, breakdown)}"
+            headline += f"; apart from that, {second.code}: {_about(second, breakdown)}"
         return _Bottleneck(largest.code, largest.name, "bound", headline)
     if pace.code in (LAUNCH, SYNC):
         name, headline = breakdown.work, f"{pace.code}: {pace.grounds}"
@@ -129,7 +129,7 @@ def _bottleneck(breakdown: TimeBreakdown, pace: Pace) -> _Bottleneck:
             headline += f"; without that the training is up to {blocked.speed_up:.2f}x as fast"
         return _Bottleneck(pace.code, name, "bound", headline)
     if weight >= _MIN_REPORTED:
-        headline = f"{pace.code}, and worth a look: {_about(largest, breakdown)}"
+        headline = f"{pace.code}; worth a look: {_about(largest, breakdown)} ({largest.code})"
         return _Bottleneck(largest.code, largest.name, "worth a look", headline)
     headline = f"{pace.code}: {pace.grounds}"
     if (uncertain := _uncertain(breakdown)) is not None:
@@ -161,13 +161,13 @@ def _about(entry: Entry, breakdown: TimeBreakdown) -> str:
     share = f"{percent(entry.share)} of the {breakdown.scope}"
     if entry.name in ONCE:
         took = duration(1e3 * entry.seconds)
-        return f"{entry.code}: `{entry.name}` takes {took}, {share}, and occurs once"
-    about = f"{entry.code}: `{entry.name}` takes {share}"
+        return f"`{entry.name}` takes {took}, {share}, and occurs once"
+    about = f"`{entry.name}` takes {share}"
     if entry.speed_up is None:
         return about
     if _weight(entry) >= 2 * entry.share:
         # The entry takes little GPU time, but much CPU time, which limits the step.
-        about = f"{entry.code}: `{entry.name}` keeps the CPU from launching work"
+        about = f"`{entry.name}` keeps the CPU from launching work"
     return f"{about}; without it the training is up to {entry.speed_up:.2f}x as fast"
 
 
