@@ -1,4 +1,4 @@
-"""Trains in one of several processes, with a slow rank; rank zero writes what its timer says.
+"""Train in one of several processes, with a straggler; rank 0 writes what its timer reports.
 
 python tests/rank_run.py DIRECTORY WORLD_SIZE RANK CASE...
 """
@@ -7,12 +7,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed
-from torch import Tensor, nn
+from fake_gpu import MS, Adder, FakeGPU, Layer, batches
+from fake_loop import Logger
+from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,73 +22,32 @@ from lightning_gputime import GPUPhaseHooks
 BASE_MS, LATE_MS, STEPS = 10.0, 30.0, 25
 
 
-class Sleep(torch.autograd.Function):
-    """The identity, whose backward takes its time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ms: float) -> Tensor:
-        ctx.ms = ms
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        sleep(ctx.ms)
-        return grads[0], None
-
-
-class Net(nn.Module):
-    def __init__(self, forward_ms: float, backward_ms: float) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.times = forward_ms, backward_ms
-
-    def forward(self, x: Tensor) -> Tensor:
-        sleep(self.times[0])
-        result: Tensor = Sleep.apply(self.linear(x), self.times[1])  # type: ignore[no-untyped-call]
-        return result
-
-
-class Slow(torch.optim.SGD):
-    def __init__(self, model: nn.Module, ms: float) -> None:
-        super().__init__(model.parameters(), lr=0.1)
-        self.ms = ms
-
-    def step(self, closure: Any = None) -> Any:
-        sleep(self.ms)
-        return super().step(closure)
-
-
-class Logger:
-    def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self.metrics.update(metrics)
-
-
-def sleep(ms: float) -> None:
-    time.sleep(ms / 1000)
-
-
-def batches(ms: float) -> Iterator[Tensor]:
-    for _ in range(STEPS):
-        sleep(ms)
-        yield torch.ones(2, 4)
+def wait_for_ranks(gpu: FakeGPU) -> None:
+    """Keep the fake GPU of this rank busy until those of all ranks are idle."""
+    idle_at = torch.tensor([max(gpu.now, gpu.free_at)])
+    torch.distributed.all_reduce(idle_at, torch.distributed.ReduceOp.MAX)
+    gpu.work(int(idle_at) / MS - max(gpu.now, gpu.free_at) / MS)
 
 
 def train(case: str, rank: int) -> dict[str, Any]:
-    late = {case: LATE_MS} if rank == 1 else {}
-    ms = {
-        name: BASE_MS + late.get(name, 0.0) for name in ("data", "forward", "backward", "optimizer")
-    }
-    net: nn.Module = Net(ms["forward"], ms["backward"])
+    """Train on a fake GPU, whose backward ends with a wait for all ranks, as under DDP."""
+    phases = ("data", "forward", "backward", "optimizer")
+    ms = {name: BASE_MS + LATE_MS * (name == case and rank == 1) for name in phases}
+    gpu = FakeGPU()
+    net: nn.Module = Layer(gpu, ms["forward"], ms["backward"])
+    optimizer, logger = Adder(net.parameters(), gpu, ms["optimizer"]), Logger()
     if case != "one raises":
+        engine: Any = torch.autograd.Variable._execution_engine
+        weight: Any = next(net.parameters())
+        weight.register_post_accumulate_grad_hook(
+            lambda _: engine.queue_callback(lambda: wait_for_ranks(gpu))
+        )
         net = DistributedDataParallel(net)
-    optimizer, logger = Slow(net, ms["optimizer"]), Logger()
     start = time.monotonic()
+    options: dict[str, Any] = {"warmup_steps": 2, "logger": logger, "log": "all", "_clock": gpu}
     try:
-        with GPUPhaseHooks(net, optimizer, warmup_steps=2, logger=logger, log="all") as timer:
-            for i, x in enumerate(timer.steps(batches(ms["data"]))):
+        with GPUPhaseHooks(net, optimizer, **options) as timer:
+            for i, x in enumerate(timer.steps(batches(gpu, STEPS, copy_ms=ms["data"]))):
                 net(x).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -96,25 +56,26 @@ def train(case: str, rank: int) -> dict[str, Any]:
     except InterruptedError:
         pass
     summary = timer.summary()
+    metrics = {key: value for _, found in logger.calls for key, value in found.items()}
     comm = summary.rows.get("backward/comm")
     return {
         "sentence": summary.ranks.sentence if summary.ranks is not None else "",
         "behind_median_ms": summary.ranks.behind_median_ms if summary.ranks is not None else 0.0,
         "comm_ms": comm.mean_ms if comm is not None else 0.0,
-        "logged": logger.metrics.get("phase_time/ranks/slowest_rank"),
+        "logged": metrics.get("phase_time/ranks/slowest_rank"),
         "seconds": time.monotonic() - start,
     }
 
 
 def die(rank: int) -> dict[str, Any]:
-    """Trains two epochs; the last rank dies when the first is over, before they are compared."""
+    """Train two epochs; the last rank dies when the first is over, before they are compared."""
     net = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with GPUPhaseHooks(net, optimizer) as timer:
         start = time.monotonic()
         try:
             for _ in range(2):
-                for i, x in enumerate(timer.steps(batches(0.0))):
+                for i, x in enumerate(timer.steps([torch.ones(2, 4)] * STEPS)):
                     start = time.monotonic()
                     net(x).sum().backward()
                     optimizer.step()
@@ -126,13 +87,13 @@ def die(rank: int) -> dict[str, Any]:
 
 
 def train_uneven(rank: int) -> dict[str, Any]:
-    """Trains in a `Join`, in which rank zero has fewer batches than the other."""
+    """Train in a `Join`, in which rank 0 has fewer batches than the other."""
     net = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with Join([net]), GPUPhaseHooks(net, optimizer, warmup_steps=0, every_n_steps=1) as timer:
-        # The last steps are far from over where rank zero has ended its loop.
+        # The last steps are far from over where rank 0 has ended its loop.
         for x in timer.steps([torch.ones(2, 4)] * (40 if rank else 10)):
-            sleep(5.0 * rank)
+            time.sleep(0.005 * rank)
             net(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -145,22 +106,21 @@ def main(directory: Path, world_size: int, rank: int, *cases: str) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size
     )
+    results: dict[str, Any] = {}
+    writer = 0
     if cases == ("dies",):
-        (directory / "results.json").write_text(json.dumps(die(rank)))
+        results = die(rank)
+    elif cases == ("uneven",):
+        results, writer = train_uneven(rank), 1
+    else:
+        for case in cases:
+            torch.distributed.barrier()
+            results[case] = train(case, rank)
+    if rank == writer:
+        (directory / "results.json").write_text(json.dumps(results))
+    if cases == ("dies",):
         # Gloo's threads may abort a process that exits after another process has died.
         os._exit(0)
-    if cases == ("uneven",):
-        found = train_uneven(rank)
-        if rank == 1:
-            (directory / "results.json").write_text(json.dumps(found))
-        torch.distributed.barrier()
-        return
-    results = {}
-    for case in cases:
-        torch.distributed.barrier()
-        results[case] = train(case, rank)
-    if rank == 0:
-        (directory / "results.json").write_text(json.dumps(results))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
