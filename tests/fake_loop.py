@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fake_gpu import Adder, FakeGPU, Layer, batches, work
@@ -107,3 +108,22 @@ def run_of(
     if steps := [*records]:
         results.add(steps)
     return Run(Environment(), *results.history_and_warmup(), summary_of(results))
+
+
+def training_arguments(path: Path, **options: Any) -> Any:
+    """Return arguments of transformers' Trainer for 4 steps on the CPU, without any output."""
+    import transformers
+
+    defaults: dict[str, Any] = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "use_cpu": True,
+        "max_grad_norm": 0.0,
+        "logging_nan_inf_filter": False,
+    }
+    return transformers.TrainingArguments(str(path), **{**defaults, **options})
