@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import STEP_MS, FakeGPU, between_batches, steps, work
-from fake_loop import Loop, hooks
+from fake_loop import Loop
+from fake_loop import train as train_loop
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed import ProcessGroup, Work, _functional_collectives
@@ -19,21 +20,19 @@ from lightning_gputime._timer import Timer
 COMM_MS = 3.0
 """Duration of a collective, which starts when it is waited for."""
 
-
 OWN = {**STEP_MS, "backward/comm": 0.0}
-"""A standard step that waits for nobody; the end of each backward is looked at."""
+"""A standard step that waits for nobody. The timer looks for a wait at the end of each backward."""
 
 
 class Ranks:
-    """Lets the collectives of a fake process group take `COMM_MS`, where the stream waits for them.
+    """Collectives of a fake process group that take `COMM_MS` where the stream waits for them.
 
     Like C++ code, it is called by a timer's replacements: patch it before the timer attaches.
     """
 
     def __init__(self, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gpu = gpu
-        # Collectives on a separate stream, which nobody waits for.
-        self.behind = 0
+        self.behind = 0  # Collectives on a separate stream that nobody has waited for.
         for name in ("allreduce", "allgather"):
             monkeypatch.setattr(ProcessGroup, name, self.launching(getattr(ProcessGroup, name)))
         monkeypatch.setattr(FakeWork, "wait", self.waiting(FakeWork.wait))
@@ -72,8 +71,7 @@ class FakeStream:
     """A stream. Work on an untimed stream affects only streams that wait for it."""
 
     def __init__(self, gpu: FakeGPU, stream_id: int) -> None:
-        self.gpu, self.stream_id = gpu, stream_id
-        self.queued_ms = 0.0
+        self.gpu, self.stream_id, self.queued_ms = gpu, stream_id, 0.0
 
     def wait_event(self, event: "Event") -> None:
         ms, event.stream.queued_ms = event.stream.queued_ms, 0.0
@@ -83,12 +81,11 @@ class FakeStream:
             self.queued_ms += ms
 
     def wait_stream(self, stream: "FakeStream") -> None:
-        # As torch's own does.
         self.wait_event(Event(stream))
 
 
 class Event:
-    """An event on a stream, that ends with all that is queued there."""
+    """An event at the end of a stream's queue."""
 
     def __init__(self, stream: FakeStream) -> None:
         self.stream = stream
@@ -115,22 +112,17 @@ class FakeStreams:
 
 
 def reduce() -> None:
-    """A collective that is waited for at once."""
+    """Run a collective, and wait for it."""
     distributed.all_reduce(torch.ones(2))
 
 
 def launch() -> Any:
-    """A collective that is to be waited for later."""
+    """Launch a collective, and return the object that waits for it."""
     return distributed.all_reduce(torch.ones(2), async_op=True)
 
 
-def gather_all(x: Tensor) -> None:
-    """A collective that is waited for at once, as the losses of contrastive training have it."""
-    distributed.all_gather([torch.empty_like(x), torch.empty_like(x)], x.detach())
-
-
 class Shared(Loop):
-    """The standard loop, with a collective in one place."""
+    """The standard loop, with a collective in one place, or nowhere if it is empty."""
 
     def __init__(self, gpu: FakeGPU, place: str, collective: Callable[[], object] = reduce) -> None:
         super().__init__(gpu)
@@ -162,30 +154,26 @@ class Shared(Loop):
 
 
 def train(loop: Loop, n: int = 3, **options: Any) -> list[dict[str, float]]:
-    """Trains, and returns the phases of each step."""
-    with hooks(loop, sync_ranks=False, **options) as timer:
-        for x in timer.steps(loop.batches(n)):
-            loop.train(x)
-    return phases(timer)
+    """Train, and return the phases of each step."""
+    return phases(train_loop(loop, n, sync_ranks=False, **options))
 
 
 def waiting(name: str, ms: float = COMM_MS) -> dict[str, float]:
-    """The phases of a standard step that waits for others in one of them."""
+    """Return the phases of a standard step that waits for other ranks in one of them."""
     expected = {**OWN, name: STEP_MS.get(name, 0.0) + ms}
     expected[f"{name}/comm"] = expected.get(f"{name}/comm", 0.0) + ms
     return expected
 
 
 def from_module(name: str) -> Any:
-    """Returns a function of a module of that name, which calls what it is given."""
+    """Return a function of a module with this name, which calls its first argument."""
     module = ModuleType(name)
     exec("def call(function, *args):\n    return function(*args)", vars(module))
     return vars(module)["call"]
 
 
 def phases(timer: Timer) -> list[dict[str, float]]:
-    """The phases of each step, those that did not run left out, those of `data` with its wait."""
-    # `strict`: both are of the same history.
+    """Return the phases of each step that ran, with the parts of `data` and `callbacks`."""
     pairs = zip(steps(timer), between_batches(timer), strict=True)
     return [{**step, **parts} for step, parts in pairs]
 
