@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import STEP_MS, FakeGPU, batches, steps
+from fake_gpu import FakeGPU, batches, steps
 from fake_loop import Loop, hooks
-from fake_ranks import COMM_MS, FakeStreams, Ranks, phases, places, reduce
+from fake_ranks import FakeStreams, Ranks, Shared, phases, places, reduce, waiting
 from test_compile import Count, compilations
 from torch import Tensor, distributed, nn
 from torch._C._distributed_c10d import FakeWork, HashStore
@@ -16,104 +16,100 @@ from torch.distributed import ProcessGroup, _functional_collectives
 
 from lightning_gputime import GPUPhaseHooks
 
-WAITING = {**STEP_MS, "loss": 3.5, "loss/comm": COMM_MS, "backward/comm": 0.0}
+EXPECTED = [waiting("loss")] * 2
 
 
-def train(timer: GPUPhaseHooks, loop: Loop, n: int = 2) -> None:
-    for x in timer.steps(loop.batches(n)):
-        loop.gpu.work(0.125)
-        y = loop.model(x)
-        reduce()
-        loop.gpu.work(0.5)
-        y.sum().backward()
-        loop.gpu.work(0.25)
-        loop.update()
-
-
-IN_THIS_LOOP = {**WAITING, "backward": 7.75, "optimizer": 2.25}
-
-
-def test_single_process_patches_no_class(gpu: FakeGPU, loop: Loop) -> None:
-    FakeStreams(gpu)
+@pytest.fixture
+def loop(ranks: Ranks, gpu: FakeGPU) -> Iterator[Shared]:
+    """A loop with a collective in its loss. All classes must be restored at the end."""
     before = places()
+    yield Shared(gpu, "loss")
+    assert places() == before
+
+
+def attached(loop: Shared) -> GPUPhaseHooks:
+    return hooks(loop, sync_ranks=False).attach()
+
+
+def train(timer: GPUPhaseHooks, loop: Shared) -> None:
+    for x in timer.steps(loop.batches(2)):
+        loop.train(x)
+
+
+def train_anew(loop: Shared) -> None:
+    """Train with a new timer, and check its times."""
+    timer = attached(loop)
+    train(timer, loop)
+    timer.remove()
+    assert phases(timer) == EXPECTED
+
+
+def test_single_process_patches_no_class(gpu: FakeGPU) -> None:
+    FakeStreams(gpu)
+    loop, before = Loop(gpu), places()
     with hooks(loop) as timer:
         assert places() == before
         for x in timer.steps(loop.batches(2)):
             loop.train(x)
         assert places() == before
-    assert places() == before
 
 
-def test_world_of_one_patches_no_class(gpu: FakeGPU, loop: Loop) -> None:
-    store = HashStore()
-    distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+def test_world_of_one_patches_no_class(gpu: FakeGPU) -> None:
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     try:
         before = places()
-        with hooks(loop):
+        with hooks(Loop(gpu)):
             assert places() == before
     finally:
         distributed.destroy_process_group()
 
 
-def test_classes_are_restored(ranks: Ranks, gpu: FakeGPU, loop: Loop) -> None:
-    FakeStreams(gpu)
+def test_attached_timer_patches_all_classes(loop: Shared) -> None:
+    FakeStreams(loop.gpu)
     before = places()
-    timer = hooks(loop, sync_ranks=False).attach()
+    timer = attached(loop)
     assert all(now != then for now, then in zip(places(), before, strict=True) if "wait" in then)
     assert vars(ProcessGroup)["allreduce"] is not before[0]["allreduce"]
     train(timer, loop)
     timer.remove()
-    assert places() == before
-    assert phases(timer) == [IN_THIS_LOOP] * 2
+    assert phases(timer) == EXPECTED
 
 
 @pytest.mark.parametrize("fails", ["current", "kind"])
 def test_attach_that_fails_leaves_nothing(
-    ranks: Ranks,
-    loop: Loop,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    fails: str,
+    loop: Shared, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
 ) -> None:
-    def current(_: FakeStreams) -> int:
+    def fail(*_: Any) -> Any:
         raise RuntimeError("no device")
 
-    class Kind(type):
-        def __setattr__(cls, name: str, value: object) -> None:
-            raise RuntimeError("no device")
-
     FakeStreams(loop.gpu)
-    value = current if fails == "current" else Kind("Stream", (), {"wait_event": reduce})
+    kind: Any = type("Kind", (type,), {"__setattr__": fail})
+    value = fail if fails == "current" else kind("Stream", (), {"wait_event": reduce})
     monkeypatch.setattr(FakeStreams, fails, value)
-    before = places()
-    hooks(loop, sync_ranks=False).attach()
-    assert (
-        "Steps are no longer timed, because a hook failed: RuntimeError('no device')" in caplog.text
-    )
-    assert places() == before
+    attached(loop)
+    message = "Steps are no longer timed, because a hook failed: RuntimeError('no device')"
+    assert message in caplog.text
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_two_timers_come_off_in_either_order(ranks: Ranks, gpu: FakeGPU, first: int) -> None:
-    loop, before = Loop(gpu), places()
-    timers = [hooks(loop, sync_ranks=False).attach() for _ in range(2)]
-    timers[first].remove()
+def test_two_timers_are_removed_in_either_order(loop: Shared, first: int) -> None:
+    before, timers = places(), [attached(loop), attached(loop)]
+    timers.pop(first).remove()
     assert places() != before
-    last = timers[1 - first]
+    [last] = timers
     train(last, loop)
     last.remove()
-    assert places() == before
-    assert phases(last) == [IN_THIS_LOOP] * 2
+    assert phases(last) == EXPECTED
 
 
 class Patch:
-    """A patch of somebody else, over whatever is there."""
+    """A patch by other code, over the current attribute."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
         self.calls = 0
 
-    def on(self) -> None:
+    def install(self) -> None:
         self.under = vars(self.owner)[self.name]
         call = getattr(self.owner, self.name)
 
@@ -123,7 +119,7 @@ class Patch:
 
         setattr(self.owner, self.name, patched)
 
-    def off(self) -> None:
+    def remove(self) -> None:
         setattr(self.owner, self.name, self.under)
 
 
@@ -139,56 +135,48 @@ ORDERS = [
 @pytest.mark.parametrize("order", ORDERS, ids=", ".join)
 @pytest.mark.parametrize(("owner", "name"), [(ProcessGroup, "allreduce"), (FakeWork, "wait")])
 def test_foreign_patch_may_come_and_go_at_any_time(
-    ranks: Ranks, gpu: FakeGPU, owner: Any, name: str, order: tuple[str, ...], again: bool
+    loop: Shared, owner: Any, name: str, order: tuple[str, ...], again: bool
 ) -> None:
-    loop, before, theirs = Loop(gpu), places(), Patch(owner, name)
+    theirs = Patch(owner, name)
     timer = hooks(loop, sync_ranks=False)
-    words = {
+    actions = {
         "ours on": timer.attach,
         "ours off": timer.remove,
-        "theirs on": theirs.on,
-        "theirs off": theirs.off,
+        "theirs on": theirs.install,
+        "theirs off": theirs.remove,
     }
-    for word in order:
-        words[word]()
-        if word in ("ours on", "theirs on"):
+    for action in order:
+        actions[action]()
+        if action.endswith(" on"):
             train(timer, loop) if timer._session.is_attached else reduce()
     if again:
         # Over what was put back, if that is ours.
-        with hooks(loop, sync_ranks=False) as timer:
-            train(timer, loop)
-        assert phases(timer) == [IN_THIS_LOOP] * 2
+        train_anew(loop)
     # A replacement that was restored without listeners is removed at its next call.
     reduce()
-    assert places() == before
     assert theirs.calls > 0
 
 
-def test_patch_kept_by_others_is_reused(ranks: Ranks, gpu: FakeGPU) -> None:
-    loop, before, theirs = Loop(gpu), places(), Patch(ProcessGroup, "allreduce")
+def test_patch_kept_by_others_is_reused(loop: Shared) -> None:
+    theirs = Patch(ProcessGroup, "allreduce")
     with hooks(loop, sync_ranks=False):
-        theirs.on()
+        theirs.install()
     for _ in range(3):
-        with hooks(loop, sync_ranks=False) as timer:
-            train(timer, loop)
-        assert phases(timer) == [IN_THIS_LOOP] * 2
-    theirs.off()
+        train_anew(loop)
+    theirs.remove()
     reduce()
-    assert places() == before
 
 
 def test_error_in_a_wait_ends_only_the_timing_of_waits(
-    ranks: Ranks, loop: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ranks: Ranks, loop: Shared, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    streams, before = FakeStreams(loop.gpu), places()
-    with hooks(loop, sync_ranks=False) as timer:
+    streams = FakeStreams(loop.gpu)
+    with hooks(loop, sync_ranks=False):
         monkeypatch.setattr(streams, "here", None)
         with monkeypatch.context() as patch:
             patch.setattr(ranks, "take", loop.gpu.work)
             reduce()
-    del timer
     assert "boundary failed" in caplog.text
-    assert places() == before
 
 
 def reduced(x: Tensor) -> Tensor:
@@ -215,7 +203,7 @@ def awaited(x: Tensor) -> Tensor:
 
 
 def of_results(x: Tensor) -> Tensor:
-    # The compiled function gets the pending result of a collective.
+    # The compiled function receives the pending result of a collective.
     return x + 1 if isinstance(x, _functional_collectives.AsyncCollectiveTensor) else x + 2
 
 
@@ -234,8 +222,7 @@ def test_compiled_collectives_are_compiled_once(
         options: dict[str, Any] = {"_clock": gpu, "warmup_steps": 0, "sync_ranks": False}
         for _ in range(10):
             timer = GPUPhaseHooks(net, optimizer, **options)
-            loader: Iterator[Tensor] = batches(gpu, 3)
-            for x in timer.attach().steps(loader) if timed else loader:
+            for x in timer.attach().steps(batches(gpu, 3)) if timed else batches(gpu, 3):
                 y = net(x).detach()
                 compiled(reduced(y) if collective is of_results else y)
                 net(x).sum().backward()
