@@ -6,27 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, batches, steps, work
-from fake_lightning import Loader, MemoryLogger, Model, trainer
-from fake_loop import hooks
-from fake_ranks import (
-    COMM_MS,
-    OWN,
-    Ranks,
-    Shared,
-    gather_all,
-    launch,
-    phases,
-    reduce,
-    train,
-    waiting,
-)
+from fake_gpu import STEP_MS, FakeGPU, Layer, steps, work
+from fake_lightning import Loader, MemoryLogger, Model, timer_of, trainer
+from fake_loop import Loop
+from fake_loop import train as train_loop
+from fake_ranks import COMM_MS, OWN, Ranks, Shared, launch, reduce, train, waiting
 from torch import Tensor, distributed, nn
 from torch._C._distributed_c10d import AllreduceOptions, FakeWork
 from torch.distributed import ProcessGroup, _functional_collectives
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, phase
+from lightning_gputime import phase
 
 
 def wait_for_its_work() -> None:
@@ -39,25 +29,17 @@ def all_reduce() -> Any:
     return _functional_collectives.all_reduce(torch.ones(2), "sum", world)
 
 
-def use_its_result() -> None:
-    all_reduce().add(1)
+def launch_without_options() -> Any:
+    # Before torch 2.8, no collective has options, which tell that the caller waits at once.
+    return distributed.group.WORLD.allreduce([torch.ones(2)])  # type: ignore[union-attr]
 
 
-def wait_for_its_result() -> None:
-    all_reduce().wait()
-
-
-def reduce_without_options() -> None:
-    # As all of them are before torch 2.8: nothing says that the caller waits at once.
-    distributed.group.WORLD.allreduce([torch.ones(2)]).wait()  # type: ignore[union-attr]
-
-
-COLLECTIVES = {
+COLLECTIVES: dict[str, Callable[[], object]] = {
     "synchronous": reduce,
     "its work": wait_for_its_work,
-    "its result is used": use_its_result,
-    "its result is waited for": wait_for_its_result,
-    "without options": reduce_without_options,
+    "its result is used": lambda: all_reduce().add(1),
+    "its result is waited for": lambda: all_reduce().wait(),
+    "without options": lambda: launch_without_options().wait(),
 }
 
 
@@ -76,18 +58,14 @@ def collective(request: pytest.FixtureRequest, ranks: Ranks) -> Callable[[], Non
 
 
 @pytest.mark.parametrize(
-    ("place", "name"),
-    [
-        *((place, place) for place in ("data", "forward", "loss", "backward", "optimizer")),
-        ("other", "other"),
-        ("update", "optimizer"),
-        ("augment", "augment"),
-    ],
+    "place",
+    ["data", "forward", "loss", "backward", "optimizer", "other", "update", "augment"],
 )
 def test_collective_is_the_comm_of_the_phase_it_is_called_in(
-    collective: Callable[[], None], gpu: FakeGPU, place: str, name: str
+    collective: Callable[[], None], gpu: FakeGPU, place: str
 ) -> None:
-    assert train(Shared(gpu, place, collective)) == [waiting(name)] * 3
+    phase_of_place = "optimizer" if place == "update" else place
+    assert train(Shared(gpu, place, collective)) == [waiting(phase_of_place)] * 3
 
 
 class Contrastive(nn.Module):
@@ -98,7 +76,7 @@ class Contrastive(nn.Module):
         self.gpu = gpu
 
     def forward(self, x: Tensor) -> Tensor:
-        gather_all(x)
+        distributed.all_gather([torch.empty_like(x), torch.empty_like(x)], x.detach())
         return work(x, self.gpu, 0.5, 0.25).sum()
 
 
@@ -106,15 +84,13 @@ class Contrastive(nn.Module):
 def test_loss_module_that_gathers_is_loss_with_its_wait(
     ranks: Ranks, gpu: FakeGPU, scale: float
 ) -> None:
+    class Scaled(Loop):
+        def loss(self, x: Tensor) -> Tensor:
+            loss: Tensor = scale * self.model["criterion"](self.model["net"](x))
+            return loss
+
     model = nn.ModuleDict({"net": Layer(gpu, 4.0, 7.75), "criterion": Contrastive(gpu)})
-    optimizer = Adder(model.parameters(), gpu, 2.0)
-    options: dict[str, Any] = {"_clock": gpu, "warmup_steps": 0, "sync_ranks": False}
-    with GPUPhaseHooks(model, optimizer, **options) as timer:
-        for x in timer.steps(batches(gpu, 3, copy_ms=1.0)):
-            gpu.work(0.125)
-            (scale * model["criterion"](model["net"](x))).backward()
-            optimizer.step()
-    assert phases(timer) == [waiting("loss")] * 3
+    assert train(Scaled(gpu, model)) == [waiting("loss")] * 3
 
 
 def test_part_of_the_model_is_without_the_waits_inside(ranks: Ranks, gpu: FakeGPU) -> None:
@@ -189,23 +165,25 @@ def test_failed_collective_ends_its_wait(
 
 
 def test_reused_result_records_no_event(ranks: Ranks, gpu: FakeGPU) -> None:
-    marks = []
-    for uses in (1, 5):
-
-        def use(uses: int = uses) -> None:
+    def marks(uses: int) -> int:
+        def use() -> None:
             tensor = all_reduce()
             for _ in range(uses):
                 tensor.add(1)
 
-        loop = Shared(gpu, "loss", use)
-        with hooks(loop, sync_ranks=False) as timer:
-            for x in timer.steps(loop.batches(2)):
-                loop.train(x)
+        timer = train_loop(Shared(gpu, "loss", use), 2, sync_ranks=False)
         timer.flush()
         assert timer.last_step is not None
         assert timer.last_step.timeline is not None
-        marks.append(len(timer.last_step.timeline.names))
-    assert marks[0] == marks[1]
+        return len(timer.last_step.timeline.names)
+
+    assert marks(uses=1) == marks(uses=5)
+
+
+def run_in_thread(call: Callable[[], object]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
 
 
 @pytest.mark.parametrize(
@@ -215,10 +193,8 @@ def test_collective_in_another_thread_is_not_a_wait(
     ranks: Ranks, gpu: FakeGPU, place: str, name: str
 ) -> None:
     def elsewhere() -> None:
-        for call in (reduce, wait_for_its_work):
-            thread = threading.Thread(target=call)
-            thread.start()
-            thread.join()
+        run_in_thread(reduce)
+        run_in_thread(wait_for_its_work)
 
     expected = {**OWN, name: STEP_MS[name] + 2 * COMM_MS}
     assert train(Shared(gpu, place, elsewhere)) == [expected] * 3
@@ -226,7 +202,7 @@ def test_collective_in_another_thread_is_not_a_wait(
 
 def test_overlapped_work_is_not_a_wait(ranks: Ranks, gpu: FakeGPU) -> None:
     def overlap() -> None:
-        work = distributed.group.WORLD.allreduce([torch.ones(2)])  # type: ignore[union-attr]
+        work = launch_without_options()
         gpu.work(1.0)
         work.wait()
 
@@ -240,9 +216,7 @@ def test_collective_of_another_thread_does_not_end_a_wait(ranks: Ranks, gpu: Fak
         options.asyncOp = False
         work = distributed.group.WORLD.allreduce([torch.ones(2)], options)  # type: ignore[union-attr]
         # As a checkpoint that is written in the background does.
-        thread = threading.Thread(target=lambda: distributed.barrier())
-        thread.start()
-        thread.join()
+        run_in_thread(lambda: distributed.barrier())
         work.wait()
         gpu.work(1.0)
 
@@ -259,9 +233,7 @@ def test_evaluation_under_lightning_has_its_own_comm(ranks: Ranks, gpu: FakeGPU)
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             self(batch)
 
-    options: Any = {"warmup_steps": 0, "sync_ranks": False, "log": ["default", "comm"]}
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, **options)
-    logger = MemoryLogger()
+    timer, logger = timer_of(gpu, sync_ranks=False, log=["default", "comm"]), MemoryLogger()
     trainer(timer, logger=logger).fit(Validated(gpu), Loader(gpu, 3), Loader(gpu, 2))
     assert steps(timer) == [waiting("forward")] * 3
     metrics = {name: ms for _, found in logger.phase_times() for name, ms in found.items()}
