@@ -16,18 +16,26 @@ from torch.utils.checkpoint import checkpoint
 from lightning_gputime import GPUPhaseHooks
 
 
-def wait_after_backward(parameter: Tensor, gpu: FakeGPU, ms: float) -> None:
-    """Waits for other ranks as DDP and FSDP2 do: at the end of backward, if it was synchronized."""
+def wait_after_backward(layer: Any, gpu: FakeGPU) -> None:
+    """Wait 3 ms for other ranks as DDP and FSDP2 do: at the end of a synchronized backward."""
 
     def queue(_: Any) -> None:
         engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: gpu.work(ms))
+        engine.queue_callback(lambda: gpu.work(3.0))
 
-    parameter.register_post_accumulate_grad_hook(queue)
+    layer.linear.weight.register_post_accumulate_grad_hook(queue)
+
+
+WAITS = {**STEP_MS, "backward": STEP_MS["backward"] + 3.0, "backward/comm": 3.0}
+
+
+def timer_on(net: nn.Module, gpu: FakeGPU, *optimizer: Any, **options: Any) -> GPUPhaseHooks:
+    options = {"_clock": gpu, "warmup_steps": 0, "sync_ranks": False, **options}
+    return GPUPhaseHooks(net, *optimizer, **options)
 
 
 def parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
-    """Wraps a module in DDP, whose all-reduce is a hook that is done at once."""
+    """Wrap a module in DDP, whose all-reduce is a hook that ends at once."""
 
     def done(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -41,17 +49,13 @@ def parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
 
 def test_ddp_wait_is_separated_from_backward(two_ranks: None, gpu: FakeGPU) -> None:
     loop = Loop(gpu)
-    wait_after_backward(loop.model.linear.weight, gpu, 3.0)
-    timer = train(loop, 3, sync_ranks=False)
-    expected = {**STEP_MS, "backward": STEP_MS["backward"] + 3.0, "backward/comm": 3.0}
-    assert steps(timer) == [expected] * 3
+    wait_after_backward(loop.model, gpu)
+    assert steps(train(loop, 3, sync_ranks=False)) == [WAITS] * 3
 
 
-def test_single_process_has_no_comm(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
-    wait_after_backward(loop.model.linear.weight, gpu, 3.0)
-    timer = train(loop, 2)
-    assert steps(timer) == [{**STEP_MS, "backward": STEP_MS["backward"] + 3.0}] * 2
+def test_single_process_has_no_comm(loop: Loop) -> None:
+    wait_after_backward(loop.model, loop.gpu)
+    assert steps(train(loop, 2)) == [{**STEP_MS, "backward": WAITS["backward"]}] * 2
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
@@ -60,23 +64,8 @@ def test_ddp_without_a_wait_has_zero_comm(
 ) -> None:
     loop = Loop(gpu)
     loop.model = parallel(loop.model, **options)
-    timer = train(loop, 3, sync_ranks=False)
     # The mark comes after all work of backward.
-    assert steps(timer) == [{**STEP_MS, "backward/comm": 0.0}] * 3
-
-
-class Normed(nn.Module):
-    """A layer with a buffer, which DDP broadcasts before each forward."""
-
-    def __init__(self, gpu: FakeGPU) -> None:
-        super().__init__()
-        self.layer = Layer(gpu, 4.0, 7.75)
-        self.linear = self.layer.linear
-        self.register_buffer("mean", torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layer(x)
-        return result
+    assert steps(train(loop, 3, sync_ranks=False)) == [{**STEP_MS, "backward/comm": 0.0}] * 3
 
 
 def test_validation_of_the_module_inside_ddp_belongs_to_no_step(
@@ -101,14 +90,14 @@ def test_broadcast_of_buffers_is_a_wait_in_forward(
     two_ranks: None, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = Loop(gpu)
-    model = parallel(Normed(gpu))
-    monkeypatch.setattr(model, "_sync_buffers", lambda: gpu.work(5.0))
-    loop.model = model
-    before = installed(*model.modules())
+    loop.model.register_buffer("mean", torch.zeros(2))  # DDP broadcasts it before each forward.
+    loop.model = parallel(loop.model)
+    monkeypatch.setattr(loop.model, "_sync_buffers", lambda: gpu.work(5.0))
+    before = installed(*loop.model.modules())
     timer = train(loop, 3, sync_ranks=False)
     expected = {"forward": 9.0, "forward/comm": 5.0, "backward/comm": 0.0}
     assert steps(timer) == [{**STEP_MS, **expected}] * 3
-    assert installed(*model.modules()) == before
+    assert installed(*loop.model.modules()) == before
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
@@ -119,7 +108,7 @@ def test_compiled_autograd_is_left_alone(two_ranks: None, gpu: FakeGPU, fullgrap
     torch._dynamo.reset()
     counter = CompileCounter()
     net = nn.Linear(2, 2)
-    with GPUPhaseHooks(net, _clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
+    with timer_on(net, gpu) as timer:
         compiler = torch.compile(backend=counter, fullgraph=fullgraph)
         with compiled_autograd._enable(compiler):
             net(torch.ones(1, 2)).sum().backward()
@@ -131,9 +120,7 @@ def test_compiled_autograd_is_left_alone(two_ranks: None, gpu: FakeGPU, fullgrap
 def test_micro_batches_inside_no_sync_have_no_comm(two_ranks: None, gpu: FakeGPU) -> None:
     net = parallel(Layer(gpu, 4.0, 8.0))
     optimizer = torch.optim.SGD(net.parameters())
-    with GPUPhaseHooks(
-        net, optimizer, _clock=gpu, warmup_steps=0, accumulate_grad_batches=2, sync_ranks=False
-    ) as timer:
+    with timer_on(net, gpu, optimizer, accumulate_grad_batches=2) as timer:
         for _ in range(2):
             with net.no_sync():
                 net(torch.ones(1, 2)).sum().backward()
@@ -148,25 +135,17 @@ def test_micro_batches_inside_no_sync_have_no_comm(two_ranks: None, gpu: FakeGPU
 
 
 def test_backward_of_several_losses_has_one_wait(two_ranks: None, gpu: FakeGPU) -> None:
-    net = Layer(gpu, 4.0, 8.0)
-    wait_after_backward(net.linear.weight, gpu, 3.0)
-    with GPUPhaseHooks(net, _clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
-        first, second = (
-            net(torch.ones(1, 2)).sum(),
-            work(net(torch.ones(1, 2)), gpu, 0.0, 1.0).sum(),
-        )
-        torch.autograd.backward(tensor for tensor in (first, second))  # type: ignore[arg-type]
-        timer.step()
-        first, second = (
-            net(torch.ones(1, 2)).sum(),
-            work(net(torch.ones(1, 2)), gpu, 0.0, 1.0).sum(),
-        )
-        torch.autograd.backward([first, second])
-        timer.step()
-    of_generator, of_list = steps(timer)
-    assert of_generator["backward"] == of_list["backward"] == 20.0
-    assert of_generator["backward/comm"] == of_list["backward/comm"] == 3.0
-    assert not first._backward_hooks
+    net, x = Layer(gpu, 4.0, 8.0), torch.ones(1, 2)
+    wait_after_backward(net, gpu)
+    with timer_on(net, gpu) as timer:
+        for kind in (iter, list):
+            losses: Any = [net(x).sum(), work(net(x), gpu, 0.0, 1.0).sum()]
+            torch.autograd.backward(kind(losses))
+            timer.step()
+    of_iterator, of_list = steps(timer)
+    assert of_iterator["backward"] == of_list["backward"] == 20.0
+    assert of_iterator["backward/comm"] == of_list["backward/comm"] == 3.0
+    assert not losses[0]._backward_hooks
     with pytest.raises(RuntimeError, match="does not require grad"):
         torch.ones(1, 2).sum().backward()
 
@@ -177,7 +156,7 @@ def test_checkpointing_and_failed_backward_leave_no_hooks(two_ranks: None, gpu: 
     def fail(_: Tensor) -> None:
         raise RuntimeError("of the user")
 
-    with GPUPhaseHooks(net, _clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
+    with timer_on(net, gpu) as timer:
         loss = net(torch.ones(1, 2)).sum()
         handle = net.linear.weight.register_hook(fail)
         with pytest.raises(RuntimeError, match="of the user"):
@@ -194,9 +173,7 @@ def test_checkpointing_and_failed_backward_leave_no_hooks(two_ranks: None, gpu: 
 
 def test_sub_phases_of_modules_end_where_the_wait_begins(two_ranks: None, gpu: FakeGPU) -> None:
     loop = Loop(gpu)
-    wait_after_backward(loop.model.linear.weight, gpu, 3.0)
-    model: Any = nn.Sequential(OrderedDict(net=loop.model))
-    loop.model = model
+    wait_after_backward(loop.model, gpu)
+    loop.model = nn.Sequential(OrderedDict(net=loop.model))
     timer = train(loop, 2, modules=["net"], sync_ranks=False)
-    of_net = {"forward/net": 4.0, "backward/net": 7.75, "backward/comm": 3.0}
-    assert steps(timer) == [{**STEP_MS, **of_net, "backward": STEP_MS["backward"] + 3.0}] * 2
+    assert steps(timer) == [{**WAITS, "forward/net": 4.0, "backward/net": 7.75}] * 2
