@@ -1,4 +1,4 @@
-"""Waits as marks: what they interrupt, and what becomes of that."""
+"""Waits as marks, which interrupt the phase in which they begin."""
 
 import threading
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from lightning_gputime._record.waits import begin_wait, end_wait
 
 
 class Recorded(Recorder):
-    """A recorder that keeps what it emits; each of its words takes the GPU no time."""
+    """A recorder that keeps the steps it emits."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         self.gpu = gpu
@@ -23,19 +23,18 @@ class Recorded(Recorder):
         )
 
     def run(self, label: str, ms: float) -> None:
-        """Work of a phase."""
         self.mark(label)
         self.gpu.work(ms)
 
-    def wait(self, ms: float = 3.0, label: str = "<waits>") -> None:
-        """A wait for other ranks."""
-        begun = begin_wait(self, label)
-        self.gpu.work(ms)
+    def wait(self) -> None:
+        """Wait 3 ms for other ranks."""
+        begun = begin_wait(self, "<waits>")
+        self.gpu.work(3.0)
         if begun:
             end_wait(self)
 
     def end(self) -> dict[str, float]:
-        """Ends the step, and returns its times, those that are zero left out."""
+        """End the step, and return the phases that took time."""
         self.end_step(0)
         return {name: ms for name, ms in self.emitted[-1].phase_ms.items() if ms}
 
@@ -89,21 +88,24 @@ def test_wait_whose_mark_fails_costs_its_step_alone(
 
 
 @pytest.mark.parametrize(
-    ("labels", "phase"),
+    ("before", "after", "phase"),
     [
-        (("data", "<receives>", "<continues>", "forward"), "forward"),
-        (("other", "<receives>", "<continues>", "forward"), "forward"),
-        (("forward", "<receives>", "<continues>", "backward"), "forward"),
-        (("<after forward>", "<receives>", "<continues>", "backward"), "backward"),
-        (("<after forward>", "<receives>", "<continues>", "forward"), "forward"),
-        (("backward", "<receives>", "<continues>", "backward"), "backward"),
-        (("<after backward>", "<receives>", "<continues>", "forward", "backward"), "forward"),
-        (("<after backward>", "<receives>", "<continues>", "backward"), "backward"),
-        (("<after backward>", "<receives>", "<continues>", "<after update>"), "backward"),
-        (("optimizer", "<receives>", "<continues>", "<after update>"), "optimizer"),
-        (("<after update>", "<receives>", "<continues>", "data"), "other"),
-        (("augment/part", "<receives>", "<continues>", "forward"), "augment"),
+        ("data", ["forward"], "forward"),
+        ("other", ["forward"], "forward"),
+        ("forward", ["backward"], "forward"),
+        ("<after forward>", ["backward"], "backward"),
+        ("<after forward>", ["forward"], "forward"),
+        ("backward", ["backward"], "backward"),
+        ("<after backward>", ["forward", "backward"], "forward"),
+        ("<after backward>", ["backward"], "backward"),
+        ("<after backward>", ["<after update>"], "backward"),
+        ("optimizer", ["<after update>"], "optimizer"),
+        ("<after update>", ["data"], "other"),
+        ("augment/part", ["forward"], "augment"),
     ],
 )
-def test_pipeline_receive_belongs_to_the_next_pass(labels: tuple[str, ...], phase: str) -> None:
+def test_pipeline_receive_belongs_to_the_next_pass(
+    before: str, after: list[str], phase: str
+) -> None:
+    labels = (before, "<receives>", "<continues>", *after)
     assert resolve_labels(labels)[1] == (phase, f"{phase}/comm")
