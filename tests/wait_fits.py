@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from fake_lightning import trainer
 from torch import Tensor
-from wait_ways import LATE_MS, STEPS, WARMUP, Told, Update, batches, layers, told
+from wait_ways import LATE_MS, STEPS, WARMUP, Update, batches, layers, results
 
 from lightning_gputime import GPUPhaseTimer
 
@@ -15,7 +15,7 @@ LATE_IN_FIT = ("nobody", "optimizer", "callback", "loader")
 
 
 class Late(pl.Callback):
-    """A callback that takes its time after each batch."""
+    """A callback that sleeps after each batch."""
 
     def __init__(self, ms: float) -> None:
         self.ms = ms
@@ -53,11 +53,11 @@ class Loader:
         return STEPS
 
 
-def fit(rank: int, place: str) -> Told:
-    """Trains while a rank is late in a place."""
+def fit(rank: int, place: str) -> dict[str, Any]:
+    """Train while rank 1 is late in a place."""
     ms = {place: LATE_MS if rank == 1 else 0.0}
     timer = GPUPhaseTimer(warmup_steps=WARMUP, print_summary=False)
     callbacks = [timer, Late(ms.get("callback", 0.0))]
-    runner = trainer(*callbacks, strategy="ddp", devices=2, enable_checkpointing=False)
+    runner = trainer(*callbacks, strategy="ddp", devices=2)
     runner.fit(Module(ms.get("optimizer", 0.0)), Loader(ms.get("loader", 0.0)))
-    return told(timer)
+    return results(timer)

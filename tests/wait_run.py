@@ -1,8 +1,6 @@
-"""Trains in one of two processes in many ways. Rank 1 is late; each writes its times.
+"""Train in one of two processes in many ways. Rank 1 is late; each writes its times.
 
-python tests/wait_run.py DIRECTORY RANK CASE
-
-CASE is one of them, such as "DDP forward", or "all".
+python tests/wait_run.py DIRECTORY RANK
 """
 
 import json
@@ -50,7 +48,7 @@ def places() -> list[dict[str, Any]]:
     return [dict(vars(kind)) for kind in kinds]
 
 
-def main(directory: Path, rank: int, only: str) -> None:
+def main(directory: Path, rank: int) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2
@@ -58,16 +56,14 @@ def main(directory: Path, rank: int, only: str) -> None:
     before = places()
     results: dict[str, Any] = {}
     for (name, kind), place in product(WAYS.items(), PLACES):
-        if only in ("all", f"{name} {place}"):
-            distributed.barrier()
-            results[f"{name} {place}"] = train(kind(rank), place)
-    # So Lightning takes this for one of the processes of a cluster, and starts none.
+        distributed.barrier()
+        results[f"{name} {place}"] = train(kind(rank), place)
+    # Lightning then takes this for one of the processes of a cluster, and starts none.
     os.environ["LOCAL_RANK"] = str(rank)
     for place in LATE_IN_FIT:
-        if only in ("all", f"Lightning {place}"):
-            distributed.barrier()
-            results[f"Lightning {place}"] = fit(rank, place)
-    for name in ("FSDP2", "TP") if only == "all" else ():
+        distributed.barrier()
+        results[f"Lightning {place}"] = fit(rank, place)
+    for name in ("FSDP2", "TP"):
         runs = [results_of(WAYS[name], rank, timed) for timed in (False, True)]
         results[f"{name} is bitwise"] = all(map(torch.equal, *runs))
     results["nothing is left"] = places() == before
@@ -77,4 +73,4 @@ def main(directory: Path, rank: int, only: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -4,32 +4,24 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_gputime import GPUPhaseHooks
-from lightning_gputime._measurement.ranks import totals_of
 from lightning_gputime._timer import Timer
 
 LATE_MS, WARMUP, STEPS = 40.0, 2, 12
-
-Told = dict[str, Any]
-"""The totals of a rank, and what rank zero says of all."""
-
 WIDTH, LAYERS, MICRO_BATCHES = 8, 4, 2
 PLACES = ("nobody", "data", "forward", "third layer", "backward", "optimizer")
 
 
 class Late(torch.autograd.Function):
-    """The identity, which takes its time in both directions."""
+    """The identity, which sleeps in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_ms: float, backward_ms: float) -> Tensor:
@@ -61,8 +53,7 @@ class Update(torch.optim.SGD):
     late = 0.0
 
     def step(self, closure: Any = None) -> Any:
-        # Not before: Lightning computes the loss and its gradients in the closure.
-        loss = super().step(closure)
+        loss = super().step(closure)  # Lightning computes loss and gradients in the closure.
         time.sleep(self.late / 1000)
         return loss
 
@@ -78,40 +69,39 @@ class Way:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.layers = layers()
-        # Layers of this rank.
-        self.parts: list[Any] = [*self.layers]
+        self.parts: list[Any] = [*self.layers]  # Layers of this rank.
         self.model: nn.Module = self.layers
         self.calls_per_step = 1
-        self.put_on()
+        self.distribute()
         self.optimizer = Update(self.model.parameters(), lr=1e-3)
 
-    def put_on(self) -> None:
-        """Distributes the model."""
+    def distribute(self) -> None:
+        """Distribute the model."""
 
     def run(self, x: Tensor) -> None:
         self.model(x).square().mean().backward()
 
     def be_late(self, place: str, ms: float) -> None:
-        a_call_ms = ms / self.calls_per_step
+        call_ms = ms / self.calls_per_step
         # In a pipeline, rank 1 has the third layer first.
         third = self.parts[2 % len(self.parts)]
         if place == "forward":
-            self.parts[0].late = (a_call_ms, 0.0)
+            self.parts[0].late = (call_ms, 0.0)
         elif place == "third layer":
-            third.late = (a_call_ms, 0.0)
+            third.late = (call_ms, 0.0)
         elif place == "backward":
-            third.late = (0.0, a_call_ms)
+            third.late = (0.0, call_ms)
         elif place == "optimizer":
             self.optimizer.late = ms
 
 
 class DDP(Way):
-    def put_on(self) -> None:
+    def distribute(self) -> None:
         self.model = nn.parallel.DistributedDataParallel(self.layers)
 
 
 class FSDP1(Way):
-    def put_on(self) -> None:
+    def distribute(self) -> None:
         self.model = FullyShardedDataParallel(
             self.layers,
             device_id=torch.device("cpu"),
@@ -120,21 +110,21 @@ class FSDP1(Way):
 
 
 class FSDP2(Way):
-    def put_on(self) -> None:
+    def distribute(self) -> None:
         mesh = init_device_mesh("cpu", (2,))
         for module in [*self.layers, self.layers]:
             fully_shard(module, mesh=mesh)
 
 
 class TP(Way):
-    def put_on(self) -> None:
+    def distribute(self) -> None:
         mesh = init_device_mesh("cpu", (2,))
         kinds = (ColwiseParallel, RowwiseParallel)
         parallelize_module(self.layers, mesh, {str(i): kinds[i % 2]() for i in range(LAYERS)})
 
 
 class PP(Way):
-    def put_on(self) -> None:
+    def distribute(self) -> None:
         half = LAYERS // 2
         self.parts = self.parts[half * self.rank : half * (self.rank + 1)]
         self.model = nn.Sequential(*self.parts)
@@ -176,8 +166,8 @@ def batches(n: int, late_ms: float) -> Iterator[Tensor]:
         yield torch.randn(8, WIDTH)
 
 
-def train(way: Way, place: str) -> Told:
-    """Trains while a rank is late in a place."""
+def train(way: Way, place: str) -> dict[str, Any]:
+    """Train while rank 1 is late in a place."""
     late_ms = LATE_MS if way.rank == 1 else 0.0
     way.be_late(place, late_ms)
     with GPUPhaseHooks(way.model, way.optimizer, warmup_steps=WARMUP) as timer:
@@ -185,16 +175,31 @@ def train(way: Way, place: str) -> Told:
             way.run(x)
             way.optimizer.step()
             way.optimizer.zero_grad()
-    return told(timer)
+    return results(timer)
 
 
-def told(timer: Timer) -> Told:
-    """Returns what a rank sends to be compared, and what rank zero says of it."""
-    summary = timer.summary()
-    assert summary.steps == STEPS - WARMUP
-    ranks = summary.ranks
-    return {
-        "totals": totals_of(timer._results.sums).phases,
-        "slowest_rank": ranks.slowest_rank if ranks is not None else None,
-        "sentence": ranks.sentence if ranks is not None else "",
+def results(timer: Timer) -> dict[str, Any]:
+    """Return the times of a rank, and on rank zero the comparison of ranks.
+
+    Local times are minima over steps, because a busy machine makes steps longer.
+    """
+    history = timer.history()[WARMUP - STEPS :]
+    steps_ms = {
+        name.removesuffix("_ms"): np.nan_to_num(history[name])
+        for name in history.dtype.names or ()
+        if name.endswith("_ms") and name != "host_wait_ms"
     }
+    local_ms = {name: ms.copy() for name, ms in steps_ms.items() if "/" not in name}
+    waits_ms = {name: ms for name, ms in steps_ms.items() if name.endswith("/comm")}
+    for name, ms in waits_ms.items():
+        local_ms[name.partition("/")[0]] -= ms
+        local_ms["step"] -= ms
+    found = {
+        "steps": timer.summary().steps,
+        "waited_ms": float(np.median(sum(waits_ms.values()))),
+        "local_ms": {name: float(np.min(ms)) for name, ms in local_ms.items()},
+    }
+    if (ranks := timer.summary().ranks) is not None:
+        names = ("slowest_rank", "suspect", "phase", "sentence")
+        found |= {name: getattr(ranks, name) for name in names}
+    return found
