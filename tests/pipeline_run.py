@@ -1,9 +1,9 @@
-"""Runs the recipes of the manual for pipelines in one of two processes, on a fake GPU.
+"""Run the manual's recipes for pipelines in one of two processes, on a fake GPU.
 
 python tests/pipeline_run.py MANUAL DIRECTORY RANK
 
-The loops are written after those of Megatron-LM and torchtitan, which need GPUs: the first has a
-schedule and a separate backward and no call of `zero_grad`, the second the schedule of torch's.
+The loops imitate those of Megatron-LM and torchtitan, which need GPUs. Megatron has its own
+schedule, a separate backward and no call of `zero_grad`; torchtitan has a schedule of torch.
 """
 
 import json
@@ -34,7 +34,7 @@ of_megatron = from_module(f"{PACKAGE}.p2p_communication")
 
 
 def chunks() -> list[nn.Module]:
-    """The stages of a rank: in an interleaved schedule there are several."""
+    """Return the stages of a rank: an interleaved schedule has several."""
     return [Layer(gpu, 4.0, 8.0) for _ in range(CHUNKS)]
 
 
@@ -43,7 +43,7 @@ def loss_of(output: Tensor, _: Tensor | None = None) -> Tensor:
 
 
 class MixedPrecision:
-    """Contains a torch optimizer, as Megatron's does, but is not an `Optimizer`."""
+    """An optimizer like Megatron's: it contains a torch optimizer, but is not an `Optimizer`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -63,7 +63,7 @@ def received(tag: int) -> Tensor:
 
 
 def backward_step(output: Tensor, gradient: Tensor | None) -> None:
-    # Past torch.autograd, as the output may be freed by now.
+    # Megatron calls the engine directly, as the output may be freed by now.
     given = torch.ones_like(output) if gradient is None else gradient.detach()
     Variable._execution_engine.run_backward((output,), (given,), False, False, (), True, True)
 
@@ -71,19 +71,14 @@ def backward_step(output: Tensor, gradient: Tensor | None) -> None:
 class Megatron:
     """As the modules `megatron.core.pipeline_parallel.schedules` and `megatron.training.training`.
 
-    Each stage is at work on all micro-batches in turn, forward and then backward.
+    Each stage runs all micro-batches in turn, forward and then backward.
     """
 
     def __init__(self) -> None:
         self.backward_step: Callable[..., None] = backward_step
 
     def train_step(
-        self,
-        forward: object,
-        data: Iterator[Tensor],
-        model: list[nn.Module],
-        optimizer: MixedPrecision,
-        *_: object,
+        self, forward: object, data: Iterator[Tensor], model: Any, optimizer: Any, *_: object
     ) -> str:
         for item in model:
             for parameter in item.parameters():
@@ -118,12 +113,11 @@ def megatron(recipe: str) -> GPUPhaseHooks:
         assert both.train_step(None, data, model, optimizer, None) == "its result"
     timer: GPUPhaseHooks
     [timer] = vars(both)["train_step"].__kwdefaults__["timers"]
-    timer.remove()
     return timer
 
 
 class Trainer:
-    """As `torchtitan.trainer.Trainer`, whose steps fetch all that they need before they work."""
+    """As `torchtitan.trainer.Trainer`, whose steps first fetch all micro-batches."""
 
     def __init__(self) -> None:
         self.model_parts = chunks()
@@ -159,9 +153,8 @@ def torchtitan(recipe: str) -> GPUPhaseHooks:
     exec(recipe, known)
     trainer = known["Timed"]()
     trainer.train()
-    trainer.timer.remove()
-    found: GPUPhaseHooks = trainer.timer
-    return found
+    timer: GPUPhaseHooks = trainer.timer
+    return timer
 
 
 NAMES = {"GPUPhaseHooks": GPUPhaseHooks, "phase": phase, "torch": torch}
@@ -177,7 +170,9 @@ def main(manual: Path, directory: Path, rank: int) -> None:
         [recipe] = [block for block in blocks if word in block]
         assert len([line for line in recipe.splitlines() if line.strip()]) <= 10
         lines = [line for line in recipe.splitlines() if not line.startswith(("from ", "import "))]
-        found[loop.__name__] = steps(loop("\n".join(lines)))
+        timer = loop("\n".join(lines))
+        timer.remove()
+        found[loop.__name__] = steps(timer)
     print(json.dumps(found))
 
 
