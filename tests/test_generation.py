@@ -1,4 +1,4 @@
-"""Text that a model of transformers generates inside a step, and what is made of it."""
+"""Text that a model of transformers generates inside a step, and its rewards."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import FakeGPU, steps
+from fake_loop import training_arguments
 from torch import Tensor, nn
 
 transformers: Any = pytest.importorskip("transformers")
@@ -49,109 +50,112 @@ class Around(nn.Module):
 
     def __init__(self, gpu: FakeGPU) -> None:
         super().__init__()
-        self.inner = Gpt(gpu)
+        self.gpu, self.inner = gpu, Gpt(gpu)
 
     def forward(self, keys: Tensor) -> Any:
         return self.inner(generate(self.inner))
 
 
-def train(model: nn.Module, gpu: FakeGPU, rollout: Callable[[int], Any]) -> list[dict[str, float]]:
-    """Trains for 24 steps, each of a rollout, 0.25 ms of other work, and one call of the model."""
+def phases(timer: Any) -> list[dict[str, float]]:
+    """Return the phases of each step that took time."""
+    return [{name: ms for name, ms in step.items() if ms} for step in steps(timer)]
+
+
+def train(
+    model: Any,
+    rollout: Callable[[int], object] = lambda number: None,
+    n: int = 24,
+    after_forward: Callable[[], object] = lambda: None,
+    **options: Any,
+) -> list[dict[str, float]]:
+    """Train on steps of a rollout, 0.25 ms of other work, and one call of the model."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = dict(vars(transformers.GenerationMixin))
-    with GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0) as timer:
-        for number in timer.steps(range(24)):
+    options = {"_clock": model.gpu, "warmup_steps": 0, **options}
+    with GPUPhaseHooks(model, optimizer, **options) as timer:
+        for number in timer.steps(range(n)):
             rollout(number)
-            gpu.work(0.25)
+            model.gpu.work(0.25)
             loss = model(KEYS).logits.sum()
+            after_forward()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
     assert dict(vars(transformers.GenerationMixin)) == before
-    found = steps(timer)
-    assert [sum(item.values()) for item in found] == timer.history()["step_ms"].tolist()
-    return [{name: ms for name, ms in entry.items() if ms} for entry in found]
+    found = phases(timer)
+    assert [sum(step.values()) for step in found] == timer.history()["step_ms"].tolist()
+    return found
 
 
-def eval_mode(model: nn.Module, calls: int = 1) -> None:
+@pytest.fixture
+def model(gpu: FakeGPU) -> Gpt:
+    return Gpt(gpu)
+
+
+def generate_in_eval_mode(model: Gpt, calls: int = 1) -> None:
     model.eval()
     for _ in range(calls):
         generate(model)
     model.train()
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_generation_in_each_step_is_generate(gpu: FakeGPU, mode: str) -> None:
-    model = Gpt(gpu)
-    found = train(model, gpu, lambda _: eval_mode(model) if mode == "eval" else generate(model))
-    assert found == [{"generate": GENERATE_MS, "other": 0.25, "forward": CALL_MS}] * 24
+STEP = {"other": 0.25, "forward": CALL_MS}
 
 
-def test_generation_inside_a_named_phase_belongs_to_that_phase(gpu: FakeGPU) -> None:
-    model = Gpt(gpu)
+@pytest.mark.parametrize("how", [generate, generate_in_eval_mode])
+def test_generation_in_each_step_is_generate(model: Gpt, how: Callable[[Gpt], object]) -> None:
+    assert train(model, lambda _: how(model)) == [{**STEP, "generate": GENERATE_MS}] * 24
 
+
+def test_generation_inside_a_named_phase_belongs_to_that_phase(model: Gpt) -> None:
     def rollout(_: int) -> None:
         with phase("rollout"):
             generate(model)
 
-    found = train(model, gpu, rollout)
-    # As after any model call inside it: the time until the next call is between two calls.
-    assert found == [{"rollout": GENERATE_MS, "forward": CALL_MS + 0.25}] * 24
+    # As after any model call in a named phase: the time until the next call is `forward`.
+    assert train(model, rollout) == [{"rollout": GENERATE_MS, "forward": CALL_MS + 0.25}] * 24
 
 
 def test_generation_inside_a_model_call_is_forward(gpu: FakeGPU) -> None:
-    found = train(Around(gpu), gpu, lambda _: None)
-    assert found == [{"other": 0.25, "forward": GENERATE_MS + CALL_MS}] * 24
+    assert train(Around(gpu)) == [{**STEP, "forward": GENERATE_MS + CALL_MS}] * 24
 
 
-def test_generation_after_the_model_call_splits_the_loss(gpu: FakeGPU) -> None:
-    model = Gpt(gpu)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0) as timer:
-        for _ in timer.steps(range(3)):
-            logits = model(KEYS).logits
-            gpu.work(0.25)
-            generate(model)  # As a baseline that a reward is compared with.
-            gpu.work(0.125)
-            logits.sum().backward()
-    rows = [{name: ms for name, ms in step.items() if ms} for step in steps(timer)]
-    assert rows == [{"forward": CALL_MS, "loss": 0.375, "generate": GENERATE_MS}] * 3
+def test_generation_after_the_model_call_splits_the_loss(model: Gpt) -> None:
+    def compute_baseline() -> None:
+        model.gpu.work(0.5)
+        generate(model)
+        model.gpu.work(0.125)
+
+    found = train(model, after_forward=compute_baseline)
+    assert found == [{**STEP, "loss": 0.625, "generate": GENERATE_MS}] * 24
 
 
-def test_validation_that_generates_is_in_no_step(gpu: FakeGPU) -> None:
-    model = Gpt(gpu)
-    found = train(model, gpu, lambda number: eval_mode(model, 5) if number in (5, 20) else None)
-    assert found == [{"other": 0.25, "forward": CALL_MS}] * 24
+def test_validation_that_generates_is_in_no_step(model: Gpt) -> None:
+    def validate(number: int) -> None:
+        if number in (5, 20):
+            generate_in_eval_mode(model, calls=5)
+
+    assert train(model, validate) == [STEP] * 24
 
 
-def test_generation_that_raises_ends_its_phase(gpu: FakeGPU) -> None:
-    model = Gpt(gpu)
-
+def test_generation_that_raises_ends_its_phase(model: Gpt) -> None:
     def rollout(_: int) -> None:
         with pytest.raises(ValueError, match="max_new_tokens"):
             model.generate(KEYS, max_new_tokens=-1)
 
-    assert train(model, gpu, rollout) == [{"other": 0.25, "forward": CALL_MS}] * 24
+    assert train(model, rollout) == [STEP] * 24
 
 
-def test_untimed_steps_leave_the_generation_class_unpatched(gpu: FakeGPU) -> None:
-    model, patched = Gpt(gpu), list[bool]()
+def test_untimed_steps_leave_the_generation_class_unpatched(model: Gpt) -> None:
+    patched = list[bool]()
     original = transformers.GenerationMixin.generate
 
-    def rollout(number: int) -> None:
+    def rollout(_: int) -> None:
         patched.append(transformers.GenerationMixin.generate is not original)
         generate(model)
 
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with GPUPhaseHooks(
-        model, optimizer, _clock=gpu, warmup_steps=0, sync_ranks=False, every_n_steps=50
-    ) as timer:
-        for number in timer.steps(range(150)):
-            rollout(number)
-            model(KEYS).logits.sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert [step["generate"] for step in steps(timer)] == [GENERATE_MS] * 3
+    found = train(model, rollout, n=150, sync_ranks=False, every_n_steps=50)
+    assert found == [{**STEP, "generate": GENERATE_MS}] * 3
     assert not all(patched[30:])
 
 
@@ -166,7 +170,9 @@ class Engine:
 
 
 @pytest.mark.parametrize("engine", [False, True])
-def test_trainer_times_generation_and_rewards(gpu: FakeGPU, tmp_path: Path, engine: bool) -> None:
+def test_trainer_times_generation_and_rewards(model: Gpt, tmp_path: Path, engine: bool) -> None:
+    gpu = model.gpu
+
     class Trainer(transformers.Trainer):  # type: ignore[misc]  # has no types
         """As TRL's."""
 
@@ -183,20 +189,14 @@ def test_trainer_times_generation_and_rewards(gpu: FakeGPU, tmp_path: Path, engi
             gpu.work(0.25)
             return super()._prepare_inputs(inputs)
 
-    model, timer = Gpt(gpu), TransformersPhaseTimer(_clock=gpu, warmup_steps=0, print_summary=False)
+    timer = TransformersPhaseTimer(_clock=gpu, warmup_steps=0, print_summary=False)
     row = {"input_ids": KEYS[0], "labels": KEYS[0]}
     trainer = Trainer(
         model,
-        transformers.TrainingArguments(
-            str(tmp_path),
-            max_steps=4,
+        training_arguments(
+            tmp_path,
             remove_unused_columns=False,
-            per_device_train_batch_size=1,
             gradient_accumulation_steps=2,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            use_cpu=True,
             logging_steps=1,
             eval_strategy="steps",
             eval_steps=2,
@@ -212,11 +212,10 @@ def test_trainer_times_generation_and_rewards(gpu: FakeGPU, tmp_path: Path, engi
     assert "generate" not in vars(trainer.vllm_generation)
     assert dict(vars(transformers.GenerationMixin)) == before
     micro_batch = {"generate": 3.0 if engine else GENERATE_MS, "reward": 1.0, "forward": CALL_MS}
-    found = [{name: ms for name, ms in step.items() if ms} for step in steps(timer)]
-    assert found == [{**{name: 2 * ms for name, ms in micro_batch.items()}, "other": 0.5}] * 4
-    assert [log["phase_time/reward_ms"] for log in trainer.state.log_history if "loss" in log] == [
-        2.0
-    ] * 4
+    twice = {name: 2 * ms for name, ms in micro_batch.items()}
+    assert phases(timer) == [{**twice, "other": 0.5}] * 4
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["phase_time/reward_ms"] for log in logs] == [2.0] * 4
     evaluations = timer._run().evaluations
     assert len(evaluations) == 2
     for evaluation in evaluations:
