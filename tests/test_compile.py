@@ -23,27 +23,36 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Net(nn.Module):
-    """A small net that can be compiled."""
+class Inner(nn.Module):
+    """A module that can be compiled in place, unlike torch's containers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+        self.linear = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layers(x)
+        result: Tensor = self.linear(x).relu()
+        return result
+
+
+class Net(nn.Module):
+    """A small net with a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = Inner(), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.inner(x))
         return result
 
 
 class Compiled(Model):
-    """A LightningModule that calls a net which is compiled in one of several ways."""
+    """A LightningModule whose net or optimizer is compiled in one of several ways."""
 
     def __init__(self, gpu: FakeGPU, how: str, backend: Any) -> None:
         super().__init__(gpu)
-        net = Net()
-        if how == "net.compile()":
-            net.compile(backend=backend, fullgraph=True)
-        self.net: Any = torch.compile(net, backend=backend) if how == "compile(net)" else net
+        self.net, _ = compiled_model(how, backend)
         self.how, self.backend = how, backend
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -54,7 +63,7 @@ class Compiled(Model):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         if self.how == "compile(optimizer.step)":
-            optimizer.step = torch.compile(optimizer.step, backend=self.backend)  # type: ignore[method-assign]
+            compile_update(optimizer, self.backend)
         return optimizer
 
 
@@ -80,12 +89,46 @@ def compilations(run: Callable[[Count], None]) -> tuple[int, int]:
     return backend.compiled, sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
+def compilations_without_and_with(
+    run: Callable[[bool, Count], None],
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the compilations of a run, without and with a timer."""
+    without = compilations(lambda backend: run(False, backend))
+    return without, compilations(lambda backend: run(True, backend))
+
+
+def compiled_model(how: str, backend: Any) -> tuple[Any, Any]:
+    """Return a model of which a part is compiled, and the function that a loop calls."""
+    model: Any = Net()
+    call: Any = model
+    if how == "compile(model)":
+        model = call = torch.compile(model, backend=backend, fullgraph=True)
+    elif how == "model.compile()":
+        model.compile(backend=backend, fullgraph=True)
+    elif how == "compile(part)":
+        model.inner = torch.compile(model.inner, backend=backend)
+    elif how == "part.compile()":
+        model.inner.compile(backend=backend)
+    elif how == "compile(function)":
+
+        def function(x: Tensor) -> Any:
+            return model(x).sin()
+
+        call = torch.compile(function, backend=backend)
+    return model, call
+
+
+def compile_update(optimizer: Any, backend: Any) -> None:
+    optimizer.step = torch.compile(optimizer.step, backend=backend)
+
+
+ALL = {"data", "other", "forward", "loss", "backward", "optimizer"}
 PHASES = {
-    "compile(net)": {"data", "other", "forward", "loss", "backward", "optimizer"},
-    "net.compile()": {"data", "other", "forward", "loss", "backward", "optimizer"},
-    # Lightning runs forward and loss inside the step, and so inside what is compiled.
-    "compile(optimizer.step)": {"data", "other", "backward", "optimizer"},
-    "compile(LightningModule)": {"data", "other", "training_step", "backward", "optimizer"},
+    "compile(model)": ALL,
+    "model.compile()": ALL,
+    # Lightning computes forward and loss in the closure of the optimizer, which is compiled.
+    "compile(optimizer.step)": ALL - {"forward", "loss"},
+    "compile(LightningModule)": (ALL - {"forward", "loss"}) | {"training_step"},
 }
 
 
@@ -109,21 +152,20 @@ def test_lightning_compiles_the_same_and_times_every_phase(how: str, gpu: FakeGP
         measured[:] = steps(timer)
         assert hooks_of(getattr(model, "_orig_mod", model)) == bare
 
-    without = compilations(lambda backend: fit(False, backend))
-    with_timer = compilations(lambda backend: fit(True, backend))
+    without, with_timer = compilations_without_and_with(fit)
     assert without[0] >= 1
     assert with_timer == without
     assert [set(step) for step in measured] == [PHASES[how]] * (2 * N)
 
 
-def test_compiled_net_that_is_called_by_itself_is_timed(gpu: FakeGPU) -> None:
+def test_compiled_net_called_by_the_step_is_timed(gpu: FakeGPU) -> None:
     class Direct(Compiled):
         def loss(self, x: Tensor) -> Tensor:
             return work(self.net(x), self.gpu, 0.5, 0.25).sum()
 
     timer = timer_of(gpu)
-    trainer(timer).fit(Direct(gpu, "compile(net)", "eager"), Loader(gpu, N))
-    assert [set(step) for step in steps(timer)] == [PHASES["compile(net)"]] * N
+    trainer(timer).fit(Direct(gpu, "compile(model)", "eager"), Loader(gpu, N))
+    assert [set(step) for step in steps(timer)] == [ALL] * N
     assert [step["loss"] for step in steps(timer)] == [0.5] * N
 
 
@@ -132,8 +174,8 @@ def test_compiled_lightning_module_reports_one_phase(
 ) -> None:
     model: Any = torch.compile(Compiled(gpu, "compile(LightningModule)", "eager"), backend="eager")
     trainer(GPUPhaseTimer(_clock=gpu, print_summary=False)).fit(model, Loader(gpu, 2))
-    told = [record.message for record in caplog.records if record.name == "lightning_gputime"]
-    assert told == ["training_step is compiled: forward and loss are one phase of that name."]
+    messages = [record.message for record in caplog.records if record.name == "lightning_gputime"]
+    assert messages == ["training_step is compiled: forward and loss are one phase of that name."]
 
 
 @pytest.mark.parametrize("how", ["compile(model)", "model.compile()", "compile(optimizer.step)"])
@@ -141,16 +183,11 @@ def test_plain_loop_compiles_the_same_and_times_every_phase(how: str, gpu: FakeG
     measured: list[dict[str, float]] = []
 
     def train(timed: bool, backend: Count) -> None:
-        model: Any = Net()
+        model, _ = compiled_model(how, backend)
         optimizer = Adder(model.parameters(), gpu, 2.0)
         if how == "compile(optimizer.step)":
-            step = torch.compile(optimizer.step, backend=backend)
-            optimizer.step = step  # type: ignore[method-assign]
-        elif how == "model.compile()":
-            model.compile(backend=backend, fullgraph=True)
-        else:
-            model = torch.compile(model, backend=backend, fullgraph=True)
-        timer = GPUPhaseHooks(model, optimizer, _clock=gpu)
+            compile_update(optimizer, backend)
+        timer = GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0)
         if timed:
             timer.attach()
         for _ in range(2):
@@ -159,18 +196,14 @@ def test_plain_loop_compiles_the_same_and_times_every_phase(how: str, gpu: FakeG
                 optimizer.step()
                 optimizer.zero_grad()
         timer.remove()
-        names = timer.history().dtype.names or ()
-        measured[:] = [{name: row[name] for name in names} for row in timer.history()]
+        measured[:] = steps(timer)
         model(torch.ones(1, 2))  # without the timer again
 
-    without = compilations(lambda backend: train(False, backend))
-    with_timer = compilations(lambda backend: train(True, backend))
+    without, with_timer = compilations_without_and_with(train)
     assert without[0] == (0 if how == "compile(optimizer.step)" else 1)
     assert with_timer == without
-    assert len(measured) == 2 * N
-    for step in measured:
-        assert (step["loss_ms"], step["backward_ms"], step["optimizer_ms"]) == (0.5, 0.25, 2.0)
-        assert step["forward_ms"] == 0.0
+    ms = {"forward": 0.0, "loss": 0.5, "backward": 0.25, "optimizer": 2.0}
+    assert [{name: step[name] for name in ms} for step in measured] == [ms] * (2 * N)
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo")
@@ -193,47 +226,6 @@ def test_compiled_step_with_backward_inside_times_backward_and_optimizer(
     assert len(timer.history()) == N
 
 
-class Inner(nn.Module):
-    """A part that can be compiled in place, unlike torch's containers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.linear(x).relu()
-        return result
-
-
-class Outer(nn.Module):
-    """A model with such a part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = Inner(), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.inner(x))
-        return result
-
-
-def compiled_loop(how: str, backend: Count) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    """Returns a model, and what a loop calls of it; a part of them is compiled."""
-    model = Outer()
-    if how == "compile(model)":
-        compiled: Any = torch.compile(model, backend=backend)
-        return compiled, compiled
-    if how == "model.compile()":
-        model.compile(backend=backend)
-    if how == "compile(part)":
-        model.inner = torch.compile(model.inner, backend=backend)  # type: ignore[assignment]
-    if how == "part.compile()":
-        model.inner.compile(backend=backend)
-    if how == "compile(function)":
-        return model, torch.compile(lambda x: model(x).sin(), backend=backend)
-    return model, model
-
-
 @pytest.mark.parametrize(
     ("how", "modules"),
     [
@@ -246,7 +238,7 @@ def compiled_loop(how: str, backend: Count) -> tuple[nn.Module, Callable[[Tensor
 )
 def test_timer_attached_again_compiles_nothing(gpu: FakeGPU, how: str, modules: list[str]) -> None:
     def train(timed: bool, backend: Count) -> None:
-        model, call = compiled_loop(how, backend)
+        model, call = compiled_model(how, backend)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(4):
             timer = GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0, modules=modules)
@@ -266,24 +258,21 @@ def test_timer_attached_again_compiles_nothing(gpu: FakeGPU, how: str, modules: 
                 assert ("forward/inner" in rows) == ("backward/inner" in rows) == bool(shown)
         call(torch.ones(1, 2)).sum().backward()
 
-    without = compilations(lambda backend: train(False, backend))
-    with_timer = compilations(lambda backend: train(True, backend))
+    without, with_timer = compilations_without_and_with(train)
     assert without == (1, 0)
     # A function is compiled once more where hooks inside it come or go, and never again.
     assert with_timer == ((2, 0) if how == "compile(function)" else without)
 
 
-@pytest.mark.parametrize("how", ["compile(LightningModule)", "compile(net)", "net.compile()"])
+@pytest.mark.parametrize("how", ["compile(LightningModule)", "compile(model)", "model.compile()"])
 def test_untimed_steps_in_blocks_compile_nothing_again(how: str, gpu: FakeGPU) -> None:
-    def run(*callbacks: GPUPhaseTimer) -> tuple[int, int]:
-        def fit(count: Count) -> None:
-            model: Any = Compiled(gpu, how, count)
-            if how == "compile(LightningModule)":
-                model = torch.compile(model, backend=count)
-            trainer(*callbacks).fit(model, Loader(gpu, 60))
-
-        return compilations(fit)
+    def fit(timed: bool, count: Count) -> None:
+        model: Any = Compiled(gpu, how, count)
+        if how == "compile(LightningModule)":
+            model = torch.compile(model, backend=count)
+        trainer(*([timer] if timed else [])).fit(model, Loader(gpu, 60))
 
     timer = timer_of(gpu, every_n_steps=10)
-    assert run(timer) == run()
+    without, with_timer = compilations_without_and_with(fit)
+    assert with_timer == without
     assert timer.summary().steps == 6
