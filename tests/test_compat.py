@@ -11,6 +11,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from fake_lightning import trainer
+from fake_loop import training_arguments
 from torch import Tensor, nn
 from torch.distributed import destroy_process_group, init_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -27,7 +29,7 @@ pytestmark = [
 ]
 
 
-def rows() -> TensorDataset:
+def rows() -> Any:
     torch.manual_seed(0)
     return TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
 
@@ -70,34 +72,39 @@ def plain_by_hand(package: Any, folder: Path) -> tuple[Any, Losses]:
     return plain(package, folder, by_hand=True)
 
 
-def plain_with_workers(package: Any, _: Path) -> tuple[Any, Losses]:
-    """Train in a plain loop whose loader has a worker."""
-    return plain(package, _, workers=1)
+def plain_with_workers(package: Any, folder: Path) -> tuple[Any, Losses]:
+    return plain(package, folder, workers=1)
 
 
-def compiled(package: Any, _: Path) -> tuple[Any, Losses]:
-    """Train a compiled model."""
-    return plain(package, _, torch.compile(net(), backend="eager"))
+def compiled(package: Any, folder: Path) -> tuple[Any, Losses]:
+    return plain(package, folder, torch.compile(net(), backend="eager"))
 
 
-def ranks(package: Any, _: Path) -> tuple[Any, Losses]:
+def ranks(package: Any, folder: Path) -> tuple[Any, Losses]:
     """Train as the first of two ranks, whose collectives do nothing."""
     init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        return plain(package, _)
+        return plain(package, folder)
     finally:
         destroy_process_group()
 
 
 class Net(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, is_manual: bool) -> None:
         super().__init__()
         self.net, self.losses = net(), Losses()
+        self.automatic_optimization = not is_manual
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.losses.append(loss.item())
-        return loss
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss.detach()
 
     def validation_step(self, batch: list[Tensor], _: int) -> None:
         self.net(batch[0])
@@ -106,40 +113,17 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        loss = super().training_step(batch, index)
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss.detach()
-
-
 def lightning_manual(package: Any, folder: Path) -> tuple[Any, Losses]:
     """Train in Lightning's Trainer with manual optimization."""
-    return lightning(package, folder, Manual())
+    return lightning(package, folder, is_manual=True)
 
 
-def lightning(package: Any, _: Path, model: Any = None) -> tuple[Any, Losses]:
+def lightning(package: Any, _: Path, is_manual: bool = False) -> tuple[Any, Losses]:
     """Train in Lightning's Trainer, with a validation in the middle."""
-    model = model or Net()
+    model = Net(is_manual)
     timers = [] if package is None else [package.GPUPhaseTimer(warmup_steps=0)]
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        callbacks=timers,
-        val_check_interval=6,
-    )
-    trainer.fit(model, DataLoader(rows(), batch_size=2), DataLoader(rows(), batch_size=8))
+    runner = trainer(*timers, val_check_interval=6)
+    runner.fit(model, DataLoader(rows(), batch_size=2), DataLoader(rows(), batch_size=8))
     return (timers or [None])[0], model.losses
 
 
@@ -157,34 +141,15 @@ class Row(nn.Module):
 
 def hugging_face(package: Any, folder: Path) -> tuple[Any, Losses]:
     """Train in transformers' Trainer, with an evaluation and a checkpoint in the middle."""
-    model, data = Row(), rows()
-    timers = []
-    if package is not None:
-        timers = [package.TransformersPhaseTimer(warmup_steps=0)]
-    arguments = transformers.TrainingArguments(
-        str(folder),
-        max_steps=12,
-        per_device_train_batch_size=2,
-        eval_strategy="steps",
-        eval_steps=6,
-        save_steps=6,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        use_cpu=True,
+    model, data = Row(), [{"x": x, "labels": y} for x, y in rows()]
+    timers = [] if package is None else [package.TransformersPhaseTimer(warmup_steps=0)]
+    schedule = {"eval_strategy": "steps", "eval_steps": 6, "save_strategy": "steps"}
+    arguments = training_arguments(
+        folder, max_steps=12, per_device_train_batch_size=2, save_steps=6, **schedule
     )
-    trainer = transformers.Trainer(
-        model,
-        arguments,
-        data_collator=lambda rows: {
-            "x": torch.stack([row[0] for row in rows]),
-            "labels": torch.stack([row[1] for row in rows]),
-        },
-        train_dataset=data,
-        eval_dataset=data,
-        callbacks=timers,
-    )
-    trainer.train()
+    transformers.Trainer(
+        model, arguments, train_dataset=data, eval_dataset=data, callbacks=timers
+    ).train()
     return (timers or [None])[0], model.losses
 
 
@@ -243,6 +208,19 @@ def is_of(library: str, owner: Any) -> bool:
     kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
     homes = [getattr(owner, "__name__", ""), *(kind.__module__ for kind in kinds)]
     return any(str(home).partition(".")[0] == library for home in homes)
+
+
+@pytest.fixture
+def no_gaps(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Forget which names were missing so far."""
+    monkeypatch.setattr(names, "_not_measured", {})
+    return monkeypatch
+
+
+@pytest.fixture
+def no_names(no_gaps: pytest.MonkeyPatch) -> None:
+    """Let libraries have none of the private names."""
+    no_gaps.setattr(names, "read", lambda owner, attribute: names.MISSING)
 
 
 @contextmanager
@@ -309,23 +287,19 @@ class WithLoss(nn.Module):
         self._loss_fn = nn.functional.mse_loss
 
 
-def test_loss_function_under_another_name_is_not_separated_from_forward() -> None:
+def test_loss_function_under_another_name_is_not_separated_from_forward(no_gaps: Any) -> None:
     model = WithLoss()
     assert transformers_.has_inner_loss(model)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(names, "_not_measured", {})
-        transformers_.check_inner_loss(model, vars(model).get(transformers_.INNER_LOSS))
-        [found] = names.not_measured(["transformers"])
+    transformers_.check_inner_loss(model, vars(model).get(transformers_.INNER_LOSS))
+    [found] = names.not_measured(["transformers"])
     assert found.blurred == ("forward", "loss")
 
 
-def test_autocast_counts_as_on_if_its_state_is_private() -> None:
+def test_autocast_counts_as_on_if_its_state_is_private(request: pytest.FixtureRequest) -> None:
     assert not torch_.is_autocast_on(torch.autocast("cpu", enabled=False))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(names, "_not_measured", {})
-        patch.setattr(names, "read", lambda owner, attribute: names.MISSING)
-        assert torch_.is_autocast_on(torch.autocast("cpu", enabled=False))
-        assert len(names.not_measured(["torch"])) == 1
+    request.getfixturevalue("no_names")
+    assert torch_.is_autocast_on(torch.autocast("cpu", enabled=False))
+    assert len(names.not_measured(["torch"])) == 1
 
 
 @pytest.mark.parametrize(
@@ -336,17 +310,14 @@ def test_autocast_counts_as_on_if_its_state_is_private() -> None:
     ],
 )
 def test_missing_internals_of_loaders_are_reported(
-    find: Callable[[], object], missing: str
+    no_names: None, find: Callable[[], object], missing: str
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(names, "_not_measured", {})
-        patch.setattr(names, "read", lambda owner, attribute: names.MISSING)
-        assert find() is None
-        [found] = names.not_measured(["torch"])
+    assert find() is None
+    [found] = names.not_measured(["torch"])
     assert found.text.startswith(f"not measured: {missing}, because torch ")
 
 
-def test_trainer_with_reward_functions_reports_missing_rewards_and_vllm() -> None:
+def test_trainer_with_reward_functions_reports_missing_rewards_and_vllm(no_gaps: Any) -> None:
     class Trainer(transformers.Trainer):  # type: ignore[misc]  # has no types
         reward_funcs = ()
         use_vllm = True
@@ -355,35 +326,26 @@ def test_trainer_with_reward_functions_reports_missing_rewards_and_vllm() -> Non
         def __init__(self) -> None:
             pass
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(names, "_not_measured", {})
-        transformers_.report_missing_names(Trainer())
-        assert [*names._not_measured] == [REWARDS, VLLM]
+    transformers_.report_missing_names(Trainer())
+    assert [*names._not_measured] == [REWARDS, VLLM]
 
 
 @pytest.mark.parametrize(("lightning_version", "is_reported"), [("2.5.6", False), ("2.7.0", True)])
 def test_missing_broadcast_before_each_batch_is_reported_from_lightning_2_6_on(
-    lightning_version: str, is_reported: bool, monkeypatch: pytest.MonkeyPatch
+    no_gaps: pytest.MonkeyPatch, lightning_version: str, is_reported: bool
 ) -> None:
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    monkeypatch.setattr(names, "_not_measured", {})
-    monkeypatch.setattr(pl.Trainer, "world_size", 2)
-    monkeypatch.setattr(sys.modules["lightning"], "__version__", lightning_version)
-    has_it, hidden = names.read, BROADCAST.rpartition(".")[2]
-    monkeypatch.setattr(
-        names,
-        "read",
-        lambda owner, name: names.MISSING if name == hidden else has_it(owner, name),
-    )
-    lightning_.report_missing_names(trainer, Net())
+    def read_others(owner: Any, name: str) -> Any:
+        return names.MISSING if name == BROADCAST.rpartition(".")[2] else read(owner, name)
+
+    read, runner = names.read, trainer()
+    no_gaps.setattr(pl.Trainer, "world_size", 2)
+    no_gaps.setattr(sys.modules["lightning"], "__version__", lightning_version)
+    no_gaps.setattr(names, "read", read_others)
+    lightning_.report_missing_names(runner, Net(is_manual=False))
     assert (BROADCAST in names._not_measured) == is_reported
-    assert lightning_.sigterm_broadcast(trainer) is None
+    assert lightning_.sigterm_broadcast(runner) is None
 
 
-def test_run_without_default_callbacks_reports_that_trainers_have_no_timer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(names, "_not_measured", {})
-    monkeypatch.setattr(names, "read", lambda owner, name: names.MISSING)
+def test_run_without_default_callbacks_reports_that_trainers_have_no_timer(no_names: None) -> None:
     transformers_.default_callbacks().append(None)
     assert [*names._not_measured] == ["transformers.trainer.DEFAULT_CALLBACKS"]
