@@ -1,4 +1,4 @@
-"""Nothing stays: a register lists all that a timer replaces, and it is restored at the end."""
+"""A register lists all functions that a timer replaces. They are restored at the end."""
 
 import contextlib
 import gc
@@ -17,7 +17,7 @@ import pytest
 import torch
 from fake_gpu import FakeGPU
 from fake_lightning import Loader, Model, trainer
-from fake_loop import Loop
+from fake_loop import Loop, train, training_arguments
 from register import REGISTER
 from torch import Tensor, nn
 
@@ -26,17 +26,9 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 MANUAL = Path(__file__).parent.parent / "docs/reference/replaced.md"
 
 LIBRARIES = {
-    "accelerate",
-    "lightning",
-    "lightning_fabric",
-    "pytorch_lightning",
-    "torch",
-    "torchmetrics",
+    *("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics"),
     "transformers",
 }
-
-CHANGING: set[tuple[str, str]] = set()
-"""Attributes that change by themselves."""
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
@@ -47,33 +39,39 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one
 Attributes = dict[str, object]
 
 
+def is_of_libraries(module: str) -> bool:
+    return module.partition(".")[0] in LIBRARIES
+
+
 def snapshot() -> dict[str, Attributes]:
-    """Returns all attributes of all modules and classes of the libraries, themselves."""
-    found: dict[str, Attributes] = {"gc": {"callbacks": [*gc.callbacks]}}
+    """Return all attributes of all modules and classes of the libraries."""
+    found: dict[str, Attributes] = {"gc": {str(id(call)): call for call in gc.callbacks}}
     for name, module in [*sys.modules.items()]:
-        if isinstance(module, ModuleType) and name.partition(".")[0] in LIBRARIES:
+        if isinstance(module, ModuleType) and is_of_libraries(name):
             found[name] = dict(vars(module))
-            for word in found[name].values():
-                if isinstance(word, type) and word.__module__.partition(".")[0] in LIBRARIES:
-                    key = f"{word.__module__}.{word.__qualname__} {id(word)}"
-                    found.setdefault(key, dict(vars(word)))
+            for kind in found[name].values():
+                if isinstance(kind, type) and is_of_libraries(kind.__module__):
+                    key = f"{kind.__module__}.{kind.__qualname__} {id(kind)}"
+                    found.setdefault(key, dict(vars(kind)))
     return found
 
 
 def is_plain(value: object) -> bool:
-    """Tells counters, flags and names, which libraries set as they are used."""
+    """Return whether a value is a counter, a flag or a name, which libraries may set."""
     return value is None or isinstance(value, bool | int | float | str | ModuleType)
 
 
-def changes(before: dict[str, Attributes], after: dict[str, Attributes]) -> list[str]:
-    found = []
+def changes_since(before: dict[str, Attributes]) -> list[str]:
+    """Return the attributes that have changed, except `train` of transformers' Trainer.
+
+    `train` is patched while a timer exists. A test of trainer subclasses asserts its end.
+    """
+    found, after = [], snapshot()
     for owner, attributes in before.items():
         now = after.get(owner, {})
-        for name in attributes.keys() | now.keys():
+        for name in (attributes.keys() | now.keys()) - {"train"}:
             was, value = attributes.get(name), now.get(name)
-            same = was == value if owner == "gc" else was is value
-            changes_by_itself = (owner.partition(" ")[0], name) in CHANGING
-            if not same and not changes_by_itself and not (is_plain(was) and is_plain(value)):
+            if was is not value and not (is_plain(was) and is_plain(value)):
                 found.append(f"{owner}.{name}: {was!r} -> {value!r}")
     return found
 
@@ -91,15 +89,16 @@ def left_on(*things: Any) -> list[str]:
     for thing in things:
         for name, value in vars(thing).items():
             inside = [*value.values()] if isinstance(value, dict) else [value]
-            if any(is_ours(span) for span in inside):
+            if any(map(is_ours, inside)):
                 found.append(f"{type(thing).__name__}.{name}")
     return found
 
 
-# The loops: each trains for some steps, and calls `at` in the midst of them.
+# The loops: each trains for some steps, and calls `at` after the second.
 
 
 At = Callable[[], object]
+HOOKS, LIGHTNING, HUGGING_FACE = FRONTS = ("hooks", "lightning", "huggingface")
 
 
 class Run:
@@ -108,36 +107,35 @@ class Run:
     def __init__(self, front: str, at: At, tmp_path: Path) -> None:
         self.front, self.at, self.tmp_path = front, at, tmp_path
         self.gpu = FakeGPU()
-        self.things: list[Any] = []
+        self.loop = Loop(self.gpu)
+        self.things: list[Any] = [self.loop.model, self.loop.optimizer]
 
     def timer(self) -> Any:
-        if self.front == "hooks":
-            self.loop = Loop(self.gpu)
+        if self.front == HOOKS:
             return GPUPhaseHooks(self.loop.model, self.loop.optimizer, _clock=self.gpu)
-        if self.front == "huggingface":
+        if self.front == HUGGING_FACE:
             from lightning_gputime.huggingface import TransformersPhaseTimer
 
             return TransformersPhaseTimer(_clock=self.gpu)
         return GPUPhaseTimer(_clock=self.gpu, print_summary=False)
 
     def train(self, timer: Any) -> None:
-        getattr(self, f"_{self.front}")(timer)
+        if self.front == HOOKS:
+            self.train_by_hooks(timer)
+        elif self.front == LIGHTNING:
+            self.train_by_lightning(timer)
+        else:
+            self.train_by_transformers(timer)
 
-    def _hooks(self, timer: GPUPhaseHooks | None) -> None:
-        loop = self.loop if timer else Loop(self.gpu)
-        self.things = [loop.model, loop.optimizer]
-        try:
-            if timer is not None:
-                timer.attach()
-            for i, x in enumerate(timer.steps(loop.batches(4)) if timer else loop.batches(4)):
-                loop.train(x)
+    def train_by_hooks(self, timer: GPUPhaseHooks | None) -> None:
+        with timer or contextlib.nullcontext():
+            batches = self.loop.batches(4)
+            for i, x in enumerate(timer.steps(batches) if timer else batches):
+                self.loop.train(x)
                 if i == 2:
                     self.at()
-        finally:
-            if timer is not None:
-                timer.remove()
 
-    def _lightning(self, timer: GPUPhaseTimer | None) -> None:
+    def train_by_lightning(self, timer: GPUPhaseTimer | None) -> None:
         at = self.at
 
         class Calls(pl.Callback):
@@ -153,7 +151,7 @@ class Run:
         runner.fit(model, Loader(self.gpu, 4), Loader(self.gpu, 2))
         self.things += runner.optimizers
 
-    def _huggingface(self, timer: Any) -> None:
+    def train_by_transformers(self, timer: Any) -> None:
         import transformers
 
         at = self.at
@@ -163,35 +161,24 @@ class Run:
                 if state.global_step == 2:
                     at()
 
-        class Net(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.body = nn.Linear(2, 2)
-
-            def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-                out = self.body(x)
+        class Net(nn.Linear):
+            def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+                out = super().forward(x)
                 return {"loss": out.sum(), "logits": out}
 
-        args = transformers.TrainingArguments(
-            str(self.tmp_path),
-            max_steps=4,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            use_cpu=True,
-        )
-        example = {"x": torch.ones(2), "labels": torch.ones(2)}
-        model = Net()
+        row = {"x": torch.ones(2), "labels": torch.ones(2)}
+        arguments = training_arguments(self.tmp_path)
         callbacks = [timer, Calls()] if timer else [Calls()]
-        runner = transformers.Trainer(model, args, train_dataset=[example] * 8, callbacks=callbacks)
-        self.things = [*model.modules(), runner]
+        runner = transformers.Trainer(
+            Net(2, 2), arguments, train_dataset=[row] * 8, callbacks=callbacks
+        )
+        self.things = [runner.model, runner]
         runner.train()
-        if runner.optimizer is not None:
-            self.things.append(runner.optimizer)
+        self.things.append(runner.optimizer)
 
 
 def fork() -> None:
-    """Forks off a process that computes something, and ends."""
+    """Fork a process that computes something, and ends."""
     child = os.fork()
     if not child:
         try:
@@ -214,7 +201,6 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-FRONTS = ("hooks", "lightning", "huggingface")
 ENDS: dict[str, At] = {
     "it ends": lambda: None,
     "it raises": fail,
@@ -227,11 +213,10 @@ ENDS: dict[str, At] = {
 
 @pytest.fixture(scope="module")
 def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Lets libraries import, and keep, what they do without a timer."""
+    """Let libraries import modules, and set attributes, as they do without a timer."""
+    pytest.importorskip("transformers")
+    import_module("lightning_gputime.huggingface")
     for front in FRONTS:
-        if front == "huggingface":
-            pytest.importorskip("transformers")
-            import_module("lightning_gputime.huggingface")
         for end in (lambda: None, fail):
             with contextlib.suppress(UserError):
                 Run(front, end, tmp_path_factory.mktemp("warm")).train(None)
@@ -239,31 +224,22 @@ def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
         pass
 
 
-def changes_but_train(before: Any) -> list[str]:
-    """Return what has changed, but for `train` of transformers' Trainer.
-
-    It is patched while a timer exists. That it is restored then is a test of trainer subclasses.
-    """
-    return [change for change in changes(before, snapshot()) if ".train: " not in change]
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("_warm")
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("front", FRONTS)
-def test_training_leaves_nothing_behind(front: str, end: str, tmp_path: Path) -> None:
+def test_training_leaves_libraries_unchanged(front: str, end: str, tmp_path: Path) -> None:
     run = Run(front, ENDS[end], tmp_path)
     before = snapshot()
     timer = run.timer()
-    assert changes_but_train(before) == []
-    if end == "it is pickled" and front != "hooks":
+    assert changes_since(before) == []
+    if end == "it is pickled" and front != HOOKS:
         timer = pickle.loads(pickle.dumps(timer))
-    if end == "it is abandoned" and front == "hooks":
+    if end == "it is abandoned" and front == HOOKS:
         timer.attach()
-        run.things = [run.loop.model, run.loop.optimizer]
         del timer
         gc.collect()
-        # The next one takes its hooks off.
+        # The next timer removes its hooks.
         with GPUPhaseHooks(nn.Linear(2, 2)):
             pass
     else:
@@ -271,7 +247,7 @@ def test_training_leaves_nothing_behind(front: str, end: str, tmp_path: Path) ->
             run.train(timer)
         del timer
     assert left_on(*run.things) == []
-    assert changes_but_train(before) == []
+    assert changes_since(before) == []
 
 
 # References
@@ -279,68 +255,55 @@ def test_training_leaves_nothing_behind(front: str, end: str, tmp_path: Path) ->
 
 @pytest.fixture
 def no_garbage() -> Iterator[None]:
-    """Lets Python collect no garbage: what goes is held by nobody."""
+    """Disable garbage collection: only objects without any reference are freed."""
     gc.collect()
     gc.disable()
     yield
     gc.enable()
 
 
-def train_by_hooks() -> list[Any]:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with GPUPhaseHooks(model, optimizer) as timer:
-        for x in timer.steps([torch.ones(1, 2)] * 3):
-            model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return [model, optimizer]
+@pytest.mark.usefixtures("no_garbage")
+def test_model_is_freed_after_its_timer_is_removed(gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
+    train(loop, 3)
+    references = [weakref.ref(loop.model), weakref.ref(loop.optimizer)]
+    del loop
+    assert [reference() for reference in references] == [None, None]
 
 
 @pytest.mark.usefixtures("no_garbage")
-def test_model_is_freed_after_its_timer_is_removed() -> None:
-    held = [*map(weakref.ref, train_by_hooks())]
-    assert [item() for item in held] == [None, None]
-
-
-@pytest.mark.usefixtures("no_garbage")
-def test_kept_callback_holds_no_model(gpu: FakeGPU) -> None:
+def test_kept_callback_does_not_keep_the_model_alive(gpu: FakeGPU) -> None:
     class Looks(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             session: Any = timer._session
-            held.extend(map(weakref.ref, (session, session._boundaries, timer._fit)))
+            references.extend(map(weakref.ref, (session, session._boundaries, timer._fit)))
 
         def on_validation_batch_end(self, *_: Any) -> None:
             evaluation, *_ = getattr(timer._evaluations, "_running")  # noqa: B009
-            held.extend(map(weakref.ref, (evaluation, evaluation.boundaries)))
+            references.extend(map(weakref.ref, (evaluation, evaluation.boundaries)))
 
-    held = list[Any]()
+    references = list[Any]()
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
     looks, model = Looks(), Model(gpu)
     owner = trainer(looks, timer)
     owner.fit(model, Loader(gpu, 3), Loader(gpu, 2))
-    assert held
-    assert {item() for item in held} == {None}
+    assert {reference() for reference in references} == {None}
     # A trainer refers to itself.
-    seen = weakref.ref(model)
+    model_reference = weakref.ref(model)
     del owner, looks, model
     gc.collect()
-    assert seen() is None
+    assert model_reference() is None
 
 
 # The register
 
 
-def table() -> str:
-    """Returns the register as the manual shows it."""
+def test_docs_list_every_replaced_function() -> None:
     rows = [
         f"| {item.target} | {item.when} | {item.why} |"
         f" {'; '.join(filter(None, [item.idle, item.others]))} |"
         for item in REGISTER
     ]
-    return "\n".join(["| replaced | when | why | else |", "| --- | --- | --- | --- |", *rows])
-
-
-def test_docs_list_every_replaced_function() -> None:
-    assert table() in MANUAL.read_text(), f"docs/reference/replaced.md should have:\n{table()}"
+    table = "\n".join(["| replaced | when | why | else |", "| --- | --- | --- | --- |", *rows])
+    assert table in MANUAL.read_text(), f"docs/reference/replaced.md should have:\n{table}"
     assert len(REGISTER) <= 13
