@@ -1,5 +1,4 @@
 import ast
-import importlib.util
 import inspect
 import itertools
 import json
@@ -11,7 +10,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,17 +20,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_gputime
-from lightning_gputime import (
-    GPUPhaseHooks,
-    GPUPhaseTimer,
-    MemorySummary,
-    PhaseStats,
-    SlowStep,
-)
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, MemorySummary, PhaseStats, SlowStep
 from lightning_gputime.__main__ import _new_parser
 from lightning_gputime._diagnosis import advice, codes
 from lightning_gputime._diagnosis.diagnose import diagnose
-from lightning_gputime._diagnosis.diagnosis import Advice
 from lightning_gputime._diagnosis.pace import Pace
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement
@@ -47,19 +38,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_gputime"
 README = (ROOT / "README.md").read_text()
 DOCS = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("docs/**/*.md"))]
-READMES = {
-    path: (ROOT / path).read_text()
-    for path in (
-        "README.md",
-        "CHANGELOG.md",
-        "CONTRIBUTING.md",
-        "benchmarks/README.md",
-        "examples/README.md",
-        "examples/experiments/README.md",
-        "tests/README.md",
-        *DOCS,
-    )
-}
+PATHS = (
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "examples/README.md"),
+    *("examples/experiments/README.md", "tests/README.md", *DOCS),
+)
+READMES = {path: (ROOT / path).read_text() for path in PATHS}
 ALL = "\n".join(READMES.values())
 
 each_readme = pytest.mark.parametrize("path", READMES)
@@ -87,14 +70,14 @@ def blocks(path: str, language: str) -> list[str]:
 
 
 def rows(path: str, header: str) -> list[list[str]]:
-    """The cells of the table whose first line begins so, header and rule left out."""
+    """Return the cells of the table whose header begins with a text, without the header."""
     _, _, table = READMES[path].partition(f"\n{header}")
     lines = itertools.takewhile(lambda line: line.startswith("|"), table.splitlines()[2:])
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def run_blocks(path: str) -> dict[str, Any]:
-    """Runs the blocks of Python in their order; returns the names that they leave."""
+    """Run the Python blocks of a page in their order, and return the names that they define."""
     net, model = nn.Linear(4, 1), Regression()
     names: dict[str, Any] = {
         "torch": torch,
@@ -109,7 +92,7 @@ def run_blocks(path: str) -> dict[str, Any]:
     return names
 
 
-# By page: its blocks of Python, the tables that they print, and what is printed as well.
+# By page: its number of Python blocks, the number of tables that they print, and other output.
 BLOCKS = {
     "README.md": (2, 2, ""),
     "docs/index.md": (2, 2, ""),
@@ -172,13 +155,10 @@ def test_question_table_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.filterwarnings("ignore")  # Warnings of jsonargparse.
-@pytest.mark.skipif(
-    importlib.util.find_spec("jsonargparse") is None,
-    reason="LightningCLI needs jsonargparse",
-)
-def test_lightning_cli_takes_the_yaml_block(
+def test_lightning_cli_accepts_the_yaml_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("jsonargparse")
     from lightning.pytorch.cli import LightningCLI
 
     monkeypatch.chdir(tmp_path)
@@ -194,17 +174,17 @@ def test_readme_and_the_manual_are_short() -> None:
     lightning, plain = blocks("README.md", "python")
     assert len(lightning.splitlines()) <= 6
     assert len(plain.splitlines()) <= 10
-    # Not counted: what only draws a table, or takes text from the package.
+    # Exclude rules of tables, and directives that insert text of the package.
     text = "".join(re.sub(r"^(:::|    options:).*", "", READMES[path], flags=re.M) for path in DOCS)
-    words = [name for name in text.split() if not {*name} <= {*"|-·"}]
+    words = [word for word in text.split() if not {*word} <= {*"|-·"}]
     assert len(words) <= 9500
 
 
-def test_api_says_what_each_name_is_without_mkdocs() -> None:
+def test_api_page_describes_each_name_without_mkdocs() -> None:
     text = READMES["docs/reference/api.md"]
     names = re.findall(r"^::: lightning_gputime\.(\S+)$", text, re.MULTILINE)
-    told = re.findall(r"^`(\S+)`: \S.+\.\n\n::: lightning_gputime\.\1$", text, re.MULTILINE)
-    assert told == names
+    described = re.findall(r"^`(\S+)`: \S.+\.\n\n::: lightning_gputime\.\1$", text, re.MULTILINE)
+    assert described == names
     assert len(names) > 20
 
 
@@ -219,7 +199,7 @@ def test_versions_are_those_of_the_package() -> None:
 
 
 def anchors(text: str) -> list[str]:
-    """The anchors of the headings, as GitHub makes them."""
+    """Return the anchors of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", without_code(text), re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
@@ -233,10 +213,10 @@ def test_every_link_leads_somewhere(path: str) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", without_code(READMES[path]))
     assert links or path in DOCS
     for link in links:
-        file, _, anchor = link.partition("#")
         if path == "CHANGELOG.md" and link.startswith("https://"):
             continue
-        # An absolute address cannot be checked here, so no other page may contain any.
+        # Absolute addresses cannot be checked, so other pages must not contain any.
+        file, _, anchor = link.partition("#")
         target = (ROOT / path).parent / file if file else ROOT / path
         assert target.exists(), link
         assert ROOT in target.resolve().parents, link
@@ -290,44 +270,40 @@ def test_every_package_file_is_listed() -> None:
     [_, rooms] = READMES["tests/README.md"].split("**Where things are.**")
     rooms = rooms.partition("**Add a phase.**")[0]
     names = re.findall(r"(?<![\w/])(?!test_)_?[a-z_]+(?:/|\.py)(?:\w+\.py)?", rooms)
-    package = ROOT / "lightning_gputime"
-    assert [name for name in names if not (package / name).exists()] == []
+    assert [name for name in names if not (PACKAGE / name).exists()] == []
     folders = dict(re.findall(r"^(_\w+)/ .*: (.*)$", rooms, re.MULTILINE))
     modules = {f"{folder}/{part}.py" for folder in folders for part in folders[folder].split(", ")}
     modules |= {name for name in names if not name.endswith("/")}
-    paths = [*package.glob("*.py"), *package.glob("*/*.py")]
-    found = {path.relative_to(package).as_posix() for path in paths}
+    paths = [*PACKAGE.glob("*.py"), *PACKAGE.glob("*/*.py")]
+    found = {path.relative_to(PACKAGE).as_posix() for path in paths}
     assert modules == {path for path in found if not path.endswith("/__init__.py")}
 
 
 def test_table_of_all_options_is_complete() -> None:
-    timers = (GPUPhaseTimer, GPUPhaseHooks, TransformersPhaseTimer)
-    own: dict[str, dict[str, str]] = {
-        name: {} for name in ["", *(item.__name__ for item in timers)]
-    }
+    stated: dict[str, dict[str, str]] = {"": {}}
     owner = ""
     for names, default, _ in rows("docs/reference/options.md", "| option | default | |"):
         if names.startswith("**"):
             owner = names.strip("*`")
+            stated[owner] = {}
         else:
-            own[owner] |= dict.fromkeys(re.findall(r"`(\w+)`", names), default)
-    for timer in timers:
-        stated = own[""] | own[timer.__name__]
+            stated[owner] |= dict.fromkeys(re.findall(r"`(\w+)`", names), default)
+    for timer in (GPUPhaseTimer, GPUPhaseHooks, TransformersPhaseTimer):
+        defaults = stated[""] | stated[timer.__name__]
         arguments = inspect.signature(timer).parameters
-        assert set(stated) == set(arguments)
-        for name, default in stated.items():
+        assert {*defaults} == {*arguments}
+        for name, default in defaults.items():
             if default.startswith("`"):
-                stated_default = eval(default.strip("`"))
-                assert stated_default == arguments[name].default, name
+                assert eval(default.strip("`")) == arguments[name].default, name
 
 
-def stats(ms: float, share: float, host_ms: float = math.nan, n: int = 100) -> PhaseStats:
-    return PhaseStats(n, mean_ms=ms, max_ms=ms, share=share, host_mean_ms=host_ms)
+def stats(ms: float, share: float, host_ms: float = math.nan) -> PhaseStats:
+    return PhaseStats(100, mean_ms=ms, max_ms=ms, share=share, host_mean_ms=host_ms)
 
 
 def test_tables_of_verdicts_groups_and_causes_are_complete() -> None:
-    verdicts = {*codes.CODES.values(), codes.GPU, codes.LAUNCH, codes.SYNC, codes.COMPUTE}
-    verdicts |= {codes.PHASE}
+    verdicts = {codes.GPU, codes.LAUNCH, codes.SYNC, codes.COMPUTE, codes.PHASE}
+    verdicts |= {*codes.CODES.values()}
     text = READMES["docs/reference/verdicts.md"]
     assert {code for code in verdicts if f"`{code}`" not in text} == set()
     assert set(re.findall(r"`([\w-]+-bound)`", README)) <= verdicts
@@ -340,7 +316,7 @@ def test_tables_of_verdicts_groups_and_causes_are_complete() -> None:
 
 
 def headline(step_ms: float, /, **phases_ms: float) -> str:
-    """The headline of a fit on a GPU whose other time is forward."""
+    """Return the headline of a fit on a GPU whose remaining time is `forward`."""
     top_ms = sum(ms for name, ms in phases_ms.items() if "/" not in name)
     every_ms = {**phases_ms, "forward": step_ms - top_ms}
     rows = {name: stats(ms, ms / step_ms, ms) for name, ms in every_ms.items()}
@@ -378,35 +354,23 @@ def test_manual_quotes_what_is_printed(page: str, sentence: object) -> None:
     assert f"\n{sentence}\n```" in READMES[f"docs/how-to/{page}.md"]
 
 
-FETCHES = Measurement({"data/fetch": stats(7.0, 0.7)}, stats(10.0, 1.0))
-GPU_PACE, LAUNCHES = Pace("GPU-bound", ""), Pace("launch-bound", "")
-
-
-def case_of(setup: TrainingSetup, pace: Pace) -> advice.Case:
-    return advice.Case("data/fetch", 1.0, FETCHES, setup, pace)
-
-
-@pytest.mark.parametrize(
-    ("page", "quoted"),
-    [
-        (
-            "how-to/input-bound",
-            advice._load_faster(case_of(TrainingSetup(num_workers=0), GPU_PACE)),
-        ),
-        ("tutorial", advice._load_faster(case_of(TrainingSetup(num_workers=0), GPU_PACE))),
-        ("tutorial", advice._launch_less(case_of(TrainingSetup(batch_size=32), LAUNCHES))),
-    ],
-)
-def test_manual_quotes_the_advice(page: str, quoted: Iterator[Advice]) -> None:
-    text = next(quoted).text
-    assert f"`{text}" in READMES[f"docs/{page}.md"].replace("`` ", "``").replace("``", "`")
+def test_manual_quotes_the_advice() -> None:
+    fetches = Measurement({"data/fetch": stats(7.0, 0.7)}, stats(10.0, 1.0))
+    case = ("data/fetch", 1.0, fetches)
+    no_workers = advice.Case(*case, TrainingSetup(num_workers=0), Pace("GPU-bound", ""))
+    small_batch = advice.Case(*case, TrainingSetup(batch_size=32), Pace("launch-bound", ""))
+    load_faster = next(advice._load_faster(no_workers)).text
+    launch_less = next(advice._launch_less(small_batch)).text
+    quotes = [("how-to/input-bound", load_faster), ("tutorial", load_faster)]
+    for page, text in [*quotes, ("tutorial", launch_less)]:
+        assert f"`{text}" in READMES[f"docs/{page}.md"].replace("`` ", "``").replace("``", "`")
 
 
 WARNINGS = {"warning", "warn_once", "_warn_once", "tell_once", "_tell_once"}
 
 
 def texts(node: ast.AST | None, constants: dict[str, str]) -> list[str]:
-    """The texts that an argument may be, up to the first value in them."""
+    """Return the texts that an argument may be, up to the first value in them."""
     match node:
         case ast.Constant(value=str(text)):
             return [text]
@@ -429,15 +393,15 @@ def constants_of(tree: ast.Module) -> dict[str, str]:
 
 
 def warnings_of_the_package() -> set[str]:
-    """Each warning that is logged, with "..." for its values."""
+    """Return each warning that is logged, with "..." for its values."""
     found = set()
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     own = {path: constants_of(tree) for path, tree in trees.items()}
-    # Some are imported from another module.
-    all_of_them = {name: text for item in own.values() for name, text in item.items()}
+    # A warning may be imported from another module.
+    imported = {name: text for constants in own.values() for name, text in constants.items()}
     for path, tree in trees.items():
-        constants = all_of_them | own[path]
-        if path.stem == "self_check":  # It makes a table of them.
+        constants = imported | own[path]
+        if path.stem == "self_check":  # Its warnings are in a table.
             found |= {text for text in own[path].values() if " " in text}
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
@@ -526,7 +490,7 @@ def test_manual_has_the_figures_of_the_benchmarks() -> None:
         item for path in DOCS for item in re.findall(r"[\d.]+ ± [\d.]+ (?:%|us)", READMES[path])
     ]
     assert len(figures) > 8
-    # Comparisons in the docs have made-up figures.
+    # Comparisons of runs in the manual have made-up figures.
     of_runs = re.findall(r"[\d.]+ ± [\d.]+ %", READMES["docs/how-to/slower-than-yesterday.md"])
     page = READMES["benchmarks/README.md"]
     assert [entry for entry in figures if entry not in page] == of_runs
@@ -543,11 +507,7 @@ def test_ci_runs_the_command_for_the_tests() -> None:
 @pytest.mark.slow
 def test_manual_builds_with_the_api_and_the_pictures(tmp_path: Path) -> None:
     pytest.importorskip("zensical")
-    environment = {
-        **os.environ,
-        "GITHUB_REPOSITORY": "someone/timer",
-        "GITHUB_REF_NAME": "v1.2.3",
-    }
+    environment = {**os.environ, "GITHUB_REPOSITORY": "someone/timer", "GITHUB_REF_NAME": "v1.2.3"}
     command = [sys.executable, str(ROOT / ".ci/docs.py"), "build", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
