@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_gpu import STEP_MS, FakeGPU
+from fake_gpu import STEP_MS
 from fake_loop import Loop, train
 from matplotlib.figure import Figure
 from processes import run
@@ -26,9 +26,16 @@ NOTEBOOK_RUN = Path(__file__).parent / "notebook_run.py"
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Function that runs a script, and returns its names."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    return lambda name, **options: runpy.run_path(str(EXAMPLES / name))["main"](**options)
+    return lambda name: runpy.run_path(str(EXAMPLES / name))
+
+
+@pytest.fixture
+def example(script: Any) -> Any:
+    """Function that runs the `main` of a script."""
+    return lambda name, **options: script(name)["main"](**options)
 
 
 def test_quickstart_logs_every_phase_to_csv_and_tensorboard(
@@ -37,8 +44,8 @@ def test_quickstart_logs_every_phase_to_csv_and_tensorboard(
     timer = example("quickstart.py", max_epochs=2, log_dir=str(tmp_path))
     assert len(timer.history()) == 48
     # It was printed before the fit was over.
-    losses, title, printed = str(timer.summary()).partition("Time per step")
-    assert "Time breakdown of the fit" in losses
+    breakdown, title, printed = str(timer.summary()).partition("Time per step")
+    assert "Time breakdown of the fit" in breakdown
     assert f"{title}{printed}" in capsys.readouterr().out
     phases = (*PHASES, "callbacks")
     keys = [f"phase_time/{name}_ms" for name in (*phases, "step")]
@@ -81,22 +88,21 @@ def test_steps_are_spans_of_opentelemetry(example: Any) -> None:
     provider.add_span_processor(export.SimpleSpanProcessor(exporter))
     timer = example("opentelemetry_spans.py", provider=provider, steps=30)
     spans = exporter.get_finished_spans()
-    by_step = [item for item in spans if item.parent is None]
-    assert [entry.name for entry in by_step] == [f"step {number}" for number in range(30)]
-    for span, step in zip(by_step, timer.history(), strict=True):
-        inside = [
-            element
-            for element in spans
-            if element.parent and element.parent.span_id == span.context.span_id
-        ]
-        assert {event.name for event in inside} == set(PHASES)
-        assert (span.end_time - span.start_time) / 1e6 == pytest.approx(step["step_ms"], abs=1e-4)
+    step_spans = [span for span in spans if span.parent is None]
+    assert [span.name for span in step_spans] == [f"step {number}" for number in range(30)]
+    names: dict[int, set[str]] = {span.context.span_id: set() for span in step_spans}
+    for span in spans:
+        if span.parent is not None:
+            names[span.parent.span_id].add(span.name)
+    assert [*names.values()] == [{*PHASES}] * 30
+    spans_ms = [(span.end_time - span.start_time) / 1e6 for span in step_spans]
+    assert spans_ms == pytest.approx(timer.history()["step_ms"].tolist(), abs=1e-4)
 
 
-def test_newest_step_is_served_while_training_goes_on(example: Any) -> None:
+def test_newest_step_is_served_during_training(script: Any) -> None:
     asked: list[dict[str, float]] = []
-    script = runpy.run_path(str(EXAMPLES / "serve_summary.py"))
-    server: Any = script["Server"](port=0)
+    names = script("serve_summary.py")
+    server: Any = names["Server"](port=0)
     take = server.on_step
 
     def take_and_ask(times: StepTimes) -> None:
@@ -105,7 +111,7 @@ def test_newest_step_is_served_while_training_goes_on(example: Any) -> None:
             asked.append(json.loads(answer.read()))
 
     server.on_step = take_and_ask
-    timer = script["main"](server, steps=50)
+    timer = names["main"](server, steps=50)
     newest = timer.history()[-1]
     assert asked[-1]["step"] == 49
     assert asked[-1]["step_ms"] == pytest.approx(newest["step_ms"])
@@ -113,15 +119,14 @@ def test_newest_step_is_served_while_training_goes_on(example: Any) -> None:
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS)
-def test_notebook_holds_the_outputs_of_a_whole_run(notebook: str) -> None:
+def test_notebook_contains_the_outputs_of_one_run(notebook: str) -> None:
     cells = json.loads((EXAMPLES / notebook).read_text())["cells"]
     counts = [cell["execution_count"] for cell in cells if cell["cell_type"] == "code"]
     assert counts == [*range(1, len(counts) + 1)]
     outputs = [output for cell in cells for output in cell.get("outputs", ())]
-    assert {"text/html", "text/plain"} <= {
-        kind for item in outputs for kind in item.get("data", ())
-    }
-    assert "error" not in {entry["output_type"] for entry in outputs}
+    kinds = {kind for output in outputs for kind in output.get("data", ())}
+    assert {"text/html", "text/plain"} <= kinds
+    assert "error" not in {output["output_type"] for output in outputs}
     assert (EXAMPLES / notebook).stat().st_size < 60_000
 
 
@@ -145,48 +150,37 @@ def test_notebook_of_a_plain_loop_shows_why_steps_were_slow(tmp_path: Path) -> N
     assert all("garbage collection (generation 2)" in text for _, text in slow)
 
 
-def test_pictures_script_keeps_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    measure = runpy.run_path(str(EXAMPLES / "pictures.py"))["measure"]
-    timer = measure(str(tmp_path), steps=12, width=2)
+def test_pictures_script_saves_its_run(tmp_path: Path, script: Any) -> None:
+    timer = script("pictures.py")["measure"](str(tmp_path), steps=12, width=2)
     run = load(tmp_path / "run.json.gz")
     assert str(run.summary()) == str(timer.summary())
     files = {path.name for path in tmp_path.iterdir()}
     assert files == {"run.json.gz", "steps.png", "step.png"}
 
 
-def test_page_shows_the_summary_that_was_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_shows_the_printed_summary(script: Any) -> None:
     pytest.importorskip("pyte")
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    page = runpy.run_path(str(EXAMPLES / "pictures.py"))["page"]
+    page = script("pictures.py")["page"]
     lines = ["Epoch 1", "GPU-bound: a < b", "", "Time per step in ms", "1", "", "H200 · torch 2"]
     text = re.sub(r"<style.*style>|<[^>]+>", "", page("\r\n".join(lines).encode(), 40))
-    assert [line.rstrip() for line in text.splitlines()] == [
-        "GPU-bound: a &lt; b", "", "Time per step in ms", "1",
-    ]  # fmt: skip
+    shown = [line.rstrip() for line in text.splitlines()]
+    assert shown == ["GPU-bound: a &lt; b", "", "Time per step in ms", "1"]
 
 
-def test_phases_of_all_steps_and_the_lanes_of_one_are_drawn(gpu: FakeGPU) -> None:
-    drawing = runpy.run_path(str(EXAMPLES / "plot_phases.py"))
-    plot_step, plot_steps = drawing["plot_step"], drawing["plot_steps"]
-
-    loop = Loop(gpu)
-    timer = train(loop, 4)
-    all_steps, one_step = (Figure().add_subplot() for _ in range(2))
-    assert plot_steps(timer.history(), all_steps) is all_steps.figure
+def test_plot_shows_phases_of_all_steps_and_lanes_of_one(loop: Loop, script: Any) -> None:
+    names, timer = script("plot_phases.py"), train(loop, 4)
+    all_steps, last_step = (Figure().add_subplot() for _ in range(2))
+    assert names["plot_steps"](timer.history(), all_steps) is all_steps.figure
     legend = all_steps.get_legend_handles_labels()[1][::-1]
     assert legend == ["other", "optimizer", "backward", "loss", "forward", "data"]
-    assert timer.last_step is not None
-    plot_step(timer.last_step, one_step)
-    assert [label.get_text() for label in one_step.get_yticklabels()] == ["GPU", "host"]
-    bars: Any = one_step.patches
+    names["plot_step"](timer.last_step, last_step)
+    assert [label.get_text() for label in last_step.get_yticklabels()] == ["GPU", "host"]
+    bars: Any = last_step.patches
     gpu_lane = [bar.get_width() for bar in bars if bar.get_y() < 0]
     assert sorted(filter(None, gpu_lane)) == sorted(STEP_MS.values())
 
 
-def test_plot_script_prints_its_usage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_plot_script_prints_its_usage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["plot_phases.py"])
     with pytest.raises(SystemExit, match=r"usage: python examples/plot_phases\.py run\.json\.gz"):
         runpy.run_path(str(EXAMPLES / "plot_phases.py"), run_name="__main__")
@@ -194,8 +188,8 @@ def test_plot_script_prints_its_usage(
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_files_that_examples_write_are_ignored_by_git() -> None:
-    written = ["phase_times_rank0.npy", "slow_step_traces/steps-9.json", "steps.png"]
-    written.append("steps_trace.json")
+    written = ["phase_times_rank0.npy", "slow_step_traces/steps-9.json"]
+    written += ["steps.png", "steps_trace.json"]
     command = ["git", "check-ignore", *written]
     done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=False)
     if done.returncode == 128:
@@ -209,17 +203,15 @@ def test_trace_has_both_lanes_of_each_step(example: Any, tmp_path: Path) -> None
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["GPU", "host"]
     for lane in (1, 2):
         slices = [event for event in events if event["ph"] == "X" and event["pid"] == lane]
-        steps = [
-            (entry["ts"], entry["ts"] + entry["dur"])
-            for entry in slices
-            if "step " in entry["name"]
-        ]
+        steps = [(s["ts"], s["ts"] + s["dur"]) for s in slices if "step " in s["name"]]
         assert len(steps) == 50  # The newest.
-        assert all(step[1] <= two[0] for step, two in pairwise(steps))
+        assert all(step[1] <= following[0] for step, following in pairwise(steps))
         for name in PHASES:
-            phase = [element for element in slices if element["name"] == name]
-            assert {any(a <= event["ts"] <= b for a, b in steps) for event in phase} == {True}
-    gpu_us = [item["dur"] for item in events if item["name"] == "backward" and item.get("pid") == 1]
+            starts = [event["ts"] for event in slices if event["name"] == name]
+            assert starts
+            assert all(any(a <= start <= b for a, b in steps) for start in starts)
+    backwards = [event for event in events if event["name"] == "backward"]
+    gpu_us = [event["dur"] for event in backwards if event["pid"] == 1]
     assert sum(gpu_us) == pytest.approx(1e3 * timer.history()["backward_ms"][10:].sum(), rel=0.01)
 
 
@@ -242,11 +234,11 @@ def test_tutorial_makes_one_change_after_another(
     example("tutorial.py", all_of_them=True, path=str(path), steps=12, width=2)
     results = json.loads(path.read_text())
     names = ["workers", "rare_checks", "large_batch", "bf16"]
-    assert [entry["changes"] for entry in results] == [names[:n] for n in range(5)]
-    assert [element["batch"] for element in results] == [32, 32, 32, 512, 512]
+    assert [result["changes"] for result in results] == [names[:n] for n in range(5)]
+    assert [result["batch"] for result in results] == [32, 32, 32, 512, 512]
     assert [result["workers"] > 0 for result in results] == [False, True, True, True, True]
-    # On the first way to the last: the callback is called in each step, then in one of 50.
-    checks = [item["share"]["callbacks/AccuracyCurve.on_train_batch_end"] for item in results]
+    # The callback is called in each step at first, then in 1 of 50.
+    checks = [result["share"]["callbacks/AccuracyCurve.on_train_batch_end"] for result in results]
     assert checks[1] > 2 * checks[2] > 0
     printed = capsys.readouterr().out.splitlines()[-5:]
     assert all(result["verdict"] in line for result, line in zip(results, printed, strict=True))
