@@ -19,7 +19,7 @@ REDUCES_MS = 0.75
 
 
 class Zero:
-    """An optimizer as DeepSpeed's: around one of torch's, which updates a copy of the weights."""
+    """An optimizer like DeepSpeed's. It wraps a torch optimizer of a copy of the weights."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         self.optimizer = Adder(nn.Linear(2, 2).parameters(), gpu, 2.0)
@@ -42,7 +42,7 @@ class Zero:
 
 
 class Engine(nn.Module):
-    """A model as DeepSpeed's engine: it runs backward and, of each few calls, the update."""
+    """A model like DeepSpeed's engine: it runs backward and, in 1 of `every` calls, the update."""
 
     def __init__(self, module: nn.Module, optimizer: Any, every: int = 1) -> None:
         super().__init__()
@@ -71,10 +71,15 @@ class Engine(nn.Module):
         self._batches += 1
 
 
-def train(gpu: FakeGPU, engine: Engine, x: Tensor) -> None:
-    gpu.work(0.125)
-    engine.backward(work(engine(x), gpu, 0.5, 0.25).sum())
-    engine.step()
+def train(loop: Loop, engine: Engine, n: int, *given: Any, overflows_at: int = -1) -> GPUPhaseHooks:
+    """Train the engine with a timer that gets these optimizers."""
+    with GPUPhaseHooks(engine, *given, _clock=loop.gpu, warmup_steps=0) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(n))):
+            engine.optimizer.overflows = number == overflows_at
+            loop.gpu.work(0.125)
+            engine.backward(work(engine(x), loop.gpu, 0.5, 0.25).sum())
+            engine.step()
+    return timer
 
 
 STEP = {
@@ -82,58 +87,41 @@ STEP = {
     "backward": STEP_MS["backward"] + REDUCES_MS,
     "optimizer": UNSCALES_MS + 2.0 + GATHERS_MS,
 }
+# The timer does not see the optimizer around the given one.
+WITH_INNER_OPTIMIZER = {**STEP, "optimizer": UNSCALES_MS + 2.0, "other": 0.125 + GATHERS_MS}
 
 
-@pytest.mark.parametrize("gives", ["engine", "optimizer", "inner optimizer"])
+@pytest.mark.parametrize(
+    ("gives", "expected"),
+    [("engine", STEP), ("optimizer", STEP), ("inner optimizer", WITH_INNER_OPTIMIZER)],
+)
 def test_deepspeed_engine_is_timed_with_its_optimizer(
-    loop: Loop, gives: str, caplog: pytest.LogCaptureFixture
+    loop: Loop, gives: str, expected: dict[str, float], caplog: pytest.LogCaptureFixture
 ) -> None:
     zero = Zero(loop.gpu)
-    engine = Engine(loop.model, zero)
-    given: list[Any] = [zero] if gives == "optimizer" else []
-    if gives == "inner optimizer":
-        given = [zero.optimizer]
-    with GPUPhaseHooks(engine, *given, _clock=loop.gpu, warmup_steps=0) as timer:
-        for x in timer.steps(loop.batches(30)):
-            train(loop.gpu, engine, x)
-    if given == [zero.optimizer]:
-        # Nothing tells what is around it.
-        own = {**STEP, "optimizer": UNSCALES_MS + 2.0, "other": 0.125 + GATHERS_MS}
-        assert steps(timer) == [own] * 30
-    else:
-        assert steps(timer) == [STEP] * 30
+    given: dict[str, list[Any]] = {"optimizer": [zero], "inner optimizer": [zero.optimizer]}
+    timer = train(loop, Engine(loop.model, zero), 30, *given.get(gives, []))
+    assert steps(timer) == [expected] * 30
     assert not caplog.records
     assert "step" not in vars(zero)
 
 
 def test_deepspeed_engine_sets_the_accumulation(loop: Loop) -> None:
-    engine = Engine(loop.model, Zero(loop.gpu), every=3)
-    with GPUPhaseHooks(engine, _clock=loop.gpu, warmup_steps=0) as timer:
-        for x in timer.steps(loop.batches(9)):
-            train(loop.gpu, engine, x)
-    micro = {name: 3 * ms for name, ms in STEP.items() if name != "optimizer"}
-    assert steps(timer) == [{**micro, "optimizer": STEP["optimizer"]}] * 3
+    timer = train(loop, Engine(loop.model, Zero(loop.gpu), every=3), 9)
+    accumulated = {name: 3 * ms for name, ms in STEP.items()}
+    assert steps(timer) == [{**accumulated, "optimizer": STEP["optimizer"]}] * 3
 
 
 def test_deepspeed_overflow_is_a_skipped_update(loop: Loop) -> None:
-    zero = Zero(loop.gpu)
-    engine = Engine(loop.model, zero)
-    with GPUPhaseHooks(engine, _clock=loop.gpu, warmup_steps=0) as timer:
-        for number, x in enumerate(timer.steps(loop.batches(4))):
-            zero.overflows = number == 1
-            train(loop.gpu, engine, x)
-    skipped = {name: ms for name, ms in STEP.items() if name != "optimizer"}
-    skipped["other"] += UNSCALES_MS
+    timer = train(loop, Engine(loop.model, Zero(loop.gpu)), 4, overflows_at=1)
+    skipped = {**STEP, "other": STEP["other"] + UNSCALES_MS}
+    del skipped["optimizer"]
     assert steps(timer) == [STEP, skipped, STEP, STEP]
     assert timer.summary().skipped_updates == 1
 
 
 def test_deepspeed_engine_with_a_torch_optimizer_is_timed(loop: Loop) -> None:
-    engine = Engine(loop.model, loop.optimizer)
-    with GPUPhaseHooks(engine, _clock=loop.gpu, warmup_steps=0) as timer:
-        for x in timer.steps(loop.batches(3)):
-            train(loop.gpu, engine, x)
-    assert steps(timer) == [STEP_MS] * 3
+    assert steps(train(loop, Engine(loop.model, loop.optimizer), 3)) == [STEP_MS] * 3
 
 
 def test_deepspeed_update_under_lightning_is_optimizer(gpu: FakeGPU) -> None:

@@ -1,4 +1,4 @@
-"""The experiments of the articles that this project came from, on whatever is here."""
+"""The experiments in examples/experiments, on the CPU or on a GPU."""
 
 import math
 import runpy
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Function that runs an experiment, checks that it prints its numbers, and returns them."""
     monkeypatch.syspath_prepend(str(EXPERIMENTS))
 
     def run(name: str, **options: Any) -> Rows:
@@ -66,7 +67,7 @@ def test_pipeline_experiment_runs(run: Any) -> None:
 
 @pytest.mark.gpu
 def test_waiting_makes_the_pipeline_longer_and_events_do_not(run: Any) -> None:
-    # So little work of the CPU that also a slow host has less of it than the device.
+    # With little work for the CPU, so that even a slow host has less of it than the device.
     rows = run("pipeline", cpu_size=256)
     whole = {name: row["whole, per iteration"] for name, row in rows.items()}
     assert whole["synchronize"] > 1.1 * whole["no timer"]
@@ -76,7 +77,7 @@ def test_waiting_makes_the_pipeline_longer_and_events_do_not(run: Any) -> None:
 
 @pytest.mark.slow
 def test_profiler_experiment_runs(run: Any) -> None:
-    # So long, and so far apart, that what else the machine runs does not change their order.
+    # Times so long and different that other load on the machine does not change their order.
     rows = run("beside_the_profiler", large=256, n_small=100, n_large=60, vectors=300)
     assert len(rows) == 4
     *_, looped, vectorized = rows.values()
