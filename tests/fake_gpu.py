@@ -1,8 +1,8 @@
-"""A GPU with a queue, on a clock that moves only when a test says so.
+"""A GPU with a queue, on a clock that only tests move.
 
-It is as strict as the real one: an event that the device has not reached, or that was never
-recorded, cannot be read; every wait of the host is counted; touching an event while a
-graph is captured breaks the capture.
+It is as strict as a real GPU. An event that the device has not reached, or that was never
+recorded, cannot be read. Every wait of the host is counted. Using an event while a graph is
+captured breaks the capture.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ MS = 1_000_000
 
 
 class FakeGPU:
-    """A device and its host. It is a `Clock`, so a timer takes it as the argument `clock`."""
+    """A device and its host. It is a `Clock`: pass it to a timer as `_clock`."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -28,7 +28,7 @@ class FakeGPU:
         self.created = 0
         self.waits: list[float] = []
         self.spins: list[float] = []
-        self.read_ms = 0.0  # what it costs the host to read the time between two events
+        self.read_ms = 0.0  # host time to read the time between two events
         self.capturing = False
         self.capture_broken = False
         self.graph: list[float] = []
@@ -38,7 +38,7 @@ class FakeGPU:
 
     @contextmanager
     def capture(self) -> Iterator[Callable[[], None]]:
-        """Captures the work inside into a graph, and gives the function that replays it."""
+        """Capture work into a graph, and yield the function that replays it."""
         self.capturing, self.graph = True, []
         graph = self.graph
 
@@ -51,7 +51,7 @@ class FakeGPU:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of the fake are no part of what is compiled
     def work(self, device_ms: float, host_ms: float = 0.0) -> None:
-        """Launches a kernel: it costs the host `host_ms`, and runs once the queue has drained."""
+        """Launch a kernel, which takes the host `host_ms`. It runs after the queued kernels."""
         self.host_work(host_ms)
         if self.capturing:
             self.graph.append(device_ms)
@@ -59,7 +59,7 @@ class FakeGPU:
         self.free_at = max(self.free_at, self.now) + round(device_ms * MS)
 
     def spin(self, cycles: int) -> None:
-        """Keeps the device busy, at a rate of a gigahertz."""
+        """Keep the device busy, at a rate of a gigahertz."""
         assert not self.capturing
         self.spins.append(cycles / MS)
         self.work(cycles / MS)
@@ -122,7 +122,7 @@ class _Work(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gpu: FakeGPU, forward_ms: float, backward_ms: float) -> Tensor:
         ctx.gpu, ctx.backward_ms = gpu, backward_ms
         gpu.work(forward_ms)
-        # Saved, so that activation checkpointing has a reason to run this again.
+        # Activation checkpointing runs this again only if it saves a tensor.
         ctx.save_for_backward(x)
         return x.clone()
 
@@ -134,7 +134,7 @@ class _Work(torch.autograd.Function):
 
 
 def work(x: Tensor, gpu: FakeGPU, forward_ms: float, backward_ms: float = 0.0) -> Tensor:
-    """Return `x`, after work on the GPU; backward takes another time."""
+    """Return `x` after work on the GPU, which takes time in forward and in backward."""
     result: Tensor = _Work.apply(x, gpu, forward_ms, backward_ms)  # type: ignore[no-untyped-call]
     return result
 
@@ -179,7 +179,7 @@ class Adder(torch.optim.Optimizer):
 
 
 def batches(gpu: FakeGPU, n: int, host_ms: float = 0.0, copy_ms: float = 0.0) -> Iterator[Tensor]:
-    """Yields batches; each takes the host `host_ms`, and the device `copy_ms`."""
+    """Yield batches. Each takes the host `host_ms`, and the device `copy_ms`."""
     for _ in range(n):
         gpu.host_work(host_ms)
         gpu.work(copy_ms)
@@ -187,7 +187,7 @@ def batches(gpu: FakeGPU, n: int, host_ms: float = 0.0, copy_ms: float = 0.0) ->
 
 
 def raw(number: int, host_wait_ms: float = 0.0, /, **phase_ms: float) -> StepRecord:
-    """A step that was read, whose phases took the host as long as the device."""
+    """Return a step whose phases took the host as long as the device."""
     ends = accumulate((round(ms * MS) for ms in phase_ms.values()), initial=0)
     return StepRecord(
         number, tuple(phase_ms), tuple(phase_ms.values()), tuple(ends), host_wait_ms, 0, False
@@ -206,24 +206,23 @@ STEP_MS = {
 
 
 def steps(timer: Timer) -> list[dict[str, float]]:
-    """The phases of each step in a timer's history, those that did not run left out.
+    """Return the phases of each step that ran, without the parts of `data` and `callbacks`.
 
-    So are the parts of `data` and `callbacks`, which `between_batches` has, and `callbacks` that
-    take no time: under Lightning each step has that phase.
+    Leave out `callbacks` that take no time, because under Lightning each step has that phase.
     """
-    parts = ("data/", "callbacks/")
-    found = [_without(row, lambda name: name.startswith(parts)) for row in _rows(timer)]
-    return [{name: ms for name, ms in row.items() if name != "callbacks" or ms} for row in found]
+    found = []
+    for row in _rows(timer):
+        step = {name: ms for name, ms in row.items() if not name.startswith(("data/", "callbacks"))}
+        found.append(step | ({"callbacks": row["callbacks"]} if row.get("callbacks") else {}))
+    return found
 
 
 def between_batches(timer: Timer) -> list[dict[str, float]]:
-    """`data` and `callbacks` in each step, and their parts."""
+    """Return `data`, `callbacks` and their parts in each step."""
     names = ("data", "callbacks")
-    return [_without(row, lambda name: not name.startswith(names)) for row in _rows(timer)]
-
-
-def _without(row: dict[str, float], is_left_out: Callable[[str], bool]) -> dict[str, float]:
-    return {name: ms for name, ms in row.items() if not is_left_out(name)}
+    return [
+        {name: ms for name, ms in row.items() if name.startswith(names)} for row in _rows(timer)
+    ]
 
 
 def _rows(timer: Timer) -> list[dict[str, float]]:

@@ -1,6 +1,7 @@
-"""Everything that a timer replaces in other libraries while it is attached.
+"""All functions of other libraries that a timer replaces while it is attached.
 
-`docs/reference/replaced.md` shows this table to users. A test that patches what is not in it fails.
+`docs/reference/replaced.md` shows this table to users. Every test fails in which the package
+replaces another function.
 """
 
 from dataclasses import dataclass
@@ -18,15 +19,15 @@ MODULE, CLASS, OBJECT = "module", "class", "object"
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """One kind of function that is replaced, in the words of the manual."""
+    """A kind of replaced functions, in the words of the manual."""
 
     target: str
-    kind: str  # Owner: a module, a class or an object; several joined by commas.
+    kind: str  # Kinds of its owners: module, class or object, joined by commas.
     names: frozenset[str]
-    why: str  # Why no hook does instead; empty: none exists.
-    when: str = ""  # Else: while steps are timed.
+    why: str  # Reason why no hook can replace it. Empty if no hook exists.
+    when: str = ""  # Empty: while steps are timed.
     idle: str = ""  # Cost of a call between timed steps, if it is not 0.5 to 1 us.
-    others: str = ""  # If another library replaces it, too, and not both are called.
+    others: str = ""  # Effect if another library replaces it, too, and not both are called.
 
 
 _HOOKS = {
@@ -132,23 +133,15 @@ REGISTER = (
         OBJECT,
         frozenset(
             {
-                "_run_epoch",
-                "_calculate_rewards",
-                "_evaluate",
-                "_finalize_training",
-                "_save_checkpoint",
-                "evaluate",
-                "on_epoch_begin",
                 *NAMED_EVENTS,
                 *NAMED_METHODS,
-                "compute_metrics",
-                *(f"on_{name}" for name in ("log", "save", "evaluate", "epoch_end", "step_begin")),
-                *(f"on_{name}" for name in ("pre_optimizer_step", "optimizer_step")),
-                *(f"on_{name}" for name in ("substep_end", "step_end")),
-                "evaluation_loop",
-                "get_batch_samples",
-                "log",
+                *("_calculate_rewards", "_evaluate", "_finalize_training", "_save_checkpoint"),
+                *("compute_metrics", "evaluate", "evaluation_loop", "get_batch_samples", "log"),
                 "prediction_step",
+                *("on_epoch_begin", "on_epoch_end", "on_evaluate", "on_log", "on_save"),
+                *("on_step_begin", "on_step_end", "on_substep_end"),
+                *("on_optimizer_step", "on_pre_optimizer_step"),
+                "_run_epoch",
                 "training_step",  # before transformers 5, in place of `_run_epoch`
             }
         ),
@@ -169,7 +162,7 @@ REGISTER = (
         _NO_HOOK,
     ),
 )
-"""All kinds. Hooks by an interface that is offered for them are not replaced functions."""
+"""All kinds. A hook that is registered through an interface of a library replaces nothing."""
 
 
 def find(owner: object, name: str) -> Replaced | None:

@@ -219,7 +219,7 @@ def no_gaps(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture
 def no_names(no_gaps: pytest.MonkeyPatch) -> None:
-    """Let libraries have none of the private names."""
+    """Hide all private names of other libraries."""
     no_gaps.setattr(names, "read", lambda owner, attribute: names.MISSING)
 
 

@@ -87,7 +87,7 @@ STEP = {
     "backward": STEP_MS["backward"] + REDUCES_MS,
     "optimizer": UNSCALES_MS + 2.0 + GATHERS_MS,
 }
-# The timer does not see the optimizer around the given one.
+# The timer does not know the wrapper of the given optimizer.
 WITH_INNER_OPTIMIZER = {**STEP, "optimizer": UNSCALES_MS + 2.0, "other": 0.125 + GATHERS_MS}
 
 

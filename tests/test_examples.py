@@ -167,7 +167,7 @@ def test_page_shows_the_printed_summary(script: Any) -> None:
     assert shown == ["GPU-bound: a &lt; b", "", "Time per step in ms", "1"]
 
 
-def test_plot_shows_phases_of_all_steps_and_lanes_of_one(loop: Loop, script: Any) -> None:
+def test_plot_shows_phases_of_all_steps_and_lanes_of_the_last(loop: Loop, script: Any) -> None:
     names, timer = script("plot_phases.py"), train(loop, 4)
     all_steps, last_step = (Figure().add_subplot() for _ in range(2))
     assert names["plot_steps"](timer.history(), all_steps) is all_steps.figure

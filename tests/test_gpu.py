@@ -21,7 +21,7 @@ SPIN = 20_000_000  # clock cycles, about 10 ms
 
 
 class Spin(torch.autograd.Function):
-    """The identity, which keeps the GPU busy in both directions."""
+    """The identity, which keeps the GPU busy in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: int, backward: int) -> Tensor:
@@ -101,7 +101,7 @@ def test_spinning_kernel_is_found_in_its_phase_alone(phase: str) -> None:
     fit(Net(spins_in=phase), timer)
     rows = timer.summary().rows
     assert rows[phase].p50_ms == pytest.approx(spin_ms, rel=0.05, abs=0.3)
-    # The other launches overlap with the spinning kernel.
+    # The other kernels are launched while the GPU spins.
     others = [row for name, row in rows.items() if name != phase and "/" not in name]
     assert sum(row.p50_ms for row in others) < 0.1 * spin_ms
 
@@ -233,7 +233,7 @@ def test_module_captured_with_make_graphed_callables_is_timed() -> None:
         assert graphed[name] == pytest.approx(eager[name], rel=0.15)
 
 
-def test_graph_replay_is_timed_in_the_phase_that_launches_it() -> None:
+def test_graph_replay_is_timed_in_its_phase() -> None:
     torch.manual_seed(0)
     x = torch.randn(4096, 4096, device="cuda")
     model = Wide().cuda()
@@ -291,10 +291,10 @@ def test_backward_is_split_by_module_in_the_backward_thread() -> None:
             optimizer.zero_grad()
     found = rows(timer)
     for phase in ("forward", "backward"):
-        whole = found[f"{phase}/body"] + found[f"{phase}/head"]
-        assert whole == pytest.approx(found[phase], rel=0.1)
+        parts_ms = found[f"{phase}/body"] + found[f"{phase}/head"]
+        assert parts_ms == pytest.approx(found[phase], rel=0.1)
     assert found["forward/body"] == pytest.approx(3 * found["forward/head"], rel=0.2)
-    # Five products in the body, whose input needs no gradient, and two in the head.
+    # The body needs five matrix products, because its input needs no gradient; the head two.
     assert found["backward/body"] == pytest.approx(2.5 * found["backward/head"], rel=0.25)
 
 
@@ -307,7 +307,7 @@ def test_phases_are_ranges_in_the_profiler_of_a_gpu() -> None:
     assert {f"phase/{name}" for name in phases} <= names
 
 
-def test_plain_loop_with_fsdp2(tmp_path: Path) -> None:
+def test_plain_loop_with_fsdp2_is_timed(tmp_path: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
@@ -445,11 +445,11 @@ def test_updates_in_the_backward_thread_are_optimizer() -> None:
     x = torch.randn(64, 1024, device="cuda")
     with GPUPhaseHooks(model, [*optimizers.values()], warmup_steps=2) as timer:
         for _ in timer.steps(range(10)):
-            torch.cuda._sleep(SPIN)  # So that the launches overlap with it, in `other`.
+            torch.cuda._sleep(SPIN)  # In `other`: the kernels below are launched meanwhile.
             model(x).pow(2).mean().backward()
     summary = timer.summary()
     assert summary.skipped_updates == 0
-    # The spins before each update are backward's.
+    # The spins before each update count as backward.
     spins_ms = len(optimizers) * summary.rows["other"].p50_ms / 20
     assert summary.rows["backward"].p50_ms == pytest.approx(spins_ms, rel=0.1)
     assert 0.0 < summary.rows["optimizer"].p50_ms < 0.5 * spins_ms

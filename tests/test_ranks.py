@@ -350,8 +350,8 @@ def test_late_rank_takes_part_again_when_it_has_caught_up(
     for n in range(1, 7):
         for exchange in (first, zero):
             exchange.send(totals(steps=n), n)
-    # Rank zero gives up on the missing rank once it is five comparisons ahead. It does not wait
-    # again for the following comparisons: the rank must first send the previous one.
+    # Rank zero leaves out the missing rank once it is five comparisons ahead. It then expects the
+    # rank in a comparison only if the rank has sent the times of the previous comparison.
     assert gather(zero) == [{0: n, 1: n} for n in range(1, 7)]
     for n in range(1, 8):
         second.send(totals(steps=n), n)
@@ -408,7 +408,7 @@ def test_comparison_of_a_thousand_ranks_is_cheap() -> None:
 
 
 class FakeExchange:
-    """The exchange of rank zero; the totals of other ranks are functions of its own."""
+    """The exchange of rank zero. Functions of its totals give those of the other ranks."""
 
     def __init__(self, *others: Callable[[RankTotals], RankTotals]) -> None:
         self.others: tuple[Callable[[RankTotals], RankTotals], ...] = others
@@ -560,7 +560,7 @@ def test_ranks_compare_the_same_steps_at_each_log(
 
 @pytest.mark.parametrize(("every", "lag"), [(1, 0), (1, 1), (1, 5), (2, 1)])
 @pytest.mark.parametrize("log_every", [4, 10])
-def test_log_compares_exactly_the_steps_before_it(
+def test_log_compares_exactly_the_preceding_steps(
     exchange: FakeExchange, every: int, lag: int, log_every: int
 ) -> None:
     options = {"every_n_steps": every, "_lag": lag, "log_every_n_steps": log_every}

@@ -1,4 +1,4 @@
-"""Count phrases that read like a literal translation.
+"""Limit the number of phrases that read like a literal translation.
 
 `python tests/test_voice.py [path ...]` lists the places and their number per pattern and room.
 """
@@ -100,7 +100,7 @@ def markdown(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def places() -> Iterator[tuple[str, str]]:
-    """Yield room and description for each place."""
+    """Yield the room and the description of each place."""
     tops = ("lightning_gputime", "tests", "docs", "examples", "benchmarks")
     paths = [*ROOT.glob("*.md"), *(path for top in tops for path in (ROOT / top).rglob("*"))]
     for path in sorted(paths):
