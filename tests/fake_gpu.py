@@ -49,7 +49,7 @@ class FakeGPU:
         yield replay
         self.capturing = False
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of the fake are no part of what is compiled
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # keep the fake out of compiled code
     def work(self, device_ms: float, host_ms: float = 0.0) -> None:
         """Launch a kernel, which takes the host `host_ms`. It runs after the queued kernels."""
         self.host_work(host_ms)

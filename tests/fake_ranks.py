@@ -21,7 +21,7 @@ COMM_MS = 3.0
 """Duration of a collective, which starts when it is waited for."""
 
 OWN = {**STEP_MS, "backward/comm": 0.0}
-"""A standard step that waits for nobody. The timer looks for a wait at the end of each backward."""
+"""A standard step without a wait. The timer looks for a wait at the end of each backward."""
 
 
 class Ranks:
@@ -32,7 +32,7 @@ class Ranks:
 
     def __init__(self, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gpu = gpu
-        self.behind = 0  # Collectives on a separate stream that nobody has waited for.
+        self.behind = 0  # Collectives on a separate stream without a wait so far.
         for name in ("allreduce", "allgather"):
             monkeypatch.setattr(ProcessGroup, name, self.launching(getattr(ProcessGroup, name)))
         monkeypatch.setattr(FakeWork, "wait", self.waiting(FakeWork.wait))

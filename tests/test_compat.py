@@ -225,7 +225,7 @@ def no_names(no_gaps: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def package_without(name: Name) -> Iterator[Any]:
-    """Import the package anew, with libraries that seem not to have a private name."""
+    """Import the package again, while libraries seem not to have a private name."""
 
     def is_own(module: str) -> bool:
         return module.partition(".")[0] == "lightning_gputime"

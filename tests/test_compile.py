@@ -68,7 +68,7 @@ class Compiled(Model):
 
 
 class Count:
-    """A backend that counts what it compiles."""
+    """A backend that counts compiled graphs."""
 
     def __init__(self) -> None:
         self.compiled = 0

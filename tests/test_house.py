@@ -100,7 +100,7 @@ def test_torch_and_lightning_are_imported_only_where_allowed() -> None:
             assert "lightning" not in libraries, module
 
 
-# Names of other libraries. Each rule returns what it finds, as "line: name".
+# Names of other libraries. Each rule yields lines and names.
 
 LIBRARIES = (
     "torch|functorch|lightning|pytorch_lightning|lightning_fabric|transformers|accelerate"
@@ -245,11 +245,18 @@ def private_strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, name) for name in hidden)
 
 
-def undocumented_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield undocumented attributes, and looks at the frames of callers."""
+def undocumented_accesses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield undocumented attributes and modules, frames, and arguments taken by position."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in UNDOCUMENTED | FRAMES:
-            yield node.lineno, node.attr
+        match node:
+            case ast.Attribute(attr=name) if name in UNDOCUMENTED | FRAMES:
+                yield node.lineno, name
+            case ast.Attribute():
+                path = ast.unparse(node)
+                if re.match(rf"({LIBRARIES})\.", path) and is_module_of_other(path):
+                    yield node.lineno, path
+            case ast.Subscript(value=ast.Name(id="args"), slice=ast.Constant() | ast.UnaryOp()):
+                yield node.lineno, ast.unparse(node)
 
 
 def private_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -281,27 +288,7 @@ def is_module_of_other(name: str) -> bool:
     return name not in PUBLIC_MODULES and name in LOADED
 
 
-def module_chains(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield attributes of a library that lead into a module that it does not document."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            text = ast.unparse(node)
-            if re.match(rf"({LIBRARIES})\.", text) and is_module_of_other(text):
-                yield node.lineno, text
-
-
-def positional_arguments(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield arguments of a function of another library that are taken by their position."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Subscript(value=ast.Name(id="args"), slice=ast.Constant() | ast.UnaryOp()):
-                yield node.lineno, ast.unparse(node)
-
-
-RULES = (
-    *(private_attributes, private_strings, undocumented_names),
-    *(private_imports, module_chains, positional_arguments),
-)
+RULES = (private_attributes, private_strings, undocumented_accesses, private_imports)
 
 
 def names_of_others(tree: ast.AST) -> list[tuple[int, str]]:

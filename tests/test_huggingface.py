@@ -154,15 +154,13 @@ FIRST = {**STEP, "data": 2.0}  # Accelerate's loader is one batch ahead.
 
 
 def test_kept_timer_does_not_keep_the_model_alive(fake: Make, timer: Timer) -> None:
-    def train() -> Any:
-        trainer = fake([timer], eval_strategy="epoch")
-        trainer.train()
-        return trainer.model
-
     gc.collect()
     gc.disable()
     try:
-        model = weakref.ref(train())
+        trainer = fake([timer], eval_strategy="epoch")
+        trainer.train()
+        model = weakref.ref(trainer.model)
+        del trainer
         assert model() is None
     finally:
         gc.enable()

@@ -691,7 +691,7 @@ def test_stragglers_are_named_in_real_processes(tmp_path: Path) -> None:
     results = train_together(tmp_path, *expected)
     seconds = {case: found.pop("seconds") for case, found in results.items()}
     assert results == expected
-    # A rank that raised in its last step kept nobody.
+    # Rank 0 does not wait long for a rank that raised in its last step.
     assert seconds["one raises"] < 10
 
 

@@ -24,13 +24,13 @@ def wait_for_its_work() -> None:
 
 
 def all_reduce() -> Any:
-    """A collective whose result waits for it where it is used first."""
+    """Run a collective whose result waits for it at its first use."""
     world: Any = distributed.group.WORLD
     return _functional_collectives.all_reduce(torch.ones(2), "sum", world)
 
 
 def launch_without_options() -> Any:
-    # Before torch 2.8, no collective has options, which tell that the caller waits at once.
+    # As every collective before torch 2.8: no option says that the caller waits at once.
     return distributed.group.WORLD.allreduce([torch.ones(2)])  # type: ignore[union-attr]
 
 

@@ -150,7 +150,7 @@ def test_foreign_patch_may_come_and_go_at_any_time(
         if action.endswith(" on"):
             train(timer, loop) if timer._session.is_attached else reduce()
     if again:
-        # Over what was put back, if that is ours.
+        # If their patch was removed last, it has restored ours.
         train_anew(loop)
     # A replacement that was restored without listeners is removed at its next call.
     reduce()

@@ -64,7 +64,7 @@ def layers() -> nn.Sequential:
 
 
 class Way:
-    """A way to train in two processes: a model, and what a step does with it."""
+    """A way to train in two processes: a model, and a step on it."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
