@@ -294,6 +294,12 @@ def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
     return host_time
 
 
+def send(n: int, *ranks: Exchange) -> None:
+    """Send the totals of the first n steps."""
+    for exchange in ranks:
+        exchange.send(totals(steps=n), n)
+
+
 def gather(zero: Exchange, *, wait: bool = False) -> list[dict[int, int]]:
     """Return the number of steps by rank, for each complete comparison."""
     return [
@@ -304,27 +310,26 @@ def gather(zero: Exchange, *, wait: bool = False) -> list[dict[int, int]]:
 
 def test_no_rank_waits_for_another_during_training(host_time: HostTime) -> None:
     zero, first, second = exchanges(3)
-    first.send(totals(steps=1), 0)
-    zero.send(totals(steps=3), 2)
+    send(1, first)
+    send(3, zero)
     assert gather(zero) == []
-    second.send(totals(steps=2), 1)
+    send(2, second)
     # A rank that is ahead does not mix the windows up.
-    first.send(totals(steps=4), 3)
-    first.send(totals(steps=5), 4)
-    zero.send(totals(steps=7), 6)
+    send(4, first)
+    send(5, first)
+    send(7, zero)
     assert gather(zero) == [{0: 3, 1: 1, 2: 2}]
     assert gather(zero) == []
-    second.send(totals(steps=6), 5)
-    assert [number for number, _ in zero.arrived(wait=False)] == [6]
+    send(6, second)
+    assert [number for number, _ in zero.arrived(wait=False)] == [7]
     assert not zero.is_waiting
     assert host_time.now_s == 0.0
 
 
 def test_rank_zero_waits_for_late_ranks_at_the_end(host_time: HostTime) -> None:
     zero, first, second = exchanges(3)
-    for exchange in (first, zero):
-        exchange.send(totals(steps=1), 0)
-    host_time.call_at(0.2, lambda: second.send(totals(steps=2), 0))
+    send(1, first, zero)
+    host_time.call_at(0.2, lambda: send(2, second))
     assert gather(zero, wait=True) == [{0: 1, 1: 1, 2: 2}]
     assert host_time.now_s == pytest.approx(0.2)
 
@@ -333,8 +338,7 @@ def test_absent_ranks_are_waited_for_once_and_named_once(
     host_time: HostTime, caplog: pytest.LogCaptureFixture
 ) -> None:
     zero, first, *_ = exchanges(4, timeout_s=0.1)
-    for exchange in (first, zero, first, zero):
-        exchange.send(totals(), 9)
+    send(10, first, zero, first, zero)
     assert gather(zero, wait=True) == [{0: 10, 1: 10}] * 2
     assert host_time.now_s == pytest.approx(0.1)
     assert caplog.messages == [
@@ -348,15 +352,13 @@ def test_late_rank_takes_part_again_when_it_has_caught_up(
 ) -> None:
     zero, first, second = exchanges(3)
     for n in range(1, 7):
-        for exchange in (first, zero):
-            exchange.send(totals(steps=n), n)
+        send(n, first, zero)
     # Rank zero leaves out the missing rank once it is five comparisons ahead. It then expects the
     # rank in a comparison only if the rank has sent the times of the previous comparison.
     assert gather(zero) == [{0: n, 1: n} for n in range(1, 7)]
     for n in range(1, 8):
-        second.send(totals(steps=n), n)
-    for exchange in (first, zero):
-        exchange.send(totals(steps=7), 7)
+        send(n, second)
+    send(7, first, zero)
     assert gather(zero) == [{0: 7, 1: 7, 2: 7}]
     assert caplog.text.count("did not arrive") == 1
     assert host_time.now_s == 0.0
@@ -365,9 +367,9 @@ def test_late_rank_takes_part_again_when_it_has_caught_up(
 def test_rank_that_runs_far_ahead_loses_no_window() -> None:
     zero, first = exchanges(2)
     for n in range(1, 11):
-        first.send(totals(steps=n), n)
+        send(n, first)
     for n in range(1, 11):
-        zero.send(totals(), n)
+        send(10, zero)
         assert gather(zero) == [{0: 10, 1: n}]
 
 
@@ -375,7 +377,7 @@ def test_rank_zero_waits_less_than_the_timeout_of_a_collective(host_time: HostTi
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.3))
     zero = Exchange(store, 0, 2)
-    zero.send(totals(), 9)
+    send(10, zero)
     assert gather(zero, wait=True) == [{0: 10}]
     assert 0.1 <= host_time.now_s < 0.3
 
@@ -383,7 +385,7 @@ def test_rank_zero_waits_less_than_the_timeout_of_a_collective(host_time: HostTi
 def test_exchange_deletes_old_windows() -> None:
     _, first = exchanges(2)
     for _ in range(15):
-        first.send(totals(), 0)
+        send(10, first)
     is_kept = [first._store.check([f"{window}/1"]) for window in range(15)]
     assert is_kept == [False] * 5 + [True] * 10
 
