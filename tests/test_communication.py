@@ -53,11 +53,6 @@ def test_ddp_wait_is_separated_from_backward(two_ranks: None, gpu: FakeGPU) -> N
     assert steps(train(loop, 3, sync_ranks=False)) == [WAITS] * 3
 
 
-def test_single_process_has_no_comm(loop: Loop) -> None:
-    wait_after_backward(loop.model, loop.gpu)
-    assert steps(train(loop, 2)) == [{**STEP_MS, "backward": WAITS["backward"]}] * 2
-
-
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
 def test_ddp_without_a_wait_has_zero_comm(
     two_ranks: None, gpu: FakeGPU, options: dict[str, Any]

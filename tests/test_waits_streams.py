@@ -10,7 +10,6 @@ from fake_ranks import (
     COMM_MS,
     OWN,
     Event,
-    FakeStream,
     FakeStreams,
     Ranks,
     Shared,
@@ -131,13 +130,6 @@ def test_collective_launched_on_a_side_stream_is_a_wait(
         streams.timed.wait_stream(streams.side)
 
     assert in_loss(gpu, call) == WAITS
-
-
-def test_clock_without_streams_times_every_wait(ranks: Ranks, gpu: FakeGPU) -> None:
-    assert in_loss(gpu, reduce) == WAITS
-    with FakeStreams(gpu).on(FakeStream(gpu, 9)):
-        gpu.streams = None
-        assert in_loss(gpu, lambda: launch().wait()) == WAITS
 
 
 def test_device_whose_streams_have_no_class_is_timed(streams: FakeStreams, gpu: FakeGPU) -> None:
