@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from processes import finish, start
-from wait_fits import LATE_IN_FIT
-from wait_ways import LATE_MS, PLACES, STEPS, WARMUP, WAYS
+from wait_run import LATE_IN_FIT, LATE_MS, PLACES, STEPS, WARMUP, WAYS
 
 pytestmark = pytest.mark.slow
 

@@ -6,19 +6,259 @@ python tests/wait_run.py DIRECTORY RANK
 import json
 import os
 import sys
+import time
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
 import torch
-from torch import Tensor, distributed
-from wait_fits import LATE_IN_FIT, fit
-from wait_ways import PLACES, WAYS, Way, batches, train
+from fake_lightning import trainer
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_gputime import GPUPhaseHooks
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime._timer import Timer
+
+LATE_MS, WARMUP, STEPS = 40.0, 2, 12
+WIDTH, LAYERS, MICRO_BATCHES = 8, 4, 2
+PLACES = ("nobody", "data", "forward", "third layer", "backward", "optimizer")
+LATE_IN_FIT = ("nobody", "optimizer", "callback", "loader")
 
 
-def results_of(kind: type[Way], rank: int, timed: bool) -> list[Tensor]:
+class Sleep(torch.autograd.Function):
+    """The identity, which sleeps in forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_ms: float, backward_ms: float) -> Tensor:
+        ctx.ms = backward_ms
+        time.sleep(forward_ms / 1000)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.ms / 1000)
+        return grads[0], None, None
+
+
+class Layer(nn.Linear):
+    """A layer that may be late."""
+
+    late: Any = (0.0, 0.0)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        result: Tensor = super().forward(input)
+        if any(self.late):
+            result = Sleep.apply(result, *self.late)  # type: ignore[no-untyped-call]
+        return result
+
+
+class Update(torch.optim.SGD):
+    """An optimizer that may be late."""
+
+    late = 0.0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)  # Lightning computes loss and gradients in the closure.
+        time.sleep(self.late / 1000)
+        return loss
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+class Way:
+    """A way to train in two processes: a model, and a step on it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.layers = layers()
+        self.parts: list[Any] = [*self.layers]  # Layers of this rank.
+        self.model: nn.Module = self.layers
+        self.calls_per_step = 1
+        self.distribute()
+        self.optimizer = Update(self.model.parameters(), lr=1e-3)
+
+    def distribute(self) -> None:
+        """Distribute the model."""
+
+    def run(self, x: Tensor) -> None:
+        self.model(x).square().mean().backward()
+
+    def be_late(self, place: str, ms: float) -> None:
+        call_ms = ms / self.calls_per_step
+        # In a pipeline, rank 1 has the third layer first.
+        third = self.parts[2 % len(self.parts)]
+        if place == "forward":
+            self.parts[0].late = (call_ms, 0.0)
+        elif place == "third layer":
+            third.late = (call_ms, 0.0)
+        elif place == "backward":
+            third.late = (0.0, call_ms)
+        elif place == "optimizer":
+            self.optimizer.late = ms
+
+
+class DDP(Way):
+    def distribute(self) -> None:
+        self.model = nn.parallel.DistributedDataParallel(self.layers)
+
+
+class FSDP1(Way):
+    def distribute(self) -> None:
+        self.model = FullyShardedDataParallel(
+            self.layers,
+            device_id=torch.device("cpu"),
+            auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True,
+        )
+
+
+class FSDP2(Way):
+    def distribute(self) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for module in [*self.layers, self.layers]:
+            fully_shard(module, mesh=mesh)
+
+
+class TP(Way):
+    def distribute(self) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        kinds = (ColwiseParallel, RowwiseParallel)
+        parallelize_module(self.layers, mesh, {str(i): kinds[i % 2]() for i in range(LAYERS)})
+
+
+class PP(Way):
+    def distribute(self) -> None:
+        half = LAYERS // 2
+        self.parts = self.parts[half * self.rank : half * (self.rank + 1)]
+        self.model = nn.Sequential(*self.parts)
+        self.calls_per_step = MICRO_BATCHES
+        stage = PipelineStage(self.model, self.rank, 2, torch.device("cpu"))
+        self.schedule = Schedule1F1B(
+            stage, MICRO_BATCHES, loss_fn=lambda output, target: output.square().mean()
+        )
+
+    def run(self, x: Tensor) -> None:
+        if self.rank == 0:
+            self.schedule.step(x)
+        else:
+            self.schedule.step(target=x)
+
+
+class OwnReduce(Way):
+    def run(self, x: Tensor) -> None:
+        super().run(x)
+        for parameter in self.model.parameters():
+            distributed.all_reduce(parameter.grad)
+
+
+class OwnAsync(Way):
+    def run(self, x: Tensor) -> None:
+        super().run(x)
+        grads = [parameter.grad for parameter in self.model.parameters()]
+        for work in [distributed.all_reduce(grad, async_op=True) for grad in grads]:
+            work.wait()
+
+
+WAYS = {way.__name__: way for way in (DDP, FSDP1, FSDP2, TP, PP, OwnReduce, OwnAsync)}
+
+
+def batches(n: int, late_ms: float) -> Iterator[Tensor]:
+    for number in range(n):
+        time.sleep(late_ms / 1000)
+        torch.manual_seed(number)
+        yield torch.randn(8, WIDTH)
+
+
+def train(way: Way, place: str) -> dict[str, Any]:
+    """Train while rank 1 is late in a place."""
+    late_ms = LATE_MS if way.rank == 1 else 0.0
+    way.be_late(place, late_ms)
+    with GPUPhaseHooks(way.model, way.optimizer, warmup_steps=WARMUP) as timer:
+        for x in timer.steps(batches(STEPS, late_ms if place == "data" else 0.0)):
+            way.run(x)
+            way.optimizer.step()
+            way.optimizer.zero_grad()
+    return measured_by(timer)
+
+
+class Module(pl.LightningModule):
+    """A module whose optimizer may be late."""
+
+    def __init__(self, late_ms: float) -> None:
+        super().__init__()
+        self.net, self.late_ms = layers(), late_ms
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Update(self.parameters(), lr=1e-3)
+        optimizer.late = self.late_ms
+        return optimizer
+
+
+class Loader:
+    """A loader that may be late."""
+
+    def __init__(self, late_ms: float) -> None:
+        self.late_ms = late_ms
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return batches(STEPS, self.late_ms)
+
+    def __len__(self) -> int:
+        return STEPS
+
+
+def fit(rank: int, place: str) -> dict[str, Any]:
+    """Train while rank 1 is late in a place."""
+    ms = {place: LATE_MS if rank == 1 else 0.0}
+    timer = GPUPhaseTimer(warmup_steps=WARMUP, print_summary=False)
+    sleeps = LambdaCallback(
+        on_train_batch_end=lambda *_, **__: time.sleep(ms.get("callback", 0.0) / 1000)
+    )
+    runner = trainer(timer, sleeps, strategy="ddp", devices=2)
+    runner.fit(Module(ms.get("optimizer", 0.0)), Loader(ms.get("loader", 0.0)))
+    return measured_by(timer)
+
+
+def measured_by(timer: Timer) -> dict[str, Any]:
+    """Return the times of a rank, and on rank zero the comparison of ranks.
+
+    Local times are minima over steps, because a busy machine makes steps longer.
+    """
+    history = timer.history()[WARMUP - STEPS :]
+    steps_ms = {
+        name.removesuffix("_ms"): np.nan_to_num(history[name])
+        for name in history.dtype.names or ()
+        if name.endswith("_ms") and name != "host_wait_ms"
+    }
+    local_ms = {name: ms.copy() for name, ms in steps_ms.items() if "/" not in name}
+    waits_ms = {name: ms for name, ms in steps_ms.items() if name.endswith("/comm")}
+    for name, ms in waits_ms.items():
+        local_ms[name.partition("/")[0]] -= ms
+        local_ms["step"] -= ms
+    found = {
+        "steps": timer.summary().steps,
+        "waited_ms": float(np.median(sum(waits_ms.values()))),
+        "local_ms": {name: float(np.min(ms)) for name, ms in local_ms.items()},
+    }
+    if (ranks := timer.summary().ranks) is not None:
+        names = ("slowest_rank", "suspect", "phase", "sentence")
+        found |= {name: getattr(ranks, name) for name in names}
+    return found
+
+
+def gradients_and_weights(kind: type[Way], rank: int, timed: bool) -> list[Tensor]:
     """Return the gradients and weights at the end of a seeded run."""
     way = kind(rank)
     timer = GPUPhaseHooks(way.model, way.optimizer, warmup_steps=0, sync_ranks=False)
@@ -39,6 +279,7 @@ def results_of(kind: type[Way], rank: int, timed: bool) -> list[Tensor]:
 
 
 def full(tensor: Any) -> Tensor:
+    """Return a copy of the part of a tensor that this rank has."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.detach().clone()
 
@@ -64,7 +305,7 @@ def main(directory: Path, rank: int) -> None:
         distributed.barrier()
         results[f"Lightning {place}"] = fit(rank, place)
     for name in ("FSDP2", "TP"):
-        runs = [results_of(WAYS[name], rank, timed) for timed in (False, True)]
+        runs = [gradients_and_weights(WAYS[name], rank, timed) for timed in (False, True)]
         results[f"{name} is bitwise"] = all(map(torch.equal, *runs))
     results["nothing is left"] = places() == before
     (directory / f"rank{rank}.json").write_text(json.dumps(results))
