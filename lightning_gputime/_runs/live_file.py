@@ -16,8 +16,11 @@ _MIN_INTERVAL_S = 10.0  # Minimum time between two files.
 _MAX_RATIO = 100  # Saving takes at most 1 % of the time.
 
 
-def _identity(path: str) -> tuple[int, int]:
-    found = os.stat(path)
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
     return found.st_mtime_ns, found.st_ino
 
 
