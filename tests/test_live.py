@@ -113,6 +113,18 @@ def test_failing_disk_is_reported_once_and_training_continues(
     assert caplog.text.count("The run is not saved") == 1
 
 
+def test_live_file_recognizes_what_it_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    file = live_file.LiveFile()
+    assert not file.wrote(str(path))
+    assert file.try_to_save(str(path), lambda name: Path(name).touch())
+    assert file.wrote(str(path))
+    path.unlink()
+    assert not file.wrote(str(path))
+    path.write_text("of another process")
+    assert not file.wrote(str(path))
+
+
 def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     names = [".run.json.abc.tmp", ".run.json.new.tmp", ".other.json.abc.tmp"]
     for name in names:
