@@ -271,6 +271,12 @@ def test_title_has_the_number_of_timed_steps_and_of_all_steps(
     assert untimed == n - len(timer.history())
 
 
+def test_windows_may_be_far_apart_if_nothing_takes_the_logs() -> None:
+    timer = train(CostlyGPU(40.0), 1000, host_ms=0.2)
+    assert timer.summary().timed_every_n_steps == 280
+    assert "log_every_n_steps" not in str(timer.summary())
+
+
 def test_too_expensive_timing_is_reported() -> None:
     timer = train(CostlyGPU(40.0), 1000, host_ms=0.2, logger=Logger())
     assert timer.summary().timed_every_n_steps == 50
