@@ -135,9 +135,9 @@ def _new_parser() -> argparse.ArgumentParser:
 
 def _add_bounds(parser: argparse.ArgumentParser) -> None:
     above = (
-        "exit with 1 if the step, or a phase that takes 1 %% of it, is slower by more than this,"
-        " and with 3 if that is uncertain; PHASE:5%% is for one phase, step:2%% for the step alone,"
-        " validation:20%% for an entry of the wall clock; may be repeated"
+        "largest allowed slowdown: exit with 1 if the step, or any phase of at least 1 %% of it, is"
+        " slower by more, and with 3 if that cannot be decided. PHASE:5%% limits one phase,"
+        " step:2%% only the step, validation:20%% an entry of the wall clock. Can be repeated"
     )
     parser.add_argument(
         "--fail-above", type=_bound, action="append", default=[], metavar="2%", help=above

@@ -200,8 +200,8 @@ class StepRecord(NamedTuple):
         return sum(ms for label, ms in labels_and_ms if label == EVALUATED)
 
     def times(self) -> StepTimes:
-        # Computed on request and not cached: most steps are only summed, which needs the record
-        # alone.
+        # Computed on request and not cached: most steps are only summed, which needs only the raw
+        # record.
         settled = resolve_labels(self.labels)
         phase_ms: dict[str, float] = {}
         host_ms: dict[str, float] = {}

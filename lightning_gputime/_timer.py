@@ -66,7 +66,7 @@ _NESTED = (
 def _is_loader_of(owner: Callable[[], object], name: str, loader: object) -> bool:
     """Return whether `owner().name` is `loader`, or a list or dict that contains it."""
     found = loaders_in(getattr(owner(), name, None))
-    # A loader of accelerate iterates over an inner loader.
+    # accelerate wraps the loader: `base_dataloader` is the original.
     return any(loader is getattr(outer, "base_dataloader", outer) for outer in found)
 
 

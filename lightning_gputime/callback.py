@@ -507,7 +507,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._fit = fit
         fit.listen(session)
 
-    # These run in every batch. What they call handles its own exceptions.
+    # Without `never_raises`, to save time: these run for every batch, and the functions that they
+    # call catch their own exceptions.
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -615,7 +616,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave(trainer)
         if trainer is self._clock_trainer:
-            # The trainer's last call, after the hooks of all callbacks and the end of the loggers.
+            # Stop the clock at the last call of a fit, after all callbacks and loggers have
+            # finished: `profiler.describe()`.
             end = Calls(do_nothing, lambda _: self._end_fit(trainer))
             self._patches.add(Subscription(trainer.profiler, "describe", end))  # type: ignore[attr-defined]  # has no hint
 

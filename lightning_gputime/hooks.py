@@ -158,7 +158,7 @@ class _PlainLoop(BatchState):
 
     def iterate(self, timer: "GPUPhaseHooks", iterable: Iterable[T]) -> Generator[T, None, None]:
         """Yield the items of a loader, and end a batch after each."""
-        timer._start_loop(iterable, continues=self._body is not None)
+        timer._start_loop(iterable, other_is_open=self._body is not None)
         seen, wall_clock = _Seen.NOTHING, self._wall_clock
         self.is_fetched = True
         wall_clock.start_loop()
@@ -574,11 +574,13 @@ class GPUPhaseHooks(Timer):
         except Exception as error:
             self._give_up(error)
 
-    def _start_loop(self, loader: object, *, continues: bool) -> None:
+    def _start_loop(self, loader: object, *, other_is_open: bool) -> None:
         if not self._session.was_attached:
             raise RuntimeError(f"steps() needs an attached timer. {self._USE}")
-        if continues:
-            self._session.steps.keep_hooks()  # Another loop over `steps` may continue.
+        if other_is_open:
+            # The body of another loop over `steps` is open: `has_idled` needs hooks to tell them
+            # apart.
+            self._session.steps.keep_hooks()
         self._safely(self._plain.begin)
         self._know_loader(loader, in_data=True)
         self._outside.start_loop()

@@ -112,10 +112,16 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is not attached to a training.
-        own: dict[str, Any] = {"_trainer": None, "_handled": None, "_before": None}
-        off = {"_run_call": None, "_is_table_due": False}
-        more = {"_train_calls": {}, "_is_in_step": False}
-        return {**super().__getstate__(), **own, **off, **more}
+        detached: dict[str, Any] = {
+            "_trainer": None,
+            "_handled": None,
+            "_before": None,
+            "_run_call": None,
+            "_is_table_due": False,
+            "_train_calls": {},
+            "_is_in_step": False,
+        }
+        return {**super().__getstate__(), **detached}
 
     # A training
 

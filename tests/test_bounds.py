@@ -81,7 +81,7 @@ def test_timer_in_a_reference_cycle_is_detached(loop: Loop) -> None:
 
 @needs_fork
 def test_forked_process_destroys_no_event(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
-    # In a worker of a loader torch would abort, with "CUDA error: initialization error".
+    # In a DataLoader worker, torch would abort with "CUDA error: initialization error".
     destroyed: list[int] = []
     monkeypatch.setattr(FakeEvent, "__del__", lambda _: destroyed.append(1), raising=False)
     loop = Loop(gpu)

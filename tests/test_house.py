@@ -369,7 +369,7 @@ def test_repository_root_has_only_the_listed_files() -> None:
         ["git", "ls-files"], cwd=PACKAGE.parent, capture_output=True, text=True, check=False
     )
     if listed.returncode:
-        pytest.skip("this is no checkout")
+        pytest.skip("not a git checkout")
     top = {path.partition("/")[0] for path in listed.stdout.splitlines()}
     assert {name for name in top if not name.startswith(".")} == TOP
 

@@ -154,9 +154,9 @@ TIMES = LoaderTimes(
     repeats=False,
 )
 PACE = "2 workers deliver a batch every 10 ms, and the rest of the step takes 5 ms"
-KEEP_UP = f"set num_workers=5 (now 2; 16 CPU cores), which would keep up: {PACE}"
-WITHOUT_CORES = f"set num_workers=5 (now 2), which would keep up: {PACE}"
-SHORTEN = f"set num_workers=3 (now 2; 4 CPU cores), which shortens the wait: {PACE}"
+KEEP_UP = f"set num_workers=5 (now 2; 16 CPU cores) to keep up: at present, {PACE}"
+WITHOUT_CORES = f"set num_workers=5 (now 2) to keep up: at present, {PACE}"
+SHORTEN = f"set num_workers=3 (now 2; 4 CPU cores) to shorten the wait: at present, {PACE}"
 FASTER = "make `{}` faster: more workers cannot help on {} CPU cores"
 SLOW_WORKER = (
     "check what worker 1 reads: a batch takes 60 ms there, and 20 ms in the others; 1 of every 3"

@@ -243,7 +243,7 @@ def test_nested_modules_are_timed_exactly(gpu: FakeGPU, seed: int) -> None:
     assert {key: ms for key, ms in found.items() if key.startswith(("forw", "backw"))} == expected
 
 
-def test_many_modules_do_not_exceed_the_step_limit(
+def test_step_with_many_modules_stays_below_the_boundary_limit(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = Loop(gpu, GPT(gpu, 20))

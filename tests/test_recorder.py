@@ -233,12 +233,13 @@ def test_step_has_device_and_host_time_of_each_phase(gpu: FakeGPU, run: Recorded
     assert times.step_ms == 13.0
 
 
-def test_host_waits_once_a_step_for_the_oldest_step(gpu: FakeGPU, run: Recorded) -> None:
+def test_host_waits_once_per_step_for_the_previous_step(gpu: FakeGPU, run: Recorded) -> None:
     for number in range(5):
         run.step(number)
         assert len(gpu.waits) == number
         assert run.numbers() == list(range(number))
-    # A step is 10 ms on the device and 2 ms on the host, which waits for the one before.
+    # A step takes 10 ms on the device and 2 ms on the host, so the host waits for the previous
+    # step.
     assert [times.host_wait_ms for times in run.emitted] == [7.0, 8.0, 8.0, 8.0]
     # An entire step is queued when the host continues.
     assert gpu.free_at - gpu.now == 10_000_000

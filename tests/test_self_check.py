@@ -148,7 +148,9 @@ def test_undeclared_accumulation_warns_with_the_option(
             if number % n == 0:
                 loop.update()
     [message] = warnings()
-    assert f"have no update. If gradients accumulate, pass accumulate_grad_batches={n}" in message
+    assert (
+        f"have no update. If you accumulate gradients, pass accumulate_grad_batches={n}" in message
+    )
     assert f"; {80 - 80 // n} of 80 timed steps have no update" in str(timer.summary())
 
 

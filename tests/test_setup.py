@@ -102,7 +102,7 @@ class Odd:
         return iter([torch.zeros(1, 2)] * 3)
 
 
-def test_setup_ignores_attributes_of_other_loaders(loop: Loop) -> None:
+def test_setup_ignores_malformed_attributes_of_a_custom_loader(loop: Loop) -> None:
     with hooks(loop) as timer:
         for x in timer.steps(Odd()):
             loop.train(x)

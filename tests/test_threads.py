@@ -79,8 +79,10 @@ def test_flush_in_another_thread_reads_nothing_while_the_loop_runs(loop: Loop) -
         assert len(loop.gpu.waits) == 3
 
 
-@pytest.mark.parametrize("ends", ["thread", "not"])
-def test_removing_it_from_another_thread_loses_no_step(loop: Loop, ends: str) -> None:
+@pytest.mark.parametrize("thread_is_alive", [True, False])
+def test_removing_a_timer_from_another_thread_loses_no_step(
+    loop: Loop, thread_is_alive: bool
+) -> None:
     timer = hooks(loop).attach()
 
     def train() -> None:
@@ -90,7 +92,7 @@ def test_removing_it_from_another_thread_loses_no_step(loop: Loop, ends: str) ->
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(train).result()
-        if ends == "not":
+        if thread_is_alive:
             timer.remove()
     timer.remove()
     # The first step began in the thread that attached, and is not timed.

@@ -93,7 +93,7 @@ def test_loss_module_that_gathers_is_loss_with_its_wait(
     assert train(Scaled(gpu, model)) == [waiting("loss")] * 3
 
 
-def test_part_of_the_model_is_without_the_waits_inside(ranks: Ranks, gpu: FakeGPU) -> None:
+def test_submodule_times_exclude_waits_for_other_ranks(ranks: Ranks, gpu: FakeGPU) -> None:
     for place in ("forward", "backward"):
         loop = Shared(gpu, place)
         model: Any = nn.Sequential(loop.model)

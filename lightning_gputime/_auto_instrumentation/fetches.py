@@ -30,16 +30,17 @@ class _Known:
 
     def __init__(self, dataset: object) -> None:
         self._kind = type(dataset)
-        self._find: Callable[[], object | None] = _find(dataset)
+        self._dataset: Callable[[], object | None] = _reference_to(dataset)
 
-    def is_same(self, dataset: object) -> bool:
-        known = self._find()
-        if known is None and type(dataset) is self._kind:  # A new dataset in each epoch.
-            self._find, known = _find(dataset), dataset
+    def accepts(self, dataset: object) -> bool:
+        """Return whether this is the known dataset, or its replacement in a later epoch."""
+        known = self._dataset()
+        if known is None and type(dataset) is self._kind:
+            self._dataset, known = _reference_to(dataset), dataset
         return known is dataset
 
 
-def _find(dataset: object) -> Callable[[], object | None]:
+def _reference_to(dataset: object) -> Callable[[], object | None]:
     try:
         return weakref.ref(dataset)
     except TypeError:  # Some objects, such as a list, have no weak references.
@@ -203,5 +204,5 @@ class Fetches:
             return None
         if get_ident() != session.recorder.threads.home:
             return None
-        places = (place for place, known in enumerate(self._datasets) if known.is_same(dataset))
+        places = (place for place, known in enumerate(self._datasets) if known.accepts(dataset))
         return next(places, None)

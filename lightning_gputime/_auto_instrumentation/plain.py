@@ -34,7 +34,7 @@ _NOT_FOUND = (
 )
 _MICRO_BATCHES = (
     "One update has %d calls of backward: time between them, such as the fetch of a batch,"
-    " counts for `other` or `loss`. If gradients accumulate, add GPUPhaseHooks with"
+    " counts as `other` or `loss`. If you accumulate gradients, add GPUPhaseHooks with"
     ' steps(loader) and accumulate_grad_batches="auto" to the script.'
 )
 _FOUND_NEXT = "Timing the loop that trains %s, the next of this process."
@@ -276,12 +276,12 @@ class _Census:
         # Weak references, so that the optimizers can be deleted. They stay counted.
         self._known = WeakSet[Optimizer]()
         self._joined = WeakSet[Optimizer]()  # Optimizers of timed loops.
-        # Other optimizers that have updated since the last update of the timed loop.
+        # Other optimizers that have stepped since the timed loop's last update.
         self._between = WeakSet[Optimizer]()
         self._n_between = 0
 
     def add(self, optimizer: Optimizer) -> None:
-        """Count the optimizer of an update outside of the timed loop."""
+        """Count an optimizer that has stepped outside the timed loop."""
         if optimizer in self._joined or optimizer in self._between:
             return
         self._between.add(optimizer)

@@ -108,12 +108,12 @@ def callbacks_of(trainer: Any) -> list[Any]:
     return found
 
 
-def put_callback_after(trainer: Any, callback: object, before: object) -> None:
-    """Move a callback to just after `before`, or to the start if `before` is not in the list."""
+def put_callback_after(trainer: Any, callback: object, predecessor: object) -> None:
+    """Move a callback right after `predecessor`, or to the front if that is not in the list."""
     handler, callbacks = _HANDLER.of(trainer), callbacks_of(trainer)
     others = [other for other in callbacks if other is not callback]
     if len(others) < len(callbacks):
-        place = 1 + next((i for i, other in enumerate(others) if other is before), -1)
+        place = 1 + next((i for i, other in enumerate(others) if other is predecessor), -1)
         # Assign a new list, because the Trainer may be iterating over it.
         handler.callbacks = [*others[:place], callback, *others[place:]]
 

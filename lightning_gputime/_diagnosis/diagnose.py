@@ -17,8 +17,8 @@ from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import ONCE
 from lightning_gputime._phases import DATA
 
-# Minimum fraction of the wall clock of a bottleneck, and of an entry that is reported. XProf uses
-# the same thresholds to grade input pipelines.
+# Minimum fraction of the wall clock for an entry to be the bottleneck, and to be reported. XProf
+# uses the same thresholds to grade input pipelines.
 _MIN_BOTTLENECK, _MIN_REPORTED = 0.2, 0.05
 # If the CPU blocks on the GPU, other entries grow as a consequence: require a larger fraction.
 _MIN_BOTTLENECK_IF_SYNC = 0.3

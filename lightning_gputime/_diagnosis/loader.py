@@ -241,11 +241,13 @@ def _add_workers(case: LoaderCase) -> Iterator[Advice]:
     option, cores = f"{case.prefix}num_workers", f"{case.cores} CPU cores"
     if needed > now and (most is None or needed <= most):
         of = "" if case.cores is None else f"; {cores}"
-        text = f"set {option}={needed} (now {now}{of}), which would keep up: {case.pace}"
+        text = f"set {option}={needed} (now {now}{of}) to keep up: at present, {case.pace}"
         yield Advice("num_workers", text, {"now": now, "suggested": needed})
         return
     if most is not None and now < most < needed:
-        text = f"set {option}={most} (now {now}; {cores}), which shortens the wait: {case.pace}"
+        text = (
+            f"set {option}={most} (now {now}; {cores}) to shorten the wait: at present, {case.pace}"
+        )
         yield Advice("num_workers", text, {"now": now, "suggested": most})
     name = max(("dataset", "collate"), key=lambda stage: case.times.mean(f"{stage}_ms"))
     function = case.times.dataset if name == "dataset" else case.times.collate

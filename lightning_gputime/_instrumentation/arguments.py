@@ -43,6 +43,7 @@ def check_optimizers(optimizers: Any, model: nn.Module) -> list[Any]:
     given = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
     for optimizer in given:
         if not is_optimizer(optimizer):
+            # For a None in the list, show the list.
             raise TypeError(
                 "optimizers must be None, a torch.optim.Optimizer or a list of them, got"
                 f" {format_value(optimizers) if optimizer is None else _describe(optimizer)}"

@@ -84,7 +84,7 @@ class WaitBoundary:
         if result is None:
             end_wait(self._recorder)
         else:
-            # A synchronous launch waits for its collective next, and `_wait_ends` marks the end.
+            # A synchronous call now waits for its collective. `_wait_ends` marks the end.
             self._is_launched = True
 
     def _wait_begins(self, *_: Any, **__: Any) -> bool:

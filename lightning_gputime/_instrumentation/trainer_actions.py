@@ -176,7 +176,7 @@ class ActionListener:
         self._subscription.remove()
 
     def refresh(self) -> None:
-        """Apply changes to `calls`."""
+        """Make changes of `calls` take effect: forget which actions had no listener."""
         stand_in = self._subscription.patch.replacement
         getattr(stand_in, "__self__", stand_in).clear()
 

@@ -259,7 +259,7 @@ class SlowdownSearch:
         """Result of the newest search during training."""
 
     def follow(self) -> None:
-        """Also search during training, because logs or observers report slowdowns."""
+        """Search during training, too, for logs and observers that report slowdowns."""
         self._is_followed = True
 
     def add(self, number: int, sums: Sums, *, is_settled: bool = True) -> bool:

@@ -259,8 +259,9 @@ def _local_ms(phases: PhaseTotals) -> dict[str, float]:
 
 
 def _with_local(totals: RankTotals) -> PhaseTotals:
-    # Including waits, steps take equally long on all ranks. Example: under DDP with one slow rank,
-    # backward took 20.8 and 20.9 ms, of which 3.5 and 20.5 ms were local work.
+    # With waits included, a step takes equally long on all ranks, so compare local work. Example:
+    # under DDP with one slow rank, backward took 20.8 and 20.9 ms, of which 3.5 and 20.5 ms were
+    # local work.
     step_ms, steps = totals.phases[STEP]
     waits_ms = sum(ms for name, (ms, _) in totals.phases.items() if is_wait(name))
     return {**totals.phases, LOCAL: (step_ms - waits_ms, steps)}

@@ -136,7 +136,7 @@ class Results:
         logs_slow_steps: bool = False,
         memory: MemoryWatch | None = None,
     ) -> None:
-        """Connect the measurements of a session other than its steps.
+        """Add a session's other measurements: everything except its steps.
 
         Args:
             throughput: Reference for work per second.

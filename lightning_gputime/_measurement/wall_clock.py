@@ -42,7 +42,8 @@ class WallClockBreakdown:
             - `epoch ends`: hooks at the start and the end of epochs
             - `paused`: code inside `timer.paused()`
             - `between loops`: between loops over `steps()`, and after the last of several loops
-            - `tear-down`: after the last epoch, the only loop over `steps()`, or the last `step()`
+            - `tear-down`: after the last epoch (trainers), after the only loop over `steps()`, or
+              after the last `step()`
         saves_in_steps_s: Part of `checkpoints` inside `steps` (in seconds).
         after_batches_s: Part of `validation` or `evaluation` after its last batch, such as metrics
             (in seconds).

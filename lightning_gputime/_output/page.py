@@ -27,7 +27,7 @@ _MIN_GAP_FACTOR, _MIN_GAP_SHARE = 3.0, 0.02
 _LEGEND_COLUMNS, _LEGEND_ROW_PX = 4, 28
 _TERMS = {
     "mean": "Mean over the steps in which the phase ran",
-    "share": "Fraction of all steps",
+    "share": "Fraction of the device time of all steps",
     "p50": "Median: half of the steps take less",
     "p95": "95 % of the steps take less",
     "host": "Time that the CPU takes to launch the phase, or waits in it",

@@ -127,7 +127,7 @@ class Recorder:
             self.mark(label)
 
     def interrupt(self, label: str) -> None:
-        """Mark `label` inside the current phase; see `begin_wait`."""
+        """Record a mark, but keep the current phase; see `begin_wait`."""
         interrupted = self.label
         self._record(label, annotate=False)
         if self.state is OPEN:  # Otherwise the mark has failed.

@@ -35,7 +35,7 @@ class LogSchedule:
     ) -> None:
         self._means, self._results, self._comparison = means, results, comparison
         self._analyzer, self._is_sampled = analyzer, is_sampled
-        # Number and index of the newest steps that were passed to `end_step`.
+        # Step number and index (from 0) of the newest steps that were passed to `end_step`.
         self._ended: deque[tuple[int, int]] = deque(maxlen=lag + 1)
         self._has_started = False
         self.due_at = 0.0
@@ -82,7 +82,7 @@ class LogSchedule:
         if self._is_sampled and newest is not None:
             self._results.settle(newest, until=index)
             if self._has_started and newest >= self.due_at:
-                # A later log would be part of a row of the next epoch.
+                # Log now: a later log would end up in the next epoch's row of the logger.
                 self.due_at = self._means.next_due(newest)
                 self._means.log_at(newest)
         self._means.log_means(only_publish=True)

@@ -246,14 +246,16 @@ class AutoSchedule:
         return added_ns
 
     def _smallest_n(self, cost_ns: float, step_ns: float) -> int:
+        """Return the smallest `n` whose mean cost per step is within the target."""
         if cost_ns < _MAX_COST_SHARE * step_ns:
             return 1
         target_ns = _MAX_COST_SHARE_IN_WINDOWS * step_ns
         switch_ns = 2 * statistics.median(self._switches_ns or [0])
         for n in range(2, self._longest_period):
             plan = self.plan(n)
-            if plan.window * cost_ns + switch_ns <= plan.window * plan.every_n_steps * target_ns:
-                return round(plan.every_n_steps)
+            window_ns = plan.window * cost_ns + switch_ns
+            if window_ns <= plan.window * plan.every_n_steps * target_ns:
+                return round(plan.every_n_steps)  # The plan rounds `n` to fit the log interval.
         return self._longest_period
 
     def plan(self, n: int) -> Plan:

@@ -81,13 +81,13 @@ _BYPASSED = (
 )
 _TWICE = (
     "%d of %d steps have no model call. Call step() once, at the end of the loop body, or"
-    " only iterate over steps(). Skip batches inside steps(), as in"
+    " only iterate over steps(). Filter batches before the loop sees them:"
     " timer.steps(filter(is_good, loader)). If those steps train another model, attach a timer to"
     " each model."
 )
 _EARLY = (
-    "The first %d timed steps have no backward. Call step() at the end of the loop body, skip"
-    " batches inside steps(), as in timer.steps(filter(is_good, loader)), and put an evaluation"
+    "The first %d timed steps have no backward. Call step() at the end of the loop body. Filter"
+    " batches before the loop sees them: timer.steps(filter(is_good, loader)). Put an evaluation"
     " before the training into `with timer.paused()`."
 )
 _MAY_EVALUATE = (
@@ -116,8 +116,8 @@ _EVALUATED = (
     " steps. If it is an evaluation, put it under `torch.no_grad()`."
 )
 _ACCUMULATED = (
-    "%d of %d steps have no update. If gradients accumulate, pass accumulate_grad_batches=%s, so"
-    " that a step is one update."
+    "%d of %d steps have no update. If you accumulate gradients, pass accumulate_grad_batches=%s,"
+    " so that a step is one update."
 )
 
 # Messages before the first step

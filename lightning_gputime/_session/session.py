@@ -39,15 +39,15 @@ class Session:
     """Session of a timer: attaches it to a loop, reads its steps, and removes it.
 
     Front ends report the events of the loop to `steps`, `open_step` and `recorder`, in the timed
-    thread. Other methods can be called from any thread, but another thread does not read steps
+    thread. Other methods can be called from any thread, but other threads must not read steps
     while the timed thread is alive.
 
     Args:
         options: Options of the timer.
         clock: Clock of the device.
-        loop: The loop.
+        loop: Model and optimizers of the loop.
         results: Receives the steps.
-        means: Logs the steps.
+        means: Logs mean times.
         outside: Functions around the training, such as the caller of `fit`. Their lines are not
             blamed for a phase.
         blocks: Returns True if the CPU blocks on the GPU inside steps.
@@ -162,7 +162,8 @@ class Session:
             self.open_step.attach()
             self._analyzer.attach()
             call_safely(methods(self._observers, "attach"))
-            # Do not do this when a timer is deleted: that may happen at any moment, even in a hook.
+            # Remove hooks of deleted timers here, not when they are deleted, which may be at any
+            # moment, even in a hook.
             attached.remove_lost()
             attached.add(self)
             self.steps.enter(IDLE)
