@@ -1,5 +1,6 @@
 """Lightning's strategies and DistributedDataParallel, in real processes over gloo."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -73,5 +74,8 @@ def test_ddp_times_every_phase_on_every_rank(gpu: FakeGPU, tmp_path: Path) -> No
         loop.model = DistributedDataParallel(loop.model)
         timer = train(loop, 3)
         assert steps(timer) == [STEP_MS] * 3
+        # If DDP is deleted after the process group, torch may wait forever for a thread of gloo.
+        del loop, timer
+        gc.collect()
     finally:
         torch.distributed.destroy_process_group()
