@@ -36,11 +36,11 @@ Options precede the script. The manual describes them: docs/reference/options.md
   run ./launch.sh
 """
 ABOUT_BENCH = """\
-Run two commands alternately (a b b a), each with a timer as by run, and compare their steps. After
-3, 5, 8, ... turns it ends if the answer is certain: passed or regression by each bound of
---fail-above (or one regression); without a bound, if the step is certainly slower or faster. It
-ends after --turns runs of each. The intervals are wider than those of compare, because
-the runs are compared several times. If a script has a timer, the runs are those of that timer.
+Run two commands alternately (a b b a), each with a timer as in run, and compare their steps. After
+3, 5, 8, ... runs of each, bench stops early if the result is certain: every bound of --fail-above
+has passed, or any bound is exceeded; without a bound, the step is certainly slower or faster. It
+stops after --turns runs of each at the latest. The intervals are wider than those of compare,
+because the runs are compared several times. If a script has a timer, its runs are compared.
 
   bench "train.py" "train.py --new"
   bench "torchrun --nproc-per-node 2 old.py" "torchrun --nproc-per-node 2 new.py" --fail-above 2%
