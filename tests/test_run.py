@@ -638,8 +638,8 @@ FIRST_FOLDS = {"": 23, "-2": 21, "-3": 21}
     ("script", "steps", "missed"),
     [
         (FOLDS, FIRST_FOLDS, ""),
-        (SHORT_FOLDS, {**FIRST_FOLDS, "-4": 22, "-6": 23}, "2 more trainings are not shown"),
-        (REPEATED_FOLDS, FIRST_FOLDS, "50 more trainings are not shown"),
+        (SHORT_FOLDS, {**FIRST_FOLDS, "-4": 22, "-6": 23}, "2 more training loops are not shown"),
+        (REPEATED_FOLDS, FIRST_FOLDS, "50 more training loops are not shown"),
         (TAKES_TURNS, {"": 3, "-2": 51}, ""),
         (LIGHTNING_THEN_PLAIN, {"": 25, "-2": 25, "-3": 23}, ""),
     ],
@@ -652,7 +652,7 @@ def test_each_training_of_a_process_is_shown_or_counted(
     runs = {path.stem.removeprefix("run"): load(path) for path in run.folder.glob("run*.json")}
     assert {name: saved_run.summary().steps for name, saved_run in runs.items()} == steps
     assert said.count("Time per step") == len(steps)
-    assert ("not shown:" in said) == bool(missed)
+    assert ("are not shown" in said) == bool(missed)
     assert missed in said
 
 

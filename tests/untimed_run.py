@@ -3,6 +3,7 @@
 python tests/untimed_run.py RANK FILE
 """
 
+import gc
 import json
 import sys
 
@@ -32,6 +33,9 @@ def main(rank: int, file: str) -> None:
             optimizer.zero_grad()
     timed = [int(step) for step in timer.history()["step"]]
     print(json.dumps([timer.summary().timed_every_n_steps, timed]))
+    # If DDP is deleted after the process group, torch may wait forever for a thread of gloo.
+    del net, optimizer, timer, x
+    gc.collect()
     torch.distributed.destroy_process_group()
 
 
