@@ -294,7 +294,7 @@ def added_by_default_in_lightning(layers: int, chunks: int) -> list[float]:
     """Return the mean of each chunk of a fit minus that of a fit without a timer."""
     first, second = Semaphore(1), Semaphore(0)
     timer = GPUPhaseTimer(print_summary=False)
-    watches = [Stopwatch(timer, None, (first, second)), Stopwatch(None, None, (second, first))]
+    watches = [Stopwatch(timer, turns=(first, second)), Stopwatch(turns=(second, first))]
     steps = (chunks + 2) * CHUNK
     with ThreadPoolExecutor(2) as threads:
         fits = [threads.submit(fit, layers, steps, watch) for watch in watches]

@@ -299,11 +299,11 @@ class UntimedSteps:
     def _add_untimed(self, took_ns: npt.NDArray[np.float64], strata: npt.NDArray[np.int64]) -> None:
         self._end_block()
         is_known = took_ns >= 0
-        if not is_known.any():
+        took_ns, strata = took_ns[is_known], strata[is_known]
+        if not len(took_ns):
             return
-        self.n += int(is_known.sum())
-        n = np.bincount(strata[is_known])
-        ns = np.bincount(strata[is_known], weights=took_ns[is_known])
+        self.n += len(took_ns)
+        n, ns = np.bincount(strata), np.bincount(strata, weights=took_ns)
         for k in np.flatnonzero(n).tolist():
             self._strata[k].add_untimed(
                 int(n[k]), math.nan if self._is_gpu_bound else float(ns[k]) / 1e6
