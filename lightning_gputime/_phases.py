@@ -31,7 +31,9 @@ CALLBACK_WAIT = "callbacks/comm"
 SAVES = "callbacks/checkpoints"  # Checkpoints that a trainer saves, in or outside a callback.
 BETWEEN_BATCHES = (DATA, CALLBACKS)
 """Phases between batches, in which the device has no work of the step."""
-FIRST_STEPS = 100  # Number of first steps that are all timed with `every_n_steps="auto"`.
+# With `every_n_steps="auto"`: number of first steps that are all timed, and the largest `n` for
+# timing 1 of `n` steps after them.
+FIRST_STEPS, MAX_STEPS_PER_TIMED = 100, 500
 # Labels of marks whose phase depends on the next label; `resolve_labels` decides. `check_name`
 # rejects such names for user phases.
 AFTER_FORWARD = "<after forward>"

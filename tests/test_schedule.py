@@ -132,6 +132,17 @@ def test_timed_steps_cost_less_than_1_percent(
     assert schedule.share == (None if share is None else pytest.approx(share))
 
 
+def test_cost_of_timing_all_steps_excludes_what_reads_of_few_steps_add() -> None:
+    schedule = auto(reading_us=300)
+    step = StepRecord(9, ("data",) * 7, (1.0,) * 7, (0, *range(1, 7), 2_100_000), 0.0, 0, False)
+    schedule.add_timed([step] * 25, reading_ns=25 * 20_000)
+    schedule.decide()
+    # Timing adds 100 us to a step of 2 ms, and reading 20 us if 25 steps are read together.
+    assert schedule.share == pytest.approx(0.06)
+    # On average, reading has taken (5 * 300 + 25 * 20) / 30 = 67 us per timed step.
+    assert schedule.added_share(50) == pytest.approx((100 + 200 / 3) / 2000 / 50)
+
+
 def test_decisions_come_at_ever_longer_intervals() -> None:
     schedule = AutoSchedule(interval=50)
     assert (schedule.due, schedule.decide()) == (100, 1)

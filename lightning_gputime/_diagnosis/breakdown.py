@@ -247,7 +247,7 @@ def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> dict[
         found.move(source, SLOWEST_RANK, ranks.behind_median_ms / m.step.mean_ms)
     # Probes exclude slow steps, so do not count the excess of slow steps as launch gaps.
     found.move(work, GAPS, (m.launch_gap_share or 0.0) - work_of_slow_steps)
-    found.move(work, TIMING, (m.timing_share or 0.0) / m.timed_every_n_steps)
+    found.move(work, TIMING, m.added_share or 0.0)
     if m.not_sampled_share:
         found.add(NOT_SAMPLED, m.not_sampled_share)
     return found.parts(work)

@@ -38,8 +38,10 @@ class Measurement:
         not_sampled_steps: Number of long steps that no timed step represents.
         not_sampled_share: Their fraction of the time of all steps, from 0 to 1.
         timed_every_n_steps: With `every_n_steps="auto"`, 1 of this many steps was timed at the end.
-        timing_share: Cost of timing every step as a fraction of the step, from 0 to 1; None unless
-            "auto" has measured it.
+        timing_share: Cost of timing every step as a fraction of the step; None unless "auto" has
+            measured it.
+        added_share: Cost of timing 1 of `timed_every_n_steps` steps, as a fraction of the step;
+            None unless "auto" has measured it.
         each_timed_for: With `every_n_steps="auto"`, option that requires timing every step.
         is_warmup: True if only warm-up steps were timed. Then the statistics include them.
         hint: Advice if no step was timed.
@@ -71,6 +73,7 @@ class Measurement:
     not_sampled_share: float = 0.0
     timed_every_n_steps: int = 1
     timing_share: float | None = None
+    added_share: float | None = None
     each_timed_for: str = ""
     is_warmup: bool = False
     hint: str = ""

@@ -42,12 +42,14 @@ class Sampling:
     Attributes:
         every_n_steps: 1 of this many steps is timed now.
         timing_share: Cost of timing every step, as a fraction of the step; None if unknown.
+        added_share: The same for timing 1 of `every_n_steps` steps.
         each_timed_for: Option that requires that every step is timed; empty if none.
         ended_steps: Number of steps that have ended, timed or not; 0 if every step is timed.
     """
 
     every_n_steps: int = 1
     timing_share: float | None = None
+    added_share: float | None = None
     each_timed_for: str = ""
     ended_steps: int = 0
 
@@ -300,6 +302,7 @@ class Results:
             probe_failure=self.probes.failure,
             timed_every_n_steps=sampling.every_n_steps,
             timing_share=sampling.timing_share,
+            added_share=sampling.added_share,
             each_timed_for=sampling.each_timed_for,
             slow=self.slow.summary(n, sums.step.device_ms / slow_scale),
             wall_clock=self.wall_clock.summary() if self.wall_clock is not None else None,

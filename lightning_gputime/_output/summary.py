@@ -23,7 +23,7 @@ from lightning_gputime._measurement.units import duration, percent, unit_of
 from lightning_gputime._measurement.wall_clock import ONCE, WallClockBreakdown
 from lightning_gputime._output.loader import loader_table
 from lightning_gputime._output.table import Table, Tabular
-from lightning_gputime._phases import FIRST_STEPS
+from lightning_gputime._phases import FIRST_STEPS, MAX_STEPS_PER_TIMED
 
 _RANKS = "min - max (rank)"
 # Columns to drop from a table that is too wide, in this order.
@@ -348,10 +348,14 @@ class PhaseSummary(Tabular):
             yield from feature.sentences if feature is not None else ()
         n, cost = self.timed_every_n_steps, self.timing_share
         if n > 1 and cost is not None:
-            fewer = "; increase log_every_n_steps to time fewer" if cost > n * _MIN_COST else ""
+            added = self.measurement.added_share or 0.0
+            is_costly = added > _MIN_COST
+            now = f", which adds {percent(added)} to the training" if is_costly else ""
+            can_time_fewer = is_costly and n < MAX_STEPS_PER_TIMED
+            fewer = "; increase log_every_n_steps to time fewer" if can_time_fewer else ""
             yield (
-                f"timed the first {FIRST_STEPS} steps, then 1 of every {n}: timing every step would"
-                f" add {percent(cost)} to a step of {step}{fewer}"
+                f"timed the first {FIRST_STEPS} steps, then 1 of every {n}{now}: timing every step"
+                f" would add {percent(cost)} to a step of {step}{fewer}"
             )
         elif cost is not None and self.untimed_steps:
             yield f"{self.untimed_steps} steps were not timed, to measure the cost of timing"

@@ -32,7 +32,7 @@ from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._runs.environment import Environment
 
 FORMAT = "lightning_gputime run"
-VERSION, MINOR = 5, 4
+VERSION, MINOR = 5, 5
 _UNIT_MS = 1e-4  # Unit of saved times: a fifth of the resolution of a CUDA event.
 _MAX_TIME_MS = 1e9  # Longer times are saved as absent.
 _ABSENT = -1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from lightning_gputime._phases import FIRST_STEPS, StepRecord
+from lightning_gputime._phases import FIRST_STEPS, MAX_STEPS_PER_TIMED, StepRecord
 
 # Successive multiples of the golden ratio, modulo 1, are spread as evenly as possible.
 _GOLDEN = 0.6180339887498949
@@ -148,10 +148,10 @@ def _expected(recurrence: tuple[int, int] | None, first: int) -> int | None:
 # Target cost of timing, as a fraction of the step. Below 1 %, because the cost is only estimated.
 # Lower with windows, where cold caches cost nearly as much again (`benchmarks/cold_cost.py`, H200).
 _MAX_COST_SHARE, _MAX_COST_SHARE_IN_WINDOWS = 0.008, 0.005
-_WINDOW_STEPS, _MAX_PERIOD_STEPS = 5, 500
+_WINDOW_STEPS = 5
 # Bounds of the host time of a mark in a busy loop. Values outside are noise.
 _MIN_PER_MARK_NS, _MAX_PER_MARK_NS = 3_000, 40_000
-_COMPARED = 100  # Number of newest timed steps, and of spans of untimed steps, that are compared.
+_COMPARED = 100  # Number of newest timed steps, spans of untimed steps, and reads.
 _TRIAL_EVERY_N_STEPS, _TRIAL_STEPS = 2, 100  # To measure the cost of timing.
 _MAX_STEPS_BETWEEN_DECISIONS = 4096
 
@@ -174,16 +174,19 @@ class AutoSchedule:
         self.due = FIRST_STEPS
         """Index of the step before which `decide` and `follow` must be called."""
         self.share: float | None = None
-        """Cost of timing a step, as a fraction of an untimed step; None if unknown."""
+        """Cost of timing every step, as a fraction of an untimed step; None if unknown."""
+        self._step_ns = self._cost_ns = 0.0  # Duration of a step, and cost of a timed step.
         # Start and duration of timed steps; start and mean duration of spans of untimed steps.
         self._timed_ns: deque[tuple[int, int]] = deque(maxlen=_COMPARED)
         self._untimed_ns: deque[tuple[int, float]] = deque(maxlen=_COMPARED)
         self._spans = self._span_end_ns = 0  # Number and end of the newest consecutive spans.
         self._switches_ns: deque[int] = deque(maxlen=_COMPARED)
-        # Sums over timed steps: number, marks, host waits, and time for reading them.
+        # Sums over timed steps: number, marks and host waits.
         self._read = self._marks = 0
         self._wait_ms = 0.0
-        self._reading_ns = 0
+        # Number of steps of each read, and its duration.
+        self._reads = deque[tuple[int, int]](maxlen=_COMPARED)
+        self._largest_reads = deque[tuple[int, int]](maxlen=_COMPARED)
 
     def add_timed(self, steps: Sequence[StepRecord], reading_ns: int) -> None:
         for step in steps:
@@ -192,7 +195,15 @@ class AutoSchedule:
         self._read += len(steps)
         self._marks += sum(len(step.labels) for step in steps)
         self._wait_ms += sum(step.wait_ms for step in steps)
-        self._reading_ns += reading_ns
+        if not steps:
+            return
+        read = len(steps), reading_ns
+        self._reads.append(read)
+        largest = self._largest_reads[0][0] if self._largest_reads else 0
+        if len(steps) > largest:
+            self._largest_reads.clear()
+        if len(steps) >= largest:
+            self._largest_reads.append(read)
 
     def add_untimed(self, start_ns: int, end_ns: int, steps: int) -> None:
         # Keep the first and the last of consecutive spans: these are next to timed steps.
@@ -215,13 +226,21 @@ class AutoSchedule:
         most_ns = marks * _MAX_PER_MARK_NS
         if wait_ns >= most_ns or most_ns < _MAX_COST_SHARE * step_ns:
             return 1
-        added_ns = self._added_ns()
+        added_ns = self._excess_ns()
         if not added_ns:
             return _TRIAL_EVERY_N_STEPS
         cost_ns = min(max(statistics.median(added_ns), marks * _MIN_PER_MARK_NS), most_ns)
-        cost_ns += self._reading_ns / self._read
-        self.share = cost_ns / step_ns
-        return self._smallest_n(cost_ns, step_ns)
+        # A read also updates the statistics of all untimed steps, at the same cost for 1 timed step
+        # as for 25. If every step were timed, all reads would be as large as the largest.
+        reading_all_ns = statistics.median(ns / n for n, ns in self._largest_reads)
+        self.share = (cost_ns + reading_all_ns) / step_ns
+        n_read, reading_ns = map(sum, zip(*self._reads, strict=True))
+        self._step_ns, self._cost_ns = step_ns, cost_ns + reading_ns / n_read
+        return self._smallest_n()
+
+    def added_share(self, n: int) -> float | None:
+        """Return the cost of timing 1 of n steps, as a fraction of an untimed step."""
+        return self._added_ns_per_step(n) / self._step_ns if self._step_ns else None
 
     def follow(self, n: int, index: int) -> Plan:
         """Return the plan that times 1 of n steps, from the step of this index on.
@@ -234,7 +253,7 @@ class AutoSchedule:
         self.due = index + min(max(steps, first), _MAX_STEPS_BETWEEN_DECISIONS)
         return self.plan(n)
 
-    def _added_ns(self) -> list[float]:
+    def _excess_ns(self) -> list[float]:
         """Return the excess of each timed step over the untimed steps around it."""
         untimed_ns = [*self._untimed_ns]
         added_ns = []
@@ -245,18 +264,20 @@ class AutoSchedule:
                 added_ns.append(took_ns - (before_ns + after_ns) / 2)
         return added_ns
 
-    def _smallest_n(self, cost_ns: float, step_ns: float) -> int:
+    def _smallest_n(self) -> int:
         """Return the smallest `n` whose mean cost per step is within the target."""
-        if cost_ns < _MAX_COST_SHARE * step_ns:
+        if self._cost_ns < _MAX_COST_SHARE * self._step_ns:
             return 1
-        target_ns = _MAX_COST_SHARE_IN_WINDOWS * step_ns
-        switch_ns = 2 * statistics.median(self._switches_ns or [0])
+        target_ns = _MAX_COST_SHARE_IN_WINDOWS * self._step_ns
         for n in range(2, self._longest_period):
-            plan = self.plan(n)
-            window_ns = plan.window * cost_ns + switch_ns
-            if window_ns <= plan.window * plan.every_n_steps * target_ns:
-                return round(plan.every_n_steps)  # The plan rounds `n` to fit the log interval.
+            if self._added_ns_per_step(n) <= target_ns:
+                return round(self.plan(n).every_n_steps)  # The plan rounds `n` to fit the interval.
         return self._longest_period
+
+    def _added_ns_per_step(self, n: int) -> float:
+        plan = self.plan(n)
+        switch_ns = 2 * statistics.median(self._switches_ns or [0]) if n > 1 else 0.0
+        return (self._cost_ns + switch_ns / plan.window) / plan.every_n_steps
 
     def plan(self, n: int) -> Plan:
         """Return the plan that times 1 of n steps, which is the same on all ranks."""
@@ -269,4 +290,4 @@ class AutoSchedule:
 
     @property
     def _longest_period(self) -> int:
-        return max(min(self._interval or _MAX_PERIOD_STEPS, _MAX_PERIOD_STEPS), 2)
+        return max(min(self._interval or MAX_STEPS_PER_TIMED, MAX_STEPS_PER_TIMED), 2)

@@ -107,7 +107,9 @@ class TimingPlan:
         plan = replace(auto.follow(n, index), recurrence=recurrence)
         if plan != self._schedule.plan:
             self._schedule.follow(plan, index)
-        self._results.update_sampling(every_n_steps=n, timing_share=auto.share)
+        self._results.update_sampling(
+            every_n_steps=n, timing_share=auto.share, added_share=auto.added_share(n)
+        )
 
     def start_span(self, index: int) -> None:
         """Start measuring the host time of untimed steps, from the step of this index on."""
