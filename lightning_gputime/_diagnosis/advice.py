@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lightning_gputime._diagnosis.breakdown import KNOWN
 from lightning_gputime._diagnosis.codes import (
+    ALLOCATOR,
     COLLECTIONS,
     COMMUNICATION,
     COMPILATIONS,
+    CONTENTION,
     CPU_WORK,
     GAPS,
     GPU,
@@ -16,15 +17,14 @@ from lightning_gputime._diagnosis.codes import (
     HOOKS,
     LAUNCH,
     OTHER_RANKS,
-    SLOW,
     SLOWEST_RANK,
+    STANDARD_PHASES,
     SYNC,
 )
 from lightning_gputime._diagnosis.culprit import (
     EntryCulprit,
     blocking_calls,
     culprits_of,
-    takes,
     total,
 )
 from lightning_gputime._diagnosis.diagnosis import Advice
@@ -35,7 +35,7 @@ from lightning_gputime._diagnosis.loader import (
     workers_for,
 )
 from lightning_gputime._diagnosis.pace import Pace
-from lightning_gputime._measurement.culprits import BLOCKING_STEPS, PLACE, SAMPLER, STAGES
+from lightning_gputime._measurement.culprits import BLOCKING_STEPS, CALL, PLACE, SAMPLER, STAGES
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import OFF_CPU
@@ -69,7 +69,8 @@ from lightning_gputime._phases import (
 
 _MIN_SHARE = 0.05  # Entries with a smaller fraction of the wall clock get no advice.
 _MIN_PART = 0.1  # Advice ignores parts with a smaller fraction of the step.
-_FIRST_WORKERS = 4  # Maximum number of workers to suggest if the CPU cores are unknown.
+_MAX_WORKERS_WITHOUT_CORES = 4  # Maximum number of workers to suggest if the CPU cores are unknown.
+_MIN_STEPS = 0.5  # Calls in a smaller fraction of the steps are described by their total time.
 _MAX_MEMORY = 0.8  # Above this fraction of the GPU memory, suggest no larger batch.
 # Minimum fraction of the evaluation time, after the last batch, for advice on metrics.
 _MIN_AFTER_BATCHES = 0.3
@@ -96,13 +97,21 @@ class Case:
     culprits: tuple[EntryCulprit, ...] = ()
 
     @property
-    def per_step(self) -> str:
-        """Time of the entry, such as "4.1 ms of 9.8 ms per step"."""
-        return _per_step(self.m, self.entry)
+    def ms_per_step(self) -> float:
+        """Time of the entry per step (in milliseconds)."""
+        return 1e3 * self.seconds / (self.m.steps + self.m.untimed_steps + self.m.warmup_steps)
 
     def takes(self, culprit: EntryCulprit) -> str:
-        """Return the time of a culprit, such as "4.1 ms of 9.8 ms per step"."""
-        return takes(culprit, self.entry, self.seconds, self.m)
+        """Return the time of a culprit, such as "4.1 ms of 9.8 ms per step" or "0.9 s in 3 calls".
+
+        The entry must be inside steps.
+        """
+        m = self.m
+        if culprit.kind == CALL and culprit.calls < _MIN_STEPS * (m.steps + m.untimed_steps):
+            return total(culprit)
+        is_phase = self.entry in m.rows
+        entry_ms = m.share(self.entry) * m.step.mean_ms if is_phase else self.ms_per_step
+        return _of_step(culprit.share * entry_ms, m)
 
 
 def advise(case: Case, share: float) -> tuple[Advice, ...]:
@@ -110,16 +119,24 @@ def advise(case: Case, share: float) -> tuple[Advice, ...]:
     if share < _MIN_SHARE:
         return ()
     rule = _RULES.get(case.entry)
-    if rule is None:
-        is_phase = case.entry in case.m.rows and case.entry not in KNOWN
-        return tuple(_shorten(case)) if is_phase else ()
-    return tuple({advice.text: advice for advice in rule(case)}.values())
+    if rule is None and case.entry in case.m.rows and case.entry not in STANDARD_PHASES:
+        rule = _shorten
+    found = [] if rule is None else [*rule(case)]
+    found += [
+        Advice("costly_setting", setting.text, {"setting": setting.name})
+        for setting in case.setup.costly_settings
+        if setting.entry == case.entry
+    ]
+    return tuple({advice.text: advice for advice in found}.values())
 
 
 def _per_step(m: Measurement, name: str) -> str:
     """Return the time of a phase, such as "4.1 ms of 9.8 ms per step"."""
-    step_ms = m.step.mean_ms
-    return f"{duration(m.share(name) * step_ms)} of {duration(step_ms)} per step"
+    return _of_step(m.share(name) * m.step.mean_ms, m)
+
+
+def _of_step(ms: float, m: Measurement) -> str:
+    return f"{duration(ms)} of {duration(m.step.mean_ms)} per step"
 
 
 def _load_faster(case: Case) -> Iterator[Advice]:
@@ -170,7 +187,8 @@ def _use_workers(case: Case, reason: str, fetch_ms: float) -> Iterator[Advice]:
             )
         yield Advice("workers", text)
     elif workers == 0:
-        n = min(workers_for(fetch_ms, m.step.mean_ms - fetch_ms), cores or _FIRST_WORKERS)
+        needed = workers_for(fetch_ms, m.step.mean_ms - fetch_ms)
+        n = min(needed, cores or _MAX_WORKERS_WITHOUT_CORES)
         faster = ", or make it faster" if reason else ""
         text = f"{reason}set {prefix}num_workers={n} (now 0){faster}{split}"
         yield Advice("num_workers", text, {"now": 0, "suggested": n})
@@ -207,7 +225,7 @@ def _pause(name: str) -> Advice:
 def _move_to_workers(case: Case) -> Iterator[Advice]:
     m = case.m
     share = m.share(DATA) - m.share(FETCH) - m.share(COPY)
-    took = f"{duration(share * m.step.mean_ms)} of {duration(m.step.mean_ms)} per step"
+    took = _of_step(share * m.step.mean_ms, m)
     target = "into the dataset, so that the workers run it"
     calls = [culprit for culprit in case.culprits if culprit.kind != PLACE]
     if case.setup.is_own_loop:
@@ -250,11 +268,9 @@ def _call_back_less(case: Case) -> Iterator[Advice]:
         yield from _save_less(case)
     else:
         # `case.seconds` excludes checkpoints, which have a separate entry.
-        steps = max(m.steps + m.untimed_steps + m.warmup_steps, 1)
-        took = f"{duration(1e3 * case.seconds / steps)} of {duration(m.step.mean_ms)} per step"
         text = (
-            f"callbacks take {took}: log less often (log_every_n_steps), or remove callbacks one at"
-            " a time to find the slow one"
+            f"callbacks take {_of_step(case.ms_per_step, m)}: log less often (log_every_n_steps),"
+            " or remove callbacks one at a time to find the slow one"
         )
         yield Advice("callbacks", text)
 
@@ -356,9 +372,8 @@ def _unblock(case: Case) -> Iterator[Advice]:
         row = case.m.rows.get(call.caller)
         blocked = ""
         if row is not None:
-            took = duration(row.frequency * row.host_mean_ms)
-            step = duration(case.m.step.mean_ms)
-            blocked = f" in `{call.caller}`, which takes the CPU {took} of {step} per step"
+            took = _of_step(row.frequency * row.host_mean_ms, case.m)
+            blocked = f" in `{call.caller}`, which takes the CPU {took}"
         text = f"{call} waits for the GPU{rate}{blocked}: read the value less often, or later"
         yield Advice("blocking_call", text, {"phase": call.caller})
     for name in case.pace.phases:
@@ -424,7 +439,7 @@ def _shorten(case: Case) -> Iterator[Advice]:
     inside = [*_look_inside(name, case.m, case.setup)]
     culprits = case.culprits[:1]
     where = f" ({culprits[0].where})" if culprits and culprits[0].where else ""
-    text = f"`{name}`{where} takes {case.per_step}: run it less often, or make it faster"
+    text = f"`{name}`{where} takes {_per_step(case.m, name)}: run it less often, or make it faster"
     yield from inside or [Advice("shorten", text, {"phase": name})]
 
 
@@ -571,8 +586,6 @@ _RULES: Mapping[str, Rule] = {
     ),
     COLLECTIONS: _collect_less,
     COMPILATIONS: _compile_once,
-    f"{SLOW}the allocator": _text(
-        "expandable_segments", "set PYTORCH_ALLOC_CONF=expandable_segments:True"
-    ),
-    f"{SLOW}{OFF_CPU}": _free_cores,
+    ALLOCATOR: _text("expandable_segments", "set PYTORCH_ALLOC_CONF=expandable_segments:True"),
+    CONTENTION: _free_cores,
 }

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from lightning_gputime._diagnosis.advice import Case, advise
 from lightning_gputime._diagnosis.codes import (
     CODES,
     COMMUNICATION,
@@ -17,10 +18,11 @@ from lightning_gputime._diagnosis.codes import (
     PHASE,
     SLOW,
     SLOWEST_RANK,
+    STANDARD_PHASES,
     TIMING,
 )
-from lightning_gputime._diagnosis.culprit import EntryCulprit, culprits_of
-from lightning_gputime._diagnosis.diagnosis import Advice, Entry, TimeBreakdown
+from lightning_gputime._diagnosis.culprit import culprits_of
+from lightning_gputime._diagnosis.diagnosis import Entry, TimeBreakdown
 from lightning_gputime._diagnosis.pace import Pace
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
@@ -33,28 +35,22 @@ from lightning_gputime._phases import (
     COPY,
     DATA,
     FETCH,
-    GENERATE,
     LOSS,
     OPTIMIZER,
     OTHER,
-    PHASES,
-    REWARD,
     SAVES,
-    TRAINING_STEP,
     WAIT,
     is_wait,
 )
 
-KNOWN = (*PHASES, GENERATE, REWARD, TRAINING_STEP)
 # Minimum fraction of the step at which a phase of the model's work becomes a separate entry.
 _MIN_OTHER, _MIN_LOSS, _MIN_OPTIMIZER, _MIN_LOSS_ON_DEVICE = 0.05, 0.1, 0.2, 0.2
 # If one step has most of a phase's total time, the phase is a bottleneck only if it also takes this
 # fraction of the other steps.
 _MIN_OTHERS = 0.2
-_NOT_REMOVABLE = (TIMING, NOT_SAMPLED)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Part:
     """Time of an entry inside steps, as fractions of the step.
 
@@ -68,64 +64,26 @@ class _Part:
     host: float = 0.0
     error: float = 0.0
 
-
-class _StepShares:
-    """Shares of entries in a step."""
-
-    def __init__(self) -> None:
-        self._share = defaultdict[str, float](float)
-        self._host = defaultdict[str, float](float)
-        self._error = defaultdict[str, float](float)
-
-    def add(self, entry: str, share: float, host: float = 0.0, error: float = 0.0) -> None:
-        self._share[entry] += share
-        self._host[entry] += host
-        self._error[entry] = (self._error[entry] ** 2 + error**2) ** 0.5
-
-    def move(self, source: str, entry: str, share: float) -> float:
-        """Move up to `share` from `source` to `entry`, and return the share moved."""
-        moved = max(min(share, self._share[source]), 0.0)
-        self._share[source] -= moved
-        self._share[entry] += moved
-        return moved
-
-    def parts(self, work: str) -> dict[str, _Part]:
-        """Return all entries. Add rounding errors to `work`, so that the shares add up to 1."""
-        self._share[work] += 1.0 - sum(self._share.values())
-        return {
-            name: _Part(share, self._host[name], self._error[name])
-            for name, share in self._share.items()
-        }
+    def add(self, share: float, host: float = 0.0, error: float = 0.0) -> None:
+        self.share += share
+        self.host += host
+        self.error = (self.error**2 + error**2) ** 0.5
 
 
-def break_down(
-    measurement: Measurement,
-    setup: TrainingSetup,
-    pace: Pace,
-    advise: Callable[[str, float, float, tuple[EntryCulprit, ...]], tuple[Advice, ...]],
-) -> TimeBreakdown:
-    """Return the time breakdown.
-
-    Args:
-        measurement: Measurement of the run.
-        setup: Training setup.
-        pace: Component that sets the pace of a step.
-        advise: Function that returns advice on an entry, given its name, its time (in seconds), its
-            share of the wall clock, and its culprits.
-    """
-    m = measurement
+def break_down(m: Measurement, setup: TrainingSetup, pace: Pace) -> TimeBreakdown:
+    """Return the time breakdown, with the advice on each entry."""
     work = CPU_WORK if m.on_host_clock else GPU_WORK
-    wall_clock = m.wall_clock
+    wall_clock = m.wall_clock or WallClockBreakdown({})
     # Before the second step, the wall clock has no entry for steps.
-    has_steps_entry = wall_clock is not None and STEPS in wall_clock.entries_s
-    if wall_clock is None or not has_steps_entry:
+    has_steps_entry = STEPS in wall_clock.entries_s
+    if not has_steps_entry:
         all_steps = m.steps + m.untimed_steps
         wall_clock = WallClockBreakdown({STEPS: all_steps * m.step.mean_ms / 1e3})
     entries_s = dict(wall_clock.entries_s)
     steps_s, saves_s = entries_s.pop(STEPS), wall_clock.saves_in_steps_s
     parts = _parts_of_step(m, pace, work, saves_s / (steps_s + saves_s or 1.0))
     # The wall clock has a separate entry for checkpoints, so exclude them from the steps.
-    without_saves = 1.0 - parts.pop(SAVES, _Part()).share
+    without_saves = 1.0 - parts.pop(SAVES).share
     # Only the excess of the first step over the other steps belongs to its entry.
     first_s = entries_s.get(FIRST_STEP, 0.0)
     steady_s = min(without_saves * m.step.mean_ms / 1e3, first_s)
@@ -135,41 +93,13 @@ def break_down(
     wall_s = sum(entries_s.values()) + without_saves * steps_s
     rows = []
     for name in dict.fromkeys([*entries_s, *parts]):
-        part = parts.get(name, _Part())
+        part = parts[name]
         # A phase may share its name with an entry outside of steps: add both.
         seconds = entries_s.get(name, 0.0) + part.share * steps_s
-        if seconds <= 0 and name != work:
-            continue
-        share = seconds / wall_s if wall_s else 0.0
-        steps_share = steps_s / wall_s if wall_s else 0.0
-        gain = share + max(_removable(name, part, m, pace) - part.share, 0.0) * steps_share
-        is_single = name in m.rows and _is_of_one_step(m.rows[name], m)
-        is_unclear = may_hide_evaluations(name, m, setup)
-        blurred = is_blurred(name, m)
-        culprits = () if blurred else culprits_of(name, seconds, m)
-        is_work = name in (work, *_NOT_REMOVABLE)
-        error = part.error * steps_share
-        is_uncertain = error >= share
-        code = (
-            ""
-            if is_work or blurred or is_unclear or is_single or is_uncertain
-            else CODES.get(name, PHASE if name in m.rows else "")
-        )
-        can_be_removed = not (is_work or blurred or is_unclear or is_uncertain or name in ONCE)
-        rows.append(
-            Entry(
-                name,
-                seconds,
-                share,
-                error,
-                1 / (1 - gain) if can_be_removed and gain < 1 else None,
-                code,
-                ()
-                if blurred or is_uncertain
-                else advise(name, seconds, max(share, gain), culprits),
-                culprits,
-            )
-        )
+        if seconds > 0 or name == work:
+            culprits = () if is_blurred(name, m) else culprits_of(name, seconds, m)
+            case = Case(name, seconds, m, setup, pace, culprits)
+            rows.append(_entry(case, part, seconds / wall_s, steps_s / wall_s))
     mfu = m.mfu
     scope = "timed steps" if not has_steps_entry else "training" if setup.is_own_loop else "fit"
     return TimeBreakdown(
@@ -178,8 +108,40 @@ def break_down(
         scope=scope,
         work=work,
         # MFU above 1 means that the FLOPs or the peak are wrong.
-        peak_share=None if mfu is None or mfu > 1 or not wall_s else mfu * steps_s / wall_s,
+        peak_share=None if mfu is None or mfu > 1 else mfu * steps_s / wall_s,
         unknown=_unknown(m),
+    )
+
+
+def _entry(case: Case, part: _Part, share: float, steps_share: float) -> Entry:
+    """Return an entry.
+
+    Args:
+        case: The entry's name and time, with the facts on which its advice depends.
+        part: Its time inside steps.
+        share: Fraction of the wall clock that it takes.
+        steps_share: Fraction of the wall clock that all steps take.
+    """
+    name, m = case.entry, case.m
+    gain = share + max(_removable(name, part, m, case.pace) - part.share, 0.0) * steps_share
+    error = part.error * steps_share
+    has_time = not is_blurred(name, m) and error < share
+    is_cause = (
+        has_time
+        and name not in (GPU_WORK, CPU_WORK, TIMING, NOT_SAMPLED)
+        and not (name == DATA and may_hide_evaluations(m, case.setup))
+    )
+    is_of_one_step = name in m.rows and _is_of_one_step(m.rows[name], m)
+    code = CODES.get(name, PHASE if name in m.rows else "")
+    return Entry(
+        name,
+        case.seconds,
+        share,
+        error,
+        speed_up=1 / (1 - gain) if is_cause and name not in ONCE and gain < 1 else None,
+        code=code if is_cause and not is_of_one_step else "",
+        advice=advise(case, max(share, gain)) if has_time else (),
+        culprits=case.culprits,
     )
 
 
@@ -197,13 +159,13 @@ def is_blurred(name: str, m: Measurement) -> bool:
     return top in {phase.partition("/")[0] for phase in m.blurred}
 
 
-def may_hide_evaluations(name: str, m: Measurement, setup: TrainingSetup) -> bool:
-    """Return True if an entry may include undetected evaluations, for example of a model copy.
+def may_hide_evaluations(m: Measurement, setup: TrainingSetup) -> bool:
+    """Return True if `data` may include undetected evaluations, for example of a model copy.
 
     In a loop that only calls `step()`, `data` is all the time before forward.
     """
-    row = m.rows.get(name)
-    is_all = name == DATA and setup.is_own_loop and not setup.has_loader and FETCH not in m.rows
+    row = m.rows.get(DATA)
+    is_all = setup.is_own_loop and not setup.has_loader and FETCH not in m.rows
     return is_all and row is not None and is_uneven(row)
 
 
@@ -223,34 +185,43 @@ def _removable(name: str, part: _Part, m: Measurement, pace: Pace) -> float:
     return min(max(part.share, part.host), 1 - busy_ms / m.step.mean_ms)
 
 
-def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> dict[str, _Part]:
+def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> defaultdict[str, _Part]:
     """Return the entries of a step. Their shares add up to 1."""
     entry_of = _entries_of_phases(m, pace, work)
-    found = _StepShares()
+    parts = defaultdict[str, _Part](_Part)
+
+    def move(source: str, entry: str, share: float) -> float:
+        """Move up to `share` from one entry to another, and return the share moved."""
+        moved = max(min(share, parts[source].share), 0.0)
+        parts[source].add(-moved)
+        parts[entry].add(moved)
+        return moved
+
     for name, row in m.rows.items():
         entry, parent = entry_of(name), entry_of(name.partition("/")[0])
         if "/" not in name or entry != parent:
-            found.add(entry, row.share, m.host_share(name), row.share_error)
+            parts[entry].add(row.share, m.host_share(name), row.share_error)
             if "/" in name:
-                found.add(parent, -row.share, -m.host_share(name))
-    found.move(CALLBACKS, SAVES, saves)  # In a step, checkpoints are part of callbacks.
+                parts[parent].add(-row.share, -m.host_share(name))
+    move(CALLBACKS, SAVES, saves)  # In a step, checkpoints are part of callbacks.
     work_of_slow_steps = 0.0
     if m.slow is not None:
         for name, causes in m.slow.lost_shares.items():
             for cause, share in causes.items():
                 if cause != UNEXPLAINED:
-                    moved = found.move(entry_of(name), f"{SLOW}{cause}", share)
+                    moved = move(entry_of(name), f"{SLOW}{cause}", share)
                     work_of_slow_steps += moved * (entry_of(name) == work)
     if (ranks := m.ranks) is not None and ranks.slowest_rank is not None:
         # The measurement is that of rank zero, which waits for the slowest rank or is the slowest.
         source = entry_of(ranks.phase) if ranks.slowest_rank == 0 else COMMUNICATION
-        found.move(source, SLOWEST_RANK, ranks.behind_median_ms / m.step.mean_ms)
+        move(source, SLOWEST_RANK, ranks.behind_median_ms / m.step.mean_ms)
     # Probes exclude slow steps, so do not count the excess of slow steps as launch gaps.
-    found.move(work, GAPS, (m.launch_gap_share or 0.0) - work_of_slow_steps)
-    found.move(work, TIMING, m.added_share or 0.0)
-    if m.not_sampled_share:
-        found.add(NOT_SAMPLED, m.not_sampled_share)
-    return found.parts(work)
+    move(work, GAPS, (m.launch_gap_share or 0.0) - work_of_slow_steps)
+    move(work, TIMING, m.added_share or 0.0)
+    parts[NOT_SAMPLED].add(m.not_sampled_share)
+    # Add rounding errors to the work.
+    parts[work].add(1.0 - sum(part.share for part in parts.values()))
+    return parts
 
 
 def _entries_of_phases(m: Measurement, pace: Pace, work: str) -> Callable[[str], str]:
@@ -274,7 +245,7 @@ def _entries_of_phases(m: Measurement, pace: Pace, work: str) -> Callable[[str],
             return name
         if top == DATA:
             return data
-        if top not in KNOWN or top == CALLBACKS or is_separate.get(top):
+        if top not in STANDARD_PHASES or top == CALLBACKS or is_separate.get(top):
             return top
         return work
 

@@ -15,7 +15,19 @@ from lightning_gputime._measurement.wall_clock import (
     TEAR_DOWN,
     VALIDATION,
 )
-from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, LOSS, OPTIMIZER, OTHER
+from lightning_gputime._phases import (
+    CALLBACKS,
+    COPY,
+    DATA,
+    FETCH,
+    GENERATE,
+    LOSS,
+    OPTIMIZER,
+    OTHER,
+    PHASES,
+    REWARD,
+    TRAINING_STEP,
+)
 
 GPU, LAUNCH, SYNC, COMPUTE = "GPU-bound", "launch-bound", "sync-bound", "compute-bound"
 INPUT, COPIES, COMMUNICATES, RANK = "input-bound", "copy-bound", "communication-bound", "rank-bound"
@@ -29,9 +41,12 @@ SLOWEST_RANK = "the slowest rank"
 GAPS = "launch gaps"
 SLOW = "slow steps: "
 COLLECTIONS, COMPILATIONS = f"{SLOW}garbage collection", f"{SLOW}compilation"
+ALLOCATOR, CONTENTION = f"{SLOW}the allocator", f"{SLOW}{OFF_CPU}"
 TIMING = "timing itself"
 NOT_SAMPLED = "not sampled"
 GPU_WORK, CPU_WORK = "GPU work", "CPU work"
+
+STANDARD_PHASES = (*PHASES, GENERATE, REWARD, TRAINING_STEP)  # All except phases named by the user.
 
 CODES: Mapping[str, str] = {
     DATA: INPUT,
@@ -48,8 +63,8 @@ CODES: Mapping[str, str] = {
     OTHER: "other-bound",
     COLLECTIONS: "gc-bound",
     COMPILATIONS: "compile-bound",
-    f"{SLOW}the allocator": "allocator-bound",
-    f"{SLOW}{OFF_CPU}": "cpu-contention",
+    ALLOCATOR: "allocator-bound",
+    CONTENTION: "cpu-contention",
     VALIDATION: "validation-bound",
     EVALUATION: "evaluation-bound",
     CHECKPOINTS: "checkpoint-bound",

@@ -24,7 +24,6 @@ _MIN_SHARE_NEXT_TO_PLACE = 0.2  # Minimum fraction of an entry for a call inside
 _MIN_SHARE_OF_OTHER = 0.05  # Minimum fraction of the step at which parts of `other` are reported.
 _MIN_KNOWN_OF_OTHER = 0.95  # Fraction of `other` that its known parts must cover.
 _MAX_BLOCKING = 3  # Maximum number of reported lines that wait for the GPU.
-_MIN_STEPS = 0.5  # Calls in a smaller fraction of the steps are described by their total time.
 _ENTRIES = {HOOKS: (DATA,), TEAR_DOWN: (TEAR_DOWN, BETWEEN_LOOPS)}
 """Names under which the culprits of an entry are recorded, if they differ from its name."""
 
@@ -64,16 +63,15 @@ class EntryCulprit:
         return str(Source(self.file, self.line, self.last_line)) if self.file else ""
 
     def __str__(self) -> str:
-        if self.kind not in (PLACE, BLOCKING) or self.name.endswith(".step"):
-            name, part = f"`{self.name}`", ""
+        if self.kind in (PLACE, BLOCKING) and not self.name.endswith(".step"):
+            # Lines of a function. The name is a part of `other`, such as "before forward".
+            name = f"`{self.function}`" if self.function != "<module>" else ""
+            where = ", ".join(filter(None, (self.where, self.name)))
         else:
-            name, part = f"`{self.function}`" if self.function != "<module>" else "", self.name
-        where = ", ".join(filter(None, (self.where, part)))
-        is_call = self.kind not in (PLACE, BLOCKING)
-        caller = f" in `{self.caller}`" if self.caller and is_call else ""
-        if not name:
-            return where
-        return (f"{name} ({where})" if where else name) + caller
+            name, where = f"`{self.name}`", self.where
+        text = f"{name} ({where})" if name and where else name or where
+        # The caller of a blocking call is a phase.
+        return f"{text} in `{self.caller}`" if self.caller and self.kind != BLOCKING else text
 
 
 def culprits_of(entry: str, seconds: float, m: Measurement) -> tuple[EntryCulprit, ...]:
@@ -91,16 +89,18 @@ def culprits_of(entry: str, seconds: float, m: Measurement) -> tuple[EntryCulpri
     if entry in (DATA, FETCH):
         stages = [culprit for culprit in of_entry(m.culprits, FETCH) if culprit.kind in STAGES]
         if stages:
-            return _first(map(_of_part, stages))
+            return _first(map(_entry_culprit, stages))
     calls = [*_calls(found, seconds), *_callbacks(entry, seconds, m)]
     if best := _first(calls):
         return best
-    places = [_of_part(culprit) for culprit in found if culprit.kind == PLACE and culprit.source]
-    if entry in (BETWEEN_LOOPS, TEAR_DOWN):
-        places = [_of_entry(culprit, seconds) for culprit in found if culprit.kind == PLACE]
-    elif entry == COMPILATIONS:
-        # Code that was compiled once is not a recompilation.
-        places = [place for place in places if place.calls > 1]
+    # Inside steps, places are observed in a few steps; outside of steps, always.
+    all_s = seconds if entry in (BETWEEN_LOOPS, TEAR_DOWN) else None
+    min_calls = 2 if entry == COMPILATIONS else 1  # The first compilation is not a recompilation.
+    places = [
+        _entry_culprit(culprit, all_s)
+        for culprit in found
+        if culprit.kind == PLACE and culprit.calls >= min_calls
+    ]
     inside = [culprit for culprit in calls if culprit.share >= _MIN_SHARE_NEXT_TO_PLACE]
     return _first(places, inside)
 
@@ -126,7 +126,7 @@ def blocking_calls(phases: Sequence[str], m: Measurement) -> list[EntryCulprit]:
     """
     tops = {phase.partition("/")[0] for phase in phases}
     found = [
-        replace(_entry_culprit(culprit, 0.0), caller=culprit.entry)
+        replace(_entry_culprit(culprit), caller=culprit.entry)
         for culprit in m.culprits
         if culprit.kind == BLOCKING and culprit.entry.partition("/")[0] in {*tops, ""}
     ]
@@ -135,9 +135,9 @@ def blocking_calls(phases: Sequence[str], m: Measurement) -> list[EntryCulprit]:
 
 
 def _first(
-    culprits: Iterable[EntryCulprit],
-    inside: Sequence[EntryCulprit] = (),
+    culprits: Iterable[EntryCulprit], inside: Sequence[EntryCulprit] = ()
 ) -> tuple[EntryCulprit, ...]:
+    """Return the largest culprit, and the first call inside it; empty below 40 % of the entry."""
     best = max(culprits, key=lambda culprit: culprit.share, default=None)
     return () if best is None or best.share < _MIN_SHARE else (best, *inside[:1])
 
@@ -159,7 +159,7 @@ def _calls(found: Sequence[Culprit], seconds: float) -> Iterator[EntryCulprit]:
         ]:
             inner = inside[0]
             known.add(inner.name)
-        yield _of_entry(inner, seconds)
+        yield _entry_culprit(inner, seconds)
 
 
 def _callbacks(entry: str, seconds: float, m: Measurement) -> Iterator[EntryCulprit]:
@@ -173,42 +173,25 @@ def _callbacks(entry: str, seconds: float, m: Measurement) -> Iterator[EntryCulp
             yield EntryCulprit(of_one_callback(name), CALL, share, share * seconds, row.n)
 
 
-def _of_part(culprit: Culprit) -> EntryCulprit:
-    observed_s = culprit.observed_s or culprit.seconds
-    return _entry_culprit(culprit, culprit.seconds / observed_s if observed_s else 0.0)
-
-
-def _of_entry(culprit: Culprit, seconds: float) -> EntryCulprit:
-    return _entry_culprit(culprit, min(culprit.seconds / seconds, 1.0) if seconds else 0.0)
-
-
-def _entry_culprit(culprit: Culprit, share: float) -> EntryCulprit:
+def _entry_culprit(culprit: Culprit, all_s: float | None = None) -> EntryCulprit:
+    """Return a culprit of an entry that took `all_s`, or of the observed time of that entry."""
+    all_s = all_s or culprit.observed_s or culprit.seconds
     source = culprit.source
     # The user cannot change lines of an installed library.
     if source is None or "-packages" in source.file:
-        where: tuple[str, int, int, str] = "", 0, 0, ""
-    else:
-        where = source.file, source.first_line, source.last_line, source.function
-    name, kind = culprit.name, culprit.kind
+        source = Source("", 0, 0)
     return EntryCulprit(
-        name, kind, share, culprit.seconds, culprit.calls, *where, caller=culprit.caller
+        culprit.name,
+        culprit.kind,
+        min(culprit.seconds / all_s, 1.0) if all_s else 0.0,
+        culprit.seconds,
+        culprit.calls,
+        source.file,
+        source.first_line,
+        source.last_line,
+        source.function,
+        culprit.caller,
     )
-
-
-def takes(culprit: EntryCulprit, entry: str, seconds: float, m: Measurement) -> str:
-    """Return the time of a culprit, such as "2.5 ms of 7.1 ms per step" or "0.9 s in 3 calls".
-
-    Args:
-        culprit: The culprit.
-        entry: Name of its entry, which must be inside steps.
-        seconds: Time of that entry (in seconds).
-        m: Measurement of the run.
-    """
-    steps, step_ms = m.steps + m.untimed_steps + m.warmup_steps, m.step.mean_ms
-    if culprit.kind == CALL and culprit.calls < _MIN_STEPS * (m.steps + m.untimed_steps):
-        return total(culprit)
-    entry_ms = m.share(entry) * step_ms if entry in m.rows else 1e3 * seconds / max(steps, 1)
-    return f"{duration(culprit.share * entry_ms)} of {duration(step_ms)} per step"
 
 
 def total(culprit: EntryCulprit) -> str:

@@ -1,12 +1,9 @@
 """Diagnosis of a training run, derived from its measurement."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import replace
 
-from lightning_gputime._diagnosis.advice import Case, advise
 from lightning_gputime._diagnosis.breakdown import break_down, is_blurred, may_hide_evaluations
 from lightning_gputime._diagnosis.codes import COMMUNICATES, GPU, LAUNCH, SYNC
-from lightning_gputime._diagnosis.culprit import EntryCulprit
 from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, Grade, TimeBreakdown
 from lightning_gputime._diagnosis.pace import Pace, pace_of
 from lightning_gputime._diagnosis.repeated import repeated_calls
@@ -39,32 +36,22 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     if m.is_warmup or is_short or not m.steps or not m.step.mean_ms > 0:
         return Diagnosis()
     pace = pace_of(m)
-
-    def advise_all(
-        name: str, seconds: float, share: float, culprits: tuple[EntryCulprit, ...]
-    ) -> tuple[Advice, ...]:
-        costly = _on_costly_settings(name, setup) if share >= _MIN_REPORTED else ()
-        return (*advise(Case(name, seconds, m, setup, pace, culprits), share), *costly)
-
-    breakdown = break_down(m, setup, pace, advise_all)
+    breakdown = break_down(m, setup, pace)
     blurred = sum(row.share for row in breakdown.rows if is_blurred(row.name, m))
     if blurred >= _MIN_BOTTLENECK and pace.code != GPU:
         # The bottleneck may be in phases whose times cannot be separated.
         return Diagnosis(time_breakdown=breakdown)
-    unclear = sum(row.share for row in breakdown.rows if may_hide_evaluations(row.name, m, setup))
+    unclear = breakdown[DATA].share if may_hide_evaluations(m, setup) else 0.0
     if unclear >= _MIN_BOTTLENECK and pace.code != GPU:
         headline = _UNCLEAR.format(percent(unclear), breakdown.scope)
         advice = _advice_of(breakdown, DATA)
         return Diagnosis("", "unknown", "", headline, breakdown, advice)
-    found = _bottleneck(breakdown, pace)
-    code, headline = found.code, found.headline
-    if (m.blurred or unclear) and code == pace.code and found.grade == "balanced":
-        # Omit the claim that nothing else takes time: blurred or unclear entries may hide some.
-        headline = f"{pace.code}: {pace.grounds}"
-    if code == COMMUNICATES and m.ranks is not None and m.ranks.suspect is not None:
+    found = _bottleneck(breakdown, pace, is_complete=not (m.blurred or unclear))
+    headline = found.headline
+    if found.code == COMMUNICATES and m.ranks is not None and m.ranks.suspect is not None:
         headline += f"; rank {m.ranks.suspect} may be the cause"
     # The advice on calls that block the CPU belongs to the entry of the work.
-    first = breakdown.work if code == SYNC else found.entry
+    first = breakdown.work if found.code == SYNC else found.entry
     if unclear >= _MIN_REPORTED:
         headline += f"; {_UNCLEAR.format(percent(unclear), breakdown.scope)}"
         first = DATA
@@ -77,7 +64,7 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     if (slowdown := m.slowdown) is not None and slowdown.lost_share >= _MIN_SLOWDOWN:
         headline += f"; {slowdown}"
         advice = _insert(_advice_on(slowdown), slowdown.lost_share > weight, advice)
-    return Diagnosis(code, found.grade, found.entry, headline, breakdown, advice)
+    return replace(found, headline=headline, advice=advice)
 
 
 def _insert(new: Advice, is_first: bool, advice: tuple[Advice, ...]) -> tuple[Advice, ...]:
@@ -100,16 +87,19 @@ def _advice_on(slowdown: Slowdown) -> Advice:
     return Advice("slowdown", text, {"step": slowdown.since_step, "phase": slowdown.phase})
 
 
-class _Bottleneck(NamedTuple):
-    """Fields of a `Diagnosis` that describe the bottleneck."""
+def _bottleneck(breakdown: TimeBreakdown, pace: Pace, *, is_complete: bool) -> Diagnosis:
+    """Return a diagnosis without advice.
 
-    code: str
-    entry: str
-    grade: Grade
-    headline: str
+    Args:
+        breakdown: The time breakdown.
+        pace: Component that sets the pace of a step.
+        is_complete: True if no entry is blurred or unclear. Only then may the headline say that
+            nothing else takes time.
+    """
 
+    def diagnosis(code: str, entry: str, grade: Grade, headline: str) -> Diagnosis:
+        return Diagnosis(code, grade, entry, headline, breakdown)
 
-def _bottleneck(breakdown: TimeBreakdown, pace: Pace) -> _Bottleneck:
     entries = sorted((row for row in breakdown.rows if row.code), key=_weight, reverse=True)
     largest = entries[0] if entries else Entry("", 0.0, 0.0)
     weight = _weight(largest)
@@ -119,37 +109,31 @@ def _bottleneck(breakdown: TimeBreakdown, pace: Pace) -> _Bottleneck:
         second = next((row for row in entries if row.name not in ONCE), None)
         if largest.name in ONCE and second is not None and _weight(second) >= _MIN_REPORTED:
             headline += f"; apart from that, {second.code}: {_about(second, breakdown)}"
-        return _Bottleneck(largest.code, largest.name, "bound", headline)
+        return diagnosis(largest.code, largest.name, "bound", headline)
+    headline = f"{pace.code}: {pace.grounds}"
     if pace.code in (LAUNCH, SYNC):
-        name, headline = breakdown.work, f"{pace.code}: {pace.grounds}"
         # In the phases in which the CPU blocks, the GPU runs out of work and idles.
         blocked = next((row for row in entries if row.name in pace.phases), None)
-        if blocked and blocked.speed_up is not None and _weight(blocked) >= _MIN_REPORTED:
-            name = blocked.name
-            headline += f"; without that the training is up to {blocked.speed_up:.2f}x as fast"
-        return _Bottleneck(pace.code, name, "bound", headline)
+        if blocked is None or blocked.speed_up is None or _weight(blocked) < _MIN_REPORTED:
+            return diagnosis(pace.code, breakdown.work, "bound", headline)
+        headline += f"; without that the training is up to {blocked.speed_up:.2f}x as fast"
+        return diagnosis(pace.code, blocked.name, "bound", headline)
     if weight >= _MIN_REPORTED:
         headline = f"{pace.code}; worth a look: {_about(largest, breakdown)} ({largest.code})"
-        return _Bottleneck(largest.code, largest.name, "worth a look", headline)
-    headline = f"{pace.code}: {pace.grounds}"
+        return diagnosis(largest.code, largest.name, "worth a look", headline)
     if (uncertain := _uncertain(breakdown)) is not None:
         share = f"{percent(uncertain.share)} ± {percent(uncertain.error)}"
         headline += f"; unclear: `{uncertain.name}` takes {share}: pass every_n_steps=1"
-        return _Bottleneck(pace.code, breakdown.work, "unknown", headline)
-    headline += ", and everything else takes less than 5 % of the time"
-    return _Bottleneck(pace.code, breakdown.work, "balanced", headline)
+        return diagnosis(pace.code, breakdown.work, "unknown", headline)
+    if is_complete:
+        headline += ", and everything else takes less than 5 % of the time"
+    return diagnosis(pace.code, breakdown.work, "balanced", headline)
 
 
 def _uncertain(breakdown: TimeBreakdown) -> Entry | None:
     """Return the largest entry with an error as large as its share, or None."""
     rows = [row for row in breakdown.rows if row.error >= row.share >= _MIN_REPORTED]
     return next((row for row in rows if row.name != breakdown.work), None)
-
-
-def _on_costly_settings(name: str, setup: TrainingSetup) -> Iterator[Advice]:
-    for setting in setup.costly_settings:
-        if setting.entry == name:
-            yield Advice("costly_setting", setting.text, {"setting": setting.name})
 
 
 def _weight(entry: Entry) -> float:
