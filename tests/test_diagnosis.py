@@ -295,6 +295,11 @@ CLIPPING = Culprit(
     "optimizer", "", 11.0, 100, 12.0, Source("train.py", 9, 11, "<module>"), kind=PLACE
 )
 UPDATE = Culprit("optimizer", "Adam.step", 11.0, 100, 12.0, Source("train.py", 9, 9), "", PLACE)
+COMMAND = Culprit(
+    *("other", "before forward", 11.0, 100, 12.0),
+    Source("/v/site-packages/trains/loop.py", 9, 11, "main"),
+    kind=PLACE,
+)
 SAMPLING = Culprit("data/fetch", "Balanced", 9.0, 100, 10.0, kind=SAMPLER)
 
 
@@ -304,12 +309,14 @@ SAMPLING = Culprit("data/fetch", "Balanced", 9.0, 100, 10.0, kind=SAMPLER)
         (CLIPPING, {"optimizer": 12.0}, {"unfused": "Adam"}, "shorten", "train.py:9-11 takes"),
         (UPDATE, {"optimizer": 12.0}, {"unfused": "Adam"}, "fused", "use Adam(fused=True)"),
         (UPDATE, {"optimizer": 12.0}, {}, "shorten", "`Adam.step` (train.py:9) takes"),
+        (COMMAND, {"other": 12.0}, {}, "shorten", "`main` (loop.py:9-11, before forward) takes"),
         (SAMPLING, FETCHES, {"num_workers": 0, "is_in_memory": True}, "sampler", "`Balanced` "),
     ],
     ids=[
         "code next to the update",
         "update to fuse",
         "fused update",
+        "training command of an installed package",
         "sampler of tensors in memory",
     ],
 )

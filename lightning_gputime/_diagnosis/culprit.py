@@ -130,8 +130,7 @@ def blocking_calls(phases: Sequence[str], m: Measurement) -> list[EntryCulprit]:
         for culprit in m.culprits
         if culprit.kind == BLOCKING and culprit.entry.partition("/")[0] in {*tops, ""}
     ]
-    lines = [culprit for culprit in found if culprit.file]
-    return sorted(lines, key=lambda culprit: -culprit.calls)[:_MAX_BLOCKING]
+    return sorted(found, key=lambda culprit: -culprit.calls)[:_MAX_BLOCKING]
 
 
 def _first(
@@ -177,8 +176,10 @@ def _entry_culprit(culprit: Culprit, all_s: float | None = None) -> EntryCulprit
     """Return a culprit of an entry that took `all_s`, or of the observed time of that entry."""
     all_s = all_s or culprit.observed_s or culprit.seconds
     source = culprit.source
-    # The user cannot change lines of an installed library.
-    if source is None or "-packages" in source.file:
+    # The user cannot change a definition in an installed library. A place in one belongs to a
+    # training command that is installed as a package.
+    is_definition = culprit.kind not in (PLACE, BLOCKING)
+    if source is None or (is_definition and "-packages" in source.file):
         source = Source("", 0, 0)
     return EntryCulprit(
         culprit.name,
