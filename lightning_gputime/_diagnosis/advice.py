@@ -114,6 +114,9 @@ class Case:
         return _of_step(culprit.share * entry_ms, m)
 
 
+Rule = Callable[[Case], Iterator[Advice]]
+
+
 def advise(case: Case, share: float) -> tuple[Advice, ...]:
     """Return advice on an entry that takes this share of the wall clock; empty below 5 %."""
     if share < _MIN_SHARE:
@@ -400,7 +403,7 @@ def _optimize_faster(case: Case) -> Iterator[Advice]:
         return  # No other code in `optimizer` was found.
     if culprits:
         # Fusing the update would not help: report the code that takes the time.
-        yield _shorten_code(case, culprits)
+        yield _shorten_code(case)
     else:
         text = (
             "use a faster optimizer or cheaper clipping: `optimizer` includes clipping, hooks"
@@ -413,7 +416,7 @@ def _own_code(where: str, case: Case) -> Iterator[Advice]:
     m, setup, name = case.m, case.setup, case.entry
     culprits = case.culprits
     if culprits:
-        yield _shorten_code(case, culprits)
+        yield _shorten_code(case)
     if name == OTHER and setup.is_own_loop and setup.pin_memory is False and not m.on_host_clock:
         yield _pin_memory(setup, ": `other` includes copies of the batch")
     if not culprits:
@@ -423,9 +426,9 @@ def _own_code(where: str, case: Case) -> Iterator[Advice]:
             yield _pause(name)
 
 
-def _shorten_code(case: Case, culprits: tuple[EntryCulprit, ...]) -> Advice:
+def _shorten_code(case: Case) -> Advice:
     """Return advice on the lines, or the call, that take the time of a phase."""
-    culprit, *inside = culprits
+    culprit, *inside = case.culprits
     if culprit.kind != PLACE:
         return _run_less(case, culprit)
     took = f"{culprit} takes {case.takes(culprit)}"
@@ -493,7 +496,7 @@ def _outside_steps(code: str, general: str, how: str, case: Case) -> Iterator[Ad
         yield Advice(code, general)
 
 
-def _text(code: str, text: str) -> "Rule":
+def _text(code: str, text: str) -> Rule:
     return lambda _: iter([Advice(code, text)])
 
 
@@ -521,8 +524,6 @@ def _compile_once(case: Case) -> Iterator[Advice]:
     text = f"{where}use batches of equal shape, or torch.compile(dynamic=True)"
     yield Advice("dynamic_shapes", text)
 
-
-Rule = Callable[[Case], Iterator[Advice]]
 
 _RULES: Mapping[str, Rule] = {
     GPU_WORK: _work_less,

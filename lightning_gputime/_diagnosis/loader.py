@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median_high
 
 from lightning_gputime._diagnosis.diagnosis import Advice
 from lightning_gputime._measurement.loader import LoaderTimes
@@ -49,12 +50,7 @@ class LoaderCase:
     @property
     def idle_share(self) -> float:
         wait_ms = self.times.mean("wait_ms")
-        return wait_ms / (wait_ms + self.busy_ms) if wait_ms + self.busy_ms else 0.0
-
-    @property
-    def needed_workers(self) -> int:
-        """Number of workers that deliver batches as fast as the loop takes them."""
-        return workers_for(self.busy_ms, self.rest_ms)
+        return wait_ms / (wait_ms + self.busy_ms)
 
     @property
     def max_workers(self) -> int | None:
@@ -72,13 +68,12 @@ class LoaderCase:
             return None
         times = max(m.loaders, key=lambda loader: loader.batches)
         steps = m.steps + m.untimed_steps + m.warmup_steps
-        per_step = max(round(times.batches / max(steps, 1)), 1)
+        per_step = max(round(times.batches / steps), 1)
         exposed_ms = fetches.frequency * fetches.mean_ms
-        rest_ms = m.step.mean_ms - exposed_ms
         return cls(
             times,
             exposed_ms / per_step,
-            rest_ms / per_step,
+            (m.step.mean_ms - exposed_ms) / per_step,
             steps * per_step,
             setup.cores,
             setup.loader_prefix,
@@ -143,22 +138,21 @@ def _start_less(case: LoaderCase) -> Advice | None:
     restarts = times.starts - 1  # The first start is part of the first step.
     if restarts < 1 or waited_s <= 0 or restarts * times.startup_s < _MIN_STARTS_SHARE * waited_s:
         return None
-    took = f"the first batch of a worker takes {duration(1e3 * times.startup_s)}"
-    text = f"set {case.prefix}persistent_workers=True: {took}, {times.starts} times"
+    text = f"set {case.prefix}persistent_workers=True: {_startup(times)}, {times.starts} times"
     return Advice("persistent_workers", text, {"now": False, "suggested": True})
-
-
-def _start_faster(times: LoaderTimes) -> Advice:
-    took = f"the first batch of a worker takes {duration(1e3 * times.startup_s)}"
-    return Advice(
-        "worker_startup", f"make workers start faster (fewer imports, fewer open files): {took}"
-    )
 
 
 def advise_on_first_step(case: LoaderCase, seconds: float) -> Iterator[Advice]:
     """Yield advice if the start of workers takes most of the first step."""
     if case.times.startup_s >= _MIN_STARTS_SHARE * seconds:
-        yield _start_faster(case.times)
+        text = (
+            f"make workers start faster (fewer imports, fewer open files): {_startup(case.times)}"
+        )
+        yield Advice("worker_startup", text)
+
+
+def _startup(times: LoaderTimes) -> str:
+    return f"the first batch of a worker takes {duration(1e3 * times.startup_s)}"
 
 
 def _fix_slow_samples(case: LoaderCase) -> Advice | None:
@@ -178,12 +172,12 @@ def _fix_slow_samples(case: LoaderCase) -> Advice | None:
 
 def _fix_worker(case: LoaderCase) -> Advice | None:
     busy_ms = [worker.busy_ms for worker in case.times.workers]
-    slowest = max(range(len(busy_ms)), key=busy_ms.__getitem__)
+    slowest = busy_ms.index(max(busy_ms))
     # Workers without a batch have no times yet.
-    others = sorted(ms for ms in busy_ms[:slowest] + busy_ms[slowest + 1 :] if ms)
-    if not others or busy_ms[slowest] < _SLOW_WORKER * others[len(others) // 2]:
+    others = [ms for ms in busy_ms[:slowest] + busy_ms[slowest + 1 :] if ms]
+    other_ms = median_high(others) if others else math.inf
+    if busy_ms[slowest] < _SLOW_WORKER * other_ms:
         return None
-    other_ms = others[len(others) // 2]
     text = (
         f"check what worker {slowest} reads: a batch takes {duration(busy_ms[slowest])} there,"
         f" and {duration(other_ms)} in the others; 1 of every {len(busy_ms)} batches comes from it"
@@ -237,7 +231,8 @@ def _unlock(case: LoaderCase) -> Advice | None:
 
 
 def _add_workers(case: LoaderCase) -> Iterator[Advice]:
-    now, needed, most = len(case.times.workers), case.needed_workers, case.max_workers
+    now, needed = len(case.times.workers), workers_for(case.busy_ms, case.rest_ms)
+    most = case.max_workers
     option, cores = f"{case.prefix}num_workers", f"{case.cores} CPU cores"
     if needed > now and (most is None or needed <= most):
         of = "" if case.cores is None else f"; {cores}"

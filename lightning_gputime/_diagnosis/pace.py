@@ -11,7 +11,7 @@ from lightning_gputime._phases import COPY, DATA, FETCH, WAIT
 # Minimum fractions of the step: host wait if the GPU is the limit, lag of the GPU if work queues
 # up, and decrease of that lag in a phase in which the host blocks.
 _MIN_WAIT, _MIN_LAG, _MIN_BLOCKED = 0.1, 0.2, 0.05
-MIN_GAPS = 0.1  # Minimum fraction of the step for launch gaps to be the limit.
+_MIN_GAPS = 0.1  # Minimum fraction of the step for launch gaps to be the limit.
 
 
 class Pace(NamedTuple):
@@ -61,6 +61,6 @@ def pace_of(measurement: Measurement) -> Pace:
     gaps = m.launch_gap_share
     if gaps is None:
         return Pace(LAUNCH, f"{idles}; {waits}")
-    if gaps < MIN_GAPS:
+    if gaps < _MIN_GAPS:
         return Pace(GPU, f"launch gaps are only {percent(gaps)} of the step")
     return Pace(LAUNCH, f"{idles} ({percent(gaps)} of the step)")

@@ -1,6 +1,6 @@
 """Code that calls the model many times per step, on parts of a batch."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from lightning_gputime._diagnosis.diagnosis import Advice
@@ -54,38 +54,36 @@ def repeated_calls(m: Measurement) -> RepeatedCalls | None:
         (source.file, source.function) for culprit, source in places if culprit.entry == OPTIMIZER
     }
 
+    def is_loop(source: Source) -> bool:
+        return (source.file, source.function) in loops
+
     def part_of(source: Source) -> tuple[str, str, int]:
-        is_loop = (source.file, source.function) in loops
-        return source.file, source.function, source.first_line if is_loop else 0
+        return source.file, source.function, source.first_line if is_loop(source) else 0
 
     fetches = (culprit.calls for culprit, _ in places if culprit.entry in (DATA, FETCH))
-    batches, all_s = max(fetches, default=0), _observed_s(m)
+    batches = max(fetches, default=0)
+    # Every place has the time of all located steps in its entry.
+    located_s = {
+        culprit.entry: culprit.observed_s or 0.0
+        for culprit, _ in places
+        if culprit.entry in (*_WORK, DATA)
+    }
+    all_s = sum(located_s.values())
     if not batches or not all_s:
         return None
-    seconds = Counter[tuple[str, str, int]]()
+    seconds = defaultdict[tuple[str, str, int], float](float)
     calls = Counter[tuple[str, str, int]]()
     for culprit, source in places:
         if culprit.entry in _WORK:
-            seconds[part_of(source)] += round(1e9 * culprit.seconds)
+            seconds[part_of(source)] += culprit.seconds
         if culprit.entry == FORWARD:
             calls[source.file, source.function, source.first_line] += culprit.calls
     found = []
     for culprit, source in places:
         n = calls[source.file, source.function, source.first_line]
-        if culprit.entry == FORWARD and n >= _MIN_CALLS * batches:
-            share = seconds[part_of(source)] / 1e9 / all_s
-            is_loop = (source.file, source.function) in loops
-            has_name = not is_loop and "<" not in source.function  # Exclude "<listcomp>".
+        share = seconds[part_of(source)] / all_s
+        if culprit.entry == FORWARD and n >= _MIN_CALLS * batches and share >= _MIN_SHARE:
+            has_name = not is_loop(source) and "<" not in source.function  # Exclude "<listcomp>".
             name = f"`{source.function}` ({source})" if has_name else str(source)
             found.append(RepeatedCalls(name, round(n / batches), share))
-    best = max(found, key=lambda repeated: repeated.share, default=None)
-    return best if best is not None and best.share >= _MIN_SHARE else None
-
-
-def _observed_s(m: Measurement) -> float:
-    """Return the total time of the located steps (in seconds)."""
-    by_entry: dict[str, float] = {}
-    for culprit in m.culprits:
-        if culprit.kind == PLACE and culprit.entry in (*_WORK, DATA):
-            by_entry[culprit.entry] = culprit.observed_s or 0.0
-    return sum(by_entry.values())
+    return max(found, key=lambda repeated: repeated.share, default=None)
