@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +117,9 @@ class Thread(Bench):
         self.waits += times
 
 
+STOPPED = Cause("off_cpu", 50.0, 50.0, "stopped or blocked")
+
+
 @pytest.fixture
 def thread(gpu: FakeGPU) -> Thread:
     return Thread(gpu)
@@ -143,9 +147,6 @@ def test_stopped_process_is_preemption(
     assert thread.only.causes == ((STOPPED,) if is_cause else ())
 
 
-STOPPED = Cause("off_cpu", 50.0, 50.0, "stopped or blocked")
-
-
 def test_usual_queueing_is_not_a_cause(thread: Thread) -> None:
     for number in range(80):
         # A part of each step, on a busy machine.
@@ -155,6 +156,40 @@ def test_usual_queueing_is_not_a_cause(thread: Thread) -> None:
     thread.stop(40)
     thread.step(80, {"data": 40.0}, {"data": 40.0})
     assert (thread.only.step, thread.only.causes) == (80, ())
+
+
+@pytest.mark.parametrize(
+    ("usual", "slow", "causes"),
+    [
+        # Each step blocks for 20 ms: the slow step does not block for longer.
+        (lambda thread: thread.stop(20), lambda thread: thread.stop(20), ()),
+        # In each step other threads run five times: the slow step is stopped as well.
+        (
+            lambda thread: thread.queue(1, 5),
+            lambda thread: (thread.queue(1, 5), thread.stop(50)),
+            (STOPPED,),
+        ),
+        # Each step waits ten times: in the slow step other threads run as well.
+        (
+            lambda thread: thread.stop(1, 10),
+            lambda thread: (thread.stop(1, 10), thread.queue(50, 8)),
+            (replace(STOPPED, detail="other threads had the CPU"),),
+        ),
+    ],
+    ids=["blocks in each step", "queues in each step", "waits in each step"],
+)
+def test_only_time_beyond_the_usual_step_is_preemption(
+    thread: Thread,
+    usual: Callable[[Thread], Any],
+    slow: Callable[[Thread], Any],
+    causes: tuple[Cause, ...],
+) -> None:
+    for number in range(80):
+        usual(thread)
+        thread.step(number, {}, {})
+    slow(thread)
+    thread.step(80, {"backward": 50.0}, {"backward": 50.0})
+    assert (thread.only.step, thread.only.causes) == (80, causes)
 
 
 def test_scheduler_is_asked_once_a_step_after_the_first_baseline(thread: Thread) -> None:
@@ -245,7 +280,7 @@ WORKERS = SimpleNamespace(num_workers=4)
 @pytest.mark.parametrize(
     ("items", "detail"),
     [
-        (WORKERS, "none of its 4 workers had a batch ready"),
+        (WORKERS, "its 4 workers had no batch ready"),
         (iter([1]), "it loads in the loop's own process"),
     ],
 )

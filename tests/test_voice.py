@@ -20,7 +20,7 @@ BOUNDS = {
     "examples": 1,
     "lightning_gputime": 1,
     "lightning_gputime/_auto_instrumentation": 5,
-    "lightning_gputime/_causes": 1,
+    "lightning_gputime/_causes": 0,
     "lightning_gputime/_compat": 0,
     "lightning_gputime/_culprits": 0,
     "lightning_gputime/_diagnosis": 0,

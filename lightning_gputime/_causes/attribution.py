@@ -246,9 +246,10 @@ class ExcessAttribution:
         self.step, self.step_ms, self.baseline = step, step_ms, baseline
         self.excess_ms = step_ms - baseline.step_ms
         self._parts: dict[str, PartExcess] = {}
-        # If the host did not wait for the end of the step, assume that it was not ahead.
-        met_ns = step.finished_ns - sum(step.device_ms) * 1e6 if step.finished_ns else -inf
-        arrivals_ns = accumulate((ms * 1e6 for ms in step.device_ms[:-1]), initial=met_ns)
+        # Host times at which the device reached each mark. They are only known if the host waited
+        # for the end of the step; otherwise, assume that the device was always waiting.
+        began_ns = step.finished_ns - sum(step.device_ms) * 1e6 if step.finished_ns else -inf
+        arrivals_ns = accumulate((ms * 1e6 for ms in step.device_ms[:-1]), initial=began_ns)
         spans = pairwise(step.host_ns)
         marks = zip(_leaves(step.labels), step.device_ms, spans, arrivals_ns, strict=True)
         for name, ms, span, arrival_ns in marks:

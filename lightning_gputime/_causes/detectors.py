@@ -172,15 +172,18 @@ def _detect_fetch(
     batches: Sequence[MadeBatch],
     attribution: ExcessAttribution,
 ) -> None:
-    start_ns, end_ns = attribution.start_ns - _NEAR_NS, attribution.end_ns
-    is_first = any(start_ns <= ns <= end_ns for ns in loops_ns)
-    detail = "its start" if is_first else "it loads in the loop's own process"
-    if workers:
-        detail = f"none of its {workers} workers had a batch ready"
-        made = [batch for batch in batches if attribution.start_ns < batch.end_ns <= end_ns]
-        if made:  # The loop has waited for one of them.
-            detail = str(max(made, key=lambda batch: batch.end_ns - batch.start_ns))
-        detail = "its first batch, for which its workers start" if is_first else detail
+    start_ns, end_ns = attribution.start_ns, attribution.end_ns
+    is_first = any(start_ns - _NEAR_NS <= ns <= end_ns for ns in loops_ns)
+    # The loop has waited for one of these batches.
+    made = [batch for batch in batches if start_ns < batch.end_ns <= end_ns]
+    if not workers:
+        detail = "its start" if is_first else "it loads in the loop's own process"
+    elif is_first:
+        detail = "its first batch, for which its workers start"
+    elif made:
+        detail = str(max(made, key=lambda batch: batch.end_ns - batch.start_ns))
+    else:
+        detail = f"its {workers} workers had no batch ready"
     attribution.attribute_host_excess("dataloader", detail, phase.__eq__)
 
 

@@ -44,8 +44,7 @@ class StepEndSampler:
         """Adapt to a new baseline."""
         self._threshold_ns = baseline.host_threshold_ms * 1e6
         is_long = baseline.host_ms >= _MIN_SAMPLED_MS
-        is_sampled = is_long and self._preemption.usage is not None
-        self._sample_usage = self._preemption.sample if is_sampled else None
+        self._sample_usage = self._preemption.sample if is_long else None
         self._allocator.sample(now_ns)
 
     def stop(self) -> None:
