@@ -52,11 +52,9 @@ from lightning_gputime._phases import FETCH
 # Minimum mean time per sample for timing each sample, which costs 0.4 us.
 _MIN_SAMPLE_NS = 100_000
 _LONG_FACTOR = 4  # A batch is long if it takes this many times the mean of its worker.
-_MIN_BATCHES = 5  # Minimum number of batches for a mean.
 _MAX_LOOKS = 400  # Reads of /proc by the main process, about 20 us each.
 _SAMPLE_EVERY_NS = 1_000_000_000  # Interval of reads of CPU time in a worker.
 _MAX_CHECKED_BYTES = 1 << 16
-_INTEGERS = (int, Tensor)
 
 
 class WorkerInit:
@@ -120,7 +118,6 @@ class WorkerTimer:
         self.fetcher: Any = None
         self._row, self._now_ns, self._cpu_ns = row, now_ns, cpu_ns
         self._samples: _TimedSamples | None = None
-        self._indices: Any = None
         self._last_end_ns = self._start_ns = self._collate_ns = 0
         self._sampled_cpu_ns, self._sampled_delay_ns = cpu_ns(), _run_delay_ns()
         self._sample_due_ns = now_ns() + _SAMPLE_EVERY_NS // 10
@@ -140,7 +137,6 @@ class WorkerTimer:
         has_samples = fetcher.auto_collation and hasattr(type(dataset), "__getitem__")
         if has_samples and not getattr(dataset, "__getitems__", None):
             self._samples = _TimedSamples(dataset, self._now_ns)
-            self._time_samples()
         return True
 
     def _timed_collate(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -154,17 +150,12 @@ class WorkerTimer:
 
         return timed_collate
 
-    def _time_samples(self) -> None:
-        """Time each sample from now on if samples take long."""
-        row, samples = self._row, self._samples
-        if samples is None or self._indices is None:
-            return
-        if row[DATASET_NS] >= _MIN_SAMPLE_NS * row[BATCHES] * len(self._indices):
-            vars(self.fetcher)["dataset"] = samples
-
     def start(self, indices: Any) -> None:
-        self._indices, self._collate_ns = indices, 0
-        row = self._row
+        row, n = self._row, self._row[BATCHES]
+        samples = self._samples
+        if samples is not None and n and row[DATASET_NS] >= _MIN_SAMPLE_NS * n * len(indices):
+            vars(self.fetcher)["dataset"] = samples  # Time each sample from now on.
+        self._collate_ns = 0
         start_ns = self._start_ns = row[BUSY_SINCE] = self._now_ns()
         if self._last_end_ns:
             row[WAIT_NS] += start_ns - self._last_end_ns
@@ -175,72 +166,62 @@ class WorkerTimer:
 
     def end(self, batch: Any) -> None:
         row, end_ns = self._row, self._now_ns()
+        start_ns, collate_ns = self._start_ns, self._collate_ns
+        all_ns = end_ns - start_ns
+        self._last_end_ns = end_ns
         row[BUSY_SINCE] = 0
-        collate_ns = self._collate_ns
-        all_ns = end_ns - self._start_ns
         n = row[BATCHES] = row[BATCHES] + 1
         row[DATASET_NS] += all_ns - collate_ns
         row[COLLATE_NS] += collate_ns
-        self._last_end_ns = end_ns
         if self._iter_ns:
             row[STARTS] += 1
             row[STARTUP_NS] += end_ns - self._iter_ns
             self._iter_ns = 0
-        index = -1
-        if self._samples is not None and self._samples.longest_ns:
-            index = _as_index(self._samples.take_longest())
-        if n <= _MIN_BATCHES:
-            self._time_samples()
-            _add_checksum(row, n, batch)
-        elif all_ns * n > _LONG_FACTOR * (row[DATASET_NS] + row[COLLATE_NS]):
+        index = -1 if self._samples is None else self._samples.take_slowest()
+        if n <= len(CHECKSUMS):
+            row[CHECKSUMS[n - 1]] = _checksum(batch)
+        if all_ns * n > _LONG_FACTOR * (row[DATASET_NS] + row[COLLATE_NS]):
             row[LONG_BATCHES] += 1
             row[LONG_NS] += all_ns
-            self._time_samples()
         if all_ns > row[MAX_NS]:
             row[MAX_NS], row[SLOWEST_INDEX] = all_ns, index
         place = NEWEST + 1 + RING_FIELDS * (row[NEWEST] % RING)
-        row[place], row[place + 1], row[place + 2] = self._start_ns, end_ns, collate_ns
-        row[place + 3] = index
+        for column, value in enumerate((start_ns, end_ns, collate_ns, index), place):
+            row[column] = value
         row[NEWEST] += 1
         if end_ns >= self._sample_due_ns:
-            self._look(end_ns)
+            self._sample_cpu(end_ns)
 
-    def _look(self, now_ns: int) -> None:
+    def _sample_cpu(self, now_ns: int) -> None:
         """Add the CPU time since the last sample. Sampled rarely: a read takes microseconds."""
         row = self._row
-        busy_ns = row[DATASET_NS] + row[COLLATE_NS]
         cpu_ns, delay_ns = self._cpu_ns(), _run_delay_ns()
         row[CPU_NS] += cpu_ns - self._sampled_cpu_ns
         row[RUN_DELAY_NS] += delay_ns - self._sampled_delay_ns
-        row[OBSERVED_NS] = busy_ns
+        row[OBSERVED_NS] = row[DATASET_NS] + row[COLLATE_NS]
         self._sampled_cpu_ns, self._sampled_delay_ns = cpu_ns, delay_ns
         self._sample_due_ns = now_ns + _SAMPLE_EVERY_NS
 
 
 class _TimedSamples:
-    """Replacement for a dataset inside a fetcher, to find the sample that takes longest."""
+    """Replacement for a dataset inside a fetcher, to find the slowest sample of a batch."""
 
     def __init__(self, dataset: Any, now_ns: Callable[[], int]) -> None:
         self._dataset, self._now_ns = dataset, now_ns
-        self.longest_ns, self._longest = 0, None
+        self._slowest: tuple[int, Any] = 0, None  # Time and index.
 
     def __getitem__(self, index: Any) -> Any:
         start_ns = self._now_ns()
         sample = self._dataset[index]
         ns = self._now_ns() - start_ns
-        if ns > self.longest_ns:
-            self.longest_ns, self._longest = ns, index
+        if ns > self._slowest[0]:
+            self._slowest = ns, index
         return sample
 
-    def take_longest(self) -> Any:
-        """Return the index of the longest sample since the last call."""
-        self.longest_ns, index = 0, self._longest
-        return index
-
-
-def _as_index(index: Any) -> int:
-    """Return the index of a sample; -1 if it is not a number."""
-    return int(index) if isinstance(index, _INTEGERS) else -1
+    def take_slowest(self) -> int:
+        """Return the index of the slowest sample since the last call; -1 if unknown."""
+        (_, index), self._slowest = self._slowest, (0, None)
+        return int(index) if isinstance(index, int | Tensor) else -1
 
 
 def _run_delay_ns() -> int:
@@ -252,15 +233,14 @@ def _run_delay_ns() -> int:
         return 0
 
 
-def _add_checksum(row: Any, n: int, batch: Any) -> None:
-    """Store a checksum of one of the first batches; 0 if its tensors are constant."""
-    if n <= CHECKSUMS.stop - CHECKSUMS.start:
-        checksum = 0
-        for tensor in _tensors_of(batch):
-            data = tensor.detach().cpu().contiguous().view(-1)[:_MAX_CHECKED_BYTES]
-            if data.numel() > 1 and bool((data != data[0]).any()):
-                checksum = zlib.crc32(data.numpy().tobytes(), checksum)
-        row[CHECKSUMS.start + n - 1] = checksum
+def _checksum(batch: Any) -> int:
+    """Return a checksum of a batch; 0 if its tensors are constant."""
+    checksum = 0
+    for tensor in _tensors_of(batch):
+        data = tensor.detach().cpu().contiguous().view(-1)[:_MAX_CHECKED_BYTES]
+        if data.numel() > 1 and bool((data != data[0]).any()):
+            checksum = zlib.crc32(data.numpy().tobytes(), checksum)
+    return checksum
 
 
 def _tensors_of(batch: Any) -> Iterator[Tensor]:
@@ -322,8 +302,8 @@ class LoaderWorkers:
 
     def culprits(self) -> Iterator[Culprit]:
         if (times := self.times()) is not None:
-            all_s = times.batches * times.mean("busy_ms") / 1e3
+            n = times.batches
+            all_s = n * times.mean("busy_ms") / 1e3
             for stage, name in zip(self.stages, ("dataset_ms", "collate_ms"), strict=True):
-                seconds = times.batches * times.mean(name) / 1e3
-                found = FETCH, stage.name, seconds, times.batches, all_s, stage.source
-                yield Culprit(*found, "", stage.kind)
+                seconds = n * times.mean(name) / 1e3
+                yield Culprit(FETCH, stage.name, seconds, n, all_s, stage.source, kind=stage.kind)
