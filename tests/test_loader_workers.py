@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,6 +128,19 @@ def test_slowest_sample_is_named(times_of: TimesOf) -> None:
     assert (times.slowest_index, times.slowest_ms, times.slowest_worker) == (42, 55.0, 1)
     assert times.long_batches == 1
     assert times.long_share == pytest.approx(55.0 / (19 * 6.0 + 55.0))
+
+
+@pytest.mark.parametrize(
+    "convert", [Tensor.bfloat16, Tensor.bool, partial(Tensor.to, device="meta")]
+)
+def test_samples_of_any_type_are_timed(
+    times_of: TimesOf, convert: Callable[[Tensor], Tensor]
+) -> None:
+    class Converted(Photos):
+        def __getitem__(self, index: int) -> Tensor:
+            return convert(super().__getitem__(index))
+
+    assert times_of(Converted(Clock())).batches == 10
 
 
 def test_iterable_that_ends_ends_the_loop(times_of: TimesOf) -> None:

@@ -237,9 +237,11 @@ def _checksum(batch: Any) -> int:
     """Return a checksum of a batch; 0 if its tensors are constant."""
     checksum = 0
     for tensor in _tensors_of(batch):
-        data = tensor.detach().cpu().contiguous().view(-1)[:_MAX_CHECKED_BYTES]
-        if data.numel() > 1 and bool((data != data[0]).any()):
-            checksum = zlib.crc32(data.numpy().tobytes(), checksum)
+        with contextlib.suppress(Exception):  # For example, a sparse tensor has no view.
+            data = tensor.detach().cpu().contiguous().view(-1)[:_MAX_CHECKED_BYTES]
+            if data.numel() > 1 and bool((data != data[0]).any()):
+                # NumPy has no bfloat16, so pass bytes.
+                checksum = zlib.crc32(data.view(torch.uint8).numpy().tobytes(), checksum)
     return checksum
 
 
