@@ -298,7 +298,7 @@ def test_charts_hold_the_steps_numbers_in_ms_and_in_percent() -> None:
     run_1 = run(1, n=30)
     assert list_top_phases(run_1.history) == ["data", "forward", "backward"]
     for in_percent, end in ((False, 22.0), (True, 100.0)):
-        figure = phases_over_steps(run_1, 20.0, in_percent)
+        figure = phases_over_steps(run_1, thin_out(run_1.history)[0], 20.0, in_percent)
         [source] = {drawn.data_source for drawn in figure.renderers}
         phases: Any = sum(source.data[f"p{i}"] for i in range(3))
         step_ms = run_1.history["step_ms"]
@@ -311,7 +311,7 @@ def test_slow_steps_are_points_at_their_time_or_at_the_end_of_the_axis() -> None
     slow = [SlowStep(n, ms, 15.0, "loss", (), ms - 15.0) for n, ms in ((7, 19.0), (9, 90.0))]
     forgotten = SlowStep(50, 90.0, 15.0, "loss", (), 75.0)
     run_1 = replace(run(1, n=30), slow_steps=[*slow, forgotten])
-    *_, points = phases_over_steps(run_1, 20.0).renderers
+    *_, points = phases_over_steps(run_1, thin_out(run_1.history)[0], 20.0).renderers
     found: Any = points.data_source.data
     assert (found["step"], found["ms"]) == ([7, 9], [19.0, pytest.approx(21.2)])
     assert found["why"] == [str(slow[0]), str(slow[1])]

@@ -77,7 +77,6 @@ def page(runs: Sequence[Run], comparison: Any = None) -> str:
         "share": lambda part: f"{100 * part:.4f}%",
         "timed": _with_local_times,
         "table": lambda run: run._table(),
-        "thinned": lambda run: thin_out(run.history)[1],
         "three_digits": lambda ms: unit_of(ms).fitted(ms),
         "unit": unit_of,
     }
@@ -159,19 +158,30 @@ def with_gaps(columns: Columns, fill: float = 0.0) -> Columns:
     return {**gapped, "step": np.insert(steps, places, edges)}
 
 
-def _charts(run: Run, limit_ms: float) -> list[Markup]:
-    """Return the phases of each step as HTML, in milliseconds and in percent."""
+def _charts(run: Run, limit_ms: float) -> tuple[Markup, Markup, int] | None:
+    """Return the charts in milliseconds and in percent, and the number of steps per point."""
     if not len(run.history):
-        return []
-    figures = (phases_over_steps(run, limit_ms, in_percent) for in_percent in (False, True))
-    return [Markup("".join(_bokeh().embed.components(figure))) for figure in figures]
+        return None
+    columns, every = thin_out(run.history)
+    figures = (
+        phases_over_steps(run, columns, limit_ms, in_percent) for in_percent in (False, True)
+    )
+    in_ms, in_percent = (Markup("".join(_bokeh().embed.components(figure))) for figure in figures)
+    return in_ms, in_percent, every
 
 
-def phases_over_steps(run: Run, limit_ms: float, in_percent: bool = False) -> Any:
-    """Return a stacked chart of the phases of each step, with slow steps as points."""
+def phases_over_steps(run: Run, points: Columns, limit_ms: float, in_percent: bool = False) -> Any:
+    """Return a stacked chart of the phases of each step; in milliseconds, also with slow steps.
+
+    Args:
+        run: The run.
+        points: Its thinned history.
+        limit_ms: Largest time that the y-axis shows (in milliseconds).
+        in_percent: True for shares of the step in place of milliseconds.
+    """
     models, stack = _bokeh().models, _bokeh().transform.stack
     colours = colours_of(list_top_phases(run.history))
-    columns = with_gaps(thin_out(run.history)[0])
+    columns = with_gaps(points)
     unit = "%" if in_percent else "ms"
     scale = 100 / np.maximum(columns["step_ms"], 1e-9) if in_percent else 1.0
     # Number the columns: a phase name may contain any character.
@@ -190,25 +200,25 @@ def phases_over_steps(run: Run, limit_ms: float, in_percent: bool = False) -> An
         items.append((name, [figure.varea_step(**between, **step_wise)]))
     whole = figure.line("step", "whole", source=source, line_alpha=0.0)
     figure.add_tools(models.HoverTool(renderers=[whole], tooltips=tips, mode="vline"))
-    numbers, medians_ms, size = trend(thin_out(run.history)[0])
-    if size > 1 and not in_percent:
-        line = figure.line(numbers, medians_ms, color=_INK, line_width=2)
-        items.append((f"median of {size} points", [line]))
-    points = [step for step in run.slow_steps if step.step in run.history["step"]]
-    if points and not in_percent:
-        items.append(("slow steps", [_mark(figure, points, limit_ms)]))
+    if not in_percent:
+        numbers, medians_ms, size = trend(points)
+        if size > 1:
+            line = figure.line(numbers, medians_ms, color=_INK, line_width=2)
+            items.append((f"median of {size} points", [line]))
+        if slow_steps := [step for step in run.slow_steps if step.step in run.history["step"]]:
+            items.append(("slow steps", [_mark(figure, slow_steps, limit_ms)]))
     _add_legend(figure, items)
     figure.y_range = models.Range1d(0, 100 if in_percent else 1.1 * limit_ms or 1.0)
     return figure
 
 
-def _mark(figure: Any, points: Sequence[SlowStep], limit_ms: float) -> Any:
+def _mark(figure: Any, steps: Sequence[SlowStep], limit_ms: float) -> Any:
     """Draw slow steps as points; steps above the limit are drawn at the upper end of the axis."""
     models = _bokeh().models
     places = {
-        "step": [step.step for step in points],
-        "ms": [min(step.step_ms, 1.06 * limit_ms) for step in points],
-        "why": [str(step) for step in points],
+        "step": [step.step for step in steps],
+        "ms": [min(step.step_ms, 1.06 * limit_ms) for step in steps],
+        "why": [str(step) for step in steps],
     }
     ring = {"color": "white", "line_color": "black", "size": 7}
     dots = figure.scatter("step", "ms", source=models.ColumnDataSource(places), **ring)

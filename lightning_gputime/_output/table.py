@@ -17,7 +17,7 @@ from unicodedata import combining, east_asian_width
 from lightning_gputime._phases import colours_of
 
 _BETWEEN = "  "  # Separator of the columns of plain text.
-_MAX_WORDS = 40  # Maximum width of the last column, if it contains text and the width is limited.
+_MAX_TEXT_WIDTH = 40  # Maximum width of a last column of text in a terminal.
 _TO_DO = "What to do, most important first:"
 
 
@@ -113,7 +113,7 @@ class Table:
     def _broken_lines(self) -> Iterator[tuple[str, ...]]:
         """Yield the lines, with the last column wrapped."""
         for *cells, words in self.lines:
-            first, *more = textwrap.wrap(words, _MAX_WORDS, subsequent_indent="  ") or [""]
+            first, *more = textwrap.wrap(words, _MAX_TEXT_WIDTH, subsequent_indent="  ") or [""]
             yield (*cells, first)
             yield from ((*[""] * len(cells), part) for part in more)
 
