@@ -27,7 +27,7 @@ def test_peaks_at_the_end_of_a_run_are_those_of_the_run(loop: Loop, tmp_path: Pa
     loop.gpu.memory = (70 * MIB, 70 * MIB, 80 * MIB)
     summary = timer.summary()
     assert summary.memory == MemorySummary(40.0, 50.0, 80.0)
-    assert "memory: at most 40 of 80 MiB allocated (50 %), and 50 reserved" in str(summary)
+    assert "peak memory: 40 of 80 MiB allocated (50 %), 50 MiB reserved" in str(summary)
     assert summary.to_dict()["memory"] == asdict(summary.memory)
     timer.save(tmp_path / "run.json")
     assert lightning_gputime.load(tmp_path / "run.json").summary().memory == summary.memory

@@ -232,7 +232,7 @@ def test_summary_says_what_slow_steps_cost_and_which_was_the_worst(loop: Loop) -
     assert summary.slow.share == pytest.approx(77.5 / all_ms)
     assert summary.slow.cause_shares == {"garbage collection": pytest.approx(18.75 / all_ms)}
     assert str(summary).splitlines()[-3:] == [
-        "2 of 60 steps were slow, and cost 7.6 % of the time; of that 24 % garbage collection,"
+        "2 of 60 steps were slow, and cost 7.6 % of the time; causes: 24 % garbage collection,"
         " 76 % unexplained",
         "",
         "largest excess: step 30 took 74.4 ms (baseline 15.6 ms), +58.8 ms: 58.8 ms unexplained;"
@@ -247,7 +247,7 @@ VARY = "took longer than their baseline (step times vary"
 @pytest.mark.parametrize(
     ("late", "n", "expected"),
     [
-        (range(3, STEPS, 4), 15, "15 of 60 steps were slow, and cost 48 % of the time; of that "),
+        (range(3, STEPS, 4), 15, "15 of 60 steps were slow, and cost 48 % of the time; causes: "),
         (range(2, STEPS, 3), 20, f"20 of 60 steps {VARY}"),
         (range(32, STEPS), 28, f"28 of 60 steps {VARY}"),
     ],

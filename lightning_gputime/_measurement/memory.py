@@ -37,8 +37,8 @@ class MemorySummary:
     def sentences(self) -> tuple[str, ...]:
         """Line on memory in the summary."""
         return (
-            f"memory: at most {self.allocated_mib:,.0f} of {self.device_mib:,.0f} MiB allocated"
-            f" ({100 * self.share:.0f} %), and {self.reserved_mib:,.0f} reserved",
+            f"peak memory: {self.allocated_mib:,.0f} of {self.device_mib:,.0f} MiB allocated"
+            f" ({100 * self.share:.0f} %), {self.reserved_mib:,.0f} MiB reserved",
         )
 
 

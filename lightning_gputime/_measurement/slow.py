@@ -144,7 +144,7 @@ class SlowSummary:
             was = "took longer than their baseline (step times vary), and cost"
         return (
             f"{self.n:,} of {self.steps:,} steps {was} {percent(self.share)} of the time;"
-            f" of that {', '.join(parts)}",
+            f" causes: {', '.join(parts)}",
             f"largest excess: {self.worst}",
         )
 
