@@ -17,7 +17,7 @@ from torch import nn
 from lightning_gputime._culprits.loader import StagedLoaders
 from lightning_gputime._culprits.named_calls import NamedCalls
 from lightning_gputime._culprits.places import Frames, PlaceTimer
-from lightning_gputime._diagnosis.codes import CPU_WORK, GPU_WORK, SYNC
+from lightning_gputime._diagnosis.codes import CPU_WORK, GPU_WORK, SYNC_BOUND
 from lightning_gputime._diagnosis.pace import pace_of
 from lightning_gputime._instrumentation.loaders import loaders_in
 from lightning_gputime._instrumentation.loop import Loop
@@ -72,7 +72,7 @@ def _is_loader_of(owner: Callable[[], object], name: str, loader: object) -> boo
 
 def _blocks(results: Results) -> bool:
     """Return whether the CPU blocks on the GPU inside steps."""
-    return pace_of(results.measurement()).code == SYNC
+    return pace_of(results.measurement()).code == SYNC_BOUND
 
 
 def never_raises(hook: Hook) -> Hook:

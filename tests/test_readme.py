@@ -302,8 +302,8 @@ def stats(ms: float, share: float, host_ms: float = math.nan) -> PhaseStats:
 
 
 def test_tables_of_verdicts_groups_and_causes_are_complete() -> None:
-    verdicts = {codes.GPU, codes.LAUNCH, codes.SYNC, codes.COMPUTE, codes.PHASE}
-    verdicts |= {*codes.CODES.values()}
+    verdicts = {codes.GPU_BOUND, codes.LAUNCH_BOUND, codes.SYNC_BOUND, codes.COMPUTE_BOUND}
+    verdicts |= {codes.PHASE_BOUND, *codes.CODES.values()}
     text = READMES["docs/reference/verdicts.md"]
     assert {code for code in verdicts if f"`{code}`" not in text} == set()
     assert set(re.findall(r"`([\w-]+-bound)`", README)) <= verdicts

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime._diagnosis.codes import GAPS
+from lightning_gputime._diagnosis.codes import LAUNCH_GAPS
 from lightning_gputime._instrumentation import work as counting
 from lightning_gputime._instrumentation.peaks import peaks_tflops, precision_of
 from lightning_gputime._instrumentation.work import Items
@@ -468,7 +468,7 @@ def test_time_breakdown_to_the_peak_adds_up(gpu: FakeGPU) -> None:
     # 1 ms in `other`, 6 in the model, 1 in the update; and the device runs dry for 2, in the first
     # step for 9.
     shares = {row.name: row.share for row in breakdown.rows}
-    assert shares[GAPS] == pytest.approx((2.0 + 7.0 / summary.steps) / step_ms)
+    assert shares[LAUNCH_GAPS] == pytest.approx((2.0 + 7.0 / summary.steps) / step_ms)
     assert breakdown.peak_share == summary.mfu
     assert breakdown.unknown == ""
     assert "  at peak FLOP/s  " in str(summary)

@@ -11,15 +11,15 @@ from lightning_gputime._diagnosis.codes import (
     COMPILATIONS,
     CONTENTION,
     CPU_WORK,
-    GAPS,
-    GPU,
+    GPU_BOUND,
     GPU_WORK,
-    HOOKS,
-    LAUNCH,
+    LAUNCH_BOUND,
+    LAUNCH_GAPS,
     OTHER_RANKS,
     SLOWEST_RANK,
     STANDARD_PHASES,
-    SYNC,
+    SYNC_BOUND,
+    TRANSFER_HOOKS,
 )
 from lightning_gputime._diagnosis.culprit import (
     EntryCulprit,
@@ -164,8 +164,8 @@ def _load_faster(case: Case) -> Iterator[Advice]:
         if setup.num_workers is None:
             text = "iterate over timer.steps(loader), so that `data` excludes your own code"
             yield Advice("iterate_over_steps", text)
-    is_long_on_host = case.pace.code == LAUNCH and m.host_share(DATA) >= _MIN_PART
-    if fetches.share >= _MIN_PART or case.pace.code == SYNC or is_long_on_host:
+    is_long_on_host = case.pace.code == LAUNCH_BOUND and m.host_share(DATA) >= _MIN_PART
+    if fetches.share >= _MIN_PART or case.pace.code == SYNC_BOUND or is_long_on_host:
         # Workers for a shorter fetch cost about as much as they save.
         yield from _use_workers(case, reason, fetches.frequency * fetches.mean_ms)
         if setup.num_workers and not m.loaders and is_uneven(fetches):
@@ -327,13 +327,13 @@ def _work_less(case: Case) -> Iterator[Advice]:
     # If backward is rare as well, these steps have more micro-batches: there is nothing to pause.
     if setup.is_own_loop and rare == [FORWARD]:
         yield _pause(FORWARD)
-    if pace.code == LAUNCH and m.launch_gap_share is None:
+    if pace.code == LAUNCH_BOUND and m.launch_gap_share is None:
         yield from _launch_less(case)
         return
-    if pace.code == SYNC:
+    if pace.code == SYNC_BOUND:
         yield from _unblock(case)
         return
-    if pace.code == GPU:
+    if pace.code == GPU_BOUND:
         compute = m.share(FORWARD) + m.share(BACKWARD)
         if setup.precision == "32-true" and setup.has_bf16 and compute >= 0.5:
             text = 'set precision="bf16-mixed" (now "32-true")'
@@ -530,7 +530,7 @@ _RULES: Mapping[str, Rule] = {
     CPU_WORK: _work_less,
     DATA: _load_faster,
     FETCH: _load_faster,
-    HOOKS: _move_to_workers,
+    TRANSFER_HOOKS: _move_to_workers,
     COPY: _copy_faster,
     CALLBACKS: _call_back_less,
     OTHER: partial(_own_code, "outside the model, loss, backward and update"),
@@ -542,7 +542,7 @@ _RULES: Mapping[str, Rule] = {
         "other_ranks",
         "find the rank with the slowest loader or callbacks: all others wait for it",
     ),
-    GAPS: _launch_less,
+    LAUNCH_GAPS: _launch_less,
     VALIDATION: partial(
         _evaluate_less,
         "validate less often: check_val_every_n_epoch or val_check_interval",

@@ -9,17 +9,17 @@ from lightning_gputime._diagnosis.codes import (
     CODES,
     COMMUNICATION,
     CPU_WORK,
-    GAPS,
     GPU_WORK,
-    HOOKS,
-    LAUNCH,
+    LAUNCH_BOUND,
+    LAUNCH_GAPS,
     NOT_SAMPLED,
     OTHER_RANKS,
-    PHASE,
+    PHASE_BOUND,
     SLOW,
     SLOWEST_RANK,
     STANDARD_PHASES,
     TIMING,
+    TRANSFER_HOOKS,
 )
 from lightning_gputime._diagnosis.culprit import culprits_of
 from lightning_gputime._diagnosis.diagnosis import Entry, TimeBreakdown
@@ -132,7 +132,7 @@ def _entry(case: Case, part: _Part, share: float, steps_share: float) -> Entry:
         and not (name == DATA and may_hide_evaluations(m, case.setup))
     )
     is_of_one_step = name in m.rows and _is_of_one_step(m.rows[name], m)
-    code = CODES.get(name, PHASE if name in m.rows else "")
+    code = CODES.get(name, PHASE_BOUND if name in m.rows else "")
     return Entry(
         name,
         case.seconds,
@@ -175,7 +175,7 @@ def _removable(name: str, part: _Part, m: Measurement, pace: Pace) -> float:
     In launch-bound training, this is the entry's host time: its GPU time may be small while the GPU
     works through its queue. No step can be shorter than its GPU work.
     """
-    if pace.code != LAUNCH or name in (GAPS, COMMUNICATION):
+    if pace.code != LAUNCH_BOUND or name in (LAUNCH_GAPS, COMMUNICATION):
         return part.share
     busy_ms = sum(
         row.frequency * (row.gpu_busy_mean_ms or 0.0)
@@ -216,7 +216,7 @@ def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> defau
         source = entry_of(ranks.phase) if ranks.slowest_rank == 0 else COMMUNICATION
         move(source, SLOWEST_RANK, ranks.behind_median_ms / m.step.mean_ms)
     # Probes exclude slow steps, so do not count the excess of slow steps as launch gaps.
-    move(work, GAPS, (m.launch_gap_share or 0.0) - work_of_slow_steps)
+    move(work, LAUNCH_GAPS, (m.launch_gap_share or 0.0) - work_of_slow_steps)
     move(work, TIMING, m.added_share or 0.0)
     parts[NOT_SAMPLED].add(m.not_sampled_share)
     # Add rounding errors to the work.
@@ -230,10 +230,10 @@ def _entries_of_phases(m: Measurement, pace: Pace, work: str) -> Callable[[str],
         OTHER: m.share(OTHER) >= _MIN_OTHER or m.host_share(OTHER) >= _MIN_OTHER,
         LOSS: m.share(LOSS) >= _MIN_LOSS
         if m.on_host_clock
-        else pace.code == LAUNCH and m.host_share(LOSS) >= _MIN_LOSS_ON_DEVICE,
+        else pace.code == LAUNCH_BOUND and m.host_share(LOSS) >= _MIN_LOSS_ON_DEVICE,
         OPTIMIZER: m.on_host_clock and m.share(OPTIMIZER) >= _MIN_OPTIMIZER,
     }
-    data = HOOKS if {FETCH, COPY} & m.rows.keys() else DATA
+    data = TRANSFER_HOOKS if {FETCH, COPY} & m.rows.keys() else DATA
 
     def entry_of(name: str) -> str:
         top = name.partition("/")[0]

@@ -29,16 +29,16 @@ from lightning_gputime._phases import (
     TRAINING_STEP,
 )
 
-GPU, LAUNCH, SYNC, COMPUTE = "GPU-bound", "launch-bound", "sync-bound", "compute-bound"
-INPUT, COPIES, COMMUNICATES, RANK = "input-bound", "copy-bound", "communication-bound", "rank-bound"
-STARTUP, PHASE = "startup-bound", "phase-bound"
+GPU_BOUND, LAUNCH_BOUND, SYNC_BOUND = "GPU-bound", "launch-bound", "sync-bound"
+COMPUTE_BOUND, COMMUNICATION_BOUND = "compute-bound", "communication-bound"
+PHASE_BOUND = "phase-bound"  # Verdict on a phase named by the user.
 
 # Names of entries that are not phases.
-HOOKS = "data (transfer hooks)"  # `data` without fetch and copy, if a trainer separates them.
+TRANSFER_HOOKS = "data (transfer hooks)"  # `data` minus fetch and copy, if both are separate.
 COMMUNICATION = "communication"
 OTHER_RANKS = "other ranks"
 SLOWEST_RANK = "the slowest rank"
-GAPS = "launch gaps"
+LAUNCH_GAPS = "launch gaps"
 SLOW = "slow steps: "
 COLLECTIONS, COMPILATIONS = f"{SLOW}garbage collection", f"{SLOW}compilation"
 ALLOCATOR, CONTENTION = f"{SLOW}the allocator", f"{SLOW}{OFF_CPU}"
@@ -48,16 +48,17 @@ GPU_WORK, CPU_WORK = "GPU work", "CPU work"
 
 STANDARD_PHASES = (*PHASES, GENERATE, REWARD, TRAINING_STEP)  # All except phases named by the user.
 
+# Verdict code of each entry that can be the bottleneck.
 CODES: Mapping[str, str] = {
-    DATA: INPUT,
-    FETCH: INPUT,
-    HOOKS: INPUT,
-    COPY: COPIES,
+    DATA: "input-bound",
+    FETCH: "input-bound",
+    TRANSFER_HOOKS: "input-bound",
+    COPY: "copy-bound",
     CALLBACKS: "callback-bound",
-    COMMUNICATION: COMMUNICATES,
-    OTHER_RANKS: RANK,
-    SLOWEST_RANK: RANK,
-    GAPS: LAUNCH,
+    COMMUNICATION: COMMUNICATION_BOUND,
+    OTHER_RANKS: "rank-bound",
+    SLOWEST_RANK: "rank-bound",
+    LAUNCH_GAPS: LAUNCH_BOUND,
     LOSS: "loss-bound",
     OPTIMIZER: "optimizer-bound",
     OTHER: "other-bound",
@@ -69,9 +70,9 @@ CODES: Mapping[str, str] = {
     EVALUATION: "evaluation-bound",
     CHECKPOINTS: "checkpoint-bound",
     EPOCH_ENDS: "epoch-end-bound",
-    SET_UP: STARTUP,
-    SANITY_CHECK: STARTUP,
-    FIRST_STEP: STARTUP,
+    SET_UP: "startup-bound",
+    SANITY_CHECK: "startup-bound",
+    FIRST_STEP: "startup-bound",
     TEAR_DOWN: "tear-down-bound",
     PAUSED: "paused-bound",
     BETWEEN_LOOPS: "between-loops-bound",

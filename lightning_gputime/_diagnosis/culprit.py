@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_gputime._diagnosis.codes import COMPILATIONS, HOOKS
+from lightning_gputime._diagnosis.codes import COMPILATIONS, TRANSFER_HOOKS
 from lightning_gputime._measurement.culprits import (
     BLOCKING,
     CALL,
@@ -24,7 +24,7 @@ _MIN_SHARE_NEXT_TO_PLACE = 0.2  # Minimum fraction of an entry for a call inside
 _MIN_SHARE_OF_OTHER = 0.05  # Minimum fraction of the step at which parts of `other` are reported.
 _MIN_KNOWN_OF_OTHER = 0.95  # Fraction of `other` that its known parts must cover.
 _MAX_BLOCKING = 3  # Maximum number of reported lines that wait for the GPU.
-_ENTRIES = {HOOKS: (DATA,), TEAR_DOWN: (TEAR_DOWN, BETWEEN_LOOPS)}
+_ENTRIES = {TRANSFER_HOOKS: (DATA,), TEAR_DOWN: (TEAR_DOWN, BETWEEN_LOOPS)}
 """Names under which the culprits of an entry are recorded, if they differ from its name."""
 
 

@@ -3,7 +3,12 @@
 from dataclasses import replace
 
 from lightning_gputime._diagnosis.breakdown import break_down, is_blurred, may_hide_evaluations
-from lightning_gputime._diagnosis.codes import COMMUNICATES, GPU, LAUNCH, SYNC
+from lightning_gputime._diagnosis.codes import (
+    COMMUNICATION_BOUND,
+    GPU_BOUND,
+    LAUNCH_BOUND,
+    SYNC_BOUND,
+)
 from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, Grade, TimeBreakdown
 from lightning_gputime._diagnosis.pace import Pace, pace_of
 from lightning_gputime._diagnosis.repeated import repeated_calls
@@ -38,26 +43,26 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     pace = pace_of(m)
     breakdown = break_down(m, setup, pace)
     blurred = sum(row.share for row in breakdown.rows if is_blurred(row.name, m))
-    if blurred >= _MIN_BOTTLENECK and pace.code != GPU:
+    if blurred >= _MIN_BOTTLENECK and pace.code != GPU_BOUND:
         # The bottleneck may be in phases whose times cannot be separated.
         return Diagnosis(time_breakdown=breakdown)
     unclear = breakdown[DATA].share if may_hide_evaluations(m, setup) else 0.0
-    if unclear >= _MIN_BOTTLENECK and pace.code != GPU:
+    if unclear >= _MIN_BOTTLENECK and pace.code != GPU_BOUND:
         headline = _UNCLEAR.format(percent(unclear), breakdown.scope)
         advice = _advice_of(breakdown, DATA)
         return Diagnosis("", "unknown", "", headline, breakdown, advice)
     found = _bottleneck(breakdown, pace, is_complete=not (m.blurred or unclear))
     headline = found.headline
-    if found.code == COMMUNICATES and m.ranks is not None and m.ranks.suspect is not None:
+    if found.code == COMMUNICATION_BOUND and m.ranks is not None and m.ranks.suspect is not None:
         headline += f"; rank {m.ranks.suspect} may be the cause"
     # The advice on calls that block the CPU belongs to the entry of the work.
-    first = breakdown.work if found.code == SYNC else found.entry
+    first = breakdown.work if found.code == SYNC_BOUND else found.entry
     if unclear >= _MIN_REPORTED:
         headline += f"; {_UNCLEAR.format(percent(unclear), breakdown.scope)}"
         first = DATA
     advice = _advice_of(breakdown, first)
     weight = _weight(breakdown[found.entry]) if found.entry != breakdown.work else 0.0
-    if pace.code != GPU and (repeated := repeated_calls(m)) is not None:
+    if pace.code != GPU_BOUND and (repeated := repeated_calls(m)) is not None:
         if repeated.share > weight:
             headline += f"; {repeated}"
         advice = _insert(repeated.advice, repeated.share > weight, advice)
@@ -103,7 +108,7 @@ def _bottleneck(breakdown: TimeBreakdown, pace: Pace, *, is_complete: bool) -> D
     entries = sorted((row for row in breakdown.rows if row.code), key=_weight, reverse=True)
     largest = entries[0] if entries else Entry("", 0.0, 0.0)
     weight = _weight(largest)
-    least = _MIN_BOTTLENECK_IF_SYNC if pace.code == SYNC else _MIN_BOTTLENECK
+    least = _MIN_BOTTLENECK_IF_SYNC if pace.code == SYNC_BOUND else _MIN_BOTTLENECK
     if weight >= least and weight - largest.error >= least / 2:
         headline = f"{largest.code}: {_about(largest, breakdown)}"
         second = next((row for row in entries if row.name not in ONCE), None)
@@ -111,7 +116,7 @@ def _bottleneck(breakdown: TimeBreakdown, pace: Pace, *, is_complete: bool) -> D
             headline += f"; apart from that, {second.code}: {_about(second, breakdown)}"
         return diagnosis(largest.code, largest.name, "bound", headline)
     headline = f"{pace.code}: {pace.grounds}"
-    if pace.code in (LAUNCH, SYNC):
+    if pace.code in (LAUNCH_BOUND, SYNC_BOUND):
         # In the phases in which the CPU blocks, the GPU runs out of work and idles.
         blocked = next((row for row in entries if row.name in pace.phases), None)
         if blocked is None or blocked.speed_up is None or _weight(blocked) < _MIN_REPORTED:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from lightning_gputime._diagnosis.codes import COMPUTE, GPU, LAUNCH, SYNC
+from lightning_gputime._diagnosis.codes import COMPUTE_BOUND, GPU_BOUND, LAUNCH_BOUND, SYNC_BOUND
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.stats import largest_part
 from lightning_gputime._measurement.units import percent, unit_of
@@ -32,13 +32,13 @@ def pace_of(measurement: Measurement) -> Pace:
     """Return the component that sets the pace of a step."""
     m = measurement
     if m.on_host_clock:
-        return Pace(COMPUTE, "the CPU computes the whole step")
+        return Pace(COMPUTE_BOUND, "the CPU computes the whole step")
     step_ms, wait_ms = m.step.mean_ms, m.host_wait_mean_ms
     unit = unit_of(step_ms)
     step = f"{unit.of(step_ms)} per step"
     waits = f"the CPU waits {unit.number(wait_ms)} of {step} for the GPU"
     if wait_ms >= _MIN_WAIT * step_ms:
-        return Pace(GPU, waits)
+        return Pace(GPU_BOUND, waits)
     # Work queues up in phases in which the GPU takes longer than the host. In phases in which the
     # host takes longer, it is busy (a fetch) or blocked (a copy, `.item()`).
     lag_ms = {
@@ -51,16 +51,16 @@ def pace_of(measurement: Measurement) -> Pace:
         grounds = f"the GPU lags the CPU by {unit.number(queued_ms)} of {step}"
         blocked = [name for name, ms in lag_ms.items() if -ms >= _MIN_BLOCKED * step_ms]
         if not blocked:
-            return Pace(GPU, grounds)
+            return Pace(GPU_BOUND, grounds)
         data = (DATA, FETCH, COPY, WAIT)
         host_ms = {name: m.rows[name].host_mean_ms for name in data if name in m.rows}
         phases = tuple(largest_part(host_ms, name) for name in blocked)
         named = ", ".join(f"`{name}`" for name in phases)
-        return Pace(SYNC, f"the CPU blocks on the GPU in {named}: {grounds}", phases)
+        return Pace(SYNC_BOUND, f"the CPU blocks on the GPU in {named}: {grounds}", phases)
     idles = "the GPU idles while the CPU launches kernels"
     gaps = m.launch_gap_share
     if gaps is None:
-        return Pace(LAUNCH, f"{idles}; {waits}")
+        return Pace(LAUNCH_BOUND, f"{idles}; {waits}")
     if gaps < _MIN_GAPS:
-        return Pace(GPU, f"launch gaps are only {percent(gaps)} of the step")
-    return Pace(LAUNCH, f"{idles} ({percent(gaps)} of the step)")
+        return Pace(GPU_BOUND, f"launch gaps are only {percent(gaps)} of the step")
+    return Pace(LAUNCH_BOUND, f"{idles} ({percent(gaps)} of the step)")
