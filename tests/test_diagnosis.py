@@ -265,6 +265,7 @@ OWN_LOOP = {"pin_memory": False, "is_own_loop": True}
         (on_host({"augment": 14.0}), {}, ["shorten", "modules"]),
         (on_gpu({"other": 20.0}), OWN_LOOP, ["pin_memory", "name_phase"]),
         (on_host({"augment": 2.0}, blurred=("augment",), not_measured=("x",)), {}, ["modules"]),
+        (on_host({"data to tokens": 9.0}, blurred=("data",)), {}, ["shorten", "modules"]),
     ],
 )
 def test_entry_has_advice(measured: Measurement, setup: dict[str, Any], codes: list[str]) -> None:

@@ -155,7 +155,7 @@ def _is_of_one_step(row: PhaseStats, m: Measurement) -> bool:
 
 def is_blurred(name: str, m: Measurement) -> bool:
     """Return True if an entry includes a phase that cannot be separated from other phases."""
-    top = name.partition("/")[0].partition(" ")[0]
+    top = DATA if name == TRANSFER_HOOKS else name.partition("/")[0]
     return top in {phase.partition("/")[0] for phase in m.blurred}
 
 
