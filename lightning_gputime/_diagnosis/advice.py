@@ -123,7 +123,7 @@ def advise(case: Case, share: float) -> tuple[Advice, ...]:
         return ()
     rule = _RULES.get(case.entry)
     if rule is None and case.entry in case.m.rows and case.entry not in STANDARD_PHASES:
-        rule = _shorten
+        rule = _shorten_user_phase
     found = [] if rule is None else [*rule(case)]
     found += [
         Advice("costly_setting", setting.text, {"setting": setting.name})
@@ -263,7 +263,7 @@ def _pin_memory(setup: TrainingSetup, why: str = "") -> Advice:
     return Advice("pin_memory", text, {"now": False, "suggested": True})
 
 
-def _call_back_less(case: Case) -> Iterator[Advice]:
+def _shorten_callbacks(case: Case) -> Iterator[Advice]:
     m = case.m
     if culprits := case.culprits:
         yield _run_less(case, culprits[0])
@@ -300,7 +300,7 @@ def _save_less(case: Case) -> Iterator[Advice]:
     yield Advice("save_less", f"{took}{how}")
 
 
-def _meet_the_rank(case: Case) -> Iterator[Advice]:
+def _speed_up_rank(case: Case) -> Iterator[Advice]:
     if (ranks := case.m.ranks) is not None:
         rank, phase = ranks.slowest_rank, ranks.phase
         text = f"speed up rank {rank} in `{phase}`: all other ranks wait for it"
@@ -321,7 +321,7 @@ def _communicate_less(case: Case) -> Iterator[Advice]:
     yield Advice("communicate_less", text)
 
 
-def _work_less(case: Case) -> Iterator[Advice]:
+def _speed_up_work(case: Case) -> Iterator[Advice]:
     m, setup, pace = case.m, case.setup, case.pace
     rare = [name for name in (FORWARD, BACKWARD) if name in m.rows and is_rare(m.rows[name])]
     # If backward is rare as well, these steps have more micro-batches: there is nothing to pause.
@@ -338,10 +338,10 @@ def _work_less(case: Case) -> Iterator[Advice]:
         if setup.precision == "32-true" and setup.has_bf16 and compute >= 0.5:
             text = 'set precision="bf16-mixed" (now "32-true")'
             yield Advice("precision", text, {"now": "32-true", "suggested": "bf16-mixed"})
-        yield from _fuse(m, setup)
+        yield from _fuse_update(case)
     longest = max((FORWARD, BACKWARD), key=m.share)
     if m.share(longest) >= _MIN_PART:
-        yield from _look_inside(longest, m, setup)
+        yield from _look_inside(longest, case)
 
 
 def _has_room(m: Measurement) -> bool:
@@ -357,14 +357,14 @@ def _launch_less(case: Case) -> Iterator[Advice]:
     mode = '(mode="reduce-overhead")' if setup.compiled else ""
     yield Advice("compile", f"use torch.compile{mode}")
     yield Advice("cuda_graphs", "use CUDA graphs")
-    yield from _fuse(case.m, setup)
+    yield from _fuse_update(case)
 
 
-def _fuse(m: Measurement, setup: TrainingSetup) -> Iterator[Advice]:
-    if setup.unfused and m.share(OPTIMIZER) >= _MIN_PART:
-        share = percent(m.share(OPTIMIZER))
-        text = f"use {setup.unfused}(fused=True): `optimizer` takes {share} of the step"
-        yield Advice("fused", text, {"optimizer": setup.unfused})
+def _fuse_update(case: Case) -> Iterator[Advice]:
+    kind, share = case.setup.unfused, case.m.share(OPTIMIZER)
+    if kind and share >= _MIN_PART:
+        text = f"use {kind}(fused=True): `optimizer` takes {percent(share)} of the step"
+        yield Advice("fused", text, {"optimizer": kind})
 
 
 def _unblock(case: Case) -> Iterator[Advice]:
@@ -399,7 +399,7 @@ def _optimize_faster(case: Case) -> Iterator[Advice]:
     setup, culprits = case.setup, case.culprits
     names = {culprit.name for culprit in culprits[:1]}
     if setup.unfused and names <= {f"{setup.unfused}.step"}:
-        yield from _fuse(case.m, setup)
+        yield from _fuse_update(case)
         return  # No other code in `optimizer` was found.
     if culprits:
         # Fusing the update would not help: report the code that takes the time.
@@ -412,7 +412,7 @@ def _optimize_faster(case: Case) -> Iterator[Advice]:
         yield Advice("optimizer", text)
 
 
-def _own_code(where: str, case: Case) -> Iterator[Advice]:
+def _shorten_user_code(where: str, case: Case) -> Iterator[Advice]:
     m, setup, name = case.m, case.setup, case.entry
     culprits = case.culprits
     if culprits:
@@ -437,16 +437,18 @@ def _shorten_code(case: Case) -> Advice:
     return Advice("shorten", text, {"phase": case.entry})
 
 
-def _shorten(case: Case) -> Iterator[Advice]:
+def _shorten_user_phase(case: Case) -> Iterator[Advice]:
     name = case.entry
-    inside = [*_look_inside(name, case.m, case.setup)]
+    inside = [*_look_inside(name, case)]
     culprits = case.culprits[:1]
     where = f" ({culprits[0].where})" if culprits and culprits[0].where else ""
     text = f"`{name}`{where} takes {_per_step(case.m, name)}: run it less often, or make it faster"
     yield from inside or [Advice("shorten", text, {"phase": name})]
 
 
-def _look_inside(top: str, m: Measurement, setup: TrainingSetup) -> Iterator[Advice]:
+def _look_inside(top: str, case: Case) -> Iterator[Advice]:
+    """Yield advice on the innermost module that takes long in a phase."""
+    m, setup = case.m, case.setup
     parts = [name for name in m.rows if name.startswith(f"{top}/") and not is_wait(name)]
     long = [name for name in parts if m.share(name) >= _MIN_PART]
     # Name the innermost module: the modules around it are long only because they contain it.
@@ -463,16 +465,15 @@ def _look_inside(top: str, m: Measurement, setup: TrainingSetup) -> Iterator[Adv
 
 
 def _evaluate_less(how: str, after: str, case: Case) -> Iterator[Advice]:
-    wall_clock = case.m.wall_clock
     culprits = case.culprits[:1]
     calls = [culprit for culprit in culprits if culprit.kind != PLACE]
     if calls:
         of = f"{duration(1e3 * calls[0].seconds)} of {duration(1e3 * case.seconds)}"
         yield Advice("metrics", f"{calls[0]} takes {of}: make it faster")
-    elif wall_clock is not None and wall_clock.after_batches_s:
+    elif (wall_clock := case.m.wall_clock) is not None:
         entries_s, after_s = wall_clock.entries_s, wall_clock.after_batches_s
         all_s = entries_s.get(VALIDATION, 0.0) + entries_s.get(EVALUATION, 0.0)
-        if after_s >= _MIN_AFTER_BATCHES * all_s:
+        if after_s and after_s >= _MIN_AFTER_BATCHES * all_s:
             of = f"{duration(1e3 * after_s)} of {duration(1e3 * all_s)}"
             text = f"use faster metrics: {of} are spent after the last batch, in {after}"
             yield Advice("metrics", text)
@@ -487,7 +488,7 @@ def _shorten_first_step(case: Case) -> Iterator[Advice]:
     yield Advice("first_step", text)
 
 
-def _outside_steps(code: str, general: str, how: str, case: Case) -> Iterator[Advice]:
+def _shorten_outside_steps(code: str, general: str, how: str, case: Case) -> Iterator[Advice]:
     """Yield advice on an entry outside of steps: on its culprit if known, else `general`."""
     if culprits := case.culprits:
         culprit = culprits[0]
@@ -496,7 +497,7 @@ def _outside_steps(code: str, general: str, how: str, case: Case) -> Iterator[Ad
         yield Advice(code, general)
 
 
-def _text(code: str, text: str) -> Rule:
+def _always(code: str, text: str) -> Rule:
     return lambda _: iter([Advice(code, text)])
 
 
@@ -526,19 +527,19 @@ def _compile_once(case: Case) -> Iterator[Advice]:
 
 
 _RULES: Mapping[str, Rule] = {
-    GPU_WORK: _work_less,
-    CPU_WORK: _work_less,
+    GPU_WORK: _speed_up_work,
+    CPU_WORK: _speed_up_work,
     DATA: _load_faster,
     FETCH: _load_faster,
     TRANSFER_HOOKS: _move_to_workers,
     COPY: _copy_faster,
-    CALLBACKS: _call_back_less,
-    OTHER: partial(_own_code, "outside the model, loss, backward and update"),
-    LOSS: partial(_own_code, "between forward and backward"),
+    CALLBACKS: _shorten_callbacks,
+    OTHER: partial(_shorten_user_code, "outside the model, loss, backward and update"),
+    LOSS: partial(_shorten_user_code, "between forward and backward"),
     OPTIMIZER: _optimize_faster,
     COMMUNICATION: _communicate_less,
-    SLOWEST_RANK: _meet_the_rank,
-    OTHER_RANKS: _text(
+    SLOWEST_RANK: _speed_up_rank,
+    OTHER_RANKS: _always(
         "other_ranks",
         "find the rank with the slowest loader or callbacks: all others wait for it",
     ),
@@ -553,40 +554,42 @@ _RULES: Mapping[str, Rule] = {
     ),
     CHECKPOINTS: _save_less,
     EPOCH_ENDS: partial(
-        _outside_steps,
+        _shorten_outside_steps,
         "epoch_ends",
         "make hooks at the start and end of epochs faster, or use longer epochs",
         "make it faster, or run it in fewer epochs",
     ),
     SET_UP: partial(
-        _outside_steps,
+        _shorten_outside_steps,
         "set_up",
         "cache results of prepare_data, setup and the construction of loaders; this occurs once",
         "cache its result; this occurs once",
     ),
     FIRST_STEP: _shorten_first_step,
     BETWEEN_LOOPS: partial(
-        _outside_steps,
+        _shorten_outside_steps,
         "between_loops",
         "run code between two loops, such as an evaluation, less often",
         "run it less often, or make it faster",
     ),
-    SANITY_CHECK: _text("sanity_check", "pass num_sanity_val_steps=0 to skip it; this occurs once"),
+    SANITY_CHECK: _always(
+        "sanity_check", "pass num_sanity_val_steps=0 to skip it; this occurs once"
+    ),
     TEAR_DOWN: partial(
-        _outside_steps,
+        _shorten_outside_steps,
         "tear_down",
         "speed up code after the last epoch, such as a checkpoint, a test or an upload; this occurs"
         " once",
         "make it faster; this occurs once, after the last epoch",
     ),
     PAUSED: partial(
-        _outside_steps,
+        _shorten_outside_steps,
         "paused",
         "run code in timer.paused(), such as an evaluation, less often",
         "run it less often, or make it faster",
     ),
     COLLECTIONS: _collect_less,
     COMPILATIONS: _compile_once,
-    ALLOCATOR: _text("expandable_segments", "set PYTORCH_ALLOC_CONF=expandable_segments:True"),
+    ALLOCATOR: _always("expandable_segments", "set PYTORCH_ALLOC_CONF=expandable_segments:True"),
     CONTENTION: _free_cores,
 }

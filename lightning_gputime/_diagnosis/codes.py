@@ -34,7 +34,7 @@ COMPUTE_BOUND, COMMUNICATION_BOUND = "compute-bound", "communication-bound"
 PHASE_BOUND = "phase-bound"  # Verdict on a phase named by the user.
 
 # Names of entries that are not phases.
-TRANSFER_HOOKS = "data (transfer hooks)"  # `data` minus fetch and copy, if both are separate.
+TRANSFER_HOOKS = "data (transfer hooks)"  # `data` without its parts fetch and copy.
 COMMUNICATION = "communication"
 OTHER_RANKS = "other ranks"
 SLOWEST_RANK = "the slowest rank"
