@@ -60,16 +60,23 @@ class Table:
         table = self if width is None else self._fitting(width)
         header, *body, total = table._padded_lines()
         rule = "-" * max(map(_width_of, (header, *body, total)))
-        lead = [_wrapped(self.above[0], width), self.above[1].text(width)] if self.above else []
-        if in_colour and self.lanes and width is not None:
-            lead.insert(1, _draw_lanes(self.lanes, width))
-        title, *texts = (_wrapped(text, width) for text in (self.title, *self.sentences))
         grid = "\n".join([header, rule, *body, rule, total])
+        headline, above = self.above or ("", None)
+        lanes = ""
+        if in_colour and self.lanes and width is not None:
+            lanes = _draw_lanes(self.lanes, width)
         steps = [_wrapped(f"{i:3}. {step}", width, "     ") for i, step in enumerate(self.steps, 1)]
-        if steps:
-            steps.insert(0, _TO_DO)
-        below = "" if self.below is None else self.below.text(width)
-        return "\n\n".join(filter(None, [*lead, title, grid, "\n".join(steps), below, *texts]))
+        blocks = (
+            _wrapped(headline, width),
+            lanes,
+            above.text(width) if above else "",
+            _wrapped(self.title, width),
+            grid,
+            "\n".join([_TO_DO, *steps]) if steps else "",
+            self.below.text(width) if self.below else "",
+            *(_wrapped(sentence, width) for sentence in self.sentences),
+        )
+        return "\n\n".join(filter(None, blocks))
 
     def markdown(self) -> str:
         """Return the table in the Markdown of GitHub, with its sentences as a list."""
@@ -83,18 +90,20 @@ class Table:
         if not self.lines:
             return f"<p>{html.escape(self.title)}</p>"
         header, *body, total = self.lines
-        rows = "".join(self._row(line, "td") for line in body) + self._row(total, "th")
-        lead = ""
-        if self.above:
-            lead = f"<p><strong>{marked(self.above[0])}</strong></p>{self.above[1].html()}"
-        below = "" if self.below is None else self.below.html()
-        below += "".join(f"<p>{marked(sentence)}</p>" for sentence in self.sentences)
-        if self.steps:
-            steps = "".join(f"<li>{marked(step)}</li>" for step in self.steps)
-            below = f"<p>{_TO_DO}</p><ol>{steps}</ol>{below}"
         caption = f'<caption style="text-align:left">{html.escape(self.title)}</caption>'
-        table = f"{caption}<thead>{self._row(header, 'th')}</thead><tbody>{rows}</tbody>"
-        return f"{lead}<table>{table}</table>{below}"
+        head = self._row(header, "th")
+        rows = "".join(self._row(line, "td") for line in body) + self._row(total, "th")
+        steps = "".join(f"<li>{marked(step)}</li>" for step in self.steps)
+        headline, above = self.above or ("", None)
+        blocks = (
+            f"<p><strong>{marked(headline)}</strong></p>" if headline else "",
+            above.html() if above else "",
+            f"<table>{caption}<thead>{head}</thead><tbody>{rows}</tbody></table>",
+            f"<p>{_TO_DO}</p><ol>{steps}</ol>" if steps else "",
+            self.below.html() if self.below else "",
+            *(f"<p>{marked(sentence)}</p>" for sentence in self.sentences),
+        )
+        return "".join(blocks)
 
     def _fitting(self, width: int) -> "Table":
         """Drop columns until the table is no wider than `width`."""
