@@ -25,7 +25,7 @@ class PinTimes:
         """Wrap the main loop of a pin-memory thread, to time its copies."""
 
         def timed_loop(batches: Any, pinned: Any, *args: Any, **kwargs: Any) -> None:
-            loop(_Taken(batches, self), _Put(pinned, self), *args, **kwargs)
+            loop(_InputQueue(batches, self), _OutputQueue(pinned, self), *args, **kwargs)
 
         return timed_loop
 
@@ -39,7 +39,7 @@ class PinTimes:
             self._start_ns = 0
 
 
-class _Taken:
+class _InputQueue:
     """Queue from which the thread takes batches."""
 
     def __init__(self, queue: Any, times: PinTimes) -> None:
@@ -51,7 +51,7 @@ class _Taken:
         return batch
 
 
-class _Put:
+class _OutputQueue:
     """Queue into which the thread puts copies."""
 
     def __init__(self, queue: Any, times: PinTimes) -> None:

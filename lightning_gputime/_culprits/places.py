@@ -121,19 +121,14 @@ class PlaceReader:
                 self._add(step)
 
     def _add(self, step: StepRecord) -> None:
-        # Inline, because a step may have hundreds of labels. `before` is needed to count model
-        # calls: after a submodule, or an update inside a call, the same call continues.
+        # No helper functions, because a step may have hundreds of labels.
+        next_labels = (*step.labels[1:], "")
+        phases = resolve_labels(step.labels)
         before = ""
-        for i, (label, following, phases, ms) in enumerate(
-            zip(
-                step.labels,
-                (*step.labels[1:], ""),
-                resolve_labels(step.labels),
-                step.device_ms,
-                strict=True,
-            )
+        for i, (label, following, names, ms) in enumerate(
+            zip(step.labels, next_labels, phases, step.device_ms, strict=True)
         ):
-            if not phases or label in INTERRUPTIONS:
+            if not names or label in INTERRUPTIONS:
                 continue
             name = self._updates if label == OPTIMIZER else ""
             # A step that starts with `other` starts with code after the last update.
@@ -141,14 +136,15 @@ class PlaceReader:
                 name = "after the update"
             elif label == OTHER:
                 name = "before backward" if following == BACKWARD else "before forward"
-            is_other = phases[0] == OTHER
-            place = Passage(step.places[i], step.places[i + 1], self._outside, is_other)
-            is_call = (
-                label == FORWARD and before != OPTIMIZER and not before.startswith(_INSIDE_FORWARD)
+            # After a submodule, or an update inside a call, the same call of the model continues.
+            continues = before == OPTIMIZER or before.startswith(_INSIDE_FORWARD)
+            is_pass = names[0] != FORWARD or (label == FORWARD and not continues)
+            place = Passage(
+                step.places[i], step.places[i + 1], self._outside, enters_calls=names[0] == OTHER
             )
-            passes = int(phases[0] != FORWARD or is_call)
-            before, ns = label, round(1e6 * ms)
-            self._sums.add(phases[0], name, ns, source=place, kind=PLACE, calls=passes)
+            ns = round(1e6 * ms)
+            self._sums.add(names[0], name, ns, source=place, kind=PLACE, calls=int(is_pass))
+            before = label
 
 
 class PlaceTimer:
