@@ -134,8 +134,8 @@ def _detect_spans(spans: Sequence[Span], attribution: ExcessAttribution) -> None
                 attribution.attribute_host_excess(kind, detail, part.name.__eq__)
 
 
-# Types of iterables that load nothing.
-_AT_HAND = (range, itertools.count, itertools.repeat, list, tuple)
+# Iterables that load nothing.
+_NOT_LOADERS = (range, itertools.count, itertools.repeat, list, tuple)
 
 
 class Loader:
@@ -149,7 +149,7 @@ class Loader:
     def set_loader(self, loader: object, in_data: bool) -> None:
         """Set the loader of the next loop. With `in_data`, all of `data` is its fetch."""
         self._phase = DATA if in_data else FETCH
-        if type(loader) in _AT_HAND:
+        if type(loader) in _NOT_LOADERS:
             self._phase = ""  # Time in `data` is not a fetch: detect nothing.
         workers = attribute(loader, "num_workers")
         self._workers = workers if isinstance(workers, int) else 0

@@ -80,7 +80,7 @@ class LoaderCase:
         )
 
     @property
-    def pace(self) -> str:
+    def intervals(self) -> str:
         """Batch interval of the workers, and of the loop without waiting, as part of a sentence."""
         n = len(self.times.workers)
         workers = f"{n} workers deliver" if n > 1 else "1 worker delivers"
@@ -91,15 +91,13 @@ class LoaderCase:
 
     def describe(self) -> str:
         """Return a sentence on the cost of a batch, and on the part that the loop waits for."""
-        hidden_ms = max(self.busy_ms - self.exposed_ms, 0.0)
-        text = (
-            f"A batch takes {duration(self.busy_ms)} in a worker; {self.pace}: the loop waits"
+        hidden_ms, pin_ms = max(self.busy_ms - self.exposed_ms, 0.0), self.times.pin_ms
+        pins = "" if pin_ms is None else f"; the pin-memory thread takes {duration(pin_ms)}"
+        return (
+            f"A batch takes {duration(self.busy_ms)} in a worker; {self.intervals}: the loop waits"
             f" {duration(self.exposed_ms)} per batch, and {duration(hidden_ms)} overlap with the"
-            " step"
+            f" step{pins}"
         )
-        pin_ms = self.times.pin_ms
-        thread = "" if pin_ms is None else f"; the pin-memory thread takes {duration(pin_ms)}"
-        return text + thread
 
 
 def workers_for(batch_ms: float, rest_ms: float) -> int:
@@ -232,21 +230,21 @@ def _unlock(case: LoaderCase) -> Advice | None:
 
 def _add_workers(case: LoaderCase) -> Iterator[Advice]:
     now, needed = len(case.times.workers), workers_for(case.busy_ms, case.rest_ms)
-    most = case.max_workers
-    option, cores = f"{case.prefix}num_workers", f"{case.cores} CPU cores"
-    if needed > now and (most is None or needed <= most):
-        of = "" if case.cores is None else f"; {cores}"
-        text = f"set {option}={needed} (now {now}{of}) to keep up: at present, {case.pace}"
-        yield Advice("num_workers", text, {"now": now, "suggested": needed})
-        return
-    if most is not None and now < most < needed:
+    most = needed if case.max_workers is None else case.max_workers
+    n = min(needed, most)
+    if n > now:
+        cores = "" if case.cores is None else f"; {case.cores} CPU cores"
+        goal = "keep up" if n == needed else "shorten the wait"
         text = (
-            f"set {option}={most} (now {now}; {cores}) to shorten the wait: at present, {case.pace}"
+            f"set {case.prefix}num_workers={n} (now {now}{cores}) to {goal}: at present,"
+            f" {case.intervals}"
         )
-        yield Advice("num_workers", text, {"now": now, "suggested": most})
+        yield Advice("num_workers", text, {"now": now, "suggested": n})
+        if n == needed:
+            return
     name = max(("dataset", "collate"), key=lambda stage: case.times.mean(f"{stage}_ms"))
     function = case.times.dataset if name == "dataset" else case.times.collate
-    reason = f": more workers cannot help on {cores}" if needed > now else ""
+    reason = f": more workers cannot help on {case.cores} CPU cores" if needed > now else ""
     yield Advice("cheaper_transforms", f"make `{function}` faster{reason}", {"stage": name})
 
 
