@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from lightning_gputime._diagnosis.culprit import parts_of_other
 from lightning_gputime._diagnosis.diagnose import diagnose
@@ -51,6 +51,20 @@ _RARE = (
 )
 
 
+T = TypeVar("T")
+
+
+class _Fact(Generic[T]):
+    """Attribute of a summary that returns the attribute of the same name of its measurement."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, summary: "PhaseSummary", owner: type) -> T:
+        fact: T = getattr(summary.measurement, self._name)
+        return fact
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class PhaseSummary(Tabular):
     """Statistics and diagnosis of a run; `print` shows them as tables.
@@ -88,150 +102,36 @@ class PhaseSummary(Tabular):
         """Recommended actions, the bottleneck first; empty if the numbers support none."""
         return tuple(advice.text for advice in self.diagnosis.advice)
 
-    @property
-    def rows(self) -> Mapping[str, PhaseStats]:
-        """Statistics of each phase that ran, in the order of a step."""
-        return self.measurement.rows
-
-    @property
-    def step(self) -> PhaseStats:
-        """Statistics of whole steps."""
-        return self.measurement.step
-
-    @property
-    def steps(self) -> int:
-        """Number of timed steps, without the warm-up."""
-        return self.measurement.steps
-
-    @property
-    def untimed_steps(self) -> int:
-        """Number of steps that were not timed."""
-        return self.measurement.untimed_steps
-
-    @property
-    def warmup_steps(self) -> int:
-        """Number of timed steps that are excluded from the statistics."""
-        return self.measurement.warmup_steps
-
-    @property
-    def is_warmup(self) -> bool:
-        """True if only the warm-up was timed."""
-        return self.measurement.is_warmup
-
-    @property
-    def host_wait_mean_ms(self) -> float:
-        """Mean time per step that the host waited for the device (in milliseconds)."""
-        return self.measurement.host_wait_mean_ms
-
-    @property
-    def skipped_updates(self) -> int:
-        """Number of steps whose update was skipped."""
-        return self.measurement.skipped_updates
-
-    @property
-    def on_host_clock(self) -> bool:
-        """True if all times are the host's, because there was no GPU."""
-        return self.measurement.on_host_clock
-
-    @property
-    def timed_every_n_steps(self) -> int:
-        """With `every_n_steps="auto"`: n if 1 of every n steps was timed at the end of the run."""
-        return self.measurement.timed_every_n_steps
-
-    @property
-    def timing_share(self) -> float | None:
-        """Cost of timing every step, as a fraction of the step; None if unknown."""
-        return self.measurement.timing_share
-
-    @property
-    def not_sampled_steps(self) -> int:
-        """Number of long steps that no timed step represents."""
-        return self.measurement.not_sampled_steps
-
-    @property
-    def not_sampled_share(self) -> float:
-        """Fraction of the time of all steps that `not_sampled_steps` took, from 0 to 1."""
-        return self.measurement.not_sampled_share
-
-    @property
-    def probed_steps(self) -> int:
-        """Number of probed steps."""
-        return self.measurement.probed_steps
-
-    @property
-    def probe_failure(self) -> str:
-        """Reason why no step can be probed."""
-        return self.measurement.probe_failure
-
-    @property
-    def launch_gap_share(self) -> float | None:
-        """Fraction of the step in which the GPU waits for launches; None if no step was probed."""
-        return self.measurement.launch_gap_share
-
-    @property
-    def ranks(self) -> RankSummary | None:
-        """Comparison of all ranks, on rank zero; None without other ranks."""
-        return self.measurement.ranks
-
-    @property
-    def slow(self) -> SlowSummary | None:
-        """Cost of slow steps; None if no step was slow."""
-        return self.measurement.slow
-
-    @property
-    def slowdown(self) -> Slowdown | None:
-        """Lasting change of the step time; None if it did not change."""
-        return self.measurement.slowdown
-
-    @property
-    def wall_clock(self) -> WallClockBreakdown | None:
-        """Host time of the training by entry; None if unknown."""
-        return self.measurement.wall_clock
-
-    @property
-    def memory(self) -> MemorySummary | None:
-        """Peak memory of the device."""
-        return self.measurement.memory
-
-    @property
-    def work(self) -> WorkSummary | None:
-        """Work per second; None if unknown."""
-        return self.measurement.work
-
-    @property
-    def items_per_sec(self) -> float | None:
-        """Items per second."""
-        return self.measurement.items_per_sec
-
-    @property
-    def mfu(self) -> float | None:
-        """Model FLOPs utilization, from 0 to 1."""
-        return self.measurement.mfu
-
-    @property
-    def sections(self) -> tuple[Section, ...]:
-        """Sections that observers add."""
-        return self.measurement.sections
-
-    @property
-    def not_measured(self) -> tuple[str, ...]:
-        """Sentences on quantities that could not be measured."""
-        return self.measurement.not_measured
-
-    @property
-    def blurred(self) -> tuple[str, ...]:
-        """Phases whose times cannot be separated, for the reasons in `not_measured`."""
-        return self.measurement.blurred
-
-    @property
-    def stage(self) -> str:
-        """Kind of evaluation, such as "validation"; empty for training."""
-        return self.measurement.stage
-
-    @property
-    def hint(self) -> str:
-        """Advice if no step was timed."""
-        return self.measurement.hint
+    # Facts of the measurement, which documents them.
+    rows = _Fact[Mapping[str, PhaseStats]]()
+    step = _Fact[PhaseStats]()
+    steps = _Fact[int]()
+    untimed_steps = _Fact[int]()
+    warmup_steps = _Fact[int]()
+    is_warmup = _Fact[bool]()
+    host_wait_mean_ms = _Fact[float]()
+    skipped_updates = _Fact[int]()
+    on_host_clock = _Fact[bool]()
+    timed_every_n_steps = _Fact[int]()
+    timing_share = _Fact[float | None]()
+    not_sampled_steps = _Fact[int]()
+    not_sampled_share = _Fact[float]()
+    probed_steps = _Fact[int]()
+    probe_failure = _Fact[str]()
+    launch_gap_share = _Fact[float | None]()
+    ranks = _Fact[RankSummary | None]()
+    slow = _Fact[SlowSummary | None]()
+    slowdown = _Fact[Slowdown | None]()
+    wall_clock = _Fact[WallClockBreakdown | None]()
+    memory = _Fact[MemorySummary | None]()
+    work = _Fact[WorkSummary | None]()
+    items_per_sec = _Fact[float | None]()
+    mfu = _Fact[float | None]()
+    sections = _Fact[tuple[Section, ...]]()
+    not_measured = _Fact[tuple[str, ...]]()
+    blurred = _Fact[tuple[str, ...]]()
+    stage = _Fact[str]()
+    hint = _Fact[str]()
 
     @property
     def notes(self) -> tuple[str, ...]:
