@@ -25,15 +25,21 @@ from lightning_gputime._session.state import OFF
 from lightning_gputime.hooks import GPUPhaseHooks
 
 
-class _Known:
-    """Reference to a dataset, weak if possible. Once it is gone, the next of its class follows."""
+class _TrainingData:
+    """A dataset of the training, and the loader that last read it.
 
-    def __init__(self, dataset: object) -> None:
+    The reference to the dataset is weak if possible. Once a dataset is gone, the next dataset of
+    its class replaces it: a script may create one per epoch.
+    """
+
+    def __init__(self, dataset: object, loader: Any) -> None:
         self._kind = type(dataset)
-        self._dataset: Callable[[], object | None] = _reference_to(dataset)
+        self._dataset = _reference_to(dataset)
+        self.loader = loader
+        """The loader, or the settings of its iterator if the loader was temporary."""
 
     def accepts(self, dataset: object) -> bool:
-        """Return whether this is the known dataset, or its replacement in a later epoch."""
+        """Return whether this is the dataset, or its replacement in a later epoch."""
         known = self._dataset()
         if known is None and type(dataset) is self._kind:
             self._dataset, known = _reference_to(dataset), dataset
@@ -47,25 +53,22 @@ def _reference_to(dataset: object) -> Callable[[], object | None]:
         return lambda: dataset
 
 
-class EarlyStages:
-    """Time the stages of all loaders until a timer is attached.
+class EarlyStages(StagedLoaders):
+    """Timer of the stages of all loaders, used while no timer is attached.
 
-    It is a listener of `DataLoader.__iter__`, see `Calls`.
+    It keeps the stages by iterator. `move` adds them to the sums of a timer, once the timer knows
+    which iterators belong to its training.
     """
 
     def __init__(self) -> None:
-        self._staged = StagedLoaders(_is_in_main_process, time.perf_counter_ns, self)
+        super().__init__(self._is_included, time.perf_counter_ns, self)
         # Adds the stages of the iterator under construction to the sums of a timer.
         self._newest: Callable[[CulpritSums], object] = do_nothing
         # The same function for each existing iterator.
         self._adds = WeakKeyDictionary[Any, Callable[[CulpritSums], object]]()
-        self._iter = Subscription(DataLoader, "__iter__", self)
 
-    def start(self) -> None:
-        self._iter.put_on()
-
-    def stop(self) -> None:
-        self._iter.remove()
+    def remove(self) -> None:
+        self._iter.remove()  # Unlike those of a timer, it can be put on again.
         self._adds.clear()
 
     def move(self, iterator: Any, sums: CulpritSums) -> None:
@@ -73,16 +76,16 @@ class EarlyStages:
         if (add := self._adds.pop(iterator, None)) is not None:
             add(sums)
 
-    def on_call_start(self, loader: Any, *_: Any) -> bool:
-        # An attached timer, such as a Trainer's, times its loaders itself.
-        has_timer = any(isinstance(other, StagedLoaders) for other in self._iter.patch.listeners)
-        return not has_timer and self._staged.on_call_start(loader)
-
     def on_call_end(self, iterator: Any) -> None:
-        self._staged.on_call_end(iterator)
+        super().on_call_end(iterator)
         if iterator is not None:
             self._adds[iterator] = self._newest
         self._newest = do_nothing
+
+    def _is_included(self, _: object) -> bool:
+        # An attached timer, such as a Trainer's, times its loaders itself.
+        timers = (found for found in self._iter.patch.listeners if found is not self)
+        return get_worker_info() is None and not any(isinstance(t, StagedLoaders) for t in timers)
 
     # Methods of `LoaderSums`
 
@@ -93,10 +96,6 @@ class EarlyStages:
     def add_workers(self, workers: Workers) -> Workers:
         self._newest = partial(CulpritSums.add_workers, workers=workers)
         return workers
-
-
-def _is_in_main_process(_: object) -> bool:
-    return get_worker_info() is None
 
 
 class Fetches:
@@ -118,9 +117,8 @@ class Fetches:
         self._loaders = WeakSet(loaders)
         self._early = early
         self._iterators: list[Any] = []  # Iterators of the first step.
-        self._datasets: list[_Known] = []
-        self._known: list[Any] = []  # Loaders of the datasets, or settings of their iterators.
-        self._newest = -1  # Index in `_known` of the loader that was last passed to the timer.
+        self._training: list[_TrainingData] = []
+        self._newest: _TrainingData | None = None  # The data whose loader the timer knows.
         self._has_started = False  # True from `iter(loader)` until the first fetch.
         # Subscribe before the timer does: it times the stages of a new loader only if it knows it.
         self.starts = Subscription(
@@ -136,51 +134,55 @@ class Fetches:
     @property
     def are_timed(self) -> bool:
         """True once the training datasets are found."""
-        return bool(self._datasets)
+        return bool(self._training)
 
     def end_first_step(self) -> None:
         """Use the datasets of the first step as the training datasets."""
         for iterator in self._iterators:
             dataset = dataset_of_iterator(iterator)
-            self._datasets.append(_Known(dataset))
             found = [loader for loader in self._loaders if loader.dataset is dataset]
-            # The script may iterate over a temporary loader.
-            self._known.append(found[0] if found else settings_of_iterator(iterator))
+            # Without a match, the script iterates over a temporary loader.
+            loader = found[0] if found else settings_of_iterator(iterator)
+            self._training.append(_TrainingData(dataset, loader))
             self._early.move(iterator, self._timer._culprits)
-            self._newest = len(self._known) - 1
-        self._early.stop()
-        if self._known:
-            self._timer._know_loader(self._known[-1], in_data=True)
+        self._early.remove()
+        if self._training:
+            self._set_newest(self._training[-1])
         self._iterators = []
+
+    def _set_newest(self, data: _TrainingData) -> None:
+        self._newest = data
+        self._timer._know_loader(data.loader, in_data=True)
 
     def _start_epoch(self, loader: DataLoader[Any], *_: Any) -> bool:
         """Start `data` if a training loader starts an epoch. Return True if the loader is new."""
-        place = self._place_of(loader.dataset)
-        if place is None:
+        data = self._data_of(loader.dataset)
+        if data is None:
             return False
         self._timer._session.recorder.mark(DATA)
         self._has_started = True
-        is_kept = self._known[place] is loader
-        if not is_kept or self._newest != place:
-            self._newest = place
-            self._timer._know_loader(loader, in_data=True)
-        return not is_kept
+        is_new = data.loader is not loader
+        if is_new or data is not self._newest:
+            data.loader = loader
+            self._set_newest(data)
+        return is_new
 
     def _has_new_iterator(self, iterator: Any) -> None:
         """Drop the reference to a loader that was created for this epoch: its workers must exit."""
-        self._known[self._newest] = settings_of_iterator(iterator)
-        self._timer._know_loader(self._known[self._newest], in_data=True)
+        if self._newest is not None:
+            self._newest.loader = settings_of_iterator(iterator)
+            self._set_newest(self._newest)
 
     # Listener of loader iterators, see `Calls`
 
     def on_call_start(self, iterator: Any, *_: Any, **__: Any) -> bool:
         recorder = self._timer._session.recorder
-        if not self._datasets:
+        if not self._training:
             is_training = get_ident() == recorder.threads.home and torch.is_grad_enabled()
             if is_training and iterator not in self._iterators:
                 self._iterators.append(iterator)
             return False
-        if self._place_of(dataset_of_iterator(iterator)) is None:
+        if self._data_of(dataset_of_iterator(iterator)) is None:
             return False
         if recorder.state is PAUSED:
             recorder.resume(DATA)
@@ -197,12 +199,11 @@ class Fetches:
         else:
             self._timer._session.open_step.batch_begins(batch)
 
-    def _place_of(self, dataset: object) -> int | None:
-        """Return the index of a training dataset, or None if its fetches are not timed now."""
+    def _data_of(self, dataset: object) -> _TrainingData | None:
+        """Return the training data with a dataset; None if its fetches are not timed now."""
         session = self._timer._session
-        if not self._datasets or session.steps.state is OFF or not torch.is_grad_enabled():
+        if not self._training or session.steps.state is OFF or not torch.is_grad_enabled():
             return None
         if get_ident() != session.recorder.threads.home:
             return None
-        places = (place for place, known in enumerate(self._datasets) if known.accepts(dataset))
-        return next(places, None)
+        return next((data for data in self._training if data.accepts(dataset)), None)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -64,14 +64,17 @@ class PlainLoops:
         self._wanted = wanted
         self._loop: _TimedLoop | None = None
         self._loops = 0  # Number of loops that were found.
-        self._shows = False  # True on rank zero.
+        self._shows = False  # True on rank zero, once a loop was found.
         self._short_loops = 0  # Number of consecutive loops with only warm-up steps.
-        self._next: Callable[[], Optimizer | None] = _nothing  # The optimizer of the next loop.
+        # Optimizer of the next loop; a weak reference until its next backward.
+        self._next: Callable[[], Optimizer | None] = _nothing
         self._others = 0  # Updates of other optimizers since the last update of the timed loop.
         self._census = _Census()
-        self._untimeable = WeakSet[Optimizer]()
+        self._untimeable = WeakSet[Optimizer]()  # Their updates start no loop.
+        # Weak reference to the timer of a running Trainer, which times its own loop.
         self._trainer_timer: Callable[[], Any] = _nothing
-        self._loaders = _FirstLoaders()
+        self._early: EarlyStages | None = None
+        self._cancel_first_iter = _at_first_iter(lambda: self._early_stages().put_on())
         self._handle = register_optimizer_step_post_hook(self._update_ends)
         # Child processes inherit this id: only the first process reports that no loop was found.
         os.environ.setdefault(_PROCESS, str(os.getpid()))
@@ -112,7 +115,7 @@ class PlainLoops:
             # If it updates again, two optimizers alternate in one training. Show each once.
             self._untimeable.add(self._loop.optimizer)
             has_steps = self._loop.end()
-            self._loaders.stages().start()
+            self._early_stages().put_on()
             self._census.end(has_steps)
             self._short_loops = 0 if has_steps else self._short_loops + 1
             self._loop = None
@@ -138,7 +141,8 @@ class PlainLoops:
             return
         self._loops += 1
         models = _models_of(optimizer)
-        kind, names = type(optimizer).__name__, " and ".join(sorted({*map(_class_name, models)}))
+        kind = type(optimizer).__name__
+        names = " and ".join(sorted({type(model).__name__ for model in models}))
         parameters = [id(p) for model in models for p in nn.Module.parameters(model)]
         if trainer := _trainer_at_work():
             tell_once(_NO_CALLBACK, trainer)
@@ -147,7 +151,7 @@ class PlainLoops:
             why = f"of the parameters that {kind} updates {why}"
             tell_once(_NOT_FOUND, why, "model, optimizer")
         else:
-            self._loop = _TimedLoop(optimizer, models, self._wanted, self._loaders)
+            self._loop = _TimedLoop(optimizer, models, self._wanted, self._early_stages())
             self._untimeable.discard(optimizer)
             self._census.begin(optimizer)
             self._shows = self._loop.is_shown
@@ -155,6 +159,15 @@ class PlainLoops:
                 messages.warning(_FOUND, names, kind)
             elif self._shows:
                 messages.warning(_FOUND_NEXT, names)
+
+    def _early_stages(self) -> "EarlyStages":
+        """Return the timer of the stages of loaders that are read between the timed loops."""
+        if self._early is None:
+            self._cancel_first_iter()
+            from lightning_gputime._auto_instrumentation.fetches import EarlyStages
+
+            self._early = EarlyStages()
+        return self._early
 
     def _report(self) -> None:
         """Warn at exit if no loop, or not every loop, was timed."""
@@ -175,37 +188,29 @@ class PlainLoops:
             messages.warning(_NOT_FOUND, f"{why} by a torch optimizer was found", "model")
 
 
-class _FirstLoaders:
-    """Loaders that a script iterates over before its loop is found.
+def _at_first_iter(call: Callable[[], object]) -> Callable[[], None]:
+    """Call a function at the first `iter(loader)`. Return a function that cancels this.
 
-    The first `iter(loader)` starts timing their stages, and imports more of this package for it.
+    It patches `DataLoader` by hand, because a `Subscription` would import dynamo in each process.
     """
+    original = DataLoader.__iter__
 
-    def __init__(self) -> None:
-        self._stages: EarlyStages | None = None
-        self._original = original = DataLoader.__iter__
+    @wraps(original)
+    def first_iter(loader: Any) -> Any:
+        if DataLoader.__iter__ is not first_iter:
+            return original(loader)  # A timer, or other code, has wrapped this function.
+        cancel()
+        with tells_errors():
+            call()
+        # Not `iter(loader)`: a subclass may have called `super().__iter__()`.
+        return DataLoader.__iter__(loader)
 
-        @wraps(original)
-        def first_iter(loader: Any) -> Any:
-            if DataLoader.__iter__ is not self._replacement:
-                return original(loader)  # A timer, or other code, has wrapped this function.
-            with tells_errors():
-                self.stages().start()
-            # Not `iter(loader)`: a subclass may have called `super().__iter__()`.
-            return DataLoader.__iter__(loader)
+    def cancel() -> None:
+        if DataLoader.__iter__ is first_iter:
+            type.__setattr__(DataLoader, "__iter__", original)
 
-        self._replacement = first_iter
-        type.__setattr__(DataLoader, "__iter__", first_iter)
-
-    def stages(self) -> "EarlyStages":
-        """Return the timer of these loaders' stages, and stop waiting for the first `iter`."""
-        if self._stages is None:
-            if DataLoader.__iter__ is self._replacement:
-                type.__setattr__(DataLoader, "__iter__", self._original)
-            from lightning_gputime._auto_instrumentation.fetches import EarlyStages
-
-            self._stages = EarlyStages()
-        return self._stages
+    type.__setattr__(DataLoader, "__iter__", first_iter)
+    return cancel
 
 
 class _TimedLoop:
@@ -216,7 +221,7 @@ class _TimedLoop:
         optimizer: Optimizer,
         models: list[nn.Module],
         wanted: dict[str, Any],
-        loaders: "_FirstLoaders",
+        early: "EarlyStages",
     ) -> None:
         from lightning_gputime._auto_instrumentation import adding
         from lightning_gputime._auto_instrumentation.fetches import Fetches
@@ -227,7 +232,7 @@ class _TimedLoop:
         self.patience = _MIN_OTHER_UPDATES
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._timer = GPUPhaseHooks(model, optimizer, **options_of_all(wanted))
-        self._fetches = Fetches(self._timer, _instances_of(DataLoader), loaders.stages())
+        self._fetches = Fetches(self._timer, _instances_of(DataLoader), early)
         self._timer.attach()
         self._timer._session.attach_until_end(self._fetches.starts)
         self._hook = optimizer.register_step_post_hook(self._step_ends)
@@ -269,53 +274,49 @@ class _TimedLoop:
 
 
 class _Census:
-    """Count of optimizers outside of timed loops, whose training is not shown."""
+    """Count of the training loops that are not shown.
+
+    These are optimizers that never stepped in a timed loop, and timed loops without a result.
+    """
 
     def __init__(self) -> None:
-        self.missed = 0
-        # Weak references, so that the optimizers can be deleted. They stay counted.
-        self._known = WeakSet[Optimizer]()
-        self._joined = WeakSet[Optimizer]()  # Optimizers of timed loops.
-        # Other optimizers that have stepped since the timed loop's last update.
-        self._between = WeakSet[Optimizer]()
-        self._n_between = 0
+        # Count numbers rather than optimizers, which the script may delete.
+        self._numbers = WeakKeyDictionary[Optimizer, int]()
+        self._n_known = self._n_not_shown = 0
+        self._joined = set[int]()  # Optimizers of timed loops.
+        self._between = set[int]()  # Others that stepped since the timed loop's last update.
+
+    @property
+    def missed(self) -> int:
+        return self._n_known - len(self._joined) + self._n_not_shown
 
     def add(self, optimizer: Optimizer) -> None:
         """Count an optimizer that has stepped outside the timed loop."""
-        if optimizer in self._joined or optimizer in self._between:
-            return
-        self._between.add(optimizer)
-        self._n_between += 1
-        if optimizer not in self._known:
-            self._known.add(optimizer)
-            self.missed += 1
+        self._between.add(self._number_of(optimizer))
 
     def join(self) -> None:
         """Add the optimizers that updated meanwhile to the timed loop, which continues."""
-        self.missed -= self._n_between
         self._joined |= self._between
         self._between.clear()
-        self._n_between = 0
 
     def begin(self, optimizer: Optimizer) -> None:
         """Start the timed loop of an optimizer."""
-        if optimizer in self._known and optimizer not in self._joined:
-            self.missed -= 1
-        self._joined.add(optimizer)
+        self._joined.add(self._number_of(optimizer))
         self._between.clear()
-        self._n_between = 0
 
     def end(self, is_shown: bool) -> None:
         """End the timed loop, and count it as missed unless it is shown."""
-        self.missed += not is_shown
+        self._n_not_shown += not is_shown
+
+    def _number_of(self, optimizer: Optimizer) -> int:
+        if optimizer not in self._numbers:
+            self._numbers[optimizer] = self._n_known
+            self._n_known += 1
+        return self._numbers[optimizer]
 
 
 def _nothing() -> None:
     return None
-
-
-def _class_name(model: nn.Module) -> str:
-    return type(model).__name__
 
 
 def _trainer_at_work() -> str:
