@@ -23,7 +23,7 @@ from lightning_gputime._instrumentation.arguments import (
     check_model,
     check_optimizers,
 )
-from lightning_gputime._instrumentation.loop import BatchState, Loop, is_engine, is_training
+from lightning_gputime._instrumentation.loop import BatchState, Loop, Search, is_engine, is_training
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.wall_clock import (
@@ -431,7 +431,7 @@ class GPUPhaseHooks(Timer):
         self._loop = Loop(
             model,
             found,
-            pause_evaluation=True if found else None,
+            search=Search.NOW if found else Search.AFTER_BACKWARD,
             submodules=submodules,
             batch=self._plain,
             needs_updates=accumulate_grad_batches != 1,

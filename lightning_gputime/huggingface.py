@@ -20,7 +20,7 @@ except ImportError as error:
 from lightning_gputime._compat import transformers_
 from lightning_gputime._compat.python_ import variables_of_callers
 from lightning_gputime._culprits.places import frames_here
-from lightning_gputime._instrumentation.loop import Batch, BatchState, Loop
+from lightning_gputime._instrumentation.loop import BatchState, Loop
 from lightning_gputime._instrumentation.named import phase
 from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
 from lightning_gputime._measurement.culprits import CulpritSums
@@ -100,7 +100,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._is_table_due = False
         self._before: Any = None  # The callback that precedes the timer when no training runs.
         # State of a training. A step may span epochs.
-        self._batch: BatchState = Batch()
+        self._batch = BatchState()
         self._batch.close()
         self._is_in_step = self._has_fetched = False
         self._stage = ""  # Kind of the newest evaluation.

@@ -1,6 +1,7 @@
 """Tests of modules, losses and optimizers that a timer finds by their calls."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from unittest.mock import Mock
 
@@ -93,17 +94,40 @@ def test_replaced_optimizer_of_a_trainer_has_no_skipped_updates(gpu: FakeGPU) ->
     assert timer.summary().skipped_updates == 0
 
 
-def test_model_that_returns_its_loss_after_a_call_of_its_part_is_timed(gpu: FakeGPU) -> None:
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.decoder = Layer(gpu, 1.0, 1.0), Layer(gpu, 2.0, 2.0)
+class WithLoss(nn.Module):
+    """A model that returns its loss. Its first call raises if it `fails_once`."""
 
-        def forward(self, z: Tensor) -> Tensor:
-            return self.decoder(z).pow(2).mean()  # type: ignore[no-any-return]
+    def __init__(self, gpu: FakeGPU, *, fails_once: bool = False) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Layer(gpu, 1.0, 1.0), Layer(gpu, 2.0, 2.0)
+        self.fails = fails_once
 
-    model = WithLoss()
+    def forward(self, z: Tensor) -> Tensor:
+        if self.fails:
+            self.fails = False
+            raise MemoryError
+        return self.decoder(z).pow(2).mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["the model", "inside the model"])
+def test_module_that_returns_its_loss_after_a_call_of_its_part_is_timed(
+    gpu: FakeGPU, is_inside: bool
+) -> None:
+    model = WithLoss(gpu)
     bare = installed(*model.modules())
-    timer = train(gpu, model, lambda x: model(model.encoder(x)))
-    assert [step["backward"] for step in steps(timer)] == [3.0] * 3
+    timed = nn.ModuleList([model]) if is_inside else model
+    timer = train(gpu, timed, lambda x: model(model.encoder(x)))
+    assert [(step["forward"], step["backward"]) for step in steps(timer)] == [(3.0, 3.0)] * 3
     assert installed(*model.modules()) == bare
+
+
+def test_model_that_returns_its_loss_and_is_tried_again_is_timed(gpu: FakeGPU) -> None:
+    model = WithLoss(gpu, fails_once=True)
+
+    def loss_of(x: Tensor) -> Tensor:
+        with suppress(MemoryError):
+            return model(x)  # type: ignore[no-any-return]
+        return model(x)  # type: ignore[no-any-return]
+
+    timer = train(gpu, model, loss_of)
+    assert [(step["forward"], step["backward"]) for step in steps(timer)] == [(2.0, 2.0)] * 3

@@ -63,6 +63,10 @@ def call_head_again(net: Any, x: Tensor) -> Any:
     return net.head(net(x))
 
 
+def call_body_twice(net: Any, x: Tensor) -> Any:
+    return net.head(net.body(net.body(x)))
+
+
 def checkpoint_body(net: Any, x: Tensor) -> Any:
     return net.head(checkpoint(net.body, x.requires_grad_(), use_reentrant=False))
 
@@ -105,6 +109,14 @@ CASES: dict[str, tuple[Any, list[str], Any, dict[str, float]]] = {
         ["head"],
         call_head_again,
         {"forward": 11.5, "backward": 23.0} | part("head", 8.0, 16.0),
+    ),
+    "a part at the start of a part that is called twice in a row": (
+        Net,
+        ["body", "body.0"],
+        call_body_twice,
+        {"forward": 10.0, "backward": 20.0}
+        | part("body", 6.0, 12.0)
+        | part("body/body.0", 2.0, 4.0),
     ),
     "a checkpointed part, without the glue before the head": (
         Net,

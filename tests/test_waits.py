@@ -210,11 +210,28 @@ def test_overlapped_work_is_not_a_wait(ranks: Ranks, gpu: FakeGPU) -> None:
     assert train(Shared(gpu, "loss", overlap)) == [expected] * 3
 
 
+def launch_synchronously() -> Any:
+    """Launch a collective on the stream of the caller, which must still call `wait`."""
+    options = AllreduceOptions()
+    options.asyncOp = False
+    return distributed.group.WORLD.allreduce([torch.ones(2)], options)  # type: ignore[union-attr]
+
+
+def test_collective_without_a_wait_does_not_hide_the_next_wait(ranks: Ranks, gpu: FakeGPU) -> None:
+    def named() -> None:
+        with phase("augment"):
+            launch_synchronously()
+        gpu.work(1.0)
+        wait_for_its_work()
+
+    expected = {**waiting("loss"), "loss": STEP_MS["loss"] + COMM_MS + 1.0}
+    expected |= {"augment": COMM_MS, "augment/comm": COMM_MS}
+    assert train(Shared(gpu, "loss", named)) == [expected] * 3
+
+
 def test_collective_of_another_thread_does_not_end_a_wait(ranks: Ranks, gpu: FakeGPU) -> None:
     def while_another_does() -> None:
-        options = AllreduceOptions()
-        options.asyncOp = False
-        work = distributed.group.WORLD.allreduce([torch.ones(2)], options)  # type: ignore[union-attr]
+        work = launch_synchronously()
         # As a checkpoint that is written in the background does.
         run_in_thread(lambda: distributed.barrier())
         work.wait()

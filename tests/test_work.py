@@ -340,6 +340,16 @@ def test_precision_follows_autocast_around_the_call(gpu: FakeGPU, is_on: bool) -
         assert precision_in(gpu, model, call) == ("bf16" if is_on else "fp32")
 
 
+def test_precision_is_that_of_the_first_call(gpu: FakeGPU) -> None:
+    model, is_on = Net(gpu), iter([True, False, False])
+
+    def call(x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=next(is_on)):
+            return model(x)
+
+    assert precision_in(gpu, model, call) == "bf16"
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_precision_follows_autocast_inside_the_model(gpu: FakeGPU, wrapped: bool) -> None:
     model: Any = nn.Linear(64, 32)

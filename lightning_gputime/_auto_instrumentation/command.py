@@ -112,18 +112,15 @@ def run(args: argparse.Namespace) -> int:
     # Check this first, because checking options imports torch.
     program = None if args.is_module else find_program(args.script)
     wanted = {name: given[name] for name in (*SWITCHES, *VALUES) if given[name] is not None}
-    if alone := options_of_all(wanted):
-        from lightning_gputime._options import Options  # Imports torch.
+    try:
+        if options := options_of_all(wanted):
+            from lightning_gputime._options import Options  # Imports torch.
 
-        try:
-            Options(**alone)
-        except TypeError as error:
-            raise ValueError(error) from None
-    if "save_path" in wanted:
-        try:
+            Options(**options)
+        if "save_path" in wanted:
             wanted["save_path"] = check_save_path(wanted["save_path"])
-        except TypeError as error:
-            raise ValueError(error) from None
+    except TypeError as error:
+        raise ValueError(error) from None
     os.environ |= {VARIABLE: json.dumps(wanted), BEGAN: str(time.time())}
     paths = [os.path.join(os.path.dirname(__file__), "site"), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -167,17 +164,17 @@ def bench(args: argparse.Namespace) -> "RunComparison":
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"--out must be a new folder: {folder} has files. Choose another name")
     looks = [*(n for n in _LOOKS if n < args.turns), args.turns]
-    groups: list[list[Path]] = [[], []]
+    runs: dict[str, list[Path]] = {side: [] for side in commands}
     for turn in range(1, args.turns + 1):
-        for i in (0, 1) if turn % 2 else (1, 0):
-            side = [*commands][i]
-            groups[i].append(folder / side / f"{turn:03}.json.gz")
-            _save_run(commands[side], groups[i][-1])
-            if turn == 1 and i == 0:
+        for side in commands if turn % 2 else reversed(commands):
+            runs[side].append(folder / side / f"{turn:03}.json.gz")
+            _save_run(commands[side], runs[side][-1])
+            if turn == 1 and side == "before":
                 # Raise before a long bench if --fail-above names an unknown phase.
-                with_itself = compare_groups([groups[0], groups[0]])
+                with_itself = compare_groups([runs[side], runs[side]])
                 for bound in args.fail_above:
                     with_itself.outcome(*bound)
+        groups = [*runs.values()]
         found = compare_groups(groups, allow_mismatch=args.allow_mismatch, looks=len(looks))
         _tell(f"turn {turn} of {args.turns}: {found.sentence}")
         bounds = args.fail_above or [(0.0, "step")]

@@ -25,18 +25,16 @@ from lightning_gputime._session.state import OFF
 from lightning_gputime.hooks import GPUPhaseHooks
 
 
-class _TrainingData:
-    """A dataset of the training, and the loader that last read it.
+class _Dataset:
+    """Reference to a dataset of the training, weak if possible.
 
-    The reference to the dataset is weak if possible. Once a dataset is gone, the next dataset of
-    its class replaces it: a script may create one per epoch.
+    Once the dataset is gone, the next dataset of its class replaces it: a script may create a new
+    dataset for each epoch.
     """
 
-    def __init__(self, dataset: object, loader: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self._kind = type(dataset)
         self._dataset = _reference_to(dataset)
-        self.loader = loader
-        """The loader, or the settings of its iterator if the loader was temporary."""
 
     def accepts(self, dataset: object) -> bool:
         """Return whether this is the dataset, or its replacement in a later epoch."""
@@ -117,8 +115,10 @@ class Fetches:
         self._loaders = WeakSet(loaders)
         self._early = early
         self._iterators: list[Any] = []  # Iterators of the first step.
-        self._training: list[_TrainingData] = []
-        self._newest: _TrainingData | None = None  # The data whose loader the timer knows.
+        # Datasets of the training, each with the loader that last read it, or the settings of that
+        # loader's iterator if the loader was temporary.
+        self._training: dict[_Dataset, Any] = {}
+        self._newest: _Dataset | None = None  # The dataset whose loader the timer knows.
         self._has_started = False  # True from `iter(loader)` until the first fetch.
         # Subscribe before the timer does: it times the stages of a new loader only if it knows it.
         self.starts = Subscription(
@@ -141,37 +141,32 @@ class Fetches:
         for iterator in self._iterators:
             dataset = dataset_of_iterator(iterator)
             found = [loader for loader in self._loaders if loader.dataset is dataset]
-            # Without a match, the script iterates over a temporary loader.
-            loader = found[0] if found else settings_of_iterator(iterator)
-            self._training.append(_TrainingData(dataset, loader))
+            self._newest = _Dataset(dataset)
+            self._training[self._newest] = found[0] if found else settings_of_iterator(iterator)
             self._early.move(iterator, self._timer._culprits)
         self._early.remove()
-        if self._training:
-            self._set_newest(self._training[-1])
+        if self._newest is not None:
+            self._timer._know_loader(self._training[self._newest], in_data=True)
         self._iterators = []
-
-    def _set_newest(self, data: _TrainingData) -> None:
-        self._newest = data
-        self._timer._know_loader(data.loader, in_data=True)
 
     def _start_epoch(self, loader: DataLoader[Any], *_: Any) -> bool:
         """Start `data` if a training loader starts an epoch. Return True if the loader is new."""
-        data = self._data_of(loader.dataset)
-        if data is None:
+        dataset = self._find(loader.dataset)
+        if dataset is None:
             return False
         self._timer._session.recorder.mark(DATA)
         self._has_started = True
-        is_new = data.loader is not loader
-        if is_new or data is not self._newest:
-            data.loader = loader
-            self._set_newest(data)
+        is_new = self._training[dataset] is not loader
+        if is_new or dataset is not self._newest:
+            self._newest = dataset
+            self._timer._know_loader(loader, in_data=True)
         return is_new
 
     def _has_new_iterator(self, iterator: Any) -> None:
         """Drop the reference to a loader that was created for this epoch: its workers must exit."""
         if self._newest is not None:
-            self._newest.loader = settings_of_iterator(iterator)
-            self._set_newest(self._newest)
+            self._training[self._newest] = settings = settings_of_iterator(iterator)
+            self._timer._know_loader(settings, in_data=True)
 
     # Listener of loader iterators, see `Calls`
 
@@ -182,7 +177,7 @@ class Fetches:
             if is_training and iterator not in self._iterators:
                 self._iterators.append(iterator)
             return False
-        if self._data_of(dataset_of_iterator(iterator)) is None:
+        if self._find(dataset_of_iterator(iterator)) is None:
             return False
         if recorder.state is PAUSED:
             recorder.resume(DATA)
@@ -199,11 +194,11 @@ class Fetches:
         else:
             self._timer._session.open_step.batch_begins(batch)
 
-    def _data_of(self, dataset: object) -> _TrainingData | None:
-        """Return the training data with a dataset; None if its fetches are not timed now."""
+    def _find(self, dataset: object) -> _Dataset | None:
+        """Return the entry of a training dataset; None if its fetches are not timed now."""
         session = self._timer._session
         if not self._training or session.steps.state is OFF or not torch.is_grad_enabled():
             return None
         if get_ident() != session.recorder.threads.home:
             return None
-        return next((data for data in self._training if data.accepts(dataset)), None)
+        return next((known for known in self._training if known.accepts(dataset)), None)

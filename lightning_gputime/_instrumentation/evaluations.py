@@ -70,9 +70,10 @@ class EvaluationSearch:
         self._counts: deque[tuple[int, int]] = deque(maxlen=_N_COMPARED_STEPS)
         self._n_steps_with = 0
         self._first_had_calls = False
-        self._reset()
+        self.reset()
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        """Forget the calls of the open step."""
         self.is_pending = False
         # Number of calls by their place: the number of training calls and updates before them.
         self._calls: Counter[tuple[int, int]] = Counter()
@@ -125,11 +126,7 @@ class EvaluationSearch:
         for first, stop in [*last, *reversed(runs)]:
             self._exclude_ns(self._recorder.exclude_evaluation(first, stop))
         self._remember(step, n_inside)
-        self._reset()
-
-    def drop(self) -> None:
-        """Forget the calls of a step that is dropped."""
-        self._reset()
+        self.reset()
 
     def has_calls_in(self, step: int) -> bool:
         """Return whether a recent step had calls before its last update."""
@@ -140,7 +137,7 @@ class EvaluationSearch:
             self._counts.pop()
             self._n_steps_with -= 1
         if n_inside:
-            self._first_had_calls |= step == self._n_steps_with
+            self._first_had_calls |= step == 0
             self._counts.append((step, n_inside))
             self._n_steps_with += 1
 

@@ -13,7 +13,7 @@ from lightning_gputime._instrumentation.call_stack import CallStack
 from lightning_gputime._instrumentation.called_modules import CalledModules, Handlers
 from lightning_gputime._instrumentation.comm import WaitBoundary
 from lightning_gputime._instrumentation.evaluations import EvaluationSearch
-from lightning_gputime._instrumentation.loop import Loop, is_training
+from lightning_gputime._instrumentation.loop import Loop, Search, is_training
 from lightning_gputime._instrumentation.module_hooks import hook_before
 from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
 from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription, do_nothing
@@ -32,14 +32,6 @@ OnCall = Callable[[nn.Module], None] | None
 """Function to call with the module of each outermost call in timed steps, or None."""
 
 
-class _Search(Enum):
-    """Period in which model calls in eval mode without grad may be an evaluation."""
-
-    NEVER = 0  # The trainer reports its evaluations.
-    AFTER_BACKWARD = 1  # From the first backward on. Before it, the loop may be inference.
-    NOW = 2
-
-
 class _Modes(Enum):
     """Modes in which the loop has called the model with gradients."""
 
@@ -48,7 +40,7 @@ class _Modes(Enum):
     TRAINING_THEN_EVAL = 2
 
 
-_NEVER, _AFTER_BACKWARD, _NOW = _Search
+_NOW = Search.NOW  # A global, because every model call looks it up.
 
 
 class ForwardBoundary:
@@ -76,9 +68,7 @@ class ForwardBoundary:
         self._trains = bool(loop.optimizers)
         on_stream = None if waits is None else waits.note_stream
         self._on_calls = [call for call in (on_stream, on_call) if call is not None]
-        self._search = _NEVER
-        if loop.pause_evaluation is not False:
-            self._search = _NOW if loop.pause_evaluation else _AFTER_BACKWARD
+        self._search = loop.search
         self.evaluation = EvaluationSearch(recorder, loop.model, optimizer, exclude_ns)
         self._is_evaluation = False  # True if the running outermost call is an evaluation.
         self._modes = _Modes.NONE
@@ -119,7 +109,7 @@ class ForwardBoundary:
     def backward_begins(self) -> None:
         """Search for evaluations from now on: the model is trained."""
         self.has_trained = True
-        if self._search is _AFTER_BACKWARD:
+        if self._search is Search.AFTER_BACKWARD:
             self._search = _NOW
 
     def on_inner_call(self, module: nn.Module) -> None:
@@ -148,7 +138,7 @@ class ForwardBoundary:
             stack.clear()
         if evaluation.is_pending:
             if is_dropped:
-                evaluation.drop()
+                evaluation.reset()
             else:
                 self.settle_evaluations()
         modules = self._modules
@@ -158,7 +148,7 @@ class ForwardBoundary:
             if modules.is_searching or modules.nested:
                 modules.end_search()
         elif self._trains_without_backward(is_dropped):
-            self._search, self._is_evaluation = _AFTER_BACKWARD, False
+            self._search, self._is_evaluation = Search.AFTER_BACKWARD, False
         elif timed:
             modules.search(self._handlers, everywhere=True)
         self._steps += not is_dropped

@@ -2,15 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from enum import Enum
+from typing import Any
 
 from torch import nn
 
 from lightning_gputime._compat.names import Expected
 
 
-class BatchState(Protocol):
-    """State of the current batch. A front end that knows its batches implements it.
+class Search(Enum):
+    """State of the search for evaluations among model calls in eval mode without grad."""
+
+    NEVER = 0  # The trainer reports its evaluations.
+    AFTER_BACKWARD = 1  # Until the first backward, the loop may be inference.
+    NOW = 2
+
+
+class BatchState:
+    """State of the current batch: always open, unless a front end reports its batches.
 
     Attributes:
         is_open: True while the loop works on a batch. Model calls outside of it belong to other
@@ -19,18 +28,14 @@ class BatchState(Protocol):
             part of the fetch.
     """
 
-    is_open: bool = True
-    is_fetched: bool = False
+    is_open = True
+    is_fetched = False
 
     def open(self) -> None:
         self.is_open = True
 
     def close(self) -> None:
         self.is_open = False
-
-
-class Batch(BatchState):
-    """State of the batch of a loop that does not report its batches: always open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +51,7 @@ class Loop:
             step.
         compiled_step: True if the model's `training_step` is compiled.
         trains_in_closure: True if the trainer runs the training step in the closure of the update.
-        pause_evaluation: True if model calls in eval mode without grad may be an evaluation; None
-            if only from the first backward on; False if never, because the trainer reports its
-            evaluations.
+        search: Initial state of the search for evaluations.
         submodules: Modules to time as sub-phases, by name.
         wrap_backward: True to patch the function that runs the autograd engine.
         splits_loss: True to time the loss that a transformers model computes inside `forward`.
@@ -66,11 +69,11 @@ class Loop:
     wrapper: nn.Module | None = None
     compiled_step: bool = False
     trains_in_closure: bool = False
-    pause_evaluation: bool | None = False
+    search: Search = Search.NEVER
     submodules: Mapping[str, nn.Module] = field(default_factory=dict)
     wrap_backward: bool = True
     splits_loss: bool = False
-    batch: BatchState = field(default_factory=Batch)
+    batch: BatchState = field(default_factory=BatchState)
     needs_updates: bool = False
     expects: Sequence[Expected] = ()
     counts_steps: bool = False

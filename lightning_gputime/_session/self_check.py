@@ -10,7 +10,7 @@ from torch import nn
 from lightning_gputime._compat.names import NotMeasured
 from lightning_gputime._instrumentation.boundaries import Boundaries
 from lightning_gputime._instrumentation.comm import is_distributed
-from lightning_gputime._instrumentation.loop import Loop, is_engine
+from lightning_gputime._instrumentation.loop import Loop, Search, is_engine
 from lightning_gputime._instrumentation.optimizer import parameters_of
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.results import Results
@@ -171,9 +171,9 @@ class SelfCheck:
         # "auto" also times all of the first steps.
         times_first = options.every_n_steps in (1, AUTO) and not options.probe_every_n_steps
         self._counts_steps = loop.counts_steps and times_first
-        self._is_own_loop = loop.pause_evaluation is not False
+        self._is_own_loop = loop.search is not Search.NEVER
         # The user has passed no optimizer, but an optimizer may update the model.
-        self._lacks_optimizer = loop.pause_evaluation is None
+        self._lacks_optimizer = loop.search is Search.AFTER_BACKWARD
         self._warn_once = WarnOnce()
         self._stage = _Stage.FIRST_STEPS
         self._first: list[StepRecord] = []

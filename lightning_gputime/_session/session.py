@@ -10,7 +10,7 @@ from lightning_gputime._culprits.blocking import BlockingCalls
 from lightning_gputime._culprits.places import Frames, PlaceReader, frames_here
 from lightning_gputime._instrumentation import named
 from lightning_gputime._instrumentation.boundaries import Boundaries
-from lightning_gputime._instrumentation.loop import Loop
+from lightning_gputime._instrumentation.loop import Loop, Search
 from lightning_gputime._instrumentation.patching import Attachment, Attachments
 from lightning_gputime._instrumentation.work import WorkCounter
 from lightning_gputime._measurement.means import MeanLog
@@ -124,7 +124,7 @@ class Session:
                 search=search,
                 plan=plan,
                 hooks_off=HooksOff(
-                    plan, self._boundaries, int(loop.pause_evaluation is not False), options._lag
+                    plan, self._boundaries, int(loop.search is not Search.NEVER), options._lag
                 ),
                 logs=self._logs,
                 means=means,
