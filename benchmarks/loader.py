@@ -282,7 +282,7 @@ def main_cost() -> dict[str, float]:
         means_us = []
         for is_timed in (True, False)[:: 1 - 2 * (index % 2)]:
             if is_timed:
-                staged.put_on()
+                staged.attach()
             batches = iter(loader)
             if is_timed:
                 staged._iter.remove()

@@ -146,7 +146,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         calls = Calls(partial(_call_alive, start), partial(_call_alive, end))
         self._train_calls[owner] = call = Subscription(owner, "train", calls)
         weakref.finalize(self, call.remove).atexit = False
-        call.put_on()
+        call.attach()
 
     def _start_run(self, trainer: Trainer, *_: Any, **__: Any) -> bool | None:
         is_known = self._run_call is not None and self._run_call[0]() is trainer

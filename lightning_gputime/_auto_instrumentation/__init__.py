@@ -29,7 +29,7 @@ _MISSED = (
     " Add a timer to the script."
 )
 
-tell_once = WarnOnce()
+warn_once = WarnOnce()
 
 
 def options() -> dict[str, Any] | None:
@@ -43,22 +43,22 @@ def options() -> dict[str, Any] | None:
         found = None
     if found == 1 or isinstance(found, dict):
         return {} if found == 1 else found
-    tell_once("%s must be 1, or options as JSON; no timer is added for %r", VARIABLE, text)
+    warn_once("%s must be 1, or options as JSON; no timer is added for %r", VARIABLE, text)
     return None
 
 
-def options_of_all(wanted: dict[str, Any]) -> dict[str, Any]:
+def timer_options(wanted: dict[str, Any]) -> dict[str, Any]:
     """Return the options that every timer takes: all except `save_path`."""
     return {name: value for name, value in wanted.items() if name != "save_path"}
 
 
 @contextlib.contextmanager
-def tells_errors() -> Iterator[None]:
+def suppress_errors() -> Iterator[None]:
     """Suppress an exception and warn once, so that the script runs without a timer."""
     try:
         yield
     except Exception as error:
-        tell_once("The timer could not be added: %r. The script runs without it.", error)
+        warn_once("The timer could not be added: %r. The script runs without it.", error)
 
 
 # Every Trainer and Fabric calls these, with or without `run`, so they import lazily.
@@ -76,7 +76,7 @@ def trainer_callbacks() -> list[Any]:
 def fabric_callbacks() -> list[Any]:
     """Time Fabric's loop as a plain loop if `LIGHTNING_GPUTIME` is set. Return no callbacks."""
     if options() is not None:
-        with tells_errors():
+        with suppress_errors():
             _watch_loops()
     return []
 
@@ -129,7 +129,7 @@ class _WatchingFinder:
 
     def imported(self, name: str) -> None:
         """Call the function for an imported module, once. Never raise an Exception."""
-        with tells_errors():
+        with suppress_errors():
             self.calls.pop(name, lambda: None)()
 
 
@@ -187,17 +187,17 @@ def _watch_trainers(wanted: dict[str, Any]) -> None:
     class TrainerAdder(transformers.TrainerCallback):
         """Placeholder callback that a `TransformersPhaseTimer` replaces when training begins."""
 
-        @tells_errors()
+        @suppress_errors()
         def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
             # Import here: at module level this could be a circular import of the Trainer.
             from lightning_gputime._auto_instrumentation import adding
             from lightning_gputime._compat.transformers_ import callbacks_of
             from lightning_gputime.huggingface import TransformersPhaseTimer, find_trainer
 
-            timer = TransformersPhaseTimer(**options_of_all(wanted))
+            timer = TransformersPhaseTimer(**timer_options(wanted))
             timer._submodules(known["model"])  # Raises if a name is wrong.
             trainer = find_trainer(self)
-            if trainer and adding.take_place(self, callbacks_of(trainer), timer, wanted):
+            if trainer and adding.replace_with_timer(self, callbacks_of(trainer), timer, wanted):
                 saved = adding.show_at_exit(timer, wanted, prints=False)
 
                 def save_before(*event: Any, **known: Any) -> None:

@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 from torch import distributed
 
-from lightning_gputime._auto_instrumentation import BEGAN, tell_once
+from lightning_gputime._auto_instrumentation import BEGAN, warn_once
 from lightning_gputime._messages import messages
 from lightning_gputime._timer import Timer
 
@@ -27,7 +27,7 @@ _timers_of_script = WeakSet[Timer]()
 
 def use_timer_of_script(timer: Timer, wanted: dict[str, Any]) -> None:
     """Register the script's timer, so that its run is saved when Python exits."""
-    tell_once(_HAS_TIMER)
+    warn_once(_HAS_TIMER)
     if timer not in _timers_of_script and _rank() in (None, "0"):
         _timers_of_script.add(timer)
         path = path_to_save(wanted)
@@ -36,7 +36,9 @@ def use_timer_of_script(timer: Timer, wanted: dict[str, Any]) -> None:
         Finalize(None, _end, (timer, path, False), exitpriority=0)
 
 
-def take_place(adder: object, callbacks: list[Any], timer: Timer, wanted: dict[str, Any]) -> bool:
+def replace_with_timer(
+    adder: object, callbacks: list[Any], timer: Timer, wanted: dict[str, Any]
+) -> bool:
     """Replace a callback with a timer. Return False if the list already contains a timer."""
     if others := [callback for callback in callbacks if isinstance(callback, Timer)]:
         use_timer_of_script(others[0], wanted)
@@ -79,8 +81,12 @@ def path_to_save(wanted: dict[str, Any]) -> str | None:
     """
     if (path := wanted.get("save_path")) is None:
         return None
-    number, is_child = next(_numbers), _rank() is None and parent_process() is not None
-    return _unused(_extended(path, *[os.getpid()][:is_child], *[number][: number > 1]))
+    number, parts = next(_numbers), list[int]()
+    if _rank() is None and parent_process() is not None:
+        parts.append(os.getpid())
+    if number > 1:
+        parts.append(number)
+    return _unused(_extended(path, *parts))
 
 
 def _unused(path: str) -> str:
@@ -88,7 +94,7 @@ def _unused(path: str) -> str:
     if not os.path.exists(path) or os.path.getmtime(path) < _began:
         return path
     own = _extended(path, os.getpid())
-    tell_once(
+    warn_once(
         "Another process of this run has already saved %s. This process saves to %s.", path, own
     )
     return own

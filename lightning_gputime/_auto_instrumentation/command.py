@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, options_of_all
+from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, timer_options
 from lightning_gputime._auto_instrumentation.program import KEEPS_OUT, find_program
 from lightning_gputime._compat.python_ import interpreter_flags
 from lightning_gputime._runs.paths import check_save_path
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     program = None if args.is_module else find_program(args.script)
     wanted = {name: given[name] for name in (*SWITCHES, *VALUES) if given[name] is not None}
     try:
-        if options := options_of_all(wanted):
+        if options := timer_options(wanted):
             from lightning_gputime._options import Options  # Imports torch.
 
             Options(**options)

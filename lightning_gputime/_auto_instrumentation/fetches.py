@@ -124,7 +124,7 @@ class Fetches:
         self.starts = Subscription(
             DataLoader, "__iter__", Calls(self._start_epoch, self._has_new_iterator)
         )
-        self.starts.put_on()
+        self.starts.attach()
 
     def attach(self) -> None:
         """Listen to the iterators of all loaders until the timer is removed."""

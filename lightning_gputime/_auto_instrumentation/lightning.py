@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_gputime._auto_instrumentation import adding, options_of_all, tells_errors
+from lightning_gputime._auto_instrumentation import adding, suppress_errors, timer_options
 from lightning_gputime.callback import GPUPhaseTimer
 
 
@@ -15,17 +15,17 @@ class TrainerAdder(pl.Callback):
     def __init__(self, wanted: dict[str, Any]) -> None:
         self._wanted = wanted
 
-    @tells_errors()
+    @suppress_errors()
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        timer = GPUPhaseTimer(**options_of_all(self._wanted))
+        timer = GPUPhaseTimer(**timer_options(self._wanted))
         # The timer's `on_fit_start` raises if a module name is wrong, but a script without a timer
         # must not fail. `on_train_start` reports it instead.
         vars(timer)["on_fit_start"] = partial(_name_file, timer, self._wanted)
-        if adding.take_place(self, trainer.callbacks, timer, self._wanted):  # type: ignore[attr-defined]
+        if adding.replace_with_timer(self, trainer.callbacks, timer, self._wanted):  # type: ignore[attr-defined]
             timer.setup(trainer, pl_module, stage)
 
 
-@tells_errors()
+@suppress_errors()
 def _name_file(timer: GPUPhaseTimer, wanted: dict[str, Any], *_: Any) -> None:
     """Save each fit of the Trainer to a separate file."""
     timer._save_to(adding.path_to_save(wanted))

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from lightning_gputime._auto_instrumentation import options_of_all, tell_once, tells_errors
+from lightning_gputime._auto_instrumentation import suppress_errors, timer_options, warn_once
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import BACKWARD
 
@@ -74,7 +74,7 @@ class PlainLoops:
         # Weak reference to the timer of a running Trainer, which times its own loop.
         self._trainer_timer: Callable[[], Any] = _nothing
         self._early: EarlyStages | None = None
-        self._cancel_first_iter = _at_first_iter(lambda: self._early_stages().put_on())
+        self._cancel_first_iter = _at_first_iter(lambda: self._early_stages().attach())
         self._handle = register_optimizer_step_post_hook(self._update_ends)
         # Child processes inherit this id: only the first process reports that no loop was found.
         os.environ.setdefault(_PROCESS, str(os.getpid()))
@@ -103,9 +103,9 @@ class PlainLoops:
 
             calls = Calls(self._next_backward)
             self._subscription = Subscription(*backward_entry(), calls)
-            self._subscription.put_on()
+            self._subscription.attach()
 
-    @tells_errors()
+    @suppress_errors()
     def _next_backward(self, *_: Any, **__: Any) -> None:
         self._subscription.remove()
         optimizer, self._next = self._next(), _nothing
@@ -115,7 +115,7 @@ class PlainLoops:
             # If it updates again, two optimizers alternate in one training. Show each once.
             self._untimeable.add(self._loop.optimizer)
             has_steps = self._loop.end()
-            self._early_stages().put_on()
+            self._early_stages().attach()
             self._census.end(has_steps)
             self._short_loops = 0 if has_steps else self._short_loops + 1
             self._loop = None
@@ -145,11 +145,11 @@ class PlainLoops:
         names = " and ".join(sorted({type(model).__name__ for model in models}))
         parameters = [id(p) for model in models for p in nn.Module.parameters(model)]
         if trainer := _trainer_at_work():
-            tell_once(_NO_CALLBACK, trainer)
+            warn_once(_NO_CALLBACK, trainer)
         elif not models or len(parameters) > len({*parameters}):  # Models share parameters.
             why = f"several modules have some, {names}" if models else "no module has any"
             why = f"of the parameters that {kind} updates {why}"
-            tell_once(_NOT_FOUND, why, "model, optimizer")
+            warn_once(_NOT_FOUND, why, "model, optimizer")
         else:
             self._loop = _TimedLoop(optimizer, models, self._wanted, self._early_stages())
             self._untimeable.discard(optimizer)
@@ -200,7 +200,7 @@ def _at_first_iter(call: Callable[[], object]) -> Callable[[], None]:
         if DataLoader.__iter__ is not first_iter:
             return original(loader)  # A timer, or other code, has wrapped this function.
         cancel()
-        with tells_errors():
+        with suppress_errors():
             call()
         # Not `iter(loader)`: a subclass may have called `super().__iter__()`.
         return DataLoader.__iter__(loader)
@@ -231,7 +231,7 @@ class _TimedLoop:
         # Number of updates by other optimizers after which the loop is over.
         self.patience = _MIN_OTHER_UPDATES
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        self._timer = GPUPhaseHooks(model, optimizer, **options_of_all(wanted))
+        self._timer = GPUPhaseHooks(model, optimizer, **timer_options(wanted))
         self._fetches = Fetches(self._timer, _instances_of(DataLoader), early)
         self._timer.attach()
         self._timer._session.attach_until_end(self._fetches.starts)

@@ -45,8 +45,8 @@ class StagedLoaders:
         self._replaced: list[list[tuple[Any, dict[str, Any]]]] = []
         self._iter = Subscription(DataLoader, "__iter__", self)
 
-    def put_on(self) -> None:
-        self._iter.put_on()
+    def attach(self) -> None:
+        self._iter.attach()
 
     def remove(self) -> None:
         self._iter.remove()

@@ -22,13 +22,13 @@ def check_model(model: Any, optimizers: Any = None) -> nn.Module:
             f" arguments are swapped, write {_CORRECT_CALL}"
         )
     if not isinstance(model, nn.Module):
-        hint = "; for several models give torch.nn.ModuleList([...])"
-        advice = hint if isinstance(model, list | tuple) else ""
+        is_list = isinstance(model, list | tuple)
+        advice = "; for several models give torch.nn.ModuleList([...])" if is_list else ""
         raise TypeError(f"model must be a torch.nn.Module, got {_describe(model)}{advice}")
-    parallel = [
-        module for module in nn.Module.modules(model) if isinstance(module, nn.DataParallel)
-    ]
-    if any(len(module.device_ids) > 1 for module in parallel):
+    if any(
+        isinstance(module, nn.DataParallel) and len(module.device_ids) > 1
+        for module in nn.Module.modules(model)
+    ):
         raise ValueError(
             "model must not be a torch.nn.DataParallel, which runs its replicas in threads on"
             " several devices: use torch.nn.parallel.DistributedDataParallel"

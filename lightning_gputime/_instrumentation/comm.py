@@ -76,7 +76,7 @@ class WaitBoundary:
 
     def _launch_begins(self, group: Any, *args: Any, **kwargs: Any) -> bool:
         if is_asynchronous(args, kwargs):
-            self._is_elsewhere()
+            self._is_elsewhere()  # Remember the stream: waiting for it is communication.
             return False
         return self._begin()
 

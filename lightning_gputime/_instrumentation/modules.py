@@ -192,9 +192,7 @@ class SubmoduleBoundary:
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
         if get_ident() != self._recorder.threads.timed or current_graph_task_id() != -1:
             return
-        if not self._running:
-            return
-        call = self._running.pop()
+        call = self._running.pop() if self._running else None
         if call is None:
             return
         outer, inputs = call

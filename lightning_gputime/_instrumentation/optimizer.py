@@ -259,7 +259,7 @@ class OptimizerBoundary:
         self._recorder.mark(OPTIMIZER)
 
     def _end(self, result: Any = None) -> None:
-        interrupted = self._interrupted if self.depth in (0, self._interrupted_depth) else None
+        interrupted = self._interrupted if self.depth == self._interrupted_depth else None
         if self.depth:
             self.depth -= 1
         elif self.ended_early:

@@ -199,8 +199,7 @@ class FunctionPatch:
 
     def _drop_listener(self, listener: Any, error: Exception) -> None:
         """Remove a listener that raised. Report the error instead of raising it in the training."""
-        if listener in self.listeners:
-            self.listeners.remove(listener)
+        self.remove_listener(listener)
         messages.warning("A phase is no longer timed, because its boundary failed: %r", error)
 
 
@@ -214,7 +213,7 @@ def patch_of(function: Any) -> FunctionPatch | None:
 
 
 class Subscription:
-    """A listener of the calls of `owner.name`, from `put_on` until `remove`.
+    """A listener of the calls of `owner.name`, from `attach` until `remove`.
 
     Args:
         owner: The class, module or object that has the function.
@@ -227,7 +226,7 @@ class Subscription:
         self._owner, self._name, self._listener, self._wrap = owner, name, listener, wrap
         self.patch = self._find()
 
-    def put_on(self) -> None:
+    def attach(self) -> None:
         if not self.patch.apply():
             # Other code has replaced the function, and its replacement may not call the patch.
             self.patch.remove_listener(self._listener)
@@ -251,7 +250,7 @@ class Registration:
         self._register = functools.partial(register, *args, **kwargs)
         self._handles: list[Any] = []  # Empty, or the handle.
 
-    def put_on(self) -> None:
+    def attach(self) -> None:
         if not self._handles:
             # `extend` and `starmap` run in C, so Ctrl-C cannot interrupt between the registration
             # and the storage of its handle.
@@ -266,7 +265,7 @@ class Registration:
 class Attachment(Protocol):
     """A hook or patch on an object of another library. Both methods are safe to call twice."""
 
-    def put_on(self) -> None: ...
+    def attach(self) -> None: ...
 
     def remove(self) -> None: ...
 
@@ -287,7 +286,7 @@ class Attachments:
     def add(self, attachment: A) -> A:
         """Attach a hook or patch, to be removed later."""
         self._all[attachment] = None
-        attachment.put_on()
+        attachment.attach()
         return attachment
 
     def drop(self, attachment: Attachment) -> None:
@@ -303,7 +302,7 @@ class Attachments:
 
     def reattach(self) -> None:
         for attachment in self._all:
-            attachment.put_on()
+            attachment.attach()
 
     def remove(self) -> None:
         self.suspend()

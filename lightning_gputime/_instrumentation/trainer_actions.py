@@ -168,8 +168,8 @@ class ActionListener:
         wrap = _ActionCalls if lightning_.is_idle(profiler) else _relay
         self._subscription = Subscription(profiler, "start", (calls, fail), wrap)
 
-    def put_on(self) -> None:
-        self._subscription.put_on()
+    def attach(self) -> None:
+        self._subscription.attach()
         self.refresh()
 
     def remove(self) -> None:

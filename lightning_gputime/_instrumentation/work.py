@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from math import isfinite, isnan, nan
+from functools import partial
+from math import isfinite, nan
 from typing import Any
 
 import torch
@@ -122,22 +123,19 @@ class Items:
     """Number of items in a batch, from the option `items` or the size of the first tensor."""
 
     def __init__(self, option: Callable[[Any], Any] | float | None) -> None:
-        self._function = option if callable(option) else None
-        self.fixed = nan if option is None or callable(option) else float(option)
+        self.fixed = nan
         """Items of each batch if the option is a number, else NaN."""
         # Type of the last batch, and the key of its first tensor; no key if the batch is a tensor.
         self.kind: Any = None
         self.key: Any = None
         # Returns the number of items in a batch, or NaN if unknown.
         self.of: Callable[[Any], float] = self._of_first
-        if option is not None:
-            self.of = self._of_function if self._function else lambda _: self.fixed
-
-    @property
-    def source(self) -> str:
-        if self._function is not None:
-            return "the function items="
-        return FIRST_DIMENSION if isnan(self.fixed) else f"items={self.fixed:g}"
+        self.source = FIRST_DIMENSION
+        if callable(option):
+            self.of, self.source = partial(self._of_function, option), "the function items="
+        elif option is not None:
+            self.fixed = float(option)
+            self.of, self.source = lambda _: self.fixed, f"items={self.fixed:g}"
 
     def _of_first(self, batch: Any) -> float:
         if type(batch) is self.kind:
@@ -163,13 +161,11 @@ class Items:
             self.kind, self.key = type(batch), keys[0] if keys else None
         return float(sizes.pop())
 
-    def _of_function(self, batch: Any) -> float:
-        if self._function is None:
-            return nan
+    def _of_function(self, function: Callable[[Any], Any], batch: Any) -> float:
         try:
-            return _number(self._function(batch))
+            return _number(function(batch))
         except Exception as error:
-            self._function = None
+            self.of = lambda _: nan
             messages.warning(
                 "Items are no longer counted, because the function items= failed: %r", error
             )
