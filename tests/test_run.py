@@ -511,10 +511,10 @@ def test_file_of_another_process_is_kept(
     path.write_text("of an earlier run")
     os.utime(path, (1000.0, 1000.0))
     monkeypatch.setattr(adding, "_began", 2000.0)
-    adding._end(timer, str(path), prints=False)
+    adding._print_and_save(timer, str(path), prints=False)
     # A child by `subprocess` does not know of this process.
     os.utime(path, (2000.0, 2000.0))
-    adding._end(timer, str(path), prints=False)
+    adding._print_and_save(timer, str(path), prints=False)
     assert timer.save.mock_calls == [call(str(path)), call(str(other_path))]
     assert f"has already saved {path}. This process saves to {other_path}" in caplog.text
     monkeypatch.setattr(adding, "_numbers", count(1))

@@ -83,11 +83,11 @@ def fabric_callbacks() -> list[Any]:
 
 def watch_imports() -> None:
     """Add timers to libraries without entry points as soon as the script imports them."""
-    if (wanted := options()) is None:
+    if options() is None:
         return
     calls: dict[str, Callable[[], None]] = {
         "torch": _watch_loops,
-        "transformers.trainer": lambda: _watch_trainers(wanted),
+        "transformers.trainer": _watch_trainers,
     }
     if TUNE in os.environ:
         calls |= {
@@ -179,36 +179,8 @@ def _tune_loops() -> None:
     _tuned().start()
 
 
-def _watch_trainers(wanted: dict[str, Any]) -> None:
-    import transformers
-
+def _watch_trainers() -> None:
+    from lightning_gputime._auto_instrumentation.transformers import TrainerAdder
     from lightning_gputime._compat.transformers_ import default_callbacks
-
-    class TrainerAdder(transformers.TrainerCallback):
-        """Placeholder callback that a `TransformersPhaseTimer` replaces when training begins."""
-
-        @suppress_errors()
-        def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-            # Import here: at module level this could be a circular import of the Trainer.
-            from lightning_gputime._auto_instrumentation import adding
-            from lightning_gputime._compat.transformers_ import callbacks_of
-            from lightning_gputime.huggingface import TransformersPhaseTimer, find_trainer
-
-            timer = TransformersPhaseTimer(**timer_options(wanted))
-            timer._submodules(known["model"])  # Raises if a name is wrong.
-            trainer = find_trainer(self)
-            if trainer and adding.replace_with_timer(self, callbacks_of(trainer), timer, wanted):
-                saved = adding.show_at_exit(timer, wanted, prints=False)
-
-                def save_before(*event: Any, **known: Any) -> None:
-                    nonlocal saved
-                    if saved is not None:
-                        saved()
-                        saved = adding.show_at_exit(timer, wanted, prints=False)
-                    TransformersPhaseTimer.on_train_begin(timer, *event, **known)
-
-                timer.on_train_begin(args, state, control, **known)
-                # Save each training of the Trainer to a separate file.
-                vars(timer)["on_train_begin"] = save_before
 
     default_callbacks().append(TrainerAdder)

@@ -33,7 +33,7 @@ def use_timer_of_script(timer: Timer, wanted: dict[str, Any]) -> None:
         path = path_to_save(wanted)
         if timer._live_file.path is None:  # Otherwise `save_path` was passed to the timer.
             timer._live_file.start(path)
-        Finalize(None, _end, (timer, path, False), exitpriority=0)
+        Finalize(None, _print_and_save, (timer, path, False), exitpriority=0)
 
 
 def replace_with_timer(
@@ -60,7 +60,7 @@ def show_at_exit(timer: Timer, wanted: dict[str, Any], *, prints: bool = True) -
     path = path_to_save(wanted)
     timer._live_file.start(path)
     # Unlike `atexit`, this runs in child processes of `multiprocessing`, but not after `os.fork`.
-    return Finalize(None, _end, (timer, path, prints), exitpriority=0)
+    return Finalize(None, _print_and_save, (timer, path, prints), exitpriority=0)
 
 
 def _rank() -> str | None:
@@ -105,7 +105,7 @@ def _extended(path: str, *parts: object) -> str:
     return str(Path(path).with_name("-".join([name, *map(str, parts)]) + dot + endings))
 
 
-def _end(timer: Any, path: str | None, prints: bool) -> None:
+def _print_and_save(timer: Any, path: str | None, prints: bool) -> None:
     try:
         has_failed = hasattr(sys, "last_value")
         is_unfinished = timer._session.is_attached or timer._is_aborted

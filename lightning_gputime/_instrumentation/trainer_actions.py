@@ -36,7 +36,7 @@ class FitActions:
         trainer: The Trainer.
         model: The LightningModule.
         wall_clock: The wall clock of the fit.
-        own: Class of the callbacks that are timers, which are not timed themselves.
+        timer_class: Class of the callbacks that are timers, which are not timed themselves.
         fail: Called with errors of the functions that run in every batch.
     """
 
@@ -45,10 +45,10 @@ class FitActions:
         trainer: Any,
         model: Any,
         wall_clock: WallClock,
-        own: type,
+        timer_class: type,
         fail: Callable[[Exception], None],
     ) -> None:
-        self._trainer, self._model, self._own = trainer, model, own
+        self._trainer, self._model, self._timer_class = trainer, model, timer_class
         self._wall_clock = wall_clock
         self._recorder: Recorder  # Set by `listen`.
         self._calls: dict[str, Callable[[], object]] = {}  # By the action of the trainer.
@@ -116,7 +116,9 @@ class FitActions:
                     yield lightning_.module_action(trainer, module, hook), partial(mark, DATA)
 
     def _actions_of_callbacks(self, fit: ListeningFit) -> Iterator[Action]:
-        others = [found for found in self._trainer.callbacks if not isinstance(found, self._own)]
+        others = [
+            call for call in self._trainer.callbacks if not isinstance(call, self._timer_class)
+        ]
         ends: dict[str, Callable[[], object]] = {
             "on_train_batch_start": fit.start_step,
             "on_train_batch_end": partial(self._recorder.mark, CALLBACKS),

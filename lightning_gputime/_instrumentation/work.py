@@ -165,11 +165,16 @@ class Items:
         try:
             return _number(function(batch))
         except Exception as error:
-            self.of = lambda _: nan
+            self.of = _unknown_number
             messages.warning(
                 "Items are no longer counted, because the function items= failed: %r", error
             )
             return nan
+
+
+def _unknown_number(_: object) -> float:
+    # A function of the module, because a timer that is pickled contains it.
+    return nan
 
 
 def _number(value: Any) -> float:
