@@ -19,7 +19,7 @@ BOUNDS = {
     "docs": 0,
     "examples": 1,
     "lightning_gputime": 1,
-    "lightning_gputime/_auto_instrumentation": 5,
+    "lightning_gputime/_auto_instrumentation": 4,
     "lightning_gputime/_causes": 0,
     "lightning_gputime/_compat": 0,
     "lightning_gputime/_culprits": 0,

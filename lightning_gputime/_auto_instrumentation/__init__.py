@@ -123,7 +123,7 @@ class _WatchingFinder:
             if finder is self or find is None or (spec := find(name, path, target)) is None:
                 continue
             if hasattr(spec.loader, "exec_module"):
-                spec.loader = _WatchedLoader(spec.loader, self)
+                spec.loader = cast("Loader", _WatchedLoader(spec.loader, self))
             return cast("ModuleSpec", spec)
         return None
 
@@ -133,8 +133,8 @@ class _WatchingFinder:
             self.calls.pop(name, lambda: None)()
 
 
-class _WatchedLoader(Loader):
-    """Wrapper that replaces a module's loader until the module executes."""
+class _WatchedLoader:
+    """Wrapper of a module's loader until the module executes."""
 
     def __init__(self, loader: Any, finder: _WatchingFinder) -> None:
         self._loader, self._finder = loader, finder
@@ -144,9 +144,6 @@ class _WatchedLoader(Loader):
         if name == "_loader":
             raise AttributeError(name)
         return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> Any:
-        return self._loader.create_module(spec)
 
     def exec_module(self, module: Any) -> None:
         module.__loader__ = module.__spec__.loader = self._loader

@@ -34,13 +34,8 @@ _HIDDEN = (
 class Boundaries:
     """Hooks and patches that mark the phases of a training loop, from `attach` until `remove`.
 
-    If `attach` is interrupted, `remove` removes what was attached so far.
-
-    Args:
-        recorder: Takes the marks.
-        loop: The training loop.
-        on_call: Called with the module of each outermost model call.
-        exclude_ns: Called with the host time of an evaluation in the open step (in nanoseconds).
+    If `attach` is interrupted, `remove` removes what was attached so far. `exclude_ns` is called
+    with the host time of each evaluation in the open step (in nanoseconds).
     """
 
     def __init__(
@@ -52,8 +47,8 @@ class Boundaries:
     ) -> None:
         self._recorder = recorder
         self._loop, self._on_call, self._exclude_ns = loop, on_call, exclude_ns
-        self._attachments = Attachments()
-        # Separate, because updates may be counted while all other hooks are suspended.
+        self._attachments = Attachments()  # All but the hooks on updates.
+        # Updates are also counted while all other hooks are suspended, if they end the steps.
         self._update_hooks = Attachments()
         self._submodules: SubmoduleBoundary | None = None
         self.waits: WaitBoundary | None = None

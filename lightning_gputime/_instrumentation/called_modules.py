@@ -26,15 +26,12 @@ class CalledModules:
     """Hooks on the modules that the loop may call.
 
     A loop may call the model, or only parts of it. At first all modules have hooks. When a step
-    ends, modules that were only called by other modules lose their hooks, which cost time.
-
-    Args:
-        model: The model, whose hooks always stay.
-        attachments: Owner of the hooks.
+    ends, modules that were only called by other modules lose their hooks, which cost time. The
+    model keeps its hooks.
     """
 
-    # Methods take the handlers as an argument. If they were kept here, this would form a reference
-    # cycle with their owner, which would keep the model alive until the next garbage collection.
+    # Methods take the handlers as an argument, because their owner owns this object: a reference
+    # cycle would keep the model alive until the next garbage collection.
 
     def __init__(self, model: nn.Module, attachments: Attachments) -> None:
         self._model, self._attachments = model, attachments

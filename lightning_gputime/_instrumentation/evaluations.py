@@ -113,6 +113,8 @@ class EvaluationSearch:
             forwards: Number of its training calls.
             step: Index of the step, from 0.
         """
+        # Only calls after the last update are certainly an evaluation, or after the last backward
+        # in a loop without an optimizer.
         place = forwards, self._optimizer.updates
         has_last = place in self._calls and (place[1] > 0 or place in self._places_after_backward)
         n_last = self._calls[place] if has_last else 0

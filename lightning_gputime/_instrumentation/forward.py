@@ -46,13 +46,8 @@ _NOW = Search.NOW  # A global, because every model call looks it up.
 class ForwardBoundary:
     """`forward`: from the call of a module to its return, for outermost calls only.
 
-    Args:
-        recorder: Takes the marks.
-        loop: The training loop.
-        optimizer: Counts the updates of the step.
-        waits: Receives the stream of each call, in a training on several ranks.
-        on_call: Called with the module of each outermost call.
-        exclude_ns: Called with the host time of an evaluation in the open step (in nanoseconds).
+    `waits` notes the stream of each call. `exclude_ns` is called with the host time of each
+    evaluation in the open step (in nanoseconds).
     """
 
     def __init__(
@@ -192,19 +187,20 @@ class ForwardBoundary:
             call(module)
 
     def _enter_untimed(self, module: nn.Module) -> bool:
-        """Handle a call outside of timed steps. Return True if the search for modules needs it."""
+        """Count a call that is not timed. Return True if the search for modules needs its hooks."""
         recorder = self._recorder
         if not recorder.threads.is_idle_here():
             return False
         if self._trains and not (module.training or torch.is_grad_enabled()):
+            # Timed steps are compared with this step to find evaluations.
             if not is_training(self._model):
                 self.evaluation.count(self.calls)
             return False
-        recorder.captures.note()
-        if not self._modules.is_searching:
-            self.calls += 1  # Another timer may ask which model a backward belongs to.
-            return False
-        return True
+        recorder.captures.note()  # Later replays of a graph captured here call no hooks.
+        if self._modules.is_searching:
+            return True
+        self.calls += 1  # Another timer may ask which model a backward belongs to.
+        return False
 
     def _is_inner_call(self, module: nn.Module) -> bool:
         """Return whether a call is part of a running call of a module or of the wrapper."""

@@ -12,11 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from lightning_gputime._compat.torch_ import (
-    current_graph_task_id,
-    is_wrapper,
-    unwrapped,
-)
+from lightning_gputime._compat.torch_ import current_graph_task_id, is_wrapper, unwrapped
 from lightning_gputime._instrumentation.compiled import around_calls
 from lightning_gputime._instrumentation.patching import Attachments
 from lightning_gputime._phases import BACKWARD, COMM, FORWARD, UNUSABLE, is_metric
@@ -182,9 +178,9 @@ class SubmoduleBoundary:
         label, backward_label = self._labels_of(outer, module)
         self._recorder.mark(label)
         for tensor in inputs:
-            # The backward of the module that produced this input starts at the same gradient, and
-            # ends the current backward, so no hook is needed. Exception: the producer contains this
-            # module, as when a block is called twice in a row.
+            # If a timed module produced this input, the start of its backward at the same gradient
+            # also ends this backward, so no hook is needed. Exception: a producer that contains
+            # this module, as when a block is called twice in a row, does not start a phase there.
             begins = self._backward_begun_by(tensor)
             if begins is None or backward_label.startswith(f"{begins}/"):
                 self._at_gradient(tensor, lambda: self._end(backward_label, _backward(outer)))
@@ -198,8 +194,8 @@ class SubmoduleBoundary:
         outer, inputs = call
         _, label = self._labels_of(outer, module)
         for tensor in _tensors_with_grad(output):
-            # Skip an input that is returned unchanged, because this module did not compute it. Also
-            # skip the output of an inner module, whose backward label includes this label.
+            # Skip an input that is returned unchanged: this module did not compute it. Also skip
+            # the output of an inner module: its backward starts there, inside this backward.
             is_computed = inputs.get(id(tensor), self) is not tensor.grad_fn
             if is_computed and self._backward_begun_by(tensor) is None:
                 self._at_gradient(tensor, lambda: self._begin(label))

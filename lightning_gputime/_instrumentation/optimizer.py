@@ -96,33 +96,37 @@ class OptimizerBoundary:
         self.ended_early = False
         """True if a step ended inside the newest update, for example in a hook of the optimizer."""
         self._trains_in_closure = loop.trains_in_closure
-        # Label that an update inside a backward or a model call interrupts, and the depth of that
-        # update. The depth may exceed 1, because a trainer may run the model call inside an update.
+        # Label that continues after an update inside a backward or a model call; else None. The
+        # depth of such an update exceeds 1 if a trainer runs the model call inside another update.
         self._interrupted: str | None = None
         self._interrupted_depth = 1
         given = [*self._given.values()]
-        is_compiled = any(map(is_step_compiled, given))  # Invisible once `step` is patched.
-        patched = [item for item in given if is_step_compiled(item) or not has_step_hooks(item)]
+        # Check this now, because a patch of `step` would hide it.
+        compiled = [optimizer for optimizer in given if is_step_compiled(optimizer)]
+        patched = [item for item in given if item in compiled or not has_step_hooks(item)]
         for optimizer in patched:
             attachments.add(Subscription(optimizer, "step", Calls(self._begin, self._end)))
-        # A wrapper may gather or average weights around the inner update: count that, too.
-        self._is_wrapped = False
+        # A wrapper may gather or average weights around the inner update, so its return, not that
+        # of the inner update, ends `optimizer`.
+        self._is_wrapped = False  # True while a wrapper's `step` is running.
         calls = Calls(self._enter_wrapper, self._leave_wrapper)
         for optimizer in loop.optimizers:
             if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "averager"):
                 attachments.add(Subscription(optimizer, "step", calls))
-        pre_post = [(register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
-        if is_compiled:
-            # torch compiles global hooks into a compiled step, and ours would break its graph.
-            hooked = [optimizer for optimizer in given if optimizer not in patched]
-            pre_post = [
-                (item.register_step_pre_hook, item.register_step_post_hook) for item in hooked
-            ]
         if loop.needs_updates:
             # A GradScaler that skips an update does not call hooks, but its attempt ends the step.
             attempts = Calls(self._scaler_begins)
             attachments.add(Subscription(torch.GradScaler, "step", attempts))
-        for before, after in pre_post:
+        registers = [(register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
+        if compiled:
+            # torch compiles global hooks into a compiled step, and ours would break its graph. Hook
+            # each of the other optimizers instead.
+            registers = [
+                (optimizer.register_step_pre_hook, optimizer.register_step_post_hook)
+                for optimizer in given
+                if optimizer not in patched
+            ]
+        for before, after in registers:
             attachments.add(Registration(before, self._before_step))
             attachments.add(Registration(after, self._after_step))
 
@@ -140,7 +144,7 @@ class OptimizerBoundary:
             attachments.add(Subscription(inner, "zero_grad", Calls(self._zero_grad_begins)))
 
     def update_begins(self) -> None:
-        """Mark that a trainer is about to run an update, which it may skip."""
+        """Start the update of a trainer, which may skip it."""
         self.was_tried = True
         # Time after a backward already counts as `optimizer` if an update follows.
         if self._recorder.label != AFTER_BACKWARD:

@@ -32,12 +32,8 @@ class ListeningFit(Protocol):
 class FitActions:
     """Notification of a fit about the Trainer's actions and loops.
 
-    Args:
-        trainer: The Trainer.
-        model: The LightningModule.
-        wall_clock: The wall clock of the fit.
-        timer_class: Class of the callbacks that are timers, which are not timed themselves.
-        fail: Called with errors of the functions that run in every batch.
+    Callbacks of `timer_class` are not timed. `fail` is called with errors of the functions that run
+    in every batch.
     """
 
     def __init__(
@@ -152,12 +148,8 @@ class ActionListener:
     """Attachment that calls functions when a trainer starts certain actions.
 
     A Trainer notifies its profiler of every action, even of an action that does nothing, before it
-    calls any callback. So the order of the callbacks does not matter.
-
-    Args:
-        profiler: Profiler of the trainer.
-        calls: Functions by the name of the action.
-        fail: Called with errors of the functions.
+    calls any callback. So the order of the callbacks does not matter. `calls` contains the
+    functions by the name of the action.
     """
 
     def __init__(
@@ -167,7 +159,7 @@ class ActionListener:
         fail: Callable[[Exception], None],
     ) -> None:
         # Any other profiler, or a patch by other code, must also be called.
-        wrap = _ActionCalls if lightning_.is_idle(profiler) else _relay
+        wrap = _ActionCalls if lightning_.is_idle(profiler) else _Relay.wrap
         self._subscription = Subscription(profiler, "start", (calls, fail), wrap)
 
     def attach(self) -> None:
@@ -223,10 +215,6 @@ class _ActionCalls(dict[str, None]):
         return _ActionCalls, ()  # Nobody listens to the copy of a profiler.
 
 
-def _relay(call: Callable[[str], Any], listeners: list[Any]) -> Callable[[str], Any]:
-    return _Relay(call, listeners).start
-
-
 class _Relay:
     """Replacement of `start` of an active profiler. It can be pickled."""
 
@@ -234,6 +222,10 @@ class _Relay:
 
     def __init__(self, call: Callable[[str], Any], listeners: list[Any]) -> None:
         self._call, self._actions = call, _ActionCalls(None, listeners)
+
+    @classmethod
+    def wrap(cls, call: Callable[[str], Any], listeners: list[Any]) -> Callable[[str], Any]:
+        return cls(call, listeners).start
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Relay, (self._call, [])  # Nobody listens to the copy of a profiler.
