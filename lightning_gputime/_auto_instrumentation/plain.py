@@ -66,13 +66,11 @@ class PlainLoops:
         self._loops = 0  # Number of loops that were found.
         self._shows = False  # True on rank zero, once a loop was found.
         self._short_loops = 0  # Number of consecutive loops with only warm-up steps.
-        # Optimizer of the next loop; a weak reference until its next backward.
-        self._next: Callable[[], Optimizer | None] = _nothing
         self._others = 0  # Updates of other optimizers since the last update of the timed loop.
         self._census = _Census()
         self._untimeable = WeakSet[Optimizer]()  # Their updates start no loop.
         # Weak reference to the timer of a running Trainer, which times its own loop.
-        self._trainer_timer: Callable[[], Any] = _nothing
+        self._trainer_timer: Callable[[], Any] = lambda: None
         self._early: EarlyStages | None = None
         self._cancel_first_iter = _at_first_iter(lambda: self._early_stages().attach())
         self._handle = register_optimizer_step_post_hook(self._update_ends)
@@ -96,21 +94,28 @@ class PlainLoops:
         self._census.add(optimizer)
         is_due = self._others == (1 if loop is None else loop.patience)
         if is_due and self._loops < _MAX_LOOPS and self._short_loops < _MAX_SHORT_LOOPS:
-            self._next = ref(optimizer)
-            # Torch is iterating over its hooks, so add or remove hooks in the next backward.
-            from lightning_gputime._compat.torch_ import backward_entry
-            from lightning_gputime._instrumentation.patching import Calls, Subscription
+            self._switch_at_backward(ref(optimizer))
 
-            calls = Calls(self._next_backward)
-            self._subscription = Subscription(*backward_entry(), calls)
-            self._subscription.attach()
+    def _switch_at_backward(self, optimizer: Callable[[], Optimizer | None]) -> None:
+        """Switch to the loop of an optimizer in the next backward.
+
+        Do not switch now: torch is iterating over its hooks, which must not be changed meanwhile.
+        """
+        from lightning_gputime._compat.torch_ import backward_entry
+        from lightning_gputime._instrumentation.patching import Calls, Subscription
+
+        def switch(*_: Any, **__: Any) -> None:
+            subscription.remove()
+            self._switch_to(optimizer())
+
+        subscription = Subscription(*backward_entry(), Calls(switch))
+        subscription.attach()
 
     @suppress_errors()
-    def _next_backward(self, *_: Any, **__: Any) -> None:
-        self._subscription.remove()
-        optimizer, self._next = self._next(), _nothing
+    def _switch_to(self, optimizer: Optimizer | None) -> None:
+        """End the timed loop unless it has continued, and time the loop of an optimizer."""
         if self._loop is not None and self._others < self._loop.patience:
-            return  # The loop has continued.
+            return
         if self._loop is not None:
             # If it updates again, two optimizers alternate in one training. Show each once.
             self._untimeable.add(self._loop.optimizer)
@@ -313,10 +318,6 @@ class _Census:
             self._numbers[optimizer] = self._n_known
             self._n_known += 1
         return self._numbers[optimizer]
-
-
-def _nothing() -> None:
-    return None
 
 
 def _trainer_at_work() -> str:
