@@ -3,7 +3,8 @@
 Lightning's Trainer and Fabric load callbacks from the entry points of installed packages, see
 `callbacks_factory` in their documentation. A Fabric loop is timed as a plain loop. For plain loops
 and the transformers Trainer, `run` adds the folder `site` to PYTHONPATH. Its `sitecustomize` calls
-`watch_imports` when Python starts.
+`watch_imports` when Python starts. `plain` then finds plain loops by their first update, and
+`fetches` tells their fetches from other code.
 """
 
 import atexit

@@ -155,12 +155,13 @@ class EvaluationSearch:
         counts = [n for index, n in self._counts if step - n_compared <= index < step]
         n_without = n_compared - len(counts)
         if n_without >= max(_MIN_STEPS_WITHOUT, n_compared / 2):
-            return True
+            return True  # Few steps have such calls.
         if len({*counts}) > 1:
             return False  # The number of calls varies between steps, as with rollouts.
         if n_compared == _N_COMPARED_STEPS and n_inside >= max(counts, default=0) + _MIN_MORE_CALLS:
-            return True
-        # In a loop over `steps()` a step begins with its batch, which is `other`.
+            return True  # All steps have such calls, and this step has more.
+        # A loop that evaluates after `step()`, so that each step but the first begins with an
+        # evaluation. In a loop over `steps()`, a step begins with its batch, which is `other`.
         labels = self._recorder.open.labels
         is_first = len(runs) == 1 and is_fetch(labels[: runs[0][0]])
         only_first_without = step - self._n_steps_with == 1 and not self._first_had_calls

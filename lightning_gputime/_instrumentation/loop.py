@@ -88,10 +88,9 @@ class Loop:
 
 def is_training(model: nn.Module) -> bool:
     """Return whether a model, or any model in a container or wrapper, is in training mode."""
-    # Use `children` of the base class, because a user's model may redefine the name.
     # A module with a single child may be a wrapper such as DDP. `eval()` may have been called on
     # the child alone, so look at the child.
-    inside = [*nn.Module.children(model)]
+    inside = [*nn.Module.children(model)]  # A user's model may redefine `children`.
     if isinstance(model, nn.ModuleList | nn.ModuleDict) or len(inside) == 1:
         return any(map(is_training, inside))
     return model.training

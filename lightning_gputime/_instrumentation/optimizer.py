@@ -269,7 +269,7 @@ class OptimizerBoundary:
         elif self.ended_early:
             return
         if self.depth and interrupted is None:
-            return
+            return  # The outer `step` has called `super().step()`, which has ended.
         self._interrupted = None
         # Skipped updates are not counted, because a GradScaler then calls no hooks.
         self.updates += 1

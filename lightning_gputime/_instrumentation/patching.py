@@ -1,4 +1,8 @@
-"""Patches and hooks on objects of other libraries, and their removal."""
+"""Patches and hooks on objects of other libraries, and their removal.
+
+A `Registration` is a hook. A `Subscription` listens to the calls of a function, which a
+`FunctionPatch` replaces for all timers. `Attachments` owns the hooks and subscriptions of a timer.
+"""
 
 import functools
 import operator
