@@ -366,7 +366,7 @@ def test_manual_quotes_the_advice() -> None:
         assert f"`{text}" in READMES[f"docs/{page}.md"].replace("`` ", "``").replace("``", "`")
 
 
-WARNINGS = {"warning", "warn_once", "_warn_once", "tell_once", "_tell_once"}
+WARNINGS = {"warning", "warn_once", "_warn_once"}
 
 
 def texts(node: ast.AST | None, constants: dict[str, str]) -> list[str]:

@@ -93,7 +93,7 @@ def run_to_file(args: argparse.Namespace, path: Path) -> int:
 
     The script's output goes to stderr. Return the exit code; 128 + n if signal n ended the script.
     """
-    command = ["-m"][: args.is_module] + args.script
+    command = ["-m", *args.script] if args.is_module else [*args.script]
     for flag, name in FLAGS.items():
         value = getattr(args, name)
         if value is not None and name != "save_path":
@@ -128,8 +128,8 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; restore the default.
     if program is not None:
         os.execv(program, args.script)
-    flags = interpreter_flags()
-    os.execv(sys.executable, [sys.executable, *flags, *["-m"][: args.is_module], *args.script])
+    script = ["-m", *args.script] if args.is_module else args.script
+    os.execv(sys.executable, [sys.executable, *interpreter_flags(), *script])
 
 
 def _value(text: str) -> Any:
@@ -176,12 +176,12 @@ def bench(args: argparse.Namespace) -> "RunComparison":
                     with_itself.outcome(*bound)
         groups = [*runs.values()]
         found = compare_groups(groups, allow_mismatch=args.allow_mismatch, looks=len(looks))
-        _tell(f"turn {turn} of {args.turns}: {found.sentence}")
+        _report(f"turn {turn} of {args.turns}: {found.sentence}")
         bounds = args.fail_above or [(0.0, "step")]
         outcomes = {found.outcome(*bound) for bound in bounds}
         if turn in looks and ("regression" in outcomes or "cannot tell" not in outcomes):
             break
-    _tell(f"the runs are in {folder}")
+    _report(f"the runs are in {folder}")
     return found
 
 
@@ -189,7 +189,7 @@ def _save_run(command: str, path: Path) -> None:
     """Run a command and save its training. Exit this process if the command fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if code := _run_and_save(shlex.split(command), path):
-        _tell(f"`{command}` failed with exit code {code}, so the bench stopped")
+        _report(f"`{command}` failed with exit code {code}, so the bench stopped")
         # Exit codes 1 and 3 are outcomes of a comparison. Codes above 128 are signals.
         raise SystemExit(code if code > 128 else _FAILED)
     if not path.is_file():
@@ -214,5 +214,5 @@ def _run_and_save(command: Sequence[str], path: Path) -> int:
     return interrupted or (code if code >= 0 else 128 - code)
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     print(f"bench: {text}", file=sys.stderr, flush=True)
