@@ -192,26 +192,7 @@ def test_cli_printed_config_recreates_the_timer(capsys: pytest.CaptureFixture[st
     assert timer._options.modules == 2
 
 
-def test_cli_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exits:
-        make("fit", "--help", cli=WithTimer)
-    assert exits.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
-    for name in OPTIONS:
-        assert f"--timer.{name} " in text
-    assert "They get the `StepTimes` of each timed step when it is read" in text
-
-
 QUIET = ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]
-
-
-def test_custom_cli_takes_the_options_on_its_command_line() -> None:
-    SEEN.clear()
-    args = ["--timer.modules", "[net]", "--timer.observers=[test_cli.see]"]
-    args += ["--timer.print_summary=false", "--trainer.max_epochs=1"]
-    timer = make("fit", *QUIET, *args, cli=WithTimer)
-    assert SEEN == timer.history()["step"].tolist() == [0, 1, 2, 3]
-    assert timer._options.modules == ["net"]
 
 
 def test_cli_config_of_the_docs_runs() -> None:

@@ -154,21 +154,6 @@ def test_question_table_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert more.startswith("[")
 
 
-@pytest.mark.filterwarnings("ignore")  # Warnings of jsonargparse.
-def test_lightning_cli_accepts_the_yaml_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("jsonargparse")
-    from lightning.pytorch.cli import LightningCLI
-
-    monkeypatch.chdir(tmp_path)
-    [config] = blocks("docs/how-to/trainers/lightning.md", "yaml")
-    (tmp_path / "config.yaml").write_text(config)
-    trainer = LightningCLI(Regression, args=["fit", "--config", "config.yaml"]).trainer
-    [timer] = [callback for callback in trainer.callbacks if isinstance(callback, GPUPhaseTimer)]  # type: ignore[attr-defined]  # has no hint
-    assert timer.summary().steps == 16 - 5
-
-
 def test_readme_and_the_manual_are_short() -> None:
     assert len(README.split()) <= 700
     lightning, plain = blocks("README.md", "python")
