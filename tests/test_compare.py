@@ -17,10 +17,8 @@ from conftest import Command
 from fake_gpu import raw
 from fake_loop import run_of, with_facts
 from processes import ENVIRONMENT
-from processes import run as run_python
 from scipy import signal, stats
 
-import lightning_gputime
 from lightning_gputime import Cause, Difference, PhaseStats, Run, RunComparison, SlowStep, compare
 from lightning_gputime._measurement.history import history, structured
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
@@ -201,32 +199,6 @@ def test_equal_runs_rarely_differ_and_one_percent_more_is_found() -> None:
     assert found >= 45
 
 
-def test_equal_groups_rarely_differ_and_planted_changes_are_found() -> None:
-    rng = np.random.default_rng(0)
-    template = run(n=24, more={"small": 0.3})
-    shares = {"data": 0.1, "forward": 0.4, "small": 0.02, "backward": 0.48}
-
-    def group(*, step: float = 1.0, small: float = 1.0) -> list[Run]:
-        """Return three runs of 250 steps: 1 % noise in steps, and 0.3 % between runs."""
-        runs = []
-        for level in 10 * step * np.exp(0.003 * rng.standard_normal(3)):
-            times = np.zeros(250, template.history.dtype)
-            both = level * np.exp(0.01 * noise(int(rng.integers(2**31)), 250))
-            for name, share in shares.items():
-                own = share * both * np.exp(0.01 * rng.standard_normal(250))
-                times[f"{name}_ms"] = own * (small if name == "small" else 1.0)
-                times["step_ms"] += times[f"{name}_ms"]
-            runs.append(replace(template, history=times, warmup_steps=0))
-        return runs
-
-    equal = [claims(compare(group(), group())) for _ in range(100)]
-    slower = [compare(group(), group(step=1.02)).outcome(0.0, "step") for _ in range(50)]
-    small = [compare(group(), group(small=1.1)).outcome(0.0, "small") for _ in range(50)]
-    assert sum(equal) <= 5
-    assert slower.count("regression") >= 45
-    assert small.count("regression") >= 45
-
-
 @pytest.mark.parametrize(("every", "n"), [(50, 1200), (20, 480), (7, 840)])
 def test_additional_periodic_slow_step_is_no_difference(every: int, n: int) -> None:
     times_ms = [1010.0 if i % every == 0 else 10.0 for i in range(n + 1)]
@@ -249,12 +221,6 @@ def test_comparison_covers_modules_and_not_single_callbacks() -> None:
     assert found.rows[names[1]].change_ms == pytest.approx(1.0)
     assert found.judged == ["data", "callbacks", "forward"]
     assert found.sentence.endswith("% slower: forward (forward/body/body.mlp) 1 ± 0 ms slower")
-
-
-def test_rows_are_in_the_order_of_the_files() -> None:
-    more = dict.fromkeys(("zeta", "alpha", "mu", "beta"), 1.0)
-    rows = compare(run(1, more=more), run(2, more={"more": 1.0})).rows
-    assert [*rows] == [*PHASES, *more, "more"]
 
 
 def test_spread_between_runs_widens_the_interval() -> None:
@@ -400,52 +366,38 @@ def test_phase_below_one_percent_of_the_step_is_judged_by_name_alone() -> None:
 # Runs in which steps were sampled
 
 
-def sampled(seed: int, offset: int, *, n: int = 2000, period: int = 50, more: float = 0.0) -> Run:
-    """Return a run with 60 ms more in every `period`-th step, in which 5 of 50 steps were timed.
+def sampled(seed: int, *, n: int = 2000, more: float = 0.0) -> Run:
+    """Return a run with 60 ms more in every 50th step, of which all these long steps were timed.
 
-    Its summary has post-stratified estimates for all steps, as a timer saves them.
+    Its summary has estimates for all steps, as a timer saves them.
     """
     rng = np.random.default_rng(seed)
     index = np.arange(n)
-    vary = 1 + 0.07 * (noise(seed, n) + rng.standard_normal(n))
-    callbacks = 0.02 + np.where(index % period == offset % period, 60.0, 0.0)
+    is_long = index % 50 == 0
+    vary = 1 + 0.07 * rng.standard_normal(n)
+    callbacks = 0.02 + np.where(is_long, 60.0, 0.0)
     phases = {"data": 0.3 * vary, "callbacks": callbacks, "forward": (1.2 + more) * vary}
     step = np.sum([*phases.values()], axis=0)
-    is_long = step > 1.5 * np.median(step)
-    is_timed = index < 100
-    for k, start in enumerate(range(100, n, 50)):
-        first = start + 28 * k % 46
-        following = index[is_long & (index >= start)]
-        if k % 2 and len(following):  # Every second block contains the next long step.
-            first = min(following[0] - 2, n - 5)
-        is_timed[first : first + 5] = True
-    timed = int(is_timed.sum())
-    rows = {}
-    for name, ms in phases.items():
-        share = variance = 0.0
-        for stratum in (is_long, ~is_long):
-            chosen = stratum & is_timed
-            weight = step[stratum].sum() / step.sum()
-            ratio = ms[chosen].sum() / step[chosen].sum()
-            residual = ms[chosen] - ratio * step[chosen]
-            share += weight * ratio
-            variance += (weight * residual.std() / step[chosen].mean()) ** 2 / chosen.sum()
-        rows[name] = PhaseStats(timed, share=share, share_error=1.96 * math.sqrt(variance))
+    rows = {
+        name: PhaseStats(n // 10, share=ms.sum() / step.sum(), share_error=0.005)
+        for name, ms in phases.items()
+    }
     summary = with_facts(
         run(n=24).summary(),
         rows=rows,
         step=PhaseStats(n, mean_ms=float(step.mean()), max_ms=float(step.max()), share=1.0),
-        steps=timed,
-        untimed_steps=n - timed,
+        steps=n // 10,
+        untimed_steps=n - n // 10,
         timed_every_n_steps=10,
     )
     columns = {"step": index, "step_ms": step, **{f"{name}_ms": ms for name, ms in phases.items()}}
+    is_timed = is_long | (index % 10 == 1)
     times = structured({name: column[is_timed] for name, column in columns.items()})
     return Run(H200, times, 0, summary)
 
 
 def test_sampled_runs_are_compared_by_the_mean_of_all_steps() -> None:
-    before, after = sampled(1, 0), sampled(2, -1, more=0.4)
+    before, after = sampled(1), sampled(2, more=0.4)
     found = compare(before, after)
     assert found.is_sampled
     assert found.step == found.mean
@@ -462,28 +414,14 @@ def test_sampled_runs_are_compared_by_the_mean_of_all_steps() -> None:
 
 def test_sampled_run_and_a_fully_timed_one_are_compared_by_their_means() -> None:
     full = constant(*[2.0, 2.0, 5.0] * 20)
-    found = compare(full, sampled(1, 0), allow_mismatch=True)
+    found = compare(full, sampled(1), allow_mismatch=True)
     assert found.is_sampled
     assert (found.step.before_ms, found.rows["forward"].before_ms) == (3.0, 1.5)
     assert found.steps == (60, 2000)
 
 
-def test_equal_sampled_runs_with_other_offsets_rarely_differ() -> None:
-    offsets = [(0, -1), (0, 25), (3, 49), (0, 1)]
-    pairs = [
-        (sampled(2 * i, first, period=period), sampled(2 * i + 1, second, period=period))
-        for period in (10, 50, 64)
-        for i, (first, second) in enumerate(offsets * 5)
-    ]
-    found = [compare(before, after) for before, after in pairs]
-    assert sum(map(claims, found)) <= 3  # 5 % of 60.
-    assert "regression" not in {comparison.outcome(0.05) for comparison in found}
-    slower = [compare(sampled(2 * i, 0), sampled(2 * i + 1, -1, more=0.4)) for i in range(10)]
-    assert [comparison.rows["forward"].verdict for comparison in slower] == ["slower"] * 10
-
-
 def test_unsampled_time_widens_the_interval_of_every_phase() -> None:
-    before, after = sampled(1, 0), sampled(2, -1)
+    before, after = sampled(1), sampled(2)
     summary = after.summary()
     rows = {**summary.rows, "callbacks": replace(summary.rows["callbacks"], share=0.01)}
     found = compare(before, replace(after, _summary=with_facts(summary, rows=rows)))
@@ -650,17 +588,6 @@ def test_compare_takes_folders_as_groups(tmp_path: Path, command: Command) -> No
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["compare", "none.json.gz", "none.json.gz"], "No such file or directory"),
-        (["show", __file__], "is not a saved run: write one with timer.save(path)"),
-    ],
-)
-def test_bad_input_exits_with_two(arguments: list[str], message: str, command: Command) -> None:
-    assert message in command(*arguments, code=2).err
-
-
-@pytest.mark.parametrize(
     "error", [OverflowError("large"), MemoryError(), ZeroDivisionError("0\n0")]
 )
 def test_compare_exits_with_two_for_an_unexpected_error(
@@ -698,18 +625,6 @@ def test_show_prints_the_slow_steps(files: list[str], tmp_path: Path, command: C
         "-" * 74,
         "all 2                     8.000",
     ]
-
-
-@pytest.mark.slow
-def test_package_runs_as_a_module() -> None:
-    for arguments in (["--help"], []):
-        assert "compare before.json.gz after.json.gz --fail-above 2%" in run_python(
-            "-m", "lightning_gputime", *arguments
-        )
-    assert (
-        run_python("-m", "lightning_gputime", "--version")
-        == f"lightning_gputime {lightning_gputime.__version__}\n"
-    )
 
 
 @pytest.mark.parametrize(("ms", "title", "cells"), [(0.002, "us", "2.0"), (2000.0, "s", "2.0000")])
