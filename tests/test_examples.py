@@ -2,9 +2,6 @@ import csv
 import json
 import re
 import runpy
-import shutil
-import subprocess
-import sys
 import urllib.request
 from itertools import pairwise
 from pathlib import Path
@@ -158,15 +155,6 @@ def test_pictures_script_saves_its_run(tmp_path: Path, script: Any) -> None:
     assert files == {"run.json.gz", "steps.png", "step.png"}
 
 
-def test_page_shows_the_printed_summary(script: Any) -> None:
-    pytest.importorskip("pyte")
-    page = script("pictures.py")["page"]
-    lines = ["Epoch 1", "GPU-bound: a < b", "", "Time per step in ms", "1", "", "H200 · torch 2"]
-    text = re.sub(r"<style.*style>|<[^>]+>", "", page("\r\n".join(lines).encode(), 40))
-    shown = [line.rstrip() for line in text.splitlines()]
-    assert shown == ["GPU-bound: a &lt; b", "", "Time per step in ms", "1"]
-
-
 def test_plot_shows_phases_of_all_steps_and_lanes_of_the_last(loop: Loop, script: Any) -> None:
     names, timer = script("plot_phases.py"), train(loop, 4)
     all_steps, last_step = (Figure().add_subplot() for _ in range(2))
@@ -178,23 +166,6 @@ def test_plot_shows_phases_of_all_steps_and_lanes_of_the_last(loop: Loop, script
     bars: Any = last_step.patches
     gpu_lane = [bar.get_width() for bar in bars if bar.get_y() < 0]
     assert sorted(filter(None, gpu_lane)) == sorted(STEP_MS.values())
-
-
-def test_plot_script_prints_its_usage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["plot_phases.py"])
-    with pytest.raises(SystemExit, match=r"usage: python examples/plot_phases\.py run\.json\.gz"):
-        runpy.run_path(str(EXAMPLES / "plot_phases.py"), run_name="__main__")
-
-
-@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_files_that_examples_write_are_ignored_by_git() -> None:
-    written = ["phase_times_rank0.npy", "slow_step_traces/steps-9.json"]
-    written += ["steps.png", "steps_trace.json"]
-    command = ["git", "check-ignore", *written]
-    done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=False)
-    if done.returncode == 128:
-        pytest.skip("this is no checkout")
-    assert done.stdout.split() == written
 
 
 def test_trace_has_both_lanes_of_each_step(example: Any, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import pickle
 import re
 import struct
-import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,8 +118,6 @@ def test_tensorboard_shows_phases_and_step_in_the_first_group(gpu: FakeGPU, tmp_
     [
         ("forward_ms", "a/b/forward_ms"),
         ("forward_gpu_busy_ms", "a_gaps/b/forward_gpu_busy_ms"),
-        ("step_launch_gap_ms", "a_gaps/b/step_launch_gap_ms"),
-        ("slow_excess_ms", "a_slow/b/slow_excess_ms"),
         ("slow/garbage_collection_ms", "a_slow/b/garbage_collection_ms"),
         ("ranks/forward_max_ms", "a_ranks/b/forward_max_ms"),
         ("backward/comm_ms", "a_comm/b/backward/comm_ms"),
@@ -244,23 +241,6 @@ def test_wandb_stores_every_mean_offline(gpu: FakeGPU, tmp_path: Path) -> None:
         }
         for key in KEYS.keys() & row.keys():
             found[key].append((row["trainer/global_step"], row[key]))
-    check(found)
-
-
-def test_comet_stores_every_mean_offline(gpu: FakeGPU, tmp_path: Path) -> None:
-    comet_ml = pytest.importorskip("comet_ml")
-    # Comet's own experiment: Lightning's CometLogger stores nothing when it is offline.
-    experiment = comet_ml.OfflineExperiment(offline_directory=str(tmp_path), project_name="p")
-    loop = Loop(gpu)
-    train_loop(loop, 5, logger=experiment, log_every_n_steps=2)
-    experiment.end()
-    [path] = tmp_path.glob("*.zip")
-    found = defaultdict(list)
-    for line in zipfile.ZipFile(path).read("messages.json").decode().splitlines():
-        metric = json.loads(line).get("payload", {}).get("metric") or {}
-        if metric.get("metricName") in KEYS:
-            values = (metric["step"], float(metric["metricValue"]))
-            found[metric["metricName"]].append(values)
     check(found)
 
 
