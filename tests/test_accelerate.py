@@ -57,11 +57,6 @@ def test_accelerate_without_accumulation_has_one_step_per_batch(loop: Loop) -> N
     assert steps(train(loop, [loop.batches(3)])) == [STEP] * 3
 
 
-def test_accelerate_with_the_accumulation_passed_to_the_timer(loop: Loop) -> None:
-    timer = train(loop, [loop.batches(4)], accumulate=2, accumulate_grad_batches=2)
-    assert steps(timer) == [accumulated(2)] * 2
-
-
 @pytest.mark.parametrize("given", [{}, {"accumulate_grad_batches": "auto"}], ids=str)
 def test_accelerate_accumulation_ends_steps_at_updates(loop: Loop, given: dict[str, Any]) -> None:
     def collate(rows: list[Tensor]) -> Tensor:

@@ -100,13 +100,6 @@ def test_stretch_has_a_start_and_an_end(start: int, end: int, change: float) -> 
     )
 
 
-def test_lost_share_is_relative_to_the_time_of_all_steps() -> None:
-    found = found_in(windows([90.0, *level(10.0, 20.0, 10, n=31)]))
-    assert found.since_step == 550
-    assert found.before_ms == pytest.approx(10.0)
-    assert found.lost_share == pytest.approx(210.0 / 610.0)
-
-
 def test_phase_is_the_smallest_part_that_grew() -> None:
     series = StepSeries()
     for window in range(40):

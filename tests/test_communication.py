@@ -1,6 +1,5 @@
 """`backward/comm`: the part of backward in which a rank only waits for the others."""
 
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -165,11 +164,3 @@ def test_checkpointing_and_failed_backward_leave_no_hooks(two_ranks: None, gpu: 
     # 4 ms of recomputed forward and 8 ms of backward: a hook that stays would add a wait.
     assert steps(timer)[1]["backward"] == 12.0
     assert steps(timer)[1]["backward/comm"] == 0.0
-
-
-def test_sub_phases_of_modules_end_where_the_wait_begins(two_ranks: None, gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
-    wait_after_backward(loop.model, gpu)
-    loop.model = nn.Sequential(OrderedDict(net=loop.model))
-    timer = train(loop, 2, modules=["net"], sync_ranks=False)
-    assert steps(timer) == [{**WAITS, "forward/net": 4.0, "backward/net": 7.75}] * 2

@@ -271,21 +271,6 @@ def test_lightning_hooks_have_the_time_that_was_planted(gpu: FakeGPU) -> None:
     assert "log_metrics" not in vars(logger)
 
 
-def test_advice_names_the_innermost_call(gpu: FakeGPU) -> None:
-    timer = timer_of(gpu)
-    trainer(timer, max_epochs=8).fit(Slow(gpu), Loader(gpu, 2))
-    breakdown = timer.summary().time_breakdown
-    assert breakdown is not None
-    entry = breakdown["epoch ends"]
-    culprit = entry.culprits[0]
-    assert (culprit.name, culprit.caller) == ("Slow.on_train_epoch_end", "")
-    assert culprit.share == pytest.approx(1.0)
-    line = Slow.on_train_epoch_end.__code__.co_firstlineno
-    assert (culprit.file, culprit.line) == (__file__, line)
-    text = f"`Slow.on_train_epoch_end` (test_culprits.py:{line}) takes 480 ms in 8 "
-    assert entry.advice[0].text.startswith(text)
-
-
 def train_by_helpers(loop: Loop, timer: GPUPhaseHooks, n: int) -> None:
     for _ in range(2):
         for x in timer.steps(loop.batches(n)):
@@ -419,26 +404,3 @@ def test_model_that_is_called_by_rows_is_named(n: int, options: dict[str, Any], 
     found = repeated_calls(timer.summary().measurement)
     assert (found.calls if found else 1) == n
     assert found is None or "test_culprits.py:" in found.where
-
-
-@pytest.mark.parametrize(
-    ("before_ms", "after_ms", "line", "ms"), [(0.0, 7.0, 4, 7.0), (9.0, 0.0, 1, 9.0)]
-)
-def test_other_in_a_called_function_is_named_by_its_lines(
-    before_ms: float, after_ms: float, line: int, ms: float, loop: Loop
-) -> None:
-    def train_on(x: Tensor) -> None:
-        loop.gpu.work(before_ms)
-        loop.model(x).sum().backward()
-        loop.optimizer.step()
-        loop.gpu.work(after_ms)
-
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(60)):
-            train_on(x)
-    found = places(timer, "other")
-    source = max(found, key=lambda source: found[source])
-    assert source.function == "train_on"
-    expected = train_on.__code__.co_firstlineno + line
-    assert source.first_line <= expected <= source.last_line
-    assert found[source] == pytest.approx(ms, abs=1.0)

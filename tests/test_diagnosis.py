@@ -18,7 +18,6 @@ from lightning_gputime import Cause, SlowStep, load
 from lightning_gputime._diagnosis.codes import CODES
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Diagnosis, TimeBreakdown
-from lightning_gputime._diagnosis.repeated import repeated_calls
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.culprits import PLACE, SAMPLER, Culprit, Source
 from lightning_gputime._measurement.measurement import Measurement
@@ -330,16 +329,6 @@ def test_advice_names_the_culprit_unless_the_update_can_be_fused(
     assert advice[0].text.startswith(text)
 
 
-def test_callbacks_are_counted_without_checkpoints() -> None:
-    # 100 steps take 1.77 s with 0.4 s in callbacks, of which checkpoints take 0.1 s at least.
-    wall_clock = WallClockBreakdown({"steps": 1.67}, saves_in_steps_s=0.1)
-    found, breakdown = check(on_host({"callbacks": 4.0}, wall_clock=wall_clock))
-    ms = 10 * breakdown["callbacks"].seconds
-    assert ms == pytest.approx(3.0, abs=0.1)
-    [text] = texts(found, "callbacks")
-    assert text.startswith(f"callbacks take {ms:.3g} ms of 17.7 ms per step: ")
-
-
 @pytest.mark.parametrize(("p95_ms", "is_rare"), [(0.1, True), (9.0, False)])
 def test_phase_that_is_long_in_many_steps_is_not_paused(p95_ms: float, is_rare: bool) -> None:
     measured = with_row(on_host(), "forward", p50_ms=0.1, p95_ms=p95_ms)
@@ -389,18 +378,6 @@ def test_code_that_calls_the_model_many_times_is_named(
         assert texts(found, "repeated_calls") == [f"{text}: process the whole batch in one call"]
         assert found.headline.endswith(f"; {text}")
         assert found.advice[0].code == "repeated_calls"
-
-
-@pytest.mark.parametrize(("n", "where"), [(320, "train.py:22"), (60, "")])
-def test_line_of_the_training_loop_that_calls_the_model_many_times_is_named(
-    n: int, where: str
-) -> None:
-    # Other lines of the loop have their own time, and their own number of calls.
-    line = Source("train.py", 22, 22, "main")
-    rows = Culprit("forward", "", 12.0, n, 16.0, line, kind=PLACE)
-    found = repeated_calls(measurement(STEP, culprits=(*places(), rows)))
-    assert (found.where if found else "") == where
-    assert found is None or found.share == pytest.approx(12.0 / 32.0)
 
 
 STRETCH = {"kind": "stretch", "until_step": 1500}
@@ -673,16 +650,6 @@ CALLBACKS_MS = {"callbacks": 60.0, "first step": 430.0}
 def test_entries_of_a_fit_are_exact(plant: dict[str, Any], expected: dict[str, float]) -> None:
     found = {row.name: 1e3 * row.seconds for row in planted(**plant).rows}
     assert found == pytest.approx({**FIT_MS, **expected}, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("plant", "name"),
-    [({"fetch_ms": 60.0}, "data/fetch"), ({"saves": (1, 2, 3, 4, 5)}, "checkpoints")],
-)
-def test_removing_an_entry_gains_its_speed_up(plant: dict[str, Any], name: str) -> None:
-    breakdown = planted(**plant)
-    reached = breakdown.wall_s / planted().wall_s
-    assert breakdown[name].speed_up == pytest.approx(reached, rel=1e-6)
 
 
 def test_saved_run_has_the_diagnosis_of_the_training(loop: Loop, tmp_path: Path) -> None:

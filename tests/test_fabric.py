@@ -63,20 +63,6 @@ def test_micro_batches_without_sync_are_one_step(loop: Loop, fabric: Fabric) -> 
     assert [(step["forward"], step["optimizer"]) for step in steps(timer)] == [(8.0, 2.0)] * 3
 
 
-def test_two_optimizers_are_one_step_a_batch(fabric: Fabric) -> None:
-    nets = [nn.Linear(2, 2) for _ in range(2)]
-    pairs = [fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1)) for net in nets]
-    models = nn.ModuleList([model for model, _ in pairs])
-    with GPUPhaseHooks(models, [optimizer for _, optimizer in pairs], warmup_steps=0) as timer:
-        for x in timer.steps(loader_of(fabric, 5)):
-            for model, optimizer in pairs:
-                optimizer.zero_grad()
-                fabric.backward(model(x).sum())
-                optimizer.step()
-    rows = timer.summary().rows
-    assert [rows[name].n for name in ("forward", "backward", "optimizer")] == [5, 5, 5]
-
-
 def test_evaluation_belongs_to_no_step(loop: Loop, fabric: Fabric) -> None:
     model, optimizer = fabric.setup(loop.model, loop.optimizer)
     with GPUPhaseHooks(model, optimizer, _clock=loop.gpu) as timer:

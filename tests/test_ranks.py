@@ -5,7 +5,6 @@ import math
 import pickle
 import random
 import statistics
-import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -390,22 +389,6 @@ def test_exchange_deletes_old_windows() -> None:
     assert is_kept == [False] * 5 + [True] * 10
 
 
-def test_comparison_of_a_thousand_ranks_is_cheap() -> None:
-    zero, *others = exchanges(1024)
-    for rank, other in enumerate(others, start=1):
-        other.send(totals(comm=0.5, late="backward") if rank == 700 else totals(comm=3.5), 9)
-    tracemalloc.start()
-    zero.send(totals(comm=3.5), 9)
-    [(_, gathered)] = zero.arrived(wait=False)
-    ranks = compare(gathered)
-    _, peak_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert ranks is not None
-    assert ranks.sentence == f"rank 700 is 3 ms per step {SLOWER} backward compute"
-    assert len(ranks.ranks) == 1024
-    assert peak_bytes < 10_000_000
-
-
 # Inside a timer
 
 
@@ -655,15 +638,6 @@ def test_failing_store_ends_the_comparison_alone(
     monkeypatch.setattr(exchange, name, fail)
     assert train(loop, 3, 3).summary().steps == 6
     assert caplog.text.count("broken pipe") == 1
-
-
-def test_single_process_has_no_exchange(loop: Loop) -> None:
-    assert rank_comparer.open_exchange("ranks") is None
-    with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(3)):
-            loop.train(x)
-        assert timer.last_step is not None
-        assert timer.last_step.step == 1
 
 
 # Real processes

@@ -75,14 +75,6 @@ def test_timer_and_its_run_show_the_same(path: Path) -> None:
         assert type(history["forward_ms"]) is np.ndarray
 
 
-def test_phase_that_did_not_run_is_still_absent(path: Path) -> None:
-    steps = [raw(3, forward=2.0), raw(5, data=1.0, forward=3.0), raw(6, forward=4.0)]
-    run = reload(run_of(steps, warmup_steps=1), path)
-    assert run.history["step"].tolist() == [3, 5, 6]
-    assert run.history["step_ms"].tolist() == [2.0, 4.0, 4.0]
-    assert np.isnan(run.history["data_ms"]).tolist() == [True, False, True]
-
-
 @pytest.mark.parametrize("bad_ms", [math.nan, math.inf, 1e300])
 def test_time_that_is_no_number_is_saved_as_absent(bad_ms: float, path: Path) -> None:
     step = raw(0, data=1.0, forward=2.0)._replace(device_ms=(1.0, bad_ms))
@@ -387,15 +379,6 @@ def test_irregular_files_are_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=rf"Cannot write .* \({reason}\)"):
             saved.write(tmp_path / name, "a")
     assert {item.name for item in tmp_path.iterdir()} == {"pipe", "folder"}
-
-
-def test_step_and_phase_take_a_few_bytes(path: Path) -> None:
-    results = Results(20_000, 0)
-    times_ms = np.random.default_rng(0).gamma(20.0, 0.5, (20_000, 2)).tolist()
-    for number, (forward, backward) in enumerate(times_ms):
-        results.add([raw(number, forward=forward, backward=backward)])
-    saved.save(Run(Environment(), *results.history_and_warmup(), summary_of(results)), path)
-    assert path.stat().st_size < 20_000 * 2 * 4
 
 
 def test_history_is_written_in_whole_numbers(tmp_path: Path) -> None:

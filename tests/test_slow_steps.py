@@ -12,9 +12,8 @@ from fake_gpu import FakeGPU
 from fake_loop import Logger, Loop, evidence, hooks
 from torch import Tensor
 
-from lightning_gputime import Cause, GPUPhaseHooks, SlowStep, StepTimes, phase
+from lightning_gputime import Cause, GPUPhaseHooks, SlowStep, phase
 from lightning_gputime._causes import analyzer, attribution
-from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.slow import SlowEvidence, SlowLog
 
 STEPS, SLOW = 60, 40
@@ -103,12 +102,6 @@ def test_reading_events_makes_no_step_slow(loop: Loop) -> None:
     assert len(timer.slow_steps()) == 0
 
 
-def test_delay_that_the_lead_of_the_host_hides_makes_no_step_slow(loop: Loop) -> None:
-    timer = train(loop, collections(loop, {SLOW: LEAD_MS + 5.0}))
-    assert len(timer.slow_steps()) == 0
-    assert timer.summary().slow is None
-
-
 def test_slow_item_is_attributed_to_the_loader(loop: Loop) -> None:
     slow = only(train(loop, in_fetch={SLOW: lambda: loop.gpu.host_work(40.0)}))
     detail = "it loads in the loop's own process"
@@ -173,14 +166,6 @@ def test_slow_log_is_a_cause(loop: Loop) -> None:
     assert host_causes(slow) == [("callback", 50.0, "the timer's logging")]
     assert slow.unexplained_ms == 0.0
     assert "log_metrics" not in vars(logger)
-
-
-def test_slow_observer_is_a_cause(loop: Loop) -> None:
-    def slow_once(times: StepTimes) -> None:
-        loop.gpu.host_work(50.0 if times.step == SLOW else 0.0)
-
-    slow = only(train(loop, observers=[slow_once]))
-    assert host_causes(slow) == [("callback", 50.0, "observers")]
 
 
 def test_named_phase_is_a_cause(loop: Loop) -> None:
@@ -391,17 +376,6 @@ def test_detector_that_fails_late_leaves_steps_without_causes(
     assert caplog.messages == ["Slow steps are no longer explained: ValueError('odd')"]
 
 
-def test_detectors_leave_no_callbacks(loop: Loop) -> None:
-    before = [*gc.callbacks]
-    logger = Logger()
-    timer = hooks(loop, logger=logger).attach()
-    assert len(gc.callbacks) == len(before) + 1
-    timer.remove()
-    timer.remove()
-    assert gc.callbacks == before
-    assert "log_metrics" not in vars(logger)
-
-
 def test_failing_detector_ends_only_the_search_for_causes(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -420,50 +394,3 @@ def test_failing_detector_ends_only_the_search_for_causes(
     assert [(slow.step, slow.causes) for slow in timer.slow_steps()] == [(55, ())]
     [message] = caplog.messages
     assert message.startswith("Slow steps are no longer explained: TypeError(")
-
-
-def test_reading_steps_makes_no_step_slow(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = Results.add
-
-    def slow_add(self: Results, *args: Any) -> Any:
-        loop.gpu.host_work(100.0)
-        return add(self, *args)
-
-    monkeypatch.setattr(Results, "add", slow_add)
-    assert len(train(loop).slow_steps()) == 0
-
-
-@pytest.mark.parametrize("every", [1, 5, 20])
-def test_slow_step_found_late_is_in_no_other_log(loop: Loop, every: int) -> None:
-    logger = Logger()
-    late = {3: lambda: loop.gpu.host_work(400.0)}
-    timer = train(loop, in_fetch=late, logger=logger, log=["slow"], log_every_n_steps=every)
-    excess_ms = {slow.step: slow.excess_ms for slow in timer.slow_steps()}[3]
-    # The first ten are compared together; by then logs of fewer steps are gone.
-    logged = {step: metrics.get("phase_time/slow_excess_ms", 0.0) for step, metrics in logger.calls}
-    assert max(logged.values()) == (pytest.approx(excess_ms / 20) if every == 20 else 0.0)
-
-
-def test_loader_and_logger_that_raise_are_left_alone(loop: Loop) -> None:
-    class Loader:
-        def __iter__(self) -> Any:
-            return loop.batches(60)
-
-        @property
-        def num_workers(self) -> int:
-            raise RuntimeError("not started")
-
-        batch_size = num_workers
-
-    class Strict(Logger):
-        def __setattr__(self, name: str, value: Any) -> None:
-            assert name != "log_metrics"
-            super().__setattr__(name, value)
-
-    with hooks(loop, logger=Strict()) as timer:
-        for number, x in enumerate(timer.steps(Loader())):
-            loop.train(x)
-            if number == 40:
-                collect(loop.gpu, 80.0)
-    [slow] = timer.slow_steps()
-    assert [cause.kind for cause in slow.causes] == ["garbage_collection"]

@@ -1,6 +1,5 @@
 """Each detector of causes alone, with exact times, and on real causes where they are cheap."""
 
-import contextlib
 import gc
 import itertools
 import resource
@@ -17,8 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fake_gpu import MS, FakeGPU
-from fake_lightning import Loader as FakeLoader
-from fake_lightning import MemoryLogger, Model, fit, timer_of, trainer
+from fake_lightning import Model, fit, timer_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -355,32 +353,6 @@ def test_slow_callback_under_lightning_is_a_cause(gpu: FakeGPU) -> None:
     assert slow.unexplained_ms == 0.0
 
 
-def test_slow_log_under_lightning_is_a_cause(gpu: FakeGPU) -> None:
-    class Remote(MemoryLogger):
-        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-            gpu.host_work(40.0 if "loss" in metrics else 0.0)
-
-    timer = fit(gpu, Model(gpu), 60, logger=Remote(), log_every_n_steps=40)
-    [slow] = timer.slow_steps()
-    [cause] = slow.causes
-    assert (cause.kind, cause.detail, cause.host_ms) == ("callback", "other callbacks", 40.0)
-    assert slow.unexplained_ms == 0.0
-
-
-def test_slow_loader_under_lightning_is_a_cause(gpu: FakeGPU) -> None:
-    class Late(FakeLoader):
-        def __iter__(self) -> Any:
-            for number, x in enumerate(super().__iter__()):
-                gpu.host_work(40.0 if number == SLOW else 0.0)
-                yield x
-
-    timer = timer_of(gpu)
-    trainer(timer).fit(Model(gpu), Late(gpu, 60))
-    [slow] = timer.slow_steps()
-    assert [(cause.kind, cause.host_ms) for cause in slow.causes] == [("dataloader", 40.0)]
-    assert slow.phase == "data/fetch"
-
-
 def trained_on_the_cpu(late: Callable[[nn.Module, int], None], **options: Any) -> list[SlowStep]:
     """Train a small net, calling `late` after the model in each step."""
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -412,16 +384,3 @@ def test_real_collection_is_found_and_all_of_it_reached(gpu: FakeGPU) -> None:
     [slow] = trained_on_the_cpu(late, _clock=gpu)
     assert (slow.step, slow.unexplained_ms) == (SLOW, 0.0)
     assert slow.causes == (Cause("garbage_collection", 20.0, 20.0, "generation 2"),)
-
-
-@pytest.mark.filterwarnings("ignore:The model is on the CPU")
-def test_real_compilation_is_found() -> None:
-    with contextlib.suppress(AttributeError):
-        torch._dynamo.reset()
-    compiled = torch.compile(lambda x: (x * 2).sum(), backend="eager", dynamic=False)
-
-    def late(net: nn.Module, number: int) -> None:
-        compiled(torch.ones(3 if number < SLOW else 4))
-
-    found = {slow.step: slow for slow in trained_on_the_cpu(late)}
-    assert "compilation" in [cause.kind for cause in found[SLOW].causes]

@@ -186,20 +186,6 @@ def run_in_thread(call: Callable[[], object]) -> None:
     thread.join()
 
 
-@pytest.mark.parametrize(
-    ("place", "name"), [("loss", "loss"), ("backward", "backward"), ("update", "optimizer")]
-)
-def test_collective_in_another_thread_is_not_a_wait(
-    ranks: Ranks, gpu: FakeGPU, place: str, name: str
-) -> None:
-    def elsewhere() -> None:
-        run_in_thread(reduce)
-        run_in_thread(wait_for_its_work)
-
-    expected = {**OWN, name: STEP_MS[name] + 2 * COMM_MS}
-    assert train(Shared(gpu, place, elsewhere)) == [expected] * 3
-
-
 def test_overlapped_work_is_not_a_wait(ranks: Ranks, gpu: FakeGPU) -> None:
     def overlap() -> None:
         work = launch_without_options()
