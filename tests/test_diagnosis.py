@@ -1,18 +1,13 @@
 """Tests of the diagnosis, a pure function of a measurement and the training setup."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
-import torch
-from fake_gpu import FakeGPU, Layer, batches
-from fake_lightning import Loader, Model, SavingTrainer, timer_of, trainer
 from fake_loop import Loop, train
-from torch import Tensor
 
 from lightning_gputime import Cause, SlowStep, load
 from lightning_gputime._diagnosis.codes import CODES
@@ -329,6 +324,26 @@ def test_advice_names_the_culprit_unless_the_update_can_be_fused(
     assert advice[0].text.startswith(text)
 
 
+def test_entries_of_a_fit_are_exact() -> None:
+    # 100 steps of 16.7 ms and 1 ms in checkpoints, after a first step of 500 ms.
+    entries_s = {"set-up": 0.007, "first step": 0.5, "validation": 0.1, "epoch ends": 0.011}
+    wall_clock = WallClockBreakdown({"steps": 1.67, **entries_s}, saves_in_steps_s=0.1)
+    found, breakdown = check(on_host({"callbacks": 4.0}, wall_clock=wall_clock))
+    assert {row.name: 1e3 * row.seconds for row in breakdown.rows} == pytest.approx(
+        {
+            "CPU work": 101 * 13.3,
+            "first step": 500 - 16.7,
+            "callbacks": 101 * 3.0,  # Without checkpoints.
+            "validation": 100,
+            "data": 101 * 0.4,
+            "epoch ends": 11,
+            "set-up": 7,
+        }
+    )
+    [text] = texts(found, "callbacks")
+    assert text.startswith("callbacks take 3.03 ms of 17.7 ms per step: ")
+
+
 @pytest.mark.parametrize(("p95_ms", "is_rare"), [(0.1, True), (9.0, False)])
 def test_phase_that_is_long_in_many_steps_is_not_paused(p95_ms: float, is_rare: bool) -> None:
     measured = with_row(on_host(), "forward", p50_ms=0.1, p95_ms=p95_ms)
@@ -557,99 +572,6 @@ def test_slow_rank_is_named(ranks: RankSummary, code: str, entry: str, end: str,
 )
 def test_diagnosis_is_empty_if_too_little_was_measured(facts: dict[str, Any]) -> None:
     assert diagnose(replace(on_host({"data": 20.0}), **facts), LOADER) == Diagnosis()
-
-
-# Through the public API
-
-
-class HostModel(Model):
-    """A model whose step takes the host a known time, and the device none."""
-
-    def __init__(self, gpu: FakeGPU) -> None:
-        super().__init__(gpu)
-        self.net = Layer(gpu, 0.0)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        self.gpu.host_work(60.0 if self.trainer.global_step else 500.0)
-        return self(batch).sum()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.gpu.host_work(50.0)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters())
-
-
-class Fetches(Loader):
-    """A loader whose batches take the host a known time."""
-
-    def __init__(self, gpu: FakeGPU, n: int, fetch_ms: float) -> None:
-        super().__init__(gpu, n)
-        self.fetch_ms = fetch_ms
-
-    def __iter__(self) -> Any:
-        return batches(self.gpu, self.n, host_ms=self.fetch_ms)
-
-
-STEPS = 6
-
-
-def planted(
-    *, fetch_ms: float = 0.0, callback_ms: float = 0.0, saves: tuple[int, ...] = ()
-) -> TimeBreakdown:
-    """Return the breakdown of a fit of known times: a first step of 500 ms, and others of 60 ms."""
-    gpu = FakeGPU()
-    SavingTrainer.gpu = gpu
-
-    def take(ms: float) -> Callable[..., None]:
-        return lambda *_: gpu.host_work(ms)
-
-    def end_batch(trainer: pl.Trainer, *_: Any) -> None:
-        # Time after the last step is not part of any step.
-        if trainer.global_step < STEPS:
-            gpu.host_work(callback_ms)
-        if trainer.global_step in saves:
-            trainer.save_checkpoint("none")
-
-    work = pl.callbacks.LambdaCallback(
-        on_fit_start=take(7.0),
-        on_sanity_check_start=take(3.0),
-        on_train_batch_end=end_batch,
-        on_train_epoch_end=take(11.0),
-        on_train_end=take(13.0),
-    )
-    timer = timer_of(gpu, warmup_steps=1)
-    trainer(timer, work, kind=SavingTrainer, num_sanity_val_steps=1).fit(
-        HostModel(gpu), Fetches(gpu, STEPS, fetch_ms), Fetches(gpu, 2, 0.0)
-    )
-    breakdown = breakdown_of(timer.summary().diagnosis)
-    assert breakdown.scope == "fit"
-    assert breakdown.wall_s == pytest.approx(gpu.host_ns() / 1e9)
-    return breakdown
-
-
-FIT_MS = {"set-up": 7.0, "sanity check": 53.0, "validation": 100.0, "first step": 440.0}
-FIT_MS |= {"epoch ends": 11.0, "tear-down": 13.0, "other": 360.0, "GPU work": 0.0}
-CALLBACKS_MS = {"callbacks": 60.0, "first step": 430.0}
-"""No callback precedes the first step, which is taken to be like the others."""
-
-
-@pytest.mark.parametrize(
-    ("plant", "expected"),
-    [
-        # The first step is also one of six steps.
-        ({}, {}),
-        ({"fetch_ms": 20.0}, {"data/fetch": 120.0}),
-        ({"callback_ms": 10.0}, CALLBACKS_MS),
-        # A checkpoint inside a step is not also a callback.
-        ({"callback_ms": 10.0, "saves": (2, 4)}, {**CALLBACKS_MS, "checkpoints": 80.0}),
-        ({"saves": (2,)}, {"checkpoints": 40.0}),
-        ({"saves": (2, 6)}, {"checkpoints": 80.0}),
-    ],
-)
-def test_entries_of_a_fit_are_exact(plant: dict[str, Any], expected: dict[str, float]) -> None:
-    found = {row.name: 1e3 * row.seconds for row in planted(**plant).rows}
-    assert found == pytest.approx({**FIT_MS, **expected}, abs=1e-6)
 
 
 def test_saved_run_has_the_diagnosis_of_the_training(loop: Loop, tmp_path: Path) -> None:

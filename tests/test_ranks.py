@@ -531,18 +531,6 @@ def steps_compared(exchange: FakeExchange, reads_early: bool, **options: Any) ->
     return steps_of(exchange.sent)
 
 
-@pytest.mark.parametrize("lag", [0, 1, 5])
-@pytest.mark.parametrize("every", [1, 3, 7])
-@pytest.mark.parametrize("log_every", [4, 10])
-def test_ranks_compare_the_same_steps_at_each_log(
-    exchange: FakeExchange, every: int, lag: int, log_every: int
-) -> None:
-    options = {"every_n_steps": every, "_lag": lag, "log_every_n_steps": log_every}
-    late = steps_compared(exchange, False, **options)
-    assert steps_compared(exchange, True, **options) == late
-    assert late[-1] == len(timed_indices(every, 60))
-
-
 @pytest.mark.parametrize(("every", "lag"), [(1, 0), (1, 1), (1, 5), (2, 1)])
 @pytest.mark.parametrize("log_every", [4, 10])
 def test_log_compares_exactly_the_preceding_steps(
@@ -554,6 +542,7 @@ def test_log_compares_exactly_the_preceding_steps(
     of_logs = [sum(index <= number for index in timed) for number in logs]
     compared = steps_compared(exchange, False, **options)
     assert compared == [*of_logs, len(timed), len(timed)]
+    assert steps_compared(exchange, True, **options) == compared
 
 
 @pytest.mark.parametrize("observers", [[], [lambda _: None]])

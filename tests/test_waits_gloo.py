@@ -6,17 +6,11 @@ from typing import Any
 
 import pytest
 from processes import finish, start
-from wait_run import LATE_IN_FIT, LATE_MS, PLACES, STEPS, WARMUP, WAYS
+from wait_run import LATE_MS, PLACES, STEPS, WARMUP, WAYS
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "wait_run.py"
-
-PHASES = {"third layer": "forward", "callback": "callbacks", "loader": "data"}
-"""Phase of each place that is not named like its phase."""
-
-REPORTED = {"callback": "callbacks", "loader": "data/fetch"}
-"""Phase or sub-phase that the comparison of ranks names instead."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +22,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 CASES = [f"{way} {place}" for way in WAYS for place in PLACES]
-CASES += [f"Lightning {place}" for place in LATE_IN_FIT]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.endswith(" nobody")])
@@ -37,7 +30,7 @@ def test_early_rank_waits_and_late_rank_is_longer_where_it_is_late(
 ) -> None:
     early, late = (results[case] for results in ranks)
     place = case.partition(" ")[2]
-    phase = PHASES.get(place, place)
+    phase = "forward" if place == "third layer" else place
     assert early["waited_ms"] >= 20.0
     longer_ms = {
         name: ms - early["local_ms"].get(name, 0.0) for name, ms in late["local_ms"].items()
@@ -46,7 +39,7 @@ def test_early_rank_waits_and_late_rank_is_longer_where_it_is_late(
     assert max(longer_ms, key=longer_ms.__getitem__) == phase
     # Rank 1 is only a suspect if the machine has delayed single steps of these few.
     assert 1 in (early["slowest_rank"], early["suspect"])
-    assert early["phase"] == REPORTED.get(place, phase)
+    assert early["phase"] == phase
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.endswith(" nobody")])

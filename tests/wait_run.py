@@ -4,7 +4,6 @@ python tests/wait_run.py DIRECTORY RANK
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -12,24 +11,19 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
-from fake_lightning import trainer
-from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime._timer import Timer
+from lightning_gputime import GPUPhaseHooks
 
 LATE_MS, WARMUP, STEPS = 40.0, 2, 12
 WIDTH, LAYERS, MICRO_BATCHES = 8, 4, 2
 PLACES = ("nobody", "data", "forward", "third layer", "backward", "optimizer")
-LATE_IN_FIT = ("nobody", "optimizer", "callback", "loader")
 
 
 class Sleep(torch.autograd.Function):
@@ -65,9 +59,8 @@ class Update(torch.optim.SGD):
     late = 0.0
 
     def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)  # Lightning computes loss and gradients in the closure.
         time.sleep(self.late / 1000)
-        return loss
+        return super().step(closure)
 
 
 def layers() -> nn.Sequential:
@@ -190,48 +183,7 @@ def train(way: Way, place: str) -> dict[str, Any]:
     return measured_by(timer)
 
 
-class Module(pl.LightningModule):
-    """A module whose optimizer may be late."""
-
-    def __init__(self, late_ms: float) -> None:
-        super().__init__()
-        self.net, self.late_ms = layers(), late_ms
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        optimizer = Update(self.parameters(), lr=1e-3)
-        optimizer.late = self.late_ms
-        return optimizer
-
-
-class Loader:
-    """A loader that may be late."""
-
-    def __init__(self, late_ms: float) -> None:
-        self.late_ms = late_ms
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return batches(STEPS, self.late_ms)
-
-    def __len__(self) -> int:
-        return STEPS
-
-
-def fit(rank: int, place: str) -> dict[str, Any]:
-    """Train while rank 1 is late in a place."""
-    ms = {place: LATE_MS if rank == 1 else 0.0}
-    timer = GPUPhaseTimer(warmup_steps=WARMUP, print_summary=False)
-    sleeps = LambdaCallback(
-        on_train_batch_end=lambda *_, **__: time.sleep(ms.get("callback", 0.0) / 1000)
-    )
-    runner = trainer(timer, sleeps, strategy="ddp", devices=2)
-    runner.fit(Module(ms.get("optimizer", 0.0)), Loader(ms.get("loader", 0.0)))
-    return measured_by(timer)
-
-
-def measured_by(timer: Timer) -> dict[str, Any]:
+def measured_by(timer: GPUPhaseHooks) -> dict[str, Any]:
     """Return the times of a rank, and on rank zero the comparison of ranks.
 
     Local times are minima over steps, because a busy machine makes steps longer.
@@ -299,11 +251,6 @@ def main(directory: Path, rank: int) -> None:
     for (name, kind), place in product(WAYS.items(), PLACES):
         distributed.barrier()
         results[f"{name} {place}"] = train(kind(rank), place)
-    # Lightning then takes this for one of the processes of a cluster, and starts none.
-    os.environ["LOCAL_RANK"] = str(rank)
-    for place in LATE_IN_FIT:
-        distributed.barrier()
-        results[f"Lightning {place}"] = fit(rank, place)
     for name in ("FSDP2", "TP"):
         runs = [gradients_and_weights(WAYS[name], rank, timed) for timed in (False, True)]
         results[f"{name} is bitwise"] = all(map(torch.equal, *runs))
