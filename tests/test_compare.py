@@ -26,7 +26,6 @@ from lightning_gputime._phases import StepRecord
 from lightning_gputime._runs import saved
 from lightning_gputime._runs.environment import Environment
 from lightning_gputime._runs.estimates import (
-    differences,
     quantile_of_t,
     typical_step,
     variance,
@@ -242,34 +241,6 @@ def test_spread_between_runs_widens_the_interval() -> None:
         ratio = quantile * math.sqrt(1 / 3 + (12 / 11) ** 2 / 3) / 11
         assert row.relative_error == pytest.approx(ratio, rel=0.001)
     assert (found.runs, found.steps, found.verdict) == ((3, 3), (72, 72), "alike")
-
-
-def test_comparison_labels_one_run_per_side_once() -> None:
-    fast, slow = steady(10.0), steady(12.0)
-    phases = "forward 1 ± 0 ms slower, backward 1 ± 0 ms slower"
-    assert compare(fast, slow).step.error_ms == 0.0
-    assert compare(fast, slow).sentence == f"{ONE_RUN} 20.00 % ± 0.00 % slower: {phases}"
-    for groups in ([fast, slow], [fast, slow, slow]):
-        lines = str(compare(*groups)).splitlines()
-        assert [line for line in lines[-5:] if line].count(ONE_RUN) == 1
-        assert str(compare(*groups)).count("One run per side") == 1
-    found = compare([fast, slow], fast)
-    assert "One run" not in str(found)
-    assert found.sentence.startswith("too noisy to tell (-9.1 % ± ")
-    assert found.sentence.endswith("): record longer runs, or more runs per side")
-
-
-@pytest.mark.parametrize("more_ms", [1.2, 2.0, 5.0, 20.0, 60.0])
-def test_short_noisy_phase_that_grows_many_times_is_slower(more_ms: float) -> None:
-    random = np.random.default_rng(0)
-    before, after = (
-        np.hstack([noisy + 10.0, noisy]) for noisy in (random.gamma(0.3, 2.0, (150, 1)),) * 2
-    )
-    confidence = np.array([0.98, 0.996])
-    estimates = [typical_step(before)], [typical_step(after + more_ms)]
-    _, phase = differences(*estimates, confidence=confidence)
-    assert phase.verdict == "slower"
-    assert (phase.outcome(0.05), phase.outcome(1.0)) == ("regression", "regression")
 
 
 # Outcomes

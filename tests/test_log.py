@@ -65,17 +65,6 @@ def test_skipped_log_number_is_logged_at_the_next_step(logger: Logger) -> None:
     assert logger.logged() == [(105, 103.0), (109, 108.0)]
 
 
-def test_every_logger_gets_its_own_separator_and_publish_the_slash(logger: Logger) -> None:
-    class Dash(Logger):
-        group_separator = "-"
-
-    dash, published = Dash(), dict[str, float]()
-    add(mean_log(1, logger, dash, publish=published.update), (0,))
-    assert "p/forward_ms" in logger.calls[0][1]
-    assert "p-forward_ms" in dash.calls[0][1]
-    assert "p/forward_ms" in published
-
-
 def test_log_every_zero_steps_logs_nothing(logger: Logger) -> None:
     log = mean_log(0, logger)
     add(log, (0,))

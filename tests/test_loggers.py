@@ -26,7 +26,7 @@ from lightning.pytorch.loggers import (
     WandbLogger,
 )
 
-from lightning_gputime._output.loggers import add_charts, send
+from lightning_gputime._output.loggers import send
 
 LOGGED = [1, 3, 4]
 KEYS = {f"phase_time/{name}_ms": ms for name, ms in STEP_MS.items()}
@@ -164,20 +164,6 @@ def test_plain_loop_adds_the_chart_once_and_survives_a_failing_writer(
     assert layout["a.b"]["step (ms)"] == ["Multiline", [r"^a\.b/step_ms$"]]
     assert len(writer.logged) == len(fails.logged) == 3
     assert caplog.text.count("Cannot log phase times") == 1
-
-
-def test_loggers_without_charts_are_not_asked_for_charts() -> None:
-    class Dummy:
-        """The experiment on ranks that log nothing, which has every attribute."""
-
-        def __getattr__(self, name: str) -> Any:
-            raise AssertionError(name)
-
-    logger: Any = Writer()
-    logger.experiment = Dummy()
-    add_charts(logger, "phase_time")
-    send(logger, "phase_time", "", {"host_wait_ms": 1.0}, 0, {"epoch": 2})
-    assert logger.logged == [({"phase_time/host_wait_ms": 1.0, "epoch": 2}, 0)]
 
 
 def test_rows_of_csv_carry_the_epoch_of_their_step(gpu: FakeGPU, tmp_path: Path) -> None:

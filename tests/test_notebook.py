@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,29 +69,3 @@ def test_timer_shows_its_summary(loop: Loop) -> None:
     assert "<strong>" in text
     assert ">backward</td>" in text
     assert "<code>" in text
-
-
-def test_real_notebook_shows_each_output_once(tmp_path: Path) -> None:
-    nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    root = Path(__file__).parent
-    cells = [
-        f"import sys; sys.path[:0] = [{str(root)!r}, {str(root.parent)!r}]\n"
-        "from fake_gpu import FakeGPU\nfrom fake_lightning import Model, fit\n"
-        "from lightning_gputime import GPUPhaseTimer\ngpu = FakeGPU()",
-        "timer = fit(gpu, Model(gpu), n=9, timer=GPUPhaseTimer(_clock=gpu))",
-        "timer",
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3")
-    client.execute(cwd=str(tmp_path))
-    kinds = [
-        [
-            next(iter({"text/html"} & {*output["data"]}), "")
-            for output in cell.outputs
-            if "data" in output
-        ]
-        for cell in notebook.cells
-    ]
-    assert kinds == [[], ["text/html"], ["text/html"]]

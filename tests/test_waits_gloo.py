@@ -35,7 +35,7 @@ def test_early_rank_waits_and_late_rank_is_longer_where_it_is_late(
     longer_ms = {
         name: ms - early["local_ms"].get(name, 0.0) for name, ms in late["local_ms"].items()
     }
-    assert longer_ms.pop("step") == pytest.approx(LATE_MS, rel=0.5)
+    assert longer_ms.pop("step") >= LATE_MS / 2
     assert max(longer_ms, key=longer_ms.__getitem__) == phase
     # Rank 1 is only a suspect if the machine has delayed single steps of these few.
     assert 1 in (early["slowest_rank"], early["suspect"])
