@@ -5,42 +5,12 @@ import pytest
 from lightning_gputime import StepTimes
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
-    AFTER_FORWARD,
     AFTER_UPDATE,
     EXCLUDED,
     check_name,
     in_order,
     resolve_labels,
 )
-
-
-@pytest.mark.parametrize(
-    ("labels", "phases"),
-    [
-        # Between two model calls
-        (
-            ["forward", AFTER_FORWARD, "forward", AFTER_FORWARD, "backward"],
-            ["forward", "forward", "forward", "loss", "backward"],
-        ),
-        # After the last model call, with and without a backward
-        (["forward", AFTER_FORWARD, "other", "backward"], ["forward", "loss", "other", "backward"]),
-        (["forward", AFTER_FORWARD], ["forward", "other"]),
-        (
-            ["forward", AFTER_FORWARD, "optimizer", AFTER_UPDATE],
-            ["forward", "other", "optimizer", "other"],
-        ),
-        # After a backward, with and without an update
-        (["backward", AFTER_BACKWARD, AFTER_UPDATE], ["backward", "optimizer", "other"]),
-        (["backward", AFTER_BACKWARD], ["backward", "other"]),
-        # A named phase does not hide what follows it
-        (
-            [AFTER_FORWARD, "augment", AFTER_FORWARD, "backward"],
-            ["loss", "augment", "loss", "backward"],
-        ),
-    ],
-)
-def test_labels_resolve_to_phases(labels: list[str], phases: list[str]) -> None:
-    assert resolve_labels((*labels,)) == tuple((phase,) for phase in phases)
 
 
 @pytest.mark.parametrize("between", ["data", "callbacks", "callbacks/Saves.on_train_batch_end"])

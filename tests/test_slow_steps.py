@@ -4,7 +4,6 @@ import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -283,22 +282,6 @@ def test_slow_steps_are_explained_once_and_on_request(
     assert timer.summary().slow is not None
     assert len(timer.slow_steps(STEPS)) == 15
     assert sorted(explained) == [*range(3, STEPS, 4)]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"observers": [SimpleNamespace(on_slow_step=lambda slow: None)]},
-        {"observers": [SimpleNamespace(metrics=lambda means: {})]},
-        {"log": ["slow"], "logger": Logger()},
-    ],
-)
-def test_slow_steps_do_not_depend_on_the_time_of_their_explanation(options: dict[str, Any]) -> None:
-    lazy = train_on_a_noisy_host(Loop(FakeGPU()))
-    at_once = train_on_a_noisy_host(Loop(FakeGPU()), **options)
-    assert (lazy._results.slow.is_followed, at_once._results.slow.is_followed) == (False, True)
-    assert lazy.summary().slow == at_once.summary().slow
-    assert lazy.slow_steps(STEPS) == at_once.slow_steps(STEPS)
 
 
 def test_noisy_host_does_not_fill_the_memory_with_evidence() -> None:
