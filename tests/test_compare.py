@@ -559,6 +559,17 @@ def test_compare_takes_folders_as_groups(tmp_path: Path, command: Command) -> No
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "none.json.gz", "none.json.gz"], "No such file or directory"),
+        (["show", __file__], "is not a saved run: write one with timer.save(path)"),
+    ],
+)
+def test_bad_input_exits_with_two(arguments: list[str], message: str, command: Command) -> None:
+    assert message in command(*arguments, code=2).err
+
+
+@pytest.mark.parametrize(
     "error", [OverflowError("large"), MemoryError(), ZeroDivisionError("0\n0")]
 )
 def test_compare_exits_with_two_for_an_unexpected_error(

@@ -413,8 +413,13 @@ def test_self_check_finds_updates_whose_hooks_do_not_fire(
 
 @pytest.mark.parametrize(
     ("options", "skips", "every"),
-    [({}, False, 1), ({"_lag": 0}, True, 1), ({"every_n_steps": 3}, False, 4)],
-    ids=["usual", "skipped batches", "accumulates"],
+    [
+        ({}, False, 1),
+        ({"_lag": 0}, True, 1),
+        ({"every_n_steps": 3}, True, 1),
+        ({"every_n_steps": 3}, False, 4),
+    ],
+    ids=["usual", "skipped batches", "untimed skipped batches", "accumulates"],
 )
 def test_self_check_finds_nothing_in_plain_loops_that_are_right(
     loop: Loop, options: dict[str, Any], skips: bool, every: int, warnings: Warnings

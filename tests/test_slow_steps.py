@@ -357,3 +357,14 @@ def test_failing_detector_ends_only_the_search_for_causes(
     assert [(slow.step, slow.causes) for slow in timer.slow_steps()] == [(55, ())]
     [message] = caplog.messages
     assert message.startswith("Slow steps are no longer explained: TypeError(")
+
+
+@pytest.mark.parametrize("every", [1, 5, 20])
+def test_slow_step_found_late_is_in_no_other_log(loop: Loop, every: int) -> None:
+    logger = Logger()
+    late = {3: lambda: loop.gpu.host_work(400.0)}
+    timer = train(loop, in_fetch=late, logger=logger, log=["slow"], log_every_n_steps=every)
+    excess_ms = {slow.step: slow.excess_ms for slow in timer.slow_steps()}[3]
+    # The first ten are compared together; by then logs of fewer steps are gone.
+    logged = {step: metrics.get("phase_time/slow_excess_ms", 0.0) for step, metrics in logger.calls}
+    assert max(logged.values()) == (pytest.approx(excess_ms / 20) if every == 20 else 0.0)
