@@ -221,6 +221,7 @@ FORWARD_MS = "summary/rows/forward/mean_ms"
         ("format", "other", "its format is not 'lightning_gputime run'"),
         ("version", 3, "its version is 3, .* reads version 5: update"),
         ("history", REMOVED, "it has no 'history'"),
+        ("history/phases", REMOVED, "it has no 'phases'"),
         ("summary", REMOVED, "it has no 'summary'"),
         ("summary/steps", 1.5, "summary.steps must be int, not 1.5"),
         (FORWARD_MS, "1", r"summary.rows\['forward'\].mean_ms must be float, not '1'"),
