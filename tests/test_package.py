@@ -7,7 +7,7 @@ import lightning_gputime
 
 
 @pytest.mark.slow
-def test_plain_loop_does_not_import_lightning_and_the_package_no_compiler() -> None:
+def test_plain_loop_imports_neither_lightning_nor_the_compiler() -> None:
     code = """
 import sys, torch
 from lightning_gputime import GPUPhaseHooks
