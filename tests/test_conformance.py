@@ -25,7 +25,7 @@ from conformance import (
 from conftest import hooks_of, installed
 from fake_gpu import FakeGPU, steps
 from fake_lightning import Loader, timer_of, trainer
-from fake_loop import Loop
+from fake_loop import Loop, training_arguments
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -102,11 +102,7 @@ def run_transformers(case: Case, loop: Loop, path: Path) -> Any:
 
     loop.optimizer.param_groups[0]["lr"] = 1.0
     timer = TransformersPhaseTimer(_clock=loop.gpu, print_summary=False, warmup_steps=0)
-    arguments = transformers.TrainingArguments(
-        str(path), max_steps=case.batches, per_device_train_batch_size=1, report_to=[],
-        save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, use_cpu=True,
-        max_grad_norm=0.0, logging_nan_inf_filter=False,
-    )  # fmt: skip
+    arguments = training_arguments(path, max_steps=case.batches)
     Trainer(
         loop.model, arguments, data_collator=collate, train_dataset=[0] * 40,
         optimizers=(loop.optimizer, None), callbacks=[timer],

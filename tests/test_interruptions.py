@@ -16,7 +16,7 @@ import pytest
 import torch
 from fake_gpu import FakeGPU
 from fake_lightning import trainer
-from fake_loop import Logger
+from fake_loop import Logger, training_arguments
 from test_nothing_stays import left_on
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
@@ -182,11 +182,8 @@ def huggingface(has_timer: bool, tmp_path: Path) -> Training:
 
     from lightning_gputime.huggingface import TransformersPhaseTimer
 
-    args = transformers.TrainingArguments(
-        str(tmp_path), max_steps=3, report_to=[], save_strategy="no", eval_strategy="steps",
-        eval_steps=2, logging_steps=1, disable_tqdm=True, use_cpu=True,
-        dataloader_pin_memory=False,
-    )  # fmt: skip
+    evaluates = {"eval_strategy": "steps", "eval_steps": 2}
+    args = training_arguments(tmp_path, max_steps=3, logging_steps=1, **evaluates)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     rows = [{"x": torch.ones(2), "labels": torch.ones(2)}] * 8

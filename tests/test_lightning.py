@@ -691,7 +691,7 @@ def test_two_timers_with_the_same_keys_are_refused(gpu: FakeGPU, is_twice: bool)
     assert not steps(timer)
 
 
-# From a file, and in a dry run
+# Clones and scripts in the middle of a fit
 
 
 class Plain(pl.LightningModule):
@@ -715,60 +715,6 @@ class Plain(pl.LightningModule):
     def train_dataloader(self) -> Any:
         data: Any = torch.ones(4, 2)
         return torch.utils.data.DataLoader(data, batch_size=2)
-
-
-CONFIG = """
-trainer:
-  accelerator: cpu
-  max_epochs: 1
-  logger: false
-  enable_progress_bar: false
-  enable_checkpointing: false
-  default_root_dir: %s
-  callbacks:
-    - class_path: lightning_gputime.GPUPhaseTimer
-      init_args: {warmup_steps: 0, observers: [], %s}
-"""
-
-
-@pytest.mark.filterwarnings("ignore")  # jsonargparse and Lightning warn of themselves
-@pytest.mark.parametrize(
-    "options",
-    [
-        "items: 2.5, flops: [1.0, 2.0], modules: [net], every_n_steps: auto, sync_ranks: log",
-        "items: 4, flops: 3000000000.0, modules: net, every_n_steps: 1, save_path: null",
-    ],
-)
-def test_file_that_a_lightning_cli_saves_can_be_run_again(options: str, tmp_path: Path) -> None:
-    cli = pytest.importorskip("lightning.pytorch.cli")
-    yaml = pytest.importorskip("yaml")
-    pytest.importorskip("jsonargparse")
-    path = tmp_path / "first.yaml"
-    path.write_text(CONFIG % (tmp_path, options))
-    expected = yaml.safe_load(f"{{{options}}}")
-    expected.pop("save_path", None)
-    for _ in range(2):
-        arguments = ["fit", "--config", str(path)]
-        made = cli.LightningCLI(Plain, args=arguments, save_config_kwargs={"overwrite": True})
-        [timer] = [item for item in made.trainer.callbacks if isinstance(item, GPUPhaseTimer)]
-        assert {name: getattr(timer._options, name) for name in expected} == expected
-        assert len(timer.history()) > 0
-        path = tmp_path / "config.yaml"
-
-
-def test_warm_up_table_has_a_label(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
-    timer = GPUPhaseTimer(_clock=gpu)
-    runner = trainer(timer, fast_dev_run=True)
-    runner.fit(Model(gpu), Loader(gpu, 3))
-    printed = capsys.readouterr().out
-    assert "Time per step in ms over 1 step of the warm-up; no other step was timed" in printed
-    assert "forward     4.000   25.6%" in printed
-    assert "bound" not in printed  # A warm-up says nothing about the training.
-    assert (timer.summary().steps, timer.summary().is_warmup) == (1, True)
-    assert timer.summary().verdict == ""
-
-
-# Copies and scripts in the middle of a fit
 
 
 class Calls(pl.Callback):

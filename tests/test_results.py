@@ -161,32 +161,6 @@ def test_table_is_aligned_and_in_the_order_of_a_step() -> None:
     ]
 
 
-VERDICTS = {
-    "GPU-bound: the CPU waits 2.8 of 17 ms per step for the GPU": raw(
-        0, 2.8, data=0.1, forward=16.9
-    ),
-    "launch-bound: the GPU idles while the CPU launches kernels; the CPU waits 0.005 of": raw(
-        0, 0.005, data=0.1, forward=16.9
-    ),
-    # The host waits with a lag of 0.
-    "launch-bound": raw(0, 1.0, forward=19.0),
-    "input-bound: `data` takes 41 % of the timed steps": raw(0, data=7.0, forward=10.0),
-    # The loader, callbacks and other ranks are separate.
-    "input-bound: `data` takes 45 %": raw(0, forward=10.0, data=9.0, callbacks=1.0),
-    "callback-bound: `callbacks` takes 45 %": raw(
-        0, forward=10.0, callbacks=9.0, **{"data/fetch": 1.0}
-    ),
-    "rank-bound: `other ranks` takes 40 %": raw(
-        0, forward=10.0, callbacks=1.0, **{"data/fetch": 1.0, "callbacks/comm": 8.0}
-    ),
-}
-
-
-@pytest.mark.parametrize("verdict", VERDICTS)
-def test_verdict_names_the_bottleneck_and_its_reason(verdict: str) -> None:
-    assert summarize(VERDICTS[verdict]).verdict.startswith(verdict)
-
-
 @pytest.mark.parametrize(
     ("busy_ms", "verdict"),
     [
@@ -200,16 +174,6 @@ def test_probed_steps_decide_between_gpu_and_launch_bound(busy_ms: float, verdic
     assert summary_of(results).verdict.startswith(verdict)
 
 
-def test_host_wait_inside_the_step_is_sync_bound() -> None:
-    device = {"forward": 3.0, "loss": 0.1, "backward": 6.0}
-    host = {"forward": 1.0, "loss": 6.1, "backward": 2.0}
-    summary = summarize(raw(0, 0.01, **device)._replace(host_ns=raw(0, **host).host_ns))
-    assert summary.verdict == (
-        "sync-bound: the CPU blocks on the GPU in `loss`: the GPU lags the CPU by 6 of"
-        " 9.1 ms per step"
-    )
-
-
 @pytest.mark.parametrize("on_host_clock", [True, False])
 def test_steps_of_zero_time_have_no_verdict(on_host_clock: bool) -> None:
     results = Results(10, 0, on_host_clock)
@@ -218,29 +182,6 @@ def test_steps_of_zero_time_have_no_verdict(on_host_clock: bool) -> None:
     summary = summary_of(results)
     assert (summary.verdict, summary.advice, summary.launch_gap_share) == ("", (), None)
     assert "nan" not in str(summary)
-
-
-def test_single_long_fetch_is_not_input_bound() -> None:
-    def verdict(stalls: int, *, has_loader: bool = True) -> str:
-        results = Results(100, 0)
-        results.update_setup(has_loader=has_loader)
-        fetches = [500.0] * stalls + [0.5] * (55 - stalls)
-        results.add([raw(i, data=ms, forward=10.0) for i, ms in enumerate(fetches)])
-        return summary_of(results).verdict
-
-    assert verdict(1).startswith("launch-bound")
-    assert verdict(2).startswith("input-bound: `data` takes 65 %")
-    # Between two steps of an ordinary loop other code may run, such as a validation.
-    assert verdict(2, has_loader=False).startswith("input-bound: `data` takes 65 %")
-
-
-def test_verdict_without_a_gpu_names_no_gpu() -> None:
-    results = Results(10, 0, on_host_clock=True)
-    results.add([raw(0, forward=2.1, backward=6.0, optimizer=1.9)])
-    summary = summary_of(results)
-    assert summary.code == "compute-bound"
-    assert summary.advice == ("pass modules=2 to split `backward` (60 % of the step) by module",)
-    assert "GPU" not in str(summary)
 
 
 def test_notebook_and_rich_show_the_table() -> None:

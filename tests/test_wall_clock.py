@@ -1,5 +1,4 @@
 import contextlib
-import errno
 import io
 import os
 import pickle
@@ -13,7 +12,6 @@ import pytest
 import torch
 from fake_gpu import Adder, FakeGPU, Layer
 from fake_lightning import Loader, MemoryLogger, Model, SavingTrainer, fit, timer_of, trainer
-from processes import run
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, load
@@ -379,49 +377,6 @@ def test_run_is_saved_after_each_epoch(gpu: FakeGPU, path: Path) -> None:
     assert len(load(path).history) == 6
 
 
-_KILLED = """
-import os, signal, sys
-import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_gputime import GPUPhaseTimer
-
-class Model(BoringModel):
-    def training_step(self, batch, batch_idx):
-        if self.trainer.global_step == 25:
-            os.kill(os.getpid(), getattr(signal, name))
-        return super().training_step(batch, batch_idx)
-
-# A forked process for each, which shares the imports.
-for name in sys.argv[1:]:
-    if not os.fork():
-        break
-    os.wait()
-else:
-    sys.exit()
-quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-timer = GPUPhaseTimer(save_path=f"{name}.json.gz")
-Trainer(max_epochs=4, callbacks=[timer], **quiet).fit(Model(), torch.zeros(10, 2, 32))
-"""
-
-
-@pytest.fixture(scope="module")
-def of_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder to which processes save that are killed in the middle of the third epoch."""
-    folder = tmp_path_factory.mktemp("killed")
-    run("-c", _KILLED, "SIGKILL", "SIGTERM", cwd=folder)
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "steps"), [("SIGKILL", 10), ("SIGTERM", 26)])
-def test_killed_process_leaves_a_file(name: str, steps: int, of_killed: Path) -> None:
-    saved = load(of_killed / f"{name}.json.gz")
-    # SIGKILL: complete epochs, the first and those that end when saving is cheap enough.
-    assert len(saved.history) >= steps
-    assert saved.summary().wall_clock is not None
-
-
 def test_saving_at_the_end_of_epochs_takes_little_of_the_time(
     gpu: FakeGPU, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -449,17 +404,3 @@ def test_epochs_without_save_path_read_no_clock(
     monkeypatch.setattr("time.perf_counter", clock)
     fit(gpu, Model(gpu), 1, max_epochs=2)
     clock.assert_not_called()
-
-
-def test_full_disk_warns_once_and_training_continues(
-    gpu: FakeGPU, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr("os.replace", Mock(side_effect=error))
-    timer = timer_of(gpu, save_path=path)
-    fit(gpu, Model(gpu), 3, timer=timer, max_epochs=2)
-    assert timer.summary().steps == 6
-    [message] = [message for message in caplog.messages if "is not saved" in message]
-    assert "Its file has the last saved state, or does not exist" in message
-    assert "run.json.gz (No space left on device)" in message
-    assert list(path.parent.iterdir()) == []
