@@ -1,6 +1,5 @@
 import copy
 import pickle
-import warnings
 from collections import UserList
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,44 +93,6 @@ def test_custom_profiler_keeps_its_start_method(gpu: FakeGPU) -> None:
     assert steps(timer) == [STEP_MS] * 4
 
 
-class Wrapped:
-    """A wrapper in the style of Lookahead or DeepSpeed, which has no hooks."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("register_"):
-            raise AttributeError(name)
-        return getattr(self._optimizer, name)
-
-    def step(self, closure: Any = None) -> Any:
-        return self._optimizer.step(closure)
-
-
-class Swaps(pl.Callback):
-    """Puts the wrapper in the place of the optimizer."""
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.strategy._optimizers = [Wrapped(trainer.optimizers[0])]  # type: ignore[list-item]
-
-
-def test_optimizer_inside_a_foreign_wrapper_is_timed(gpu: FakeGPU) -> None:
-    timer = fit(gpu, Model(gpu), callbacks=[Swaps()])
-    assert steps(timer) == [STEP_MS] * 3
-    assert timer.summary().skipped_updates == 0
-
-
-def test_manual_optimization_without_visible_updates_has_one_step_per_batch(gpu: FakeGPU) -> None:
-    def training_step(model: Model, batch: Tensor, batch_idx: int) -> None:
-        model.loss(batch).backward()
-        gpu.work(2.0)  # An update without an optimizer.
-
-    model = changed(gpu, automatic_optimization=False, training_step=training_step)
-    timer = fit(gpu, model, callbacks=[Swaps()])
-    assert timer.history()["step_ms"].tolist() == [1.0 + 4.0 + 0.5 + 8.0 + 2.0] * 3
-
-
 def test_table_is_printed_once(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
     timer = GPUPhaseTimer(_clock=gpu, warmup_steps=1)
     fit(gpu, Model(gpu), timer=timer)
@@ -181,17 +142,6 @@ def test_timer_pickles_and_clones_before_and_after_training(gpu: FakeGPU, traine
         assert twin._options.prefix == "gpu"
 
 
-def test_timer_is_cloned_in_the_middle_of_training(gpu: FakeGPU) -> None:
-    def clone(*_: Any) -> None:
-        copy.deepcopy(timer)
-        copy.deepcopy(model.net)(torch.ones(1, 2))
-
-    timer, model = timer_of(gpu), Model(gpu)
-    fit(gpu, model, timer=timer, callbacks=[callback(on_train_batch_end=clone)])
-    # The call of the clone is other work, after the end of the step.
-    assert steps(timer)[1:] == [{**STEP_MS, "callbacks": 4.0}] * 2
-
-
 def test_no_state_is_added_to_checkpoints(gpu: FakeGPU, tmp_path: Any) -> None:
     runner = trainer(timer_of(gpu))
     runner.fit(Model(gpu), Loader(gpu, 2))
@@ -212,25 +162,6 @@ def test_skipped_batches_and_batches_that_are_none_end_no_step(gpu: FakeGPU) -> 
         trainer(timer, max_epochs=2).fit(model, Holes(gpu, 5))
     # The copy of the batch that became None is part of the next batch's `data`.
     assert steps(timer) == [STEP_MS, {**STEP_MS, "data": 2.0}] * 2
-
-
-def test_training_step_that_returns_none_has_no_backward(gpu: FakeGPU) -> None:
-    def training_step(model: Model, batch: Tensor, batch_idx: int) -> Any:
-        loss = Model.training_step(model, batch, batch_idx)
-        return None if batch_idx == 1 else loss
-
-    with warnings.catch_warnings():  # Lightning warns once in a process.
-        warnings.simplefilter("ignore")
-        timer = fit(gpu, changed(gpu, training_step=training_step))
-    skipped = {"data": 1.0, "other": 0.625, "forward": 4.0, "optimizer": 2.0}
-    assert steps(timer) == [STEP_MS, skipped, STEP_MS]
-
-
-def test_empty_loader_has_no_steps(gpu: FakeGPU) -> None:
-    with pytest.warns(UserWarning, match="across ranks is zero"):
-        timer = fit(gpu, Model(gpu), n=0)
-    assert timer.last_step is None
-    assert len(timer.history()) == 0
 
 
 @pytest.mark.parametrize(
@@ -324,24 +255,6 @@ def test_evaluation_without_a_fit_is_logged_and_summarized(
     assert "Time per validation step in ms over 2 steps" in str(timer.summary())
     assert timer.summary("fit").steps == 0
     assert str(timer.summary("fit")).startswith("No step was timed")
-
-
-@pytest.mark.parametrize(("after_ms", "is_reported"), [(2.0, False), (20.0, True)])
-def test_summary_reports_validation_time_after_its_batches(
-    gpu: FakeGPU, after_ms: float, is_reported: bool
-) -> None:
-    class Measures(Evaluated):
-        def on_validation_epoch_end(self) -> None:
-            self.gpu.host_work(after_ms)
-
-    line = Measures.on_validation_epoch_end.__code__.co_firstlineno
-    options: Any = {"max_epochs": 2, "num_sanity_val_steps": 1}
-    timer = fit(gpu, Measures(gpu), 4, validation=4, **options)
-    summary = timer.summary()
-    assert summary.wall_clock is not None
-    assert summary.wall_clock.after_batches_s == pytest.approx(2 * after_ms / 1e3)
-    place = f"`Measures.on_validation_epoch_end` (test_callback.py:{line}) takes 40 ms of "
-    assert (place in str(summary)) == is_reported
 
 
 def test_summary_after_a_fit_is_that_of_the_fit(gpu: FakeGPU) -> None:

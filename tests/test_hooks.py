@@ -112,18 +112,6 @@ def test_copies_and_pickles_of_an_attached_timer_are_detached(loop: Loop) -> Non
             assert twin.history()["step"].tolist() == [0]
 
 
-def test_model_on_the_cpu_has_the_host_clock_and_warns(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(2, 2)
-    with GPUPhaseHooks(model, torch.optim.SGD(model.parameters())) as timer:
-        for x in timer.steps([torch.ones(1, 2)] * 3):
-            model(x).sum().backward()
-    assert len(timer.history()) == 3
-    assert (timer.history()["backward_ms"] > 0.0).all()
-    assert [record.message for record in caplog.records] == [
-        "The model is on the CPU: its phases are timed on the host's clock."
-    ]
-
-
 @pytest.mark.parametrize("call", ["step", "steps"])
 def test_step_and_steps_require_attach(loop: Loop, call: str) -> None:
     timer = hooks(loop)
@@ -182,19 +170,6 @@ def test_warns_when_no_step_has_ended(loop: Loop, caplog: pytest.LogCaptureFixtu
     with hooks(loop):
         loop.train_all(loop.batches(3))
     assert "No step has ended: iterate over steps(loader), or call step()" in caplog.text
-
-
-def test_steps_are_all_counted_after_the_history_is_full(gpu: FakeGPU, loop: Loop) -> None:
-    with hooks(loop, history_size=100) as timer:
-        for _ in range(5000):
-            gpu.work(0.25, host_ms=0.125)
-            timer.step()
-    summary = timer.summary()
-    assert summary.steps == 5000
-    # The first step also waits for its own launch.
-    assert summary.step.mean_ms == pytest.approx((0.375 + 4999 * 0.25) / 5000, rel=1e-12)
-    assert timer.history()["step"].tolist() == list(range(4900, 5000))
-    assert gpu.created < 50
 
 
 def calls_in_a_step(gpu: FakeGPU, modules: int, after_steps: int = 100) -> float:
@@ -283,26 +258,6 @@ def test_replays_of_a_graph_count_for_the_phase_they_are_launched_in(
     assert "input-bound" not in timer.summary().verdict
     assert timer.summary().skipped_updates == 0
     assert caplog.text.count("Phases inside a captured graph cannot be timed. Its replays") == 1
-
-
-@pytest.mark.parametrize("every", [1, 10])
-def test_batches_that_replay_a_graph_are_steps(
-    loop: Loop, every: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    with hooks(loop, every_n_steps=every) as timer:
-        for number, x in enumerate(timer.steps(loop.batches(60))):
-            if number < 3:
-                loop.train(x)
-            elif number == 3:
-                with loop.gpu.capture() as replay:
-                    loop.train(x)
-            else:
-                replay()
-    # Some have no marks: the one of the capture.
-    assert timer.history()["step"].tolist()[-2:] == ([58, 59] if every == 1 else [44, 52])
-    assert sum(steps(timer)[-1].values()) == sum(STEP_MS.values())
-    [record] = caplog.records
-    assert record.message.startswith("Phases inside a captured graph cannot be timed.")
 
 
 def test_steps_are_counted_from_the_first_through_all_epochs(loop: Loop) -> None:

@@ -221,18 +221,6 @@ def test_phases_of_marks(run: Recorded, script: str, phases: list[dict[str, floa
     assert run.gpu.spins == []
 
 
-def test_step_has_device_and_host_time_of_each_phase(gpu: FakeGPU, run: Recorded) -> None:
-    gpu.host_work(2.0)
-    run.step(7)
-    run.pending.flush()
-    [times] = run.emitted
-    assert times.step == 7
-    # The device waits 1 ms for the launch of forward.
-    assert times.phase_ms == {"data": 2.0, "forward": 5.0, "backward": 6.0}
-    assert times.host_ms == {"data": 2.0, "forward": 1.0, "backward": 1.0}
-    assert times.step_ms == 13.0
-
-
 def test_host_waits_once_per_step_for_the_previous_step(gpu: FakeGPU, run: Recorded) -> None:
     for number in range(5):
         run.step(number)
@@ -261,16 +249,6 @@ def test_probed_step_is_read_at_its_end_with_all_before(gpu: FakeGPU) -> None:
     assert run.numbers() == [0, 1]
 
 
-def test_dropped_step_does_not_change_pending_steps(gpu: FakeGPU) -> None:
-    run = Recorded(gpu, lag=3)
-    run.step(0)
-    run.step(1)
-    run.play("50; begin")
-    run.step(2)
-    run.pending.flush()
-    assert [times.step_ms for times in run.emitted] == [11.0, 10.0, 10.0]
-
-
 def test_step_that_ends_during_a_pause_has_no_times_and_counts_for_the_lag(
     gpu: FakeGPU, run: Recorded
 ) -> None:
@@ -282,24 +260,6 @@ def test_step_that_ends_during_a_pause_has_no_times_and_counts_for_the_lag(
     run.step(2)
     run.pending.flush()
     assert run.numbers() == [0, 2]
-
-
-def test_step_with_a_capture_is_left_out(
-    gpu: FakeGPU, run: Recorded, caplog: pytest.LogCaptureFixture
-) -> None:
-    run.step(0)
-    for number in (1, 2):
-        run.mark("forward")
-        gpu.capturing = True
-        run.play("mark backward; end; flush; drain")
-        gpu.capturing = False
-        run.end_step(number)
-    run.step(3)
-    run.pending.flush()
-    assert not gpu.capture_broken
-    assert run.numbers() == [0, 3]
-    [record] = caplog.records
-    assert record.message.startswith("Phases inside a captured graph cannot be timed.")
 
 
 def test_mark_on_a_lagging_stream_delays_the_step(gpu: FakeGPU, run: Recorded) -> None:
@@ -446,18 +406,6 @@ def test_emitted_step_has_every_field(gpu: FakeGPU) -> None:
     assert run.records == [first, second, third]
 
 
-def test_skipped_update_is_reported_unless_a_graph_is_replayed(gpu: FakeGPU, run: Recorded) -> None:
-    run.end_step(0, skipped_update=True)
-    run.end_step(1)
-    with gpu.capture():
-        run.mark("optimizer")
-    run.end_step(2)
-    run.end_step(3, skipped_update=True)
-    assert len(run.phases()) == 3
-    skipped = {times.step: times.skipped_update for times in run.emitted}
-    assert skipped == {0: True, 1: False, 3: False}
-
-
 def test_mark_in_backward_counts_only_in_backward(gpu: FakeGPU, run: Recorded) -> None:
     def communicate() -> None:
         in_thread(lambda: run.mark_in_backward("backward/comm"))
@@ -489,111 +437,3 @@ def test_wait_that_did_not_block_does_not_align_the_clocks(
     run.play(f"begin; {wait_ms}; end")
     [record] = run.records
     assert (record.wait_ms, record.finished_ns) == (wait_ms, finished_ns)
-
-
-@pytest.mark.parametrize("after_fetch", [True, False])
-def test_evaluation_found_late_pauses_the_step_from_its_first_mark(
-    gpu: FakeGPU, after_fetch: bool
-) -> None:
-    run = Annotated(gpu)
-    run.play("1" if after_fetch else "1; mark forward; 4")
-    run.play("mark <evaluation>; 16; pause <evaluation>")
-    assert (run.state.name, run.label) == ("PAUSED", EXCLUDED)
-    assert run.labels[-1] is None
-    run.play("mark loss; 32")
-    in_thread(lambda: run.resume("other"))
-    assert run.state.name == "PAUSED"
-    run.play("resume other; 0.5; end")
-    # A fetch right before the evaluation belongs to it.
-    before = {} if after_fetch else {"data": 1.0, "forward": 4.0}
-    assert run.phases() == [{**before, "other": 0.5}]
-
-
-@pytest.mark.parametrize(("lag", "read"), [(0, 2), (2, 0)])
-def test_step_that_is_left_during_a_pause_ends_at_its_update(
-    gpu: FakeGPU, lag: int, read: int
-) -> None:
-    run = Recorded(gpu, lag=lag)
-    run.play("probe; mark forward; 4; mark <after update>; mark other; 16; pause")
-    ended: list[bool] = []
-    in_thread(lambda: ended.append(run.end_at("<after update>", 0)))
-    ended.append(run.end_at("<after update>", 0))
-    assert ended == [False, True]
-    assert (run.state.name, run.label) == ("OPEN", "data")
-    gpu.work(1.0)
-    assert gpu.waits == []
-    run.end_step(1)
-    # The probe ended with the step that was left: what follows is read in its turn.
-    assert len(run.emitted) == read
-    assert run.phases() == [{"data": 0.0, "forward": 4.0}, {"data": 1.0}]
-    assert run.numbers() == [0, 1]
-
-
-def test_step_that_is_left_in_which_a_graph_was_captured_has_no_times(
-    gpu: FakeGPU, run: Recorded
-) -> None:
-    run.mark("<after update>")
-    with gpu.capture():
-        run.mark("other")
-    assert not run.end_at("<after update>", 0)
-    run.end_step(1)
-    assert run.phases() == []
-
-
-def test_forked_process_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
-    run = Recorded(gpu, batch=9)
-    for number in range(4):
-        run.step(number)
-    run.pending.flush()
-    # A finished step, a pending step and free events all belong to the parent.
-    run.step(4)
-    run.step(5)
-    run.abandon()
-    assert (run.state.name, run.label) == ("IDLE", None)
-    created = gpu.created
-    run.begin()
-    run.step(6)
-    run.pending.flush()
-    assert gpu.created == created + 4
-    assert run.numbers() == [0, 1, 2, 3, 6]
-
-
-def test_named_pause_has_no_label_and_belongs_to_its_thread(gpu: FakeGPU) -> None:
-    run = Annotated(gpu)
-    run.play(f"mark forward; enter_phase {EXCLUDED}")
-    assert run.labels == ["data", "forward", None]
-    in_thread(lambda: run.leave_phase(EXCLUDED))
-    assert run.label == EXCLUDED
-    run.play(f"leave_phase {EXCLUDED}; leave_phase {EXCLUDED}")
-    assert (run.state.name, run.label) == ("OPEN", "forward")
-
-
-def test_new_thread_with_the_id_of_the_timed_thread_is_not_timed(
-    gpu: FakeGPU, run: Recorded
-) -> None:
-    numbers: list[int] = []
-
-    def train() -> None:
-        numbers.append(threading.get_ident())
-        run.begin()
-        run.step(0)
-
-    def disturb() -> None:
-        numbers.append(threading.get_ident())
-        run.mark("forward")
-        run.enter_phase("a")
-        run.pause(now=True)
-        run.end_step(1)
-
-    for target in (train, *[disturb] * 10):
-        in_thread(target)
-    created = gpu.created
-    if numbers[0] not in numbers[1:]:
-        pytest.skip("the number was not used again")
-    assert (run.pending.ended, run.label) == (1, "data")
-    run.stop()
-    run.pending.flush()
-    assert run.numbers() == [0]
-    train()
-    assert run.pending.ended == 2
-    assert gpu.created < created + 8

@@ -1,6 +1,5 @@
 """Steps of plain loops, whatever drives them, and the warnings where their ends are uncertain."""
 
-import copy
 import itertools
 import random
 import threading
@@ -14,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import installed
-from fake_gpu import STEP_MS, FakeGPU, Layer, batches, steps, work
+from fake_gpu import STEP_MS, FakeGPU, batches, steps
 from fake_loop import Loop, hooks, timed_indices
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_gputime import GPUPhaseHooks, phase
 
@@ -137,17 +136,6 @@ def loop_that_is_left(loop: Loop, timer: GPUPhaseHooks, taken: Callable[[Any, in
         loop.gpu.work(99.0)
 
 
-@scene([times(other=1.125), STEP_MS])
-def loop_that_is_closed_ends_with_its_update(loop: Loop, timer: GPUPhaseHooks) -> None:
-    batches = timer.steps(loop.batches(9))
-    for _ in range(2):
-        loop.train(next(batches))
-        loop.gpu.work(1.0)
-    loop.gpu.work(99.0)
-    batches.close()
-    batches.close()
-
-
 def train_and_call(loop: Loop, x: Tensor) -> None:
     loop.train(x)
     loop.model(x)
@@ -207,19 +195,6 @@ def steps_around_steps(loop: Loop, timer: GPUPhaseHooks) -> None:
     loop.train_all(timer.steps(timer.steps(loop.batches(2))))
 
 
-@scene([times(optimizer=-1, other=2.125)] * 50, has_optimizer=False)
-def update_by_hand(loop: Loop, timer: GPUPhaseHooks) -> None:
-    for _ in range(2):
-        for number, x in enumerate(timer.steps(loop.batches(40)), 1):
-            loop.micro_batch(x)
-            loop.gpu.work(2.0)
-            if number % 10 == 0:
-                evaluate(loop, 20)
-            if number == 25:
-                break
-        loop.gpu.work(99.0)
-
-
 @scene([STEP_MS])
 def loaders_with_no_or_one_batch(loop: Loop, timer: GPUPhaseHooks) -> None:
     for n in (0, 1):
@@ -241,30 +216,6 @@ def interleaved_iterators(loop: Loop, timer: GPUPhaseHooks, tasks: int, is_rando
     iterators = [iter(timer.steps(loop.batches(60))) for _ in range(tasks)]
     for task in order:
         loop.train(next(iterators[task]))
-
-
-@scene([STEP_MS] * 5)
-def abandoned_iterator(loop: Loop, timer: GPUPhaseHooks) -> None:
-    iterators = [iter(timer.steps(loop.batches(10))) for _ in "ab"]
-    for number in (0, 1, 0, 1):
-        loop.train(next(iterators[number]))
-    del iterators[0]
-    loop.train(next(iterators[0]))
-
-
-@scene([STEP_MS] * 3)
-def iterator_that_is_started_by_next(loop: Loop, timer: GPUPhaseHooks) -> None:
-    loader = iter(timer.steps(iter(loop.batches(3))))
-    loop.train(next(loader))
-    for _ in range(2):
-        loop.train_all(loader)
-
-
-@scene([STEP_MS, *[times(data=2.0)] * 5])
-def zipped_loaders(loop: Loop, timer: GPUPhaseHooks) -> None:
-    pairs = [timer.steps(loop.batches(6)) for _ in "ab"]
-    for x, _ in zip(*pairs, strict=False):
-        loop.train(x)
 
 
 def ahead(items: Any) -> Iterator[Tensor]:
@@ -346,19 +297,6 @@ def update_after_the_loop(loop: Loop, timer: GPUPhaseHooks) -> None:
                 loop.update()
         loop.update()
         loop.gpu.work(50.0)
-
-
-@scene([accumulated(2)] * 3, accumulate_grad_batches=2)
-def loop_that_is_left_in_an_accumulation(loop: Loop, timer: GPUPhaseHooks) -> None:
-    for number, x in enumerate(timer.steps(loop.batches(6))):
-        loop.micro_batch(x)
-        if number == 1:
-            loop.update()
-            break
-    for number, x in enumerate(timer.steps(loop.batches(4))):
-        loop.micro_batch(x)
-        if number % 2:
-            loop.update()
 
 
 LEFT_OVER = (("A loop ends with 2 of 4 micro-batches, which are not in any step. Pass",),)
@@ -448,18 +386,6 @@ def batches_grouped_around_steps(loop: Loop, timer: GPUPhaseHooks) -> None:
         loop.update()
 
 
-@scene([STEP_MS] * 15)
-def loop_whose_body_decides_to_evaluate(loop: Loop, timer: GPUPhaseHooks) -> None:
-    for trains, n in [(True, 5), (False, 3)] * 3:
-        for x in timer.steps(loop.batches(n)):
-            loop.model.train(trains)
-            with torch.set_grad_enabled(trains):
-                if trains:
-                    loop.train(x)
-                else:
-                    loop.model(x)
-
-
 def graph_of(loop: Loop) -> Callable[[], None]:
     """Capture work of 14 ms, and return the function that replays it."""
     with loop.gpu.capture() as replay:
@@ -527,80 +453,27 @@ def step_called_first(loop: Loop, timer: GPUPhaseHooks) -> None:
 # Evaluations
 
 
+def rows_of_pseudo_labels(how: str, calls: int, every: int) -> list[Row]:
+    """The evaluations before each step are `other`, and the fetch is `data`."""
+    return [times(data=FETCH_MS, other=4.0 * calls + 0.125)] * 3
+
+
+def each_evaluation(every: int) -> dict[str, tuple[str, int, int]]:
+    return {f"{how}, {calls} calls": (how, calls, every) for how in HOWS for calls in (1, 5)}
+
+
+@scene(rows_of_pseudo_labels, each_evaluation(1))
+@scene(
+    rows_of_pseudo_labels,
+    each_evaluation(20),
+    every_n_steps=20,
+    numbers=timed_indices(20, 60),
+)
 def pseudo_labels(loop: Loop, timer: GPUPhaseHooks, how: str, calls: int, every: int) -> None:
     """Train on pseudo labels, which the model computes in eval mode before each step."""
     for x in each_batch(timer, batches(loop.gpu, 3 * every, copy_ms=FETCH_MS), how):
         evaluate(loop, calls)
         loop.train(x)
-
-
-def frozen_encoder(loop: Loop, timer: GPUPhaseHooks, how: str, calls: int, every: int) -> None:
-    """Train a head on the output of a frozen encoder."""
-    for x in each_batch(timer, batches(loop.gpu, 3 * every, copy_ms=FETCH_MS), how):
-        with torch.no_grad():
-            for _ in range(calls):
-                hidden = loop.model.encoder(x)
-        work(loop.model.head(hidden), loop.gpu, 0.5).sum().backward()
-        loop.optimizer.step()
-
-
-class Encoded(nn.Module):
-    """A head on a frozen encoder."""
-
-    def __init__(self, gpu: FakeGPU) -> None:
-        super().__init__()
-        self.encoder, self.head = Layer(gpu, 10.0), Layer(gpu, 4.0, 8.0)
-        self.encoder.requires_grad_(False).eval()
-
-
-def encoded(gpu: FakeGPU) -> Loop:
-    return Loop(gpu, Encoded(gpu))
-
-
-# The evaluations before each step are `other`, and the fetch is `data`.
-for _body, _call_ms, _lead_ms, _make in (
-    (pseudo_labels, 4.0, 0.125, Loop),
-    (frozen_encoder, 10.0, 0.0, encoded),
-):
-    for _every in (1, 20):
-        for _how, _calls in itertools.product(HOWS, (1, 5)):
-            scene(
-                [times(data=FETCH_MS, other=_call_ms * _calls + _lead_ms)] * 3,
-                {f"{_how}, {_calls} calls": (_how, _calls, _every)},
-                every_n_steps=_every,
-                numbers=timed_indices(_every, 3 * _every),
-                make=_make,
-            )(_body)
-
-
-def container(gpu: FakeGPU) -> Loop:
-    return Loop(gpu, nn.ModuleDict({"image": Layer(gpu, 2.0, 4.0), "text": Layer(gpu, 1.0, 2.0)}))
-
-
-def times_of_container(how: str) -> list[Row]:
-    row = {"forward": 3.0, "loss": 0.0, "backward": 6.0, "optimizer": 2.0, "other": 0.0}
-    # With `step()`, the fetch after a validation is part of the validation.
-    is_lost = [how == "step" and number in (15, 30) for number in range(45)]
-    return [row if lost else {"data": 1.0, **row} for lost in is_lost]
-
-
-@scene(times_of_container, HOW, make=container)
-def validation_of_all_models_of_a_container(loop: Loop, timer: GPUPhaseHooks, how: str) -> None:
-    loader, encoders = loop.batches(45), loop.model.values()
-    for number, x in enumerate(timer.steps(loader) if how == "steps" else loader, 1):
-        (loop.model["image"](x) * loop.model["text"](x)).sum().backward()
-        loop.optimizer.step()
-        if how == "step":
-            timer.step()
-        if number % 15 == 0:
-            # The container itself is neither called nor set to eval mode.
-            for encoder in encoders:
-                encoder.eval()
-            with torch.no_grad():
-                for encoder in [*encoders] * 6:
-                    encoder(x)
-            for encoder in encoders:
-                encoder.train()
 
 
 # Nothing distinguishes the fetch of its first batch from other code of the body.
@@ -722,26 +595,6 @@ for _every in (10, 50):
 # Named phases
 
 
-@scene([{**STEP_MS, "augment": 3.0, "forward": 4.25, "forward/body": 0.25}] * 2)
-def named_phases(loop: Loop, timer: GPUPhaseHooks) -> None:
-    for x in timer.steps(loop.batches(2)):
-        with timer.phase("augment"):
-            loop.gpu.work(3.0)
-        with phase("forward/body"):
-            loop.gpu.work(0.25)
-        loop.train(x)
-
-
-@scene([times(everything=4.125, forward=-1, other=0.0)] * 30)
-def model_call_in_a_named_phase(loop: Loop, timer: GPUPhaseHooks) -> None:
-    for x in timer.steps(loop.batches(30)):
-        with timer.phase("everything"):
-            loop.gpu.work(0.125)
-            out = loop.model(x)
-        loop.tail(out).backward()
-        loop.update()
-
-
 @pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
 def test_steps_of_loops(scene: Scene, gpu: FakeGPU, caplog: pytest.LogCaptureFixture) -> None:
     loop = scene.make(gpu)
@@ -790,25 +643,6 @@ def test_zeroth_order_training_in_eval_mode_is_forward(
     assert timer.history()["step_ms"].tolist()[1:] == [12.0] * 11
 
 
-def test_advises_to_pause_the_validation_of_a_copy(loop: Loop) -> None:
-    ema = copy.deepcopy(loop.model).eval()
-    with hooks(loop) as timer:
-        for _ in range(4):
-            for x in loop.batches(25):
-                loop.train(x)
-                timer.step()
-            with torch.no_grad():
-                for _ in range(150):
-                    ema(torch.ones(1, 2))
-    summary = timer.summary()
-    advice = "wrap code that is not part of a step, such as a validation, in `with timer.paused()`"
-    assert summary.verdict.endswith("mostly in a few steps, which may be evaluations")
-    assert (summary.diagnosis.entry, summary.diagnosis.code) == ("GPU work", "GPU-bound")
-    assert summary.diagnosis.time_breakdown is not None
-    assert summary.diagnosis.time_breakdown["data"].speed_up is None
-    assert summary.advice[0] == f"`data` is long in only a few steps: {advice}"
-
-
 def test_warns_about_phase_on_a_generator(caplog: pytest.LogCaptureFixture) -> None:
     @phase("augment")
     def generate() -> Iterator[int]:
@@ -855,16 +689,6 @@ def test_advises_to_pause_an_evaluation_in_training_mode(loop: Loop, how: str, g
     assert advice in str(timer.summary())
 
 
-def test_batches_longer_in_all_phases_get_no_advice(gpu: FakeGPU) -> None:
-    loop = Loop(gpu)
-    with hooks(loop) as timer:
-        for number, x in enumerate(timer.steps(loop.batches(100)), 1):
-            for _ in range(30 if number % 25 == 0 else 1):
-                loop.micro_batch(x)
-            loop.update()
-    assert "few steps" not in str(timer.summary())
-
-
 @pytest.mark.parametrize("how", HOWS)
 def test_evaluations_inside_steps_are_an_entry_of_the_time_breakdown(loop: Loop, how: str) -> None:
     n = 60
@@ -893,13 +717,3 @@ def test_eval_calls_before_each_step_warn(loop: Loop, caplog: pytest.LogCaptureF
     )
     assert timer.summary().diagnosis.code == "GPU-bound"
     assert "not measured: evaluations, because they may be a part" in str(timer.summary())
-
-
-@pytest.mark.parametrize("every", [1, 2, 10, 50])
-def test_validation_on_timed_steps_is_excluded_from_them(loop: Loop, every: int) -> None:
-    with hooks(loop, every_n_steps=every) as timer:
-        for number, x in enumerate(timer.steps(loop.batches(300)), 1):
-            loop.train(x)
-            if number % 50 == 0:
-                evaluate(loop, 6, 30.0)
-    assert timer.summary().step.max_ms == pytest.approx(sum(STEP_MS.values()), abs=1.0)

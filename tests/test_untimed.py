@@ -7,14 +7,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fake_gpu import Adder, FakeEvent, FakeGPU, Layer, raw
+from fake_gpu import Adder, FakeEvent, FakeGPU, Layer
 from fake_lightning import Loader, Model, fit, timer_of
 from fake_loop import Logger, Loop, hooks, timed_indices
 from processes import finish, start
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseHooks
-from lightning_gputime._measurement.untimed import UntimedSteps
 
 AUTOGRAD: Any = torch.autograd
 ENGINE = AUTOGRAD._engine_run_backward
@@ -63,24 +62,6 @@ def test_hooks_stay_attached_with_a_second_timer(loop: Loop) -> None:
     assert timer.history()["step"].tolist() == timed
 
 
-def test_excess_of_long_steps_before_a_slowdown_is_zero() -> None:
-    untimed = UntimedSteps()
-    levels = [4.0] * 150 + [5.8] * 350 + [8.4] * 700
-    # At the end, an ordinary step takes longer than these.
-    step_ms = [7.0 if i < 100 and i % 10 == 5 else ms for i, ms in enumerate(levels)]
-    end_ns = 0
-    for i, ms in enumerate(step_ms):
-        end_ns += round(1e6 * ms)
-        untimed.end_step(end_ns)
-        if i % 50 == 49:
-            block = range(i - 49, min(i + 1, 100))
-            timed = [raw(j, forward=step_ms[j])._replace(step_index=j) for j in block]
-            if timed:
-                untimed.add_timed(timed)
-            untimed.settle(i + 1)
-    assert untimed.slow_scale == 0.0
-
-
 # Loops of Lightning
 
 
@@ -95,16 +76,6 @@ class Accumulates(Model):
         if batch_idx % 2:
             optimizer.step()
             optimizer.zero_grad()
-
-
-class Skips(Model):
-    """A model that leaves out every seventh update."""
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        if args[1] % 7:
-            super().optimizer_step(*args, **kwargs)
-        else:
-            args[-1]()
 
 
 class Samples(pl.Callback):
@@ -125,19 +96,6 @@ class Validates(Model):
         self.gpu.host_work(3.0)
 
 
-class ValidatesInside(Validates):
-    """A model that also runs a validation inside a batch."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        if batch_idx % 10 == 7:
-            trainer: Any = self.trainer
-            connector = trainer._logger_connector
-            is_first, trainer.validating = connector._first_loop_iter, True
-            trainer.fit_loop.epoch_loop.val_loop.run()
-            connector._first_loop_iter, trainer.training = is_first, True
-        return super().training_step(batch, batch_idx)
-
-
 class Gaps(Model):
     """A model that makes every eighth batch None, on which Lightning does not train."""
 
@@ -155,10 +113,8 @@ RUNS: list[tuple[type[Model], dict[str, Any], list[pl.Callback]]] = [
     (Validates, {"max_epochs": 2, "val_check_interval": 4}, [Samples()]),
     (Validates, {"check_val_every_n_epoch": None, "val_check_interval": 3, "max_epochs": 2}, []),
     (Accumulates, {"max_epochs": 2}, [Samples()]),
-    (Skips, {"max_epochs": 2}, []),
     (Gaps, {"max_epochs": 2}, [Samples()]),
     (Gaps, {"max_epochs": 2, "accumulate_grad_batches": 2}, []),
-    (ValidatesInside, {"max_epochs": 2}, [Samples()]),
 ]
 
 
@@ -287,14 +243,6 @@ def test_too_expensive_timing_is_reported() -> None:
     assert text in str(timer.summary())
 
 
-@pytest.mark.parametrize("window", [10, 50, 400])
-def test_each_interval_between_two_logs_has_timed_steps(window: int) -> None:
-    logger = Logger()
-    timer = train(CostlyGPU(20.0), 2000, logger=logger, log_every_n_steps=window)
-    assert [step for step, _ in logger.calls] == [*range(window - 1, 2000, window)]
-    assert window == 10 or len(timer.history()) < 1000
-
-
 @pytest.mark.parametrize(
     ("consumer", "options"),
     [
@@ -338,9 +286,3 @@ def test_real_ranks_time_the_same_steps(tmp_path: Path) -> None:
     assert mine == other
     assert mine[1][:100] == [*range(100)]
     assert mine[0] > 2
-
-
-@pytest.mark.parametrize("grow_ms", [0.0, 6.0])
-def test_mean_of_timed_steps_is_the_mean_of_all_steps(grow_ms: float) -> None:
-    timer = train(CostlyGPU(20.0), 1500, grow_ms=grow_ms)
-    assert timer.summary().step.mean_ms == pytest.approx(2.0 + grow_ms / 2, rel=0.02)

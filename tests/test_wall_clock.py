@@ -1,4 +1,3 @@
-import contextlib
 import io
 import os
 import pickle
@@ -15,12 +14,6 @@ from fake_lightning import Loader, MemoryLogger, Model, SavingTrainer, fit, time
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, load
-from lightning_gputime._measurement.wall_clock import (
-    STEPS,
-    VALIDATION,
-    WallClock,
-    WallClockBreakdown,
-)
 from lightning_gputime._timer import Timer
 
 
@@ -140,18 +133,6 @@ def leaves(loop: TakesHost) -> None:
         loop.gpu.host_work(20.0)
 
 
-def raises(loop: TakesHost) -> None:
-    def fails() -> Iterator[Tensor]:
-        yield from loop.batches()
-        raise RuntimeError("mine")
-
-    for _ in range(3):
-        with contextlib.suppress(RuntimeError):
-            for x in loop.timer.steps(fails()):
-                loop.step(x)
-        loop.gpu.host_work(20.0)
-
-
 def pauses(loop: TakesHost) -> None:
     for i, x in enumerate(loop.timer.steps(loop.batches(12))):
         loop.step(x)
@@ -192,7 +173,6 @@ def once(loop: TakesHost) -> None:
     [
         (between, {"between loops": 60.0}),
         (leaves, {"between loops": 60.0}),
-        (raises, {"between loops": 60.0}),
         (pauses, {"paused": 60.0}),
         (pauses_around_a_loop, {"paused": 80.0}),
         (evaluates, {"evaluation": 80.0}),
@@ -261,21 +241,6 @@ def test_wall_clock_is_logged_once(gpu: FakeGPU) -> None:
     assert step == 2
     assert logged["phase_time/fit/wall_s"] == whole_fit.wall_s
     assert logged["phase_time/fit/first_step_share"] == whole_fit.shares["first step"]
-
-
-def test_copied_wall_clock_stops() -> None:
-    wall_clock = WallClock(iter([n * 1_000_000_000 for n in (0, 2, 3, 7, 9)]).__next__)
-    wall_clock.switch_to(STEPS)
-    copy = pickle.loads(pickle.dumps(wall_clock))
-    wall_clock.switch_to(VALIDATION)
-    assert copy.summary() == WallClockBreakdown({"set-up": 2.0, "steps": 1.0})
-    copy.switch_to(VALIDATION)
-    assert copy.summary() == WallClockBreakdown({"set-up": 2.0, "steps": 1.0})
-    wall_clock.stop()
-    wall_clock.stop()
-    assert wall_clock.summary() == WallClockBreakdown(
-        {"set-up": 2.0, "steps": 5.0, "validation": 2.0}
-    )
 
 
 # The file that a fit leaves
@@ -361,39 +326,6 @@ def test_save_path_is_relative_to_the_start_folder(
         fit(gpu, Model(gpu), 2, timer=timer_of(gpu, save_path=save_path), callbacks=[callback])
     assert list(other.iterdir()) == []
     assert {path.name for path in tmp_path.iterdir()} == {"other", "run.json.gz", "home.json.gz"}
-
-
-def test_run_is_saved_after_each_epoch(gpu: FakeGPU, path: Path) -> None:
-    saved_steps = []
-
-    def look(*_: Any) -> None:
-        # The file that would exist if the process were killed in this epoch.
-        saved_steps.append(path.is_file() and len(load(path).history))
-
-    callback = pl.callbacks.LambdaCallback(on_train_epoch_start=look)
-    timer = timer_of(gpu, save_path=path, _lag=0)
-    fit(gpu, Model(gpu), 3, timer=timer, callbacks=[callback], max_epochs=2)
-    assert saved_steps == [False, 3]
-    assert len(load(path).history) == 6
-
-
-def test_saving_at_the_end_of_epochs_takes_little_of_the_time(
-    gpu: FakeGPU, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved: list[int] = []
-    monkeypatch.setattr(GPUPhaseTimer, "save", lambda *_: saved.append(0))
-    start, *epochs = (
-        [0.0],
-        [0.0, 0.0, 0.0, 1.0],  # At the end of the batch and of the epoch, and around the file.
-        [50.0, 50.0],
-        [100.9, 100.9],
-        [100.9, 101.0, 101.0, 101.5],
-    )
-    now = iter(sum(epochs, start))
-    monkeypatch.setattr("lightning_gputime._runs.live_file.time.perf_counter", now.__next__)
-    fit(gpu, Model(gpu), 1, max_epochs=4, timer=timer_of(gpu, save_path=path))
-    # At the end of the first epoch, which takes a second; of the fourth, 100 s later; at the end.
-    assert len(saved) == 3
 
 
 def test_epochs_without_save_path_read_no_clock(
