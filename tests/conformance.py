@@ -330,17 +330,6 @@ def model_call_that_raises(loop: Loop, x: Tensor) -> Tensor:
     return loop.loss(x)
 
 
-@loss_case(
-    times(forward=2.0 + 2.0, loss=0.5, backward=3.0 + 0.25),
-    ALL_AND_TRANSFORMERS,
-    build=with_net(lambda net, x: net.first(x).sum(), first=(2.0, 3.0), other=(1.0, 0.0)),
-)
-def model_that_returns_its_loss(loop: Loop, x: Tensor) -> Tensor:
-    """A model that returns its loss, called after one of its parts: `forward`."""
-    loop.model.first(x)
-    return loop.tail(loop.model(x))
-
-
 def parametrized(gpu: FakeGPU) -> nn.Module:
     def scale(_: nn.Module, weight: Tensor) -> Tensor:
         gpu.work(0.25)
@@ -462,15 +451,6 @@ def checkpointed(loop: Loop, x: Tensor, use_reentrant: bool) -> Tensor:
     return loop.tail(checkpoint(loop.model, x.requires_grad_(), use_reentrant=use_reentrant))
 
 
-# The penalty recomputes, too: 0.5 + 0.25 + 4 + 7.75 ms of loss.
-@loss_case(times(loss=12.5, backward=12.0))
-def gradient_penalty_of_a_checkpointed_model(loop: Loop, x: Tensor) -> Tensor:
-    """A gradient penalty whose gradient recomputes a checkpointed model: `loss`."""
-    loss: Tensor = checkpointed(loop, x, use_reentrant=False)
-    torch.autograd.grad(loss, [x], retain_graph=True)
-    return loss
-
-
 @loss_case(times(loss=8.5), ALL_AND_TRANSFORMERS)
 def gradient_penalty(loop: Loop, x: Tensor) -> Tensor:
     """A penalty by `torch.autograd.grad`: `loss`."""
@@ -586,21 +566,6 @@ def scaler_that_skips(loop: Loop, x: Tensor) -> None:
     update_by_scaler(loop)
 
 
-@body_case(
-    [in_two(times()), in_two(times(optimizer=0.0)), in_two(times())],
-    (STEPS, STEP, MANUAL),
-    build=SCALER,
-    batches=6,
-    micro_batches=2,
-    skipped_updates=1,
-)
-def scaler_that_skips_in_an_accumulation(loop: Loop, x: Tensor) -> None:
-    """Accumulation with a `GradScaler` that skips an update."""
-    loop.other.scale(loop.loss(x) * (float("inf") if loop.number == 2 else 1.0)).backward()
-    if loop.number % 2:
-        update_by_scaler(loop)
-
-
 def lbfgs(**options: Any) -> Build:
     return with_optimizer(lambda params, *_: torch.optim.LBFGS(params, lr=0.0, **options))
 
@@ -651,15 +616,6 @@ class Searches(Adder):
             self._gpu.work(self._ms)
 
 
-class SAM(Adder):
-    """An optimizer that ascends before its closure."""
-
-    def step(self, closure: Any = None) -> Any:
-        self._gpu.work(0.5)
-        self.zero_grad()
-        return super().step(closure)
-
-
 class Hessian(Adder):
     """As AdaHessian: takes the product of the Hessian and a vector."""
 
@@ -678,20 +634,6 @@ class Twice(Adder):
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
         self._gpu.work(8.0)
-
-
-class Ascending(torch.optim.Optimizer):
-    """SAM around a base optimizer, in two halves."""
-
-    def __init__(self, params: Iterator[nn.Parameter], gpu: FakeGPU, ms: float) -> None:
-        self.gpu, self.base_optimizer = gpu, Adder(params, gpu, ms)
-        super().__init__(self.base_optimizer.param_groups, {})
-
-    def first_step(self) -> None:
-        self.gpu.work(1.0)
-
-    def second_step(self) -> None:
-        self.base_optimizer.step()
 
 
 @body_case(
@@ -716,26 +658,6 @@ def closure_of_an_update(loop: Loop, x: Tensor, closures: int) -> None:
         loop.loss(x).backward()
 
     loop.optimizer.step(closure)
-
-
-@body_case({**TWICE, "optimizer": 2.5}, build=with_optimizer(SAM))
-def ascent_before_the_closure(loop: Loop, x: Tensor) -> None:
-    """SAM, which ascends before the closure of its update: `optimizer`."""
-
-    def closure() -> None:
-        loop.loss(x).backward()
-
-    closure()
-    loop.optimizer.step(closure)
-
-
-@body_case({**TWICE, "other": 1.125}, build=with_optimizer(Ascending))
-def update_in_two_halves(loop: Loop, x: Tensor) -> None:
-    """SAM around a base optimizer: the update of the base is `optimizer`."""
-    loop.loss(x).backward()
-    loop.optimizer.first_step()
-    loop.loss(x).backward()
-    loop.optimizer.second_step()
 
 
 @body_case(
@@ -938,21 +860,6 @@ def gan(loop: Loop, x: Tensor) -> None:
         critic(images).sum().backward()
         loop.optimizers[number].step()
         loop.optimizers[number].zero_grad()
-
-
-@body_case(
-    times(forward=5.0, loss=1.0, backward=10.5, optimizer=1.0, other=0.625),
-    (*BY_HAND, WRAPPED),
-    build=pair,
-)
-def two_optimizers_in_turn(loop: Loop, x: Tensor) -> None:
-    """Two models that are trained one after the other in one batch."""
-    for model, optimizer in zip(loop.model, loop.optimizers, strict=True):
-        loss = loop.tail(model(x))
-        optimizer.zero_grad()
-        loop.gpu.work(0.25)
-        loss.backward()
-        optimizer.step()
 
 
 @body_case(times(forward=12.0, loss=1.5, backward=24.0, optimizer=6.0), (*BY_HAND, WRAPPED))

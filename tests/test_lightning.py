@@ -70,16 +70,6 @@ def call_without_grad(model: Model, *_: Any) -> None:
         model.net(torch.ones(1, 2))
 
 
-def scheduled(interval: str) -> Callable[[Model], Any]:
-    def configure_optimizers(model: Model) -> Any:
-        optimizer = Model.configure_optimizers(model)
-        optimizer.param_groups[0]["lr"] = 1.0
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        return [optimizer], [{"scheduler": scheduler, "interval": interval}]
-
-    return configure_optimizers
-
-
 def update(model: Model, *_: Any) -> None:
     optimizer: Any = model.optimizers()
     optimizer.step()
@@ -136,15 +126,8 @@ FITS = {
         for hook in ("on_before_batch_transfer", "on_after_batch_transfer")
     },
     # Precision and clipping
-    "fp32": Fit([STEP_MS] * 3, options={"precision": "32-true"}),
     "bf16": Fit([STEP_MS] * 3, options={"precision": "bf16-mixed"}),
     "fp16": Fit([STEP_MS] * 3, options={"plugins": fp16}),
-    **{
-        f"clipping by {algorithm}": Fit(
-            [STEP_MS] * 3, options={"gradient_clip_val": 0.5, "gradient_clip_algorithm": algorithm}
-        )
-        for algorithm in ("norm", "value")
-    },
     "clipping by the module": Fit(
         [{**STEP_MS, "optimizer": 2.0 + 3.0}] * 3, {"configure_gradient_clipping": takes(3.0)}
     ),
@@ -152,12 +135,6 @@ FITS = {
     "model call between the backward and the update": Fit(
         [{**STEP_MS, "forward": 8.0}] * 3, {"on_before_optimizer_step": call_without_grad}
     ),
-    **{
-        f"LR scheduler after each {interval}": Fit(
-            [STEP_MS] * 6, {"configure_optimizers": scheduled(interval)}, {"max_epochs": 2}
-        )
-        for interval in ("step", "epoch")
-    },
     **{
         f"{name}, accumulation of {every} with a short last group": Fit(
             micro_batches(*groups) * 2,
@@ -226,19 +203,6 @@ def test_overfit_batches_keeps_the_last_step(gpu: FakeGPU) -> None:
     assert steps(timer) == [{**STEP_MS, "data": 0.0}] * 6
 
 
-@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "WeightAveraging"])
-def test_weight_averaging_copies_the_model_without_our_hooks(gpu: FakeGPU, name: str) -> None:
-    if not hasattr(pl.callbacks, name):
-        pytest.skip("new in Lightning 2.6")
-    own = {"swa_lrs": 1e-2, "swa_epoch_start": 1} if name.startswith("S") else {}
-    averages = getattr(pl.callbacks, name)(**own)
-    model = changed(
-        gpu, configure_optimizers=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
-    )
-    timer = fit(gpu, model, max_epochs=3, callbacks=[averages])
-    assert steps(timer) == [{**STEP_MS, "optimizer": 0.0}] * 9
-
-
 def test_pytorch_lightning_trainer_is_timed(gpu: FakeGPU) -> None:
     class Net(pytorch_lightning.LightningModule):
         def __init__(self) -> None:
@@ -260,30 +224,6 @@ def test_pytorch_lightning_trainer_is_timed(gpu: FakeGPU) -> None:
     timer = fit(gpu, model, callbacks=[other], kind=pytorch_lightning.Trainer)
     expected = {"data": 1.0, "callbacks": 0.5, "forward": 4.0, "loss": 0.0, "backward": 8.0}
     assert steps(timer) == [{**expected, "optimizer": 2.0, "other": 0.0}] * 3
-
-
-def test_wrapper_call_is_not_a_model_call(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Redirects(Model):
-        """As under DDP, whose forward calls the training step."""
-
-        redirects = False
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            self.redirects = True
-            loss: Tensor = wrapper(batch)
-            return loss
-
-        def forward(self, x: Tensor) -> Tensor:
-            if not self.redirects:
-                return super().forward(x)
-            self.redirects = False
-            gpu.work(0.125)
-            return self.loss(x)
-
-    model = Redirects(gpu)
-    wrapper = torch.nn.Sequential(model)
-    monkeypatch.setattr("lightning_gputime.callback._wrapper_of", lambda _: wrapper)
-    assert steps(fit(gpu, model)) == [STEP_MS] * 3
 
 
 def test_fetch_of_a_dataloader_iter_step_is_other(gpu: FakeGPU) -> None:
@@ -334,22 +274,6 @@ def test_hooks_find_the_means_from_the_first_epoch_in_any_callback_order(
     # The loggers get what they would get without epochs, and the rest when training ends.
     of_training = [step for step, log in logger.phase_times() if "phase_time/step_ms" in log]
     assert of_training == logged
-
-
-def test_steps_resolved_at_an_epoch_end_are_counted_once(gpu: FakeGPU) -> None:
-    class Slower(Loader):
-        def __iter__(self) -> Any:
-            for i, batch in enumerate(super().__iter__()):
-                gpu.work(float(i))
-                yield batch
-
-    logger = MemoryLogger()
-    runner = trainer(timer_of(gpu), log_every_n_steps=4, max_epochs=3, logger=logger)
-    runner.fit(Model(gpu), Slower(gpu, 3))
-    own = STEP_TOTAL_MS
-    means = [(step, metrics["phase_time/step_ms"]) for step, metrics in logger.phase_times()]
-    # Over the steps 0 to 3, 4 to 7, and 8.
-    assert means == [(3, own + 3 / 4), (7, own + (1 + 2 + 0 + 1) / 4), (8, own + 2.0)]
 
 
 # Validation
@@ -666,20 +590,6 @@ def test_every_batch_is_a_step_without_an_optimizer(gpu: FakeGPU) -> None:
     assert timer.summary().skipped_updates == 0
 
 
-def test_manual_accumulation_reaches_across_epochs(gpu: FakeGPU) -> None:
-    def training_step(model: Model, batch: Tensor, batch_idx: int) -> None:
-        model.manual_backward(model.loss(batch))
-        batches.append(batch)
-        if len(batches) % 4 == 0:
-            update(model)
-
-    methods = {**MANUAL, "training_step": training_step, "on_train_epoch_end": takes(1000.0)}
-    batches: list[Tensor] = []
-    timer = fit(gpu, changed(gpu, **methods), n=6, max_epochs=2)
-    assert [step["forward"] for step in steps(timer)] == [16.0] * 3
-    assert timer.history()["step_ms"].max() < 100.0
-
-
 # Several timers of one Trainer
 
 
@@ -729,22 +639,6 @@ class Calls(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.results.append(self.call(trainer, pl_module))
-
-
-@pytest.mark.filterwarnings("ignore:.*to_torchscript.*", "ignore:.*torch.jit.*")
-@pytest.mark.parametrize("method", ["script", "trace"])
-def test_model_is_scripted_in_the_middle_of_a_fit(gpu: FakeGPU, method: str) -> None:
-    def script(trainer: pl.Trainer, model: pl.LightningModule) -> Any:
-        scripted = model.to_torchscript(method=method, example_inputs=torch.ones(1, 2))
-        assert model.training
-        return scripted
-
-    timer, calls, model = timer_of(gpu), Calls(script), Plain()
-    trainer(calls, timer, max_epochs=2).fit(model)
-    x = torch.ones(1, 2)
-    assert len(calls.results) == 5
-    assert torch.equal(calls.results[-1](x), model(x))
-    assert [sorted(step) for step in steps(timer)] == [sorted(STEP_MS)] * 4
 
 
 @pytest.mark.parametrize(

@@ -437,3 +437,23 @@ def test_wait_that_did_not_block_does_not_align_the_clocks(
     run.play(f"begin; {wait_ms}; end")
     [record] = run.records
     assert (record.wait_ms, record.finished_ns) == (wait_ms, finished_ns)
+
+
+@pytest.mark.parametrize(("lag", "read"), [(0, 2), (2, 0)])
+def test_step_that_is_left_during_a_pause_ends_at_its_update(
+    gpu: FakeGPU, lag: int, read: int
+) -> None:
+    run = Recorded(gpu, lag=lag)
+    run.play("probe; mark forward; 4; mark <after update>; mark other; 16; pause")
+    ended: list[bool] = []
+    in_thread(lambda: ended.append(run.end_at("<after update>", 0)))
+    ended.append(run.end_at("<after update>", 0))
+    assert ended == [False, True]
+    assert (run.state.name, run.label) == ("OPEN", "data")
+    gpu.work(1.0)
+    assert gpu.waits == []
+    run.end_step(1)
+    # The probe ended with the step that was left: what follows is read in its turn.
+    assert len(run.emitted) == read
+    assert run.phases() == [{"data": 0.0, "forward": 4.0}, {"data": 1.0}]
+    assert run.numbers() == [0, 1]

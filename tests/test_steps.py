@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import installed
-from fake_gpu import STEP_MS, FakeGPU, batches, steps
+from fake_gpu import STEP_MS, FakeGPU, Layer, batches, steps, work
 from fake_loop import Loop, hooks, timed_indices
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, phase
 
@@ -193,6 +193,19 @@ def steps_around_steps(loop: Loop, timer: GPUPhaseHooks) -> None:
         loop.train_all(timer.steps(loop.batches(2)))
         loop.gpu.work(99.0)
     loop.train_all(timer.steps(timer.steps(loop.batches(2))))
+
+
+@scene([times(optimizer=-1, other=2.125)] * 50, has_optimizer=False)
+def update_by_hand(loop: Loop, timer: GPUPhaseHooks) -> None:
+    for _ in range(2):
+        for number, x in enumerate(timer.steps(loop.batches(40)), 1):
+            loop.micro_batch(x)
+            loop.gpu.work(2.0)
+            if number % 10 == 0:
+                evaluate(loop, 20)
+            if number == 25:
+                break
+        loop.gpu.work(99.0)
 
 
 @scene([STEP_MS])
@@ -474,6 +487,30 @@ def pseudo_labels(loop: Loop, timer: GPUPhaseHooks, how: str, calls: int, every:
     for x in each_batch(timer, batches(loop.gpu, 3 * every, copy_ms=FETCH_MS), how):
         evaluate(loop, calls)
         loop.train(x)
+
+
+class Encoded(nn.Module):
+    """A head on a frozen encoder."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__()
+        self.encoder, self.head = Layer(gpu, 10.0), Layer(gpu, 4.0, 8.0)
+        self.encoder.requires_grad_(False).eval()
+
+
+@scene(
+    [times(other=50.0)] * 3,
+    HOW,
+    make=lambda gpu: Loop(gpu, Encoded(gpu)),
+)
+def frozen_encoder(loop: Loop, timer: GPUPhaseHooks, how: str) -> None:
+    """Train a head on the output of a frozen encoder."""
+    for x in each_batch(timer, loop.batches(3), how):
+        with torch.no_grad():
+            for _ in range(5):
+                hidden = loop.model.encoder(x)
+        work(loop.model.head(hidden), loop.gpu, 0.5).sum().backward()
+        loop.optimizer.step()
 
 
 # Nothing distinguishes the fetch of its first batch from other code of the body.
