@@ -177,17 +177,10 @@ def test_skipped_batches_and_batches_that_are_none_end_no_step(gpu: FakeGPU) -> 
         ({"modules": UserList(["net"])}, ["net"]),
     ],
 )
-def test_options_are_converted_from_configuration_files(
-    gpu: FakeGPU, given: dict[str, Any], taken: Any, tmp_path: Path
-) -> None:
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, **given)
-    fit(gpu, Model(gpu), 8, timer=timer)
-    [(name, _)] = given.items()
+def test_options_are_converted_from_configuration_files(given: dict[str, Any], taken: Any) -> None:
+    timer = GPUPhaseTimer(**given)
+    [name] = given
     assert getattr(timer._options, name) == taken
-    is_default = taken == getattr(GPUPhaseTimer()._options, name)
-    timer.save(tmp_path / "run.json")
-    saved = load(tmp_path / "run.json").environment.options
-    assert (name in saved, saved.get(name, taken)) == (not is_default, taken)
 
 
 # Evaluation

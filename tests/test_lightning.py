@@ -15,6 +15,7 @@ from conftest import hooks_of
 from fake_gpu import STEP_MS, Adder, FakeGPU, Layer, between_batches, steps
 from fake_lightning import Loader, MemoryLogger, Model, callback, changed, fit, timer_of, trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_utilities.core.rank_zero import WarningCache
@@ -601,44 +602,7 @@ def test_two_timers_with_the_same_keys_are_refused(gpu: FakeGPU, is_twice: bool)
     assert not steps(timer)
 
 
-# Clones and scripts in the middle of a fit
-
-
-class Plain(pl.LightningModule):
-    """A model that needs no arguments, and can be scripted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.net(x)
-        return result
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(batch).sum()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def train_dataloader(self) -> Any:
-        data: Any = torch.ones(4, 2)
-        return torch.utils.data.DataLoader(data, batch_size=2)
-
-
-class Calls(pl.Callback):
-    """Call a function after each batch, and at the end of a fit."""
-
-    def __init__(self, call: Callable[[pl.Trainer, pl.LightningModule], Any]) -> None:
-        self.call = call
-        self.results: list[Any] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *rest: Any) -> None:
-        self.results.append(self.call(trainer, pl_module))
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.results.append(self.call(trainer, pl_module))
+# Other parts of Lightning that copy or run the model
 
 
 @pytest.mark.parametrize(
@@ -654,16 +618,16 @@ class Calls(pl.Callback):
 def test_trainer_and_its_profiler_are_cloned_in_the_middle_of_a_fit(how: str, name: str) -> None:
     module = pytest.importorskip(how)
 
-    def clone(trainer: pl.Trainer, model: pl.LightningModule) -> Any:
-        item = trainer if name == "trainer" else trainer.profiler  # type: ignore[attr-defined]
-        return module.deepcopy(item) if how == "copy" else module.loads(module.dumps(item))
+    def clone(_: object, runner: Any, *__: Any) -> None:
+        item = runner if name == "trainer" else runner.profiler
+        clones.append(module.deepcopy(item) if how == "copy" else module.loads(module.dumps(item)))
 
-    timer, calls = GPUPhaseTimer(print_summary=False, warmup_steps=0), Calls(clone)
-    trainer(calls, timer).fit(Plain())
-    assert len(calls.results) == 3
+    timer, clones = GPUPhaseTimer(print_summary=False, warmup_steps=0), list[Any]()
+    trainer(callback(on_train_batch_end=clone), timer, limit_train_batches=2).fit(BoringModel())
+    assert clones  # After cloudpickle, the callback's class appends to a copied list.
     assert len(timer.history()) == 2
     if name == "profiler":
-        with calls.results[0].profile("[Strategy]SingleDeviceStrategy.batch_to_device"):
+        with clones[0].profile("[Strategy]SingleDeviceStrategy.batch_to_device"):
             pass  # Does not call the timer.
 
 
