@@ -369,7 +369,7 @@ def test_model_calls_between_validation_batches_are_not_forward(gpu: FakeGPU) ->
 
 
 @either_order
-def test_work_of_other_callbacks_in_the_same_hooks(gpu: FakeGPU, first: bool) -> None:
+def test_work_of_callbacks_is_named_by_hook_in_any_order(gpu: FakeGPU, first: bool) -> None:
     inside = {
         "on_before_zero_grad": 1.0,
         "on_before_backward": 32.0,

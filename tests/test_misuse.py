@@ -27,13 +27,10 @@ LOADER = DataLoader(TensorDataset(torch.zeros(4, 2)))
         ((SGD, NET), "got the optimizer SGD: the arguments are swapped, write GPUPhaseHooks(model"),
         ((nn.Linear, SGD), "got the class Linear: pass an instance, such as Linear(...)"),
         ((LOADER, NET), "got a DataLoader: write GPUPhaseHooks(model, optimizer), and pass the"),
-        ((LOADER, SGD), "got a DataLoader: write GPUPhaseHooks(model, optimizer), and pass the"),
-        ((SGD,), "SGD"),
         (([NET, NET], SGD), "for several models give torch.nn.ModuleList([...])"),
         ((pl.Trainer, SGD), "got the class Trainer"),
         ((trainer(),), "GPUPhaseTimer()])"),
         ((NET, NET.parameters()), "got parameters: pass the optimizer that updates them"),
-        ((NET, list(NET.parameters())), "got parameters: pass the optimizer that updates them"),
         ((NET, torch.optim.Adam), "got the class Adam: pass an instance, such as Adam(...)"),
         (
             (NET, torch.optim.lr_scheduler.StepLR(SGD, 1)),

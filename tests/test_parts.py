@@ -133,7 +133,7 @@ CASES: dict[str, tuple[Any, list[str], Any, dict[str, float]]] = {
 
 
 @pytest.mark.parametrize(("make", "modules", "call", "expected"), CASES.values(), ids=CASES)
-def test_sub_phases_of_each_step(
+def test_sub_phases_have_the_time_of_their_modules(
     gpu: FakeGPU, make: Any, modules: Any, call: Any, expected: dict[str, float]
 ) -> None:
     model = make(gpu)

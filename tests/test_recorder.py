@@ -93,10 +93,6 @@ SAVES = "callbacks/Saves.on_train_batch_end"
 STEP = "mark forward; 4; mark backward; 6; end"
 SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
     "a phase that did not run is absent": ("mark forward; end", [{"data": 0, "forward": 0}]),
-    "a phase that runs twice is the sum": (
-        "mark forward; 2; mark backward; 1; mark forward; 3; mark backward; 1; end",
-        [{"data": 0, "forward": 5, "backward": 2}],
-    ),
     "begin drops what the open step held": (
         f"{STEP}; mark forward; 50; begin; {STEP}",
         [{"data": 0, "forward": 4, "backward": 6}] * 2,
@@ -109,11 +105,6 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
         f"mark other; 2; mark {EXCLUDED}; pause; 35; pause; 35; resume other; 1;"
         "mark backward; 4; end",
         [{"data": 0, "other": 3, "backward": 4}],
-    ),
-    "a pause from now on keeps another phase before it": (
-        f"mark forward; 2; mark {EXCLUDED}; pause; 35; pause; 35; resume other; 1;"
-        "mark backward; 4; end",
-        [{"data": 0, "forward": 2, "other": 1, "backward": 4}],
     ),
     "resume without a pause does nothing": (
         "mark forward; resume; 1; end",
@@ -215,7 +206,9 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
 
 
 @pytest.mark.parametrize(("script", "phases"), SCRIPTS.values(), ids=SCRIPTS)
-def test_phases_of_marks(run: Recorded, script: str, phases: list[dict[str, float]]) -> None:
+def test_marks_divide_a_step_into_phases(
+    run: Recorded, script: str, phases: list[dict[str, float]]
+) -> None:
     run.play(script)
     assert run.phases() == phases
     assert run.gpu.spins == []

@@ -633,7 +633,9 @@ for _every in (10, 50):
 
 
 @pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
-def test_steps_of_loops(scene: Scene, gpu: FakeGPU, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_of_a_loop_have_these_phases(
+    scene: Scene, gpu: FakeGPU, caplog: pytest.LogCaptureFixture
+) -> None:
     loop = scene.make(gpu)
     things = (*loop.model.modules(), loop.optimizer)
     bare = installed(*things)
