@@ -93,6 +93,34 @@ def test_custom_profiler_keeps_its_start_method(gpu: FakeGPU) -> None:
     assert steps(timer) == [STEP_MS] * 4
 
 
+class Wrapped:
+    """A wrapper in the style of Lookahead or DeepSpeed, which has no hooks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("register_"):
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def step(self, closure: Any = None) -> Any:
+        return self._optimizer.step(closure)
+
+
+class Swaps(pl.Callback):
+    """Puts the wrapper in the place of the optimizer."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.strategy._optimizers = [Wrapped(trainer.optimizers[0])]  # type: ignore[list-item]
+
+
+def test_optimizer_inside_a_foreign_wrapper_is_timed(gpu: FakeGPU) -> None:
+    timer = fit(gpu, Model(gpu), callbacks=[Swaps()])
+    assert steps(timer) == [STEP_MS] * 3
+    assert timer.summary().skipped_updates == 0
+
+
 def test_table_is_printed_once(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
     timer = GPUPhaseTimer(_clock=gpu, warmup_steps=1)
     fit(gpu, Model(gpu), timer=timer)

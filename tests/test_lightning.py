@@ -227,6 +227,30 @@ def test_pytorch_lightning_trainer_is_timed(gpu: FakeGPU) -> None:
     assert steps(timer) == [{**expected, "optimizer": 2.0, "other": 0.0}] * 3
 
 
+def test_wrapper_call_is_not_a_model_call(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Redirects(Model):
+        """As under DDP, whose forward calls the training step."""
+
+        redirects = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.redirects = True
+            loss: Tensor = wrapper(batch)
+            return loss
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.redirects:
+                return super().forward(x)
+            self.redirects = False
+            gpu.work(0.125)
+            return self.loss(x)
+
+    model = Redirects(gpu)
+    wrapper = torch.nn.Sequential(model)
+    monkeypatch.setattr("lightning_gputime.callback._wrapper_of", lambda _: wrapper)
+    assert steps(fit(gpu, model)) == [STEP_MS] * 3
+
+
 def test_fetch_of_a_dataloader_iter_step_is_other(gpu: FakeGPU) -> None:
     def training_step(self: Model, dataloader_iter: Any) -> Tensor:
         batch, _, _ = next(dataloader_iter)
