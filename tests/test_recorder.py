@@ -450,3 +450,21 @@ def test_step_that_is_left_during_a_pause_ends_at_its_update(
     assert len(run.emitted) == read
     assert run.phases() == [{"data": 0.0, "forward": 4.0}, {"data": 1.0}]
     assert run.numbers() == [0, 1]
+
+
+def test_forked_process_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
+    run = Recorded(gpu, batch=9)
+    for number in range(4):
+        run.step(number)
+    run.pending.flush()
+    # A finished step, a pending step and free events all belong to the parent.
+    run.step(4)
+    run.step(5)
+    run.abandon()
+    assert (run.state.name, run.label) == ("IDLE", None)
+    created = gpu.created
+    run.begin()
+    run.step(6)
+    run.pending.flush()
+    assert gpu.created == created + 4
+    assert run.numbers() == [0, 1, 2, 3, 6]
