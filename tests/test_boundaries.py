@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import AUTOGRAD, hooks_of, installed
-from fake_gpu import FakeGPU, Layer
+from fake_gpu import STEP_MS, FakeGPU, Layer, steps
+from fake_loop import Loop, hooks
 from torch import nn
 
 from lightning_gputime import GPUPhaseHooks
@@ -247,3 +248,28 @@ def test_lr_scheduler_accepts_a_timed_optimizer(time_step: TimeStep) -> None:
     assert "step" in vars(optimizer)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.step()
+
+
+def test_patches_that_others_install_between_timed_steps_are_called(loop: Loop) -> None:
+    before, calls = AUTOGRAD._engine_run_backward, []
+    ours: Any = None
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return ours(*args, **kwargs)
+
+    with hooks(loop, every_n_steps=10) as timer:
+        for x in timer.steps(loop.batches(60)):
+            if ours is None:
+                ours = AUTOGRAD._engine_run_backward
+            elif AUTOGRAD._engine_run_backward is before:
+                # It calls ours, which is put around it again in the next timed step.
+                AUTOGRAD._engine_run_backward = theirs
+                calls.clear()
+                since = len(timer.history())
+            loop.train(x)
+    assert AUTOGRAD._engine_run_backward is theirs
+    AUTOGRAD._engine_run_backward = before
+    assert len(steps(timer)) > since
+    assert steps(timer) == [STEP_MS] * 6
+    assert len(calls) == 60 - 20

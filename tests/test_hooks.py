@@ -112,6 +112,18 @@ def test_copies_and_pickles_of_an_attached_timer_are_detached(loop: Loop) -> Non
             assert twin.history()["step"].tolist() == [0]
 
 
+def test_model_on_the_cpu_has_the_host_clock_and_warns(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    with GPUPhaseHooks(model, torch.optim.SGD(model.parameters())) as timer:
+        for x in timer.steps([torch.ones(1, 2)] * 3):
+            model(x).sum().backward()
+    assert len(timer.history()) == 3
+    assert (timer.history()["backward_ms"] > 0.0).all()
+    assert [record.message for record in caplog.records] == [
+        "The model is on the CPU: its phases are timed on the host's clock."
+    ]
+
+
 @pytest.mark.parametrize("call", ["step", "steps"])
 def test_step_and_steps_require_attach(loop: Loop, call: str) -> None:
     timer = hooks(loop)

@@ -615,6 +615,20 @@ def test_every_batch_is_a_step_without_an_optimizer(gpu: FakeGPU) -> None:
     assert timer.summary().skipped_updates == 0
 
 
+def test_manual_accumulation_reaches_across_epochs(gpu: FakeGPU) -> None:
+    def training_step(model: Model, batch: Tensor, batch_idx: int) -> None:
+        model.manual_backward(model.loss(batch))
+        batches.append(batch)
+        if len(batches) % 4 == 0:
+            update(model)
+
+    methods = {**MANUAL, "training_step": training_step, "on_train_epoch_end": takes(1000.0)}
+    batches: list[Tensor] = []
+    timer = fit(gpu, changed(gpu, **methods), n=6, max_epochs=2)
+    assert [step["forward"] for step in steps(timer)] == [16.0] * 3
+    assert timer.history()["step_ms"].max() < 100.0
+
+
 # Several timers of one Trainer
 
 

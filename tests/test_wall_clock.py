@@ -328,6 +328,39 @@ def test_save_path_is_relative_to_the_start_folder(
     assert {path.name for path in tmp_path.iterdir()} == {"other", "run.json.gz", "home.json.gz"}
 
 
+def test_run_is_saved_after_each_epoch(gpu: FakeGPU, path: Path) -> None:
+    saved_steps = []
+
+    def look(*_: Any) -> None:
+        # The file that would exist if the process were killed in this epoch.
+        saved_steps.append(path.is_file() and len(load(path).history))
+
+    callback = pl.callbacks.LambdaCallback(on_train_epoch_start=look)
+    timer = timer_of(gpu, save_path=path, _lag=0)
+    fit(gpu, Model(gpu), 3, timer=timer, callbacks=[callback], max_epochs=2)
+    assert saved_steps == [False, 3]
+    assert len(load(path).history) == 6
+
+
+def test_saving_at_the_end_of_epochs_takes_little_of_the_time(
+    gpu: FakeGPU, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+    monkeypatch.setattr(GPUPhaseTimer, "save", lambda *_: saved.append(0))
+    start, *epochs = (
+        [0.0],
+        [0.0, 0.0, 0.0, 1.0],  # At the end of the batch and of the epoch, and around the file.
+        [50.0, 50.0],
+        [100.9, 100.9],
+        [100.9, 101.0, 101.0, 101.5],
+    )
+    now = iter(sum(epochs, start))
+    monkeypatch.setattr("lightning_gputime._runs.live_file.time.perf_counter", now.__next__)
+    fit(gpu, Model(gpu), 1, max_epochs=4, timer=timer_of(gpu, save_path=path))
+    # At the end of the first epoch, which takes a second; of the fourth, 100 s later; at the end.
+    assert len(saved) == 3
+
+
 def test_epochs_without_save_path_read_no_clock(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
