@@ -6,7 +6,10 @@ import pytest
 from fake_gpu import raw
 
 from lightning_gputime._measurement.means import MeanLog
+from lightning_gputime._measurement.observers import ReadSteps
+from lightning_gputime._measurement.results import Results
 from lightning_gputime._output.loggers import LogWriter
+from lightning_gputime._phases import StepRecord
 
 
 class Logger(fake_loop.Logger):
@@ -21,19 +24,25 @@ def logger() -> Logger:
 
 
 def mean_log(every_n_steps: int, *loggers: Any, publish: Any = None) -> MeanLog:
-    return MeanLog(every_n_steps, LogWriter("p", loggers, publish))
+    log = MeanLog(every_n_steps, LogWriter("p", loggers, publish))
+    log.connect(Results(10, 0), is_sampled=False, is_logged=True)
+    return log
+
+
+def take(log: MeanLog, *steps: StepRecord) -> bool:
+    return log.take(ReadSteps(steps, warmup=0))
 
 
 def add(log: MeanLog, numbers: Sequence[int]) -> None:
     """Add steps one by one, each with a forward of as many ms as its number."""
     for number in numbers:
-        log.add([raw(number, forward=float(number))])
+        take(log, raw(number, forward=float(number)))
 
 
 def test_mean_since_the_last_log_is_logged_every_n_steps_in_one_call(logger: Logger) -> None:
     log = mean_log(2, logger)
     for step in range(4):
-        log.add([raw(step, 1.0, forward=float(step), backward=2.0)])
+        take(log, raw(step, 1.0, forward=float(step), backward=2.0))
     means = {"p/backward_ms": 2.0, "p/host_wait_ms": 1.0}
     assert logger.calls == [
         (step, {**means, "p/forward_ms": step - 0.5, "p/step_ms": step + 1.5}) for step in (1, 3)
@@ -43,7 +52,7 @@ def test_mean_since_the_last_log_is_logged_every_n_steps_in_one_call(logger: Log
 def test_phase_that_did_not_run_is_not_logged_and_not_averaged_as_zero(logger: Logger) -> None:
     log = mean_log(3, logger)
     for step, phases in enumerate([{"ema": 4.0}, {"forward": 1.0}, {"ema": 6.0}]):
-        log.add([raw(step, **phases)])
+        take(log, raw(step, **phases))
     [(_, metrics)] = logger.calls
     assert metrics["p/ema_ms"] == 5.0
     assert metrics["p/forward_ms"] == 1.0
@@ -86,7 +95,7 @@ def test_failing_logger_warns_once_and_training_continues(
 
 def test_batch_may_hold_more_logs_than_the_recursion_limit(logger: Logger) -> None:
     log = mean_log(2, logger)
-    assert log.add([raw(step, forward=float(step)) for step in range(5001)])
+    assert take(log, *[raw(step, forward=float(step)) for step in range(5001)])
     assert logger.logged() == [(step, step - 0.5) for step in range(1, 5000, 2)]
     log.log_means()
     assert logger.logged()[-1] == (5000, 5000.0)

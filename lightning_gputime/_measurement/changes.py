@@ -286,11 +286,8 @@ class SlowdownSearch:
         """Search if logs or observers report slowdowns. Return True at the first slowdown."""
         if not self._is_followed:
             return False
-        before, self.found = self.found, self.find()
+        before, self.found = self.found, self.series.find()
         return before is None and self.found is not None
-
-    def find(self) -> Slowdown | None:
-        return self.series.find()
 
 
 class _Change(NamedTuple):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -29,47 +29,10 @@ from lightning_gputime._measurement.rows import phase_rows
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import SlowLog
 from lightning_gputime._measurement.sums import Sums, ThroughputReference
-from lightning_gputime._measurement.untimed import Estimate, UntimedSteps
+from lightning_gputime._measurement.untimed import Estimate, Totals, UntimedSteps
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._messages import Named
-from lightning_gputime._phases import CALLBACK_WAIT, CALLBACKS, DATA, FETCH, StepRecord, StepTimes
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Facts about which steps were timed; see `Measurement`.
-
-    Attributes:
-        every_n_steps: 1 of this many steps is timed now.
-        timing_share: Cost of timing every step, as a fraction of the step; None if unknown.
-        added_share: The same for timing 1 of `every_n_steps` steps.
-        each_timed_for: Option that requires that every step is timed; empty if none.
-        ended_steps: Number of steps that have ended, timed or not; 0 if every step is timed.
-    """
-
-    every_n_steps: int = 1
-    timing_share: float | None = None
-    added_share: float | None = None
-    each_timed_for: str = ""
-    ended_steps: int = 0
-
-
-class LogWindow(NamedTuple):
-    """Steps since the last log.
-
-    Attributes:
-        newest: Number of the newest step.
-        timed_steps: Number of timed steps.
-        every: Sums over all steps; untimed steps are estimated.
-        means_ms: Mean time per step, by name (in milliseconds).
-        is_kept: True if the next log includes these steps, too.
-    """
-
-    newest: int
-    timed_steps: int
-    every: Sums
-    means_ms: dict[str, float]
-    is_kept: bool
+from lightning_gputime._phases import DATA, FETCH, StepRecord, StepTimes, of_one_callback
 
 
 class Results:
@@ -104,10 +67,11 @@ class Results:
     ) -> None:
         # Reentrant, because a signal handler may read in the thread that has the lock.
         self._lock = RLock()
-        self._constants = _Constants(on_host_clock, hint, libraries)
+        # Facts that do not depend on the steps.
+        self._facts = Measurement(on_host_clock=on_host_clock, hint=hint)
+        self._libraries = libraries
         self._steps = StepLog(capacity, warmup_steps)
         self.untimed = UntimedSteps(warmup_steps, capacity)
-        self._logged_totals = self.untimed.totals  # Untimed steps before the last log.
         self.slowdowns = SlowdownSearch(self.untimed)
         self.slow = SlowLog()
         self.probes = Probes()
@@ -115,7 +79,7 @@ class Results:
         self.culprits = culprits or CulpritSums()
         self.wall_clock = wall_clock
         self.setup = setup or TrainingSetup()
-        self._sampling = Sampling()
+        self._ended_steps = 0  # Timed or not; remains 0 if every step is timed.
         self._sources = _Sources(throughput or ThroughputReference())
         self._mismatches: list[NotMeasured] = []  # Found by the self-check.
 
@@ -157,9 +121,13 @@ class Results:
         """Replace fields of the `TrainingSetup`."""
         self.setup = replace(self.setup, **known)
 
-    def update_sampling(self, **known: Any) -> None:
-        """Replace fields of the `Sampling`."""
-        self._sampling = replace(self._sampling, **known)
+    def update_facts(self, **known: Any) -> None:
+        """Replace fields of the `Measurement` that do not depend on the steps."""
+        self._facts = replace(self._facts, **known)
+
+    def count_ended(self, steps: int) -> None:
+        """Set the number of steps that have ended and, if they were timed, have been read."""
+        self._ended_steps = steps
 
     def add_mismatch(self, gap: NotMeasured) -> None:
         """Add something that cannot be measured according to the self-check."""
@@ -205,30 +173,31 @@ class Results:
 
     # Logs
 
-    def untimed_since_log(self, *, restart: bool, has_timed: bool) -> Estimate:
-        """Return the untimed steps since the last log. With `restart`, start the next log.
-
-        Nothing can be logged before the first timed step, so a later log includes these steps.
-        """
+    def untimed_since(self, totals: Totals) -> tuple[Estimate, Totals]:
+        """Return the untimed steps since `totals` were taken, and their totals now."""
         with self._lock:
-            estimate = self.untimed.estimate_since(self._logged_totals)
-            if restart and (has_timed or estimate.sums.step.n):
-                self._logged_totals = self.untimed.totals
-            return estimate
+            return self.untimed.estimate_since(totals), self.untimed.totals
 
-    def log_values(self, window: LogWindow) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the values to log by name, and the values that observers add."""
-        sources, n = self._sources, window.timed_steps or 1
-        means_ms = {**window.means_ms, **self.probes.means_ms(window.means_ms)}
+    def log_values(
+        self, newest: int, timed_steps: int, every: Sums, means_ms: dict[str, float], *, keep: bool
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the values to log by name, and the values that observers add.
+
+        Args:
+            newest: Number of the newest step since the last log.
+            timed_steps: Number of timed steps since the last log.
+            every: Sums over all steps since the last log; untimed steps are estimated.
+            means_ms: Mean time per step, by name (in milliseconds).
+            keep: True if the next log includes these steps, too.
+        """
+        means_ms = {**means_ms, **self.probes.means_ms(means_ms)}
         if self.slow.is_followed:
-            means_ms |= self.slow.metrics(window.newest, n, keep=window.is_kept)
+            means_ms |= self.slow.metrics(newest, timed_steps or 1, keep=keep)
         if (change := self.slowdowns.found) is not None:
             means_ms["lasting_change"] = change.change * change.before_ms
-        values = {f"{name}_ms": ms for name, ms in means_ms.items() if _is_logged(name)}
-        values |= sources.throughput.metrics(window.every)
-        if not window.is_kept:
-            self.read_memory()
-        return values, metrics_of(sources.observers, values)
+        values = {f"{name}_ms": ms for name, ms in means_ms.items() if not of_one_callback(name)}
+        values |= self._sources.throughput.metrics(every)
+        return values, metrics_of(self._sources.observers, values)
 
     def read_memory(self) -> None:
         """Read the peak memory, which the loop may reset."""
@@ -254,24 +223,17 @@ class Results:
             return replace(self._measurement_of(steps, Sums(steps), Sums()), is_warmup=True)
         return replace(
             self._measurement_of(steps[log.warmup_in_history :], log.sums, busy),
-            slowdown=self._slowdown(),
+            slowdown=_with_detail(self.slowdowns.series.find(), self.culprits),
             warmup_steps=log.warmup_steps,
-            untimed_steps=max(self._sampling.ended_steps - log.n, 0),
+            untimed_steps=max(self._ended_steps - log.n, 0),
             skipped_updates=log.skipped_warmup_updates + log.sums.skipped_updates,
             ranks=ranks,
-            hint="" if log.n else self._constants.hint,
             stage=stage,
         )
 
-    def _slowdown(self) -> Slowdown | None:
-        found = self.slowdowns.find()
-        if found is None or found.until_step is not None or found.phase not in (DATA, FETCH):
-            return found
-        return replace(found, detail=describe_slowdown(self.culprits.loaders()))
-
     def _measurement_of(self, steps: list[StepRecord], sums: Sums, busy: Sums) -> Measurement:
         times, untimed = history(steps), self.untimed
-        sources, sampling = self._sources, self._sampling
+        sources = self._sources
         with self._lock:
             estimate, weights = untimed.estimate(), untimed.weights(len(steps))
             percentiles_ms = untimed.durations.percentiles_ms(5, 50, 95)
@@ -285,25 +247,21 @@ class Results:
         if estimate.sums.step.n and knows_durations:
             p5_ms, p50_ms, p95_ms = percentiles_ms
             step = replace(step, p5_ms=p5_ms, p50_ms=p50_ms, p95_ms=p95_ms, max_ms=max_ms)
-        gaps = [*not_measured(self._constants.libraries), *self._mismatches]
-        return Measurement(
+        gaps = [*not_measured(self._libraries), *self._mismatches]
+        return replace(
+            self._facts,
             rows=Named(rows),
             step=step,
             steps=n,
-            warmup_steps=0,
             host_wait_mean_ms=sums.wait_ms / n if n else math.nan,
             skipped_updates=sums.skipped_updates,
-            on_host_clock=self._constants.on_host_clock,
+            hint="" if n else self._facts.hint,
             probed_steps=int(busy.step.n),
             not_sampled_steps=estimate.unsampled_steps,
             not_sampled_share=estimate.unsampled_ms / (every.step.device_ms + estimate.unsampled_ms)
             if estimate.unsampled_ms
             else 0.0,
             probe_failure=self.probes.failure,
-            timed_every_n_steps=sampling.every_n_steps,
-            timing_share=sampling.timing_share,
-            added_share=sampling.added_share,
-            each_timed_for=sampling.each_timed_for,
             slow=self.slow.summary(n, sums.step.device_ms / slow_scale),
             wall_clock=self.wall_clock.summary() if self.wall_clock is not None else None,
             memory=sources.memory.summary() if sources.memory is not None else None,
@@ -314,14 +272,6 @@ class Results:
             culprits=self.culprits.summary(),
             loaders=self.culprits.loaders(),
         )
-
-
-class _Constants(NamedTuple):
-    """Facts that do not change; see `Results`."""
-
-    on_host_clock: bool
-    hint: str
-    libraries: tuple[str, ...]
 
 
 class _Sources(NamedTuple):
@@ -357,6 +307,8 @@ class RankResults:
         return self._summary
 
 
-def _is_logged(name: str) -> bool:
-    """Return False for sub-phases of `callbacks` that time a single callback."""
-    return not name.startswith(f"{CALLBACKS}/") or name == CALLBACK_WAIT
+def _with_detail(found: Slowdown | None, culprits: CulpritSums) -> Slowdown | None:
+    """Return a slowdown with its cause inside the phase, if it is known and has not ended."""
+    if found is None or found.until_step is not None or found.phase not in (DATA, FETCH):
+        return found
+    return replace(found, detail=describe_slowdown(culprits.loaders()))

@@ -109,6 +109,10 @@ class _Gap(NamedTuple):
         return Estimate(_extend(block, self), {})
 
 
+Totals = Sequence[_Gap]
+"""Untimed steps of each stratum since the start of a run."""
+
+
 class _Newest:
     """Quantiles of the newest values."""
 
@@ -334,7 +338,7 @@ class UntimedSteps:
         strata = enumerate(self._strata)
         return _combine([stratum.estimate(self._composition(k)) for k, stratum in strata])
 
-    def estimate_since(self, totals: Sequence[_Gap]) -> Estimate:
+    def estimate_since(self, totals: Totals) -> Estimate:
         """Return sums over the untimed steps that were settled since `totals` were taken."""
         if totals == self.totals:
             return Estimate()
@@ -346,7 +350,7 @@ class UntimedSteps:
         return _combine(found)
 
     @property
-    def totals(self) -> list[_Gap]:
+    def totals(self) -> Totals:
         """Untimed steps of each stratum."""
         return [stratum.total for stratum in self._strata]
 

@@ -224,7 +224,7 @@ class Session:
             self.recorder.pending.drain()
             self._comparison.compare_arrived()
             ended_steps = self.steps.index - self.recorder.pending.count
-            self._results.update_sampling(ended_steps=ended_steps)
+            self._results.count_ended(ended_steps)
 
     def _may_read(self) -> bool:
         # Two threads would read steps out of order.
@@ -266,7 +266,7 @@ class Session:
             if self.is_attached:
                 if self._memory is not None:
                     self._memory.end()
-                self._results.update_sampling(ended_steps=self.steps.index)
+                self._results.count_ended(self.steps.index)
                 self.steps.enter(ENDED)
                 log = partial(self._logs.finish, self.steps.newest, self.steps.index)
                 call_safely([log, self._self_check.end])

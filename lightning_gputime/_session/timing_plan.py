@@ -46,7 +46,7 @@ class TimingPlan:
         self.auto: AutoSchedule | None = None
         """Chooses `n` to time 1 of `n` steps; None if `n` is fixed."""
         if is_auto:
-            results.update_sampling(each_timed_for=each_timed_for)
+            results.update_facts(each_timed_for=each_timed_for)
             if not each_timed_for:
                 self.auto = AutoSchedule(log_every_n_steps)
         self._agreement = open_exchange("agreement") if self.auto and options.sync_ranks else None
@@ -107,8 +107,8 @@ class TimingPlan:
         plan = replace(auto.follow(n, index), recurrence=recurrence)
         if plan != self._schedule.plan:
             self._schedule.follow(plan, index)
-        self._results.update_sampling(
-            every_n_steps=n, timing_share=auto.share, added_share=auto.added_share(n)
+        self._results.update_facts(
+            timed_every_n_steps=n, timing_share=auto.share, added_share=auto.added_share(n)
         )
 
     def start_span(self, index: int) -> None:
