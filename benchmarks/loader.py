@@ -276,7 +276,7 @@ def cost() -> dict[str, float]:
 def main_cost() -> dict[str, float]:
     """Return the microseconds that timed workers add to `next` in the main process."""
     loader: Any = DataLoader(Photos(spin_ms=0.02, n=64 * BATCH), BATCH, num_workers=1)
-    staged = StagedLoaders(lambda _: True, time.perf_counter_ns, CulpritSums())
+    staged = StagedLoaders(lambda _: True, time.perf_counter_ns, CulpritSums().add_loader)
     added_us = []
     for index in range(24):
         means_us = []

@@ -240,7 +240,7 @@ class Timer(Tabular):
         """Return a timer of the stages of the loader that is the attribute `name` of `owner`."""
         # All loaders of the process call it, so it must not keep a timer or its model alive.
         includes = partial(_is_loader_of, weakref.ref(owner), name)
-        return StagedLoaders(includes, self._host_ns, self._culprits)
+        return StagedLoaders(includes, self._host_ns, self._culprits.add_loader)
 
     def _time_loader(self) -> None:
         """Time the stages of the newest loader."""

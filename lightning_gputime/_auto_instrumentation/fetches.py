@@ -18,7 +18,7 @@ from lightning_gputime._compat.torch_ import (
 )
 from lightning_gputime._culprits.loader import StagedLoaders
 from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
-from lightning_gputime._measurement.culprits import CulpritSums, Loader, Workers
+from lightning_gputime._measurement.culprits import CulpritSums, Loader
 from lightning_gputime._phases import DATA, OTHER
 from lightning_gputime._record.state import PAUSED
 from lightning_gputime._session.state import OFF
@@ -59,7 +59,7 @@ class EarlyStages(StagedLoaders):
     """
 
     def __init__(self) -> None:
-        super().__init__(self._is_included, time.perf_counter_ns, self)
+        super().__init__(self._is_included, time.perf_counter_ns, self._add_loader)
         # Adds the stages of the iterator under construction to the sums of a timer.
         self._newest: Callable[[CulpritSums], object] = do_nothing
         # The same function for each existing iterator.
@@ -85,15 +85,9 @@ class EarlyStages(StagedLoaders):
         timers = (found for found in self._iter.patch.listeners if found is not self)
         return get_worker_info() is None and not any(isinstance(t, StagedLoaders) for t in timers)
 
-    # Methods of `LoaderSums`
-
-    def add_loader(self, loader: Loader) -> Loader:
+    def _add_loader(self, loader: Loader) -> Loader:
         self._newest = partial(CulpritSums.add_loader, loader=loader)
         return loader
-
-    def add_workers(self, workers: Workers) -> Workers:
-        self._newest = partial(CulpritSums.add_workers, workers=workers)
-        return workers
 
 
 class Fetches:

@@ -16,7 +16,6 @@ from lightning_gputime._measurement.culprits import (
     DATASET,
     SAMPLER,
     LoaderStages,
-    LoaderSums,
     Stage,
     short_name,
 )
@@ -31,16 +30,16 @@ class StagedLoaders:
     Args:
         includes: Function that returns whether to time a loader.
         now_ns: The host's clock.
-        sums: Sums that the stages of each loader are added to.
+        add_loader: Function that returns the object to add the times of a loader to.
     """
 
     def __init__(
         self,
         includes: Callable[[object], bool | None],
         now_ns: Callable[[], int],
-        sums: LoaderSums,
+        add_loader: Callable[[Any], Any],
     ) -> None:
-        self._includes, self._now_ns, self._sums = includes, now_ns, sums
+        self._includes, self._now_ns, self._add_loader = includes, now_ns, add_loader
         # Original attributes and their owners, for each running call of `iter`.
         self._replaced: list[list[tuple[Any, dict[str, Any]]]] = []
         self._iter = Subscription(DataLoader, "__iter__", self)
@@ -61,14 +60,14 @@ class StagedLoaders:
         if loader.num_workers:
             report_missing(*FETCHERS)
             called = [*_stages_of(loader)][1:]  # Without the sampler, which the main process runs.
-            workers = self._sums.add_workers(LoaderWorkers(loader.num_workers, *called))
+            workers = self._add_loader(LoaderWorkers(loader.num_workers, *called))
             self._replace_for_workers(loader, workers)
             return True
         indices = "sampler" if loader.batch_sampler is None else "batch_sampler"
         kept = {name: own[name] for name in (indices, "collate_fn") if name in own}
         if len(kept) < 2 or not callable(kept["collate_fn"]):
             return False  # A subclass stores them elsewhere.
-        sums = self._sums.add_loader(LoaderStages(*_stages_of(loader)))
+        sums = self._add_loader(LoaderStages(*_stages_of(loader)))
         stages = _Stages(kept[indices], kept["collate_fn"], self._now_ns, sums)
         self._replaced.append([(loader, kept)])
         own.update({indices: stages, "collate_fn": stages.collate})

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from lightning_gputime._measurement.loader import LoaderTimes, MadeBatch
 from lightning_gputime._phases import FETCH
@@ -20,19 +20,12 @@ a name."""
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A range of lines of a function.
+    """A range of lines of a function."""
 
-    Attributes:
-        file: Path of the file.
-        first_line: First line of the range.
-        last_line: Last line of the range.
-        function: Qualified name of the function; "<module>" outside of functions.
-    """
-
-    file: str
+    file: str  # Path.
     first_line: int
     last_line: int
-    function: str = ""
+    function: str = ""  # Qualified name; "<module>" outside of functions.
 
     def __str__(self) -> str:
         last = f"-{self.last_line}" if self.last_line > self.first_line else ""
@@ -41,45 +34,31 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """Code that takes the time of an entry.
+    """Code that takes the time of an entry."""
 
-    Attributes:
-        entry: Phase, or entry of the wall clock.
-        name: Hook, class or function, such as "Corpus.on_after_batch_transfer"; empty for a place
-            without a name.
-        seconds: Time of all calls (in seconds).
-        calls: Number of calls, or of passes through a place.
-        observed_s: Time of the whole entry while these places or stages were observed (in seconds);
-            None for calls, which are always observed.
-        source: Place in the source; None if unknown.
-        caller: Name of the culprit that makes these calls; empty if none.
-        kind: "call" of a function, "place" in a step or between loops, "blocking" for a line that
-            waits for the GPU, or a stage of a loader: "sampler", "dataset" or "collate".
-    """
-
-    entry: str
+    entry: str  # Phase, or entry of the wall clock.
+    # Hook, class or function, such as "Corpus.on_after_batch_transfer"; empty for a place without a
+    # name.
     name: str
-    seconds: float
-    calls: int
+    seconds: float  # Time of all calls.
+    calls: int  # Number of calls, or of passes through a place.
+    # Time of the entire entry while these places or stages were observed (in seconds); None for
+    # calls, which are always observed.
     observed_s: float | None = None
-    source: Source | None = None
-    caller: str = ""
+    source: Source | None = None  # Place in the source; None if unknown.
+    caller: str = ""  # Name of the culprit that makes these calls; empty if none.
+    # "call" of a function, "place" in a step or between loops, "blocking" for a line that waits for
+    # the GPU, or a stage of a loader: "sampler", "dataset" or "collate".
     kind: str = CALL
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Stage of a loader.
+    """Stage of a loader."""
 
-    Attributes:
-        kind: "sampler", "dataset" or "collate".
-        name: Class or function that the stage calls.
-        source: Its definition; None if unknown.
-    """
-
-    kind: str
-    name: str
-    source: Source | None = None
+    kind: str  # "sampler", "dataset" or "collate".
+    name: str  # Class or function that the stage calls.
+    source: Source | None = None  # Its definition; None if unknown.
 
 
 class TimedLoader(Protocol):
@@ -92,6 +71,7 @@ class TimedLoader(Protocol):
         """Yield the code of each stage, with its time."""
 
 
+@runtime_checkable
 class TimedWorkers(TimedLoader, Protocol):
     """Stages of a loader that run in its workers, and their times."""
 
@@ -106,17 +86,6 @@ class TimedWorkers(TimedLoader, Protocol):
 
 
 Loader = TypeVar("Loader", bound=TimedLoader)
-Workers = TypeVar("Workers", bound=TimedWorkers)
-
-
-class LoaderSums(Protocol):
-    """Sums of the times of several loaders."""
-
-    def add_loader(self, loader: Loader) -> Loader:
-        """Add the stages of a loader. Return the object to add their times to."""
-
-    def add_workers(self, workers: Workers) -> Workers:
-        """Add the workers of a loader. Return the object to add their times to."""
 
 
 class LoaderStages:
@@ -170,19 +139,14 @@ class CulpritSums:
         return {**self.__dict__, "_sums": self._located()}
 
     def add_loader(self, loader: Loader) -> Loader:
-        """Add the stages of a loader, or return the same stages of an earlier iterator."""
+        """Return the object that sums the times: `loader`, or its equal of an earlier iterator."""
         for known in self._loaders:
             if (known.num_workers, known.stages) == (loader.num_workers, loader.stages):
                 return cast("Loader", known)
         self._loaders.append(loader)
+        if isinstance(loader, TimedWorkers):
+            self.workers.append(loader)
         return loader
-
-    def add_workers(self, workers: Workers) -> Workers:
-        """Add the workers of a loader, or return the workers of an earlier iterator."""
-        found = self.add_loader(workers)
-        if found is workers:
-            self.workers.append(workers)
-        return found
 
     def newest_batches(self) -> list[MadeBatch]:
         """Return the newest batches of all workers."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import fmean
 from typing import NamedTuple
 
@@ -38,21 +39,13 @@ _MIN_LOOKS = 8  # Minimum number of reads of /proc to estimate waits for locks.
 
 
 class MadeBatch(NamedTuple):
-    """A batch that a worker has made.
-
-    Attributes:
-        worker: Number of the worker.
-        start_ns: Host time at its start (in nanoseconds).
-        end_ns: Host time at its end (in nanoseconds).
-        collate_ns: Time in `collate_fn` (in nanoseconds).
-        sample: Index of the slowest sample in it; -1 if unknown.
-    """
+    """A batch that a worker has made."""
 
     worker: int
-    start_ns: int
+    start_ns: int  # Host time.
     end_ns: int
-    collate_ns: int
-    sample: int
+    collate_ns: int  # Time in `collate_fn`.
+    sample: int  # Index of the slowest sample in it; -1 if unknown.
 
     def __str__(self) -> str:
         ms = (self.end_ns - self.start_ns) / 1e6
@@ -72,21 +65,13 @@ def newest_batches(rows: Sequence[Sequence[int]]) -> Iterator[MadeBatch]:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTimes:
-    """Times of one worker of a loader (in milliseconds per batch).
+    """Times of one worker of a loader (in milliseconds per batch)."""
 
-    Attributes:
-        batches: Number of batches that it made.
-        dataset_ms: Time in the dataset: `dataset[i]`, `__getitems__` or the iterator's `next`.
-        collate_ms: Time in `collate_fn`.
-        wait_ms: Idle time between two batches.
-        newest_ms: Time to make a batch, mean over its newest batches (at most 32).
-    """
-
-    batches: int
-    dataset_ms: float
-    collate_ms: float
-    wait_ms: float
-    newest_ms: float = 0.0
+    batches: int  # Number of batches that it made.
+    dataset_ms: float  # In the dataset: `dataset[i]`, `__getitems__` or the iterator's `next`.
+    collate_ms: float  # In `collate_fn`.
+    wait_ms: float  # Idle, between two batches.
+    newest_ms: float = 0.0  # To make a batch, mean over its newest batches (at most 32).
 
     @property
     def busy_ms(self) -> float:
@@ -96,45 +81,25 @@ class WorkerTimes:
 
 @dataclass(frozen=True, slots=True)
 class LoaderTimes:
-    """Times of the workers of a DataLoader.
+    """Times of the workers of a DataLoader."""
 
-    Attributes:
-        dataset: Name of the dataset's class and method.
-        collate: Name of the collate function.
-        workers: Times of each worker, by its number. A worker without a batch has zeros.
-        cpu_share: Fraction of the time to make a batch in which a worker ran on a CPU core; None if
-            unknown.
-        run_delay_share: Fraction of the same time in which a worker was ready to run, but no core
-            was free; None if unknown.
-        lock_share: Fraction of the same time in which a worker waited for a lock; None if unknown.
-        startup_s: Mean time from the start of a loop to the end of a worker's first batch (in
-            seconds).
-        starts: Number of times that the loader's workers were started.
-        long_batches: Number of batches that took more than 4 times the mean of their worker.
-        long_share: Fraction of the time to make all batches that the long batches took.
-        slowest_ms: Time to make the slowest batch (in milliseconds).
-        slowest_worker: Number of the worker that made it.
-        slowest_index: Index of the slowest sample in that batch; None if unknown.
-        repeats: True if all workers yield the same batches, as from an IterableDataset that is not
-            sharded.
-        pin_ms: Time of the pin-memory thread per batch (in milliseconds), or None.
-    """
-
-    dataset: str
-    collate: str
-    workers: tuple[WorkerTimes, ...]
+    dataset: str  # Name of the dataset's class and method.
+    collate: str  # Name of the collate function.
+    workers: tuple[WorkerTimes, ...]  # By number. A worker without a batch has zeros.
+    # Fractions of the time to make a batch: on a CPU core, ready to run while no core was free, and
+    # waiting for a lock; None if unknown.
     cpu_share: float | None
     run_delay_share: float | None
     lock_share: float | None
-    startup_s: float
-    starts: int
-    long_batches: int
-    long_share: float
-    slowest_ms: float
-    slowest_worker: int
-    slowest_index: int | None
-    repeats: bool
-    pin_ms: float | None = None
+    startup_s: float  # Mean time from the start of a loop to the end of a worker's first batch.
+    starts: int  # Number of times that the loader's workers were started.
+    long_batches: int  # Number of batches that took more than 4 times the mean of their worker.
+    long_share: float  # Fraction of the time to make all batches that the long batches took.
+    slowest_ms: float  # Time to make the slowest batch.
+    slowest_worker: int  # Number of the worker that made it.
+    slowest_index: int | None  # Index of the slowest sample in that batch; None if unknown.
+    repeats: bool  # All workers yield the same batches: an IterableDataset that is not sharded.
+    pin_ms: float | None = None  # Time of the pin-memory thread per batch, or None.
 
     @property
     def batches(self) -> int:
@@ -146,23 +111,18 @@ class LoaderTimes:
         return float(total / self.batches)
 
 
-def _newest_ms(row: Sequence[int]) -> float:
-    batches = [*newest_batches([row])]
-    return fmean(batch.end_ns - batch.start_ns for batch in batches) / 1e6 if batches else 0.0
-
-
 def describe_slowdown(loaders: Sequence[LoaderTimes]) -> str:
     """Describe the workers that have slowed down; empty if no worker has."""
     workers = [worker for loader in loaders for worker in enumerate(loader.workers)]
     slower = [
-        (number, worker)
+        (worker.newest_ms, number, worker.busy_ms)
         for number, worker in workers
         if worker.batches and worker.newest_ms >= _SLOWED_DOWN * worker.busy_ms
     ]
     if not slower:
         return ""
-    number, worker = max(slower, key=lambda found: found[1].newest_ms)
-    took = f"{duration(worker.newest_ms)} per batch, {duration(worker.busy_ms)} on average"
+    newest_ms, number, mean_ms = max(slower, key=itemgetter(0))
+    took = f"{duration(newest_ms)} per batch, {duration(mean_ms)} on average"
     subject = f"worker {number} now takes" if len(slower) < len(workers) else "workers now take"
     return f"{subject} {took}"
 
@@ -173,7 +133,9 @@ def _worker_times(row: Sequence[int]) -> WorkerTimes:
     dataset_ms, collate_ms, wait_ms = (
         row[column] / row[BATCHES] / 1e6 for column in (DATASET_NS, COLLATE_NS, WAIT_NS)
     )
-    return WorkerTimes(int(row[BATCHES]), dataset_ms, collate_ms, wait_ms, _newest_ms(row))
+    newest_ns = [batch.end_ns - batch.start_ns for batch in newest_batches([row])]
+    newest_ms = fmean(newest_ns) / 1e6 if newest_ns else 0.0
+    return WorkerTimes(int(row[BATCHES]), dataset_ms, collate_ms, wait_ms, newest_ms)
 
 
 def loader_times(

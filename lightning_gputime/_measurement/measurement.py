@@ -19,75 +19,49 @@ from lightning_gputime._phases import BETWEEN_BATCHES, is_wait
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Facts that a timer has measured, without a diagnosis.
+    """Facts that a timer has measured, without a diagnosis."""
 
-    Attributes:
-        rows: Statistics of each phase that ran, in the order of a step. If some steps were not
-            timed, these are estimates for all steps.
-        step: Statistics of whole steps.
-        steps: Number of timed steps, without the warm-up.
-        warmup_steps: Number of first steps, which are excluded.
-        host_wait_mean_ms: Mean time per step that the host waited for the GPU to finish a step (in
-            milliseconds). Near zero, the host cannot keep the GPU busy.
-        skipped_updates: Number of steps whose update was skipped, including the warm-up.
-        on_host_clock: True if all times are from the host clock, because there was no GPU.
-        ranks: On rank zero of a distributed run, the comparison of all ranks.
-        probed_steps: Number of steps that were probed; no other statistic includes them.
-        probe_failure: Reason why no step can be probed; empty if none.
-        untimed_steps: Number of steps that were not timed, or were probed.
-        not_sampled_steps: Number of long steps that no timed step represents.
-        not_sampled_share: Their fraction of the time of all steps, from 0 to 1.
-        timed_every_n_steps: With `every_n_steps="auto"`, 1 of this many steps was timed at the end.
-        timing_share: Cost of timing every step as a fraction of the step; None unless "auto" has
-            measured it.
-        added_share: Cost of timing 1 of `timed_every_n_steps` steps, as a fraction of the step;
-            None unless "auto" has measured it.
-        each_timed_for: With `every_n_steps="auto"`, option that requires timing every step.
-        is_warmup: True if only warm-up steps were timed. Then the statistics include them.
-        hint: Advice if no step was timed.
-        slow: Cost of slow steps; None if no step was slow.
-        slowdown: Lasting change of the step time; None if it did not change.
-        wall_clock: Host time of the training run by entry; None if unknown.
-        memory: Peak memory of the device; None on a CPU.
-        stage: "validation", "test" or "prediction"; empty for training.
-        work: Work per second and its fraction of the GPU's peak; None if unknown.
-        sections: Sections that observers add to the summary.
-        not_measured: Sentences on quantities that could not be measured.
-        blurred: Phases whose times could therefore not be separated from each other.
-        culprits: Code that takes the time of phases and entries, if known.
-        loaders: Times of the workers of each loader.
-    """
-
+    # Statistics of each phase that ran, in the order of a step, and of whole steps. If some steps
+    # were not timed, these are estimates for all steps.
     rows: Mapping[str, PhaseStats] = field(default_factory=dict)
     step: PhaseStats = field(default_factory=lambda: PhaseStats(0))
-    steps: int = 0
-    warmup_steps: int = 0
+    steps: int = 0  # Number of timed steps, without the warm-up.
+    warmup_steps: int = 0  # Number of first timed steps, which are excluded.
+    # Mean time per step that the host waited for the GPU to finish a step (in milliseconds). Near
+    # zero, the host cannot keep the GPU busy.
     host_wait_mean_ms: float = math.nan
-    skipped_updates: int = 0
-    on_host_clock: bool = False
-    ranks: RankSummary | None = None
-    probed_steps: int = 0
-    probe_failure: str = ""
-    untimed_steps: int = 0
+    skipped_updates: int = 0  # Number of steps without an update, including the warm-up.
+    on_host_clock: bool = False  # All times are from the host clock, because there was no GPU.
+    ranks: RankSummary | None = None  # Comparison of all ranks, on rank zero.
+    probed_steps: int = 0  # Number of probed steps; no other statistic includes them.
+    probe_failure: str = ""  # Reason why no step can be probed; empty if none.
+    untimed_steps: int = 0  # Number of steps that were not timed, or were probed.
+    # Number of long steps that no timed step represents, and their fraction of the time of all
+    # steps, from 0 to 1.
     not_sampled_steps: int = 0
     not_sampled_share: float = 0.0
+    # With `every_n_steps="auto"`: 1 of this many steps was timed at the end; the cost of timing
+    # every step, and of timing that many, as fractions of the step, or None if unknown; and the
+    # option that requires timing every step.
     timed_every_n_steps: int = 1
     timing_share: float | None = None
     added_share: float | None = None
     each_timed_for: str = ""
-    is_warmup: bool = False
-    hint: str = ""
-    slow: SlowSummary | None = None
-    slowdown: Slowdown | None = None
-    wall_clock: WallClockBreakdown | None = None
-    memory: MemorySummary | None = None
-    stage: str = ""
-    work: WorkSummary | None = None
-    sections: tuple[Section, ...] = ()
+    is_warmup: bool = False  # Only warm-up steps were timed. Then the statistics include them.
+    hint: str = ""  # Advice if no step was timed.
+    slow: SlowSummary | None = None  # Cost of slow steps; None if no step was slow.
+    slowdown: Slowdown | None = None  # Lasting change of the step time; None if it did not change.
+    wall_clock: WallClockBreakdown | None = None  # Host time of the run by entry.
+    memory: MemorySummary | None = None  # Peak memory of the device; None on a CPU.
+    stage: str = ""  # "validation", "test" or "prediction"; empty for training.
+    work: WorkSummary | None = None  # Work per second, and its fraction of the GPU's peak.
+    sections: tuple[Section, ...] = ()  # Added by observers.
+    # Sentences on quantities that could not be measured, and the phases whose times could therefore
+    # not be separated from each other.
     not_measured: tuple[str, ...] = ()
     blurred: tuple[str, ...] = ()
-    culprits: tuple[Culprit, ...] = ()
-    loaders: tuple[LoaderTimes, ...] = ()
+    culprits: tuple[Culprit, ...] = ()  # Code that takes the time of phases and entries, if known.
+    loaders: tuple[LoaderTimes, ...] = ()  # Times of the workers of each loader.
 
     @property
     def items_per_sec(self) -> float | None:
@@ -124,6 +98,6 @@ class Measurement:
     def host_share(self, name: str) -> float:
         """Return the host time of a phase as a fraction of the step."""
         row = self.rows.get(name)
-        if row is None or not self.step.mean_ms or row.host_mean_ms != row.host_mean_ms:
+        if row is None or not self.step.mean_ms or math.isnan(row.host_mean_ms):
             return 0.0
         return row.frequency * row.host_mean_ms / self.step.mean_ms

@@ -66,10 +66,7 @@ class MemoryWatch:
         except Exception:  # Some allocators have no counters. Training continues.
             self._read = peaks = None
         if peaks is not None:
-            allocated, reserved, device = peaks
-            if self._highest is not None:
-                allocated = max(allocated, self._highest[0])
-                reserved = max(reserved, self._highest[1])
+            allocated, reserved, device = map(max, peaks, self._highest or peaks)
             self._highest = allocated, reserved, device
 
     def end(self) -> None:

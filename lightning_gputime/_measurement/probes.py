@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_gputime._measurement.sums import Sums
-from lightning_gputime._phases import BETWEEN_BATCHES, StepRecord, StepTimes, is_wait
+from lightning_gputime._phases import BETWEEN_BATCHES, StepRecord, is_wait
 
 
 class Probes:
@@ -36,18 +36,19 @@ class Probes:
         """
         if self.newest is None or self.failure:
             return {}
-        return _busy_means(means_ms, self.newest.times())
-
-
-def _busy_means(means_ms: Mapping[str, float], probed: StepTimes) -> dict[str, float]:
-    busy_ms = {**probed.phase_ms, "step": probed.step_ms}
-    # Exclude idle time that launches do not cause: between batches, the GPU waits for the loader or
-    # callbacks, and in `comm` for other ranks.
-    step_ms, busy_step_ms = (
-        times_ms["step"] - sum(times_ms.get(name, 0.0) for name in BETWEEN_BATCHES)
-        for times_ms in (means_ms, busy_ms)
-    )
-    waits = (name for name in means_ms if is_wait(name))
-    comm_ms = sum(means_ms[name] for name in waits if name.partition("/")[0] not in BETWEEN_BATCHES)
-    gap_ms = max(step_ms - comm_ms - busy_step_ms, 0.0)
-    return {**{f"{name}_gpu_busy": ms for name, ms in busy_ms.items()}, "step_launch_gap": gap_ms}
+        probed = self.newest.times()
+        busy_ms = {**probed.phase_ms, "step": probed.step_ms}
+        # Exclude idle time that launches do not cause: between batches, the GPU waits for the
+        # loader or callbacks, and in `comm` for other ranks.
+        step_ms, busy_step_ms = (
+            times_ms["step"] - sum(times_ms.get(name, 0.0) for name in BETWEEN_BATCHES)
+            for times_ms in (means_ms, busy_ms)
+        )
+        comm_ms = sum(
+            ms
+            for name, ms in means_ms.items()
+            if is_wait(name) and name.partition("/")[0] not in BETWEEN_BATCHES
+        )
+        gap_ms = max(step_ms - comm_ms - busy_step_ms, 0.0)
+        busy = {f"{name}_gpu_busy": ms for name, ms in busy_ms.items()}
+        return {**busy, "step_launch_gap": gap_ms}

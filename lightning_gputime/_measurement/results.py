@@ -236,7 +236,7 @@ class Results:
         sources = self._sources
         with self._lock:
             estimate, weights = untimed.estimate(), untimed.weights(len(steps))
-            percentiles_ms = untimed.durations.percentiles_ms(5, 50, 95)
+            percentiles_ms = untimed.durations.percentiles_ms()
             max_ms = untimed.durations.max_ms
             knows_durations = untimed.knows_durations
             slow_scale = untimed.slow_scale or 1.0
@@ -308,7 +308,7 @@ class RankResults:
 
 
 def _with_detail(found: Slowdown | None, culprits: CulpritSums) -> Slowdown | None:
-    """Return a slowdown with its cause inside the phase, if it is known and has not ended."""
+    """Add the workers that have slowed down, if steps are slower in the loader until now."""
     if found is None or found.until_step is not None or found.phase not in (DATA, FETCH):
         return found
     return replace(found, detail=describe_slowdown(culprits.loaders()))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_gputime._measurement.durations import Percentiles, percentiles
 from lightning_gputime._measurement.ranks import STEP
 from lightning_gputime._measurement.stats import PhaseStats
 from lightning_gputime._measurement.sums import Sums
@@ -64,20 +65,14 @@ def phase_rows(
     return rows
 
 
-def _percentiles(
-    times_ms: npt.ArrayLike, weights: npt.NDArray[np.float64]
-) -> tuple[float, float, float]:
-    """Return the 5th, 50th and 95th percentile over the steps in which a phase ran."""
+def _percentiles(times_ms: npt.ArrayLike, weights: npt.NDArray[np.float64]) -> Percentiles:
+    """Return the percentiles over the steps in which a phase ran."""
     every_ms = np.asarray(times_ms)
     has_run = np.isfinite(every_ms)
     ran_ms = every_ms[has_run]
     if not len(ran_ms):
         return math.nan, math.nan, math.nan
-    if len(weights) != len(every_ms) or np.ptp(weights) == 0:
-        p5_ms, p50_ms, p95_ms = np.percentile(ran_ms, (5, 50, 95)).tolist()
-        return p5_ms, p50_ms, p95_ms
-    order = np.argsort(ran_ms)
-    ends = np.cumsum(weights[has_run][order])
-    places = np.searchsorted(ends, np.array([0.05, 0.5, 0.95]) * ends[-1])
-    p5_ms, p50_ms, p95_ms = ran_ms[order][np.minimum(places, len(ran_ms) - 1)].tolist()
+    if len(weights) == len(every_ms) and np.ptp(weights):
+        return percentiles(ran_ms, weights[has_run])
+    p5_ms, p50_ms, p95_ms = np.percentile(ran_ms, (5, 50, 95)).tolist()
     return p5_ms, p50_ms, p95_ms

@@ -6,17 +6,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class CostlySetting:
-    """Setting that may cost time; its cost is not measured.
+    """Setting that may cost time; its cost is not measured."""
 
-    Attributes:
-        name: Name, such as "detect_anomaly".
-        entry: Entry of the time breakdown that includes the cost.
-        text: Possible cost, and advice.
-    """
-
-    name: str
-    entry: str
-    text: str
+    name: str  # Such as "detect_anomaly".
+    entry: str  # Entry of the time breakdown that includes the cost.
+    text: str  # Possible cost, and advice.
 
 
 @dataclass(frozen=True, slots=True)
