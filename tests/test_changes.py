@@ -55,6 +55,8 @@ def ramp(n: int, start: float, full: float, size: float) -> Any:
         (ramp(40, 0, 20, 1.0), "trend", 0, 1.0),  # It saturates.
         # The first window compiles.
         ([80.0, *level(10.0, 13.3, 20)], "jump", 1050, 0.33),
+        # So do the first windows, ever less.
+        ([300.0, 100.0, 30.0, *level(10.0, 13.3, 20)], "jump", 1150, 0.33),
         # Validations, checkpoints.
         (np.where(np.arange(40) % 9 == 4, 60.0, level(10.0, 13.3, 20)), "jump", 1000, 0.33),
     ],
@@ -75,6 +77,7 @@ def test_slowdown_has_its_kind_start_and_size(
         level(10.0, 10.7, 20),  # GPUs that warm up change by as much.
         level(10.0, 20.0, 38),  # It has not lasted yet.
         level(20.0, 10.0, 1),  # Warm-up.
+        [40.0, 20.0, *np.full(38, 10.0)],
         np.full(40, 10.0),
         level(10.0, 17.0, 5, n=9),  # Too few windows for this change.
         level(10.0, 50.0, 3, n=6),

@@ -1,8 +1,15 @@
-"""Slowdowns: lasting changes of the step time since the start of a run."""
+"""Slowdowns: lasting changes of the step time since the start of a run.
+
+`StepSeries` keeps the mean step time of windows of 25 steps or more. `StepSeries.find` drops the
+warm-up, clips outliers, and fits three models by weighted least squares: a jump, a trend (gradual
+change) and a stretch (change that has ended). It reports the best fit if the change is larger than
+noise drifts, and far more likely than noise whose neighbors are correlated (AR(1)).
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -308,13 +315,11 @@ class _Change(NamedTuple):
 
 
 class _Levels(NamedTuple):
+    """Step time before a change, and the size of the change, as fitted to the windows."""
+
     before_ms: float
     change_ms: float
     error: float  # Half the width of the 95 % interval of `change_ms / before_ms`.
-
-    @property
-    def after_ms(self) -> float:
-        return self.before_ms + self.change_ms
 
     def at(self, shape: Floats) -> Floats:
         return self.before_ms + self.change_ms * shape
@@ -379,23 +384,21 @@ def _fit(edges: Floats, values: Floats) -> tuple[_Change, _Levels]:
     # The start and the end of a trend are estimates, which increases the error of its size.
     start, full, n = change.start, change.full, len(values)
     moved = []
-    if full > start:
-        nearby = [(start + 1, full), (start, full - 1)]
-        is_free = [start > 0, full < n]
-        moved = [pair for pair, free in zip(nearby, is_free, strict=True) if free]
-    untils = np.full(len(moved), n)
-    pairs = np.array(moved, dtype=int).reshape(-1, 2)
-    shapes = _shapes(edges, pairs[:, 0], pairs[:, 1], untils) - change.shape
-    return change, _fit_levels(values, change.shape, weights, shapes)
+    if full > start > 0:
+        moved.append((start + 1, full, n))
+    if n > full > start:
+        moved.append((start, full - 1, n))
+    others = _shapes(edges, *np.array(moved).T) - change.shape if moved else None
+    return change, _fit_levels(values, change.shape, weights, others)
 
 
 def _search(edges: Floats, values: Floats, weights: Floats) -> _Change:
+    """Return the jump, trend or stretch with the lowest cost for these weights of the windows."""
     n = len(values)
     least_start = max(_MIN_START, math.ceil(_MIN_START_SHARE * n))
     least_level = max(_MIN_LEVEL, math.ceil(_MIN_LEVEL_SHARE * n))
 
-    def best(starts: Ints, fulls: Ints, untils: Ints) -> _Change:
-        return _best(edges, values, weights, (starts, fulls, untils))
+    best = partial(_best, edges, values, weights)
 
     def best_trend(starts: Ints, fulls: Ints) -> _Change:
         rise = fulls - starts
@@ -444,11 +447,10 @@ def _shapes(edges: Floats, starts: Ints, fulls: Ints, untils: Ints) -> Floats:
 
 
 def _best(
-    edges: Floats, values: Floats, weights: Floats, changes: tuple[Ints, Ints, Ints]
+    edges: Floats, values: Floats, weights: Floats, starts: Ints, fulls: Ints, untils: Ints
 ) -> _Change:
-    """Return the change with the lowest cost; `changes` has the starts, fulls and untils."""
-    n, (starts, fulls, untils) = len(values), changes
-    shapes = _shapes(edges, *changes)
+    """Return the change with the lowest cost."""
+    n, shapes = len(values), _shapes(edges, starts, fulls, untils)
     weights = weights / weights.sum()
     centered = shapes - (shapes @ weights)[:, None]
     about_mean = values - values @ weights
@@ -483,7 +485,7 @@ def _fit_levels(
     correlation = float(residuals[1:] @ residuals[:-1]) / squares if squares else 0.0
     correlation = min(max(correlation + (1.0 + 3.0 * correlation) / n, 0.0), 0.95)
     variance = squares / (n - 3) * (1.0 + correlation) / (1.0 - correlation)
-    if others is not None and len(others):
+    if others is not None:
         design = np.append(design, others.T, axis=1)
         covariance = np.linalg.pinv(design.T * weights @ design)[:2, :2]
     if not before_ms:
@@ -499,17 +501,18 @@ def _is_certain(edges: Floats, values: Floats, change: _Change, levels: _Levels)
     n, shape, fitted = len(values), change.shape, levels.at(change.shape)
     if change.start + change.full > 2.0 * n * (1.0 - _MIN_LEVEL_SHARE):
         return False
-    if min(levels.before_ms, levels.after_ms, fitted.min(), values.min()) <= 0.0:
+    ends_ms = levels.before_ms, levels.before_ms + levels.change_ms
+    if min(*ends_ms, fitted.min(), values.min()) <= 0.0:
         return False
     low, high = values[shape <= 0.25], values[shape >= 0.75]
     size = math.log(high.mean() / low.mean())
     full_at_ms = float(np.diff(edges)[: change.full] @ values[: change.full])
     min_size = _MIN_EARLY_CHANGE if full_at_ms < _EARLY_MS else _MIN_CHANGE
-    if abs(size) < max(min_size, min(_MAX_DRIFT, _DRIFT / n)):
+    min_size, min_ordered = max(min_size, min(_MAX_DRIFT, _DRIFT / n)), _MIN_ORDERED
+    if n < _SHORT_RUN:
+        min_size, min_ordered = max(min_size, _MIN_CHANGE_IN_SHORT_RUN), 1.0
+    if abs(size) < min_size:
         return False
-    if n < _SHORT_RUN and abs(size) < _MIN_CHANGE_IN_SHORT_RUN:
-        return False
-    min_ordered = _MIN_ORDERED if n >= _SHORT_RUN else 1.0
     if np.mean(np.sign(size) * (high[:, None] - low) > 0.0) < min_ordered:
         return False
     logs = np.log(values)
