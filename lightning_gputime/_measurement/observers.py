@@ -27,17 +27,13 @@ class Section:
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class ReadSteps:
-    """Steps that were read together, in order; warm-up steps come first.
+    """Steps that were read together, in order; warm-up steps come first."""
 
-    Args:
-        records: The steps.
-        warmup: Number of first steps that are warm-up.
-        since_ns: Host time at which reading them started (in nanoseconds).
-    """
-
-    def __init__(self, records: Sequence[StepRecord], warmup: int, since_ns: int = 0) -> None:
-        self.records, self.warmup, self.since_ns = records, warmup, since_ns
+    records: Sequence[StepRecord]
+    warmup: int  # Number of first steps that are warm-up.
+    since_ns: int = 0  # Host time at which reading them started.
 
     def __iter__(self) -> Iterator[StepRecord]:
         return iter(self.records)
@@ -147,13 +143,12 @@ def _ask(
     """Return the converted results of a method of each observer that has it."""
     answers = []
     for observer in observers:
-        if hasattr(observer, name):
-            try:
-                found = getattr(observer, name)(*args)
-                if found is not None:
-                    answers.append(convert(observer, found))
-            except Exception as error:
-                messages.warning("%s.%s() failed: %r", type(observer).__name__, name, error)
+        try:
+            ask = getattr(observer, name, None)
+            if ask is not None and (found := ask(*args)) is not None:
+                answers.append(convert(observer, found))
+        except Exception as error:
+            messages.warning("%s.%s() failed: %r", type(observer).__name__, name, error)
     return answers
 
 

@@ -22,7 +22,6 @@ from lightning_gputime._phases import (
 
 STEP = "step"
 LOCAL = "local"
-_IN_DATA = f"{DATA}/"
 
 # Total time of each phase and of "step" (in milliseconds), and the number of steps in which it ran.
 PhaseTotals = Mapping[str, tuple[float, int]]
@@ -250,7 +249,7 @@ def _local_ms(phases: PhaseTotals) -> dict[str, float]:
     steps = phases[STEP][1]
     ms = {name: total_ms / steps for name, (total_ms, _) in phases.items()}
     local_ms = {
-        name: mean for name, mean in ms.items() if "/" not in name or name.startswith(_IN_DATA)
+        name: mean for name, mean in ms.items() if "/" not in name or name.startswith(f"{DATA}/")
     }
     for name in filter(is_wait, ms):
         local_ms.pop(name, None)

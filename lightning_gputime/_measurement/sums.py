@@ -25,10 +25,11 @@ class Sums:
         # Number of items, and device time of the steps with a known number of items.
         self.items = self.items_ms = 0.0
         for labels, alike in groupby(steps, attrgetter("labels")):
-            self._add_alike(labels, alike)
+            self._add_steps(labels, alike)
 
-    def _add_alike(self, labels: tuple[str, ...], steps: Iterable[StepRecord]) -> None:
-        # Avoid a loop over the steps, which is slow, and NumPy, whose code is not in the CPU caches
+    def _add_steps(self, labels: tuple[str, ...], steps: Iterable[StepRecord]) -> None:
+        """Add steps with the same labels, column by column."""
+        # A loop over the steps is slower, and so is NumPy, whose code is not in the CPU caches
         # while a training loop runs.
         _, _, device_ms, host_ns, waits_ms, _, skipped_updates, _, _, items, *_ = zip(
             *steps, strict=True
@@ -70,10 +71,10 @@ class Sums:
         self.items += other.items
         self.items_ms += other.items_ms
 
-    def add_alike(
+    def add_estimate(
         self, n: float, ms: float, phases: Iterable[tuple[str, float, float, float]], items: float
     ) -> None:
-        """Add estimated steps.
+        """Add untimed steps.
 
         Args:
             n: Number of steps.

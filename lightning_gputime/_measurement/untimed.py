@@ -496,7 +496,7 @@ def _extend(block: Composition, gap: _Gap) -> Sums:
         (name, n * block.ran[name], ms * share, ms * block.host[name])
         for name, share in block.device.items()
     )
-    sums.add_alike(n, ms, phases, ms * block.items)
+    sums.add_estimate(n, ms, phases, ms * block.items)
     return sums
 
 

@@ -58,17 +58,12 @@ class WallClockBreakdown:
         """Duration of the run so far (in seconds)."""
         return sum(self.entries_s.values())
 
-    @property
-    def shares(self) -> dict[str, float]:
-        """Fraction of the wall clock that each entry takes, from 0 to 1."""
-        wall_s = self.wall_s
-        return {name: s / wall_s if wall_s else 0.0 for name, s in self.entries_s.items()}
-
     def metrics(self) -> dict[str, float]:
         """Return the values to log: the fraction of each entry, and the duration in seconds."""
         keys = {name: name.replace(" ", "_").replace("-", "_") for name in self.entries_s}
-        shares = {f"fit/{keys[name]}_share": share for name, share in self.shares.items()}
-        return {**shares, "fit/wall_s": self.wall_s}
+        wall_s = self.wall_s
+        shares = {f"fit/{keys[name]}_share": s / wall_s for name, s in self.entries_s.items()}
+        return {**shares, "fit/wall_s": wall_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,22 +108,15 @@ class WallClock:
     Args:
         now_ns: Clock of the host; None for a stopped clock.
         since_ns: Start of the run on this clock; now by default.
-        has_stepped: True if the first step has ended.
     """
 
-    def __init__(
-        self,
-        now_ns: Callable[[], int] | None,
-        since_ns: int | None = None,
-        *,
-        has_stepped: bool = False,
-    ) -> None:
+    def __init__(self, now_ns: Callable[[], int] | None, since_ns: int | None = None) -> None:
         self._now_ns = now_ns  # None once stopped.
         self._thread = get_ident()  # Training thread.
         self.entry = SET_UP
         """Entry that is open, disregarding nested entries such as checkpoints."""
         self._nested: list[str] = []  # Innermost last.
-        self.has_stepped = has_stepped
+        self.has_stepped = False
         """True once the first step has ended."""
         self._after_batches_ns = 0  # Time of evaluations after their last batch.
         self._open_loops = self._started_loops = 0  # Over `steps()`.
@@ -281,10 +269,3 @@ class WallClock:
     def _put(self, account: _Account) -> None:
         self._account = account
         self.outside_ns = account.since_ns - account.steps_ns
-
-
-def clock_of_steps(now_ns: Callable[[], int]) -> WallClock:
-    """Return a clock that attributes all time to steps."""
-    clock = WallClock(now_ns, has_stepped=True)
-    clock.resume_steps()
-    return clock

@@ -17,7 +17,6 @@ from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.memory import MemoryWatch
 from lightning_gputime._measurement.observers import call_safely, methods
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._measurement.wall_clock import clock_of_steps
 from lightning_gputime._options import Options
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.recorder import Recorder
@@ -64,7 +63,8 @@ class Session:
         blocks: Callable[[], bool] = bool,
     ) -> None:
         self._results = results
-        wall_clock = results.wall_clock or clock_of_steps(clock.host_ns)
+        wall_clock = results.wall_clock
+        assert wall_clock is not None  # Only evaluations lack it.
         self._analyzer = analyzer = SlowStepAnalyzer(clock, results.slow, results.culprits)
         users = UserCalls(options.observers, analyzer)
         is_logged = means.writer.has_destination or len(options.observers) > 0
