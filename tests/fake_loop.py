@@ -77,7 +77,7 @@ def with_facts(summary: PhaseSummary, **facts: Any) -> PhaseSummary:
 
 def evidence(*steps: SlowStep) -> list[SlowEvidence]:
     """Return evidence on slow steps with given causes."""
-    return [SlowEvidence(step.excess_ms, step.step, partial(replace, step)) for step in steps]
+    return [SlowEvidence(step.excess_ms, partial(replace, step)) for step in steps]
 
 
 def hooks(loop: Loop, **options: Any) -> GPUPhaseHooks:

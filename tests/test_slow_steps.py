@@ -296,7 +296,7 @@ def test_noisy_host_does_not_fill_the_memory_with_evidence() -> None:
 
     excesses_ms = [chance.expovariate(1.0) for _ in range(50_000)]
     for number, ms in enumerate(excesses_ms):
-        log.add([SlowEvidence(ms, number, partial(of, number, ms))], has_baseline=True)
+        log.add([SlowEvidence(ms, partial(of, number, ms))], has_baseline=True)
         assert len(log._kept.steps) <= 2_000
     assert explained == []
     largest = sorted(range(50_000), key=excesses_ms.__getitem__, reverse=True)

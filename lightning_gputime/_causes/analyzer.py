@@ -143,7 +143,7 @@ class SlowStepAnalyzer:
         for step, ms in slow:
             kept = pack(step) if len(step.labels) >= MIN_PACKED_MARKS else step
             call = partial(explain, kept, ms, *evidence)
-            explained.append(SlowEvidence(ms - baseline.step_ms, step.number, call))
+            explained.append(SlowEvidence(ms - baseline.step_ms, call))
         return explained
 
     def _give_up(self, error: Exception) -> None:

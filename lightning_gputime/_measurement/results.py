@@ -49,7 +49,6 @@ class Results:
         libraries: Libraries whose missing private names affect this run.
         wall_clock: Wall clock of the training run; None for evaluations.
         setup: Known setup of the training run, which `update_setup` completes.
-        throughput: Reference for work per second; empty by default.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class Results:
         libraries: tuple[str, ...] = ("torch",),
         wall_clock: WallClock | None = None,
         setup: TrainingSetup | None = None,
-        throughput: ThroughputReference | None = None,
     ) -> None:
         # Reentrant, because a signal handler may read in the thread that has the lock.
         self._lock = RLock()
@@ -80,7 +78,7 @@ class Results:
         self.wall_clock = wall_clock
         self.setup = setup or TrainingSetup()
         self._ended_steps = 0  # Timed or not; remains 0 if every step is timed.
-        self._sources = _Sources(throughput or ThroughputReference())
+        self._sources = _Sources(ThroughputReference())
         self._mismatches: list[NotMeasured] = []  # Found by the self-check.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -102,7 +100,7 @@ class Results:
         logs_slow_steps: bool = False,
         memory: MemoryWatch | None = None,
     ) -> None:
-        """Add a session's other measurements: everything except its steps.
+        """Add the measurements of a loop other than its steps.
 
         Args:
             throughput: Reference for work per second.
@@ -236,17 +234,14 @@ class Results:
         sources = self._sources
         with self._lock:
             estimate, weights = untimed.estimate(), untimed.weights(len(steps))
-            percentiles_ms = untimed.durations.percentiles_ms()
-            max_ms = untimed.durations.max_ms
-            knows_durations = untimed.knows_durations
+            durations_ms = untimed.durations.statistics_ms() if untimed.knows_durations else {}
             slow_scale = untimed.slow_scale or 1.0
         every = sums.plus(estimate.sums)
         tflops = sources.throughput.tflops_of_phases(every)
         rows = phase_rows(sums, estimate, busy, times, weights, tflops)
         n, step = int(sums.step.n), rows.pop(STEP)
-        if estimate.sums.step.n and knows_durations:
-            p5_ms, p50_ms, p95_ms = percentiles_ms
-            step = replace(step, p5_ms=p5_ms, p50_ms=p50_ms, p95_ms=p95_ms, max_ms=max_ms)
+        if estimate.sums.step.n:
+            step = replace(step, **durations_ms)
         gaps = [*not_measured(self._libraries), *self._mismatches]
         return replace(
             self._facts,

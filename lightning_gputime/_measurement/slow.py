@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from lightning_gputime._measurement.units import percent, unit_of
@@ -160,12 +159,12 @@ class _Sums:
     names_ms: Mapping[str, float] = field(default_factory=dict)  # By cause.
     lost_ms: Mapping[tuple[str, str], float] = field(default_factory=dict)  # By phase and cause.
 
-    def plus(self, steps: Iterable[SlowStep], weights: Iterable[float] = repeat(1.0)) -> "_Sums":
+    def plus(self, steps: Iterable[tuple[SlowStep, float]]) -> "_Sums":
         """Return the sums including more steps, each with a weight."""
         n, excess_ms, unexplained_ms = 0, 0.0, 0.0
         kinds_ms, names_ms = defaultdict(float, self.kinds_ms), defaultdict(float, self.names_ms)
         lost_ms = defaultdict(float, self.lost_ms)
-        for step, weight in zip(steps, weights, strict=False):
+        for step, weight in steps:
             n += 1
             excess_ms += weight * step.excess_ms
             unexplained_ms += weight * step.unexplained_ms
@@ -188,10 +187,10 @@ class _Sums:
 class SlowEvidence:
     """Slow step whose causes are computed once, on request."""
 
-    __slots__ = ("_explain", "_explained", "excess_ms", "number")
+    __slots__ = ("_explain", "_explained", "excess_ms")
 
-    def __init__(self, excess_ms: float, number: int, explain: Callable[[], SlowStep]) -> None:
-        self.excess_ms, self.number = excess_ms, number
+    def __init__(self, excess_ms: float, explain: Callable[[], SlowStep]) -> None:
+        self.excess_ms = excess_ms
         self._explain: Callable[[], SlowStep] | None = explain
         self._explained: SlowStep | None = None
 
@@ -212,18 +211,16 @@ class SlowEvidence:
 class _Kept(NamedTuple):
     """Slow steps of a run. Immutable, so that any thread may read them."""
 
-    steps: Sequence[SlowEvidence] = ()  # In order.
-    # Number of slow steps that each kept step represents, including dropped steps.
-    weights: Sequence[float] = ()
-    others: _Sums = _Sums()  # Sums over explained steps that are not kept.
+    # In order, each with the number of slow steps that it represents, including dropped steps.
+    steps: Sequence[tuple[SlowEvidence, float]] = ()
+    summed: _Sums = _Sums()  # Sums over explained steps that are not kept.
     n: int = 0  # Number of all slow steps.
     excess_ms: float = 0.0
 
     def plus(self, steps: Sequence[SlowEvidence]) -> "_Kept":
         kept = _Kept(
-            [*self.steps, *steps],
-            [*self.weights, *repeat(1.0, len(steps))],
-            self.others,
+            [*self.steps, *zip(steps, repeat(1.0))],
+            self.summed,
             self.n + len(steps),
             self.excess_ms + sum([step.excess_ms for step in steps]),
         )
@@ -235,38 +232,34 @@ class _Kept(NamedTuple):
         Of the others, sum the explained steps. Drop every second unexplained step, and add its
         weight to the unexplained step with the next larger excess.
         """
-        each = [*zip(self.steps, self.weights, strict=True)]
-        order = sorted(range(len(each)), key=lambda i: each[i][0].excess_ms, reverse=True)
+        steps = [*self.steps]
+        order = sorted(range(len(steps)), key=lambda i: steps[i][0].excess_ms, reverse=True)
         smaller = order[_MAX_KEPT:]
-        known = [each[i] for i in sorted(smaller) if each[i][0].is_explained]
-        unknown = [i for i in smaller if not each[i][0].is_explained]
-        for i, dropped in zip(unknown[::2], unknown[1::2], strict=False):
-            each[i] = each[i][0], each[i][1] + each[dropped][1]
-        kept = [each[i] for i in sorted([*order[:_MAX_KEPT], *unknown[::2]])]
+        explained = [steps[i] for i in sorted(smaller) if steps[i][0].is_explained]
+        unexplained = [i for i in smaller if not steps[i][0].is_explained]
+        for i, dropped in zip(unexplained[::2], unexplained[1::2], strict=False):
+            steps[i] = steps[i][0], steps[i][1] + steps[dropped][1]
         return self._replace(
-            steps=[step for step, _ in kept],
-            weights=[weight for _, weight in kept],
-            others=self.others.plus(
-                [step.explained() for step, _ in known], [weight for _, weight in known]
-            ),
+            steps=[steps[i] for i in sorted([*order[:_MAX_KEPT], *unexplained[::2]])],
+            summed=self.summed.plus((step.explained(), weight) for step, weight in explained),
         )
 
     def largest(self, n: int) -> list[SlowStep]:
         """Return the steps with the largest excess, the largest first."""
-        ordered = sorted(self.steps, key=attrgetter("excess_ms"), reverse=True)
-        return [step.explained() for step in ordered[: min(n, _MAX_KEPT)]]
+        ordered = sorted(self.steps, key=lambda kept: kept[0].excess_ms, reverse=True)
+        return [step.explained() for step, _ in ordered[: min(n, _MAX_KEPT)]]
 
     def sums(self) -> _Sums:
         """Return the sums over all slow steps. Causes are estimates if steps were dropped."""
-        sums = self.others.plus([step.explained() for step in self.steps], self.weights)
+        sums = self.summed.plus((step.explained(), weight) for step, weight in self.steps)
         return replace(sums, n=self.n)
 
 
 class SlowLog:
     """Slow steps of a run: the worst steps, and sums over all of them.
 
-    One thread adds steps and logs, while any thread may read. Therefore, state is never modified,
-    but replaced by new objects.
+    One thread adds steps and logs, while any thread may read. So the containers are never modified
+    in place, but replaced.
     """
 
     def __init__(self) -> None:
@@ -304,7 +297,7 @@ class SlowLog:
         self._kept = self._kept.plus(found)
         # Logs that exclude some of the pending steps have been written by now, so the next log
         # includes all of them.
-        self._before = self._before.plus(self._pending)
+        self._before = self._before.plus(zip(self._pending, repeat(1.0)))
         # The first steps are compared late. Drop steps that an earlier log has already covered.
         self._pending = [step for step in steps if step.step > self._logged]
         return steps
@@ -321,7 +314,8 @@ class SlowLog:
             n: Number of timed steps since the last log.
             keep: True to include these steps in the next log, too.
         """
-        sums = self._before.plus([step for step in self._pending if step.step <= newest])
+        included = [step for step in self._pending if step.step <= newest]
+        sums = self._before.plus(zip(included, repeat(1.0)))
         if not keep:
             self._logged, self._before = newest, _Sums()
             self._pending = [step for step in self._pending if step.step > newest]
@@ -344,7 +338,7 @@ class SlowLog:
             return None
         sums = kept.sums()
         # The total is exact. Its parts are estimates if steps were dropped.
-        is_exact = len(kept.steps) + kept.others.n == kept.n
+        is_exact = len(kept.steps) + kept.summed.n == kept.n
         total_ms = all_ms if is_exact else all_ms * sums.excess_ms / kept.excess_ms
         causes = sorted(sums.names_ms.items(), key=lambda cause: cause[1], reverse=True)
         lost: dict[str, dict[str, float]] = defaultdict(dict)

@@ -1,4 +1,10 @@
-"""Untimed steps: their durations are measured, and their phases are estimated."""
+"""Untimed steps: their durations are measured, and their phases are estimated.
+
+- Stratum: all steps of similar duration. Stratum 0 has the ordinary steps.
+- Block: up to 5 consecutive timed steps of a stratum.
+- Gap: the untimed steps of a stratum between two blocks. Its total time is exact, and is divided
+  into phases like the next block.
+"""
 
 import math
 from array import array
@@ -18,7 +24,7 @@ from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._phases import StepRecord
 
 _LONG_STEP = 1.5  # A step is long if it takes at least this multiple of the median.
-_GROWTH, _MAX_STRATUM = 2.0, 12  # Each stratum of long steps covers a factor of two.
+_GROWTH, _STRATA = 2.0, 13  # Each stratum of long steps covers a factor of two.
 _RECENT, _RECENT_TIMED = 500, 50  # Number of newest untimed and timed steps to compare with.
 _MAX_NEW_SHARE = 0.2  # Maximum fraction of these that are newer than the median.
 _MAX_TIMING_NS = 0.4e6  # Maximum time that timing adds to a step.
@@ -33,51 +39,27 @@ _NO_STEPS = Sums()
 
 
 class Estimate(NamedTuple):
-    """Sums over the untimed steps, estimated from the timed steps.
+    """Sums over the untimed steps, estimated from the timed steps."""
 
-    Attributes:
-        sums: Sums over the untimed steps that timed steps represent.
-        errors_ms: Half the width of the 95 % interval of the device time of each phase, and of
-            "step" (in milliseconds).
-        unsampled_steps: Number of long steps that no timed step represents.
-        unsampled_ms: Duration of these steps (in milliseconds).
-    """
-
-    sums: Sums = _NO_STEPS
+    sums: Sums = _NO_STEPS  # Over the untimed steps that timed steps represent.
+    # Half the width of the 95 % interval of the device time of each phase, and of "step".
     errors_ms: Mapping[str, float] = MappingProxyType({})
-    unsampled_steps: int = 0
-    unsampled_ms: float = 0.0
+    unsampled_steps: int = 0  # Number of long steps that no timed step represents.
+    unsampled_ms: float = 0.0  # Duration of these steps.
 
 
-class Composition(NamedTuple):
-    """Division of a block of timed steps into phases.
+class _Block(NamedTuple):
+    """Consecutive timed steps of a stratum, divided into phases."""
 
-    Attributes:
-        n: Number of steps.
-        ms: Device time of all steps (in milliseconds).
-        device: Device time of each phase, as a fraction of `ms`.
-        host: Host time of each phase, as a fraction of `ms`.
-        ran: Fraction of the steps in which each phase ran.
-        items: Items per millisecond; NaN if unknown.
-    """
-
-    n: int
-    ms: float
-    device: Mapping[str, float]
-    host: Mapping[str, float]
-    ran: Mapping[str, float]
-    items: float
-
-    def differences(self, other: "Composition") -> Iterator[tuple[str, float, float]]:
-        """Yield differences of each phase and of the step: as a fraction, and in ms per step."""
-        step_ms, other_step_ms = self.ms / self.n, other.ms / other.n
-        for name in {*self.device, *other.device}:
-            here, there = self.device.get(name, 0.0), other.device.get(name, 0.0)
-            yield name, here - there, here * step_ms - there * other_step_ms
-        yield STEP, 0.0, step_ms - other_step_ms
+    n: int  # Number of steps.
+    ms: float  # Device time of all steps; NaN if the steps took no time.
+    device: Mapping[str, float]  # Device time of each phase, as a fraction of `ms`.
+    host: Mapping[str, float]  # Host time of each phase, as a fraction of `ms`.
+    ran: Mapping[str, float]  # Fraction of the steps in which each phase ran.
+    items: float  # Items per millisecond; NaN if unknown.
 
     @classmethod
-    def of(cls, steps: Sequence[StepRecord]) -> "Composition":
+    def of(cls, steps: Sequence[StepRecord]) -> "_Block":
         sums = Sums(steps)
         ms = sums.step.device_ms or math.nan
         return cls(
@@ -89,13 +71,21 @@ class Composition(NamedTuple):
             items=sums.items / ms if sums.items_ms else math.nan,
         )
 
+    def differences(self, other: "_Block") -> Iterator[tuple[str, float, float]]:
+        """Yield differences of each phase and of the step: as a fraction, and in ms per step."""
+        step_ms, other_step_ms = self.ms / self.n, other.ms / other.n
+        for name in {*self.device, *other.device}:
+            here, there = self.device.get(name, 0.0), other.device.get(name, 0.0)
+            yield name, here - there, here * step_ms - there * other_step_ms
+        yield STEP, 0.0, step_ms - other_step_ms
+
 
 class _Gap(NamedTuple):
-    """Untimed steps of a stratum: `n` steps took `ms` in total, `uncertain` an unknown time."""
+    """Untimed steps of a stratum."""
 
-    n: int = 0
-    ms: float = 0.0
-    uncertain: int = 0
+    n: int = 0  # Number of steps of known duration.
+    ms: float = 0.0  # Total duration of these.
+    uncertain: int = 0  # Number of steps of GPU-bound training, whose duration is unknown.
 
     def plus(self, other: "_Gap") -> "_Gap":
         return _Gap(self.n + other.n, self.ms + other.ms, self.uncertain + other.uncertain)
@@ -103,10 +93,23 @@ class _Gap(NamedTuple):
     def minus(self, other: "_Gap") -> "_Gap":
         return _Gap(self.n - other.n, self.ms - other.ms, self.uncertain - other.uncertain)
 
-    def represented_by(self, block: Composition | None) -> Estimate:
+    def divided_like(self, block: _Block) -> Sums:
+        """Return the sums over the steps, divided into phases like a block."""
+        sums, n = Sums(), self.n + self.uncertain
+        if not n:
+            return sums
+        ms = self.ms + self.uncertain * block.ms / block.n
+        phases = (
+            (name, n * block.ran[name], ms * share, ms * block.host[name])
+            for name, share in block.device.items()
+        )
+        sums.add_estimate(n, ms, phases, ms * block.items)
+        return sums
+
+    def represented_by(self, block: _Block | None) -> Estimate:
         if block is None:
             return Estimate(Sums(), {}, self.n + self.uncertain, self.ms)
-        return Estimate(_extend(block, self), {})
+        return Estimate(self.divided_like(block), {})
 
 
 Totals = Sequence[_Gap]
@@ -163,7 +166,7 @@ class _StepLengths:
         without_ns = took_ns - is_timed * self._added_ns
         ratio = np.maximum(without_ns, 1.0) / (_LONG_STEP * self._ordinary_ns)
         levels = np.floor(np.log(ratio) / math.log(_GROWTH)).astype(np.int64) + 1
-        return np.clip(levels, 0, _MAX_STRATUM)
+        return np.clip(levels, 0, _STRATA - 1)
 
     def _estimate(self) -> None:
         timed, untimed, self._new = self._timed, self._untimed, 0
@@ -201,21 +204,21 @@ class UntimedSteps:
         self._strata_of_timed = deque[int](maxlen=history_size)  # Newest timed steps.
         # Number and total time of the steps of each stratum. The first row is for all steps, the
         # second for timed steps.
-        self._steps = np.zeros((2, _MAX_STRATUM + 1))
-        self._ns = np.zeros((2, _MAX_STRATUM + 1))
+        self._steps = np.zeros((2, _STRATA))
+        self._ns = np.zeros((2, _STRATA))
         self.since_ns = 0
         """Cumulative time of all steps at the end of the last step (in nanoseconds)."""
         self._durations_ns = array("q")  # Newest steps, not yet settled; -1 if excluded.
         self._settled = 0  # Index of the first of these steps.
         self._lengths = _StepLengths()
-        self._strata = [_Stratum() for _ in range(_MAX_STRATUM + 1)]
+        self._strata = [_Stratum() for _ in range(_STRATA)]
         self.durations = Durations()
         self._is_gpu_bound = False  # True while the host waits for the device.
         self.n = 0
         """Number of settled untimed steps."""
         self._read: list[StepRecord] = []  # Timed steps, not yet settled.
         self._warmup = 0  # Number of first steps of these that are warm-up.
-        self._block: tuple[int, list[StepRecord]] = (0, [])
+        self._block: tuple[int, list[StepRecord]] = (0, [])  # Stratum and steps of the open block.
 
     # At the end of each step. `now_ns` is the time of all steps so far, without pauses and
     # evaluations.
@@ -281,18 +284,17 @@ class UntimedSteps:
         if self._is_gpu_bound:
             stratum_of[:] = 0
         self._strata_of_timed.extend(stratum_of[is_timed].tolist())
-        for i, which in enumerate((is_known, is_known & is_timed) if at else (is_known,)):
-            of_step, strata = stratum_of[which], _MAX_STRATUM + 1
-            self._steps[i] += np.bincount(of_step, minlength=strata)
-            self._ns[i] += np.bincount(of_step, weights=took_ns[which], minlength=strata)
+        for row, which in enumerate((is_known, is_known & is_timed)):
+            strata = stratum_of[which]
+            self._steps[row] += np.bincount(strata, minlength=_STRATA)
+            self._ns[row] += np.bincount(strata, weights=took_ns[which], minlength=_STRATA)
         self.durations.add(took_ns[is_known])
         for place in np.flatnonzero(is_known & (stratum_of > 0)).tolist():
             self._strata[stratum_of[place]].newest.append(first + place)
         records = {step.step_index - first: step for step in timed[warmup:]}
         # Add steps in order, because each block represents the untimed steps before it.
-        edges = [*at, n]
         start = 0
-        for place in edges:
+        for place in [*at, n]:
             if place > start:
                 self._add_untimed(took_ns[start:place], stratum_of[start:place])
             if place in records:
@@ -324,7 +326,7 @@ class UntimedSteps:
         stratum, steps = self._block
         if steps:
             self._block = 0, []
-            block = Composition.of(steps)
+            block = _Block.of(steps)
             if self.n:
                 self._strata[stratum].add_block(block)
             elif not stratum:
@@ -336,26 +338,24 @@ class UntimedSteps:
     def estimate(self) -> Estimate:
         """Return sums over all untimed steps, with their errors."""
         strata = enumerate(self._strata)
-        return _combine([stratum.estimate(self._composition(k)) for k, stratum in strata])
+        return _combine([stratum.estimate(self._block_for(k)) for k, stratum in strata])
 
     def estimate_since(self, totals: Totals) -> Estimate:
         """Return sums over the untimed steps that were settled since `totals` were taken."""
-        if totals == self.totals:
-            return Estimate()
         found = []
         for k, (stratum, before) in enumerate(zip(self._strata, totals, strict=True)):
             if stratum.total is not before:
                 gap = stratum.total.minus(before)
-                found.append(gap.represented_by(self._composition(k)))
-        return _combine(found)
+                found.append(gap.represented_by(self._block_for(k)))
+        return _combine(found) if found else Estimate()
 
     @property
     def totals(self) -> Totals:
         """Untimed steps of each stratum."""
         return [stratum.total for stratum in self._strata]
 
-    def _composition(self, k: int) -> Composition | None:
-        """Return the newest composition of a stratum, or of a neighbor with similar durations."""
+    def _block_for(self, k: int) -> _Block | None:
+        """Return the newest block of a stratum, or of a neighbor with similar durations."""
         strata = self._strata
         # Ordinary steps do not represent long steps.
         if strata[k].last is not None or k == 0:
@@ -414,7 +414,7 @@ class _Stratum:
         self.blocks = 0
         self.total = _Gap()  # All untimed steps.
         self._pending = _Gap()  # Untimed steps since the last block.
-        self.last: Composition | None = None
+        self.last: _Block | None = None
         self._represented = Sums()
         # For the variance: sums of squared differences between successive blocks, as fractions and
         # as times per step, and the factors that scale them.
@@ -424,31 +424,32 @@ class _Stratum:
 
     def add_untimed(self, n: int, ms: float) -> None:
         """Add steps that take `ms` in total; NaN if unknown."""
-        gap = _Gap(0, 0.0, n) if ms != ms else _Gap(n, ms, 0)
+        gap = _Gap(0, 0.0, n) if math.isnan(ms) else _Gap(n, ms, 0)
         self._pending, self.total = self._pending.plus(gap), self.total.plus(gap)
 
-    def add_block(self, block: Composition) -> None:
-        if block.ms != block.ms:
-            return  # The steps took no time.
+    def add_block(self, block: _Block) -> None:
+        if math.isnan(block.ms):
+            return
         if self.blocks and self.last is not None:
             for name, change, change_ms in block.differences(self.last):
                 self._squares[name] += change * change
                 self._squares_ms2[name] += change_ms * change_ms
         self.blocks += 1
         self.last = block
-        self._represented.merge(_extend(block, self._pending))
+        self._represented.merge(self._pending.divided_like(block))
         self._scale = self._scale.plus(self._pending, block)
         self._pending = _Gap()
 
-    def replace_last(self, block: Composition) -> None:
+    def replace_last(self, block: _Block) -> None:
+        """Set the block for untimed steps that no later block represents."""
         self.last = block
 
-    def estimate(self, composition: Composition | None) -> Estimate:
-        """Return sums over the untimed steps, using `composition` if no step was timed."""
+    def estimate(self, block: _Block | None) -> Estimate:
+        """Return sums over the untimed steps; `block` represents them if no step was timed."""
         if self.last is None:
-            return self._pending.represented_by(composition)
+            return self._pending.represented_by(block)
         sums = self._represented.copy()
-        sums.merge(_extend(self.last, self._pending))
+        sums.merge(self._pending.divided_like(self.last))
         return Estimate(sums, self._errors_ms(self._scale.plus(self._pending, self.last)))
 
     def _errors_ms(self, scale: "_Scale") -> dict[str, float]:
@@ -480,24 +481,10 @@ class _Scale(NamedTuple):
     ms2: float = 0.0
     n2: float = 0.0
 
-    def plus(self, gap: _Gap, block: Composition) -> "_Scale":
+    def plus(self, gap: _Gap, block: _Block) -> "_Scale":
         ms2 = gap.ms * (gap.ms + block.ms) if gap.ms else 0.0
         n2 = gap.uncertain * (gap.uncertain + block.n)
         return _Scale(self.ms2 + ms2, self.n2 + n2)
-
-
-def _extend(block: Composition, gap: _Gap) -> Sums:
-    """Return the sums over the steps of a gap, divided into phases like a block."""
-    sums, n = Sums(), gap.n + gap.uncertain
-    if not n:
-        return sums
-    ms = gap.ms + gap.uncertain * block.ms / block.n
-    phases = (
-        (name, n * block.ran[name], ms * share, ms * block.host[name])
-        for name, share in block.device.items()
-    )
-    sums.add_estimate(n, ms, phases, ms * block.items)
-    return sums
 
 
 def _combine(estimates: Sequence[Estimate]) -> Estimate:

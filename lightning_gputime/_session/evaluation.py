@@ -123,8 +123,8 @@ class Evaluations:
             0,
             isinstance(clock, HostClock),
             setup=setup,
-            throughput=ThroughputReference(self._items.source),
         )
+        results.connect(ThroughputReference(self._items.source))
         self.results.pop(stage, None)
         self.results[stage] = results
         writer = LogWriter(
