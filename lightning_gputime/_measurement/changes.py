@@ -61,36 +61,21 @@ _MIN_TIMED_WINDOWS = 5  # Minimum number of windows with timed steps to name a p
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """Lasting change of the step time relative to the start of the run.
+    """Lasting change of the step time relative to the start of the run."""
 
-    Attributes:
-        kind: "jump" between two levels, "trend" for a gradual change, "stretch" for a change that
-            has ended.
-        since_step: Number of the first step of the change.
-        change: Relative change of the step time, such as 0.5 for +50 %; negative if steps got
-            faster.
-        error: Half the width of the 95 % interval of `change`.
-        before_ms: Mean step time at the start, after the warm-up (in milliseconds).
-        phase: Phase with the largest part of the change; empty if unknown.
-        phase_change_ms: Change of that phase (in milliseconds per step).
-        until_step: Number of the first step after a stretch; else None.
-        since_epoch: Epoch of `since_step`, as the trainer counts it; None if unknown.
-        lost_share: Time above the level before the change, as a fraction of the time of all steps,
-            from 0 to 1.
-        detail: Cause inside the phase, such as a worker of the loader; empty if unknown.
-    """
-
+    # "jump" between two levels, "trend" if the change is gradual, "stretch" if it has ended.
     kind: str
-    since_step: int
-    change: float
-    error: float
-    before_ms: float
-    phase: str = ""
-    phase_change_ms: float = 0.0
-    until_step: int | None = None
-    since_epoch: int | None = None
+    since_step: int  # Number of the first step of the change.
+    change: float  # Of the step time: 0.5 for +50 %, negative if steps got faster.
+    error: float  # Half the width of the 95 % interval of `change`.
+    before_ms: float  # Mean step time at the start, after the warm-up.
+    phase: str = ""  # Phase with the largest part of the change; empty if unknown.
+    phase_change_ms: float = 0.0  # Change of that phase per step.
+    until_step: int | None = None  # Number of the first step after a stretch; else None.
+    since_epoch: int | None = None  # Epoch of `since_step`, as the trainer counts it.
+    # Time above the level before the change, as a fraction of the time of all steps, from 0 to 1.
     lost_share: float = 0.0
-    detail: str = ""
+    detail: str = ""  # Cause inside the phase, such as a worker of the loader; empty if unknown.
 
     @property
     def after_ms(self) -> float:
@@ -259,8 +244,8 @@ class SlowdownSearch:
     def __init__(self, untimed: UntimedSteps) -> None:
         self.series = StepSeries()
         self._untimed = untimed
-        # Sums over the timed steps since the newest window, and the untimed steps before that.
-        self._sums, self._untimed_before, self._n_before = Sums(), untimed.totals, untimed.n
+        self._sums = Sums()  # Timed steps since the newest window.
+        self._untimed_before, self._n_before = untimed.totals, untimed.n  # Until that window.
         self._is_followed = False
         self.found: Slowdown | None = None
         """Result of the newest search during training."""
@@ -289,7 +274,7 @@ class SlowdownSearch:
         self._n_before = self._untimed.n
         return self.series.add(number, n, every.step.device_ms + untimed.unsampled_ms, phases_ms)
 
-    def search_followed(self) -> bool:
+    def search(self) -> bool:
         """Search if logs or observers report slowdowns. Return True at the first slowdown."""
         if not self._is_followed:
             return False

@@ -137,6 +137,7 @@ class History(np.ndarray[Any, Any]):
 
 
 def structured(columns: dict[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Return columns of equal length as a `History`."""
     dtype = [(name, column.dtype) for name, column in columns.items()]
     array = np.empty(len(columns["step"]), np.dtype(dtype))
     for name, column in columns.items():

@@ -2,9 +2,10 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from lightning_gputime._measurement.stats import largest_part
 from lightning_gputime._measurement.sums import Sums
@@ -201,43 +202,69 @@ class RankSummary:
         return metrics
 
 
+class RankResults:
+    """Newest comparison of the ranks."""
+
+    def __init__(self) -> None:
+        self._summary: RankSummary | None = None
+        self._complete: Callable[[], object] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_complete": None}
+
+    def add(self, summary: RankSummary | None) -> None:
+        self._summary = summary
+
+    def complete_later(self, complete: Callable[[], object]) -> None:
+        """Set a function that waits for late ranks and adds them. The next `complete` calls it."""
+        self._complete = complete
+
+    def complete(self) -> RankSummary | None:
+        """Return the comparison, after waiting for late ranks if necessary."""
+        complete, self._complete = self._complete, None
+        if complete is not None:
+            complete()
+        return self._summary
+
+
 def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     """Compare the ranks by their totals; return None if no step was timed."""
     totals = {rank: total for rank, total in sorted(totals.items()) if total.steps}
     if not totals:
         return None
     phases = {rank: _with_local(total) for rank, total in totals.items()}
-    local = {rank: _local_ms(total) for rank, total in phases.items()}
-    rank = max(local, key=lambda rank: local[rank][LOCAL])
+    local_ms = {rank: _local_ms(total) for rank, total in phases.items()}
+    slowest = max(local_ms, key=lambda rank: local_ms[rank][LOCAL])
     # Exclude the slowest rank from the median. With two ranks, it would make up half of the median.
-    others = [other for other in totals if other != rank] or [rank]
+    others = [rank for rank in totals if rank != slowest] or [slowest]
 
     def median_ms(name: str) -> float:
-        return statistics.median(local[other].get(name, 0.0) for other in others)
+        return statistics.median(local_ms[rank].get(name, 0.0) for rank in others)
 
-    behind_median_ms = {name: ms - median_ms(name) for name, ms in local[rank].items()}
-    local_ms = behind_median_ms.pop(LOCAL)
-    del behind_median_ms[STEP]
+    # Time of the slowest rank above the median of the others: of each phase, and in total.
+    excess_ms = {name: ms - median_ms(name) for name, ms in local_ms[slowest].items()}
+    total_ms = excess_ms.pop(LOCAL)
+    del excess_ms[STEP]
     error_ms = math.hypot(
-        totals[rank].error_ms, statistics.median(totals[other].error_ms for other in others)
+        totals[slowest].error_ms, statistics.median(totals[rank].error_ms for rank in others)
     )
-    is_behind = local_ms >= _MIN_DELAY * median_ms(STEP)
-    is_slow = is_behind and local_ms > _STANDARD_ERRORS * error_ms
-    phase, rows = largest_part(behind_median_ms), _rows(phases)
+    is_large = total_ms >= _MIN_DELAY * median_ms(STEP)
+    is_slow = is_large and total_ms > _STANDARD_ERRORS * error_ms
+    phase, rows = largest_part(excess_ms), _rows(phases)
     has_waits = f"{phase}/{COMM}" in rows and phase.partition("/")[0] not in BETWEEN_BATCHES
     where = f"{phase} compute" if has_waits else phase
-    threshold_ms = local[rank][LOCAL] - local_ms / 2
-    slow = tuple(other for other in totals if is_slow and local[other][LOCAL] >= threshold_ms)
-    behind = f"{duration(local_ms)} per step slower than the median of the others, in {where}"
+    threshold_ms = local_ms[slowest][LOCAL] - total_ms / 2
+    slow = tuple(rank for rank in totals if is_slow and local_ms[rank][LOCAL] >= threshold_ms)
+    excess = f"{duration(total_ms)} per step slower than the median of the others, in {where}"
     return RankSummary(
         rows=rows,
         ranks=tuple(totals),
-        slowest_rank=rank if is_slow else None,
-        behind_median_ms=local_ms,
+        slowest_rank=slowest if is_slow else None,
+        behind_median_ms=total_ms,
         phase=phase,
-        sentence=f"{_named(slow)} {behind}" if is_slow else "",
+        sentence=f"{_named(slow)} {excess}" if is_slow else "",
         slow=slow,
-        suspect=rank if is_behind and not is_slow else None,
+        suspect=slowest if is_large and not is_slow else None,
         error_ms=error_ms if math.isfinite(error_ms) else None,
     )
 

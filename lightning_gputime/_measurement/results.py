@@ -1,7 +1,7 @@
 """Collected facts of one run, and the `Measurement` made from them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from threading import RLock
@@ -24,7 +24,7 @@ from lightning_gputime._measurement.observers import (
     sections_of,
 )
 from lightning_gputime._measurement.probes import Probes
-from lightning_gputime._measurement.ranks import STEP, RankSummary
+from lightning_gputime._measurement.ranks import STEP, RankResults
 from lightning_gputime._measurement.rows import phase_rows
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import SlowLog
@@ -143,7 +143,7 @@ class Results:
         return self._steps.last
 
     def steps_read(self, steps: ReadSteps) -> None:
-        if self.add(steps.records, steps.sums) and self.slowdowns.search_followed():
+        if self.add(steps.records, steps.sums) and self.slowdowns.search():
             call_safely(methods(self._sources.observers, "on_slowdown"), self.slowdowns.found)
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> bool:
@@ -230,13 +230,13 @@ class Results:
         )
 
     def _measurement_of(self, steps: list[StepRecord], sums: Sums, busy: Sums) -> Measurement:
-        times, untimed = history(steps), self.untimed
-        sources = self._sources
+        times, untimed, sources = history(steps), self.untimed, self._sources
         with self._lock:
             estimate, weights = untimed.estimate(), untimed.weights(len(steps))
             durations_ms = untimed.durations.statistics_ms() if untimed.knows_durations else {}
             slow_scale = untimed.slow_scale or 1.0
         every = sums.plus(estimate.sums)
+        all_ms = every.step.device_ms + estimate.unsampled_ms
         tflops = sources.throughput.tflops_of_phases(every)
         rows = phase_rows(sums, estimate, busy, times, weights, tflops)
         n, step = int(sums.step.n), rows.pop(STEP)
@@ -253,9 +253,7 @@ class Results:
             hint="" if n else self._facts.hint,
             probed_steps=int(busy.step.n),
             not_sampled_steps=estimate.unsampled_steps,
-            not_sampled_share=estimate.unsampled_ms / (every.step.device_ms + estimate.unsampled_ms)
-            if estimate.unsampled_ms
-            else 0.0,
+            not_sampled_share=estimate.unsampled_ms / (all_ms or 1.0),
             probe_failure=self.probes.failure,
             slow=self.slow.summary(n, sums.step.device_ms / slow_scale),
             wall_clock=self.wall_clock.summary() if self.wall_clock is not None else None,
@@ -275,31 +273,6 @@ class _Sources(NamedTuple):
     throughput: ThroughputReference
     observers: tuple[Any, ...] = ()
     memory: MemoryWatch | None = None
-
-
-class RankResults:
-    """Newest comparison of the ranks."""
-
-    def __init__(self) -> None:
-        self._summary: RankSummary | None = None
-        self._complete: Callable[[], object] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_complete": None}
-
-    def add(self, summary: RankSummary | None) -> None:
-        self._summary = summary
-
-    def complete_later(self, complete: Callable[[], object]) -> None:
-        """Set a function that waits for late ranks and adds them. The next `complete` calls it."""
-        self._complete = complete
-
-    def complete(self) -> RankSummary | None:
-        """Return the comparison, after waiting for late ranks if necessary."""
-        complete, self._complete = self._complete, None
-        if complete is not None:
-            complete()
-        return self._summary
 
 
 def _with_detail(found: Slowdown | None, culprits: CulpritSums) -> Slowdown | None:

@@ -228,9 +228,10 @@ class WallClock:
             ended_ns: Value of `steps_ns` at the end of the last step. A loop that only calls
                 `step()` does not report its end, so time after its last step counts as tear-down.
         """
+        if self._now_ns is None:
+            return
         account = self._current()
-        may_have_ended = self._now_ns is not None and self.has_stepped and not self._started_loops
-        if ended_ns is not None and may_have_ended:
+        if ended_ns is not None and self.has_stepped and not self._started_loops:
             account = account.with_moved(STEPS, TEAR_DOWN, max(account.steps_ns - ended_ns, 0))
         self._account, self._now_ns = account, None
 
