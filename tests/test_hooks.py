@@ -348,3 +348,23 @@ def test_data_parallel_is_refused_only_on_several_devices(loop: Loop) -> None:
     loop.model.device_ids = [0, 1]
     with pytest.raises(ValueError, match="DistributedDataParallel"):
         GPUPhaseHooks(nn.Sequential(loop.model))
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_batches_that_replay_a_graph_are_steps(
+    loop: Loop, every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hooks(loop, every_n_steps=every) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(60))):
+            if number < 3:
+                loop.train(x)
+            elif number == 3:
+                with loop.gpu.capture() as replay:
+                    loop.train(x)
+            else:
+                replay()
+    # Some have no marks: the one of the capture.
+    assert timer.history()["step"].tolist()[-2:] == ([58, 59] if every == 1 else [44, 52])
+    assert sum(steps(timer)[-1].values()) == sum(STEP_MS.values())
+    [record] = caplog.records
+    assert record.message.startswith("Phases inside a captured graph cannot be timed.")

@@ -468,3 +468,52 @@ def test_forked_process_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
     run.pending.flush()
     assert gpu.created == created + 4
     assert run.numbers() == [0, 1, 2, 3, 6]
+
+
+@pytest.mark.parametrize("after_fetch", [True, False])
+def test_evaluation_found_late_pauses_the_step_from_its_first_mark(
+    gpu: FakeGPU, after_fetch: bool
+) -> None:
+    run = Annotated(gpu)
+    run.play("1" if after_fetch else "1; mark forward; 4")
+    run.play("mark <evaluation>; 16; pause <evaluation>")
+    assert (run.state.name, run.label) == ("PAUSED", EXCLUDED)
+    assert run.labels[-1] is None
+    run.play("mark loss; 32")
+    in_thread(lambda: run.resume("other"))
+    assert run.state.name == "PAUSED"
+    run.play("resume other; 0.5; end")
+    # A fetch right before the evaluation belongs to it.
+    before = {} if after_fetch else {"data": 1.0, "forward": 4.0}
+    assert run.phases() == [{**before, "other": 0.5}]
+
+
+def test_new_thread_with_the_id_of_the_timed_thread_is_not_timed(
+    gpu: FakeGPU, run: Recorded
+) -> None:
+    numbers: list[int] = []
+
+    def train() -> None:
+        numbers.append(threading.get_ident())
+        run.begin()
+        run.step(0)
+
+    def disturb() -> None:
+        numbers.append(threading.get_ident())
+        run.mark("forward")
+        run.enter_phase("a")
+        run.pause(now=True)
+        run.end_step(1)
+
+    for target in (train, *[disturb] * 10):
+        in_thread(target)
+    created = gpu.created
+    if numbers[0] not in numbers[1:]:
+        pytest.skip("the number was not used again")
+    assert (run.pending.ended, run.label) == (1, "data")
+    run.stop()
+    run.pending.flush()
+    assert run.numbers() == [0]
+    train()
+    assert run.pending.ended == 2
+    assert gpu.created < created + 8

@@ -1,5 +1,6 @@
 """Steps of plain loops, whatever drives them, and the warnings where their ends are uncertain."""
 
+import copy
 import itertools
 import random
 import threading
@@ -756,3 +757,22 @@ def test_eval_calls_before_each_step_warn(loop: Loop, caplog: pytest.LogCaptureF
     )
     assert timer.summary().diagnosis.code == "GPU-bound"
     assert "not measured: evaluations, because they may be a part" in str(timer.summary())
+
+
+def test_advises_to_pause_the_validation_of_a_copy(loop: Loop) -> None:
+    ema = copy.deepcopy(loop.model).eval()
+    with hooks(loop) as timer:
+        for _ in range(4):
+            for x in loop.batches(25):
+                loop.train(x)
+                timer.step()
+            with torch.no_grad():
+                for _ in range(150):
+                    ema(torch.ones(1, 2))
+    summary = timer.summary()
+    advice = "wrap code that is not part of a step, such as a validation, in `with timer.paused()`"
+    assert summary.verdict.endswith("mostly in a few steps, which may be evaluations")
+    assert (summary.diagnosis.entry, summary.diagnosis.code) == ("GPU work", "GPU-bound")
+    assert summary.diagnosis.time_breakdown is not None
+    assert summary.diagnosis.time_breakdown["data"].speed_up is None
+    assert summary.advice[0] == f"`data` is long in only a few steps: {advice}"

@@ -78,6 +78,16 @@ class Accumulates(Model):
             optimizer.zero_grad()
 
 
+class Skips(Model):
+    """A model that leaves out every seventh update."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        if args[1] % 7:
+            super().optimizer_step(*args, **kwargs)
+        else:
+            args[-1]()
+
+
 class Samples(pl.Callback):
     """A callback that calls the model between batches."""
 
@@ -94,6 +104,19 @@ class Validates(Model):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.gpu.host_work(3.0)
+
+
+class ValidatesInside(Validates):
+    """A model that also runs a validation inside a batch."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if batch_idx % 10 == 7:
+            trainer: Any = self.trainer
+            connector = trainer._logger_connector
+            is_first, trainer.validating = connector._first_loop_iter, True
+            trainer.fit_loop.epoch_loop.val_loop.run()
+            connector._first_loop_iter, trainer.training = is_first, True
+        return super().training_step(batch, batch_idx)
 
 
 class Gaps(Model):
@@ -113,6 +136,8 @@ RUNS: list[tuple[type[Model], dict[str, Any], list[pl.Callback]]] = [
     (Validates, {"max_epochs": 2, "val_check_interval": 4}, [Samples()]),
     (Validates, {"check_val_every_n_epoch": None, "val_check_interval": 3, "max_epochs": 2}, []),
     (Accumulates, {"max_epochs": 2}, [Samples()]),
+    (Skips, {"max_epochs": 2}, []),
+    (ValidatesInside, {"max_epochs": 2}, [Samples()]),
     (Gaps, {"max_epochs": 2}, [Samples()]),
     (Gaps, {"max_epochs": 2, "accumulate_grad_batches": 2}, []),
 ]
