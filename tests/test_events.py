@@ -114,7 +114,7 @@ def test_marks_on_the_default_stream_do_not_query_captures(stream: int, asked: i
     clock: Any = HostClock()
     clock.may_capture = lambda: stream
     clock.is_capturing = Mock(return_value=False)
-    recorder = Recorder(clock, lag=1, emit=lambda steps: None)
+    recorder = Recorder(clock, lag=1, emit=lambda *_: None)
     recorder.begin()
     recorder.mark("forward")
     recorder.end_step(0)

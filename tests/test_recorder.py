@@ -17,8 +17,11 @@ class Recorded(Recorder):
     def __init__(self, gpu: FakeGPU, lag: int = 1, **options: Any) -> None:
         self.gpu = gpu
         self.records: list[StepRecord] = []
-        super().__init__(gpu, lag=lag, **{"emit": self.records.extend, **options})
+        super().__init__(gpu, lag=lag, **{"emit": self.take, **options})
         self.begin()
+
+    def take(self, steps: list[StepRecord], since_ns: int) -> None:
+        self.records.extend(steps)
 
     def step(self, number: int, forward_ms: float = 4.0, backward_ms: float = 6.0) -> None:
         self.mark("forward")
@@ -320,7 +323,7 @@ def test_error_at_a_step_end_loses_pending_steps_only(
 def test_error_of_a_consumer_does_not_reach_the_loop(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def emit(steps: list[StepRecord]) -> None:
+    def emit(steps: list[StepRecord], _: int) -> None:
         numbers.extend(step.number for step in steps)
         if numbers == [0]:
             raise OSError("disk full")

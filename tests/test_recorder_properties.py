@@ -50,7 +50,7 @@ class Played:
         self.gpu = FailingGPU()
         self.steps: list[StepRecord] = []
         lag, batch = self.random.choice([0, 1, 2]), self.random.choice([1, 3])
-        self.recorder = Recorder(self.gpu, lag=lag, batch=batch, emit=self.steps.extend)
+        self.recorder = Recorder(self.gpu, lag=lag, batch=batch, emit=self.take)
         self.number = 0
         self.names: list[str] = []
         self.capture: AbstractContextManager[Callable[[], None]] | None = None
@@ -64,6 +64,9 @@ class Played:
             self.begin_or_end_capture()
         self.gpu.failures = 0
         self.call("flush")
+
+    def take(self, steps: list[StepRecord], since_ns: int) -> None:
+        self.steps.extend(steps)
 
     def call(self, operation: str) -> None:
         """Call one operation, and keep what it raises, such as a forbidden transition."""

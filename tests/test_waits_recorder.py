@@ -19,7 +19,7 @@ class Recorded(Recorder):
         self.gpu = gpu
         self.emitted: list[StepTimes] = []
         super().__init__(
-            gpu, lag=0, emit=lambda steps: self.emitted.extend(s.times() for s in steps)
+            gpu, lag=0, emit=lambda steps, _: self.emitted.extend(s.times() for s in steps)
         )
 
     def run(self, label: str, ms: float) -> None:

@@ -22,8 +22,8 @@ from lightning_gputime._phases import (
     OPTIMIZER,
     OTHER,
 )
-from lightning_gputime._record.open_step import is_fetch
 from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.step_marks import is_fetch
 
 _N_COMPARED_STEPS = 10
 """Number of previous steps that a step with evaluation calls is compared with."""

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._phases import StepRecord
 from lightning_gputime._record.clock import Clock, Mark, TimingEvent, elapsed_ms
+from lightning_gputime._record.step_marks import StepMarks
 
 BATCH = 25
 """Number of finished steps that are read together. It divides the 50 steps between two logs of a
@@ -16,43 +17,32 @@ Trainer, so that no small batch is left over."""
 
 LEFT_OUT = "Skipped a step that could not be timed: %r"
 
+Emit = Callable[[list[StepRecord], int], object]
+"""Takes the steps that were read, and the host time at which reading started (in nanoseconds)."""
+
 _MIN_BLOCKED_NS = 20_000  # A shorter wait did not block: the step had already finished.
 
 
 @dataclass(slots=True, eq=False)
-class EndedStep:
-    """Marks of a step that has ended; see `StepRecord` for the other fields.
+class _PendingStep:
+    """Step that has ended, but has not been read; see `StepRecord` for the other fields.
 
-    The last mark is the end of the step. Its label belongs to the next step.
+    Attributes:
+        marks: Its marks. The last is its end, and has the first label of the next step.
+        ended: Number of steps that have ended, timed or not, including this step.
+        untimed: Number of untimed steps just before it.
+        owns_end: True if the next step does not use the last event.
     """
 
     marks: list[Mark]
     number: int
     skipped_update: bool
     items: float
-    index: int = -1
-    is_located: bool = False
-    post_spin_index: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _PendingStep:
-    """Step that has ended, but has not been read.
-
-    Attributes:
-        step: The step.
-        ended: Number of steps that have ended, timed or not, including this step.
-        untimed: Number of untimed steps just before it.
-        was_fully_queued: See `StepRecord`.
-        wait_ms: See `StepRecord`.
-        finished_ns: See `StepRecord`.
-        owns_end: True if the next step does not use the last event.
-    """
-
-    step: EndedStep
+    step_index: int
+    post_spin_index: int
+    was_fully_queued: bool | None
     ended: int
     untimed: int
-    was_fully_queued: bool | None = None
     wait_ms: float = 0.0
     finished_ns: int = 0
     owns_end: bool = False
@@ -66,7 +56,7 @@ class _PendingStep:
         # Wait for one event, never for the device. With `lag=1` another step is queued after this
         # event, so the GPU does not run dry. A step of a ResNet-50 on an H200 takes 1.0006 times as
         # long as without a timer, and 1.1445 times with four `torch.cuda.synchronize` calls.
-        self.step.marks[-1][1].synchronize()
+        self.marks[-1][1].synchronize()
         now = host_ns()
         # Divide by the number of steps since the last timed step, so that the wait does not grow
         # with `every_n_steps`.
@@ -96,15 +86,13 @@ class PendingSteps:
         *,
         lag: int,
         batch: int,
-        emit: Callable[[list[StepRecord]], object],
+        emit: Emit,
         fail: Callable[[Exception], None],
     ) -> None:
         self._host_ns, self._is_capturing = clock.host_ns, clock.is_capturing
         self._lag, self._batch = lag, batch
         self._emit, self._fail = emit, fail
         self._elapsed_ms = getattr(clock, "elapsed_ms", elapsed_ms)
-        self.reading_since_ns = 0
-        """Host time at which the newest reading started (in nanoseconds)."""
         self.warn_once = WarnOnce()
         self.free: list[TimingEvent] = []
         """Events to reuse. `Recorder` shares this list."""
@@ -119,19 +107,42 @@ class PendingSteps:
         """Number of pending steps."""
         return len(self._pending)
 
-    def add(self, step: EndedStep, read: bool = False, may_wait: bool = True) -> None:
-        """Add a step that has ended. If the host may wait, finish the steps that are due.
+    def add(
+        self,
+        step: StepMarks,
+        number: int,
+        skipped_update: bool,
+        items: float,
+        step_index: int,
+        read: bool,
+        may_wait: bool,
+    ) -> None:
+        """Add a timed step that has ended; see `Recorder.end_step` for the arguments.
 
-        If the step was probed, also wait for it, and read all steps.
+        If the host may wait, finish the steps that are due. If the step was probed, also wait for
+        it, and read all steps.
         """
         self.ended += 1
         lag, was_fully_queued = self._lag, None
+        marks, post_spin_index = step.marks, step.post_spin_index
         try:
-            if step.post_spin_index and may_wait:
+            if post_spin_index and may_wait:
                 # Query before the wait: the step was queued in time if the spin is still running.
-                was_fully_queued = not step.marks[step.post_spin_index][1].query()
+                was_fully_queued = not marks[post_spin_index][1].query()
                 lag, read = 0, True
-            self._pending.append(_PendingStep(step, self.ended, self._untimed, was_fully_queued))
+            self._pending.append(
+                _PendingStep(
+                    marks,
+                    number,
+                    skipped_update,
+                    items,
+                    step_index,
+                    post_spin_index,
+                    was_fully_queued,
+                    self.ended,
+                    self._untimed,
+                )
+            )
             self._untimed = 0
             if may_wait:
                 self._finish(lag, read)
@@ -158,7 +169,7 @@ class PendingSteps:
         events = [mark[1] for mark in marks]
         last = [*self._finished[-1:], *self._pending][-1:]
         # The first event may be the end of the previous step, which still has to be read.
-        if events and last and last[0].step.marks[-1][1] is events[0]:
+        if events and last and last[0].marks[-1][1] is events[0]:
             last[0].own_end()
             del events[0]
         self.free.extend(events)
@@ -174,7 +185,7 @@ class PendingSteps:
     def end(self) -> None:
         """Forget all steps, and `emit`, because it refers to the model."""
         self.forget()
-        self._emit = lambda _: None
+        self._emit = lambda *_: None
 
     def give_up(self, error: Exception) -> None:
         """Drop the pending steps, whose events may be broken. Finished steps are still read."""
@@ -195,11 +206,11 @@ class PendingSteps:
         Untimed steps count for `lag`, so that all ranks have read the same steps.
         """
         while self._pending and self._pending[0].ended <= self.ended - lag:
-            pending = self._pending[0]
-            if not pending.step.marks[-1][1].query():
+            step = self._pending[0]
+            if not step.marks[-1][1].query():
                 if not may_wait:
                     break
-                pending.wait(self._host_ns)
+                step.wait(self._host_ns)
             self._finished.append(self._pending.popleft())
         if self._finished and (read or len(self._finished) >= self._batch):
             self._read()
@@ -207,12 +218,11 @@ class PendingSteps:
     def _read(self) -> None:
         # Empty the list first: `emit` may remove the timer, which reads again.
         finished, self._finished = self._finished, []
-        self.reading_since_ns = self._host_ns()
+        since_ns = self._host_ns()
         records = []
-        for pending in finished:
-            step = pending.step
+        for step in finished:
             try:
-                # In a located step, all marks have a fourth element.
+                # Only if all marks were located does each have a fourth element.
                 labels, events, host_ns, *places = zip(*step.marks, strict=False)
                 try:
                     device_ms = self._elapsed_ms(events)
@@ -222,28 +232,28 @@ class PendingSteps:
                         event.synchronize()
                     device_ms = self._elapsed_ms(events)
                 # The last event is also the first of the next step, which still needs it.
-                self.free.extend(events if pending.owns_end else events[:-1])
+                self.free.extend(events if step.owns_end else events[:-1])
                 records.append(
                     StepRecord(
                         step.number,
                         _shared(labels[:-1]),
                         device_ms,
                         host_ns,
-                        pending.wait_ms,
-                        pending.finished_ns,
+                        step.wait_ms,
+                        step.finished_ns,
                         step.skipped_update,
-                        pending.was_fully_queued,
+                        step.was_fully_queued,
                         step.post_spin_index,
                         step.items,
-                        step.index,
-                        places[0] if places and step.is_located else (),
+                        step.step_index,
+                        places[0] if places else (),
                     )
                 )
             except Exception as error:
                 # The other steps are still read.
                 self.warn_once(LEFT_OUT, error)
         if records:
-            self._emit(records)
+            self._emit(records, since_ns)
 
 
 @lru_cache(maxsize=256)

@@ -12,14 +12,13 @@ from lightning_gputime._phases import (
     EVALUATED,
     EXCLUDED,
     OPTIMIZER,
-    StepRecord,
 )
 from lightning_gputime._record.captures import Captures
 from lightning_gputime._record.clock import Clock, Mark
 from lightning_gputime._record.named_phases import NamedPhases
-from lightning_gputime._record.open_step import StepMarks, is_fetch
-from lightning_gputime._record.pending_steps import LEFT_OUT, EndedStep, PendingSteps
+from lightning_gputime._record.pending_steps import LEFT_OUT, Emit, PendingSteps
 from lightning_gputime._record.state import IDLE, LOST, OPEN, PAUSED, TRANSITIONS, State
+from lightning_gputime._record.step_marks import StepMarks, is_fetch
 from lightning_gputime._record.timed_thread import TimedThread
 from lightning_gputime._record.watcher import FIRST_LOCATED, MarkWatcher
 
@@ -63,7 +62,7 @@ class Recorder:
         clock: Clock,
         *,
         lag: int,
-        emit: Callable[[list[StepRecord]], object],
+        emit: Emit,
         batch: int = 1,
         annotate: Callable[[str | None], None] | None = None,
         locate: Callable[[], Any] | None = None,
@@ -99,7 +98,8 @@ class Recorder:
             return
         try:
             # Same as `_record` in the most common case, without another call.
-            is_rare = self.watcher.is_active or not self._free
+            watcher = self.watcher
+            is_rare = watcher.is_located or watcher.is_shown or not self._free
             if is_rare or (self._may_capture() and self.clock.is_capturing()):
                 self._record(label)
                 return
@@ -167,7 +167,7 @@ class Recorder:
         labels = self.open.labels if since else []
         if since in labels:
             first = labels.index(since)
-            self.open.exclude_from(0 if is_fetch(labels[:first]) else first)
+            self.open.exclude(0 if is_fetch(labels[:first]) else first)
         else:
             self.open.relabel(EXCLUDED)
         self.label = EXCLUDED
@@ -194,7 +194,8 @@ class Recorder:
         marks = self.open.marks
         end_ns = marks[stop][2] if stop < len(marks) else self._host_ns()
         ns = end_ns - marks[first][2]
-        self.open.exclude_evaluation(0 if is_fetch(self.open.labels[:first]) else first, stop)
+        begin = 0 if is_fetch(self.open.labels[:first]) else first
+        self.open.exclude(begin, stop, label=EVALUATED)
         if stop == len(marks):
             self.label = EVALUATED
             self._go_to(PAUSED)
@@ -239,36 +240,31 @@ class Recorder:
             return
         self._timed_steps += 1
         watcher = self.watcher
-        is_located = watcher.is_located
         if watcher.to_locate or self._timed_steps in FIRST_LOCATED:
             watcher.prepare_end(self._timed_steps)
         names = self.named.names
-        is_left_out = bool(names or self.state is not OPEN) and self.open.is_empty
-        if not is_left_out:
+        # A step without any time is dropped. Only a pause, a named pause, or an error leaves none.
+        is_dropped = bool(names or self.state is not OPEN) and self.open.is_empty
+        if not is_dropped:
             first_label = label
             if self.state is PAUSED:
                 self._go_to(OPEN)
                 first_label = DATA
+            # One event ends this step and starts the next, so that no time is lost between them.
             self._record(self.named.start_step(first_label) if names else first_label)
-        # The mark may have failed, or a graph is being captured.
-        if is_left_out or self.state is not OPEN:
+        if is_dropped or self.state is not OPEN:  # The mark may have failed.
             self.begin(label)
             # Count the dropped step, so that all ranks compare the same steps.
             self.pending.end_untimed(read)
             return
-        # One event ends this step and starts the next, so that no time is lost between them.
         step = self.open
-        marks = step.marks
-        self.open = StepMarks(marks[-1:])
+        self.open = StepMarks(step.marks[-1:])
         if self.captures.has_captured:
             skipped_update = False  # Graph replays do not call optimizer hooks.
             step.name_replay()
         if watcher.is_located:
             watcher.end_step()
-        ended = EndedStep(
-            marks, number, skipped_update, items, index, is_located, step.post_spin_index
-        )
-        self.pending.add(ended, read, may_wait)
+        self.pending.add(step, number, skipped_update, items, index, read, may_wait)
 
     def end_at(self, label: str, number: int, index: int = -1, items: float = nan) -> bool:
         """End the open step at its last mark of `label`, without waiting, and start the next.
@@ -303,7 +299,7 @@ class Recorder:
         if label is None or self.state is not OPEN:
             return
         self.watcher.stop_locating()  # It would delay the launches.
-        self.open.exclude_from(0)
+        self.open.exclude(0)
         self.label = EXCLUDED
         self.watcher.show(None)
         # Mark the start of the spin. Its measured length determines the length of the next spin, so

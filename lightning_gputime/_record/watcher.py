@@ -56,18 +56,16 @@ class MarkWatcher:
         """True while the marks of the open step are located."""
         self.is_shown = annotate is not None
         """True while labels are shown."""
-        self.is_active = annotate is not None
-        """True while marks are located or shown."""
         self.to_locate = 0
-        """Number of timed steps that are still to be located."""
+        """Number of later timed steps to locate."""
 
     def show(self, label: str | None) -> None:
         """Show the start of a label in other profilers; with None, the end of the last label."""
-        if self._annotate is not None and self.is_shown:
+        if self._annotate is not None:
             try:
                 self._annotate(label)
             except Exception as error:
-                self.is_shown, self.is_active = False, self.is_located
+                self._annotate, self.is_shown = None, False
                 self._warn_once("Phases are no longer shown in other profilers: %r", error)
 
     def locate(self, mark: Mark) -> Mark:
@@ -76,8 +74,7 @@ class MarkWatcher:
             try:
                 return (*mark[:3], self._locate())
             except Exception as error:
-                self._locate, self.to_locate = None, 0
-                self.stop_locating()
+                self._locate, self.to_locate, self.is_located = None, 0, False
                 self._warn_once("Phases are no longer located in the code: %r", error)
         return mark
 
@@ -87,24 +84,25 @@ class MarkWatcher:
             self.to_locate = steps
 
     def stop_locating(self) -> None:
-        self.is_located, self.is_active = False, self.is_shown
+        """Do not locate the rest of the open step."""
+        self.is_located = False
 
     def start_step(self) -> None:
         """Start a step that does not follow a timed step."""
         if self.to_locate:
             self.to_locate -= 1
-            self.is_active = self.is_located = True
+            self.is_located = True
 
     def prepare_end(self, timed_steps: int) -> None:
-        """Prepare the mark that ends a step and starts the next."""
+        """Before the mark that ends a step: locate it if the step that it starts is located."""
         if timed_steps in FIRST_LOCATED:
             self.locate_next(LOCATED_STEPS)
         if self.to_locate:
-            self.is_active = self.is_located = True
+            self.is_located = True
 
     def end_step(self) -> None:
-        """End a step, after the mark that `prepare_end` has prepared."""
-        if self.to_locate and self.is_located:
+        """After that mark: stop locating, or count the step that it starts."""
+        if self.to_locate:
             self.to_locate -= 1
         else:
-            self.stop_locating()
+            self.is_located = False

@@ -18,7 +18,7 @@ from lightning_gputime._options import Options
 from lightning_gputime._output.loggers import LogWriter, MetricsLogger
 from lightning_gputime._phases import OTHER, StepRecord
 from lightning_gputime._record.clock import Clock, HostClock
-from lightning_gputime._record.pending_steps import BATCH
+from lightning_gputime._record.pending_steps import BATCH, Emit
 from lightning_gputime._record.recorder import Recorder
 
 
@@ -31,7 +31,7 @@ class _Evaluation:
         loop: Loop,
         lag: int,
         items: Items,
-        emit: Callable[[list[StepRecord]], object],
+        emit: Emit,
     ) -> None:
         self._recorder = Recorder(clock, lag=lag, emit=emit, batch=BATCH)
         self.boundaries = Boundaries(self._recorder, loop)
@@ -139,7 +139,7 @@ class Evaluations:
         means = MeanLog(None, writer)
         means.connect(results, is_sampled=False, is_logged=True)
 
-        def steps_read(records: list[StepRecord]) -> None:
+        def steps_read(records: list[StepRecord], _: int) -> None:
             steps = ReadSteps(records, warmup=0)
             results.steps_read(steps)
             means.take(steps)

@@ -5,9 +5,9 @@ from typing import Any
 
 from lightning_gputime._instrumentation.patching import Attachment
 from lightning_gputime._phases import DATA
-from lightning_gputime._record.open_step import StepMarks
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.state import IDLE
+from lightning_gputime._record.step_marks import StepMarks
 from lightning_gputime._session.state import ENDED, NEW, State
 
 

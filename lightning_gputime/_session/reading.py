@@ -7,7 +7,7 @@ from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._measurement.wall_clock import EVALUATION, FIRST_STEP, STEPS, WallClock
 from lightning_gputime._phases import EVALUATED, StepRecord
-from lightning_gputime._record.pending_steps import BATCH, PendingSteps
+from lightning_gputime._record.pending_steps import BATCH
 from lightning_gputime._session.timing_plan import TimingPlan
 
 
@@ -24,24 +24,13 @@ class StepReader:
         self._plan, self._wall_clock, self._warmup_left = plan, wall_clock, warmup_steps
         self._has_read = False
         self._readers: list[Any] = []
-        self._followers: list[Any] = []
 
-    def connect(
-        self, pending: PendingSteps, *, readers: Sequence[Any], followers: Sequence[Any]
-    ) -> None:
-        """Set the source of the steps, and the objects whose method `steps_read` receives them.
-
-        Args:
-            pending: Source of the steps.
-            readers: Objects to call first, in any order.
-            followers: Objects to call after them, because they use the state of the readers.
-        """
-        self._pending = pending
+    def connect(self, readers: Sequence[Any]) -> None:
+        """Set the objects whose method `steps_read` receives the steps, in this order."""
         self._readers = methods(readers, "steps_read")
-        self._followers = methods(followers, "steps_read")
 
-    def take(self, records: list[StepRecord]) -> None:
-        since_ns = self._pending.reading_since_ns
+    def take(self, records: list[StepRecord], since_ns: int) -> None:
+        """Take steps whose reading started at the host time `since_ns` (in nanoseconds)."""
         for record in records:
             if EVALUATED in record.labels:
                 is_first = not self._has_read and record is records[0]
@@ -53,9 +42,7 @@ class StepReader:
         if records:
             warmup = min(self._warmup_left, len(records))
             self._warmup_left -= warmup
-            steps = ReadSteps(records, warmup, since_ns)
-            call_safely(self._readers, steps)
-            call_safely(self._followers, steps)
+            call_safely(self._readers, ReadSteps(records, warmup, since_ns))
         if self._plan.auto is not None:
             self._plan.add_timed(records, since_ns)
 

@@ -29,8 +29,8 @@ from lightning_gputime._phases import (
     PHASES,
     StepRecord,
 )
-from lightning_gputime._record.open_step import is_fetch
 from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.step_marks import is_fetch
 
 _FIRST_STEPS = 5  # Number of first steps to check, including the warm-up.
 _MIN_FIRST_STEPS = 3  # With fewer, a trainer may have fetched all batches before the first step.

@@ -135,11 +135,9 @@ class Session:
             )
         )
         places = PlaceReader(results.culprits, _name_of_update(loop), outside)
-        reader.connect(
-            recorder.pending,
-            readers=[results, places, self._comparison, analyzer],
-            followers=[users, self._logs, self._self_check, search],
-        )
+        # The first four only collect. The others use what these have collected.
+        readers = [results, places, self._comparison, analyzer]
+        reader.connect([*readers, users, self._logs, self._self_check, search])
         self._until_end = Attachments()
         self._observers = options.observers
         self._to_remove = [self._comparison, analyzer, *options.observers]

@@ -77,17 +77,13 @@ class StepMarks:
         if place >= 0 and self.marks[place][0] == old:
             self._rename(place, label)
 
-    def exclude_from(self, first: int) -> None:
-        """Exclude the marks from index `first` on. Evaluations keep their label."""
-        self.marks[first:] = [
-            mark if mark[0] == EVALUATED else (EXCLUDED, *mark[1:]) for mark in self.marks[first:]
-        ]
-        self._n_cached = -1
+    def exclude(self, first: int, stop: int | None = None, *, label: str = EXCLUDED) -> None:
+        """Attribute the marks from `first` to `stop` to a pause or an evaluation.
 
-    def exclude_evaluation(self, first: int, stop: int) -> None:
-        """Attribute the marks from `first` to `stop` to an evaluation. Pauses keep their label."""
+        Marks that already belong to a pause or an evaluation keep their label.
+        """
         self.marks[first:stop] = [
-            mark if mark[0] == EXCLUDED else (EVALUATED, *mark[1:])
+            mark if mark[0] in (EXCLUDED, EVALUATED) else (label, *mark[1:])
             for mark in self.marks[first:stop]
         ]
         self._n_cached = -1
@@ -103,7 +99,7 @@ class StepMarks:
         last = len(labels) - 1 - labels[::-1].index(label)
         if {name.partition("/")[0] for name in labels[last:]} & {FORWARD, LOSS, BACKWARD}:
             return False
-        self.exclude_from(last)
+        self.exclude(last)
         # `LEFT` is also excluded, but shows that an update precedes it.
         self.marks[last] = (LEFT, *self.marks[last][1:])
         return True
