@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime._session.schedule import Plan, Schedule
+from lightning_gputime._session.schedule import Schedule, Windows
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -52,7 +52,7 @@ class Alternating(Schedule):
     """A schedule that times `BLOCK` of every 2 * `BLOCK` steps."""
 
     def __init__(self) -> None:
-        super().__init__(Plan(BLOCK, 2 * BLOCK))
+        super().__init__(Windows(BLOCK, 2 * BLOCK))
 
     def next_timed(self, index: int) -> int:
         return index + max(BLOCK - index % (2 * BLOCK), 0)
@@ -185,7 +185,7 @@ def added_by_least(training: Training) -> Added:
 
 def use_schedule(timer: Any, schedule: Alternating) -> None:
     """Replace the schedule of an attached timer."""
-    timer._session.steps.plan._schedule = schedule
+    timer._session.steps.plan.schedule = schedule
 
 
 def added_by_timed(training: Training) -> Added:

@@ -15,7 +15,7 @@ from lightning_gputime._measurement.slow import SlowEvidence
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._phases import StepRecord
 from lightning_gputime._runs.environment import Environment
-from lightning_gputime._session.schedule import Plan, Schedule
+from lightning_gputime._session.schedule import Schedule, Windows
 
 
 class Loop:
@@ -96,8 +96,8 @@ def train(loop: Loop, n: int, **options: Any) -> GPUPhaseHooks:
 
 def timed_indices(every: int, n: int) -> list[int]:
     """Return the timed steps of the first `n` if no long step recurs."""
-    schedule = Schedule(Plan(interval=every))
-    return [index for index in range(n) if schedule.is_timed(index)]
+    schedule = Schedule(Windows(interval=every))
+    return [index for index in range(n) if schedule.next_timed(index) == index]
 
 
 def run_of(

@@ -14,6 +14,8 @@ The hooks stay attached:
 - with several timers or nested loops over `steps()`, which must see all calls of a model.
 """
 
+from functools import partial
+
 from lightning_gputime._compat.torch_ import has_compiled
 from lightning_gputime._instrumentation.boundaries import Boundaries
 from lightning_gputime._session.attached import is_alone
@@ -47,7 +49,7 @@ class HooksOff:
         """Return True if the hooks should be removed before the step of this index."""
         if not self._is_allowed or index < _MIN_INDEX:
             return False
-        is_far = self._plan.next_timed(index) - self._margin > index
+        is_far = self._plan.schedule.next_timed(index) - self._margin > index
         return is_far and is_alone() and not has_compiled()
 
     def remove(self, index: int, *, counts_updates: bool) -> None:
@@ -55,8 +57,9 @@ class HooksOff:
 
         The first check is due when pending steps can be read.
         """
-        self._plan.time_switch(lambda: self._boundaries.suspend(keep_updates=counts_updates), index)
-        self.returns_at = self._plan.next_timed(index) - self._margin
+        suspend = partial(self._boundaries.suspend, keep_updates=counts_updates)
+        self._plan.cost.time_switch(suspend, index)
+        self.returns_at = self._plan.schedule.next_timed(index) - self._margin
         self._checked_at = index
         self.check_at = min(index + self._lag, index + _CHECK_STEPS, self.returns_at)
 
@@ -75,4 +78,4 @@ class HooksOff:
         self._is_allowed = False
 
     def reattach(self, index: int) -> None:
-        self._plan.time_switch(self._boundaries.reattach, index)
+        self._plan.cost.time_switch(self._boundaries.reattach, index)

@@ -10,6 +10,7 @@ from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import EVALUATED, EXCLUDED, StepRecord, in_order
 from lightning_gputime._record.clock import Clock
+from lightning_gputime._session.schedule import GOLDEN
 
 # Length of the spin, as a multiple of the host's usual time to launch a step.
 _MIN_MARGIN, _MAX_MARGIN = 1.5, 12.0
@@ -26,10 +27,19 @@ class Probe:
     runs without launch gaps, so its phases contain only GPU work. The host waits for the step to
     end, so that the next step does not start with a full queue. No step is probed if the clock has
     no `spin`, or if there are several ranks, which would wait for each other's spins.
+
+    Args:
+        clock: Clock of the device, with the function `spin`.
+        results: Receives the probed steps.
+        every_n_steps: 1 of this many steps is probed.
+        warmup_steps: Number of first steps that are not probed.
     """
 
-    def __init__(self, clock: Clock, results: Results) -> None:
+    def __init__(
+        self, clock: Clock, results: Results, every_n_steps: int, warmup_steps: int
+    ) -> None:
         self._clock, self._results = clock, results
+        self._every_n_steps, self._warmup_steps = every_n_steps, warmup_steps
         self._spin = getattr(clock, "spin", None)
         self._cycles_per_ms, self._margin = _FIRST_CYCLES_PER_MS, _MIN_MARGIN
         self._spin_ms = 0.0  # Requested length of the newest spin.
@@ -40,6 +50,10 @@ class Probe:
             self._give_up("probes need a GPU, and it must be the current device")
         elif is_distributed():
             self._give_up("ranks would wait for each other's spins; probe a run of one process")
+
+    def is_scheduled(self, index: int) -> bool:
+        """Return True if the step of this index should be probed."""
+        return index >= self._warmup_steps and is_probed(index, self._every_n_steps)
 
     def is_ready(self) -> bool:
         """Return True if the next step can be probed. If so, call `keep_busy` at its start."""
@@ -53,14 +67,12 @@ class Probe:
         self._spin_ms = min(self._margin * usual_ms, _MAX_SPIN_MS)
         return True
 
-    def step_ends(self, *, usual: bool) -> None:
-        """End a step.
-
-        Args:
-            usual: True after the warm-up, if neither this step nor the previous step is probed.
-        """
-        if self._began_ns is not None and usual:
+    def step_ends(self, index: int, *, is_probed: bool) -> bool:
+        """End a step. Return True if neither this step nor the step before it is probed."""
+        is_usual = not is_probed and not self.is_scheduled(index - 1)
+        if self._began_ns is not None and is_usual and index >= self._warmup_steps:
             self._launch_ms.append((self._clock.host_ns() - self._began_ns) / 1e6)
+        return is_usual
 
     def step_begins(self) -> None:
         """Start a step, after everything that the timer does between two steps."""
@@ -118,6 +130,12 @@ class Probe:
         which = "no step" if probes.newest is None else "no further step"
         probes.fail(f"{which} can be probed: {why}")
         messages.warning("In this loop %s", probes.failure)
+
+
+def is_probed(index: int, n: int) -> bool:
+    """Return True if 1 of every `n` steps is probed, and the step of this index is probed."""
+    # Spread evenly, but never take the last of n steps: the next step may also be a probe.
+    return index % n == int((index // n + 1) * GOLDEN % 1 * (n - 1))
 
 
 def _held_up(step: StepRecord, usual: Sums) -> str:

@@ -43,8 +43,8 @@ class StepReader:
             warmup = min(self._warmup_left, len(records))
             self._warmup_left -= warmup
             call_safely(self._readers, ReadSteps(records, warmup, since_ns))
-        if self._plan.auto is not None:
-            self._plan.add_timed(records, since_ns)
+        if self._plan.is_auto:
+            self._plan.cost.add_timed(records, since_ns)
 
 
 class UserCalls:

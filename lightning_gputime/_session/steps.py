@@ -166,10 +166,10 @@ class Steps:
 
     def _end_planned_step(self, number: int, items: float, reads: bool) -> None:
         parts, state, plan = self._parts, self.state, self.plan
-        is_usual = plan.probe is None or plan.is_usual(state, self.index)
+        is_usual = True
         if plan.probe is not None:
             # Do this before reading and logging, which are not part of the launch time.
-            plan.probe.step_ends(usual=is_usual and not plan.is_warmup(self.index))
+            is_usual = plan.probe.step_ends(self.index, is_probed=state is PROBED)
         is_timed = state in (TIMED, PROBED)
         skipped_update = parts.boundaries.step_ended(timed=is_timed)
         self._count_step(is_usual=is_usual)
@@ -180,8 +180,8 @@ class Steps:
         else:
             parts.recorder.pending.end_untimed(reads)
         self.index += 1
-        if plan.auto is not None:
-            plan.end_span(self.index, is_untimed=state is UNTIMED)
+        if plan.is_auto:
+            plan.cost.end_span(self.index, is_untimed=state is UNTIMED)
 
     def _count_step(self, *, is_usual: bool = True) -> None:
         """Record the duration of the step that ends now."""
@@ -195,7 +195,7 @@ class Steps:
     def _start_planned_step(self) -> None:
         """Start a step. Its first mark is the last mark of the step before, if that was timed."""
         parts, plan, before = self._parts, self.plan, self.state
-        if plan.is_decision_due(self.index):
+        if plan.is_auto and self.index >= plan.cost.due:
             self._decide()
         self.enter(plan.next_kind(before, self.index))
         if self.state is UNTIMED:
@@ -203,7 +203,7 @@ class Steps:
             if parts.hooks_off.is_due(self.index):
                 self._remove_hooks()
         elif before is UNTIMED:
-            parts.search.expect_long_steps(plan.expected_long_steps)
+            parts.search.expect_long_steps(plan.schedule.expected_long_steps)
             parts.recorder.begin(self._first_label)
         if plan.probe is not None:
             if self.state is PROBED:
@@ -250,15 +250,15 @@ class Steps:
         if self.index < parts.hooks_off.check_at and number < parts.logs.due_at:
             return False
         steps = parts.hooks_off.check(self.index)
-        if self.plan.auto is not None:
-            self.plan.end_span(self.index)
+        if self.plan.is_auto:
+            self.plan.cost.end_span(self.index)
         if number >= parts.logs.due_at:
             parts.logs.end_step(number, self.index - 1)
         reads = parts.means.is_due
         parts.recorder.pending.end_untimed(reads, steps=steps)
         if reads:
             parts.logs.log_finished()
-            self.plan.start_span(self.index)
+            self.plan.cost.start_span(self.index)
         if self.state is ENDED:  # An observer has removed the timer.
             return False
         if self.index >= parts.hooks_off.returns_at:
