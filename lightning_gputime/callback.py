@@ -258,9 +258,9 @@ class Fit(BatchState):
             # With manual optimization, only updates show where a step ends.
             return open_step.has_updated or not open_step.has_optimizer
         is_due = _ends_update(self.trainer, batch_idx)
-        if open_step.updates:
+        if open_step.optimizer.updates:
             self._patience = math.inf
-        ends = open_step.updates > 0 or (is_due and self._is_complete())
+        ends = open_step.optimizer.updates > 0 or (is_due and self._is_complete())
         # The trainer's count was wrong: do not use it while the hooks are detached.
         if ends != is_due:
             open_step.rely_on_updates()

@@ -286,7 +286,7 @@ class _PlainLoop(BatchState):
         With a fixed `accumulate_grad_batches`, leftover micro-batches are dropped.
         """
         # With several optimizers, an unfinished step may contain a few updates.
-        if (uncounted := session.open_step.updates) > 2 * (1 + self._n_optimizers):
+        if (uncounted := session.open_step.optimizer.updates) > 2 * (1 + self._n_optimizers):
             session.recorder.warn_once(_UNCOUNTED, uncounted)
             self._body, self._micro_batches = None, 0
         # Each batch has two marks; the end of the loop has a single mark.

@@ -33,7 +33,7 @@ class LogSchedule:
         lag: int,
         is_sampled: bool,
     ) -> None:
-        self._means, self._results, self._comparison = means, results, comparison
+        self.means, self._results, self._comparison = means, results, comparison
         self._analyzer, self._is_sampled = analyzer, is_sampled
         # Step number and index (from 0) of the newest steps that were passed to `end_step`.
         self._ended: deque[tuple[int, int]] = deque(maxlen=lag + 1)
@@ -45,32 +45,28 @@ class LogSchedule:
         """End a step. Only needed for the first step, and from `due_at` on."""
         if not self._has_started:
             self._has_started = True
-            self._means.start(number - 1)
-            self.due_at = self._means.next_due(number - 1)
+            self.means.start(number - 1)
+            self.due_at = self.means.next_due(number - 1)
         self._ended.append((number, index))
         finished, _ = self._ended[0]
         if len(self._ended) == self._ended.maxlen and finished >= self.due_at:
-            self.due_at = self._means.next_due(finished)
-            self._means.step_finished(finished)
+            self.due_at = self.means.next_due(finished)
+            self.means.step_finished(finished)
             self._comparison.log_is_due(finished)
 
     def steps_read(self, steps: ReadSteps) -> None:
         """Add steps that were read. If all steps are timed, also write the logs that are due."""
-        if self._means.take(steps):
+        if self.means.take(steps):
             self._analyzer.end_callback("the timer's logging")
 
     def log_finished(self) -> None:
         """Log the steps up to the step that is due. Their timed steps must have been read."""
         number, index = self._ended[0]
-        if self._means.is_logged:
+        if self.means.is_logged:
             self._results.settle(number, until=index + 1)
         self._analyzer.start_callback()
-        self._means.log_at(number)
+        self.means.log_at(number)
         self._analyzer.end_callback("the timer's logging")
-
-    def log_now(self) -> None:
-        """Log the steps that were read since the last log."""
-        self._means.log_means()
 
     def publish(self, newest: int | None, index: int) -> None:
         """Publish the means since the last log to other callbacks. Write a log if it is due.
@@ -83,15 +79,15 @@ class LogSchedule:
             self._results.settle(newest, until=index)
             if self._has_started and newest >= self.due_at:
                 # Log now: a later log would end up in the next epoch's row of the logger.
-                self.due_at = self._means.next_due(newest)
-                self._means.log_at(newest)
-        self._means.log_means(only_publish=True)
+                self.due_at = self.means.next_due(newest)
+                self.means.log_at(newest)
+        self.means.log_means(only_publish=True)
 
     def finish(self, newest: int | None, index: int) -> None:
         """Log the last steps; see `publish` for the arguments."""
         if newest is not None:
             self._results.settle(newest, until=index)
         if self._is_sampled and newest is not None:
-            self._means.log_at(newest)
+            self.means.log_at(newest)
         else:
-            self._means.log_means()
+            self.means.log_means()

@@ -8,14 +8,8 @@ from lightning_gputime._phases import DATA
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.state import IDLE
 from lightning_gputime._record.step_marks import StepMarks
+from lightning_gputime._record.timed_thread import TimedThread
 from lightning_gputime._session.state import ENDED, NEW, State
-
-
-class NullThread:
-    """Timed thread of a timer that is not attached. Unlike `TimedThread`, it can be pickled."""
-
-    home = -1
-    was_elsewhere = False
 
 
 class NullRecorder:
@@ -25,7 +19,7 @@ class NullRecorder:
     state = IDLE
 
     def __init__(self) -> None:
-        self.open, self.threads = StepMarks(), NullThread()
+        self.open, self.threads = StepMarks(), TimedThread()
 
     def mark(self, label: str) -> None: ...
     def mark_instead(self, of: str, label: str) -> None: ...
@@ -43,7 +37,6 @@ class NullUpdates:
 class NullOpenStep:
     """Open step of a timer that is not attached."""
 
-    updates = 0
     has_updated = has_optimizer = has_trained = has_evaluated = needs_updates = False
     optimizer = NullUpdates()
 
@@ -95,6 +88,10 @@ class NullSession:
         self.was_attached = was_attached
         self.recorder, self.open_step = NullRecorder(), NullOpenStep()
         self.steps = NullSteps(ENDED if was_attached else NEW)
+
+    def __reduce__(self) -> str:
+        # A copy is the same object, because `TimedThread` cannot be pickled.
+        return "REMOVED" if self.was_attached else "NEVER_ATTACHED"
 
     def attach_until_end(self, attachment: Attachment) -> None: ...
     def set_loader(self, loader: object, in_data: bool = False) -> None: ...

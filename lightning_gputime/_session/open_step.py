@@ -97,11 +97,6 @@ class OpenStep:
     # Updates
 
     @property
-    def updates(self) -> int:
-        """Number of updates in the open step."""
-        return self.optimizer.updates
-
-    @property
     def has_updated(self) -> bool:
         """True if an update was attempted in the open step, even if it was skipped."""
         return self.optimizer.has_updated
@@ -115,10 +110,6 @@ class OpenStep:
     def has_trained(self) -> bool:
         """True once any step has had a backward."""
         return self._forward.has_trained
-
-    def reset_updates(self) -> None:
-        """Forget the updates of a step that ends while all other hooks are removed."""
-        self.optimizer.reset()
 
     def rely_on_updates(self) -> None:
         """From now on, end steps with updates, because the trainer's count of batches was wrong."""

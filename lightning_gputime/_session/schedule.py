@@ -94,12 +94,11 @@ class Schedule:
         first, last = windows.part(k)
         # Use squares: plain multiples of the golden ratio hit some periods twice as often.
         start = first + int((k + 1) ** 2 * GOLDEN % 1 * (last - first))
-        long = _expected(windows.recurrence or self._next_long(), first) if self._may_move else None
-        is_moved = long is not None and long < last
-        self._may_move = not is_moved
-        self.expected_long_steps = windows.size if is_moved else 0
-        if long is not None and is_moved:
-            start = long - windows.size // 2
+        recurrence = (windows.recurrence or self._next_long()) if self._may_move else None
+        self._may_move, self.expected_long_steps = True, 0
+        if recurrence is not None and (long_step := _first_long(recurrence, first)) < last:
+            start = long_step - windows.size // 2
+            self._may_move, self.expected_long_steps = False, windows.size
         elif windows.end_in_log and (k - self._first_part) % _WINDOWS_PER_LOG == 0:
             # Loggers run at the end of the last step of an interval, or at the start of the next.
             start = last + 1 - windows.size
@@ -107,9 +106,7 @@ class Schedule:
         self._stop = self._start + windows.size
 
 
-def _expected(recurrence: tuple[int, int] | None, first: int) -> int | None:
+def _first_long(recurrence: tuple[int, int], first: int) -> int:
     """Return the index of the first expected long step, starting from step `first`."""
-    if recurrence is None:
-        return None
     last, distance = recurrence
     return last + max(-(-(first - last) // distance), 1) * distance

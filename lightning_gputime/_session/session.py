@@ -119,7 +119,6 @@ class Session:
                 open_step=self.open_step,
                 work=work,
                 analyzer=analyzer,
-                sampler=analyzer.sampler,
                 blocking=self._blocking,
                 search=search,
                 plan=plan,
@@ -127,7 +126,6 @@ class Session:
                     plan, self._boundaries, int(loop.search is not Search.NEVER), options._lag
                 ),
                 logs=self._logs,
-                means=means,
                 comparison=self._comparison,
                 untimed=results.untimed,
                 wall_clock=wall_clock,
@@ -195,7 +193,7 @@ class Session:
     def log_means(self) -> None:
         """Log the steps since the last log, as far as they can be read without waiting."""
         self.drain()
-        self._logs.log_now()
+        self._logs.means.log_means()
 
     def compare_ranks(self) -> None:
         """Compare the ranks over all steps so far. All ranks must call it."""

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from threading import get_ident
 
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
-from lightning_gputime._causes.sampler import StepEndSampler
 from lightning_gputime._culprits.blocking import BlockingCalls
 from lightning_gputime._instrumentation.boundaries import Boundaries
 from lightning_gputime._instrumentation.work import WorkCounter
-from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.untimed import UntimedSteps
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._phases import DATA
@@ -25,9 +23,9 @@ from lightning_gputime._session.state import (
     OFF,
     PROBED,
     TIMED,
+    TRANSITIONS,
     UNTIMED,
     State,
-    check_transition,
 )
 from lightning_gputime._session.timing_plan import TimingPlan
 
@@ -41,13 +39,11 @@ class StepParts:
     open_step: OpenStep
     work: WorkCounter
     analyzer: SlowStepAnalyzer
-    sampler: StepEndSampler
     blocking: BlockingCalls
     search: CulpritSearch
     plan: TimingPlan
     hooks_off: HooksOff
     logs: LogSchedule
-    means: MeanLog
     comparison: RankComparer
     untimed: UntimedSteps
     wall_clock: WallClock
@@ -74,7 +70,9 @@ class Steps:
 
     def enter(self, state: State) -> None:
         """Change the state. Raise RuntimeError if the transition is not allowed."""
-        self.state = check_transition(self.state, state)
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"a session cannot change from {self.state.name} to {state.name}")
+        self.state = state
 
     def begin(self) -> None:
         """Drop the open step, and start a step in the calling thread."""
@@ -107,11 +105,11 @@ class Steps:
         if parts.blocking.steps_left:
             parts.blocking.end_step()
         now_ns = parts.host_ns()
-        parts.sampler.end_step(now_ns)
+        parts.analyzer.sampler.end_step(now_ns)
         items = parts.work.take_items()
         if number >= parts.logs.due_at:
             parts.logs.end_step(number, self.index)
-        reads = parts.means.is_due
+        reads = parts.logs.means.is_due
         if self.times_all:
             skipped_update = parts.boundaries.step_ended()
             self._ended_ns = now_ns - parts.wall_clock.outside_ns
@@ -246,7 +244,7 @@ class Steps:
             parts.blocking.end_step()
         parts.untimed.end_step(parts.host_ns() - parts.wall_clock.outside_ns)
         if parts.open_step.needs_updates:
-            parts.open_step.reset_updates()
+            parts.boundaries.optimizer.reset()
         if self.index < parts.hooks_off.check_at and number < parts.logs.due_at:
             return False
         steps = parts.hooks_off.check(self.index)
@@ -254,7 +252,7 @@ class Steps:
             self.plan.cost.end_span(self.index)
         if number >= parts.logs.due_at:
             parts.logs.end_step(number, self.index - 1)
-        reads = parts.means.is_due
+        reads = parts.logs.means.is_due
         parts.recorder.pending.end_untimed(reads, steps=steps)
         if reads:
             parts.logs.log_finished()
