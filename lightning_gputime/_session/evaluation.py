@@ -18,31 +18,34 @@ from lightning_gputime._options import Options
 from lightning_gputime._output.loggers import LogWriter, MetricsLogger
 from lightning_gputime._phases import OTHER, StepRecord
 from lightning_gputime._record.clock import Clock, HostClock
-from lightning_gputime._record.pending_steps import BATCH, Emit
+from lightning_gputime._record.pending_steps import BATCH
 from lightning_gputime._record.recorder import Recorder
 
 
 class _Evaluation:
-    """A running evaluation loop. Drop it at the end, because it keeps the model alive."""
+    """A running evaluation loop. Drop it at the end, because it keeps the model alive.
+
+    Args:
+        recorder: Records the batches.
+        loop: The loop.
+        items: Counts the items of each batch.
+        number: Step number to log the means under.
+        log: Logs the means at the end.
+    """
 
     def __init__(
-        self,
-        clock: Clock,
-        loop: Loop,
-        lag: int,
-        items: Items,
-        emit: Emit,
+        self, recorder: Recorder, loop: Loop, items: Items, number: int, log: MeanLog
     ) -> None:
-        self._recorder = Recorder(clock, lag=lag, emit=emit, batch=BATCH)
-        self.boundaries = Boundaries(self._recorder, loop)
-        self._batch, self._items, self._now_ns = loop.batch, items, clock.host_ns
+        self._recorder, self._number, self.log = recorder, number, log
+        self._boundaries = Boundaries(recorder, loop)
+        self._batch, self._items, self._now_ns = loop.batch, items, recorder.clock.host_ns
         self._n_items = nan
-        self._batch_ended_ns = clock.host_ns()
+        self._batch_ended_ns = self._now_ns()
         # Before the first batch and between batches, callbacks may call the model.
         self._batch.close()
 
     def attach(self) -> None:
-        self.boundaries.attach()
+        self._boundaries.attach()
         self._recorder.begin()
 
     def batch_begins(self, batch: object) -> None:
@@ -50,10 +53,10 @@ class _Evaluation:
         self._recorder.mark(OTHER)
         self._n_items = self._items.of(batch)
 
-    def batch_ends(self, number: int) -> None:
+    def batch_ends(self) -> None:
         self._batch.close()
-        self.boundaries.step_ended()
-        self._recorder.end_step(number, items=self._n_items)
+        self._boundaries.step_ended()
+        self._recorder.end_step(self._number, items=self._n_items)
         self._batch_ended_ns = self._now_ns()
 
     def finish(self) -> int:
@@ -63,7 +66,7 @@ class _Evaluation:
         return since_ns
 
     def remove(self) -> None:
-        self.boundaries.remove()
+        self._boundaries.remove()
         self._recorder.stop()
 
 
@@ -77,8 +80,7 @@ class Evaluations:
         self._options = options
         # If the option is a number, it applies to training batches only.
         self._items = Items(options.items if callable(options.items) else None)
-        # The running loop, its log, and the step number under which its means are logged.
-        self._running: tuple[_Evaluation, MeanLog, int] | None = None
+        self._running: _Evaluation | None = None
         self.means: deque[dict[str, Any]] = deque(maxlen=1000)
         """Means of each loop, as JSON objects."""
         self.results: dict[str, Results] = {}
@@ -144,38 +146,36 @@ class Evaluations:
             results.steps_read(steps)
             means.take(steps)
 
-        evaluation = _Evaluation(clock, loop, options._lag, self._items, steps_read)
+        recorder = Recorder(clock, lag=options._lag, emit=steps_read, batch=BATCH)
         # Set before attaching, so that `abort` removes the hooks if attaching is interrupted.
-        self._running = evaluation, means, number
+        self._running = _Evaluation(recorder, loop, self._items, number, means)
         try:
-            evaluation.attach()
+            self._running.attach()
         except BaseException:
             self.abort()
             raise
 
     def batch_begins(self, batch: object) -> None:
         if self._running is not None:
-            self._running[0].batch_begins(batch)
+            self._running.batch_begins(batch)
 
     def batch_ends(self) -> None:
         if self._running is not None:
-            evaluation, _, number = self._running
-            evaluation.batch_ends(number)
+            self._running.batch_ends()
 
     def end(self) -> int:
         """End the loop. Return the time since its last batch (in nanoseconds)."""
-        if self._running is None:
+        if (evaluation := self._running) is None:
             return 0
-        evaluation, means, _ = self._running
         try:
             since_ns = evaluation.finish()
         finally:
             self.abort()
-        means.log_means()
+        evaluation.log.log_means()
         return since_ns
 
     def abort(self) -> None:
         """Remove all hooks without waiting for the device. Safe to call twice."""
         if self._running is not None:
-            self._running[0].remove()
+            self._running.remove()
             self._running = None
