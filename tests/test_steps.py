@@ -313,6 +313,19 @@ def update_after_the_loop(loop: Loop, timer: GPUPhaseHooks) -> None:
         loop.gpu.work(50.0)
 
 
+def test_loops_left_early_leave_no_step_unsampled_if_every_step_is_timed(loop: Loop) -> None:
+    with hooks(loop, every_n_steps=1) as timer:
+        for _ in range(3):
+            for number, x in enumerate(timer.steps(loop.batches(10))):
+                loop.train(x)
+                if number == 6:
+                    break
+        loop.train_all(timer.steps(loop.batches(10)))
+    summary = timer.summary()
+    assert (summary.steps, summary.untimed_steps, summary.not_sampled_steps) == (31, 0, 0)
+    assert summary.step.mean_ms == 15.625
+
+
 LEFT_OVER = (("A loop ends with 2 of 4 micro-batches, which are not in any step. Pass",),)
 
 

@@ -60,7 +60,7 @@ class Steps:
         self._parts = parts
         self.state = NEW
         self.index = 0
-        """Number of steps that have ended, timed or not."""
+        """Number of steps that have ended, timed or not; stays 0 if every step is timed."""
         self.newest: int | None = None
         """Number of the last step that ended."""
         self._ended_ns = 0  # Time of all steps until its end; only known with hooks.
@@ -146,16 +146,19 @@ class Steps:
         if get_ident() != parts.recorder.threads.home:
             return False
         items = parts.work.take_items()
-        if not parts.open_step.end_at_update(self.state, number, self.index, items):
+        index = -1 if self.times_all else self.index
+        if not parts.open_step.end_at_update(self.state, number, index, items):
             return False
         self.newest = number
-        self._count_step()
+        if not self.times_all:
+            self._count_step()
         parts.logs.end_step(number, self.index)
         parts.boundaries.step_ended()
+        if self.times_all:
+            return True
         self.index += 1
         if self.state is not OFF:
-            if not self.times_all:
-                self._start_planned_step()
+            self._start_planned_step()
         elif self.index >= parts.hooks_off.returns_at:
             self._reattach_hooks()
         return True
