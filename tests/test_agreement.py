@@ -1,24 +1,24 @@
 """Ranks that agree on how many of their steps are timed."""
 
 import time
+from datetime import timedelta
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from lightning_gputime._session.rank_comparer import Exchange
+from lightning_gputime._session.agreement import Agreement
 
 
 @pytest.fixture
-def agreements(monkeypatch: pytest.MonkeyPatch) -> list[Exchange]:
+def agreements(monkeypatch: pytest.MonkeyPatch) -> list[Agreement]:
     """Return the agreements of three ranks."""
-    path = "lightning_gputime._session.rank_comparer._AGREEMENT_TIMEOUT_S"
-    monkeypatch.setattr(path, 0.01)
+    monkeypatch.setattr("lightning_gputime._session.agreement._TIMEOUT_S", 0.01)
     store = HashStore()
-    return [Exchange(store, rank, 3) for rank in range(3)]
+    return [Agreement(store, rank) for rank in range(3)]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_all_ranks_follow_rank_zero(agreements: list[Exchange], order: tuple[int, ...]) -> None:
+def test_all_ranks_follow_rank_zero(agreements: list[Agreement], order: tuple[int, ...]) -> None:
     def turn(*wishes: int) -> list[int]:
         return [agreements[rank].agree([wishes[rank]])[0] for rank in order]
 
@@ -27,7 +27,7 @@ def test_all_ranks_follow_rank_zero(agreements: list[Exchange], order: tuple[int
     assert turn(9, 1, 1) == [2, 2, 2]
 
 
-def test_agreement_does_not_wait_for_a_rank_without_a_timer(agreements: list[Exchange]) -> None:
+def test_agreement_does_not_wait_for_a_rank_without_a_timer(agreements: list[Agreement]) -> None:
     zero, first, _ = agreements
     assert [first.agree([7]), zero.agree([5, 90, 10])] == [[1], [1]]
     assert [[zero.agree([3]), first.agree([2])] for _ in range(2)] == [
@@ -36,7 +36,7 @@ def test_agreement_does_not_wait_for_a_rank_without_a_timer(agreements: list[Exc
     ]
 
 
-def test_single_rank_follows_its_own_wish(agreements: list[Exchange]) -> None:
+def test_single_rank_follows_its_own_wish(agreements: list[Agreement]) -> None:
     assert [agreements[0].agree([7]) for _ in range(3)] == [[1], [7], [7]]
 
 
@@ -49,14 +49,16 @@ def test_agreement_waits_no_longer_than_the_collective_timeout(
         waits.append(deadline - time.monotonic())
         return []
 
-    monkeypatch.setattr("lightning_gputime._session.rank_comparer.wait_for", wait)
-    alone = Exchange(HashStore(), 1, 2, timeout_s=0.3)
+    monkeypatch.setattr("lightning_gputime._session.agreement.wait_for", wait)
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.9))
+    alone = Agreement(store, 1)
     assert [alone.agree([7]) for _ in range(3)] == [[1], [1], [1]]
     assert waits == [pytest.approx(0.3, abs=0.1)]
 
 
 def test_rank_warns_once_when_others_do_not_answer(
-    agreements: list[Exchange], caplog: pytest.LogCaptureFixture
+    agreements: list[Agreement], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert [agreements[1].agree([7]) for _ in range(5)] == [[1]] * 5
     assert len(caplog.messages) == 1

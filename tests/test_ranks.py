@@ -30,7 +30,7 @@ from lightning_gputime._measurement.ranks import (
 )
 from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._phases import StepRecord
-from lightning_gputime._session import rank_comparer
+from lightning_gputime._session import rank_comparer, rank_store
 from lightning_gputime._session.rank_comparer import Exchange
 
 SCRIPT = Path(__file__).parent / "rank_run.py"
@@ -289,7 +289,7 @@ class HostTime:
 def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
     """The time that rank zero waits by."""
     host_time = HostTime()
-    monkeypatch.setattr(rank_comparer, "time", host_time)
+    monkeypatch.setattr(rank_store, "time", host_time)
     return host_time
 
 
@@ -431,7 +431,7 @@ def slower_forward(own: RankTotals) -> RankTotals:
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> FakeExchange:
     fake = FakeExchange(slower_forward)
-    monkeypatch.setattr(rank_comparer, "open_exchange", lambda _: fake)
+    monkeypatch.setattr(rank_comparer, "open_exchange", lambda: fake)
     return fake
 
 

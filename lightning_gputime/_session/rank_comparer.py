@@ -1,19 +1,16 @@
-"""Comparison of ranks, and the exchange of their times through the store of the process group."""
+"""Comparison of ranks, and the exchange of their times."""
 
 import itertools
 import json
 import math
-import time
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch.distributed
 
-from lightning_gputime._compat.torch_ import default_store
-from lightning_gputime._instrumentation.comm import is_distributed
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.ranks import BatchMeans, RankTotals, compare, since, totals_of
@@ -22,9 +19,7 @@ from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import StepRecord
-
-# Number of exchanges that were opened so far, by purpose.
-_opened: dict[str, Iterator[int]] = defaultdict(itertools.count)
+from lightning_gputime._session.rank_store import deadline_in, open_store, wait_for
 
 _TIMEOUT_S = 3.0
 """Maximum time to wait for late ranks at the end. When a process dies, Lightning's launcher ends
@@ -33,15 +28,10 @@ error first."""
 
 _KEPT_ROUNDS = 10  # A rank deletes what it sent this many rounds ago.
 _MAX_OPEN_ROUNDS = 5  # Rank zero compares older rounds without the ranks that are missing.
-_AGREEMENT_TIMEOUT_S = 1.0  # Rarely needed: ranks in training are less than a round apart.
 
 _ABSENT = (
     "The times of these ranks did not arrive, and are left out until they do: %s. Attach the same"
     " timers on all ranks, in the same order, and run the same number of steps."
-)
-_ALONE = (
-    "The ranks no longer agree on which steps are timed. This rank times %s. Attach the same timer"
-    " on all ranks, or pass sync_ranks=False. %r"
 )
 
 
@@ -55,7 +45,7 @@ class RankComparer:
 
     def __init__(self, results: Results, means: MeanLog, options: Options) -> None:
         self._results, self._means = results, means
-        self._exchange = open_exchange("ranks") if options.sync_ranks else None
+        self._exchange = open_exchange() if options.sync_ranks else None
         self._at_logs = options.sync_ranks == "log"
         self._is_logged = "ranks" in options.logged_groups
         # Newest steps. Other ranks may not have read them, so a comparison can exclude them.
@@ -149,32 +139,28 @@ class RankComparer:
 
 
 class Exchange:
-    """Exchange between ranks for one purpose, through the store of the process group.
+    """Exchange of totals: each rank sends them to rank zero, without waiting.
 
-    A missing rank would block a collective, whose timeout ends the process group. Here each rank
-    writes its values and continues. Each call of `send` or `agree` is a round: all ranks must make
-    the same calls, in the same order.
+    Each call of `send` is a round: all ranks must call it equally often.
 
     Args:
-        store: Store of the process group.
+        store: Store of the process group for this purpose.
         rank: Number of this rank.
         world_size: Number of ranks.
-        timeout_s: Maximum time to wait for late ranks (in seconds). At most a third of the store's
-            timeout, because other ranks may be waiting for rank zero in a collective.
+        timeout_s: Maximum time for which rank zero waits for late ranks (in seconds).
     """
 
     def __init__(
         self, store: Any, rank: int, world_size: int, *, timeout_s: float = _TIMEOUT_S
     ) -> None:
         self._store, self._rank, self._ranks = store, rank, range(world_size)
-        self._timeout_s = min(timeout_s, store.timeout.total_seconds() / 3)
+        self._timeout_s = timeout_s
         self._rounds = itertools.count()
         # On rank zero: its totals and the number of their last step, by round, until the totals of
         # all other ranks have arrived.
         self._open: dict[int, tuple[int, RankTotals]] = {}
         # On rank zero: ranks that were late last time, and ranks that a warning has reported.
         self._late, self._reported = set[int](), set[int]()
-        self._agreed, self._is_alone = [1], False
 
     @property
     def is_waiting(self) -> bool:
@@ -197,7 +183,7 @@ class Exchange:
         A round consists of the number of its last step and the totals by rank. With `wait`, wait
         up to `timeout_s` for late ranks, then leave them out.
         """
-        deadline = time.monotonic() + self._timeout_s if wait else -math.inf
+        deadline = deadline_in(self._timeout_s, self._store) if wait else -math.inf
         newest = max(self._open, default=0)
         for round_, (number, totals) in [*self._open.items()]:
             is_final = wait or round_ <= newest - _MAX_OPEN_ROUNDS
@@ -224,54 +210,10 @@ class Exchange:
             messages.warning(_ABSENT, ", ".join(map(str, new)))
         return arrived
 
-    def agree(self, wish: Sequence[int]) -> list[int]:
-        """Return the wish of rank zero in the previous round, which all ranks follow from now on.
 
-        No rank waits as long as the ranks are less than one round apart.
-        """
-        if self._is_alone:
-            return self._agreed
-        round_ = next(self._rounds)
-        try:
-            if self._rank == 0:
-                self._store.set(f"{round_}/agreed", json.dumps([*wish]))
-            if round_:
-                agreed = f"{round_ - 1}/agreed"
-                deadline = time.monotonic() + min(_AGREEMENT_TIMEOUT_S, self._timeout_s)
-                if not wait_for(self._store, [agreed], deadline):
-                    raise TimeoutError("rank 0 has not answered")
-                self._agreed = [*map(int, json.loads(self._store.get(agreed)))]
-        except Exception as error:
-            # Continue with the last agreement, although other ranks may time other steps.
-            self._is_alone, n = True, self._agreed[0]
-            messages.warning(_ALONE, "every step" if n == 1 else f"1 of every {n} steps", error)
-        return self._agreed
-
-
-def wait_for(store: Any, keys: list[str], deadline: float) -> list[str]:
-    """Wait until all keys are written, or until the deadline. Return the keys that are written."""
-    # Poll, because `store.wait` prints a message after a timeout.
-    while keys and not store.check(keys):
-        if time.monotonic() >= deadline:
-            return [key for key in keys if store.check([key])]
-        time.sleep(0.001)
-    return keys
-
-
-def open_exchange(purpose: str) -> Exchange | None:
+def open_exchange() -> Exchange | None:
     """Return an exchange between the ranks of the process group; None for a single rank."""
-    if not is_distributed():
+    store = open_store("ranks")
+    if store is None:
         return None
-    try:
-        # Imported here, because torch can be built without it.
-        from torch.distributed.distributed_c10d import PrefixStore
-
-        # Ranks attach their timers in the same order, so their numbers agree.
-        prefix = f"lightning_gputime/{purpose}/{next(_opened[purpose])}"
-        if (store := default_store()) is None:
-            return None
-        store = PrefixStore(prefix, store)
-        return Exchange(store, torch.distributed.get_rank(), torch.distributed.get_world_size())
-    except Exception as error:
-        messages.warning("The times of the ranks are not compared: %r", error)
-        return None
+    return Exchange(store, torch.distributed.get_rank(), torch.distributed.get_world_size())

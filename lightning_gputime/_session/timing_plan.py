@@ -6,8 +6,8 @@ from lightning_gputime._instrumentation.comm import is_distributed
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._options import AUTO, Options
 from lightning_gputime._record.clock import Clock
+from lightning_gputime._session.agreement import open_agreement
 from lightning_gputime._session.probe import Probe
-from lightning_gputime._session.rank_comparer import open_exchange
 from lightning_gputime._session.schedule import Schedule, Windows
 from lightning_gputime._session.state import PROBED, TIMED, UNTIMED, State
 from lightning_gputime._session.timing_cost import TimingCost
@@ -43,7 +43,7 @@ class TimingPlan:
         self.schedule = Schedule(Windows(interval=1 if n == AUTO else int(n)), next_long)
         self.cost = TimingCost(clock.host_ns, log_every_n_steps)
         needs_agreement = self.is_auto and options.sync_ranks
-        self._agreement = open_exchange("agreement") if needs_agreement else None
+        self._agreement = open_agreement() if needs_agreement else None
         every = options.probe_every_n_steps
         self.probe = Probe(clock, results, every, options.warmup_steps) if every else None
         is_fixed = not self.is_auto and self.probe is None
