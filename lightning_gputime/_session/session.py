@@ -62,20 +62,27 @@ class Session:
         outside: Frames = (),
         blocks: Callable[[], bool] = bool,
     ) -> None:
-        self._results = results
+        self._results, self._observers = results, options.observers
         wall_clock = results.wall_clock
         assert wall_clock is not None  # Only evaluations lack it.
         self._analyzer = analyzer = SlowStepAnalyzer(clock, results.slow, results.culprits)
-        users = UserCalls(options.observers, analyzer)
-        is_logged = means.writer.has_destination or len(options.observers) > 0
-        each_timed_for = _option_that_times_every_step(
-            options, users, logs_every_step=is_logged and means.every_n_steps == 1
-        )
         self._comparison = RankComparer(results, means, options)
-        # Each log needs timed steps, so the log interval limits the plan if something takes logs.
+        users = UserCalls(options.observers, analyzer)
+
+        # Choose the timed steps. Each log needs some, so the log interval limits the choice.
+        is_logged = means.writer.has_destination or len(options.observers) > 0
         has_logs = is_logged or self._comparison.is_on
-        log_every_n_steps = means.every_n_steps if has_logs else None
-        plan = TimingPlan(options, clock, results, log_every_n_steps, each_timed_for)
+        plan = TimingPlan(
+            options,
+            clock,
+            results,
+            log_every_n_steps=means.every_n_steps if has_logs else None,
+            each_timed_for=_option_that_times_every_step(
+                options, users, logs_every_step=is_logged and means.every_n_steps == 1
+            ),
+        )
+
+        # Record them: hooks call the recorder, which passes the steps that were read to `reader`.
         reader = StepReader(plan, wall_clock, options.timed_warmup_steps)
         self.recorder = recorder = Recorder(
             clock,
@@ -92,6 +99,8 @@ class Session:
         self.open_step = OpenStep(
             recorder, self._boundaries, work, needs_updates=loop.needs_updates
         )
+
+        # Process the steps that were read.
         means.connect(results, is_sampled=not plan.times_all, is_logged=is_logged)
         read_peaks = getattr(clock, "peak_memory", None)
         self._memory = MemoryWatch(read_peaks) if read_peaks is not None else None
@@ -112,6 +121,12 @@ class Session:
             lag=options._lag,
             is_sampled=not plan.times_all,
         )
+        places = PlaceReader(results.culprits, _name_of_update(loop), outside)
+        # The first four only collect. The others use what these have collected.
+        collectors = [results, places, self._comparison, analyzer]
+        reader.connect([*collectors, users, self._logs, self._self_check, search])
+
+        # Start and end the steps.
         self.steps = Steps(
             StepParts(
                 recorder=recorder,
@@ -123,7 +138,11 @@ class Session:
                 search=search,
                 plan=plan,
                 hooks_off=HooksOff(
-                    plan, self._boundaries, int(loop.search is not Search.NEVER), options._lag
+                    plan,
+                    self._boundaries,
+                    # A plain loop needs hooks in the step before, to tell evaluations from steps.
+                    margin=int(loop.search is not Search.NEVER),
+                    lag=options._lag,
                 ),
                 logs=self._logs,
                 comparison=self._comparison,
@@ -132,12 +151,7 @@ class Session:
                 host_ns=clock.host_ns,
             )
         )
-        places = PlaceReader(results.culprits, _name_of_update(loop), outside)
-        # The first four only collect. The others use what these have collected.
-        readers = [results, places, self._comparison, analyzer]
-        reader.connect([*readers, users, self._logs, self._self_check, search])
         self._until_end = Attachments()
-        self._observers = options.observers
         self._to_remove = [self._comparison, analyzer, *options.observers]
 
     # Attach
