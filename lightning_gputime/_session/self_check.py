@@ -255,10 +255,7 @@ class SelfCheck:
         return counted
 
     def _check_optimizer(self) -> None:
-        self._report(
-            self._lacks_optimizer and self._boundaries.optimizer.has_any,
-            _NO_OPTIMIZER,
-        )
+        self._report(self._lacks_optimizer and self._boundaries.optimizer.has_any, _NO_OPTIMIZER)
 
     def _check_few_steps(self, *, trains: bool = True) -> None:
         self._report(is_distributed() and self._boundaries.waits is None, _TOO_EARLY)
@@ -270,31 +267,33 @@ class SelfCheck:
         self._report(trains and is_early, _EARLY, self._early)
 
     def _check_means(self) -> None:
+        """Check the sums over the first steps after the warm-up."""
         sums, seen = self._results.sums, self._boundaries
-        ran, n, skipped = sums.phases, sums.step.n, sums.skipped_updates
+        ran, n, step_ms = sums.phases, sums.step.n, sums.step.device_ms
         trains = seen.optimizer.has_any
-        with_forward = ran[FORWARD].n if FORWARD in ran else n
-        ms = {name: ran[name].device_ms if name in ran else 0.0 for name in PHASES}
+        self._report(FORWARD in ran and seen.sees_no_modules, _NO_MODULES)
+        self._report(trains and BACKWARD not in ran, _NO_BACKWARD)
         # Backward usually takes 2 times as long as forward and loss, or 3 times with checkpointing.
+        # If it takes over 5 times as long, `forward` misses work, which is then in another phase.
+        ms = {name: ran[name].device_ms if name in ran else 0.0 for name in PHASES}
         is_in_other = 0 < 5 * (ms[FORWARD] + ms[LOSS]) < ms[BACKWARD] < 5 * ms[OTHER]
         is_in_loss = FORWARD in ran and 50 * ms[FORWARD] < ms[BACKWARD] < 5 * ms[LOSS]
         place = OTHER if is_in_other else LOSS
-        is_twice = 2 * (with_forward - 1) <= n - 1
-        is_skipped = trains and not is_twice and 2 * skipped >= n - 1
-        ends = '"auto": a step ends with the update'
-        if not self._loop.needs_updates:
-            ends = f"{round(n / max(n - skipped, 1))} (or {ends})"
-        is_idle = 10 * self._idle_ms > sums.step.device_ms
-        self._report(FORWARD in ran and seen.sees_no_modules, _NO_MODULES)
-        self._report(trains and BACKWARD not in ran, _NO_BACKWARD)
         self._report(trains and (is_in_other or is_in_loss), _METHOD, place, ms[place] / n)
-        evaluated_ms = self._maybe_evaluated_ms
-        self._report(20 * evaluated_ms > sums.step.device_ms, _MAY_EVALUATE, evaluated_ms / n)
-        self._report(self._is_own_loop and is_idle, _UNSEEN, self._idle_ms / n)
+        evaluated_ms, idle_ms = self._maybe_evaluated_ms, self._idle_ms
+        self._report(evaluated_ms > 0.05 * step_ms, _MAY_EVALUATE, evaluated_ms / n)
+        self._report(self._is_own_loop and idle_ms > 0.1 * step_ms, _UNSEEN, idle_ms / n)
         self._report(self._is_own_loop and seen.forward.is_evaluated, _EVALUATED)
+        # Exclude the first step, which may be incomplete.
+        with_forward, skipped = ran[FORWARD].n if FORWARD in ran else n, sums.skipped_updates
+        is_twice = 2 * (with_forward - 1) <= n - 1
         self._report(is_twice, _TWICE, n - with_forward, n)
-        self._report(is_skipped and skipped == n, _NO_UPDATE, n)
-        self._report(is_skipped and skipped < n, _ACCUMULATED, skipped, n, ends)
+        if trains and not is_twice and 2 * skipped >= n - 1:
+            ends = '"auto": a step ends with the update'
+            if not self._loop.needs_updates:
+                ends = f"{round(n / max(n - skipped, 1))} (or {ends})"
+            self._report(skipped == n, _NO_UPDATE, n)
+            self._report(skipped < n, _ACCUMULATED, skipped, n, ends)
 
     def _report(self, is_mismatch: bool, message: str, *values: float | str) -> None:
         if is_mismatch:
