@@ -206,7 +206,6 @@ class Recorder:
 
     def begin(self, label: str = DATA) -> None:
         """Start a step in the calling thread. Drop the open step."""
-        self.threads.move_here()
         self.threads.start()
         self.pending.take_back(self._clear())
         self._go_to(OPEN)
@@ -283,11 +282,10 @@ class Recorder:
 
     def stop(self) -> None:
         """Stop recording until the next `begin`. Named phases are still tracked."""
-        self.threads.move_here()
+        self.threads.stop()
         if self.state is not IDLE:
             self.pending.take_back(self._clear())
             self._go_to(IDLE)
-            self.threads.stop()
             self.watcher.show(None)
 
     def start_probe(self, spin: Callable[[], None]) -> None:

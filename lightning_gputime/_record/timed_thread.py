@@ -15,27 +15,30 @@ class TimedThread:
         self.timed = -1
         """Id of the thread while a step is timed; else -1."""
         self.home = -1
-        """Id of the thread, also between timed steps; -1 without a thread."""
+        """Id of the thread of the loop, also between timed steps; -1 without a thread."""
         self.was_elsewhere = False
         """True once a boundary was called in another thread."""
         self._local = local()
         self._end: Any = None
 
-    def move_here(self) -> None:
-        """Make the calling thread the timed thread."""
-        if get_ident() == self.home:
-            return
+    def start(self) -> None:
+        """Time the calling thread."""
+        if get_ident() != self.home:
+            self._move_here()
+        self.timed = self.home
+
+    def stop(self) -> None:
+        """Do not time any thread until `start`, which the calling thread is expected to call."""
+        if get_ident() != self.home:
+            self._move_here()
+        self.timed = -1
+
+    def _move_here(self) -> None:
         # This set is deleted when the thread ends, or when another thread is timed.
         alive = set[None]()
         vars(self._local)["alive"] = alive
         self._end = ref(alive, self.forget)
         self.home = get_ident()
-
-    def start(self) -> None:
-        self.timed = self.home
-
-    def stop(self) -> None:
-        self.timed = -1
 
     def is_idle_here(self) -> bool:
         """Return True in the thread `home` while no step is timed.

@@ -156,10 +156,13 @@ class OpenStep:
             return self.has_updated
         if self._forward.evaluation.is_pending:
             self._forward.settle_evaluations()
-        last = AFTER_UPDATE if self.has_optimizer else AFTER_FORWARD
-        if not self.has_optimizer and BACKWARD in recorder.open.phases:
+        if self.has_optimizer:
+            last = AFTER_UPDATE
+        elif BACKWARD in recorder.open.phases:
             # Without an optimizer, no hook marks the update. It has ended, and counts as `other`.
             recorder.mark_instead(AFTER_BACKWARD, OTHER)
             recorder.mark(AFTER_UPDATE)
             last = AFTER_UPDATE
+        else:
+            last = AFTER_FORWARD
         return recorder.end_at(last, number, index, items)

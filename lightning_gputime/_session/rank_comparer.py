@@ -48,7 +48,7 @@ class RankComparer:
         self._exchange = open_exchange() if options.sync_ranks else None
         self._at_logs = options.sync_ranks == "log"
         self._is_logged = "ranks" in options.logged_groups
-        # Newest steps. Other ranks may not have read them, so a comparison can exclude them.
+        # Newest steps, to subtract those that other ranks may not have read.
         self._recent: deque[StepRecord] = deque(maxlen=options._lag + 1)
         self._local = BatchMeans()
         self._compared = -1  # Number of the last step that `compare_all` has compared.
@@ -75,8 +75,9 @@ class RankComparer:
         finished, self.due_step = self.due_step, None
         # Skip the steps that were already compared at the end of an epoch.
         if finished is not None and finished >= self._means.next_due(self._compared):
-            early = Sums(step for step in self._recent if step.number > finished)
-            self._send(since(self._totals(), totals_of(early)), finished)
+            # Other ranks may not have read later steps, so subtract these.
+            later = Sums(step for step in self._recent if step.number > finished)
+            self._send(since(self._totals(), totals_of(later)), finished)
             self.compare_arrived()
 
     def compare_all(self, newest: int | None) -> None:
