@@ -2,4 +2,13 @@
 
 The start and end of steps, the choice of timed steps, and the schedule of logs belong here. Hooks
 belong in `_instrumentation`, marks in `_record`, statistics in `_measurement`.
+
+- `session` builds the parts, attaches and removes them. `null` is the session of a detached timer.
+- `steps` starts and ends steps. `open_step` knows what the open step has done so far. `state` lists
+  the states of a step, and `hooks_off` removes the hooks from untimed steps.
+- `timing_plan` chooses the state of each step: `schedule` places timing windows, `timing_cost`
+  decides how many, `agreement` makes all ranks follow rank zero, and `probe` probes steps.
+- `reading` passes steps that were read to statistics, observers, `logs`, `rank_comparer`,
+  `self_check` and `culprit_search`.
+- `evaluation` times the evaluation loops of a trainer, without a session.
 """
