@@ -84,14 +84,14 @@ class TimingCost:
 
     def add_timed(self, steps: Sequence[StepRecord], since_ns: int) -> None:
         """Add timed steps whose reading took from the host time `since_ns` until now."""
+        reading_ns = self._host_ns() - since_ns
+        self._add_read(len(steps), reading_ns)
         for step in steps:
             start_ns, *_, end_ns = step.host_ns
             self._timed_ns.append((start_ns, end_ns - start_ns))
         self._read += len(steps)
         self._marks += sum(len(step.labels) for step in steps)
         self._wait_ms += sum(step.wait_ms for step in steps)
-        reading_ns = self._host_ns() - since_ns
-        self._add_read(len(steps), reading_ns)
         # Reading is part of the cost of timing, so exclude it from the current span.
         start_ns, first = self._span
         self._span = start_ns + reading_ns, first
