@@ -271,14 +271,28 @@ def test_model_is_freed_after_its_timer_is_removed(gpu: FakeGPU) -> None:
     assert [reference() for reference in references] == [None, None]
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_kept_callback_does_not_keep_the_model_alive(gpu: FakeGPU) -> None:
-    timer, model = GPUPhaseTimer(_clock=gpu, print_summary=False), Model(gpu)
-    owner = trainer(timer)
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            session: Any = timer._session
+            references.extend(map(weakref.ref, (session, session._boundaries, timer._fit)))
+
+        def on_validation_batch_end(self, *_: Any) -> None:
+            evaluation: Any = timer._evaluations._running
+            references.extend(map(weakref.ref, (evaluation, evaluation._boundaries)))
+
+    references = list[Any]()
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
+    looks, model = Looks(), Model(gpu)
+    owner = trainer(looks, timer)
     owner.fit(model, Loader(gpu, 3), Loader(gpu, 2))
-    reference = weakref.ref(model)
-    del owner, model
-    gc.collect()  # A trainer refers to itself.
-    assert reference() is None
+    assert {reference() for reference in references} == {None}
+    # A trainer refers to itself.
+    model_reference = weakref.ref(model)
+    del owner, looks, model
+    gc.collect()
+    assert model_reference() is None
 
 
 # The register
