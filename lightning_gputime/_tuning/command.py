@@ -23,7 +23,10 @@ writes its checkpoints and logs in every run.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False
     parser.add_argument(
-        "--budget", type=_seconds, default=900.0, help="time for all runs (default: 15m)"
+        "--budget",
+        type=_seconds,
+        default=900.0,
+        help="time for all runs, as 90s, 15m or 1h; a number alone is in minutes (default: 15m)",
     )
     parser.add_argument("--steps", type=int, default=300, help="updates per run (default: 300)")
     parser.add_argument(
