@@ -156,7 +156,7 @@ class FakeScript(Script):
             losses=this.losses(codes),
         )
         run: Any = SimpleNamespace(summary=lambda: summary, measured=[], name="run")
-        return Result(run, report, seconds)
+        return Result(run, report)
 
 
 def tuned(script: Script, *, budget_s: float = 1e9, allow_numerics: bool = False) -> Tuning:
@@ -229,6 +229,20 @@ def test_change_that_is_not_proved_is_not_kept(options: dict[str, Any], outcome:
     tuning = tuned(FakeScript([FUSED], **{**known, **options}))
     assert outcomes(tuning) == {"Adam(fused=True)": outcome}
     assert tuning.kept == []
+
+
+@pytest.mark.parametrize("failing_run", range(2, 8))
+def test_pair_with_a_failed_run_counts_for_neither_side(failing_run: int) -> None:
+    runs = itertools.count(1)
+    script = FakeScript(
+        [FUSED],
+        lambda codes: 4.0 / (1 + len(codes)) * next(pace),
+        fails=lambda codes: next(runs) == failing_run,
+    )
+    pace = itertools.cycle((1.0, 3.0, 1.0))  # Too noisy to decide after three pairs.
+    trial = tuned(script).trials[0]
+    assert trial.error == "failed: exit code 1: out of memory"
+    assert len(trial.before) == len(trial.after) == (failing_run - 2) // 2
 
 
 def test_changes_of_numerics_need_an_option() -> None:

@@ -6,7 +6,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,7 +29,6 @@ class Result:
 
     run: Run
     report: Report
-    seconds: float
 
     @property
     def pace_s(self) -> float:
@@ -74,7 +72,6 @@ class Script:
             "loader_site": loader_site,
         }
         environment = {**os.environ, VARIABLE: json.dumps(orders)}
-        start = time.monotonic()
         run = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
         with output.open("w") as text:
             code = subprocess.call(
@@ -84,16 +81,15 @@ class Script:
                 stdin=subprocess.DEVNULL,
                 env=environment,
             )
-        seconds = time.monotonic() - start
-        lines = output.read_text(errors="replace").split("\n")
         if code:
+            lines = output.read_text(errors="replace").split("\n")
             last = next((line for line in reversed(lines) if line.strip()), "no output")
             raise RunError(f"exit code {code}: {last.strip()} ({output})")
         if not path.is_file() or not report.is_file():
             raise RunError(
                 f"`{shlex.join(self.command)}` trained no step that was timed ({output})"
             )
-        return Result(load(path), Report(**json.loads(report.read_text())), seconds)
+        return Result(load(path), Report(**json.loads(report.read_text())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +118,7 @@ class SpeedUp:
 
 @dataclass(slots=True)
 class Trial:
-    """A change and the pairs of runs without and with it.
+    """A change and the pairs of runs without and with it, one pair per index.
 
     Attributes:
         change: The change.
@@ -152,19 +148,23 @@ class Trial:
 
     @property
     def is_kept(self) -> bool:
-        if self.error or not self.after:
-            return False
-        return self.speed_up.low > MIN_SPEED_UP and self.parity.is_good(self.change)
+        # Without a pair of runs, `low` is 0.
+        is_faster = not self.error and self.speed_up.low > MIN_SPEED_UP
+        return is_faster and self.parity.is_good(self.change)
 
     def give_up(self, error: str) -> None:
         """End the trial without a result."""
         self.error = error
 
-    def pair(self, number: int, before: Callable[[], Result], after: Callable[[], Result]) -> None:
-        """Run both sides once, in an order that alternates with `number`."""
-        sides = [(self.before, before), (self.after, after)]
-        for results, start in sides if number % 2 else reversed(sides):
-            results.append(start())
+    def add_pair(self, run_before: Callable[[], Result], run_after: Callable[[], Result]) -> None:
+        """Run both sides once. The first pair starts with the change, the next without it."""
+        if len(self.after) % 2:
+            before, after = run_before(), run_after()
+        else:
+            after, before = run_after(), run_before()
+        # Add both at once: if one run fails or is interrupted, the other has nothing to compare to.
+        self.before.append(before)
+        self.after.append(after)
 
     @property
     def is_decided(self) -> bool:

@@ -89,17 +89,15 @@ class Tuning(Tabular):
                             yield Trial(change, row.speed_up, row.name)
 
     def _try(self, trial: Trial) -> None:
-        kept = [change for change in self.kept if change is not trial.change]
+        kept = self.kept
         cost_s, reserve_s = 0.0, self._left_s() * _RESERVE
         try:
             while not trial.is_decided and self._left_s() > cost_s:
                 if len(trial.after) >= _MIN_PAIRS and self._left_s() < reserve_s + cost_s:
                     return  # Leave the rest of the budget to other changes.
                 start = time.monotonic()
-                trial.pair(
-                    len(trial.after),
-                    lambda: self._result(kept),
-                    lambda: self._result([*kept, trial.change]),
+                trial.add_pair(
+                    lambda: self._result(kept), lambda: self._result([*kept, trial.change])
                 )
                 cost_s = time.monotonic() - start
                 if trial.change.code not in trial.after[-1].report.applied:
@@ -130,14 +128,13 @@ class Tuning(Tabular):
     def _table(self) -> Table:
         lines = [_HEADER]
         for trial in self.trials:
-            has_pairs = bool(trial.before and trial.after)
             effect = "" if trial.change.effect == "none" else f"; changes {trial.change.effect}"
             cells = (
                 trial.change.code,
                 "" if trial.promise is None else f"{trial.promise:.2f}x",
-                str(trial.speed_up) if has_pairs else "",
+                str(trial.speed_up) if trial.after else "",
                 _moved(trial),
-                str(trial.parity) if has_pairs else "",
+                str(trial.parity) if trial.after else "",
                 f"{self._outcome(trial)}{effect if trial.is_kept else ''}",
                 self._where(trial.change),
             )
@@ -164,7 +161,7 @@ class Tuning(Tabular):
                 "speed_up": trial.speed_up.value,
                 "interval": [trial.speed_up.low, trial.speed_up.high],
                 "pairs": len(trial.after),
-                "loss_drift": trial.parity.drift if trial.before and trial.after else None,
+                "loss_drift": trial.parity.drift if trial.after else None,
                 "moved": _moved(trial),
                 "is_kept": trial.is_kept,
                 "outcome": self._outcome(trial),
