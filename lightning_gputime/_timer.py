@@ -45,7 +45,7 @@ from lightning_gputime._runs.environment import (
     setup_of,
 )
 from lightning_gputime._runs.live_file import LiveFile
-from lightning_gputime._runs.saved import Run
+from lightning_gputime._runs.run import Run
 from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._session.null import NEVER_ATTACHED, REMOVED, NullSession
 from lightning_gputime._session.session import Session
@@ -413,13 +413,11 @@ class Timer(Tabular):
         saved.save(run, path)
 
     def _save_if_due(self, *, is_epoch_end: bool = False) -> None:
-        """Rewrite the live file if that is due. Never raise an Exception."""
-        if self._live_file.is_due(is_epoch_end=is_epoch_end):
+        """Rewrite the live file if that is due and a step was read. Report errors once."""
+        file = self._live_file
+        if file.is_due(is_epoch_end=is_epoch_end) and self.last_step is not None:
             # Record the save as a possible cause of a slow step.
-            self._session.call_own(self._save_live, "the timer's saving")
-
-    def _save_live(self) -> None:
-        self._live_file.rewrite(self.save, has_steps=self.last_step is not None)
+            self._session.call_own(partial(file.rewrite, self.save), "the timer's saving")
 
     def _run(self) -> Run:
         results = self._read()

@@ -14,7 +14,7 @@ import pytest
 from lightning_gputime import load
 from lightning_gputime._measurement.history import structured
 from lightning_gputime._runs import schema
-from lightning_gputime._runs.saved import Run
+from lightning_gputime._runs.run import Run
 
 GOLDEN = Path(__file__).parent / "golden"
 NEWEST = GOLDEN / f"run-{schema.VERSION}.{schema.MINOR}.json"

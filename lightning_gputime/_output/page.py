@@ -41,7 +41,7 @@ _INK = "#808890"  # Readable in light and dark mode.
 
 
 class Run(Protocol):
-    """A saved run, see `_runs.saved.Run`."""
+    """A saved run, see `_runs.run.Run`."""
 
     @property
     def history(self) -> npt.NDArray[Any]: ...

@@ -33,7 +33,8 @@ from lightning_gputime._runs.estimates import (
     runs_needed,
     typical_step,
 )
-from lightning_gputime._runs.saved import Run, load
+from lightning_gputime._runs.run import Run
+from lightning_gputime._runs.saved import load
 
 # Environment fields that determine the work of a step. Compared runs must agree on them.
 MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_grad_batches")

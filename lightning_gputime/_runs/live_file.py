@@ -50,10 +50,10 @@ class LiveFile:
         due_s = self._epoch_due_s if is_epoch_end else self._due_s
         return self.path is not None and time.perf_counter() >= due_s
 
-    def rewrite(self, save: Callable[[str], None], *, has_steps: bool) -> None:
-        """Rewrite the file if there are steps, and set the time of the next file."""
+    def rewrite(self, save: Callable[[str], None]) -> None:
+        """Rewrite the file, and set the time of the next file."""
         start_s = time.perf_counter()
-        if self.path is not None and has_steps:
+        if self.path is not None:
             self.try_to_save(self.path, save)
         end_s = time.perf_counter()
         self._epoch_due_s = end_s + _MAX_RATIO * (end_s - start_s)

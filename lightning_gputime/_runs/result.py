@@ -10,7 +10,7 @@ from lightning_gputime._measurement.plain import plain
 from lightning_gputime._runs.compare import RunComparison
 from lightning_gputime._runs.environment import Environment
 from lightning_gputime._runs.estimates import Difference
-from lightning_gputime._runs.saved import Run
+from lightning_gputime._runs.run import Run
 
 VERSION, MINOR = 1, 1
 """Increment `MINOR` to add a key, and `VERSION` to rename or remove a key."""

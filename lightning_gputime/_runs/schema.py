@@ -19,17 +19,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from types import UnionType
-from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._measurement.history import History, list_phases, structured
 from lightning_gputime._measurement.plain import plain
-from lightning_gputime._measurement.slow import SlowStep
 from lightning_gputime._messages import Named
-from lightning_gputime._output.summary import PhaseSummary
-from lightning_gputime._runs.environment import Environment
+from lightning_gputime._runs.run import Run
 
 FORMAT = "lightning_gputime run"
 VERSION, MINOR = 5, 5
@@ -49,31 +47,6 @@ _NOT_FIELDS |= {"verdict", "advice", "diagnosis"}
 _PATHS = {"_summary": ".summary", "measurement": ""}
 
 Floats = npt.NDArray[np.float64]
-Record = TypeVar("Record")
-
-
-class Run(Protocol):
-    """Contents of a file, see `_runs.saved.Run`."""
-
-    @property
-    def environment(self) -> Environment: ...
-
-    @property
-    def history(self) -> npt.NDArray[Any]: ...
-
-    @property
-    def warmup_steps(self) -> int: ...
-
-    @property
-    def slow_steps(self) -> Sequence[SlowStep]: ...
-
-    @property
-    def evaluations(self) -> Sequence[Mapping[str, Any]]: ...
-
-    @property
-    def warnings(self) -> Sequence[str]: ...
-
-    def summary(self) -> PhaseSummary: ...
 
 
 def to_json(run: Run) -> dict[str, Any]:
@@ -95,11 +68,10 @@ def to_json(run: Run) -> dict[str, Any]:
     return {**plain(content), "history": _pack(run.history)}
 
 
-def from_json(kind: type[Record], data: bytes, name: str) -> tuple[Record, list[str]]:
+def from_json(data: bytes, name: str) -> tuple[Run, list[str]]:
     """Return a run, and the keys that only a newer minor version knows.
 
     Args:
-        kind: Class of the run.
         data: Content of the file.
         name: Name of the run.
 
@@ -111,7 +83,7 @@ def from_json(kind: type[Record], data: bytes, name: str) -> tuple[Record, list[
     content |= {"history": _unpack(content["history"]), "name": name}
     content["_summary"] = {"measurement": content["summary"], "setup": content["setup"]}
     unknown: list[str] = []
-    run: Record = _read(kind, content, "run", unknown)
+    run: Run = _read(Run, content, "run", unknown)
     return run, sorted(unknown) if content.get("minor", 0) > MINOR else []
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from lightning_gputime._measurement.wall_clock import ONCE
 from lightning_gputime._runs.estimates import quantile_of_t
-from lightning_gputime._runs.saved import Run, load
+from lightning_gputime._runs.run import Run
+from lightning_gputime._runs.saved import load
 from lightning_gputime._tuning.change import VARIABLE, Change, Report
 
 _LOOKS = (3, 5, 8, 12)  # Numbers of pairs after which a trial may end.
