@@ -208,9 +208,7 @@ def test_evaluations_belong_to_no_step_and_are_logged_apart(fake: Make, timer: T
     reporter = Reporter()
     options = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
     trainer = fake([reporter, timer], logging_steps=2, **options)
-    # A search for hyperparameters sums all that `evaluate` returns.
-    returned = trainer.train().metrics
-    assert not any("phase_time" in key for key in returned)
+    trainer.train()
     assert steps(timer) == [FIRST, STEP, STEP, STEP]
     logs = [log for log in reporter.logs if "eval_loss" in log]
     assert [log["at"] for log in logs] == [0, 2, 4]
@@ -234,6 +232,23 @@ def test_evaluations_belong_to_no_step_and_are_logged_apart(fake: Make, timer: T
     assert [(item["step"], item["epoch"]) for item in before] == [
         (item["step"], item["epoch"]) for item in results
     ]
+
+
+def test_results_of_train_and_evaluate_have_no_phases(fake: Make, timer: Timer) -> None:
+    class Searching(transformers.Trainer):  # type: ignore[misc]  # has no types
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            # A search for hyperparameters sums all that `evaluate` returns.
+            results.append(super().evaluate(*args, **kwargs))
+            return results[-1]
+
+    results: list[dict[str, float]] = []
+    reporter = Reporter()
+    options = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 3}
+    trainer = fake([timer, reporter], trainer_class=Searching, **options)
+    results.append(trainer.train().metrics)
+    assert len([log for log in reporter.logs if phases(log) or phases(log, "eval_phase_time")]) == 4
+    assert [len(result) > 0 for result in results] == [True] * 3
+    assert not any("phase_time" in key for result in results for key in result)
 
 
 def test_callbacks_before_an_evaluation_belong_to_the_step(
