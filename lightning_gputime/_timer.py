@@ -155,17 +155,15 @@ class Timer(Tabular):
         clock: Clock,
         loop: Loop,
         means: MeanLog,
-        wall_clock: WallClock,
         outside: Frames = (),
         **known: Any,
     ) -> Session:
-        """Start a new measurement, and attach the hooks.
+        """Start a new measurement with the current wall clock, and attach the hooks.
 
         Args:
             clock: Clock of the device.
             loop: The loop.
             means: Log of the means.
-            wall_clock: The wall clock of the training.
             outside: Functions around the training. Lines in them are not blamed for a phase.
             known: Fields of the `Environment` from the front end; None if a value is unknown.
         """
@@ -176,7 +174,6 @@ class Timer(Tabular):
         on_host = isinstance(clock, HostClock)
         n = options.every_n_steps
         hint = "" if n in (1, AUTO) else f"1 of every {n:,} steps is timed (every_n_steps)."
-        self._wall_clock = wall_clock
         self._environment = environment_of(loop, options, **known)
         self._results = Results(
             options.history_size,
@@ -185,7 +182,7 @@ class Timer(Tabular):
             hint,
             self._culprits,
             libraries=self._libraries,
-            wall_clock=wall_clock,
+            wall_clock=self._wall_clock,
             setup=setup_of(self._environment, loop, "precision" in known),
         )
         self._evaluations.means.clear()
@@ -205,9 +202,9 @@ class Timer(Tabular):
             raise
         return session
 
-    def _clock_for(self, device: torch.device, *, tell: bool = False) -> Clock:
+    def _clock_for(self, device: torch.device, *, report_cpu: bool = False) -> Clock:
         """Return the clock of a device, or the clock that replaces it in tests."""
-        return self._options._clock or clock_for(device, report_cpu=tell)
+        return self._options._clock or clock_for(device, report_cpu=report_cpu)
 
     @property
     def _host_ns(self) -> Callable[[], int]:
@@ -233,8 +230,7 @@ class Timer(Tabular):
             self._patches.add(calls.subscription(owner, function, name))
 
     def _label_now(self) -> str | None:
-        label = self._session.recorder.label
-        return label if isinstance(label, str) else None
+        return self._session.recorder.label
 
     def _staged_loaders(self, owner: object, name: str) -> StagedLoaders:
         """Return a timer of the stages of the loader that is the attribute `name` of `owner`."""

@@ -332,12 +332,6 @@ def _log_writer_of(trainer: pl.Trainer, options: Options, row: Mapping[str, floa
     return LogWriter(options.prefix, trainer.loggers, publish_to, groups=groups, row=row)
 
 
-def _mean_log_of(trainer: pl.Trainer, options: Options, row: Mapping[str, float]) -> MeanLog:
-    """Return a log that writes means at the steps at which a trainer logs."""
-    every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]  # has no hint
-    return MeanLog(every_n_steps, _log_writer_of(trainer, options, row))
-
-
 def _publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
     """Publish metrics to other callbacks."""
     lightning_.publish(trainer, {key: torch.tensor(ms) for key, ms in metrics.items()})
@@ -492,10 +486,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._start_clock(trainer, None)
         fit = Fit(trainer, pl_module, self._wall_clock, type(self), self._give_up)
         session = self._start(
-            self._clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero),
+            self._clock_for(trainer.strategy.root_device, report_cpu=trainer.is_global_zero),
             fit.loop(submodules, type(self)),
-            _mean_log_of(trainer, self._options, fit.row),
-            self._wall_clock,
+            MeanLog(trainer.log_every_n_steps, _log_writer_of(trainer, self._options, fit.row)),  # type: ignore[attr-defined]  # has no hint
             frames_here(),
             precision=str(trainer.precision),
             accumulate_grad_batches=trainer.accumulate_grad_batches,
@@ -562,7 +555,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         known = known_of_loader(getattr(trainer, f"{stage}_dataloaders", None))
         self._evaluations.start(
             stage,
-            self._clock_for(trainer.strategy.root_device, tell=trainer.is_global_zero),
+            self._clock_for(trainer.strategy.root_device, report_cpu=trainer.is_global_zero),
             Loop(model, wrapper=_wrapper_of(trainer), wrap_backward=False),
             lightning_.step_counter(trainer)(),
             partial(_publish, trainer),

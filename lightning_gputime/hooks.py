@@ -460,7 +460,7 @@ class GPUPhaseHooks(Timer):
         device = self._device or device_of(self._loop.model)
         if self._device is None:
             warn_of_several_devices(self._loop.model, device)
-        clock, options = self._clock_for(device, tell=True), self._options
+        clock, options = self._clock_for(device, report_cpu=True), self._options
         self._wall_clock, self._culprits = WallClock(clock.host_ns), CulpritSums()
         self._plain.start(self._wall_clock)
         self._outside = _OutsideOfSteps(
@@ -472,7 +472,6 @@ class GPUPhaseHooks(Timer):
             clock,
             self._loop,
             MeanLog(self._log_every_n_steps, writer),
-            self._wall_clock,
             accumulate_grad_batches=self._batches_per_step,
         )
         self._time_loader()

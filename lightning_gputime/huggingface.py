@@ -213,7 +213,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         )
         self._unlogged.clear()
         self._has_fetched = False
-        clock = self._clock_for(args.device, tell=state.is_world_process_zero)
+        clock = self._clock_for(args.device, report_cpu=state.is_world_process_zero)
         self._wall_clock = WallClock(clock.host_ns, self._run_call[1] if self._run_call else None)
         self._culprits = CulpritSums()
         named = transformers_.named_functions(trainer)
@@ -225,7 +225,6 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             clock,
             loop,
             MeanLog(None, writer),
-            self._wall_clock,
             frames_here(),
             accumulate_grad_batches=args.gradient_accumulation_steps,
             batch_size=args.per_device_train_batch_size,
