@@ -22,7 +22,9 @@ from lightning_gputime._tuning import command as tuning
 if TYPE_CHECKING:
     from lightning_gputime._output.table import Tabular
 
-PASSED, REGRESSION, FAILED, CANNOT_TELL = 0, 1, 2, 3  # The exit codes of a command.
+SUCCEEDED, FAILED = 0, 2  # Exit codes of a command.
+# Exit codes of a comparison by its outcome, worst first.
+_CODE_OF_OUTCOME = {"regression": 1, "cannot tell": 3, "passed": SUCCEEDED}
 
 _ABOUT = """\
 Run a script with a timer. Show, compare and report runs that were saved by
@@ -158,26 +160,28 @@ def _bound(text: str) -> tuple[float, str]:
 
 
 def _show(args: argparse.Namespace) -> int:
+    if not args.watch:
+        _show_once(args)
+        return SUCCEEDED
     shown_ns = 0
     with contextlib.suppress(KeyboardInterrupt):
-        while args.watch:
+        while True:
             if os.path.exists(args.run) and (time_ns := os.stat(args.run).st_mtime_ns) != shown_ns:
                 shown_ns = time_ns
-                # Clear the screen of a terminal.
-                _print(*["\x1b[H\x1b[2J"][: sys.stdout.isatty()])
+                if sys.stdout.isatty():
+                    _print("\x1b[H\x1b[2J")  # Clear the screen.
                 _show_once(args)
             time.sleep(_WATCH_INTERVAL_S)
-    return PASSED if args.watch else _show_once(args)
+    return SUCCEEDED
 
 
-def _show_once(args: argparse.Namespace) -> int:
+def _show_once(args: argparse.Namespace) -> None:
     run = package.load(args.run)
     if args.json or args.brief:
         _print(_result_text(run, args))
-        return PASSED
+        return
     slow = [f"\n{run.slow_table.text(_WIDTH)}"] if run.slow_steps else []
     _print(run.summary(), f"\n{run.about}", *slow)
-    return PASSED
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -186,10 +190,11 @@ def _run(args: argparse.Namespace) -> int:
         return command.run(args)
     folder = Path(tempfile.mkdtemp(prefix="run-"))
     code = command.run_to_file(args, folder / "run.json.gz")
-    for i, saved in enumerate(sorted(folder.iterdir())):
-        _print(_result_text(package.load(saved), args))
-        if args.save_path and not i:
-            shutil.copyfile(saved, Path(args.save_path).expanduser())
+    saved = sorted(folder.iterdir())
+    for path in saved:
+        _print(_result_text(package.load(path), args))
+    if saved and args.save_path:
+        shutil.copyfile(saved[0], Path(args.save_path).expanduser())
     if not (is_saved := (folder / "run.json.gz").exists()):
         print("run: no run was saved, because no training step was timed", file=sys.stderr)
     if not (code and is_saved):  # After an error, keep the file: a message has named it.
@@ -208,9 +213,8 @@ def _as_json(result: dict[str, Any], args: argparse.Namespace) -> str:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    return _judge(
-        package.compare(args.before, *args.after, allow_mismatch=args.allow_mismatch), args
-    )
+    found = package.compare(args.before, *args.after, allow_mismatch=args.allow_mismatch)
+    return _judge(found, args)
 
 
 def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
@@ -221,7 +225,7 @@ def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
         for bound, phase in args.fail_above:
             outcomes.add(group.outcome(bound, phase))  # Raises if there is no such phase.
             lines += [f"{name}{line}" for line in group.explain(bound, phase)]
-    worst = next(o for o in ("regression", "cannot tell", "passed") if o in outcomes)
+    worst = next(outcome for outcome in _CODE_OF_OUTCOME if outcome in outcomes)
     if args.json or args.brief:
         from lightning_gputime._runs.result import comparison_result
 
@@ -234,13 +238,13 @@ def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
         _print(found)
     for line in lines:
         print(line, file=sys.stderr)
-    return {"passed": PASSED, "regression": REGRESSION, "cannot tell": CANNOT_TELL}[worst]
+    return _CODE_OF_OUTCOME[worst]
 
 
 def _tune(args: argparse.Namespace) -> int:
     found = tuning.tune(args)
     _print(json.dumps(found.to_dict(), indent=2, allow_nan=False) if args.json else found)
-    return PASSED
+    return SUCCEEDED
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -255,7 +259,7 @@ def _report(args: argparse.Namespace) -> int:
     Path(args.out).expanduser().parent.mkdir(parents=True, exist_ok=True)
     write(args.out, text)
     _print(args.out)
-    return PASSED
+    return SUCCEEDED
 
 
 def _print(*parts: "Tabular | str") -> None:

@@ -25,12 +25,14 @@ _DIGITS = 4
 def result_of(run: Run, *, brief: bool = False) -> dict[str, Any]:
     """Return the result of a run. A `brief` result has under 2,000 tokens, for coding agents."""
     summary = run.summary()
-    content = summary.to_dict()
-    content |= {"notes": summary.notes, "environment": asdict(run.environment)}
-    content |= {"slow_steps": [asdict(step) for step in run.slow_steps]}
-    content |= {"warnings": run.warnings}
+    content = summary.to_dict() | {
+        "notes": summary.notes,
+        "environment": asdict(run.environment),
+        "slow_steps": [asdict(step) for step in run.slow_steps],
+        "warnings": run.warnings,
+    }
     if not brief:
-        return _head("run", brief) | _plain(content)
+        return {**_head("run", brief), **plain(content)}
     found, breakdown = summary.diagnosis, summary.time_breakdown
     rows = [row for row in breakdown.rows if row.share >= _MIN_SHARE] if breakdown else []
     return _head("run", brief) | _shorten(
@@ -107,12 +109,8 @@ def _brief_environment(environment: Environment) -> dict[str, Any]:
 
 def _difference(row: Difference) -> dict[str, Any]:
     derived = {"change_ms": row.change_ms, "relative_change": row.relative_change}
-    return _plain({**asdict(row), **derived, "verdict": row.verdict})
-
-
-def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = plain(content)
-    return found
+    difference: dict[str, Any] = plain({**asdict(row), **derived, "verdict": row.verdict})
+    return difference
 
 
 def _shorten(content: Mapping[str, Any]) -> dict[str, Any]:
