@@ -1,6 +1,6 @@
 """Lookup of private names of other libraries, and reports about missing names."""
 
-import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -96,22 +96,11 @@ def read(owner: Any, attribute: str) -> Any:
 
 def look_up(path: str) -> Any:
     """Return the object at a dotted path, or `MISSING`. Import the modules on the path."""
-    root, *attributes = path.split(".")
+    owner, _, attribute = path.rpartition(".")
     try:
-        found = importlib.import_module(root)
-    except ImportError:
+        return read(pkgutil.resolve_name(owner), attribute)
+    except (AttributeError, ImportError):
         return MISSING
-    for attribute in attributes:
-        inner = read(found, attribute)
-        if inner is MISSING and hasattr(found, "__path__"):
-            try:
-                inner = importlib.import_module(f"{found.__name__}.{attribute}")
-            except ImportError:
-                return MISSING
-        if inner is MISSING:
-            return MISSING
-        found = inner
-    return found
 
 
 def version_of(library: str) -> str:

@@ -12,13 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gputime._compat.names import (
-    MISSING,
-    Name,
-    look_up,
-    report,
-    report_missing,
-)
+from lightning_gputime._compat.names import MISSING, Name, look_up, report, report_missing
 from lightning_gputime._compat.python_ import calling_module, calls_on_stack
 from lightning_gputime._phases import BACKWARD, COMM, FORWARD, LOSS, OTHER
 
@@ -165,16 +159,12 @@ _USER_MODEL_WRAPPERS = {
 }
 
 
-def is_instance_of(module: nn.Module, *paths: str) -> bool:
-    """Return whether a module is an instance of a class, given by its dotted name."""
-    return any(f"{kind.__module__}.{kind.__name__}" in paths for kind in type(module).__mro__)
-
-
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the user's model inside wrappers, such as those of DDP and of `torch.compile`."""
     while True:
         inner = compiled_module(module)
-        if inner is None and is_instance_of(module, *_USER_MODEL_WRAPPERS):
+        kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__}
+        if inner is None and kinds & _USER_MODEL_WRAPPERS:
             inner = getattr(module, "module", None)
         if not isinstance(inner, nn.Module):
             return module
@@ -282,10 +272,8 @@ def compile_callbacks() -> tuple[list[Any], list[Any]] | None:
     if module is None:
         return None
     handler = _COMPILE_CALLBACKS.of(module)
-    starts, ends = (
-        getattr(handler, "start_callbacks", None),
-        getattr(handler, "end_callbacks", None),
-    )
+    starts = getattr(handler, "start_callbacks", None)
+    ends = getattr(handler, "end_callbacks", None)
     if starts is None or ends is None:
         report(_COMPILE_CALLBACKS)
         return None
@@ -439,7 +427,6 @@ def default_store() -> Any:
 
 
 # Devices
-
 
 _RAW_STREAM = Name("torch._C._cuda_getCurrentRawStream")  # The public function is slower.
 _SLEEP = Name("torch.cuda._sleep")  # Without it the summary says why no step is probed.
