@@ -1,8 +1,8 @@
 """A change to a training, and what a run reports."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from lightning_gputime._diagnosis.diagnosis import Advice
 
@@ -58,9 +58,6 @@ class Report:
     losses: list[float] = field(default_factory=list)
     steps: int = 0
 
-    def has(self, target: str) -> bool:
-        return target in self.sites
-
     def where(self, change: Change) -> str:
         """Return the place in the script where a change belongs; empty if it can go anywhere."""
         if change.target == LOADER and self.loader_site:
@@ -68,7 +65,5 @@ class Report:
         return next(iter(self.sites.get(change.target, ())), "")
 
 
-class Proposal(Protocol):
-    """Function that returns the changes that a piece of advice on a run suggests."""
-
-    def __call__(self, advice: Advice, report: Report) -> Iterator[Change]: ...
+Proposal = Callable[[Advice, Report], Iterator[Change]]
+"""Function that returns the changes that a piece of advice on a run suggests."""

@@ -9,9 +9,9 @@ from lightning_gputime._tuning.change import LIGHTNING, TRANSFORMERS, Change, Re
 def propose(advice: Advice, report: Report) -> Iterator[Change]:
     if advice.code != "compile":
         return
-    if report.has(LIGHTNING):
+    if LIGHTNING in report.sites:
         code, settings = "fit(torch.compile(model))", {"compile": True}
         yield Change(code, settings=settings, effect="numerics")
-    elif report.has(TRANSFORMERS):
+    elif TRANSFORMERS in report.sites:
         arguments = {"torch_compile": True}
         yield Change("torch_compile=True", TRANSFORMERS, arguments, effect="numerics")

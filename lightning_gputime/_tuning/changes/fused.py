@@ -10,5 +10,5 @@ def propose(advice: Advice, report: Report) -> Iterator[Change]:
     if advice.code == "fused":
         name = str(advice.parameters["optimizer"]).rpartition(".")[2]
         target = f"torch.optim:{name}"
-        if report.has(target):
+        if target in report.sites:
             yield Change(f"{name}(fused=True)", target, {"fused": True}, effect="rounding")

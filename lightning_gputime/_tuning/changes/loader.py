@@ -37,7 +37,7 @@ def _load_faster(now: Mapping[str, Any], suggested: int | None) -> Iterator[tupl
 
 def _change(name: str, value: Any, report: Report) -> Change:
     # The transformers Trainer constructs its loader from `TrainingArguments`.
-    is_transformers = report.has(TRANSFORMERS)
+    is_transformers = TRANSFORMERS in report.sites
     option = f"dataloader_{name}" if is_transformers else name
     return Change(
         f"{option}={value}",

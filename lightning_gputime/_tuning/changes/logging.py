@@ -15,6 +15,6 @@ def propose(advice: Advice, report: Report) -> Iterator[Change]:
     if not is_logging and advice.parameters.get("setting") not in _SETTINGS:
         return
     for target, option in _OPTIONS.items():
-        if report.has(target):
+        if target in report.sites:
             code, arguments = f"{option}={_EVERY}", {option: _EVERY}
             yield Change(code, target, arguments)

@@ -16,5 +16,5 @@ def propose(advice: Advice, report: Report) -> Iterator[Change]:
     if advice.code != "precision":
         return
     for target, (code, arguments) in _ARGUMENTS.items():
-        if report.has(target):
+        if target in report.sites:
             yield Change(code, target, arguments, effect="numerics")
