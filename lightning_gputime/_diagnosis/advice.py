@@ -460,7 +460,10 @@ def _look_inside(top: str, case: Case) -> Iterator[Advice]:
         text = f"speed up `{module}`: it takes {_per_step(m, part)} in `{top}`"
         yield Advice("module", text, {"module": name})
     if not parts and top in (FORWARD, BACKWARD) and setup.has_parts:
-        text = f"pass modules=2 to split `{top}` ({percent(m.share(top))} of the step) by module"
+        text = (
+            f"pass modules=2 (with run: --modules 2) to split `{top}`"
+            f" ({percent(m.share(top))} of the step) by module"
+        )
         yield Advice("modules", text, {"suggested": 2})
 
 
