@@ -148,12 +148,14 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         weakref.finalize(self, call.remove).atexit = False
         call.attach()
 
-    def _start_run(self, trainer: Trainer, *_: Any, **__: Any) -> bool | None:
+    def _start_run(self, trainer: Trainer, *_: Any, **__: Any) -> bool:
+        """Record the start of a call of `train`. Return False to ignore the call."""
+        # A subclass may call the `train` of its base class, which is patched, too.
         is_known = self._run_call is not None and self._run_call[0]() is trainer
         if is_known or not any(found is self for found in transformers_.callbacks_of(trainer)):
-            return False  # A subclass calls the method of its base class, or it is another Trainer.
+            return False
         self._run_call = weakref.ref(trainer), self._host_ns()
-        return None
+        return True
 
     def _return_run(self, _: Any) -> None:
         try:
@@ -200,7 +202,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         model = trainer.model_wrapped
         optimizer, loader = known.get("optimizer"), known.get("train_dataloader")
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
-        # An overridden loop may report only the ends of its steps.
+        # `args.logging_steps` may be a fraction of all steps; the state has the number.
+        logs_every_step = args.logging_strategy == "steps" and state.logging_steps == 1
         loop = Loop(
             model,
             optimizers,
@@ -209,7 +212,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             expects=transformers_.expected_of(trainer),
             counts_steps=True,
             accumulate_grad_batches=args.gradient_accumulation_steps,
-            every_step_log="logging_steps" if _logs_every_step(args, state) else "",
+            every_step_log="logging_steps" if logs_every_step else "",
         )
         self._unlogged.clear()
         self._has_fetched = False
@@ -217,7 +220,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._wall_clock = WallClock(clock.host_ns, self._run_call[1] if self._run_call else None)
         self._culprits = CulpritSums()
         named = transformers_.named_functions(trainer)
-        self._time_calls(known for known in named if not isinstance(known[0], Timer))
+        self._time_calls(call for call in named if not isinstance(call[0], Timer))
         precision = getattr(trainer.accelerator, "mixed_precision", "no")
         options, publish = self._options, self._unlogged.update
         writer = LogWriter(options.prefix, (), publish, groups=options.logged_groups)
@@ -286,14 +289,13 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     @never_raises
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         # This runs before all other callbacks. Their time until the next fetch is not in the step.
-        is_known = self._is_in_step
-        if is_known and not self._session.open_step.has_optimizer:
-            self._session.recorder.mark(AFTER_UPDATE)
-        self._is_in_step = False
-        if is_known:
+        if self._is_in_step:
+            if not self._session.open_step.has_optimizer:
+                self._session.recorder.mark(AFTER_UPDATE)
             self._batch.close()
         else:
-            self._batch.open()
+            self._batch.open()  # An overridden loop may report only the ends of its steps.
+        self._is_in_step = False
         self._session.steps.end_step(state.global_step)
         if not self._wall_clock.has_stepped:
             self._wall_clock.end_first_step()
@@ -434,8 +436,10 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             # The Trainer is iterating over this list: later callbacks must not move.
             callbacks.insert(0, callbacks.pop(place))
         self._handled = sys.exception()
-        run, epoch = Calls(do_nothing, self._end_run), Calls(self._start_batches, self._end_run)
+        end_run = Calls(do_nothing, self._end_run)
         calls = {
+            "run": end_run,
+            "epoch": Calls(self._start_batches, self._end_run),
             "fetch": Calls(self._start_fetch, self._end_fetch),
             "evaluate": Calls(self._start_evaluate, self._end_evaluate),
             "evaluation": Calls(self._start_loop, self._end_loop),
@@ -444,10 +448,10 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             "rewards": phase(REWARD),
         }
         transformers_.report_missing_names(trainer)
-        for name, listener in transformers_.patches(run, {**calls, "epoch": epoch}, trainer):
+        for name, listener in transformers_.patches(trainer, calls):
             self._patches.add(Subscription(trainer, name, listener))
         if entry := transformers_.epoch_start(trainer):
-            self._patches.add(Subscription(*entry, run))
+            self._patches.add(Subscription(*entry, end_run))
         # `model.generate` is timed in any loop, so only external engines need a patch here.
         if entry := transformers_.generation_engine(trainer):
             self._patches.add(Subscription(*entry, phase(GENERATE)))
@@ -472,11 +476,6 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._trainer = self._handled = None
         is_due, self._is_table_due = self._is_table_due, False
         self._show(is_due)
-
-
-def _logs_every_step(args: Any, state: Any) -> bool:
-    # `args.logging_steps` may be a fraction of all steps; the state has the number.
-    return bool(args.logging_strategy == "steps" and state.logging_steps == 1)
 
 
 def _call_alive(method: weakref.WeakMethod[Any], *args: Any, **kwargs: Any) -> Any:

@@ -130,14 +130,13 @@ def generation_engine(trainer: Any) -> tuple[Any, str] | None:
     return (engine, "generate") if hasattr(engine, "generate") else None
 
 
-def patches(run: Any, calls: Mapping[str, Any], trainer: Any) -> Iterator[tuple[str, Any]]:
+def patches(trainer: Any, calls: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the names of a Trainer's methods to patch, with their listeners.
 
     Args:
-        run: Listener of methods whose end may be the end of the training.
-        calls: Other listeners, by the action of the method: "epoch", "fetch", "evaluate",
-            "evaluation", "prediction", "log", "rewards".
         trainer: The Trainer.
+        calls: Listeners, by the action of the method: "epoch", "fetch", "evaluate", "evaluation",
+            "prediction", "log", "rewards", and "run" if its end may be the end of the training.
     """
     epoch = _EPOCH.attribute if _EPOCH.is_in(trainer) else "training_step"
     names = {
@@ -148,8 +147,8 @@ def patches(run: Any, calls: Mapping[str, Any], trainer: Any) -> Iterator[tuple[
         "log": calls["log"],
         _REWARDS.attribute: calls["rewards"],
         epoch: calls["epoch"],
-        _EVALUATE.attribute: run,
-        _END.attribute: run,
+        _EVALUATE.attribute: calls["run"],
+        _END.attribute: calls["run"],
     }
     return ((name, call) for name, call in names.items() if read(trainer, name) is not MISSING)
 
