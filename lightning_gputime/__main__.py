@@ -45,7 +45,7 @@ the mean of all steps if steps were sampled. All intervals hold together with 95
   compare before.json.gz after.json.gz
   compare folder_before folder_after folder_other
 
-A folder stands for all runs in it. With more than two, each is compared with the first. One run per
+A folder means all runs in it. With more than two, each is compared with the first. One run per
 side does not show how much equal runs differ (the machine, its temperature, other users): run each
 side several times, alternately, as bench does.
 """

@@ -26,9 +26,9 @@ def _name_the_package(record: logging.LogRecord) -> bool:
     return True
 
 
-# Number and text of the newest warnings of this process.
 _numbers = itertools.count(1)
 _newest_warnings: deque[tuple[int, str]] = deque([(0, "")], maxlen=_MAX_WARNINGS)
+"""Numbers and texts of the newest warnings of this process. Number 0 precedes the first."""
 
 
 def _keep_warning(record: logging.LogRecord) -> bool:
@@ -65,15 +65,15 @@ class WarnOnce:
     """Log each warning once: a training loop must not fill the log."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
-        self._first = _newest_warnings[-1][0] + 1
+        self._logged: set[str] = set()
+        self._first_number = _newest_warnings[-1][0] + 1
 
     def __call__(self, message: str, *args: object) -> None:
         """Log a warning unless one with this `message` was logged before."""
-        if message not in self._told:
-            self._told.add(message)
+        if message not in self._logged:
+            self._logged.add(message)
             messages.warning(message, *args)
 
-    def all_warnings(self) -> tuple[str, ...]:
+    def warnings_since(self) -> tuple[str, ...]:
         """Return the newest warnings of this process since this object was created."""
-        return tuple(text for number, text in [*_newest_warnings] if number >= self._first)
+        return tuple(text for number, text in [*_newest_warnings] if number >= self._first_number)

@@ -112,7 +112,7 @@ class Options:
                 object.__setattr__(self, name, check_int(name, value, least, meaning))
         for name in ("items", "flops"):
             object.__setattr__(self, name, _number(getattr(self, name)))
-        check_bools(annotate=self.annotate)
+        check_bool("annotate", self.annotate)
         for name, error, is_right, requirement in _REQUIREMENTS:
             value = getattr(self, name)
             if not is_right(value):
@@ -191,11 +191,10 @@ def _with_options(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=[*own, *options])
 
 
-def check_bools(**options: Any) -> None:
+def check_bool(name: str, value: Any) -> None:
     """Raise TypeError if a switch is neither True nor False."""
-    for name, value in options.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {format_value(value)}")
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {format_value(value)}")
 
 
 def _number(value: Any) -> Any:

@@ -41,11 +41,11 @@ AFTER_BACKWARD = "<after backward>"
 GRAD = "<grad>"
 AFTER_GRAD = "<after grad>"
 AFTER_UPDATE = "<after update>"
-EVALUATION = "<evaluation>"
-BETWEEN = "<between>"
-EXCLUDED = "<excluded>"
-EVALUATED = "<evaluated>"  # An excluded evaluation inside a step.
-LEFT = "<left>"
+EVALUATION = "<evaluation>"  # A call in eval mode, until it is settled whether it is an evaluation.
+EVALUATED = "<evaluated>"  # An evaluation inside a step, which excludes it.
+EXCLUDED = "<excluded>"  # Time in no step, such as in `timer.paused()`.
+BETWEEN = "<between>"  # Time after a loop whose gradients wait for an update in the next loop.
+LEFT = "<left>"  # Time after the last update of a step in which the loop was left.
 EVALUATES = (EVALUATION, EVALUATED, EXCLUDED)
 IN_NO_STEP = (EXCLUDED, EVALUATED, LEFT)
 # Labels of marks that interrupt a phase: a wait for other ranks, a wait of a pipeline stage for its

@@ -31,7 +31,7 @@ from lightning_gputime._measurement.setup import CostlySetting
 from lightning_gputime._measurement.slow import SlowStep
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._messages import HOMES, WarnOnce, messages
-from lightning_gputime._options import AUTO, Options, check_bools, check_int
+from lightning_gputime._options import AUTO, Options, check_bool, check_int
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._output.table import Table, Tabular, show
 from lightning_gputime._phases import EXCLUDED, SAVES, StepTimes
@@ -105,7 +105,7 @@ class Timer(Tabular):
     _prints_on_stderr = False  # True if it was added to a script, whose output must not change.
 
     def __init__(self, options: Options, *, print_summary: bool = True) -> None:
-        check_bools(print_summary=print_summary)
+        check_bool("print_summary", print_summary)
         if "fit" in options.asked_groups and not self._logs_fit:
             raise ValueError(
                 f"log must not have 'fit' (only GPUPhaseTimer logs it), got {options.asked_groups}"
@@ -423,7 +423,7 @@ class Timer(Tabular):
             summary_of(results),
             slow_steps=results.slow.slow_steps(100),
             evaluations=[*self._evaluations.means],
-            warnings=self._warn_once.all_warnings(),
+            warnings=self._warn_once.warnings_since(),
         )
 
     def _show(self, is_wanted: bool) -> None:

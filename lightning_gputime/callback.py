@@ -54,7 +54,6 @@ _STAGES_BY_NAME = {name: stage for stage, name in _STAGES.items()}
 
 _SAVED = "The run up to the exception is saved in %s"
 
-
 # After this many batches that should end a step but have no update, the trainer's count of batches
 # ends steps.
 _MAX_BATCHES_WITHOUT_UPDATE = 100
@@ -93,6 +92,7 @@ class Fit(BatchState):
         self._accumulates = False
         # Exception that was already being handled when the epoch began.
         self._handled: BaseException | None = None
+        # Number of batches that may still lack an update; infinite once there was an update.
         self._patience: float = _MAX_BATCHES_WITHOUT_UPDATE
 
     def loop(self, submodules: Mapping[str, torch.nn.Module], own: type) -> Loop:
@@ -421,8 +421,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
         Raises:
             ValueError: If there is no such stage.
         """
-        newest = next(reversed(self._evaluations.results), "")
-        stage = stage or (newest if self._results.wall_clock is None else "") or "fit"
+        if not stage:
+            has_fit = self._results.wall_clock is not None
+            stage = "fit" if has_fit else next(reversed(self._evaluations.results), "fit")
         stage = _STAGES_BY_NAME.get(stage, stage)
         if stage == "fit":
             return super().summary()

@@ -131,10 +131,8 @@ class _PlainLoop(BatchState):
         first_step: int,
         n_optimizers: int,
     ) -> None:
-        self._accumulate_grad_batches, self._gradient_state = (
-            accumulate_grad_batches,
-            gradient_state,
-        )
+        self._accumulate_grad_batches = accumulate_grad_batches
+        self._gradient_state = gradient_state
         self._first_step, self._n_optimizers = first_step, n_optimizers
         self.start(WallClock(None))
 

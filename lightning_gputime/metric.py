@@ -55,7 +55,7 @@ class PhaseTimeMetric(Metric):
         super().__init__(**{"dist_sync_fn": _gather, **kwargs})
         if isinstance(phases, str) or not phases:
             raise ValueError(f"phases must be a list of names such as ['forward'], got {phases!r}")
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._phases = [check_name(name) for name in phases]
         self._names = (*self._phases, STEP)
         self._local = BatchMeans()
@@ -67,8 +67,8 @@ class PhaseTimeMetric(Metric):
 
     def update(self, times: StepTimes) -> None:
         """Add the times of a step."""
-        unknown = times.phase_ms.keys() - {*self._names} - self._told
-        self._told |= unknown
+        unknown = times.phase_ms.keys() - {*self._names} - self._reported
+        self._reported |= unknown
         if unknown := {name for name in unknown if not of_one_callback(name)}:
             messages.warning(
                 "Phases %s are not counted by the metric. Pass PhaseTimeMetric(phases=%s).",

@@ -18,7 +18,7 @@ BOUNDS = {
     "benchmarks": 1,
     "docs": 0,
     "examples": 1,
-    "lightning_gputime": 1,
+    "lightning_gputime": 0,
     "lightning_gputime/_auto_instrumentation": 4,
     "lightning_gputime/_causes": 0,
     "lightning_gputime/_compat": 0,

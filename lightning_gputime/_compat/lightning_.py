@@ -20,6 +20,8 @@ TRAINING = {
 }
 """Modules of the Trainer, and the name of the function that trains."""
 
+_PACKAGES = ("lightning", "pytorch_lightning")
+
 _EPOCH_LOOP = Name(
     "lightning.pytorch.loops.fit_loop._FitLoop.epoch_loop",
     "validations inside an epoch, and the step numbers of Lightning's loggers",
@@ -45,6 +47,7 @@ def report_missing_names(trainer: Any, model: Any) -> None:
         report_missing_of(loop, _STEPS, _VALIDATION)
         if trainer.world_size > 1 and _broadcasts(_package_of(trainer)):
             report_missing_of(loop, _BROADCAST)
+    # `publish` updates this dict in place, so each access must return the same dict.
     live = _LIVE_METRICS.of(trainer)
     if not isinstance(live, dict) or _LIVE_METRICS.of(trainer) is not live:
         report(_LIVE_METRICS, library=_package_of(trainer))
@@ -59,9 +62,6 @@ def _package_of(trainer: Any) -> str:
     """Return the name of the package that defines the class of a trainer, or its base class."""
     roots = [kind.__module__.partition(".")[0] for kind in type(trainer).__mro__]
     return next((root for root in roots if root in _PACKAGES), _PACKAGES[0])
-
-
-_PACKAGES = ("lightning", "pytorch_lightning")
 
 
 def _broadcasts(package: str) -> bool:
@@ -221,8 +221,10 @@ def _overridden_hooks(
     owner: object, timed: tuple[str, ...] = ()
 ) -> Iterator[tuple[object, str, str]]:
     """Yield the hooks that a module or callback overrides, except those that are `timed`."""
-    for hook in _hooks(owner):
-        if hook not in timed and defines(owner, hook):
+    hooks = [name for name in dir(type(owner)) if name.startswith("on_")]
+    for hook in (*hooks, *NAMED_HOOKS):
+        is_overridden = callable(getattr(owner, hook, None)) and defines(owner, hook)
+        if is_overridden and hook not in timed:
             yield owner, hook, f"{type(owner).__name__}.{hook}"
 
 
@@ -231,12 +233,6 @@ def _metric_methods(model: Any) -> Iterator[tuple[object, str, str]]:
     for name, child in model.named_modules():
         for method in METRIC_METHODS if is_metric(child) else ():
             yield child, method, f"{name}.{method}"
-
-
-def _hooks(owner: object) -> list[str]:
-    """Return the names of the hooks of a module or callback."""
-    found = [name for name in dir(type(owner)) if name.startswith("on_")]
-    return [name for name in (*found, *NAMED_HOOKS) if callable(getattr(owner, name, None))]
 
 
 def expected_of(trainer: Any, callbacks: list[Any]) -> list[Expected]:
