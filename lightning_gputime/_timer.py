@@ -41,7 +41,7 @@ from lightning_gputime._runs.costly import CostlySettings, merge
 from lightning_gputime._runs.environment import (
     Environment,
     environment_of,
-    known_of_loader,
+    loader_settings,
     setup_of,
 )
 from lightning_gputime._runs.live_file import LiveFile
@@ -94,11 +94,15 @@ def never_raises(hook: Hook) -> Hook:
 class Timer(Tabular):
     """Base class of all timers.
 
-    A front end calls `_start`, notifies `self._session` of the loop's steps, and calls `_finish` or
-    `_abort` at the end. While no session runs, notifications do nothing.
+    A front end calls `_start`, notifies `self._session` of the loop's steps, and calls `_finish` at
+    the end. While no session runs, notifications do nothing. Other ends of a measurement:
+
+    - `_abort`: after an error in the training. It waits neither for the device nor for other ranks.
+    - `_detach`: `_abort`, also for evaluations and the state of the front end.
+    - `_give_up`: `_detach` with a warning, after an error in a hook of the timer.
     """
 
-    _USE = "The timer was never attached."
+    _USE = "The timer was never attached."  # Says how to use it, in place of missing results.
     _libraries: tuple[str, ...] = ("torch",)  # Libraries whose missing private names affect it.
     _logs_fit = False  # True if it logs the wall clock, the group "fit".
     _is_aborted = False  # True if an exception has left the `with` of the timer.
@@ -288,16 +292,22 @@ class Timer(Tabular):
             self._session = REMOVED  # The loop continues, untimed.
 
     @never_raises
-    def _know_loader(self, loader: object, *, in_data: bool = False, prefix: str = "") -> None:
-        """Read a loader's settings. With `in_data`, all of `data` is its fetch."""
+    def _read_loader(self, loader: object, *, in_data: bool = False, prefix: str = "") -> None:
+        """Read a loader's settings.
+
+        Args:
+            loader: The loader.
+            in_data: True if the phase `data` only consists of fetches from this loader.
+            prefix: Prefix of the loader's options in the trainer, such as "dataloader_".
+        """
         self._session.set_loader(loader, in_data)
         self._loader = loader
-        known = known_of_loader(loader)
-        self._results.update_setup(**known, loader_prefix=prefix)
+        settings = loader_settings(loader)
+        self._results.update_setup(**settings, loader_prefix=prefix)
         if not self._wall_clock.has_stepped:
             self._read_costly_settings()  # Settings of torch are often changed after `attach`.
-        if known["batch_size"] is not None:
-            self._environment = replace(self._environment, batch_size=known["batch_size"])
+        if settings["batch_size"] is not None:
+            self._environment = replace(self._environment, batch_size=settings["batch_size"])
 
     def _read_costly_settings(self, before: Iterable[CostlySetting] = ()) -> None:
         """Read costly settings, and keep earlier readings."""

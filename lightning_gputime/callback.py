@@ -37,7 +37,7 @@ from lightning_gputime._output.loggers import LogWriter
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._phases import CALLBACKS, DATA, FETCH, OTHER
 from lightning_gputime._record.state import PAUSED
-from lightning_gputime._runs.environment import cores_of_rank, known_of_loader
+from lightning_gputime._runs.environment import cores_of_rank, loader_settings
 from lightning_gputime._runs.paths import check_save_path
 from lightning_gputime._session.null import NEVER_ATTACHED, REMOVED, NullSession
 from lightning_gputime._session.session import Session
@@ -495,7 +495,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             accumulate_grad_batches=trainer.accumulate_grad_batches,
         )
         self._live_file.start(self._path if trainer.is_global_zero else None)
-        self._know_loader(trainer.train_dataloader)
+        self._read_loader(trainer.train_dataloader)
         self._time_saves(trainer, "save_checkpoint")
         self._time_calls(lightning_.own_functions(trainer, pl_module))
         self._fit = fit
@@ -553,7 +553,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         self._start_evaluation("predict", trainer, pl_module)
 
     def _start_evaluation(self, stage: str, trainer: pl.Trainer, model: pl.LightningModule) -> None:
-        known = known_of_loader(getattr(trainer, f"{stage}_dataloaders", None))
+        settings = loader_settings(getattr(trainer, f"{stage}_dataloaders", None))
         self._evaluations.start(
             stage,
             self._clock_for(trainer.strategy.root_device, report_cpu=trainer.is_global_zero),
@@ -562,7 +562,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             partial(_publish, trainer),
             trainer.loggers,
             row={"epoch": trainer.current_epoch},
-            setup=TrainingSetup(cores=cores_of_rank(trainer.world_size), **known),
+            setup=TrainingSetup(cores=cores_of_rank(trainer.world_size), **settings),
         )
 
     @never_raises
@@ -641,20 +641,13 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if self._is_table_due:
             self._is_table_due = False
             self._show(trainer.is_global_zero)
-        # Without a training, keep the file of an earlier training.
-        is_saved = self._wall_clock is self._results.wall_clock and self._save_run(trainer)
-        if is_saved and has_failed:
-            messages.warning(_SAVED, self._path)
-
-    # Results of a fit, on rank zero
-
-    def _save_run(self, trainer: pl.Trainer) -> bool:
-        """Write the file if `save_path` is set and a step was timed. Warn once on failure."""
-        if self._path is None or not trainer.is_global_zero:
-            return False
-        if self.last_step is None and not self.summary().probed_steps:
-            return False  # Without a step, keep the file of an earlier run.
-        return self._live_file.try_to_save(self._path, self.save)
+        # Without a timed step of this fit, keep the file of an earlier fit.
+        path, has_trained = self._live_file.path, self._wall_clock is self._results.wall_clock
+        if path is None or not has_trained:
+            return
+        has_steps = self.last_step is not None or self.summary().probed_steps > 0
+        if has_steps and self._live_file.try_to_save(path, self.save) and has_failed:
+            messages.warning(_SAVED, path)
 
     def _leave_fit(self) -> None:
         if self._fit is not None:

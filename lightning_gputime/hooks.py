@@ -179,6 +179,8 @@ class _PlainLoop(BatchState):
                     raise
                 session = timer._session  # The body may have removed or attached the timer.
                 try:
+                    # `batch_begins` marks `other`. If the label is still that, the body may have
+                    # skipped the batch. An untimed step has no label.
                     label = session.recorder.label
                     is_usual = label != OTHER if seen is _Seen.TRAINING else label is None
                     if is_usual and seen is not _Seen.NOTHING and self._body is body:
@@ -579,7 +581,7 @@ class GPUPhaseHooks(Timer):
             # apart.
             self._session.steps.keep_hooks()
         self._safely(self._plain.begin)
-        self._know_loader(loader, in_data=True)
+        self._read_loader(loader, in_data=True)
         self._outside.start_loop()
 
     def _is_evaluation(self) -> bool:

@@ -238,7 +238,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._patch_callbacks(trainer)
         self._batch = loop.batch
         if loader is not None:
-            self._know_loader(loader, prefix="dataloader_")
+            self._read_loader(loader, prefix="dataloader_")
             self._time_loader()
         self._session.steps.begin()
 

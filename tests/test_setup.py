@@ -16,7 +16,7 @@ from lightning_gputime._runs.environment import (
     Environment,
     _unfused,
     cores_of_rank,
-    known_of_loader,
+    loader_settings,
     setup_of,
 )
 
@@ -39,12 +39,12 @@ def test_cores_are_shared_by_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch
 
 def test_setup_has_the_kind_of_dataset() -> None:
     there = TensorDataset(torch.zeros(8, 2))
-    known = known_of_loader(DataLoader(Subset(there, [0, 1])))
+    known = loader_settings(DataLoader(Subset(there, [0, 1])))
     assert (known["is_in_memory"], known["is_iterable"]) == (True, False)
-    known = known_of_loader([loader(), DataLoader(Endless())])
+    known = loader_settings([loader(), DataLoader(Endless())])
     assert (known["is_in_memory"], known["is_iterable"]) == (False, True)
     other: Any = [1, 2]
-    assert not known_of_loader(DataLoader(other))["is_in_memory"]
+    assert not loader_settings(DataLoader(other))["is_in_memory"]
 
 
 class Endless(IterableDataset[Tensor]):
@@ -85,7 +85,7 @@ def test_setup_has_the_loader_of_a_plain_loop(loop: Loop) -> None:
     ],
 )
 def test_setup_of_several_loaders(loaders: Any, workers: int | None, pinned: bool | None) -> None:
-    known = known_of_loader(loaders)
+    known = loader_settings(loaders)
     assert (known["num_workers"], known["pin_memory"]) == (workers, pinned)
 
 

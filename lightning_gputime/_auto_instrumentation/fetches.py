@@ -140,7 +140,7 @@ class Fetches:
             self._early.move(iterator, self._timer._culprits)
         self._early.remove()
         if self._newest is not None:
-            self._timer._know_loader(self._training[self._newest], in_data=True)
+            self._timer._read_loader(self._training[self._newest], in_data=True)
         self._iterators = []
 
     def _start_epoch(self, loader: DataLoader[Any], *_: Any) -> bool:
@@ -153,14 +153,14 @@ class Fetches:
         is_new = self._training[dataset] is not loader
         if is_new or dataset is not self._newest:
             self._newest = dataset
-            self._timer._know_loader(loader, in_data=True)
+            self._timer._read_loader(loader, in_data=True)
         return is_new
 
     def _has_new_iterator(self, iterator: Any) -> None:
         """Drop the reference to a loader that was created for this epoch: its workers must exit."""
         if self._newest is not None:
             self._training[self._newest] = settings = settings_of_iterator(iterator)
-            self._timer._know_loader(settings, in_data=True)
+            self._timer._read_loader(settings, in_data=True)
 
     # Listener of loader iterators, see `Calls`
 

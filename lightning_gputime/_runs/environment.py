@@ -191,10 +191,10 @@ def setup_of(environment: Environment, loop: Loop, has_precision: bool) -> Train
     )
 
 
-def known_of_loader(loader: object) -> dict[str, Any]:
-    """Return the `TrainingSetup` fields of a loader: any iterable, or several loaders."""
+def loader_settings(loader: object) -> dict[str, Any]:
+    """Return the `TrainingSetup` fields of a loader, which is any iterable or several loaders."""
     loaders = loaders_in(loader)
-    datasets = [dataset_of(known) for known in loaders]
+    datasets = [*map(dataset_of, loaders)]
     return {
         "has_loader": True,
         "foreign_loader": next(filter(None, map(_foreign_class, loaders)), ""),

@@ -35,8 +35,8 @@ class Tuned:
         self._loader_site = orders["loader_site"]
         self._sites: dict[str, list[str]] = {}
         self._site_of = WeakKeyDictionary[Any, str]()
-        self._newest = "", dict[str, Any]()  # Place and options of the newest loader.
-        self._training_site, self._loader = self._newest
+        # Place and options of the loader that was iterated last, and of the loader that trains.
+        self._newest_loader = self._training_loader = "", dict[str, Any]()
         self._losses: list[torch.Tensor] = []
         # Ids of objects under construction: `__init__` may call that of the base class.
         self._started = set[int]()
@@ -131,7 +131,7 @@ class Tuned:
         def watched(loader: Any) -> Any:
             # Copy the options instead of keeping the loader, which may be temporary.
             options = {name: getattr(loader, name) for name in _OPTIONS}
-            self._newest = self._site_of.get(loader, ""), options
+            self._newest_loader = self._site_of.get(loader, ""), options
             return iterate(loader)
 
         return watched
@@ -148,7 +148,7 @@ class Tuned:
     def _update_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._optimizer is None:
             self._optimizer = optimizer
-            self._training_site, self._loader = self._newest
+            self._training_loader = self._newest_loader
         if optimizer is self._optimizer:
             self._updates += 1
             if self._updates == self._steps:
@@ -159,8 +159,8 @@ class Tuned:
             return
         report = {
             "sites": self._sites,
-            "loader_site": self._training_site,
-            "loader": self._loader,
+            "loader_site": self._training_loader[0],
+            "loader": self._training_loader[1],
             "applied": sorted(self._applied),
             "losses": [float(loss) for loss in self._losses],
             "steps": self._updates,
