@@ -98,40 +98,41 @@ def _new_parser() -> argparse.ArgumentParser:
     command.add_run_arguments(run)
     run.set_defaults(command=_run)
 
-    printed = new("show", help="print the table of a saved run", description=_SHOW)
-    printed.set_defaults(command=_show)
-    printed.add_argument("run", help="the file of a run")
+    show = new("show", help="print the table of a saved run", description=_SHOW)
+    show.set_defaults(command=_show)
+    show.add_argument("run", help="the file of a run")
     watch = "print it again whenever the training has rewritten the file, until Ctrl-C"
-    printed.add_argument("--watch", action="store_true", help=watch)
-    command.add_json_arguments(printed)
+    show.add_argument("--watch", action="store_true", help=watch)
+    command.add_json_arguments(show)
 
-    versus = new("compare", help="compare two runs, or groups", description=_COMPARE, epilog=_CODES)
-    versus.set_defaults(command=_compare)
+    about = "compare two runs, or groups"
+    compare = new("compare", help=about, description=_COMPARE, epilog=_CODES)
+    compare.set_defaults(command=_compare)
     before, after = "baseline run, or a folder of runs", "run to compare, or folders of runs"
-    versus.add_argument("before", metavar="BEFORE", help=before)
-    versus.add_argument("after", nargs="+", metavar="AFTER", help=after)
-    _add_bounds(versus)
+    compare.add_argument("before", metavar="BEFORE", help=before)
+    compare.add_argument("after", nargs="+", metavar="AFTER", help=after)
+    _add_bounds(compare)
     markdown = "print it as Markdown, as for a comment on a pull request"
-    versus.add_argument("--markdown", action="store_true", help=markdown)
+    compare.add_argument("--markdown", action="store_true", help=markdown)
 
     failed = f"{_CODES}If a command fails, bench exits with 2; 128 + n if signal n ended it."
-    turns = new(
+    bench = new(
         "bench", help="run two commands alternately", description=command.ABOUT_BENCH, epilog=failed
     )
-    turns.set_defaults(command=lambda args: _judge(command.bench(args), args))
-    command.add_bench_arguments(turns)
-    _add_bounds(turns)
-    turns.add_argument("--markdown", action="store_true", help=markdown)
+    bench.set_defaults(command=lambda args: _show_comparison(command.bench(args), args))
+    command.add_bench_arguments(bench)
+    _add_bounds(bench)
+    bench.add_argument("--markdown", action="store_true", help=markdown)
 
-    trials = new("tune", help="try the advice, and measure its effect", description=tuning.ABOUT)
-    trials.set_defaults(command=_tune)
-    tuning.add_arguments(trials)
+    tune = new("tune", help="try the advice, and measure its effect", description=tuning.ABOUT)
+    tune.set_defaults(command=_tune)
+    tuning.add_arguments(tune)
 
-    paper = new("report", help="make a page of a run, or of two", description=_REPORT)
-    paper.set_defaults(command=_report)
-    paper.add_argument("runs", nargs="+", metavar="RUN", help="one file, or two: before and after")
-    paper.add_argument("-o", "--out", default="report.html", help="the page (report.html)")
-    paper.add_argument("--allow-mismatch", action="store_true", help="as with compare")
+    report = new("report", help="make a page of a run, or of two", description=_REPORT)
+    report.set_defaults(command=_report)
+    report.add_argument("runs", nargs="+", metavar="RUN", help="one file, or two: before and after")
+    report.add_argument("-o", "--out", default="report.html", help="the page (report.html)")
+    report.add_argument("--allow-mismatch", action="store_true", help="as with compare")
     return parser
 
 
@@ -214,10 +215,10 @@ def _as_json(result: dict[str, Any], args: argparse.Namespace) -> str:
 
 def _compare(args: argparse.Namespace) -> int:
     found = package.compare(args.before, *args.after, allow_mismatch=args.allow_mismatch)
-    return _judge(found, args)
+    return _show_comparison(found, args)
 
 
-def _judge(found: "package.RunComparison", args: argparse.Namespace) -> int:
+def _show_comparison(found: "package.RunComparison", args: argparse.Namespace) -> int:
     """Print a comparison and its outcome for each bound. Return the exit code."""
     lines, outcomes = [], {"passed"}
     for group in (found, *found.others):

@@ -2,8 +2,9 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -254,43 +255,35 @@ class RunComparison(Tabular):
 
     def _table(self) -> Table:
         unit = unit_of(self.step.before_ms)
-        lines = [["phase", self.names[0]]]
+        pairs = (self, *self.others)  # Comparisons with the same first side.
+        columns = [(pair.names[1], "change", "95 %", "change in %", "") for pair in pairs]
+        lines = [("phase", self.names[0], *chain(*columns))]
         for name, row in {**self.rows, "step": self.step}.items():
             _, slash, part = name.partition("/")
-            lines.append([f"  {part}" if slash else name, unit.cell(row.before_ms)])
-        both = (self, *self.others)
-        counts = [self.count(0)]
-        sentences = [next(filter(None, (comparison.caution for comparison in both)), "")]
-        for comparison in both:
-            for line, cells in zip(lines, comparison.cells(unit), strict=True):
-                line += cells
-            counts.append(comparison.count(1))
-            name = f"{comparison.names[1]}: " if self.others else ""
-            found = (comparison.finding, *comparison.notes)
-            sentences += [f"{name}{sentence}" for sentence in found]
+            after = chain(*(pair.cells(name, unit) for pair in pairs))
+            lines.append((f"  {part}" if slash else name, unit.cell(row.before_ms), *after))
+        sentences = [next(filter(None, (pair.caution for pair in pairs)), "")]
+        for pair in pairs:
+            prefix = f"{pair.names[1]}: " if self.others else ""
+            sentences += [f"{prefix}{sentence}" for sentence in (pair.finding, *pair.notes)]
         step = "Mean of all steps" if self.is_sampled else "A typical step"
-        title = f"{step} in {unit.name}: {', '.join(counts)}"
-        drops = [name for name in _DROPPED_COLUMNS for _ in both]
-        return Table(title, [tuple(line) for line in lines], sentences, drops=drops)
+        counts = ", ".join([self.count(0), *(pair.count(1) for pair in pairs)])
+        drops = [name for name in _DROPPED_COLUMNS for _ in pairs]
+        return Table(f"{step} in {unit.name}: {counts}", lines, sentences, drops=drops)
 
-    def cells(self, unit: Unit) -> Iterator[tuple[str, ...]]:
-        """Yield the cells of the second side, line by line, starting with the header."""
-        yield self.names[1], "change", "95 %", "change in %", ""
-        for name, row in [*self.rows.items(), ("", self.step)]:
-            word = row.verdict if row.is_significant and (not name or name in self.judged) else ""
-            percent = "" if math.isnan(row.relative_change) else f"{row.relative_change:+.1%}"
-            if "/" in name and not (row.before_ms and row.after_ms):
-                # The other side may not have timed it, for example with different `modules`.
-                word, percent = f"only {self.names[not row.before_ms]}", ""
-            yield (
-                unit.cell(row.after_ms),
-                f"{row.change_ms / unit.ms:+.{unit.digits}f}",
-                f"± {unit.cell(row.error_ms)}",
-                percent,
-                word,
-            )
+    def cells(self, name: str, unit: Unit) -> tuple[str, ...]:
+        """Return the cells of the second side in the line of a phase, or of "step"."""
+        row = self.step if name == "step" else self.rows[name]
+        word = row.verdict if row.is_significant and name in ("step", *self.judged) else ""
+        percent = "" if math.isnan(row.relative_change) else f"{row.relative_change:+.1%}"
+        if "/" in name and not (row.before_ms and row.after_ms):
+            # The other side may not have timed it, for example with different `modules`.
+            word, percent = f"only {self.names[not row.before_ms]}", ""
+        change = f"{row.change_ms / unit.ms:+.{unit.digits}f}"
+        return unit.cell(row.after_ms), change, f"± {unit.cell(row.error_ms)}", percent, word
 
     def count(self, side: int) -> str:
+        """Return the name of a side with its numbers of steps and runs."""
         runs = f" of {self.runs[side]} runs" if self.runs[side] > 1 else ""
         turns = ", alternating" if side and self.in_turns else ""
         return f"{self.names[side]} {self.steps[side]} steps{runs}{turns}"

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Self
 
 import torch
@@ -68,14 +69,9 @@ class CostlySettings:
         """Return the current settings. Never raise: a failed read only loses advice."""
         found: list[CostlySetting] = []
         with suppress(Exception):
-            for setting in self._read(setup):
+            for setting in chain(self._of_training(setup), self._of_torch(), self._of_variables()):
                 found.append(setting)
         return tuple(found)
-
-    def _read(self, setup: TrainingSetup) -> Iterator[CostlySetting]:
-        yield from self._of_training(setup)
-        yield from self._of_torch()
-        yield from self._of_variables()
 
     def _of_training(self, setup: TrainingSetup) -> Iterator[CostlySetting]:
         if option := self.logging:
