@@ -588,7 +588,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         fit = self._fit
         if fit is not None and self._session.is_attached:
             fit.end_late_step()
-            self._leave_fit()
+            self._drop_fit()
             self._finish()
             self._wall_clock.switch_to(TEAR_DOWN)
             if self.last_step is not None:
@@ -649,7 +649,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if has_steps and self._live_file.try_to_save(path, self.save) and has_failed:
             messages.warning(_SAVED, path)
 
-    def _leave_fit(self) -> None:
+    def _drop_fit(self) -> None:
         if self._fit is not None:
             self._fit.remove()
             self._fit = None
@@ -665,5 +665,5 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._fit.evaluation_ends(trainer)
 
     def _detach(self) -> None:
-        self._leave_fit()
+        self._drop_fit()
         super()._detach()

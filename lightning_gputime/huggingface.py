@@ -95,8 +95,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         # Exception that was being handled when training began.
         self._handled: BaseException | None = None
         # The Trainer whose `train` is running, and the time of that call.
-        self._run_call: tuple[weakref.ref[Trainer], int] | None = None
-        self._train_calls: dict[type, Subscription] = {}  # By the class that defines `train`.
+        self._train_call: tuple[weakref.ref[Trainer], int] | None = None
+        self._train_patches: dict[type, Subscription] = {}  # By the class that defines `train`.
         self._is_table_due = False
         self._before: Any = None  # The callback that precedes the timer when no training runs.
         # State of a training. A step may span epochs.
@@ -116,9 +116,9 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             "_trainer": None,
             "_handled": None,
             "_before": None,
-            "_run_call": None,
+            "_train_call": None,
             "_is_table_due": False,
-            "_train_calls": {},
+            "_train_patches": {},
             "_is_in_step": False,
         }
         return {**super().__getstate__(), **detached}
@@ -140,32 +140,32 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         # Callback events start after this call, and stop before it ends. Patch the class: a patch
         # on the Trainer would be a reference cycle, which keeps its model in memory until a garbage
         # collection. Moreover, a Trainer does not notify a callback that is added to it later.
-        if owner in self._train_calls:
+        if owner in self._train_patches:
             return
-        start, end = weakref.WeakMethod(self._start_run), weakref.WeakMethod(self._return_run)
-        calls = Calls(partial(_call_alive, start), partial(_call_alive, end))
-        self._train_calls[owner] = call = Subscription(owner, "train", calls)
+        methods = (self._start_train_call, self._end_train_call)
+        start, end = (partial(_call_alive, weakref.WeakMethod(method)) for method in methods)
+        self._train_patches[owner] = call = Subscription(owner, "train", Calls(start, end))
         weakref.finalize(self, call.remove).atexit = False
         call.attach()
 
-    def _start_run(self, trainer: Trainer, *_: Any, **__: Any) -> bool:
+    def _start_train_call(self, trainer: Trainer, *_: Any, **__: Any) -> bool:
         """Record the start of a call of `train`. Return False to ignore the call."""
         # A subclass may call the `train` of its base class, which is patched, too.
-        is_known = self._run_call is not None and self._run_call[0]() is trainer
+        is_known = self._train_call is not None and self._train_call[0]() is trainer
         if is_known or not any(found is self for found in transformers_.callbacks_of(trainer)):
             return False
-        self._run_call = weakref.ref(trainer), self._host_ns()
+        self._train_call = weakref.ref(trainer), self._host_ns()
         return True
 
-    def _return_run(self, _: Any) -> None:
+    def _end_train_call(self, _: Any) -> None:
         try:
             if self._session.is_attached:
-                self._end_run(None)
+                self._end_if_failed(None)
             if self._session.is_attached:
                 self._detach()  # The Trainer returned without `on_train_end`.
         finally:
-            self._run_call = None
-            self._leave()
+            self._train_call = None
+            self._leave_trainer()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         # Raises before training if a module name is wrong.
@@ -186,7 +186,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         except BaseException:
             # For example, Ctrl-C before everything is patched.
             self._detach()
-            self._leave()
+            self._leave_trainer()
             raise
 
     def _attach(
@@ -217,7 +217,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._unlogged.clear()
         self._has_fetched = False
         clock = self._clock_for(args.device, report_cpu=state.is_world_process_zero)
-        self._wall_clock = WallClock(clock.host_ns, self._run_call[1] if self._run_call else None)
+        called_ns = None if self._train_call is None else self._train_call[1]
+        self._wall_clock = WallClock(clock.host_ns, called_ns)
         self._culprits = CulpritSums()
         named = transformers_.named_functions(trainer)
         self._time_calls(call for call in named if not isinstance(call[0], Timer))
@@ -318,14 +319,17 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
                 self._finish()
                 self._wall_clock.switch_to(TEAR_DOWN)
             except BaseException:
-                self._leave()
+                self._leave_trainer()
                 raise
             self._is_table_due = state.is_world_process_zero
-            if self._run_call is None:  # The return of `train` is not patched.
-                self._leave()
+            if self._train_call is None:  # The return of `train` is not patched.
+                self._leave_trainer()
 
-    def _end_run(self, _: Any) -> None:
-        """End the measurement after an error or `remove_callback`, which notify no callback."""
+    def _end_if_failed(self, _: Any) -> None:
+        """End the measurement if the training failed or this timer was removed from the Trainer.
+
+        Neither notifies a callback.
+        """
         trainer, error = self._trainer, sys.exception()
         if trainer is None:
             return
@@ -337,7 +341,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             try:
                 self._detach()
             finally:
-                self._leave()
+                self._leave_trainer()
 
     def _detach(self) -> None:
         self._is_in_step = False
@@ -357,7 +361,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             # A callback ran the evaluation inside a step.
             self._session.recorder.resume(OTHER if self._is_in_step else DATA)
 
-    def _start_loop(self, *args: Any, **kwargs: Any) -> None:
+    def _start_evaluation_loop(self, *args: Any, **kwargs: Any) -> None:
         self._start_evaluate()
         prefix, trainer = self._options.prefix, self._trainer
         self._stage = stage = transformers_.evaluation_prefix(trainer, args, kwargs)
@@ -383,7 +387,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         self._evaluations.batch_ends()
 
-    def _end_loop(self, output: Any) -> None:
+    def _end_evaluation_loop(self, output: Any) -> None:
         if output is None:  # It raised.
             self._evaluations.abort()
         else:
@@ -426,23 +430,23 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     def _patch_trainer(self, trainer: Any) -> None:
         """Patch the Trainer's methods, and move the timer before all other callbacks."""
-        self._leave()
+        self._leave_trainer()
         callbacks = transformers_.callbacks_of(trainer)
         place = callbacks.index(self) if self in callbacks else 0
-        # Set before the order changes, so that `_leave` restores it after Ctrl-C.
+        # Set before the order changes, so that `_leave_trainer` restores it after Ctrl-C.
         self._before = callbacks[place - 1] if place else None
         self._trainer = trainer
         if place:
             # The Trainer is iterating over this list: later callbacks must not move.
             callbacks.insert(0, callbacks.pop(place))
         self._handled = sys.exception()
-        end_run = Calls(do_nothing, self._end_run)
+        check_end = Calls(do_nothing, self._end_if_failed)
         calls = {
-            "run": end_run,
-            "epoch": Calls(self._start_batches, self._end_run),
+            "end": check_end,
+            "epoch": Calls(self._start_batches, self._end_if_failed),
             "fetch": Calls(self._start_fetch, self._end_fetch),
             "evaluate": Calls(self._start_evaluate, self._end_evaluate),
-            "evaluation": Calls(self._start_loop, self._end_loop),
+            "evaluation": Calls(self._start_evaluation_loop, self._end_evaluation_loop),
             "prediction": Calls(self._start_prediction),
             "log": Calls(do_nothing, self._end_log),
             "rewards": phase(REWARD),
@@ -451,7 +455,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         for name, listener in transformers_.patches(trainer, calls):
             self._patches.add(Subscription(trainer, name, listener))
         if entry := transformers_.epoch_start(trainer):
-            self._patches.add(Subscription(*entry, end_run))
+            self._patches.add(Subscription(*entry, check_end))
         # `model.generate` is timed in any loop, so only external engines need a patch here.
         if entry := transformers_.generation_engine(trainer):
             self._patches.add(Subscription(*entry, phase(GENERATE)))
@@ -466,7 +470,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
                     named = self.phase(label_of_callback(found, event))
                     self._patches.add(Subscription(found, event, named))
 
-    def _leave(self) -> None:
+    def _leave_trainer(self) -> None:
         """Stop the wall clock, remove all patches, and show the table if it is due."""
         self._wall_clock.stop()
         self._remove_patches()

@@ -136,7 +136,7 @@ def patches(trainer: Any, calls: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
     Args:
         trainer: The Trainer.
         calls: Listeners, by the action of the method: "epoch", "fetch", "evaluate", "evaluation",
-            "prediction", "log", "rewards", and "run" if its end may be the end of the training.
+            "prediction", "log", "rewards", and "end" if its end may be the end of the training.
     """
     epoch = _EPOCH.attribute if _EPOCH.is_in(trainer) else "training_step"
     names = {
@@ -147,8 +147,8 @@ def patches(trainer: Any, calls: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
         "log": calls["log"],
         _REWARDS.attribute: calls["rewards"],
         epoch: calls["epoch"],
-        _EVALUATE.attribute: calls["run"],
-        _END.attribute: calls["run"],
+        _EVALUATE.attribute: calls["end"],
+        _END.attribute: calls["end"],
     }
     return ((name, call) for name, call in names.items() if read(trainer, name) is not MISSING)
 
