@@ -37,7 +37,8 @@ class Passage(NamedTuple):
         end: Functions that ran at the second mark.
         outside: Functions around the training, such as the caller of `fit`. Their lines do not
             locate a phase.
-        enters_calls: True to name the called function if both marks are on the same line.
+        enters_calls: True to name the called function if both marks are on the same line, or if a
+            trainer called it after the first mark.
     """
 
     start: Frames
@@ -54,7 +55,10 @@ class Passage(NamedTuple):
                     return self._between(first, last, start[0])
         if start:  # The function has returned.
             return _source(start[0], start[0].last_line)
-        return None  # The first mark is in trainer code, which called the function later.
+        called = [frame for frame in self.end if frame.code not in around]
+        if called and self.enters_calls:  # Trainer code has called it since the first mark.
+            return _head(called[-1])
+        return None
 
     def _between(self, first: Frame, last: Frame, innermost: Frame) -> Source:
         """Return the lines of a function between two places, or of a call on a single line."""
@@ -65,7 +69,7 @@ class Passage(NamedTuple):
         if innermost is not first:  # The rest of the called function.
             return _source(innermost, innermost.last_line)
         if end is not last:  # The called function, up to the second place.
-            return Source(end.file, end.code.co_firstlineno, end.line, short_name(end.function))
+            return _head(end)
         return _source(first, line)
 
 
@@ -96,6 +100,11 @@ def _line_reached(first: Frame, last: Frame) -> int:
     if last.loop_line and last.line <= first.line:
         return max(last.loop_line, first.line)  # The loop starts its next iteration.
     return last.line
+
+
+def _head(frame: Frame) -> Source:
+    """Return the lines of a function from its start to the running line."""
+    return Source(frame.file, frame.code.co_firstlineno, frame.line, short_name(frame.function))
 
 
 def _source(frame: Frame, last_line: int) -> Source:
