@@ -25,6 +25,7 @@ from lightning_gputime._compat.torch_ import fetcher_classes
 from lightning_gputime._culprits import workers
 from lightning_gputime._culprits.pin_memory import PinTimes
 from lightning_gputime._culprits.workers import WorkerTimer
+from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.loader import LoaderCase, advise_on_loader
 from lightning_gputime._measurement.culprits import Culprit
 from lightning_gputime._measurement.loader import (
@@ -188,7 +189,10 @@ LOCK = (
     " time, and more workers cannot help"
 )
 NO_CORE = "workers wait 70 % of their time for one of 4 CPU cores"
-STARTS = "set persistent_workers=True: the first batch of a worker takes 1 s, 4 times"
+RESTARTS = "the first batch of a worker takes 1 s, 4 times"
+STARTS = f"set persistent_workers=True: {RESTARTS}"
+CREATE = f"create the DataLoader once, not in each epoch: {RESTARTS}"
+INDEX = "index whole batches with dataset[indices]; the tensors are in memory"
 COLLATING = replace(WORKER, dataset_ms=2.0, collate_ms=18.0)
 IDLE = replace(WORKER, wait_ms=80.0)
 LONG_BATCHES = {"long_batches": 2, "long_share": 0.4, "slowest_ms": 2000.0, "slowest_index": 18_211}
@@ -228,6 +232,28 @@ READS = replace(WORKER, dataset_ms=58.0)
 def test_advice_on_a_loader(facts: dict[str, Any], cores: int | None, texts: list[str]) -> None:
     case = LoaderCase(replace(TIMES, **facts), 5.0, 5.0, batches=200, cores=cores)
     assert [advice.text for advice in advise_on_loader(case)] == texts
+
+
+@pytest.mark.parametrize(
+    ("setup", "text"),
+    [
+        ({"persistent_workers": False}, STARTS),
+        ({"persistent_workers": True}, CREATE),  # A new loader starts new workers.
+        ({"is_in_memory": True}, f"set num_workers=0 (now 2): {RESTARTS}; {INDEX}"),
+    ],
+)
+def test_advice_on_workers_that_start_again(setup: dict[str, Any], text: str) -> None:
+    data = PhaseStats(200, 20.0, 20.0, 20.0, 20.0, share=0.5)
+    collate = Culprit("data/fetch", "pad", 1.8, 200, 2.0, kind="collate")
+    measured = Measurement(
+        {"data": data},
+        PhaseStats(200, 40.0),
+        200,
+        culprits=(collate,),
+        loaders=(replace(TIMES, starts=4, startup_s=1.0),),
+    )
+    known = TrainingSetup(has_loader=True, num_workers=2, **setup)
+    assert [advice.text for advice in diagnose(measured, known).advice][:1] == [text]
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,7 @@ def _load_faster(case: Case) -> Iterator[Advice]:
         yield Advice("sampler", text, {"sampler": culprit.name})
         return
     if setup.is_in_memory:
-        # Workers would copy each batch twice, and cannot read device tensors.
-        text = f"{reason}index whole batches with dataset[indices]; the tensors are in memory"
-        yield Advice("index_batches", text)
+        yield _index_batches(case, reason)
         return
     if not setup.has_loader and FETCH not in m.rows:
         if is_uneven(fetches):
@@ -170,6 +168,19 @@ def _load_faster(case: Case) -> Iterator[Advice]:
         yield from _use_workers(case, reason, fetches.frequency * fetches.mean_ms)
         if setup.num_workers and not m.loaders and is_uneven(fetches):
             yield from _load_ahead(setup)
+
+
+def _index_batches(case: Case, reason: str) -> Advice:
+    """Return advice on tensors in memory, which never suggests workers.
+
+    Workers would copy each batch twice, and cannot read device tensors.
+    """
+    setup, loader = case.setup, LoaderCase.of(case.m, case.setup)
+    if loader is not None and (restarts := loader.restarts):
+        # The loop waits for the start of workers, not for a stage of the loader.
+        reason = f"set {setup.loader_prefix}num_workers=0 (now {setup.num_workers}): {restarts}; "
+    text = f"{reason}index whole batches with dataset[indices]; the tensors are in memory"
+    return Advice("index_batches", text)
 
 
 def _use_workers(case: Case, reason: str, fetch_ms: float) -> Iterator[Advice]:

@@ -34,6 +34,7 @@ class LoaderCase:
         batches: Number of batches that the loop read.
         cores: Number of CPU cores of this rank; None if unknown.
         prefix: Prefix of the loader's options, as in transformers.
+        is_persistent: True if the workers outlive an epoch, as long as the loader exists.
     """
 
     times: LoaderTimes
@@ -42,6 +43,7 @@ class LoaderCase:
     batches: int
     cores: int | None = None
     prefix: str = ""
+    is_persistent: bool = False
 
     @property
     def busy_ms(self) -> float:
@@ -77,7 +79,19 @@ class LoaderCase:
             steps * per_step,
             setup.cores,
             setup.loader_prefix,
+            setup.persistent_workers is True,
         )
+
+    @property
+    def restarts(self) -> str:
+        """Cost of repeated starts, as part of a sentence; empty if they do not explain the wait."""
+        times = self.times
+        waited_s = self.exposed_ms * self.batches / 1e3
+        restarts = times.starts - 1  # The first start is part of the first step.
+        started_s = restarts * times.startup_s
+        if restarts < 1 or waited_s <= 0 or started_s < _MIN_STARTS_SHARE * waited_s:
+            return ""
+        return f"{_startup(times)}, {times.starts} times"
 
     @property
     def intervals(self) -> str:
@@ -131,12 +145,11 @@ def _split_dataset(case: LoaderCase) -> Advice:
 
 
 def _start_less(case: LoaderCase) -> Advice | None:
-    times = case.times
-    waited_s = case.exposed_ms * case.batches / 1e3
-    restarts = times.starts - 1  # The first start is part of the first step.
-    if restarts < 1 or waited_s <= 0 or restarts * times.startup_s < _MIN_STARTS_SHARE * waited_s:
+    if not (restarts := case.restarts):
         return None
-    text = f"set {case.prefix}persistent_workers=True: {_startup(times)}, {times.starts} times"
+    if case.is_persistent:
+        return Advice("create_once", f"create the DataLoader once, not in each epoch: {restarts}")
+    text = f"set {case.prefix}persistent_workers=True: {restarts}"
     return Advice("persistent_workers", text, {"now": False, "suggested": True})
 
 
