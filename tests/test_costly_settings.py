@@ -25,7 +25,7 @@ from lightning_gputime._instrumentation import loop as boundaries
 from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import PhaseSummary
-from lightning_gputime._runs.costly import CostlySettings
+from lightning_gputime._runs.costly import CoreWait, CostlySettings
 from lightning_gputime._runs.environment import Environment
 
 VARIABLES = ["CUDA_LAUNCH_BLOCKING", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES"]
@@ -51,6 +51,7 @@ class Training:
     loop: Mapping[str, Any] = field(default_factory=dict)
     setup: Mapping[str, Any] = field(default_factory=dict)
     marks_module: bool = False
+    core_wait: float | None = None
 
     def settings(self, monkeypatch: pytest.MonkeyPatch) -> tuple[CostlySetting, ...]:
         for target, value in self.patches.items():
@@ -66,6 +67,7 @@ class Training:
             Environment(**{**known, **self.environment}),
             boundaries.Loop(model, **self.loop),
             "GPU work",
+            None if self.core_wait is None else Mock(share=Mock(return_value=self.core_wait)),
         )
         return reader.read(replace(TrainingSetup(), **self.setup))
 
@@ -77,6 +79,7 @@ UNPINNED = {"pin_memory": False, "loader_prefix": "dataloader_"}
 DYNAMO = Training(variables={"TORCH_LOGS": "+dynamo"}, environment={"compiled": True})
 LIGHTNING_PRECISION = Training(PRECISION, environment={"precision": "32-true"})
 CPU = {"device_type": "cpu"}
+THREADS = {"torch.get_num_threads": 16}
 
 
 def variables(**values: str) -> Training:
@@ -101,6 +104,8 @@ CASES = [
     (variables(TORCH_DISTRIBUTED_DEBUG="detail"), "TORCH_DISTRIBUTED_DEBUG", "communication"),
     (variables(NCCL_DEBUG="INFO"), "NCCL_DEBUG", "communication"),
     (DYNAMO, "TORCH_LOGS", "first step"),
+    (Training(THREADS, environment=CPU, setup={"cores": 2}), "num_threads", "GPU work"),
+    (Training(core_wait=0.91, setup={"cores": 2}), "busy_cores", "GPU work"),
 ]
 
 
@@ -156,6 +161,10 @@ def test_setting_is_not_reported_below_five_percent(monkeypatch: pytest.MonkeyPa
         variables(CUDA_LAUNCH_BLOCKING="0", TORCH_SHOW_CPP_STACKTRACES="0"),
         variables(TORCH_DISTRIBUTED_DEBUG="INFO", NCCL_DEBUG="WARN"),
         variables(TORCH_LOGS=""),
+        Training(THREADS, environment=CPU, setup={"cores": 16}),
+        Training(THREADS, environment=CPU),  # The number of cores is unknown.
+        Training(THREADS, setup={"cores": 2}),  # Operations on a GPU use no threads.
+        Training(core_wait=0.1, setup={"cores": 2}),
         # Without a GPU, or other ranks.
         Training(BENCHMARK, environment=CPU),
         Training(PRECISION, environment=CPU),
@@ -169,6 +178,30 @@ def test_setting_is_not_reported_below_five_percent(monkeypatch: pytest.MonkeyPa
 )
 def test_disabled_setting_is_silent(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     assert training.settings(monkeypatch) == ()
+
+
+def test_waits_for_a_core_are_a_fraction_of_the_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock, counts = Mock(return_value=0), tmp_path / "schedstat"
+    monkeypatch.setattr("lightning_gputime._runs.costly.time.perf_counter_ns", clock)
+    monkeypatch.setattr("lightning_gputime._runs.costly.Path", lambda _: counts)
+    counts.write_text("700 1000 12")  # Time on a core, and time of waiting for one.
+    wait = CoreWait()
+    counts.write_text("900 1000001000 40")
+    shares = []
+    for clock.return_value in (10**9, 4 * 10**9):  # One second is too short.
+        shares.append(wait.share())
+    counts.write_text("unknown")
+    assert [*shares, wait.share()] == [0.0, 0.25, 0.0]
+
+
+def test_waits_for_a_core_are_read_from_the_system() -> None:
+    if not Path("/proc/thread-self/schedstat").exists():
+        pytest.skip("needs Linux")
+    wait = CoreWait()
+    wait._since_ns -= 4 * 10**9
+    assert 0.0 <= wait.share() <= 1.0
 
 
 def test_tf32_by_the_newer_torch_setting_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

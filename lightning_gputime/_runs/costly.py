@@ -1,10 +1,13 @@
 """Settings that may cost time, read from public attributes and environment variables."""
 
 import os
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -16,6 +19,7 @@ from lightning_gputime._diagnosis.codes import COMMUNICATION
 from lightning_gputime._instrumentation.loaders import attribute
 from lightning_gputime._instrumentation.loop import Loop
 from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
+from lightning_gputime._measurement.units import percent
 from lightning_gputime._measurement.wall_clock import FIRST_STEP
 from lightning_gputime._phases import CALLBACKS, FETCH
 from lightning_gputime._runs.environment import Environment
@@ -26,6 +30,33 @@ _CONVOLUTIONS = (
 )
 _FLOAT32 = ("float32", "32-true")  # Precisions without autocast, as far as the timer can tell.
 _TF32_CAPABILITY = (8, 0)  # The first compute capability of CUDA with TF32.
+_MIN_CORE_WAIT = 0.2  # Shorter waits for a CPU core, as a fraction of the time, are not reported.
+_MIN_CORE_WAIT_NS = 2_000_000_000  # Minimum time in which to measure that fraction.
+
+
+class CoreWait:
+    """Time in which the calling thread is ready to run, but waits for a CPU core.
+
+    Linux counts it per thread, at no cost for the loop.
+    """
+
+    def __init__(self) -> None:
+        self._counts = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._since_ns, self._waited_ns = time.perf_counter_ns(), self._read_ns()
+
+    def share(self) -> float:
+        """Return the fraction of the time since the creation; 0 if unknown, or too early."""
+        passed_ns = time.perf_counter_ns() - self._since_ns
+        if self._waited_ns is None or passed_ns < _MIN_CORE_WAIT_NS:
+            return 0.0
+        waited_ns = self._read_ns()
+        return 0.0 if waited_ns is None else (waited_ns - self._waited_ns) / passed_ns
+
+    def _read_ns(self) -> int | None:
+        try:
+            return int(self._counts.read_text().split()[1])
+        except (OSError, ValueError, IndexError):
+            return None  # Not on Linux, or not counted by this kernel.
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +70,7 @@ class CostlySettings:
         has_convolutions: True if the model has convolutions.
         repeats_forward: True if a part of the model uses gradient checkpointing.
         finds_unused: True if DDP searches for unused parameters.
+        core_wait: Time in which the loop's thread waits for a CPU core; None if not measured.
     """
 
     environment: Environment = field(default_factory=Environment)
@@ -47,9 +79,12 @@ class CostlySettings:
     has_convolutions: bool = False
     repeats_forward: bool = False
     finds_unused: bool = False
+    core_wait: CoreWait | None = None
 
     @classmethod
-    def of(cls, environment: Environment, loop: Loop, work: str) -> Self:
+    def of(
+        cls, environment: Environment, loop: Loop, work: str, core_wait: CoreWait | None = None
+    ) -> Self:
         """Return the reader for a loop."""
         modules = [*nn.Module.modules(loop.called)]
         return cls(
@@ -63,13 +98,19 @@ class CostlySettings:
                 and attribute(module, "find_unused_parameters") is True
                 for module in modules
             ),
+            core_wait,
         )
 
     def read(self, setup: TrainingSetup) -> tuple[CostlySetting, ...]:
         """Return the current settings. Never raise: a failed read only loses advice."""
         found: list[CostlySetting] = []
         with suppress(Exception):
-            for setting in chain(self._of_training(setup), self._of_torch(), self._of_variables()):
+            for setting in chain(
+                self._of_training(setup),
+                self._of_cores(setup.cores),
+                self._of_torch(),
+                self._of_variables(),
+            ):
                 found.append(setting)
         return tuple(found)
 
@@ -99,6 +140,28 @@ class CostlySettings:
                 FETCH,
                 f"{option}=False may cost time in copies to the GPU, which `{FETCH}` includes:"
                 " set it to True",
+            )
+
+    def _of_cores(self, cores: int | None) -> Iterator[CostlySetting]:
+        if cores is None:
+            return
+        threads = torch.get_num_threads()
+        # With a GPU, few operations of a step use these threads.
+        if threads > cores and self.environment.device_type == "cpu":
+            yield CostlySetting(
+                "num_threads",
+                self.work,
+                f"{threads} threads of torch may cost time in every operation on {cores} CPU cores:"
+                f" call torch.set_num_threads({cores}), or set OMP_NUM_THREADS={cores}",
+            )
+        share = 0.0 if self.core_wait is None else self.core_wait.share()
+        if share >= _MIN_CORE_WAIT:
+            yield CostlySetting(
+                "busy_cores",
+                self.work,
+                f"busy CPU cores may cost time in all phases: the loop's thread waited"
+                f" {percent(share)} of the time for one of {cores} CPU cores; run fewer threads,"
+                " workers and other processes",
             )
 
     def _of_torch(self) -> Iterator[CostlySetting]:
