@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torchmetrics import MeanMetric
 
 from lightning_gputime import GPUPhaseHooks, PhaseSummary
+from lightning_gputime._culprits.places import Frames, Passage, frames_here
 from lightning_gputime._diagnosis.repeated import repeated_calls
 from lightning_gputime._measurement.culprits import Source
 
@@ -384,6 +385,32 @@ def test_model_that_is_called_by_rows_is_named(n: int, options: dict[str, Any], 
     found = repeated_calls(timer.summary().measurement)
     assert (found.calls if found else 1) == n
     assert found is None or "test_culprits.py:" in found.where
+
+
+def test_code_after_a_loop_that_starts_again_is_named_by_its_lines() -> None:
+    marks: list[Frames] = []
+
+    class Marked:
+        def __iter__(self) -> Iterator[int]:
+            marks.append(frames_here()[1:])
+            return self.batches()
+
+        def batches(self) -> Iterator[int]:
+            yield 0
+            marks.append(frames_here()[1:])
+
+    def train(n: int) -> None:
+        for epoch in range(n):
+            for batch in Marked():
+                assert batch == 0
+            best = epoch
+            assert best >= 0
+
+    train(2)
+    _, end, start, _ = marks
+    first_line = train.__code__.co_firstlineno
+    place = Passage(end, start, enters_calls=True).source()
+    assert place == Source(__file__, first_line + 4, first_line + 5, "train")
 
 
 @pytest.mark.parametrize(

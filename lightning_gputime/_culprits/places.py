@@ -62,6 +62,9 @@ class Passage(NamedTuple):
 
     def _between(self, first: Frame, last: Frame, innermost: Frame) -> Source:
         """Return the lines of a function between two places, or of a call on a single line."""
+        if first.loop_line and last.at < first.at and first.lines_after is not None:
+            # The loop has ended, and an outer loop has started it again.
+            return Source(first.file, *first.lines_after, short_name(first.function))
         line, end = _line_reached(first, last), self.end[0]
         # At the head of a loop, allow one more line: the body starts there.
         if line > first.line + bool(first.loop_line) or not self.enters_calls:
