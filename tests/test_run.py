@@ -599,6 +599,15 @@ def test_run_times_the_first_epoch_of_a_loader_subclass_with_workers(run: Runner
 
 
 @pytest.mark.slow
+def test_run_times_the_workers_of_a_loader_that_each_epoch_replaces(run: Runner) -> None:
+    loader = "DataLoader(Slow(), 2, num_workers=1, persistent_workers=True)"
+    script = LOADER.replace("    for x in loader", f"    loader = {loader}\n    for x in loader")
+    run(script, *SAVED, "--warmup-steps", "0", "train.py")
+    (times,) = run.summary().measurement.loaders
+    assert (times.batches, times.starts) == (40, 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "steps", "message"),
     [

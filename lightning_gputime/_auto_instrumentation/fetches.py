@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
@@ -98,25 +98,18 @@ class Fetches:
 
     Args:
         timer: The timer of the loop.
-        loaders: All loaders of the process; referenced weakly.
         early: Stages of the iterators that were created before the timer was attached.
     """
 
-    def __init__(
-        self, timer: GPUPhaseHooks, loaders: list[DataLoader[Any]], early: EarlyStages
-    ) -> None:
+    def __init__(self, timer: GPUPhaseHooks, early: EarlyStages) -> None:
         self._timer = timer
-        self._loaders = WeakSet(loaders)
         self._early = early
         self._iterators: list[Any] = []  # Iterators of the first step.
-        # Datasets of the training, each with the loader that last read it, or the settings of that
-        # loader's iterator if the loader was temporary.
-        self._training: dict[_Dataset, Any] = {}
-        self._newest: _Dataset | None = None  # The dataset whose loader the timer knows.
+        self._datasets: list[_Dataset] = []
         self._has_started = False  # True from `iter(loader)` until the first fetch.
         # Subscribe before the timer does: it times the stages of a new loader only if it knows it.
         self.starts = Subscription(
-            DataLoader, "__iter__", Calls(self._start_epoch, self._has_new_iterator)
+            DataLoader, "__iter__", Calls(self._start_epoch, self._read_settings)
         )
         self.starts.attach()
 
@@ -133,34 +126,26 @@ class Fetches:
     def end_first_step(self) -> None:
         """Use the datasets of the first step as the training datasets."""
         for iterator in self._iterators:
-            dataset = dataset_of_iterator(iterator)
-            found = [loader for loader in self._loaders if loader.dataset is dataset]
-            self._newest = _Dataset(dataset)
-            self._training[self._newest] = found[0] if found else settings_of_iterator(iterator)
+            self._datasets.append(_Dataset(dataset_of_iterator(iterator)))
             self._early.move(iterator, self._timer._culprits)
         self._early.remove()
-        if self._newest is not None:
-            self._timer._read_loader(self._training[self._newest], in_data=True)
+        if self._iterators:
+            self._read_settings(self._iterators[-1])
         self._iterators = []
 
     def _start_epoch(self, loader: DataLoader[Any], *_: Any) -> bool:
-        """Start `data` if a training loader starts an epoch. Return True if the loader is new."""
-        dataset = self._find(loader.dataset)
-        if dataset is None:
+        """Start `data` if a training loader starts an epoch. Return whether it does."""
+        if not self._is_timed(loader.dataset):
             return False
         self._timer._session.recorder.mark(DATA)
         self._has_started = True
-        is_new = self._training[dataset] is not loader
-        if is_new or dataset is not self._newest:
-            self._newest = dataset
-            self._timer._read_loader(loader, in_data=True)
-        return is_new
+        # Until the iterator exists, for the timer of the stages.
+        self._timer._read_loader(loader, in_data=True)
+        return True
 
-    def _has_new_iterator(self, iterator: Any) -> None:
-        """Drop the reference to a loader that was created for this epoch: its workers must exit."""
-        if self._newest is not None:
-            self._training[self._newest] = settings = settings_of_iterator(iterator)
-            self._timer._read_loader(settings, in_data=True)
+    def _read_settings(self, iterator: Any) -> None:
+        """Keep the settings, not the loader, which may be of this epoch: its workers must exit."""
+        self._timer._read_loader(settings_of_iterator(iterator), in_data=True)
 
     # Listener of loader iterators, see `Calls`
 
@@ -171,7 +156,7 @@ class Fetches:
             if is_training and iterator not in self._iterators:
                 self._iterators.append(iterator)
             return False
-        if self._find(dataset_of_iterator(iterator)) is None:
+        if not self._is_timed(dataset_of_iterator(iterator)):
             return False
         if recorder.state is PAUSED:
             recorder.resume(DATA)
@@ -188,11 +173,11 @@ class Fetches:
         else:
             self._timer._session.open_step.batch_begins(batch)
 
-    def _find(self, dataset: object) -> _Dataset | None:
-        """Return the entry of a training dataset; None if its fetches are not timed now."""
+    def _is_timed(self, dataset: object) -> bool:
+        """Return whether this is a training dataset whose fetches are timed now."""
         session = self._timer._session
-        if not self._training or session.steps.state is OFF or not torch.is_grad_enabled():
-            return None
+        if not self._datasets or session.steps.state is OFF or not torch.is_grad_enabled():
+            return False
         if get_ident() != session.recorder.threads.home:
-            return None
-        return next((known for known in self._training if known.accepts(dataset)), None)
+            return False
+        return any(known.accepts(dataset) for known in self._datasets)

@@ -237,7 +237,7 @@ class _TimedLoop:
         self.patience = _MIN_OTHER_UPDATES
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._timer = GPUPhaseHooks(model, optimizer, **timer_options(wanted))
-        self._fetches = Fetches(self._timer, _instances_of(DataLoader), early)
+        self._fetches = Fetches(self._timer, early)
         self._timer.attach()
         self._timer._session.attach_until_end(self._fetches.starts)
         self._hook = optimizer.register_step_post_hook(self._step_ends)
