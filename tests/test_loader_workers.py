@@ -183,6 +183,7 @@ RARE = (
 )
 SMALLER = "return smaller batches, such as uint8 in place of float32: "
 RECEIVE = "workers wait 80 % of the time, because the main process receives too slowly"
+MOSTLY, NEARLY = (RECEIVE.replace("80 %", share) for share in ("93 %", "95 %"))
 PIN = "the pin-memory thread copies one batch at a time, in 9 ms, so more workers cannot help"
 LOCK = (
     "remove the lock that workers share in `Photos.__getitem__`: they wait for it 60 % of their"
@@ -198,6 +199,7 @@ IDLE = replace(WORKER, wait_ms=80.0)
 LONG_BATCHES = {"long_batches": 2, "long_share": 0.4, "slowest_ms": 2000.0, "slowest_index": 18_211}
 NEW = WorkerTimes(0, 0.0, 0.0, 0.0)  # Has made no batch yet.
 READS = replace(WORKER, dataset_ms=58.0)
+QUICK, UNEVEN = (replace(WORKER, dataset_ms=ms, collate_ms=0.0, wait_ms=10.0) for ms in (0.5, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -211,6 +213,9 @@ READS = replace(WORKER, dataset_ms=58.0)
         ({"workers": (WORKER, READS, WORKER)}, 16, [SLOW_WORKER]),
         ({"workers": (NEW, READS, WORKER)}, 16, [SLOW_WORKER]),
         (LONG_BATCHES, 16, [RARE]),
+        # The loop waits much longer than these batches take.
+        ({"workers": (QUICK, UNEVEN)}, 16, [f"{SMALLER}{MOSTLY}"]),
+        ({"workers": (QUICK, QUICK), **LONG_BATCHES}, 16, [f"{SMALLER}{NEARLY}"]),
         ({"workers": (IDLE,) * 2}, 16, [f"{SMALLER}{RECEIVE}"]),
         ({"workers": (IDLE,) * 2, "pin_ms": 9.0}, 16, [f"set pin_memory=False, or {SMALLER}{PIN}"]),
         ({"pin_ms": 3.0}, 16, [KEEP_UP]),

@@ -12,7 +12,7 @@ from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._phases import DATA, FETCH
 
-_MIN_SHARE = 0.2  # Causes below this fraction of the workers' time are not reported.
+_MIN_SHARE = 0.2  # Causes below this fraction of the workers' time or the wait are not reported.
 _MIN_STARTS_SHARE = 0.5  # Worker starts that take this fraction of a wait are its cause.
 _MAX_RUN_DELAY = 0.5  # Workers lack CPU cores if they wait for a core this fraction of the time.
 _MAX_IDLE = 0.5  # Workers that idle this fraction of the time are not the bottleneck.
@@ -81,6 +81,10 @@ class LoaderCase:
             setup.loader_prefix,
             setup.persistent_workers is True,
         )
+
+    def explains(self, ms: float) -> bool:
+        """Return True if this time of workers per batch explains a part of the loop's wait."""
+        return ms >= _MIN_SHARE * self.exposed_ms
 
     @property
     def restarts(self) -> str:
@@ -170,6 +174,8 @@ def _fix_slow_samples(case: LoaderCase) -> Advice | None:
     times = case.times
     if not times.long_batches or times.long_share < _MIN_SHARE:
         return None
+    if not case.explains(times.long_share * case.busy_ms):
+        return None
     sample = "" if times.slowest_index is None else f", because of sample {times.slowest_index:,}"
     often = times.batches / times.long_batches
     worker = f"in worker {times.slowest_worker}{sample}"
@@ -188,6 +194,9 @@ def _fix_worker(case: LoaderCase) -> Advice | None:
     others = [ms for ms in busy_ms[:slowest] + busy_ms[slowest + 1 :] if ms]
     other_ms = median_high(others) if others else math.inf
     if busy_ms[slowest] < _SLOW_WORKER * other_ms:
+        return None
+    share = case.times.workers[slowest].batches / case.times.batches
+    if not case.explains(share * (busy_ms[slowest] - other_ms)):
         return None
     text = (
         f"check what worker {slowest} reads: a batch takes {duration(busy_ms[slowest])} there,"
