@@ -324,6 +324,29 @@ def test_advice_names_the_culprit_unless_the_update_can_be_fused(
     assert advice[0].text.startswith(text)
 
 
+@pytest.mark.parametrize(
+    ("calls", "seconds", "first_s", "is_reported"),
+    [
+        (95, 0.9, 0.0, True),
+        (95, 0.9, 0.8, False),  # Most of the time is part of the first step.
+        (5, 0.9, 0.0, False),  # Rare compilations are slow steps.
+        (95, 0.1, 0.0, False),
+    ],
+)
+def test_compilation_in_most_steps_is_reported(
+    calls: int, seconds: float, first_s: float, is_reported: bool
+) -> None:
+    place = Source("train.py", 9, 9, "<module>")
+    culprit = Culprit("slow steps: compilation", "", seconds, calls, seconds, place, "", PLACE)
+    clock = WallClockBreakdown({"steps": 1.77, "first step": first_s})
+    found, _ = check(on_host(culprits=(culprit,), wall_clock=clock))
+    text = (
+        "torch compiles 95 times, in 900 ms: train.py:9 is recompiled: use batches of equal shape,"
+        " or torch.compile(dynamic=True)"
+    )
+    assert texts(found, "dynamic_shapes") == is_reported * [text]
+
+
 def test_entries_of_a_fit_are_exact() -> None:
     # 100 steps of 16.7 ms and 1 ms in checkpoints, after a first step of 500 ms.
     entries_s = {"set-up": 0.007, "first step": 0.5, "validation": 0.1, "epoch ends": 0.011}
