@@ -186,7 +186,7 @@ def test_waits_for_a_core_are_a_fraction_of_the_time(
     clock, counts = Mock(return_value=0), tmp_path / "schedstat"
     monkeypatch.setattr("lightning_gputime._runs.costly.time.perf_counter_ns", clock)
     monkeypatch.setattr("lightning_gputime._runs.costly.Path", lambda _: counts)
-    counts.write_text("700 1000 12")  # Time on a core, and time of waiting for one.
+    counts.write_text("700 1000 12")  # Time on a core, and wait for a core.
     wait = CoreWait()
     counts.write_text("900 1000001000 40")
     shares = []

@@ -544,7 +544,7 @@ def _collect_less(case: Case) -> Iterator[Advice]:
 
 
 def _compile_less(case: Case) -> Iterator[Advice]:
-    """Yield advice if torch compiles in so many steps that they do not count as slow."""
+    """Yield advice if torch compiles in most steps, which then do not count as slow."""
     m = case.m
     found = of_entry(m.culprits, COMPILATIONS)
     compiled_s, calls = sum(code.seconds for code in found), sum(code.calls for code in found)
