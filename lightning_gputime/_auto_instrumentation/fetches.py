@@ -121,7 +121,7 @@ class Fetches:
     @property
     def are_timed(self) -> bool:
         """True once the training datasets are found."""
-        return bool(self._training)
+        return bool(self._datasets)
 
     def end_first_step(self) -> None:
         """Use the datasets of the first step as the training datasets."""
@@ -151,7 +151,7 @@ class Fetches:
 
     def on_call_start(self, iterator: Any, *_: Any, **__: Any) -> bool:
         recorder = self._timer._session.recorder
-        if not self._training:
+        if not self._datasets:
             is_training = get_ident() == recorder.threads.home and torch.is_grad_enabled()
             if is_training and iterator not in self._iterators:
                 self._iterators.append(iterator)

@@ -20,6 +20,41 @@ _TRIAL_EVERY_N_STEPS, _TRIAL_STEPS = 2, 100  # To measure the cost of timing.
 _MAX_STEPS_BETWEEN_DECISIONS = 4096
 
 
+class _Reads:
+    """Time that reading the timed steps takes, in reads of one or more steps.
+
+    A read also updates the statistics of all untimed steps, at the same cost for 1 timed step as
+    for 25.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        """Number of all steps that were read."""
+        # Number of steps and duration of the newest reads, and of the newest of the largest.
+        self._newest = deque[tuple[int, int]](maxlen=_COMPARED)
+        self._largest = deque[tuple[int, int]](maxlen=_COMPARED)
+
+    def add(self, steps: int, ns: int) -> None:
+        if not steps:
+            return
+        self.steps += steps
+        self._newest.append((steps, ns))
+        largest = self._largest[0][0] if self._largest else 0
+        if steps > largest:
+            self._largest.clear()
+        if steps >= largest:
+            self._largest.append((steps, ns))
+
+    def mean_ns(self) -> float:
+        """Return the time per timed step."""
+        steps, ns = map(sum, zip(*self._newest, strict=True))
+        return ns / steps
+
+    def mean_if_large_ns(self) -> float:
+        """Return the time per step if all reads are large, as when every step is timed."""
+        return statistics.median(ns / steps for steps, ns in self._largest)
+
+
 class TimingCost:
     """Cost of timing. It chooses `n` for timing 1 of `n` steps in less than 1 % of the time.
 
@@ -50,12 +85,9 @@ class TimingCost:
         self._untimed_ns: deque[tuple[int, float]] = deque(maxlen=_COMPARED)
         self._consecutive = self._span_end_ns = 0  # Number and end of the newest spans in a row.
         self._switches_ns: deque[int] = deque(maxlen=_COMPARED)
-        # Sums over timed steps: number, marks and host waits.
-        self._read = self._marks = 0
-        self._wait_ms = 0.0
-        # Number of steps of each read, and its duration.
-        self._reads = deque[tuple[int, int]](maxlen=_COMPARED)
-        self._largest_reads = deque[tuple[int, int]](maxlen=_COMPARED)
+        self._reads = _Reads()
+        # Sums over the steps that were read: marks and host waits.
+        self._marks, self._wait_ms = 0, 0.0
 
     # Measurements
 
@@ -85,34 +117,24 @@ class TimingCost:
     def add_timed(self, steps: Sequence[StepRecord], since_ns: int) -> None:
         """Add timed steps whose reading took from the host time `since_ns` until now."""
         reading_ns = self._host_ns() - since_ns
-        self._add_read(len(steps), reading_ns)
+        self._reads.add(len(steps), reading_ns)
         for step in steps:
             start_ns, *_, end_ns = step.host_ns
             self._timed_ns.append((start_ns, end_ns - start_ns))
-        self._read += len(steps)
         self._marks += sum(len(step.labels) for step in steps)
         self._wait_ms += sum(step.wait_ms for step in steps)
         # Reading is part of the cost of timing, so exclude it from the current span.
         start_ns, first = self._span
         self._span = start_ns + reading_ns, first
 
-    def _add_read(self, steps: int, ns: int) -> None:
-        largest = self._largest_reads[0][0] if self._largest_reads else 1
-        if steps > largest:
-            self._largest_reads.clear()
-        if steps >= largest:
-            self._largest_reads.append((steps, ns))
-        if steps:
-            self._reads.append((steps, ns))
-
     # Decisions
 
     def decide(self) -> int:
         """Return `n` if 1 of `n` steps should be timed from now on."""
-        if not self._read:
+        if not self._reads.steps:
             return 1
-        marks = self._marks / self._read
-        wait_ns = self._wait_ms / self._read * 1e6
+        marks = self._marks / self._reads.steps
+        wait_ns = self._wait_ms / self._reads.steps * 1e6
         step_ns = statistics.median([ns for _, ns in self._untimed_ns or self._timed_ns])
         most_ns = marks * _MAX_PER_MARK_NS
         if wait_ns >= most_ns or most_ns < _MAX_COST_SHARE * step_ns:
@@ -121,12 +143,8 @@ class TimingCost:
         if not added_ns:
             return _TRIAL_EVERY_N_STEPS
         cost_ns = min(max(statistics.median(added_ns), marks * _MIN_PER_MARK_NS), most_ns)
-        # A read also updates the statistics of all untimed steps, at the same cost for 1 timed step
-        # as for 25. If every step were timed, all reads would be as large as the largest.
-        reading_all_ns = statistics.median(ns / n for n, ns in self._largest_reads)
-        self.share = (cost_ns + reading_all_ns) / step_ns
-        n_read, reading_ns = map(sum, zip(*self._reads, strict=True))
-        self._step_ns, self._cost_ns = step_ns, cost_ns + reading_ns / n_read
+        self.share = (cost_ns + self._reads.mean_if_large_ns()) / step_ns
+        self._step_ns, self._cost_ns = step_ns, cost_ns + self._reads.mean_ns()
         return self._smallest_n()
 
     def added_share(self, n: int) -> float | None:
