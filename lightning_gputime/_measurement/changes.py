@@ -66,7 +66,7 @@ class Slowdown:
     # "jump" between two levels, "trend" if the change is gradual, "stretch" if it has ended.
     kind: str
     since_step: int  # Number of the first step of the change.
-    change: float  # Of the step time: 0.5 for +50 %, negative if steps got faster.
+    change: float  # Relative to the step time before: 0.5 for +50 %, negative if steps got faster.
     error: float  # Half the width of the 95 % interval of `change`.
     before_ms: float  # Mean step time at the start, after the warm-up.
     phase: str = ""  # Phase with the largest part of the change; empty if unknown.
