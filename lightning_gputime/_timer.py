@@ -37,7 +37,7 @@ from lightning_gputime._output.table import Table, Tabular, show
 from lightning_gputime._phases import EXCLUDED, SAVES, StepTimes
 from lightning_gputime._record.clock import Clock, HostClock, clock_for
 from lightning_gputime._runs import saved
-from lightning_gputime._runs.costly import CoreWait, CostlySettings, merge
+from lightning_gputime._runs.costly import CostlySettings, merge
 from lightning_gputime._runs.environment import (
     Environment,
     environment_of,
@@ -46,6 +46,7 @@ from lightning_gputime._runs.environment import (
 )
 from lightning_gputime._runs.live_file import LiveFile
 from lightning_gputime._runs.run import Run
+from lightning_gputime._runs.threads import ThreadTimes
 from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._session.null import NEVER_ATTACHED, REMOVED, NullSession
 from lightning_gputime._session.session import Session
@@ -192,9 +193,9 @@ class Timer(Tabular):
         self._evaluations.means.clear()
         means.writer.begin()
         work = CPU_WORK if on_host else GPU_WORK
-        # Waits for a CPU core can only be compared with the system clock.
-        core_wait = None if options._clock else CoreWait()
-        self._costly_settings = CostlySettings.of(self._environment, loop, work, core_wait)
+        # CPU times can only be compared with the system clock.
+        threads = None if options._clock else ThreadTimes()
+        self._costly_settings = CostlySettings.of(self._environment, loop, work, threads)
         self._read_costly_settings()
         # Set before `attach`, so that `_detach` finds the session if `attach` is interrupted.
         results = self._results

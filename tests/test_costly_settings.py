@@ -1,5 +1,6 @@
 """Tests of costly settings, and of the advice on the entries that they inflate."""
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,8 +26,9 @@ from lightning_gputime._instrumentation import loop as boundaries
 from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import PhaseSummary
-from lightning_gputime._runs.costly import CoreWait, CostlySettings
+from lightning_gputime._runs.costly import CostlySettings
 from lightning_gputime._runs.environment import Environment
+from lightning_gputime._runs.threads import ThreadTimes
 
 VARIABLES = ["CUDA_LAUNCH_BLOCKING", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES"]
 VARIABLES += ["TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG"]
@@ -51,7 +53,7 @@ class Training:
     loop: Mapping[str, Any] = field(default_factory=dict)
     setup: Mapping[str, Any] = field(default_factory=dict)
     marks_module: bool = False
-    core_wait: float | None = None
+    threads: ThreadTimes | None = None
 
     def settings(self, monkeypatch: pytest.MonkeyPatch) -> tuple[CostlySetting, ...]:
         for target, value in self.patches.items():
@@ -67,7 +69,7 @@ class Training:
             Environment(**{**known, **self.environment}),
             boundaries.Loop(model, **self.loop),
             "GPU work",
-            None if self.core_wait is None else Mock(share=Mock(return_value=self.core_wait)),
+            self.threads,
         )
         return reader.read(replace(TrainingSetup(), **self.setup))
 
@@ -80,6 +82,13 @@ DYNAMO = Training(variables={"TORCH_LOGS": "+dynamo"}, environment={"compiled": 
 LIGHTNING_PRECISION = Training(PRECISION, environment={"precision": "32-true"})
 CPU = {"device_type": "cpu"}
 THREADS = {"torch.get_num_threads": 16}
+
+
+def threads(core_wait: float = 0.0, busiest: float = 0.0) -> Any:
+    return Mock(
+        core_wait_share=Mock(return_value=core_wait),
+        busiest_other=Mock(return_value=("monitor", busiest)),
+    )
 
 
 def variables(**values: str) -> Training:
@@ -105,7 +114,8 @@ CASES = [
     (variables(NCCL_DEBUG="INFO"), "NCCL_DEBUG", "communication"),
     (DYNAMO, "TORCH_LOGS", "first step"),
     (Training(THREADS, environment=CPU, setup={"cores": 2}), "num_threads", "GPU work"),
-    (Training(core_wait=0.91, setup={"cores": 2}), "busy_cores", "GPU work"),
+    (Training(threads=threads(core_wait=0.91), setup={"cores": 2}), "busy_cores", "GPU work"),
+    (Training(threads=threads(busiest=0.9)), "busy_thread", "GPU work"),
 ]
 
 
@@ -164,7 +174,7 @@ def test_setting_is_not_reported_below_five_percent(monkeypatch: pytest.MonkeyPa
         Training(THREADS, environment=CPU, setup={"cores": 16}),
         Training(THREADS, environment=CPU),  # The number of cores is unknown.
         Training(THREADS, setup={"cores": 2}),  # Operations on a GPU use no threads.
-        Training(core_wait=0.1, setup={"cores": 2}),
+        Training(threads=threads(core_wait=0.1, busiest=0.2), setup={"cores": 2}),
         # Without a GPU, or other ranks.
         Training(BENCHMARK, environment=CPU),
         Training(PRECISION, environment=CPU),
@@ -180,28 +190,43 @@ def test_disabled_setting_is_silent(training: Training, monkeypatch: pytest.Monk
     assert training.settings(monkeypatch) == ()
 
 
-def test_waits_for_a_core_are_a_fraction_of_the_time(
+def test_cpu_times_of_threads_are_fractions_of_the_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    clock, counts = Mock(return_value=0), tmp_path / "schedstat"
-    monkeypatch.setattr("lightning_gputime._runs.costly.time.perf_counter_ns", clock)
-    monkeypatch.setattr("lightning_gputime._runs.costly.Path", lambda _: counts)
-    counts.write_text("700 1000 12")  # Time on a core, and wait for a core.
-    wait = CoreWait()
-    counts.write_text("900 1000001000 40")
-    shares = []
+    clock = Mock(return_value=0)
+    monkeypatch.setattr("lightning_gputime._runs.threads.time.perf_counter_ns", clock)
+    names = {threading.get_native_id(): "MainThread", 2: "monitor", 3: "Dummy-1"}
+    known = []
+    for native_id, name in names.items():
+        known.append(Mock(native_id=native_id))
+        known[-1].name = name
+        (tmp_path / f"{native_id}").mkdir()
+    monkeypatch.setattr("lightning_gputime._runs.threads.threading.enumerate", lambda: known)
+    path = "lightning_gputime._runs.threads.Path"
+    monkeypatch.setattr(path, lambda name: tmp_path / Path(name).parent.name / "schedstat")
+
+    def count(text: str) -> None:
+        for thread in known:
+            (tmp_path / f"{thread.native_id}" / "schedstat").write_text(text)
+
+    count("700 1000 12")  # Time on a core, and wait for a core.
+    times = ThreadTimes()
+    count("2000000700 1000001000 40")
+    found = []
     for clock.return_value in (10**9, 4 * 10**9):  # One second is too short.
-        shares.append(wait.share())
-    counts.write_text("unknown")
-    assert [*shares, wait.share()] == [0.0, 0.25, 0.0]
+        found.append((times.core_wait_share(), times.busiest_other()))
+    assert [found[0][0], found[1]] == [0.0, (0.25, ("monitor", 0.5))]
+    count("unknown")
+    assert (times.core_wait_share(), times.busiest_other()[1]) == (0.0, 0.0)
 
 
-def test_waits_for_a_core_are_read_from_the_system() -> None:
+def test_cpu_times_of_threads_are_read_from_the_system() -> None:
     if not Path("/proc/thread-self/schedstat").exists():
         pytest.skip("needs Linux")
-    wait = CoreWait()
-    wait._since_ns -= 4 * 10**9
-    assert 0.0 <= wait.share() <= 1.0
+    times = ThreadTimes()
+    times._since_ns -= 4 * 10**9
+    assert 0.0 <= times.core_wait_share() <= 1.0
+    assert 0.0 <= times.busiest_other()[1] <= 1.0
 
 
 def test_tf32_by_the_newer_torch_setting_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

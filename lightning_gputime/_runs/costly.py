@@ -1,13 +1,10 @@
 """Settings that may cost time, read from public attributes and environment variables."""
 
 import os
-import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -23,6 +20,7 @@ from lightning_gputime._measurement.units import percent
 from lightning_gputime._measurement.wall_clock import FIRST_STEP
 from lightning_gputime._phases import CALLBACKS, FETCH
 from lightning_gputime._runs.environment import Environment
+from lightning_gputime._runs.threads import ThreadTimes
 
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -31,32 +29,7 @@ _CONVOLUTIONS = (
 _FLOAT32 = ("float32", "32-true")  # Precisions without autocast, as far as the timer can tell.
 _TF32_CAPABILITY = (8, 0)  # The first compute capability of CUDA with TF32.
 _MIN_CORE_WAIT = 0.2  # Shorter waits for a CPU core, as a fraction of the time, are not reported.
-_MIN_CORE_WAIT_NS = 2_000_000_000  # Minimum time in which to measure that fraction.
-
-
-class CoreWait:
-    """Time in which the calling thread is ready to run, but waits for a CPU core.
-
-    Linux counts it per thread, at no cost for the loop.
-    """
-
-    def __init__(self) -> None:
-        self._counts = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-        self._since_ns, self._waited_ns = time.perf_counter_ns(), self._read_ns()
-
-    def share(self) -> float:
-        """Return the fraction of the time since the creation; 0 if unknown, or too early."""
-        passed_ns = time.perf_counter_ns() - self._since_ns
-        if self._waited_ns is None or passed_ns < _MIN_CORE_WAIT_NS:
-            return 0.0
-        waited_ns = self._read_ns()
-        return 0.0 if waited_ns is None else (waited_ns - self._waited_ns) / passed_ns
-
-    def _read_ns(self) -> int | None:
-        try:
-            return int(self._counts.read_text().split()[1])
-        except (OSError, ValueError, IndexError):
-            return None  # Not on Linux, or not counted by this kernel.
+_MIN_THREAD = 0.3  # Other Python threads that run a smaller fraction of the time are ignored.
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +43,7 @@ class CostlySettings:
         has_convolutions: True if the model has convolutions.
         repeats_forward: True if a part of the model uses gradient checkpointing.
         finds_unused: True if DDP searches for unused parameters.
-        core_wait: Time in which the loop's thread waits for a CPU core; None if not measured.
+        threads: CPU time of the Python threads; None if not measured.
     """
 
     environment: Environment = field(default_factory=Environment)
@@ -79,11 +52,11 @@ class CostlySettings:
     has_convolutions: bool = False
     repeats_forward: bool = False
     finds_unused: bool = False
-    core_wait: CoreWait | None = None
+    threads: ThreadTimes | None = None
 
     @classmethod
     def of(
-        cls, environment: Environment, loop: Loop, work: str, core_wait: CoreWait | None = None
+        cls, environment: Environment, loop: Loop, work: str, threads: ThreadTimes | None = None
     ) -> Self:
         """Return the reader for a loop."""
         modules = [*nn.Module.modules(loop.called)]
@@ -98,7 +71,7 @@ class CostlySettings:
                 and attribute(module, "find_unused_parameters") is True
                 for module in modules
             ),
-            core_wait,
+            threads,
         )
 
     def read(self, setup: TrainingSetup) -> tuple[CostlySetting, ...]:
@@ -108,6 +81,7 @@ class CostlySettings:
             for setting in chain(
                 self._of_training(setup),
                 self._of_cores(setup.cores),
+                self._of_threads(),
                 self._of_torch(),
                 self._of_variables(),
             ):
@@ -154,7 +128,7 @@ class CostlySettings:
                 f"{threads} threads of torch may cost time in every operation on {cores} CPU cores:"
                 f" call torch.set_num_threads({cores}), or set OMP_NUM_THREADS={cores}",
             )
-        share = 0.0 if self.core_wait is None else self.core_wait.share()
+        share = 0.0 if self.threads is None else self.threads.core_wait_share()
         if share >= _MIN_CORE_WAIT:
             yield CostlySetting(
                 "busy_cores",
@@ -162,6 +136,17 @@ class CostlySettings:
                 f"busy CPU cores may cost time in all phases: the loop's thread waited"
                 f" {percent(share)} of the time for one of {cores} CPU cores; run fewer threads,"
                 " workers and other processes",
+            )
+
+    def _of_threads(self) -> Iterator[CostlySetting]:
+        thread, share = ("", 0.0) if self.threads is None else self.threads.busiest_other()
+        if share >= _MIN_THREAD:
+            yield CostlySetting(
+                "busy_thread",
+                self.work,
+                f"the Python thread `{thread}` may cost time in all phases: it ran"
+                f" {percent(share)} of the time, and only one thread at a time runs Python code;"
+                " move its work to a process",
             )
 
     def _of_torch(self) -> Iterator[CostlySetting]:

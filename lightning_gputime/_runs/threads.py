@@ -1,0 +1,62 @@
+"""CPU time of the Python threads of this process, as counted by Linux at no cost for the loop."""
+
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_gputime._compat.torch_ import PIN_LOOP
+
+_MIN_NS = 2_000_000_000  # Minimum time in which to measure fractions of the time.
+# Parts of the names of threads that run little Python code: autograd's and the loader's.
+_IGNORED = ("Dummy-", PIN_LOOP.attribute)
+
+
+class _Times(NamedTuple):
+    """Time of a thread on a CPU core, and ready to run without a core (in nanoseconds)."""
+
+    run_ns: int = 0
+    wait_ns: int = 0
+
+
+class ThreadTimes:
+    """CPU time of all Python threads since the creation, which is in the training thread."""
+
+    def __init__(self) -> None:
+        self._loop_id = threading.get_native_id()
+        self._since_ns = time.perf_counter_ns()
+        self._start = {thread.native_id: _times_of(thread.native_id) for thread in _threads()}
+
+    def core_wait_share(self) -> float:
+        """Return the fraction of the time in which the loop waits for a core; 0 if unknown."""
+        return self._share_of(self._loop_id)[1]
+
+    def busiest_other(self) -> tuple[str, float]:
+        """Return the name of the busiest other thread, and the fraction of the time it runs."""
+        shares = {
+            thread.name: self._share_of(thread.native_id)[0]
+            for thread in _threads()
+            if thread.native_id != self._loop_id
+            and not any(part in thread.name for part in _IGNORED)
+        }
+        return max(shares.items(), key=lambda item: item[1], default=("", 0.0))
+
+    def _share_of(self, native_id: int | None) -> tuple[float, float]:
+        """Return the fractions of the time in which a thread runs, and waits for a core."""
+        passed_ns = time.perf_counter_ns() - self._since_ns
+        start, end = self._start.get(native_id, _Times()), _times_of(native_id)
+        if passed_ns < _MIN_NS or start is None or end is None:
+            return 0.0, 0.0
+        return (end.run_ns - start.run_ns) / passed_ns, (end.wait_ns - start.wait_ns) / passed_ns
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.native_id is not None]
+
+
+def _times_of(native_id: int | None) -> _Times | None:
+    try:
+        run_ns, wait_ns, _ = Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()
+        return _Times(int(run_ns), int(wait_ns))
+    except (OSError, ValueError):
+        return None  # Not on Linux, or not counted by this kernel.
