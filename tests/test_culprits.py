@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fake_gpu import FakeGPU
-from fake_lightning import Loader, MemoryLogger, Model, timer_of, trainer
+from fake_lightning import Loader, MemoryLogger, Model, fit, timer_of, trainer
 from fake_loop import Loop, hooks
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -385,6 +385,37 @@ def test_model_that_is_called_by_rows_is_named(n: int, options: dict[str, Any], 
     found = repeated_calls(timer.summary().measurement)
     assert (found.calls if found else 1) == n
     assert found is None or "test_culprits.py:" in found.where
+
+
+def test_start_of_training_step_is_named_by_its_lines(gpu: FakeGPU) -> None:
+    class Augments(Model):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            self.gpu.host_work(30.0)
+            return super().training_step(batch, batch_idx)
+
+    timer = fit(gpu, Augments(gpu), 60)
+    first = Augments.training_step.__code__.co_firstlineno
+    where = f"test_culprits.py:{first}-{first + 2}, before forward"
+    # The queue of the GPU hides 15.3 ms of the 30 ms.
+    assert f"other: `Augments.training_step` ({where}) takes 14.7 ms of" in str(timer.summary())
+
+
+def test_update_at_the_end_of_a_loop_body_has_no_lines_after_it() -> None:
+    marks: list[Frames] = []
+
+    def batches() -> Iterator[int]:
+        for number in range(2):
+            marks.append(frames_here()[1:])
+            yield number
+
+    def train() -> None:
+        for batch in batches():
+            assert batch < 2
+            marks.append(frames_here())
+
+    train()
+    _, update, fetch, _ = marks
+    assert Passage(update, fetch, enters_calls=True).source() is None
 
 
 def test_code_after_a_loop_that_starts_again_is_named_by_its_lines() -> None:

@@ -295,6 +295,7 @@ COMMAND = Culprit(
     Source("/v/site-packages/trains/loop.py", 9, 11, "main"),
     kind=PLACE,
 )
+SCRIPT = replace(COMMAND, source=Source("train.py", 9, 11, "<module>"))
 SAMPLING = Culprit("data/fetch", "Balanced", 9.0, 100, 10.0, kind=SAMPLER)
 
 
@@ -305,6 +306,7 @@ SAMPLING = Culprit("data/fetch", "Balanced", 9.0, 100, 10.0, kind=SAMPLER)
         (UPDATE, {"optimizer": 12.0}, {"unfused": "Adam"}, "fused", "use Adam(fused=True)"),
         (UPDATE, {"optimizer": 12.0}, {}, "shorten", "`Adam.step` (train.py:9) takes"),
         (COMMAND, {"other": 12.0}, {}, "shorten", "`main` (loop.py:9-11, before forward) takes"),
+        (SCRIPT, {"other": 12.0}, {}, "shorten", "train.py:9-11 (before forward) takes"),
         (SAMPLING, FETCHES, {"num_workers": 0, "is_in_memory": True}, "sampler", "`Balanced` "),
     ],
     ids=[
@@ -312,6 +314,7 @@ SAMPLING = Culprit("data/fetch", "Balanced", 9.0, 100, 10.0, kind=SAMPLER)
         "update to fuse",
         "fused update",
         "training command of an installed package",
+        "lines of a script",
         "sampler of tensors in memory",
     ],
 )

@@ -39,12 +39,14 @@ class Passage(NamedTuple):
             locate a phase.
         enters_calls: True to name the called function if both marks are on the same line, or if a
             trainer called it after the first mark.
+        updates: Name of the optimizer's function, in which a trainer may call the model.
     """
 
     start: Frames
     end: Frames
     outside: Frames = ()
     enters_calls: bool = False
+    updates: str = ""
 
     def source(self) -> Source | None:
         around = {frame.code for frame in self.outside}
@@ -55,12 +57,14 @@ class Passage(NamedTuple):
                     return self._between(first, last, start[0])
         if start:  # The function has returned.
             return _source(start[0], start[0].last_line)
+        if not self.enters_calls:
+            return None
+        # Trainer code has called these functions since the first mark.
         called = [frame for frame in self.end if frame.code not in around]
-        if called and self.enters_calls:  # Trainer code has called it since the first mark.
-            return _head(called[-1])
-        return None
+        called = [frame for frame in called if short_name(frame.function) != self.updates]
+        return _head(called[-1]) if called else None
 
-    def _between(self, first: Frame, last: Frame, innermost: Frame) -> Source:
+    def _between(self, first: Frame, last: Frame, innermost: Frame) -> Source | None:
         """Return the lines of a function between two places, or of a call on a single line."""
         if first.loop_line and last.at < first.at and first.lines_after is not None:
             # The loop has ended, and an outer loop has started it again.
@@ -73,6 +77,8 @@ class Passage(NamedTuple):
             return _source(innermost, innermost.last_line)
         if end is not last:  # The called function, up to the second place.
             return _head(end)
+        if last.loop_line and last.line < first.line:
+            return None  # The loop starts its next iteration: no line ran.
         return _source(first, line)
 
 
@@ -152,7 +158,11 @@ class PlaceReader:
             continues = before == OPTIMIZER or before.startswith(_INSIDE_FORWARD)
             is_pass = names[0] != FORWARD or (label == FORWARD and not continues)
             place = Passage(
-                step.places[i], step.places[i + 1], self._outside, enters_calls=names[0] == OTHER
+                step.places[i],
+                step.places[i + 1],
+                self._outside,
+                enters_calls=names[0] == OTHER,
+                updates=self._updates,
             )
             ns = round(1e6 * ms)
             self._sums.add(names[0], name, ns, source=place, kind=PLACE, calls=int(is_pass))

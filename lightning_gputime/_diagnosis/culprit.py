@@ -65,8 +65,9 @@ class EntryCulprit:
     def __str__(self) -> str:
         if self.kind in (PLACE, BLOCKING) and not self.name.endswith(".step"):
             # Lines of a function. The name is a part of `other`, such as "before forward".
-            name = f"`{self.function}`" if self.function != "<module>" else ""
-            where = ", ".join(filter(None, (self.where, self.name)))
+            name, where = f"`{self.function}`", ", ".join(filter(None, (self.where, self.name)))
+            if self.function == "<module>":
+                name, where = self.where, self.name
         else:
             name, where = f"`{self.name}`", self.where
         text = f"{name} ({where})" if name and where else name or where
