@@ -341,13 +341,13 @@ def test_compilation_in_most_steps_is_reported(
 ) -> None:
     place = Source("train.py", 9, 9, "<module>")
     culprit = Culprit("slow steps: compilation", "", seconds, calls, seconds, place, "", PLACE)
-    clock = WallClockBreakdown({"steps": 1.77, "first step": first_s})
-    found, _ = check(on_host(culprits=(culprit,), wall_clock=clock))
-    text = (
-        "torch compiles 95 times, in 900 ms: train.py:9 is recompiled: use batches of equal shape,"
-        " or torch.compile(dynamic=True)"
-    )
+    clock = WallClockBreakdown({"steps": 1.37, "first step": first_s})
+    found, breakdown = check(on_host(culprits=(culprit,), wall_clock=clock))
+    text = "train.py:9 is recompiled: use batches of equal shape, or torch.compile(dynamic=True)"
     assert texts(found, "dynamic_shapes") == is_reported * [text]
+    assert (found.code == "compile-bound") == is_reported
+    if is_reported:
+        assert breakdown[culprit.entry].seconds == pytest.approx(seconds)
 
 
 def test_entries_of_a_fit_are_exact() -> None:

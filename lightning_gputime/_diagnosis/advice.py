@@ -41,7 +41,6 @@ from lightning_gputime._measurement.culprits import (
     PLACE,
     SAMPLER,
     STAGES,
-    of_entry,
 )
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
@@ -75,7 +74,6 @@ from lightning_gputime._phases import (
 )
 
 _MIN_SHARE = 0.05  # Entries with a smaller fraction of the wall clock get no advice.
-_MIN_COMPILED = 0.2  # Compilations that take a smaller fraction of the work are not reported.
 _MIN_PART = 0.1  # Advice ignores parts with a smaller fraction of the step.
 _MAX_WORKERS_WITHOUT_CORES = 4  # Maximum number of workers to suggest if the CPU cores are unknown.
 _MIN_STEPS = 0.5  # Calls in a smaller fraction of the steps are described by their total time.
@@ -342,7 +340,6 @@ def _communicate_less(case: Case) -> Iterator[Advice]:
 
 def _speed_up_work(case: Case) -> Iterator[Advice]:
     m, setup, pace = case.m, case.setup, case.pace
-    yield from _compile_less(case)
     rare = [name for name in (FORWARD, BACKWARD) if name in m.rows and is_rare(m.rows[name])]
     # If backward is rare as well, these steps have more micro-batches: there is nothing to pause.
     if setup.is_own_loop and rare == [FORWARD]:
@@ -541,21 +538,6 @@ def _collect_less(case: Case) -> Iterator[Advice]:
         "call gc.freeze() before training, so that the collector skips objects created during"
         " set-up",
     )
-
-
-def _compile_less(case: Case) -> Iterator[Advice]:
-    """Yield advice if torch compiles in most steps, which then do not count as slow."""
-    m = case.m
-    found = of_entry(m.culprits, COMPILATIONS)
-    compiled_s, calls = sum(code.seconds for code in found), sum(code.calls for code in found)
-    first_s = m.wall_clock.entries_s.get(FIRST_STEP, 0.0) if m.wall_clock is not None else 0.0
-    if calls < _MIN_PART * (m.steps + m.untimed_steps):
-        return
-    if compiled_s - first_s >= _MIN_COMPILED * case.seconds:
-        inside = replace(case, culprits=culprits_of(COMPILATIONS, compiled_s, m))
-        for advice in _compile_once(inside):
-            took = f"torch compiles {calls:,} times, in {duration(1e3 * compiled_s)}: "
-            yield replace(advice, text=f"{took}{advice.text}")
 
 
 def _compile_once(case: Case) -> Iterator[Advice]:

@@ -8,6 +8,7 @@ from lightning_gputime._diagnosis.advice import Case, advise
 from lightning_gputime._diagnosis.codes import (
     CODES,
     COMMUNICATION,
+    COMPILATIONS,
     CPU_WORK,
     GPU_WORK,
     LAUNCH_BOUND,
@@ -24,6 +25,7 @@ from lightning_gputime._diagnosis.codes import (
 from lightning_gputime._diagnosis.culprit import culprits_of
 from lightning_gputime._diagnosis.diagnosis import Entry, TimeBreakdown
 from lightning_gputime._diagnosis.pace import Pace
+from lightning_gputime._measurement.culprits import of_entry
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import UNEXPLAINED
@@ -45,6 +47,9 @@ from lightning_gputime._phases import (
 
 # Minimum fraction of the step at which a phase of the model's work becomes a separate entry.
 _MIN_OTHER, _MIN_LOSS, _MIN_OPTIMIZER, _MIN_LOSS_ON_DEVICE = 0.05, 0.1, 0.2, 0.2
+# Compilations are frequent if they occur in this fraction of the steps, and are moved to their
+# entry if they take this fraction of the time of all steps.
+_MIN_COMPILED_STEPS, _MIN_COMPILED = 0.1, 0.2
 # If one step has most of a phase's total time, the phase is a bottleneck only if it also takes this
 # fraction of the other steps.
 _MIN_OTHERS = 0.2
@@ -211,6 +216,9 @@ def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> defau
                 if cause != UNEXPLAINED:
                     moved = move(entry_of(name), f"{SLOW}{cause}", share)
                     work_of_slow_steps += moved * (entry_of(name) == work)
+    # Slow steps have the excess of rare compilations only.
+    moved = move(work, COMPILATIONS, _frequent_compilations(m) - parts[COMPILATIONS].share)
+    work_of_slow_steps += moved
     if (ranks := m.ranks) is not None and ranks.slowest_rank is not None:
         # The measurement is that of rank zero, which waits for the slowest rank or is the slowest.
         source = entry_of(ranks.phase) if ranks.slowest_rank == 0 else COMMUNICATION
@@ -222,6 +230,18 @@ def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> defau
     # Add rounding errors to the work.
     parts[work].add(1.0 - sum(part.share for part in parts.values()))
     return parts
+
+
+def _frequent_compilations(m: Measurement) -> float:
+    """Return the fraction of the steps in which torch compiles; 0 if it rarely does."""
+    found = of_entry(m.culprits, COMPILATIONS)
+    steps = m.steps + m.untimed_steps + m.warmup_steps
+    # The first step, which compiles most, has an entry of its own.
+    first_s = m.wall_clock.entries_s.get(FIRST_STEP, 0.0) if m.wall_clock is not None else 0.0
+    compiled_s = sum(code.seconds for code in found) - first_s
+    is_frequent = sum(code.calls for code in found) >= _MIN_COMPILED_STEPS * steps
+    share = 1e3 * compiled_s / (steps * m.step.mean_ms) if is_frequent and steps else 0.0
+    return share if share >= _MIN_COMPILED else 0.0
 
 
 def _entries_of_phases(m: Measurement, pace: Pace, work: str) -> Callable[[str], str]:
