@@ -236,7 +236,7 @@ def _frequent_compilations(m: Measurement) -> float:
     """Return the fraction of the steps in which torch compiles; 0 if it rarely does."""
     found = of_entry(m.culprits, COMPILATIONS)
     steps = m.steps + m.untimed_steps + m.warmup_steps
-    # The first step, which compiles most, has an entry of its own.
+    # The first step, which compiles most, has a separate entry.
     first_s = m.wall_clock.entries_s.get(FIRST_STEP, 0.0) if m.wall_clock is not None else 0.0
     compiled_s = sum(code.seconds for code in found) - first_s
     is_frequent = sum(code.calls for code in found) >= _MIN_COMPILED_STEPS * steps
