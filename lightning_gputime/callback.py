@@ -494,7 +494,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
             precision=str(trainer.precision),
             accumulate_grad_batches=trainer.accumulate_grad_batches,
         )
-        self._live_file.start(self._path if trainer.is_global_zero else None)
+        if self._path is not None or not trainer.is_global_zero:  # Else keep the file of `run`.
+            self._live_file.start(self._path if trainer.is_global_zero else None)
         self._read_loader(trainer.train_dataloader)
         self._time_saves(trainer, "save_checkpoint")
         self._time_calls(lightning_.own_functions(trainer, pl_module))

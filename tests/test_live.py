@@ -139,6 +139,16 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_interval")
+def test_callback_without_a_path_rewrites_the_file_of_run(
+    tmp_path: Path, writes: list[int], gpu: FakeGPU
+) -> None:
+    timer = timer_of(gpu)
+    timer._live_file.start(str(tmp_path / "run.json"))
+    fit(gpu, Model(gpu), 12, timer=timer)
+    assert len(writes) >= 10
+
+
+@pytest.mark.usefixtures("no_interval")
 def test_plain_loop_rewrites_a_live_file(tmp_path: Path, writes: list[int], loop: Loop) -> None:
     with hooks(loop) as timer:
         timer._live_file.start(str(tmp_path / "run.json"))
