@@ -213,6 +213,20 @@ def test_steps_of_a_loop_that_calls_step_are_steps(every_n_steps: Any) -> None:
     assert entries_ms(loop.timer) == {"first step": 51.0, "steps": 114.0}
 
 
+@pytest.mark.parametrize("every_n_steps", [1, 2, "auto"])
+def test_last_step_of_an_accumulating_loop_that_is_left_is_a_step(every_n_steps: Any) -> None:
+    loop = TakesHost(every_n_steps=every_n_steps, accumulate_grad_batches=2)
+    with loop.timer:
+        for micro_batch in range(20):
+            loop.gpu.host_work(5.0)
+            loop.net(torch.ones(1, 2)).sum().backward()
+            if micro_batch % 2:
+                loop.optimizer.step()
+            if micro_batch < 19:
+                loop.timer.step()
+    assert entries_ms(loop.timer) == {"first step": 10.0, "steps": 90.0}
+
+
 def test_measurement_that_is_over_has_the_breakdown_of_its_loops() -> None:
     loop = TakesHost()
     with loop.timer:

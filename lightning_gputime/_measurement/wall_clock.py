@@ -1,5 +1,6 @@
 """Wall clock of a training run: the time from its start to its end, by entry."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import get_ident
@@ -61,9 +62,9 @@ class WallClockBreakdown:
     def metrics(self) -> dict[str, float]:
         """Return the values to log: the fraction of each entry, and the duration in seconds."""
         keys = {name: name.replace(" ", "_").replace("-", "_") for name in self.entries_s}
-        wall_s = self.wall_s
+        wall_s = self.wall_s or math.inf
         shares = {f"fit/{keys[name]}_share": s / wall_s for name, s in self.entries_s.items()}
-        return {**shares, "fit/wall_s": wall_s}
+        return {**shares, "fit/wall_s": self.wall_s}
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,9 @@ class Steps:
         if not parts.open_step.end_at_update(self.state, number, index, items):
             return False
         self.newest = number
-        if not self.times_all:
+        if self.times_all:
+            self._ended_ns = parts.host_ns() - parts.wall_clock.outside_ns
+        else:
             self._count_step()
         parts.logs.end_step(number, self.index)
         parts.boundaries.step_ended()
