@@ -27,6 +27,7 @@ from lightning_gputime._culprits.pin_memory import PinTimes
 from lightning_gputime._culprits.workers import WorkerTimer
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.loader import LoaderCase, advise_on_loader
+from lightning_gputime._measurement import loader as layout
 from lightning_gputime._measurement.culprits import Culprit
 from lightning_gputime._measurement.loader import (
     FIELDS,
@@ -468,3 +469,13 @@ def test_workers_of_several_loaders_are_timed_separately() -> None:
     workers = {name: len(times.workers) for name, times in found.items()}
     assert workers == {"Numbers.__getitem__": 2, "Repeated.__iter__": 1}
     assert found["Numbers.__getitem__"].batches == 12
+
+
+def test_wait_for_a_core_is_a_fraction_of_all_time() -> None:
+    row = [0] * layout.FIELDS
+    row[layout.BATCHES] = 10
+    row[layout.CPU_NS], row[layout.RUN_DELAY_NS] = 150, 100
+    row[layout.OBSERVED_NS], row[layout.ELAPSED_NS] = 200, 400  # Idle for half of the time.
+    times = layout.loader_times([row], "Photos", "collate", (0, 0))
+    assert times is not None
+    assert (times.cpu_share, times.run_delay_share) == (0.75, 0.25)

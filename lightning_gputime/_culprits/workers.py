@@ -28,6 +28,7 @@ from lightning_gputime._measurement.loader import (
     COLLATE_NS,
     CPU_NS,
     DATASET_NS,
+    ELAPSED_NS,
     FIELDS,
     LONG_BATCHES,
     LONG_NS,
@@ -199,6 +200,7 @@ class WorkerTimer:
         row[CPU_NS] += cpu_ns - self._sampled_cpu_ns
         row[RUN_DELAY_NS] += delay_ns - self._sampled_delay_ns
         row[OBSERVED_NS] = row[DATASET_NS] + row[COLLATE_NS]
+        row[ELAPSED_NS] = row[OBSERVED_NS] + row[WAIT_NS]
         self._sampled_cpu_ns, self._sampled_delay_ns = cpu_ns, delay_ns
         self._sample_due_ns = now_ns + _SAMPLE_EVERY_NS
 

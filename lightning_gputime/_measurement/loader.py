@@ -19,16 +19,17 @@ from lightning_gputime._measurement.units import duration
     CPU_NS,  # CPU time of the worker's main thread.
     RUN_DELAY_NS,  # Time that this thread waited for a core.
     OBSERVED_NS,  # Time to make the batches that the last two columns cover.
+    ELAPSED_NS,  # The same, with the time between these batches.
     STARTS,  # Number of times that the worker was started.
     STARTUP_NS,  # From the start of the loop to the end of the worker's first batch.
     LONG_BATCHES,
     LONG_NS,
     MAX_NS,  # Time of the slowest batch.
     SLOWEST_INDEX,  # Index of the slowest sample in that batch; -1 if unknown.
-) = range(15)
-CHECKSUMS = range(15, 18)
+) = range(16)
+CHECKSUMS = range(16, 19)
 """Columns of checksums of the first batches; 0 if unknown."""
-NEWEST = 18
+NEWEST = 19
 """Column of the number of batches written to the ring buffer, which follows it."""
 RING, RING_FIELDS = 32, 4
 """Size of the ring buffer of a worker's newest batches, and number of fields per batch: start, end
@@ -86,11 +87,11 @@ class LoaderTimes:
     dataset: str  # Name of the dataset's class and method.
     collate: str  # Name of the collate function.
     workers: tuple[WorkerTimes, ...]  # By number. A worker without a batch has zeros.
-    # Fractions of the time to make a batch: on a CPU core, ready to run while no core was free, and
-    # waiting for a lock; None if unknown.
+    # Fractions of the time to make a batch: on a CPU core, and waiting for a lock; None if unknown.
     cpu_share: float | None
-    run_delay_share: float | None
     lock_share: float | None
+    # Fraction of all time, idle or not, in which a worker was ready to run while no core was free.
+    run_delay_share: float | None
     startup_s: float  # Mean time from the start of a loop to the end of a worker's first batch.
     starts: int  # Number of times that the loader's workers were started.
     long_batches: int  # Number of batches that took more than 4 times the mean of their worker.
@@ -162,7 +163,7 @@ def loader_times(
     def total(column: int) -> int:
         return sum(row[column] for row in used)
 
-    observed_ns = total(OBSERVED_NS)
+    observed_ns, elapsed_ns = total(OBSERVED_NS), total(ELAPSED_NS)
     busy_ns = total(DATASET_NS) + total(COLLATE_NS)
     slowest = max(range(len(rows)), key=lambda worker: rows[worker][MAX_NS])
     index = int(rows[slowest][SLOWEST_INDEX])
@@ -173,8 +174,8 @@ def loader_times(
         collate,
         tuple(map(_worker_times, rows)),
         cpu_share=min(total(CPU_NS) / observed_ns, 1.0) if observed_ns else None,
-        run_delay_share=min(total(RUN_DELAY_NS) / observed_ns, 1.0) if observed_ns else None,
         lock_share=locked / busy if busy >= _MIN_LOOKS else None,
+        run_delay_share=min(total(RUN_DELAY_NS) / elapsed_ns, 1.0) if elapsed_ns else None,
         startup_s=total(STARTUP_NS) / max(total(STARTS), 1) / 1e9,
         starts=max(row[STARTS] for row in used),
         long_batches=int(total(LONG_BATCHES)),
