@@ -88,7 +88,7 @@ TimesOf = Callable[..., LoaderTimes]
 def times_of(monkeypatch: pytest.MonkeyPatch) -> TimesOf:
     """Return a function that makes batches of four samples in the loop of a worker."""
 
-    def times_of(dataset: Any, batches: int = 10) -> LoaderTimes:
+    def times_of(dataset: Any, batches: int = 10, kind_of_batch: Any = list) -> LoaderTimes:
         clock = dataset.clock
 
         def collate(samples: Any) -> Any:
@@ -105,7 +105,7 @@ def times_of(monkeypatch: pytest.MonkeyPatch) -> TimesOf:
         kind = iterable if isinstance(dataset, IterableDataset) else map_style
         fetcher: Any = kind(dataset, True, collate, False)
         for start in range(0, 4 * batches, 4):
-            fetcher.fetch([*range(start, start + 4)])
+            fetcher.fetch(kind_of_batch(range(start, start + 4)))
             clock.pass_ms(3.0)  # The worker waits.
         assert timer.fetcher is fetcher
         times = loader_times(rows.tolist(), "Photos", "pad", (0, 0))
@@ -143,6 +143,10 @@ def test_samples_of_any_type_are_timed(
             return convert(super().__getitem__(index))
 
     assert times_of(Converted(Clock())).batches == 10
+
+
+def test_batches_of_indices_without_a_length_are_timed(times_of: TimesOf) -> None:
+    assert times_of(Photos(Clock()), kind_of_batch=iter).workers[1].dataset_ms == 4.0
 
 
 def test_iterable_that_ends_ends_the_loop(times_of: TimesOf) -> None:

@@ -10,7 +10,7 @@ import os
 import platform
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +87,17 @@ def timed_fetch(kind: type, timer: "WorkerTimer") -> Callable[[Any, Any], Any]:
         # The dataset may iterate over loaders itself. Time only the worker's own fetcher.
         if fetcher is not timer.fetcher and not timer.takes(fetcher):
             return fetch(fetcher, indices)
-        timer.start(indices)
+        try:
+            timer.start(indices)
+        except Exception:  # Never break the loader.
+            return fetch(fetcher, indices)
         try:
             batch = fetch(fetcher, indices)
         except BaseException:  # An iterable that ends, or an error of the dataset.
             timer.stop()
             raise
-        timer.end(batch)
+        with contextlib.suppress(Exception):
+            timer.end(batch)
         return batch
 
     return timed
@@ -154,7 +158,9 @@ class WorkerTimer:
     def start(self, indices: Any) -> None:
         row, n = self._row, self._row[BATCHES]
         samples = self._samples
-        if samples is not None and n and row[DATASET_NS] >= _MIN_SAMPLE_NS * n * len(indices):
+        # A batch sampler may yield iterators, which have no length.
+        size = len(indices) if isinstance(indices, Sized) else 1
+        if samples is not None and n and row[DATASET_NS] >= _MIN_SAMPLE_NS * n * size:
             vars(self.fetcher)["dataset"] = samples  # Time each sample from now on.
         self._collate_ns = 0
         start_ns = self._start_ns = row[BUSY_SINCE] = self._now_ns()
