@@ -13,7 +13,10 @@ from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._phases import DATA, FETCH
 
 _MIN_SHARE = 0.2  # Causes below this fraction of the workers' time or the wait are not reported.
-_MIN_STARTS_SHARE = 0.5  # Worker starts that take this fraction of a wait are its cause.
+_MIN_STARTS_SHARE = 0.5  # Starts of workers that take this fraction of the first step are reported.
+# Restarts that take this fraction of the wait are its cause. The rest of their cost, to create the
+# processes and to end them, is not measured.
+_MIN_RESTARTS_SHARE = 0.3
 _MAX_RUN_DELAY = 0.5  # Workers lack CPU cores if they wait for a core this fraction of the time.
 _MAX_IDLE = 0.5  # Workers that idle this fraction of the time are not the bottleneck.
 _SLOW_WORKER = 1.5  # Time of a slow worker, as a multiple of the median of the others.
@@ -93,7 +96,7 @@ class LoaderCase:
         waited_s = self.exposed_ms * self.batches / 1e3
         restarts = times.starts - 1  # The first start is part of the first step.
         started_s = restarts * times.startup_s
-        if restarts < 1 or waited_s <= 0 or started_s < _MIN_STARTS_SHARE * waited_s:
+        if restarts < 1 or waited_s <= 0 or started_s < _MIN_RESTARTS_SHARE * waited_s:
             return ""
         return f"{_startup(times)}, {times.starts} times"
 
