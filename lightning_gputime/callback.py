@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from types import MethodType
 from typing import Any, NoReturn, Unpack
 
 import lightning.pytorch as pl
@@ -389,6 +390,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         **options: Unpack[AllOptions],
     ) -> None:
         super().__init__(Options(**options), print_summary=print_summary)
+        _restore_class(type(self))
         self._path = check_save_path(save_path)
         self._fit: Fit | None = None
         self._clock_trainer: pl.Trainer | None = None  # The trainer whose fit is measured.
@@ -668,3 +670,17 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def _detach(self) -> None:
         self._drop_fit()
         super()._detach()
+
+
+_LOG = vars(GPUPhaseTimer)["log"]
+
+
+def _restore_class(kind: type) -> None:
+    """Remove what Lightning has set on the class, if it was passed the class, not an instance."""
+    for owner in kind.__mro__:
+        if issubclass(owner, GPUPhaseTimer):
+            for name in _OF_MODEL:
+                if isinstance(vars(owner).get(name), MethodType):
+                    delattr(owner, name)
+    if "log" not in vars(GPUPhaseTimer):
+        GPUPhaseTimer.log = _LOG  # type: ignore[method-assign]

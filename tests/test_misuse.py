@@ -137,11 +137,26 @@ def test_unknown_option_names_the_closest(timer: Any, option: str, message: str)
         timer(**{option: 1})
 
 
-def test_class_as_callback_raises_before_training(gpu: FakeGPU) -> None:
+class OwnTimer(GPUPhaseTimer):
+    pass
+
+
+@pytest.mark.parametrize("kind", [GPUPhaseTimer, OwnTimer])
+def test_class_as_callback_raises_before_training(gpu: FakeGPU, kind: Any) -> None:
+    class Prepares(Model):
+        def prepare_data(self) -> None:
+            gpu.host_work(70.0)
+
     with pytest.raises(
         TypeError, match=r"with parentheses, as in Trainer\(callbacks=\[GPUPhaseTimer\(\)\]\)"
     ):
-        trainer(GPUPhaseTimer).fit(Model(gpu), Loader(gpu, 1))  # type: ignore[arg-type]
+        trainer(kind).fit(Model(gpu), Loader(gpu, 1))
+    # Lightning has set methods of its module on the class. An instance works all the same.
+    timer = kind(_clock=gpu, print_summary=False)
+    trainer(timer).fit(Prepares(gpu), Loader(gpu, 1))
+    wall_clock = timer.summary().wall_clock
+    assert wall_clock.entries_s["set-up"] == pytest.approx(0.07)
+    assert not hasattr(kind, "log_dict")
 
 
 def test_optimizer_of_another_model_warns(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
