@@ -672,7 +672,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         super()._detach()
 
 
-_LOG = vars(GPUPhaseTimer)["log"]
+_PROPERTIES = {"log": vars(GPUPhaseTimer)["log"]}  # Of `_OF_MODEL`.
 
 
 def _restore_class(kind: type) -> None:
@@ -682,5 +682,6 @@ def _restore_class(kind: type) -> None:
             for name in _OF_MODEL:
                 if isinstance(vars(owner).get(name), MethodType):
                     delattr(owner, name)
-    if "log" not in vars(GPUPhaseTimer):
-        GPUPhaseTimer.log = _LOG  # type: ignore[method-assign]
+    for name, method in _PROPERTIES.items():
+        if name not in vars(GPUPhaseTimer):
+            setattr(GPUPhaseTimer, name, method)
