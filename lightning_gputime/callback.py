@@ -672,7 +672,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         super()._detach()
 
 
-_PROPERTIES = {"log": vars(GPUPhaseTimer)["log"]}  # Of `_OF_MODEL`.
+_PROPERTIES = {"log": vars(GPUPhaseTimer)["log"]}  # Part of `_OF_MODEL`.
 
 
 def _restore_class(kind: type) -> None:

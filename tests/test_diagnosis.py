@@ -296,6 +296,7 @@ COMMAND = Culprit(
     kind=PLACE,
 )
 SCRIPT = replace(COMMAND, source=Source("train.py", 9, 11, "<module>"))
+CELL = replace(COMMAND, source=Source("/tmp/ipykernel_71/3747.py", 9, 11, "main"))
 SAMPLING = Culprit("data/fetch", "Balanced", 9.0, 100, 10.0, kind=SAMPLER)
 
 
@@ -307,6 +308,7 @@ SAMPLING = Culprit("data/fetch", "Balanced", 9.0, 100, 10.0, kind=SAMPLER)
         (UPDATE, {"optimizer": 12.0}, {}, "shorten", "`Adam.step` (train.py:9) takes"),
         (COMMAND, {"other": 12.0}, {}, "shorten", "`main` (loop.py:9-11, before forward) takes"),
         (SCRIPT, {"other": 12.0}, {}, "shorten", "train.py:9-11 (before forward) takes"),
+        (CELL, {"other": 12.0}, {}, "shorten", "`main` (cell:9-11, before forward) takes"),
         (SAMPLING, FETCHES, {"num_workers": 0, "is_in_memory": True}, "sampler", "`Balanced` "),
     ],
     ids=[
@@ -315,6 +317,7 @@ SAMPLING = Culprit("data/fetch", "Balanced", 9.0, 100, 10.0, kind=SAMPLER)
         "fused update",
         "training command of an installed package",
         "lines of a script",
+        "cell of a notebook",
         "sampler of tensors in memory",
     ],
 )

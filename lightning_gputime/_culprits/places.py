@@ -20,6 +20,7 @@ from lightning_gputime._phases import (
 )
 
 _INSIDE_FORWARD = f"{FORWARD}/"
+_MIN_CALLED_MS = 1.0  # In less time, a trainer may run its own code rather than the user's.
 _MAX_FRAMES = 4  # Maximum number of stack frames that are kept at a mark.
 
 Frames = tuple[Frame, ...]
@@ -37,8 +38,8 @@ class Passage(NamedTuple):
         end: Functions that ran at the second mark.
         outside: Functions around the training, such as the caller of `fit`. Their lines do not
             locate a phase.
-        enters_calls: True to name the called function if both marks are on the same line, or if a
-            trainer called it after the first mark.
+        enters_calls: True to name the called function if both marks are on the same line.
+        enters_trainer_calls: True to name the function that a trainer called after the first mark.
         updates: Name of the optimizer's function, in which a trainer may call the model.
     """
 
@@ -46,6 +47,7 @@ class Passage(NamedTuple):
     end: Frames
     outside: Frames = ()
     enters_calls: bool = False
+    enters_trainer_calls: bool = False
     updates: str = ""
 
     def source(self) -> Source | None:
@@ -57,7 +59,7 @@ class Passage(NamedTuple):
                     return self._between(first, last, start[0])
         if start:  # The function has returned.
             return _source(start[0], start[0].last_line)
-        if not self.enters_calls:
+        if not self.enters_trainer_calls:
             return None
         # Trainer code has called these functions since the first mark.
         called = [frame for frame in self.end if frame.code not in around]
@@ -162,6 +164,7 @@ class PlaceReader:
                 step.places[i + 1],
                 self._outside,
                 enters_calls=names[0] == OTHER,
+                enters_trainer_calls=names[0] == OTHER and ms >= _MIN_CALLED_MS,
                 updates=self._updates,
             )
             ns = round(1e6 * ms)

@@ -29,7 +29,10 @@ class Source:
 
     def __str__(self) -> str:
         last = f"-{self.last_line}" if self.last_line > self.first_line else ""
-        return f"{Path(self.file).name}:{self.first_line}{last}"
+        path = Path(self.file)
+        # The cell of a notebook is a file such as /tmp/ipykernel_71/3747189239.py.
+        name = "cell" if path.parent.name.startswith("ipykernel_") else path.name
+        return f"{name}:{self.first_line}{last}"
 
 
 @dataclass(frozen=True, slots=True)
