@@ -93,7 +93,7 @@ def test_failing_logger_warns_once_and_training_continues(
     assert caplog.messages == ["Cannot log phase times: OSError('disk full')"]
 
 
-def test_batch_may_hold_more_logs_than_the_recursion_limit(logger: Logger) -> None:
+def test_thousands_of_logs_at_once_do_not_recurse(logger: Logger) -> None:
     log = mean_log(2, logger)
     assert take(log, *[raw(step, forward=float(step)) for step in range(5001)])
     assert logger.logged() == [(step, step - 0.5) for step in range(1, 5000, 2)]

@@ -64,7 +64,7 @@ class PlainLoops:
         self._wanted = wanted
         self._loop: _TimedLoop | None = None
         self._loops = 0  # Number of loops that were found.
-        self._shows = False  # True on rank zero, once a loop was found.
+        self._shows = False  # True on rank zero once a loop has been found.
         self._short_loops = 0  # Number of consecutive loops with only warm-up steps.
         self._others = 0  # Updates of other optimizers since the last update of the timed loop.
         self._census = _Census()

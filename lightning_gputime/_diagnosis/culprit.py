@@ -121,7 +121,7 @@ def parts_of_other(m: Measurement) -> str:
 
 
 def blocking_calls(phases: Sequence[str], m: Measurement) -> list[EntryCulprit]:
-    """Return up to 3 lines that wait for the GPU in some phases, the most frequent first.
+    """Return up to 3 lines that wait for the GPU in these phases, the most frequent first.
 
     Their `caller` is the phase.
     """

@@ -506,7 +506,7 @@ def _is_certain(edges: Floats, values: Floats, change: _Change, levels: _Levels)
 
 
 def _autoregressive_cost(values: Floats) -> float:
-    """Return minus twice the log likelihood of values as a mean plus AR(1) noise."""
+    """Return minus twice the log likelihood of values as a constant plus AR(1) noise."""
     n, rho = len(values), _CORRELATIONS[:, None]
     first = np.sqrt(1.0 - rho**2)
     # Whitened values, and the coefficients of the mean in them.
