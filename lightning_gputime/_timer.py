@@ -17,6 +17,7 @@ from torch import nn
 from lightning_gputime._culprits.loader import StagedLoaders
 from lightning_gputime._culprits.named_calls import NamedCalls
 from lightning_gputime._culprits.places import Frames, PlaceTimer
+from lightning_gputime._culprits.threads import ThreadTimes
 from lightning_gputime._diagnosis.codes import CPU_WORK, GPU_WORK, SYNC_BOUND
 from lightning_gputime._diagnosis.pace import pace_of
 from lightning_gputime._instrumentation.loaders import loaders_in
@@ -46,7 +47,6 @@ from lightning_gputime._runs.environment import (
 )
 from lightning_gputime._runs.live_file import LiveFile
 from lightning_gputime._runs.run import Run
-from lightning_gputime._runs.threads import ThreadTimes
 from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._session.null import NEVER_ATTACHED, REMOVED, NullSession
 from lightning_gputime._session.session import Session

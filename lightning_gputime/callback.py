@@ -672,7 +672,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         super()._detach()
 
 
-_PROPERTIES = {"log": vars(GPUPhaseTimer)["log"]}  # Part of `_OF_MODEL`.
+_LOG = vars(GPUPhaseTimer)["log"]
 
 
 def _restore_class(kind: type) -> None:
@@ -682,6 +682,5 @@ def _restore_class(kind: type) -> None:
             for name in _OF_MODEL:
                 if isinstance(vars(owner).get(name), MethodType):
                     delattr(owner, name)
-    for name, method in _PROPERTIES.items():
-        if name not in vars(GPUPhaseTimer):
-            setattr(GPUPhaseTimer, name, method)
+    if "log" not in vars(GPUPhaseTimer):
+        type.__setattr__(GPUPhaseTimer, "log", _LOG)

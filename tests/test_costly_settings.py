@@ -20,6 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gputime import GPUPhaseHooks, load
+from lightning_gputime._culprits.threads import ThreadTimes
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Diagnosis
 from lightning_gputime._instrumentation import loop as boundaries
@@ -28,7 +29,6 @@ from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._runs.costly import CostlySettings
 from lightning_gputime._runs.environment import Environment
-from lightning_gputime._runs.threads import ThreadTimes
 
 VARIABLES = ["CUDA_LAUNCH_BLOCKING", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES"]
 VARIABLES += ["TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG"]
@@ -194,15 +194,15 @@ def test_cpu_times_of_threads_are_fractions_of_the_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     clock = Mock(return_value=0)
-    monkeypatch.setattr("lightning_gputime._runs.threads.time.perf_counter_ns", clock)
+    monkeypatch.setattr("lightning_gputime._culprits.threads.time.perf_counter_ns", clock)
     names = {threading.get_native_id(): "MainThread", 2: "monitor", 3: "Dummy-1"}
     known = []
     for native_id, name in names.items():
         known.append(Mock(native_id=native_id))
         known[-1].name = name
         (tmp_path / f"{native_id}").mkdir()
-    monkeypatch.setattr("lightning_gputime._runs.threads.threading.enumerate", lambda: known)
-    path = "lightning_gputime._runs.threads.Path"
+    monkeypatch.setattr("lightning_gputime._culprits.threads.threading.enumerate", lambda: known)
+    path = "lightning_gputime._culprits.threads.Path"
     monkeypatch.setattr(path, lambda name: tmp_path / Path(name).parent.name / "schedstat")
 
     def count(text: str) -> None:

@@ -244,23 +244,29 @@ def test_warm_up_counts_untimed_steps(loop: Loop) -> None:
     assert (timer.summary().steps, timer.summary().warmup_steps) == (4, 2)
 
 
+def train_or_replay(loop: Loop, number: int, replays: list[Callable[[], None]]) -> None:
+    """Train in the first steps, capture a graph in the fourth, and replay it from then on."""
+    if number < 3:
+        loop.train(torch.ones(1, 2))
+    elif number == 3:
+        with loop.gpu.capture() as replay:
+            loop.train(torch.ones(1, 2))
+        replays.append(replay)
+    else:
+        replays[0]()
+
+
 @pytest.mark.parametrize("options", [{}, {"every_n_steps": 10}, {"probe_every_n_steps": 5}])
 @pytest.mark.parametrize("is_named", [True, False])
 def test_replays_of_a_graph_count_for_the_phase_they_are_launched_in(
     loop: Loop, options: dict[str, Any], is_named: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    x = torch.ones(1, 2)
+    replays: list[Callable[[], None]] = []
     with hooks(loop, **options) as timer:
         for number in range(40):
             loop.gpu.work(1.0)
-            if number < 3:
-                loop.train(x)
-            elif number == 3:
-                with loop.gpu.capture() as replay:
-                    loop.train(x)
-            else:
-                with timer.phase("replay") if is_named else nullcontext():
-                    replay()
+            with timer.phase("replay") if is_named and replays else nullcontext():
+                train_or_replay(loop, number, replays)
             timer.step()
     assert not loop.gpu.capture_broken
     graph_ms = sum(STEP_MS.values()) - STEP_MS["data"]
@@ -354,15 +360,10 @@ def test_data_parallel_is_refused_only_on_several_devices(loop: Loop) -> None:
 def test_batches_that_replay_a_graph_are_steps(
     loop: Loop, every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    replays: list[Callable[[], None]] = []
     with hooks(loop, every_n_steps=every) as timer:
-        for number, x in enumerate(timer.steps(loop.batches(60))):
-            if number < 3:
-                loop.train(x)
-            elif number == 3:
-                with loop.gpu.capture() as replay:
-                    loop.train(x)
-            else:
-                replay()
+        for number, _ in enumerate(timer.steps(loop.batches(60))):
+            train_or_replay(loop, number, replays)
     # Some have no marks: the one of the capture.
     assert timer.history()["step"].tolist()[-2:] == ([58, 59] if every == 1 else [44, 52])
     assert sum(steps(timer)[-1].values()) == sum(STEP_MS.values())

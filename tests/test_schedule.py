@@ -153,6 +153,15 @@ def test_cost_of_timing_all_steps_excludes_what_reads_of_few_steps_add() -> None
     assert cost.added_share(50) == pytest.approx((0.1 + 11 / 30) / 20.0 / 50)
 
 
+def test_cost_of_timing_hidden_by_waits_is_unknown() -> None:
+    cost = auto()
+    assert cost.decide() == 10
+    assert cost.added_share(10) == pytest.approx(0.005)
+    step = StepRecord(9, ("data",) * 7, (1.0,) * 7, (0, *range(1, 7), 2_100_000), 9.0, 0, False)
+    cost.add_timed([step] * 25, 0)
+    assert (cost.decide(), cost.added_share(1)) == (1, None)
+
+
 def test_decisions_come_at_ever_longer_intervals() -> None:
     cost = TimingCost(int, 50)
     assert (cost.due, cost.decide()) == (100, 1)

@@ -66,7 +66,7 @@ class EarlyStages(StagedLoaders):
         self._adds = WeakKeyDictionary[Any, Callable[[CulpritSums], object]]()
 
     def remove(self) -> None:
-        self._iter.remove()  # Unlike those of a timer, it can be put on again.
+        self._iter.remove()  # Unlike those of a timer, it can be attached again.
         self._adds.clear()
 
     def move(self, iterator: Any, sums: CulpritSums) -> None:

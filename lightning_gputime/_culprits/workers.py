@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sized
 from pathlib import Path
+from threading import get_native_id
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils.data import get_worker_info
 
 from lightning_gputime._compat.torch_ import fetcher_classes
 from lightning_gputime._culprits.pin_memory import PinTimes
+from lightning_gputime._culprits.threads import core_times
 from lightning_gputime._measurement.culprits import Culprit, Stage
 from lightning_gputime._measurement.loader import (
     BATCHES,
@@ -55,7 +57,7 @@ _MIN_SAMPLE_NS = 100_000
 _LONG_FACTOR = 4  # A batch is long if it takes this many times the mean of its worker.
 _MAX_LOOKS = 400  # Reads of /proc by the main process, about 20 us each.
 _SAMPLE_EVERY_NS = 1_000_000_000  # Interval of reads of CPU time in a worker.
-_MAX_CHECKED_BYTES = 1 << 16
+_MAX_CHECKED_VALUES = 1 << 16  # Checked in each tensor.
 
 
 class WorkerInit:
@@ -234,11 +236,8 @@ class _TimedSamples:
 
 def _run_delay_ns() -> int:
     """Return how long this thread has waited for a core (in nanoseconds); 0 if unknown."""
-    try:
-        with open("/proc/thread-self/schedstat") as file:
-            return int(file.read().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
+    times = core_times(get_native_id())
+    return 0 if times is None else times.wait_ns
 
 
 def _checksum(batch: Any) -> int:
@@ -246,7 +245,7 @@ def _checksum(batch: Any) -> int:
     checksum = 0
     for tensor in _tensors_of(batch):
         with contextlib.suppress(Exception):  # For example, a sparse tensor has no view.
-            data = tensor.detach().cpu().contiguous().view(-1)[:_MAX_CHECKED_BYTES]
+            data = tensor.detach().cpu().contiguous().view(-1)[:_MAX_CHECKED_VALUES]
             if data.numel() > 1 and bool((data != data[0]).any()):
                 # NumPy has no bfloat16, so pass bytes.
                 checksum = zlib.crc32(data.view(torch.uint8).numpy().tobytes(), checksum)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gputime._compat.torch_ import is_checkpointed
+from lightning_gputime._culprits.threads import ThreadTimes
 from lightning_gputime._diagnosis.codes import COMMUNICATION
 from lightning_gputime._instrumentation.loaders import attribute
 from lightning_gputime._instrumentation.loop import Loop
@@ -20,7 +21,6 @@ from lightning_gputime._measurement.units import percent
 from lightning_gputime._measurement.wall_clock import FIRST_STEP
 from lightning_gputime._phases import CALLBACKS, FETCH
 from lightning_gputime._runs.environment import Environment
-from lightning_gputime._runs.threads import ThreadTimes
 
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),

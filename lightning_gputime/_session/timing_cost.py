@@ -138,6 +138,7 @@ class TimingCost:
         step_ns = statistics.median([ns for _, ns in self._untimed_ns or self._timed_ns])
         most_ns = marks * _MAX_PER_MARK_NS
         if wait_ns >= most_ns or most_ns < _MAX_COST_SHARE * step_ns:
+            self._step_ns = 0.0  # An earlier cost is not that of now.
             return 1
         added_ns = self._excess_ns()
         if not added_ns:

@@ -1,4 +1,4 @@
-"""CPU time of the Python threads of this process, as counted by Linux at no cost for the loop."""
+"""CPU time of threads, as counted by Linux at no cost for the loop."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ _MIN_NS = 2_000_000_000  # Minimum time in which to measure fractions of the tim
 _IGNORED = ("Dummy-", PIN_LOOP.attribute)
 
 
-class _Times(NamedTuple):
+class CoreTimes(NamedTuple):
     """Time of a thread on a CPU core, and ready to run without a core (in nanoseconds)."""
 
     run_ns: int = 0
@@ -25,7 +25,7 @@ class ThreadTimes:
     def __init__(self) -> None:
         self._loop_id = threading.get_native_id()
         self._since_ns = time.perf_counter_ns()
-        self._start = {thread.native_id: _times_of(thread.native_id) for thread in _threads()}
+        self._start = {thread.native_id: core_times(thread.native_id) for thread in _threads()}
 
     def core_wait_share(self) -> float:
         """Return the fraction of the time in which the loop waits for a core; 0 if unknown."""
@@ -44,8 +44,10 @@ class ThreadTimes:
     def _share_of(self, native_id: int | None) -> tuple[float, float]:
         """Return the fractions of the time in which a thread runs, and waits for a core."""
         passed_ns = time.perf_counter_ns() - self._since_ns
-        start, end = self._start.get(native_id, _Times()), _times_of(native_id)
-        if passed_ns < _MIN_NS or start is None or end is None:
+        if passed_ns < _MIN_NS:
+            return 0.0, 0.0
+        start, end = self._start.get(native_id, CoreTimes()), core_times(native_id)
+        if start is None or end is None:
             return 0.0, 0.0
         return (end.run_ns - start.run_ns) / passed_ns, (end.wait_ns - start.wait_ns) / passed_ns
 
@@ -54,9 +56,10 @@ def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.native_id is not None]
 
 
-def _times_of(native_id: int | None) -> _Times | None:
+def core_times(native_id: int | None) -> CoreTimes | None:
+    """Return the times of a thread of this process; None if unknown."""
     try:
         run_ns, wait_ns, _ = Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()
-        return _Times(int(run_ns), int(wait_ns))
+        return CoreTimes(int(run_ns), int(wait_ns))
     except (OSError, ValueError):
         return None  # Not on Linux, or not counted by this kernel.
