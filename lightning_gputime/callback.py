@@ -335,7 +335,8 @@ def _log_writer_of(trainer: pl.Trainer, options: Options, row: Mapping[str, floa
 
 def _publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
     """Publish metrics to other callbacks."""
-    lightning_.publish(trainer, {key: torch.tensor(ms) for key, ms in metrics.items()})
+    values = torch.tensor([*metrics.values()]).unbind()  # Faster than a call for each metric.
+    lightning_.publish(trainer, dict(zip(metrics, values, strict=True)))
 
 
 def _ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:

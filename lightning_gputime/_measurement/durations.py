@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,11 @@ class Durations:
         self._counts = Counter[int]()
         self._max_ns = 0
 
-    def add(self, took_ns: npt.NDArray[np.float64]) -> None:
-        if len(took_ns):
-            bins = np.floor(np.log(np.maximum(took_ns, 1.0)) * _BINS_PER_FACTOR_E).astype(int)
-            self._counts.update(bins.tolist())
-            self._max_ns = max(self._max_ns, int(took_ns.max()))
+    def add(self, took_ns: Sequence[int]) -> None:
+        """Add durations. Negative values are unknown durations, and are left out."""
+        bins = [int(math.log(ns or 1) * _BINS_PER_FACTOR_E) for ns in took_ns if ns >= 0]
+        self._counts.update(bins)
+        self._max_ns = max(self._max_ns, *took_ns, 0)
 
     def statistics_ms(self) -> dict[str, Any]:
         """Return fields of a `PhaseStats`; percentiles are accurate to 1 %."""

@@ -9,7 +9,8 @@
 import math
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from statistics import median
 from types import MappingProxyType
@@ -99,83 +100,72 @@ class _Gap(NamedTuple):
         if not n:
             return sums
         ms = self.ms + self.uncertain * block.ms / block.n
-        phases = (
+        phases = [
             (name, n * block.ran[name], ms * share, ms * block.host[name])
             for name, share in block.device.items()
-        )
+        ]
         sums.add_estimate(n, ms, phases, ms * block.items)
         return sums
 
     def represented_by(self, block: _Block | None) -> Estimate:
         if block is None:
-            return Estimate(Sums(), {}, self.n + self.uncertain, self.ms)
-        return Estimate(self.divided_like(block), {})
+            return Estimate(unsampled_steps=self.n + self.uncertain, unsampled_ms=self.ms)
+        return Estimate(self.divided_like(block))
 
 
 Totals = Sequence[_Gap]
 """Untimed steps of each stratum since the start of a run."""
 
 
-class _Newest:
-    """Quantiles of the newest values."""
-
-    def __init__(self, size: int) -> None:
-        self._values = np.zeros(size)
-        self.n = 0
-        self._end = 0  # Index of the next value.
-
-    def extend(self, values: npt.NDArray[np.float64]) -> None:
-        size = len(self._values)
-        values = values[-size:]
-        self._values[(self._end + np.arange(len(values))) % size] = values
-        self._end = (self._end + len(values)) % size
-        self.n = min(self.n + len(values), size)
-
-    def quantile(self, q: float) -> float:
-        """Return a quantile, interpolated between values; 1 if there are no values."""
-        if not self.n:
-            return 1.0
-        place = q * (self.n - 1)
-        below = int(place)
-        above = min(below + 1, self.n - 1)
-        # Much faster than `numpy.quantile` for so few values.
-        values = np.partition(self._values[: self.n], (below, above))
-        return float(values[below] + (place - below) * (values[above] - values[below]))
-
-
 class _StepLengths:
     """Durations of the newest steps, which tell long steps from ordinary steps."""
 
     def __init__(self) -> None:
-        self._untimed, self._timed = _Newest(_RECENT), _Newest(_RECENT_TIMED)
+        self._untimed = deque[float](maxlen=_RECENT)
+        self._timed = deque[float](maxlen=_RECENT_TIMED)
         self._ordinary_ns = self._added_ns = 0.0  # Duration, and what timing adds to it.
         self._new = math.inf  # Number of steps since these were estimated.
 
-    def add(
-        self,
-        took_ns: npt.NDArray[np.float64],
-        is_known: npt.NDArray[np.bool_],
-        is_timed: npt.NDArray[np.bool_],
-    ) -> npt.NDArray[np.int64]:
-        """Add steps, and return the stratum of each: 0 for ordinary steps."""
-        self._untimed.extend(took_ns[is_known & ~is_timed])
-        self._timed.extend(took_ns[is_known & is_timed])
+    def add(self, took_ns: Sequence[float], timed: AbstractSet[int]) -> list[int]:
+        """Add steps, and return the stratum of each: 0 for ordinary steps.
+
+        Args:
+            took_ns: Durations; negative if unknown.
+            timed: Indices of the timed steps.
+        """
+        self._untimed.extend([ns for i, ns in enumerate(took_ns) if ns >= 0 and i not in timed])
+        if timed:
+            self._timed.extend([took_ns[i] for i in timed if took_ns[i] >= 0])
         self._new += len(took_ns)
-        if self._new >= self._untimed.n * _MAX_NEW_SHARE:
+        if self._new >= len(self._untimed) * _MAX_NEW_SHARE:
             self._estimate()
-        without_ns = took_ns - is_timed * self._added_ns
-        ratio = np.maximum(without_ns, 1.0) / (_LONG_STEP * self._ordinary_ns)
-        levels = np.floor(np.log(ratio) / math.log(_GROWTH)).astype(np.int64) + 1
-        return np.clip(levels, 0, _STRATA - 1)
+        without_ns, long_ns = took_ns, _LONG_STEP * self._ordinary_ns
+        if timed:
+            added_ns = self._added_ns
+            without_ns = [ns - added_ns if i in timed else ns for i, ns in enumerate(took_ns)]
+        return [
+            0 if ns < long_ns else min(int(math.log(ns / long_ns, _GROWTH)) + 1, _STRATA - 1)
+            for ns in without_ns
+        ]
 
     def _estimate(self) -> None:
         timed, untimed, self._new = self._timed, self._untimed, 0
-        median_ns = (untimed if untimed.n else timed).quantile(0.5)
+        median_ns = _quantile(untimed or timed, 0.5)
         # Subtract the time that timing adds, so that timed steps are not mistaken for long steps.
         # Up to half of the timed steps may really be long, so use their first quartile.
-        added_ns = timed.quantile(0.25) - median_ns if timed.n and untimed.n else 0.0
+        added_ns = _quantile(timed, 0.25) - median_ns if timed and untimed else 0.0
         self._added_ns = min(max(added_ns, 0.0), _MAX_TIMING_NS)
         self._ordinary_ns = max(median_ns, 1.0)
+
+
+def _quantile(values: Collection[float], q: float) -> float:
+    """Return a quantile, interpolated between values; 1 if there are no values."""
+    if not values:
+        return 1.0
+    ordered, place = sorted(values), q * (len(values) - 1)
+    below = int(place)
+    above = min(below + 1, len(values) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 class UntimedSteps:
@@ -202,10 +192,9 @@ class UntimedSteps:
     def __init__(self, warmup_steps: int = 0, history_size: int = 0) -> None:
         self._warmup_steps = warmup_steps
         self._strata_of_timed = deque[int](maxlen=history_size)  # Newest timed steps.
-        # Number and total time of the steps of each stratum. The first row is for all steps, the
-        # second for timed steps.
-        self._steps = np.zeros((2, _STRATA))
-        self._ns = np.zeros((2, _STRATA))
+        # Number and total time of the steps of each stratum: of all steps, and of timed steps.
+        self._steps = [0] * _STRATA, [0] * _STRATA
+        self._ns = [0] * _STRATA, [0] * _STRATA
         self.since_ns = 0
         """Cumulative time of all steps at the end of the last step (in nanoseconds)."""
         self._durations_ns = array("q")  # Newest steps, not yet settled; -1 if excluded.
@@ -267,53 +256,55 @@ class UntimedSteps:
         if not n:
             return
         first, self._settled = self._settled, self._settled + n
-        took_ns = np.array(self._durations_ns[:n], dtype=float)
+        # Plain Python: NumPy's code is not in the CPU caches while a training loop runs.
+        took_ns = self._durations_ns[:n].tolist()
         del self._durations_ns[:n]
-        at = [step.step_index - first for step in timed if first <= step.step_index < first + n]
-        is_timed = np.zeros(n, bool)
-        is_timed[at] = True
-        is_known = took_ns >= 0
-        is_known[: max(self._warmup_steps - first, 0)] = False
-        took_ns[~is_known] = -1
+        warmup_steps = min(max(self._warmup_steps - first, 0), n)
+        took_ns[:warmup_steps] = [-1] * warmup_steps
+        at: list[int] = []
         if timed:
-            waited_ms = sum(step.wait_ms for step in timed)
-            self._is_gpu_bound = waited_ms >= _MIN_WAIT_SHARE * sum(
-                sum(step.device_ms) for step in timed
-            )
-        stratum_of = self._lengths.add(took_ns, is_known, is_timed)
-        if self._is_gpu_bound:
-            stratum_of[:] = 0
-        self._strata_of_timed.extend(stratum_of[is_timed].tolist())
-        for row, which in enumerate((is_known, is_known & is_timed)):
-            strata = stratum_of[which]
-            self._steps[row] += np.bincount(strata, minlength=_STRATA)
-            self._ns[row] += np.bincount(strata, weights=took_ns[which], minlength=_STRATA)
-        self.durations.add(took_ns[is_known])
-        for place in np.flatnonzero(is_known & (stratum_of > 0)).tolist():
-            self._strata[stratum_of[place]].newest.append(first + place)
+            at = [step.step_index - first for step in timed if first <= step.step_index < first + n]
+            device_ms = sum([sum(step.device_ms) for step in timed])
+            waited_ms = sum([step.wait_ms for step in timed])
+            self._is_gpu_bound = waited_ms >= _MIN_WAIT_SHARE * device_ms
+        strata = self._add_durations(took_ns, at, first)
         records = {step.step_index - first: step for step in timed[warmup:]}
         # Add steps in order, because each block represents the untimed steps before it.
         start = 0
         for place in [*at, n]:
             if place > start:
-                self._add_untimed(took_ns[start:place], stratum_of[start:place])
+                self._add_untimed(took_ns[start:place], strata[start:place])
             if place in records:
-                self._add_to_block(int(stratum_of[place]), records[place])
+                self._add_to_block(strata[place], records[place])
             start = place + 1
         self._end_block()
 
-    def _add_untimed(self, took_ns: npt.NDArray[np.float64], strata: npt.NDArray[np.int64]) -> None:
+    def _add_durations(self, took_ns: Sequence[int], timed: Sequence[int], first: int) -> list[int]:
+        """Add all steps from the index `first` on, and return the stratum of each."""
+        self.durations.add(took_ns)
+        strata = self._lengths.add(took_ns, {*timed})
+        if self._is_gpu_bound:
+            strata = [0] * len(strata)
+        self._strata_of_timed.extend(map(strata.__getitem__, timed))
+        every = range(len(took_ns))
+        for steps, ns, indices in zip(self._steps, self._ns, (every, timed), strict=True):
+            for i in indices:
+                if took_ns[i] >= 0:
+                    steps[strata[i]] += 1
+                    ns[strata[i]] += took_ns[i]
+        for i, stratum in enumerate(strata):
+            if stratum:
+                self._strata[stratum].newest.append(first + i)
+        return strata
+
+    def _add_untimed(self, took_ns: Sequence[int], strata: Sequence[int]) -> None:
         self._end_block()
-        is_known = took_ns >= 0
-        took_ns, strata = took_ns[is_known], strata[is_known]
-        if not len(took_ns):
-            return
-        self.n += len(took_ns)
-        n, ns = np.bincount(strata), np.bincount(strata, weights=took_ns)
-        for k in np.flatnonzero(n).tolist():
-            self._strata[k].add_untimed(
-                int(n[k]), math.nan if self._is_gpu_bound else float(ns[k]) / 1e6
-            )
+        for k in sorted({*strata}):
+            steps = zip(took_ns, strata, strict=True)
+            if known_ns := [ns for ns, stratum in steps if stratum == k and ns >= 0]:
+                self.n += len(known_ns)
+                ms = math.nan if self._is_gpu_bound else sum(known_ns) / 1e6
+                self._strata[k].add_untimed(len(known_ns), ms)
 
     def _add_to_block(self, stratum: int, step: StepRecord) -> None:
         k, steps = self._block
@@ -360,18 +351,19 @@ class UntimedSteps:
         # Ordinary steps do not represent long steps.
         if strata[k].last is not None or k == 0:
             return strata[k].last
-        mean_ns = self._ns[0] / np.maximum(self._steps[0], 1)
+        n, ns = self._steps[0], self._ns[0]
+        mean_ns = ns[k] / max(n[k], 1)
         for other in (k + 1, k - 1):
             if 0 < other < len(strata) and strata[other].last is not None:
-                ratio = mean_ns[other] / max(mean_ns[k], 1.0)
+                ratio = ns[other] / max(n[other], 1) / max(mean_ns, 1.0)
                 if 1 / _LONG_STEP < ratio < _LONG_STEP:
                     return strata[other].last
         return None
 
     def weights(self, n: int) -> npt.NDArray[np.float64]:
         """Return the number of steps that each of the newest `n` timed steps represents."""
-        every, timed = self._steps
-        per_stratum = every / np.maximum(timed, 1.0)
+        every, timed = map(np.array, self._steps)
+        per_stratum = every / np.maximum(timed, 1)
         return per_stratum[[*self._strata_of_timed][-n:]] if n else np.zeros(0)
 
     @property
@@ -381,7 +373,7 @@ class UntimedSteps:
         Blocks are placed on long steps, so timed steps are long more often than others. At most 1.
         """
         shares = []
-        for n, ns in zip(self._steps, self._ns, strict=True):
+        for n, ns in zip(np.array(self._steps), np.array(self._ns), strict=True):
             # After a slowdown, steps that were long at first may be shorter than ordinary steps.
             excess_ns = np.maximum(ns - n * ns[0] / max(n[0], 1), 0.0)[1:].sum()
             shares.append(excess_ns / max(ns.sum(), 1.0))
@@ -498,6 +490,6 @@ def _combine(estimates: Sequence[Estimate]) -> Estimate:
     return Estimate(
         sums,
         {name: math.sqrt(square) for name, square in squares.items()},
-        sum(estimate.unsampled_steps for estimate in estimates),
-        sum(estimate.unsampled_ms for estimate in estimates),
+        sum([estimate.unsampled_steps for estimate in estimates]),
+        sum([estimate.unsampled_ms for estimate in estimates]),
     )
