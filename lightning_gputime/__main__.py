@@ -105,7 +105,7 @@ def _new_parser() -> argparse.ArgumentParser:
     show.add_argument("--watch", action="store_true", help=watch)
     command.add_json_arguments(show)
 
-    about = "compare two runs, or groups"
+    about = "compare two runs, or two groups of runs"
     compare = new("compare", help=about, description=_COMPARE, epilog=_CODES)
     compare.set_defaults(command=_compare)
     before, after = "baseline run, or a folder of runs", "run to compare, or folders of runs"

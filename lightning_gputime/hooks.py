@@ -285,14 +285,17 @@ class _PlainLoop(BatchState):
 
         With a fixed `accumulate_grad_batches`, leftover micro-batches are dropped.
         """
-        # With several optimizers, an unfinished step may contain a few updates.
-        if (uncounted := session.open_step.optimizer.updates) > 2 * (1 + self._n_optimizers):
-            session.recorder.warn_once(_UNCOUNTED, uncounted)
+        updates = session.open_step.optimizer.updates
+        # A step that was left early may contain an update or two of each optimizer. With more
+        # updates, the loop has ended steps that the timer has not counted.
+        if updates > 2 * (1 + self._n_optimizers):
+            session.recorder.warn_once(_UNCOUNTED, updates)
             self._body, self._micro_batches = None, 0
-        # Each batch has two marks; the end of the loop has a single mark.
-        passed_over = (len(session.recorder.open.labels) - 1) // 2 if self._body else 0
-        if passed_over >= _MAX_IDLE and _has_idled(session, is_first=True):
-            session.recorder.warn_once(_UNSEEN, passed_over)
+        # A batch that is not trained on has two marks, `data/fetch` and `other`. The last mark is
+        # the end of the loop.
+        untrained = (len(session.recorder.open.labels) - 1) // 2 if self._body else 0
+        if untrained >= _MAX_IDLE and _has_idled(session, is_first=True):
+            session.recorder.warn_once(_UNSEEN, untrained)
         self._leave_body(session)
         if self._micro_batches and 1 < self._accumulate_grad_batches < sys.maxsize:
             left, self._micro_batches = self._micro_batches, 0
@@ -431,7 +434,7 @@ class GPUPhaseHooks(Timer):
         self._loop = Loop(
             model,
             found,
-            search=Search.NOW if found else Search.AFTER_BACKWARD,
+            search=Search.ACTIVE if found else Search.AFTER_BACKWARD,
             submodules=submodules,
             batch=self._plain,
             needs_updates=accumulate_grad_batches != 1,

@@ -484,20 +484,21 @@ def _look_inside(top: str, case: Case) -> Iterator[Advice]:
         yield Advice("modules", text, {"suggested": 2})
 
 
-def _evaluate_less(how: str, after: str, case: Case) -> Iterator[Advice]:
-    culprits = case.culprits[:1]
-    calls = [culprit for culprit in culprits if culprit.kind != PLACE]
-    if calls:
-        of = f"{duration(1e3 * calls[0].seconds)} of {duration(1e3 * case.seconds)}"
-        yield Advice("metrics", f"{calls[0]} takes {of}: make it faster")
+def _evaluate_less(how: str, metrics_hook: str, case: Case) -> Iterator[Advice]:
+    """Yield advice on slow metrics, whose hook is `metrics_hook`, and on how to evaluate less."""
+    culprit = next(iter(case.culprits), None)
+    is_call = culprit is not None and culprit.kind != PLACE
+    if culprit is not None and is_call:
+        of = f"{duration(1e3 * culprit.seconds)} of {duration(1e3 * case.seconds)}"
+        yield Advice("metrics", f"{culprit} takes {of}: make it faster")
     elif (wall_clock := case.m.wall_clock) is not None:
         entries_s, after_s = wall_clock.entries_s, wall_clock.after_batches_s
         all_s = entries_s.get(VALIDATION, 0.0) + entries_s.get(EVALUATION, 0.0)
         if after_s and after_s >= _MIN_AFTER_BATCHES * all_s:
             of = f"{duration(1e3 * after_s)} of {duration(1e3 * all_s)}"
-            text = f"use faster metrics: {of} are spent after the last batch, in {after}"
+            text = f"use faster metrics: {of} are spent after the last batch, in {metrics_hook}"
             yield Advice("metrics", text)
-    place = "".join(f"{culprit}: " for culprit in culprits if culprit.kind == PLACE)
+    place = "" if culprit is None or is_call else f"{culprit}: "
     yield Advice("evaluate_less", f"{place}{how}")
 
 

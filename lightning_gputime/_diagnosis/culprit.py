@@ -123,13 +123,14 @@ def parts_of_other(m: Measurement) -> str:
 def blocking_calls(phases: Sequence[str], m: Measurement) -> list[EntryCulprit]:
     """Return up to 3 lines that wait for the GPU in these phases, the most frequent first.
 
-    Their `caller` is the phase.
+    Their `caller` is the phase. Lines whose phase is unknown are included.
     """
     tops = {phase.partition("/")[0] for phase in phases}
+    unknown = ""
     found = [
         replace(_entry_culprit(culprit), caller=culprit.entry)
         for culprit in m.culprits
-        if culprit.kind == BLOCKING and culprit.entry.partition("/")[0] in {*tops, ""}
+        if culprit.kind == BLOCKING and culprit.entry.partition("/")[0] in {*tops, unknown}
     ]
     return sorted(found, key=lambda culprit: -culprit.calls)[:_MAX_BLOCKING]
 

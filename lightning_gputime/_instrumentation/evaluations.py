@@ -160,8 +160,8 @@ class EvaluationSearch:
             return False  # The number of calls varies between steps, as with rollouts.
         if n_compared == _N_COMPARED_STEPS and n_inside >= max(counts, default=0) + _MIN_MORE_CALLS:
             return True  # All steps have such calls, and this step has more.
-        # A loop that evaluates after `step()`, so that each step but the first begins with an
-        # evaluation. In a loop over `steps()`, a step begins with its batch, which is `other`.
+        # If the loop evaluates after `step()`, each step but the first begins with an evaluation.
+        # In a loop over `steps()`, each step begins with its batch, so this cannot occur.
         labels = self._recorder.open.labels
         is_first = len(runs) == 1 and is_fetch(labels[: runs[0][0]])
         only_first_without = step - self._n_steps_with == 1 and not self._first_had_calls

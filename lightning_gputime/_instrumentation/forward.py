@@ -40,7 +40,7 @@ class _Modes(Enum):
     TRAINING_THEN_EVAL = 2
 
 
-_NOW = Search.NOW  # A global, because every model call looks it up.
+_ACTIVE = Search.ACTIVE  # A global, because every model call looks it up.
 
 
 class ForwardBoundary:
@@ -63,7 +63,7 @@ class ForwardBoundary:
         self._trains = bool(loop.optimizers)
         on_stream = None if waits is None else waits.note_stream
         self._on_calls = [call for call in (on_stream, on_call) if call is not None]
-        self._search = loop.search
+        self._evaluation_search = loop.search
         self.evaluation = EvaluationSearch(recorder, loop.model, optimizer, exclude_ns)
         self._is_evaluation = False  # True if the running outermost call is an evaluation.
         self._modes = _Modes.NONE
@@ -104,18 +104,18 @@ class ForwardBoundary:
     def backward_begins(self) -> None:
         """Search for evaluations from now on: the model is trained."""
         self.has_trained = True
-        if self._search is Search.AFTER_BACKWARD:
-            self._search = _NOW
+        if self._evaluation_search is Search.AFTER_BACKWARD:
+            self._evaluation_search = _ACTIVE
 
     def on_inner_call(self, module: nn.Module) -> None:
         """Handle a call of the module inside DDP that bypasses DDP, as evaluations do."""
         is_evaluation = not (module.training or torch.is_grad_enabled())
-        if self._search is _NOW and is_evaluation and not self._stack.running:
+        if self._evaluation_search is _ACTIVE and is_evaluation and not self._stack.running:
             self.evaluation.on_call_start(self.calls)
 
     def generation_begins(self) -> None:
         """Handle a call that generates text, which may be an evaluation."""
-        if self._search is _NOW and not is_training(self._model):
+        if self._evaluation_search is _ACTIVE and not is_training(self._model):
             self.evaluation.on_call_start(self.calls, GENERATE)
 
     def settle_evaluations(self) -> None:
@@ -143,7 +143,7 @@ class ForwardBoundary:
             if modules.is_searching or modules.nested:
                 modules.end_search()
         elif self._trains_without_backward(is_dropped):
-            self._search, self._is_evaluation = Search.AFTER_BACKWARD, False
+            self._evaluation_search, self._is_evaluation = Search.AFTER_BACKWARD, False
         elif timed:
             modules.search(self._handlers, everywhere=True)
         self._steps += not is_dropped
@@ -151,7 +151,7 @@ class ForwardBoundary:
     def _trains_without_backward(self, is_dropped: bool) -> bool:
         """Return whether training is zeroth-order: its calls are in eval mode without grad."""
         has_evaluated = not is_dropped and self.evaluation.has_calls_in(self._steps)
-        return self._search is _NOW and not self.has_trained and has_evaluated
+        return self._evaluation_search is _ACTIVE and not self.has_trained and has_evaluated
 
     # Hooks on modules
 
@@ -169,7 +169,8 @@ class ForwardBoundary:
             return
         stack.running.append(id(module))
         self._is_evaluation = False
-        if self._search is _NOW:
+        searches = self._evaluation_search is _ACTIVE
+        if searches:
             if not torch.is_grad_enabled() and self._begins_evaluation(module):
                 self._is_evaluation = True
                 return
@@ -178,7 +179,8 @@ class ForwardBoundary:
         if module is self._model:
             if module.training and self._modes is _Modes.NONE:
                 self._modes = _Modes.TRAINING
-            elif self._modes is _Modes.TRAINING and not module.training and self._search is _NOW:
+            # A model that was never in training mode may be trained in eval mode.
+            elif not module.training and self._modes is _Modes.TRAINING and searches:
                 self._modes = _Modes.TRAINING_THEN_EVAL
         self.calls += 1
         self._modules.called.add(id(module))

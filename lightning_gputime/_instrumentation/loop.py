@@ -15,7 +15,7 @@ class Search(Enum):
 
     NEVER = 0  # The trainer reports its evaluations.
     AFTER_BACKWARD = 1  # Until the first backward, the loop may be inference.
-    NOW = 2
+    ACTIVE = 2
 
 
 class BatchState:

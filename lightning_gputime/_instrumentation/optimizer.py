@@ -189,7 +189,7 @@ class OptimizerBoundary:
             if id(optimizer) not in self._given and not self.optimizers.includes_other(optimizer):
                 return
             if self.depth and (running := steps_on_stack()) is not None:
-                # No hook is called after a `step` that raised: correct the depth by the stack.
+                # A `step` that raised has called no hook at its end, so ask the call stack.
                 self.depth = min(self.depth, running - 1)
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             is_marked = recorder.label == AFTER_BACKWARD and not recorder.watcher.is_located

@@ -114,7 +114,8 @@ class MeanLog:
         timed_steps = int(sums.step.n)
         if self._is_sampled:
             untimed, totals = results.untimed_since(self._untimed_before)
-            # Nothing can be logged before the first timed step, so a later log includes these.
+            # Untimed steps before the first timed step cannot be estimated yet, so a later log
+            # includes them.
             if not only_publish and (timed_steps or untimed.sums.step.n):
                 self._untimed_before = totals
         every = sums.plus(untimed.sums)

@@ -266,14 +266,15 @@ class Recorder:
         self.pending.add(step, number, skipped_update, items, index, read, may_wait)
 
     def end_at(self, label: str, number: int, index: int = -1, items: float = nan) -> bool:
-        """End the open step at its last mark of `label`, without waiting, and start the next.
+        """End the open step now, without the time since its last mark of `label`. Do not wait.
 
-        Return False if no step is timed in this thread, if there is no such mark, or if a model
-        call or a backward pass follows it.
+        Return False and do nothing if no step is timed in this thread, if there is no such mark, or
+        if a model call or a backward pass follows it.
         """
         if self.state not in (OPEN, PAUSED) or get_ident() != self.threads.timed:
             return False
-        if not self.open.exclude_after(label):
+        has_excluded = self.open.exclude_after(label)
+        if not has_excluded:
             return False
         self.label = EXCLUDED
         self._go_to(OPEN)

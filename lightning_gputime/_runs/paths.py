@@ -5,7 +5,7 @@ from typing import Any
 
 
 def check_save_path(path: Any) -> str | None:
-    """Return an absolute path, because training may change the working folder.
+    """Return an absolute path, because training may change the working directory.
 
     Raises:
         TypeError: If it is not a path.

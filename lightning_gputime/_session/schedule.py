@@ -48,7 +48,7 @@ class Schedule:
 
     The offsets of timing windows in their parts are spread evenly and have no period, so that
     periodic work of the loop is timed neither too often nor too rarely. If long steps recur, up to
-    every second window is moved onto a long step. Some windows cover the end of an interval, where
+    half of the windows are moved onto long steps. Some windows cover the end of an interval, where
     logs are written. All ranks compute the same offsets.
 
     Args:

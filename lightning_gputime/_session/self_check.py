@@ -197,10 +197,7 @@ class SelfCheck:
             if EVALUATION in step.labels:
                 self._maybe_evaluated_ms += _undecided_ms(step)
         for step in steps:
-            marks = zip(step.labels, step.labels[1:], step.device_ms, strict=False)
-            # Skip a first `other`: that is code after the last update.
-            inside = islice(marks, int(step.labels[0] == OTHER), None)
-            self._idle_ms += sum(ms for *both, ms in inside if both == [OTHER, DATA])
+            self._idle_ms += _idle_ms(step)
             self._has_trained |= BACKWARD in step.labels or GRAD in step.labels
             self._early += not self._has_trained
         if self._results.sums.step.n >= _MEAN_STEPS:
@@ -229,8 +226,9 @@ class SelfCheck:
         steps, self._first, self._stage = self._first, [], _Stage.SUMS
         n = len(steps)
         for expected in self._loop.expects:
-            # In the last step of a fit, the batch may have been fetched in the step before.
-            if 2 * sum(not expected.labels.isdisjoint(step.labels) for step in steps) < n:
+            n_with = sum(not expected.labels.isdisjoint(step.labels) for step in steps)
+            # Not all steps need it: a step may have fetched its batch in the step before.
+            if 2 * n_with < n:
                 self._note(
                     f"{expected.feature}, because {expected.otherwise} in the first {n} steps",
                     expected.blurred,
@@ -303,6 +301,14 @@ class SelfCheck:
 
     def _note(self, text: str, blurred: tuple[str, ...] = ()) -> None:
         self._results.add_mismatch(NotMeasured(f"not measured: {text}", blurred))
+
+
+def _idle_ms(step: StepRecord) -> float:
+    """Return the time of batches that are fetched, but neither call the model nor end the step."""
+    marks = zip(step.labels, step.labels[1:], step.device_ms, strict=False)
+    # Skip a first `other`: that is code after the last update.
+    inside = islice(marks, int(step.labels[0] == OTHER), None)
+    return sum(ms for label, next_label, ms in inside if (label, next_label) == (OTHER, DATA))
 
 
 def _undecided_ms(step: StepRecord) -> float:
