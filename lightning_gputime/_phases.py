@@ -243,13 +243,13 @@ def resolve_labels(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     # Cached, because most steps of a loop have the same labels.
     phases = iter(_phases([label for label in labels if label not in INTERRUPTIONS]))
     settled = []
-    phase, follower = EXCLUDED, EXCLUDED
+    phase, comm_phase = EXCLUDED, EXCLUDED
     for label in labels:
         if label not in INTERRUPTIONS:
-            phase, follower = next(phases)
+            phase, comm_phase = next(phases)
         name = phase
         if label in (WAITS, RECEIVES) and phase not in IN_NO_STEP:
-            waits_in = follower if label == RECEIVES else phase
+            waits_in = comm_phase if label == RECEIVES else phase
             name = f"{waits_in.partition('/')[0]}/{COMM}"
         parents = itertools.accumulate(name.split("/"), "{}/{}".format)
         settled.append(() if name in IN_NO_STEP else tuple(parents))
@@ -257,19 +257,19 @@ def resolve_labels(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 
 
 def _phases(labels: Sequence[str]) -> list[tuple[str, str]]:
-    """Return for each label its phase, and the phase that a pipeline communicates for there."""
+    """Return for each label its phase, and the phase that a pipeline waits for there."""
     # The next label decides, so go from the last label to the first.
     phases = []
     following: str | None = None
     for label in reversed(labels):
         phase = _PENDING[label].get(following, OTHER) if label in _PENDING else label
-        follower = phase
+        comm_phase = phase
         if phase in (DATA, LOSS, OTHER) and following and following in (FORWARD, BACKWARD):
-            follower = following
+            comm_phase = following
         elif label == AFTER_BACKWARD:
             # After backward, the data that a stage has sent is still in transit.
-            follower = BACKWARD
-        phases.append((phase, follower))
+            comm_phase = BACKWARD
+        phases.append((phase, comm_phase))
         top_level = phase.partition("/")[0]
         if label in (AFTER_UPDATE, LEFT):
             # Only the end of an update is marked, so code between backward and update, such as

@@ -76,7 +76,7 @@ class WaitBoundary:
 
     def _launch_begins(self, group: Any, *args: Any, **kwargs: Any) -> bool:
         if is_asynchronous(args, kwargs):
-            self._is_elsewhere()  # Remember the stream: waiting for it is communication.
+            self._note_communication()
             return False
         return self._begin()
 
@@ -111,29 +111,29 @@ class WaitBoundary:
 
     def _begin(self, label: str = WAITS) -> bool:
         """Mark the start of a wait in the timed thread and stream. Return whether it is marked."""
-        if self._is_elsewhere():
+        if not self._note_communication():
             return False
         is_launched, self._is_launched = self._is_launched, False
         if is_launched and self._recorder.open.is_waiting:
             return True
         return begin_wait(self._recorder, label)
 
-    def _is_elsewhere(self) -> bool:
-        """Return whether this call is outside the timed thread or its streams.
+    def _note_communication(self) -> bool:
+        """Note a collective or a wait. Return True if it is in the timed thread and stream.
 
-        In the timed thread, remember such a stream as a communication stream.
+        In the timed thread, remember any other stream: waiting for it is communication.
         """
         # Check the thread first: a background thread, such as a checkpoint writer, may use the same
         # stream.
         if not is_here(self._recorder):
-            return True
-        if self._streams is None:
             return False
+        if self._streams is None:
+            return True
         current = self._streams.current()
         if current in self._timed:
-            return False
+            return True
         self._communication_streams.add(current)
-        return True
+        return False
 
 
 def is_distributed() -> bool:

@@ -113,19 +113,18 @@ class EvaluationSearch:
             forwards: Number of its training calls.
             step: Index of the step, from 0.
         """
-        # Only calls after the last update are certainly an evaluation, or after the last backward
-        # in a loop without an optimizer.
-        place = forwards, self._optimizer.updates
-        has_last = place in self._calls and (place[1] > 0 or place in self._places_after_backward)
-        n_last = self._calls[place] if has_last else 0
-        n_inside = self._calls.total() + self._generations - n_last
+        # Calls after the last update, or after the last backward in a loop without an optimizer,
+        # are certainly an evaluation. The rules decide on the calls before it, `inside` the step.
+        end = forwards, self._optimizer.updates
+        has_tail = end in self._calls and (end[1] > 0 or end in self._places_after_backward)
+        n_tail = self._calls[end] if has_tail else 0
+        n_inside = self._calls.total() + self._generations - n_tail
         labels = [EVALUATION, GENERATE] if self._generations else [EVALUATION]
         runs, ends_in_run = _runs_of(labels, self._recorder.open.labels)
-        last = [runs.pop()] if ends_in_run and has_last else []
-        is_certain = not n_inside or self._is_inference
-        if not (is_certain or self._is_exception(n_inside, runs, step)):
+        tail = [runs.pop()] if ends_in_run and has_tail else []
+        if n_inside and not self._is_inference and not self._is_exception(n_inside, runs, step):
             runs = []
-        for first, stop in [*last, *reversed(runs)]:
+        for first, stop in [*tail, *reversed(runs)]:
             self._exclude_ns(self._recorder.exclude_evaluation(first, stop))
         self._remember(step, n_inside)
         self.reset()

@@ -31,7 +31,8 @@ class NamedPhases:
             return False
         is_inner = name == self.names[-1]
         # Phases may end out of order if a generator is suspended inside its phase.
-        del self.names[len(self.names) - 1 - self.names[::-1].index(name)]
+        newest = max(i for i, open_name in enumerate(self.names) if open_name == name)
+        del self.names[newest]
         self._n_outer = min(self._n_outer, len(self.names))
         if is_inner and not self.names:
             self._base = FOLLOWED_BY.get(name, self._base)

@@ -157,7 +157,8 @@ class Recorder:
 
         Args:
             since: Exclude the time from the first mark of this label on; by default, from the last
-                mark on. A fetch just before it belongs to another step, and is also excluded.
+                mark on. If the step has only fetched data before that mark, the fetch is also
+                excluded.
             now: Exclude the time from now on instead.
         """
         if now:
@@ -242,7 +243,8 @@ class Recorder:
         if watcher.to_locate or self._timed_steps in FIRST_LOCATED:
             watcher.prepare_end(self._timed_steps)
         names = self.named.names
-        # A step without any time is dropped. Only a pause, a named pause, or an error leaves none.
+        # A step is dropped if all its time is excluded. That takes a pause, a named phase (which may
+        # be a pause) or an error, so other steps skip the slow check.
         is_dropped = bool(names or self.state is not OPEN) and self.open.is_empty
         if not is_dropped:
             first_label = label

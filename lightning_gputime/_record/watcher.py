@@ -94,14 +94,14 @@ class MarkWatcher:
             self.is_located = True
 
     def prepare_end(self, timed_steps: int) -> None:
-        """Before the mark that ends a step: locate it if the step that it starts is located."""
+        """Prepare for the mark that ends a step: locate it if the next step is located."""
         if timed_steps in FIRST_LOCATED:
             self.locate_next(LOCATED_STEPS)
         if self.to_locate:
             self.is_located = True
 
     def end_step(self) -> None:
-        """After that mark: stop locating, or count the step that it starts."""
+        """Handle the end of a located step, after its last mark: continue if steps are left."""
         if self.to_locate:
             self.to_locate -= 1
         else:

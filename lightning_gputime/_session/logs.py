@@ -35,8 +35,8 @@ class LogSchedule:
     ) -> None:
         self.means, self._results, self._comparison = means, results, comparison
         self._analyzer, self._is_sampled = analyzer, is_sampled
-        # Step number and index (from 0) of the newest steps that were passed to `end_step`. The
-        # first ended `lag` steps before the last, so all ranks have read it.
+        # Number and index (from 0) of the newest steps. All ranks have read the first of them,
+        # which ended `lag` steps before the last.
         self._ended: deque[tuple[int, int]] = deque(maxlen=lag + 1)
         self._has_started = False
         self.due_at = 0.0

@@ -118,10 +118,11 @@ class OpenStep:
     # Batches without training
 
     def has_idled(self, *, is_first: bool) -> bool:
-        """Return True if the open step has certainly only fetched batches. It must have hooks.
+        """Return True if the open step has certainly only fetched batches.
 
-        Return False if training may be invisible, for example in compiled code. From the second
-        batch of a loop on, also return False before any training.
+        Call it only while the hooks are attached. Return False if training may be invisible, for
+        example in compiled code. From the second batch of a loop on, also return False before any
+        training.
 
         Args:
             is_first: True for the first batch of a loop.

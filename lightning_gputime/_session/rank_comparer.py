@@ -192,14 +192,14 @@ class Exchange:
             if arrived is None:
                 return
             del self._open[round_]
-            values = (
-                self._store.multi_get([f"{round_}/{rank}" for rank in arrived]) if arrived else []
-            )
+            keys = [f"{round_}/{rank}" for rank in arrived]
+            values = self._store.multi_get(keys) if keys else []
             received = [RankTotals(**json.loads(value)) for value in values]
             yield number, {0: totals, **dict(zip(arrived, received, strict=True))}
 
     def _arrived_ranks(self, round_: int, deadline: float, *, is_final: bool) -> list[int] | None:
         """Return the ranks whose totals of a round have arrived; None if it is too early."""
+        # Do not wait for a late rank until its totals of the round before have arrived.
         late = {rank for rank in self._late if not self._store.check([f"{round_ - 1}/{rank}"])}
         awaited = {f"{round_}/{rank}": rank for rank in self._ranks[1:] if rank not in late}
         if not is_final and not self._store.check([*awaited]):

@@ -324,10 +324,9 @@ def _ends_inside_batch(labels: tuple[str, ...]) -> bool:
     """Return True if a step starts with the backward of a batch and ends with the next forward."""
     if FORWARD not in labels or BACKWARD not in labels:
         return False
-    backwards = labels[::-1]
-    return labels.index(BACKWARD) < labels.index(FORWARD) and backwards.index(
-        FORWARD
-    ) < backwards.index(BACKWARD)
+    last = {label: i for i, label in enumerate(labels)}
+    starts_with_backward = labels.index(BACKWARD) < labels.index(FORWARD)
+    return starts_with_backward and last[BACKWARD] < last[FORWARD]
 
 
 def _trained_batches(labels: tuple[str, ...]) -> int:

@@ -63,7 +63,7 @@ class Steps:
         """Number of steps that have ended, timed or not; stays 0 if every step is timed."""
         self.newest: int | None = None
         """Number of the last step that ended."""
-        self._ended_ns = 0  # Time of all steps until its end; only known with hooks.
+        self._ended_ns = 0  # Cumulative time of all steps at the last end with hooks.
         self._first_label = DATA  # First label of the open step.
         self.plan = parts.plan
         self.times_all = parts.plan.times_all
@@ -141,7 +141,10 @@ class Steps:
         parts.untimed.restart(self._ended_ns)
 
     def leave(self, number: int) -> bool:
-        """Handle an exit from the loop inside a step. Return True if it ends the step `number`."""
+        """Handle an exit from the loop inside a step.
+
+        Return True if that ends the step, whose number is `number`: its update has run.
+        """
         parts = self._parts
         if get_ident() != parts.recorder.threads.home:
             return False

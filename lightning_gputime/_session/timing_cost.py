@@ -30,7 +30,7 @@ class _Reads:
     def __init__(self) -> None:
         self.steps = 0
         """Number of all steps that were read."""
-        # Number of steps and duration of the newest reads, and of the newest of the largest.
+        # Number of steps and duration of each read: the newest, and the newest of the largest size.
         self._newest = deque[tuple[int, int]](maxlen=_COMPARED)
         self._largest = deque[tuple[int, int]](maxlen=_COMPARED)
 
@@ -78,7 +78,8 @@ class TimingCost:
         """Index of the step before which `decide` and `follow` must be called."""
         self.share: float | None = None
         """Cost of timing every step, as a fraction of an untimed step; None if unknown."""
-        self._step_ns = self._cost_ns = 0.0  # Duration of a step, and cost of a timed step.
+        # Duration of a step, and cost of a timed step; zero if the cost is not measured.
+        self._step_ns = self._cost_ns = 0.0
         self._span = (0, 0)  # Start (in nanoseconds) and first index of the current span.
         # Start and duration of timed steps; start and mean duration of spans of untimed steps.
         self._timed_ns: deque[tuple[int, int]] = deque(maxlen=_COMPARED)
@@ -96,16 +97,21 @@ class TimingCost:
         self._span = self._host_ns(), index
 
     def end_span(self, index: int, *, is_untimed: bool = True) -> None:
-        """End the span before the step of this index, and start the next."""
+        """End the span before the step of this index, and start the next.
+
+        Between two timed steps, only the first and the last span of untimed steps are kept, because
+        only these are next to a timed step.
+        """
         (start_ns, first), end_ns = self._span, self._host_ns()
         self._span = end_ns, index
-        if is_untimed:
-            # Keep the first and the last of consecutive spans: these are next to timed steps.
-            self._consecutive = self._consecutive + 1 if start_ns == self._span_end_ns else 1
-            if self._consecutive > 2:
-                self._untimed_ns.pop()
-            self._untimed_ns.append((start_ns, (end_ns - start_ns) / (index - first)))
-            self._span_end_ns = end_ns
+        if not is_untimed:
+            return
+        follows_untimed = start_ns == self._span_end_ns
+        self._consecutive = self._consecutive + 1 if follows_untimed else 1
+        if self._consecutive > 2:
+            self._untimed_ns.pop()
+        self._untimed_ns.append((start_ns, (end_ns - start_ns) / (index - first)))
+        self._span_end_ns = end_ns
 
     def time_switch(self, switch: Callable[[], None], index: int) -> None:
         """Attach or suspend hooks with `switch`, add the time it takes, and start a span."""
@@ -136,14 +142,15 @@ class TimingCost:
         marks = self._marks / self._reads.steps
         wait_ns = self._wait_ms / self._reads.steps * 1e6
         step_ns = statistics.median([ns for _, ns in self._untimed_ns or self._timed_ns])
-        most_ns = marks * _MAX_PER_MARK_NS
-        if wait_ns >= most_ns or most_ns < _MAX_COST_SHARE * step_ns:
-            self._step_ns = 0.0  # An earlier cost is not that of now.
+        min_ns, max_ns = marks * _MIN_PER_MARK_NS, marks * _MAX_PER_MARK_NS
+        is_free = wait_ns >= max_ns  # The host waits longer than timing can take.
+        if is_free or max_ns < _MAX_COST_SHARE * step_ns:
+            self._step_ns = 0.0  # The cost is not measured.
             return 1
-        added_ns = self._excess_ns()
-        if not added_ns:
+        excess_ns = self._excess_ns()
+        if not excess_ns:
             return _TRIAL_EVERY_N_STEPS
-        cost_ns = min(max(statistics.median(added_ns), marks * _MIN_PER_MARK_NS), most_ns)
+        cost_ns = min(max(statistics.median(excess_ns), min_ns), max_ns)
         self.share = (cost_ns + self._reads.mean_if_large_ns()) / step_ns
         self._step_ns, self._cost_ns = step_ns, cost_ns + self._reads.mean_ns()
         return self._smallest_n()
@@ -166,13 +173,13 @@ class TimingCost:
     def _excess_ns(self) -> list[float]:
         """Return the excess of each timed step over the untimed steps around it."""
         untimed_ns = [*self._untimed_ns]
-        added_ns = []
+        excess_ns = []
         for start_ns, took_ns in self._timed_ns:
-            place = bisect(untimed_ns, start_ns, key=itemgetter(0))
-            if 0 < place < len(untimed_ns):
-                (_, before_ns), (_, after_ns) = untimed_ns[place - 1 : place + 1]
-                added_ns.append(took_ns - (before_ns + after_ns) / 2)
-        return added_ns
+            next_ = bisect(untimed_ns, start_ns, key=itemgetter(0))
+            if 0 < next_ < len(untimed_ns):
+                (_, before_ns), (_, after_ns) = untimed_ns[next_ - 1 : next_ + 1]
+                excess_ns.append(took_ns - (before_ns + after_ns) / 2)
+        return excess_ns
 
     def _smallest_n(self) -> int:
         """Return the smallest `n` whose mean cost per step is within the target."""
