@@ -270,7 +270,7 @@ def test_entry_has_advice(measured: Measurement, setup: dict[str, Any], codes: l
 @pytest.mark.parametrize(
     ("error", "code", "grade", "headline", "speed_up"),
     [
-        (0.05, "other-bound", "bound", "other-bound: `other` takes 25 % of the", 1.34),
+        (0.05, "other-bound", "bound", "other-bound: `other` takes 25 % ± 5 % of the", 1.34),
         (0.2, "other-bound", "worth a look", "compute-bound; worth a look: `other`", 1.34),
         (0.3, "compute-bound", "unknown", "; unclear: `other` takes 25 % ± 30 %", None),
     ],

@@ -62,7 +62,7 @@ class EarlyStages(StagedLoaders):
         super().__init__(self._is_included, time.perf_counter_ns, self._add_loader)
         # Adds the stages of the iterator under construction to the sums of a timer.
         self._newest: Callable[[CulpritSums], object] = do_nothing
-        # The same function for each existing iterator.
+        # The same for each iterator that was constructed.
         self._adds = WeakKeyDictionary[Any, Callable[[CulpritSums], object]]()
 
     def remove(self) -> None:

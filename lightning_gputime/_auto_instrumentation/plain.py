@@ -49,7 +49,7 @@ _NO_CALLBACK = (
 _MAX_LOOPS = 20
 # Consecutive short loops after which no further loop is timed: finding a model takes 0.1 s.
 _MAX_SHORT_LOOPS = 3
-_MIN_OTHER_UPDATES = 3
+_MIN_OTHER_UPDATES = 3  # Number of updates by other optimizers that end the timed loop.
 _PROCESS = "LIGHTNING_GPUTIME_PROCESS"  # Environment variable with the id of the first process.
 
 
@@ -79,6 +79,7 @@ class PlainLoops:
         Finalize(None, self._report, exitpriority=0)
 
     def _update_ends(self, optimizer: Optimizer, *_: Any) -> None:
+        """Count an update: of the timed loop, or of another optimizer, whose loop may be next."""
         loop = self._loop
         if loop is not None and loop.optimizer is optimizer:
             # The loop's own hook has already ended the step.
@@ -130,6 +131,7 @@ class PlainLoops:
             self._attach(optimizer)
 
     def _attach(self, optimizer: Optimizer) -> None:
+        """Time the loop of an optimizer, unless the script's or a Trainer's timer times it."""
         from lightning_gputime._auto_instrumentation import adding
         from lightning_gputime._timer import Timer
 
@@ -233,7 +235,7 @@ class _TimedLoop:
         from lightning_gputime.hooks import GPUPhaseHooks
 
         self.optimizer = optimizer
-        # Number of updates by other optimizers after which the loop is over.
+        # Number of consecutive updates by other optimizers after which the loop is over.
         self.patience = _MIN_OTHER_UPDATES
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._timer = GPUPhaseHooks(model, optimizer, **timer_options(wanted))

@@ -133,6 +133,7 @@ def _flags(arguments: Sequence[str]) -> str:
             if letter in "cm":
                 return letters
             if letter in _WITH_VALUE:
+                # The value is the rest of this argument, or else the next argument.
                 if i == len(argument):
                     next(rest, None)
                 break

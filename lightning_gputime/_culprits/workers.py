@@ -126,6 +126,7 @@ class WorkerTimer:
         self._row, self._now_ns, self._cpu_ns = row, now_ns, cpu_ns
         self._samples: _TimedSamples | None = None
         self._last_end_ns = self._start_ns = self._collate_ns = 0
+        # At the last sample.
         self._sampled_cpu_ns, self._sampled_delay_ns = cpu_ns(), _run_delay_ns()
         self._sample_due_ns = now_ns() + _SAMPLE_EVERY_NS // 10
         self._iter_ns = iter_ns

@@ -128,6 +128,7 @@ def _entry(case: Case, part: _Part, share: float, steps_share: float) -> Entry:
         steps_share: Fraction of the wall clock that all steps take.
     """
     name, m = case.entry, case.m
+    # In launch-bound training, removing an entry may save more than its own time.
     gain = share + max(_removable(name, part, m, case.pace) - part.share, 0.0) * steps_share
     error = part.error * steps_share
     has_time = not is_blurred(name, m) and error < share
@@ -153,9 +154,10 @@ def _entry(case: Case, part: _Part, share: float, steps_share: float) -> Entry:
 def _is_of_one_step(row: PhaseStats, m: Measurement) -> bool:
     """Return True if a phase is long in a single step only, so that it cannot be the bottleneck."""
     n = m.steps + m.untimed_steps
+    # Without the step in which the phase is longest: time of the phase, and of all steps.
     others_ms = n * row.share * m.step.mean_ms - row.max_ms
-    step_ms = n * m.step.mean_ms - row.max_ms
-    return n > 1 and row.max_ms > others_ms and others_ms < _MIN_OTHERS * step_ms
+    steps_ms = n * m.step.mean_ms - row.max_ms
+    return n > 1 and row.max_ms > others_ms and others_ms < _MIN_OTHERS * steps_ms
 
 
 def is_blurred(name: str, m: Measurement) -> bool:
@@ -216,7 +218,7 @@ def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> defau
                 if cause != UNEXPLAINED:
                     moved = move(entry_of(name), f"{SLOW}{cause}", share)
                     work_of_slow_steps += moved * (entry_of(name) == work)
-    # Slow steps have the excess of rare compilations only.
+    # Slow steps only include rare compilations. Frequent compilations lengthen all steps.
     moved = move(work, COMPILATIONS, _frequent_compilations(m) - parts[COMPILATIONS].share)
     work_of_slow_steps += moved
     if (ranks := m.ranks) is not None and ranks.slowest_rank is not None:

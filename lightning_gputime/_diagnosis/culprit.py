@@ -90,9 +90,9 @@ def culprits_of(entry: str, seconds: float, m: Measurement) -> tuple[EntryCulpri
     if entry in (DATA, FETCH):
         stages = [culprit for culprit in of_entry(m.culprits, FETCH) if culprit.kind in STAGES]
         if stages:
-            return _first(map(_entry_culprit, stages))
+            return _largest(map(_entry_culprit, stages))
     calls = [*_calls(found, seconds), *_callbacks(entry, seconds, m)]
-    if best := _first(calls):
+    if best := _largest(calls):
         return best
     # Inside steps, places are observed in a few steps; outside of steps, always.
     all_s = seconds if entry in (BETWEEN_LOOPS, TEAR_DOWN) else None
@@ -103,7 +103,7 @@ def culprits_of(entry: str, seconds: float, m: Measurement) -> tuple[EntryCulpri
         if culprit.kind == PLACE and culprit.calls >= min_calls
     ]
     inside = [culprit for culprit in calls if culprit.share >= _MIN_SHARE_NEXT_TO_PLACE]
-    return _first(places, inside)
+    return _largest(places, inside)
 
 
 def parts_of_other(m: Measurement) -> str:
@@ -135,7 +135,7 @@ def blocking_calls(phases: Sequence[str], m: Measurement) -> list[EntryCulprit]:
     return sorted(found, key=lambda culprit: -culprit.calls)[:_MAX_BLOCKING]
 
 
-def _first(
+def _largest(
     culprits: Iterable[EntryCulprit], inside: Sequence[EntryCulprit] = ()
 ) -> tuple[EntryCulprit, ...]:
     """Return the largest culprit, and the first call inside it; empty below 40 % of the entry."""

@@ -108,8 +108,9 @@ def _bottleneck(breakdown: TimeBreakdown, pace: Pace, *, is_complete: bool) -> D
     entries = sorted((row for row in breakdown.rows if row.code), key=_weight, reverse=True)
     largest = entries[0] if entries else Entry("", 0.0, 0.0)
     weight = _weight(largest)
-    least = _MIN_BOTTLENECK_IF_SYNC if pace.code == SYNC_BOUND else _MIN_BOTTLENECK
-    if weight >= least and weight - largest.error >= least / 2:
+    min_weight = _MIN_BOTTLENECK_IF_SYNC if pace.code == SYNC_BOUND else _MIN_BOTTLENECK
+    is_certain = weight - largest.error >= min_weight / 2
+    if weight >= min_weight and is_certain:
         headline = f"{largest.code}: {_about(largest, breakdown)}"
         second = next((row for row in entries if row.name not in ONCE), None)
         if largest.name in ONCE and second is not None and _weight(second) >= _MIN_REPORTED:
@@ -147,7 +148,8 @@ def _weight(entry: Entry) -> float:
 
 
 def _about(entry: Entry, breakdown: TimeBreakdown) -> str:
-    share = f"{percent(entry.share)} of the {breakdown.scope}"
+    error = f" ± {percent(entry.error)}" if entry.error >= _MIN_REPORTED else ""
+    share = f"{percent(entry.share)}{error} of the {breakdown.scope}"
     if entry.name in ONCE:
         took = duration(1e3 * entry.seconds)
         return f"`{entry.name}` takes {took}, {share}, and occurs once"

@@ -58,6 +58,7 @@ def repeated_calls(m: Measurement) -> RepeatedCalls | None:
         return (source.file, source.function) in loops
 
     def part_of(source: Source) -> tuple[str, str, int]:
+        """Return a key of the function, or of the line if the function is the training loop."""
         return source.file, source.function, source.first_line if is_loop(source) else 0
 
     fetches = (culprit.calls for culprit, _ in places if culprit.entry in (DATA, FETCH))

@@ -334,8 +334,8 @@ def _merge_short(windows: Sequence[_Window]) -> list[_Window]:
 def _count_warmup(windows: Sequence[_Window]) -> int:
     """Return the number of first windows that are warm-up, such as compilation."""
     means_ms = [window.wall_ms / window.steps for window in windows]
-    most, n = max(1, int(_MAX_WARMUP * len(windows))), 0
-    while n < most and means_ms[n] > _WARMUP_FACTOR * means_ms[n + 1]:
+    max_n, n = max(1, int(_MAX_WARMUP * len(windows))), 0
+    while n < max_n and means_ms[n] > _WARMUP_FACTOR * means_ms[n + 1]:
         n += 1
     return n
 
@@ -353,8 +353,8 @@ def _clip_outliers(values: Floats, expected: Floats) -> Floats:
     """Clip values to four standard deviations around the expected values."""
     away = values - expected
     # A quantile estimates the deviation even if most windows are equal.
-    most = 4.0 * 0.75 * float(np.quantile(np.abs(away), 0.8))
-    clipped: Floats = expected + np.clip(away, -most, most)
+    max_away = 4.0 * 0.75 * float(np.quantile(np.abs(away), 0.8))
+    clipped: Floats = expected + np.clip(away, -max_away, max_away)
     return clipped
 
 
@@ -366,14 +366,15 @@ def _fit(edges: Floats, values: Floats) -> tuple[_Change, _Levels]:
     fitted = _fit_levels(values, change.shape, steps).at(change.shape)
     weights = steps / np.maximum(fitted, _NOISE_FLOOR * fitted.max()) ** 2
     change = _search(edges, values, weights)
-    # The start and the end of a trend are estimates, which increases the error of its size.
+    # The start and the end of a trend are estimates, which increases the error of its size: fit
+    # trends whose start or end differs by one window, too.
     start, full, n = change.start, change.full, len(values)
-    moved = []
+    neighbors = []
     if full > start > 0:
-        moved.append((start + 1, full, n))
+        neighbors.append((start + 1, full, n))
     if n > full > start:
-        moved.append((start, full - 1, n))
-    others = _shapes(edges, *np.array(moved).T) - change.shape if moved else None
+        neighbors.append((start, full - 1, n))
+    others = _shapes(edges, *np.array(neighbors).T) - change.shape if neighbors else None
     return change, _fit_levels(values, change.shape, weights, others)
 
 
@@ -434,7 +435,7 @@ def _shapes(edges: Floats, starts: Ints, fulls: Ints, untils: Ints) -> Floats:
 def _best(
     edges: Floats, values: Floats, weights: Floats, starts: Ints, fulls: Ints, untils: Ints
 ) -> _Change:
-    """Return the change with the lowest cost."""
+    """Fit each change by weighted least squares, and return the change with the lowest cost."""
     n, shapes = len(values), _shapes(edges, starts, fulls, untils)
     weights = weights / weights.sum()
     centered = shapes - (shapes @ weights)[:, None]
@@ -484,8 +485,9 @@ def _fit_levels(
 def _is_certain(edges: Floats, values: Floats, change: _Change, levels: _Levels) -> bool:
     """Return True if the change is large, and more likely than correlated noise."""
     n, shape, fitted = len(values), change.shape, levels.at(change.shape)
-    if change.start + change.full > 2.0 * n * (1.0 - _MIN_LEVEL_SHARE):
-        return False
+    middle = (change.start + change.full) / 2.0
+    if middle > n * (1.0 - _MIN_LEVEL_SHARE):
+        return False  # Too recent.
     ends_ms = levels.before_ms, levels.before_ms + levels.change_ms
     if min(*ends_ms, fitted.min(), values.min()) <= 0.0:
         return False
@@ -498,6 +500,7 @@ def _is_certain(edges: Floats, values: Floats, change: _Change, levels: _Levels)
         min_size, min_ordered = max(min_size, _MIN_CHANGE_IN_SHORT_RUN), 1.0
     if abs(size) < min_size:
         return False
+    # Compare each window before the change with each window after it.
     if np.mean(np.sign(size) * (high[:, None] - low) > 0.0) < min_ordered:
         return False
     logs = np.log(values)

@@ -227,10 +227,10 @@ class _Kept(NamedTuple):
         return kept if len(kept.steps) <= 2 * _MAX_KEPT else kept._thinned()
 
     def _thinned(self) -> "_Kept":
-        """Keep the steps with the largest excess, and a sample of the others.
+        """Return the steps with the largest excess, and a sample of the others.
 
-        Of the others, sum the explained steps. Drop every second unexplained step, and add its
-        weight to the unexplained step with the next larger excess.
+        The explained steps among the others are only summed. Every second unexplained step is
+        dropped: its weight is added to the unexplained step with the next larger excess.
         """
         steps = [*self.steps]
         order = sorted(range(len(steps)), key=lambda i: steps[i][0].excess_ms, reverse=True)

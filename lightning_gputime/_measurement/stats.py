@@ -66,15 +66,14 @@ def largest_part(of_phases: Mapping[str, float], found: str = "", sign: float = 
         found: Phase whose sub-phases to consider; all phases if empty.
         sign: Negative to return the phase with the least time.
     """
-    along = {name: math.copysign(1.0, sign) * ms for name, ms in of_phases.items()}
+    signed_ms = {name: math.copysign(1.0, sign) * ms for name, ms in of_phases.items()}
     while True:
-        least = _MIN_PART * along.get(found, 0.0)
-        inside = [
-            name for name in along if name.rpartition("/")[0] == found and along[name] > least
-        ]
-        if not inside:
+        min_ms = _MIN_PART * signed_ms.get(found, 0.0)
+        inside = [name for name in signed_ms if name.rpartition("/")[0] == found]
+        large = [name for name in inside if signed_ms[name] > min_ms]
+        if not large:
             return found
-        found = max(inside, key=along.__getitem__)
+        found = max(large, key=signed_ms.__getitem__)
 
 
 def table_rows(rows: Mapping[str, PhaseStats]) -> Iterator[tuple[str, str, PhaseStats]]:

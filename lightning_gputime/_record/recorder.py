@@ -243,8 +243,8 @@ class Recorder:
         if watcher.to_locate or self._timed_steps in FIRST_LOCATED:
             watcher.prepare_end(self._timed_steps)
         names = self.named.names
-        # A step is dropped if all its time is excluded. That takes a pause, a named phase (which may
-        # be a pause) or an error, so other steps skip the slow check.
+        # A step is dropped if all its time is excluded. That takes a pause, which may be a named
+        # phase, or an error, so other steps skip the slow check.
         is_dropped = bool(names or self.state is not OPEN) and self.open.is_empty
         if not is_dropped:
             first_label = label

@@ -184,8 +184,8 @@ class RunComparison(Tabular):
         return max((n for n in needed if n is not None), default=None) if all(needed) else None
 
     def _chosen(self, phase: str) -> dict[str, Difference]:
-        known = {"step": self.step, **self.rows}
-        known |= {**self.wall_clock, **known}  # Phases override entries of the same name.
+        phases = {"step": self.step, **self.rows}
+        known = {**phases, **self.wall_clock, **phases}  # Phases override entries of that name.
         if phase and phase not in known:
             raise ValueError(f"the runs have no phase {phase!r}; they have {', '.join(known)}")
         names = [phase] if phase else ["step", *self.judged]

@@ -6,9 +6,6 @@ from typing import Any, Literal
 
 from lightning_gputime._diagnosis.diagnosis import Advice
 
-VARIABLE = "LIGHTNING_GPUTIME_TUNE"
-"""Environment variable with the instructions for a script's process, as JSON."""
-
 Effect = Literal["none", "rounding", "random numbers", "numerics"]
 
 LOADER = "torch.utils.data:DataLoader"

@@ -15,8 +15,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
+from lightning_gputime._auto_instrumentation import TUNE
 from lightning_gputime._compat.python_ import user_frames
-from lightning_gputime._tuning.change import LIGHTNING, LOADER, TRANSFORMERS, VARIABLE
+from lightning_gputime._tuning.change import LIGHTNING, LOADER, TRANSFORMERS
 
 _OPTIONS = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
 
@@ -183,4 +184,4 @@ def _compiling(fit: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def tuned() -> Tuned:
     """Return the `Tuned` of this process, created from its environment."""
-    return Tuned(json.loads(os.environ[VARIABLE]))
+    return Tuned(json.loads(os.environ[TUNE]))

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_gputime._auto_instrumentation import TUNE
 from lightning_gputime._measurement.wall_clock import ONCE
 from lightning_gputime._runs.estimates import quantile_of_t
 from lightning_gputime._runs.run import Run
 from lightning_gputime._runs.saved import load
-from lightning_gputime._tuning.change import VARIABLE, Change, Report
+from lightning_gputime._tuning.change import Change, Report
 
 _LOOKS = (3, 5, 8, 12)  # Numbers of pairs after which a trial may end.
 _CONFIDENCE = 1 - 0.01 / len(_LOOKS)  # Per look, so that at most 1 % of useless changes pass.
@@ -72,7 +73,7 @@ class Script:
             "changes": [asdict(change) for change in changes],
             "loader_site": loader_site,
         }
-        environment = {**os.environ, VARIABLE: json.dumps(orders)}
+        environment = {**os.environ, TUNE: json.dumps(orders)}
         run = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
         with output.open("w") as text:
             code = subprocess.call(
