@@ -261,11 +261,11 @@ _IS_ITEMS = (
     " size of the batch's first tensor"
 )
 _IS_FLOPS = (
-    "be the FLOPs of forward and backward of an item (of a token, say, where items= is a function"
-    " that counts tokens), as one number or as two, or None: torch's FlopCounterMode counts them"
+    "be None, or the FLOPs of forward and backward per item, as one number or as two (per token if"
+    " items= counts tokens): torch's FlopCounterMode counts them"
 )
 _IS_OBSERVERS = (
-    "be a list of functions of a StepTimes, metrics or instances with methods of StepObserver"
+    "be a list of functions that take a StepTimes, metrics, or objects with methods of StepObserver"
 )
 _IS_SYNC = "be True (compare the ranks at the end of each epoch), 'log' (at every log) or False"
 _IS_PROBES = f"be 0 or at least 3 ({_PROBES})"

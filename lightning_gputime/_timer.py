@@ -103,7 +103,7 @@ class Timer(Tabular):
     - `_give_up`: `_detach` with a warning, after an error in a hook of the timer.
     """
 
-    _USE = "The timer was never attached."  # Says how to use it, in place of missing results.
+    _USE = "The timer was never attached."  # How to use it, shown in place of missing results.
     _libraries: tuple[str, ...] = ("torch",)  # Libraries whose missing private names affect it.
     _logs_fit = False  # True if it logs the wall clock, the group "fit".
     _is_aborted = False  # True if an exception has left the `with` of the timer.

@@ -67,7 +67,7 @@ class Fit(BatchState):
         trainer: The Trainer.
         model: The LightningModule.
         wall_clock: The wall clock of the fit.
-        own: Class of callbacks that are timers.
+        timer_class: Class of the callbacks that are timers.
         fail: Called with errors of the methods that run in every batch.
     """
 
@@ -78,13 +78,13 @@ class Fit(BatchState):
         trainer: Any,
         model: Any,
         wall_clock: WallClock,
-        own: type,
+        timer_class: type,
         fail: Callable[[Exception], None],
     ) -> None:
         self.trainer, self._model, self._wall_clock, self._fail = trainer, model, wall_clock, fail
         self._session: Session | NullSession = NEVER_ATTACHED
         self.start_update: Callable[[], None] = do_nothing
-        self._actions = FitActions(trainer, model, wall_clock, own, fail)
+        self._actions = FitActions(trainer, model, wall_clock, timer_class, fail)
         self._step_number = lightning_.step_counter(trainer)
         self.row = dict[str, float]()
         """Epoch of the steps that are read; rows of Lightning's loggers contain it."""
@@ -96,13 +96,13 @@ class Fit(BatchState):
         # Number of batches that may still lack an update; infinite once there was an update.
         self._patience: float = _MAX_BATCHES_WITHOUT_UPDATE
 
-    def loop(self, submodules: Mapping[str, torch.nn.Module], own: type) -> Loop:
+    def loop(self, submodules: Mapping[str, torch.nn.Module], timer_class: type) -> Loop:
         """Describe the loop in which the trainer trains the model."""
         trainer, model = self.trainer, self._model
         wrappers = [] if model.automatic_optimization else model.optimizers()
         # A `training_step(dataloader_iter)` fetches its batches itself.
         fetches = "dataloader_iter" in signature(model.training_step).parameters
-        others = [callback for callback in trainer.callbacks if not isinstance(callback, own)]
+        others = [call for call in trainer.callbacks if not isinstance(call, timer_class)]
         logs_every_step = trainer.log_every_n_steps == 1 and len(trainer.loggers) > 0
         return Loop(
             model,
@@ -193,7 +193,7 @@ class Fit(BatchState):
                 return
             session = self._session
             if session.steps.state is OFF:
-                self._end_batch_off(batch_idx)
+                self._end_batch_without_hooks(batch_idx)
                 return
             self._in_batch = self.is_open = False
             has_updated = session.open_step.optimizer.updates > 0
@@ -211,7 +211,7 @@ class Fit(BatchState):
         except Exception as error:
             self._fail(error)
 
-    def _end_batch_off(self, batch_idx: int) -> None:
+    def _end_batch_without_hooks(self, batch_idx: int) -> None:
         """End a batch while the hooks are detached. Use the trainer's count unless it was wrong."""
         session = self._session
         self._in_batch = False
@@ -288,8 +288,8 @@ class Fit(BatchState):
             self.start_epoch()
         if self._wall_clock.entry is not STEPS:
             self._wall_clock.resume_steps()
-        by_hand = not self._model.automatic_optimization
-        if self._accumulates and by_hand and session.open_step.has_updated:
+        is_manual = not self._model.automatic_optimization
+        if self._accumulates and is_manual and session.open_step.has_updated:
             # A hook at the end of the batch ran the update. The batch is counted already.
             self._accumulates = False
             if not session.steps.end_step(self._step_number() - 1, CALLBACKS):

@@ -189,7 +189,7 @@ class _PlainLoop(BatchState):
                         if is_attached and body == (self._step, self._micro_batches):
                             self.end_batch(timer)
                     else:
-                        seen = self._end_odd_body(timer, seen)
+                        seen = self._end_unusual_batch(timer, seen)
                 except Exception as error:
                     timer._give_up(error)
                 self.is_fetched = True
@@ -199,7 +199,7 @@ class _PlainLoop(BatchState):
         self.is_fetched = False
         timer._safely(self._end_loop, seen)
 
-    def _end_odd_body(self, timer: "GPUPhaseHooks", seen: _Seen) -> _Seen:
+    def _end_unusual_batch(self, timer: "GPUPhaseHooks", seen: _Seen) -> _Seen:
         """End a batch that may be an evaluation, or skipped. Return the new state of the loop."""
         session = timer._session
         if _has_idled(session, is_first=seen is _Seen.NOTHING):
@@ -509,14 +509,14 @@ class GPUPhaseHooks(Timer):
 
     @never_raises
     def _remove(self) -> None:
-        in_turns = self._session.recorder.threads.was_elsewhere
+        alternates = self._session.recorder.threads.was_elsewhere
         try:
             self._plain.leave(self._session)
         finally:
             self._finish()
         if not self._plain.has_stepped:
             messages.warning(
-                "No step has ended: %s", _ALTERNATING_THREADS if in_turns else _NO_STEP
+                "No step has ended: %s", _ALTERNATING_THREADS if alternates else _NO_STEP
             )
 
     def steps(self, iterable: Iterable[T]) -> Steps[T]:

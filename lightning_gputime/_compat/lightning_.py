@@ -34,7 +34,7 @@ _BROADCAST = Name(
 )
 _COMPILED_STEP = Name("lightning.pytorch.LightningModule._compiler_ctx", "a compiled training_step")
 _LIVE_METRICS = Name(
-    "lightning.pytorch.Trainer.callback_metrics", "phase times that other callbacks find"
+    "lightning.pytorch.Trainer.callback_metrics", "phase times in trainer.callback_metrics"
 )
 
 
@@ -198,10 +198,10 @@ def own_functions(trainer: Any, model: Any) -> Iterator[tuple[Any, str, str]]:
         yield model, "log", "self.log"
 
 
-def named_functions(trainer: Any, model: Any, own: type) -> Iterator[tuple[Any, str, str]]:
+def named_functions(trainer: Any, model: Any, timer_class: type) -> Iterator[tuple[Any, str, str]]:
     """Yield owner, function name and label of hooks of modules and callbacks, and of loggers.
 
-    Callbacks of class `own`, and hooks that are already phases of a step, are left out.
+    Callbacks of `timer_class`, and hooks that are already phases of a step, are left out.
     """
     if not is_compiled_module(model):  # A patch would recompile it.
         yield from _overridden_hooks(model)
@@ -209,7 +209,7 @@ def named_functions(trainer: Any, model: Any, own: type) -> Iterator[tuple[Any, 
     if (datamodule := getattr(trainer, "datamodule", None)) is not None:
         yield from _overridden_hooks(datamodule)
     for callback in trainer.callbacks:
-        if not isinstance(callback, own):
+        if not isinstance(callback, timer_class):
             yield from _overridden_hooks(callback, timed=(*_PER_BATCH, *IN_STEP))
     for logger in trainer.loggers:
         for method in LOGGER_METHODS:

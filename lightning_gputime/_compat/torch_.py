@@ -180,7 +180,7 @@ def is_compiled(module: nn.Module) -> bool:
 # Optimizers
 
 _STEP_WRAPPER = Name(
-    "torch.optim.Optimizer.profile_hook_step", "updates that end a step in their own hook"
+    "torch.optim.Optimizer.profile_hook_step", "steps that end inside a hook of an optimizer"
 )
 
 
@@ -242,7 +242,7 @@ def skip_in_compilation(files: set[Path]) -> None:
 
 _COUNTERS = Name(
     "torch._dynamo.utils.counters",
-    "untimed steps without hooks, which compiled code may guard",
+    "untimed steps without the cost of hooks",
 )
 
 
@@ -286,7 +286,8 @@ def is_compiled_graph(module: nn.Module) -> bool:
 
 
 _SCRIPT = Name(
-    "torch.jit._recursive.create_script_module", "models that TorchScript compiles while timed"
+    "torch.jit._recursive.create_script_module",
+    "models that TorchScript compiles while a timer is attached",
 )
 
 
@@ -298,7 +299,7 @@ def script_entry() -> tuple[Any, str] | None:
 
 _AUTOCAST = Name(
     "torch.autocast._enabled",
-    "whether an autocast around forward is on, for the MFU",
+    "the precision inside an autocast, for the MFU",
     sample=partial(torch.autocast, "cpu"),
 )
 
@@ -396,7 +397,7 @@ def waits_in_torch() -> bool:
 
 _SYNCS_BUFFERS = Name(
     "torch.nn.parallel.DistributedDataParallel.will_sync_module_buffers",
-    "waits for the buffers of DDP",
+    "waits for DDP to broadcast buffers",
     (FORWARD, OTHER),
 )
 _SYNCS_GRADS = Name("torch.nn.parallel.DistributedDataParallel.require_backward_grad_sync")
