@@ -169,7 +169,7 @@ def test_step_and_steps_require_attach(loop: Loop, call: str) -> None:
         ({"sync_ranks": 1}, "sync_ranks must be True .* got 1"),
         ({"observers": print}, "observers must be a list of functions .* got <built-in"),
         ({"observers": [3]}, r"observers must be a list of functions .* got \[3\]"),
-        ({"observers": [PhaseTimeMetric]}, "observers must be .* instances with methods of Step"),
+        ({"observers": [PhaseTimeMetric]}, "observers must be .* objects with methods of Step"),
         ({"logger": "csv"}, "logger must have a method log_metrics.* got 'csv'"),
     ],
 )

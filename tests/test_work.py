@@ -246,7 +246,7 @@ def test_batch_that_lightning_skips_has_no_items(gpu: FakeGPU) -> None:
         ({"items": "eight"}, "items must be the number of items in a batch, .* got 'eight'"),
         ({"items": True}, "got True"),
         ({"items": 0}, "got 0"),
-        ({"flops": "model"}, "flops must be the FLOPs of .* got 'model'"),
+        ({"flops": "model"}, "flops must be None, or the FLOPs of .* got 'model'"),
         ({"flops": (1e9, 2e9, 3e9)}, "as two"),
         ({"flops": -1}, "got -1"),
     ],
