@@ -136,8 +136,8 @@ class Timer(Tabular):
         return {**self.__dict__, **alone, "_wall_clock": WallClock(None)}
 
     def __del__(self) -> None:
-        if sys.is_finalizing():
-            return  # Modules may be gone already.
+        if sys is None or sys.is_finalizing():
+            return  # Modules, and then their globals, may be gone already.
         # The timer may be attached, for example if a notebook cell ran twice. `_session` is missing
         # if `__init__` raised.
         vars(self).get("_session", NEVER_ATTACHED).lose()

@@ -79,6 +79,15 @@ def test_timer_in_a_reference_cycle_is_detached(loop: Loop) -> None:
     assert hooks_of(loop.model) == bare
 
 
+def test_timer_can_be_deleted_after_the_globals_of_its_module(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer = hooks(loop)
+    with monkeypatch.context() as finalizing:
+        finalizing.setattr("lightning_gputime._timer.sys", None)
+        timer.__del__()
+
+
 @needs_fork
 def test_forked_process_destroys_no_event(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     # In a DataLoader worker, torch would abort with "CUDA error: initialization error".

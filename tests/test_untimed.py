@@ -11,7 +11,7 @@ from fake_gpu import Adder, FakeEvent, FakeGPU, Layer
 from fake_lightning import Loader, Model, fit, timer_of
 from fake_loop import Logger, Loop, hooks, timed_indices
 from processes import finish, start
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks
 
@@ -43,6 +43,18 @@ def test_nothing_is_installed_between_timed_steps(loop: Loop) -> None:
     assert attached == [*range(20), *sorted(late)]
     assert timer.history()["step"].tolist() == timed
     assert {*timer.history()["backward_ms"].tolist()} == {8.0}
+
+
+def test_module_class_is_changed_once(loop: Loop) -> None:
+    # Since 3.13, Python caches the methods of a class and its subclasses for 1,000 changes only.
+    methods, original = set[object](), vars(nn.Module)["__getstate__"]
+    with hooks(loop, every_n_steps=10) as timer:
+        for x in timer.steps(loop.batches(60)):
+            methods.add(vars(nn.Module)["__getstate__"])
+            loop.train(x)
+    assert len(methods) == 1
+    assert vars(nn.Module)["__getstate__"] is original
+    assert original not in methods
 
 
 def test_hooks_stay_attached_with_a_second_timer(loop: Loop) -> None:

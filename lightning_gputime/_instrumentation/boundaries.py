@@ -47,9 +47,12 @@ class Boundaries:
     ) -> None:
         self._recorder = recorder
         self._loop, self._on_call, self._exclude_ns = loop, on_call, exclude_ns
-        self._attachments = Attachments()  # All but the hooks on updates.
+        self._attachments = Attachments()  # All but the next two.
         # Updates are also counted while all other hooks are suspended, if they end the steps.
         self._update_hooks = Attachments()
+        # Never suspended: each change of a class makes Python look up the methods of all its
+        # subclasses again, and since 3.13 at most 1,000 times per class.
+        self._class_patches = Attachments()
         self._submodules: SubmoduleBoundary | None = None
         self.waits: WaitBoundary | None = None
         """Marks the waits for other ranks; None in a training on one rank."""
@@ -68,7 +71,7 @@ class Boundaries:
             recorder, loop, self.optimizer, self.waits, self._on_call, self._exclude_ns
         )
         self.forward.attach(attachments, loop)
-        GenerationBoundary(recorder, attachments, loop, self.forward)
+        GenerationBoundary(recorder, self._class_patches, loop, self.forward)
         if loop.splits_loss:
             time_inner_loss(recorder, attachments, loop.model)
         # Compiled code either skips a hook, or recompiles at each call because of it.
@@ -91,7 +94,8 @@ class Boundaries:
         calls = Calls(lambda *_, **__: self.suspend(keep_updates=True), lambda _: self.reattach())
         if entry := script_entry():
             attachments.add(Subscription(*entry, calls))
-        attachments.add(Subscription(torch.nn.Module, "__getstate__", self, without_hooks))
+        getstate = Subscription(torch.nn.Module, "__getstate__", self, without_hooks)
+        self._class_patches.add(getstate)
         activate(recorder)
 
     @property
@@ -124,10 +128,10 @@ class Boundaries:
         return optimizer.optimizers.has_any and not has_updated
 
     def suspend(self, *, keep_updates: bool = False) -> None:
-        """Remove all hooks until `reattach`. Call between two steps. Safe to call twice.
+        """Remove all hooks, but no patch of a class, until `reattach`. Safe to call twice.
 
-        The modules, losses and optimizers that were found are remembered. With `keep_updates`,
-        optimizer updates are still counted.
+        Call it between two steps. The modules, losses and optimizers that were found are
+        remembered. With `keep_updates`, optimizer updates are still counted.
         """
         # The recorder stays active: a named phase may end in a later step.
         self._attachments.suspend()
@@ -142,7 +146,7 @@ class Boundaries:
 
     def remove(self) -> None:
         deactivate(self._recorder)
-        self._attachments.remove()
-        self._update_hooks.remove()
+        for attachments in (self._attachments, self._update_hooks, self._class_patches):
+            attachments.remove()
         if self._submodules is not None:
             self._submodules.step_ended()
