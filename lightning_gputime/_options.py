@@ -42,7 +42,7 @@ class TimerOptions(TypedDict, total=False):
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight Systems.
         every_n_steps: Time 1 of every n steps. "auto" times every step if the GPU sets the pace.
             Otherwise it times the first 100 steps, then a few steps in each log interval or in each
-            500 steps, so that timing takes about 1 % of the time. It also times every step for
+            500 steps, so that timed steps add about 1 % to the time. It also times every step for
             `annotate`, `probe_every_n_steps`, a log at each step, and `observers` that take steps.
         probe_every_n_steps: Probe 1 of every n steps (at least 3; 0 for none) to separate launch
             gaps from GPU work. A probed step is launched while a spin kernel keeps the GPU busy. No

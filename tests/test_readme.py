@@ -430,7 +430,7 @@ def test_cost_of_each_tool_is_what_was_measured() -> None:
 def test_cost_of_a_timed_step_is_what_was_measured(file: str) -> None:
     for results in measured(file).values():
         for way in ("default", "every step timed"):
-            added = f"+{results[way]['us']:.0f} ± {results[way]['error_us']:.0f} us"
+            added = f"{results[way]['us']:+.0f} ± {results[way]['error_us']:.0f} us"
             assert added in READMES["docs/explanation/cost.md"]
             assert added in READMES["benchmarks/README.md"]
 
