@@ -34,7 +34,7 @@ from lightning_gputime._messages import HOMES  # noqa: E402
 from lightning_gputime.huggingface import TransformersPhaseTimer  # noqa: E402
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # transformers' own
+    pytest.mark.filterwarnings("ignore"),  # Transformers warns.
     pytest.mark.usefixtures("one_thread"),
 ]
 
@@ -47,7 +47,7 @@ since_5 = pytest.mark.skipif(
 
 
 class FakeNet(nn.Module):
-    """A model whose calls take a known time: 4 ms, and backward 7.75 ms."""
+    """A model that takes 4 ms in forward and 7.75 ms in backward."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class FakeNet(nn.Module):
 
 
 def at(event: str, call: Callable[[Any], object]) -> Any:
-    """Return a callback that calls a function of the Trainer's state at an event."""
+    """Return a callback that passes the Trainer's state to a function at an event."""
 
     def method(args: Any, state: Any, *_: Any, **__: Any) -> None:
         call(state)
@@ -73,7 +73,7 @@ def at(event: str, call: Callable[[Any], object]) -> Any:
 
 
 class Reporter(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-    """Keep what the Trainer logs, like the integrations of `report_to`."""
+    """Records the logs of a Trainer, like the integrations of `report_to`."""
 
     def __init__(self) -> None:
         self.logs: list[dict[str, Any]] = []
@@ -90,9 +90,19 @@ def phases(log: dict[str, Any], prefix: str = "phase_time") -> dict[str, float]:
     }
 
 
+def take_trainer_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options of a Trainer from training arguments, and return them."""
+    names = {"compute_loss_func", "compute_metrics", "optimizers"}
+    names |= {"eval_dataset", "train_dataset", "trainer_class"}
+    return {name: options.pop(name) for name in names & {*options}}
+
+
 @pytest.fixture
 def fake(gpu: FakeGPU, tmp_path: Path) -> Make:
-    """Make a Trainer on the fake GPU: a fetch takes 1 ms, a loss 0.5 and 0.25, an update 2."""
+    """Return a function that makes a Trainer on the fake GPU.
+
+    A fetch takes 1 ms, a loss 0.5 ms and its backward 0.25 ms, an update 2 ms.
+    """
 
     def collate(rows: list[Any]) -> Any:
         gpu.work(1.0)
@@ -101,34 +111,27 @@ def fake(gpu: FakeGPU, tmp_path: Path) -> Make:
     def loss_of(outputs: Any, labels: Tensor, **_: Any) -> Tensor:
         return work(outputs["logits"], gpu, 0.5, 0.25).sum()
 
-    def make(callbacks: list[Any], **others: Any) -> Any:
+    def make(callbacks: list[Any], **options: Any) -> Any:
         model = FakeNet(gpu)
         adder = Adder(model.parameters(), gpu, 2.0)
         adder.param_groups[0]["lr"] = 1.0
-        own = {
+        of_trainer = {
             "compute_loss_func": loss_of,
             "optimizers": (adder, None),
             "eval_dataset": [0] * 3,
             "train_dataset": [0] * 40,
-            **{name: others.pop(name) for name in [*others] if name in OF_TRAINER},
+            **take_trainer_options(options),
         }
 
-        class Waits(own.pop("trainer_class", transformers.Trainer)):  # type: ignore[misc]  # has no types
+        class ReadsLoss(of_trainer.pop("trainer_class", transformers.Trainer)):  # type: ignore[misc]  # has no types
             def log(self, *args: Any, **kwargs: Any) -> None:
-                gpu.now = max(gpu.now, gpu.free_at)  # It has just read the loss.
+                gpu.now = max(gpu.now, gpu.free_at)  # Reading the loss has synchronized the host.
                 super().log(*args, **kwargs)
 
-        arguments = training_arguments(tmp_path, **others)
-        return Waits(model, arguments, data_collator=collate, callbacks=callbacks, **own)
+        arguments = training_arguments(tmp_path, **options)
+        return ReadsLoss(model, arguments, data_collator=collate, callbacks=callbacks, **of_trainer)
 
     return make
-
-
-OF_TRAINER = (
-    *("compute_loss_func", "compute_metrics", "optimizers"),
-    *("eval_dataset", "train_dataset", "trainer_class"),
-)
-"""Arguments of a Trainer. The others are training arguments."""
 
 
 @pytest.fixture
@@ -143,17 +146,17 @@ def host_timer() -> TransformersPhaseTimer:
     return TransformersPhaseTimer(warmup_steps=0, print_summary=False)
 
 
-def numbers(timer: Timer) -> list[int]:
+def step_numbers(timer: Timer) -> list[int]:
     """Return the numbers of the timed steps."""
     steps: list[int] = timer.history()["step"].tolist()
     return steps
 
 
 STEP = {**STEP_MS, "other": 0.0}
-FIRST = {**STEP, "data": 2.0}  # Accelerate's loader is one batch ahead.
+FIRST = {**STEP, "data": 2.0}  # Accelerate's loader prefetches one batch.
 
 
-def test_kept_timer_does_not_keep_the_model_alive(fake: Make, timer: Timer) -> None:
+def test_timer_does_not_keep_the_model_alive(fake: Make, timer: Timer) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -167,17 +170,19 @@ def test_kept_timer_does_not_keep_the_model_alive(fake: Make, timer: Timer) -> N
 
 
 @since_5
-def test_micro_batches_are_one_step_also_at_the_end_of_an_epoch(fake: Make, timer: Timer) -> None:
+def test_micro_batches_of_one_update_are_one_step_even_at_the_end_of_an_epoch(
+    fake: Make, timer: Timer
+) -> None:
     # 40 batches: 13 updates of three, and one of the last batch, in each epoch.
     fake([timer], gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=2).train()
     thrice = {**{name: 3 * ms for name, ms in STEP.items()}, "optimizer": 2.0}
-    # The loader ends one batch before the epoch.
+    # The loader is exhausted one batch before the epoch ends.
     epoch = [{**thrice, "data": 4.0}, *[thrice] * 12, {**STEP, "data": 0.0}]
     assert steps(timer) == epoch * 2
     assert timer._results.slowdowns.series._epoch == 1
 
 
-def test_means_are_logged_with_the_loss(fake: Make, timer: Timer) -> None:
+def test_phase_means_are_logged_with_the_loss(fake: Make, timer: Timer) -> None:
     reporter = Reporter()
     fake([reporter, timer], logging_steps=2, max_steps=5).train()
     two, four, last = reporter.logs
@@ -185,8 +190,8 @@ def test_means_are_logged_with_the_loss(fake: Make, timer: Timer) -> None:
     assert "loss" in two
     mean = {**STEP, "callbacks": 0.0, "step": 15.5, "host_wait": phases(four)["host_wait"]}
     assert phases(four) == mean
-    late = {"data": 1.5, "step": 16.0, "host_wait": phases(two)["host_wait"]}
-    assert phases(two) == {**mean, **late}
+    with_first = {"data": 1.5, "step": 16.0, "host_wait": phases(two)["host_wait"]}
+    assert phases(two) == {**mean, **with_first}
     assert "train_runtime" in last
     assert phases(last)["step"] == 15.5
 
@@ -198,13 +203,13 @@ def test_every_step_is_in_one_logged_mean(
     fake: Make, timer: Timer, strategy: str, logged: list[int]
 ) -> None:
     reporter = Reporter()
-    own = {"logging_strategy": strategy, "logging_first_step": strategy == "steps"}
-    fake([timer, reporter], logging_steps=30, max_steps=-1, num_train_epochs=2, **own).train()
+    options = {"logging_strategy": strategy, "logging_first_step": strategy == "steps"}
+    fake([timer, reporter], logging_steps=30, max_steps=-1, num_train_epochs=2, **options).train()
     means = [(log["at"], phases(log)["forward"]) for log in reporter.logs if phases(log)]
     assert means == [(number, 4.0) for number in logged]
 
 
-def test_evaluations_belong_to_no_step_and_are_logged_apart(fake: Make, timer: Timer) -> None:
+def test_evaluations_belong_to_no_step_and_are_logged_separately(fake: Make, timer: Timer) -> None:
     reporter = Reporter()
     options = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
     trainer = fake([reporter, timer], logging_steps=2, **options)
@@ -214,17 +219,17 @@ def test_evaluations_belong_to_no_step_and_are_logged_apart(fake: Make, timer: T
     assert [log["at"] for log in logs] == [0, 2, 4]
     logged = [phases(log, "eval_phase_time") for log in logs]
     for log, found in zip(logs, logged, strict=True):
-        # The loss is `other` without a backward. The loader of three batches is one ahead.
+        # Without a backward the loss is `other`.
         assert found.items() >= {"data": 1.0, "forward": 4.0, "other": 0.5}.items()
         assert not phases(log)
     history = trainer.state.log_history
-    # Each checkpoint has the history, as JSON.
+    # Checkpoints store the history as JSON.
     assert json.loads(json.dumps(history)) == history
     assert [item["step"] for item in history if phases(item)] == [2, 4]
     training = [phases(log) for log in reporter.logs if "loss" in log]
     assert [phases(item) for item in history if "loss" in item] == training
-    # A model card has a column for each key of the entry with `eval_loss`. Readers take the newest
-    # entry, so the phases are in an entry before it.
+    # A model card has a column for each key of the entry with `eval_loss`, and readers take the
+    # newest entry, so the phases are in a separate entry before it.
     results = [item for item in history if "eval_loss" in item]
     assert not any("phase_time" in key for item in results for key in item)
     before = [item for item, after in itertools.pairwise(history) if after in results]
@@ -237,7 +242,7 @@ def test_evaluations_belong_to_no_step_and_are_logged_apart(fake: Make, timer: T
 def test_results_of_train_and_evaluate_have_no_phases(fake: Make, timer: Timer) -> None:
     class Searching(transformers.Trainer):  # type: ignore[misc]  # has no types
         def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-            # A search for hyperparameters sums all that `evaluate` returns.
+            # A hyperparameter search sums all values that `evaluate` returns.
             results.append(super().evaluate(*args, **kwargs))
             return results[-1]
 
@@ -254,15 +259,14 @@ def test_results_of_train_and_evaluate_have_no_phases(fake: Make, timer: Timer) 
 def test_callbacks_before_an_evaluation_belong_to_the_step(
     fake: Make, timer: Timer, gpu: FakeGPU
 ) -> None:
+    def make_slow_loader(*args: Any) -> Any:
+        gpu.work(100.0)  # Belongs to the evaluation.
+        return make_loader(*args)
+
     works = at("on_step_end", lambda _: gpu.work(0.25))
     trainer = fake([timer, works], eval_strategy="steps", eval_steps=2)
-    make = trainer.get_eval_dataloader
-
-    def make_for_long(*args: Any) -> Any:
-        gpu.work(100.0)  # Belongs to the evaluation.
-        return make(*args)
-
-    trainer.get_eval_dataloader = make_for_long
+    make_loader = trainer.get_eval_dataloader
+    trainer.get_eval_dataloader = make_slow_loader
     trainer.train()
     assert timer.history()["callbacks_ms"].tolist()[1:] == [0.25] * 3
 
@@ -274,8 +278,8 @@ def test_evaluate_and_predict_are_timed_only_during_training(
         if state.global_step == 3:
             trainer.predict([0] * 2)
 
-    reporter, own = Reporter(), {"compute_loss_func": None, "eval_strategy": "steps"}
-    trainer = fake([reporter, timer, at("on_step_end", predict)], eval_steps=2, **own)
+    reporter, options = Reporter(), {"compute_loss_func": None, "eval_strategy": "steps"}
+    trainer = fake([reporter, timer, at("on_step_end", predict)], eval_steps=2, **options)
     before = hooks_of(trainer.model)
     trainer.train()
     results = trainer.evaluate()
@@ -289,14 +293,19 @@ def test_evaluate_and_predict_are_timed_only_during_training(
     assert hooks_of(trainer.model) == before
 
 
-def test_custom_prediction_step_is_timed(tmp_path: Path, host_timer: Timer) -> None:
+def test_evaluation_with_a_custom_prediction_step_is_timed(
+    tmp_path: Path, host_timer: Timer
+) -> None:
     class Mine(transformers.Trainer):  # type: ignore[misc]  # has no types
         def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-            with torch.no_grad():  # Does not call super(), like trainers that generate text.
+            # Like trainers that generate text, this does not call super().
+            with torch.no_grad():
                 return model(**self._prepare_inputs(inputs)).loss, None, None
 
     reporter = Reporter()
-    new([reporter, host_timer], tmp_path, trainer_class=Mine, eval_strategy="steps", eval_steps=4)
+    train_gpt(
+        [reporter, host_timer], tmp_path, trainer_class=Mine, eval_strategy="steps", eval_steps=4
+    )
     [log] = [entry for entry in reporter.logs if "eval_loss" in entry]
     found = phases(log, "eval_phase_time")
     assert found["forward"] > 0
@@ -311,6 +320,9 @@ PATCHED = {
 """Attributes that are replaced on a Trainer while it trains."""
 
 
+ROWS = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 40
+
+
 def gpt() -> Any:
     torch.manual_seed(0)
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}
@@ -318,20 +330,19 @@ def gpt() -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
-def new(callbacks: list[Any], path: Path, train: bool = True, **others: Any) -> Any:
-    """Make a Trainer of a small GPT, and train it."""
-    rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 40
-    data = {"train_dataset": rows, "eval_dataset": rows[:4]}
-    own = data | {name: others.pop(name) for name in [*others] if name in OF_TRAINER}
-    resume = others.pop("resume", None)
-    trainer = own.pop("trainer_class", transformers.Trainer)(
-        gpt(),
-        training_arguments(path, **{"logging_steps": 1, **others}),
-        callbacks=callbacks,
-        **own,
-    )
-    if train:
-        trainer.train(resume_from_checkpoint=resume)
+def gpt_trainer(callbacks: list[Any], path: Path, **options: Any) -> Any:
+    """Return a Trainer of a small GPT."""
+    data = {"train_dataset": ROWS, "eval_dataset": ROWS[:4]}
+    of_trainer = data | take_trainer_options(options)
+    trainer_class = of_trainer.pop("trainer_class", transformers.Trainer)
+    arguments = training_arguments(path, **{"logging_steps": 1, **options})
+    return trainer_class(gpt(), arguments, callbacks=callbacks, **of_trainer)
+
+
+def train_gpt(callbacks: list[Any], path: Path, resume: str | None = None, **options: Any) -> Any:
+    """Train a small GPT, from the checkpoint `resume` if given, and return its Trainer."""
+    trainer = gpt_trainer(callbacks, path, **options)
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -343,7 +354,7 @@ class CustomLoss(transformers.Trainer):  # type: ignore[misc]  # has no types
 
 
 @pytest.mark.parametrize(
-    "others",
+    "options",
     [
         {},
         {"label_smoothing_factor": 0.1},
@@ -358,12 +369,12 @@ class CustomLoss(transformers.Trainer):  # type: ignore[misc]  # has no types
     ids=str,
 )
 def test_model_of_transformers_has_all_phases(
-    tmp_path: Path, host_timer: Timer, others: dict[str, Any]
+    tmp_path: Path, host_timer: Timer, options: dict[str, Any]
 ) -> None:
-    trainer = new([host_timer], tmp_path, **others)
+    trainer = train_gpt([host_timer], tmp_path, **options)
     callbacks = {"callbacks", "callbacks/PrinterCallback.on_log"}
     assert set(host_timer.summary().rows) - {"data/fetch"} - callbacks == {*STEP}
-    assert numbers(host_timer) == [1, 2, 3, 4]
+    assert step_numbers(host_timer) == [1, 2, 3, 4]
     for row in host_timer.history():
         phases_ms = [row[f"{name}_ms"] for name in STEP]
         assert all(ms > 0 for ms in phases_ms)
@@ -375,17 +386,17 @@ def test_model_of_transformers_has_all_phases(
 
 
 @pytest.mark.slow
-def test_compiled_model_is_timed_and_not_compiled_anew(
+def test_compiled_model_is_timed_and_not_recompiled(
     tmp_path: Path, host_timer: Timer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # Transformers changes it for good.
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # Transformers sets it permanently.
     torch._dynamo.reset()
     counters: Any = torch._dynamo.utils.counters
     counters.clear()
     compiles: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
-    new([], tmp_path, **compiles)
+    train_gpt([], tmp_path, **compiles)
     graphs = counters["stats"]["unique_graphs"]
-    trainer = new([host_timer], tmp_path, **compiles)
+    trainer = train_gpt([host_timer], tmp_path, **compiles)
     # The loss is inside the compiled code.
     assert {"forward", "backward", "optimizer"} <= set(host_timer.summary().rows)
     assert 0 < counters["stats"]["unique_graphs"] == graphs
@@ -396,8 +407,8 @@ def test_compiled_model_is_timed_and_not_compiled_anew(
 def test_items_add_up_over_micro_batches_and_evaluations_are_separate(
     fake: Make, gpu: FakeGPU
 ) -> None:
-    own: dict[str, Any] = {"items": lambda inputs: 5 * len(inputs["x"]), "flops": 2e9}
-    timer = TransformersPhaseTimer(_clock=gpu, warmup_steps=0, print_summary=False, **own)
+    options: dict[str, Any] = {"items": lambda inputs: 5 * len(inputs["x"]), "flops": 2e9}
+    timer = TransformersPhaseTimer(_clock=gpu, warmup_steps=0, print_summary=False, **options)
     reporter, micro_batches = Reporter(), {"gradient_accumulation_steps": 3, "max_steps": 4}
     evaluates = {"eval_strategy": "steps", "eval_steps": 4}
     fake([reporter, timer], logging_steps=2, **micro_batches, **evaluates).train()
@@ -409,14 +420,16 @@ def test_items_add_up_over_micro_batches_and_evaluations_are_separate(
         assert log[f"{prefix}phase_time/items_per_sec"] == pytest.approx(expected)
 
 
-def test_rows_collated_inside_the_step_are_not_counted(tmp_path: Path, host_timer: Timer) -> None:
+def test_samples_collated_inside_the_step_are_not_counted_as_items(
+    tmp_path: Path, host_timer: Timer
+) -> None:
     class Trainer(CustomLoss):
         def _prepare_inputs(self, inputs: Any) -> Any:
-            if isinstance(inputs, list):  # As TRL's that generate.
+            if isinstance(inputs, list):  # Like TRL's trainers that generate.
                 inputs = transformers.default_data_collator(inputs)
             return super()._prepare_inputs(inputs)
 
-    trainer = new([host_timer], tmp_path, train=False, trainer_class=Trainer)
+    trainer = gpt_trainer([host_timer], tmp_path, trainer_class=Trainer)
     trainer.data_collator = list
     trainer.train()
     assert host_timer.summary().items_per_sec is None
@@ -424,12 +437,12 @@ def test_rows_collated_inside_the_step_are_not_counted(tmp_path: Path, host_time
 
 @since_5
 def test_resumed_training_continues_the_step_count(tmp_path: Path, host_timer: Timer) -> None:
-    new([], tmp_path, save_strategy="steps", save_steps=2)
-    new([host_timer], tmp_path, resume=str(tmp_path / "checkpoint-2"))
-    assert numbers(host_timer) == [3, 4]
+    train_gpt([], tmp_path, save_strategy="steps", save_steps=2)
+    train_gpt([host_timer], tmp_path, resume=str(tmp_path / "checkpoint-2"))
+    assert step_numbers(host_timer) == [3, 4]
 
 
-def test_callbacks_added_later_report(fake: Make, timer: Timer) -> None:
+def test_callback_added_during_training_receives_phase_times(fake: Make, timer: Timer) -> None:
     def add(state: Any) -> None:
         if state.global_step == 2:
             trainer.add_callback(late)
@@ -448,7 +461,7 @@ def test_callbacks_added_later_report(fake: Make, timer: Timer) -> None:
 
 
 class Custom(transformers.Trainer):  # type: ignore[misc]  # has no types
-    """A Trainer that raises at a given place, with helpers for a custom training loop."""
+    """A Trainer that raises in the method `raises`, with helpers for a custom training loop."""
 
     raises = ""
 
@@ -463,16 +476,17 @@ class Custom(transformers.Trainer):  # type: ignore[misc]  # has no types
         return super().prediction_step(*args, **kwargs)
 
     def begin(self) -> Any:
+        """Begin a training, and return its loader."""
         loader = self.get_train_dataloader()
         self.create_optimizer()
         self.optimizer: Any = self.accelerator.prepare(self.optimizer)
         self.model_wrapped = self.model
         self.state.global_step = 0
         self.callback_handler.optimizer = self.optimizer
-        self.tell("on_train_begin")
+        self.call_event("on_train_begin")
         return loader
 
-    def tell(self, event: str) -> None:
+    def call_event(self, event: str) -> None:
         self.state.global_step += event == "on_step_end"
         getattr(self.callback_handler, event)(self.args, self.state, self.control)
 
@@ -494,7 +508,7 @@ class Custom(transformers.Trainer):  # type: ignore[misc]  # has no types
         ("is_removed", None, 4, 0),
     ],
 )
-def test_training_that_ends_fails_or_is_interrupted_leaves_nothing(
+def test_training_that_ends_fails_or_is_interrupted_leaves_nothing_installed(
     tmp_path: Path,
     place: str,
     error: type[BaseException] | None,
@@ -502,7 +516,7 @@ def test_training_that_ends_fails_or_is_interrupted_leaves_nothing(
     steps_printed: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def look(state: Any) -> None:
+    def at_step_end(state: Any) -> None:
         patched.append({*vars(trainer)} & PATCHED)
         if place == "is_removed" and state.global_step == 2:
             trainer.remove_callback(timer)
@@ -512,12 +526,12 @@ def test_training_that_ends_fails_or_is_interrupted_leaves_nothing(
             raise error("mine")
 
     patched = list[set[str]]()
-    looks, timer = at("on_step_end", look), TransformersPhaseTimer(warmup_steps=0)
-    setattr(looks, place or "on_save", fail)
-    new([], tmp_path, train=False)  # The first model adds attributes to classes.
+    callback, timer = at("on_step_end", at_step_end), TransformersPhaseTimer(warmup_steps=0)
+    setattr(callback, place or "on_save", fail)
+    gpt_trainer([], tmp_path)  # The first GPT adds attributes to classes.
     kinds = transformers.Trainer, transformers.trainer_callback.CallbackHandler, nn.Module
     classes = [dict(vars(kind)) for kind in kinds]
-    trainer = new([timer, looks], tmp_path, False, trainer_class=Custom, eval_on_start=True)
+    trainer = gpt_trainer([timer, callback], tmp_path, trainer_class=Custom, eval_on_start=True)
     trainer.raises = place
     before, callbacks = hooks_of(trainer.model), [*trainer.callback_handler.callbacks]
     assert not {*vars(trainer)} & PATCHED
@@ -548,43 +562,43 @@ def test_custom_loop_that_only_calls_on_step_end_is_timed(fake: Make, timer: Tim
                     self.model(batch["x"])  # A rollout.
                 for _ in range(2):
                     self.update({**batch})
-                self.tell("on_step_end")
+                self.call_event("on_step_end")
             self.evaluate()
             for _ in range(2):
                 self.update(next(loader))
-                self.tell("on_step_end")
-            self.tell("on_train_end")
+                self.call_event("on_step_end")
+            self.call_event("on_train_end")
 
     fake([timer], trainer_class=Trainer).train()
-    both = {name: 2 * ms for name, ms in STEP.items()} | {"data": 1.0, "forward": 12.0}
-    assert steps(timer) == [both | {"data": 2.0}, both, both, STEP, STEP]
-    assert numbers(timer) == [1, 2, 3, 4, 5]
+    twice = {name: 2 * ms for name, ms in STEP.items()} | {"data": 1.0, "forward": 12.0}
+    assert steps(timer) == [twice | {"data": 2.0}, twice, twice, STEP, STEP]
+    assert step_numbers(timer) == [1, 2, 3, 4, 5]
 
 
-def test_unseen_fetch_is_not_callbacks(fake: Make, timer: Timer) -> None:
+def test_fetch_of_a_custom_loop_is_data_and_not_callbacks(fake: Make, timer: Timer) -> None:
     class Trainer(Custom):
         def train(self) -> None:
             loader = self.begin()
-            self.tell("on_epoch_begin")
+            self.call_event("on_epoch_begin")
             for _, batch in zip(range(3), loader, strict=False):
-                self.tell("on_step_begin")
+                self.call_event("on_step_begin")
                 self.update(batch)
-                self.tell("on_step_end")
-            self.tell("on_epoch_end")
-            self.tell("on_train_end")
+                self.call_event("on_step_end")
+            self.call_event("on_epoch_end")
+            self.call_event("on_train_end")
 
     fake([timer], trainer_class=Trainer).train()
     assert steps(timer) == [FIRST, STEP, STEP]
     assert "callbacks" not in timer.summary().rows
 
 
-def test_timer_of_nested_trainings_times_the_newest_and_warns(
+def test_timer_shared_by_nested_trainings_times_the_inner_one_and_warns(
     fake: Make, timer: Timer, caplog: pytest.LogCaptureFixture
 ) -> None:
     inner = fake([timer], max_steps=3)
-    trains = at("on_step_end", lambda state: state.global_step == 2 and inner.train())
-    fake([timer, trains]).train()
-    assert numbers(timer) == [1, 2, 3]
+    train_inner = at("on_step_end", lambda state: state.global_step == 2 and inner.train())
+    fake([timer, train_inner]).train()
+    assert step_numbers(timer) == [1, 2, 3]
     assert "trainer a separate timer" in caplog.text
 
 
@@ -592,7 +606,7 @@ def test_table_is_printed_once_with_a_progress_bar(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timer = TransformersPhaseTimer(warmup_steps=0)
-    trainer = new([timer], tmp_path, train=False, disable_tqdm=False)
+    trainer = gpt_trainer([timer], tmp_path, disable_tqdm=False)
     for _ in range(2):
         trainer.train()
         assert capsys.readouterr().out.count("Time per step in ms") == 1
@@ -612,12 +626,11 @@ def test_two_ranks_are_compared_in_the_table_and_in_the_log(tmp_path: Path) -> N
 
 def test_trials_and_several_evaluation_sets_are_timed(tmp_path: Path, host_timer: Timer) -> None:
     reporter = Reporter()
-    rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 4
     trainer = transformers.Trainer(
         model_init=lambda trial: gpt(),
         args=training_arguments(tmp_path, eval_strategy="epoch", max_steps=-1, num_train_epochs=2),
-        train_dataset=rows,
-        eval_dataset={"first": rows, "second": rows},
+        train_dataset=ROWS[:4],
+        eval_dataset={"first": ROWS[:4], "second": ROWS[:4]},
         callbacks=[reporter, host_timer],
     )
     for _ in range(2):
@@ -627,10 +640,10 @@ def test_trials_and_several_evaluation_sets_are_timed(tmp_path: Path, host_timer
             logs = [log for log in reporter.logs if f"eval_{name}_loss" in log]
             assert [entry["at"] for entry in logs] == [4, 8]
             assert all(phases(item, f"eval_{name}_phase_time")["forward"] > 0 for item in logs)
-        assert numbers(host_timer) == [*range(1, 9)]
+        assert step_numbers(host_timer) == [*range(1, 9)]
 
 
-def test_batch_size_that_is_too_large_starts_a_new_measurement(
+def test_retry_with_a_smaller_batch_size_starts_a_new_measurement(
     tmp_path: Path, host_timer: Timer
 ) -> None:
     class TooLarge(transformers.Trainer):  # type: ignore[misc]  # has no types
@@ -640,8 +653,8 @@ def test_batch_size_that_is_too_large_starts_a_new_measurement(
             return super().training_step(*args, **kwargs)
 
     sizes: dict[str, Any] = {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
-    new([host_timer], tmp_path, trainer_class=TooLarge, **sizes)
-    assert numbers(host_timer) == [1, 2, 3, 4]
+    train_gpt([host_timer], tmp_path, trainer_class=TooLarge, **sizes)
+    assert step_numbers(host_timer) == [1, 2, 3, 4]
 
 
 def test_copy_of_a_timed_model_keeps_its_loss(tmp_path: Path, host_timer: Timer) -> None:
@@ -649,7 +662,7 @@ def test_copy_of_a_timed_model_keeps_its_loss(tmp_path: Path, host_timer: Timer)
         copies.extend([copy.deepcopy(trainer.model), pickle.loads(pickle.dumps(trainer.model))])
 
     copies: list[Any] = []
-    trainer = new([host_timer, at("on_step_end", duplicate)], tmp_path, False, max_steps=1)
+    trainer = gpt_trainer([host_timer, at("on_step_end", duplicate)], tmp_path, max_steps=1)
     trainer.train()
     assert [model.loss_function for model in copies] == [trainer.model.loss_function] * 2
 
@@ -658,7 +671,7 @@ def test_timer_without_a_trainer_warns_once_and_times_nothing(
     fake: Make, timer: Timer, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Forwards(transformers.TrainerCallback):  # type: ignore[misc]  # has no types
-        """Passes events to the timer, which is not a callback of the Trainer."""
+        """Passes events on to the timer, so that the timer is not a callback of the Trainer."""
 
         def __getattribute__(self, name: str) -> Any:
             owner = timer if name.startswith("on_") else super()
@@ -672,13 +685,13 @@ def test_timer_without_a_trainer_warns_once_and_times_nothing(
     assert not len(timer.history())
     assert hooks_of(trainer.model) == before
     assert not any("phase_time" in key for log in reporter.logs for key in log)
-    # The model of SetFit's trainer, which does not derive from Trainer, is not a module.
+    # SetFit's trainer does not derive from Trainer, and its model is not a module.
     for event in ("on_train_begin", "on_step_begin", "on_step_end", "on_train_end"):
         getattr(timer, event)(Mock(), Mock(), Mock(), model=object(), optimizer=None)
     assert caplog.text.count("No Trainer was found") == 1
 
 
-def test_trainer_class_is_restored(tmp_path: Path) -> None:
+def test_trainer_class_is_restored_and_stays_picklable(tmp_path: Path) -> None:
     class Mine(transformers.Trainer):  # type: ignore[misc]  # has no types
         def train(self, *args: Any, **kwargs: Any) -> Any:
             return super(self.__class__, self).train(*args, **kwargs)
@@ -696,18 +709,18 @@ def test_trainer_class_is_restored(tmp_path: Path) -> None:
     before = methods()
     assert not any(map(is_patched, before))
     timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
-    # Trainers share this state; after a training it contains objects that cannot be pickled.
+    # All Trainers share this state. After a training it contains objects that cannot be pickled.
     accelerate.state.GradientState._reset_state()
-    plain = new([timer], tmp_path, train=False)
+    plain = gpt_trainer([timer], tmp_path)
     assert type(pickle.loads(pickle.dumps(plain))) is type(plain) is transformers.Trainer
     train = transformers.Trainer.train
     assert pickle.loads(pickle.dumps(train)) is copy.deepcopy(train) is train
     assert "resume_from_checkpoint" in inspect.signature(train).parameters
-    trainer = new([timer], tmp_path, trainer_class=Mine, eval_strategy="steps", eval_steps=2)
+    trainer = train_gpt([timer], tmp_path, trainer_class=Mine, eval_strategy="steps", eval_steps=2)
     assert type(trainer) is Mine
     assert (vars(Mine.train)["mark"], Mine.train.__name__) == ("mine", "train")
-    assert numbers(timer) == [1, 2, 3, 4]
-    # Each evaluation counts once, though a method calls the method of its base class.
+    assert step_numbers(timer) == [1, 2, 3, 4]
+    # Each evaluation counts once, although `prediction_step` calls that of its base class.
     timer.save(tmp_path / "run.json")
     evaluations = load(tmp_path / "run.json").evaluations
     assert [evaluation["stage"] for evaluation in evaluations] == ["eval", "eval"]
@@ -722,17 +735,17 @@ def test_transformers_advice_names_the_collator(fake: Make, timer: Timer, gpu: F
     trainer = fake([timer])
     collate = trainer.data_collator
 
-    def slow(batch: Any) -> Any:
+    def slow_collate(batch: Any) -> Any:
         gpu.host_work(50.0)
         return collate(batch)
 
-    trainer.data_collator = slow
+    trainer.data_collator = slow_collate
     trainer.train()
     summary = timer.summary()
     assert summary.verdict.startswith("input-bound")
-    line = slow.__code__.co_firstlineno
+    line = slow_collate.__code__.co_firstlineno
     assert re.fullmatch(
-        rf"`slow` \(test_huggingface.py:{line}\) takes [0-9.]+ ms of [0-9.]+ ms per step:"
+        rf"`slow_collate` \(test_huggingface.py:{line}\) takes [0-9.]+ ms of [0-9.]+ ms per step:"
         r" set dataloader_num_workers=\d \(now 0\), or make it faster",
         summary.advice[0],
     )
@@ -756,8 +769,7 @@ def test_each_callback_event_is_a_sub_phase(fake: Make, gpu: FakeGPU, timer: Tim
     works.on_step_end = lambda *_, **__: gpu.work(1.0)  # Takes precedence over the method.
     fake([works, timer], logging_steps=1).train()
     row = timer.history()[1]
-    found = {name: row[f"{name}_ms"] for name in timer.summary().rows if "callbacks" in name}
-    assert found == {
+    assert {name: row[f"{name}_ms"] for name in timer.summary().rows if "callbacks" in name} == {
         "callbacks": 1.875,
         "callbacks/PrinterCallback.on_log": 0.0,
         "callbacks/Works.on_step_begin": 0.25,
@@ -799,8 +811,8 @@ def test_time_breakdown_covers_training_and_evaluations(
     options |= {"eval_steps": 2, "save_steps": 2, "eval_on_start": True, "logging_strategy": "no"}
     if strategy == "epoch":
         options |= {"max_steps": -1, "num_train_epochs": 2}
-    own = {"trainer_class": Measures, "train_dataset": [0] * 3, "compute_metrics": compute}
-    trainer = fake([timer, begins, ends], **own, **options)
+    options |= {"trainer_class": Measures, "train_dataset": [0] * 3, "compute_metrics": compute}
+    trainer = fake([timer, begins, ends], **options)
     begin = gpu.now
     trainer.train()
     summary = timer.summary()
@@ -858,22 +870,22 @@ print("lightning" in sys.modules)
 
 
 def test_wrong_timer_error_names_the_right_timer(fake: Make, gpu: FakeGPU) -> None:
-    model, own = nn.Linear(1, 1), cast("Any", TransformersPhaseTimer())
+    model, of_transformers = nn.Linear(1, 1), cast("Any", TransformersPhaseTimer())
     for timer in (GPUPhaseTimer(), GPUPhaseHooks(model)):
         with pytest.raises(AttributeError) as error:
             fake([timer])
         assert HOMES in str(error.value)
     with pytest.raises(TypeError, match=r"huggingface\.TransformersPhaseTimer\(\)\]\)"):
         GPUPhaseHooks(fake([]))
-    # Before 2.6 Lightning itself refuses callbacks of other libraries.
+    # Lightning before 2.6 refuses callbacks of other libraries with a ValueError.
     with pytest.raises((AttributeError, ValueError)) as refusal:
-        pl_trainer(own).fit(Model(gpu), Loader(gpu, 1))
+        pl_trainer(of_transformers).fit(Model(gpu), Loader(gpu, 1))
     assert isinstance(refusal.value, ValueError) or HOMES in str(refusal.value)
 
 
 @since_5
 @pytest.mark.parametrize("how", ["callbacks=", "add_callback"])
-def test_each_training_has_its_set_up_and_its_tear_down(
+def test_wall_clock_of_each_training_has_set_up_and_tear_down(
     fake: Make, gpu: FakeGPU, timer: Timer, how: str
 ) -> None:
     class Slow(transformers.Trainer):  # type: ignore[misc]  # has no types
@@ -907,27 +919,29 @@ def test_clone_of_an_attached_timer_is_detached(
             clones.append(how(host_timer))
 
     clones: list[Any] = []
-    trainer = new([host_timer, at("on_step_end", clone)], tmp_path)
+    trainer = train_gpt([host_timer, at("on_step_end", clone)], tmp_path)
     [twin] = clones
-    assert numbers(host_timer) == [1, 2, 3, 4]
+    assert step_numbers(host_timer) == [1, 2, 3, 4]
     assert len(twin.history()) <= 2
     twin.on_step_end(trainer.args, trainer.state)  # Raises nothing, and times nothing.
     assert len(twin.history()) <= 2
-    again = new([twin], tmp_path)
+    again = train_gpt([twin], tmp_path)
     assert again.state.global_step == 4
-    assert numbers(twin) == [1, 2, 3, 4]
+    assert step_numbers(twin) == [1, 2, 3, 4]
 
 
-def test_training_without_on_train_end_leaves_nothing(tmp_path: Path, host_timer: Timer) -> None:
+def test_training_without_on_train_end_leaves_nothing_installed(
+    tmp_path: Path, host_timer: Timer
+) -> None:
     class Returns(Custom):
         def train(self) -> None:
             for batch in self.begin():
-                self.tell("on_step_begin")
+                self.call_event("on_step_begin")
                 self.model(**batch)["loss"].backward()
                 self.optimizer.step()
-                self.tell("on_step_end")
+                self.call_event("on_step_end")
 
-    trainer = new([host_timer], tmp_path, False, trainer_class=Returns)
+    trainer = gpt_trainer([host_timer], tmp_path, trainer_class=Returns)
     before = hooks_of(trainer.model)
     trainer.train()
     assert hooks_of(trainer.model) == before

@@ -1,4 +1,4 @@
-"""`lightning_gputime run`: scripts without a timer, each in a separate process."""
+"""`lightning_gputime run` adds timers to scripts that have none."""
 
 import copy
 import importlib.util
@@ -55,7 +55,7 @@ for _ in range(30):
     two(one(torch.ones(2, 4))).square().mean().backward()
     optimizer.step()
 """
-THEN_ANOTHER_LOOP = """
+ANOTHER_LOOP = """
 import gc, weakref
 models = [weakref.ref(one), weakref.ref(two)]
 del one, two, optimizer
@@ -95,8 +95,8 @@ for _ in range(2):
             net(x)
     net.train()
 """
-"""A fetch takes 4 ms, code after the update 8 ms."""
-UNSEEN = """
+"""Fetching a batch takes 4 ms, and the code after the update 8 ms."""
+WITHOUT_MODULE = """
 import torch
 weight = torch.ones(4, requires_grad=True)
 optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -104,7 +104,7 @@ for _ in range(30):
     weight.square().mean().backward()
     optimizer.step()
 """
-TWO_LOOPS = TWO_MODELS + THEN_ANOTHER_LOOP
+TWO_LOOPS = TWO_MODELS + ANOTHER_LOOP
 ACCUMULATES = PLAIN.replace("optimizer.step()", "optimizer.step() if number % 2 else None").replace(
     "for _ in range(30)", "for number in range(60)"
 )
@@ -125,7 +125,7 @@ def train(layers, updates, adversary=False):
 for layers in range(3):
     train(layers + 1, 30)
 """
-"""Trainings one after the other, each of another model."""
+"""Three trainings in a row, each of a new model."""
 SHORT_FOLDS = f"{FOLDS}train(4, 30, adversary=True)\ntrain(5, 8)\ntrain(6, 2)\ntrain(7, 30)"
 NO_UPDATE = "import torch"
 ONE_UPDATE = PLAIN.replace("range(30)", "range(1)")
@@ -194,7 +194,7 @@ class Net(torch.nn.Module):
     def forward(self, x):
         return {"loss": self.net(x).square().mean()}
 CALLBACKS = []
-len([*torch.utils.data.DataLoader([0, 1])])  # Before a timer is attached.
+len([*torch.utils.data.DataLoader([0, 1])])  # No timer is attached yet.
 transformers.Trainer(
     Net(),
     transformers.TrainingArguments("out", max_steps=30, per_device_train_batch_size=2,
@@ -210,7 +210,7 @@ SAVED = (*RUN, "--save-path", "run.json")
 
 
 class Runner:
-    """Runs Python next to the file train.py, with the package as installed."""
+    """Runs Python in the folder of a script train.py, as if the package were installed."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         self.folder, self.environment = folder, environment
@@ -227,11 +227,11 @@ class Runner:
         )
 
     def __call__(self, script: str, *arguments: str, code: int = 0) -> tuple[str, str]:
-        """Check the exit code, and return the text in stdout and in stderr."""
+        """Check the exit code, and return stdout and stderr."""
         process = self.start(script, *arguments)
-        printed, said = process.communicate(timeout=200)
-        assert process.returncode == code, said
-        return printed, said
+        out, err = process.communicate(timeout=200)
+        assert process.returncode == code, err
+        return printed, err
 
     def summary(self) -> PhaseSummary:
         return load(self.folder / "run.json").summary()
@@ -239,17 +239,17 @@ class Runner:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Runner:
-    # Entry points, also where the package is not installed.
-    info = tmp_path / "site" / "of_this_test-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: of-this-test\nVersion: 1\n")
+    # Register the entry points even if the package is not installed.
+    metadata = tmp_path / "site" / "of_this_test-1.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: of-this-test\nVersion: 1\n")
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     points = ""
     for group, functions in project["entry-points"].items():
         if "lightning-gputime" not in entry_points(group=group).names:
             points += f"[{group}]\nlightning-gputime = {functions['lightning-gputime']}\n"
-    (info / "entry_points.txt").write_text(points)
-    path = os.pathsep.join([str(PACKAGE), str(info.parent)])
+    (metadata / "entry_points.txt").write_text(points)
+    path = os.pathsep.join([str(PACKAGE), str(metadata.parent)])
     return Runner(tmp_path, {**os.environ, **ENVIRONMENT, "PYTHONPATH": path})
 
 
@@ -259,8 +259,10 @@ def test_command_line_has_the_options_that_all_timers_have() -> None:
     assert {*SWITCHES, *VALUES} <= {*inspect.signature(GPUPhaseTimer).parameters}
 
 
-def test_command_passes_arguments_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torchrun").mkdir()  # Not the command of that name.
+def test_run_passes_arguments_to_the_program_and_options_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torchrun").mkdir()  # A folder with the name of the command.
     monkeypatch.chdir(tmp_path)
     for variable in (VARIABLE, "PYTHONPATH", BEGAN):
         monkeypatch.setenv(variable, "")
@@ -273,7 +275,7 @@ def test_command_passes_arguments_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert json.loads(os.environ[VARIABLE])["save_path"] == str(tmp_path / "1,2.json")
 
 
-def executable(path: Path, text: str | bytes) -> None:
+def write_executable(path: Path, text: str | bytes) -> None:
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     path.chmod(0o755)
 
@@ -284,7 +286,7 @@ def executable(path: Path, text: str | bytes) -> None:
         ("train.py", "", False, True),
         ("train.py", "#!/bin/python3 -I", True, True),  # Python is named by the command itself.
         ("train", "import torch", False, True),
-        ("train", "import torch", True, True),  # No shell runs it without a first line.
+        ("train", "import torch", True, True),  # Without a shebang, nothing else can run it.
         ("train", "#!/usr/bin/env -S python3.12 -u", False, True),
         ("train", f"#!{sys.executable}", True, False),
         ("launch.sh", "#!/bin/sh\npython train.py", True, False),
@@ -292,16 +294,17 @@ def executable(path: Path, text: str | bytes) -> None:
         ("trainer.x86_64", b"\x7fELF\0", True, False),
     ],
 )
-def test_files_are_python_or_programs(
+def test_find_program_distinguishes_python_scripts_from_programs(
     name: str, text: str | bytes, is_executable: bool, is_python: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / name
-    executable(path, text)
-    path.chmod(0o755 if is_executable else 0o644)
+    write_executable(path, text)
+    if not is_executable:
+        path.chmod(0o644)
     assert program.find_program([str(path), "-I"]) == (None if is_python else str(path))
 
 
-def test_folders_archives_and_pipes_are_python(tmp_path: Path) -> None:
+def test_find_program_takes_folders_archives_and_pipes_for_python(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").touch()
     zipapp.create_archive(tmp_path / "package", tmp_path / "archive")
@@ -316,7 +319,7 @@ def test_folders_archives_and_pipes_are_python(tmp_path: Path) -> None:
     [
         ("missing.py", "no such script or command: 'missing.py'"),
         ("plain.sh", "plain.sh is neither a Python script nor executable. Name the program that"),
-        ("./no_first_line.sh", "line.sh is neither a Python script nor executable"),
+        ("./no_shebang.sh", "shebang.sh is neither a Python script nor executable"),
         (
             "python -I train.py",
             "flags -E, -I and -S prevent the timer from starting: remove them from 'python",
@@ -338,15 +341,15 @@ def test_run_refuses_commands_that_it_cannot_time(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plain.sh").write_text("#!/bin/sh")
     (tmp_path / "plain.py").touch()
-    executable(tmp_path / "no_first_line.sh", "python train.py")
+    write_executable(tmp_path / "no_shebang.sh", "python train.py")
     (tmp_path / "old").mkdir()
     for python in ("old/python", "python", "python3", "python3.12"):
-        executable(tmp_path / python, "#!/bin/sh\nexit 1")  # Without the package.
-    executable(tmp_path / "isolated", "#!/usr/bin/env -S python3 -I\n")
-    executable(tmp_path / "of_old", f"#!{tmp_path}/old/python\n")
+        write_executable(tmp_path / python, "#!/bin/sh\nexit 1")  # Without the package.
+    write_executable(tmp_path / "isolated", "#!/usr/bin/env -S python3 -I\n")
+    write_executable(tmp_path / "of_old", f"#!{tmp_path}/old/python\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("it was started"))
-    # 2: a bench must not take it for 1, which means slower.
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("the command was started"))
+    # Exit with 2, because `bench` reads 1 as slower.
     assert message in command("run", *name.split(), code=2).err
 
 
@@ -363,7 +366,7 @@ def test_run_refuses_commands_that_it_cannot_time(
         ("- -I", ""),
     ],
 )
-def test_flags_of_python_end_at_the_script(command: str, flags: str) -> None:
+def test_python_flags_end_at_the_script(command: str, flags: str) -> None:
     assert program._flags(command.split()) == flags
 
 
@@ -379,19 +382,21 @@ def test_environment_variable_sets_the_options(
     assert ("as JSON; no timer is added" in caplog.text) == (text == '{"flops":')
 
 
-@pytest.mark.parametrize(("wanted", "said"), [("lagg", "no option lagg"), ("modules", "no module")])
-def test_refused_option_warns(wanted: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("option", "message"), [("lagg", "no option lagg"), ("modules", "no module")]
+)
+def test_refused_option_warns(option: str, message: str, caplog: pytest.LogCaptureFixture) -> None:
     script = LIGHTNING.replace("CALLBACKS = []", "")
-    known: dict[str, Any] = {"CALLBACKS": [auto_lightning.TrainerAdder({wanted: "missing"})]}
-    exec(script, known)
-    assert known["trainer"].global_step == 30
-    assert said in caplog.text
+    names: dict[str, Any] = {"CALLBACKS": [auto_lightning.TrainerAdder({option: "missing"})]}
+    exec(script, names)
+    assert names["trainer"].global_step == 30
+    assert message in caplog.text
 
 
 LIBRARIES = ("transformers", "datasets", "pytorch_lightning", "lightning_fabric", "accelerate")
 STUBS = {
     "torch": "",
-    # Like the first lines of the real modules: most look for torch before they import it.
+    # Like the real modules, most of which look for torch before they import it.
     "transformers": "importlib.util.find_spec('stub_torch')",
     "transformers/trainer": "import stub_torch, stub_accelerate",
     "datasets": "importlib.util.find_spec('stub_torch'), importlib.util.find_spec('stub_torch')",
@@ -403,37 +408,38 @@ STUBS = {
 
 @pytest.fixture
 def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Adds `stub_torch` and the like to Python's path. Returns the functions that were called."""
+    """Add `stub_torch` etc. to Python's path, and return the list of imports that `watch` saw."""
     for name, text in STUBS.items():
         path = tmp_path / f"stub_{name}"
         path = path.with_suffix(".py") if "/" in name else path / "__init__.py"
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"import importlib.util\n{text}\nis_done = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    called: list[str] = []
-    yield called
-    forget_stubs()
+    yield []
+    unload_stubs()
 
 
-def forget_stubs() -> None:
+def unload_stubs() -> None:
     for name in [name for name in sys.modules if name.startswith("stub_")]:
         del sys.modules[name]
 
 
-def watch(called: list[str]) -> auto._WatchingFinder:
+def watch(imported: list[str]) -> auto._WatchingFinder:
+    """Return a finder that lists the watched stubs once they are imported."""
+
     def notice(name: str) -> None:
         assert sys.modules[name].is_done
-        called.append(name)
+        imported.append(name)
 
     names = ("stub_torch", "stub_transformers.trainer")
     return auto._WatchingFinder({name: partial(notice, name) for name in names})
 
 
-def test_imports_in_any_order_are_noticed(
+def test_watched_imports_are_noticed_in_any_order(
     stubs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for order in permutations(("torch", *LIBRARIES)):
-        forget_stubs()
+        unload_stubs()
         stubs.clear()
         finder = watch(stubs)
         with monkeypatch.context() as patch:
@@ -443,13 +449,15 @@ def test_imports_in_any_order_are_noticed(
             assert stubs == ["stub_torch"], order
             importlib.import_module("stub_transformers.trainer")
         assert stubs == ["stub_torch", "stub_transformers.trainer"], order
-        # The module is as without the finder.
+        # The finder leaves no trace on the module.
         loader = sys.modules["stub_torch"].__spec__.loader  # type: ignore[union-attr]
         assert type(loader) is SourceFileLoader
         assert sys.modules["stub_torch"].__loader__ is loader
 
 
-def test_import_may_fail_or_be_late(stubs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watched_import_is_noticed_once_it_has_succeeded(
+    stubs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     finder = watch(stubs)
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     spec: Any = importlib.util.find_spec("stub_torch")
@@ -461,7 +469,7 @@ def test_import_may_fail_or_be_late(stubs: list[str], monkeypatch: pytest.Monkey
         importlib.import_module("stub_torch")
     assert not stubs
     source.write_text(text)
-    # By hand, and only once somebody asks for a name in it.
+    # A lazy import runs the module when one of its attributes is first used.
     spec = importlib.util.find_spec("stub_torch")
     spec.loader = importlib.util.LazyLoader(spec.loader)
     module = sys.modules["stub_torch"] = importlib.util.module_from_spec(spec)
@@ -471,30 +479,32 @@ def test_import_may_fail_or_be_late(stubs: list[str], monkeypatch: pytest.Monkey
     assert stubs == ["stub_torch"]
 
 
-def test_import_past_finder_is_reported(stubs: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_import_that_bypasses_the_finder_is_reported(
+    stubs: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     finder = watch(stubs)
     auto._report_unwatched(finder, os.getpid())
-    importlib.import_module("stub_torch")  # The finder is not asked.
-    auto._report_unwatched(finder, os.getpid() + 1)  # A process that the script has forked.
+    importlib.import_module("stub_torch")  # Bypasses the finder, which is not in sys.meta_path.
+    auto._report_unwatched(finder, os.getpid() + 1)  # As if in a process that the script forked.
     assert not caplog.text
     auto._report_unwatched(finder, os.getpid())
     assert "No step is timed: another import hook imported stub_torch before" in caplog.text
 
 
-def test_later_rank_neither_prints_nor_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[object] = []
-    monkeypatch.setattr(adding, "Finalize", lambda *args, **_: found.extend(args[2]))
+def test_only_rank_zero_prints_and_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    finalized: list[object] = []
+    monkeypatch.setattr(adding, "Finalize", lambda *args, **_: finalized.extend(args[2]))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     timer = GPUPhaseTimer()
     assert adding.show_at_exit(timer, {"save_path": "run.json"}) is None
-    assert not found
+    assert not finalized
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     adding.show_at_exit(timer, {"save_path": "run.json"})
-    assert found == [timer, "run.json", True]
+    assert finalized == [timer, "run.json", True]
 
 
-def test_each_timer_of_a_script_saves_to_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_timer_of_a_script_saves_to_a_separate_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adding, "_numbers", count(1))
     monkeypatch.setattr(os, "getpid", lambda: 7)
     wanted = {"save_path": "runs.d/run.json.gz"}
@@ -517,7 +527,7 @@ def test_file_of_another_process_is_kept(
     os.utime(path, (1000.0, 1000.0))
     monkeypatch.setattr(adding, "_began", 2000.0)
     adding._print_and_save(timer, str(path), prints=False)
-    # A child by `subprocess` does not know of this process.
+    # A child started by `subprocess` does not know that this process saves to the path.
     os.utime(path, (2000.0, 2000.0))
     adding._print_and_save(timer, str(path), prints=False)
     assert timer.save.mock_calls == [call(str(path)), call(str(other_path))]
@@ -526,7 +536,7 @@ def test_file_of_another_process_is_kept(
     assert adding.path_to_save({"save_path": str(path)}) == str(other_path)
 
 
-def test_models_are_found_beside_odd_modules() -> None:
+def test_model_of_an_optimizer_is_found_among_unusual_modules() -> None:
     class WithoutInit(torch.nn.Module):
         def __init__(self) -> None:
             pass
@@ -541,25 +551,25 @@ def test_models_are_found_beside_odd_modules() -> None:
 @pytest.mark.slow
 def test_run_keeps_output_and_exit_code_of_a_script(run: Runner) -> None:
     script, arguments = f"{PLAIN}\n{FORK}\nraise ValueError('a')\n", ("train.py", "--lag", "a")
-    # The user has a sitecustomize, which imports what is watched, and fails.
+    # The user has a sitecustomize that imports a watched module and then fails.
     (run.folder / "sitecustomize.py").write_text("import torch, missing")
     run.environment["PYTHONPATH"] += f"{os.pathsep}{run.folder}"
-    printed, said = run(script, *arguments, code=1)
-    assert printed == "arguments ['--lag', 'a'] __main__\n"
-    assert "No module named 'missing'" in said
-    timed_printed, timed_said = run(script, *RUN, "--history-size", "9", *arguments, code=1)
-    assert timed_printed == printed
-    error, _, rest = said.partition("Traceback")
-    assert error in timed_said
-    assert rest in timed_said
-    assert timed_said.count("over 23 steps") == 1
+    out, err = run(script, *arguments, code=1)
+    assert out == "arguments ['--lag', 'a'] __main__\n"
+    assert "No module named 'missing'" in err
+    timed_out, timed_err = run(script, *RUN, "--history-size", "9", *arguments, code=1)
+    assert timed_out == out
+    error, _, rest = err.partition("Traceback")
+    assert error in timed_err
+    assert rest in timed_err
+    assert timed_err.count("over 23 steps") == 1
 
 
 @pytest.mark.slow
 def test_run_reports_options_after_the_script(run: Runner) -> None:
     script = "import torch, argparse; argparse.ArgumentParser().parse_args()"
-    _, said = run(script, *RUN, "train.py", "--modules=2", "--lag", code=2)
-    assert said.endswith("Options of run must precede the script: --modules\n")
+    _, err = run(script, *RUN, "train.py", "--modules=2", "--lag", code=2)
+    assert err.endswith("Options of run must precede the script: --modules\n")
 
 
 @pytest.mark.slow
@@ -572,9 +582,9 @@ def test_run_reports_options_after_the_script(run: Runner) -> None:
     ],
     ids=["made once", "made in each epoch", "made of two"],
 )
-def test_plain_loop_knows_its_loader(loop: str, samples: int, run: Runner) -> None:
+def test_run_times_the_loader_of_a_plain_loop(loop: str, samples: int, run: Runner) -> None:
     script = LOADER.replace("in loader", loop).replace("return 40", f"return {samples}")
-    _, said = run(script, *SAVED, "--warmup-steps", "0", "train.py")
+    _, err = run(script, *SAVED, "--warmup-steps", "0", "train.py")
     summary = run.summary()
     assert summary.steps == 38
     assert 4.0 <= summary.rows["data"].p50_ms < 8.0
@@ -584,7 +594,7 @@ def test_plain_loop_knows_its_loader(loop: str, samples: int, run: Runner) -> No
     advice = next(advice for advice in summary.advice if "num_workers" in advice)
     assert "set num_workers=1 (now 0)" in advice
     assert advice.startswith("`Slow.__getitem__` (train.py:7)")
-    assert "without a model call" not in said
+    assert "without a model call" not in err
 
 
 @pytest.mark.slow
@@ -614,7 +624,7 @@ def test_run_times_the_workers_of_a_loader_that_each_epoch_replaces(run: Runner)
         pytest.param(PLAIN, 28, "Other optimizers and evaluations are not timed", id="plain"),
         pytest.param(ACCUMULATES, 23, "One update has 2 calls of backward: time", id="accumulates"),
         pytest.param(TWO_LOOPS, 23, "trains Linear", id="two models"),
-        pytest.param(UNSEEN, 0, "that SGD updates no module has any", id="no module"),
+        pytest.param(WITHOUT_MODULE, 0, "that SGD updates no module has any", id="no module"),
         pytest.param(NO_UPDATE, 0, "no update by a torch optimizer was found", id="no update"),
         pytest.param(ONE_UPDATE, 0, "no second update by a torch optimizer", id="one update"),
         pytest.param(OWN_TIMER, 0, "The script has a timer", id="own timer"),
@@ -626,14 +636,14 @@ def test_run_times_the_workers_of_a_loader_that_each_epoch_replaces(run: Runner)
 def test_script_gets_one_timer(script: str, steps: int, message: str, run: Runner) -> None:
     if script is TRANSFORMERS:
         pytest.importorskip("transformers")
-    # One for each front end: to check an option, the command imports torch for itself.
-    is_checked = script in (PLAIN, LIGHTNING, FABRIC, TRANSFORMERS)
-    printed, said = run(script, *SAVED, *(["--warmup-steps", "0"] * is_checked), "train.py")
-    assert message in said
-    assert "If no step ends" not in said
-    assert "Time per step" not in printed
-    assert said.count("Time per step") == (2 if script is TWO_LOOPS else steps > 0)
-    assert said.count("No step is timed") == (script in (UNSEEN, NO_UPDATE, ONE_UPDATE))
+    # To check an option the command imports torch, which is slow: once per front end is enough.
+    has_option = script in (PLAIN, LIGHTNING, FABRIC, TRANSFORMERS)
+    out, err = run(script, *SAVED, *(["--warmup-steps", "0"] * has_option), "train.py")
+    assert message in err
+    assert "If no step ends" not in err
+    assert "Time per step" not in out
+    assert err.count("Time per step") == (2 if script is TWO_LOOPS else steps > 0)
+    assert err.count("No step is timed") == (script in (WITHOUT_MODULE, NO_UPDATE, ONE_UPDATE))
     is_saved = (run.folder / "run.json").exists()
     assert is_saved == (steps > 0 or script is OWN_TIMER)
     if steps:
@@ -644,7 +654,7 @@ def test_script_gets_one_timer(script: str, steps: int, message: str, run: Runne
 
 
 FIRST_FOLDS = {"": 23, "-2": 21, "-3": 21}
-"""The first two updates are not in any step, then the first four; five steps are warm-up."""
+"""Steps after a warm-up of 5, by run. Finding a loop takes 2 updates, and later loops take 4."""
 
 
 @pytest.mark.slow
@@ -662,23 +672,23 @@ FIRST_FOLDS = {"": 23, "-2": 21, "-3": 21}
 def test_each_training_of_a_process_is_shown_or_counted(
     script: str, steps: dict[str, int], missed: str, run: Runner
 ) -> None:
-    _, said = run(script, *SAVED, "train.py")
+    _, err = run(script, *SAVED, "train.py")
     runs = {path.stem.removeprefix("run"): load(path) for path in run.folder.glob("run*.json")}
     assert {name: saved_run.summary().steps for name, saved_run in runs.items()} == steps
-    assert said.count("Time per step") == len(steps)
-    assert ("are not shown" in said) == bool(missed)
-    assert missed in said
+    assert err.count("Time per step") == len(steps)
+    assert ("are not shown" in err) == bool(missed)
+    assert missed in err
 
 
 @pytest.mark.slow
 def test_trainer_without_its_callback_is_reported(run: Runner) -> None:
     script = LIGHTNING.replace("trainer.fit", "trainer.callbacks.clear()\ntrainer.fit")
-    _, said = run(script, *RUN, "train.py")
-    assert "No step is timed: the Trainer of lightning.pytorch did not call the callback" in said
-    assert "Time per step" not in said
+    _, err = run(script, *RUN, "train.py")
+    assert "No step is timed: the Trainer of lightning.pytorch did not call the callback" in err
+    assert "Time per step" not in err
 
 
-def test_each_fit_of_a_trainer_saves_to_another_file(
+def test_each_fit_of_a_trainer_saves_to_a_separate_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(adding, "_numbers", count(1))
@@ -700,36 +710,38 @@ def test_each_fit_of_a_trainer_saves_to_another_file(
     ("script", "timer"),
     [(LIGHTNING, "lightning_gputime.GPUPhaseTimer"), (TRANSFORMERS, "TransformersPhaseTimer")],
 )
-def test_trainer_with_a_timer_gets_no_other(script: str, timer: str, run: Runner) -> None:
+def test_trainer_with_a_timer_gets_no_second_timer(script: str, timer: str, run: Runner) -> None:
     imports = "import lightning_gputime"
     if script is TRANSFORMERS:
         pytest.importorskip("transformers")
         imports = f"from lightning_gputime.huggingface import {timer}"
     script = script.replace("CALLBACKS = []", f"CALLBACKS = [{timer}()]")
-    printed, said = run(f"{imports}\n{script}", *SAVED, "train.py")
-    assert printed.count("Time per step") == 1
-    assert "The script has a timer" in said
+    out, err = run(f"{imports}\n{script}", *SAVED, "train.py")
+    assert out.count("Time per step") == 1
+    assert "The script has a timer" in err
     assert run.summary().steps > 20
 
 
 FAILS = "    if number == 20:\n        raise KeyError('in the middle')\n"
 TIMER = "__import__('lightning_gputime').GPUPhaseHooks(net, optimizer)"
-WITHOUT = PLAIN.replace("for _ in", "for number in") + FAILS
-ATTACHED = WITHOUT.replace("for number", f"timer = {TIMER}.attach()\nfor number").replace(
+WITHOUT_TIMER = PLAIN.replace("for _ in", "for number in") + FAILS
+ATTACHED = WITHOUT_TIMER.replace("for number", f"timer = {TIMER}.attach()\nfor number").replace(
     "optimizer.step()", "optimizer.step(); timer.step()"
 )
-WITHIN = WITHOUT.replace(
+IN_WITH = WITHOUT_TIMER.replace(
     "for number in range(30)", f"with {TIMER} as timer:\n  for number in timer.steps(range(30))"
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [WITHOUT, ATTACHED, WITHIN], ids=["no timer", "attach", "with"])
-def test_exception_ends_with_the_table_and_the_file(script: str, run: Runner) -> None:
-    _, said = run(script, *SAVED, "train.py", code=1)
-    assert said.index("KeyError") < said.index("Time per step")
-    assert said.count("Time per step") == 1
-    assert f"The run up to the error is saved in {run.folder / 'run.json'}" in said
+@pytest.mark.parametrize(
+    "script", [WITHOUT_TIMER, ATTACHED, IN_WITH], ids=["no timer", "attach", "with"]
+)
+def test_failed_script_prints_the_table_and_saves_the_file(script: str, run: Runner) -> None:
+    _, err = run(script, *SAVED, "train.py", code=1)
+    assert err.index("KeyError") < err.index("Time per step")
+    assert err.count("Time per step") == 1
+    assert f"The run up to the error is saved in {run.folder / 'run.json'}" in err
     assert run.summary().steps >= 14
 
 
@@ -739,9 +751,9 @@ def test_plain_loop_is_timed_after_any_imports(run: Runner) -> None:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"needs {name}")
     imports = "\n".join(f"import {name}" for name in reversed(LIBRARIES))
-    _, said = run(f"{imports}\n{PLAIN}", *RUN, "train.py")
-    assert said.count("over 23 steps") == 1
-    assert "another import hook" not in said
+    _, err = run(f"{imports}\n{PLAIN}", *RUN, "train.py")
+    assert err.count("over 23 steps") == 1
+    assert "another import hook" not in err
 
 
 OLD_PYTHONS = ("python2.7", "python3.6", "python3.8", "python3.9", "python3.10", "python3.13")
@@ -749,7 +761,9 @@ OLD_PYTHONS = ("python2.7", "python3.6", "python3.8", "python3.9", "python3.10",
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OLD_PYTHONS)
-def test_python_without_the_package_starts_normally(name: str, tmp_path: Path) -> None:
+def test_python_without_the_package_ignores_the_environment_variable(
+    name: str, tmp_path: Path
+) -> None:
     found = [shutil.which(name), *Path.home().glob(f".pyenv/versions/*/bin/{name}")]
     pythons = [str(path) for path in found if path and ".pyenv/shims" not in str(path)]
     if not pythons:
@@ -770,13 +784,13 @@ def test_python_without_the_package_starts_normally(name: str, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("value", ["1", "0"])
-def test_variable_is_enough_for_lightning_and_fabric(value: str, run: Runner) -> None:
+def test_environment_variable_adds_timers_to_lightning_and_fabric(value: str, run: Runner) -> None:
     run.environment["LIGHTNING_GPUTIME"] = value
-    printed, said = run(EVERY_TRAINER, "train.py")
-    assert said.count("Time per step") == 4 * int(value)
-    assert said.count("steps (5 warm-up steps excluded)") == 4 * int(value)
-    # Without a timer no more than the entry point is imported.
-    assert printed.endswith(f"{value == '1'}\n")
+    out, err = run(EVERY_TRAINER, "train.py")
+    assert err.count("Time per step") == 4 * int(value)
+    assert err.count("steps (5 warm-up steps excluded)") == 4 * int(value)
+    # Without a timer only the entry point is imported.
+    assert out.endswith(f"{value == '1'}\n")
 
 
 @pytest.mark.slow
@@ -787,19 +801,19 @@ def test_interrupt_reaches_the_script(run: Runner) -> None:
     while "ready" not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    printed, said = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT
-    assert "\nKeyboardInterrupt\n" in said
-    assert not printed
-    assert "over 23 steps" in said
+    assert "\nKeyboardInterrupt\n" in err
+    assert not out
+    assert "over 23 steps" in err
 
 
 @pytest.mark.slow
-def test_children_have_a_timer_each_and_the_first_rank_prints(run: Runner) -> None:
+def test_each_rank_has_one_timer_and_only_rank_zero_prints(run: Runner) -> None:
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
-    _, said = run(PLAIN, *RUN, "-m", *launcher)
-    assert said.count("Time per step") == said.count("Timing the loop") == 1
-    assert "No step is timed" not in said
+    _, err = run(PLAIN, *RUN, "-m", *launcher)
+    assert err.count("Time per step") == err.count("Timing the loop") == 1
+    assert "No step is timed" not in err
 
 
 @pytest.mark.slow
@@ -815,14 +829,14 @@ def test_children_have_a_timer_each_and_the_first_rank_prints(run: Runner) -> No
         (["-O", "-X", "utf8", "-Werror::UserWarning"], 0, "1 1 ['error::UserWarning']\n", ""),
     ],
 )
-def test_flags_of_python_are_passed_on_or_refused(
+def test_run_passes_python_flags_on_or_refuses_them(
     flags: list[str], code: int, expected: str, message: str, run: Runner
 ) -> None:
     script = "import sys\nprint(sys.flags.optimize, sys.flags.utf8_mode, sys.warnoptions)"
-    # With these flags a process finds the package by its own path alone.
+    # These flags ignore PYTHONPATH, so the process must set its path itself.
     paths = [str(PACKAGE), *filter(None, sys.path)]
     starts = f"import sys; sys.path[:] = {paths}; from lightning_gputime.__main__ import main;"
     starts += "sys.argv[0] = 'run'; sys.exit(main(['run', 'train.py']))"
-    printed, said = run(script, *flags, "-c", starts, code=code)
-    assert printed == expected
-    assert message in said
+    out, err = run(script, *flags, "-c", starts, code=code)
+    assert out == expected
+    assert message in err
