@@ -1,4 +1,4 @@
-"""Tests of `compare`: estimates, differences, outcomes, and the command."""
+"""`compare`: estimates, differences, outcomes, and the command."""
 
 import json
 import math
@@ -41,30 +41,34 @@ DECIDE, NEEDED = "per side would decide", "per side would be needed"
 
 
 def noise(seed: int, n: int = 1000, *, correlation: float = 0.9) -> np.ndarray[Any, Any]:
-    """Return correlated noise of deviation 1."""
-    new = np.random.default_rng(seed).standard_normal(n)
-    new[1:] *= math.sqrt(1 - correlation**2)
-    steps: np.ndarray[Any, Any] = signal.lfilter([1.0], [1.0, -correlation], new)
+    """Return correlated noise with a standard deviation of 1."""
+    shocks = np.random.default_rng(seed).standard_normal(n)
+    shocks[1:] *= math.sqrt(1 - correlation**2)
+    steps: np.ndarray[Any, Any] = signal.lfilter([1.0], [1.0, -correlation], shocks)
     return steps
 
 
 def run(
     seed: int = 0, n: int = 1000, *, more: dict[str, float] | None = None, **changes: Any
 ) -> Run:
-    """Return a run of 15 ms per step with 1 % of correlated noise; `more`: ms to add by phase."""
-    times = {"data": 1.0, "forward": 5.0, "backward": 9.0}
+    """Return a run of 15 ms per step, and `more` ms by phase, with 1 % of correlated noise.
+
+    Args:
+        changes: Fields of its environment that differ from `H200`.
+    """
+    mean_ms = {"data": 1.0, "forward": 5.0, "backward": 9.0}
     for name, ms in (more or {}).items():
-        times[name] = times.get(name, 0.0) + ms
-    each = np.array([*times.values()]) * (1 + 0.01 * noise(seed, n))[:, np.newaxis]
+        mean_ms[name] = mean_ms.get(name, 0.0) + ms
+    times_ms = np.array([*mean_ms.values()]) * (1 + 0.01 * noise(seed, n))[:, np.newaxis]
     timed = run_of(
-        StepRecord(i, tuple(times), tuple(step), (0,) * (len(times) + 1), 0.0, 0, False)
-        for i, step in enumerate(each.tolist())
+        StepRecord(i, tuple(mean_ms), tuple(step), (0,) * (len(mean_ms) + 1), 0.0, 0, False)
+        for i, step in enumerate(times_ms.tolist())
     )
     return replace(timed, environment=replace(H200, **changes))
 
 
 def constant(*steps: float, **changes: Any) -> Run:
-    """Return a run of steps that take exactly these milliseconds, half of it forward."""
+    """Return a run whose steps take these milliseconds, half of them in forward."""
     records = [raw(i, forward=ms / 2, backward=ms / 2) for i, ms in enumerate(steps)]
     return replace(run(n=24), history=history(records), environment=replace(H200, **changes))
 
@@ -78,11 +82,11 @@ def comparison(
     step: Difference, rows: dict[str, Difference] | None = None, **changes: Any
 ) -> RunComparison:
     """Return a comparison of two runs per side whose typical and mean step are the same."""
-    found = RunComparison(rows=rows or {}, step=step, mean=step, runs=(2, 2), steps=(90, 90))
-    return replace(found, **changes)
+    defaults = RunComparison(rows=rows or {}, step=step, mean=step, runs=(2, 2), steps=(90, 90))
+    return replace(defaults, **changes)
 
 
-def claims(found: RunComparison) -> bool:
+def has_difference(found: RunComparison) -> bool:
     """Return whether the step, the mean or a phase is reported as different."""
     reported = [found.step, found.mean, *(found.rows[name] for name in found.judged)]
     return any(row.is_significant for row in reported)
@@ -91,8 +95,8 @@ def claims(found: RunComparison) -> bool:
 def saved_to(folder: Path, *runs: Run) -> list[str]:
     """Save runs to files of a folder, and return the paths."""
     paths = [str(folder / f"{number}.json.gz") for number in range(len(runs))]
-    for path, each in zip(paths, runs, strict=True):
-        saved.save(each, path)
+    for path, timed in zip(paths, runs, strict=True):
+        saved.save(timed, path)
     return paths
 
 
@@ -103,25 +107,25 @@ def test_typical_step_is_the_mean_of_the_middle_half_and_its_phases_add_up() -> 
     step = np.repeat([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 800.0], 3)
     found = typical_step(np.stack([step, step / 4, 3 * step / 4], axis=1))
     assert found.values.tolist() == [4.5, 1.125, 3.375]
-    # A trimmed step moves the estimate only as far as the border does.
+    # The length of a trimmed step does not matter.
     longer = np.where(step > 7, 8e6, step)
     assert typical_step(longer[:, np.newaxis]).variances[0] == pytest.approx(found.variances[0])
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.9])
-def test_variance_is_that_of_the_means_of_many_series(correlation: float) -> None:
+def test_variance_of_a_mean_agrees_with_the_means_of_many_series(correlation: float) -> None:
     series = [noise(seed, correlation=correlation)[:, np.newaxis] for seed in range(300)]
     means = [float(times.mean()) for times in series]
     found = np.mean([variance(times)[0] for times in series])
-    # An interval may be too wide, but not too narrow.
+    # The estimate may be too large, but not too small.
     assert 1.0 <= found / np.var(means) < 1.4
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 11, 50])
 @pytest.mark.parametrize("confidence", [0.95, 0.995, 0.9995])
-def test_quantiles_of_t_are_right(freedom: int, confidence: float) -> None:
-    right = stats.t.ppf((1 + confidence) / 2, freedom)
-    assert quantile_of_t(freedom, confidence) == pytest.approx(right, rel=1e-3)
+def test_quantiles_of_t_agree_with_scipy(freedom: int, confidence: float) -> None:
+    expected = stats.t.ppf((1 + confidence) / 2, freedom)
+    assert quantile_of_t(freedom, confidence) == pytest.approx(expected, rel=1e-3)
 
 
 # Runs in which every step was timed
@@ -139,7 +143,7 @@ NO_FETCH, FETCH = {"data/fetch": 0.0}, {"data/fetch": 2.0}
         (NO_FETCH, FETCH, "slower", r".+ slower: data \(data/fetch\) 2 ± 0\.\d+ ms slower$"),
     ],
 )
-def test_comparison_names_what_changed_by_how_much(
+def test_comparison_names_the_changed_phase_and_the_size_of_the_change(
     before: dict[str, float], after: dict[str, float], verdict: str, sentence: str
 ) -> None:
     found = compare(run(1, more=before), run(2, more=after))
@@ -169,12 +173,12 @@ def test_change_below_the_clock_resolution_is_not_significant(
 @pytest.mark.parametrize(
     ("steps", "more_ms", "sentence", "outcomes"),
     [
-        # The estimate of the mean is 6.7 % longer.
+        # A single stall makes the mean 6.7 % longer, and then steps of 30 ms more recur.
         (slice(500, 501), 1000.0, "no significant change of the step: ", ["cannot tell", "passed"]),
         (slice(None, None, 20), 30.0, "the mean of all steps 1.5", ["regression", "cannot tell"]),
     ],
 )
-def test_slow_steps_change_the_mean_if_they_recur(
+def test_slow_steps_are_a_change_of_the_mean_only_if_they_recur(
     steps: slice, more_ms: float, sentence: str, outcomes: list[str]
 ) -> None:
     slow = run(2)
@@ -187,25 +191,25 @@ def test_slow_steps_change_the_mean_if_they_recur(
     assert [found.outcome(bound) for bound in (0.05, 0.1)] == outcomes
 
 
-def test_equal_runs_rarely_differ_and_one_percent_more_is_found() -> None:
+def test_equal_runs_rarely_differ_and_a_slowdown_of_one_percent_is_found() -> None:
     pairs = [
         (run(2 * i), run(2 * i + 1), run(2 * i + 1, more={"backward": 0.15})) for i in range(50)
     ]
-    equal = sum(claims(compare(a, b)) for a, b, _ in pairs)
+    equal = sum(has_difference(compare(a, b)) for a, b, _ in pairs)
     found = sum(compare(a, c).verdict == "slower" for a, _, c in pairs)
-    # 5 % of 50, and as many more as chance explains.
+    # 2.5 of 50 are expected to differ by chance.
     assert equal <= 4
     assert found >= 45
 
 
 @pytest.mark.parametrize(("every", "n"), [(50, 1200), (20, 480), (7, 840)])
-def test_additional_periodic_slow_step_is_no_difference(every: int, n: int) -> None:
+def test_one_more_of_the_periodic_slow_steps_is_no_difference(every: int, n: int) -> None:
     times_ms = [1010.0 if i % every == 0 else 10.0 for i in range(n + 1)]
     sides = [constant(*times_ms[:-1]), constant(*times_ms)]
     for before, after in (sides, sides[::-1]):
         found = compare(before, after)
         assert found.outcome(0.0) != "regression"
-        assert not claims(found)
+        assert not has_difference(found)
 
 
 def test_comparison_covers_modules_and_not_single_callbacks() -> None:
@@ -226,8 +230,8 @@ def test_spread_between_runs_widens_the_interval() -> None:
     found = compare(
         [steady(ms) for ms in (10.0, 11.0, 12.0)], [steady(ms) for ms in (11.0, 12.0, 13.0)]
     )
-    # Student's test of two groups of three with a variance of 1: a chance of 2 % for the step, 2.5
-    # % for its two phases, of half the length, and 0.5 % for the mean.
+    # Student's test of two groups of three with a variance of 1. A false alarm has a chance of 2 %
+    # for the step, 2.5 % for its two phases, which are half as long, and 0.5 % for the mean.
     for row, chance, length in (
         (found.step, 0.02, 1.0),
         (found.rows["forward"], 0.0125, 0.5),
@@ -237,7 +241,7 @@ def test_spread_between_runs_widens_the_interval() -> None:
         quantile = stats.t.ppf(1 - chance / 2, 4)
         error = quantile * math.sqrt(1 / 3 + 1 / 3) * length
         assert row.error_ms == pytest.approx(error, rel=0.001)
-        # In the quotient, the time before counts 12/11 times.
+        # The relative change is a quotient, in which the error of `before` counts 12/11 times.
         ratio = quantile * math.sqrt(1 / 3 + (12 / 11) ** 2 / 3) / 11
         assert row.relative_error == pytest.approx(ratio, rel=0.001)
     assert (found.runs, found.steps, found.verdict) == ((3, 3), (72, 72), "alike")
@@ -270,7 +274,7 @@ def test_outcome_of_a_difference_at_two_percent(row: Difference, outcome: str) -
     assert row.outcome(0.02) == outcome
 
 
-def test_unnamed_phase_passes_if_it_adds_less_than_the_bound_to_the_step() -> None:
+def test_phase_passes_by_default_if_it_adds_less_than_the_bound_to_the_step() -> None:
     rows = {"data": difference(2.0, 2.0, 1.0), "forward": difference(98.0, 98.0, 0.5)}
     found = comparison(difference(100.0, 100.0, 0.5), rows)
     assert found.outcome(0.02) == "passed"
@@ -282,13 +286,13 @@ def test_unnamed_phase_passes_if_it_adds_less_than_the_bound_to_the_step() -> No
 @pytest.mark.parametrize(
     ("runs", "change_ms", "error_ms", "needed"),
     [
-        # The interval is as wide as the distance to the bound of 5 %: 2 ms.
+        # The difference is 2 ms from the bound of 5 %: the error must be smaller.
         ((3, 3), 3.0, 2.1, 4),
         ((3, 3), 3.0, 4.0, 10),
         ((5, 5), 3.0, 4.0, 26),
         ((3, 3), 7.0, 4.0, 10),
         ((3, 3), 5.0, 4.0, None),
-        # One run each does not show the spread between runs.
+        # One run per side does not show the spread between runs.
         ((1, 1), 3.0, 2.1, 3),
         ((1, 1), 3.0, 6.0, 13),
         ((1, 1), 3.0, math.inf, 3),
@@ -304,7 +308,7 @@ def test_runs_needed_follow_from_the_observed_spread(
 
 
 def test_phase_change_is_found_in_a_noisy_step() -> None:
-    # Backward varies by 3 ms between runs, which hides 2 ms more of loss in the step.
+    # Backward varies by 3 ms between runs. In the step this hides that the loss takes 2 ms more.
     def runs(loss_ms: float, *backward_ms: float) -> list[Run]:
         more = [{"loss": loss_ms, "backward": ms} for ms in backward_ms]
         return [run(i + round(loss_ms), more=ms) for i, ms in enumerate(more)]
@@ -327,7 +331,7 @@ def test_new_phase_exceeds_any_bound_and_unknown_phase_is_refused() -> None:
         found.outcome(0.0, "lost")
 
 
-def test_phase_below_one_percent_of_the_step_is_judged_by_name_alone() -> None:
+def test_phase_below_one_percent_of_the_step_is_judged_only_by_name() -> None:
     found = compare(run(1, more={"tiny": 0.05}), run(2, more={"tiny": 0.1}))
     assert found.judged == [*PHASES]
     assert found.outcome(0.5) == "passed"
@@ -338,16 +342,16 @@ def test_phase_below_one_percent_of_the_step_is_judged_by_name_alone() -> None:
 
 
 def sampled(seed: int, *, n: int = 2000, more: float = 0.0) -> Run:
-    """Return a run with 60 ms more in every 50th step, of which all these long steps were timed.
+    """Return a run that timed every 10th step, and each of the long steps: 60 ms more in 1 of 50.
 
     Its summary has estimates for all steps, as a timer saves them.
     """
     rng = np.random.default_rng(seed)
     index = np.arange(n)
     is_long = index % 50 == 0
-    vary = 1 + 0.07 * rng.standard_normal(n)
+    variation = 1 + 0.07 * rng.standard_normal(n)
     callbacks = 0.02 + np.where(is_long, 60.0, 0.0)
-    phases = {"data": 0.3 * vary, "callbacks": callbacks, "forward": (1.2 + more) * vary}
+    phases = {"data": 0.3 * variation, "callbacks": callbacks, "forward": (1.2 + more) * variation}
     step = np.sum([*phases.values()], axis=0)
     rows = {
         name: PhaseStats(n // 10, share=ms.sum() / step.sum(), share_error=0.005)
@@ -374,7 +378,7 @@ def test_sampled_runs_are_compared_by_the_mean_of_all_steps() -> None:
     assert found.step == found.mean
     assert found.step.before_ms == before.summary().step.mean_ms
     assert found.step.change_ms == pytest.approx(sum(row.change_ms for row in found.rows.values()))
-    # The mean of the timed steps is far off.
+    # The mean of the timed steps alone is far too long.
     timed_ms = float(before.measured["step_ms"].mean())
     assert timed_ms > 1.5 * found.step.before_ms
     assert found.steps == (2000, 2000)
@@ -383,7 +387,7 @@ def test_sampled_runs_are_compared_by_the_mean_of_all_steps() -> None:
     assert re.search("% slower: forward 0.[34]", found.sentence)
 
 
-def test_sampled_run_and_a_fully_timed_one_are_compared_by_their_means() -> None:
+def test_sampled_run_is_compared_with_a_fully_timed_run_by_their_means() -> None:
     full = constant(*[2.0, 2.0, 5.0] * 20)
     found = compare(full, sampled(1), allow_mismatch=True)
     assert found.is_sampled
@@ -404,7 +408,7 @@ def test_unsampled_time_widens_the_interval_of_every_phase() -> None:
 
 
 def in_turns(*pairs: tuple[float, float], order: str = "abba") -> tuple[list[Run], list[Run]]:
-    """Return two groups of runs that started one after the other; `pairs`: ms of their steps."""
+    """Return two groups of runs that started in turns, given the ms per step of each pair."""
     sides: dict[str, list[Run]] = {"a": [], "b": []}
     for i, pair in enumerate(pairs):
         for side in order[2 * (i % 2) :][:2]:
@@ -413,8 +417,8 @@ def in_turns(*pairs: tuple[float, float], order: str = "abba") -> tuple[list[Run
     return sides["a"], sides["b"]
 
 
-def test_runs_in_turns_are_compared_in_pairs() -> None:
-    # Each run is about 1 ms slower than the one before, and `after` is 3 ms slower than `before`.
+def test_alternating_runs_are_compared_in_pairs() -> None:
+    # The machine slows down by about 1 ms per pair, and `after` is 3 ms slower than `before`.
     pairs = [(10.0, 13.0), (11.0, 14.5), (13.0, 15.5), (14.0, 17.0), (16.0, 19.0)]
     before, after = in_turns(*pairs)
     found = compare(before[::-1], after)
@@ -425,16 +429,16 @@ def test_runs_in_turns_are_compared_in_pairs() -> None:
     assert str(found).startswith(
         "A typical step in ms: before 120 steps of 5 runs, after 120 steps of 5 runs, alternating\n"
     )
-    # Four are too few, and runs of one side after the other are no pairs.
+    # Four pairs are too few. Runs that did not start in turns are not pairs.
     assert not compare(before[:4], after[:4]).in_turns
     assert not compare(before, [steady(9.0)] * 5).in_turns
 
 
-def test_groups_are_compared_with_the_first_at_a_shared_level() -> None:
+def test_several_groups_are_compared_with_the_first_at_a_shared_confidence() -> None:
     groups = [[steady(ms + i) for i in range(3)] for ms in (10.0, 10.0, 20.0)]
     found = compare(*groups)
     [other] = found.others
-    # A variance of 1 in each group, and 2 % for the steps of both comparisons.
+    # Each group has a variance of 1, and the two comparisons share the 2 % of a step.
     error = stats.t.ppf(1 - 0.01 / 2, 4) * math.sqrt(1 / 3 + 1 / 3)
     assert found.step.error_ms == pytest.approx(error, rel=0.001)
     assert other.step.error_ms == pytest.approx(error, rel=0.001)
@@ -466,11 +470,11 @@ NEW_TORCH = {"torch": "2.14.0", "batch_size": None}
         ({"device": "B200"}, "device is H200 (before) and B200 (after)", True),
         ({"world_size": 2}, "world_size is 1 (before) and 2 (after)", True),
         ({"batch_size": 64}, "batch_size is 32 (before) and 64 (after)", True),
-        # An unknown batch size may be the same.
+        # An unknown batch size is not refused.
         (NEW_TORCH, "torch is 2.13.0 (before) and 2.14.0 (after)", False),
     ],
 )
-def test_runs_of_other_work_are_refused_without_allow_mismatch(
+def test_runs_of_different_work_are_refused_without_allow_mismatch(
     changes: dict[str, Any], note: str, is_refused: bool
 ) -> None:
     runs = run(1, precision="32"), run(2, **changes)
@@ -497,7 +501,9 @@ STEPS_OF_ZERO = r"most steps of .+ take 0 ms, so a change in percent is"
         (3, run(), TypeError, r"before must be a run as load\(\) returns it, .* got 3"),
     ],
 )
-def test_unusable_runs_are_refused(before: Any, after: Any, error: Any, message: str) -> None:
+def test_compare_refuses_arguments_that_are_not_runs_of_enough_steps(
+    before: Any, after: Any, error: Any, message: str
+) -> None:
     with pytest.raises(error, match=message):
         compare(before, after)
 
@@ -528,7 +534,7 @@ def files(tmp_path: Path) -> list[str]:
 def test_compare_exit_code_and_message_follow_from_the_bound(
     bounds: list[str], code: int, lines: list[str], files: list[str], command: Command
 ) -> None:
-    # The step is 4.2 % slower, and backward 6.7 %, give or take 1 %.
+    # The step is 4.2 % slower, and backward 6.7 %, with an error of 1 %.
     arguments = ["compare", *files, *(f"--fail-above={bound}" for bound in bounds)]
     out, err = command(*arguments, code=code)
     assert err.splitlines() == lines
@@ -565,7 +571,9 @@ def test_compare_takes_folders_as_groups(tmp_path: Path, command: Command) -> No
         (["show", __file__], "is not a saved run: write one with timer.save(path)"),
     ],
 )
-def test_bad_input_exits_with_two(arguments: list[str], message: str, command: Command) -> None:
+def test_unreadable_file_exits_with_two(
+    arguments: list[str], message: str, command: Command
+) -> None:
     assert message in command(*arguments, code=2).err
 
 
@@ -610,7 +618,9 @@ def test_show_prints_the_slow_steps(files: list[str], tmp_path: Path, command: C
 
 
 @pytest.mark.parametrize(("ms", "title", "cells"), [(0.002, "us", "2.0"), (2000.0, "s", "2.0000")])
-def test_table_has_the_unit_in_which_the_step_reads_best(ms: float, title: str, cells: str) -> None:
+def test_comparison_table_has_the_unit_that_suits_the_step(
+    ms: float, title: str, cells: str
+) -> None:
     timed = run_of(raw(i, forward=ms) for i in range(48))
     table = str(compare(timed, timed))
     assert table.startswith(f"A typical step in {title}: before 48 steps, after 48 steps\n")
@@ -626,7 +636,7 @@ def test_table_has_the_unit_in_which_the_step_reads_best(ms: float, title: str, 
         (["show", "0.json.gz"], "1", 0, []),
     ],
 )
-def test_command_keeps_its_exit_code_when_the_pipe_is_closed(
+def test_command_keeps_its_exit_code_when_stdout_is_closed(
     arguments: list[str], unbuffered: str, code: int, names: list[str], files: list[str]
 ) -> None:
     reader, writer = os.pipe()
@@ -648,7 +658,7 @@ def test_command_keeps_its_exit_code_when_the_pipe_is_closed(
 # The sentence and the table
 
 
-def test_sentence_shows_the_interval_that_decides() -> None:
+def test_comparison_is_too_noisy_above_an_error_of_ten_percent() -> None:
     step = Difference(before_ms=100.0, after_ms=95.0, error_ms=10.0, relative_error=0.3)
     same = comparison(step)
     assert same.sentence == "no significant change of the step: -5.0 % ± 10.0 %"
@@ -656,7 +666,7 @@ def test_sentence_shows_the_interval_that_decides() -> None:
     assert noisy.sentence.startswith("too noisy to tell (-5.0 % ± 10.1 %): record longer runs")
 
 
-def test_phase_of_one_side_has_no_percentage() -> None:
+def test_phase_that_only_one_side_has_gets_no_percentage() -> None:
     step = Difference(before_ms=10.0, after_ms=8.0, error_ms=0.1, relative_error=0.01)
     before = Difference(before_ms=2.0, after_ms=0.0, error_ms=0.1, relative_error=0.05)
     after = replace(before, before_ms=0.0, after_ms=2.0)
@@ -669,7 +679,7 @@ def test_phase_of_one_side_has_no_percentage() -> None:
     assert lines["comm"][-3:] == ["0.100", "only", "after"]
 
 
-def test_sentence_names_the_mean_before_a_noisy_step() -> None:
+def test_sentence_names_a_changed_mean_before_a_noisy_step() -> None:
     found = comparison(difference(100.0, 70.0, 33.0), mean=difference(100.0, 75.0, 10.0))
     assert found.sentence.startswith("the mean of all steps 25 ± 10 ms faster; typical step: no")
 
@@ -681,7 +691,7 @@ def test_regression_of_the_mean_alone_is_named(tmp_path: Path, command: Command)
     assert err == f"{REGRESSION.format('the mean of all steps', 5)}\n"
 
 
-# The wall clock outside of steps
+# The wall clock outside the steps
 
 
 def with_wall_clock(evaluation_s: float) -> Run:
@@ -700,7 +710,9 @@ def with_wall_clock(evaluation_s: float) -> Run:
         (1.5, ""),
     ],
 )
-def test_sentence_says_what_changed_outside_of_the_steps(evaluation_s: float, outside: str) -> None:
+def test_sentence_shows_time_outside_the_steps_if_it_changed(
+    evaluation_s: float, outside: str
+) -> None:
     found = compare([with_wall_clock(evaluation_s)] * 2, [with_wall_clock(1.0)] * 2)
     assert found.outside == outside
     alike = "no significant change of the step: +0.0 % ± 0.3 %"
@@ -717,7 +729,9 @@ def test_sentence_says_what_changed_outside_of_the_steps(evaluation_s: float, ou
         ([9.0], "cannot tell", 3),  # One run per side shows no noise.
     ],
 )
-def test_wall_clock_is_judged_by_name(after_s: list[float], outcome: str, runs: int | None) -> None:
+def test_wall_clock_entry_is_judged_only_by_name(
+    after_s: list[float], outcome: str, runs: int | None
+) -> None:
     before = [with_wall_clock(s) for s in (4.9, 5.0, 5.1)[: len(after_s)]]
     found = compare(before, [with_wall_clock(s) for s in after_s])
     assert [*found.wall_clock] == ["set-up", "steps", "evaluation"]

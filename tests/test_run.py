@@ -231,7 +231,7 @@ class Runner:
         process = self.start(script, *arguments)
         out, err = process.communicate(timeout=200)
         assert process.returncode == code, err
-        return printed, err
+        return out, err
 
     def summary(self) -> PhaseSummary:
         return load(self.folder / "run.json").summary()
@@ -654,7 +654,7 @@ def test_script_gets_one_timer(script: str, steps: int, message: str, run: Runne
 
 
 FIRST_FOLDS = {"": 23, "-2": 21, "-3": 21}
-"""Steps after a warm-up of 5, by run. Finding a loop takes 2 updates, and later loops take 4."""
+"""Steps by saved run, of 30 updates: the first 2 (then 4) start the timer, and 5 are warm-up."""
 
 
 @pytest.mark.slow
@@ -770,7 +770,7 @@ def test_python_without_the_package_ignores_the_environment_variable(
         pytest.skip(f"needs {name}")
     site = PACKAGE / "lightning_gputime" / "_auto_instrumentation" / "site"
     (tmp_path / "sitecustomize.py").write_text("print('hidden')")
-    for path, printed in (f"{site}", "trained\n"), (f"{site}:{tmp_path}", "hidden\ntrained\n"):
+    for path, expected in (f"{site}", "trained\n"), (f"{site}:{tmp_path}", "hidden\ntrained\n"):
         variables = {VARIABLE: "1", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
             [pythons[0], "-c", "print('trained')"],
@@ -779,7 +779,7 @@ def test_python_without_the_package_ignores_the_environment_variable(
             text=True,
             check=False,
         )
-        assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
+        assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
 
 
 @pytest.mark.slow

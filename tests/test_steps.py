@@ -1,4 +1,4 @@
-"""Steps of plain loops, whatever drives them, and the warnings where their ends are uncertain."""
+"""Steps of plain loops of any shape, and the warnings where the end of a step is uncertain."""
 
 import copy
 import itertools
@@ -24,74 +24,74 @@ Row = dict[str, float]
 Body = Callable[..., object]
 
 FETCH_MS = 7.0
-HOWS = ("steps", "step")
-"""Loops over `steps()`, and loops that call `step()`."""
+APIS = ("steps", "step")
+"""Methods that end steps: a loop iterates over `steps()` or calls `step()`."""
 
 ROWS: dict[str, Row] = {"steps": STEP_MS, "step": {**STEP_MS, "data": 1.125, "other": 0.0}}
-"""Phases of a standard step in each. Before a model call, `step()` counts all time as `data`."""
+"""A standard step by API. With `step()`, all time before a model call is `data`."""
 
 
-def times(how: str = "steps", **phases: float) -> Row:
-    """Return a standard step in which some phases take another time, or are missing (-1)."""
-    return {name: ms for name, ms in {**ROWS[how], **phases}.items() if ms >= 0}
+def times(api: str = "steps", **phases: float | None) -> Row:
+    """Return a standard step in which some phases take another time, or are absent (None)."""
+    return {name: ms for name, ms in {**ROWS[api], **phases}.items() if ms is not None}
 
 
-def accumulated(n: int, how: str = "steps") -> Row:
-    """Return a step of several micro-batches."""
-    return {**{name: n * ms for name, ms in ROWS[how].items()}, "optimizer": 2.0}
+def accumulated(n: int, api: str = "steps") -> Row:
+    """Return a step of `n` micro-batches."""
+    return {**{name: n * ms for name, ms in ROWS[api].items()}, "optimizer": 2.0}
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A loop, the steps that a timer must find in it, and the warnings."""
+    """A loop, and the steps and warnings that a timer must report for it."""
 
     body: Body
     arguments: tuple[Any, ...]
     steps: list[Row]
     options: dict[str, Any]  # Options of the timer.
-    messages: tuple[tuple[str, ...], ...] = ()  # Parts of each warning; the first is its start.
-    numbers: list[int] | None = None  # Numbers of the steps, by default from zero.
+    messages: tuple[tuple[str, ...], ...] = ()  # Of each warning the start, and other parts.
+    numbers: list[int] | None = None  # Numbers of the steps. By default they count from zero.
     make: Callable[[FakeGPU], Loop] = Loop
     has_optimizer: bool = True  # False for a timer of the model alone.
     skipped_updates: int = 0
 
 
 SCENES: dict[str, Scene] = {}
-FACTS = {field.name for field in fields(Scene)}
+SCENE_FIELDS = {field.name for field in fields(Scene)}
 
 
 def scene(
     rows: list[Row] | Callable[..., list[Row]],
-    each: dict[str, tuple[Any, ...]] | None = None,
-    **facts: Any,
+    variants: dict[str, tuple[Any, ...]] | None = None,
+    **settings: Any,
 ) -> Callable[[Body], Body]:
-    """Add a function of a loop and its timer as a scene.
+    """Add a function of a loop and its timer as one scene, or as several variants.
 
     Args:
-        rows: Phases of each step, or a function of the arguments that returns them.
-        each: More arguments of the function, by name: each makes a scene.
-        **facts: Fields of the scene, and options of the timer.
+        rows: Phases of each step, or a function of the variant's arguments that returns them.
+        variants: Further arguments of the function, by the name of the variant.
+        **settings: Fields of the scene, and options of the timer.
     """
-    options = {name: facts.pop(name) for name in [*facts] if name not in FACTS}
+    options = {name: settings.pop(name) for name in [*settings] if name not in SCENE_FIELDS}
 
     def add(body: Body) -> Body:
-        for name, arguments in ({"": ()} if each is None else each).items():
+        for name, arguments in ({"": ()} if variants is None else variants).items():
             expected = rows(*arguments) if callable(rows) else rows
             text = ", ".join(f"{key}={value}" for key, value in options.items())
             key = ", ".join(filter(None, [body.__name__, name, text]))
             assert key not in SCENES
-            SCENES[key] = Scene(body, arguments, expected, options, **facts)
+            SCENES[key] = Scene(body, arguments, expected, options, **settings)
         return body
 
     return add
 
 
-HOW = {how: (how,) for how in HOWS}
+EACH_API = {api: (api,) for api in APIS}
 
 
-def each_batch(timer: GPUPhaseHooks, loader: Iterator[Tensor], how: str) -> Iterator[Tensor]:
-    """Yield the batches of a loop of either kind."""
-    if how == "steps":
+def each_batch(timer: GPUPhaseHooks, loader: Iterator[Tensor], api: str) -> Iterator[Tensor]:
+    """Yield the batches of a loop that uses `steps()` or `step()`."""
+    if api == "steps":
         yield from timer.steps(loader)
         return
     for x in loader:
@@ -111,18 +111,18 @@ def evaluate(loop: Loop, batches: Iterable[Tensor] | int = 1, ms: float = 0.0) -
     loop.model.train()
 
 
-# Loops that are left, and calls of step()
+# Loops that are left early, and calls of step()
 
 
-def first(batches: Iterator[Tensor], n: int) -> Iterator[Tensor]:
+def take(batches: Iterator[Tensor], n: int) -> Iterator[Tensor]:
     for number, x in enumerate(batches, 1):
         yield x
         if number == n:
             break
 
 
-TAKEN: dict[str, tuple[Callable[[Any, int], Any]]] = {
-    "break": (first,),
+WAYS_TO_TAKE: dict[str, tuple[Callable[[Any, int], Any]]] = {
+    "break": (take,),
     "islice": (islice,),
     "zip(range, steps)": (lambda steps, n: (x for _, x in zip(range(n), steps, strict=False)),),
     "zip(steps, range)": (lambda steps, n: (x for x, _ in zip(steps, range(n), strict=False)),),
@@ -130,10 +130,10 @@ TAKEN: dict[str, tuple[Callable[[Any, int], Any]]] = {
 }
 
 
-@scene([STEP_MS] * 6, TAKEN)
-def loop_that_is_left(loop: Loop, timer: GPUPhaseHooks, taken: Callable[[Any, int], Any]) -> None:
+@scene([STEP_MS] * 6, WAYS_TO_TAKE)
+def loop_left_early(loop: Loop, timer: GPUPhaseHooks, take: Callable[[Any, int], Any]) -> None:
     for _ in range(2):
-        loop.train_all(taken(timer.steps(loop.batches(9)), 3))
+        loop.train_all(take(timer.steps(loop.batches(9)), 3))
         loop.gpu.work(99.0)
 
 
@@ -151,7 +151,7 @@ PARTS: dict[str, tuple[Callable[[Loop, Tensor], object]]] = {
 
 
 @scene([STEP_MS] * 2, PARTS)
-def loop_that_is_left_before_its_update(
+def loop_left_before_its_update(
     loop: Loop, timer: GPUPhaseHooks, part: Callable[[Loop, Tensor], object]
 ) -> None:
     for number, x in enumerate(timer.steps(loop.batches(9))):
@@ -167,7 +167,7 @@ INFERENCE = {"data": 1.0, "forward": 4.0, "other": 0.5}
 @scene([INFERENCE] * 2, {"training mode": (True, 2), "eval mode": (False, 2)}, has_optimizer=False)
 @scene(
     [INFERENCE, INFERENCE, {**INFERENCE, "other": 0.0}],
-    {"that is left": (True, 9)},
+    {"left early": (True, 9)},
     has_optimizer=False,
 )
 def inference(loop: Loop, timer: GPUPhaseHooks, is_training: bool, n: int) -> None:
@@ -196,7 +196,7 @@ def steps_around_steps(loop: Loop, timer: GPUPhaseHooks) -> None:
     loop.train_all(timer.steps(timer.steps(loop.batches(2))))
 
 
-@scene([times(optimizer=-1, other=2.125)] * 50, has_optimizer=False)
+@scene([times(optimizer=None, other=2.125)] * 50, has_optimizer=False)
 def update_by_hand(loop: Loop, timer: GPUPhaseHooks) -> None:
     for _ in range(2):
         for number, x in enumerate(timer.steps(loop.batches(40)), 1):
@@ -218,11 +218,11 @@ def loaders_with_no_or_one_batch(loop: Loop, timer: GPUPhaseHooks) -> None:
 # Iterators
 
 
-ORDERS = {"2 tasks": (2, False), "3 tasks": (3, False), "3 tasks at random": (3, True)}
+TASK_ORDERS = {"2 tasks": (2, False), "3 tasks": (3, False), "3 tasks at random": (3, True)}
 
 
-@scene([STEP_MS] * 60, ORDERS)
-@scene([STEP_MS] * 6, ORDERS, every_n_steps=10, numbers=timed_indices(10, 60))
+@scene([STEP_MS] * 60, TASK_ORDERS)
+@scene([STEP_MS] * 6, TASK_ORDERS, every_n_steps=10, numbers=timed_indices(10, 60))
 def interleaved_iterators(loop: Loop, timer: GPUPhaseHooks, tasks: int, is_random: bool) -> None:
     order = [number % tasks for number in range(60)]
     if is_random:
@@ -232,22 +232,22 @@ def interleaved_iterators(loop: Loop, timer: GPUPhaseHooks, tasks: int, is_rando
         loop.train(next(iterators[task]))
 
 
-def ahead(items: Any) -> Iterator[Tensor]:
-    """Yield the items, fetching one ahead to know which is the last."""
-    items = iter(items)
-    item = next(items)
-    for following in items:
-        yield item
-        item = following
-    yield item
+def prefetching(batches: Any) -> Iterator[Tensor]:
+    """Yield batches, always fetching the next batch first, to recognize the last."""
+    batches = iter(batches)
+    batch = next(batches)
+    for next_batch in batches:
+        yield batch
+        batch = next_batch
+    yield batch
 
 
 @scene(
     [times(data=2.0), STEP_MS, STEP_MS, times(data=0.0)] * 2, {"remove": (0.0,), "epoch": (100.0,)}
 )
-def look_ahead_iterator(loop: Loop, timer: GPUPhaseHooks, after_ms: float) -> None:
+def prefetching_iterator(loop: Loop, timer: GPUPhaseHooks, after_ms: float) -> None:
     for _ in range(2):
-        loop.train_all(ahead(timer.steps(loop.batches(4))))
+        loop.train_all(prefetching(timer.steps(loop.batches(4))))
         loop.gpu.work(after_ms)
 
 
@@ -258,12 +258,12 @@ def cycle_around_steps(loop: Loop, timer: GPUPhaseHooks) -> None:
         loop.train(next(cycle))
 
 
-@scene(lambda how: [ROWS[how]] * 12, HOW)
-def validation_over_steps_inside_a_loop(loop: Loop, timer: GPUPhaseHooks, how: str) -> None:
+@scene(lambda api: [ROWS[api]] * 12, EACH_API)
+def validation_over_steps_inside_a_loop(loop: Loop, timer: GPUPhaseHooks, api: str) -> None:
     loader = loop.batches(12)
-    for number, x in enumerate(timer.steps(loader) if how == "steps" else loader, 1):
+    for number, x in enumerate(timer.steps(loader) if api == "steps" else loader, 1):
         loop.train(x)
-        if how == "step":
+        if api == "step":
             timer.step()
         if number % 4 == 0:
             evaluate(loop, timer.steps(loop.batches(5)))
@@ -313,7 +313,7 @@ def update_after_the_loop(loop: Loop, timer: GPUPhaseHooks) -> None:
         loop.gpu.work(50.0)
 
 
-def test_loops_left_early_leave_no_step_unsampled_if_every_step_is_timed(loop: Loop) -> None:
+def test_loops_left_early_count_all_steps_as_sampled_if_all_are_timed(loop: Loop) -> None:
     with hooks(loop, every_n_steps=1) as timer:
         for _ in range(3):
             for number, x in enumerate(timer.steps(loop.batches(10))):
@@ -352,7 +352,7 @@ IN_HOOK = {**accumulated(2), "data": 1.125, "other": 1.125}
 
 
 @scene([IN_HOOK] * 120, accumulate_grad_batches="auto")
-# If the first step is not timed, the timer does not know yet that steps end inside updates.
+# The first step is not timed, so the timer does not know yet that steps end inside updates.
 @scene(
     [{**accumulated(2), "data": 0.0, "other": 2.25}, *[IN_HOOK] * 3],
     accumulate_grad_batches="auto",
@@ -368,7 +368,7 @@ def step_called_in_an_optimizer_hook(loop: Loop, timer: GPUPhaseHooks) -> None:
     hook.remove()
 
 
-# Batches without work, or with that of another model
+# Batches without work, or with the work of another model
 
 
 @scene(
@@ -377,8 +377,8 @@ def step_called_in_an_optimizer_hook(loop: Loop, timer: GPUPhaseHooks) -> None:
     skipped_updates=48,
 )
 def training_of_another_model(loop: Loop, timer: GPUPhaseHooks) -> None:
-    for item in (loop, Loop(loop.gpu), Loop(loop.gpu)):
-        item.train_all(timer.steps(loop.batches(24)))
+    for trained in (loop, Loop(loop.gpu), Loop(loop.gpu)):
+        trained.train_all(timer.steps(loop.batches(24)))
 
 
 @scene(
@@ -394,7 +394,7 @@ def batch_without_work_is_part_of_the_next_step(
             loop.train(x)
 
 
-# The kind of the loader is clear after the first group.
+# Only the first group shows that the loop groups batches.
 @scene(
     [
         {"data": 2.0, "other": 0.0},
@@ -480,13 +480,13 @@ def step_called_first(loop: Loop, timer: GPUPhaseHooks) -> None:
 # Evaluations
 
 
-def rows_of_pseudo_labels(how: str, calls: int, every: int) -> list[Row]:
-    """The evaluations before each step are `other`, and the fetch is `data`."""
+def rows_of_pseudo_labels(api: str, calls: int, every: int) -> list[Row]:
+    """Return steps in which the evaluations are `other`, and only the fetch is `data`."""
     return [times(data=FETCH_MS, other=4.0 * calls + 0.125)] * 3
 
 
 def each_evaluation(every: int) -> dict[str, tuple[str, int, int]]:
-    return {f"{how}, {calls} calls": (how, calls, every) for how in HOWS for calls in (1, 5)}
+    return {f"{api}, {calls} calls": (api, calls, every) for api in APIS for calls in (1, 5)}
 
 
 @scene(rows_of_pseudo_labels, each_evaluation(1))
@@ -496,9 +496,9 @@ def each_evaluation(every: int) -> dict[str, tuple[str, int, int]]:
     every_n_steps=20,
     numbers=timed_indices(20, 60),
 )
-def pseudo_labels(loop: Loop, timer: GPUPhaseHooks, how: str, calls: int, every: int) -> None:
+def pseudo_labels(loop: Loop, timer: GPUPhaseHooks, api: str, calls: int, every: int) -> None:
     """Train on pseudo labels, which the model computes in eval mode before each step."""
-    for x in each_batch(timer, batches(loop.gpu, 3 * every, copy_ms=FETCH_MS), how):
+    for x in each_batch(timer, batches(loop.gpu, 3 * every, copy_ms=FETCH_MS), api):
         evaluate(loop, calls)
         loop.train(x)
 
@@ -514,12 +514,12 @@ class Encoded(nn.Module):
 
 @scene(
     [times(other=50.0)] * 3,
-    HOW,
+    EACH_API,
     make=lambda gpu: Loop(gpu, Encoded(gpu)),
 )
-def frozen_encoder(loop: Loop, timer: GPUPhaseHooks, how: str) -> None:
+def frozen_encoder(loop: Loop, timer: GPUPhaseHooks, api: str) -> None:
     """Train a head on the output of a frozen encoder."""
-    for x in each_batch(timer, loop.batches(3), how):
+    for x in each_batch(timer, loop.batches(3), api):
         with torch.no_grad():
             for _ in range(5):
                 hidden = loop.model.encoder(x)
@@ -527,7 +527,7 @@ def frozen_encoder(loop: Loop, timer: GPUPhaseHooks, how: str) -> None:
         loop.optimizer.step()
 
 
-# Nothing distinguishes the fetch of its first batch from other code of the body.
+# The fetch of the first validation batch cannot be told from other code of the loop body.
 @scene([*[STEP_MS] * 19, times(other=1.125)] * 2)
 def validation_every_few_steps(loop: Loop, timer: GPUPhaseHooks) -> None:
     for number, x in enumerate(timer.steps(loop.batches(40)), 1):
@@ -536,19 +536,19 @@ def validation_every_few_steps(loop: Loop, timer: GPUPhaseHooks) -> None:
             evaluate(loop, loop.batches(3))
 
 
-@scene(lambda how: [accumulated(4, how)] * 40, HOW, accumulate_grad_batches=4)
-def validation_inside_an_accumulation(loop: Loop, timer: GPUPhaseHooks, how: str) -> None:
-    for number, x in enumerate(each_batch(timer, loop.batches(160), how), 1):
+@scene(lambda api: [accumulated(4, api)] * 40, EACH_API, accumulate_grad_batches=4)
+def validation_inside_an_accumulation(loop: Loop, timer: GPUPhaseHooks, api: str) -> None:
+    for number, x in enumerate(each_batch(timer, loop.batches(160), api), 1):
         loop.micro_batch(x)
         if number % 4 == 0:
             loop.update()
-        if number % 50 == 0:  # Also after a backward without an update.
+        if number % 50 == 0:  # Half of the times after a backward without an update.
             evaluate(loop, 6)
 
 
 @scene(
     lambda n, _: [
-        times("step", data=1.125 if number == 0 or number % n else -1) for number in range(60)
+        times("step", data=1.125 if number == 0 or number % n else None) for number in range(60)
     ],
     {f"{n} steps per epoch, {k} batches": (n, k) for n in (1, 3, 20) for k in (1, 5)},
 )
@@ -566,9 +566,9 @@ def validation_after_each_short_epoch(
     lambda is_before: [
         times(
             "step",
-            optimizer=-1,
+            optimizer=None,
             other=2.0,
-            data=1.125 if is_before or not number or number % 6 else -1,
+            data=1.125 if is_before or not number or number % 6 else None,
         )
         for number in range(36)
     ],
@@ -595,17 +595,17 @@ def pseudo_labels_between_two_updates(loop: Loop, timer: GPUPhaseHooks) -> None:
 
 
 @scene(
-    lambda how, place: [times(how, other=ROWS[how]["other"] + (place == "after"))] * 3,
-    {f"{how}, {place}": (how, place) for how in HOWS for place in ("before", "after")},
+    lambda api, place: [times(api, other=ROWS[api]["other"] + (place == "after"))] * 3,
+    {f"{api}, {place}": (api, place) for api in APIS for place in ("before", "after")},
 )
-def pause(loop: Loop, timer: GPUPhaseHooks, how: str, place: str) -> None:
+def pause(loop: Loop, timer: GPUPhaseHooks, api: str, place: str) -> None:
     def paused() -> None:
         with timer.paused(), timer.paused():
             loop.gpu.work(64.0)
             loop.train(torch.ones(1, 2))
             evaluate(loop, loop.batches(3))
 
-    for x in each_batch(timer, loop.batches(3), how):
+    for x in each_batch(timer, loop.batches(3), api):
         if place == "before":
             paused()
         loop.train(x)
@@ -643,11 +643,8 @@ for _every in (10, 50):
         loop.train_all(timer.steps(loop.batches(3 * every - every // 2)))
 
 
-# Named phases
-
-
 @pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
-def test_steps_of_a_loop_have_these_phases(
+def test_steps_and_warnings_of_a_loop_are_those_of_its_scene(
     scene: Scene, gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = scene.make(gpu)
@@ -669,34 +666,33 @@ def test_steps_of_a_loop_have_these_phases(
         assert all(part in message for part in parts)
 
 
-# Other facts of loops
+# Loops with other assertions
 
 
-def ms(timer: GPUPhaseHooks, name: str) -> list[float]:
-    """Return the time of a phase in each step, in ms."""
+def phase_ms(timer: GPUPhaseHooks, name: str) -> list[float]:
     return [step.get(name, 0.0) for step in steps(timer)]
 
 
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("calls_step", [False, True])
-def test_zeroth_order_training_in_eval_mode_is_forward(
+def test_zeroth_order_training_in_eval_mode_is_timed_as_forward(
     loop: Loop, grad: Callable[..., Any], calls_step: bool
 ) -> None:
     loop.model.eval()
     with hooks(loop) as timer, grad():
         for x in timer.steps(loop.batches(12)):
             for _ in range(2):
-                loop.gpu.work(0.5)  # perturbs
+                loop.gpu.work(0.5)  # Perturbs the weights.
                 loop.model(x)
             if calls_step:
                 loop.optimizer.step()
             else:
                 loop.gpu.work(2.0)
-    assert ms(timer, "forward")[1:] == [8.5] * 11
+    assert phase_ms(timer, "forward")[1:] == [8.5] * 11
     assert timer.history()["step_ms"].tolist()[1:] == [12.0] * 11
 
 
-def test_warns_about_phase_on_a_generator(caplog: pytest.LogCaptureFixture) -> None:
+def test_phase_on_a_generator_or_coroutine_warns(caplog: pytest.LogCaptureFixture) -> None:
     @phase("augment")
     def generate() -> Iterator[int]:
         yield 1
@@ -710,15 +706,15 @@ def test_warns_about_phase_on_a_generator(caplog: pytest.LogCaptureFixture) -> N
     assert "load" in caplog.text
 
 
-def test_threads_that_train_in_turn_warn(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_threads_that_train_alternately_warn(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     turns = [threading.Semaphore(1), threading.Semaphore(0)]
 
-    def train(me: int) -> None:
+    def train(number: int) -> None:
         for x in batches(loop.gpu, 10):
-            turns[me].acquire()
+            turns[number].acquire()
             loop.train(x)
             timer.step()
-            turns[1 - me].release()
+            turns[1 - number].release()
 
     with hooks(loop) as timer, ThreadPoolExecutor(2) as pool:
         assert [*pool.map(train, range(2))] == [None, None]
@@ -726,32 +722,34 @@ def test_threads_that_train_in_turn_warn(loop: Loop, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("how", HOWS)
-def test_advises_to_pause_an_evaluation_in_training_mode(loop: Loop, how: str, grad: bool) -> None:
+@pytest.mark.parametrize("api", APIS)
+def test_evaluation_in_training_mode_is_advised_to_be_paused(
+    loop: Loop, api: str, grad: bool
+) -> None:
     with hooks(loop) as timer:
         loader = loop.batches(100)
-        for number, x in enumerate(loader if how == "step" else timer.steps(loader), 1):
+        for number, x in enumerate(loader if api == "step" else timer.steps(loader), 1):
             loop.train(x)
-            if how == "step":
+            if api == "step":
                 timer.step()
             with torch.set_grad_enabled(grad):
                 for _ in range(60 if number % 40 == 0 else 0):
                     loop.model(x)
-    assert ms(timer, "forward").count(4.0) == 98
+    assert phase_ms(timer, "forward").count(4.0) == 98
     advice = "`forward` is long in only a few steps: wrap code that is not part of a step"
     assert advice in str(timer.summary())
 
 
-@pytest.mark.parametrize("how", HOWS)
-def test_evaluations_inside_steps_are_an_entry_of_the_time_breakdown(loop: Loop, how: str) -> None:
+@pytest.mark.parametrize("api", APIS)
+def test_evaluations_inside_steps_are_an_entry_of_the_time_breakdown(loop: Loop, api: str) -> None:
     n = 60
     with hooks(loop) as timer:
-        for x in each_batch(timer, loop.batches(n), how):
+        for x in each_batch(timer, loop.batches(n), api):
             loop.train(x)
             evaluate(loop, loop.batches(5))
     breakdown = timer.summary().diagnosis.time_breakdown
     assert breakdown is not None
-    # Without the fetch of the first batch. The end of the last step is read after the loop.
+    # The fetch of the first batch is missing. The end of the last step is read after the loop.
     assert breakdown["evaluation"].seconds == pytest.approx(0.024 * n, rel=0.02)
     assert timer.summary().diagnosis.code == "evaluation-bound"
 
@@ -772,7 +770,7 @@ def test_eval_calls_before_each_step_warn(loop: Loop, caplog: pytest.LogCaptureF
     assert "not measured: evaluations, because they may be a part" in str(timer.summary())
 
 
-def test_advises_to_pause_the_validation_of_a_copy(loop: Loop) -> None:
+def test_validation_of_a_copy_is_advised_to_be_paused(loop: Loop) -> None:
     ema = copy.deepcopy(loop.model).eval()
     with hooks(loop) as timer:
         for _ in range(4):
