@@ -1,4 +1,4 @@
-"""Lightning's loop and its features, with the exact times of every phase."""
+"""Lightning's training loop and its features: the exact time of every phase."""
 
 import contextlib
 import re
@@ -31,7 +31,7 @@ either_order = pytest.mark.parametrize("first", [True, False], ids=["before time
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_on_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_hook_is_left_on_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare the hooks of a model before and after each fit of a test."""
     run = pl.Trainer.fit
 
@@ -45,15 +45,15 @@ def _nothing_is_left_on_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def micro_batches(*numbers: int) -> list[dict[str, float]]:
-    """Return steps of that many micro-batches each, with one update."""
-    return [{**{name: n * STEP_MS[name] for name in STEP_MS}, "optimizer": 2.0} for n in numbers]
+    """Return a step for each number of micro-batches, with one update."""
+    return [{**{name: n * ms for name, ms in STEP_MS.items()}, "optimizer": 2.0} for n in numbers]
 
 
 # Fits and the phases of their steps
 
 
-def takes(ms: float) -> Callable[..., None]:
-    """Return a method of a `Model` that takes some time on the GPU."""
+def taking(ms: float) -> Callable[..., None]:
+    """Return a method of a `Model` that takes `ms` on the GPU."""
 
     def method(model: Model, *_: Any, **__: Any) -> None:
         model.gpu.work(ms)
@@ -117,7 +117,7 @@ class Fit:
     methods: dict[str, Any] = field(default_factory=dict)  # Methods that the model overrides.
     options: dict[str, Any] = field(default_factory=dict)  # Options of the trainer.
     n: int = 3
-    numbers: list[int] | None = None  # Numbers of the steps, by default from zero.
+    numbers: list[int] | None = None  # Numbers of the steps. By default they count from zero.
     skipped_updates: int = 0
 
 
@@ -130,7 +130,7 @@ FITS = {
     "bf16": Fit([STEP_MS] * 3, options={"precision": "bf16-mixed"}),
     "fp16": Fit([STEP_MS] * 3, options={"plugins": fp16}),
     "clipping by the module": Fit(
-        [{**STEP_MS, "optimizer": 2.0 + 3.0}] * 3, {"configure_gradient_clipping": takes(3.0)}
+        [{**STEP_MS, "optimizer": 2.0 + 3.0}] * 3, {"configure_gradient_clipping": taking(3.0)}
     ),
     # The end of a step
     "model call between the backward and the update": Fit(
@@ -145,7 +145,7 @@ FITS = {
         for name, options in {"fp32": {}, "fp16": {"plugins": fp16}}.items()
         for every, groups in ((2, [2, 2, 1]), (3, [3, 2]), (5, [5]), (7, [5]))
     },
-    # The last step was due to end with its epoch.
+    # The end of the epoch also ends the last step, which has no update.
     "updates that the module leaves out": Fit(
         [*micro_batches(3, 3), WITHOUT_UPDATE],
         {"optimizer_step": update_after_every_third_batch},
@@ -185,7 +185,7 @@ FITS = {
 
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
 @pytest.mark.parametrize("case", FITS.values(), ids=FITS)
-def test_steps_of_a_fit_have_these_phases(gpu: FakeGPU, case: Fit, tmp_path: Path) -> None:
+def test_steps_of_a_fit_have_the_listed_phases(gpu: FakeGPU, case: Fit, tmp_path: Path) -> None:
     options = {**case.options, "default_root_dir": tmp_path}
     if "plugins" in options:
         options["plugins"] = [options["plugins"]()]
@@ -196,7 +196,7 @@ def test_steps_of_a_fit_have_these_phases(gpu: FakeGPU, case: Fit, tmp_path: Pat
     assert timer.summary().skipped_updates == case.skipped_updates
 
 
-def test_overfit_batches_keeps_the_last_step(gpu: FakeGPU) -> None:
+def test_fit_with_overfit_batches_times_the_last_step_of_each_epoch(gpu: FakeGPU) -> None:
     timer = timer_of(gpu)
     data: Any = torch.ones(8, 2)
     loader: Any = torch.utils.data.DataLoader(data, batch_size=2)
@@ -229,7 +229,7 @@ def test_pytorch_lightning_trainer_is_timed(gpu: FakeGPU) -> None:
 
 def test_wrapper_call_is_not_a_model_call(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     class Redirects(Model):
-        """As under DDP, whose forward calls the training step."""
+        """Its forward calls the training step, as DDP does under Lightning."""
 
         redirects = False
 
@@ -268,9 +268,9 @@ def test_fetch_of_a_dataloader_iter_step_is_other(gpu: FakeGPU) -> None:
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("max_epochs", [1, 2])
-def test_resumed_fit_has_all_of_its_steps(gpu: FakeGPU, max_epochs: int, tmp_path: Path) -> None:
-    saves = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
-    trainer(saves, enable_checkpointing=True).fit(Model(gpu), Loader(gpu, 5))
+def test_resumed_fit_times_all_of_its_steps(gpu: FakeGPU, max_epochs: int, tmp_path: Path) -> None:
+    save = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer(save, enable_checkpointing=True).fit(Model(gpu), Loader(gpu, 5))
     timer = timer_of(gpu)
     runner = trainer(timer, max_epochs=max_epochs)
     runner.fit(Model(gpu), Loader(gpu, 5), ckpt_path=tmp_path / "step=2.ckpt")
@@ -282,21 +282,21 @@ def test_resumed_fit_has_all_of_its_steps(gpu: FakeGPU, max_epochs: int, tmp_pat
 @pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_end"])
 @either_order
 @pytest.mark.parametrize(("every", "logged"), [(2, [1, 3, 5]), (3, [2, 5]), (50, [5]), (0, [])])
-def test_hooks_find_the_means_from_the_first_epoch_in_any_callback_order(
+def test_epoch_end_hooks_find_the_logged_means_in_any_callback_order(
     gpu: FakeGPU, hook: str, every: int, logged: list[int], first: bool
 ) -> None:
     found: list[float] = []
 
-    def look(_: object, runner: pl.Trainer, *__: Any) -> None:
+    def read(_: object, runner: pl.Trainer, *__: Any) -> None:
         found.append(float(runner.callback_metrics["phase_time/step_ms"]))
 
     logger = MemoryLogger()
     options: Any = {"log_every_n_steps": every, "max_epochs": 2, "logger": logger}
-    looks = callback(**{hook: look})
-    timer = fit(gpu, Model(gpu), callbacks=[looks], first=first, validation=1, **options)
+    reader = callback(**{hook: read})
+    timer = fit(gpu, Model(gpu), callbacks=[reader], first=first, validation=1, **options)
     assert found == [STEP_TOTAL_MS] * 2
     assert steps(timer) == [STEP_MS] * 6
-    # The loggers get what they would get without epochs, and the rest when training ends.
+    # The ends of epochs add no log. The remaining steps are logged when the training ends.
     of_training = [step for step, log in logger.phase_times() if "phase_time/step_ms" in log]
     assert of_training == logged
 
@@ -309,21 +309,22 @@ def test_hooks_and_loggers_before_a_validation_belong_to_the_step(gpu: FakeGPU) 
         def log_metrics(self, *args: Any, **kwargs: Any) -> None:
             gpu.work(0.5)
 
-    class Long(Model):
+    class Validated(Model):
         def on_train_batch_end(self, *_: Any) -> None:
             gpu.work(0.25)
 
         def val_dataloader(self) -> Any:
-            gpu.work(100.0)  # It is the validation's, as what follows.
+            gpu.work(100.0)  # Belongs to the validation.
             return Loader(gpu, 2)
 
         def on_validation_model_eval(self) -> None:
-            gpu.work(100.0)
+            gpu.work(100.0)  # Belongs to the validation.
             super().on_validation_model_eval()
 
     options: Any = {"val_check_interval": 2, "logger": Logs(), "log_every_n_steps": 1}
-    timer = fit(gpu, Long(gpu), 6, **options)
-    # With the log of the model, and the timer's own, but where a validation begins with that.
+    timer = fit(gpu, Validated(gpu), 6, **options)
+    # 0.25 ms in the hook, 0.5 ms for the model's log, and 0.5 ms for the timer's log, which before
+    # a validation is not part of the step.
     callbacks = [1.25, 0.75, 1.25, 0.75]
     assert timer.history()["callbacks_ms"].tolist()[2:] == callbacks
     assert timer.history()["step_ms"].tolist()[2:] == [STEP_TOTAL_MS + ms for ms in callbacks]
@@ -333,7 +334,7 @@ def test_hooks_and_loggers_before_a_validation_belong_to_the_step(gpu: FakeGPU) 
 def test_hooks_before_a_validation_inside_an_accumulation_belong_to_the_step(
     gpu: FakeGPU, accumulate: int, every: int
 ) -> None:
-    model = changed(gpu, on_train_batch_end=takes(0.25))
+    model = changed(gpu, on_train_batch_end=taking(0.25))
     options: Any = {"val_check_interval": every, "accumulate_grad_batches": accumulate}
     timer = fit(gpu, model, 12, validation=2, **options)
     # Callbacks after the last batch of a step belong to the next step.
@@ -343,10 +344,10 @@ def test_hooks_before_a_validation_inside_an_accumulation_belong_to_the_step(
     assert timer.history()["step_ms"].tolist() == step_ms
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["it ends", "it fails"])
+@pytest.mark.parametrize("fails", [False, True], ids=["validation ends", "validation fails"])
 @either_order
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
-def test_validation_by_another_trainer_inside_a_fit_loses_no_step(
+def test_validation_by_another_trainer_during_a_fit_loses_no_step(
     gpu: FakeGPU, hook: str, first: bool, fails: bool
 ) -> None:
     timer, calls = timer_of(gpu), list[None]()
@@ -355,12 +356,12 @@ def test_validation_by_another_trainer_inside_a_fit_loses_no_step(
         calls.append(None)
         if len(calls) == 2:
             with contextlib.suppress(ZeroDivisionError):
-                breaks = callback(on_validation_batch_end=lambda *_: 1 / 0)
-                runner = trainer(timer, *[breaks] * fails)
+                failing = callback(on_validation_batch_end=lambda *_: 1 / 0)
+                runner = trainer(timer, *[failing] * fails)
                 runner.validate(Model(gpu), Loader(gpu, 2), verbose=False)
 
-    validates = callback(**{hook: validate_once})
-    fit(gpu, Model(gpu), 4, timer=timer, callbacks=[validates], first=first)
+    validator = callback(**{hook: validate_once})
+    fit(gpu, Model(gpu), 4, timer=timer, callbacks=[validator], first=first)
     assert timer.history()["step"].tolist() == [0, 1, 2, 3]
     assert steps(timer) == [STEP_MS] * 4
 
@@ -369,7 +370,7 @@ def test_validation_by_another_trainer_inside_a_fit_loses_no_step(
 
 
 def call_model(_: object, runner: pl.Trainer, model: pl.LightningModule, *__: Any) -> None:
-    """Call the model in a hook, as a callback does that samples images."""
+    """Call the model in a hook, like a callback that samples images."""
     loss = model(torch.ones(1, 2)).sum()
     if loss.requires_grad:
         loss.backward()
@@ -379,9 +380,10 @@ def call_model(_: object, runner: pl.Trainer, model: pl.LightningModule, *__: An
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
 def test_model_call_in_a_callback_is_not_forward(gpu: FakeGPU, hook: str, first: bool) -> None:
     timer = fit(gpu, Model(gpu), callbacks=[callback(**{hook: call_model})], first=first)
-    took = {**STEP_MS, "callbacks": 4.0 + 7.75}
-    is_later = hook == "on_train_batch_end" and not first  # Then it is the next step's.
-    assert steps(timer) == [STEP_MS if is_later else took, took, took]
+    with_callback = {**STEP_MS, "callbacks": 4.0 + 7.75}
+    is_in_next_step = hook == "on_train_batch_end" and not first
+    first_step = STEP_MS if is_in_next_step else with_callback
+    assert steps(timer) == [first_step, with_callback, with_callback]
 
 
 def test_model_calls_between_validation_batches_are_not_forward(gpu: FakeGPU) -> None:
@@ -393,7 +395,7 @@ def test_model_calls_between_validation_batches_are_not_forward(gpu: FakeGPU) ->
 
 
 @either_order
-def test_work_of_callbacks_is_named_by_hook_in_any_order(gpu: FakeGPU, first: bool) -> None:
+def test_callback_time_is_named_by_hook_in_any_callback_order(gpu: FakeGPU, first: bool) -> None:
     inside = {
         "on_before_zero_grad": 1.0,
         "on_before_backward": 32.0,
@@ -404,20 +406,20 @@ def test_work_of_callbacks_is_named_by_hook_in_any_order(gpu: FakeGPU, first: bo
     methods = {name: lambda *_, ms=ms: gpu.work(ms) for name, ms in hooks_ms.items()}
     timer = fit(gpu, Model(gpu), callbacks=[callback("Works", **methods)], first=first)
     # Callbacks before the timer belong to the step, the others to the next step.
-    took = [497.0 if first else 241.0, 497.0, 497.0]
-    assert steps(timer) == [{**STEP_MS, "callbacks": ms} for ms in took]
+    callbacks_ms = [497.0 if first else 241.0, 497.0, 497.0]
+    assert steps(timer) == [{**STEP_MS, "callbacks": ms} for ms in callbacks_ms]
     history = timer.history()
     for hook, ms in inside.items():
         assert history[f"callbacks/Works.{hook}_ms"].tolist() == [ms] * 3
 
 
-def slow(gpu: FakeGPU, name: str = "Slow") -> pl.Callback:
+def slow_callback(gpu: FakeGPU, name: str = "Slow") -> pl.Callback:
     """Return a callback that takes 10 ms after each batch."""
     return callback(name, on_train_batch_end=lambda *_: gpu.work(10.0))
 
 
 class Transfers(Model):
-    """A model whose batches take 2 ms to the device, and 3 ms to be augmented there."""
+    """A model that takes 2 ms to copy a batch to the device, and 3 ms to augment it there."""
 
     def transfer_batch_to_device(self, batch: Any, *_: Any) -> Any:
         self.gpu.work(2.0)
@@ -430,7 +432,7 @@ class Transfers(Model):
 
 @either_order
 def test_data_is_split_into_fetch_and_copy_under_lightning(gpu: FakeGPU, first: bool) -> None:
-    timer = fit(gpu, Transfers(gpu), callbacks=[slow(gpu)], first=first)
+    timer = fit(gpu, Transfers(gpu), callbacks=[slow_callback(gpu)], first=first)
     parts = {"data": 6.0, "data/fetch": 1.0, "data/copy": 2.0}
     split = {**parts, "callbacks": 10.0, "callbacks/Slow.on_train_batch_end": 10.0}
     without = {**parts, "callbacks": 0.0}
@@ -438,7 +440,7 @@ def test_data_is_split_into_fetch_and_copy_under_lightning(gpu: FakeGPU, first: 
     assert steps(timer)[1] == {**STEP_MS, "data": 6.0, "callbacks": 10.0}
 
 
-def test_start_of_the_loader_workers_is_data_fetch(gpu: FakeGPU) -> None:
+def test_start_of_loader_workers_is_part_of_data_fetch(gpu: FakeGPU) -> None:
     class Starts(Loader):
         def __iter__(self) -> Any:
             gpu.work(32.0)
@@ -446,18 +448,18 @@ def test_start_of_the_loader_workers_is_data_fetch(gpu: FakeGPU) -> None:
 
     timer = timer_of(gpu)
     trainer(timer, max_epochs=2).fit(Model(gpu), Starts(gpu, 2))
-    # The first epoch's are started before training.
+    # In the first epoch the workers start before the training.
     assert [step["data/fetch"] for step in between_batches(timer)] == [1.0, 1.0, 33.0, 1.0]
 
 
-def test_module_hook_at_an_epoch_start_is_not_data_fetch(gpu: FakeGPU) -> None:
-    timer = fit(gpu, changed(gpu, on_train_epoch_start=takes(200.0)))
+def test_module_hook_at_an_epoch_start_is_not_part_of_data_fetch(gpu: FakeGPU) -> None:
+    timer = fit(gpu, changed(gpu, on_train_epoch_start=taking(200.0)))
     assert [parts["data/fetch"] for parts in between_batches(timer)] == [1.0] * 3
 
 
-def test_slow_callback_is_named_and_not_input_bound(gpu: FakeGPU) -> None:
+def test_slow_callback_is_callback_bound_and_named_in_the_advice(gpu: FakeGPU) -> None:
     timer, logger = timer_of(gpu, warmup_steps=1), MemoryLogger()
-    fit(gpu, Model(gpu), timer=timer, callbacks=[slow(gpu)], logger=logger)
+    fit(gpu, Model(gpu), timer=timer, callbacks=[slow_callback(gpu)], logger=logger)
     summary = timer.summary()
     assert summary.verdict == (
         "callback-bound: `callbacks` takes 39 % of the fit; without it the training is up to 1.64x"
@@ -469,11 +471,11 @@ def test_slow_callback_is_named_and_not_input_bound(gpu: FakeGPU) -> None:
 
 
 def test_slash_in_a_callback_name_is_replaced(gpu: FakeGPU) -> None:
-    timer = fit(gpu, Model(gpu), 8, callbacks=[slow(gpu, "Odd/Name")])
+    timer = fit(gpu, Model(gpu), 8, callbacks=[slow_callback(gpu, "Odd/Name")])
     assert "`Odd_Name.on_train_batch_" in str(timer.summary())
 
 
-def test_fit_inside_a_callback_counts_for_the_callback(gpu: FakeGPU) -> None:
+def test_fit_inside_a_callback_is_time_of_the_callback(gpu: FakeGPU) -> None:
     def train(*_: Any) -> None:
         trainer().fit(Model(gpu), Loader(gpu, 2))
 
@@ -493,28 +495,28 @@ def test_nested_fit_with_another_timer_is_timed(gpu: FakeGPU) -> None:
     assert steps(inner) == [STEP_MS] * 2
 
 
-def test_checkpoint_in_every_step_is_not_input_bound(gpu: FakeGPU, tmp_path: Path) -> None:
+def test_checkpoint_in_every_step_is_callback_bound(gpu: FakeGPU, tmp_path: Path) -> None:
     save = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1)
-    model = changed(gpu, on_save_checkpoint=takes(20.0))
+    model = changed(gpu, on_save_checkpoint=taking(20.0))
     timer = timer_of(gpu, warmup_steps=1)
     fit(gpu, model, timer=timer, callbacks=[save], enable_checkpointing=True)
     assert timer.summary().verdict.startswith("callback-bound: `callbacks` takes 56 %")
     advice = timer.summary().advice[0]
     assert advice.startswith("save less often: every_n_train_steps")
-    # The table of phases has a row of them, as the losses have.
+    # The table of phases has a row for checkpoints, like the time breakdown.
     assert re.search(r"^  checkpoints +20\.000 ", str(timer.summary()), re.MULTILINE)
 
 
-def test_sigterm_broadcast_waits_for_ranks(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_broadcast_is_data_comm(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as EpochLoop
 
     advance = EpochLoop.advance
 
-    def asks(loop: EpochLoop, *args: Any) -> None:
+    def broadcast_and_advance(loop: EpochLoop, *args: Any) -> None:
         loop._broadcast_sigterm_tensor()
         advance(loop, *args)
 
-    monkeypatch.setattr(EpochLoop, "advance", asks)
+    monkeypatch.setattr(EpochLoop, "advance", broadcast_and_advance)
     monkeypatch.setattr(EpochLoop, "_broadcast_sigterm_tensor", lambda _: gpu.work(32.0))
     monkeypatch.setattr(
         "lightning_gputime._compat.lightning_.sigterm_broadcast",
@@ -567,13 +569,13 @@ def test_skipped_update_is_marked_and_counted(gpu: FakeGPU) -> None:
     def loss(model: Model, x: Tensor) -> Tensor:
         return Model.loss(model, x) * (float("inf") if model.global_step == 1 else 1.0)
 
-    def look(*_: Any) -> None:
+    def read(*_: Any) -> None:
         assert timer.last_step is not None
         skipped.append(timer.last_step.skipped_update)
 
     timer, skipped = timer_of(gpu, _lag=0), list[bool]()
-    looks = callback(on_train_batch_end=look)
-    fit(gpu, changed(gpu, loss=loss), timer=timer, callbacks=[looks], plugins=[fp16()])
+    reader = callback(on_train_batch_end=read)
+    fit(gpu, changed(gpu, loss=loss), timer=timer, callbacks=[reader], plugins=[fp16()])
     assert skipped == [False, True, False]
     assert steps(timer) == [STEP_MS, WITHOUT_UPDATE, STEP_MS]
     assert timer.summary().skipped_updates == 1
@@ -581,10 +583,10 @@ def test_skipped_update_is_marked_and_counted(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`")
-def test_loss_of_a_micro_batch_without_a_backward_is_not_forward(
+def test_loss_of_a_micro_batch_without_backward_is_not_forward(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Lightning warns once in a process, and another test wants to see it.
+    # Lightning warns once per process, and another test expects the warning.
     monkeypatch.setattr(Closure, "warning_cache", WarningCache())
 
     def training_step(model: Model, batch: Tensor, batch_idx: int) -> Any:
@@ -622,7 +624,7 @@ def test_manual_accumulation_reaches_across_epochs(gpu: FakeGPU) -> None:
         if len(batches) % 4 == 0:
             update(model)
 
-    methods = {**MANUAL, "training_step": training_step, "on_train_epoch_end": takes(1000.0)}
+    methods = {**MANUAL, "training_step": training_step, "on_train_epoch_end": taking(1000.0)}
     batches: list[Tensor] = []
     timer = fit(gpu, changed(gpu, **methods), n=6, max_epochs=2)
     assert [step["forward"] for step in steps(timer)] == [16.0] * 3
@@ -653,7 +655,7 @@ def test_two_timers_with_the_same_keys_are_refused(gpu: FakeGPU, is_twice: bool)
         ("cloudpickle", "profiler"),
     ],
 )
-def test_trainer_and_its_profiler_are_cloned_in_the_middle_of_a_fit(how: str, name: str) -> None:
+def test_trainer_and_its_profiler_can_be_cloned_during_a_fit(how: str, name: str) -> None:
     module = pytest.importorskip(how)
 
     def clone(_: object, runner: Any, *__: Any) -> None:
@@ -662,15 +664,15 @@ def test_trainer_and_its_profiler_are_cloned_in_the_middle_of_a_fit(how: str, na
 
     timer, clones = GPUPhaseTimer(print_summary=False, warmup_steps=0), list[Any]()
     trainer(callback(on_train_batch_end=clone), timer, limit_train_batches=2).fit(BoringModel())
-    assert clones  # After cloudpickle, the callback's class appends to a copied list.
+    assert clones  # Clones by cloudpickle append to a copy of this list.
     assert len(timer.history()) == 2
     if name == "profiler":
         with clones[0].profile("[Strategy]SingleDeviceStrategy.batch_to_device"):
-            pass  # Does not call the timer.
+            pass  # The clone does not call the timer.
 
 
-class Sized(Model):
-    """A model with what the finders tune, on real data."""
+class Tunable(Model):
+    """A model with the attributes that finders tune, on real data."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         super().__init__(gpu)
@@ -700,6 +702,6 @@ def test_trials_of_a_finder_are_not_steps(
 ) -> None:
     timer = timer_of(gpu)
     runner = trainer(timer, finder, default_root_dir=tmp_path, enable_checkpointing=True)
-    runner.fit(Sized(gpu))
+    runner.fit(Tunable(gpu))
     assert len(timer.history()) == runner.num_training_batches
     assert steps(timer)[-1] == {**STEP_MS, "data": 0.0, "optimizer": 0.0}
