@@ -42,7 +42,7 @@ SLOWER = "slower than the median of the others, in"
 def totals(
     steps: int = 10, comm: float = 0.0, late: str = "", late_ms: float = 3.0, **more: Any
 ) -> RankTotals:
-    """Return the totals of a rank that is late in a phase and waits `comm` for the others."""
+    """Return the totals of a rank that waits `comm` ms, and is slower in the phase `late`."""
     ms = {name: base + (late_ms if name == late else 0.0) for name, base in BALANCED.items()}
     ms["backward"] += comm
     all_ms = {**ms, "step": sum(ms.values()), "backward/comm": comm}
@@ -78,7 +78,7 @@ def steps_of(totals: Iterable[RankTotals]) -> list[int]:
     ],
 )
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_slow_rank_and_its_phase_are_named(
+def test_slowest_rank_and_its_phase_are_named(
     phase: str, named: str, max_ms: float, slowest: int, world_size: int
 ) -> None:
     on_time, late = totals(comm=3.5), totals(comm=0.5, late=phase)
@@ -102,13 +102,13 @@ NOISE: Any = {"steps": 40, "deviation_ms": 0.2422 * math.sqrt(40)}
 @pytest.mark.parametrize(
     ("options", "world_size", "late_ms", "slowest"),
     [
-        # 5 % of the step of the others, which takes 15 ms.
+        # 5 % of the 15 ms that the step of the other ranks takes.
         ({}, 4, 0.74, None),
         ({}, 4, 0.76, 1),
         # Four standard errors.
         (NOISE, 2, 1.36, None),
         (NOISE, 2, 1.38, 1),
-        # A single step shows no noise.
+        # The noise of a single step is unknown.
         ({"steps": 1}, 2, 3.0, None),
     ],
 )
@@ -125,7 +125,8 @@ def test_rank_is_named_from_five_percent_and_four_standard_errors(
 @pytest.mark.parametrize(
     ("late_ms", "named"),
     [
-        # A worker, the last of four stages, the last of two, and a rank among others half as slow.
+        # A single worker, the last of four pipeline stages, the last of two stages, and a rank
+        # among others that are half as slow.
         ([3.0] + 15 * [0.0], "rank 0 is"),
         ([0.0] * 6 + [2.8, 3.0], "ranks 6, 7 are up to"),
         ([0.0] * 16 + [3.0] * 16, "ranks 16, 17, 18, 19, 20, 21, 22, 23 and 8 more are up to"),
@@ -140,10 +141,10 @@ def test_equally_slow_ranks_are_named_together(late_ms: list[float], named: str)
     assert ranks.slowest_rank == late_ms.index(3.0)
 
 
-# Noise: the standard error of a mean over n steps is their deviation divided by sqrt(n).
+# Noise: the standard error of the mean of n steps is their deviation divided by sqrt(n).
 
 
-def test_noise_is_that_of_the_local_time() -> None:
+def test_noise_is_measured_on_the_local_time() -> None:
     local = BatchMeans()
     assert local.deviation_ms == 0.0
     waits = ("data", "forward", "<waits>", "<continues>")
@@ -169,13 +170,13 @@ def test_noise_of_correlated_steps_is_not_underestimated(correlation: float) -> 
 @pytest.mark.parametrize(
     ("slow_steps", "more_ms"),
     [
-        # Each is slow for a hundred steps: one rank half of the time, the other a quarter.
+        # Both ranks are slow for 100 steps at a time: one in half of the steps, one in a quarter.
         (({*range(100), *range(200, 300)}, {*range(100, 200)}), 4.0),
-        # A single stall.
+        # A single stall on one rank.
         (({307}, set()), 400.0),
     ],
 )
-def test_slowness_of_a_part_of_the_steps_names_no_rank(
+def test_rank_that_is_slow_in_some_of_the_steps_is_not_named(
     slow_steps: tuple[set[int], set[int]], more_ms: float
 ) -> None:
     def rank(slow: set[int]) -> RankTotals:
@@ -193,7 +194,7 @@ def test_slowness_of_a_part_of_the_steps_names_no_rank(
 
 
 def changed(**phases_ms: float) -> RankTotals:
-    """Return the totals of a rank with other phases; `data__fetch` is the sub-phase of `data`."""
+    """Return totals with other phases. `data__fetch` names the sub-phase `data/fetch`."""
     names = {name.replace("__", "/"): (10 * ms, 10) for name, ms in phases_ms.items()}
     phases = {**totals().phases, **names}
     step_ms = sum(ms for name, (ms, _) in phases.items() if "/" not in name and name != "step")
@@ -220,7 +221,7 @@ DATA_PARTS = changed(data=1.25, data__fetch=0.5, data__copy=0.25, data__comm=0.5
         (changed(forward__comm=0.0), changed(forward=7.0, forward__comm=0.0), "forward compute"),
     ],
 )
-def test_largest_part_without_waits_is_named(
+def test_slowest_sub_phase_without_waits_is_named(
     usual: RankTotals, late: RankTotals, named: str
 ) -> None:
     ranks = compared([usual, late])
@@ -229,7 +230,7 @@ def test_largest_part_without_waits_is_named(
     assert ranks.sentence.endswith(f"{SLOWER} {named}")
 
 
-def test_means_of_a_phase_are_over_the_steps_in_which_it_ran() -> None:
+def test_rank_means_of_a_phase_are_over_the_steps_in_which_it_ran() -> None:
     often = with_phases(totals(), {"save": (20.0, 10)})
     seldom = with_phases(totals(), {"save": (6.0, 1)})
     row = compared([often, seldom, totals()]).rows["save"]
@@ -237,13 +238,13 @@ def test_means_of_a_phase_are_over_the_steps_in_which_it_ran() -> None:
     assert row.mean_ms == pytest.approx(26 / 11)
 
 
-def test_wait_in_a_module_of_a_module_is_a_wait_of_its_phase() -> None:
+def test_wait_in_a_nested_module_is_not_local_time() -> None:
     names = ("step", "forward", "forward/body", "forward/body/comm")
     ranks = compared(RankTotals(dict.fromkeys(names, (ms, 1))) for ms in (8.0, 9.0))
     assert ranks.rows["local"].max_ms == 0.0
 
 
-def test_rank_without_a_step_is_left_out() -> None:
+def test_rank_without_steps_is_left_out() -> None:
     empty = RankTotals({"step": (0.0, 0)})
     assert compared([totals(), empty, totals(), RankTotals({})]).ranks == (0, 2)
     assert compare({0: empty}) is None
@@ -258,7 +259,7 @@ def test_window_is_the_difference_of_two_totals() -> None:
     assert since(now, None) is now
 
 
-# Its way to rank zero
+# The exchange of totals, from all ranks to rank zero
 
 
 def exchanges(world_size: int, timeout_s: float = 30.0) -> list[Exchange]:
@@ -267,7 +268,7 @@ def exchanges(world_size: int, timeout_s: float = 30.0) -> list[Exchange]:
 
 
 class HostTime:
-    """Replacement for the module `time`: sleeping moves it, and makes the calls that are due."""
+    """Replaces the module `time`: `sleep` advances the time, and makes the calls that are due."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -287,7 +288,7 @@ class HostTime:
 
 @pytest.fixture
 def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
-    """The time that rank zero waits by."""
+    """The clock of waits in rank zero."""
     host_time = HostTime()
     monkeypatch.setattr(rank_store, "time", host_time)
     return host_time
@@ -302,8 +303,8 @@ def send(n: int, *ranks: Exchange) -> None:
 def gather(zero: Exchange, *, wait: bool = False) -> list[dict[int, int]]:
     """Return the number of steps by rank, for each complete comparison."""
     return [
-        {rank: got.steps for rank, got in gathered.items()}
-        for _, gathered in zero.arrived(wait=wait)
+        {rank: rank_totals.steps for rank, rank_totals in by_rank.items()}
+        for _, by_rank in zero.arrived(wait=wait)
     ]
 
 
@@ -313,7 +314,7 @@ def test_no_rank_waits_for_another_during_training(host_time: HostTime) -> None:
     send(3, zero)
     assert gather(zero) == []
     send(2, second)
-    # A rank that is ahead does not mix the windows up.
+    # Two more windows of a rank that is ahead do not enter the current comparison.
     send(4, first)
     send(5, first)
     send(7, zero)
@@ -333,7 +334,7 @@ def test_rank_zero_waits_for_late_ranks_at_the_end(host_time: HostTime) -> None:
     assert host_time.now_s == pytest.approx(0.2)
 
 
-def test_absent_ranks_are_waited_for_once_and_named_once(
+def test_rank_zero_waits_once_for_absent_ranks_and_names_them_once(
     host_time: HostTime, caplog: pytest.LogCaptureFixture
 ) -> None:
     zero, first, *_ = exchanges(4, timeout_s=0.1)
@@ -389,18 +390,17 @@ def test_exchange_deletes_old_windows() -> None:
     assert is_kept == [False] * 5 + [True] * 10
 
 
-# Inside a timer
+# The comparison in a timer
 
 
 class FakeExchange:
-    """The exchange of rank zero. Functions of its totals give those of the other ranks."""
+    """The exchange of rank zero. It computes the totals of each other rank from those of rank 0."""
 
     def __init__(self, *others: Callable[[RankTotals], RankTotals]) -> None:
         self.others: tuple[Callable[[RankTotals], RankTotals], ...] = others
         self.sent: list[RankTotals] = []
         self.on_send: Callable[[], None] = lambda: None
-        self.is_late = False
-        """True while the others have not sent their times."""
+        self.is_late = False  # True while the other ranks have not sent their times.
         self.open: list[tuple[int, RankTotals]] = []
         self.waits: list[bool] = []
 
@@ -436,7 +436,7 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> FakeExchange:
 
 
 class RankLogger(Logger):
-    def of_ranks(self) -> list[tuple[int, dict[str, float]]]:
+    def rank_logs(self) -> list[tuple[int, dict[str, float]]]:
         return [call for call in self.calls if any("/ranks/" in key for key in call[1])]
 
 
@@ -465,7 +465,7 @@ def test_ranks_are_compared_when_an_epoch_ends(loop: Loop, exchange: FakeExchang
     logger = RankLogger()
     timer = train(loop, 5, 5, logger=logger, log="all", log_every_n_steps=2)
     assert steps_of(exchange.sent) == [5, 10, 10]
-    (first, metrics), (second, _) = logger.of_ranks()
+    (first, metrics), (second, _) = logger.rank_logs()
     assert (first, second) == (4, 9)
     assert metrics["phase_time/ranks/forward_min_ms"] == pytest.approx(4.0)
     assert metrics["phase_time/ranks/forward_max_ms"] == pytest.approx(7.0)
@@ -478,14 +478,14 @@ def test_ranks_are_compared_when_an_epoch_ends(loop: Loop, exchange: FakeExchang
     assert json.loads(json.dumps(summary.to_dict()))["ranks"]["rows"]["forward"]["max_ms"] == 7.0
 
 
-def test_late_times_are_compared_when_they_arrive(loop: Loop, exchange: FakeExchange) -> None:
+def test_ranks_are_compared_when_late_totals_arrive(loop: Loop, exchange: FakeExchange) -> None:
     def after_step(number: int, timer: GPUPhaseHooks) -> None:
         exchange.is_late = number < 10
         if number == 10:
-            assert logger.of_ranks() == []
+            assert logger.rank_logs() == []
             assert slowest_rank(timer) == 1
-            # Loggers refuse a smaller step number.
-            assert [step for step, _ in logger.of_ranks()] == [7, 7]
+            # Loggers refuse decreasing step numbers.
+            assert [step for step, _ in logger.rank_logs()] == [7, 7]
 
     logger, exchange.is_late = RankLogger(), True
     options: dict[str, Any] = {"sync_ranks": "log", "logger": logger, "log_every_n_steps": 4}
@@ -495,20 +495,20 @@ def test_late_times_are_compared_when_they_arrive(loop: Loop, exchange: FakeExch
 
 
 @pytest.mark.parametrize(("log", "is_logged"), [("all", True), ("phases", False)])
-def test_end_waits_for_other_ranks_only_if_they_are_logged(
+def test_end_of_training_waits_for_other_ranks_only_if_they_are_logged(
     loop: Loop, exchange: FakeExchange, log: str, is_logged: bool
 ) -> None:
     logger, exchange.is_late = RankLogger(), True
     timer = train(loop, 5, logger=logger, log=log)
     assert any(exchange.waits) == is_logged
-    assert bool(logger.of_ranks()) == is_logged
+    assert bool(logger.rank_logs()) == is_logged
     pickle.dumps(timer._results)
     for _ in range(2):
         assert slowest_rank(timer) == 1
         assert exchange.waits.count(True) == 1
 
 
-def test_exchange_is_in_no_step_and_each_epoch_end_is_compared_once(
+def test_exchange_belongs_to_no_step_and_runs_once_per_epoch_end(
     loop: Loop, exchange: FakeExchange
 ) -> None:
     exchange.on_send = lambda: loop.gpu.host_work(50.0)
@@ -517,37 +517,37 @@ def test_exchange_is_in_no_step_and_each_epoch_end_is_compared_once(
     assert steps(timer) == [STEP_MS] * 12
 
 
-def steps_compared(exchange: FakeExchange, reads_early: bool, **options: Any) -> list[int]:
-    """Train 60 steps with a timer, and return the number of steps in each comparison."""
+def steps_compared(exchange: FakeExchange, is_flushed: bool, **options: Any) -> list[int]:
+    """Train 60 steps, flush each if `is_flushed`, and return the steps of each comparison."""
 
-    def read(_: int, timer: GPUPhaseHooks) -> None:
-        if reads_early:
+    def after_step(_: int, timer: GPUPhaseHooks) -> None:
+        if is_flushed:
             loop.gpu.host_work(100.0)
             timer.flush()
 
     exchange.sent, exchange.others = [], ()
     loop = Loop(FakeGPU())
-    train(loop, 60, after_step=read, sync_ranks="log", **options)
+    train(loop, 60, after_step=after_step, sync_ranks="log", **options)
     return steps_of(exchange.sent)
 
 
 @pytest.mark.parametrize(("every", "lag"), [(1, 0), (1, 1), (1, 5), (2, 1)])
 @pytest.mark.parametrize("log_every", [4, 10])
-def test_log_compares_exactly_the_preceding_steps(
+def test_each_log_compares_exactly_the_steps_before_it(
     exchange: FakeExchange, every: int, lag: int, log_every: int
 ) -> None:
     options = {"every_n_steps": every, "_lag": lag, "log_every_n_steps": log_every}
     timed = timed_indices(every, 60)
     logs = range(log_every - 1, 60 - lag, log_every)
     of_logs = [sum(index <= number for index in timed) for number in logs]
-    compared = steps_compared(exchange, False, **options)
+    compared = steps_compared(exchange, is_flushed=False, **options)
     assert compared == [*of_logs, len(timed), len(timed)]
-    assert steps_compared(exchange, True, **options) == compared
+    assert steps_compared(exchange, is_flushed=True, **options) == compared
 
 
 @pytest.mark.parametrize("observers", [[], [lambda _: None]])
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_untimed_steps_are_missing_from_all_ranks(
+def test_steps_with_an_evaluation_are_left_out_on_all_ranks(
     loop: Loop, exchange: FakeExchange, lag: int, observers: Any
 ) -> None:
     x = torch.ones(1, 2)
@@ -567,7 +567,7 @@ def test_untimed_steps_are_missing_from_all_ranks(
 
 @pytest.mark.parametrize("captured_at", [8, 10])
 @pytest.mark.parametrize("every", [3, 10])
-def test_capture_during_a_comparison_is_not_broken(
+def test_comparison_does_not_break_a_graph_capture(
     loop: Loop, exchange: FakeExchange, every: int, captured_at: int
 ) -> None:
     x, exchange.others = torch.ones(1, 2), ()
@@ -587,7 +587,7 @@ def test_capture_during_a_comparison_is_not_broken(
 
 
 @pytest.mark.parametrize("options", [{"every_n_steps": 10}, {"every_n_steps": 2, "_lag": 3}, {}])
-def test_logged_numbers_never_decrease(
+def test_logged_step_numbers_never_decrease(
     loop: Loop, exchange: FakeExchange, options: dict[str, Any]
 ) -> None:
     logger, exchange.others = RankLogger(), (lambda own: own,)
@@ -596,7 +596,7 @@ def test_logged_numbers_never_decrease(
             for x in timer.steps(loop.batches(epoch)):
                 loop.train(x)
             timer.flush()
-    assert logger.of_ranks()
+    assert logger.rank_logs()
     numbers = [step for step, _ in logger.calls]
     assert numbers == sorted(numbers)
 
@@ -605,16 +605,16 @@ def test_failed_training_and_sync_ranks_false_send_nothing(
     loop: Loop, exchange: FakeExchange
 ) -> None:
     def fail(*_: Any) -> None:
-        raise RuntimeError("of the user")
+        raise RuntimeError("in the loop")
 
-    with pytest.raises(RuntimeError, match="of the user"):
+    with pytest.raises(RuntimeError, match="in the loop"):
         train(loop, 3, after_step=fail)
     assert train(Loop(loop.gpu), 3, sync_ranks=False).summary().ranks is None
     assert exchange.sent == []
 
 
 @pytest.mark.parametrize("name", ["send", "arrived"])
-def test_failing_store_ends_the_comparison_alone(
+def test_failing_store_ends_only_the_comparison(
     name: str,
     loop: Loop,
     exchange: FakeExchange,
@@ -641,15 +641,18 @@ def train_together(directory: Path, *cases: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_stragglers_are_named_in_real_processes(tmp_path: Path) -> None:
-    nobody: dict[str, Any] = {"sentence": "", "behind_median_ms": 0.0, "comm_ms": 0.0}
+    no_straggler: dict[str, Any] = {"sentence": "", "behind_median_ms": 0.0, "comm_ms": 0.0}
     # If one of two ranks has raised, they are not compared, and nothing is logged.
-    expected = {"balanced": {**nobody, "logged": -1}, "one raises": {**nobody, "logged": None}}
+    expected = {
+        "balanced": {**no_straggler, "logged": -1},
+        "one raises": {**no_straggler, "logged": None},
+    }
     for phase in BALANCED:
         where = "backward compute" if phase == "backward" else phase
         expected[phase] = {
             "sentence": f"rank 1 is 30 ms per step {SLOWER} {where}",
             "behind_median_ms": 30.0,
-            # Rank 0 waits meanwhile, but backward/comm is not work.
+            # Rank 0 waits for rank 1 in backward/comm.
             "comm_ms": 30.0,
             "logged": 1,
         }
@@ -664,7 +667,8 @@ def test_stragglers_are_named_in_real_processes(tmp_path: Path) -> None:
 def test_rank_with_more_batches_waits_for_no_comparison(tmp_path: Path) -> None:
     found = train_together(tmp_path, "uneven")
     assert found["steps"] == 40
-    # Rank 0 would wait for 3 s in the comparison at the end of its loop, and this rank for rank 0.
+    # Otherwise rank 0 would wait 3 s for the comparison at the end of its loop, and rank 1 would
+    # meanwhile wait in backward for rank 0.
     assert found["longest_backward_ms"] < 1500.0
 
 
@@ -676,12 +680,12 @@ def test_dead_rank_raises_the_error_of_the_training_first(tmp_path: Path) -> Non
     assert dead.returncode == 3
     found = json.loads((tmp_path / "results.json").read_text())
     assert "Connection" in found["error"]
-    # Lightning's launcher looks every 5 s whether a process has died, and then kills this process.
+    # Every 5 s Lightning's launcher checks if a process has died, and then kills the others.
     assert found["seconds"] < 5.0
 
 
 @pytest.mark.slow
-def test_example_names_the_slow_rank(tmp_path: Path) -> None:
+def test_distributed_example_names_the_slowest_rank(tmp_path: Path) -> None:
     example = Path(__file__).parent.parent / "examples" / "distributed.py"
     # `--standalone` chooses a free port.
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
