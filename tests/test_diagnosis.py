@@ -1,4 +1,4 @@
-"""Tests of the diagnosis, a pure function of a measurement and the training setup."""
+"""The diagnosis, a pure function of a measurement and the training setup."""
 
 import random
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ def measurement(
     wait_ms: float = 3.0,
     **facts: Any,
 ) -> Measurement:
-    """Return 100 steps, GPU-bound unless the host waits less."""
+    """Return a measurement of 100 steps, which are GPU-bound unless `wait_ms` is small."""
     step_ms = sum(ms for name, ms in phases_ms.items() if "/" not in name)
     host_ms = {**phases_ms, **(host_ms or {})}
     rows = {
@@ -47,14 +47,14 @@ def measurement(
     return Measurement(rows, step, 100, host_wait_mean_ms=wait_ms, **facts)
 
 
-def on_gpu(more_ms: Mapping[str, float] | None = None, **facts: Any) -> Measurement:
-    """Return steps on a GPU, with other times for some phases."""
-    return measurement({**STEP, **(more_ms or {})}, **facts)
+def on_gpu(other_ms: Mapping[str, float] | None = None, **facts: Any) -> Measurement:
+    """Return a measurement on a GPU. `other_ms` replaces or adds the times of some phases."""
+    return measurement({**STEP, **(other_ms or {})}, **facts)
 
 
-def on_host(more_ms: Mapping[str, float] | None = None, **facts: Any) -> Measurement:
-    """Return steps on a CPU, with other times for some phases."""
-    return on_gpu(more_ms, wait_ms=0.0, on_host_clock=True, **facts)
+def on_host(other_ms: Mapping[str, float] | None = None, **facts: Any) -> Measurement:
+    """Return a measurement on a CPU. `other_ms` replaces or adds the times of some phases."""
+    return on_gpu(other_ms, wait_ms=0.0, on_host_clock=True, **facts)
 
 
 def with_row(measured: Measurement, name: str, **changes: Any) -> Measurement:
@@ -68,7 +68,7 @@ def fit(entries_s: Mapping[str, float], steps_s: float = 10.0) -> WallClockBreak
 
 
 def breakdown_of(diagnosis: Diagnosis) -> TimeBreakdown:
-    """Return the time breakdown of a diagnosis, which must add up."""
+    """Check that the time breakdown of a diagnosis adds up and is sorted, and return it."""
     breakdown = diagnosis.time_breakdown
     assert breakdown is not None
     assert sum(row.share for row in breakdown.rows) == pytest.approx(1, abs=1e-9)
@@ -79,17 +79,21 @@ def breakdown_of(diagnosis: Diagnosis) -> TimeBreakdown:
     return breakdown
 
 
-def check(measured: Measurement, setup: TrainingSetup = LOADER) -> tuple[Diagnosis, TimeBreakdown]:
-    found = diagnose(measured, setup)
-    return found, breakdown_of(found)
+def diagnosed(
+    measured: Measurement, setup: TrainingSetup = LOADER
+) -> tuple[Diagnosis, TimeBreakdown]:
+    """Return the diagnosis of a measurement, and its time breakdown."""
+    diagnosis = diagnose(measured, setup)
+    return diagnosis, breakdown_of(diagnosis)
 
 
-def texts(found: Diagnosis, code: str) -> list[str]:
-    """Return the advice with a code."""
-    return [advice.text for advice in found.advice if advice.code == code]
+def texts(diagnosis: Diagnosis, code: str) -> list[str]:
+    """Return the texts of the advice with a code."""
+    return [advice.text for advice in diagnosis.advice if advice.code == code]
 
 
-def slow(share: float, **causes: float) -> SlowSummary:
+def slow_steps(share: float, **causes: float) -> SlowSummary:
+    """Return slow steps that take a share of the time, by cause."""
     worst = SlowStep(7, 30.0, 14.0, "forward", (Cause("compilation", 9.0, 9.0, ""),), 7.0)
     unexplained = causes.pop("unexplained", 0.0)
     lost = {"forward": {**causes, "unexplained": unexplained}}
@@ -97,10 +101,10 @@ def slow(share: float, **causes: float) -> SlowSummary:
 
 
 COPIES = {"data": 13.3, "data/fetch": 0.3, "data/copy": 13.0}
-COMPILES = on_host({"forward": 12.0}, slow=slow(0.3, compilation=0.3))
+COMPILES = on_host({"forward": 12.0}, slow=slow_steps(0.3, compilation=0.3))
 BOTTLENECKS = [
     (on_gpu(wait_ms=0.1), "launch-bound", "GPU work", None),
-    # An entry is the bottleneck from 20 % of the time.
+    # An entry is a bottleneck if it takes at least 20 % of the time.
     (on_host({"data": 13.3}), "input-bound", "data", 2.0),
     (on_host({"data": 3.4}), "input-bound", "data", 1.2556),
     # Parts of `data` are separate entries.
@@ -113,7 +117,7 @@ BOTTLENECKS = [
     (on_host({"optimizer": 12.7}), "optimizer-bound", "optimizer", 2.0),
     (on_host({"augment": 13.7}), "phase-bound", "augment", 2.0),
     (on_gpu({"backward/comm": 5.0}), "communication-bound", "communication", 1.5747),
-    # Host time of a launch-bound step can be removed, whatever the GPU takes.
+    # In a launch-bound step host time can be removed, even if the GPU takes less.
     (on_gpu(host_ms={"other": 4.2}, wait_ms=0.0), "other-bound", "other", 1.4421),
     (on_host(wall_clock=fit({"validation": 10.0})), "validation-bound", "validation", 2.0),
     (on_host(wall_clock=fit({"epoch ends": 10.0})), "epoch-end-bound", "epoch ends", 2.0),
@@ -128,37 +132,37 @@ BOTTLENECKS = [
     [
         *((measured, code, "bound", *rest) for measured, code, *rest in BOTTLENECKS),
         (on_host({"data": 3.2}), "input-bound", "worth a look", "data", 1.2406),
-        # Nothing can be removed.
+        # No entry is large enough to be worth removing.
         (on_gpu(), "GPU-bound", "balanced", "GPU work", None),
         (on_host(), "compute-bound", "balanced", "CPU work", None),
         (on_host({"data": 0.5}), "compute-bound", "balanced", "CPU work", None),
-        # On a GPU the optimizer is work, and so is the loss.
+        # On a GPU the optimizer and the loss are part of the GPU work.
         (on_gpu({"optimizer": 12.7}), "GPU-bound", "balanced", "GPU work", None),
     ],
 )
 def test_diagnosis_names_the_largest_removable_entry(
     measured: Measurement, code: str, grade: str, entry: str, speed_up: float | None
 ) -> None:
-    found, breakdown = check(measured)
-    assert (found.code, found.grade, found.entry) == (code, grade, entry)
+    diagnosis, breakdown = diagnosed(measured)
+    assert (diagnosis.code, diagnosis.grade, diagnosis.entry) == (code, grade, entry)
     expected = pytest.approx(speed_up, abs=1e-4) if speed_up else None
     assert breakdown[entry].speed_up == expected
-    assert found.headline.startswith(code) or grade == "worth a look"
+    assert diagnosis.headline.startswith(code) or grade == "worth a look"
 
 
 @pytest.mark.parametrize(
     ("untimed_steps", "code"),
     [
-        # 600 ms in 100 steps, 550 of them in a single step: the others have 50 of 1420 ms.
+        # One step takes 550 of the 600 ms in 100 steps. The others take 50 of 1420 ms.
         (0, "compute-bound"),
-        # 3,600 ms in 600 steps, of which 100 were timed.
+        # 100 of 600 steps were timed, so callbacks take 3,600 ms in total, and 550 is little.
         (500, "callback-bound"),
     ],
 )
-def test_phase_that_is_long_in_one_step_is_no_bottleneck(untimed_steps: int, code: str) -> None:
+def test_phase_long_in_a_single_step_is_no_bottleneck(untimed_steps: int, code: str) -> None:
     measured = on_host({"callbacks": 6.0}, untimed_steps=untimed_steps)
-    found, _ = check(with_row(measured, "callbacks", max_ms=550.0))
-    assert found.code == code
+    diagnosis, _ = diagnosed(with_row(measured, "callbacks", max_ms=550.0))
+    assert diagnosis.code == code
 
 
 BLOCKS_IN_LOSS = measurement(
@@ -183,22 +187,22 @@ BLOCKS_IN_OTHER = measurement(  # The GPU idles for 4.5 ms of 18 ms.
 def test_diagnosis_names_the_phase_in_which_the_cpu_blocks(
     measured: Measurement, phase: str, entry: str, end: str
 ) -> None:
-    found, _ = check(measured)
-    assert (found.code, found.entry) == ("sync-bound", entry)
-    assert f"blocks on the GPU in `{phase}`: " in found.headline
-    assert found.headline.endswith(end)
-    assert found.advice[0].text == f"remove .item() and prints from `{phase}`"
+    diagnosis, _ = diagnosed(measured)
+    assert (diagnosis.code, diagnosis.entry) == ("sync-bound", entry)
+    assert f"blocks on the GPU in `{phase}`: " in diagnosis.headline
+    assert diagnosis.headline.endswith(end)
+    assert diagnosis.advice[0].text == f"remove .item() and prints from `{phase}`"
 
 
 @pytest.mark.parametrize(
     ("busy_ms", "speed_up"),
     [(None, 2.0), (10.0, 1.37)],  # A step takes at least the GPU busy time.
 )
-def test_speed_up_is_bounded_by_the_work_of_the_gpu(busy_ms: float | None, speed_up: float) -> None:
+def test_speed_up_is_limited_by_the_gpu_busy_time(busy_ms: float | None, speed_up: float) -> None:
     measured = on_gpu(host_ms={"other": 6.85}, wait_ms=0.0)
     if busy_ms is not None:
         measured = with_row(measured, "backward", gpu_busy_mean_ms=busy_ms)
-    _, breakdown = check(measured)
+    _, breakdown = diagnosed(measured)
     assert breakdown["other"].speed_up == pytest.approx(speed_up)
 
 
@@ -221,7 +225,7 @@ INDEX = "index whole batches with dataset[indices]; the tensors are in memory"
 @pytest.mark.parametrize(
     ("setup", "phases", "expected"),
     [
-        # Fetches take half of the step: one worker loads while the rest runs.
+        # Fetches take half of the step, so one worker keeps up with the other half.
         ({"num_workers": 0}, {}, ["set num_workers=1 (now 0)"]),
         ({"num_workers": 0}, LONG_FETCH, ["set num_workers=7 (now 0)"]),
         ({"num_workers": 0, "cores": 2}, LONG_FETCH, ["set num_workers=2 (now 0)"]),
@@ -229,17 +233,17 @@ INDEX = "index whole batches with dataset[indices]; the tensors are in memory"
         ({"num_workers": 15}, {}, [NO_CORE]),
         ({"num_workers": None}, {}, ["use faster transforms, or workers that load in advance"]),
         ({"is_in_memory": True}, {}, [INDEX]),
-        # Hooks run between fetch and copy, so the dataset does not matter.
+        # The time is in transfer hooks, so the advice is not about the dataset.
         ({"is_in_memory": True}, {"data/fetch": 0.2}, [TRANSFER_HOOKS]),
     ],
 )
-def test_advice_on_the_loader_follows_from_its_parts(
+def test_advice_on_the_loader_follows_from_setup_and_sub_phases(
     setup: dict[str, Any], phases: dict[str, float], expected: list[str]
 ) -> None:
     measured = on_host({"data": 12.0, "data/fetch": 12.0} | phases)
-    found, _ = check(measured, replace(LOADER, **setup))
-    assert [advice.text for advice in found.advice][: len(expected)] == expected
-    assert all(advice.code for advice in found.advice)
+    diagnosis, _ = diagnosed(measured, replace(LOADER, **setup))
+    assert [advice.text for advice in diagnosis.advice][: len(expected)] == expected
+    assert all(advice.code for advice in diagnosis.advice)
 
 
 FLOAT32 = {"precision": "32-true", "has_bf16": True}
@@ -262,9 +266,11 @@ OWN_LOOP = {"pin_memory": False, "is_own_loop": True}
         (on_host({"data to tokens": 9.0}, blurred=("data",)), {}, ["shorten", "modules"]),
     ],
 )
-def test_entry_has_advice(measured: Measurement, setup: dict[str, Any], codes: list[str]) -> None:
-    found, _ = check(measured, replace(LOADER, **setup))
-    assert [advice.code for advice in found.advice][: len(codes)] == codes
+def test_bottleneck_has_the_advice_that_fits_the_setup(
+    measured: Measurement, setup: dict[str, Any], codes: list[str]
+) -> None:
+    diagnosis, _ = diagnosed(measured, replace(LOADER, **setup))
+    assert [advice.code for advice in diagnosis.advice][: len(codes)] == codes
 
 
 @pytest.mark.parametrize(
@@ -278,11 +284,11 @@ def test_entry_has_advice(measured: Measurement, setup: dict[str, Any], codes: l
 def test_uncertain_entry_is_no_bottleneck(
     error: float, code: str, grade: str, headline: str, speed_up: float | None
 ) -> None:
-    found, breakdown = check(with_row(on_host({"other": 4.6}), "other", share_error=error))
-    assert (found.code, found.grade) == (code, grade)
-    assert headline in found.headline
+    diagnosis, breakdown = diagnosed(with_row(on_host({"other": 4.6}), "other", share_error=error))
+    assert (diagnosis.code, diagnosis.grade) == (code, grade)
+    assert headline in diagnosis.headline
     assert breakdown["other"].speed_up == pytest.approx(speed_up, abs=0.01)
-    assert bool(texts(found, "name_phase")) == bool(speed_up)
+    assert bool(texts(diagnosis, "name_phase")) == bool(speed_up)
 
 
 FETCHES = {"data": 13.3, "data/fetch": 13.3}
@@ -345,19 +351,19 @@ def test_compilation_in_most_steps_is_reported(
     place = Source("train.py", 9, 9, "<module>")
     culprit = Culprit("slow steps: compilation", "", seconds, calls, seconds, place, "", PLACE)
     clock = WallClockBreakdown({"steps": 1.37, "first step": first_s})
-    found, breakdown = check(on_host(culprits=(culprit,), wall_clock=clock))
+    diagnosis, breakdown = diagnosed(on_host(culprits=(culprit,), wall_clock=clock))
     text = "train.py:9 is recompiled: use batches of equal shape, or torch.compile(dynamic=True)"
-    assert texts(found, "dynamic_shapes") == is_reported * [text]
-    assert (found.code == "compile-bound") == is_reported
+    assert texts(diagnosis, "dynamic_shapes") == is_reported * [text]
+    assert (diagnosis.code == "compile-bound") == is_reported
     if is_reported:
         assert breakdown[culprit.entry].seconds == pytest.approx(seconds)
 
 
-def test_entries_of_a_fit_are_exact() -> None:
+def test_time_breakdown_of_a_fit_is_exact() -> None:
     # 100 steps of 16.7 ms and 1 ms in checkpoints, after a first step of 500 ms.
     entries_s = {"set-up": 0.007, "first step": 0.5, "validation": 0.1, "epoch ends": 0.011}
     wall_clock = WallClockBreakdown({"steps": 1.67, **entries_s}, saves_in_steps_s=0.1)
-    found, breakdown = check(on_host({"callbacks": 4.0}, wall_clock=wall_clock))
+    diagnosis, breakdown = diagnosed(on_host({"callbacks": 4.0}, wall_clock=wall_clock))
     assert {row.name: 1e3 * row.seconds for row in breakdown.rows} == pytest.approx(
         {
             "CPU work": 101 * 13.3,
@@ -369,59 +375,58 @@ def test_entries_of_a_fit_are_exact() -> None:
             "set-up": 7,
         }
     )
-    [text] = texts(found, "callbacks")
+    [text] = texts(diagnosis, "callbacks")
     assert text.startswith("callbacks take 3.03 ms of 17.7 ms per step: ")
 
 
 @pytest.mark.parametrize(("p95_ms", "is_rare"), [(0.1, True), (9.0, False)])
-def test_phase_that_is_long_in_many_steps_is_not_paused(p95_ms: float, is_rare: bool) -> None:
+def test_pause_is_advised_for_a_phase_long_in_few_steps(p95_ms: float, is_rare: bool) -> None:
     measured = with_row(on_host(), "forward", p50_ms=0.1, p95_ms=p95_ms)
-    found = diagnose(measured, replace(LOADER, is_own_loop=True))
-    assert bool(texts(found, "pause")) == is_rare
+    diagnosis = diagnose(measured, replace(LOADER, is_own_loop=True))
+    assert bool(texts(diagnosis, "pause")) == is_rare
 
 
 LOOP, PENALTY = Source("train.py", 20, 24, "main"), Source("train.py", 9, 12, "penalty")
 
 
 def places(**calls: int) -> tuple[Culprit, ...]:
-    """Return places in 20 located steps: the loop, and `penalty` with its calls per phase."""
+    """Return the code that ran in 20 steps: the loop, and `penalty` with its calls per phase."""
     loop = {"data": 4.0, "forward": 4.0, "loss": 0.0, "backward": 8.0, "optimizer": 4.0}
-    of_entry = {name: ms + 4.0 * (name in calls) for name, ms in loop.items()}
-    found = [
-        Culprit(name, "", ms, 20, of_entry[name], LOOP, kind=PLACE) for name, ms in loop.items()
-    ]
-    inside = [
-        Culprit(name, "", 4.0, n, of_entry[name], PENALTY, kind=PLACE) for name, n in calls.items()
-    ]
-    return (*found, *inside)
+    total = {name: ms + 4.0 * (name in calls) for name, ms in loop.items()}
+    return (
+        *(Culprit(name, "", ms, 20, total[name], LOOP, kind=PLACE) for name, ms in loop.items()),
+        *(Culprit(name, "", 4.0, n, total[name], PENALTY, kind=PLACE) for name, n in calls.items()),
+    )
 
 
 @pytest.mark.parametrize(
     ("calls", "wait_ms", "per_batch"),
     [
         ({"forward": 320, "backward": 320}, 0.1, 16),
-        ({"forward": 320}, 0.1, None),  # 17 % of the step.
-        ({"backward": 320, "loss": 320}, 0.1, None),  # Hooks may interrupt a backward.
+        ({"forward": 320}, 0.1, None),  # Only 17 % of the step.
+        ({"backward": 320, "loss": 320}, 0.1, None),  # Perhaps hooks that interrupt a backward.
         ({"forward": 60, "backward": 60}, 0.1, None),  # Three calls per batch.
         ({"forward": 80, "backward": 80}, 0.1, 4),
         ({"forward": 320, "backward": 320}, 3.0, None),  # GPU-bound.
     ],
 )
-def test_code_that_calls_the_model_many_times_is_named(
+def test_code_that_calls_the_model_many_times_per_batch_is_named(
     calls: dict[str, int], wait_ms: float, per_batch: int | None
 ) -> None:
-    found, _ = check(on_gpu(wait_ms=wait_ms, culprits=places(**calls)))
+    diagnosis, _ = diagnosed(on_gpu(wait_ms=wait_ms, culprits=places(**calls)))
     if per_batch is None:
-        assert texts(found, "repeated_calls") == []
-        assert "calls the model" not in found.headline
+        assert texts(diagnosis, "repeated_calls") == []
+        assert "calls the model" not in diagnosis.headline
     else:
         text = (
             f"`penalty` (train.py:9-12) calls the model {per_batch} times per batch, which takes"
             " 29 % of the step"
         )
-        assert texts(found, "repeated_calls") == [f"{text}: process the whole batch in one call"]
-        assert found.headline.endswith(f"; {text}")
-        assert found.advice[0].code == "repeated_calls"
+        assert texts(diagnosis, "repeated_calls") == [
+            f"{text}: process the whole batch in one call"
+        ]
+        assert diagnosis.headline.endswith(f"; {text}")
+        assert diagnosis.advice[0].code == "repeated_calls"
 
 
 STRETCH = {"kind": "stretch", "until_step": 1500}
@@ -447,11 +452,11 @@ def test_slowdown_has_advice_with_a_speed_up(
     slowdown = Slowdown("jump", 1000, 1.0, 0.1, 10.0, "forward", 9.0)
     slowdown = replace(slowdown, lost_share=lost_share, **changes)
     measured = on_host({"data": 6.0}, slowdown=slowdown)
-    found, _ = check(measured)
+    diagnosis, _ = diagnosed(measured)
     expected = f"{text}: without this the training is up to {speed_up}x as fast"
-    assert texts(found, "slowdown") == [expected] * bool(text)
-    assert (found.advice[0].code == "slowdown") == is_first
-    assert (str(slowdown) in found.headline) == bool(text)
+    assert texts(diagnosis, "slowdown") == [expected] * bool(text)
+    assert (diagnosis.advice[0].code == "slowdown") == is_first
+    assert (str(slowdown) in diagnosis.headline) == bool(text)
     assert str(slowdown) in str(PhaseSummary(measured, LOADER))
 
 
@@ -470,7 +475,7 @@ def measured_with(entry: str) -> Measurement:
             measured = with_row(measured, name, gpu_busy_mean_ms=row.mean_ms / 2)
         return measured
     if entry.startswith("slow steps: "):
-        return on_host(slow=slow(0.4, **{entry.removeprefix("slow steps: "): 0.4}))
+        return on_host(slow=slow_steps(0.4, **{entry.removeprefix("slow steps: "): 0.4}))
     if entry.startswith("data"):
         parts = {"data/fetch": 0.1, "data/copy": 0.1} | ({entry: 13.0} if "/" in entry else {})
         return on_host({"data": 13.3} | (parts if entry != "data" else {}))
@@ -481,8 +486,8 @@ def measured_with(entry: str) -> Measurement:
 
 @pytest.mark.parametrize("entry", CODES)
 def test_every_bottleneck_has_advice(entry: str) -> None:
-    found, breakdown = check(measured_with(entry))
-    assert (found.code, found.grade, found.entry) == (CODES[entry], "bound", entry)
+    diagnosis, breakdown = diagnosed(measured_with(entry))
+    assert (diagnosis.code, diagnosis.grade, diagnosis.entry) == (CODES[entry], "bound", entry)
     assert breakdown[entry].advice
 
 
@@ -506,27 +511,32 @@ def test_data_that_is_short_on_the_gpu_and_long_on_the_host_has_advice(
     advice: str,
 ) -> None:
     measured = on_gpu(phases, host_ms=host, wait_ms=0.0)
-    found, _ = check(measured, replace(LOADER, pin_memory=pin_memory))
-    assert (found.code, found.grade, found.advice[0].code) == (code, "bound", advice)
+    diagnosis, _ = diagnosed(measured, replace(LOADER, pin_memory=pin_memory))
+    assert (diagnosis.code, diagnosis.grade, diagnosis.advice[0].code) == (code, "bound", advice)
 
 
-def test_phases_that_are_not_separated_are_no_bottleneck() -> None:
-    found, breakdown = check(on_host({"data": 20.0}, blurred=("data", "callbacks")))
-    assert (found.code, found.entry, found.headline, found.advice) == ("", "", "", ())
+def test_phases_that_are_not_separated_are_not_a_bottleneck() -> None:
+    diagnosis, breakdown = diagnosed(on_host({"data": 20.0}, blurred=("data", "callbacks")))
+    assert (diagnosis.code, diagnosis.entry, diagnosis.headline, diagnosis.advice) == (
+        "",
+        "",
+        "",
+        (),
+    )
     assert breakdown["data"].speed_up is None
-    # The GPU sets the pace, even if phases are not separated.
+    # If the GPU sets the pace, the bottleneck is known even if phases are not separated.
     measured = on_gpu({"data": 20.0}, wait_ms=9.0, blurred=("data", "callbacks"))
-    found, _ = check(measured)
-    assert (found.code, found.entry) == ("GPU-bound", "GPU work")
-    assert "nothing else" not in found.headline
+    diagnosis, _ = diagnosed(measured)
+    assert (diagnosis.code, diagnosis.entry) == ("GPU-bound", "GPU work")
+    assert "nothing else" not in diagnosis.headline
 
 
-def test_breakdown_adds_up_whatever_the_numbers_are() -> None:
+def test_time_breakdown_adds_up_for_random_measurements() -> None:
     chance = random.Random(0)
     phases = ["data", "data/fetch", "data/comm", "callbacks", "forward", "backward/comm", "own"]
     for _ in range(300):
         chosen = ["backward", *chance.sample(phases, chance.randrange(len(phases)))]
-        # A part is no longer than its phase, which may be missing.
+        # A sub-phase takes at most half of its phase, which is added if it was not chosen.
         ms = {name: chance.random() for name in chosen if "/" not in name}
         ms |= {
             name: chance.random() * ms.setdefault(name.partition("/")[0], chance.random()) / 2
@@ -547,23 +557,23 @@ def test_breakdown_adds_up_whatever_the_numbers_are() -> None:
             ranks=RankSummary({}, (0, 1), chance.choice([None, 0, 1]), chance.random(), chosen[-1]),
             wall_clock=chance.choice([None, fit(entries_s, chance.random())]),
         )
-        _, breakdown = check(measured)
+        _, breakdown = diagnosed(measured)
         assert all(row.seconds >= -1e-12 for row in breakdown.rows)
 
 
-def test_unexplained_slow_steps_have_no_entry_and_no_verdict() -> None:
-    measured = on_host({"forward": 12.0}, slow=slow(0.3, unexplained=0.3))
-    found, breakdown = check(measured)
-    assert found.code == "compute-bound"
+def test_unexplained_slow_steps_have_no_entry() -> None:
+    measured = on_host({"forward": 12.0}, slow=slow_steps(0.3, unexplained=0.3))
+    diagnosis, breakdown = diagnosed(measured)
+    assert diagnosis.code == "compute-bound"
     assert "step times vary: 90 % of the steps take" in str(PhaseSummary(measured, LOADER))
     assert "unexplained" not in [row.name for row in breakdown.rows]
 
 
-def test_long_steps_that_were_not_sampled_are_an_entry_without_verdict() -> None:
+def test_long_steps_that_were_not_sampled_are_an_entry_without_speed_up() -> None:
     measured = on_host(not_sampled_steps=40, not_sampled_share=0.4)
     for name, row in measured.rows.items():
         measured = with_row(measured, name, share=0.6 * row.share, share_error=0.02)
-    _, breakdown = check(measured)
+    _, breakdown = diagnosed(measured)
     entry = breakdown["not sampled"]
     assert entry.share == pytest.approx(0.4)
     assert (entry.code, entry.speed_up) == ("", None)
@@ -589,11 +599,13 @@ IS_SUSPECT = (
     ],
     ids=["slowest rank", "suspected rank"],
 )
-def test_slow_rank_is_named(ranks: RankSummary, code: str, entry: str, end: str, text: str) -> None:
-    found, _ = check(on_gpu({"backward": 14.0, "backward/comm": 7.0}, ranks=ranks))
-    assert (found.code, found.entry) == (code, entry)
-    assert found.headline.endswith(end)
-    assert found.advice[0].text == text
+def test_slowest_or_suspected_rank_is_named(
+    ranks: RankSummary, code: str, entry: str, end: str, text: str
+) -> None:
+    diagnosis, _ = diagnosed(on_gpu({"backward": 14.0, "backward/comm": 7.0}, ranks=ranks))
+    assert (diagnosis.code, diagnosis.entry) == (code, entry)
+    assert diagnosis.headline.endswith(end)
+    assert diagnosis.advice[0].text == text
 
 
 @pytest.mark.parametrize(
@@ -606,7 +618,7 @@ def test_diagnosis_is_empty_if_too_little_was_measured(facts: dict[str, Any]) ->
 def test_saved_run_has_the_diagnosis_of_the_training(loop: Loop, tmp_path: Path) -> None:
     timer = train(loop, 8)
     timer.save(tmp_path / "run.json")
-    summary, found = timer.summary(), load(tmp_path / "run.json").summary()
-    assert found.diagnosis == summary.diagnosis
-    assert str(found) == str(summary)
+    summary, loaded = timer.summary(), load(tmp_path / "run.json").summary()
+    assert loaded.diagnosis == summary.diagnosis
+    assert str(loaded) == str(summary)
     assert summary.to_dict()["diagnosis"]["code"] == summary.code != ""

@@ -1,4 +1,4 @@
-"""Stages of a loader's workers: exact on a fake clock, and in real processes."""
+"""Stages of DataLoader workers: exact on a fake clock, and in real processes."""
 
 import queue
 import time
@@ -41,10 +41,12 @@ from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.stats import PhaseStats
 from lightning_gputime._output.loader import loader_table
 
-# On a fake clock: a worker's loop, in this process
+# The loop of a worker, in this process and on a fake clock
 
 
 class Clock:
+    """A clock that only tests advance."""
+
     def __init__(self) -> None:
         self.ns = 1_000
 
@@ -56,6 +58,8 @@ class Clock:
 
 
 class OnClock:
+    """A dataset whose samples take time on a clock."""
+
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
@@ -68,13 +72,17 @@ class Photos(OnClock, Dataset[Tensor]):
         return torch.full((3,), float(index))
 
 
-class Batches(Photos):
+class BatchedPhotos(Photos):
+    """Batches that take 6 ms each."""
+
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
         self.clock.pass_ms(6.0)
         return [torch.ones(3) for _ in indices]
 
 
 class Stream(OnClock, IterableDataset[Tensor]):
+    """A stream of 40 samples that take 1 ms each."""
+
     def __iter__(self) -> Iterator[Tensor]:
         for index in range(40):
             self.clock.pass_ms(1.0)
@@ -86,9 +94,9 @@ TimesOf = Callable[..., LoaderTimes]
 
 @pytest.fixture
 def times_of(monkeypatch: pytest.MonkeyPatch) -> TimesOf:
-    """Return a function that makes batches of four samples in the loop of a worker."""
+    """Return a function that makes batches of four samples as a worker does, and times them."""
 
-    def times_of(dataset: Any, batches: int = 10, kind_of_batch: Any = list) -> LoaderTimes:
+    def times_of(dataset: Any, batches: int = 10, batch_type: Any = list) -> LoaderTimes:
         clock = dataset.clock
 
         def collate(samples: Any) -> Any:
@@ -105,7 +113,7 @@ def times_of(monkeypatch: pytest.MonkeyPatch) -> TimesOf:
         kind = iterable if isinstance(dataset, IterableDataset) else map_style
         fetcher: Any = kind(dataset, True, collate, False)
         for start in range(0, 4 * batches, 4):
-            fetcher.fetch(kind_of_batch(range(start, start + 4)))
+            fetcher.fetch(batch_type(range(start, start + 4)))
             clock.pass_ms(3.0)  # The worker waits.
         assert timer.fetcher is fetcher
         times = loader_times(rows.tolist(), "Photos", "pad", (0, 0))
@@ -115,17 +123,19 @@ def times_of(monkeypatch: pytest.MonkeyPatch) -> TimesOf:
     return times_of
 
 
-@pytest.mark.parametrize(("kind", "dataset_ms"), [(Photos, 4.0), (Batches, 6.0), (Stream, 4.0)])
-def test_stages_of_a_worker_are_exact(times_of: TimesOf, kind: Any, dataset_ms: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dataset_ms"), [(Photos, 4.0), (BatchedPhotos, 6.0), (Stream, 4.0)]
+)
+def test_worker_stages_have_exact_times(times_of: TimesOf, kind: Any, dataset_ms: float) -> None:
     times = times_of(kind(Clock()))
-    # 9 waits of 3 ms.
+    # The worker waits 9 times for 3 ms.
     expected = WorkerTimes(10, dataset_ms, 2.0, wait_ms=2.7, newest_ms=2.0 + dataset_ms)
     assert times.workers == (WorkerTimes(0, 0.0, 0.0, 0.0), expected)
     assert (times.starts, times.startup_s) == (1, (22 + dataset_ms) / 1e3)
     assert (times.lock_share, times.repeats) == (None, False)
 
 
-def test_slowest_sample_is_named(times_of: TimesOf) -> None:
+def test_slowest_sample_of_a_worker_is_found(times_of: TimesOf) -> None:
     times = times_of(Photos(Clock()), 20)
     assert (times.slowest_index, times.slowest_ms, times.slowest_worker) == (42, 55.0, 1)
     assert times.long_batches == 1
@@ -135,7 +145,7 @@ def test_slowest_sample_is_named(times_of: TimesOf) -> None:
 @pytest.mark.parametrize(
     "convert", [Tensor.bfloat16, Tensor.bool, partial(Tensor.to, device="meta")]
 )
-def test_samples_of_any_type_are_timed(
+def test_worker_times_samples_of_any_dtype_and_device(
     times_of: TimesOf, convert: Callable[[Tensor], Tensor]
 ) -> None:
     class Converted(Photos):
@@ -145,11 +155,11 @@ def test_samples_of_any_type_are_timed(
     assert times_of(Converted(Clock())).batches == 10
 
 
-def test_batches_of_indices_without_a_length_are_timed(times_of: TimesOf) -> None:
-    assert times_of(Photos(Clock()), kind_of_batch=iter).workers[1].dataset_ms == 4.0
+def test_worker_times_index_batches_without_a_length(times_of: TimesOf) -> None:
+    assert times_of(Photos(Clock()), batch_type=iter).workers[1].dataset_ms == 4.0
 
 
-def test_iterable_that_ends_ends_the_loop(times_of: TimesOf) -> None:
+def test_end_of_an_iterable_dataset_reaches_the_worker(times_of: TimesOf) -> None:
     with pytest.raises(StopIteration):
         times_of(Stream(Clock()), 11)
 
@@ -202,8 +212,8 @@ INDEX = "index whole batches with dataset[indices]; the tensors are in memory"
 COLLATING = replace(WORKER, dataset_ms=2.0, collate_ms=18.0)
 IDLE = replace(WORKER, wait_ms=80.0)
 LONG_BATCHES = {"long_batches": 2, "long_share": 0.4, "slowest_ms": 2000.0, "slowest_index": 18_211}
-NEW = WorkerTimes(0, 0.0, 0.0, 0.0)  # Has made no batch yet.
-READS = replace(WORKER, dataset_ms=58.0)
+WITHOUT_BATCH = WorkerTimes(0, 0.0, 0.0, 0.0)
+SLOW = replace(WORKER, dataset_ms=58.0)
 QUICK, UNEVEN = (replace(WORKER, dataset_ms=ms, collate_ms=0.0, wait_ms=10.0) for ms in (0.5, 1.0))
 
 
@@ -215,10 +225,10 @@ QUICK, UNEVEN = (replace(WORKER, dataset_ms=ms, collate_ms=0.0, wait_ms=10.0) fo
         ({"cpu_share": 1.0}, 4, [SHORTEN, FASTER.format("Photos.__getitem__", 4)]),
         ({"cpu_share": 1.0}, 2, [FASTER.format("Photos.__getitem__", 2)]),
         ({"workers": (COLLATING,) * 2, "cpu_share": 1.0}, 2, [FASTER.format("pad", 2)]),
-        ({"workers": (WORKER, READS, WORKER)}, 16, [SLOW_WORKER]),
-        ({"workers": (NEW, READS, WORKER)}, 16, [SLOW_WORKER]),
+        ({"workers": (WORKER, SLOW, WORKER)}, 16, [SLOW_WORKER]),
+        ({"workers": (WITHOUT_BATCH, SLOW, WORKER)}, 16, [SLOW_WORKER]),
         (LONG_BATCHES, 16, [RARE]),
-        # The loop waits much longer than these batches take.
+        # The loop waits much longer than the workers take for these batches.
         ({"workers": (QUICK, UNEVEN)}, 16, [f"{SMALLER}{MOSTLY}"]),
         ({"workers": (QUICK, QUICK), **LONG_BATCHES}, 16, [f"{SMALLER}{NEARLY}"]),
         ({"workers": (IDLE,) * 2}, 16, [f"{SMALLER}{RECEIVE}"]),
@@ -236,10 +246,12 @@ QUICK, UNEVEN = (replace(WORKER, dataset_ms=ms, collate_ms=0.0, wait_ms=10.0) fo
             [f"free CPU cores, or make `Photos.__getitem__` faster: {NO_CORE}"],
         ),
         ({"starts": 4, "startup_s": 1.0}, 16, [STARTS]),
-        ({"startup_s": 3.0}, 16, [KEEP_UP]),  # A single start delays the first step alone.
+        ({"startup_s": 3.0}, 16, [KEEP_UP]),  # A single start delays only the first step.
     ],
 )
-def test_advice_on_a_loader(facts: dict[str, Any], cores: int | None, texts: list[str]) -> None:
+def test_advice_on_a_loader_follows_from_its_workers(
+    facts: dict[str, Any], cores: int | None, texts: list[str]
+) -> None:
     case = LoaderCase(replace(TIMES, **facts), 5.0, 5.0, batches=200, cores=cores)
     assert [advice.text for advice in advise_on_loader(case)] == texts
 
@@ -262,8 +274,8 @@ def test_advice_on_workers_that_start_again(setup: dict[str, Any], text: str) ->
         culprits=(collate,),
         loaders=(replace(TIMES, starts=4, startup_s=1.0),),
     )
-    known = TrainingSetup(has_loader=True, num_workers=2, **setup)
-    assert [advice.text for advice in diagnose(measured, known).advice][:1] == [text]
+    advice = diagnose(measured, TrainingSetup(has_loader=True, num_workers=2, **setup)).advice
+    assert [item.text for item in advice][:1] == [text]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +286,9 @@ def test_advice_on_workers_that_start_again(setup: dict[str, Any], text: str) ->
         ((50.0, 60.0), "workers now take 60 ms per batch, 20 ms on average"),
     ],
 )
-def test_slowdown_names_the_workers(newest_ms: tuple[float, float], text: str) -> None:
+def test_slowdown_names_the_workers_that_became_slower(
+    newest_ms: tuple[float, float], text: str
+) -> None:
     workers = tuple(replace(WORKER, newest_ms=ms) for ms in newest_ms)
     assert describe_slowdown([replace(TIMES, workers=workers)]) == text
 
@@ -335,7 +349,7 @@ def test_table_without_workers_shows_the_main_process() -> None:
 def test_workers_that_repeat_each_other_are_reported_first() -> None:
     case = LoaderCase(replace(TIMES, repeats=True), 5.0, 5.0, 200, 16)
     advice = [*advise_on_loader(case)]
-    assert [found.code for found in advice] == ["shard_dataset", "num_workers"]
+    assert [item.code for item in advice] == ["shard_dataset", "num_workers"]
     assert advice[0].text.endswith(
         "all 2 workers yield the same batches, so that each sample is used 2 times"
     )
@@ -344,8 +358,10 @@ def test_workers_that_repeat_each_other_are_reported_first() -> None:
 # Real workers
 
 
-def test_pin_memory_thread_is_timed_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loop(batches: Any, pinned: Any, device_id: int, done: Any, device: Any) -> None:
+def test_pin_memory_thread_is_timed_and_its_function_restored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def pin(batches: Any, pinned: Any, device_id: int, done: Any, device: Any) -> None:
         while not done.is_set():
             with suppress(queue.Empty):
                 batch = batches.get(timeout=0.1)
@@ -353,12 +369,12 @@ def test_pin_memory_thread_is_timed_and_nothing_stays(monkeypatch: pytest.Monkey
                 with suppress(queue.Full):
                     pinned.put(batch, timeout=0.1)
 
-    # A CPU has no pinned memory.
+    # A CPU has no pinned memory, so replace the function that pins.
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(pin_memory, "_pin_memory_loop", loop)
+    monkeypatch.setattr(pin_memory, "_pin_memory_loop", pin)
     _, times = train(DataLoader(Numbers(), 4, num_workers=1, pin_memory=True))
-    assert pin_memory._pin_memory_loop is loop
+    assert pin_memory._pin_memory_loop is pin
     assert times.batches == 24
     assert times.pin_ms is not None
     assert times.pin_ms >= 20.0
@@ -475,7 +491,7 @@ def test_workers_of_several_loaders_are_timed_separately() -> None:
     assert found["Numbers.__getitem__"].batches == 12
 
 
-def test_wait_for_a_core_is_a_fraction_of_all_time() -> None:
+def test_worker_shares_are_fractions_of_the_observed_or_elapsed_time() -> None:
     row = [0] * layout.FIELDS
     row[layout.BATCHES] = 10
     row[layout.CPU_NS], row[layout.RUN_DELAY_NS] = 150, 100

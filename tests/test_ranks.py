@@ -221,7 +221,7 @@ DATA_PARTS = changed(data=1.25, data__fetch=0.5, data__copy=0.25, data__comm=0.5
         (changed(forward__comm=0.0), changed(forward=7.0, forward__comm=0.0), "forward compute"),
     ],
 )
-def test_slowest_sub_phase_without_waits_is_named(
+def test_slowest_part_without_waits_is_named(
     usual: RankTotals, late: RankTotals, named: str
 ) -> None:
     ranks = compared([usual, late])
@@ -508,7 +508,7 @@ def test_end_of_training_waits_for_other_ranks_only_if_they_are_logged(
         assert exchange.waits.count(True) == 1
 
 
-def test_exchange_belongs_to_no_step_and_runs_once_per_epoch_end(
+def test_exchange_is_in_no_step_and_runs_once_per_epoch_end(
     loop: Loop, exchange: FakeExchange
 ) -> None:
     exchange.on_send = lambda: loop.gpu.host_work(50.0)
@@ -601,7 +601,7 @@ def test_logged_step_numbers_never_decrease(
     assert numbers == sorted(numbers)
 
 
-def test_failed_training_and_sync_ranks_false_send_nothing(
+def test_failed_training_or_sync_ranks_false_sends_nothing(
     loop: Loop, exchange: FakeExchange
 ) -> None:
     def fail(*_: Any) -> None:

@@ -1,3 +1,5 @@
+"""The recorder: the times of each step that its marks give, its waits for the GPU, and errors."""
+
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +13,8 @@ from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.waits import begin_wait, end_wait
 
 
-class Recorded(Recorder):
-    """A recorder with the steps that it emitted."""
+class StoringRecorder(Recorder):
+    """A recorder that stores the steps that it emits."""
 
     def __init__(self, gpu: FakeGPU, lag: int = 1, **options: Any) -> None:
         self.gpu = gpu
@@ -31,13 +33,13 @@ class Recorded(Recorder):
         self.end_step(number)
 
     def play(self, script: str) -> None:
-        """Call the methods in a script, separated by semicolons.
+        """Run the commands of a script, separated by semicolons.
 
         A number is work on the GPU (in ms), `wait` a wait of 3 ms for other ranks, and `end` the
-        end of a step. The rest are methods with their arguments.
+        end of a step. Other commands are methods with their arguments.
         """
-        for number, call in enumerate(part.strip() for part in script.split(";")):
-            name, _, text = call.partition(" ")
+        for number, command in enumerate(script.split(";")):
+            name, _, text = command.strip().partition(" ")
             arguments = [word for word in text.split(", ") if word]
             if name == "end":
                 self.end_step(number)
@@ -64,17 +66,16 @@ class Recorded(Recorder):
         return [record.times() for record in self.records]
 
     def numbers(self) -> list[int]:
-        """Numbers of the emitted steps."""
         return [record.number for record in self.records]
 
     def phases(self) -> list[dict[str, float]]:
-        """Phases of each step, after all pending steps were resolved."""
+        """Resolve all pending steps, and return the phases of each step."""
         self.pending.flush()
         return [dict(times.phase_ms) for times in self.emitted]
 
 
-class Annotated(Recorded):
-    """A recorder that annotates, which takes another path for each mark."""
+class Annotated(StoringRecorder):
+    """A recorder that also passes each label to an annotator."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         self.labels: list[str | None] = []
@@ -88,15 +89,15 @@ def in_thread(call: Callable[[], object]) -> None:
 
 
 @pytest.fixture
-def run(gpu: FakeGPU) -> Recorded:
-    return Recorded(gpu)
+def recorder(gpu: FakeGPU) -> StoringRecorder:
+    return StoringRecorder(gpu)
 
 
 SAVES = "callbacks/Saves.on_train_batch_end"
 STEP = "mark forward; 4; mark backward; 6; end"
 SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
     "a phase that did not run is absent": ("mark forward; end", [{"data": 0, "forward": 0}]),
-    "begin drops what the open step held": (
+    "begin drops the marks of the open step": (
         f"{STEP}; mark forward; 50; begin; {STEP}",
         [{"data": 0, "forward": 4, "backward": 6}] * 2,
     ),
@@ -104,7 +105,7 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
         f"{STEP}; 3; pause; mark forward; probe; 70; resume; resume other; 1; {STEP}",
         [{"data": 0, "forward": 4, "backward": 6}, {"data": 1, "forward": 4, "backward": 6}],
     ),
-    "a pause from now on keeps what was before it": (
+    "a pause keeps the time before it": (
         f"mark other; 2; mark {EXCLUDED}; pause; 35; pause; 35; resume other; 1;"
         "mark backward; 4; end",
         [{"data": 0, "other": 3, "backward": 4}],
@@ -117,7 +118,7 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
         "mark forward; pause; enter_phase export; 70; resume; 2; leave_phase export; 1; end",
         [{"data": 1, "export": 2}],
     ),
-    "a named phase gives back to the one before it": (
+    "the end of a named phase continues the phase before it": (
         "mark forward; 1; enter_phase augment; 2; enter_phase crop; 4; leave_phase crop; 8;"
         "leave_phase augment; 16; end",
         [{"data": 0, "forward": 17, "augment": 10, "crop": 4}],
@@ -134,7 +135,7 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
         "mark forward; enter_phase all; end; leave_phase all; 1; end",
         [{"data": 0, "forward": 0, "all": 0}, {"all": 0, "data": 1}],
     ),
-    "phases that are left out of order are left": (
+    "named phases can end in any order": (
         "enter_phase fetch; 1; enter_phase load; 2; leave_phase fetch; 4; leave_phase load; 8; end;"
         "enter_phase fetch; 1; enter_phase load; 2; leave_phase fetch; 4; leave_phase load; 8; end",
         [{"data": 8, "fetch": 1, "load": 6}] * 2,
@@ -148,7 +149,7 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
         "leave_phase optimizer; 4; end",
         [{"data": 0, "backward": 5, "optimizer": 3, "other": 4}],
     ),
-    "mark_instead takes the time since its label, and else begins another": (
+    "mark_instead renames the time since its label, or begins a new phase": (
         "mark <after forward>; 1; mark_instead <after forward>, loss; 2; mark forward; 4;"
         "mark_instead <after forward>, loss; 8; end",
         [{"data": 0, "loss": 11, "forward": 4}],
@@ -164,16 +165,16 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
         [{"data": 0, "forward": 4}, {"data": 1}],
     ),
     # Waits for other ranks, of 3 ms each.
-    "a phase that is renamed takes its waits along": (
+    "waits of a renamed phase are renamed with it": (
         "mark <after forward>; 1; wait; 1; mark_instead <after forward>, loss; 2; mark forward;"
         "wait; 4; mark <after forward>; rename_before forward, loss; mark backward; 8; end",
         [{"data": 0, "loss": 14, "loss/comm": 6, "backward": 8}],
     ),
-    "a pause of an evaluation takes the waits before it along": (
+    "a pause of an evaluation keeps the waits before it": (
         "mark forward; 4; mark other; 1; wait; pause; wait; 16; resume other; wait; end",
         [{"data": 0, "forward": 4, "other": 3, "other/comm": 3}],
     ),
-    "a pause by hand has no waits": (
+    "a wait in a pause by hand is not counted": (
         f"mark forward; 4; wait; enter_phase {EXCLUDED}; wait; 13; leave_phase {EXCLUDED}; 1; wait;"
         "end",
         [{"data": 0, "forward": 11, "forward/comm": 6}],
@@ -183,25 +184,25 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
         f"leave_phase {EXCLUDED}; 1; end",
         [{"data": 0, "forward": 8, "forward/comm": 3}],
     ),
-    "an evaluation is left out with its waits, and the fetch before it": (
+    "an evaluation is excluded with its waits and the fetch before it": (
         "mark data; 1; wait; mark <evaluation>; 4; wait; pause <evaluation>; 16; wait; resume data;"
         "mark data; 2; wait; mark forward; 4; end",
         [{"data": 5, "data/comm": 3, "forward": 4}],
     ),
-    "an evaluation leaves the waits before it": (
+    "waits before an evaluation are kept": (
         "mark forward; 4; wait; mark <evaluation>; 4; wait; pause <evaluation>; resume data; end",
         [{"data": 0, "forward": 7, "forward/comm": 3}],
     ),
-    "a wait inside a callback is not the loader's": (
+    "a wait in a callback is not part of data": (
         f"mark {SAVES}; 1; wait; mark data/fetch; 2; end",
         [{"data": 2, "data/fetch": 2, "callbacks": 4, "callbacks/comm": 3, SAVES: 1}],
     ),
-    "a step that ended before its last waits is without them": (
+    "a wait after the end of a step is not part of it": (
         "mark forward; 4; mark backward; 8; wait; mark optimizer; 2; mark <after update>; 1; wait;"
         "end_at <after update>, 0",
         [{"data": 0, "forward": 4, "backward": 11, "backward/comm": 3, "optimizer": 2}],
     ),
-    "the next step begins where a wait does not end": (
+    "a wait that does not end is ended with its step": (
         "mark forward; 4; wait_begins <waits>; 3; end; 1; wait_ends; wait; end",
         [{"data": 0, "forward": 7, "forward/comm": 3}, {"data": 4, "data/comm": 3}],
     ),
@@ -210,112 +211,113 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
 
 @pytest.mark.parametrize(("script", "phases"), SCRIPTS.values(), ids=SCRIPTS)
 def test_marks_divide_a_step_into_phases(
-    run: Recorded, script: str, phases: list[dict[str, float]]
+    recorder: StoringRecorder, script: str, phases: list[dict[str, float]]
 ) -> None:
-    run.play(script)
-    assert run.phases() == phases
-    assert run.gpu.spins == []
+    recorder.play(script)
+    assert recorder.phases() == phases
+    assert recorder.gpu.spins == []
 
 
-def test_host_waits_once_per_step_for_the_previous_step(gpu: FakeGPU, run: Recorded) -> None:
+def test_host_waits_once_per_step_for_the_previous_step(
+    gpu: FakeGPU, recorder: StoringRecorder
+) -> None:
     for number in range(5):
-        run.step(number)
+        recorder.step(number)
         assert len(gpu.waits) == number
-        assert run.numbers() == list(range(number))
-    # A step takes 10 ms on the device and 2 ms on the host, so the host waits for the previous
-    # step.
-    assert [times.host_wait_ms for times in run.emitted] == [7.0, 8.0, 8.0, 8.0]
+        assert recorder.numbers() == list(range(number))
+    # A step takes 10 ms on the device and 2 ms on the host.
+    assert [times.host_wait_ms for times in recorder.emitted] == [7.0, 8.0, 8.0, 8.0]
     # An entire step is queued when the host continues.
     assert gpu.free_at - gpu.now == 10_000_000
 
 
 def test_host_wait_is_divided_by_the_untimed_steps(gpu: FakeGPU) -> None:
-    run = Recorded(gpu, lag=0)
-    run.play("end_untimed; end_untimed; 9; end; 9; end")
-    assert [times.host_wait_ms for times in run.emitted] == [3.0, 9.0]
+    recorder = StoringRecorder(gpu, lag=0)
+    recorder.play("end_untimed; end_untimed; 9; end; 9; end")
+    assert [times.host_wait_ms for times in recorder.emitted] == [3.0, 9.0]
 
 
-def test_probed_step_is_read_at_its_end_with_all_before(gpu: FakeGPU) -> None:
-    run = Recorded(gpu, lag=3, batch=9)
-    run.step(0)
-    run.start_probe(lambda: gpu.spin(3_000_000))
-    run.step(1)
-    assert [(times.step, times.step_ms) for times in run.emitted] == [(0, 11.0), (1, 10.0)]
-    run.step(2)
-    assert run.numbers() == [0, 1]
+def test_probed_step_is_resolved_at_its_end_with_all_earlier_steps(gpu: FakeGPU) -> None:
+    recorder = StoringRecorder(gpu, lag=3, batch=9)
+    recorder.step(0)
+    recorder.start_probe(lambda: gpu.spin(3_000_000))
+    recorder.step(1)
+    assert [(times.step, times.step_ms) for times in recorder.emitted] == [(0, 11.0), (1, 10.0)]
+    recorder.step(2)
+    assert recorder.numbers() == [0, 1]
 
 
-def test_step_that_ends_during_a_pause_has_no_times_and_counts_for_the_lag(
-    gpu: FakeGPU, run: Recorded
+def test_step_that_ends_in_a_pause_is_dropped_but_counts_for_the_lag(
+    gpu: FakeGPU, recorder: StoringRecorder
 ) -> None:
-    run.step(0)
-    run.pause()
-    run.end_step(1)
-    assert run.numbers() == [0]
-    assert run.label == "data"
-    run.step(2)
-    run.pending.flush()
-    assert run.numbers() == [0, 2]
+    recorder.step(0)
+    recorder.pause()
+    recorder.end_step(1)
+    assert recorder.numbers() == [0]
+    assert recorder.label == "data"
+    recorder.step(2)
+    recorder.pending.flush()
+    assert recorder.numbers() == [0, 2]
 
 
-def test_mark_on_a_lagging_stream_delays_the_step(gpu: FakeGPU, run: Recorded) -> None:
-    run.play("mark forward; 50; mark backward")
+def test_mark_on_a_lagging_stream_delays_the_step(gpu: FakeGPU, recorder: StoringRecorder) -> None:
+    recorder.play("mark forward; 50; mark backward")
     gpu.free_at = gpu.now  # The rest of the step runs on another stream, which is idle.
     gpu.host_work(10.0)
-    run.end_step(0)
-    run.pending.drain()
-    assert run.numbers() == [0]
-    assert run.emitted[0].phase_ms["forward"] == 50.0
+    recorder.end_step(0)
+    recorder.pending.drain()
+    assert recorder.numbers() == [0]
+    assert recorder.emitted[0].phase_ms["forward"] == 50.0
 
 
-def test_drain_reads_what_is_finished_and_does_not_wait(gpu: FakeGPU, run: Recorded) -> None:
-    run.step(0)
-    run.pending.drain()
-    assert run.emitted == []
+def test_drain_does_not_wait_for_unfinished_steps(gpu: FakeGPU, recorder: StoringRecorder) -> None:
+    recorder.step(0)
+    recorder.pending.drain()
+    assert recorder.emitted == []
     gpu.host_work(100.0)
-    run.pending.drain()
-    assert run.numbers() == [0]
+    recorder.pending.drain()
+    assert recorder.numbers() == [0]
     assert gpu.waits == []
     # The next mark reuses an event of the step that was read.
     created = gpu.created
-    run.mark("forward")
-    assert (run.label, gpu.created) == ("forward", created)
+    recorder.mark("forward")
+    assert (recorder.label, gpu.created) == ("forward", created)
 
 
 @pytest.mark.parametrize("end", ["end_step", "end_untimed"])
-def test_batch_is_read_when_it_is_full_or_on_request(gpu: FakeGPU, end: str) -> None:
-    run = Recorded(gpu, batch=3)
+def test_steps_are_emitted_in_full_batches_or_on_request(gpu: FakeGPU, end: str) -> None:
+    recorder = StoringRecorder(gpu, batch=3)
     for number in range(5):
-        run.step(number)
-        assert run.numbers() == [0, 1, 2][: 3 * (number >= 3)]
-    run.pending.end_untimed()
-    assert run.numbers() == [0, 1, 2]
+        recorder.step(number)
+        assert recorder.numbers() == [0, 1, 2][: 3 * (number >= 3)]
+    recorder.pending.end_untimed()
+    assert recorder.numbers() == [0, 1, 2]
     if end == "end_step":
-        run.end_step(5, read=True)
+        recorder.end_step(5, read=True)
     else:
-        run.pending.end_untimed(read=True)
-    assert run.numbers() == [0, 1, 2, 3, 4]
+        recorder.pending.end_untimed(read=True)
+    assert recorder.numbers() == [0, 1, 2, 3, 4]
 
 
-def test_error_at_a_step_end_loses_pending_steps_only(
+def test_error_at_a_step_end_loses_only_pending_steps(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Recorded(gpu, batch=9)
-    run.step(0)
-    run.step(1)
+    recorder = StoringRecorder(gpu, batch=9)
+    recorder.step(0)
+    recorder.step(1)
     with monkeypatch.context() as broken:
         broken.setattr(FakeEvent, "query", lambda _: 1 / 0)
-        run.step(2)
-    assert run.label is None
-    assert run.emitted == []
-    run.step(3)
-    assert run.label == "data"
-    run.step(4)
-    run.pending.flush()
-    # 0 was finished, 1 and 2 were pending, and 3 was never begun.
-    assert run.numbers() == [0, 4]
-    # The device waits for the first launch of all, 1 ms.
-    assert [times.step_ms for times in run.emitted] == [11.0, 10.0]
+        recorder.step(2)
+    assert recorder.label is None
+    assert recorder.emitted == []
+    recorder.step(3)
+    assert recorder.label == "data"
+    recorder.step(4)
+    recorder.pending.flush()
+    # Step 0 was finished, 1 and 2 were pending, and 3 had not begun.
+    assert recorder.numbers() == [0, 4]
+    # In the first step the device idles for 1 ms, until the first launch.
+    assert [times.step_ms for times in recorder.emitted] == [11.0, 10.0]
     error = "ZeroDivisionError('division by zero')"
     assert caplog.messages == [f"Skipped a step that could not be timed: {error}"]
 
@@ -329,38 +331,40 @@ def test_error_of_a_consumer_does_not_reach_the_loop(
             raise OSError("disk full")
 
     numbers: list[int] = []
-    run = Recorded(gpu, lag=0, emit=emit)
+    recorder = StoringRecorder(gpu, lag=0, emit=emit)
     for number in range(4):
-        run.step(number)
-    assert numbers == [0, 2, 3]  # 1 was begun before the error, and 2 after it.
+        recorder.step(number)
+    assert numbers == [0, 2, 3]  # Step 1 began before the error, and step 2 after it.
     assert "could not be timed: OSError('disk full')" in caplog.text
 
 
 def test_failed_mark_stops_recording_until_the_step_ends(
-    gpu: FakeGPU, run: Recorded, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeGPU, recorder: StoringRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:
         broken.setattr(FakeEvent, "record", lambda _: 1 / 0)
-        run.mark("forward")
-    assert run.label is None
+        recorder.mark("forward")
+    assert recorder.label is None
     created = gpu.created
-    run.play("mark backward; mark_instead backward, loss; mark_in_backward backward/comm")
-    run.play("enter_phase augment; leave_phase augment; pause; resume; probe")
-    assert run.label is None
+    recorder.play("mark backward; mark_instead backward, loss; mark_in_backward backward/comm")
+    recorder.play("enter_phase augment; leave_phase augment; pause; resume; probe")
+    assert recorder.label is None
     assert gpu.created == created
     assert gpu.spins == []
-    run.end_step(0)
-    assert run.label == "data"
-    run.step(1)
-    assert run.phases() == [{"data": 0.0, "forward": 5.0, "backward": 6.0}]
+    recorder.end_step(0)
+    assert recorder.label == "data"
+    recorder.step(1)
+    assert recorder.phases() == [{"data": 0.0, "forward": 5.0, "backward": 6.0}]
 
 
-def test_annotator_gets_every_label_and_none_between_timed_steps(gpu: FakeGPU) -> None:
-    run = Annotated(gpu)
-    run.play("mark backward; mark_in_backward backward/comm; mark forward; pause; resume other")
-    run.play("probe; pause; end; stop; stop")
+def test_annotator_gets_each_label_and_none_between_timed_steps(gpu: FakeGPU) -> None:
+    recorder = Annotated(gpu)
+    recorder.play(
+        "mark backward; mark_in_backward backward/comm; mark forward; pause; resume other"
+    )
+    recorder.play("probe; pause; end; stop; stop")
     paused, filled = ["forward", None, "other"], [None, "other"]
-    assert run.labels == ["data", "backward", *paused, *filled, None, "data", None]
+    assert recorder.labels == ["data", "backward", *paused, *filled, None, "data", None]
 
 
 def test_failing_annotator_is_reported_once_and_dropped(
@@ -372,151 +376,145 @@ def test_failing_annotator_is_reported_once_and_dropped(
         labels.append(label)
         raise RuntimeError("no profiler")
 
-    run = Recorded(gpu, annotate=fail)
-    run.step(0)
-    run.pause()
-    assert run.phases() == [{"data": 0.0, "forward": 5.0, "backward": 6.0}]
+    recorder = StoringRecorder(gpu, annotate=fail)
+    recorder.step(0)
+    recorder.pause()
+    assert recorder.phases() == [{"data": 0.0, "forward": 5.0, "backward": 6.0}]
     assert labels == ["data"]
     text = "Phases are no longer shown in other profilers: RuntimeError('no profiler')"
     assert caplog.messages == [text]
 
 
 def test_emitted_step_has_every_field(gpu: FakeGPU) -> None:
-    run = Recorded(gpu, lag=0)
+    recorder = StoringRecorder(gpu, lag=0)
     gpu.host_work(1.0)
-    run.mark("forward")
+    recorder.mark("forward")
     gpu.work(4.0, host_ms=1.0)
-    run.end_step(0)
-    run.start_probe(lambda: gpu.spin(3_000_000))
+    recorder.end_step(0)
+    recorder.start_probe(lambda: gpu.spin(3_000_000))
     gpu.work(2.0)
-    run.end_step(1, skipped_update=True)
+    recorder.end_step(1, skipped_update=True)
     gpu.host_work(1.0)
-    run.end_step(2)
+    recorder.end_step(2)
     ms = 1_000_000
-    # The host has waited for the first until 6 ms, and for the second until 11 ms.
+    # The host waits for the first step until 6 ms, and for the second until 11 ms.
     first = StepRecord(0, ("data", "forward"), (1.0, 5.0), (0, ms, 2 * ms), 4.0, 6 * ms, False)
     labels, host_ns = (EXCLUDED, EXCLUDED, "data"), (2 * ms, 6 * ms, 6 * ms, 6 * ms)
     second = StepRecord(1, labels, (0.0, 3.0, 2.0), host_ns, 5.0, 11 * ms, True)
     third = StepRecord(2, ("data",), (1.0,), (6 * ms, 12 * ms), 0.0, 0, False)
     second = second._replace(was_fully_queued=True, post_spin_index=2)
-    assert run.records == [first, second, third]
+    assert recorder.records == [first, second, third]
 
 
-def test_mark_in_backward_counts_only_in_backward(gpu: FakeGPU, run: Recorded) -> None:
+def test_mark_in_backward_is_ignored_elsewhere(gpu: FakeGPU, recorder: StoringRecorder) -> None:
     def communicate() -> None:
-        in_thread(lambda: run.mark_in_backward("backward/comm"))
+        in_thread(lambda: recorder.mark_in_backward("backward/comm"))
         gpu.work(1.0)
 
     communicate()
-    run.mark("backward")
+    recorder.mark("backward")
     gpu.work(2.0)
     communicate()
     created = gpu.created
     communicate()
     assert gpu.created == created
-    run.mark("other")
+    recorder.mark("other")
     for name in ("backward", "augment", "backward/part"):
-        run.enter_phase(name)
+        recorder.enter_phase(name)
         communicate()
-        run.leave_phase(name)
-    run.end_step(0)
+        recorder.leave_phase(name)
+    recorder.end_step(0)
     backward = {"backward": 6.0, "backward/comm": 3.0, "backward/part": 1.0}
-    assert run.phases() == [{"data": 1.0, **backward, "other": 0.0, "augment": 1.0}]
+    assert recorder.phases() == [{"data": 1.0, **backward, "other": 0.0, "augment": 1.0}]
 
 
 @pytest.mark.parametrize(("wait_ms", "finished_ns"), [(0.019999, 0), (0.02, 1_020_000)])
-def test_wait_that_did_not_block_does_not_align_the_clocks(
-    gpu: FakeGPU, wait_ms: float, finished_ns: int
-) -> None:
-    run = Recorded(gpu, lag=0)
+def test_short_host_wait_aligns_no_clocks(gpu: FakeGPU, wait_ms: float, finished_ns: int) -> None:
+    recorder = StoringRecorder(gpu, lag=0)
     gpu.host_work(1.0)
-    run.play(f"begin; {wait_ms}; end")
-    [record] = run.records
+    recorder.play(f"begin; {wait_ms}; end")
+    [record] = recorder.records
     assert (record.wait_ms, record.finished_ns) == (wait_ms, finished_ns)
 
 
 @pytest.mark.parametrize(("lag", "read"), [(0, 2), (2, 0)])
-def test_step_that_is_left_during_a_pause_ends_at_its_update(
-    gpu: FakeGPU, lag: int, read: int
-) -> None:
-    run = Recorded(gpu, lag=lag)
-    run.play("probe; mark forward; 4; mark <after update>; mark other; 16; pause")
+def test_step_can_end_at_its_update_during_a_pause(gpu: FakeGPU, lag: int, read: int) -> None:
+    recorder = StoringRecorder(gpu, lag=lag)
+    recorder.play("probe; mark forward; 4; mark <after update>; mark other; 16; pause")
     ended: list[bool] = []
-    in_thread(lambda: ended.append(run.end_at("<after update>", 0)))
-    ended.append(run.end_at("<after update>", 0))
+    in_thread(lambda: ended.append(recorder.end_at("<after update>", 0)))
+    ended.append(recorder.end_at("<after update>", 0))
     assert ended == [False, True]
-    assert (run.state.name, run.label) == ("OPEN", "data")
+    assert (recorder.state.name, recorder.label) == ("OPEN", "data")
     gpu.work(1.0)
     assert gpu.waits == []
-    run.end_step(1)
-    # The probe ended with the step that was left: what follows is read in its turn.
-    assert len(run.emitted) == read
-    assert run.phases() == [{"data": 0.0, "forward": 4.0}, {"data": 1.0}]
-    assert run.numbers() == [0, 1]
+    recorder.end_step(1)
+    # The probe ended with the first step, so the second is read only when its lag has passed.
+    assert len(recorder.emitted) == read
+    assert recorder.phases() == [{"data": 0.0, "forward": 4.0}, {"data": 1.0}]
+    assert recorder.numbers() == [0, 1]
 
 
 def test_forked_process_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
-    run = Recorded(gpu, batch=9)
+    recorder = StoringRecorder(gpu, batch=9)
     for number in range(4):
-        run.step(number)
-    run.pending.flush()
+        recorder.step(number)
+    recorder.pending.flush()
     # A finished step, a pending step and free events all belong to the parent.
-    run.step(4)
-    run.step(5)
-    run.abandon()
-    assert (run.state.name, run.label) == ("IDLE", None)
+    recorder.step(4)
+    recorder.step(5)
+    recorder.abandon()
+    assert (recorder.state.name, recorder.label) == ("IDLE", None)
     created = gpu.created
-    run.begin()
-    run.step(6)
-    run.pending.flush()
+    recorder.begin()
+    recorder.step(6)
+    recorder.pending.flush()
     assert gpu.created == created + 4
-    assert run.numbers() == [0, 1, 2, 3, 6]
+    assert recorder.numbers() == [0, 1, 2, 3, 6]
 
 
 @pytest.mark.parametrize("after_fetch", [True, False])
-def test_evaluation_found_late_pauses_the_step_from_its_first_mark(
-    gpu: FakeGPU, after_fetch: bool
-) -> None:
-    run = Annotated(gpu)
-    run.play("1" if after_fetch else "1; mark forward; 4")
-    run.play("mark <evaluation>; 16; pause <evaluation>")
-    assert (run.state.name, run.label) == ("PAUSED", EXCLUDED)
-    assert run.labels[-1] is None
-    run.play("mark loss; 32")
-    in_thread(lambda: run.resume("other"))
-    assert run.state.name == "PAUSED"
-    run.play("resume other; 0.5; end")
+def test_evaluation_detected_late_is_fully_excluded(gpu: FakeGPU, after_fetch: bool) -> None:
+    recorder = Annotated(gpu)
+    recorder.play("1" if after_fetch else "1; mark forward; 4")
+    recorder.play("mark <evaluation>; 16; pause <evaluation>")
+    assert (recorder.state.name, recorder.label) == ("PAUSED", EXCLUDED)
+    assert recorder.labels[-1] is None
+    recorder.play("mark loss; 32")
+    in_thread(lambda: recorder.resume("other"))
+    assert recorder.state.name == "PAUSED"
+    recorder.play("resume other; 0.5; end")
     # A fetch right before the evaluation belongs to it.
     before = {} if after_fetch else {"data": 1.0, "forward": 4.0}
-    assert run.phases() == [{**before, "other": 0.5}]
+    assert recorder.phases() == [{**before, "other": 0.5}]
 
 
-def test_new_thread_with_the_id_of_the_timed_thread_is_not_timed(
-    gpu: FakeGPU, run: Recorded
+def test_new_thread_that_reuses_the_id_of_the_timed_thread_is_not_timed(
+    gpu: FakeGPU, recorder: StoringRecorder
 ) -> None:
-    numbers: list[int] = []
+    thread_ids: list[int] = []
 
     def train() -> None:
-        numbers.append(threading.get_ident())
-        run.begin()
-        run.step(0)
+        thread_ids.append(threading.get_ident())
+        recorder.begin()
+        recorder.step(0)
 
     def disturb() -> None:
-        numbers.append(threading.get_ident())
-        run.mark("forward")
-        run.enter_phase("a")
-        run.pause(now=True)
-        run.end_step(1)
+        thread_ids.append(threading.get_ident())
+        recorder.mark("forward")
+        recorder.enter_phase("a")
+        recorder.pause(now=True)
+        recorder.end_step(1)
 
     for target in (train, *[disturb] * 10):
         in_thread(target)
     created = gpu.created
-    if numbers[0] not in numbers[1:]:
-        pytest.skip("the number was not used again")
-    assert (run.pending.ended, run.label) == (1, "data")
-    run.stop()
-    run.pending.flush()
-    assert run.numbers() == [0]
+    if thread_ids[0] not in thread_ids[1:]:
+        pytest.skip("the thread id was not reused")
+    assert (recorder.pending.ended, recorder.label) == (1, "data")
+    recorder.stop()
+    recorder.pending.flush()
+    assert recorder.numbers() == [0]
     train()
-    assert run.pending.ended == 2
+    assert recorder.pending.ended == 2
     assert gpu.created < created + 8

@@ -1,7 +1,10 @@
+"""Items and FLOPs per second, the MFU, and what they need: batch sizes, precision and peak."""
+
 import math
 from collections import UserDict, namedtuple
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,13 +22,13 @@ from lightning_gputime._instrumentation.work import Items
 from lightning_gputime._output.page import page
 
 STEP = sum(STEP_MS.values())
-FIRST = "the first dimension of the batch's first tensor"
-LINEAR = 2 * 8 * 64 * 32
-"""FLOPs of a linear layer of 64 times 32 on a batch of 8."""
+DEFAULT_COUNT = "the first dimension of the batch's first tensor"
+LINEAR_FLOPS = 2 * 64 * 32
+"""FLOPs per item of a linear layer of 64 times 32."""
 
 
 class Net(nn.Module):
-    """A linear layer of 64 times 32 that takes 2 ms forward, and 4 ms backward."""
+    """A linear layer of 64 times 32 that takes 2 ms in forward and 4 ms in backward."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         super().__init__()
@@ -36,9 +39,9 @@ class Net(nn.Module):
         return work(self.linear(x), self.gpu, 2.0, 4.0)
 
 
-def learn(model: nn.Module, batches: Any, gpu: FakeGPU, **options: Any) -> GPUPhaseHooks:
+def train_net(model: nn.Module, batches: Any, gpu: FakeGPU, **options: Any) -> GPUPhaseHooks:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"warmup_steps": 0, "flops": (LINEAR / 8, LINEAR / 8), **options}
+    options = {"warmup_steps": 0, "flops": (LINEAR_FLOPS, LINEAR_FLOPS), **options}
     with GPUPhaseHooks(model, optimizer, _clock=gpu, **options) as timer:
         for x in timer.steps(batches):
             model(x).square().mean().backward()
@@ -62,6 +65,7 @@ def items_of(timer: Any) -> list[float]:
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that the device is an H200 with a peak of 100 MFLOP/s."""
     monkeypatch.setattr(counting, "device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(counting, "peaks_tflops", lambda name: {"fp32": 1e-4})
 
@@ -69,16 +73,16 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 # Items
 
 
-def test_items_are_the_size_of_the_first_tensor_by_default(loop: Loop) -> None:
+def test_default_items_are_the_first_dimension_of_the_first_tensor(loop: Loop) -> None:
     logger = Logger()
     timer = train(loop, 4, logger=logger, log_every_n_steps=2)
     per_s = 1000 / STEP
     assert timer.summary().items_per_sec == per_s
-    assert f"64 items per second, counted by {FIRST}" in str(timer.summary())
+    assert f"64 items per second, counted by {DEFAULT_COUNT}" in str(timer.summary())
     assert [metrics["phase_time/items_per_sec"] for _, metrics in logger.calls] == [per_s] * 2
 
 
-def test_step_of_several_micro_batches_has_the_items_of_all(loop: Loop) -> None:
+def test_items_of_micro_batches_add_up_in_a_step(loop: Loop) -> None:
     with hooks(loop, accumulate_grad_batches=2) as timer:
         for number, x in enumerate(timer.steps([torch.ones(size, 2) for size in (8, 4, 8, 4, 5)])):
             loop.micro_batch(x)
@@ -96,15 +100,15 @@ def test_pause_does_not_lower_the_item_rate(loop: Loop) -> None:
     assert timer.summary().items_per_sec == 1000 / STEP
 
 
-def test_steps_that_are_not_timed_or_are_probed_have_no_items(loop: Loop) -> None:
-    asked = []
+def test_items_are_counted_neither_in_untimed_nor_in_probed_steps(loop: Loop) -> None:
+    counted = []
 
     def items(batch: Tensor) -> int:
-        asked.append(len(batch))
+        counted.append(len(batch))
         return 4
 
     timer = train(loop, 40, items=items, every_n_steps=4)
-    assert len(asked) == timer.summary().steps == 10
+    assert len(counted) == timer.summary().steps == 10
     assert timer.summary().items_per_sec == 4000 / STEP
     timer = train(loop, 40, items=4, probe_every_n_steps=5)
     assert timer.summary().probed_steps > 4
@@ -112,22 +116,22 @@ def test_steps_that_are_not_timed_or_are_probed_have_no_items(loop: Loop) -> Non
     assert set(items_of(timer)) == {4.0}
 
 
-def test_loop_that_calls_step_has_items_only_by_a_number(loop: Loop) -> None:
+def test_loop_that_calls_step_needs_a_number_of_items(loop: Loop) -> None:
     for items, expected in ((None, None), (32, 32_000 / STEP)):
         timer = train_calling_step(loop, 4, items=items)
         assert timer.summary().items_per_sec == expected
     assert ", counted by items=32" in str(timer.summary())
 
 
-class LongDict(UserDict[str, Tensor]):
-    """A TensorDict: its length is that of the batch."""
+class SizedDict(UserDict[str, Tensor]):
+    """A dict like TensorDict, whose length is the batch size."""
 
     def __len__(self) -> int:
         return len(self.data["x"])
 
 
 class Graphs:
-    """A batch of PyG: not a mapping, and without a size."""
+    """A batch like those of PyG: not a mapping, and without a batch size."""
 
     x = torch.ones(30, 4)
 
@@ -136,7 +140,7 @@ Pair = namedtuple("Pair", "x y")
 X, Y = torch.ones(8, 2), torch.ones(8)
 SIZED_8 = [
     *(X, (X, Y), [[X, torch.ones(8, 3)], Y], {"input_ids": torch.ones(8, 16), "labels": Y}),
-    *(UserDict(input_ids=torch.ones(8, 16)), LongDict(x=torch.ones(8, 16), y=Y), Pair(X, Y)),
+    *(UserDict(input_ids=torch.ones(8, 16)), SizedDict(x=torch.ones(8, 16), y=Y), Pair(X, Y)),
     {"name": ["a"] * 8, "x": (None, X), "scale": torch.tensor(2.0)},
     (torch.ones(8, 2, device="meta"), 3),
 ]
@@ -152,13 +156,13 @@ WITHOUT_SIZE = [
     [*((batch, 8) for batch in SIZED_8), *((batch, math.nan) for batch in WITHOUT_SIZE)],
     ids=lambda item: type(item).__name__,
 )
-def test_batches_of_any_kind_have_a_size_or_nan(batch: Any, expected: float) -> None:
+def test_items_of_a_batch_are_its_size_or_nan(batch: Any, expected: float) -> None:
     items = Items(None)
     found = [items.of(batch) for _ in range(3)]
     assert found == pytest.approx([expected] * 3, abs=0.0, nan_ok=True)
 
 
-def test_items_follow_a_changing_kind_of_batch() -> None:
+def test_items_follow_batches_whose_structure_changes() -> None:
     items = Items(None)
     x = torch.ones(8, 2)
     batches = [(x, x), {"x": x[:4]}, x[:3], ((x[:2], x[:2]), x[:2]), [x, x]]
@@ -182,15 +186,15 @@ def test_items_follow_a_changing_kind_of_batch() -> None:
 def test_items_function_without_a_number_warns_once(
     loop: Loop, caplog: pytest.LogCaptureFixture, returned: Any, why: str
 ) -> None:
-    asked = []
+    counted = []
 
     def items(batch: Tensor) -> Any:
-        asked.append(1)
+        counted.append(1)
         return returned
 
     timer = train(loop, 3, items=items)
     assert caplog.text.count(why) == 1
-    assert len(asked) == 1
+    assert len(counted) == 1
     assert timer.summary().items_per_sec is None
     assert "items per second" not in str(timer.summary())
     assert timer.summary().steps == 3
@@ -212,7 +216,7 @@ def test_training_and_validation_have_separate_items_under_lightning(
     logged = {key: value for _, metrics in logger.calls for key, value in metrics.items()}
     assert timer.summary().items_per_sec == 1000 * per_step / STEP
     assert logged["phase_time/items_per_sec"] == 1000 * per_step / STEP
-    # A number of items does not count in validation: its batches have another size.
+    # A fixed number of items is not used in validation, whose batches have another size.
     val_per_sec = 3000 / logged["phase_time/val/step_ms"]
     assert logged["phase_time/val/items_per_sec"] == pytest.approx(val_per_sec)
     assert timer._evaluations.means[0]["items_per_sec"] == logged["phase_time/val/items_per_sec"]
@@ -221,17 +225,17 @@ def test_training_and_validation_have_separate_items_under_lightning(
 def test_failing_items_function_warns_once_for_all_evaluations(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(batch: Tensor) -> int:
+    def fail(batch: Tensor) -> int:
         raise KeyError("ids")
 
-    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, items=fails)
+    timer = GPUPhaseTimer(_clock=gpu, print_summary=False, items=fail)
     trainer(timer, max_epochs=3).fit(Model(gpu), Loader(gpu, 2), Loader(gpu, 2))
-    # Once of training, once of validation.
+    # One warning for training, one for validation.
     text = "Items are no longer counted, because the function items= failed: KeyError('ids')"
     assert [message for message in caplog.messages if "Items" in message] == [text] * 2
 
 
-def test_batch_that_lightning_skips_has_no_items(gpu: FakeGPU) -> None:
+def test_items_of_a_batch_that_lightning_skips_are_not_counted(gpu: FakeGPU) -> None:
     class Skips(Model):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if batch_idx == 2 else None
@@ -270,14 +274,14 @@ def test_items_and_flops_of_a_wrong_type_are_refused(loop: Loop, options: Any, w
         (lambda batch: batch.numel(), 1e6, 512e6, (None, None)),
         (2, (1e6, 0.5e6), 3e6, (2e6 / 2e-3, 1e6 / 4e-3)),
     ],
-    ids=["one", "two", "of what a function counts", "of a number"],
+    ids=["in total", "forward and backward", "items by a function", "items by a number"],
 )
-def test_flops_are_per_item(
+def test_flops_per_item_give_mfu_and_tflops(
     gpu: FakeGPU, items: Any, flops: Any, expected: float, of_phases: Any
 ) -> None:
     logger = Logger()
     options = {"items": items, "flops": flops, "logger": logger, "log_every_n_steps": 2}
-    summary = learn(Net(gpu), [torch.ones(8, 64)] * 4, gpu, **options).summary()
+    summary = train_net(Net(gpu), [torch.ones(8, 64)] * 4, gpu, **options).summary()
     work = summary.work
     assert work is not None
     assert work.tflops == pytest.approx(expected / 6e-3 / 1e12)
@@ -293,30 +297,30 @@ def test_flops_are_per_item(
 
 
 @pytest.mark.usefixtures("h200")
-def test_steps_with_unknown_items_are_left_out(gpu: FakeGPU) -> None:
-    class Either(Net):
+def test_rates_leave_out_steps_with_unknown_items(gpu: FakeGPU) -> None:
+    class PairNet(Net):
         def forward(self, batch: Any) -> Tensor:
-            is_long = isinstance(batch, tuple)
-            self.gpu.work(6.0 * is_long)
-            return super().forward(batch[0] if is_long else batch)
+            is_pair = isinstance(batch, tuple)
+            self.gpu.work(6.0 * is_pair)
+            return super().forward(batch[0] if is_pair else batch)
 
-    # The third takes longer, and has two sizes: either could be the number of items.
+    # The third batch takes longer, and its items are unknown: its tensors have different sizes.
     batches = [torch.ones(8, 64), torch.ones(8, 64), (torch.ones(8, 64), torch.ones(3, 64))]
-    summary = learn(Either(gpu), batches, gpu, flops=(1e6, 2e6)).summary()
+    summary = train_net(PairNet(gpu), batches, gpu, flops=(1e6, 2e6)).summary()
     assert summary.steps == 3
     assert summary.items_per_sec == pytest.approx(8 / 6e-3)
     assert summary.mfu == pytest.approx(24e6 / 6e-3 / 1e12 / 1e-4)
 
 
 def test_unknown_peak_shows_the_rate_and_the_reason(gpu: FakeGPU) -> None:
-    timer = learn(Net(gpu), [torch.ones(8, 64)] * 3, gpu, flops=1e9)
+    timer = train_net(Net(gpu), [torch.ones(8, 64)] * 3, gpu, flops=1e9)
     assert timer.summary().mfu is None
     assert "1.33 TFLOP/s of the model's work" in str(timer.summary())
     assert "the fp32 peak of a CPU is unknown, so the MFU is unavailable" in str(timer.summary())
 
 
 def precision_in(gpu: FakeGPU, model: nn.Module, call: Callable[[Any], Any]) -> str:
-    """Return the precision that a timer finds in a loop with a call of a model."""
+    """Return the precision that a timer detects in a loop that calls a model by `call`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GPUPhaseHooks(model, optimizer, _clock=gpu, flops=1e6, warmup_steps=0) as timer:
         for x in timer.steps([torch.ones(8, 64)] * 3):
@@ -335,7 +339,7 @@ def test_precision_follows_autocast_around_the_call(gpu: FakeGPU, is_on: bool) -
         with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
             return model(x)
 
-    # It may be on around the loop, and off inside.
+    # The loop has the opposite setting around it.
     with torch.autocast("cpu", torch.bfloat16, enabled=not is_on):
         assert precision_in(gpu, model, call) == ("bf16" if is_on else "fp32")
 
@@ -350,12 +354,12 @@ def test_precision_is_that_of_the_first_call(gpu: FakeGPU) -> None:
     assert precision_in(gpu, model, call) == "bf16"
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_precision_follows_autocast_inside_the_model(gpu: FakeGPU, wrapped: bool) -> None:
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_precision_follows_autocast_inside_the_model(gpu: FakeGPU, is_compiled: bool) -> None:
     model: Any = nn.Linear(64, 32)
-    # As Accelerate has it.
+    # Accelerate replaces `forward` like this.
     model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward.__func__).__get__(model)
-    called: Any = torch.compile(model, backend="eager") if wrapped else model
+    called: Any = torch.compile(model, backend="eager") if is_compiled else model
     assert precision_in(gpu, called, called) == "bf16"
 
 
@@ -426,29 +430,31 @@ PEAKS = """
 
 
 @pytest.mark.parametrize("row", PEAKS.strip().splitlines())
-def test_peak_is_the_dense_peak_of_the_data_sheet(row: str) -> None:
+def test_peak_flops_are_the_dense_ones_of_the_data_sheet(row: str) -> None:
     expected, precision, name = row.split(maxsplit=2)
     assert str(peaks_tflops(name).get(precision)) == expected
 
 
-def test_convolutions_with_most_parameters_decide_on_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_is_tf32_if_convolutions_have_most_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def precision(*parts: nn.Module) -> str:
         return precision_of(nn.Sequential(*parts), torch.float32, torch.device("cuda"))
 
-    least = [(8, 0)]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: least[0])
-    products, convolutions = nn.Linear(8, 8), nn.Conv2d(8, 8, 3)
+    capability = Mock(return_value=(8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    linear, convolution = nn.Linear(8, 8), nn.Conv2d(8, 8, 3)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("highest")
-        assert precision(products) == "fp32"
-        # As torch has it by default.
-        assert precision(products, convolutions) == "tf32"
+        assert precision(linear) == "fp32"
+        # By default torch allows TF32 in convolutions, but not in matrix products.
+        assert precision(linear, convolution) == "tf32"
         assert precision(nn.Conv2d(8, 8, 1), nn.Linear(64, 64)) == "fp32"
         torch.set_float32_matmul_precision("high")
-        assert precision(products) == "tf32"
-        least[0] = (7, 5)
-        assert precision(products) == precision(convolutions) == "fp32"
+        assert precision(linear) == "tf32"
+        capability.return_value = (7, 5)
+        assert precision(linear) == precision(convolution) == "fp32"
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -466,7 +472,7 @@ def test_time_breakdown_to_the_peak_adds_up(gpu: FakeGPU) -> None:
     ) as timer:
         for _ in timer.steps(range(40)):
             gpu.work(1.0)
-            gpu.host_work(10.0)  # The device runs dry.
+            gpu.host_work(10.0)  # Meanwhile the device becomes idle.
             model(torch.ones(8, 64)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -475,8 +481,8 @@ def test_time_breakdown_to_the_peak_adds_up(gpu: FakeGPU) -> None:
     assert breakdown is not None
     assert sum(row.share for row in breakdown.rows) == pytest.approx(1.0, abs=1e-12)
     step_ms = summary.step.mean_ms
-    # 1 ms in `other`, 6 in the model, 1 in the update; and the device runs dry for 2, in the first
-    # step for 9.
+    # A step has 1 ms of other work, 6 ms in the model and 1 ms in the update, so the device idles
+    # for 2 ms, but in the first step for 9 ms.
     shares = {row.name: row.share for row in breakdown.rows}
     assert shares[LAUNCH_GAPS] == pytest.approx((2.0 + 7.0 / summary.steps) / step_ms)
     assert breakdown.peak_share == summary.mfu
@@ -486,7 +492,7 @@ def test_time_breakdown_to_the_peak_adds_up(gpu: FakeGPU) -> None:
 
 @pytest.mark.usefixtures("h200")
 def test_rate_above_the_peak_has_no_mfu(gpu: FakeGPU) -> None:
-    timer = learn(Net(gpu), [torch.ones(8, 64)] * 9, gpu, flops=1e9, probe_every_n_steps=4)
+    timer = train_net(Net(gpu), [torch.ones(8, 64)] * 9, gpu, flops=1e9, probe_every_n_steps=4)
     breakdown = timer.summary().time_breakdown
     assert breakdown is not None
     assert breakdown.peak_share is None
@@ -494,14 +500,14 @@ def test_rate_above_the_peak_has_no_mfu(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.usefixtures("h200")
-def test_saved_run_and_its_page_have_the_work(gpu: FakeGPU, tmp_path: Any) -> None:
-    timer = learn(Net(gpu), [torch.ones(8, 64)] * 40, gpu, probe_every_n_steps=5)
+def test_saved_run_and_its_page_keep_items_and_flops(gpu: FakeGPU, tmp_path: Any) -> None:
+    timer = train_net(Net(gpu), [torch.ones(8, 64)] * 40, gpu, probe_every_n_steps=5)
     timer.save(tmp_path / "run.json")
     run = lightning_gputime.load(tmp_path / "run.json")
     assert run.summary().work == timer.summary().work
-    assert run.environment.options["flops"] == [LINEAR / 8, LINEAR / 8]
+    assert run.environment.options["flops"] == [LINEAR_FLOPS, LINEAR_FLOPS]
     shown = page([run])
     assert "at the peak" in shown
-    assert f"counted by {FIRST}".replace("'", "&#x27;") in shown
-    both = page([run, run], lightning_gputime.compare(run, run)).count("at the peak")
-    assert both > shown.count("at the peak") >= 1
+    assert f"counted by {DEFAULT_COUNT}".replace("'", "&#x27;") in shown
+    n_of_two = page([run, run], lightning_gputime.compare(run, run)).count("at the peak")
+    assert n_of_two > shown.count("at the peak") >= 1
