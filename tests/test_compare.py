@@ -203,7 +203,7 @@ def test_equal_runs_rarely_differ_and_a_slowdown_of_one_percent_is_found() -> No
 
 
 @pytest.mark.parametrize(("every", "n"), [(50, 1200), (20, 480), (7, 840)])
-def test_one_more_of_the_periodic_slow_steps_is_no_difference(every: int, n: int) -> None:
+def test_additional_periodic_slow_step_is_not_significant(every: int, n: int) -> None:
     times_ms = [1010.0 if i % every == 0 else 10.0 for i in range(n + 1)]
     sides = [constant(*times_ms[:-1]), constant(*times_ms)]
     for before, after in (sides, sides[::-1]):
@@ -571,16 +571,14 @@ def test_compare_takes_folders_as_groups(tmp_path: Path, command: Command) -> No
         (["show", __file__], "is not a saved run: write one with timer.save(path)"),
     ],
 )
-def test_unreadable_file_exits_with_two(
-    arguments: list[str], message: str, command: Command
-) -> None:
+def test_unreadable_file_exits_with_2(arguments: list[str], message: str, command: Command) -> None:
     assert message in command(*arguments, code=2).err
 
 
 @pytest.mark.parametrize(
     "error", [OverflowError("large"), MemoryError(), ZeroDivisionError("0\n0")]
 )
-def test_compare_exits_with_two_for_an_unexpected_error(
+def test_compare_exits_with_2_for_an_unexpected_error(
     error: Exception, files: list[str], monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr("lightning_gputime.compare", Mock(side_effect=error))
@@ -618,9 +616,7 @@ def test_show_prints_the_slow_steps(files: list[str], tmp_path: Path, command: C
 
 
 @pytest.mark.parametrize(("ms", "title", "cells"), [(0.002, "us", "2.0"), (2000.0, "s", "2.0000")])
-def test_comparison_table_has_the_unit_that_suits_the_step(
-    ms: float, title: str, cells: str
-) -> None:
+def test_comparison_table_unit_suits_the_step(ms: float, title: str, cells: str) -> None:
     timed = run_of(raw(i, forward=ms) for i in range(48))
     table = str(compare(timed, timed))
     assert table.startswith(f"A typical step in {title}: before 48 steps, after 48 steps\n")
@@ -710,9 +706,7 @@ def with_wall_clock(evaluation_s: float) -> Run:
         (1.5, ""),
     ],
 )
-def test_sentence_shows_time_outside_the_steps_if_it_changed(
-    evaluation_s: float, outside: str
-) -> None:
+def test_sentence_shows_changed_time_outside_the_steps(evaluation_s: float, outside: str) -> None:
     found = compare([with_wall_clock(evaluation_s)] * 2, [with_wall_clock(1.0)] * 2)
     assert found.outside == outside
     alike = "no significant change of the step: +0.0 % ± 0.3 %"

@@ -1,4 +1,4 @@
-"""Culprits: calls by name, stages of a loader, lines of user code."""
+"""Culprits: slow calls by name, stages of a loader, and lines of user code."""
 
 import copy
 import inspect
@@ -24,7 +24,7 @@ from lightning_gputime._measurement.culprits import Source
 
 
 class OnGPU:
-    """A base class of objects that take time of the host of a fake GPU."""
+    """Base class of objects that take time on the host of a fake GPU."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         super().__init__()
@@ -75,11 +75,11 @@ PHOTOS, STREAM = "Photos.__getitem__", "Stream.__iter__"
 
 
 def loaders(gpu: FakeGPU) -> dict[str, tuple[Any, dict[str, tuple[str, float]]]]:
-    """Return loaders, and name and time per batch of their stages."""
+    """Return loaders, and the name and ms per batch of each stage that takes time."""
     pairs: dict[str, Any] = {"batch_size": 2}
     hardest, pad = Hardest(gpu), collating(gpu, 4.0)
-    every = DataLoader(Photos(gpu, 1.0), sampler=hardest, collate_fn=pad, **pairs)
-    stages = {"sampler": ("Hardest", 6.0), "dataset": (PHOTOS, 2.0), "collate": ("pad", 4.0)}
+    all_slow = DataLoader(Photos(gpu, 1.0), sampler=hardest, collate_fn=pad, **pairs)
+    all_stages = {"sampler": ("Hardest", 6.0), "dataset": (PHOTOS, 2.0), "collate": ("pad", 4.0)}
     return {
         "dataset": (DataLoader(Photos(gpu, 4.0), **pairs), {"dataset": (PHOTOS, 8.0)}),
         "collate": (DataLoader(Photos(gpu), collate_fn=pad, **pairs), {"collate": ("pad", 4.0)}),
@@ -87,17 +87,17 @@ def loaders(gpu: FakeGPU) -> dict[str, tuple[Any, dict[str, tuple[str, float]]]]
             DataLoader(Photos(gpu), sampler=hardest, **pairs),
             {"sampler": ("Hardest", 6.0)},
         ),
-        "all": (every, stages),
+        "all": (all_slow, all_stages),
         "iterable": (DataLoader(Stream(gpu), **pairs), {"dataset": (STREAM, 10.0)}),
         "single items": (DataLoader(Photos(gpu, 4.0), batch_size=None), {"dataset": (PHOTOS, 4.0)}),
     }
 
 
-CASES = [*loaders(FakeGPU())]
+LOADERS = [*loaders(FakeGPU())]
 
 
 def assert_stages(summary: PhaseSummary, expected: dict[str, tuple[str, float]]) -> None:
-    """Check name and time per batch (in milliseconds) of each stage that takes time."""
+    """Check the name and ms per batch of each stage that takes time."""
     culprits = [
         culprit
         for culprit in summary.measurement.culprits
@@ -110,9 +110,9 @@ def assert_stages(summary: PhaseSummary, expected: dict[str, tuple[str, float]])
         assert 1e3 * culprit.seconds / culprit.calls == pytest.approx(expected[culprit.kind][1])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_loader_stages_have_the_time_that_was_planted(case: str, loop: Loop) -> None:
-    loader, expected = loaders(loop.gpu)[case]
+@pytest.mark.parametrize("name", LOADERS)
+def test_loader_stages_of_a_plain_loop_have_exact_times(name: str, loop: Loop) -> None:
+    loader, expected = loaders(loop.gpu)[name]
     before = dict(vars(loader))
     with hooks(loop) as timer:
         for _ in range(2):
@@ -123,28 +123,28 @@ def test_loader_stages_have_the_time_that_was_planted(case: str, loop: Loop) -> 
     assert vars(loader) == before
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_lightning_times_the_stages_of_its_loader(case: str, gpu: FakeGPU) -> None:
-    loader, expected = loaders(gpu)[case]
+@pytest.mark.parametrize("name", LOADERS)
+def test_loader_stages_under_lightning_have_exact_times(name: str, gpu: FakeGPU) -> None:
+    loader, expected = loaders(gpu)[name]
     timer = timer_of(gpu)
     trainer(timer, max_epochs=2).fit(Model(gpu), loader)
     assert_stages(timer.summary(), expected)
 
 
-def test_order_of_batches_is_that_of_the_loader(gpu: FakeGPU) -> None:
+def test_timed_loader_yields_the_same_batches(gpu: FakeGPU) -> None:
     data = torch.arange(12.0)
 
-    def order(timer: GPUPhaseHooks | None) -> list[float]:
+    def items(timer: GPUPhaseHooks | None) -> list[float]:
         torch.manual_seed(3)
         loader: Any = DataLoader(data, batch_size=2, shuffle=True)  # type: ignore[arg-type]
         return [float(item) for x in (timer.steps(loader) if timer else loader) for item in x]
 
     with hooks(Loop(gpu)) as timer:
-        timed = order(timer)
-    assert timed == order(None)
+        timed = items(timer)
+    assert timed == items(None)
 
 
-def test_advice_names_stage_and_remedy(loop: Loop) -> None:
+def test_advice_on_a_slow_dataset_names_its_method(loop: Loop) -> None:
     loader = DataLoader(Photos(loop.gpu, 40.0), batch_size=2)
     with hooks(loop) as timer:
         for _ in range(4):
@@ -171,7 +171,7 @@ class Corpus(OnGPU, pl.LightningDataModule):
         return batch
 
 
-class Slow(Model):
+class SlowModel(Model):
     def __init__(self, gpu: FakeGPU) -> None:
         super().__init__(gpu)
 
@@ -210,10 +210,10 @@ class Histogram(OnGPU, pl.Callback):
 CALLS = {
     ("data", "Corpus.on_after_batch_transfer", ""): (77.0, 7),
     ("first step", "Corpus.on_after_batch_transfer", ""): (11.0, 1),
-    ("optimizer", "Slow.on_before_optimizer_step", ""): (35.0, 7),
-    ("first step", "Slow.on_before_optimizer_step", ""): (5.0, 1),
-    ("epoch ends", "Slow.on_train_epoch_end", ""): (120.0, 2),
-    ("epoch ends", "ranking.compute", "Slow.on_train_epoch_end"): (80.0, 2),
+    ("optimizer", "SlowModel.on_before_optimizer_step", ""): (35.0, 7),
+    ("first step", "SlowModel.on_before_optimizer_step", ""): (5.0, 1),
+    ("epoch ends", "SlowModel.on_train_epoch_end", ""): (120.0, 2),
+    ("epoch ends", "ranking.compute", "SlowModel.on_train_epoch_end"): (80.0, 2),
     ("epoch ends", "Histogram.on_train_epoch_start", ""): (26.0, 2),
     ("set-up", "Corpus.prepare_data", ""): (70.0, 1),
     ("set-up", "Corpus.setup", ""): (30.0, 1),
@@ -229,23 +229,22 @@ def calls_of(summary: PhaseSummary) -> dict[tuple[str, str, str], tuple[float, i
     }
 
 
-def test_lightning_hooks_have_the_time_that_was_planted(gpu: FakeGPU) -> None:
-    timer, model, logger = timer_of(gpu), Slow(gpu), Uploads(gpu)
+def test_calls_under_lightning_have_exact_times_and_counts(gpu: FakeGPU) -> None:
+    timer, model, logger = timer_of(gpu), SlowModel(gpu), Uploads(gpu)
     runner = trainer(timer, Histogram(gpu), logger=logger, max_epochs=2, log_every_n_steps=4)
     runner.fit(model, datamodule=Corpus(gpu))
     found = calls_of(timer.summary())
-    planted = {key: (pytest.approx(ms), n) for key, (ms, n) in CALLS.items()}
-    assert {key: found.get(key) for key in CALLS} == planted, found  # type: ignore[comparison-overlap]
+    expected = {key: (pytest.approx(ms), n) for key, (ms, n) in CALLS.items()}
+    assert {key: found.get(key) for key in CALLS} == expected, found  # type: ignore[comparison-overlap]
     logs = [calls for (_, name, _), (_, calls) in found.items() if name == "self.log"]
     assert sum(logs) == 8 * 4
     uploads = [ms for (_, name, _), (ms, _) in found.items() if name == "Uploads.log_metrics"]
     assert sum(uploads) >= 9.0
-    # Nothing of it stays.
     assert not {"log", "on_before_optimizer_step", "on_train_epoch_end"} & vars(model).keys()
     assert "log_metrics" not in vars(logger)
 
 
-def train_by_helpers(loop: Loop, timer: GPUPhaseHooks, n: int) -> None:
+def train_with_comments(loop: Loop, timer: GPUPhaseHooks, n: int) -> None:
     for _ in range(2):
         for x in timer.steps(loop.batches(n)):
             loop.gpu.host_work(1.0)  # before forward
@@ -260,15 +259,15 @@ def train_by_helpers(loop: Loop, timer: GPUPhaseHooks, n: int) -> None:
         loop.gpu.host_work(1.0)
 
 
-def line_of(text: str) -> int:
-    """Return the line of `train_by_helpers` that has a comment."""
-    lines, first = inspect.getsourcelines(train_by_helpers)
+def line_with(text: str) -> int:
+    """Return the number of the line in `train_with_comments` that has this comment."""
+    lines, first = inspect.getsourcelines(train_with_comments)
     [number] = [n for n, line in enumerate(lines, first) if line.endswith(f"# {text}\n")]
     return number
 
 
 def places(timer: GPUPhaseHooks, entry: str) -> dict[Source, float]:
-    """Return the places of an entry, and their time per call (in milliseconds)."""
+    """Return the ms per call of each place of an entry."""
     return {
         culprit.source: 1e3 * culprit.seconds / culprit.calls
         for culprit in timer.summary().measurement.culprits
@@ -277,7 +276,7 @@ def places(timer: GPUPhaseHooks, entry: str) -> dict[Source, float]:
 
 
 @pytest.mark.parametrize(
-    ("entry", "comment", "last", "ms"),
+    ("entry", "comment", "further_lines", "ms"),
     [
         ("loss", "loss", 1, 6.0),
         ("other", "after the update", 0, 7.0),
@@ -285,19 +284,21 @@ def places(timer: GPUPhaseHooks, entry: str) -> dict[Source, float]:
         ("between loops", "between loops", 1, 31.0),
     ],
 )
-def test_places_are_exact_lines(entry: str, comment: str, last: int, ms: float, loop: Loop) -> None:
+def test_places_have_exact_lines_and_times(
+    entry: str, comment: str, further_lines: int, ms: float, loop: Loop
+) -> None:
     with hooks(loop) as timer:
-        train_by_helpers(loop, timer, 60)
-    line, found = line_of(comment), places(timer, entry)
+        train_with_comments(loop, timer, 60)
+    line, found = line_with(comment), places(timer, entry)
     [source] = [source for source in found if source.first_line <= line <= source.last_line]
-    assert source.last_line == line + last
-    assert (source.file, source.function) == (__file__, "train_by_helpers")
+    assert source.last_line == line + further_lines
+    assert (source.file, source.function) == (__file__, "train_with_comments")
     assert found[source] == pytest.approx(ms, abs=1.0)
 
 
 def test_copy_of_a_timer_keeps_the_culprits(loop: Loop) -> None:
     with hooks(loop) as timer:
-        train_by_helpers(loop, timer, 30)
+        train_with_comments(loop, timer, 30)
         copy.deepcopy(timer)
         results = pickle.loads(pickle.dumps(timer._results))
     summary = timer.summary()
@@ -306,7 +307,7 @@ def test_copy_of_a_timer_keeps_the_culprits(loop: Loop) -> None:
     assert summary.to_dict()["culprits"][0]["entry"] == summary.measurement.culprits[0].entry
 
 
-def test_other_is_split_into_its_parts(loop: Loop) -> None:
+def test_other_is_split_by_where_it_runs(loop: Loop) -> None:
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(60)):
             loop.gpu.work(3.0)
@@ -318,15 +319,16 @@ def test_other_is_split_into_its_parts(loop: Loop) -> None:
 
 @pytest.fixture
 def modes(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the modes in which torch warns of calls that wait for the GPU, the newest last."""
-    found: list[Any] = ["default"]
+    """Return the modes that were set for torch's warnings about synchronizing calls."""
+    modes: list[Any] = ["default"]
     gpu.device = torch.device("cuda")
-    monkeypatch.setattr("torch.cuda.set_sync_debug_mode", found.append)
+    monkeypatch.setattr("torch.cuda.set_sync_debug_mode", modes.append)
     monkeypatch.setattr("torch.cuda.get_sync_debug_mode", lambda: 0)
-    return found
+    return modes
 
 
 def block(gpu: FakeGPU, modes: list[Any]) -> None:
+    """Wait for the GPU, and warn as torch does."""
     if modes[-1] == "warn":
         warnings.warn("called a synchronizing CUDA operation (triggered internally)", stacklevel=1)
     gpu.now = max(gpu.now, gpu.free_at)
@@ -349,7 +351,7 @@ def test_calls_that_wait_for_the_gpu_are_located(modes: list[Any], loop: Loop) -
         assert [*warnings.filters] == rules
     assert warnings.showwarning is show
     assert modes == ["default", "warn", "default"]
-    line = block.__code__.co_firstlineno + 2
+    line = block.__code__.co_firstlineno + 3
     [found] = [culprit for culprit in summary.measurement.culprits if culprit.kind == "blocking"]
     assert (found.entry, found.calls) == ("other", 3)
     assert found.source is not None
@@ -358,7 +360,9 @@ def test_calls_that_wait_for_the_gpu_are_located(modes: list[Any], loop: Loop) -
     assert any(advice.startswith(text) for advice in summary.advice)
 
 
-def test_blocking_calls_are_not_found_if_warnings_are_errors(modes: list[Any], loop: Loop) -> None:
+def test_blocking_calls_are_not_searched_if_warnings_are_errors(
+    modes: list[Any], loop: Loop
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train_blocked(loop, modes)
@@ -367,7 +371,9 @@ def test_blocking_calls_are_not_found_if_warnings_are_errors(modes: list[Any], l
 
 @pytest.mark.parametrize("options", [{}, {"modules": 1}])
 @pytest.mark.parametrize("n", [1, 6])
-def test_model_that_is_called_by_rows_is_named(n: int, options: dict[str, Any], loop: Loop) -> None:
+def test_code_that_calls_the_model_row_by_row_is_named(
+    n: int, options: dict[str, Any], loop: Loop
+) -> None:
     def by_rows(x: Tensor) -> Tensor:
         return torch.cat([loop.model(row) for row in x.repeat(n, 1, 1)])
 
@@ -381,9 +387,7 @@ def test_model_that_is_called_by_rows_is_named(n: int, options: dict[str, Any], 
 
 
 @pytest.mark.parametrize("ms", [30.0, 0.8])
-def test_start_of_training_step_is_named_unless_it_may_be_trainer_code(
-    gpu: FakeGPU, ms: float
-) -> None:
+def test_start_of_training_step_is_named_only_if_it_is_long(gpu: FakeGPU, ms: float) -> None:
     class Augments(Model):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             self.gpu.work(ms)
@@ -396,7 +400,7 @@ def test_start_of_training_step_is_named_unless_it_may_be_trainer_code(
     assert (text in str(timer.summary())) == (ms == 30.0)
 
 
-def test_update_at_the_end_of_a_loop_body_has_no_lines_after_it() -> None:
+def test_update_at_the_end_of_a_loop_body_is_not_followed_by_code() -> None:
     marks: list[Frames] = []
 
     def batches() -> Iterator[int]:
@@ -414,7 +418,7 @@ def test_update_at_the_end_of_a_loop_body_has_no_lines_after_it() -> None:
     assert Passage(update, fetch, enters_calls=True).source() is None
 
 
-def test_code_after_a_loop_that_starts_again_is_named_by_its_lines() -> None:
+def test_code_between_two_runs_of_a_loop_is_named_by_its_lines() -> None:
     marks: list[Frames] = []
 
     class Marked:

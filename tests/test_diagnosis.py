@@ -524,7 +524,7 @@ def test_phases_that_are_not_separated_are_not_a_bottleneck() -> None:
         (),
     )
     assert breakdown["data"].speed_up is None
-    # If the GPU sets the pace, the bottleneck is known even if phases are not separated.
+    # GPU-bound training is recognized even if phases are not separated.
     measured = on_gpu({"data": 20.0}, wait_ms=9.0, blurred=("data", "callbacks"))
     diagnosis, _ = diagnosed(measured)
     assert (diagnosis.code, diagnosis.entry) == ("GPU-bound", "GPU work")

@@ -1,3 +1,5 @@
+"""`GPUPhaseHooks`: attach and remove, step() and steps(), options, and what is logged."""
+
 import copy
 import pickle
 import sys
@@ -46,9 +48,9 @@ def test_phase_of_a_timer_does_not_affect_other_timers(loop: Loop) -> None:
 def test_means_are_logged_to_every_logger_with_their_step(loop: Loop) -> None:
     first, second = Logger(), Logger()
     train(loop, 5, logger=[first, second], log_every_n_steps=2, prefix="gpu")
-    # A host that does nothing else waits for all that the GPU does.
-    whole = {name: sum(STEP_MS.values()) for name in ("step", "host_wait")}
-    means = {f"gpu/{name}_ms": ms for name, ms in {**STEP_MS, **whole}.items()}
+    # The host does no work, so it waits for all work of the GPU.
+    totals = {name: sum(STEP_MS.values()) for name in ("step", "host_wait")}
+    means = {f"gpu/{name}_ms": ms for name, ms in {**STEP_MS, **totals}.items()}
     means["gpu/items_per_sec"] = 1000 / sum(STEP_MS.values())
     assert first.calls == second.calls == [(step, means) for step in (1, 3, 4)]
 
@@ -63,7 +65,7 @@ def test_attach_and_remove_are_idempotent(loop: Loop, is_bare: Callable[[], bool
     assert is_bare()
 
 
-def test_failed_attach_leaves_nothing_and_the_loop_continues(
+def test_failed_attach_leaves_no_hooks_and_the_loop_continues(
     loop: Loop,
     is_bare: Callable[[], bool],
     monkeypatch: pytest.MonkeyPatch,
@@ -83,7 +85,7 @@ def test_failed_attach_leaves_nothing_and_the_loop_continues(
 
 
 @pytest.mark.usefixtures("is_bare")
-def test_exception_in_the_loop_is_raised_and_leaves_nothing(loop: Loop) -> None:
+def test_exception_in_the_loop_is_raised_and_leaves_no_hooks(loop: Loop) -> None:
     timer = hooks(loop)
 
     def fail() -> None:
@@ -96,7 +98,7 @@ def test_exception_in_the_loop_is_raised_and_leaves_nothing(loop: Loop) -> None:
 
     with pytest.raises(KeyError):
         fail()
-    # It raised after the update of the second step, and nothing was waited for.
+    # The loop raised after the update of the second step, and the host never waited.
     assert len(timer.history()) == 2
     assert loop.gpu.waits == []
 
@@ -112,7 +114,9 @@ def test_copies_and_pickles_of_an_attached_timer_are_detached(loop: Loop) -> Non
             assert twin.history()["step"].tolist() == [0]
 
 
-def test_model_on_the_cpu_has_the_host_clock_and_warns(caplog: pytest.LogCaptureFixture) -> None:
+def test_model_on_the_cpu_is_timed_on_the_host_clock_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = nn.Linear(2, 2)
     with GPUPhaseHooks(model, torch.optim.SGD(model.parameters())) as timer:
         for x in timer.steps([torch.ones(1, 2)] * 3):
@@ -178,7 +182,7 @@ def test_hooks_refuse_wrong_options(options: dict[str, Any], message: str) -> No
         GPUPhaseHooks(**{"model": nn.Linear(1, 1), **options})
 
 
-def test_warns_when_no_step_has_ended(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_loop_in_which_no_step_ends_warns(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     with hooks(loop):
         loop.train_all(loop.batches(3))
     assert "No step has ended: iterate over steps(loader), or call step()" in caplog.text
@@ -187,7 +191,7 @@ def test_warns_when_no_step_has_ended(loop: Loop, caplog: pytest.LogCaptureFixtu
 def calls_in_a_step(gpu: FakeGPU, modules: int, after_steps: int = 100) -> float:
     """Return the mean number of package functions called per step.
 
-    Finished steps are read 25 at a time and logs come every 50 steps: 100 hold both evenly.
+    Steps are read 25 at a time and logged every 50 steps, so 100 steps have their share of both.
     """
     layers = (nn.Sequential(nn.Identity()) for _ in range(modules))
     model = nn.Sequential(nn.Linear(2, 2), *layers)
@@ -211,11 +215,11 @@ def calls_in_a_step(gpu: FakeGPU, modules: int, after_steps: int = 100) -> float
 
 
 def test_calls_per_step_grow_neither_with_modules_nor_with_steps(gpu: FakeGPU) -> None:
-    cost = calls_in_a_step(gpu, 10, after_steps=250)  # None of these steps is located.
+    cost = calls_in_a_step(gpu, 10, after_steps=250)  # No step is searched for culprits.
     assert 0 < cost < 100
     assert calls_in_a_step(gpu, 100, after_steps=250) == pytest.approx(cost, abs=1.0)
     assert calls_in_a_step(gpu, 10, after_steps=1000) == pytest.approx(cost, abs=1.0)
-    assert calls_in_a_step(gpu, 10) < cost + 10.0  # 15 of these are.
+    assert calls_in_a_step(gpu, 10) < cost + 10.0  # 15 steps are searched for culprits.
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -258,7 +262,7 @@ def train_or_replay(loop: Loop, number: int, replays: list[Callable[[], None]]) 
 
 @pytest.mark.parametrize("options", [{}, {"every_n_steps": 10}, {"probe_every_n_steps": 5}])
 @pytest.mark.parametrize("is_named", [True, False])
-def test_replays_of_a_graph_count_for_the_phase_they_are_launched_in(
+def test_graph_replay_belongs_to_the_phase_that_launches_it(
     loop: Loop, options: dict[str, Any], is_named: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     replays: list[Callable[[], None]] = []
@@ -270,7 +274,7 @@ def test_replays_of_a_graph_count_for_the_phase_they_are_launched_in(
             timer.step()
     assert not loop.gpu.capture_broken
     graph_ms = sum(STEP_MS.values()) - STEP_MS["data"]
-    # Without a name nothing tells it from the fetch: the loader is not blamed.
+    # Unnamed replays cannot be separated from fetches, so the loader is not blamed.
     named = {"data": 1.0, "replay": graph_ms}
     assert steps(timer)[-1] == (named if is_named else {"other": 1.0 + graph_ms})
     assert "input-bound" not in timer.summary().verdict
@@ -278,10 +282,10 @@ def test_replays_of_a_graph_count_for_the_phase_they_are_launched_in(
     assert caplog.text.count("Phases inside a captured graph cannot be timed. Its replays") == 1
 
 
-def test_steps_are_counted_from_the_first_through_all_epochs(loop: Loop) -> None:
+def test_step_numbers_continue_across_epochs(loop: Loop) -> None:
     logger = Logger()
     timer = hooks(loop, first_step=1000, logger=logger, log_every_n_steps=2)
-    for _ in range(2):  # Attached again, it starts at the first again.
+    for _ in range(2):  # A timer that is attached again starts again at its first step.
         with timer:
             for _ in range(2):
                 loop.train_all(timer.steps(loop.batches(3)))
@@ -295,8 +299,8 @@ def test_step_after_remove_does_nothing(loop: Loop, where: str, accumulate: int)
     def remove(_: object) -> None:
         timer.remove()
 
-    own: dict[str, Any] = {"observers": [remove]} if where == "observer" else {}
-    timer = hooks(loop, _lag=0, accumulate_grad_batches=accumulate, **own)
+    options: dict[str, Any] = {"observers": [remove]} if where == "observer" else {}
+    timer = hooks(loop, _lag=0, accumulate_grad_batches=accumulate, **options)
     with pytest.raises(RuntimeError, match=r"step\(\) needs an attached timer"):
         timer.step()
     timer.attach()
@@ -315,7 +319,7 @@ def test_step_after_remove_does_nothing(loop: Loop, where: str, accumulate: int)
 
 
 class Epochs(DataLoader[Any]):
-    """A loader whose fetches take 1 ms, and which keeps the epoch that was set."""
+    """A loader with `set_epoch` whose fetches take 1 ms."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         super().__init__(TensorDataset(torch.ones(3, 2)), batch_size=1)
@@ -328,7 +332,7 @@ class Epochs(DataLoader[Any]):
         return batches(self.gpu, 3, copy_ms=1.0)
 
 
-def test_steps_object_is_reused_and_has_the_attributes_of_its_loader(loop: Loop) -> None:
+def test_steps_can_be_reused_and_has_the_attributes_of_its_loader(loop: Loop) -> None:
     epochs = Epochs(loop.gpu)
     with hooks(loop, warmup_steps=0) as timer:
         loader = timer.steps(epochs)

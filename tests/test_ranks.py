@@ -533,7 +533,7 @@ def steps_compared(exchange: FakeExchange, is_flushed: bool, **options: Any) -> 
 
 @pytest.mark.parametrize(("every", "lag"), [(1, 0), (1, 1), (1, 5), (2, 1)])
 @pytest.mark.parametrize("log_every", [4, 10])
-def test_each_log_compares_exactly_the_steps_before_it(
+def test_each_log_compares_exactly_the_preceding_steps(
     exchange: FakeExchange, every: int, lag: int, log_every: int
 ) -> None:
     options = {"every_n_steps": every, "_lag": lag, "log_every_n_steps": log_every}

@@ -1,4 +1,4 @@
-"""`lightning_gputime run` adds timers to scripts that have none."""
+"""`lightning_gputime run` adds timers to scripts without a timer."""
 
 import copy
 import importlib.util
@@ -761,9 +761,7 @@ OLD_PYTHONS = ("python2.7", "python3.6", "python3.8", "python3.9", "python3.10",
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OLD_PYTHONS)
-def test_python_without_the_package_ignores_the_environment_variable(
-    name: str, tmp_path: Path
-) -> None:
+def test_python_without_the_package_ignores_the_variable(name: str, tmp_path: Path) -> None:
     found = [shutil.which(name), *Path.home().glob(f".pyenv/versions/*/bin/{name}")]
     pythons = [str(path) for path in found if path and ".pyenv/shims" not in str(path)]
     if not pythons:

@@ -1,4 +1,4 @@
-"""Tests of saved runs: their files, environment and commit."""
+"""Saved runs: files, environment and commit."""
 
 import errno
 import gzip
@@ -35,8 +35,8 @@ def reload(run: Run, path: Path) -> Run:
     return load(path)
 
 
-def timed(steps: int = 4, **options: Any) -> GPUPhaseHooks:
-    """Return a timer that has timed some steps of known times."""
+def timer_after(steps: int = 4, **options: Any) -> GPUPhaseHooks:
+    """Return a timer that has timed standard steps."""
     return train(Loop(FakeGPU()), steps, **options)
 
 
@@ -46,7 +46,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_saved_run_loads_unchanged(path: Path) -> None:
-    timer = timed(warmup_steps=1)
+    timer = timer_after(warmup_steps=1)
     timer.save(path)
     run = load(path)
     assert run.name == "run.json.gz"
@@ -59,8 +59,8 @@ def test_saved_run_loads_unchanged(path: Path) -> None:
     assert (run.slow_steps, run.evaluations) == ([], [])
 
 
-def test_timer_and_its_run_show_the_same(path: Path) -> None:
-    timer = timed(warmup_steps=1)
+def test_timer_and_its_saved_run_print_the_same(path: Path) -> None:
+    timer = timer_after(warmup_steps=1)
     timer.save(path)
     run = load(path)
     for source in (timer, run):
@@ -76,7 +76,7 @@ def test_timer_and_its_run_show_the_same(path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad_ms", [math.nan, math.inf, 1e300])
-def test_time_that_is_no_number_is_saved_as_absent(bad_ms: float, path: Path) -> None:
+def test_time_that_is_not_finite_is_saved_as_absent(bad_ms: float, path: Path) -> None:
     step = raw(0, data=1.0, forward=2.0)._replace(device_ms=(1.0, bad_ms))
     run = reload(run_of([step]), path)
     assert np.isnan(run.history["forward_ms"]).tolist() == [True]
@@ -95,7 +95,7 @@ def test_warm_up_outside_the_history_is_not_excluded_twice() -> None:
     assert (history["step"].tolist(), warmup_steps) == ([2, 3, 4, 5], 1)
 
 
-def test_all_that_a_run_can_have_is_kept(path: Path) -> None:
+def test_saved_run_keeps_every_optional_part(path: Path) -> None:
     stats = {"step": RankStats(1.0, 2.0, 3.0, 1)}
     facts: dict[str, Any] = {
         "ranks": RankSummary(stats, (0, 1), 1, 2.0, "forward", "rank 1 is slow"),
@@ -118,14 +118,14 @@ def test_all_that_a_run_can_have_is_kept(path: Path) -> None:
 
 
 def test_saving_a_run_without_steps_warns(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    timed(0).save(path)
+    timer_after(0).save(path)
     assert caplog.messages[1:] == ["The saved run has no steps. Save it after the training."]
     assert len(load(path).history) == 0
     assert str(load(path).summary()).startswith("No step was timed")
 
 
 def test_environment_describes_the_run() -> None:
-    found = timed(2, modules=[], _lag=0, accumulate_grad_batches=2)._run().environment
+    found = timer_after(2, modules=[], _lag=0, accumulate_grad_batches=2)._run().environment
     assert (found.device_type, found.world_size, found.rank) == ("cpu", 1, 0)
     assert (found.precision, found.parameters) == ("float32", 6)
     assert (found.accumulate_grad_batches, found.batch_size, found.compiled) == (2, None, False)
@@ -135,7 +135,7 @@ def test_environment_describes_the_run() -> None:
     assert not {"_clock", "_lag"} & {*found.options}
 
 
-def test_environment_says_if_the_model_is_compiled() -> None:
+def test_environment_records_that_the_model_is_compiled() -> None:
     net = torch.nn.Linear(2, 1)
     net._compiled_call_impl = net.forward  # as `net.compile()` does, without importing dynamo
     with GPUPhaseHooks(net, torch.optim.SGD(net.parameters())) as timer:
@@ -143,7 +143,7 @@ def test_environment_says_if_the_model_is_compiled() -> None:
     assert timer._run().environment.compiled
 
 
-def test_commit_is_found_in_any_state_of_a_repository(tmp_path: Path) -> None:
+def test_commit_is_found_in_branches_packed_refs_worktrees_and_detached(tmp_path: Path) -> None:
     def git(*arguments: object, cwd: Path) -> str:
         user = ["-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
         command = ["git", *user, *map(str, arguments)]
@@ -155,7 +155,7 @@ def test_commit_is_found_in_any_state_of_a_repository(tmp_path: Path) -> None:
     inside.mkdir(parents=True)
     assert environment.head_of(inside) == ""
     git("init", "--quiet", cwd=main)
-    with pytest.raises(OSError, match="packed-refs"):  # Without a commit.
+    with pytest.raises(OSError, match="packed-refs"):  # The branch has no commit yet.
         environment.head_of(inside)
     for message, change in (
         ("on a branch", ["checkout", "--quiet", "-b", "feature/one"]),
@@ -176,14 +176,14 @@ def test_commit_is_found_in_any_state_of_a_repository(tmp_path: Path) -> None:
 def test_no_process_is_started_for_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     environment._commit.cache_clear()
     monkeypatch.setattr(subprocess.Popen, "__init__", lambda *_, **__: pytest.fail("a process"))
-    assert timed()._run().environment.package == lightning_gputime.__version__
+    assert timer_after()._run().environment.package == lightning_gputime.__version__
 
 
-def test_environment_that_cannot_be_found_ends_no_training(
+def test_error_in_the_environment_does_not_end_the_training(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(environment, "version", lambda _: 1 / 0)
-    timer = timed(2)
+    timer = timer_after(2)
     assert timer.summary().steps == 2
     assert "Cannot describe the environment of the run: ZeroDivisionError" in caplog.text
 
@@ -195,8 +195,8 @@ REMOVED = object()
 
 
 def changed(path: Path, changes: dict[str, Any]) -> Path:
-    """Save a run, and replace or remove values of its file at places such as `history/steps`."""
-    timed().save(path)
+    """Save a run, and change or remove values of its file by path, such as `history/steps`."""
+    timer_after().save(path)
     content = json.loads(gzip.decompress(path.read_bytes()))
     for place, value in changes.items():
         *parents, last = place.split("/")
@@ -246,7 +246,9 @@ FORWARD_MS = "summary/rows/forward/mean_ms"
         ("summary/wall_clock", {"entries_s": []}, "wall_clock.entries_s must be Mapping"),
     ],
 )
-def test_wrong_value_is_refused(place: str, value: Any, message: str, path: Path) -> None:
+def test_file_with_a_wrong_value_is_refused(
+    place: str, value: Any, message: str, path: Path
+) -> None:
     changed(path, {place: value})
     with pytest.raises(ValueError, match=message) as error:
         load(path)
@@ -271,13 +273,13 @@ def test_control_characters_of_a_file_are_replaced(path: Path) -> None:
     assert (slow_step.phase, slow_step.causes[0].detail) == ("l\ufffd", "\ufffd]0;x")
 
 
-def test_unexplained_time_may_be_negative(path: Path) -> None:
+def test_saved_unexplained_time_may_be_negative(path: Path) -> None:
     changed(path, {"slow_steps": [{**SLOW, "unexplained_ms": -0.5}]})
     assert load(path).slow_steps[0].unexplained_ms == -0.5
 
 
 @pytest.mark.parametrize("minor", [REMOVED, 0, schema.MINOR, 99])
-def test_files_of_all_minor_versions_are_read_and_ignored_fields_named(
+def test_file_of_any_minor_version_is_read_with_its_unknown_fields_named(
     minor: Any, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     later = {"later": {}, "summary/later": [1], "summary/rows/data/later_ms": 1.0}
@@ -298,7 +300,7 @@ def test_save_path_that_is_not_a_file_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("the command was started"))
     with pytest.raises((TypeError, ValueError), match="save_path must be a") as error:
         GPUPhaseTimer(save_path=save_path)
     err = command("run", "--save-path", save_path, "train.py", code=2).err
@@ -324,14 +326,14 @@ def test_file_of_another_format_is_refused(content: bytes, message: str, path: P
 
 
 def test_huge_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed().save(path)
+    timer_after().save(path)
     monkeypatch.setattr(saved, "_MAX_BYTES", 100)
     with pytest.raises(ValueError, match="unpacks to more than 100 bytes"):
         load(path)
 
 
 def test_failed_save_keeps_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timer = timed()
+    timer = timer_after()
     timer.save(path)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr("os.replace", Mock(side_effect=full))
@@ -342,7 +344,9 @@ def test_failed_save_keeps_the_old_file(path: Path, monkeypatch: pytest.MonkeyPa
     assert load(path).summary().steps == 4
 
 
-def test_replaced_file_is_never_public(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_private_file_stays_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "run.json"
     path.touch(0o600)
     monkeypatch.setattr(os, "chmod", lambda *_, **__: None)
@@ -363,7 +367,7 @@ def test_saved_file_keeps_its_mode_or_follows_the_umask(tmp_path: Path) -> None:
     assert (path.read_text(), path.stat().st_mode & 0o777) == ("b", 0o604)
 
 
-def test_irregular_files_are_not_replaced(tmp_path: Path) -> None:
+def test_folders_and_special_files_are_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     irregular = "it is not a regular file: pass the path of a file"
@@ -374,7 +378,7 @@ def test_irregular_files_are_not_replaced(tmp_path: Path) -> None:
     assert {item.name for item in tmp_path.iterdir()} == {"pipe", "folder"}
 
 
-def test_history_is_written_in_whole_numbers(tmp_path: Path) -> None:
+def test_history_is_saved_in_whole_numbers(tmp_path: Path) -> None:
     steps = [raw(number, 0.25, forward=1.5) for number in (1, 2, 5)]
     saved.save(run_of([*steps, raw(6, 0.25, backward=1.0)], warmup_steps=2), tmp_path / "run.json")
     found = json.loads((tmp_path / "run.json").read_text())

@@ -1,4 +1,4 @@
-"""The self-check: what a timer reports of a loop that it cannot see, or that looks wrong."""
+"""The self-check: warnings about loops whose boundaries are missing or look wrong."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ Warnings = Callable[[], list[str]]
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Warnings:
-    """Return a function for the messages of the package so far."""
+    """Return a function that returns the messages of the package so far."""
 
     def messages() -> list[str]:
         records = [record for record in caplog.records if record.name == "lightning_gputime"]
@@ -49,7 +49,7 @@ def test_self_check_reports_20_steps_after_the_warm_up(loop: Loop, warnings: War
 
 
 @pytest.mark.parametrize("unused", [True, False])
-def test_selected_modules_that_are_never_called_warn(
+def test_self_check_finds_selected_modules_that_are_never_called(
     loop: Loop, unused: bool, warnings: Warnings
 ) -> None:
     loop.model.add_module("unused", nn.Linear(1, 1))
@@ -59,21 +59,21 @@ def test_selected_modules_that_are_never_called_warn(
     assert [message[: len(start)] for message in warnings()] == [start] * unused
 
 
-def test_model_that_is_never_called_warns(loop: Loop, warnings: Warnings) -> None:
+def test_self_check_finds_a_model_that_is_never_called(loop: Loop, warnings: Warnings) -> None:
     with GPUPhaseHooks(nn.Linear(1, 1), loop.optimizer, _clock=loop.gpu) as timer:
         for x in timer.steps(loop.batches(60)):
             loop.train(x)
-        [odd, message] = warnings()
-    assert odd.startswith("None of the parameters that Adder updates")
+        [of_optimizer, message] = warnings()
+    assert of_optimizer.startswith("None of the parameters that Adder updates")
     assert message.startswith("No model call was recorded, so its time is in `other`.")
     assert 'phase("forward")' in message
     assert len(warnings()) == 2
 
 
-def test_model_that_replaces_call_is_reported(
+def test_self_check_finds_a_model_that_replaces_call(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class WithoutHooks(nn.Module):  # As gpytorch's modules.
+    class WithoutHooks(nn.Module):  # Like the modules of gpytorch.
         def __init__(self) -> None:
             super().__init__()
             self.inner = Layer(gpu, 4.0, 8.0)
@@ -103,7 +103,7 @@ def test_model_that_replaces_call_is_reported(
     assert summary.blurred == ("forward", "loss", "other")
 
 
-def test_missing_backward_warns(loop: Loop, warnings: Warnings) -> None:
+def test_self_check_finds_a_missing_backward(loop: Loop, warnings: Warnings) -> None:
     run_backward = torch.autograd.Variable._execution_engine.run_backward
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(60)):
@@ -115,17 +115,17 @@ def test_missing_backward_warns(loop: Loop, warnings: Warnings) -> None:
     assert message.startswith("No backward was recorded, so its time is in `other`.")
 
 
-def test_missing_updates_warn(loop: Loop, warnings: Warnings) -> None:
+def test_self_check_finds_missing_updates(loop: Loop, warnings: Warnings) -> None:
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(60)):
             loop.micro_batch(x)
-            loop.gpu.work(2.0)  # An update that is no optimizer's.
+            loop.gpu.work(2.0)  # An update without an optimizer.
     [message] = warnings()
     assert message.startswith("No update of an optimizer was recorded in 25 steps, so its time is")
 
 
 @pytest.mark.parametrize("loss_ms", [0.5, 1.25])
-def test_long_other_next_to_a_short_forward_warns(
+def test_self_check_finds_a_long_other_next_to_a_short_forward(
     gpu: FakeGPU, loss_ms: float, warnings: Warnings
 ) -> None:
     loop = Loop(gpu, Layer(gpu, 0.5, 7.75))
@@ -139,7 +139,7 @@ def test_long_other_next_to_a_short_forward_warns(
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_undeclared_accumulation_warns_with_the_option(
+def test_self_check_finds_undeclared_accumulation_and_names_the_option(
     loop: Loop, n: int, warnings: Warnings
 ) -> None:
     with hooks(loop) as timer:
@@ -154,7 +154,7 @@ def test_undeclared_accumulation_warns_with_the_option(
     assert f"; {80 - 80 // n} of 80 timed steps have no update" in str(timer.summary())
 
 
-def test_few_skipped_updates_are_not_accumulation(loop: Loop, warnings: Warnings) -> None:
+def test_self_check_ignores_a_few_skipped_updates(loop: Loop, warnings: Warnings) -> None:
     with hooks(loop) as timer:
         for number, x in enumerate(timer.steps(loop.batches(60))):
             loop.micro_batch(x)
@@ -165,22 +165,22 @@ def test_few_skipped_updates_are_not_accumulation(loop: Loop, warnings: Warnings
     assert "; 8 updates skipped" in str(timer.summary())
 
 
-def test_model_called_in_another_thread_warns(loop: Loop, warnings: Warnings) -> None:
+def test_self_check_finds_a_model_called_in_another_thread(loop: Loop, warnings: Warnings) -> None:
     with hooks(loop) as timer, ThreadPoolExecutor(1) as pool:
         for x in timer.steps(loop.batches(60)):
             pool.submit(loop.train, x).result()
     assert warnings()[0].startswith("The model is called in a different thread than step()")
 
 
-@pytest.mark.parametrize("asks", [True, False])
-def test_training_without_an_optimizer_warns_with_the_first_times(
-    loop: Loop, asks: bool, warnings: Warnings
+@pytest.mark.parametrize("is_flushed", [True, False])
+def test_training_without_an_optimizer_warns_when_times_are_first_requested(
+    loop: Loop, is_flushed: bool, warnings: Warnings
 ) -> None:
     timer = GPUPhaseHooks(loop.model, _clock=loop.gpu).attach()
     for x in timer.steps(loop.batches(3)):
         loop.train(x)
     assert warnings() == []
-    if asks:
+    if is_flushed:
         timer.flush()
         assert len(warnings()) == 1
     timer.remove()
@@ -189,7 +189,9 @@ def test_training_without_an_optimizer_warns_with_the_first_times(
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_evaluation_with_gradients_warns(loop: Loop, grad: bool, warnings: Warnings) -> None:
+def test_self_check_finds_an_evaluation_with_gradients(
+    loop: Loop, grad: bool, warnings: Warnings
+) -> None:
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(30)):
             loop.train(x)
@@ -217,14 +219,14 @@ def test_summary_without_a_timed_step_names_the_reason(loop: Loop) -> None:
 
 
 @pytest.mark.slow
-def test_message_names_the_package_without_logging_configuration() -> None:
+def test_messages_name_the_package_with_and_without_logging_configuration() -> None:
     code = """
 import logging, os, sys
 sys.stderr = sys.stdout
 import torch
 from lightning_gputime import GPUPhaseHooks
 from lightning_gputime._messages import messages
-# Each process reports once. The parent waits for the other one.
+# The child reports first, while the parent waits for it.
 if os.fork():
     os.wait()
     logging.basicConfig(format="%(name)s - %(message)s", stream=sys.stdout)
@@ -239,13 +241,11 @@ print(len(messages.handlers), len(logging.getLogger().handlers))
         assert last == f"0 {handlers}"
 
 
-def test_skipped_batches_in_an_accumulation_warn_with_the_option(
-    loop: Loop, warnings: Warnings
-) -> None:
+def test_self_check_finds_skipped_batches_in_accumulation(loop: Loop, warnings: Warnings) -> None:
     def train(accumulate: Any) -> int:
         with hooks(loop, accumulate_grad_batches=accumulate) as timer:
             for number, x in enumerate(timer.steps(loop.batches(240))):
-                if number % 2 == 0:  # Other batches are bad, and skipped.
+                if number % 2 == 0:  # Every other batch is skipped.
                     loop.micro_batch(x)
                 if number % 8 == 6:
                     loop.update()
@@ -268,7 +268,7 @@ def test_skipped_batches_in_an_accumulation_warn_with_the_option(
         ("copy_action", "separate times of data/copy and data/fetch", {"data"}),
     ],
 )
-def test_self_check_finds_an_action_under_another_name(
+def test_self_check_finds_a_renamed_profiler_action(
     gpu: FakeGPU,
     action: str,
     feature: str,
@@ -376,23 +376,23 @@ class SkipsUpdates(fake_lightning.Model):
             optimizer_closure()
 
 
-class HasHooks(pl.Callback):
+class OtherCallback(pl.Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         pass
 
 
-@pytest.mark.filterwarnings("ignore")  # Lightning's, of batches that are None
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about batches that are None.
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
     "kind",
     [fake_lightning.Model, TwoForwards, Gan, WithLbfgs, ReturnsNone, SkipsBatches, SkipsUpdates],
 )
-def test_self_check_finds_nothing_in_loops_that_are_right(
+def test_self_check_finds_nothing_in_correct_lightning_modules(
     gpu: FakeGPU, kind: type[fake_lightning.Model], accumulate: int, warnings: Warnings
 ) -> None:
     options = {} if kind is Gan else {"accumulate_grad_batches": accumulate}
     timer = timer_of(gpu)
-    fake_lightning.trainer(HasHooks(), timer, **options).fit(kind(gpu), Loader(gpu, 90))
+    fake_lightning.trainer(OtherCallback(), timer, **options).fit(kind(gpu), Loader(gpu, 90))
     assert timer.summary().steps > 5
     assert timer.summary().not_measured == ()
     assert warnings() == []
@@ -421,7 +421,7 @@ def test_self_check_finds_updates_whose_hooks_do_not_fire(
     ],
     ids=["usual", "skipped batches", "untimed skipped batches", "accumulates"],
 )
-def test_self_check_finds_nothing_in_plain_loops_that_are_right(
+def test_self_check_finds_nothing_in_correct_plain_loops(
     loop: Loop, options: dict[str, Any], skips: bool, every: int, warnings: Warnings
 ) -> None:
     options = {"warmup_steps": WARMUP, "accumulate_grad_batches": every, **options}

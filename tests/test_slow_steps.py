@@ -17,11 +17,11 @@ from lightning_gputime._measurement.slow import SlowEvidence, SlowLog
 
 STEPS, SLOW = 60, 40
 LEAD_MS = 15.625
-"""Lead of the host at the start of a step: the step before."""
+"""The host starts a step while the device still has the previous step to run."""
 
 
 def collect(gpu: FakeGPU, ms: float) -> None:
-    """A garbage collection that takes the host so long."""
+    """Simulate a garbage collection of some ms for the timer's callbacks."""
     callbacks = [
         callback
         for callback in gc.callbacks
@@ -40,7 +40,7 @@ Delays = dict[int, Callable[[], None]]
 def train(
     loop: Loop, in_loss: Delays | None = None, in_fetch: Delays | None = None, **options: Any
 ) -> GPUPhaseHooks:
-    """Train with standard steps, and delays after the model or in the fetch of some."""
+    """Train with standard steps, some of which have a delay after the model or in the fetch."""
 
     def fetch() -> Iterator[Tensor]:
         for number, x in enumerate(loop.batches(STEPS)):
@@ -57,12 +57,13 @@ def train(
     return timer
 
 
-def collections(loop: Loop, ms: dict[int, float]) -> Delays:
-    """Return garbage collections, by the number of their step."""
-    return {step: partial(collect, loop.gpu, length_ms) for step, length_ms in ms.items()}
+def collections(loop: Loop, ms_by_step: dict[int, float]) -> Delays:
+    """Return garbage collections of some ms as delays of steps."""
+    return {step: partial(collect, loop.gpu, ms) for step, ms in ms_by_step.items()}
 
 
-def only(timer: GPUPhaseHooks) -> SlowStep:
+def only_slow_step(timer: GPUPhaseHooks) -> SlowStep:
+    """Return the only slow step, after checking that its causes add up."""
     [slow] = timer.slow_steps()
     assert slow.excess_ms == pytest.approx(
         sum(cause.exposed_ms for cause in slow.causes) + slow.unexplained_ms
@@ -75,16 +76,16 @@ def host_causes(slow: SlowStep) -> list[tuple[str, float, str]]:
 
 
 @pytest.mark.parametrize(("lag", "ahead_ms"), [(1, LEAD_MS + 5.625), (0, 5.625)])
-def test_collection_reaches_the_gpu_as_far_as_the_host_was_not_ahead(
+def test_collection_delays_the_gpu_by_what_exceeds_the_lead_of_the_host(
     loop: Loop, lag: int, ahead_ms: float
 ) -> None:
     timer = train(loop, collections(loop, {SLOW: 40.0}), _lag=lag)
-    slow = only(timer)
+    slow = only_slow_step(timer)
     assert (slow.step, slow.phase, slow.unexplained_ms) == (SLOW, "loss", 0.0)
     assert slow.baseline_ms == 15.625
     assert slow.step_ms == 15.625 + 40.0 - ahead_ms
     assert slow.causes == (Cause("garbage_collection", 40.0, 40.0 - ahead_ms, "generation 2"),)
-    # Its lanes, in the order of a step and without sub-phases.
+    # The times by phase are in the order of a step, without sub-phases.
     order = ["data", "forward", "loss", "backward", "optimizer", "other"]
     assert [*slow.phase_ms] == [*slow.host_ms] == order
     assert sum(slow.phase_ms.values()) == slow.step_ms
@@ -101,12 +102,12 @@ def test_reading_events_makes_no_step_slow(loop: Loop) -> None:
     assert len(timer.slow_steps()) == 0
 
 
-def test_causes_share_what_reached_the_gpu_and_no_time_counts_twice(loop: Loop) -> None:
+def test_causes_share_the_exposed_time_without_counting_any_twice(loop: Loop) -> None:
     def both() -> None:
         collect(loop.gpu, 10.0)
         loop.gpu.host_work(30.0)
 
-    slow = only(train(loop, in_fetch={SLOW: both}))
+    slow = only_slow_step(train(loop, in_fetch={SLOW: both}))
     exposed_ms = 40.0 - LEAD_MS - 1.0
     assert [(cause.kind, cause.host_ms, cause.exposed_ms) for cause in slow.causes] == [
         ("dataloader", 30.0, exposed_ms * 0.75),
@@ -114,12 +115,12 @@ def test_causes_share_what_reached_the_gpu_and_no_time_counts_twice(loop: Loop) 
     ]
 
 
-def test_gpu_work_has_no_cause(loop: Loop) -> None:
+def test_slow_gpu_work_has_no_cause(loop: Loop) -> None:
     def delay() -> None:
         loop.gpu.work(30.0)
-        collect(loop.gpu, 15.0)  # It is over before the device comes there.
+        collect(loop.gpu, 15.0)  # Ends while the device is still busy.
 
-    slow = only(train(loop, {SLOW: delay}))
+    slow = only_slow_step(train(loop, {SLOW: delay}))
     assert slow.causes == ()
     assert slow.unexplained_ms == slow.excess_ms == 30.0
 
@@ -127,16 +128,16 @@ def test_gpu_work_has_no_cause(loop: Loop) -> None:
 def test_compilation_is_a_cause(loop: Loop) -> None:
     from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
-    def compile_anew() -> None:
-        about = CallbackArgs(CallbackTrigger.LAZY_BACKWARD, "0/1")
-        callback_handler.run_start_callbacks(about)
+    def recompile() -> None:
+        arguments = CallbackArgs(CallbackTrigger.LAZY_BACKWARD, "0/1")
+        callback_handler.run_start_callbacks(arguments)
         loop.gpu.host_work(100.0)
-        callback_handler.run_end_callbacks(about)
-        loop.gpu.host_work(20.0)  # The new code is loaded.
+        callback_handler.run_end_callbacks(arguments)
+        loop.gpu.host_work(20.0)  # Loading the new code.
 
     before = [*callback_handler.start_callbacks], [*callback_handler.end_callbacks]
-    # A reset of dynamo removes the callbacks, which are added again when steps are read.
-    slow = only(train(loop, {2: callback_handler.clear, 55: compile_anew}))
+    # A reset of dynamo removes the callbacks. The timer adds them again when it reads steps.
+    slow = only_slow_step(train(loop, {2: callback_handler.clear, 55: recompile}))
     assert slow.causes == (Cause("compilation", 120.0, 120.0 - LEAD_MS - 5.625, "of a backward"),)
     assert (callback_handler.start_callbacks, callback_handler.end_callbacks) == before
 
@@ -147,7 +148,7 @@ def test_slow_log_is_a_cause(loop: Loop) -> None:
             loop.gpu.host_work(50.0)
 
     logger = Slow()
-    slow = only(train(loop, logger=logger, log_every_n_steps=45))
+    slow = only_slow_step(train(loop, logger=logger, log_every_n_steps=45))
     assert host_causes(slow) == [("callback", 50.0, "the timer's logging")]
     assert slow.unexplained_ms == 0.0
     assert "log_metrics" not in vars(logger)
@@ -159,7 +160,7 @@ def test_named_phase_is_a_cause(loop: Loop) -> None:
             loop.train(x)
             with phase("save"):
                 loop.gpu.host_work(60.0 if number == SLOW else 0.0)
-    slow = only(timer)
+    slow = only_slow_step(timer)
     assert host_causes(slow) == [("callback", 60.0, "phase save")]
     assert (slow.phase, slow.unexplained_ms) == ("save", 0.0)
 
@@ -169,10 +170,10 @@ def test_steps_after_the_warm_up_can_be_slow(loop: Loop) -> None:
     assert [slow.step for slow in timer.slow_steps()] == [6]
 
 
-def test_new_pace_becomes_the_baseline(loop: Loop) -> None:
+def test_baseline_follows_a_lasting_change_of_the_step_time(loop: Loop) -> None:
     longer = {number: lambda: loop.gpu.work(10.0) for number in range(20, STEPS)}
     found = [slow.step for slow in train(loop, longer).slow_steps(100)]
-    # With the reading of the 50th step the median is of 30 such steps and 20 others.
+    # When the 50th step is read, the median includes 30 longer steps and 20 others.
     assert sorted(found) == [*range(20, 50)]
 
 
@@ -187,7 +188,7 @@ def test_slowest_steps_come_first_and_print_as_sentences(loop: Loop) -> None:
     assert [slow.step for slow in timer.slow_steps(1)] == [30]
 
 
-def test_summary_says_what_slow_steps_cost_and_which_was_the_worst(loop: Loop) -> None:
+def test_summary_shows_the_cost_of_slow_steps_and_the_worst_step(loop: Loop) -> None:
     late = {**collections(loop, {20: 40.0}), 30: lambda: loop.gpu.host_work(80.0)}
     summary = train(loop, late).summary()
     all_ms = 60 * 15.625 + 18.75 + 58.75
@@ -221,7 +222,7 @@ def test_many_long_steps_are_not_called_slow(
 ) -> None:
     timer = train(loop, {step: lambda: loop.gpu.host_work(80.0) for step in late})
     assert expected in str(timer.summary())
-    # They are found all the same.
+    # The steps are still listed.
     assert "largest excess: step" in str(timer.summary())
     assert len(timer.slow_steps(STEPS)) == n
 
@@ -240,7 +241,7 @@ def test_excess_is_logged_in_total_and_by_cause(loop: Loop) -> None:
     ]
 
 
-def test_window_of_many_slow_steps_keeps_no_more_than_their_sums() -> None:
+def test_slow_log_bounds_its_memory_between_logs() -> None:
     log = SlowLog()
     log.follow()
     for number in range(5_000):
@@ -252,7 +253,7 @@ def test_window_of_many_slow_steps_keeps_no_more_than_their_sums() -> None:
     assert log.metrics(5_000, 10) == dict.fromkeys(sums, 0.0)
 
 
-def test_late_slow_steps_count_only_in_later_logs() -> None:
+def test_slow_steps_found_after_their_log_are_left_out() -> None:
     log = SlowLog()
     log.follow()
     log.metrics(9, 10)
@@ -262,11 +263,11 @@ def test_late_slow_steps_count_only_in_later_logs() -> None:
 
 
 def train_on_a_noisy_host(loop: Loop, **options: Any) -> GPUPhaseHooks:
-    """Train with a collection in each fourth step, of up to 3 lengths."""
+    """Train with a garbage collection of varying length in every fourth step."""
     return train(loop, collections(loop, {n: 40.0 + n % 3 for n in range(3, STEPS, 4)}), **options)
 
 
-def test_slow_steps_are_explained_once_and_on_request(
+def test_slow_steps_are_explained_once_and_only_on_request(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     explained: list[int] = []
@@ -284,19 +285,19 @@ def test_slow_steps_are_explained_once_and_on_request(
     assert sorted(explained) == [*range(3, STEPS, 4)]
 
 
-def test_noisy_host_does_not_fill_the_memory_with_evidence() -> None:
+def test_slow_log_bounds_its_evidence_on_a_noisy_host() -> None:
     log, chance, explained = SlowLog(), Random(0), []
 
-    def of(number: int, excess_ms: float) -> SlowStep:
+    def explain(number: int, excess_ms: float) -> SlowStep:
         explained.append(number)
-        # Two thirds of the steps have a cause, whatever their length.
+        # Two thirds of the steps have a cause, independent of their length.
         causes = (Cause("garbage_collection", excess_ms, excess_ms, ""),) if number % 3 else ()
         left_ms = 0.0 if causes else excess_ms
         return SlowStep(number, 10.0 + excess_ms, 10.0, "loss", causes, left_ms)
 
     excesses_ms = [chance.expovariate(1.0) for _ in range(50_000)]
     for number, ms in enumerate(excesses_ms):
-        log.add([SlowEvidence(ms, partial(of, number, ms))], has_baseline=True)
+        log.add([SlowEvidence(ms, partial(explain, number, ms))], has_baseline=True)
         assert len(log._kept.steps) <= 2_000
     assert explained == []
     largest = sorted(range(50_000), key=excesses_ms.__getitem__, reverse=True)
@@ -306,20 +307,20 @@ def test_noisy_host_does_not_fill_the_memory_with_evidence() -> None:
     assert len(explained) == len({*explained}) <= 2_000
     assert summary.n == 50_000
     assert summary.share == pytest.approx(sum(excesses_ms) / 2e6)
-    # Estimates, by the steps that were kept.
+    # The shares are estimates from the steps that were kept.
     shares = summary.cause_shares["garbage collection"], summary.unexplained_share
     assert sum(shares) == pytest.approx(summary.share)
     assert shares[0] / summary.share == pytest.approx(2 / 3, abs=0.05)
-    # Explained steps are summed up and freed.
+    # Explained steps are added to sums and freed.
     for number in range(1_000):
-        log.add(evidence(of(number, 1e3)), has_baseline=True)
+        log.add(evidence(explain(number, 1e3)), has_baseline=True)
     summary = log.summary(204_000, 2e6)
     assert summary is not None
     assert summary.n == 51_000
     assert summary.share == pytest.approx((sum(excesses_ms) + 1e6) / 2e6)
 
 
-def test_detector_that_fails_late_leaves_steps_without_causes(
+def test_detector_that_fails_on_request_leaves_steps_without_causes(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(attribution: Any) -> None:
@@ -353,18 +354,18 @@ def test_failing_detector_ends_only_the_search_for_causes(
             loop.update()
         assert gc.callbacks == before
     assert timer.summary().steps == STEPS
-    # Steps being explained are lost; later steps have no cause.
+    # The steps that the detector was given are lost. Later slow steps have no cause.
     assert [(slow.step, slow.causes) for slow in timer.slow_steps()] == [(55, ())]
     [message] = caplog.messages
     assert message.startswith("Slow steps are no longer explained: TypeError(")
 
 
 @pytest.mark.parametrize("every", [1, 5, 20])
-def test_slow_step_found_late_is_in_no_other_log(loop: Loop, every: int) -> None:
+def test_slow_step_found_after_its_log_is_in_no_other_log(loop: Loop, every: int) -> None:
     logger = Logger()
     late = {3: lambda: loop.gpu.host_work(400.0)}
     timer = train(loop, in_fetch=late, logger=logger, log=["slow"], log_every_n_steps=every)
     excess_ms = {slow.step: slow.excess_ms for slow in timer.slow_steps()}[3]
-    # The first ten are compared together; by then logs of fewer steps are gone.
+    # The first slow steps are found after ten steps, when earlier logs are already written.
     logged = {step: metrics.get("phase_time/slow_excess_ms", 0.0) for step, metrics in logger.calls}
     assert max(logged.values()) == (pytest.approx(excess_ms / 20) if every == 20 else 0.0)

@@ -1,4 +1,4 @@
-"""Each detector of causes alone, with exact times, and on real causes where they are cheap."""
+"""Detectors of causes of slow steps, each alone and with exact times, and on cheap real causes."""
 
 import gc
 import itertools
@@ -37,24 +37,24 @@ from lightning_gputime._phases import StepRecord
 from lightning_gputime._record.clock import HostClock
 
 USUAL = {"data": 1.0, "forward": 4.0, "backward": 8.0, "backward/comm": 1.0, "optimizer": 2.0}
-"""A usual step, which takes the host as long."""
+"""Ms of a usual step, on the host and on the device."""
 
 SLOW = 30
 
 
 class Bench:
-    """Records that are as long as a test says, and the detector that is asked about them."""
+    """Steps of any length, and the detectors that search for the causes of slow steps."""
 
-    def __init__(self, gpu: FakeGPU, *asked: Any) -> None:
+    def __init__(self, gpu: FakeGPU, *enabled: Any) -> None:
         self.gpu = gpu
         log = SlowLog()
         log.follow()
         self.analyzer = SlowStepAnalyzer(gpu, log, CulpritSums())
-        self.analyzer.collectors = [getattr(item, "collect", item) for item in asked]
-        for entry in asked:
+        self.analyzer.collectors = [getattr(item, "collect", item) for item in enabled]
+        for detector in enabled:
             name = {Loader: "_loader", Preemption: "_preemption", Allocator: "_allocator"}
-            owner = self.analyzer if type(entry) is Loader else self.analyzer.sampler
-            setattr(owner, name.get(type(entry), "_"), entry)
+            owner = self.analyzer if type(detector) is Loader else self.analyzer.sampler
+            setattr(owner, name.get(type(detector), "_"), detector)
         # Ignore garbage collections of the test itself.
         setattr(self.analyzer._spans, "_callbacks", list)  # noqa: B010
         self.analyzer.attach()
@@ -67,7 +67,7 @@ class Bench:
         return slow
 
     def step(self, number: int, host_ms: dict[str, float], device_ms: dict[str, float]) -> None:
-        """Run a step with an excess over the usual step."""
+        """Run a step that exceeds the usual step by these times."""
         begin = self.gpu.now
         on_host = [ms + host_ms.get(name, 0.0) for name, ms in USUAL.items()]
         on_device = tuple(ms + device_ms.get(name, 0.0) for name, ms in USUAL.items())
@@ -91,7 +91,7 @@ class Bench:
 
 
 class Thread(Bench):
-    """A bench whose thread waits in line for a processor, or is stopped, when a test says so."""
+    """A bench whose thread can be queued for a processor, or stopped."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         self.off_ns = self.losses = self.waits = self.samples = 0
@@ -107,10 +107,12 @@ class Thread(Bench):
         )
 
     def queue(self, ms: int, times: int) -> None:
+        """Let other threads have the processor."""
         self.off_ns += ms * MS
         self.losses += times
 
     def stop(self, ms: int, times: int = 1) -> None:
+        """Stop or block the thread."""
         self.off_ns += ms * MS
         self.waits += times
 
@@ -123,7 +125,7 @@ def thread(gpu: FakeGPU) -> Thread:
     return Thread(gpu)
 
 
-def test_time_in_line_for_a_processor_is_preemption_in_any_phase(thread: Thread) -> None:
+def test_time_in_the_run_queue_is_off_cpu_in_any_phase(thread: Thread) -> None:
     thread.usual()
     thread.queue(30, 8)
     thread.step(SLOW, {"data": 40.0}, {"data": 35.0})
@@ -133,10 +135,10 @@ def test_time_in_line_for_a_processor_is_preemption_in_any_phase(thread: Thread)
 
 @pytest.mark.parametrize(
     ("phase", "waits", "is_cause"),
-    # In ten waits another thread of Python may have run in between.
+    # With ten waits, another thread of Python may have run.
     [("backward", 1, True), ("data", 1, False), ("backward", 10, False)],
 )
-def test_stopped_process_is_preemption(
+def test_stopped_process_is_off_cpu_except_in_data_or_many_waits(
     thread: Thread, phase: str, waits: int, is_cause: bool
 ) -> None:
     thread.usual()
@@ -145,13 +147,11 @@ def test_stopped_process_is_preemption(
     assert thread.only.causes == ((STOPPED,) if is_cause else ())
 
 
-def test_usual_queueing_is_not_a_cause(thread: Thread) -> None:
+def test_usual_time_in_the_run_queue_is_not_a_cause(thread: Thread) -> None:
     for number in range(80):
-        # A part of each step, on a busy machine.
-        thread.queue(1, 1)
+        thread.queue(1, 1)  # A busy machine.
         thread.step(number, {}, {})
-    # It waits for a batch.
-    thread.stop(40)
+    thread.stop(40)  # A wait for a batch.
     thread.step(80, {"data": 40.0}, {"data": 40.0})
     assert (thread.only.step, thread.only.causes) == (80, ())
 
@@ -159,15 +159,15 @@ def test_usual_queueing_is_not_a_cause(thread: Thread) -> None:
 @pytest.mark.parametrize(
     ("usual", "slow", "causes"),
     [
-        # Each step blocks for 20 ms: the slow step does not block for longer.
+        # Each step blocks for 20 ms, and the slow step not for longer.
         (lambda thread: thread.stop(20), lambda thread: thread.stop(20), ()),
-        # In each step other threads run five times: the slow step is stopped as well.
+        # In each step other threads run five times, and the slow step is also stopped.
         (
             lambda thread: thread.queue(1, 5),
             lambda thread: (thread.queue(1, 5), thread.stop(50)),
             (STOPPED,),
         ),
-        # Each step waits ten times: in the slow step other threads run as well.
+        # Each step waits ten times, and in the slow step other threads run, too.
         (
             lambda thread: thread.stop(1, 10),
             lambda thread: (thread.stop(1, 10), thread.queue(50, 8)),
@@ -176,7 +176,7 @@ def test_usual_queueing_is_not_a_cause(thread: Thread) -> None:
     ],
     ids=["blocks in each step", "queues in each step", "waits in each step"],
 )
-def test_only_time_beyond_the_usual_step_is_preemption(
+def test_only_off_cpu_time_beyond_the_usual_step_is_a_cause(
     thread: Thread,
     usual: Callable[[Thread], Any],
     slow: Callable[[Thread], Any],
@@ -190,14 +190,14 @@ def test_only_time_beyond_the_usual_step_is_preemption(
     assert (thread.only.step, thread.only.causes) == (80, causes)
 
 
-def test_scheduler_is_asked_once_a_step_after_the_first_baseline(thread: Thread) -> None:
+def test_scheduler_is_read_once_per_step_after_the_first_baseline(thread: Thread) -> None:
     thread.usual(range(10))
     assert thread.samples == 0
     thread.usual(range(10, SLOW))
     assert thread.samples == SLOW - 10
 
 
-def test_slow_step_before_the_first_baseline_is_not_preemption(thread: Thread) -> None:
+def test_slow_step_before_the_first_baseline_has_no_cause(thread: Thread) -> None:
     thread.usual(range(5))
     thread.queue(30, 8)
     thread.step(5, {"backward": 40.0}, {"backward": 35.0})
@@ -206,7 +206,7 @@ def test_slow_step_before_the_first_baseline_is_not_preemption(thread: Thread) -
     assert (slow.step, slow.causes, slow.unexplained_ms) == (5, (), 35.0)
 
 
-def test_scheduler_is_not_asked_for_short_steps(
+def test_scheduler_is_not_read_for_short_steps(
     thread: Thread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler, "_MIN_SAMPLED_MS", 1e3)
@@ -217,7 +217,7 @@ def test_scheduler_is_not_asked_for_short_steps(
     assert (thread.only.causes, thread.only.unexplained_ms) == ((), 35.0)
 
 
-def test_untimed_steps_are_not_preemption(thread: Thread) -> None:
+def test_off_cpu_time_of_untimed_steps_is_not_counted(thread: Thread) -> None:
     for number in range(SLOW):
         thread.step(number, {}, {})
         # The thread lost the processor during a complete untimed step.
@@ -229,7 +229,7 @@ def test_untimed_steps_are_not_preemption(thread: Thread) -> None:
     assert thread.only.causes == (STOPPED,)
 
 
-def test_system_that_does_not_count_for_a_thread_has_no_such_cause(
+def test_system_without_usage_per_thread_has_no_off_cpu_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(resource, "RUSAGE_THREAD", raising=False)
@@ -238,7 +238,7 @@ def test_system_that_does_not_count_for_a_thread_has_no_such_cause(
     assert analyzer.sampler._preemption.usage is None
 
 
-def test_linux_counts_for_the_thread_of_the_loop() -> None:
+def test_thread_usage_is_that_of_the_calling_thread() -> None:
     usage = detectors.thread_usage()
     if usage is None:
         pytest.skip("this system does not count for a thread")
@@ -265,8 +265,8 @@ def test_wait_for_other_ranks_is_a_cause(gpu: FakeGPU) -> None:
     assert causes == (Cause("ranks", 0.0, 20.0, "in backward/comm"),)
 
 
-def fetches(gpu: FakeGPU, items: object) -> Bench:
-    """Return a bench of a loop over these items."""
+def iterating(gpu: FakeGPU, items: object) -> Bench:
+    """Return a bench of a loop that iterates over items."""
     loader = Loader()
     loader.set_loader(items, in_data=True)
     return Bench(gpu, loader)
@@ -283,7 +283,7 @@ WORKERS = SimpleNamespace(num_workers=4)
     ],
 )
 def test_slow_fetch_is_a_cause(items: object, detail: str, gpu: FakeGPU) -> None:
-    causes = fetches(gpu, items).slow({"data": 20.0}, {"data": 10.0})
+    causes = iterating(gpu, items).slow({"data": 20.0}, {"data": 10.0})
     assert causes == (Cause("dataloader", 20.0, 10.0, detail),)
 
 
@@ -296,8 +296,8 @@ def test_iterable_without_loading_is_not_a_cause(items: object, gpu: FakeGPU) ->
     assert Bench(gpu, loader).slow({"data": 20.0}, {"data": 10.0}) != ()
 
 
-def test_first_fetch_of_an_epoch_starts_workers(gpu: FakeGPU) -> None:
-    bench = fetches(gpu, WORKERS)
+def test_slow_first_fetch_of_an_epoch_is_the_start_of_workers(gpu: FakeGPU) -> None:
+    bench = iterating(gpu, WORKERS)
     bench.usual()
     bench.analyzer.loop_begins()
     bench.step(SLOW, {"data": 20.0}, {"data": 20.0})
@@ -309,7 +309,7 @@ def test_data_without_a_loader_is_not_a_cause(gpu: FakeGPU) -> None:
     assert Bench(gpu, Loader()).slow({"data": 20.0}, {"data": 20.0}) == ()
 
 
-def test_allocator_is_read_in_batches_and_after_a_long_step(gpu: FakeGPU) -> None:
+def test_allocator_is_read_every_10_steps_and_after_a_long_step(gpu: FakeGPU) -> None:
     memory = Mock(return_value=(0, 100, 0, 0))
     bench = Bench(gpu, Allocator(memory))
     bench.usual()
@@ -346,7 +346,7 @@ def test_slow_callback_under_lightning_is_a_cause(gpu: FakeGPU) -> None:
     timer = timer_of(gpu, observers=[SimpleNamespace(on_slow_step=notified.append)])
     fit(gpu, Model(gpu), 60, timer=timer, callbacks=[Slow()])
     [slow] = notified
-    # It follows the end of its batch, and so it is part of the next step.
+    # The hook runs after its step has ended, so it is part of the next step.
     assert (slow.step, slow.phase) == (SLOW + 1, "callbacks")
     name = "Slow.on_train_batch_end"
     assert slow.causes == (Cause("callback", 40.0, 40.0 - 15.625, name),)
@@ -354,7 +354,7 @@ def test_slow_callback_under_lightning_is_a_cause(gpu: FakeGPU) -> None:
 
 
 def trained_on_the_cpu(late: Callable[[nn.Module, int], None], **options: Any) -> list[SlowStep]:
-    """Train a small net, calling `late` after the model in each step."""
+    """Train a small net, call `late` after the model in each step, and return the slow steps."""
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.randn(60, 64)), batch_size=1)
@@ -368,18 +368,18 @@ def trained_on_the_cpu(late: Callable[[nn.Module, int], None], **options: Any) -
     return [*timer.slow_steps()]
 
 
-def test_real_collection_is_found_and_all_of_it_reached(gpu: FakeGPU) -> None:
-    def takes_time(phase: str, info: dict[str, int]) -> None:
+def test_real_garbage_collection_is_a_cause(gpu: FakeGPU) -> None:
+    def take_time(phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             gpu.host_work(20.0)
 
     def late(net: nn.Module, number: int) -> None:
         gpu.host_work(1.0)
         if number == SLOW:
-            # After the timer's callback, which gets the start before time passes.
-            gc.callbacks.append(takes_time)
+            # Append it after the timer's callback, which must see the start before time passes.
+            gc.callbacks.append(take_time)
             gc.collect()
-            gc.callbacks.remove(takes_time)
+            gc.callbacks.remove(take_time)
 
     [slow] = trained_on_the_cpu(late, _clock=gpu)
     assert (slow.step, slow.unexplained_ms) == (SLOW, 0.0)

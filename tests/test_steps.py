@@ -49,7 +49,7 @@ class Scene:
     arguments: tuple[Any, ...]
     steps: list[Row]
     options: dict[str, Any]  # Options of the timer.
-    messages: tuple[tuple[str, ...], ...] = ()  # Of each warning the start, and other parts.
+    messages: tuple[tuple[str, ...], ...] = ()  # For each warning its start, and other parts.
     numbers: list[int] | None = None  # Numbers of the steps. By default they count from zero.
     make: Callable[[FakeGPU], Loop] = Loop
     has_optimizer: bool = True  # False for a timer of the model alone.
@@ -527,7 +527,7 @@ def frozen_encoder(loop: Loop, timer: GPUPhaseHooks, api: str) -> None:
         loop.optimizer.step()
 
 
-# The fetch of the first validation batch cannot be told from other code of the loop body.
+# The fetch of the first validation batch looks like any other code of the loop body.
 @scene([*[STEP_MS] * 19, times(other=1.125)] * 2)
 def validation_every_few_steps(loop: Loop, timer: GPUPhaseHooks) -> None:
     for number, x in enumerate(timer.steps(loop.batches(40)), 1):
@@ -723,9 +723,7 @@ def test_threads_that_train_alternately_warn(loop: Loop, caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("api", APIS)
-def test_evaluation_in_training_mode_is_advised_to_be_paused(
-    loop: Loop, api: str, grad: bool
-) -> None:
+def test_evaluation_in_training_mode_gets_advice_to_pause(loop: Loop, api: str, grad: bool) -> None:
     with hooks(loop) as timer:
         loader = loop.batches(100)
         for number, x in enumerate(loader if api == "step" else timer.steps(loader), 1):
@@ -770,7 +768,7 @@ def test_eval_calls_before_each_step_warn(loop: Loop, caplog: pytest.LogCaptureF
     assert "not measured: evaluations, because they may be a part" in str(timer.summary())
 
 
-def test_validation_of_a_copy_is_advised_to_be_paused(loop: Loop) -> None:
+def test_validation_of_a_copy_gets_advice_to_pause(loop: Loop) -> None:
     ema = copy.deepcopy(loop.model).eval()
     with hooks(loop) as timer:
         for _ in range(4):

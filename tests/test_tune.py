@@ -1,4 +1,4 @@
-"""Tests of `tune`, which keeps the changes that alternating runs prove."""
+"""`tune`, which keeps the changes that alternating runs prove to be faster."""
 
 import argparse
 import itertools
@@ -67,13 +67,15 @@ def changes_of(advice: Advice, report: Report) -> list[Change]:
         *((Advice("shorten", ""), target, []) for target in (LIGHTNING, TRANSFORMERS, LOADER)),
     ],
 )
-def test_advice_leads_to_changes(advice: Advice, target: str, codes: list[str]) -> None:
+def test_tuning_proposes_changes_for_advice(advice: Advice, target: str, codes: list[str]) -> None:
     report = Report({target: ["train.py:1"]} if target else {}, loader=REPORT.loader)
     assert [change.code for change in changes_of(advice, report)] == codes
 
 
 @pytest.mark.parametrize(("now", "more"), [(0, [4]), (2, [4]), (4, [6]), (6, [])])
-def test_cores_limit_workers(now: int, more: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proposed_workers_are_limited_by_the_cores(
+    now: int, more: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(6)})
     report = Report(loader={"num_workers": now, "persistent_workers": True})
     changes = changes_of(Advice("iterate_over_steps", ""), report)
@@ -113,7 +115,7 @@ def test_losses_agree_as_far_as_the_change_allows(
 
 
 class FakeScript(Script):
-    """A script whose time per run follows from the changes that are applied."""
+    """A script whose runs take a time that depends on the applied changes."""
 
     def __init__(
         self,
@@ -174,7 +176,7 @@ def _no_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_gputime._tuning.tuning._moved", lambda trial: "data -5 ms")
 
 
-def test_changes_that_pay_off_are_kept_on_top_of_each_other() -> None:
+def test_tuning_combines_the_changes_that_pay_off() -> None:
     gains = {"num_workers=4": 2.0, "Adam(fused=True)": 1.25}
     script = FakeScript(
         [WORKERS, FUSED], lambda codes: 4.0 / math.prod(gains.get(code, 1.0) for code in codes)
@@ -204,7 +206,7 @@ def test_changes_that_pay_off_are_kept_on_top_of_each_other() -> None:
     }
     for text in ("Changes tried on train.py, 100 steps per run", "num_workers=4", "train.py:9"):
         assert text in str(tuning)
-    # The first run finds the loader that trains; further runs change that alone.
+    # The first run finds the training loader, and further runs change only this loader.
     assert script.sites[:2] == ["", "train.py:9"]  # type: ignore[attr-defined]
 
 
@@ -224,9 +226,9 @@ def test_tuning_keeps_nothing_on_a_balanced_script() -> None:
         ({"seconds": lambda codes: 4.0 + len(codes)}, "rejected: not faster"),
     ],
 )
-def test_change_that_is_not_proved_is_not_kept(options: dict[str, Any], outcome: str) -> None:
-    known: dict[str, Any] = {"seconds": lambda codes: 4.0 / (1 + len(codes))}
-    tuning = tuned(FakeScript([FUSED], **{**known, **options}))
+def test_tuning_rejects_a_change_that_is_not_proved(options: dict[str, Any], outcome: str) -> None:
+    defaults: dict[str, Any] = {"seconds": lambda codes: 4.0 / (1 + len(codes))}
+    tuning = tuned(FakeScript([FUSED], **{**defaults, **options}))
     assert outcomes(tuning) == {"Adam(fused=True)": outcome}
     assert tuning.kept == []
 
@@ -258,7 +260,7 @@ def test_uncertain_change_leaves_half_of_the_budget(monkeypatch: pytest.MonkeyPa
 
     def seconds(codes: Sequence[str]) -> float:
         now.s += 10.0
-        # The first change is faster on average, by less than runs differ.
+        # The first change is faster on average, but by less than the difference between runs.
         pace_s = next(fused_s) if "Adam(fused=True)" in codes else 4.4
         return pace_s / (1 + ("num_workers=4" in codes))
 
@@ -278,7 +280,7 @@ def test_tuning_without_a_budget_tries_nothing() -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90s", 90), ("15m", 900), ("1h", 3600), ("2", 120), ("0.5h", 1800)]
 )
-def test_budgets_are_times(text: str, seconds: float) -> None:
+def test_budget_is_parsed_as_a_time(text: str, seconds: float) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     args = parser.parse_args(["--budget", text, "train.py", "--lr", "1"])

@@ -1,3 +1,5 @@
+"""The wall clock of a training, the time outside its steps, and the file that it saves."""
+
 import io
 import os
 import pickle
@@ -25,24 +27,24 @@ def entries_ms(timer: Timer) -> dict[str, float]:
 
 
 class HostWork(pl.Callback):
-    """Keeps the host busy in the hooks of a trainer, for a known time each (in milliseconds)."""
+    """Keeps the host busy in hooks of a trainer, for the given milliseconds."""
 
     def __init__(self, gpu: FakeGPU, **ms: float) -> None:
         for hook, time in ms.items():
             setattr(self, hook, lambda *_, _ms=time, **__: gpu.host_work(_ms))
 
 
-class Slow(Model):
-    """A model whose steps are host work alone, the first of them longer."""
+class HostModel(Model):
+    """A model whose step takes the host 100 ms, and the first step 500 ms."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.gpu.host_work(500.0 if self.trainer.global_step == 0 else 100.0)
         return self.loss(batch)
 
 
-def checked(gpu: FakeGPU, **more: Any) -> GPUPhaseTimer:
-    """A fit of two epochs of three steps, with a validation in each and host work everywhere."""
-    timer = timer_of(gpu, **more)
+def fit_with_host_work(gpu: FakeGPU, **options: Any) -> GPUPhaseTimer:
+    """Fit two epochs of three steps, with a validation in each and host work in all hooks."""
+    timer = timer_of(gpu, **options)
     work = HostWork(
         gpu,
         on_fit_start=7.0,
@@ -59,14 +61,14 @@ def checked(gpu: FakeGPU, **more: Any) -> GPUPhaseTimer:
     )
     SavingTrainer.gpu = gpu
     trainer(timer, work, saves, kind=SavingTrainer, max_epochs=2, num_sanity_val_steps=1).fit(
-        Slow(gpu), Loader(gpu, 3), Loader(gpu, 2)
+        HostModel(gpu), Loader(gpu, 3), Loader(gpu, 2)
     )
     return timer
 
 
 def test_wall_clock_entries_cover_the_fit(gpu: FakeGPU) -> None:
-    found = entries_ms(checked(gpu))
-    # The host may wait for the device in a step, and does nothing else but the work above.
+    found = entries_ms(fit_with_host_work(gpu))
+    # In a step the host also waits for the device. All other entries have only the host work.
     assert found.pop("first step") == pytest.approx(500, abs=20)
     assert found.pop("steps") == pytest.approx(500, abs=80)
     assert found == {
@@ -82,8 +84,8 @@ def test_wall_clock_entries_cover_the_fit(gpu: FakeGPU) -> None:
 # Plain loops
 
 
-class TakesHost:
-    """A plain loop whose steps take the host 5 ms, the first one 50, and a fetch 1."""
+class HostLoop:
+    """A plain loop: a fetch takes the host 1 ms, a step 5 ms, and the first step 50 ms."""
 
     def __init__(self, **options: Any) -> None:
         self.gpu = FakeGPU()
@@ -118,13 +120,13 @@ class TakesHost:
 STEPS_MS = {"first step": 51.0, "steps": 66.0}  # Three loops of four steps each.
 
 
-def between(loop: TakesHost) -> None:
+def train_between_host_work(loop: HostLoop) -> None:
     for _ in range(3):
         loop.train()
         loop.gpu.host_work(20.0)
 
 
-def leaves(loop: TakesHost) -> None:
+def leave_loops_early(loop: HostLoop) -> None:
     for _ in range(3):
         for i, x in enumerate(loop.timer.steps(loop.batches(99))):
             loop.step(x)
@@ -133,7 +135,7 @@ def leaves(loop: TakesHost) -> None:
         loop.gpu.host_work(20.0)
 
 
-def pauses(loop: TakesHost) -> None:
+def pause_in_a_loop(loop: HostLoop) -> None:
     for i, x in enumerate(loop.timer.steps(loop.batches(12))):
         loop.step(x)
         if i % 4 == 3:
@@ -141,7 +143,7 @@ def pauses(loop: TakesHost) -> None:
                 loop.gpu.host_work(20.0)
 
 
-def pauses_around_a_loop(loop: TakesHost) -> None:
+def pause_around_a_loop(loop: HostLoop) -> None:
     for _ in range(2):
         loop.train(6)
         with loop.timer.paused():
@@ -150,7 +152,7 @@ def pauses_around_a_loop(loop: TakesHost) -> None:
                 loop.gpu.host_work(7.0)
 
 
-def evaluates(loop: TakesHost) -> None:
+def evaluate_in_a_loop(loop: HostLoop) -> None:
     for i, x in enumerate(loop.timer.steps(loop.batches(12))):
         loop.step(x)
         if i in (4, 8):
@@ -162,7 +164,7 @@ def evaluates(loop: TakesHost) -> None:
             loop.net.train()
 
 
-def once(loop: TakesHost) -> None:
+def train_once(loop: HostLoop) -> None:
     loop.gpu.host_work(30.0)
     loop.train(12)
     loop.gpu.host_work(30.0)
@@ -171,18 +173,18 @@ def once(loop: TakesHost) -> None:
 @pytest.mark.parametrize(
     ("run_loops", "outside"),
     [
-        (between, {"between loops": 60.0}),
-        (leaves, {"between loops": 60.0}),
-        (pauses, {"paused": 60.0}),
-        (pauses_around_a_loop, {"paused": 80.0}),
-        (evaluates, {"evaluation": 80.0}),
-        (once, {"set-up": 30.0, "tear-down": 30.0}),
+        (train_between_host_work, {"between loops": 60.0}),
+        (leave_loops_early, {"between loops": 60.0}),
+        (pause_in_a_loop, {"paused": 60.0}),
+        (pause_around_a_loop, {"paused": 80.0}),
+        (evaluate_in_a_loop, {"evaluation": 80.0}),
+        (train_once, {"set-up": 30.0, "tear-down": 30.0}),
     ],
 )
-def test_breakdown_of_plain_loops_has_all_time_from_attach_to_remove(
-    run_loops: Callable[[TakesHost], None], outside: dict[str, float]
+def test_wall_clock_of_plain_loops_covers_all_time_from_attach_to_remove(
+    run_loops: Callable[[HostLoop], None], outside: dict[str, float]
 ) -> None:
-    loop = TakesHost()
+    loop = HostLoop()
     begin = loop.gpu.now
     with loop.timer:
         run_loops(loop)
@@ -196,26 +198,28 @@ def test_breakdown_of_plain_loops_has_all_time_from_attach_to_remove(
     assert breakdown.scope == "training"
 
 
-def test_breakdown_of_a_loop_that_calls_step_has_the_time_after_its_last_step() -> None:
-    loop = TakesHost()
+def test_wall_clock_of_a_loop_that_calls_step_has_a_tear_down() -> None:
+    loop = HostLoop()
     with loop.timer:
-        loop.gpu.host_work(30.0)  # Nothing shows where the first step starts.
+        loop.gpu.host_work(30.0)  # Part of the first step, whose start is unknown.
         loop.train_calling_step(4)
         loop.gpu.host_work(40.0)
     assert entries_ms(loop.timer) == {"first step": 81.0, "steps": 18.0, "tear-down": 40.0}
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 2, "auto"])
-def test_steps_of_a_loop_that_calls_step_are_steps(every_n_steps: Any) -> None:
-    loop = TakesHost(every_n_steps=every_n_steps)
+def test_wall_clock_of_a_loop_that_calls_step_counts_each_step(every_n_steps: Any) -> None:
+    loop = HostLoop(every_n_steps=every_n_steps)
     with loop.timer:
         loop.train_calling_step(20)
     assert entries_ms(loop.timer) == {"first step": 51.0, "steps": 114.0}
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 2, "auto"])
-def test_last_step_of_an_accumulating_loop_that_is_left_is_a_step(every_n_steps: Any) -> None:
-    loop = TakesHost(every_n_steps=every_n_steps, accumulate_grad_batches=2)
+def test_wall_clock_counts_the_last_step_of_an_accumulation_without_a_call(
+    every_n_steps: Any,
+) -> None:
+    loop = HostLoop(every_n_steps=every_n_steps, accumulate_grad_batches=2)
     with loop.timer:
         for micro_batch in range(20):
             loop.gpu.host_work(5.0)
@@ -227,35 +231,35 @@ def test_last_step_of_an_accumulating_loop_that_is_left_is_a_step(every_n_steps:
     assert entries_ms(loop.timer) == {"first step": 10.0, "steps": 90.0}
 
 
-def test_measurement_that_is_over_has_the_breakdown_of_its_loops() -> None:
-    loop = TakesHost()
+def test_summary_taken_earlier_keeps_its_wall_clock() -> None:
+    loop = HostLoop()
     with loop.timer:
-        between(loop)
+        train_between_host_work(loop)
     loop.train()  # Untimed.
     with loop.timer:
         loop.ms = 50.0
-        between(loop)
-        copy = pickle.loads(pickle.dumps(loop.timer.summary()))
+        train_between_host_work(loop)
+        earlier = pickle.loads(pickle.dumps(loop.timer.summary()))
         loop.gpu.host_work(1000.0)
-        assert loop.timer.summary().wall_clock != copy.wall_clock
+        assert loop.timer.summary().wall_clock != earlier.wall_clock
     assert entries_ms(loop.timer)["between loops"] == 1060.0
-    assert copy.wall_clock.entries_s["between loops"] == pytest.approx(0.06)
+    assert earlier.wall_clock.entries_s["between loops"] == pytest.approx(0.06)
 
 
-# Loggers and copies
+# Logs
 
 
 def test_wall_clock_is_logged_once(gpu: FakeGPU) -> None:
     logger = MemoryLogger()
     timer = timer_of(gpu, log=["fit"])
-    fit(gpu, Slow(gpu), 3, timer=timer, logger=logger)
-    whole_fit = timer.summary().wall_clock
-    assert whole_fit is not None
+    fit(gpu, HostModel(gpu), 3, timer=timer, logger=logger)
+    wall_clock = timer.summary().wall_clock
+    assert wall_clock is not None
     [(step, logged)] = [call for call in logger.calls if "phase_time/fit/wall_s" in call[1]]
     assert step == 2
-    assert logged["phase_time/fit/wall_s"] == whole_fit.wall_s
-    first_step_s = whole_fit.entries_s["first step"]
-    assert logged["phase_time/fit/first_step_share"] == first_step_s / whole_fit.wall_s > 0
+    assert logged["phase_time/fit/wall_s"] == wall_clock.wall_s
+    first_step_s = wall_clock.entries_s["first step"]
+    assert logged["phase_time/fit/first_step_share"] == first_step_s / wall_clock.wall_s > 0
 
 
 # The file that a fit leaves
@@ -267,7 +271,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_fit_is_saved_when_it_ends(gpu: FakeGPU, path: Path) -> None:
-    timer = checked(gpu, save_path=path)
+    timer = fit_with_host_work(gpu, save_path=path)
     run = load(path)
     assert run.summary() == timer.summary()
     assert run.summary().wall_clock == timer.summary().wall_clock
@@ -301,7 +305,7 @@ def test_failed_run_saves_its_steps(gpu: FakeGPU, error: BaseException, path: Pa
     assert load(path).summary().wall_clock is not None
 
 
-def test_run_is_saved_when_its_output_is_closed(
+def test_run_is_saved_even_if_stdout_is_closed(
     gpu: FakeGPU, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     closed = io.StringIO()
@@ -346,25 +350,25 @@ def test_save_path_is_relative_to_the_start_folder(
 def test_run_is_saved_after_each_epoch(gpu: FakeGPU, path: Path) -> None:
     saved_steps = []
 
-    def look(*_: Any) -> None:
-        # The file that would exist if the process were killed in this epoch.
+    def read_file(*_: Any) -> None:
+        # A process that is killed in this epoch would leave this file.
         saved_steps.append(path.is_file() and len(load(path).history))
 
-    callback = pl.callbacks.LambdaCallback(on_train_epoch_start=look)
+    callback = pl.callbacks.LambdaCallback(on_train_epoch_start=read_file)
     timer = timer_of(gpu, save_path=path, _lag=0)
     fit(gpu, Model(gpu), 3, timer=timer, callbacks=[callback], max_epochs=2)
     assert saved_steps == [False, 3]
     assert len(load(path).history) == 6
 
 
-def test_saving_at_the_end_of_epochs_takes_little_of_the_time(
+def test_saving_at_epoch_ends_is_limited_to_a_small_share_of_the_time(
     gpu: FakeGPU, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[int] = []
     monkeypatch.setattr(GPUPhaseTimer, "save", lambda *_: saved.append(0))
     start, *epochs = (
         [0.0],
-        [0.0, 0.0, 0.0, 1.0],  # At the end of the batch and of the epoch, and around the file.
+        [0.0, 0.0, 0.0, 1.0],  # After the batch, after the epoch, before and after saving.
         [50.0, 50.0],
         [100.9, 100.9],
         [100.9, 101.0, 101.0, 101.5],
@@ -372,14 +376,14 @@ def test_saving_at_the_end_of_epochs_takes_little_of_the_time(
     now = iter(sum(epochs, start))
     monkeypatch.setattr("lightning_gputime._runs.live_file.time.perf_counter", now.__next__)
     fit(gpu, Model(gpu), 1, max_epochs=4, timer=timer_of(gpu, save_path=path))
-    # At the end of the first epoch, which takes a second; of the fourth, 100 s later; at the end.
+    # After the first epoch (which takes 1 s), 100 s later after the fourth, and after the fit.
     assert len(saved) == 3
 
 
 def test_epochs_without_save_path_read_no_clock(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Users' tests may replace the clock with a counter.
+    # Tests of users may replace the clock with a list of times.
     clock = Mock(return_value=0.0)
     monkeypatch.setattr("time.perf_counter", clock)
     fit(gpu, Model(gpu), 1, max_epochs=2)
