@@ -258,6 +258,8 @@ class Timer(Tabular):
         """End the measurement: read the last steps, compare the ranks, and remove the hooks."""
         session = self._session
         try:
+            if session.open_step.repeats_forward:
+                self._costly_settings = replace(self._costly_settings, repeats_forward=True)
             # Some settings may have been enabled during training.
             self._read_costly_settings(self._results.setup.costly_settings)
             session.finish()

@@ -18,6 +18,7 @@ from test_diagnosis import STEP, measurement
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from lightning_gputime import GPUPhaseHooks, load
 from lightning_gputime._culprits.threads import ThreadTimes
@@ -290,6 +291,34 @@ def test_plain_loop_reports_debugging(
     assert "TORCH_LOGS may cost time" in str(summary)
     timer.save(tmp_path / "run.json")
     assert load(tmp_path / "run.json").summary().setup == summary.setup
+
+
+class Checkpointed(nn.Module):
+    """A user's model that checkpoints a part of itself."""
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.head, self.block = nn.Linear(1, 1), nn.Linear(1, 1)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.use_reentrant is None:
+            return torch.as_tensor(self.block(self.head(x)))
+        out = checkpoint(self.block, self.head(x), use_reentrant=self.use_reentrant)
+        return torch.as_tensor(out)
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_checkpointing_inside_a_model_is_reported(use_reentrant: bool | None) -> None:
+    model = Checkpointed(use_reentrant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GPUPhaseHooks(model, optimizer) as timer:
+        for x in timer.steps([torch.ones(1, 1)] * 10):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [setting.name for setting in timer.summary().setup.costly_settings]
+    assert ("gradient_checkpointing" in found) == (use_reentrant is not None)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")

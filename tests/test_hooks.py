@@ -262,7 +262,7 @@ def train_or_replay(loop: Loop, number: int, replays: list[Callable[[], None]]) 
 
 @pytest.mark.parametrize("options", [{}, {"every_n_steps": 10}, {"probe_every_n_steps": 5}])
 @pytest.mark.parametrize("is_named", [True, False])
-def test_graph_replay_belongs_to_the_phase_that_launches_it(
+def test_graph_replay_belongs_to_its_launching_phase(
     loop: Loop, options: dict[str, Any], is_named: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     replays: list[Callable[[], None]] = []

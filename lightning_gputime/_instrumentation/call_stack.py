@@ -25,7 +25,13 @@ class CallStack:
         """True if a wrapper is about to call the model to run the training step."""
         self.is_recursive = False
         """True after a module was called inside its own call: the recursion limit is raised."""
+        self.was_in_backward = False
+        """True once a module was called inside a backward, as activation checkpointing does."""
         self._original_limit = self._raised_limit = 0
+
+    def note_backward(self) -> None:
+        """Note that a module is called inside a backward."""
+        self.was_in_backward = True
 
     def redirect(self, *_: object) -> None:
         """Expect a wrapper to call the model to run the training step."""

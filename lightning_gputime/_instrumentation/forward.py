@@ -93,6 +93,11 @@ class ForwardBoundary:
         return bool(self._stack.running)
 
     @property
+    def repeats_forward(self) -> bool:
+        """True once a module was called inside a backward, as activation checkpointing does."""
+        return self._stack.was_in_backward
+
+    @property
     def is_evaluated(self) -> bool:
         """True once the model was called in training mode, and then in eval mode with grad."""
         return self._modes is _Modes.TRAINING_THEN_EVAL
@@ -159,11 +164,13 @@ class ForwardBoundary:
         if not self._batch.is_open:
             return
         recorder, stack = self._recorder, self._stack
-        if get_ident() != recorder.threads.timed and not self._enter_untimed(module):
-            return
-        # Activation checkpointing calls modules again inside backward. Ignore these calls: they are
-        # part of backward, and if checkpointing is not reentrant, no hook runs at their end.
+        # Activation checkpointing calls modules again inside backward, on a GPU in another thread.
+        # Ignore these calls: they are part of backward, and if checkpointing is not reentrant, no
+        # hook runs at their end.
         if current_graph_task_id() != -1:
+            stack.note_backward()
+            return
+        if get_ident() != recorder.threads.timed and not self._enter_untimed(module):
             return
         if (stack.running or stack.is_redirected) and self._is_inner_call(module):
             return

@@ -37,7 +37,8 @@ class NullUpdates:
 class NullOpenStep:
     """Open step of a timer that is not attached."""
 
-    has_updated = has_optimizer = has_trained = has_evaluated = needs_updates = False
+    has_updated = has_optimizer = has_trained = has_evaluated = False
+    needs_updates = repeats_forward = False
     optimizer = NullUpdates()
 
     def batch_begins(self, batch: Any = None) -> None: ...

@@ -111,6 +111,11 @@ class OpenStep:
         """True once any step has had a backward."""
         return self._forward.has_trained
 
+    @property
+    def repeats_forward(self) -> bool:
+        """True once a backward has called a module, as activation checkpointing does."""
+        return self._forward.repeats_forward
+
     def rely_on_updates(self) -> None:
         """From now on, end steps with updates, because the trainer's count of batches was wrong."""
         self.needs_updates = True
