@@ -80,9 +80,7 @@ def test_accelerate_accumulation_continues_across_epochs(loop: Loop) -> None:
 @pytest.mark.parametrize(
     ("script", "updates"), [("test_sync", [2] * 4 + [3] * 4 + [2]), ("test_script", [12] * 8)]
 )
-def test_accelerate_test_scripts_pass_with_one_step_per_update(
-    script: str, updates: list[int]
-) -> None:
+def test_accelerate_test_scripts_have_one_step_per_update(script: str, updates: list[int]) -> None:
     pytest.importorskip("accelerate.test_utils")
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     printed = run(*ranks, Path(__file__).parent / "accelerate_run.py", script)

@@ -72,9 +72,7 @@ def test_children_inside_the_model_call_lose_their_hooks(gpu: FakeGPU, time_step
     assert timed.end_step() == {"forward": 10.0}
 
 
-def test_children_regain_hooks_after_a_step_without_forward(
-    gpu: FakeGPU, time_step: TimeStep
-) -> None:
+def test_children_regain_hooks_if_forward_does_not_run(gpu: FakeGPU, time_step: TimeStep) -> None:
     model = nn.Sequential(Layer(gpu, 1.0), Layer(gpu, 2.0))
     timed = time_step(model)
     model(X)
@@ -164,9 +162,7 @@ def test_copy_of_a_timed_model_has_no_hooks(
 
 
 @pytest.mark.parametrize("has_hook", [False, True])
-def test_model_saved_while_timed_loads_without_the_package(
-    time_step: TimeStep, has_hook: bool
-) -> None:
+def test_saved_timed_model_loads_without_the_package(time_step: TimeStep, has_hook: bool) -> None:
     # As pytorch/examples does in `word_language_model`.
     model = small_model()
     if has_hook:

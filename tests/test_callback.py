@@ -1,3 +1,5 @@
+"""`GPUPhaseTimer`: what it logs, errors, options, and evaluations."""
+
 import copy
 import pickle
 from collections import UserList
@@ -17,16 +19,16 @@ from torch import Tensor
 from lightning_gputime import GPUPhaseTimer, load
 
 
-def test_means_are_logged_under_the_step_that_they_belong_to(gpu: FakeGPU) -> None:
+def test_means_are_logged_under_the_newest_of_their_steps(gpu: FakeGPU) -> None:
     logger = MemoryLogger()
     fit(gpu, Model(gpu), n=5, logger=logger, log_every_n_steps=2)
     total = sum(STEP_MS.values())
-    # A host that does nothing else waits for all that the GPU does.
+    # The host does no work, so it waits for all work of the GPU.
     phases = {**STEP_MS, "callbacks": 0.0, "step": total, "host_wait": total}
     means = {f"phase_time/{name}_ms": ms for name, ms in phases.items()}
     means |= {"phase_time/items_per_sec": 1000 / total, "epoch": 0}
     assert logger.phase_times() == [(step, means) for step in (1, 3, 4)]
-    # The same numbers as Lightning's own metrics.
+    # Lightning logs its metrics under the same step numbers.
     assert [step for step, metrics in logger.calls if "loss" in metrics] == [1, 3]
 
 
@@ -54,9 +56,8 @@ def test_log_option_selects_the_logged_keys(
     logger, timer = MemoryLogger(), timer_of(gpu, **options)
     runner = trainer(timer, logger=logger, log_every_n_steps=20)
     runner.fit(Model(gpu), Loader(gpu, 20), Loader(gpu, 1))
-    found = [{key for key in row if "phase_time" in key} for _, row in logger.calls]
-    found = [row for row in found if row]
-    keys = {key.removeprefix("phase_time/") for row in found for key in row}
+    logged_keys = {key for _, row in logger.calls for key in row if "phase_time" in key}
+    keys = {key.removeprefix("phase_time/") for key in logged_keys}
     training = {key for key in keys if not key.startswith("val/")}
     assert {key for key in training if not key.startswith("fit/") or key in FIT} == logged
     of_phases = {f"{name}_ms" for name in ("data", "forward", "other")}
@@ -65,7 +66,7 @@ def test_log_option_selects_the_logged_keys(
     assert {*runner.callback_metrics} & {f"phase_time/{key}" for key in DEFAULT} == {
         f"phase_time/{key}" for key in logged & DEFAULT
     }
-    # Keys that are not logged are saved nevertheless.
+    # Keys that are not logged are still saved.
     timer.save(tmp_path / "run.json")
     assert of_phases < {*load(tmp_path / "run.json").evaluations[0]}
 
@@ -108,15 +109,15 @@ class Wrapped:
         return self._optimizer.step(closure)
 
 
-class Swaps(pl.Callback):
-    """Puts the wrapper in the place of the optimizer."""
+class WrapOptimizer(pl.Callback):
+    """Replaces the optimizer by a wrapper."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.strategy._optimizers = [Wrapped(trainer.optimizers[0])]  # type: ignore[list-item]
 
 
 def test_optimizer_inside_a_foreign_wrapper_is_timed(gpu: FakeGPU) -> None:
-    timer = fit(gpu, Model(gpu), callbacks=[Swaps()])
+    timer = fit(gpu, Model(gpu), callbacks=[WrapOptimizer()])
     assert steps(timer) == [STEP_MS] * 3
     assert timer.summary().skipped_updates == 0
 
@@ -131,7 +132,7 @@ def test_table_is_printed_once(gpu: FakeGPU, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "training_step", "on_train_epoch_end"])
-def test_exception_keeps_the_measurement_and_leaves_nothing(
+def test_exception_keeps_the_measurement_and_leaves_no_hooks(
     gpu: FakeGPU, error: type[BaseException], hook: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = []
@@ -155,7 +156,7 @@ def test_exception_keeps_the_measurement_and_leaves_nothing(
     assert all(not module._forward_hooks for module in model.modules())
     [optimizer] = runner.optimizers
     assert "zero_grad" not in vars(optimizer)
-    # The timer works again.
+    # The timer can be used again.
     assert steps(fit(gpu, Model(gpu), timer=timer)) == [STEP_MS] * 3
 
 
@@ -170,7 +171,7 @@ def test_timer_pickles_and_clones_before_and_after_training(gpu: FakeGPU, traine
         assert twin._options.prefix == "gpu"
 
 
-def test_no_state_is_added_to_checkpoints(gpu: FakeGPU, tmp_path: Any) -> None:
+def test_checkpoint_contains_no_state_of_the_timer(gpu: FakeGPU, tmp_path: Any) -> None:
     runner = trainer(timer_of(gpu))
     runner.fit(Model(gpu), Loader(gpu, 2))
     runner.save_checkpoint(tmp_path / "last.ckpt")
@@ -178,8 +179,8 @@ def test_no_state_is_added_to_checkpoints(gpu: FakeGPU, tmp_path: Any) -> None:
     assert checkpoint["callbacks"] == {}
 
 
-def test_skipped_batches_and_batches_that_are_none_end_no_step(gpu: FakeGPU) -> None:
-    class Holes(Loader):
+def test_skipped_batches_and_none_batches_end_no_step(gpu: FakeGPU) -> None:
+    class WithNone(Loader):
         def __iter__(self) -> Any:
             for i, batch in enumerate(super().__iter__()):
                 yield None if i == 1 else batch
@@ -187,13 +188,13 @@ def test_skipped_batches_and_batches_that_are_none_end_no_step(gpu: FakeGPU) -> 
     model = changed(gpu, on_train_batch_start=lambda model, batch, i: -1 if i == 3 else None)
     timer = timer_of(gpu)
     with pytest.warns(UserWarning, match="yielded None"):
-        trainer(timer, max_epochs=2).fit(model, Holes(gpu, 5))
+        trainer(timer, max_epochs=2).fit(model, WithNone(gpu, 5))
     # The copy of the batch that became None is part of the next batch's `data`.
     assert steps(timer) == [STEP_MS, {**STEP_MS, "data": 2.0}] * 2
 
 
 @pytest.mark.parametrize(
-    ("given", "taken"),
+    ("option", "converted"),
     [
         ({"warmup_steps": "3"}, 3),
         ({"history_size": 1e4}, 10_000),
@@ -205,10 +206,12 @@ def test_skipped_batches_and_batches_that_are_none_end_no_step(gpu: FakeGPU) -> 
         ({"modules": UserList(["net"])}, ["net"]),
     ],
 )
-def test_options_are_converted_from_configuration_files(given: dict[str, Any], taken: Any) -> None:
-    timer = GPUPhaseTimer(**given)
-    [name] = given
-    assert getattr(timer._options, name) == taken
+def test_options_are_converted_from_configuration_files(
+    option: dict[str, Any], converted: Any
+) -> None:
+    timer = GPUPhaseTimer(**option)
+    [name] = option
+    assert getattr(timer._options, name) == converted
 
 
 # Evaluation
@@ -271,14 +274,14 @@ def test_evaluation_without_a_fit_is_logged_and_summarized(
     assert "items per second, counted by the first dimension of the" in str(summary)
     assert f"Time per {name} step in ms over 4 steps" in str(summary).splitlines()
     assert "Time per" in pickle.loads(pickle.dumps(timer)).summary()._repr_html_()
-    # The newest evaluation is shown, and no training was timed.
+    # The summary is that of the newest evaluation, and no training was timed.
     trainer(timer).validate(model, Loader(gpu, 2), verbose=False)
     assert "Time per validation step in ms over 2 steps" in str(timer.summary())
     assert timer.summary("fit").steps == 0
     assert str(timer.summary("fit")).startswith("No step was timed")
 
 
-def test_summary_after_a_fit_is_that_of_the_fit(gpu: FakeGPU) -> None:
+def test_summary_after_a_fit_describes_the_fit(gpu: FakeGPU) -> None:
     timer, model = timer_of(gpu), Evaluated(gpu)
     trainer(timer).test(model, Loader(gpu, 3))
     runner = trainer(timer, val_check_interval=2)

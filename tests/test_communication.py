@@ -62,9 +62,7 @@ def test_ddp_without_a_wait_has_zero_comm(
     assert steps(train(loop, 3, sync_ranks=False)) == [{**STEP_MS, "backward/comm": 0.0}] * 3
 
 
-def test_validation_of_the_module_inside_ddp_belongs_to_no_step(
-    two_ranks: None, gpu: FakeGPU
-) -> None:
+def test_validation_of_a_module_inside_ddp_is_in_no_step(two_ranks: None, gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     model, loop.model = loop.model, parallel(loop.model)
     with hooks(loop, sync_ranks=False) as timer:

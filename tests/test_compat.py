@@ -1,4 +1,4 @@
-"""Versions of other libraries without a private name: less is measured, and that is reported."""
+"""Libraries without one of their private names: less is measured, which a message reports."""
 
 import importlib
 import logging
@@ -24,7 +24,7 @@ from lightning_gputime._compat.names import NAMES, Name
 transformers: Any = pytest.importorskip("transformers")
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # transformers' own
+    pytest.mark.filterwarnings("ignore"),  # Transformers warns.
     pytest.mark.usefixtures("one_thread"),
 ]
 
@@ -127,7 +127,7 @@ def lightning(package: Any, _: Path, is_manual: bool = False) -> tuple[Any, Loss
     return (timers or [None])[0], model.losses
 
 
-class Row(nn.Module):
+class NetWithLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net, self.losses = net(), Losses()
@@ -141,7 +141,7 @@ class Row(nn.Module):
 
 def hugging_face(package: Any, folder: Path) -> tuple[Any, Losses]:
     """Train in transformers' Trainer, with an evaluation and a checkpoint in the middle."""
-    model, data = Row(), [{"x": x, "labels": y} for x, y in rows()]
+    model, data = NetWithLoss(), [{"x": x, "labels": y} for x, y in rows()]
     timers = [] if package is None else [package.TransformersPhaseTimer(warmup_steps=0)]
     schedule = {"eval_strategy": "steps", "eval_steps": 6, "save_strategy": "steps"}
     arguments = training_arguments(
@@ -169,7 +169,7 @@ USES: dict[str, tuple[Training, ...]] = {
     "torch.utils.data._utils.fetch._MapDatasetFetcher": (plain_with_workers,),
     "torch.nn.parallel.DistributedDataParallel.will_sync_module_buffers": (ranks,),
 }
-"""The trainings that need a name, by its path or by its library."""
+"""Trainings that use a name, by the path of the name or else by its library."""
 
 BROADCAST = (
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor"
@@ -186,7 +186,7 @@ TESTED_ALONE = {
     "transformers.PreTrainedModel._loss_function",
     "transformers.trainer.DEFAULT_CALLBACKS",
 }
-"""Names that these trainings do not need."""
+"""Names that these trainings do not use, and that have separate tests."""
 
 
 def users_of(name: Name) -> tuple[Training, ...]:
@@ -212,7 +212,7 @@ def is_of(library: str, owner: Any) -> bool:
 
 @pytest.fixture
 def no_gaps(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Forget which names were missing so far."""
+    """Forget the names that were missing so far."""
     monkeypatch.setattr(names, "_not_measured", {})
     return monkeypatch
 
@@ -225,23 +225,23 @@ def no_names(no_gaps: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def package_without(name: Name) -> Iterator[Any]:
-    """Import the package again, while libraries seem not to have a private name."""
+    """Import the package again as if the libraries lacked a private name."""
 
-    def is_own(module: str) -> bool:
+    def is_of_package(module: str) -> bool:
         return module.partition(".")[0] == "lightning_gputime"
 
-    before = {module: sys.modules.pop(module) for module in [*sys.modules] if is_own(module)}
+    before = {module: sys.modules.pop(module) for module in [*sys.modules] if is_of_package(module)}
     try:
-        anew: Any = importlib.import_module("lightning_gputime._compat.names")
-        read = anew.read
-        anew.read = lambda owner, attribute: (
-            anew.MISSING
+        reimported: Any = importlib.import_module("lightning_gputime._compat.names")
+        read = reimported.read
+        reimported.read = lambda owner, attribute: (
+            reimported.MISSING
             if attribute == name.attribute and is_of(name.library, owner)
             else read(owner, attribute)
         )
         yield importlib.import_module("lightning_gputime")
     finally:
-        for module in [*filter(is_own, sys.modules)]:
+        for module in [*filter(is_of_package, sys.modules)]:
             del sys.modules[module]
         sys.modules.update(before)
 
@@ -278,7 +278,7 @@ def test_training_continues_without_a_private_name(
 
 
 class WithLoss(nn.Module):
-    """A model that keeps its loss function under another name than transformers does."""
+    """A model whose attribute for the loss function has another name than in transformers."""
 
     loss_function = property(lambda self: self._loss_fn, lambda self, value: None)
 
@@ -287,7 +287,7 @@ class WithLoss(nn.Module):
         self._loss_fn = nn.functional.mse_loss
 
 
-def test_loss_function_under_another_name_is_not_separated_from_forward(no_gaps: Any) -> None:
+def test_renamed_loss_function_is_not_separated_from_forward(no_gaps: Any) -> None:
     model = WithLoss()
     assert transformers_.has_inner_loss(model)
     transformers_.check_inner_loss(model, vars(model).get(transformers_.INNER_LOSS))
@@ -295,7 +295,7 @@ def test_loss_function_under_another_name_is_not_separated_from_forward(no_gaps:
     assert found.blurred == ("forward", "loss")
 
 
-def test_autocast_counts_as_on_if_its_state_is_private(request: pytest.FixtureRequest) -> None:
+def test_autocast_is_assumed_on_if_its_state_is_unreadable(request: pytest.FixtureRequest) -> None:
     assert not torch_.is_autocast_on(torch.autocast("cpu", enabled=False))
     request.getfixturevalue("no_names")
     assert torch_.is_autocast_on(torch.autocast("cpu", enabled=False))
@@ -331,7 +331,7 @@ def test_trainer_with_reward_functions_reports_missing_rewards_and_vllm(no_gaps:
 
 
 @pytest.mark.parametrize(("lightning_version", "is_reported"), [("2.5.6", False), ("2.7.0", True)])
-def test_missing_broadcast_before_each_batch_is_reported_from_lightning_2_6_on(
+def test_missing_sigterm_broadcast_is_reported_since_lightning_2_6(
     no_gaps: pytest.MonkeyPatch, lightning_version: str, is_reported: bool
 ) -> None:
     def read_others(owner: Any, name: str) -> Any:

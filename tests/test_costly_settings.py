@@ -1,4 +1,4 @@
-"""Tests of costly settings, and of the advice on the entries that they inflate."""
+"""Costly settings, and the advice on the entries of the time breakdown that they inflate."""
 
 import threading
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ VARIABLES += ["TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG"]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_costly(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_setting_is_costly(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
@@ -46,9 +46,9 @@ def _nothing_is_costly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """A training on two GPUs in float32, with parts that cases replace."""
+    """A training on two GPUs in float32, with the settings of a case."""
 
-    patches: Mapping[str, Any] = field(default_factory=dict)  # Results of functions, or values.
+    patches: Mapping[str, Any] = field(default_factory=dict)  # Values, or results of functions.
     variables: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     loop: Mapping[str, Any] = field(default_factory=dict)
@@ -64,10 +64,10 @@ class Training:
             monkeypatch.setenv(variable, value)
         model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Linear(1, 1))
         if self.marks_module:
-            model[1].gradient_checkpointing = True  # type: ignore[assignment]  # as transformers
-        known = {"device_type": "cuda", "world_size": 2, "precision": "float32"}
+            model[1].gradient_checkpointing = True  # type: ignore[assignment]  # as in transformers
+        defaults = {"device_type": "cuda", "world_size": 2, "precision": "float32"}
         reader = CostlySettings.of(
-            Environment(**{**known, **self.environment}),
+            Environment(**{**defaults, **self.environment}),
             boundaries.Loop(model, **self.loop),
             "GPU work",
             self.threads,
@@ -99,7 +99,7 @@ def variables(**values: str) -> Training:
 CASES = [
     (Training({"torch.is_anomaly_enabled": True}), "detect_anomaly", "GPU work"),
     (Training(DETERMINISTIC), "deterministic_algorithms", "GPU work"),
-    # Deterministic training is not advised to benchmark.
+    # `cudnn.benchmark` is not advised for deterministic training.
     (Training({**DETERMINISTIC, **BENCHMARK}), "deterministic_algorithms", "GPU work"),
     (Training({"torch.version.debug": True}), "debug_build", "GPU work"),
     (Training(BENCHMARK), "cudnn.benchmark", "GPU work"),
@@ -121,7 +121,7 @@ CASES = [
 
 
 def diagnosis_of(settings: tuple[CostlySetting, ...], **entries_s: float) -> Diagnosis:
-    """Return the diagnosis of a fit of which steps and the first step take half each."""
+    """Return the diagnosis of a fit whose first step takes as long as all other steps."""
     phases_ms = STEP | {"data": 7.0, "data/fetch": 7.0, "callbacks": 7.0, "backward/comm": 5.0}
     clock = WallClockBreakdown({"steps": 10.0, "first step": 10.0, **entries_s})
     measured = measurement(phases_ms, wall_clock=clock)
@@ -130,7 +130,7 @@ def diagnosis_of(settings: tuple[CostlySetting, ...], **entries_s: float) -> Dia
 
 
 @pytest.mark.parametrize(("training", "name", "entry"), CASES)
-def test_setting_is_reported_under_the_entry_that_it_inflates(
+def test_costly_setting_is_reported_under_the_entry_it_inflates(
     training: Training, name: str, entry: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = training.settings(monkeypatch)
@@ -147,7 +147,7 @@ def test_setting_is_reported_under_the_entry_that_it_inflates(
     assert [name for name, advice in rows.items() if last in advice] == [entry]
 
 
-def test_setting_is_not_reported_below_five_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costly_setting_is_not_reported_below_five_percent(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Training(BENCHMARK).settings(monkeypatch)
     found = diagnosis_of(settings, validation=1000.0)
     assert found.time_breakdown is not None
@@ -159,10 +159,10 @@ def test_setting_is_not_reported_below_five_percent(monkeypatch: pytest.MonkeyPa
     "training",
     [
         Training(),
-        # cuDNN is off, or has to repeat its results.
+        # cuDNN is disabled or deterministic.
         Training({**BENCHMARK, "torch.backends.cudnn.enabled": False}),
         Training({**BENCHMARK, "torch.backends.cudnn.deterministic": True}),
-        # Only GPUs of NVIDIA, from Ampere on, have TF32; only products of float32 use it.
+        # TF32 exists on NVIDIA GPUs from Ampere on, and only float32 products use it.
         Training(PRECISION, environment={"precision": "bf16-mixed"}),
         Training({**PRECISION, "torch.cuda.get_device_capability": (7, 5)}),
         Training({**PRECISION, "torch.version.hip": "6.4"}),
@@ -176,7 +176,7 @@ def test_setting_is_not_reported_below_five_percent(monkeypatch: pytest.MonkeyPa
         Training(THREADS, environment=CPU),  # The number of cores is unknown.
         Training(THREADS, setup={"cores": 2}),  # Operations on a GPU use no threads.
         Training(threads=threads(core_wait=0.1, busiest=0.2), setup={"cores": 2}),
-        # Without a GPU, or other ranks.
+        # There is no GPU, or no other rank.
         Training(BENCHMARK, environment=CPU),
         Training(PRECISION, environment=CPU),
         Training(setup=UNPINNED, environment=CPU),
@@ -187,7 +187,9 @@ def test_setting_is_not_reported_below_five_percent(monkeypatch: pytest.MonkeyPa
         ),
     ],
 )
-def test_disabled_setting_is_silent(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_that_costs_nothing_is_not_reported(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert training.settings(monkeypatch) == ()
 
 
@@ -197,27 +199,27 @@ def test_cpu_times_of_threads_are_fractions_of_the_time(
     clock = Mock(return_value=0)
     monkeypatch.setattr("lightning_gputime._culprits.threads.time.perf_counter_ns", clock)
     names = {threading.get_native_id(): "MainThread", 2: "monitor", 3: "Dummy-1"}
-    known = []
+    threads = []
     for native_id, name in names.items():
-        known.append(Mock(native_id=native_id))
-        known[-1].name = name
+        threads.append(Mock(native_id=native_id))
+        threads[-1].name = name
         (tmp_path / f"{native_id}").mkdir()
-    monkeypatch.setattr("lightning_gputime._culprits.threads.threading.enumerate", lambda: known)
+    monkeypatch.setattr("lightning_gputime._culprits.threads.threading.enumerate", lambda: threads)
     path = "lightning_gputime._culprits.threads.Path"
     monkeypatch.setattr(path, lambda name: tmp_path / Path(name).parent.name / "schedstat")
 
-    def count(text: str) -> None:
-        for thread in known:
+    def write_counters(text: str) -> None:
+        for thread in threads:
             (tmp_path / f"{thread.native_id}" / "schedstat").write_text(text)
 
-    count("700 1000 12")  # Time on a core, and wait for a core.
+    write_counters("700 1000 12")  # Time on a core, and wait for a core.
     times = ThreadTimes()
-    count("2000000700 1000001000 40")
+    write_counters("2000000700 1000001000 40")
     found = []
     for clock.return_value in (10**9, 4 * 10**9):  # One second is too short.
         found.append((times.core_wait_share(), times.busiest_other()))
     assert [found[0][0], found[1]] == [0.0, (0.25, ("monitor", 0.5))]
-    count("unknown")
+    write_counters("unknown")
     assert (times.core_wait_share(), times.busiest_other()[1]) == (0.0, 0.0)
 
 
@@ -230,12 +232,12 @@ def test_cpu_times_of_threads_are_read_from_the_system() -> None:
     assert 0.0 <= times.busiest_other()[1] <= 1.0
 
 
-def test_tf32_by_the_newer_torch_setting_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mixed() -> str:
+def test_tf32_is_read_from_the_newer_torch_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
         raise RuntimeError("mix of the legacy and new APIs")
 
     reader = CostlySettings(Environment(device_type="cuda", precision="float32"), "GPU work")
-    monkeypatch.setattr("torch.get_float32_matmul_precision", mixed)
+    monkeypatch.setattr("torch.get_float32_matmul_precision", fail)
     names = []
     for precision in ("ieee", "tf32"):
         matmul = type("Matmul", (), {"fp32_precision": precision})
@@ -263,8 +265,8 @@ def test_checkpoint_wrapper_of_torch_is_reported() -> None:
 
 def test_unreadable_setting_has_no_advice(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.is_anomaly_enabled", lambda: True)
-    fails = Mock(side_effect=RuntimeError("not yet"))
-    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", fails)
+    unreadable = Mock(side_effect=RuntimeError("not yet"))
+    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", unreadable)
     summary = train(loop, 3).summary()
     assert summary.steps == 3
     assert names_in(summary) == ["detect_anomaly"]
@@ -274,17 +276,17 @@ def test_unreadable_setting_has_no_advice(loop: Loop, monkeypatch: pytest.Monkey
 
 
 def names_in(summary: PhaseSummary) -> list[str]:
-    """Return the settings in the JSON of a summary."""
+    """Return the costly settings in the JSON of a summary."""
     advice = summary.to_dict()["diagnosis"]["advice"]
     return [item["parameters"]["setting"] for item in advice if item["code"] == "costly_setting"]
 
 
-def test_plain_loop_reports_debugging(
+def test_plain_loop_reports_its_costly_settings(
     loop: Loop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("torch.version.debug", True)
     monkeypatch.setenv("TORCH_LOGS", "+all")
-    loop.model.linear.gradient_checkpointing = True  # as transformers
+    loop.model.linear.gradient_checkpointing = True  # as in transformers
     timer = train(loop, 3)
     summary = timer.summary()
     assert names_in(summary) == ["gradient_checkpointing", "debug_build", "TORCH_LOGS"]
@@ -322,7 +324,7 @@ def test_checkpointing_inside_a_model_is_reported(use_reentrant: bool | None) ->
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-def test_setting_of_torch_may_change_after_attach(loop: Loop) -> None:
+def test_costly_setting_is_read_inside_the_loop(loop: Loop) -> None:
     def run(timer: GPUPhaseHooks, turn_on_after: int | None = None) -> None:
         for n, x in enumerate(timer.steps(loop.batches(3))):
             loop.train(x)
@@ -352,23 +354,20 @@ def test_setting_of_torch_may_change_after_attach(loop: Loop) -> None:
         (1, False, 20.0, []),
     ],
 )
-def test_lightning_reports_a_log_of_each_step(
+def test_lightning_reports_costly_logs_of_each_step(
     every_n_steps: int, logs: bool, callback_ms: float, names: list[str], gpu: FakeGPU
 ) -> None:
     slow = LambdaCallback(on_train_batch_end=lambda *_: gpu.host_work(callback_ms))
     logger = MemoryLogger() if logs else False
-    options: dict[str, Any] = {
-        "log_every_n_steps": every_n_steps,
-        "logger": logger,
-        "callbacks": [slow],
-    }
+    options: dict[str, Any] = {"log_every_n_steps": every_n_steps, "logger": logger}
+    options["callbacks"] = [slow]
     assert names_in(fit(gpu, Model(gpu), 6, **options).summary()) == names
 
 
 BOTH = {"logging_steps": 1, "gradient_checkpointing": True}
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.filterwarnings("ignore")  # Transformers warns.
 @pytest.mark.parametrize(
     ("options", "names"),
     [
@@ -378,18 +377,18 @@ BOTH = {"logging_steps": 1, "gradient_checkpointing": True}
         ({"logging_steps": 1, "logging_strategy": "epoch"}, set()),
     ],
 )
-def test_transformers_reports_its_options(
+def test_transformers_reports_its_costly_options(
     options: dict[str, Any], names: set[str], tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    from test_huggingface import new
+    from test_huggingface import train_gpt
 
     from lightning_gputime.huggingface import TransformersPhaseTimer
 
     timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
-    new([timer], tmp_path, **options)
+    train_gpt([timer], tmp_path, **options)
     summary = timer.summary()
     assert {setting.name for setting in summary.setup.costly_settings} == names
-    # Real time decides whether `callbacks` is long enough.
+    # Advice on logging depends on the real time of `callbacks`, which is unknown here.
     assert {*names_in(summary)} - {"logging_steps"} == names - {"logging_steps"}

@@ -360,9 +360,7 @@ def test_calls_that_wait_for_the_gpu_are_located(modes: list[Any], loop: Loop) -
     assert any(advice.startswith(text) for advice in summary.advice)
 
 
-def test_blocking_calls_are_not_searched_if_warnings_are_errors(
-    modes: list[Any], loop: Loop
-) -> None:
+def test_blocking_calls_are_ignored_if_warnings_are_errors(modes: list[Any], loop: Loop) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train_blocked(loop, modes)

@@ -72,9 +72,7 @@ def test_energy_of_a_step_is_the_mean_power_of_its_window(loop: Loop, counter: C
     assert (counter.calls, len(logs)) == (["open", *["read"] * 5, "close"], 4)
 
 
-def test_energy_window_too_short_for_the_counter_repeats_the_last(
-    loop: Loop, counter: Counter
-) -> None:
+def test_energy_of_a_too_short_window_repeats_the_last(loop: Loop, counter: Counter) -> None:
     # Steps of 16 ms: most have no new reading.
     logs, _ = train(loop, 200, log_every_n_steps=1)
     assert {round(log.get("phase_time/power_w", WATTS), 6) for log in logs} == {WATTS}

@@ -293,9 +293,7 @@ def test_evaluate_and_predict_are_timed_only_during_training(
     assert hooks_of(trainer.model) == before
 
 
-def test_evaluation_with_a_custom_prediction_step_is_timed(
-    tmp_path: Path, host_timer: Timer
-) -> None:
+def test_evaluation_with_custom_prediction_step_is_timed(tmp_path: Path, host_timer: Timer) -> None:
     class Mine(transformers.Trainer):  # type: ignore[misc]  # has no types
         def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
             # Like trainers that generate text, this does not call super().
@@ -404,9 +402,7 @@ def test_compiled_model_is_timed_and_not_recompiled(
     torch._dynamo.reset()
 
 
-def test_items_add_up_over_micro_batches_and_evaluations_are_separate(
-    fake: Make, gpu: FakeGPU
-) -> None:
+def test_items_add_up_over_micro_batches_without_evaluations(fake: Make, gpu: FakeGPU) -> None:
     options: dict[str, Any] = {"items": lambda inputs: 5 * len(inputs["x"]), "flops": 2e9}
     timer = TransformersPhaseTimer(_clock=gpu, warmup_steps=0, print_summary=False, **options)
     reporter, micro_batches = Reporter(), {"gradient_accumulation_steps": 3, "max_steps": 4}
@@ -836,9 +832,7 @@ def test_time_breakdown_covers_training_and_evaluations(
     assert breakdown["checkpoints"].share == pytest.approx(60.0 / sum(entries_ms.values()))
 
 
-def test_checkpoint_has_one_name_in_the_breakdown_and_in_the_phases(
-    fake: Make, timer: Timer
-) -> None:
+def test_checkpoint_has_one_name_in_breakdown_and_phases(fake: Make, timer: Timer) -> None:
     options = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "no", "max_steps": 6}
     fake([timer], trainer_class=Saves, **options).train()
     summary = timer.summary()

@@ -697,9 +697,7 @@ class Tunable(Model):
     ids=["BatchSizeFinder", "LearningRateFinder"],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_trials_of_a_finder_are_not_steps(
-    gpu: FakeGPU, finder: pl.Callback, tmp_path: Path
-) -> None:
+def test_trials_of_finders_are_not_steps(gpu: FakeGPU, finder: pl.Callback, tmp_path: Path) -> None:
     timer = timer_of(gpu)
     runner = trainer(timer, finder, default_root_dir=tmp_path, enable_checkpointing=True)
     runner.fit(Tunable(gpu))

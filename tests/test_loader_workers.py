@@ -286,9 +286,7 @@ def test_advice_on_workers_that_start_again(setup: dict[str, Any], text: str) ->
         ((50.0, 60.0), "workers now take 60 ms per batch, 20 ms on average"),
     ],
 )
-def test_slowdown_names_the_workers_that_became_slower(
-    newest_ms: tuple[float, float], text: str
-) -> None:
+def test_slowdown_names_the_slower_workers(newest_ms: tuple[float, float], text: str) -> None:
     workers = tuple(replace(WORKER, newest_ms=ms) for ms in newest_ms)
     assert describe_slowdown([replace(TIMES, workers=workers)]) == text
 

@@ -42,9 +42,7 @@ def test_notebook_shows_the_table_as_html_when_training_ends(
     assert "Time per step" not in capsys.readouterr().out
 
 
-def test_process_forked_from_a_notebook_prints(
-    shown: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fork_of_a_notebook_prints(shown: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_notebook()
     sys.modules["IPython"].kernel.session.pid = 1
     assert not in_notebook()

@@ -221,9 +221,7 @@ DATA_PARTS = changed(data=1.25, data__fetch=0.5, data__copy=0.25, data__comm=0.5
         (changed(forward__comm=0.0), changed(forward=7.0, forward__comm=0.0), "forward compute"),
     ],
 )
-def test_slowest_part_without_waits_is_named(
-    usual: RankTotals, late: RankTotals, named: str
-) -> None:
+def test_slowest_part_excludes_waits(usual: RankTotals, late: RankTotals, named: str) -> None:
     ranks = compared([usual, late])
     assert ranks.slowest_rank == 1
     assert named.startswith(ranks.phase)
@@ -508,9 +506,7 @@ def test_end_of_training_waits_for_other_ranks_only_if_they_are_logged(
         assert exchange.waits.count(True) == 1
 
 
-def test_exchange_is_in_no_step_and_runs_once_per_epoch_end(
-    loop: Loop, exchange: FakeExchange
-) -> None:
+def test_exchange_is_in_no_step_and_once_per_epoch_end(loop: Loop, exchange: FakeExchange) -> None:
     exchange.on_send = lambda: loop.gpu.host_work(50.0)
     timer = train(loop, 6, 6, sync_ranks="log", log_every_n_steps=3)
     assert steps_of(exchange.sent) == [3, 6, 9, 12, 12]
@@ -601,9 +597,7 @@ def test_logged_step_numbers_never_decrease(
     assert numbers == sorted(numbers)
 
 
-def test_failed_training_or_sync_ranks_false_sends_nothing(
-    loop: Loop, exchange: FakeExchange
-) -> None:
+def test_failed_or_unsynced_training_sends_nothing(loop: Loop, exchange: FakeExchange) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("in the loop")
 

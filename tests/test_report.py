@@ -15,7 +15,7 @@ from conftest import Command
 from fake_gpu import raw
 from fake_loop import run_of, with_facts
 from test_compare import run, saved_to
-from test_runs import timed
+from test_runs import timer_after
 
 from lightning_gputime import Cause, Run, SlowStep, compare, load
 from lightning_gputime._measurement.history import list_top_phases
@@ -189,7 +189,7 @@ def test_run_without_steps_has_a_page() -> None:
 
 
 def test_page_of_warm_up_is_labelled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    timer = timed(3, warmup_steps=5)
+    timer = timer_after(3, warmup_steps=5)
     timer.save(tmp_path / "run.json.gz")
     loaded = load(tmp_path / "run.json.gz")
     table = "over 3 steps of the warm-up; no other step was timed"

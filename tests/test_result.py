@@ -80,9 +80,7 @@ def test_comparison_follows_the_schema(
     assert paths_of(result) - {".outcome"} <= paths_of(json.loads(json.dumps(full)))
 
 
-def test_markdown_has_the_outcome_and_a_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_markdown_has_outcome_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(tmp_path / f"{name}.json") for name in ("before", "after")]
     for i, path in enumerate(paths):
         saved.save(run(i, 300, more={"backward": float(i)}), path)

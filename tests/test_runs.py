@@ -246,9 +246,7 @@ FORWARD_MS = "summary/rows/forward/mean_ms"
         ("summary/wall_clock", {"entries_s": []}, "wall_clock.entries_s must be Mapping"),
     ],
 )
-def test_file_with_a_wrong_value_is_refused(
-    place: str, value: Any, message: str, path: Path
-) -> None:
+def test_file_with_wrong_value_is_refused(place: str, value: Any, message: str, path: Path) -> None:
     changed(path, {place: value})
     with pytest.raises(ValueError, match=message) as error:
         load(path)
@@ -344,9 +342,7 @@ def test_failed_save_keeps_the_old_file(path: Path, monkeypatch: pytest.MonkeyPa
     assert load(path).summary().steps == 4
 
 
-def test_replaced_private_file_stays_private(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_private_file_stays_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.json"
     path.touch(0o600)
     monkeypatch.setattr(os, "chmod", lambda *_, **__: None)

@@ -217,9 +217,7 @@ VARY = "took longer than their baseline (step times vary"
         (range(32, STEPS), 28, f"28 of 60 steps {VARY}"),
     ],
 )
-def test_many_long_steps_are_not_called_slow(
-    loop: Loop, late: range, n: int, expected: str
-) -> None:
+def test_frequent_long_steps_are_not_slow(loop: Loop, late: range, n: int, expected: str) -> None:
     timer = train(loop, {step: lambda: loop.gpu.host_work(80.0) for step in late})
     assert expected in str(timer.summary())
     # The steps are still listed.

@@ -206,9 +206,7 @@ def test_slow_step_before_the_first_baseline_has_no_cause(thread: Thread) -> Non
     assert (slow.step, slow.causes, slow.unexplained_ms) == (5, (), 35.0)
 
 
-def test_scheduler_is_not_read_for_short_steps(
-    thread: Thread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_steps_read_no_scheduler(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "_MIN_SAMPLED_MS", 1e3)
     thread.usual()
     thread.queue(30, 8)

@@ -80,9 +80,7 @@ def test_flush_in_another_thread_reads_nothing_while_the_loop_runs(loop: Loop) -
 
 
 @pytest.mark.parametrize("thread_is_alive", [True, False])
-def test_removing_a_timer_from_another_thread_loses_no_step(
-    loop: Loop, thread_is_alive: bool
-) -> None:
+def test_removal_in_another_thread_loses_no_step(loop: Loop, thread_is_alive: bool) -> None:
     timer = hooks(loop).attach()
 
     def train() -> None:

@@ -81,9 +81,7 @@ class Contrastive(nn.Module):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_loss_module_that_gathers_is_loss_with_its_wait(
-    ranks: Ranks, gpu: FakeGPU, scale: float
-) -> None:
+def test_gathering_loss_module_waits_in_loss(ranks: Ranks, gpu: FakeGPU, scale: float) -> None:
     class Scaled(Loop):
         def loss(self, x: Tensor) -> Tensor:
             loss: Tensor = scale * self.model["criterion"](self.model["net"](x))
@@ -103,9 +101,7 @@ def test_submodule_times_exclude_waits_for_other_ranks(ranks: Ranks, gpu: FakeGP
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputed_collective_waits_in_backward(
-    ranks: Ranks, gpu: FakeGPU, use_reentrant: bool
-) -> None:
+def test_recomputed_wait_is_in_backward(ranks: Ranks, gpu: FakeGPU, use_reentrant: bool) -> None:
     class Checkpointed(Shared):
         def train(self, x: Tensor) -> None:
             x.requires_grad_()

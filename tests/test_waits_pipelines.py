@@ -19,9 +19,7 @@ MANUAL = Path(__file__).parents[1] / "docs/how-to/trainers/megatron-torchtitan.m
 
 
 @pytest.mark.parametrize("place", ["data", "other", "forward", "loss", "backward", "optimizer"])
-def test_pipeline_receive_is_the_comm_of_the_next_pass(
-    ranks: Ranks, gpu: FakeGPU, place: str
-) -> None:
+def test_pipeline_receive_is_comm_of_the_next_pass(ranks: Ranks, gpu: FakeGPU, place: str) -> None:
     loop = Shared(gpu, place, lambda: PIPELINE(launch().wait))
     next_pass = "forward" if place in ("data", "other", "forward") else "backward"
     assert train(loop) == [waiting(next_pass)] * 3

@@ -104,8 +104,6 @@ def test_wait_whose_mark_fails_costs_its_step_alone(
         ("augment/part", ["forward"], "augment"),
     ],
 )
-def test_pipeline_receive_belongs_to_the_next_pass(
-    before: str, after: list[str], phase: str
-) -> None:
+def test_pipeline_receive_is_in_the_next_pass(before: str, after: list[str], phase: str) -> None:
     labels = (before, "<receives>", "<continues>", *after)
     assert resolve_labels(labels)[1] == (phase, f"{phase}/comm")

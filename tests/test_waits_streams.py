@@ -58,9 +58,7 @@ def test_collective_on_another_stream_is_not_a_wait(
     assert in_loss(gpu, call) == OWN
 
 
-def test_only_waits_for_streams_with_a_collective_are_counted(
-    streams: FakeStreams, gpu: FakeGPU
-) -> None:
+def test_only_waits_for_collectives_are_counted(streams: FakeStreams, gpu: FakeGPU) -> None:
     def call() -> None:
         reduce_on_side(streams)
         streams.timed.wait_stream(streams.side)

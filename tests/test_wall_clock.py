@@ -380,9 +380,7 @@ def test_saving_at_epoch_ends_is_limited_to_a_small_share_of_the_time(
     assert len(saved) == 3
 
 
-def test_epochs_without_save_path_read_no_clock(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_epochs_without_saving_read_no_clock(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     # Tests of users may replace the clock with a list of times.
     clock = Mock(return_value=0.0)
     monkeypatch.setattr("time.perf_counter", clock)
