@@ -173,7 +173,7 @@ def test_steps_after_the_warm_up_can_be_slow(loop: Loop) -> None:
 def test_baseline_follows_a_lasting_change_of_the_step_time(loop: Loop) -> None:
     longer = {number: lambda: loop.gpu.work(10.0) for number in range(20, STEPS)}
     found = [slow.step for slow in train(loop, longer).slow_steps(100)]
-    # When the 50th step is read, the median includes 30 longer steps and 20 others.
+    # At the reading of the 50th step, the median includes 30 longer steps and 20 others.
     assert sorted(found) == [*range(20, 50)]
 
 
