@@ -146,6 +146,19 @@ class Options:
         return frozenset(groups - {"default"})
 
 
+# Options that summaries advise by name, except `modules`, whose advice names its flag.
+_ADVISED = re.compile(r"\b(every_n_steps|probe_every_n_steps|flops|items)=(\w*)")
+
+
+def flag_note(text: str) -> str:
+    """Return how to write the first option in a text as a flag of `run`; empty without options."""
+    if (found := _ADVISED.search(text)) is None:
+        return ""
+    name, value = found.groups()
+    flag = f"--{name.replace('_', '-')} {value or 'VALUE'}"
+    return f"With run, write options as flags: {flag} for {name}={value}"
+
+
 def takes_options(cls: type[T]) -> type[T]:
     """Complete a timer whose constructor ends in `**options: Unpack[AllOptions]`.
 

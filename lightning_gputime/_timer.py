@@ -32,7 +32,7 @@ from lightning_gputime._measurement.setup import CostlySetting
 from lightning_gputime._measurement.slow import SlowStep
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._messages import HOMES, WarnOnce, messages
-from lightning_gputime._options import AUTO, Options, check_bool, check_int
+from lightning_gputime._options import AUTO, Options, check_bool, check_int, flag_note
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._output.table import Table, Tabular, show
 from lightning_gputime._phases import EXCLUDED, SAVES, StepTimes
@@ -445,7 +445,9 @@ class Timer(Tabular):
         """Print the table if it is wanted and `print_summary` is set. Never raise an Exception."""
         try:
             if is_wanted and self._prints_table:
-                show(summary_of(self._read()), on_stderr=self._prints_on_stderr)
+                summary, on_stderr = summary_of(self._read()), self._prints_on_stderr
+                note = flag_note(str(summary)) if on_stderr else ""
+                show(summary, on_stderr=on_stderr, note=note)
         except Exception as error:
             # For example, Ctrl-C also ended `tee`. The run must still be saved.
             messages.warning("The table could not be shown: %r", error)

@@ -23,6 +23,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 from conftest import Command
+from fake_loop import Loop, train
 from processes import ENVIRONMENT, PACKAGE
 
 from lightning_gputime import GPUPhaseTimer, PhaseSummary, TimerOptions, __main__, load
@@ -489,6 +490,19 @@ def test_import_that_bypasses_the_finder_is_reported(
     assert not caplog.text
     auto._report_unwatched(finder, os.getpid())
     assert "No step is timed: another import hook imported stub_torch before" in caplog.text
+
+
+def test_table_of_run_names_the_flag_of_an_advised_option(
+    loop: Loop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = "With run, write options as flags: --probe-every-n-steps 100 for probe_every_n_steps=100"
+    timer = train(loop, 30)
+    print_now = adding.show_at_exit(timer, {})
+    assert print_now is not None
+    print_now()
+    assert capsys.readouterr().err.endswith(f"\n\n{note}\n")
+    assert "pass probe_every_n_steps=100" in str(timer.summary())
+    assert note not in str(timer.summary())
 
 
 def test_only_rank_zero_prints_and_saves(monkeypatch: pytest.MonkeyPatch) -> None:

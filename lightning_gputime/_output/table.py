@@ -224,8 +224,11 @@ def _wrapped(sentence: str, width: int | None, indent: str = "") -> str:
     )
 
 
-def show(table: Tabular, *, on_stderr: bool = False) -> None:
-    """Show a table as HTML in a notebook, by rich in a terminal if it is installed, or as text."""
+def show(table: Tabular, *, on_stderr: bool = False, note: str = "") -> None:
+    """Show a table as HTML in a notebook, by rich in a terminal if it is installed, or as text.
+
+    On stderr, a `note` may follow it.
+    """
     if in_notebook():
         sys.modules["IPython"].display.display(table)
         return
@@ -249,6 +252,7 @@ def show(table: Tabular, *, on_stderr: bool = False) -> None:
         kind = os.environ.get("TERM", "") + os.environ.get("COLORTERM", "")
         has_colours = re.search("256color|truecolor", kind) and not os.environ.get("NO_COLOR")
         text = table._table().text(width, in_colour=bool(has_colours))
+        text = "\n\n".join(filter(None, (text, _wrapped(note, width))))
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
 
 
