@@ -108,7 +108,8 @@ class SlowStepAnalyzer:
     def _examine_block(
         self, steps: Sequence[StepRecord], each_ms: Sequence[float]
     ) -> list[SlowEvidence]:
-        baseline, found = self._baseline, list[SlowEvidence]()
+        baseline = self._baseline
+        found: list[SlowEvidence] = []
         self._timer_time.add_waits(steps)
         was_ready = baseline.is_ready
         if was_ready and max(each_ms) > baseline.slow_threshold_ms:
@@ -130,21 +131,22 @@ class SlowStepAnalyzer:
         slow = [
             (step, ms)
             for step, ms in zip(steps, each_ms, strict=True)
+            # Most steps fail the first condition, which is cheap.
             if ms > threshold_ms and ms - self._timer_time.reading_ms(step) > threshold_ms
         ]
         if not slow:
             return []
         records = [step for step, _ in slow]
-        found = [collect(records, baseline) for collect in self.collectors]
-        detectors = [detector for detector in found if detector is not None]
+        collected = [collect(records, baseline) for collect in self.collectors]
+        detectors = [detector for detector in collected if detector is not None]
         waits = self._timer_time.waits_in(records[0].host_ns[0], records[-1].host_ns[-1])
-        evidence = baseline.medians(), waits, detectors, self._warn_once
-        explained = []
+        medians = baseline.medians()
+        found = []
         for step, ms in slow:
             kept = pack(step) if len(step.labels) >= MIN_PACKED_MARKS else step
-            call = partial(explain, kept, ms, *evidence)
-            explained.append(SlowEvidence(ms - baseline.step_ms, call))
-        return explained
+            call = partial(explain, kept, ms, medians, waits, detectors, self._warn_once)
+            found.append(SlowEvidence(ms - baseline.step_ms, call))
+        return found
 
     def _give_up(self, error: Exception) -> None:
         self._warn_once(NOT_EXPLAINED, error)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from math import inf
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,26 +27,31 @@ from lightning_gputime._phases import (
 _BASELINE_STEPS = 50  # Number of newest steps in a baseline.
 _MIN_BASELINE_STEPS = 10  # Minimum number of steps for a baseline.
 _STEPS_PER_BASELINE = 25  # The baseline is computed again after this many steps.
-# The excess of a slow step over the median exceeds all of these: a multiple of the median absolute
-# deviation, a fraction of the median, and a time.
-_MIN_EXCESS_DEVIATIONS = 5.0
-_MIN_EXCESS_SHARE = 0.1
+# The time by which a slow step exceeds the median is larger than each of these:
+_MIN_EXCESS_DEVIATIONS = 5.0  # A multiple of the median absolute deviation.
+_MIN_EXCESS_SHARE = 0.1  # A fraction of the median.
 _MIN_EXCESS_MS = 0.5
 _MIN_CAUSE_SHARE = 0.05  # Smaller causes, as a fraction of the excess, count as unexplained.
 
 _Causes = defaultdict[tuple[CauseKind, str], float]
 """Times by kind and detail of their cause (in milliseconds)."""
 
-_NO_CAUSE: tuple[Any, str] = (None, "")
+_NO_CAUSE: tuple[Any, str] = (None, "")  # Key of the time without a cause.
 
 Span = tuple[int, int, CauseKind, str]
 """Start and end of something that delayed the host (in nanoseconds), and its cause."""
 
-_PartMedians = tuple[float, float, float]
-"""Medians of a part of the step: device time, host time, and the noise of the host time (in
-milliseconds)."""
+_AnySpan = TypeVar("_AnySpan", Span, tuple[int, int])
 
 NOT_EXPLAINED = "Slow steps are no longer explained: %r"
+
+
+class PartMedians(NamedTuple):
+    """Medians of a part of the step (in milliseconds)."""
+
+    device_ms: float = 0.0
+    host_ms: float = 0.0
+    host_noise_ms: float = 0.0  # A larger host excess is not noise.
 
 
 class Medians(NamedTuple):
@@ -54,11 +59,11 @@ class Medians(NamedTuple):
 
     step_ms: float
     wait_ms: float  # Time for which the timer blocked the host.
-    parts: Mapping[str, _PartMedians]
+    parts: Mapping[str, PartMedians]
 
-    def part(self, name: str) -> _PartMedians:
+    def part(self, name: str) -> PartMedians:
         """Return the medians of a part; zeros for a part that no step of the baseline has."""
-        return self.parts.get(name, (0.0, 0.0, 0.0))
+        return self.parts.get(name, PartMedians())
 
 
 class Baseline:
@@ -105,45 +110,48 @@ class Baseline:
         # Computed on request, because most blocks of steps have no slow step.
         if self._medians is None:
             wait_ms = median([step.wait_ms for step in self.steps])
-            self._medians = Medians(self.step_ms, wait_ms, _parts_of([*self.steps]))
+            self._medians = Medians(self.step_ms, wait_ms, _medians_of_parts([*self.steps]))
         return self._medians
 
 
+def overlapping(spans: Iterable[_AnySpan], start_ns: int, end_ns: int) -> list[_AnySpan]:
+    """Return the spans that overlap with a time."""
+    return [span for span in spans if span[0] < end_ns and span[1] > start_ns]
+
+
 @lru_cache(maxsize=256)
-def _leaves(labels: tuple[str, ...]) -> Sequence[str]:
-    """Return the innermost phase of each mark; empty if its time belongs to no phase."""
+def _innermost_phases(labels: tuple[str, ...]) -> Sequence[str]:
+    """Return the innermost phase of each mark, or "" if its time belongs to no phase."""
     return [names[-1] if names else "" for names in resolve_labels(labels)]
 
 
-def _parts_of(steps: Sequence[StepRecord]) -> dict[str, _PartMedians]:
-    """Return the medians of each part. Steps without a part count as zero."""
-    indices = defaultdict[tuple[str, ...], list[int]](list)
-    for i, step in enumerate(steps):
-        indices[step.labels].append(i)
-    rows = {name: row for row, name in enumerate(dict.fromkeys(chain(*map(_leaves, indices))))}
+def _medians_of_parts(steps: Sequence[StepRecord]) -> dict[str, PartMedians]:
+    """Return the medians of each part. In steps without the part, its time is zero."""
+    # The arrays have a row per part and a column per step.
+    columns_by_labels = defaultdict[tuple[str, ...], list[int]](list)
+    for column, step in enumerate(steps):
+        columns_by_labels[step.labels].append(column)
+    names = dict.fromkeys(chain(*map(_innermost_phases, columns_by_labels)))
+    rows = {name: row for row, name in enumerate(names)}
     device_ms = np.zeros((len(rows), len(steps)))
     host_ns = np.zeros((len(rows), len(steps)), np.int64)
     # Vectorized over all steps with the same marks, because this runs in the loop.
-    for labels, at in indices.items():
-        marks_ms = np.array([steps[i].device_ms for i in at]).T
-        starts_ns = np.array([steps[i].host_ns for i in at]).T
+    for labels, columns in columns_by_labels.items():
+        marks_ms = np.array([steps[column].device_ms for column in columns]).T
+        starts_ns = np.array([steps[column].host_ns for column in columns]).T
         marks_ns = starts_ns[1:] - starts_ns[:-1]
-        columns = slice(None) if len(indices) == 1 else at
-        for name, ms, ns in zip(_leaves(labels), marks_ms, marks_ns, strict=True):
-            device_ms[rows[name], columns] += ms
-            host_ns[rows[name], columns] += ns
-    median_ns = _medians_of(host_ns)
-    deviations_ns = _medians_of(np.abs(host_ns - median_ns[:, None]))
-    columns_ms = (
-        _medians_of(device_ms),
-        median_ns / 1e6,
-        _MIN_EXCESS_DEVIATIONS * deviations_ns / 1e6,
-    )
-    medians = zip(*(column.tolist() for column in columns_ms), strict=True)
-    return dict(zip(rows, medians, strict=True))
+        index = slice(None) if len(columns_by_labels) == 1 else columns
+        for name, ms, ns in zip(_innermost_phases(labels), marks_ms, marks_ns, strict=True):
+            device_ms[rows[name], index] += ms
+            host_ns[rows[name], index] += ns
+    median_ns = _row_medians(host_ns)
+    deviation_ns = _row_medians(np.abs(host_ns - median_ns[:, None]))
+    noise_ms = _MIN_EXCESS_DEVIATIONS * deviation_ns / 1e6
+    fields = (_row_medians(device_ms).tolist(), (median_ns / 1e6).tolist(), noise_ms.tolist())
+    return dict(zip(rows, map(PartMedians, *fields), strict=True))
 
 
-def _medians_of(rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+def _row_medians(rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     # `numpy.median` takes longer, because of its Python code.
     ordered, n = np.sort(rows, axis=1), rows.shape[1]
     middle: npt.NDArray[np.float64] = (ordered[:, (n - 1) // 2] + ordered[:, n // 2]) / 2
@@ -173,12 +181,12 @@ class PartExcess:
 
     def compare(self, baseline: Medians, waits: Sequence[tuple[int, int]]) -> None:
         """Compute the excess over a baseline, excluding the timer's own host waits."""
-        usual_device_ms, usual_host_ms, noise_ms = baseline.part(self.name)
-        self.device_excess_ms = max(self.device_ms - usual_device_ms, 0.0)
+        usual = baseline.part(self.name)
+        self.device_excess_ms = max(self.device_ms - usual.device_ms, 0.0)
         self.idle_ms = min(self.idle_ms, self.device_excess_ms)
         waited_ms = sum(self._take(*wait) for wait in waits)
-        excess_ms = self.host_ms - usual_host_ms - max(waited_ms - baseline.wait_ms, 0.0)
-        self.unattributed_host_ms = excess_ms if excess_ms > noise_ms else 0.0
+        excess_ms = self.host_ms - usual.host_ms - max(waited_ms - baseline.wait_ms, 0.0)
+        self.unattributed_host_ms = excess_ms if excess_ms > usual.host_noise_ms else 0.0
 
     def attribute_span(self, span: Span) -> None:
         """Attribute the time of a span that lies in this part and has no cause yet."""
@@ -188,7 +196,7 @@ class PartExcess:
             self.host_causes[kind, detail] += ms
             self.unattributed_host_ms = max(self.unattributed_host_ms - ms, 0.0)
 
-    def attribute_host(self, kind: CauseKind, detail: str, max_ms: float) -> float:
+    def attribute_host(self, kind: CauseKind, detail: str, max_ms: float = inf) -> float:
         """Attribute the rest of the host excess, but at most `max_ms`. Return that time."""
         ms = min(self.unattributed_host_ms, max_ms)
         if ms > 0.0:
@@ -202,7 +210,7 @@ class PartExcess:
         left_ms = self.device_excess_ms
         for causes, max_ms in ((self.device_causes, inf), (self.host_causes, self.idle_ms)):
             total_ms = sum(causes.values())
-            share = min(left_ms / total_ms, max_ms / total_ms, 1.0) if total_ms else 0.0
+            share = min(total_ms, max_ms, left_ms) / total_ms if total_ms else 0.0
             left_ms -= total_ms * share
             for cause, ms in causes.items():
                 found[cause] += ms * share
@@ -212,13 +220,16 @@ class PartExcess:
     def _take(self, start_ns: int, end_ns: int) -> float:
         """Remove a span from the free host time. Return the removed time (in milliseconds)."""
         free, taken_ns = [], 0
-        for start, end in self._free:
-            first, last = max(start, start_ns), min(end, end_ns)
-            if first >= last:
-                free.append((start, end))
+        for free_start, free_end in self._free:
+            start, end = max(free_start, start_ns), min(free_end, end_ns)
+            if start >= end:  # The spans do not overlap.
+                free.append((free_start, free_end))
                 continue
-            taken_ns += last - first
-            free += [span for span in ((start, first), (last, end)) if span[0] < span[1]]
+            taken_ns += end - start
+            if free_start < start:
+                free.append((free_start, start))
+            if end < free_end:
+                free.append((end, free_end))
         self._free = free
         return taken_ns / 1e6
 
@@ -228,9 +239,9 @@ class ExcessAttribution:
 
     A host delay makes the device late in the same part of the step, unless queued work hides it.
     So a cause gets at most the delay, and at most the excess of the device in that part. It gets
-    nothing if the device had not reached the part when the host continued. This is only known if
-    the host waited for the end of the step, which aligns the two clocks. Causes of the same part
-    share its excess. No time is attributed twice.
+    nothing if the device had not reached the part when the host continued; the time at which the
+    device reached a part is only known if the host waited for the end of the step, which aligns the
+    two clocks. Causes of the same part share its excess. No time is attributed twice.
 
     Args:
         step: The slow step.
@@ -251,14 +262,15 @@ class ExcessAttribution:
         began_ns = step.finished_ns - sum(step.device_ms) * 1e6 if step.finished_ns else -inf
         arrivals_ns = accumulate((ms * 1e6 for ms in step.device_ms[:-1]), initial=began_ns)
         spans = pairwise(step.host_ns)
-        marks = zip(_leaves(step.labels), step.device_ms, spans, arrivals_ns, strict=True)
+        names = _innermost_phases(step.labels)
+        marks = zip(names, step.device_ms, spans, arrivals_ns, strict=True)
         for name, ms, span, arrival_ns in marks:
             if name:
                 part = self._parts.setdefault(name, PartExcess(name))
                 part.add_mark(ms, span, idle_ms=max(span[1] - arrival_ns, 0.0) / 1e6)
-        inside = [wait for wait in waits if wait[1] > self.start_ns and wait[0] < self.end_ns]
+        waits = overlapping(waits, self.start_ns, self.end_ns)
         for part in self._parts.values():
-            part.compare(baseline, inside)
+            part.compare(baseline, waits)
 
     @property
     def parts(self) -> list[PartExcess]:
@@ -289,9 +301,9 @@ class ExcessAttribution:
         exposed_ms: _Causes = defaultdict(float)
         phases_ms: dict[str, _Causes] = defaultdict(lambda: defaultdict(float))
         for part in self._parts.values():
-            phase_ms = phases_ms[CALLBACKS if of_one_callback(part.name) else part.name]
+            phase = CALLBACKS if of_one_callback(part.name) else part.name
             for cause, ms in part.exposed_ms().items():
-                phase_ms[cause] += ms
+                phases_ms[phase][cause] += ms
                 if cause != _NO_CAUSE:
                     exposed_ms[cause] += ms
             for cause, ms in part.host_causes.items():
@@ -307,17 +319,17 @@ class ExcessAttribution:
         causes.sort(key=lambda cause: cause.exposed_ms, reverse=True)
         explained_ms = sum(cause.exposed_ms for cause in causes)
         unexplained_ms = max(self.excess_ms - explained_ms, 0.0)
-        excesses_ms = {name: sum(phase_ms.values()) for name, phase_ms in phases_ms.items()}
-        phase = max(excesses_ms, key=excesses_ms.__getitem__)
-        all_excess_ms = sum(excesses_ms.values()) or inf
+        excess_ms = {phase: sum(causes_ms.values()) for phase, causes_ms in phases_ms.items()}
+        longest = max(excess_ms, key=excess_ms.__getitem__)
+        all_excess_ms = sum(excess_ms.values()) or inf
         return SlowStep(
             step=times.step,
             step_ms=self.step_ms,
             baseline_ms=self.baseline.step_ms,
-            phase=phase,
+            phase=longest,
             causes=tuple(causes),
             unexplained_ms=unexplained_ms,
-            phase_excess_ms=excesses_ms[phase] * self.excess_ms / all_excess_ms,
+            phase_excess_ms=excess_ms[longest] * self.excess_ms / all_excess_ms,
             lost_ms=_lost_ms(phases_ms, causes, share, unexplained_ms),
             phase_ms=_top_level(times.phase_ms),
             host_ms=_top_level(times.host_ms),
@@ -366,13 +378,14 @@ def _lost_ms(
     names = {(cause.kind, cause.detail): cause.name for cause in causes}
     lost_ms: dict[str, dict[str, float]] = {}
     left_ms = {}
-    for phase, phase_ms in phases_ms.items():
-        left_ms[phase] = sum(ms for cause, ms in phase_ms.items() if cause not in names)
-        for cause, ms in phase_ms.items():
-            if cause in names and cause[0] not in HAVE_PHASES:
+    for phase, causes_ms in phases_ms.items():
+        left_ms[phase] = sum(ms for cause, ms in causes_ms.items() if cause not in names)
+        for cause, ms in causes_ms.items():
+            kind, _ = cause
+            if cause in names and kind not in HAVE_PHASES:
                 lost = lost_ms.setdefault(phase, {})
                 lost[names[cause]] = lost.get(names[cause], 0.0) + ms * share
-    # Divide the unexplained excess like the excess of the phases that has no cause.
+    # Divide the unexplained excess among the phases, in proportion to their time without a cause.
     scale = unexplained_ms / (sum(left_ms.values()) or inf)
     for phase, ms in left_ms.items():
         if ms * scale and phase.partition("/")[0] not in BETWEEN_BATCHES and not is_wait(phase):

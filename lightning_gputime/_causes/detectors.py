@@ -13,11 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from lightning_gputime._causes.attribution import Baseline, Detector, ExcessAttribution, Span
+from lightning_gputime._causes.attribution import (
+    Baseline,
+    Detector,
+    ExcessAttribution,
+    Span,
+    overlapping,
+)
 from lightning_gputime._compat.torch_ import compile_callbacks
 from lightning_gputime._culprits.places import Here, frames_here
 from lightning_gputime._instrumentation.loaders import attribute
@@ -53,8 +59,13 @@ _MIN_OFF_CPU_MS = 6.0
 
 Counts = Sequence[int]
 
-_OffCpu = tuple[float, int, int]
-"""Time of a step off the CPU (in milliseconds), voluntary and involuntary context switches."""
+
+class _OffCpu(NamedTuple):
+    """Time of a step off the CPU (in milliseconds), and number of context switches."""
+
+    ms: float
+    voluntary: float
+    involuntary: float
 
 
 class HostSpans:
@@ -83,11 +94,12 @@ class HostSpans:
                 callbacks.remove(callback)
 
     def _callbacks(self) -> list[tuple[list[Any], Any]]:
-        found: list[tuple[list[Any], Any]] = [(gc.callbacks, self._on_collection)]
-        if callbacks := compile_callbacks():
-            starts, ends = callbacks
-            found += [(starts, self._on_compile_start), (ends, self._on_compile_end)]
-        return found
+        """Return each callback, after the list to which it belongs while attached."""
+        callbacks: list[tuple[list[Any], Any]] = [(gc.callbacks, self._on_collection)]
+        if compile_lists := compile_callbacks():
+            starts, ends = compile_lists
+            callbacks += [(starts, self._on_compile_start), (ends, self._on_compile_end)]
+        return callbacks
 
     def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
         # Allocate nothing that the garbage collector tracks.
@@ -99,8 +111,8 @@ class HostSpans:
     def _on_compile_start(self, *_: Any) -> None:
         self.start("compilation")
 
-    def _on_compile_end(self, *about: Any) -> None:
-        trigger = getattr(getattr(about[0], "callback_trigger", None), "name", "") if about else ""
+    def _on_compile_end(self, args: Any = None, *_: Any) -> None:
+        trigger = getattr(getattr(args, "callback_trigger", None), "name", "")
         self.end("compilation", "of a backward" if trigger == "LAZY_BACKWARD" else "")
 
     def start(self, kind: CauseKind) -> None:
@@ -116,22 +128,21 @@ class HostSpans:
                 self._culprits.add(entry, "", now_ns - started_ns, source=source, kind=PLACE)
 
     def collect(self, steps: Sequence[StepRecord], baseline: Baseline) -> Detector | None:
-        start_ns, end_ns = steps[0].host_ns[0], steps[-1].host_ns[-1]
-        spans = [span for span in [*self._newest] if span[1] > start_ns and span[0] < end_ns]
+        # Copy the spans, because a garbage collection may add one at any time.
+        spans = overlapping([*self._newest], steps[0].host_ns[0], steps[-1].host_ns[-1])
         return partial(_detect_spans, spans) if spans else None
 
 
 def _detect_spans(spans: Sequence[Span], attribution: ExcessAttribution) -> None:
     """Attribute the spans that overlap with the step."""
-    start_ns, end_ns = attribution.start_ns, attribution.end_ns
-    inside = [span for span in spans if span[1] > start_ns and span[0] < end_ns]
+    inside = overlapping(spans, attribution.start_ns, attribution.end_ns)
     # Inner spans first, so that their time does not count for the outer span again.
     attribution.attribute_spans(sorted(inside, key=lambda span: _INSIDE_OUT.index(span[2])))
     for part in attribution.parts:
         for kind, detail in [*part.host_causes]:
             if kind == "compilation":
                 # The rest of the excess is loading the new code and running it for the first time.
-                attribution.attribute_host_excess(kind, detail, part.name.__eq__)
+                part.attribute_host(kind, detail)
 
 
 # Iterables that load nothing.
@@ -173,18 +184,18 @@ def _detect_fetch(
     attribution: ExcessAttribution,
 ) -> None:
     start_ns, end_ns = attribution.start_ns, attribution.end_ns
-    is_first = any(start_ns - _NEAR_NS <= ns <= end_ns for ns in loops_ns)
+    starts_loop = any(start_ns - _NEAR_NS <= ns <= end_ns for ns in loops_ns)
     # The loop has waited for one of these batches.
     made = [batch for batch in batches if start_ns < batch.end_ns <= end_ns]
     if not workers:
-        detail = "its start" if is_first else "it loads in the loop's own process"
-    elif is_first:
+        detail = "its start" if starts_loop else "it loads in the loop's own process"
+    elif starts_loop:
         detail = "its first batch, for which its workers start"
     elif made:
         detail = str(max(made, key=lambda batch: batch.end_ns - batch.start_ns))
     else:
         detail = f"its {workers} workers had no batch ready"
-    attribution.attribute_host_excess("dataloader", detail, phase.__eq__)
+    attribution.attribute_host_excess("dataloader", detail, lambda name: name == phase)
 
 
 def collect_phases(steps: Sequence[StepRecord], baseline: Baseline) -> Detector:
@@ -194,19 +205,19 @@ def collect_phases(steps: Sequence[StepRecord], baseline: Baseline) -> Detector:
 def _detect_phases(attribution: ExcessAttribution) -> None:
     """Attribute the host excess in callbacks and named phases, and the device excess in waits."""
     for part in attribution.parts:
-        if detail := _callback(part.name):
-            attribution.attribute_host_excess("callback", detail, part.name.__eq__)
+        if detail := _callback_name(part.name):
+            part.attribute_host("callback", detail)
         if is_wait(part.name) and part.device_excess_ms:
             part.device_causes["ranks", f"in {part.name}"] += part.device_excess_ms
 
 
-def _callback(name: str) -> str:
+def _callback_name(part: str) -> str:
     """Return the name of a callback or named phase; empty for phases of the training itself."""
-    if name == CALLBACKS:
+    if part == CALLBACKS:
         return "other callbacks"
-    if name.partition("/")[0] in (*PHASES, TRAINING_STEP):
-        return of_one_callback(name)
-    return f"phase {name}"
+    if part.partition("/")[0] in (*PHASES, TRAINING_STEP):
+        return of_one_callback(part)
+    return f"phase {part}"
 
 
 class Preemption:
@@ -231,28 +242,35 @@ class Preemption:
             return None
         samples = [*self._samples]
         slow = {step.host_ns[0]: _off_cpu(samples, step) for step in steps}
-        found = {ns: off for ns, off in slow.items() if off and off[0] >= _MIN_OFF_CPU_MS}
+        found = {ns: off for ns, off in slow.items() if off and off.ms >= _MIN_OFF_CPU_MS}
         if not found:
             return None  # Skip the baseline: most slow steps have another cause.
         others = filter(None, [_off_cpu(samples, step) for step in baseline.steps])
         columns = [*zip(*others, strict=True)]
-        return partial(_detect_off_cpu, found, [*map(median, columns)]) if columns else None
+        usual = _OffCpu(*map(median, columns)) if columns else None
+        return None if usual is None else partial(_detect_off_cpu, found, usual)
 
 
 def _detect_off_cpu(
-    found: Mapping[int, _OffCpu], usual: Sequence[float], attribution: ExcessAttribution
+    slow: Mapping[int, _OffCpu], usual: _OffCpu, attribution: ExcessAttribution
 ) -> None:
-    """Attribute the time in which other threads ran, or in which the thread was stopped."""
-    off_cpu = found.get(attribution.start_ns)
+    """Attribute the time in which other threads ran, or in which the thread was stopped.
+
+    Args:
+        slow: Values of slow steps, by the start of the step.
+        usual: Medians of the baseline.
+        attribution: The step.
+    """
+    off_cpu = slow.get(attribution.start_ns)
     if off_cpu is None:
         return
-    off_ms, voluntary, involuntary = (n - mid for n, mid in zip(off_cpu, usual, strict=True))
-    if off_ms < _MIN_OFF_CPU_MS:
+    excess = _OffCpu(*(value - mid for value, mid in zip(off_cpu, usual, strict=True)))
+    if excess.ms < _MIN_OFF_CPU_MS:
         return
-    attribute_excess = partial(attribution.attribute_host_excess, "off_cpu", max_ms=off_ms)
-    if involuntary > max(voluntary, 0.0):
+    attribute_excess = partial(attribution.attribute_host_excess, "off_cpu", max_ms=excess.ms)
+    if excess.involuntary > max(excess.voluntary, 0.0):
         attribute_excess("other threads had the CPU")
-    elif off_ms >= _MIN_OFF_CPU_MS * voluntary:
+    elif excess.ms >= _MIN_OFF_CPU_MS * excess.voluntary:
         # Many short waits only mean that threads alternate. Phases outside of `working` may wait on
         # purpose.
         working = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
@@ -262,7 +280,7 @@ def _detect_off_cpu(
 def _off_cpu(samples: Sequence[tuple[int, Any]], step: StepRecord) -> _OffCpu | None:
     """Return off-CPU time and context switches of a step; None without a sample at its start."""
     start_ns, end_ns = step.host_ns[0], step.host_ns[-1]
-    # A sample is taken just before the mark that it belongs to.
+    # Find the newest sample before each mark: it is taken just before the mark that it belongs to.
     first = bisect_right(samples, start_ns, key=itemgetter(0)) - 1
     last = bisect_right(samples, end_ns, key=itemgetter(0)) - 1
     if first < 0 or first == last or samples[first][0] < start_ns - _NEAR_NS:
@@ -270,7 +288,8 @@ def _off_cpu(samples: Sequence[tuple[int, Any]], step: StepRecord) -> _OffCpu | 
     (before_ns, before), (after_ns, after) = samples[first], samples[last]
     ran_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     off_us = round((after_ns - before_ns) / 1e3 - 1e6 * ran_s)
-    return off_us / 1e3, after.ru_nvcsw - before.ru_nvcsw, after.ru_nivcsw - before.ru_nivcsw
+    voluntary = after.ru_nvcsw - before.ru_nvcsw
+    return _OffCpu(off_us / 1e3, voluntary, after.ru_nivcsw - before.ru_nivcsw)
 
 
 def thread_usage() -> Callable[[], Any] | None:
@@ -282,7 +301,7 @@ def thread_usage() -> Callable[[], Any] | None:
     return partial(getrusage, RUSAGE_THREAD)
 
 
-# Counters of torch's allocator that only grow when it calls the driver.
+# Counters of torch's allocator that only grow when it calls the driver, and their names in texts.
 _COUNTERS: Mapping[str, str] = {
     "num_alloc_retries": "retries",
     "num_device_alloc": "device allocations",
@@ -320,15 +339,15 @@ class Allocator:
 
     def collect(self, steps: Sequence[StepRecord], baseline: Baseline) -> Detector | None:
         start_ns, end_ns = steps[0].host_ns[0], steps[-1].host_ns[-1] + _NEAR_NS
-        growths = [growth for growth in self._growths if start_ns <= growth[0] <= end_ns]
+        growths = [(ns, growth) for ns, growth in self._growths if start_ns <= ns <= end_ns]
         return partial(_detect_growth, growths) if growths else None
 
 
 def _detect_growth(growths: Sequence[tuple[int, Counts]], attribution: ExcessAttribution) -> None:
     """Attribute only host excess that has no cause yet, because counters have no timestamps."""
-    near = (growth for ns, growth in growths if abs(ns - attribution.end_ns) <= _NEAR_NS)
-    words = zip(next(near, ()), _COUNTERS.values(), strict=False)
-    if detail := ", ".join(f"{word} {n}" for n, word in words if n > 0):
+    of_step = (growth for ns, growth in growths if abs(ns - attribution.end_ns) <= _NEAR_NS)
+    counters = zip(_COUNTERS.values(), next(of_step, ()), strict=False)
+    if detail := ", ".join(f"{counter} {n}" for counter, n in counters if n > 0):
         attribution.attribute_host_excess("allocator", detail, lambda name: not is_wait(name))
 
 

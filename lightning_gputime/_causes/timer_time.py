@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
+from lightning_gputime._causes.attribution import overlapping
 from lightning_gputime._phases import StepRecord
 
 _MAX_SPANS = 100  # Number of spans to keep. At most 50 steps are examined together.
@@ -29,11 +30,12 @@ class TimerTime:
 
     def waits_in(self, start_ns: int, end_ns: int) -> list[tuple[int, int]]:
         """Return the waits that overlap with a span."""
-        return [wait for wait in self._waits if wait[1] > start_ns and wait[0] < end_ns]
+        return overlapping(self._waits, start_ns, end_ns)
 
     def reading_ms(self, step: StepRecord) -> float:
         """Return the time inside a step in which earlier steps were read (in milliseconds)."""
-        start_ns, end_ns, reading_ns = step.host_ns[0], step.host_ns[-1], 0
+        start_ns, end_ns = step.host_ns[0], step.host_ns[-1]
+        reading_ns = 0
         for start, end in self._readings:
             if start < end_ns and start_ns < end:
                 reading_ns += min(end_ns, end) - max(start_ns, start)
