@@ -123,6 +123,24 @@ def test_loader_stages_of_a_plain_loop_have_exact_times(name: str, loop: Loop) -
     assert vars(loader) == before
 
 
+class Pairs:
+    """A batch sampler whose length is unknown."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0, 1], [2, 3])
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_batch_sampler_needs_no_length(loop: Loop) -> None:
+    loader = DataLoader(Photos(loop.gpu, 4.0), batch_sampler=Pairs())
+    with hooks(loop) as timer:
+        for x in timer.steps(loader):
+            loop.train(x)
+    assert_stages(timer.summary(), {"dataset": (PHOTOS, 8.0)})
+
+
 @pytest.mark.parametrize("name", LOADERS)
 def test_loader_stages_under_lightning_have_exact_times(name: str, gpu: FakeGPU) -> None:
     loader, expected = loaders(gpu)[name]

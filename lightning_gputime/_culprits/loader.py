@@ -49,34 +49,34 @@ class StagedLoaders:
 
     def remove(self) -> None:
         self._iter.remove()
-        self._includes = do_nothing  # It may refer to the timer.
+        self._includes = do_nothing  # The original function may refer to the timer.
 
     # Listener of `DataLoader.__iter__`, see `Calls`
 
     def on_call_start(self, loader: Any, *_: Any, **__: Any) -> bool:
         if not self._includes(loader):
             return False
-        own = vars(loader)
         if loader.num_workers:
             report_missing(*FETCHERS)
-            called = [*_stages_of(loader)][1:]  # Without the sampler, which the main process runs.
-            workers = self._add_loader(LoaderWorkers(loader.num_workers, *called))
+            _, dataset, collate = _stages_of(loader)  # The sampler runs in the main process.
+            workers = self._add_loader(LoaderWorkers(loader.num_workers, dataset, collate))
             self._replace_for_workers(loader, workers)
             return True
-        indices = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        kept = {name: own[name] for name in (indices, "collate_fn") if name in own}
-        if len(kept) < 2 or not callable(kept["collate_fn"]):
+        attributes = vars(loader)
+        sampler_name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        sampler, collate = attributes.get(sampler_name), attributes.get("collate_fn")
+        if sampler is None or not callable(collate):
             return False  # A subclass stores them elsewhere.
         sums = self._add_loader(LoaderStages(*_stages_of(loader)))
-        stages = _Stages(kept[indices], kept["collate_fn"], self._now_ns, sums)
-        self._replaced.append([(loader, kept)])
-        own.update({indices: stages, "collate_fn": stages.collate})
+        stages = _Stages(sampler, collate, self._now_ns, sums)
+        self._replaced.append([(loader, {sampler_name: sampler, "collate_fn": collate})])
+        attributes.update({sampler_name: stages, "collate_fn": stages.collate})
         return True
 
     def on_call_end(self, _: Any) -> None:
         if self._replaced:  # Empty if Ctrl-C came before the loader was prepared.
-            for owner, kept in self._replaced.pop():
-                vars(owner).update(kept)
+            for owner, originals in self._replaced.pop():
+                vars(owner).update(originals)
 
     def _replace_for_workers(self, loader: Any, workers: LoaderWorkers) -> None:
         user_init = vars(loader).get("worker_init_fn")
@@ -122,8 +122,9 @@ class _Stages:
 
 def _stages_of(loader: Any) -> Iterator[Stage]:
     """Yield each stage with the function that it calls."""
-    own_batches = type(loader.batch_sampler).__module__.partition(".")[0] != "torch"
-    sampler = loader.batch_sampler if own_batches and loader.batch_sampler else loader.sampler
+    sampler = loader.batch_sampler
+    if sampler is None or type(sampler).__module__.partition(".")[0] == "torch":
+        sampler = loader.sampler  # The batch samplers of torch only group its indices.
     yield Stage(SAMPLER, type(sampler).__name__, source_of(type(sampler).__iter__))
     dataset = dataset_of(loader)
     kind = type(dataset)
