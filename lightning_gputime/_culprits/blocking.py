@@ -7,16 +7,21 @@ import torch
 
 from lightning_gputime._compat.torch_ import SYNC_MODE_WARNING, SYNC_WARNING
 from lightning_gputime._culprits.places import Here, frames_here
-from lightning_gputime._measurement.culprits import BLOCKING, BLOCKING_STEPS, CulpritSums
+from lightning_gputime._measurement.culprits import (
+    BLOCKING,
+    BLOCKING_STEPS,
+    UNKNOWN_PHASE,
+    CulpritSums,
+)
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import likely_phase
 from lightning_gputime._record.recorder import Recorder
 
 
 class BlockingCalls:
-    """Recorder of calls that wait for the GPU, in a few steps, from torch's warnings.
+    """Record the calls that wait for the GPU in a few steps, from torch's warnings about them.
 
-    `torch.cuda.set_sync_debug_mode` is set for the process, and reset at the end. Nothing is
+    This sets `torch.cuda.set_sync_debug_mode` for the process, and resets it at the end. Nothing is
     recorded if the program has set it, or treats warnings as errors.
 
     Args:
@@ -26,7 +31,7 @@ class BlockingCalls:
 
     def __init__(self, sums: CulpritSums, recorder: Recorder) -> None:
         self._sums, self._recorder = sums, recorder
-        self._show: Any = None  # Previous `warnings.showwarning`; None while off.
+        self._show: Any = None  # Original `warnings.showwarning`; None while nothing is recorded.
         self._rules: list[Any] = []  # Warning filters that were added.
         self.steps_left = 0
         """Number of remaining steps in which calls are recorded."""
@@ -34,8 +39,9 @@ class BlockingCalls:
     def start(self) -> None:
         """Record the calls of the next `BLOCKING_STEPS` steps, unless the program prevents it."""
         try:
-            are_errors = any(action == "error" for action, *_ in warnings.filters)
-            if self._show is not None or are_errors or torch.cuda.get_sync_debug_mode():
+            has_errors = any(action == "error" for action, *_ in warnings.filters)
+            is_started = self._show is not None
+            if is_started or has_errors or torch.cuda.get_sync_debug_mode():
                 return
             self._show, self.steps_left = warnings.showwarning, BLOCKING_STEPS
             before = [*warnings.filters]
@@ -77,5 +83,5 @@ class BlockingCalls:
                 self._show(message, category, *args, **kwargs)
             return
         label = self._recorder.label
-        entry = likely_phase(label) if label is not None else ""  # Unknown in an untimed step.
-        self._sums.add(entry, "", 0, source=Here(frames_here()), kind=BLOCKING)
+        phase = UNKNOWN_PHASE if label is None else likely_phase(label)
+        self._sums.add(phase, "", 0, source=Here(frames_here()), kind=BLOCKING)

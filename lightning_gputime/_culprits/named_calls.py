@@ -46,6 +46,7 @@ class NamedCalls:
         return True
 
     def end(self, name: str, source: Source | None) -> None:
+        """End the innermost call with this name, and drop unfinished calls inside it."""
         while self._open:
             open_name, start_ns, entry = self._open.pop()
             if open_name == name:

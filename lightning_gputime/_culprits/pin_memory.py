@@ -33,7 +33,7 @@ class PinTimes:
         self._start_ns = self._now_ns()
 
     def end(self) -> None:
-        if self._start_ns:  # 0 if this is a retry, because the queue was full.
+        if self._start_ns:  # 0 if the thread retries a call of `put`, because the queue was full.
             self._ns += self._now_ns() - self._start_ns
             self._batches += 1
             self._start_ns = 0

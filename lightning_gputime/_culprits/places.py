@@ -20,7 +20,7 @@ from lightning_gputime._phases import (
 )
 
 _INSIDE_FORWARD = f"{FORWARD}/"
-_MIN_CALLED_MS = 1.0  # In less time, a trainer may run its own code rather than the user's.
+_MIN_CALLED_MS = 1.0  # A shorter time may be spent in code of the trainer.
 _MAX_FRAMES = 4  # Maximum number of stack frames that are kept at a mark.
 
 Frames = tuple[Frame, ...]
@@ -51,37 +51,42 @@ class Passage(NamedTuple):
     updates: str = ""
 
     def source(self) -> Source | None:
-        around = {frame.code for frame in self.outside}
-        start = [frame for frame in self.start if frame.code not in around]
+        """Return the lines that ran between the marks; None if they are unknown."""
+        outside = {frame.code for frame in self.outside}
+        start = [frame for frame in self.start if frame.code not in outside]
+        end = [frame for frame in self.end if frame.code not in outside]
         for first in start:
-            for last in self.end:
+            for last in end:
                 if first.code is last.code:
                     return self._between(first, last, start[0])
-        if start:  # The function has returned.
-            return _source(start[0], start[0].last_line)
-        if not self.enters_trainer_calls:
-            return None
-        # Trainer code has called these functions since the first mark.
-        called = [frame for frame in self.end if frame.code not in around]
-        called = [frame for frame in called if short_name(frame.function) != self.updates]
-        return _head(called[-1]) if called else None
+        if start:  # The function that ran at the first mark has returned.
+            return _from_running_line(start[0], start[0].last_line)
+        # A trainer has called these functions since the first mark.
+        called = [frame for frame in end if short_name(frame.function) != self.updates]
+        return _to_running_line(called[-1]) if called and self.enters_trainer_calls else None
 
     def _between(self, first: Frame, last: Frame, innermost: Frame) -> Source | None:
-        """Return the lines of a function between two places, or of a call on a single line."""
+        """Return the lines of a function between the marks, or those of a call on a single line.
+
+        Args:
+            first: The function at the first mark.
+            last: The same function at the second mark.
+            innermost: Innermost function at the first mark, which `first` may have called.
+        """
         if first.loop_line and last.at < first.at and first.lines_after is not None:
-            # The loop has ended, and an outer loop has started it again.
-            return Source(first.file, *first.lines_after, short_name(first.function))
-        line, end = _line_reached(first, last), self.end[0]
+            return _after_loop(first)  # The loop has ended, and an outer loop has restarted it.
+        last_line = _last_line_reached(first, last)
         # At the head of a loop, allow one more line: the body starts there.
-        if line > first.line + bool(first.loop_line) or not self.enters_calls:
-            return _source(first, line)
+        is_single_line = last_line <= first.line + int(first.loop_line > 0)
+        if not is_single_line or not self.enters_calls:
+            return _from_running_line(first, last_line)
         if innermost is not first:  # The rest of the called function.
-            return _source(innermost, innermost.last_line)
-        if end is not last:  # The called function, up to the second place.
-            return _head(end)
+            return _from_running_line(innermost, innermost.last_line)
+        if self.end[0] is not last:  # The called function, up to the second mark.
+            return _to_running_line(self.end[0])
         if last.loop_line and last.line < first.line:
             return None  # The loop starts its next iteration: no line ran.
-        return _source(first, line)
+        return _from_running_line(first, last_line)
 
 
 class Here(NamedTuple):
@@ -91,7 +96,7 @@ class Here(NamedTuple):
 
     def source(self) -> Source | None:
         frame = self.frames[0] if self.frames else None
-        return None if frame is None else _source(frame, frame.loop_line)
+        return None if frame is None else _from_running_line(frame, frame.loop_line)
 
 
 class AfterLoop(NamedTuple):
@@ -100,25 +105,27 @@ class AfterLoop(NamedTuple):
     frames: Frames
 
     def source(self) -> Source | None:
-        frame = self.frames[0] if self.frames else None
-        if frame is None or frame.lines_after is None:
-            return None
-        return Source(frame.file, *frame.lines_after, short_name(frame.function))
+        return _after_loop(self.frames[0]) if self.frames else None
 
 
-def _line_reached(first: Frame, last: Frame) -> int:
+def _after_loop(frame: Frame) -> Source | None:
+    lines = frame.lines_after
+    return None if lines is None else Source(frame.file, *lines, short_name(frame.function))
+
+
+def _last_line_reached(first: Frame, last: Frame) -> int:
     """Return the last line that ran between two places in the same function."""
     if last.loop_line and last.line <= first.line:
         return max(last.loop_line, first.line)  # The loop starts its next iteration.
     return last.line
 
 
-def _head(frame: Frame) -> Source:
+def _to_running_line(frame: Frame) -> Source:
     """Return the lines of a function from its start to the running line."""
     return Source(frame.file, frame.code.co_firstlineno, frame.line, short_name(frame.function))
 
 
-def _source(frame: Frame, last_line: int) -> Source:
+def _from_running_line(frame: Frame, last_line: int) -> Source:
     return Source(frame.file, frame.line, max(frame.line, last_line), short_name(frame.function))
 
 
@@ -144,12 +151,13 @@ class PlaceReader:
         # No helper functions, because a step may have hundreds of labels.
         next_labels = (*step.labels[1:], "")
         phases = resolve_labels(step.labels)
-        before = ""
+        previous = ""
         for i, (label, following, names, ms) in enumerate(
             zip(step.labels, next_labels, phases, step.device_ms, strict=True)
         ):
             if not names or label in INTERRUPTIONS:
                 continue
+            phase = names[0]
             name = self._updates if label == OPTIMIZER else ""
             # A step that starts with `other` starts with code after the last update.
             if label == AFTER_UPDATE or (label == OTHER and not i):
@@ -157,25 +165,25 @@ class PlaceReader:
             elif label == OTHER:
                 name = "before backward" if following == BACKWARD else "before forward"
             # After a submodule, or an update inside a call, the same call of the model continues.
-            continues = before == OPTIMIZER or before.startswith(_INSIDE_FORWARD)
-            is_pass = names[0] != FORWARD or (label == FORWARD and not continues)
+            continues = previous == OPTIMIZER or previous.startswith(_INSIDE_FORWARD)
+            is_new_call = phase != FORWARD or (label == FORWARD and not continues)
             place = Passage(
                 step.places[i],
                 step.places[i + 1],
                 self._outside,
-                enters_calls=names[0] == OTHER,
-                enters_trainer_calls=names[0] == OTHER and ms >= _MIN_CALLED_MS,
+                enters_calls=phase == OTHER,
+                enters_trainer_calls=phase == OTHER and ms >= _MIN_CALLED_MS,
                 updates=self._updates,
             )
             ns = round(1e6 * ms)
-            self._sums.add(names[0], name, ns, source=place, kind=PLACE, calls=int(is_pass))
-            before = label
+            self._sums.add(phase, name, ns, source=place, kind=PLACE, calls=int(is_new_call))
+            previous = label
 
 
 class PlaceTimer:
     """Adds the time of code to an entry of the wall clock, with the place where it starts.
 
-    It has the methods of a recorder that `NamedPhase` calls.
+    `NamedPhase` calls `enter_phase` and `leave_phase`, as on a recorder.
     """
 
     def __init__(self, sums: CulpritSums, now_ns: Callable[[], int], wall_clock: WallClock) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lightning_gputime._compat.torch_ import PIN_LOOP
 
-_MIN_NS = 2_000_000_000  # Minimum time in which to measure fractions of the time.
+_MIN_NS = 2_000_000_000  # Fractions of a shorter time are unknown.
 # Parts of the names of threads that run little Python code: autograd's and the loader's.
 _IGNORED = ("Dummy-", PIN_LOOP.attribute)
 
@@ -19,8 +19,15 @@ class CoreTimes(NamedTuple):
     wait_ns: int = 0
 
 
+class CoreShares(NamedTuple):
+    """Fractions of the time in which a thread runs, and waits for a CPU core."""
+
+    run: float = 0.0
+    wait: float = 0.0
+
+
 class ThreadTimes:
-    """CPU time of all Python threads since the creation, which is in the training thread."""
+    """CPU time of all Python threads since this object was created, in the training thread."""
 
     def __init__(self) -> None:
         self._loop_id = threading.get_native_id()
@@ -29,27 +36,26 @@ class ThreadTimes:
 
     def core_wait_share(self) -> float:
         """Return the fraction of the time in which the loop waits for a core; 0 if unknown."""
-        return self._share_of(self._loop_id)[1]
+        return self._shares_of(self._loop_id).wait
 
     def busiest_other(self) -> tuple[str, float]:
         """Return the name of the busiest other thread, and the fraction of the time it runs."""
         shares = {
-            thread.name: self._share_of(thread.native_id)[0]
+            thread.name: self._shares_of(thread.native_id).run
             for thread in _threads()
             if thread.native_id != self._loop_id
             and not any(part in thread.name for part in _IGNORED)
         }
         return max(shares.items(), key=lambda item: item[1], default=("", 0.0))
 
-    def _share_of(self, native_id: int | None) -> tuple[float, float]:
-        """Return the fractions of the time in which a thread runs, and waits for a core."""
+    def _shares_of(self, native_id: int | None) -> CoreShares:
+        """Return the shares of a thread; zeros if they are unknown."""
         passed_ns = time.perf_counter_ns() - self._since_ns
-        if passed_ns < _MIN_NS:
-            return 0.0, 0.0
         start, end = self._start.get(native_id, CoreTimes()), core_times(native_id)
-        if start is None or end is None:
-            return 0.0, 0.0
-        return (end.run_ns - start.run_ns) / passed_ns, (end.wait_ns - start.wait_ns) / passed_ns
+        if passed_ns < _MIN_NS or start is None or end is None:
+            return CoreShares()
+        run_ns, wait_ns = end.run_ns - start.run_ns, end.wait_ns - start.wait_ns
+        return CoreShares(run_ns / passed_ns, wait_ns / passed_ns)
 
 
 def _threads() -> list[threading.Thread]:

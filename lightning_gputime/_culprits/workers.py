@@ -55,9 +55,9 @@ from lightning_gputime._phases import FETCH
 # Minimum mean time per sample for timing each sample, which costs 0.4 us.
 _MIN_SAMPLE_NS = 100_000
 _LONG_FACTOR = 4  # A batch is long if it takes this many times the mean of its worker.
-_MAX_LOOKS = 400  # Reads of /proc by the main process, about 20 us each.
+_MAX_LOOKS = 400  # Maximum number of reads of /proc by the main process, about 20 us each.
 _SAMPLE_EVERY_NS = 1_000_000_000  # Interval of reads of CPU time in a worker.
-_MAX_CHECKED_VALUES = 1 << 16  # Checked in each tensor.
+_MAX_CHECKED_VALUES = 1 << 16  # Maximum number of values of a tensor in a checksum.
 
 
 class WorkerInit:
@@ -87,7 +87,9 @@ def timed_fetch(kind: type, timer: "WorkerTimer") -> Callable[[Any, Any], Any]:
 
     def timed(fetcher: Any, indices: Any) -> Any:
         # The dataset may iterate over loaders itself. Time only the worker's own fetcher.
-        if fetcher is not timer.fetcher and not timer.takes(fetcher):
+        if fetcher is not timer.fetcher and timer.is_own(fetcher):
+            timer.follow(fetcher)
+        if fetcher is not timer.fetcher:
             return fetch(fetcher, indices)
         try:
             timer.start(indices)
@@ -126,26 +128,27 @@ class WorkerTimer:
         self._row, self._now_ns, self._cpu_ns = row, now_ns, cpu_ns
         self._samples: _TimedSamples | None = None
         self._last_end_ns = self._start_ns = self._collate_ns = 0
-        # At the last sample.
         self._sampled_cpu_ns, self._sampled_delay_ns = cpu_ns(), _run_delay_ns()
+        # Take the first sample early, for short runs.
         self._sample_due_ns = now_ns() + _SAMPLE_EVERY_NS // 10
         self._iter_ns = iter_ns
         row[PID] = os.getpid()
 
-    def takes(self, fetcher: Any) -> bool:
-        """Time a fetcher from now on if it reads this worker's dataset. Return whether it does."""
+    @staticmethod
+    def is_own(fetcher: Any) -> bool:
+        """Return True if a fetcher reads this worker's dataset."""
         info = get_worker_info()
-        if info is None or fetcher.dataset is not info.dataset:
-            return False
+        return info is not None and fetcher.dataset is info.dataset
+
+    def follow(self, fetcher: Any) -> None:
+        """Time the batches of a fetcher from now on."""
         # Persistent workers get a new fetcher in each epoch. The wait for it is not counted.
         self.fetcher, self._last_end_ns = fetcher, 0
-        collate = self._timed_collate(fetcher.collate_fn)
-        vars(fetcher)["collate_fn"] = collate
+        vars(fetcher)["collate_fn"] = self._timed_collate(fetcher.collate_fn)
         dataset = fetcher.dataset
         has_samples = fetcher.auto_collation and hasattr(type(dataset), "__getitem__")
         if has_samples and not getattr(dataset, "__getitems__", None):
             self._samples = _TimedSamples(dataset, self._now_ns)
-        return True
 
     def _timed_collate(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         now_ns = self._now_ns
@@ -159,8 +162,8 @@ class WorkerTimer:
         return timed_collate
 
     def start(self, indices: Any) -> None:
-        row, n = self._row, self._row[BATCHES]
-        samples = self._samples
+        row, samples = self._row, self._samples
+        n = row[BATCHES]
         # A batch sampler may yield iterators, which have no length.
         size = len(indices) if isinstance(indices, Sized) else 1
         if samples is not None and n and row[DATASET_NS] >= _MIN_SAMPLE_NS * n * size:
@@ -177,27 +180,27 @@ class WorkerTimer:
     def end(self, batch: Any) -> None:
         row, end_ns = self._row, self._now_ns()
         start_ns, collate_ns = self._start_ns, self._collate_ns
-        all_ns = end_ns - start_ns
+        batch_ns = end_ns - start_ns
         self._last_end_ns = end_ns
         row[BUSY_SINCE] = 0
         n = row[BATCHES] = row[BATCHES] + 1
-        row[DATASET_NS] += all_ns - collate_ns
+        row[DATASET_NS] += batch_ns - collate_ns
         row[COLLATE_NS] += collate_ns
         if self._iter_ns:
             row[STARTS] += 1
             row[STARTUP_NS] += end_ns - self._iter_ns
             self._iter_ns = 0
-        index = -1 if self._samples is None else self._samples.take_slowest()
+        slowest_index = -1 if self._samples is None else self._samples.take_slowest()
         if n <= len(CHECKSUMS):
             row[CHECKSUMS[n - 1]] = _checksum(batch)
-        if all_ns * n > _LONG_FACTOR * (row[DATASET_NS] + row[COLLATE_NS]):
+        if batch_ns * n > _LONG_FACTOR * (row[DATASET_NS] + row[COLLATE_NS]):
             row[LONG_BATCHES] += 1
-            row[LONG_NS] += all_ns
-        if all_ns > row[MAX_NS]:
-            row[MAX_NS], row[SLOWEST_INDEX] = all_ns, index
-        place = NEWEST + 1 + RING_FIELDS * (row[NEWEST] % RING)
-        for column, value in enumerate((start_ns, end_ns, collate_ns, index), place):
-            row[column] = value
+            row[LONG_NS] += batch_ns
+        if batch_ns > row[MAX_NS]:
+            row[MAX_NS], row[SLOWEST_INDEX] = batch_ns, slowest_index
+        first_field = NEWEST + 1 + RING_FIELDS * (row[NEWEST] % RING)
+        for field, value in enumerate((start_ns, end_ns, collate_ns, slowest_index), first_field):
+            row[field] = value
         row[NEWEST] += 1
         if end_ns >= self._sample_due_ns:
             self._sample_cpu(end_ns)
@@ -297,7 +300,7 @@ class LoaderWorkers:
                 with contextlib.suppress(OSError, IndexError):
                     call = Path(f"/proc/{row[PID]}/syscall").read_text().split()[0]
                     self._looks += 1
-                    self._locked += call in _LOCKS
+                    self._locked += int(call in _LOCKS)
 
     def times(self) -> LoaderTimes | None:
         """Return the times so far; None if no batch was made."""

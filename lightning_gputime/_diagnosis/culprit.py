@@ -9,6 +9,7 @@ from lightning_gputime._measurement.culprits import (
     CALL,
     PLACE,
     STAGES,
+    UNKNOWN_PHASE,
     Culprit,
     Source,
     of_entry,
@@ -125,14 +126,13 @@ def blocking_calls(phases: Sequence[str], m: Measurement) -> list[EntryCulprit]:
 
     Their `caller` is the phase. Lines whose phase is unknown are included.
     """
-    tops = {phase.partition("/")[0] for phase in phases}
-    unknown = ""
+    tops = {UNKNOWN_PHASE, *(phase.partition("/")[0] for phase in phases)}
     found = [
         replace(_entry_culprit(culprit), caller=culprit.entry)
         for culprit in m.culprits
-        if culprit.kind == BLOCKING and culprit.entry.partition("/")[0] in {*tops, unknown}
+        if culprit.kind == BLOCKING and culprit.entry.partition("/")[0] in tops
     ]
-    return sorted(found, key=lambda culprit: -culprit.calls)[:_MAX_BLOCKING]
+    return sorted(found, key=lambda culprit: culprit.calls, reverse=True)[:_MAX_BLOCKING]
 
 
 def _largest(

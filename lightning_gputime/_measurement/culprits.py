@@ -11,6 +11,8 @@ from lightning_gputime._phases import FETCH
 
 CALL, PLACE, BLOCKING = "call", "place", "blocking"
 SAMPLER, DATASET, COLLATE = STAGES = ("sampler", "dataset", "collate")
+UNKNOWN_PHASE = ""
+"""Entry of a call that waits for the GPU in an untimed step."""
 BLOCKING_STEPS = 3
 """Number of steps in which calls that wait for the GPU are recorded."""
 MAX_CULPRITS = 100
