@@ -39,9 +39,8 @@ class BlockingCalls:
     def start(self) -> None:
         """Record the calls of the next `BLOCKING_STEPS` steps, unless the program prevents it."""
         try:
-            has_errors = any(action == "error" for action, *_ in warnings.filters)
-            is_started = self._show is not None
-            if is_started or has_errors or torch.cuda.get_sync_debug_mode():
+            warnings_are_errors = any(action == "error" for action, *_ in warnings.filters)
+            if self._show is not None or warnings_are_errors or torch.cuda.get_sync_debug_mode():
                 return
             self._show, self.steps_left = warnings.showwarning, BLOCKING_STEPS
             before = [*warnings.filters]
