@@ -108,7 +108,7 @@ def test_timers_can_be_removed_in_any_order(gpu: FakeGPU) -> None:
     assert installed(model) == bare
 
 
-def test_foreign_patch_around_ours_keeps_working_after_remove(gpu: FakeGPU) -> None:
+def test_foreign_patch_keeps_working_after_the_timer_is_removed(gpu: FakeGPU) -> None:
     before = AUTOGRAD._engine_run_backward
     model = Layer(gpu, 1.0, 2.0)
     timed = Timed(gpu, model)
@@ -137,7 +137,7 @@ DUPLICATES = pytest.mark.parametrize(
 )
 
 
-def test_state_dict_is_saved_as_without_a_timer(time_step: TimeStep) -> None:
+def test_timed_model_saves_the_same_state_dict(time_step: TimeStep) -> None:
     model = small_model()
     model.register_forward_hook(print)
     bare = saved(model.state_dict())
@@ -246,7 +246,7 @@ def test_lr_scheduler_accepts_a_timed_optimizer(time_step: TimeStep) -> None:
     optimizer.step()
 
 
-def test_patches_that_others_install_between_timed_steps_are_called(loop: Loop) -> None:
+def test_foreign_patch_installed_between_timed_steps_is_called(loop: Loop) -> None:
     before, calls = AUTOGRAD._engine_run_backward, []
     ours: Any = None
 

@@ -84,13 +84,13 @@ def test_slowdown_has_its_kind_start_and_size(
         np.zeros(40),
     ],
 )
-def test_no_slowdown_without_a_large_and_lasting_change(steps_ms: Any) -> None:
+def test_small_or_short_change_is_no_slowdown(steps_ms: Any) -> None:
     assert windows(steps_ms).find() is None
 
 
 @pytest.mark.parametrize(("start", "end"), [(20, 28), (16, 30), (25, 32)])
 @pytest.mark.parametrize("change", [0.125, -0.25])
-def test_stretch_has_a_start_and_an_end(start: int, end: int, change: float) -> None:
+def test_temporary_slowdown_has_a_start_and_an_end(start: int, end: int, change: float) -> None:
     is_changed = (np.arange(40) >= start) & (np.arange(40) < end)
     found = found_in(windows(np.where(is_changed, 10.0 * (1.0 + change), 10.0)))
     assert (found.kind, found.since_step, found.until_step) == ("stretch", 50 * start, 50 * end)
@@ -100,7 +100,7 @@ def test_stretch_has_a_start_and_an_end(start: int, end: int, change: float) -> 
     )
 
 
-def test_phase_is_the_smallest_part_that_grew() -> None:
+def test_slowdown_names_the_smallest_part_that_grew() -> None:
     series = StepSeries()
     for window in range(40):
         grown = float(window >= 20)
@@ -118,13 +118,13 @@ def test_phase_is_the_smallest_part_that_grew() -> None:
 
 
 @pytest.mark.parametrize("phases_ms", [{}, {"forward": 5.0}])
-def test_no_phase_is_named_without_a_phase_that_grew(phases_ms: Mapping[str, float]) -> None:
+def test_slowdown_names_no_phase_if_none_grew(phases_ms: Mapping[str, float]) -> None:
     found = found_in(windows(level(10.0, 13.3, 20), phases_ms))
     assert (found.phase, found.phase_change_ms) == ("", 0.0)
     assert str(found).endswith("since step 1,000")
 
 
-def test_long_run_takes_no_more_memory() -> None:
+def test_series_of_steps_has_bounded_memory() -> None:
     series, sizes = StepSeries(), []
     for first in range(0, 1_000_000, 25):
         step_ms = 100.0 if first < 600_000 else 120.0

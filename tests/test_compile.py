@@ -236,7 +236,9 @@ def test_compiled_step_with_backward_inside_times_backward_and_optimizer(gpu: Fa
         ("compile(function)", ["inner"]),
     ],
 )
-def test_timer_attached_again_compiles_nothing(gpu: FakeGPU, how: str, modules: list[str]) -> None:
+def test_timer_attached_again_recompiles_nothing(
+    gpu: FakeGPU, how: str, modules: list[str]
+) -> None:
     def train(timed: bool, backend: Count) -> None:
         model, call = compiled_model(how, backend)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -265,7 +267,7 @@ def test_timer_attached_again_compiles_nothing(gpu: FakeGPU, how: str, modules: 
 
 
 @pytest.mark.parametrize("how", ["compile(LightningModule)", "compile(model)", "model.compile()"])
-def test_untimed_steps_in_blocks_compile_nothing_again(how: str, gpu: FakeGPU) -> None:
+def test_detaching_hooks_recompiles_nothing(how: str, gpu: FakeGPU) -> None:
     def fit(timed: bool, count: Count) -> None:
         model: Any = Compiled(gpu, how, count)
         if how == "compile(LightningModule)":

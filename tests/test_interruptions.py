@@ -249,7 +249,7 @@ def shared() -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_interrupt_at_any_line_leaves_nothing(case: str, tmp_path: Path) -> None:
+def test_interrupt_at_any_line_leaves_no_hooks(case: str, tmp_path: Path) -> None:
     if case == "huggingface":
         pytest.importorskip("transformers")
     n, make = CASES[case]

@@ -1,4 +1,4 @@
-"""A register lists all functions that a timer replaces. They are restored at the end."""
+"""A register lists all functions that a timer replaces, and trainings restore them."""
 
 import contextlib
 import gc
@@ -44,7 +44,7 @@ def is_of_libraries(module: str) -> bool:
 
 
 def snapshot() -> dict[str, Attributes]:
-    """Return all attributes of all modules and classes of the libraries."""
+    """Return the attributes of each module and class of the libraries."""
     found: dict[str, Attributes] = {"gc": {str(id(call)): call for call in gc.callbacks}}
     for name, module in [*sys.modules.items()]:
         if isinstance(module, ModuleType) and is_of_libraries(name):
@@ -64,7 +64,7 @@ def is_plain(value: object) -> bool:
 def changes_since(before: dict[str, Attributes]) -> list[str]:
     """Return the attributes that have changed, except `train` of transformers' Trainer.
 
-    `train` is patched while a timer exists. A test of trainer subclasses asserts its end.
+    `train` stays patched while a timer exists, which the tests of trainer subclasses cover.
     """
     found, after = [], snapshot()
     for owner, attributes in before.items():
@@ -94,18 +94,18 @@ def left_on(*things: Any) -> list[str]:
     return found
 
 
-# The loops: each trains for some steps, and calls `at` after the second.
+# Trainings, each of which calls a function after its second step
 
 
-At = Callable[[], object]
+Call = Callable[[], object]
 HOOKS, LIGHTNING, HUGGING_FACE = FRONTS = ("hooks", "lightning", "huggingface")
 
 
 class Run:
     """One training with or without a timer."""
 
-    def __init__(self, front: str, at: At, tmp_path: Path) -> None:
-        self.front, self.at, self.tmp_path = front, at, tmp_path
+    def __init__(self, front: str, call: Call, tmp_path: Path) -> None:
+        self.front, self.call, self.tmp_path = front, call, tmp_path
         self.gpu = FakeGPU()
         self.loop = Loop(self.gpu)
         self.things: list[Any] = [self.loop.model, self.loop.optimizer]
@@ -133,18 +133,18 @@ class Run:
             for i, x in enumerate(timer.steps(batches) if timer else batches):
                 self.loop.train(x)
                 if i == 2:
-                    self.at()
+                    self.call()
 
     def train_by_lightning(self, timer: GPUPhaseTimer | None) -> None:
-        at = self.at
+        call = self.call
 
-        class Calls(pl.Callback):
+        class AfterSecondStep(pl.Callback):
             def on_train_batch_end(self, *args: Any) -> None:
                 if args[-1] == 2:
-                    at()
+                    call()
 
         model = Model(self.gpu)
-        runner = trainer(*([timer] if timer else []), Calls())
+        runner = trainer(*([timer] if timer else []), AfterSecondStep())
         profiler: Any = runner.profiler  # type: ignore[attr-defined]  # has no hint
         self.things = [*model.modules(), runner, profiler, runner.fit_loop]
         self.things += [runner.fit_loop.epoch_loop, runner.fit_loop.epoch_loop.val_loop]
@@ -154,12 +154,12 @@ class Run:
     def train_by_transformers(self, timer: Any) -> None:
         import transformers
 
-        at = self.at
+        call = self.call
 
-        class Calls(transformers.TrainerCallback):
+        class AfterSecondStep(transformers.TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 if state.global_step == 2:
-                    at()
+                    call()
 
         class Net(nn.Linear):
             def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
@@ -168,7 +168,7 @@ class Run:
 
         row = {"x": torch.ones(2), "labels": torch.ones(2)}
         arguments = training_arguments(self.tmp_path)
-        callbacks = [timer, Calls()] if timer else [Calls()]
+        callbacks = [timer, AfterSecondStep()] if timer else [AfterSecondStep()]
         runner = transformers.Trainer(
             Net(2, 2), arguments, train_dataset=[row] * 8, callbacks=callbacks
         )
@@ -178,7 +178,7 @@ class Run:
 
 
 def fork() -> None:
-    """Fork a process that computes something, and ends."""
+    """Fork a process that runs forward and backward, and wait until it ends."""
     child = os.fork()
     if not child:
         try:
@@ -201,19 +201,19 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-ENDS: dict[str, At] = {
+ENDS: dict[str, Call] = {
     "it ends": lambda: None,
     "it raises": fail,
     "Ctrl-C": interrupt,
     "it forks": fork,
-    "it is pickled": lambda: None,
-    "it is abandoned": lambda: None,
+    "timer is pickled": lambda: None,
+    "timer is abandoned": lambda: None,
 }
 
 
 @pytest.fixture(scope="module")
 def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Let libraries import modules, and set attributes, as they do without a timer."""
+    """Train without a timer, so that libraries import modules and set attributes."""
     pytest.importorskip("transformers")
     import_module("lightning_gputime.huggingface")
     for front in FRONTS:
@@ -233,9 +233,9 @@ def test_training_leaves_libraries_unchanged(front: str, end: str, tmp_path: Pat
     before = snapshot()
     timer = run.timer()
     assert changes_since(before) == []
-    if end == "it is pickled" and front != HOOKS:
+    if end == "timer is pickled" and front != HOOKS:
         timer = pickle.loads(pickle.dumps(timer))
-    if end == "it is abandoned" and front == HOOKS:
+    if end == "timer is abandoned" and front == HOOKS:
         timer.attach()
         del timer
         gc.collect()
@@ -255,7 +255,7 @@ def test_training_leaves_libraries_unchanged(front: str, end: str, tmp_path: Pat
 
 @pytest.fixture
 def no_garbage() -> Iterator[None]:
-    """Disable garbage collection: only objects without any reference are freed."""
+    """Disable garbage collection, so that reference cycles keep objects alive."""
     gc.collect()
     gc.disable()
     yield
@@ -272,8 +272,8 @@ def test_model_is_freed_after_its_timer_is_removed(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.usefixtures("no_garbage")
-def test_kept_callback_does_not_keep_the_model_alive(gpu: FakeGPU) -> None:
-    class Looks(pl.Callback):
+def test_callback_does_not_keep_the_model_alive(gpu: FakeGPU) -> None:
+    class CollectsReferences(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             session: Any = timer._session
             references.extend(map(weakref.ref, (session, session._boundaries, timer._fit)))
@@ -284,13 +284,13 @@ def test_kept_callback_does_not_keep_the_model_alive(gpu: FakeGPU) -> None:
 
     references = list[Any]()
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False)
-    looks, model = Looks(), Model(gpu)
-    owner = trainer(looks, timer)
+    collector, model = CollectsReferences(), Model(gpu)
+    owner = trainer(collector, timer)
     owner.fit(model, Loader(gpu, 3), Loader(gpu, 2))
     assert {reference() for reference in references} == {None}
-    # A trainer refers to itself.
+    # A trainer is part of a reference cycle.
     model_reference = weakref.ref(model)
-    del owner, looks, model
+    del owner, collector, model
     gc.collect()
     assert model_reference() is None
 

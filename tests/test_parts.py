@@ -169,7 +169,7 @@ def test_sub_phases_work_in_a_named_backward(gpu: FakeGPU) -> None:
     assert [step["backward/head"] for step in steps(timer)] == [8.0] * 2
 
 
-def test_phases_are_ranges_in_the_profiler_by_option(loop: Loop) -> None:
+def test_annotated_phases_are_ranges_in_the_profiler(loop: Loop) -> None:
     with torch.profiler.profile() as profiler:
         train_loop(loop, 2, annotate=True)
     names = [event.name for event in profiler.events() or ()]

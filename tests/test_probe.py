@@ -1,3 +1,5 @@
+"""Probes: steps that run without launch gaps, because they are launched behind a spin kernel."""
+
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -15,9 +17,9 @@ from lightning_gputime import GPUPhaseHooks, StepTimes
 from lightning_gputime._session.probe import is_probed
 
 PROBED = (2, 5, 13, 16, 20, 27, 31, 38)
-"""The steps that are probed with `probe_every_n_steps=5`: one in each five."""
+"""Steps that are probed with `probe_every_n_steps=5`, which are 1 of every 5."""
 
-BUSY = {"data": 0.5, "forward": 0.25, "loss": 0.125, "backward": 0.5, "optimizer": 0.0625}
+BUSY_MS = {"data": 0.5, "forward": 0.25, "loss": 0.125, "backward": 0.5, "optimizer": 0.0625}
 
 
 class Slow(nn.Module):
@@ -36,7 +38,7 @@ class Slow(nn.Module):
 
 
 class Loop:
-    """A loop that needs the host 10 ms a step, and the device `BUSY`."""
+    """A loop whose step takes the host 10 ms, and the device `BUSY_MS`."""
 
     def __init__(self, gpu: FakeGPU, host_ms: float = 1.0) -> None:
         self.gpu, self.host_ms = gpu, host_ms
@@ -69,7 +71,7 @@ def run(
     pauses_ms: Mapping[int, float] | None = None,
     **options: Any,
 ) -> GPUPhaseHooks:
-    """Train for `n` steps; before some of them the host pauses."""
+    """Train `n` steps, some of which begin with a pause on the host."""
     with probing(loop, **options) as timer:
         for i, x in enumerate(timer.steps(loop.batches(n))):
             loop.gpu.host_work((pauses_ms or {}).get(i, 0.0))
@@ -77,16 +79,16 @@ def run(
     return timer
 
 
-def test_probed_step_is_the_work_alone(gpu: FakeGPU) -> None:
+def test_probed_step_has_the_gpu_busy_time(gpu: FakeGPU) -> None:
     summary = run(Loop(gpu), 20).summary()
     busy = {name: row.gpu_busy_mean_ms for name, row in summary.rows.items()}
-    assert busy == {**BUSY, "other": 0.0}
-    assert summary.step.gpu_busy_mean_ms == sum(BUSY.values())
+    assert busy == {**BUSY_MS, "other": 0.0}
+    assert summary.step.gpu_busy_mean_ms == sum(BUSY_MS.values())
     assert summary.probed_steps == 4
     assert summary.step.mean_ms == pytest.approx(10.0, rel=0.01)
 
 
-def test_probed_steps_and_their_successors_are_in_no_other_statistics(gpu: FakeGPU) -> None:
+def test_probed_steps_and_the_steps_after_them_are_in_no_other_statistics(gpu: FakeGPU) -> None:
     observed: list[StepTimes] = []
     timer = run(Loop(gpu), 20, observers=[observed.append])
     without = run(Loop(FakeGPU()), 20, probe_every_n_steps=0)
@@ -100,7 +102,7 @@ def test_summary_has_the_share_of_launch_gaps(gpu: FakeGPU) -> None:
     summary = run(Loop(gpu), 20).summary()
     # Without `data`, which lasts 4 ms.
     as_run = sum(row.mean_ms for name, row in summary.rows.items() if name != "data")
-    busy = sum(BUSY.values()) - BUSY["data"]
+    busy = sum(BUSY_MS.values()) - BUSY_MS["data"]
     assert summary.launch_gap_share == pytest.approx((as_run - busy) / summary.step.mean_ms)
     breakdown = summary.time_breakdown
     assert breakdown is not None
@@ -110,8 +112,8 @@ def test_summary_has_the_share_of_launch_gaps(gpu: FakeGPU) -> None:
     assert summary.advice[:3] == ("use a larger batch", "use torch.compile", "use CUDA graphs")
     header = str(summary).rpartition("Time per step")[2].splitlines()[2].split()
     assert header == ["phase", "mean", "share", "p50", "p95", "max", "host", "steps", "busy"]
-    assert summary.to_dict()["rows"]["forward"]["gpu_busy_mean_ms"] == BUSY["forward"]
-    # A device that is busy anyway has no gaps.
+    assert summary.to_dict()["rows"]["forward"]["gpu_busy_mean_ms"] == BUSY_MS["forward"]
+    # A GPU-bound loop has no launch gaps.
     summary = run(Loop(FakeGPU(), host_ms=0.0625), 20).summary()
     assert summary.launch_gap_share == pytest.approx(0.0, abs=0.01)
     assert summary.time_breakdown is not None
@@ -123,21 +125,21 @@ def test_busy_times_and_the_gap_are_logged_with_the_means(gpu: FakeGPU) -> None:
     run(Loop(gpu), 20, logger=logger, log_every_n_steps=5)
     assert [step for step, _ in logger.calls] == [4, 9, 14, 19]
     for _, metrics in logger.calls:
-        assert metrics["phase_time/forward_gpu_busy_ms"] == BUSY["forward"]
-        assert metrics["phase_time/step_gpu_busy_ms"] == sum(BUSY.values())
+        assert metrics["phase_time/forward_gpu_busy_ms"] == BUSY_MS["forward"]
+        assert metrics["phase_time/step_gpu_busy_ms"] == sum(BUSY_MS.values())
         gap = metrics["phase_time/step_ms"] - metrics["phase_time/data_ms"]
-        gap -= sum(BUSY.values()) - BUSY["data"]
+        gap -= sum(BUSY_MS.values()) - BUSY_MS["data"]
         assert metrics["phase_time/step_launch_gap_ms"] == pytest.approx(gap)
 
 
-def test_spin_is_as_long_as_the_launches_with_a_margin(gpu: FakeGPU) -> None:
+def test_spin_lasts_as_long_as_the_launches_with_a_margin(gpu: FakeGPU) -> None:
     run(Loop(gpu), 20)
     # The first spin assumes 2 GHz; later spins use the measured 1 GHz.
     assert gpu.spins == [30.0, 15.0, 15.0, 15.0, 15.0]
 
 
 def test_step_that_cannot_be_probed_yet_is_not_timed(gpu: FakeGPU) -> None:
-    # 5 is the first place after the warm-up, but no launches were measured yet.
+    # Step 5 is the first after the warm-up, when the time of launches is not measured yet.
     timer = run(Loop(gpu), 25, warmup_steps=5, every_n_steps=5)
     assert 5 not in timer.history()["step"].tolist()
 
@@ -188,7 +190,7 @@ def test_host_wait_inside_the_step_ends_the_probing_with_a_warning(
     ],
     ids=["several ranks", "too long to launch", "no queue", "spin that raises"],
 )
-def test_reason_is_given_where_no_step_can_be_probed(
+def test_summary_gives_the_reason_if_no_step_can_be_probed(
     gpu: FakeGPU,
     host_ms: float,
     options: dict[str, Any],
@@ -205,7 +207,7 @@ def test_reason_is_given_where_no_step_can_be_probed(
     assert summary.steps == (18 if "no such kernel" in reason else 20)
 
 
-def test_probing_adds_no_wait(gpu: FakeGPU) -> None:
+def test_probing_adds_no_host_wait(gpu: FakeGPU) -> None:
     run(Loop(gpu), 20)
     assert len(gpu.waits) <= 20
     created = gpu.created
@@ -252,7 +254,7 @@ def test_probes_work_in_lightning_across_epochs_and_validations(gpu: FakeGPU) ->
     runner.fit(LaunchBound(gpu), Loader(gpu, 8), Loader(gpu, 2))
     summary = timer.summary()
     assert timer.history()["step"].tolist() == [0, 3, 6, 7, 8, 9, 12, 15]
-    assert summary.probed_steps == 3  # A validation lies in 4.
+    assert summary.probed_steps == 3  # Step 4 contains a validation.
     assert summary.probe_failure == ""
     busy = {name: row.gpu_busy_mean_ms for name, row in summary.rows.items() if "/" not in name}
     assert busy == {**STEP_MS, "callbacks": 0.0}
@@ -279,12 +281,12 @@ def test_probes_are_spread_evenly_over_any_period(every: int, period: int) -> No
     assert max(shares.values()) <= 200 / period
 
 
-def test_slow_host_is_not_a_wait(gpu: FakeGPU) -> None:
+def test_slow_host_does_not_end_the_probing(gpu: FakeGPU) -> None:
     pauses_ms = {i: 400.0 for i in range(100) if i % 5 in (0, 2)}
     summary = run(Loop(gpu), 100, pauses_ms=pauses_ms).summary()
     assert summary.probe_failure == ""
     assert 0 < summary.probed_steps < 20
-    assert summary.rows["forward"].gpu_busy_mean_ms == BUSY["forward"]
+    assert summary.rows["forward"].gpu_busy_mean_ms == BUSY_MS["forward"]
 
 
 @pytest.mark.parametrize("lag", [1, 3])

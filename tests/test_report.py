@@ -1,4 +1,4 @@
-"""Tests of `report`: the page of one run, or of two."""
+"""`report`: the page of one run or of two."""
 
 import html
 import re
@@ -32,7 +32,7 @@ EVIL = "</script><script>alert(1)</script>&\"'"
 
 
 def full() -> Run:
-    """Return a run with everything that a page can show, and with names that mean harm."""
+    """Return a run with everything that a page can show, and with malicious names."""
     evil = run(1, more={f"x{EVIL}": 0.5})
     stats = RankStats(1.0, 2.0, 3.0, 1)
     summary = with_facts(
@@ -58,7 +58,7 @@ def full() -> Run:
 
 
 def forward(steps: int, **options: Any) -> Run:
-    """Return a run of steps of 1 ms, without any other fact."""
+    """Return a run of steps that only have 1 ms of forward."""
     return run_of((raw(i, forward=1.0) for i in range(steps)), **options)
 
 
@@ -67,12 +67,12 @@ def page_of(*runs: Run) -> str:
 
 
 def body_of(*runs: Run) -> str:
-    """Return the page of runs without the code of bokeh."""
+    """Return the page of runs without bokeh's code."""
     return page_of(*runs).rpartition("</head>\n<body>")[2]
 
 
 def table_rows(body: str, kind: str) -> list[list[str]]:
-    """The texts of the cells of a table, by its class or its caption."""
+    """Return the cells of the table with a class or a caption."""
     table = re.search(rf'<table class="{kind}">(.*?)</table>', body, re.S) or re.search(
         rf"<table>\s*<caption>{kind}(.*?)</table>", body, re.S
     )
@@ -83,13 +83,13 @@ def table_rows(body: str, kind: str) -> list[list[str]]:
 
 
 def bars(body: str) -> list[tuple[str, float, float]]:
-    """The name of each loss, where its bar begins, and how long it is (in percent)."""
+    """Return the name of each entry, and the start and length of its bar in percent."""
     found = re.findall(r'<i style="margin-left:([\d.]+)%;width:([\d.]+)%', body)
     names = [line[0] for line in table_rows(body, "fall")[1:]]
     return [(name, float(a), float(b)) for name, (a, b) in zip(names, found, strict=True)]
 
 
-def test_time_breakdown_is_a_waterfall() -> None:
+def test_page_shows_the_time_breakdown_as_a_waterfall() -> None:
     shown = full()
     breakdown = shown.summary().time_breakdown
     assert breakdown is not None
@@ -106,12 +106,12 @@ def test_time_breakdown_is_a_waterfall() -> None:
 
 
 def lane(html: str) -> dict[str, float]:
-    """The names of the bars of a lane, and their lengths in percent."""
+    """Return the length of each bar of a lane in percent, by its name."""
     found = re.findall(r'<i style="width:([\d.]+)%;background:[^"]+" title="(.*?): ', html)
     return {name: float(length) for length, name in found}
 
 
-def test_slow_step_opens_into_its_lanes_and_causes() -> None:
+def test_page_shows_lanes_and_causes_of_a_slow_step() -> None:
     body = body_of(full())
     [opened] = re.findall(r'<details class="slow">(.*?)</details>', body, re.S)
     _, *found = opened.split('<div class="lane">')
@@ -128,7 +128,7 @@ def test_slow_step_opens_into_its_lanes_and_causes() -> None:
     ]
 
 
-def test_phases_have_bars_as_long_as_their_share_and_open_into_their_parts() -> None:
+def test_page_shows_shares_and_sub_phases_of_phases() -> None:
     modules = {f"forward/layer {i}": 0.25 for i in range(4)}
     body = body_of(run_of([raw(0, data=2.0, forward=1.0, **modules, backward=4.0)]))
     shares = re.findall(r'<td class=" share" style="background-size:(.*?) 70%">(.*?)</td>', body)
@@ -155,7 +155,7 @@ def test_page_begins_with_the_verdict_and_has_every_section() -> None:
         "H200",
     ):
         assert shown in body, shown
-    # The verdict once, at the top; the environment folded; a title that names the run.
+    # The verdict is shown once, the environment is folded, and the title names the run.
     verdict = re.search(r'class="verdict">(.*?)</p>', body)
     assert verdict is not None
     assert body.count(verdict[1]) == 1
@@ -163,7 +163,7 @@ def test_page_begins_with_the_verdict_and_has_every_section() -> None:
     assert re.search(r"<h1>run .* · H200 · torch 2.13.0 · batch 32 · ", body)
 
 
-def test_every_name_is_escaped_and_nothing_is_loaded() -> None:
+def test_page_escapes_every_name_and_loads_nothing() -> None:
     text, body = page_of(full()), body_of(full())
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert(1)" in body
@@ -176,7 +176,7 @@ def test_page_leaves_out_what_a_run_does_not_have() -> None:
     body = body_of(forward(4, warmup_steps=1))
     for absent in ("Slowest steps", "Evaluation", "of the fit"):
         assert absent not in body
-    # All time of these steps is work.
+    # All time of this run is GPU work.
     [work] = table_rows(body, "fall")[1:]
     assert work[:4] == ["GPU work", "3.00 ms", "100.0%", ""]
     assert bars(body) == [("GPU work", 0.0, 100.0)]
@@ -200,21 +200,21 @@ def test_page_of_warm_up_is_labelled(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err == ""
 
 
-def test_two_runs_are_side_by_side() -> None:
+def test_page_shows_two_runs_side_by_side() -> None:
     body = body_of(run(1), run(2, more={"backward": 0.6}))
     assert "slower: backward 0.6" in body
     assert "Before and after" in body
     assert body.count("Time per step in ms over 1000 steps") == 2
 
 
-def test_many_steps_are_thinned_out_and_their_means_kept() -> None:
+def test_chart_of_many_steps_has_means_of_groups() -> None:
     timed = run_of(raw(i, forward=float(i % 3), data=1.0) for i in range(5000))
     columns, every = thin_out(timed.history)
     assert every == 3
     assert len(columns["step"]) == 1667
     assert columns["step"][:3].tolist() == [0, 3, 6]
     assert columns["forward_ms"][:2].tolist() == [1.0, 1.0]
-    # The last point is the mean of the two steps that are left.
+    # The last point is the mean of the two remaining steps.
     assert columns["forward_ms"][-1] == 0.5
 
 
@@ -232,7 +232,7 @@ def test_report_without_bokeh_names_the_extra(
     assert not (tmp_path / "x.html").exists()
 
 
-def test_command_writes_the_page(paths: list[str], tmp_path: Path, command: Command) -> None:
+def test_report_command_writes_the_page(paths: list[str], tmp_path: Path, command: Command) -> None:
     out = tmp_path / "new" / "folder" / "page.html"
     assert command("report", paths[0], "-o", out).out == f"{out}\n"
     assert out.is_file()
@@ -276,7 +276,7 @@ def test_page_renders_in_a_browser_without_an_error(several: bool, tmp_path: Pat
     assert any("document idle" in line for line in console)
 
 
-def test_charts_hold_the_steps_numbers_in_ms_and_in_percent() -> None:
+def test_charts_show_phases_in_ms_or_percent() -> None:
     run_1 = run(1, n=30)
     assert list_top_phases(run_1.history) == ["data", "forward", "backward"]
     for in_percent, end in ((False, 22.0), (True, 100.0)):
@@ -289,10 +289,10 @@ def test_charts_hold_the_steps_numbers_in_ms_and_in_percent() -> None:
         assert figure.y_range.end == pytest.approx(end)
 
 
-def test_slow_steps_are_points_at_their_time_or_at_the_end_of_the_axis() -> None:
+def test_chart_shows_slow_steps_at_their_time_or_at_the_end_of_the_axis() -> None:
     slow = [SlowStep(n, ms, 15.0, "loss", (), ms - 15.0) for n, ms in ((7, 19.0), (9, 90.0))]
-    forgotten = SlowStep(50, 90.0, 15.0, "loss", (), 75.0)
-    run_1 = replace(run(1, n=30), slow_steps=[*slow, forgotten])
+    outside = SlowStep(50, 90.0, 15.0, "loss", (), 75.0)
+    run_1 = replace(run(1, n=30), slow_steps=[*slow, outside])
     *_, points = phases_over_steps(run_1, thin_out(run_1.history)[0], 20.0).renderers
     found: Any = points.data_source.data
     assert (found["step"], found["ms"]) == ([7, 9], [19.0, pytest.approx(21.2)])
@@ -304,12 +304,12 @@ def test_chart_has_gaps_where_nothing_was_timed() -> None:
     columns = with_gaps({"step": steps, "step_ms": np.full(10, 2.0)})
     assert columns["step"].tolist() == [0, 1, 2, 3, 4, 5, 49, 50, 51, 52, 53, 54]
     assert columns["step_ms"].tolist() == [2.0] * 5 + [0.0] * 2 + [2.0] * 5
-    # Steps between the windows of a sampled run are no gap.
+    # Untimed steps between the timing windows of a run are not a gap.
     sampled = {"step": np.arange(0, 100, 5), "step_ms": np.ones(20)}
     assert with_gaps(sampled)["step"].tolist() == sampled["step"].tolist()
 
 
-def test_chart_has_the_median_of_groups_of_steps() -> None:
+def test_chart_has_a_trend_line_of_medians() -> None:
     times_ms = np.tile([1.0, 9.0, 2.0], 80)
     steps, medians_ms, size = trend({"step": np.arange(240), "step_ms": times_ms})
     assert size == 6

@@ -47,7 +47,7 @@ def test_submodule_called_module_is_not_a_wrapper(gpu: FakeGPU) -> None:
     assert [(step["forward/module"], step["forward/head"]) for step in steps(timer)] == [(4, 1)] * 2
 
 
-def test_wrapper_of_torch_is_looked_through(gpu: FakeGPU, two_ranks: None) -> None:
+def test_modules_are_those_inside_a_wrapper_of_torch(gpu: FakeGPU, two_ranks: None) -> None:
     model = nn.parallel.DistributedDataParallel(nn.Sequential(Layer(gpu, 4.0)))
     timer = GPUPhaseHooks(model, _clock=gpu, modules=["0"])
     assert [*timer._loop.submodules] == ["0"]
@@ -89,7 +89,9 @@ class Exotic(torch.optim.Optimizer):
     ids=["no params", "None", "numbers", "params is None", "names"],
 )
 @pytest.mark.parametrize("is_given", [True, False])
-def test_optimizer_with_other_groups_updates(loop: Loop, groups: Any, is_given: bool) -> None:
+def test_optimizer_with_invalid_groups_still_updates(
+    loop: Loop, groups: Any, is_given: bool
+) -> None:
     optimizer: Any = Exotic(loop.model.parameters())
     optimizer.param_groups = groups
     before = loop.model.linear.bias.clone()
@@ -135,7 +137,7 @@ def test_error_of_the_timer_ends_only_the_timing(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, LookupError])
-def test_evaluation_that_cannot_be_set_up_leaves_the_training_alone(
+def test_error_at_the_start_of_an_evaluation_does_not_end_the_training(
     gpu: FakeGPU, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> None:

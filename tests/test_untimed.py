@@ -1,4 +1,4 @@
-"""Untimed steps, between which the timer is detached, and the choice of timed steps."""
+"""Untimed steps, in which hooks are detached, and the choice of the timed steps."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ ENGINE = AUTOGRAD._engine_run_backward
 
 
 def installed(loop: Loop) -> list[bool]:
-    """Return whether the model, torch and the optimizer are hooked or patched."""
+    """Return for the model, torch and the optimizer if they have hooks or patches."""
     return [
         bool(loop.model._forward_hooks or loop.model._forward_pre_hooks),
         AUTOGRAD._engine_run_backward is not ENGINE,
@@ -28,7 +28,7 @@ def installed(loop: Loop) -> list[bool]:
     ]
 
 
-def test_nothing_is_installed_between_timed_steps(loop: Loop) -> None:
+def test_hooks_are_detached_between_timed_steps(loop: Loop) -> None:
     attached = []
     with hooks(loop, every_n_steps=10) as timer:
         for step, x in enumerate(timer.steps(loop.batches(60))):
@@ -36,11 +36,11 @@ def test_nothing_is_installed_between_timed_steps(loop: Loop) -> None:
                 assert all(installed(loop))
                 attached.append(step)
             loop.train(x)
-    # The first 20 steps show which functions the loop calls. A step before each timed step tells
-    # an evaluation from a part of every step.
+    # Hooks stay in the first 20 steps, to learn which functions the loop calls, and in the step
+    # before each timed step, to recognize evaluations.
     timed = timed_indices(10, 60)
-    late = {index - back for index in timed for back in (0, 1) if index - back >= 20}
-    assert attached == [*range(20), *sorted(late)]
+    later = {step for index in timed for step in (index - 1, index) if step >= 20}
+    assert attached == [*range(20), *sorted(later)]
     assert timer.history()["step"].tolist() == timed
     assert {*timer.history()["backward_ms"].tolist()} == {8.0}
 
@@ -69,8 +69,8 @@ def test_hooks_stay_attached_with_a_second_timer(loop: Loop) -> None:
             loop.train(x)
         second.remove()
     timed = timed_indices(30, 40)
-    late = {index - back for index in timed for back in (0, 1)}
-    assert attached == sorted({*range(20), *late, *range(36, 40)})
+    later = {step for index in timed for step in (index - 1, index)}
+    assert attached == sorted({*range(20), *later, *range(36, 40)})
     assert timer.history()["step"].tolist() == timed
 
 
@@ -90,8 +90,8 @@ class Accumulates(Model):
             optimizer.zero_grad()
 
 
-class Skips(Model):
-    """A model that leaves out every seventh update."""
+class SkipsUpdates(Model):
+    """A model that skips every seventh update."""
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         if args[1] % 7:
@@ -100,8 +100,8 @@ class Skips(Model):
             args[-1]()
 
 
-class Samples(pl.Callback):
-    """A callback that calls the model between batches."""
+class ModelCalls(pl.Callback):
+    """Calls the model between batches."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *outputs: Any) -> None:
         if outputs[1] is not None:
@@ -131,8 +131,8 @@ class ValidatesInside(Validates):
         return super().training_step(batch, batch_idx)
 
 
-class Gaps(Model):
-    """A model that makes every eighth batch None, on which Lightning does not train."""
+class SkipsBatches(Model):
+    """A model that replaces every eighth batch by None, which Lightning skips."""
 
     fetched = 0
 
@@ -143,15 +143,15 @@ class Gaps(Model):
 
 RUNS: list[tuple[type[Model], dict[str, Any], list[pl.Callback]]] = [
     (Model, {}, []),
-    (Model, {"max_epochs": 3}, [Samples()]),
+    (Model, {"max_epochs": 3}, [ModelCalls()]),
     (Model, {"max_epochs": 3, "accumulate_grad_batches": 2}, []),
-    (Validates, {"max_epochs": 2, "val_check_interval": 4}, [Samples()]),
+    (Validates, {"max_epochs": 2, "val_check_interval": 4}, [ModelCalls()]),
     (Validates, {"check_val_every_n_epoch": None, "val_check_interval": 3, "max_epochs": 2}, []),
-    (Accumulates, {"max_epochs": 2}, [Samples()]),
-    (Skips, {"max_epochs": 2}, []),
-    (ValidatesInside, {"max_epochs": 2}, [Samples()]),
-    (Gaps, {"max_epochs": 2}, [Samples()]),
-    (Gaps, {"max_epochs": 2, "accumulate_grad_batches": 2}, []),
+    (Accumulates, {"max_epochs": 2}, [ModelCalls()]),
+    (SkipsUpdates, {"max_epochs": 2}, []),
+    (ValidatesInside, {"max_epochs": 2}, [ModelCalls()]),
+    (SkipsBatches, {"max_epochs": 2}, [ModelCalls()]),
+    (SkipsBatches, {"max_epochs": 2, "accumulate_grad_batches": 2}, []),
 ]
 
 
@@ -166,10 +166,11 @@ def test_detaching_between_timed_steps_changes_no_result(
         fit(gpu, kind(gpu), 43, timer=timer, callbacks=callbacks, **options)
         summary = timer.summary()
         assert summary.wall_clock is not None
-        # As text, in which NaN equals NaN.
+        # Compare as text, because NaN does not equal NaN.
         return [[*map(str, timer.history())], str(summary), summary.wall_clock.entries_s]
 
-    # Steps are resolved at other times, so other long steps would be timed.
+    # Attached hooks change when steps are resolved, and thereby which long steps are timed. So time
+    # no long steps.
     path = "lightning_gputime._measurement.untimed.UntimedSteps.next_long"
     monkeypatch.setattr(path, lambda self: None)
     detached = results()
@@ -208,10 +209,7 @@ def train(
     grow_ms: float = 0.0,
     **options: Any,
 ) -> GPUPhaseHooks:
-    """Train for `n` steps, of known times on the host and the device.
-
-    Steps take the host `grow_ms` longer in the end than in the beginning.
-    """
+    """Train `n` steps with given times, on the host growing by `grow_ms` in total."""
     loop = Loop(gpu, Layer(gpu, 0.0))
     loop.optimizer = Adder(loop.model.parameters(), gpu, 0.0)
     with hooks(loop, **options) as timer:
@@ -233,9 +231,9 @@ def test_default_sampling_costs_less_than_1_percent() -> None:
     share = timer.summary().timing_share
     assert share is not None
     assert 0.05 < share < 0.08  # Seven marks of 20 us in 2 ms.
-    # Without the first steps, which are all timed, and the steps in which the cost was measured.
-    with_timer = total(4000, 20.0) - total(2000, 20.0)
-    assert 0.002 < with_timer / (total(4000, 0.0) - total(2000, 0.0)) - 1 < 0.01
+    # Leave out the first steps: these are all timed, or the cost is measured in them.
+    with_cost = total(4000, 20.0) - total(2000, 20.0)
+    assert 0.002 < with_cost / (total(4000, 0.0) - total(2000, 0.0)) - 1 < 0.01
     text = str(timer.summary())
     assert ", then 1 of every " in text
     assert "log_every_n_steps" not in text
@@ -249,14 +247,12 @@ def test_default_sampling_costs_less_than_1_percent() -> None:
         (57, {"every_n_steps": 10, "warmup_steps": 20}, "over 4 of 55 steps (2 warm-up"),
         (57, {"every_n_steps": 1}, "over 57 steps\n"),
         (100, {}, "over 100 steps\n"),
-        # The cost of timing is measured on two windows first.
+        # The cost of timing is measured in two windows before steps are sampled.
         (170, {}, "over 134 of 170 steps\n"),
         (400, {"host_ms": 60.0}, "over 400 steps\n"),
     ],
 )
-def test_title_has_the_number_of_timed_steps_and_of_all_steps(
-    n: int, options: dict[str, Any], over: str
-) -> None:
+def test_title_shows_how_many_steps_were_timed(n: int, options: dict[str, Any], over: str) -> None:
     timer = train(CostlyGPU(20.0), n, **options)
     assert over in str(timer.summary())
     untimed = timer.summary().untimed_steps
@@ -264,7 +260,7 @@ def test_title_has_the_number_of_timed_steps_and_of_all_steps(
     assert untimed == n - len(timer.history())
 
 
-def test_windows_may_be_far_apart_if_nothing_takes_the_logs() -> None:
+def test_timing_windows_may_be_far_apart_without_a_logger() -> None:
     timer = train(CostlyGPU(40.0), 1000, host_ms=0.2)
     assert timer.summary().timed_every_n_steps == 280
     assert "log_every_n_steps" not in str(timer.summary())
@@ -296,11 +292,11 @@ def test_consumer_of_each_step_times_all_steps_with_a_note(
     assert len(timer.history()) == 400
     note = f"every step is timed because of {consumer}, which takes the CPU about 0.14 ms of 2.14"
     assert note in str(timer.summary())
-    # No time is lost in long steps, where the host waits for the GPU, and where a number is given.
-    others = ({"host_ms": 1.0, "device_ms": 4.0}, {"host_ms": 60.0}, {"every_n_steps": 1})
-    for other in others:
-        hidden = train(CostlyGPU(20.0), 100, **(options | other))
-        assert "every step is timed because" not in str(hidden.summary())
+    # No note if the host waits for the GPU, if steps are long, or if `every_n_steps` is given.
+    without_note = ({"host_ms": 1.0, "device_ms": 4.0}, {"host_ms": 60.0}, {"every_n_steps": 1})
+    for changes in without_note:
+        timer = train(CostlyGPU(20.0), 100, **(options | changes))
+        assert "every step is timed because" not in str(timer.summary())
 
 
 def test_gpu_bound_loop_times_all_steps() -> None:
@@ -309,7 +305,7 @@ def test_gpu_bound_loop_times_all_steps() -> None:
     assert timer.summary().timed_every_n_steps == 1
 
 
-def test_cheap_timing_times_all_steps_again() -> None:
+def test_cheap_timing_returns_to_timing_all_steps() -> None:
     timed = train(FakeGPU(), 1000, host_ms=4.0).history()["step"].tolist()
     assert timed[:100] == [*range(100)]
     assert len(timed) >= 800  # The rest are in short trials.
@@ -319,7 +315,7 @@ def test_cheap_timing_times_all_steps_again() -> None:
 def test_real_ranks_time_the_same_steps(tmp_path: Path) -> None:
     script = Path(__file__).parent / "untimed_run.py"
     printed = finish(*(start(script, rank, tmp_path / "store") for rank in range(2)))
-    mine, other = map(json.loads, printed)
-    assert mine == other
-    assert mine[1][:100] == [*range(100)]
-    assert mine[0] > 2
+    first, second = map(json.loads, printed)
+    assert first == second
+    assert first[1][:100] == [*range(100)]
+    assert first[0] > 2
