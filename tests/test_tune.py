@@ -328,7 +328,7 @@ def tune(folder: Path, script: str, *options: str) -> subprocess.CompletedProces
 
 @pytest.mark.slow
 def test_workers_are_tried_on_a_script(tmp_path: Path) -> None:
-    done = tune(tmp_path, SCRIPT, "--steps", "60", "--budget", "20s", "-o", "runs")
+    done = tune(tmp_path, SCRIPT, "--steps", "60", "--budget", "45s", "-o", "runs")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     first = found["trials"][0]
