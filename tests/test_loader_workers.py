@@ -197,7 +197,7 @@ RARE = (
     " took 2 s in worker 0, because of sample 18,211"
 )
 SMALLER = "return smaller batches, such as uint8 in place of float32: "
-RECEIVE = "workers wait 80 % of the time, because the main process receives too slowly"
+RECEIVE = "workers wait 80 % of the time, because the main process receives batches too slowly"
 MOSTLY, NEARLY = (RECEIVE.replace("80 %", share) for share in ("93 %", "95 %"))
 PIN = "the pin-memory thread copies one batch at a time, in 9 ms, so more workers cannot help"
 LOCK = (
@@ -205,7 +205,7 @@ LOCK = (
     " time, and more workers cannot help"
 )
 NO_CORE = "workers wait 70 % of their time for one of 4 CPU cores"
-RESTARTS = "the first batch of a worker takes 1 s, 4 times"
+RESTARTS = "workers started 4 times, and the first batch took 1 s each time"
 STARTS = f"set persistent_workers=True: {RESTARTS}"
 CREATE = f"create the DataLoader once, not in each epoch: {RESTARTS}"
 INDEX = "index whole batches with dataset[indices]; the tensors are in memory"

@@ -779,7 +779,7 @@ def test_validation_of_a_copy_gets_advice_to_pause(loop: Loop) -> None:
                 for _ in range(150):
                     ema(torch.ones(1, 2))
     summary = timer.summary()
-    advice = "wrap code that is not part of a step, such as a validation, in `with timer.paused()`"
+    advice = "wrap code that is not part of a step, such as validation, in `with timer.paused()`"
     assert summary.verdict.endswith("mostly in a few steps, which may be evaluations")
     assert (summary.diagnosis.entry, summary.diagnosis.code) == ("GPU work", "GPU-bound")
     assert summary.diagnosis.time_breakdown is not None

@@ -25,7 +25,7 @@ from lightning_gputime._diagnosis.culprit import (
     EntryCulprit,
     blocking_calls,
     culprits_of,
-    total,
+    time_of_calls,
 )
 from lightning_gputime._diagnosis.diagnosis import Advice
 from lightning_gputime._diagnosis.loader import (
@@ -76,8 +76,9 @@ from lightning_gputime._phases import (
 _MIN_SHARE = 0.05  # Entries with a smaller fraction of the wall clock get no advice.
 _MIN_PART = 0.1  # Advice ignores parts with a smaller fraction of the step.
 _MAX_WORKERS_WITHOUT_CORES = 4  # Maximum number of workers to suggest if the CPU cores are unknown.
-_MIN_STEPS = 0.5  # Calls in a smaller fraction of the steps are described by their total time.
-_MAX_MEMORY = 0.8  # Above this fraction of the GPU memory, suggest no larger batch.
+_MIN_CALLS_PER_STEP = 0.5  # Report the total time of calls that are less frequent.
+_MIN_COMPUTE_SHARE = 0.5  # Minimum fraction of the step in the model for advice on the precision.
+_MAX_MEMORY_SHARE = 0.8  # Above this fraction of the GPU memory, suggest no larger batch.
 # Minimum fraction of the evaluation time, after the last batch, for advice on metrics.
 _MIN_AFTER_BATCHES = 0.3
 
@@ -107,14 +108,15 @@ class Case:
         """Time of the entry per step (in milliseconds)."""
         return 1e3 * self.seconds / (self.m.steps + self.m.untimed_steps + self.m.warmup_steps)
 
-    def takes(self, culprit: EntryCulprit) -> str:
+    def time_of(self, culprit: EntryCulprit) -> str:
         """Return the time of a culprit, such as "4.1 ms of 9.8 ms per step" or "0.9 s in 3 calls".
 
         The entry must be inside steps.
         """
         m = self.m
-        if culprit.kind == CALL and culprit.calls < _MIN_STEPS * (m.steps + m.untimed_steps):
-            return total(culprit)
+        min_calls = _MIN_CALLS_PER_STEP * (m.steps + m.untimed_steps)
+        if culprit.kind == CALL and culprit.calls < min_calls:
+            return time_of_calls(culprit)
         is_phase = self.entry in m.rows
         entry_ms = m.share(self.entry) * m.step.mean_ms if is_phase else self.ms_per_step
         return _of_step(culprit.share * entry_ms, m)
@@ -154,7 +156,7 @@ def _load_faster(case: Case) -> Iterator[Advice]:
     if fetches is None:
         return
     culprit = next((found for found in case.culprits if found.kind in STAGES), None)
-    reason = "" if culprit is None else f"{culprit} takes {case.takes(culprit)}: "
+    reason = "" if culprit is None else f"{culprit} takes {case.time_of(culprit)}: "
     if culprit is not None and culprit.kind == SAMPLER:
         text = f"{reason}make it faster; it runs in the main process, even with workers"
         yield Advice("sampler", text, {"sampler": culprit.name})
@@ -182,7 +184,7 @@ def _index_batches(case: Case, reason: str) -> Advice:
     Workers would copy each batch twice, and cannot read device tensors.
     """
     setup, loader = case.setup, LoaderCase.of(case.m, case.setup)
-    if loader is not None and (restarts := loader.restarts):
+    if loader is not None and (restarts := loader.describe_restarts()):
         # The loop waits for the start of workers, not for a stage of the loader.
         reason = f"set {setup.loader_prefix}num_workers=0 (now {setup.num_workers}): {restarts}; "
     text = f"{reason}index whole batches with dataset[indices]; the tensors are in memory"
@@ -195,6 +197,7 @@ def _use_workers(case: Case, reason: str, fetch_ms: float) -> Iterator[Advice]:
     split = "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
     per_rank = "" if cores is None else f"; {cores} CPU cores per rank"
     off_cpu = m.slow.cause_shares.get(OFF_CPU, 0.0) if m.slow is not None else 0.0
+    is_cpu_busy = off_cpu >= _MIN_SHARE
     loader = LoaderCase.of(m, setup)
     if workers and loader is not None:
         yield from advise_on_loader(loader)
@@ -212,11 +215,10 @@ def _use_workers(case: Case, reason: str, fetch_ms: float) -> Iterator[Advice]:
         faster = ", or make it faster" if reason else ""
         text = f"{reason}set {prefix}num_workers={n} (now 0){faster}{split}"
         yield Advice("num_workers", text, {"now": 0, "suggested": n})
-    elif off_cpu >= _MIN_SHARE or (cores is not None and workers + 1 >= cores):
+    elif is_cpu_busy or (cores is not None and workers + 1 >= cores):
         # The training loop needs a core, too.
         now = f"now {prefix}num_workers={workers}{per_rank}"
-        is_busy = off_cpu >= _MIN_SHARE
-        why = "all CPU cores are busy" if is_busy else "more workers would lack a CPU core"
+        why = "all CPU cores are busy" if is_cpu_busy else "more workers would lack a CPU core"
         yield Advice("cheaper_transforms", f"use faster transforms: {why} ({now})")
     else:
         text = f"use more workers (now {prefix}num_workers={workers}{per_rank}){split}"
@@ -225,18 +227,18 @@ def _use_workers(case: Case, reason: str, fetch_ms: float) -> Iterator[Advice]:
 
 
 def _load_ahead(setup: TrainingSetup) -> Iterator[Advice]:
-    prefix, few = setup.loader_prefix, "a few fetches take most of the time"
+    prefix, reason = setup.loader_prefix, "a few batches cause most of the data wait"
     if setup.persistent_workers is False:
-        text = f"set {prefix}persistent_workers=True (now False): {few}"
+        text = f"set {prefix}persistent_workers=True (now False): {reason}"
         yield Advice("persistent_workers", text, {"now": False, "suggested": True})
     if factor := setup.prefetch_factor:
-        text = f"set {prefix}prefetch_factor={2 * factor} (now {factor}): {few}"
+        text = f"set {prefix}prefetch_factor={2 * factor} (now {factor}): {reason}"
         yield Advice("prefetch_factor", text, {"now": factor, "suggested": 2 * factor})
 
 
 def _pause(name: str) -> Advice:
     text = (
-        f"`{name}` is long in only a few steps: wrap code that is not part of a step, such as a"
+        f"`{name}` is long in only a few steps: wrap code that is not part of a step, such as"
         " validation, in `with timer.paused()`"
     )
     return Advice("pause", text, {"phase": name})
@@ -249,10 +251,10 @@ def _move_to_workers(case: Case) -> Iterator[Advice]:
     target = "into the dataset, so that the workers run it"
     calls = [culprit for culprit in case.culprits if culprit.kind != PLACE]
     if case.setup.is_own_loop:
-        text = f"move the code between fetch and copy {target}: it takes {took}"
+        text = f"move the code between `{FETCH}` and `{COPY}` {target}: it takes {took}"
         yield Advice("transfer_hooks", text)
     elif calls:
-        text = f"{calls[0]} takes {case.takes(calls[0])}, on the CPU: move it {target}"
+        text = f"{calls[0]} takes {case.time_of(calls[0])}, on the CPU: move it {target}"
         yield Advice("transfer_hooks", text, {"hook": calls[0].name})
     else:
         hooks = "on_before_batch_transfer, on_after_batch_transfer and transfer_batch_to_device"
@@ -297,14 +299,14 @@ def _shorten_callbacks(case: Case) -> Iterator[Advice]:
 
 def _run_less(case: Case, culprit: EntryCulprit) -> Advice:
     """Return advice to call a hook, a logger or `self.log` less often."""
-    took = f"{culprit} takes {case.takes(culprit)}"
+    took = f"{culprit} takes {case.time_of(culprit)}"
     if culprit.name == "self.log":
         steps = case.m.steps + case.m.untimed_steps
-        n = f", {culprit.calls / steps:.0f} calls" if culprit.calls >= 2 * steps else ""
-        return Advice("log_less", f"{took}{n}: log fewer values, or log only every n-th step")
+        calls = f", {culprit.calls / steps:.0f} calls" if culprit.calls >= 2 * steps else ""
+        return Advice("log_less", f"{took}{calls}: log fewer values, or log only every n-th step")
     if culprit.name.endswith((".log_metrics", ".on_log")):
-        how = "logging_steps" if culprit.name.endswith(".on_log") else "log_every_n_steps"
-        text = f"{took}: log less often ({how})"
+        option = "logging_steps" if culprit.name.endswith(".on_log") else "log_every_n_steps"
+        text = f"{took}: log less often ({option})"
         return Advice("log_less", text, {"callback": culprit.name})
     text = f"{took}: run it less often, or make it faster"
     return Advice("callback", text, {"callback": culprit.name})
@@ -313,8 +315,8 @@ def _run_less(case: Case, culprit: EntryCulprit) -> Advice:
 def _save_less(case: Case) -> Iterator[Advice]:
     how = "save less often: every_n_train_steps (Lightning), save_steps (transformers)"
     culprits = [culprit for culprit in case.culprits if culprit.kind != PLACE]
-    took = f"{culprits[0]} takes {total(culprits[0])}: " if culprits else ""
-    yield Advice("save_less", f"{took}{how}")
+    reason = f"{culprits[0]} takes {time_of_calls(culprits[0])}: " if culprits else ""
+    yield Advice("save_less", f"{reason}{how}")
 
 
 def _speed_up_rank(case: Case) -> Iterator[Advice]:
@@ -341,7 +343,7 @@ def _communicate_less(case: Case) -> Iterator[Advice]:
 def _speed_up_work(case: Case) -> Iterator[Advice]:
     m, setup, pace = case.m, case.setup, case.pace
     rare = [name for name in (FORWARD, BACKWARD) if name in m.rows and is_rare(m.rows[name])]
-    # If backward is rare as well, these steps have more micro-batches: there is nothing to pause.
+    # If forward and backward are rare, a few steps have more micro-batches: nothing can be paused.
     if setup.is_own_loop and rare == [FORWARD]:
         yield _pause(FORWARD)
     if pace.code == LAUNCH_BOUND and m.launch_gap_share is None:
@@ -351,8 +353,9 @@ def _speed_up_work(case: Case) -> Iterator[Advice]:
         yield from _unblock(case)
         return
     if pace.code == GPU_BOUND:
-        compute = m.share(FORWARD) + m.share(BACKWARD)
-        if setup.precision == "32-true" and setup.has_bf16 and compute >= 0.5:
+        compute_share = m.share(FORWARD) + m.share(BACKWARD)
+        is_fp32 = setup.precision == "32-true"
+        if is_fp32 and setup.has_bf16 and compute_share >= _MIN_COMPUTE_SHARE:
             text = 'set precision="bf16-mixed" (now "32-true")'
             yield Advice("precision", text, {"now": "32-true", "suggested": "bf16-mixed"})
         yield from _fuse_update(case)
@@ -363,7 +366,7 @@ def _speed_up_work(case: Case) -> Iterator[Advice]:
 
 def _has_room(m: Measurement) -> bool:
     """Return True if at most 80 % of the GPU memory is used, or if its use is unknown."""
-    return m.memory is None or m.memory.share <= _MAX_MEMORY
+    return m.memory is None or m.memory.share <= _MAX_MEMORY_SHARE
 
 
 def _launch_less(case: Case) -> Iterator[Advice]:
@@ -385,17 +388,16 @@ def _fuse_update(case: Case) -> Iterator[Advice]:
 
 
 def _unblock(case: Case) -> Iterator[Advice]:
-    others = []
     for call in blocking_calls(case.pace.phases, case.m):
-        n = call.calls / BLOCKING_STEPS
-        rate = f" {n:.3g} times per step" if n >= 1.5 else ""
-        row = case.m.rows.get(call.caller)
-        blocked = ""
+        calls_per_step = call.calls / BLOCKING_STEPS
+        rate = f" {calls_per_step:.3g} times per step" if calls_per_step >= 1.5 else ""
+        phase, row = "", case.m.rows.get(call.caller)
         if row is not None:
             took = _of_step(row.frequency * row.host_mean_ms, case.m)
-            blocked = f" in `{call.caller}`, which takes the CPU {took}"
-        text = f"{call} waits for the GPU{rate}{blocked}: read the value less often, or later"
+            phase = f" in `{call.caller}`, which takes the CPU {took}"
+        text = f"{call} waits for the GPU{rate}{phase}: read the value less often, or later"
         yield Advice("blocking_call", text, {"phase": call.caller})
+    other_phases = []
     for name in case.pace.phases:
         if name in (FETCH, DATA):
             culprits = culprits_of(name, case.seconds, case.m)
@@ -403,22 +405,21 @@ def _unblock(case: Case) -> Iterator[Advice]:
         elif name == COPY:
             yield from _copy_faster(case)
         else:
-            others.append(f"`{name}`")
-    if others:
-        copies = (
-            " and prints" if case.setup.pin_memory else ", prints and copies from unpinned memory"
-        )
-        text = f"remove .item(){copies} from {', '.join(others)}"
+            other_phases.append(f"`{name}`")
+    if other_phases:
+        syncs = ".item(), prints and copies from unpinned memory"
+        if case.setup.pin_memory:
+            syncs = ".item() and prints"
+        text = f"remove {syncs} from {', '.join(other_phases)}"
         yield Advice("remove_syncs", text, {"phases": list(case.pace.phases)})
 
 
 def _optimize_faster(case: Case) -> Iterator[Advice]:
-    setup, culprits = case.setup, case.culprits
-    names = {culprit.name for culprit in culprits[:1]}
-    if setup.unfused and names <= {f"{setup.unfused}.step"}:
+    unfused, culprits = case.setup.unfused, case.culprits
+    is_update = not culprits or culprits[0].name == f"{unfused}.step"
+    if unfused and is_update:
         yield from _fuse_update(case)
-        return  # No other code in `optimizer` was found.
-    if culprits:
+    elif culprits:
         # Fusing the update would not help: report the code that takes the time.
         yield _shorten_code(case)
     else:
@@ -448,19 +449,20 @@ def _shorten_code(case: Case) -> Advice:
     culprit, *inside = case.culprits
     if culprit.kind != PLACE:
         return _run_less(case, culprit)
-    took = f"{culprit} takes {case.takes(culprit)}"
-    parts = f", {percent(inside[0].share)} of it in {inside[0]}" if inside else ""
-    text = f"{took}{parts}: make it faster, or run it less often"
+    took = f"{culprit} takes {case.time_of(culprit)}"
+    part = f", {percent(inside[0].share)} of it in {inside[0]}" if inside else ""
+    text = f"{took}{part}: make it faster, or run it less often"
     return Advice("shorten", text, {"phase": case.entry})
 
 
 def _shorten_user_phase(case: Case) -> Iterator[Advice]:
-    name = case.entry
-    inside = [*_look_inside(name, case)]
-    culprits = case.culprits[:1]
+    name, culprits = case.entry, case.culprits
+    if inside := [*_look_inside(name, case)]:
+        yield from inside
+        return
     where = f" ({culprits[0].where})" if culprits and culprits[0].where else ""
     text = f"`{name}`{where} takes {_per_step(case.m, name)}: run it less often, or make it faster"
-    yield from inside or [Advice("shorten", text, {"phase": name})]
+    yield Advice("shorten", text, {"phase": name})
 
 
 def _look_inside(top: str, case: Case) -> Iterator[Advice]:
@@ -469,9 +471,9 @@ def _look_inside(top: str, case: Case) -> Iterator[Advice]:
     parts = [name for name in m.rows if name.startswith(f"{top}/") and not is_wait(name)]
     long = [name for name in parts if m.share(name) >= _MIN_PART]
     # Name the innermost module: the modules around it are long only because they contain it.
-    inner = [name for name in long if not any(other.startswith(f"{name}/") for other in long)]
-    if inner:
-        part = max(inner, key=m.share)
+    innermost = [name for name in long if not any(other.startswith(f"{name}/") for other in long)]
+    if innermost:
+        part = max(innermost, key=m.share)
         name = part.rpartition("/")[2]
         module = f"{name} {setup.classes.get(name, '')}".rstrip()
         text = f"speed up `{module}`: it takes {_per_step(m, part)} in `{top}`"
@@ -485,21 +487,32 @@ def _look_inside(top: str, case: Case) -> Iterator[Advice]:
 
 
 def _evaluate_less(how: str, metrics_hook: str, case: Case) -> Iterator[Advice]:
-    """Yield advice on slow metrics, whose hook is `metrics_hook`, and on how to evaluate less."""
-    culprit = next(iter(case.culprits), None)
-    is_call = culprit is not None and culprit.kind != PLACE
-    if culprit is not None and is_call:
-        of = f"{duration(1e3 * culprit.seconds)} of {duration(1e3 * case.seconds)}"
-        yield Advice("metrics", f"{culprit} takes {of}: make it faster")
-    elif (wall_clock := case.m.wall_clock) is not None:
-        entries_s, after_s = wall_clock.entries_s, wall_clock.after_batches_s
-        all_s = entries_s.get(VALIDATION, 0.0) + entries_s.get(EVALUATION, 0.0)
-        if after_s and after_s >= _MIN_AFTER_BATCHES * all_s:
-            of = f"{duration(1e3 * after_s)} of {duration(1e3 * all_s)}"
-            text = f"use faster metrics: {of} are spent after the last batch, in {metrics_hook}"
-            yield Advice("metrics", text)
-    place = "" if culprit is None or is_call else f"{culprit}: "
-    yield Advice("evaluate_less", f"{place}{how}")
+    """Yield advice to shorten evaluations, then to evaluate less.
+
+    Args:
+        how: Advice to evaluate less.
+        metrics_hook: Function in which metrics are usually computed.
+        case: The entry of evaluations.
+    """
+    culprit = case.culprits[0] if case.culprits else None
+    if culprit is not None and culprit.kind != PLACE:
+        took = f"{duration(1e3 * culprit.seconds)} of {duration(1e3 * case.seconds)}"
+        yield Advice("metrics", f"{culprit} takes {took}: make it faster")
+        yield Advice("evaluate_less", how)
+    else:
+        yield from _speed_up_metrics(metrics_hook, case.m)
+        yield Advice("evaluate_less", how if culprit is None else f"{culprit}: {how}")
+
+
+def _speed_up_metrics(metrics_hook: str, m: Measurement) -> Iterator[Advice]:
+    if m.wall_clock is None:
+        return
+    entries_s, after_s = m.wall_clock.entries_s, m.wall_clock.after_batches_s
+    all_s = entries_s.get(VALIDATION, 0.0) + entries_s.get(EVALUATION, 0.0)
+    if after_s and after_s >= _MIN_AFTER_BATCHES * all_s:
+        took = f"{duration(1e3 * after_s)} of {duration(1e3 * all_s)}"
+        text = f"use faster metrics: {took} are spent after the last batch, in {metrics_hook}"
+        yield Advice("metrics", text)
 
 
 def _shorten_first_step(case: Case) -> Iterator[Advice]:
@@ -513,7 +526,8 @@ def _shorten_outside_steps(code: str, general: str, how: str, case: Case) -> Ite
     """Yield advice on an entry outside of steps: on its culprit if known, else `general`."""
     if culprits := case.culprits:
         culprit = culprits[0]
-        yield Advice(code, f"{culprit} takes {total(culprit)}: {how}", {"name": culprit.name})
+        text = f"{culprit} takes {time_of_calls(culprit)}: {how}"
+        yield Advice(code, text, {"name": culprit.name})
     else:
         yield Advice(code, general)
 

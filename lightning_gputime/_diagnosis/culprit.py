@@ -21,7 +21,7 @@ from lightning_gputime._phases import CALLBACKS, DATA, FETCH, OTHER, SAVES, of_o
 
 _MIN_SHARE = 0.4  # Minimum fraction of an entry that a culprit takes.
 _MIN_SHARE_INSIDE = 0.7  # An inner call that takes this fraction of the outer call replaces it.
-_MIN_SHARE_NEXT_TO_PLACE = 0.2  # Minimum fraction of an entry for a call inside a place.
+_MIN_SHARE_INSIDE_PLACE = 0.2  # Minimum fraction of an entry for a call inside a place.
 _MIN_SHARE_OF_OTHER = 0.05  # Minimum fraction of the step at which parts of `other` are reported.
 _MIN_KNOWN_OF_OTHER = 0.95  # Fraction of `other` that its known parts must cover.
 _MAX_BLOCKING = 3  # Maximum number of reported lines that wait for the GPU.
@@ -64,14 +64,14 @@ class EntryCulprit:
         return str(Source(self.file, self.line, self.last_line)) if self.file else ""
 
     def __str__(self) -> str:
-        if self.kind in (PLACE, BLOCKING) and not self.name.endswith(".step"):
-            # Lines of a function. The name is a part of `other`, such as "before forward".
-            name, where = f"`{self.function}`", ", ".join(filter(None, (self.where, self.name)))
-            if self.function == "<module>":
-                name, where = self.where, self.name
+        if self.kind not in (PLACE, BLOCKING) or self.name.endswith(".step"):
+            code, details = f"`{self.name}`", self.where
+        # Otherwise, the name is a part of `other`, such as "before forward".
+        elif self.function == "<module>":
+            code, details = self.where, self.name
         else:
-            name, where = f"`{self.name}`", self.where
-        text = f"{name} ({where})" if name and where else name or where
+            code, details = f"`{self.function}`", ", ".join(filter(None, (self.where, self.name)))
+        text = f"{code} ({details})" if code and details else code or details
         # The caller of a blocking call is a phase.
         return f"{text} in `{self.caller}`" if self.caller and self.kind != BLOCKING else text
 
@@ -95,15 +95,15 @@ def culprits_of(entry: str, seconds: float, m: Measurement) -> tuple[EntryCulpri
     calls = [*_calls(found, seconds), *_callbacks(entry, seconds, m)]
     if best := _largest(calls):
         return best
-    # Inside steps, places are observed in a few steps; outside of steps, always.
-    all_s = seconds if entry in (BETWEEN_LOOPS, TEAR_DOWN) else None
+    # Places outside of steps are always observed, but those inside steps only in a few steps.
+    observed_s = seconds if entry in (BETWEEN_LOOPS, TEAR_DOWN) else None
     min_calls = 2 if entry == COMPILATIONS else 1  # The first compilation is not a recompilation.
     places = [
-        _entry_culprit(culprit, all_s)
+        _entry_culprit(culprit, observed_s)
         for culprit in found
         if culprit.kind == PLACE and culprit.calls >= min_calls
     ]
-    inside = [culprit for culprit in calls if culprit.share >= _MIN_SHARE_NEXT_TO_PLACE]
+    inside = [culprit for culprit in calls if culprit.share >= _MIN_SHARE_INSIDE_PLACE]
     return _largest(places, inside)
 
 
@@ -144,49 +144,55 @@ def _largest(
 
 
 def _calls(found: Sequence[Culprit], seconds: float) -> Iterator[EntryCulprit]:
-    """Yield the outermost calls, or the inner calls that take at least 70 % of their time."""
+    """Yield each outermost call, or the call inside it that takes at least 70 % of its time."""
     calls = [culprit for culprit in found if culprit.kind == CALL]
     names = {culprit.name for culprit in calls}
-    for call in calls:
-        if call.caller in names:
+    for outermost in calls:
+        if outermost.caller in names:
             continue
-        inner, known = call, {call.name}
-        while inside := [
-            culprit
-            for culprit in calls
-            if culprit.caller == inner.name
-            and culprit.name not in known
-            and culprit.seconds >= _MIN_SHARE_INSIDE * inner.seconds
+        call, visited = outermost, {outermost.name}
+        while inner_calls := [
+            inner
+            for inner in calls
+            if inner.caller == call.name
+            and inner.name not in visited
+            and inner.seconds >= _MIN_SHARE_INSIDE * call.seconds
         ]:
-            inner = inside[0]
-            known.add(inner.name)
-        yield _entry_culprit(inner, seconds)
+            call = inner_calls[0]
+            visited.add(call.name)
+        yield _entry_culprit(call, seconds)
 
 
 def _callbacks(entry: str, seconds: float, m: Measurement) -> Iterator[EntryCulprit]:
     """Yield the callback hooks that are timed as sub-phases of `callbacks`."""
-    total = m.share(CALLBACKS)
-    if entry != CALLBACKS or not total > 0:
+    callbacks_share = m.share(CALLBACKS)
+    if entry != CALLBACKS or callbacks_share <= 0:
         return
     for name, row in m.rows.items():
         if name != SAVES and of_one_callback(name):
-            share = row.share / total
+            share = row.share / callbacks_share
             yield EntryCulprit(of_one_callback(name), CALL, share, share * seconds, row.n)
 
 
-def _entry_culprit(culprit: Culprit, all_s: float | None = None) -> EntryCulprit:
-    """Return a culprit of an entry that took `all_s`, or of the observed time of that entry."""
-    all_s = all_s or culprit.observed_s or culprit.seconds
+def _entry_culprit(culprit: Culprit, observed_s: float | None = None) -> EntryCulprit:
+    """Return a culprit with its share of the entry.
+
+    Args:
+        culprit: Code that takes time of the entry.
+        observed_s: Time of the entry while the code was observed (in seconds); by default, that of
+            the culprit.
+    """
+    observed_s = observed_s or culprit.observed_s or culprit.seconds
     source = culprit.source
-    # The user cannot change a definition in an installed library. A place in one belongs to a
-    # training command that is installed as a package.
+    # Omit a definition in an installed library, which the user cannot change. But a place in an
+    # installed package is code of the user: the training command is installed.
     is_definition = culprit.kind not in (PLACE, BLOCKING)
     if source is None or (is_definition and "-packages" in source.file):
         source = Source("", 0, 0)
     return EntryCulprit(
         culprit.name,
         culprit.kind,
-        min(culprit.seconds / all_s, 1.0) if all_s else 0.0,
+        min(culprit.seconds / observed_s, 1.0) if observed_s else 0.0,
         culprit.seconds,
         culprit.calls,
         source.file,
@@ -197,7 +203,7 @@ def _entry_culprit(culprit: Culprit, all_s: float | None = None) -> EntryCulprit
     )
 
 
-def total(culprit: EntryCulprit) -> str:
+def time_of_calls(culprit: EntryCulprit) -> str:
     """Return the time of all calls, such as "0.9 s in 3 calls"."""
     n = culprit.calls
     return f"{duration(1e3 * culprit.seconds)} in {n} call{'s' * (n != 1)}"

@@ -19,7 +19,7 @@ _MIN_STARTS_SHARE = 0.5  # Starts of workers that take this fraction of the firs
 _MIN_RESTARTS_SHARE = 0.3
 _MAX_RUN_DELAY = 0.5  # Workers lack CPU cores if they wait for a core this fraction of the time.
 _MAX_IDLE = 0.5  # Workers that idle this fraction of the time are not the bottleneck.
-_SLOW_WORKER = 1.5  # Time of a slow worker, as a multiple of the median of the others.
+_MIN_SLOW_FACTOR = 1.5  # Time of a slow worker, as a multiple of the median of the others.
 _MIN_REST = 0.01  # Minimum of rest_ms / batch_ms, which caps the suggestion at 110 workers.
 _MIN_PINNING = 0.8  # A pin-memory thread that is busy for this fraction of a step is too slow.
 _SMALLER_BATCHES = "return smaller batches, such as uint8 in place of float32"
@@ -86,23 +86,22 @@ class LoaderCase:
         )
 
     def explains(self, ms: float) -> bool:
-        """Return True if this time of workers per batch explains a part of the loop's wait."""
+        """Return True if a delay in the workers, per batch, is a large part of the loop's wait."""
         return ms >= _MIN_SHARE * self.exposed_ms
 
-    @property
-    def restarts(self) -> str:
-        """Cost of repeated starts, as part of a sentence; empty if they do not explain the wait."""
+    def describe_restarts(self) -> str:
+        """Return the cost of repeated starts as part of a sentence; empty if it is low."""
         times = self.times
         waited_s = self.exposed_ms * self.batches / 1e3
         restarts = times.starts - 1  # The first start is part of the first step.
         started_s = restarts * times.startup_s
         if restarts < 1 or waited_s <= 0 or started_s < _MIN_RESTARTS_SHARE * waited_s:
             return ""
-        return f"{_startup(times)}, {times.starts} times"
+        startup = duration(1e3 * times.startup_s)
+        return f"workers started {times.starts} times, and the first batch took {startup} each time"
 
-    @property
-    def intervals(self) -> str:
-        """Batch interval of the workers, and of the loop without waiting, as part of a sentence."""
+    def describe_intervals(self) -> str:
+        """Return the interval of batches, and of steps without a wait, as part of a sentence."""
         n = len(self.times.workers)
         workers = f"{n} workers deliver" if n > 1 else "1 worker delivers"
         return (
@@ -112,12 +111,13 @@ class LoaderCase:
 
     def describe(self) -> str:
         """Return a sentence on the cost of a batch, and on the part that the loop waits for."""
-        hidden_ms, pin_ms = max(self.busy_ms - self.exposed_ms, 0.0), self.times.pin_ms
+        hidden_ms = max(self.busy_ms - self.exposed_ms, 0.0)
+        pin_ms = self.times.pin_ms
         pins = "" if pin_ms is None else f"; the pin-memory thread takes {duration(pin_ms)}"
         return (
-            f"A batch takes {duration(self.busy_ms)} in a worker; {self.intervals}: the loop waits"
-            f" {duration(self.exposed_ms)} per batch, and {duration(hidden_ms)} overlap with the"
-            f" step{pins}"
+            f"A batch takes {duration(self.busy_ms)} in a worker; {self.describe_intervals()}: the"
+            f" loop waits {duration(self.exposed_ms)} per batch, and {duration(hidden_ms)} overlap"
+            f" with the step{pins}"
         )
 
 
@@ -152,7 +152,7 @@ def _split_dataset(case: LoaderCase) -> Advice:
 
 
 def _start_less(case: LoaderCase) -> Advice | None:
-    if not (restarts := case.restarts):
+    if not (restarts := case.describe_restarts()):
         return None
     if case.is_persistent:
         return Advice("create_once", f"create the DataLoader once, not in each epoch: {restarts}")
@@ -164,13 +164,10 @@ def advise_on_first_step(case: LoaderCase, seconds: float) -> Iterator[Advice]:
     """Yield advice if the start of workers takes most of the first step."""
     if case.times.startup_s >= _MIN_STARTS_SHARE * seconds:
         text = (
-            f"make workers start faster (fewer imports, fewer open files): {_startup(case.times)}"
+            "make workers start faster (fewer imports, fewer open files): the first batch of a"
+            f" worker takes {duration(1e3 * case.times.startup_s)}"
         )
         yield Advice("worker_startup", text)
-
-
-def _startup(times: LoaderTimes) -> str:
-    return f"the first batch of a worker takes {duration(1e3 * times.startup_s)}"
 
 
 def _fix_slow_samples(case: LoaderCase) -> Advice | None:
@@ -196,7 +193,7 @@ def _fix_worker(case: LoaderCase) -> Advice | None:
     # Workers without a batch have no times yet.
     others = [ms for ms in busy_ms[:slowest] + busy_ms[slowest + 1 :] if ms]
     other_ms = median_high(others) if others else math.inf
-    if busy_ms[slowest] < _SLOW_WORKER * other_ms:
+    if busy_ms[slowest] < _MIN_SLOW_FACTOR * other_ms:
         return None
     share = case.times.workers[slowest].batches / case.times.batches
     if not case.explains(share * (busy_ms[slowest] - other_ms)):
@@ -224,7 +221,7 @@ def _hand_over_faster(case: LoaderCase) -> Advice | None:
         return None
     text = (
         f"{_SMALLER_BATCHES}: workers wait {percent(case.idle_share)} of the time, because the main"
-        " process receives too slowly"
+        " process receives batches too slowly"
     )
     return Advice("hand_over", text, {"idle_share": case.idle_share})
 
@@ -234,10 +231,10 @@ def _free_cores(case: LoaderCase) -> Advice | None:
     if delay is None or delay < _MAX_RUN_DELAY or cores is None:
         return None
     reason = f"workers wait {percent(delay)} of their time for one of {cores} CPU cores"
-    fewer = max(cores - 1, 1)
     if n <= cores:
         text = f"free CPU cores, or make `{case.times.dataset}` faster: {reason}"
         return Advice("busy_cores", text, {"run_delay_share": delay})
+    fewer = max(cores - 1, 1)  # The training loop needs a core, too.
     text = f"set {case.prefix}num_workers={fewer} (now {n}): {reason}"
     return Advice("num_workers", text, {"now": n, "suggested": fewer})
 
@@ -255,17 +252,16 @@ def _unlock(case: LoaderCase) -> Advice | None:
 
 def _add_workers(case: LoaderCase) -> Iterator[Advice]:
     now, needed = len(case.times.workers), workers_for(case.busy_ms, case.rest_ms)
-    most = needed if case.max_workers is None else case.max_workers
-    n = min(needed, most)
-    if n > now:
+    suggested = needed if case.max_workers is None else min(needed, case.max_workers)
+    if suggested > now:
         cores = "" if case.cores is None else f"; {case.cores} CPU cores"
-        goal = "keep up" if n == needed else "shorten the wait"
+        goal = "keep up" if suggested == needed else "shorten the wait"
         text = (
-            f"set {case.prefix}num_workers={n} (now {now}{cores}) to {goal}: at present,"
-            f" {case.intervals}"
+            f"set {case.prefix}num_workers={suggested} (now {now}{cores}) to {goal}: at present,"
+            f" {case.describe_intervals()}"
         )
-        yield Advice("num_workers", text, {"now": now, "suggested": n})
-        if n == needed:
+        yield Advice("num_workers", text, {"now": now, "suggested": suggested})
+        if suggested == needed:
             return
     name = max(("dataset", "collate"), key=lambda stage: case.times.mean(f"{stage}_ms"))
     function = case.times.dataset if name == "dataset" else case.times.collate
