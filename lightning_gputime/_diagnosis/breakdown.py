@@ -46,13 +46,17 @@ from lightning_gputime._phases import (
 )
 
 # Minimum fraction of the step at which a phase of the model's work becomes a separate entry.
-_MIN_OTHER, _MIN_LOSS, _MIN_OPTIMIZER, _MIN_LOSS_ON_DEVICE = 0.05, 0.1, 0.2, 0.2
+_MIN_OTHER = 0.05
+_MIN_LOSS_ON_HOST_CLOCK = 0.1
+_MIN_LOSS_ON_GPU = 0.2
+_MIN_OPTIMIZER = 0.2
 # Compilations are frequent if they occur in this fraction of the steps, and are moved to their
 # entry if they take this fraction of the time of all steps.
-_MIN_COMPILED_STEPS, _MIN_COMPILED = 0.1, 0.2
+_MIN_COMPILED_STEPS = 0.1
+_MIN_COMPILED_SHARE = 0.2
 # If one step has most of a phase's total time, the phase is a bottleneck only if it also takes this
 # fraction of the other steps.
-_MIN_OTHERS = 0.2
+_MIN_SHARE_OF_OTHER_STEPS = 0.2
 
 
 @dataclass(slots=True)
@@ -90,10 +94,10 @@ def break_down(m: Measurement, setup: TrainingSetup, pace: Pace) -> TimeBreakdow
     # The wall clock has a separate entry for checkpoints, so exclude them from the steps.
     without_saves = 1.0 - parts.pop(SAVES).share
     # Only the excess of the first step over the other steps belongs to its entry.
-    first_s = entries_s.get(FIRST_STEP, 0.0)
-    steady_s = min(without_saves * m.step.mean_ms / 1e3, first_s)
-    if first_s:
-        entries_s[FIRST_STEP] = first_s - steady_s
+    first_step_s = entries_s.get(FIRST_STEP, 0.0)
+    steady_s = min(without_saves * m.step.mean_ms / 1e3, first_step_s)
+    if first_step_s:
+        entries_s[FIRST_STEP] = first_step_s - steady_s
     steps_s = (steps_s + steady_s) / without_saves if without_saves > 0 else 0.0
     wall_s = sum(entries_s.values()) + without_saves * steps_s
     rows = []
@@ -129,23 +133,23 @@ def _entry(case: Case, part: _Part, share: float, steps_share: float) -> Entry:
     """
     name, m = case.entry, case.m
     # In launch-bound training, removing an entry may save more than its own time.
-    gain = share + max(_removable(name, part, m, case.pace) - part.share, 0.0) * steps_share
+    gain = share + max(_removable_share(name, part, m, case.pace) - part.share, 0.0) * steps_share
     error = part.error * steps_share
     has_time = not is_blurred(name, m) and error < share
-    is_cause = (
+    is_removable = (
         has_time
         and name not in (GPU_WORK, CPU_WORK, TIMING, NOT_SAMPLED)
         and not (name == DATA and may_hide_evaluations(m, case.setup))
     )
-    is_of_one_step = name in m.rows and _is_of_one_step(m.rows[name], m)
+    can_be_bottleneck = is_removable and not (name in m.rows and _is_of_one_step(m.rows[name], m))
     code = CODES.get(name, PHASE_BOUND if name in m.rows else "")
     return Entry(
         name,
         case.seconds,
         share,
         error,
-        speed_up=1 / (1 - gain) if is_cause and name not in ONCE and gain < 1 else None,
-        code=code if is_cause and not is_of_one_step else "",
+        speed_up=1 / (1 - gain) if is_removable and name not in ONCE and gain < 1 else None,
+        code=code if can_be_bottleneck else "",
         advice=advise(case, max(share, gain)) if has_time else (),
         culprits=case.culprits,
     )
@@ -155,9 +159,10 @@ def _is_of_one_step(row: PhaseStats, m: Measurement) -> bool:
     """Return True if a phase is long in a single step only, so that it cannot be the bottleneck."""
     n = m.steps + m.untimed_steps
     # Without the step in which the phase is longest: time of the phase, and of all steps.
-    others_ms = n * row.share * m.step.mean_ms - row.max_ms
-    steps_ms = n * m.step.mean_ms - row.max_ms
-    return n > 1 and row.max_ms > others_ms and others_ms < _MIN_OTHERS * steps_ms
+    rest_ms = n * row.share * m.step.mean_ms - row.max_ms
+    other_steps_ms = n * m.step.mean_ms - row.max_ms
+    is_rest_short = rest_ms < _MIN_SHARE_OF_OTHER_STEPS * other_steps_ms
+    return n > 1 and row.max_ms > rest_ms and is_rest_short
 
 
 def is_blurred(name: str, m: Measurement) -> bool:
@@ -172,11 +177,11 @@ def may_hide_evaluations(m: Measurement, setup: TrainingSetup) -> bool:
     In a loop that only calls `step()`, `data` is all the time before forward.
     """
     row = m.rows.get(DATA)
-    is_all = setup.is_own_loop and not setup.has_loader and FETCH not in m.rows
-    return is_all and row is not None and is_uneven(row)
+    is_time_before_forward = setup.is_own_loop and not setup.has_loader and FETCH not in m.rows
+    return is_time_before_forward and row is not None and is_uneven(row)
 
 
-def _removable(name: str, part: _Part, m: Measurement, pace: Pace) -> float:
+def _removable_share(name: str, part: _Part, m: Measurement, pace: Pace) -> float:
     """Return the maximum fraction of the step that removing an entry would save.
 
     In launch-bound training, this is the entry's host time: its GPU time may be small while the GPU
@@ -216,11 +221,12 @@ def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> defau
         for name, causes in m.slow.lost_shares.items():
             for cause, share in causes.items():
                 if cause != UNEXPLAINED:
-                    moved = move(entry_of(name), f"{SLOW}{cause}", share)
-                    work_of_slow_steps += moved * (entry_of(name) == work)
+                    source = entry_of(name)
+                    moved = move(source, f"{SLOW}{cause}", share)
+                    work_of_slow_steps += moved if source == work else 0.0
     # Slow steps only include rare compilations. Frequent compilations lengthen all steps.
-    moved = move(work, COMPILATIONS, _frequent_compilations(m) - parts[COMPILATIONS].share)
-    work_of_slow_steps += moved
+    missing_share = _frequent_compilations(m) - parts[COMPILATIONS].share
+    work_of_slow_steps += move(work, COMPILATIONS, missing_share)
     if (ranks := m.ranks) is not None and ranks.slowest_rank is not None:
         # The measurement is that of rank zero, which waits for the slowest rank or is the slowest.
         source = entry_of(ranks.phase) if ranks.slowest_rank == 0 else COMMUNICATION
@@ -235,7 +241,7 @@ def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> defau
 
 
 def _frequent_compilations(m: Measurement) -> float:
-    """Return the fraction of the steps in which torch compiles; 0 if it rarely does."""
+    """Return the fraction of the steps' time in which torch compiles; 0 if it rarely does."""
     found = of_entry(m.culprits, COMPILATIONS)
     steps = m.steps + m.untimed_steps + m.warmup_steps
     # The first step, which compiles most, has a separate entry.
@@ -243,16 +249,18 @@ def _frequent_compilations(m: Measurement) -> float:
     compiled_s = sum(code.seconds for code in found) - first_s
     is_frequent = sum(code.calls for code in found) >= _MIN_COMPILED_STEPS * steps
     share = 1e3 * compiled_s / (steps * m.step.mean_ms) if is_frequent and steps else 0.0
-    return share if share >= _MIN_COMPILED else 0.0
+    return share if share >= _MIN_COMPILED_SHARE else 0.0
 
 
 def _entries_of_phases(m: Measurement, pace: Pace, work: str) -> Callable[[str], str]:
     """Return a function that maps a phase or sub-phase to its entry."""
+    if m.on_host_clock:
+        is_long_loss = m.share(LOSS) >= _MIN_LOSS_ON_HOST_CLOCK
+    else:
+        is_long_loss = pace.code == LAUNCH_BOUND and m.host_share(LOSS) >= _MIN_LOSS_ON_GPU
     is_separate: Mapping[str, bool] = {
         OTHER: m.share(OTHER) >= _MIN_OTHER or m.host_share(OTHER) >= _MIN_OTHER,
-        LOSS: m.share(LOSS) >= _MIN_LOSS
-        if m.on_host_clock
-        else pace.code == LAUNCH_BOUND and m.host_share(LOSS) >= _MIN_LOSS_ON_DEVICE,
+        LOSS: is_long_loss,
         OPTIMIZER: m.on_host_clock and m.share(OPTIMIZER) >= _MIN_OPTIMIZER,
     }
     data = TRANSFER_HOOKS if {FETCH, COPY} & m.rows.keys() else DATA
@@ -275,6 +283,7 @@ def _entries_of_phases(m: Measurement, pace: Pace, work: str) -> Callable[[str],
 
 
 def _unknown(m: Measurement) -> str:
+    """Return what was not measured, with the options that measure it."""
     if m.on_host_clock or m.stage:
         return ""
     how = "no step can be probed" if m.probe_failure else "pass probe_every_n_steps=100"

@@ -21,11 +21,12 @@ from lightning_gputime._phases import DATA
 
 # Minimum fraction of the wall clock for an entry to be the bottleneck, and to be reported. XProf
 # uses the same thresholds to grade input pipelines.
-_MIN_BOTTLENECK, _MIN_REPORTED = 0.2, 0.05
+_MIN_BOTTLENECK = 0.2
+_MIN_REPORTED = 0.05
 # If the CPU blocks on the GPU, other entries grow as a consequence: require a larger fraction.
 _MIN_BOTTLENECK_IF_SYNC = 0.3
 _MIN_BATCHES = 20  # Shorter evaluations get no diagnosis.
-_MAX_LOST = 0.99  # Maximum lost fraction of a run: caps the promised speed-up at 100x.
+_MAX_LOST = 0.99  # Maximum lost fraction of a run, which caps the promised speed-up at 100x.
 _MIN_SLOWDOWN = 0.1  # A slowdown that costs this fraction of the run is in the headline.
 _UNCLEAR = "unclear: `data` takes {} of the {}, mostly in a few steps, which may be evaluations"
 
@@ -42,51 +43,52 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
         return Diagnosis()
     pace = pace_of(m)
     breakdown = break_down(m, setup, pace)
-    blurred = sum(row.share for row in breakdown.rows if is_blurred(row.name, m))
-    if blurred >= _MIN_BOTTLENECK and pace.code != GPU_BOUND:
+    blurred_share = sum(row.share for row in breakdown.rows if is_blurred(row.name, m))
+    if blurred_share >= _MIN_BOTTLENECK and pace.code != GPU_BOUND:
         # The bottleneck may be in phases whose times cannot be separated.
         return Diagnosis(time_breakdown=breakdown)
-    unclear = breakdown[DATA].share if may_hide_evaluations(m, setup) else 0.0
-    if unclear >= _MIN_BOTTLENECK and pace.code != GPU_BOUND:
-        headline = _UNCLEAR.format(percent(unclear), breakdown.scope)
+    unclear_share = breakdown[DATA].share if may_hide_evaluations(m, setup) else 0.0
+    unclear = _UNCLEAR.format(percent(unclear_share), breakdown.scope)
+    if unclear_share >= _MIN_BOTTLENECK and pace.code != GPU_BOUND:
         advice = _advice_of(breakdown, DATA)
-        return Diagnosis("", "unknown", "", headline, breakdown, advice)
-    found = _bottleneck(breakdown, pace, is_complete=not (m.blurred or unclear))
+        return Diagnosis("", "unknown", "", unclear, breakdown, advice)
+    found = _bottleneck(breakdown, pace, is_complete=not (m.blurred or unclear_share))
     headline = found.headline
     if found.code == COMMUNICATION_BOUND and m.ranks is not None and m.ranks.suspect is not None:
         headline += f"; rank {m.ranks.suspect} may be the cause"
     # The advice on calls that block the CPU belongs to the entry of the work.
-    first = breakdown.work if found.code == SYNC_BOUND else found.entry
-    if unclear >= _MIN_REPORTED:
-        headline += f"; {_UNCLEAR.format(percent(unclear), breakdown.scope)}"
-        first = DATA
-    advice = _advice_of(breakdown, first)
+    advised_first = breakdown.work if found.code == SYNC_BOUND else found.entry
+    if unclear_share >= _MIN_REPORTED:
+        headline += f"; {unclear}"
+        advised_first = DATA
+    advice = _advice_of(breakdown, advised_first)
     weight = _weight(breakdown[found.entry]) if found.entry != breakdown.work else 0.0
+    # Advice on something that costs more than the bottleneck comes first.
     if pace.code != GPU_BOUND and (repeated := repeated_calls(m)) is not None:
         if repeated.share > weight:
             headline += f"; {repeated}"
-        advice = _insert(repeated.advice, repeated.share > weight, advice)
+            advice = (repeated.advice, *advice)
+        else:
+            advice = (*advice, repeated.advice)
     if (slowdown := m.slowdown) is not None and slowdown.lost_share >= _MIN_SLOWDOWN:
         headline += f"; {slowdown}"
-        advice = _insert(_advice_on(slowdown), slowdown.lost_share > weight, advice)
+        new = _advice_on(slowdown)
+        advice = (new, *advice) if slowdown.lost_share > weight else (*advice, new)
     return replace(found, headline=headline, advice=advice)
-
-
-def _insert(new: Advice, is_first: bool, advice: tuple[Advice, ...]) -> tuple[Advice, ...]:
-    return (new, *advice) if is_first else (*advice, new)
 
 
 def _advice_on(slowdown: Slowdown) -> Advice:
     lost = min(slowdown.lost_share, _MAX_LOST)
     without = f"without this the training is up to {1 / (1 - lost):.2f}x as fast"
-    since = f"since step {slowdown.since_step:,}"
-    if slowdown.until_step is not None:
-        since = f"from step {slowdown.since_step:,} to {slowdown.until_step:,}"
+    if slowdown.until_step is None:
+        when = f"since step {slowdown.since_step:,}"
+    else:
+        when = f"from step {slowdown.since_step:,} to {slowdown.until_step:,}"
     if slowdown.phase and slowdown.is_most_in_phase:
-        text = f"find what takes longer in `{slowdown.phase}` {since}: {without}"
+        text = f"find what takes longer in `{slowdown.phase}` {when}: {without}"
     else:
         text = (
-            f"find what runs {since} and slows down all phases, such as another thread, another"
+            f"find what runs {when} and slows down all phases, such as another thread, another"
             f" process or a GPU that throttles: {without}"
         )
     return Advice("slowdown", text, {"step": slowdown.since_step, "phase": slowdown.phase})
@@ -112,11 +114,11 @@ def _bottleneck(breakdown: TimeBreakdown, pace: Pace, *, is_complete: bool) -> D
     is_certain = weight - largest.error >= min_weight / 2
     if weight >= min_weight and is_certain:
         headline = f"{largest.code}: {_about(largest, breakdown)}"
-        second = next((row for row in entries if row.name not in ONCE), None)
-        if largest.name in ONCE and second is not None and _weight(second) >= _MIN_REPORTED:
-            headline += f"; apart from that, {second.code}: {_about(second, breakdown)}"
+        recurring = next((row for row in entries if row.name not in ONCE), None)
+        if largest.name in ONCE and recurring is not None and _weight(recurring) >= _MIN_REPORTED:
+            headline += f"; apart from that, {recurring.code}: {_about(recurring, breakdown)}"
         return diagnosis(largest.code, largest.name, "bound", headline)
-    headline = f"{pace.code}: {pace.grounds}"
+    headline = f"{pace.code}: {pace.reason}"
     if pace.code in (LAUNCH_BOUND, SYNC_BOUND):
         # In the phases in which the CPU blocks, the GPU runs out of work and idles.
         blocked = next((row for row in entries if row.name in pace.phases), None)
@@ -148,6 +150,7 @@ def _weight(entry: Entry) -> float:
 
 
 def _about(entry: Entry, breakdown: TimeBreakdown) -> str:
+    """Return the cost of an entry, as part of a sentence."""
     error = f" ± {percent(entry.error)}" if entry.error >= _MIN_REPORTED else ""
     share = f"{percent(entry.share)}{error} of the {breakdown.scope}"
     if entry.name in ONCE:

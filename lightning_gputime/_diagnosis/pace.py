@@ -8,10 +8,11 @@ from lightning_gputime._measurement.stats import largest_part
 from lightning_gputime._measurement.units import percent, unit_of
 from lightning_gputime._phases import COPY, DATA, FETCH, WAIT
 
-# Minimum fractions of the step: host wait if the GPU is the limit, lag of the GPU if work queues
-# up, and decrease of that lag in a phase in which the host blocks.
-_MIN_WAIT, _MIN_LAG, _MIN_BLOCKED = 0.1, 0.2, 0.05
-_MIN_GAPS = 0.1  # Minimum fraction of the step for launch gaps to be the limit.
+# Minimum fractions of the step:
+_MIN_WAIT = 0.1  # Host wait, if the GPU sets the pace.
+_MIN_LAG = 0.2  # Lag of the GPU, if work queues up.
+_MIN_BLOCKED = 0.05  # Decrease of the lag in a phase in which the CPU blocks.
+_MIN_GAPS = 0.1  # Launch gaps, if they set the pace.
 
 
 class Pace(NamedTuple):
@@ -19,12 +20,12 @@ class Pace(NamedTuple):
 
     Attributes:
         code: `GPU-bound`, `launch-bound` or `sync-bound`; `compute-bound` without a GPU.
-        grounds: Reason, as part of a sentence.
+        reason: Evidence, as part of a sentence.
         phases: Phases in which the CPU blocks, if sync-bound.
     """
 
     code: str
-    grounds: str
+    reason: str
     phases: tuple[str, ...] = ()
 
 
@@ -39,8 +40,8 @@ def pace_of(measurement: Measurement) -> Pace:
     waits = f"the CPU waits {unit.number(wait_ms)} of {step} for the GPU"
     if wait_ms >= _MIN_WAIT * step_ms:
         return Pace(GPU_BOUND, waits)
-    # Work queues up in phases in which the GPU takes longer than the host. In phases in which the
-    # host takes longer, it is busy (a fetch) or blocked (a copy, `.item()`).
+    # GPU time minus CPU time. Work queues up in phases in which it is positive. In phases in which
+    # it is negative, the CPU is busy (a fetch) or blocked (a copy, `.item()`).
     lag_ms = {
         name: row.frequency * (row.mean_ms - row.host_mean_ms)
         for name, row in m.rows.items()
@@ -48,15 +49,15 @@ def pace_of(measurement: Measurement) -> Pace:
     }
     queued_ms = sum(ms for ms in lag_ms.values() if ms > 0)
     if queued_ms >= _MIN_LAG * step_ms:
-        grounds = f"the GPU lags the CPU by {unit.number(queued_ms)} of {step}"
-        blocked = [name for name, ms in lag_ms.items() if -ms >= _MIN_BLOCKED * step_ms]
+        lags = f"the GPU lags the CPU by {unit.number(queued_ms)} of {step}"
+        blocked = [name for name, ms in lag_ms.items() if ms <= -_MIN_BLOCKED * step_ms]
         if not blocked:
-            return Pace(GPU_BOUND, grounds)
+            return Pace(GPU_BOUND, lags)
         data = (DATA, FETCH, COPY, WAIT)
         host_ms = {name: m.rows[name].host_mean_ms for name in data if name in m.rows}
         phases = tuple(largest_part(host_ms, name) for name in blocked)
-        named = ", ".join(f"`{name}`" for name in phases)
-        return Pace(SYNC_BOUND, f"the CPU blocks on the GPU in {named}: {grounds}", phases)
+        quoted = ", ".join(f"`{name}`" for name in phases)
+        return Pace(SYNC_BOUND, f"the CPU blocks on the GPU in {quoted}: {lags}", phases)
     idles = "the GPU idles while the CPU launches kernels"
     gaps = m.launch_gap_share
     if gaps is None:

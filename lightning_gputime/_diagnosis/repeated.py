@@ -13,6 +13,9 @@ _MIN_SHARE = 0.2  # Minimum fraction of the located steps for code to be reporte
 _MIN_CALLS = 4  # Minimum number of calls per fetched batch for code to be reported.
 _WORK = (FORWARD, LOSS, BACKWARD, OPTIMIZER, OTHER)
 
+_Lines = tuple[str, str, int]
+"""File, function and first line; 0 for all lines of the function."""
+
 
 @dataclass(frozen=True, slots=True)
 class RepeatedCalls:
@@ -57,32 +60,35 @@ def repeated_calls(m: Measurement) -> RepeatedCalls | None:
     def is_loop(source: Source) -> bool:
         return (source.file, source.function) in loops
 
-    def part_of(source: Source) -> tuple[str, str, int]:
-        """Return a key of the function, or of the line if the function is the training loop."""
-        return source.file, source.function, source.first_line if is_loop(source) else 0
+    def line_of(source: Source) -> _Lines:
+        return source.file, source.function, source.first_line
+
+    def function_of(source: Source) -> _Lines:
+        """Return the function, or the line if the function is the training loop."""
+        return line_of(source) if is_loop(source) else (source.file, source.function, 0)
 
     fetches = (culprit.calls for culprit, _ in places if culprit.entry in (DATA, FETCH))
     batches = max(fetches, default=0)
-    # Every place has the time of all located steps in its entry.
-    located_s = {
+    # All places of an entry have the same `observed_s`: the entry's time in all located steps.
+    entries_s = {
         culprit.entry: culprit.observed_s or 0.0
         for culprit, _ in places
         if culprit.entry in (*_WORK, DATA)
     }
-    all_s = sum(located_s.values())
+    all_s = sum(entries_s.values())
     if not batches or not all_s:
         return None
-    seconds = defaultdict[tuple[str, str, int], float](float)
-    calls = Counter[tuple[str, str, int]]()
+    seconds = defaultdict[_Lines, float](float)
+    calls = Counter[_Lines]()
     for culprit, source in places:
         if culprit.entry in _WORK:
-            seconds[part_of(source)] += culprit.seconds
+            seconds[function_of(source)] += culprit.seconds
         if culprit.entry == FORWARD:
-            calls[source.file, source.function, source.first_line] += culprit.calls
+            calls[line_of(source)] += culprit.calls
     found = []
     for culprit, source in places:
-        n = calls[source.file, source.function, source.first_line]
-        share = seconds[part_of(source)] / all_s
+        n = calls[line_of(source)]
+        share = seconds[function_of(source)] / all_s
         if culprit.entry == FORWARD and n >= _MIN_CALLS * batches and share >= _MIN_SHARE:
             has_name = not is_loop(source) and "<" not in source.function  # Exclude "<listcomp>".
             name = f"`{source.function}` ({source})" if has_name else str(source)
