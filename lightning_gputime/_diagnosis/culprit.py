@@ -66,8 +66,8 @@ class EntryCulprit:
     def __str__(self) -> str:
         if self.kind not in (PLACE, BLOCKING) or self.name.endswith(".step"):
             code, details = f"`{self.name}`", self.where
-        # Otherwise, the name is a part of `other`, such as "before forward".
         elif self.function == "<module>":
+            # The name is a part of `other`, such as "before forward".
             code, details = self.where, self.name
         else:
             code, details = f"`{self.function}`", ", ".join(filter(None, (self.where, self.name)))
