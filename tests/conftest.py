@@ -20,16 +20,16 @@ from lightning_gputime._instrumentation.patching import FunctionPatch, patch_of
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._record import clock
 
-# A shell that runs the tests in the background ignores it, and processes inherit that.
+# In a background job of a shell, SIGINT is ignored, and child processes inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The function in it that runs the engine is private.
+# Typed as Any, because the function that runs its engine is private.
 AUTOGRAD: Any = torch.autograd
 
 
 def pytest_collection_finish() -> None:
-    """Lets collections pass over all that is imported: each would take a third of a second."""
+    """Exclude all imported objects from garbage collections, which would take 0.3 s each."""
     gc.collect()
     gc.freeze()
 
@@ -65,7 +65,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
 
 @pytest.fixture
 def is_bare(loop: Loop) -> Iterator[Callable[[], bool]]:
-    """Tell whether no hook or patch is on the loop. At the end of the test, none may be."""
+    """Return a function that returns whether the loop has no hooks, and check it after the test."""
     things = (*loop.model.modules(), loop.optimizer)
     bare = installed(*things)
 
@@ -78,7 +78,7 @@ def is_bare(loop: Loop) -> Iterator[Callable[[], bool]]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread: on a busy machine several wait for each other."""
+    """Limit torch to one thread, because on a busy machine threads wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -87,7 +87,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def two_ranks() -> Iterator[None]:
-    """Makes this process the first of two, whose collectives do nothing."""
+    """Make this process the first of two ranks, whose collectives do nothing."""
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield
     torch.distributed.destroy_process_group()
@@ -95,7 +95,7 @@ def two_ranks() -> Iterator[None]:
 
 @pytest.fixture
 def ranks(two_ranks: None, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    """Makes this process the first of two, whose collectives take `COMM_MS`."""
+    """Make this process the first of two ranks, whose collectives take `COMM_MS`."""
     return Ranks(gpu, monkeypatch)
 
 
@@ -123,7 +123,7 @@ def _nothing_is_compiled_yet() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _all_that_is_replaced_is_in_the_register() -> Iterator[None]:
+def _replaced_functions_are_in_the_register() -> Iterator[None]:
     unknown: list[str] = []
     make: Any = FunctionPatch.__init__
 
@@ -159,7 +159,7 @@ def installed(*things: object) -> list[dict[str, object]]:
 
 
 def is_patched(function: object) -> bool:
-    """Return whether a function is the replacement that a timer has put in place."""
+    """Return whether a function is a timer's replacement."""
     return patch_of(function) is not None
 
 

@@ -11,7 +11,7 @@ from lightning_gputime import GPUPhaseTimer
 
 
 class Loader:
-    """A loader whose batches take the device 1 ms each, for the copy."""
+    """A loader whose batches take the device 1 ms each to copy."""
 
     def __init__(self, gpu: FakeGPU, n: int) -> None:
         self.gpu, self.n = gpu, n
@@ -52,7 +52,7 @@ class Model(pl.LightningModule):
 
 
 class MemoryLogger(pl.loggers.logger.DummyLogger):
-    """A logger that keeps what it is given."""
+    """A logger that records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,12 +77,12 @@ class SavingTrainer(pl.Trainer):
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         profiler: Any = self.profiler  # type: ignore[attr-defined]  # has no hint
-        with profiler.profile("save_checkpoint"):  # as Lightning's own does
+        with profiler.profile("save_checkpoint"):  # as in Lightning
             self.gpu.host_work(40.0)
 
 
 def timer_of(gpu: FakeGPU, **options: Any) -> GPUPhaseTimer:
-    """A timer that prints nothing and has no warm-up."""
+    """Return a timer that prints nothing and has no warm-up."""
     return GPUPhaseTimer(_clock=gpu, print_summary=False, **{"warmup_steps": 0, **options})
 
 
@@ -116,7 +116,7 @@ def fit(
 ) -> GPUPhaseTimer:
     """Train a model on `n` batches and return its timer.
 
-    Other callbacks come after the timer, or before it if `first`.
+    Other callbacks follow the timer, or precede it if `first`.
     """
     timer = timer_of(gpu) if timer is None else timer
     ordered = [*callbacks, timer] if first else [timer, *callbacks]

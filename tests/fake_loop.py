@@ -26,7 +26,7 @@ class Loop:
         self.model: Any = Layer(gpu, 4.0, 7.75) if model is None else model
         self.optimizer: Any = Adder(self.model.parameters(), gpu, 2.0)
         self.optimizers: list[Any] = []  # Replaces `optimizer` if there are several.
-        self.other: Any = None  # Anything the timer does not know of.
+        self.other: Any = None  # An object that the timer is not given.
         self.number = 0  # Number of the batch.
 
     def batches(self, n: int) -> Any:
@@ -61,7 +61,7 @@ class Loop:
 
 
 class Logger:
-    """A logger that keeps what it is given."""
+    """A logger that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, dict[str, float]]] = []
@@ -71,7 +71,7 @@ class Logger:
 
 
 def with_facts(summary: PhaseSummary, **facts: Any) -> PhaseSummary:
-    """A summary in which some facts of the measurement are others."""
+    """Return a summary with other values of some fields of its measurement."""
     return replace(summary, measurement=replace(summary.measurement, **facts))
 
 
@@ -81,7 +81,7 @@ def evidence(*steps: SlowStep) -> list[SlowEvidence]:
 
 
 def hooks(loop: Loop, **options: Any) -> GPUPhaseHooks:
-    """A timer of the loop, on its fake GPU and without a warm-up."""
+    """Return a timer of the loop, on its fake GPU and without a warm-up."""
     return GPUPhaseHooks(
         loop.model, loop.optimizer, _clock=loop.gpu, **{"warmup_steps": 0, **options}
     )
@@ -95,7 +95,7 @@ def train(loop: Loop, n: int, **options: Any) -> GPUPhaseHooks:
 
 
 def timed_indices(every: int, n: int) -> list[int]:
-    """Return the timed steps of the first `n` if no long step recurs."""
+    """Return which of the first `n` steps are timed if no long step recurs."""
     schedule = Schedule(Windows(interval=every))
     return [index for index in range(n) if schedule.next_timed(index) == index]
 
@@ -103,7 +103,7 @@ def timed_indices(every: int, n: int) -> list[int]:
 def run_of(
     records: Iterable[StepRecord], *, warmup_steps: int = 0, on_host_clock: bool = False
 ) -> Run:
-    """Return the run of some steps, as a timer saves it."""
+    """Return a run of these steps, as a timer saves it."""
     results = Results(10_000, warmup_steps, on_host_clock)
     if steps := [*records]:
         results.add(steps)

@@ -1,4 +1,4 @@
-"""Other ranks, and further streams, with given times on a fake GPU."""
+"""Other ranks and streams with known times on a fake GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,18 +21,18 @@ COMM_MS = 3.0
 """Duration of a collective, which starts when it is waited for."""
 
 OWN = {**STEP_MS, "backward/comm": 0.0}
-"""A standard step without a wait. The timer looks for a wait at the end of each backward."""
+"""A standard step without a wait. Each backward ends with a check for a wait."""
 
 
 class Ranks:
     """Collectives of a fake process group that take `COMM_MS` where the stream waits for them.
 
-    Like C++ code, it is called by a timer's replacements: patch it before the timer attaches.
+    They replace C++ code, which the timer's patches call, so patch them before a timer attaches.
     """
 
     def __init__(self, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gpu = gpu
-        self.behind = 0  # Collectives on a separate stream without a wait so far.
+        self.pending = 0  # Collectives on a separate stream that nothing has waited for yet.
         for name in ("allreduce", "allgather"):
             monkeypatch.setattr(ProcessGroup, name, self.launching(getattr(ProcessGroup, name)))
         monkeypatch.setattr(FakeWork, "wait", self.waiting(FakeWork.wait))
@@ -41,9 +41,9 @@ class Ranks:
 
     def launching(self, call: Any) -> Any:
         def launch(group: ProcessGroup, *args: Any) -> Any:
-            # On the caller's stream, if the caller waits for it at once.
+            # A synchronous collective runs on the stream of its caller.
             if getattr(args[-1], "asyncOp", True):
-                self.behind += 1
+                self.pending += 1
             else:
                 self.take(COMM_MS)
             return call(group, *args)
@@ -52,8 +52,8 @@ class Ranks:
 
     def waiting(self, call: Any) -> Any:
         def wait(*args: Any, **kwargs: Any) -> Any:
-            if self.behind:
-                self.behind -= 1
+            if self.pending:
+                self.pending -= 1
                 self.take(COMM_MS)
             return call(*args, **kwargs)
 
@@ -159,14 +159,14 @@ def train(loop: Loop, n: int = 3, **options: Any) -> list[dict[str, float]]:
 
 
 def waiting(name: str, ms: float = COMM_MS) -> dict[str, float]:
-    """Return the phases of a standard step that waits for other ranks in one of them."""
+    """Return the phases of a standard step that waits `ms` for other ranks in one of them."""
     expected = {**OWN, name: STEP_MS.get(name, 0.0) + ms}
     expected[f"{name}/comm"] = expected.get(f"{name}/comm", 0.0) + ms
     return expected
 
 
 def from_module(name: str) -> Any:
-    """Return a function of a module with this name, which calls its first argument."""
+    """Return a function that calls its first argument from a module with this name."""
     module = ModuleType(name)
     exec("def call(function, *args):\n    return function(*args)", vars(module))
     return vars(module)["call"]

@@ -66,7 +66,7 @@ def test_accelerate_accumulation_ends_steps_at_updates(loop: Loop, given: dict[s
     data: Any = [torch.ones(2)] * 5
     loader = DataLoader(data, batch_size=1, collate_fn=collate)
     timer = train(loop, [None, None], accumulate=3, loader=loader, **given)
-    # The last two batches of an epoch are an update, too. The loader is one batch ahead.
+    # The last two batches of an epoch are also an update. The loader prefetches one batch.
     assert steps(timer) == [accumulated(3, data=4.0), accumulated(2, data=1.0)] * 2
 
 

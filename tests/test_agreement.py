@@ -18,13 +18,15 @@ def agreements(monkeypatch: pytest.MonkeyPatch) -> list[Agreement]:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_all_ranks_follow_rank_zero(agreements: list[Agreement], order: tuple[int, ...]) -> None:
-    def turn(*wishes: int) -> list[int]:
-        return [agreements[rank].agree([wishes[rank]])[0] for rank in order]
+def test_ranks_agree_on_the_request_of_rank_zero(
+    agreements: list[Agreement], order: tuple[int, ...]
+) -> None:
+    def agree(*requests: int) -> list[int]:
+        return [agreements[rank].agree([requests[rank]])[0] for rank in order]
 
-    assert turn(4, 8, 3) == [1, 1, 1]
-    assert turn(2, 9, 4) == [4, 4, 4]
-    assert turn(9, 1, 1) == [2, 2, 2]
+    assert agree(4, 8, 3) == [1, 1, 1]
+    assert agree(2, 9, 4) == [4, 4, 4]
+    assert agree(9, 1, 1) == [2, 2, 2]
 
 
 def test_agreement_does_not_wait_for_a_rank_without_a_timer(agreements: list[Agreement]) -> None:
@@ -36,7 +38,7 @@ def test_agreement_does_not_wait_for_a_rank_without_a_timer(agreements: list[Agr
     ]
 
 
-def test_single_rank_follows_its_own_wish(agreements: list[Agreement]) -> None:
+def test_single_rank_follows_its_request_one_call_later(agreements: list[Agreement]) -> None:
     assert [agreements[0].agree([7]) for _ in range(3)] == [[1], [7], [7]]
 
 
@@ -57,7 +59,7 @@ def test_agreement_waits_no_longer_than_the_collective_timeout(
     assert waits == [pytest.approx(0.3, abs=0.1)]
 
 
-def test_rank_warns_once_when_others_do_not_answer(
+def test_rank_warns_once_if_others_do_not_answer(
     agreements: list[Agreement], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert [agreements[1].agree([7]) for _ in range(5)] == [[1]] * 5

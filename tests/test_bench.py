@@ -1,4 +1,4 @@
-"""Tests of `bench`, which alternates two commands until the answer is certain."""
+"""`bench`, which alternates two commands until the answer is certain."""
 
 import json
 import os
@@ -29,7 +29,7 @@ print("trained")
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Return commands that ran, and their files. A command is the ms that it adds to a step."""
+    """Return each command that ran, and its file. A command is the ms that it adds to a step."""
     runs: list[tuple[str, str]] = []
 
     def fake(command: str, path: Path) -> None:
@@ -56,24 +56,24 @@ def test_bench_alternates_commands_and_saves_each_into_a_folder(
     assert first.startswith("bench: turn 1 of 2: One run per side: ")
     assert second.startswith("bench: turn 2 of 2: no significant change of the step: ")
     assert where == f"bench: the runs are in {folder}"
-    # With one look, `compare` prints the same of the folders.
+    # Bench tests only once here, so `compare` prints the same for the folders.
     assert command("compare", folder / "before", folder / "after").out == out
 
 
 @pytest.mark.parametrize(
     ("after", "bounds", "turns", "code"),
     [
-        ("1.5", [], 3, 0),  # 10 % slower, certain at the first look.
+        ("1.5", [], 3, 0),  # 10 % slower, which is certain at the first test.
         ("0", [], 7, 0),  # Equal commands are never certain to be equal.
         ("0", ["step:5%"], 3, 0),
         ("1.5", ["step:5%"], 3, 1),
         ("0.75", ["step:5%"], 7, 3),  # At the bound.
         ("1.5", ["5%", "forward:50%"], 3, 1),
         ("1.5", ["forward:0%", "step:5%"], 3, 1),  # One regression decides.
-        ("0", ["forward:0%", "step:5%"], 7, 3),  # One pass does not.
+        ("0", ["forward:0%", "step:5%"], 7, 3),  # A single pass does not decide.
     ],
 )
-def test_bench_ends_when_the_answer_is_certain(
+def test_bench_ends_once_the_answer_is_certain(
     after: str,
     bounds: list[str],
     turns: int,
@@ -83,15 +83,17 @@ def test_bench_ends_when_the_answer_is_certain(
     command: Command,
 ) -> None:
     # The noise of a run's mean step is about 0.3 %.
-    given = ["--turns", "7", "--out", tmp_path / "runs", *(f"--fail-above={b}" for b in bounds)]
-    err = command("bench", *given, "--", "0", after, code=code).err
+    options = ["--turns", "7", "--out", tmp_path / "runs", *(f"--fail-above={b}" for b in bounds)]
+    err = command("bench", *options, "--", "0", after, code=code).err
     assert len(ran) == 2 * turns
     assert ("Regression: " in err) is (code == 1)
     assert code != 3 or "Cannot tell whether " in err
 
 
 @pytest.mark.usefixtures("ran")
-def test_repeated_looks_share_the_significance_level(tmp_path: Path, command: Command) -> None:
+def test_repeated_tests_of_bench_share_the_significance_level(
+    tmp_path: Path, command: Command
+) -> None:
     folder = tmp_path / "runs"
     commands = (
         ["bench", "0", "0", "--turns=4", f"--out={folder}"],
@@ -99,7 +101,7 @@ def test_repeated_looks_share_the_significance_level(tmp_path: Path, command: Co
     )
     found = [json.loads(command(*arguments, "--json").out) for arguments in commands]
     several, once = (result["step"]["error_ms"] for result in found)
-    # It looks after 3 and 4 turns: each has 1 % of chance, half of the step's 2 %.
+    # Bench tests after 3 and after 4 rounds, each time with half of the 2 % for the step.
     freedoms = {"noise within the runs": 44, "spread between them": 6}
     wider = [stats.t.ppf(1 - 0.01 / 2, n) / stats.t.ppf(1 - 0.02 / 2, n) for n in freedoms.values()]
     assert any(several / once == pytest.approx(ratio, rel=1e-4) for ratio in wider)
@@ -126,7 +128,7 @@ def test_bench_refuses_invalid_arguments_before_running(
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     assert message in command("bench", *arguments, code=2).err
-    assert len(ran) == arguments.count("--fail-above")  # The first command alone.
+    assert len(ran) == arguments.count("--fail-above")  # Only the first command.
 
 
 BENCH = (sys.executable, "-m", "lightning_gputime", "bench")
@@ -151,7 +153,7 @@ def test_bench_stops_when_a_command_fails(code: int, expected: int, folder: Path
     assert done.returncode == expected, done.stderr
     message = f"bench: `python train.py {code}` failed with exit code {code}, so the bench stopped"
     assert done.stderr.endswith(f"{message}\n")
-    # Standard output is for the comparison alone. The first command ran and was saved.
+    # Only the comparison goes to stdout. The first command ran and was saved.
     assert ("trained" in done.stderr, done.stdout) == (True, "")
     assert len(saved.load(folder / "runs" / "before" / "001.json.gz").measured) > 24
 
@@ -166,7 +168,7 @@ def test_bench_refuses_a_command_that_trains_nothing() -> None:
 
 @pytest.mark.slow
 def test_bench_passes_an_interrupt_to_its_command_and_ends(folder: Path) -> None:
-    # The command needs time to end, and succeeds, as a Trainer does.
+    # Like a Trainer, the command takes time to end, and succeeds.
     (folder / "train.py").write_text(
         "import time\ntry:\n    print('ready', flush=True)\n    time.sleep(60)\n"
         "except KeyboardInterrupt:\n    time.sleep(1)\n    print('tidied up', flush=True)\n"
@@ -175,7 +177,7 @@ def test_bench_passes_an_interrupt_to_its_command_and_ends(folder: Path) -> None
         [*BENCH, "train.py", "train.py"],
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # A process group, as at a terminal.
+        start_new_session=True,  # A process group, like at a terminal.
     )
     assert process.stderr is not None
     while "ready" not in process.stderr.readline():

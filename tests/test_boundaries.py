@@ -1,3 +1,5 @@
+"""Hooks and patches: which calls they record, and that they disturb neither users nor copies."""
+
 import copy
 import io
 import pickle
@@ -17,7 +19,7 @@ from lightning_gputime import GPUPhaseHooks
 
 
 class Timed:
-    """A timer of a model and its optimizers whose steps the test ends."""
+    """An attached timer of a model and its optimizers, with steps that the test ends."""
 
     def __init__(self, gpu: FakeGPU, model: nn.Module, *optimizers: Any, **options: Any) -> None:
         self.timer = GPUPhaseHooks(
@@ -39,7 +41,7 @@ X = torch.ones(1, 2)
 
 @pytest.fixture
 def time_step(gpu: FakeGPU) -> Iterator[TimeStep]:
-    """Attach timers, which are removed at the end of the test."""
+    """Return a function that attaches timers, which are removed at the end of the test."""
     with ExitStack() as stack:
 
         def make(*args: Any, **options: Any) -> Timed:
@@ -97,12 +99,12 @@ def test_timers_can_be_removed_in_any_order(gpu: FakeGPU) -> None:
     before = AUTOGRAD._engine_run_backward
     model = Layer(gpu, 1.0, 2.0)
     bare = installed(model)
-    first, second, three = (Timed(gpu, model) for _ in range(3))
+    first, second, third = (Timed(gpu, model) for _ in range(3))
     first.timer.remove()
     model(X).sum().backward()
     assert len(first.timer.history()) == 0
-    assert second.end_step()["backward"] == three.end_step()["backward"] == 2.0
-    three.timer.remove()
+    assert second.end_step()["backward"] == third.end_step()["backward"] == 2.0
+    third.timer.remove()
     second.timer.remove()
     assert AUTOGRAD._engine_run_backward is before
     assert installed(model) == bare
@@ -163,7 +165,7 @@ def test_copy_of_a_timed_model_has_no_hooks(
 
 @pytest.mark.parametrize("has_hook", [False, True])
 def test_saved_timed_model_loads_without_the_package(time_step: TimeStep, has_hook: bool) -> None:
-    # As pytorch/examples does in `word_language_model`.
+    # Saves the entire model, like `word_language_model` in pytorch/examples.
     model = small_model()
     if has_hook:
         model.register_forward_hook(print)
@@ -201,8 +203,8 @@ def test_model_is_traced_while_it_is_timed(time_step: TimeStep) -> None:
     assert torch.equal(torch.jit.trace(model, X)(X), model(X))
 
 
-class Keeping(torch.optim.SGD):
-    """An optimizer of which a copy gets all attributes."""
+class CopiesAttributes(torch.optim.SGD):
+    """An optimizer whose copies get all its attributes."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__
@@ -213,7 +215,7 @@ def test_zero_grad_of_a_copied_optimizer_clears_the_copy(
     time_step: TimeStep, duplicate: Callable[[Any], Any]
 ) -> None:
     model = nn.Linear(2, 2)
-    optimizer = Keeping(model.parameters(), lr=0.1)
+    optimizer = CopiesAttributes(model.parameters(), lr=0.1)
     timed = time_step(model, optimizer)
     assert "zero_grad" in vars(optimizer)
     copied = duplicate(optimizer)
@@ -228,7 +230,7 @@ def test_zero_grad_of_a_copied_optimizer_clears_the_copy(
 
 
 class Unhooked(torch.optim.Optimizer):
-    """An optimizer that has no hooks, whose `step` is patched therefore."""
+    """An optimizer without hooks, so that the timer patches its `step`."""
 
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
         self.param_groups = [{"params": [*parameters], "lr": 1.0}]
@@ -259,7 +261,7 @@ def test_foreign_patch_installed_between_timed_steps_is_called(loop: Loop) -> No
             if ours is None:
                 ours = AUTOGRAD._engine_run_backward
             elif AUTOGRAD._engine_run_backward is before:
-                # It calls ours, which is put around it again in the next timed step.
+                # `theirs` calls our patch, which the next timed step installs around `theirs`.
                 AUTOGRAD._engine_run_backward = theirs
                 calls.clear()
                 since = len(timer.history())

@@ -1,4 +1,4 @@
-"""Bounds on what steps that never end and unused timers keep."""
+"""Bounds on the events of steps that never end, and on what unused timers keep."""
 
 import gc
 import os
@@ -38,7 +38,7 @@ def max_marks_500(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("max_marks_500")
 @pytest.mark.parametrize("lag", [0, 1, 4])
-def test_loop_without_step_holds_a_bounded_number_of_events_and_warns(
+def test_loop_that_never_ends_a_step_bounds_its_events_and_warns(
     loop: Loop, lag: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with hooks(loop, _lag=lag) as timer:
@@ -46,7 +46,7 @@ def test_loop_without_step_holds_a_bounded_number_of_events_and_warns(
             loop.train(x)
             if number < 10:
                 timer.step()
-        # The ten steps before may still hold their events.
+        # The ten steps that ended may still hold their events.
         assert 500 <= loop.gpu.created <= 500 + 7 * 10
         [message] = caplog.messages
         assert message.startswith(DROPPED)
@@ -60,7 +60,7 @@ def test_loop_without_step_holds_a_bounded_number_of_events_and_warns(
 def test_unreferenced_timer_is_detached(loop: Loop) -> None:
     bare = hooks_of(loop.model)
     timer = hooks(loop).attach()
-    timer = hooks(loop).attach()  # As when the cell of a notebook runs again.
+    timer = hooks(loop).attach()  # Like a notebook cell that is run again.
     train_calling_step(loop, timer, 1000)
     assert loop.gpu.created < 200
     timer.remove()
@@ -109,7 +109,7 @@ def test_forked_process_destroys_no_event(gpu: FakeGPU, monkeypatch: pytest.Monk
 
 
 @needs_fork
-def test_forked_process_holds_no_events_and_keeps_training(loop: Loop) -> None:
+def test_forked_process_records_no_events_and_keeps_training(loop: Loop) -> None:
     gpu = loop.gpu
     with hooks(loop) as timer:
         train(loop, timer, 3)
@@ -123,7 +123,7 @@ def test_forked_process_holds_no_events_and_keeps_training(loop: Loop) -> None:
                 timer.flush()
                 timer.summary()
                 timer.remove()
-                # Another timer can be attached there.
+                # Another timer can be attached in the forked process.
                 with hooks(loop) as second:
                     train(loop, second, 2)
                 is_right = gpu.created < created + 30 and len(gpu.waits) == waits + 2
@@ -136,13 +136,13 @@ def test_forked_process_holds_no_events_and_keeps_training(loop: Loop) -> None:
 
 
 @pytest.mark.usefixtures("max_marks_500")
-def test_unseen_updates_hold_a_bounded_number_of_events(
+def test_accumulation_without_updates_bounds_its_events(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop.optimizer = Adder(torch.nn.Linear(1, 1).parameters(), loop.gpu, 2.0)
     with hooks(loop, accumulate_grad_batches=10_000, warmup_steps=5) as timer:
         for x in timer.steps(loop.batches(1000)):
             loop.micro_batch(x)
-            loop.gpu.work(2.0)  # An update that is no optimizer's.
+            loop.gpu.work(2.0)  # An update without an optimizer.
         assert loop.gpu.created == 500
     assert caplog.text.count(DROPPED) == 1

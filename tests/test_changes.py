@@ -1,4 +1,4 @@
-"""Slowdowns: since when steps take longer, or shorter, than at the start of a run."""
+"""Slowdowns: lasting changes of the step time since the start of a run."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ from lightning_gputime._measurement.changes import Slowdown, StepSeries
 
 
 def windows(steps_ms: Any, phases_ms: Mapping[str, float] | None = None) -> StepSeries:
-    """Return a run with these mean step times in windows of 50 steps."""
+    """Return a run with a mean step time for each window of 50 steps."""
     series = StepSeries()
     for window, step_ms in enumerate(steps_ms):
         phases = {"forward": step_ms - 1.0, "data": 1.0} if phases_ms is None else phases_ms
@@ -51,11 +51,11 @@ def ramp(n: int, start: float, full: float, size: float) -> Any:
         (level(10.0, 6.7, 5, n=10), "jump", 250, -0.33),
         (level(10.0, 50.0, 4, n=8), "jump", 200, 4.0),
         (ramp(28, 0, 28, 4.0), "trend", 0, 4.0),
-        (ramp(40, 16, 40, 1.0), "trend", 800, 1.0),  # It starts late.
-        (ramp(40, 0, 20, 1.0), "trend", 0, 1.0),  # It saturates.
-        # The first window compiles.
+        (ramp(40, 16, 40, 1.0), "trend", 800, 1.0),  # Starts late.
+        (ramp(40, 0, 20, 1.0), "trend", 0, 1.0),  # Saturates.
+        # Compilation in the first window.
         ([80.0, *level(10.0, 13.3, 20)], "jump", 1050, 0.33),
-        # So do the first windows, ever less.
+        # Compilation in the first windows, decreasing.
         ([300.0, 100.0, 30.0, *level(10.0, 13.3, 20)], "jump", 1150, 0.33),
         # Validations, checkpoints.
         (np.where(np.arange(40) % 9 == 4, 60.0, level(10.0, 13.3, 20)), "jump", 1000, 0.33),
@@ -74,8 +74,8 @@ def test_slowdown_has_its_kind_start_and_size(
 @pytest.mark.parametrize(
     "steps_ms",
     [
-        level(10.0, 10.7, 20),  # GPUs that warm up change by as much.
-        level(10.0, 20.0, 38),  # It has not lasted yet.
+        level(10.0, 10.7, 20),  # Not more than when a GPU warms up.
+        level(10.0, 20.0, 38),  # Not lasting yet.
         level(20.0, 10.0, 1),  # Warm-up.
         [40.0, 20.0, *np.full(38, 10.0)],
         np.full(40, 10.0),
@@ -187,8 +187,8 @@ def test_slowdown_is_described_in_one_sentence(found: Slowdown, text: str) -> No
     assert str(found) == text
 
 
-class Grows(Model):
-    """A model whose forward is twice as long from the fifth epoch on."""
+class GrowingModel(Model):
+    """A model whose forward takes twice as long from epoch 5 on."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.trainer.current_epoch >= 5:
@@ -200,7 +200,7 @@ def test_fit_reports_the_epoch_of_a_slowdown(gpu: FakeGPU, tmp_path: Path) -> No
     notified: list[Slowdown] = []
     observer = SimpleNamespace(on_slowdown=notified.append)
     timer = timer_of(gpu, every_n_steps=1, observers=[observer], warmup_steps=5)
-    fit(gpu, Grows(gpu), 150, timer=timer, max_epochs=11)
+    fit(gpu, GrowingModel(gpu), 150, timer=timer, max_epochs=11)
     found = timer.summary().slowdown
     assert found is not None
     assert (found.kind, found.since_step, found.since_epoch) == ("jump", 750, 5)
@@ -233,7 +233,7 @@ def test_planted_slowdowns_are_found(name: str) -> None:
 
 
 def train(loop: Loop, data: Any, forward_ms: Callable[[int], float], **options: Any) -> Any:
-    """Train with another phase named `forward`, which takes the device so long."""
+    """Train with an additional phase named `forward` that takes `forward_ms` of the step."""
     with hooks(loop, every_n_steps=1, **options) as timer:
         for number, x in enumerate(timer.steps(data)):
             with timer.phase("forward"):
@@ -257,7 +257,7 @@ def train(loop: Loop, data: Any, forward_ms: Callable[[int], float], **options: 
             "steps got slower: from 14.6 ms at the start to 19.6 ms (+34.2 % ± 0.0 %), since step"
             " 700, most of it in `forward`",
         ),
-        (lambda i: 50.0 if i % 8 == 3 else 10.0, lambda i: 0.0, ""),  # Each 8th is slow.
+        (lambda i: 50.0 if i % 8 == 3 else 10.0, lambda i: 0.0, ""),  # Only every 8th step is slow.
     ],
 )
 def test_loop_reports_its_slowdown(

@@ -1,4 +1,4 @@
-"""Tests of the options of the callback in files and on the command line of LightningCLI."""
+"""Options of the callback in LightningCLI, in files and on the command line."""
 
 import inspect
 import re
@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import yaml  # type: ignore[import-untyped]  # comes with Lightning, without its types
+import yaml  # type: ignore[import-untyped]  # Lightning installs it without types
 from torch.utils.data import DataLoader
 
 from lightning_gputime import GPUPhaseTimer, PhaseTimeMetric, StepTimes
@@ -21,11 +21,11 @@ from lightning.pytorch.cli import LightningCLI  # needs jsonargparse
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 OPTIONS = [*inspect.signature(GPUPhaseTimer).parameters]
-SEEN: list[int] = []
+OBSERVED: list[int] = []
 
 
-def see(times: StepTimes) -> None:
-    SEEN.append(times.step)
+def observe(times: StepTimes) -> None:
+    OBSERVED.append(times.step)
 
 
 def count(batch: torch.Tensor) -> float:
@@ -33,7 +33,7 @@ def count(batch: torch.Tensor) -> float:
 
 
 class Observer:
-    """An observer that a file can name."""
+    """An observer that a config file names by its class."""
 
     def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
         return {}
@@ -62,7 +62,7 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
     "flops": [("1e9", 1e9), ("[1, 2]", [1, 2]), ("null", None)],
     "save_path": [("run.json.gz", "run.json.gz"), ("null", None)],
     "observers": [
-        ("[test_cli.see]", [see]),
+        ("[test_cli.observe]", [observe]),
         ("[{class_path: test_cli.Observer}]", [Observer]),
         ("[{class_path: lightning_gputime.PhaseTimeMetric}]", [PhaseTimeMetric]),
         ("[]", []),
@@ -96,11 +96,11 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
     def train_dataloader(self) -> Any:
-        return DataLoader([*torch.ones(8, 2)], 2)  # type: ignore[arg-type]  # a list will do
+        return DataLoader([*torch.ones(8, 2)], 2)  # type: ignore[arg-type]  # a list works, too
 
 
-class Kept(GPUPhaseTimer):
-    """A timer that keeps what it was given."""
+class StoringTimer(GPUPhaseTimer):
+    """A timer that stores its options as they were given."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -108,13 +108,13 @@ class Kept(GPUPhaseTimer):
 
 
 class WithTimer(LightningCLI):
-    """As the manual has it."""
+    """A CLI with options of the timer, like in the manual."""
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         parser.add_lightning_class_args(GPUPhaseTimer, "timer")
 
 
-def write(options: dict[str, str], kind: str = "test_cli.Kept") -> str:
+def write(options: dict[str, str], kind: str = "test_cli.StoringTimer") -> str:
     """Write a file with options of the timer, and return its name."""
     trainer = "accelerator: cpu, max_epochs: 1, logger: false, enable_checkpointing: false"
     given = ", ".join(f"{name}: {value}" for name, value in options.items())
@@ -145,7 +145,7 @@ def test_cli_tables_cover_every_option() -> None:
     ("name", "text", "value"),
     [(name, *item) for name, values in VALUES.items() for item in values],
 )
-def test_cli_file_takes_every_option(name: str, text: str, value: Any) -> None:
+def test_cli_config_file_takes_every_option(name: str, text: str, value: Any) -> None:
     given = make("--config", write({name: text}), run=False).options[name]
     if value in ([Observer], [PhaseTimeMetric]):
         [given], [value] = given, value
@@ -168,10 +168,10 @@ def test_cli_reports_an_impossible_value_as_the_timer_does() -> None:
 
 
 def test_cli_fit_runs_with_all_options_from_one_file() -> None:
-    SEEN.clear()
+    OBSERVED.clear()
     options = {name: values[0][0] for name, values in VALUES.items()}
     timer = make("fit", "--config", write(options, "lightning_gputime.GPUPhaseTimer"))
-    assert timer.history()["step"].tolist() == SEEN == [1, 2]
+    assert timer.history()["step"].tolist() == OBSERVED == [1, 2]
     assert "forward/net_ms" in timer.history().dtype.names
     assert Path("run.json.gz").is_file()
 

@@ -1,4 +1,4 @@
-"""`backward/comm`: the part of backward in which a rank only waits for the others."""
+"""`backward/comm`: the part of backward in which a rank only waits for other ranks."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_gputime import GPUPhaseHooks
 
 
 def wait_after_backward(layer: Any, gpu: FakeGPU) -> None:
-    """Wait 3 ms for other ranks as DDP and FSDP2 do: at the end of a synchronized backward."""
+    """Make backward end with a wait of 3 ms for other ranks, like DDP and FSDP2."""
 
     def queue(_: Any) -> None:
         engine = torch.autograd.Variable._execution_engine
@@ -34,15 +34,15 @@ def timer_on(net: nn.Module, gpu: FakeGPU, *optimizer: Any, **options: Any) -> G
 
 
 def parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
-    """Wrap a module in DDP, whose all-reduce is a hook that ends at once."""
+    """Wrap a module in DDP with an all-reduce that ends immediately."""
 
-    def done(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def finish(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
     wrapped = DistributedDataParallel(module, **options)
-    wrapped.register_comm_hook(None, done)
+    wrapped.register_comm_hook(None, finish)
     return wrapped
 
 
@@ -58,7 +58,7 @@ def test_ddp_without_a_wait_has_zero_comm(
 ) -> None:
     loop = Loop(gpu)
     loop.model = parallel(loop.model, **options)
-    # The mark comes after all work of backward.
+    # The timer checks for a wait after all work of backward.
     assert steps(train(loop, 3, sync_ranks=False)) == [{**STEP_MS, "backward/comm": 0.0}] * 3
 
 
@@ -93,7 +93,7 @@ def test_broadcast_of_buffers_is_a_wait_in_forward(
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
-def test_compiled_autograd_is_left_alone(two_ranks: None, gpu: FakeGPU, fullgraph: bool) -> None:
+def test_compiled_autograd_is_not_patched(two_ranks: None, gpu: FakeGPU, fullgraph: bool) -> None:
     from torch._dynamo import compiled_autograd
     from torch._dynamo.testing import CompileCounter
 
@@ -146,12 +146,12 @@ def test_checkpointing_and_failed_backward_leave_no_hooks(two_ranks: None, gpu: 
     net = Layer(gpu, 4.0, 8.0)
 
     def fail(_: Tensor) -> None:
-        raise RuntimeError("of the user")
+        raise RuntimeError("in a hook")
 
     with timer_on(net, gpu) as timer:
         loss = net(torch.ones(1, 2)).sum()
         handle = net.linear.weight.register_hook(fail)
-        with pytest.raises(RuntimeError, match="of the user"):
+        with pytest.raises(RuntimeError, match="in a hook"):
             loss.backward()
         handle.remove()
         assert not loss._backward_hooks
@@ -159,6 +159,6 @@ def test_checkpointing_and_failed_backward_leave_no_hooks(two_ranks: None, gpu: 
         x = torch.ones(1, 2, requires_grad=True)
         checkpoint(net, x, use_reentrant=True).sum().backward()
         timer.step()
-    # 4 ms of recomputed forward and 8 ms of backward: a hook that stays would add a wait.
+    # 4 ms of recomputed forward and 8 ms of backward. A hook that was left would add a wait.
     assert steps(timer)[1]["backward"] == 12.0
     assert steps(timer)[1]["backward/comm"] == 0.0

@@ -1,4 +1,4 @@
-"""torch.compile: every phase is timed, and nothing is compiled more often than without."""
+"""torch.compile: every phase is timed, and a timer causes no recompilation or graph break."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -79,7 +79,7 @@ class Count:
 
 
 def compilations(run: Callable[[Count], None]) -> tuple[int, int]:
-    """Return the number of compiled graphs, with recompilations, and of graph breaks."""
+    """Return the number of compiled graphs, including recompilations, and of graph breaks."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     backend = Count()
@@ -98,7 +98,7 @@ def compilations_without_and_with(
 
 
 def compiled_model(how: str, backend: Any) -> tuple[Any, Any]:
-    """Return a model of which a part is compiled, and the function that a loop calls."""
+    """Return a model that is compiled in one of several ways, and the function to call."""
     model: Any = Net()
     call: Any = model
     if how == "compile(model)":
@@ -199,7 +199,7 @@ def test_plain_loop_compiles_the_same_and_times_every_phase(how: str, gpu: FakeG
                 optimizer.zero_grad()
         timer.remove()
         measured[:] = steps(timer)
-        model(torch.ones(1, 2))  # without the timer again
+        model(torch.ones(1, 2))  # The timer is removed.
 
     without, with_timer = compilations_without_and_with(train)
     assert without[0] == (0 if how == "compile(optimizer.step)" else 1)
@@ -254,7 +254,7 @@ def test_timer_attached_again_recompiles_nothing(
                 timer.remove()
                 rows = timer.summary().rows
                 assert rows["backward"].n == N
-                # Inside a compiled function no hook is called.
+                # A compiled function calls no hooks.
                 assert ("forward" in rows) == (how != "compile(function)")
                 shown = modules and "part" in how
                 assert ("forward/inner" in rows) == ("backward/inner" in rows) == bool(shown)
@@ -262,7 +262,7 @@ def test_timer_attached_again_recompiles_nothing(
 
     without, with_timer = compilations_without_and_with(train)
     assert without == (1, 0)
-    # A function is compiled once more where hooks inside it come or go, and never again.
+    # A compiled function is recompiled once, when hooks inside it appear or disappear.
     assert with_timer == ((2, 0) if how == "compile(function)" else without)
 
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks
 
-UNSCALES_MS, GATHERS_MS = 0.5, 1.5
+UNSCALE_MS, GATHER_MS = 0.5, 1.5
 """Time of an update before and after the update of the inner optimizer."""
 
-REDUCES_MS = 0.75
-"""Time for the gradients after torch's backward."""
+REDUCE_MS = 0.75
+"""Time to reduce the gradients after torch's backward."""
 
 
 class Zero:
-    """An optimizer like DeepSpeed's. It wraps a torch optimizer of a copy of the weights."""
+    """An optimizer like DeepSpeed's, which wraps a torch optimizer of a copy of the weights."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         self.optimizer = Adder(nn.Linear(2, 2).parameters(), gpu, 2.0)
@@ -32,10 +32,10 @@ class Zero:
         return self.optimizer.param_groups
 
     def step(self, closure: Any = None) -> None:
-        self.gpu.work(UNSCALES_MS)
+        self.gpu.work(UNSCALE_MS)
         if not self.overflows:
             self.optimizer.step()
-            self.gpu.work(GATHERS_MS)
+            self.gpu.work(GATHER_MS)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         pass
@@ -62,7 +62,7 @@ class Engine(nn.Module):
     def backward(self, loss: Tensor) -> None:
         loss.backward()
         if isinstance(self.optimizer, Zero):
-            self.optimizer.gpu.work(REDUCES_MS)
+            self.optimizer.gpu.work(REDUCE_MS)
 
     def step(self) -> None:
         if self.is_gradient_accumulation_boundary():
@@ -72,7 +72,7 @@ class Engine(nn.Module):
 
 
 def train(loop: Loop, engine: Engine, n: int, *given: Any, overflows_at: int = -1) -> GPUPhaseHooks:
-    """Train the engine with a timer that gets these optimizers."""
+    """Train the engine with a timer that is given these optimizers."""
     with GPUPhaseHooks(engine, *given, _clock=loop.gpu, warmup_steps=0) as timer:
         for number, x in enumerate(timer.steps(loop.batches(n))):
             engine.optimizer.overflows = number == overflows_at
@@ -84,11 +84,11 @@ def train(loop: Loop, engine: Engine, n: int, *given: Any, overflows_at: int = -
 
 STEP = {
     **STEP_MS,
-    "backward": STEP_MS["backward"] + REDUCES_MS,
-    "optimizer": UNSCALES_MS + 2.0 + GATHERS_MS,
+    "backward": STEP_MS["backward"] + REDUCE_MS,
+    "optimizer": UNSCALE_MS + 2.0 + GATHER_MS,
 }
 # The timer does not know the wrapper of the given optimizer.
-WITH_INNER_OPTIMIZER = {**STEP, "optimizer": UNSCALES_MS + 2.0, "other": 0.125 + GATHERS_MS}
+WITH_INNER_OPTIMIZER = {**STEP, "optimizer": UNSCALE_MS + 2.0, "other": 0.125 + GATHER_MS}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_deepspeed_engine_sets_the_accumulation(loop: Loop) -> None:
 
 def test_deepspeed_overflow_is_a_skipped_update(loop: Loop) -> None:
     timer = train(loop, Engine(loop.model, Zero(loop.gpu)), 4, overflows_at=1)
-    skipped = {**STEP, "other": STEP["other"] + UNSCALES_MS}
+    skipped = {**STEP, "other": STEP["other"] + UNSCALE_MS}
     del skipped["optimizer"]
     assert steps(timer) == [STEP, skipped, STEP, STEP]
     assert timer.summary().skipped_updates == 1
@@ -125,18 +125,18 @@ def test_deepspeed_engine_with_a_torch_optimizer_is_timed(loop: Loop) -> None:
 
 
 def test_deepspeed_update_under_lightning_is_optimizer(gpu: FakeGPU) -> None:
-    class Trains(Model):
+    class UpdatesByEngine(Model):
         def optimizer_step(
             self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
         ) -> None:
             optimizer_closure()
-            zero.step()  # As the engine does.
+            zero.step()  # Like DeepSpeed's engine.
 
-    class Swaps(pl.Callback):
+    class WrapOptimizer(pl.Callback):
         def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             trainer.strategy._optimizers = [zero]  # type: ignore[list-item]
 
     zero = Zero(gpu)
     timer = timer_of(gpu)
-    trainer(Swaps(), timer).fit(Trains(gpu), Loader(gpu, 3))
+    trainer(WrapOptimizer(), timer).fit(UpdatesByEngine(gpu), Loader(gpu, 3))
     assert steps(timer) == [{**STEP, "backward": STEP_MS["backward"]}] * 3

@@ -1,4 +1,4 @@
-"""Tests of modules, losses and optimizers that a timer finds by their calls."""
+"""Modules and losses that a timer discovers when the loop calls them."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +23,7 @@ def train(gpu: FakeGPU, model: nn.Module, loss_of: Callable[[Tensor], Tensor]) -
     return timer
 
 
-def test_modules_that_the_loop_never_calls_lose_their_hooks(gpu: FakeGPU) -> None:
+def test_modules_that_the_loop_does_not_call_lose_their_hooks(gpu: FakeGPU) -> None:
     backbone = nn.Sequential(Layer(gpu, 1.0, 2.0), Layer(gpu, 2.0, 3.0))
     net = nn.ModuleDict({"backbone": backbone, "head": Layer(gpu, 1.0, 2.75)})
     hooked: list[set[nn.Module]] = []
@@ -37,7 +37,9 @@ def test_modules_that_the_loop_never_calls_lose_their_hooks(gpu: FakeGPU) -> Non
     assert hooked == [{*net.modules()}, *[{net, backbone, net["head"]}] * 2]
 
 
-def test_teacher_in_eval_mode_keeps_its_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_teacher_in_eval_mode_keeps_the_fast_path_of_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fast = Mock(wraps=torch._transformer_encoder_layer_fwd)
     monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", fast)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
@@ -67,7 +69,7 @@ def test_model_of_layers_with_a_fast_path_is_timed(gpu: FakeGPU) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated.*:DeprecationWarning")
 @pytest.mark.parametrize("is_scripted", [True, False], ids=["scripted", "traced"])
-def test_scripted_or_traced_child_is_timed_and_left_as_it_was(is_scripted: bool) -> None:
+def test_scripted_or_traced_child_is_timed_and_keeps_no_hooks(is_scripted: bool) -> None:
     x = torch.ones(1, 2)
     inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     child: Any = torch.jit.script(inner) if is_scripted else torch.jit.trace(inner, x)
@@ -98,7 +100,7 @@ class WithLoss(nn.Module):
 
 
 @pytest.mark.parametrize("is_inside", [False, True], ids=["the model", "inside the model"])
-def test_module_that_returns_its_loss_after_a_call_of_its_part_is_timed(
+def test_model_that_returns_its_loss_is_timed_with_its_encoder(
     gpu: FakeGPU, is_inside: bool
 ) -> None:
     model = WithLoss(gpu)
@@ -109,7 +111,7 @@ def test_module_that_returns_its_loss_after_a_call_of_its_part_is_timed(
     assert installed(*model.modules()) == bare
 
 
-def test_model_that_returns_its_loss_and_is_tried_again_is_timed(gpu: FakeGPU) -> None:
+def test_model_that_returns_its_loss_is_timed_when_it_is_retried(gpu: FakeGPU) -> None:
     model = WithLoss(gpu, fails_once=True)
 
     def loss_of(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The example that measures energy, on a counter that takes the place of the GPU's."""
+"""The example that measures energy, with a fake counter in place of the GPU's."""
 
 import importlib
 import sys
@@ -14,7 +14,7 @@ WATTS = 400.0
 
 
 class Counter(SimpleNamespace):
-    """NVML of a GPU that takes `WATTS` all the time."""
+    """A fake NVML of a GPU that always draws `WATTS`."""
 
     calls: list[str]
 
@@ -60,7 +60,7 @@ def train(loop: Loop, n: int, **options: Any) -> tuple[list[dict[str, float]], s
     return [metrics for _, metrics in logger.calls], str(timer.summary())
 
 
-def test_energy_of_a_step_is_the_mean_power_of_its_window(loop: Loop, counter: Counter) -> None:
+def test_energy_of_a_step_follows_from_the_mean_power(loop: Loop, counter: Counter) -> None:
     logs, summary = train(loop, 400, log_every_n_steps=100)
     for metrics in logs:
         assert metrics["phase_time/power_w"] == pytest.approx(WATTS)
@@ -68,7 +68,7 @@ def test_energy_of_a_step_is_the_mean_power_of_its_window(loop: Loop, counter: C
         assert metrics["phase_time/energy_j"] == pytest.approx(WATTS * step_ms / 1e3)
         assert metrics["phase_time/items_per_j"] == pytest.approx(items_per_sec / WATTS)
     assert "6.25 J per step, at 400 W, 0.16 items per joule" in summary
-    # At the start and at each log, never in a step.
+    # The counter is read at the start and at each log, but in no step.
     assert (counter.calls, len(logs)) == (["open", *["read"] * 5, "close"], 4)
 
 

@@ -1,4 +1,4 @@
-"""The contract of a clock, for the fake one, the host's and a real device's."""
+"""The contract of a clock: the fake clock, the host clock and the clock of a real device."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +23,14 @@ def clock(request: pytest.FixtureRequest) -> Clock:
     return HostClock() if request.param == "host" else DeviceClock(torch.device("cuda"))
 
 
-def busy(clock: Clock) -> float:
-    """Keeps what the clock times busy, and returns for how many milliseconds at least."""
+def keep_busy(clock: Clock) -> float:
+    """Keep the device or the host busy, and return the least number of milliseconds."""
     if isinstance(clock, FakeGPU):
         clock.work(5.0)
         return 5.0
     if isinstance(clock, DeviceClock):
         torch.cuda._sleep(50_000_000)
-        return 10.0  # at 5 GHz, which is faster than any
+        return 10.0  # At 5 GHz, which is faster than any device.
     begin = clock.host_ns()
     while clock.host_ns() - begin < 2_000_000:
         pass
@@ -40,7 +40,7 @@ def busy(clock: Clock) -> float:
 def test_finished_interval_can_be_read(clock: Clock) -> None:
     start, end = clock.event(), clock.event()
     start.record()
-    busy_ms = busy(clock)
+    busy_ms = keep_busy(clock)
     end.record()
     end.synchronize()
     assert start.query()
@@ -60,7 +60,7 @@ def test_event_can_be_recorded_again(clock: Clock) -> None:
     start, end = clock.event(), clock.event()
     end.record()
     start.record()
-    busy_ms = busy(clock)
+    busy_ms = keep_busy(clock)
     end.record()
     end.synchronize()
     assert start.elapsed_time(end) >= busy_ms
@@ -74,7 +74,7 @@ def test_event_that_was_never_recorded_does_not_block(clock: Clock) -> None:
 
 def test_host_clock_advances_while_the_host_waits(clock: Clock) -> None:
     end, begin = clock.event(), clock.host_ns()
-    busy_ms = busy(clock)
+    busy_ms = keep_busy(clock)
     end.record()
     end.synchronize()
     assert clock.host_ns() - begin >= busy_ms * 1e6
@@ -84,10 +84,10 @@ def test_host_clock_advances_while_the_host_waits(clock: Clock) -> None:
 @pytest.mark.parametrize(
     "clock", ["fake", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
 )
-def test_queue_runs_behind_the_host_and_cannot_be_read_before_its_time(clock: Clock) -> None:
+def test_unfinished_event_cannot_be_read(clock: Clock) -> None:
     start, end = clock.event(), clock.event()
     start.record()
-    busy(clock)
+    keep_busy(clock)
     end.record()
     assert not end.query()
     with pytest.raises(RuntimeError, match="must be completed"):
@@ -109,8 +109,8 @@ def test_capture_is_detected_on_any_stream() -> None:
     assert not clock.is_capturing()
 
 
-@pytest.mark.parametrize(("stream", "asked"), [(0, 0), (7, 3)])
-def test_marks_on_the_default_stream_do_not_query_captures(stream: int, asked: int) -> None:
+@pytest.mark.parametrize(("stream", "queries"), [(0, 0), (7, 3)])
+def test_marks_on_the_default_stream_do_not_query_captures(stream: int, queries: int) -> None:
     clock: Any = HostClock()
     clock.may_capture = lambda: stream
     clock.is_capturing = Mock(return_value=False)
@@ -118,7 +118,7 @@ def test_marks_on_the_default_stream_do_not_query_captures(stream: int, asked: i
     recorder.begin()
     recorder.mark("forward")
     recorder.end_step(0)
-    assert clock.is_capturing.call_count == asked
+    assert clock.is_capturing.call_count == queries
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the device is available")
@@ -133,15 +133,15 @@ def test_model_on_the_cpu_gets_the_host_clock(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("name", ["cuda", "xpu", "privateuseone"])  # NPU is a private backend.
-def test_another_accelerator_is_timed_by_changing_nothing_but_the_device(
+def test_other_accelerator_is_timed_by_the_option_device(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = FakeGPU()
-    asked = []
+    device_types = []
 
     def event(device: torch.device, enable_timing: bool) -> FakeEvent:
         assert enable_timing
-        asked.append(device.type)
+        device_types.append(device.type)
         return FakeEvent(gpu)
 
     def device_module(device: torch.device) -> Any:
@@ -160,4 +160,4 @@ def test_another_accelerator_is_timed_by_changing_nothing_but_the_device(
         for x in timer.steps(loop.batches(5)):
             loop.train(x)
     assert steps(timer) == [STEP_MS] * 5
-    assert set(asked) == {name}
+    assert set(device_types) == {name}

@@ -1,3 +1,5 @@
+"""The examples and the notebooks, run on the CPU."""
+
 import csv
 import json
 import re
@@ -24,23 +26,23 @@ NOTEBOOK_RUN = Path(__file__).parent / "notebook_run.py"
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Function that runs a script, and returns its names."""
+    """Return a function that runs a script and returns its names."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     return lambda name: runpy.run_path(str(EXAMPLES / name))
 
 
 @pytest.fixture
 def example(script: Any) -> Any:
-    """Function that runs the `main` of a script."""
+    """Return a function that runs the `main` of a script."""
     return lambda name, **options: script(name)["main"](**options)
 
 
-def test_quickstart_logs_every_phase_to_csv_and_tensorboard(
+def test_quickstart_example_logs_to_csv_and_tensorboard(
     example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timer = example("quickstart.py", max_epochs=2, log_dir=str(tmp_path))
     assert len(timer.history()) == 48
-    # It was printed before the fit was over.
+    # The table was printed before the time of the fit was complete.
     breakdown, title, printed = str(timer.summary()).partition("Time per step")
     assert "Time breakdown of the fit" in breakdown
     assert f"{title}{printed}" in capsys.readouterr().out
@@ -61,7 +63,9 @@ def test_quickstart_logs_every_phase_to_csv_and_tensorboard(
         assert [event.step for event in events.Scalars(key)] == [9, 19, 29, 39, 47]
 
 
-def test_plain_loop_times_every_phase(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_loop_example_times_every_phase(
+    example: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     timer = example("plain_pytorch.py", max_epochs=1)
     assert set(timer.summary().rows) == set(PHASES)
     assert str(timer.summary()) in capsys.readouterr().out
@@ -76,7 +80,7 @@ def test_custom_output_example_adds_a_line_and_a_metric(
     assert line in capsys.readouterr().out.splitlines()
 
 
-def test_steps_are_spans_of_opentelemetry(example: Any) -> None:
+def test_opentelemetry_example_exports_steps_as_spans(example: Any) -> None:
     export = pytest.importorskip("opentelemetry.sdk.trace.export")
     memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
     from opentelemetry.sdk.trace import TracerProvider
@@ -96,23 +100,23 @@ def test_steps_are_spans_of_opentelemetry(example: Any) -> None:
     assert spans_ms == pytest.approx(timer.history()["step_ms"].tolist(), abs=1e-4)
 
 
-def test_newest_step_is_served_during_training(script: Any) -> None:
-    asked: list[dict[str, float]] = []
+def test_server_example_serves_the_newest_step(script: Any) -> None:
+    answers: list[dict[str, float]] = []
     names = script("serve_summary.py")
     server: Any = names["Server"](port=0)
     take = server.on_step
 
-    def take_and_ask(times: StepTimes) -> None:
+    def take_and_request(times: StepTimes) -> None:
         take(times)
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}") as answer:
-            asked.append(json.loads(answer.read()))
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}") as response:
+            answers.append(json.loads(response.read()))
 
-    server.on_step = take_and_ask
+    server.on_step = take_and_request
     timer = names["main"](server, steps=50)
     newest = timer.history()[-1]
-    assert asked[-1]["step"] == 49
-    assert asked[-1]["step_ms"] == pytest.approx(newest["step_ms"])
-    assert {*PHASES} <= {*asked[-1]}
+    assert answers[-1]["step"] == 49
+    assert answers[-1]["step_ms"] == pytest.approx(newest["step_ms"])
+    assert {*PHASES} <= {*answers[-1]}
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS)
@@ -155,7 +159,7 @@ def test_pictures_script_saves_its_run(tmp_path: Path, script: Any) -> None:
     assert files == {"run.json.gz", "steps.png", "step.png"}
 
 
-def test_plot_shows_phases_of_all_steps_and_lanes_of_the_last(loop: Loop, script: Any) -> None:
+def test_plot_shows_all_steps_and_the_lanes_of_the_last(loop: Loop, script: Any) -> None:
     names, timer = script("plot_phases.py"), train(loop, 4)
     all_steps, last_step = (Figure().add_subplot() for _ in range(2))
     assert names["plot_steps"](timer.history(), all_steps) is all_steps.figure
@@ -168,14 +172,14 @@ def test_plot_shows_phases_of_all_steps_and_lanes_of_the_last(loop: Loop, script
     assert sorted(filter(None, gpu_lane)) == sorted(STEP_MS.values())
 
 
-def test_trace_has_both_lanes_of_each_step(example: Any, tmp_path: Path) -> None:
+def test_perfetto_example_has_both_lanes_of_each_step(example: Any, tmp_path: Path) -> None:
     timer = example("perfetto_trace.py", path=str(tmp_path / "trace.json"), steps=60)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["GPU", "host"]
     for lane in (1, 2):
         slices = [event for event in events if event["ph"] == "X" and event["pid"] == lane]
         steps = [(s["ts"], s["ts"] + s["dur"]) for s in slices if "step " in s["name"]]
-        assert len(steps) == 50  # The newest.
+        assert len(steps) == 50  # Only the newest steps.
         assert all(step[1] <= following[0] for step, following in pairwise(steps))
         for name in PHASES:
             starts = [event["ts"] for event in slices if event["name"] == name]
@@ -186,7 +190,7 @@ def test_trace_has_both_lanes_of_each_step(example: Any, tmp_path: Path) -> None
     assert sum(gpu_us) == pytest.approx(1e3 * timer.history()["backward_ms"][10:].sum(), rel=0.01)
 
 
-def test_traces_of_slow_steps_are_kept(example: Any, tmp_path: Path) -> None:
+def test_trace_example_keeps_traces_of_slow_steps(example: Any, tmp_path: Path) -> None:
     traces = example("trace_slow_steps.py", folder=str(tmp_path))
     assert 1 <= len(traces.kept) <= 3
     assert {*tmp_path.iterdir()} == {*traces.kept}
@@ -208,27 +212,27 @@ def test_tutorial_makes_one_change_after_another(
     assert [result["changes"] for result in results] == [names[:n] for n in range(5)]
     assert [result["batch"] for result in results] == [32, 32, 32, 512, 512]
     assert [result["workers"] > 0 for result in results] == [False, True, True, True, True]
-    # The callback is called in each step at first, then in 1 of 50.
+    # At first the callback checks in each step, then in 1 of 50.
     checks = [result["share"]["callbacks/AccuracyCurve.on_train_batch_end"] for result in results]
     assert checks[1] > 2 * checks[2] > 0
     printed = capsys.readouterr().out.splitlines()[-5:]
     assert all(result["verdict"] in line for result, line in zip(results, printed, strict=True))
 
 
-def test_modules_are_sub_phases(example: Any) -> None:
+def test_modules_example_shows_sub_phases(example: Any) -> None:
     rows = example("modules.py", width=8, epochs=2).summary().rows
     for phase in ("forward", "backward"):
         parts = rows[f"{phase}/body"].mean_ms + rows[f"{phase}/head"].mean_ms
         assert 0 < parts <= rows[phase].mean_ms
 
 
-def test_evaluation_loops_are_logged(example: Any, tmp_path: Path) -> None:
+def test_evaluation_example_logs_all_loops(example: Any, tmp_path: Path) -> None:
     metrics = example("evaluation.py", max_epochs=1, log_dir=str(tmp_path))
     for stage in ("", "val/", "test/"):
         assert metrics[f"phase_time/{stage}forward_ms"] > 0
 
 
-def test_engine_of_ignite_is_timed(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ignite_example_times_every_phase(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ignite")
     timer = example("ignite_loop.py", max_epochs=2)
     assert timer.history()["step"].tolist() == list(range(32))
@@ -237,8 +241,8 @@ def test_engine_of_ignite_is_timed(example: Any, capsys: pytest.CaptureFixture[s
     assert str(timer.summary()) in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_workers_of_ray_train_are_timed(example: Any, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # Ray warns.
+def test_ray_example_times_its_workers(example: Any, tmp_path: Path) -> None:
     pytest.importorskip("ray.train.torch")
     metrics = example("ray_train.py", max_epochs=2, storage=str(tmp_path))
     assert all(metrics[f"phase_time/{name}_ms"] > 0 for name in PHASES)
@@ -246,7 +250,7 @@ def test_workers_of_ray_train_are_timed(example: Any, tmp_path: Path) -> None:
     assert saved.stat().st_size
 
 
-def test_dashboard_shows_what_prometheus_gets(example: Any) -> None:
+def test_prometheus_dashboard_queries_only_exported_metrics(example: Any) -> None:
     client = pytest.importorskip("prometheus_client")
     registry = client.CollectorRegistry()
     timer = example("prometheus_metrics.py", registry=registry, steps=30)

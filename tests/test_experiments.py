@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Function that runs an experiment, checks that it prints its numbers, and returns them."""
+    """Return a function that runs an experiment, checks its output, and returns its numbers."""
     monkeypatch.syspath_prepend(str(EXPERIMENTS))
 
     def run(name: str, **options: Any) -> Rows:
@@ -58,7 +58,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         ),
     ],
 )
-def test_experiment_prints_its_rows(
+def test_experiment_prints_its_numbers(
     name: str, options: dict[str, int], rows: set[str], run: Any
 ) -> None:
     found = run(name, **options)
@@ -68,7 +68,7 @@ def test_experiment_prints_its_rows(
 
 @pytest.mark.slow
 def test_profiler_experiment_runs(run: Any) -> None:
-    # Times so long and different that other load on the machine does not change their order.
+    # The times are so different that other load on the machine does not change their order.
     rows = run("beside_the_profiler", large=256, n_small=100, n_large=60, vectors=300)
     *_, looped, vectorized = rows.values()
     assert looped["our host"] > vectorized["our host"]
@@ -85,7 +85,7 @@ def test_launch_time_differs_from_the_time_of_the_work(run: Any) -> None:
 
 @pytest.mark.gpu
 def test_waiting_makes_the_pipeline_longer_and_events_do_not(run: Any) -> None:
-    # With little work for the CPU, so that even a slow host has less of it than the device.
+    # The CPU has little work, so that even on a slow host it takes less time than the device.
     rows = run("pipeline", cpu_size=256)
     whole = {name: row["whole, per iteration"] for name, row in rows.items()}
     assert whole["synchronize"] > 1.1 * whole["no timer"]
@@ -94,7 +94,7 @@ def test_waiting_makes_the_pipeline_longer_and_events_do_not(run: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_full_queue_takes_the_launches_out_of_a_callable(run: Any) -> None:
+def test_full_queue_hides_the_launches_of_a_callable(run: Any) -> None:
     rows = run("callables")
     for name in ("full queue", "CUDA graph"):
         assert rows[name]["the work alone"] < rows[name]["as run"]

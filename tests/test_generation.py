@@ -1,4 +1,4 @@
-"""Text that a model of transformers generates inside a step, and its rewards."""
+"""Text generation by a model of transformers inside a step, and its rewards."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from lightning_gputime import GPUPhaseHooks, phase  # noqa: E402
 from lightning_gputime.huggingface import TransformersPhaseTimer  # noqa: E402
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # transformers' own
+    pytest.mark.filterwarnings("ignore"),  # Transformers warns.
     pytest.mark.usefixtures("one_thread"),
 ]
 
@@ -26,7 +26,7 @@ KEYS = torch.zeros(1, 2, dtype=torch.long)
 
 
 class Gpt(transformers.GPT2LMHeadModel):  # type: ignore[misc]  # has no types
-    """A language model each of whose calls takes 0.5 ms on the fake GPU."""
+    """A language model whose calls take 0.5 ms on the fake GPU."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         torch.manual_seed(0)
@@ -45,7 +45,7 @@ def generate(model: Any) -> Tensor:
     return text
 
 
-class Around(nn.Module):
+class GeneratingModel(nn.Module):
     """A model whose `forward` generates."""
 
     def __init__(self, gpu: FakeGPU) -> None:
@@ -57,7 +57,7 @@ class Around(nn.Module):
 
 
 def phases(timer: Any) -> list[dict[str, float]]:
-    """Return the phases of each step that took time."""
+    """Return the phases that took time in each step."""
     return [{name: ms for name, ms in step.items() if ms} for step in steps(timer)]
 
 
@@ -103,7 +103,9 @@ STEP = {"other": 0.25, "forward": CALL_MS}
 
 
 @pytest.mark.parametrize("how", [generate, generate_in_eval_mode])
-def test_generation_in_each_step_is_generate(model: Gpt, how: Callable[[Gpt], object]) -> None:
+def test_generation_in_each_step_is_the_phase_generate(
+    model: Gpt, how: Callable[[Gpt], object]
+) -> None:
     assert train(model, lambda _: how(model)) == [{**STEP, "generate": GENERATE_MS}] * 24
 
 
@@ -112,15 +114,15 @@ def test_generation_inside_a_named_phase_belongs_to_that_phase(model: Gpt) -> No
         with phase("rollout"):
             generate(model)
 
-    # As after any model call in a named phase: the time until the next call is `forward`.
+    # The named phase has a model call, so the time until the next call is `forward`.
     assert train(model, rollout) == [{"rollout": GENERATE_MS, "forward": CALL_MS + 0.25}] * 24
 
 
 def test_generation_inside_a_model_call_is_forward(gpu: FakeGPU) -> None:
-    assert train(Around(gpu)) == [{**STEP, "forward": GENERATE_MS + CALL_MS}] * 24
+    assert train(GeneratingModel(gpu)) == [{**STEP, "forward": GENERATE_MS + CALL_MS}] * 24
 
 
-def test_generation_after_the_model_call_splits_the_loss(model: Gpt) -> None:
+def test_generation_after_the_model_call_interrupts_the_loss(model: Gpt) -> None:
     def compute_baseline() -> None:
         model.gpu.work(0.5)
         generate(model)
@@ -176,10 +178,10 @@ def test_trainer_times_generation_and_rewards(model: Gpt, tmp_path: Path, engine
     gpu = model.gpu
 
     class Trainer(transformers.Trainer):  # type: ignore[misc]  # has no types
-        """As TRL's."""
+        """A Trainer like TRL's."""
 
         def log(self, *args: Any, **kwargs: Any) -> None:
-            gpu.now = max(gpu.now, gpu.free_at)  # It has just read the loss.
+            gpu.now = max(gpu.now, gpu.free_at)  # Reading the loss has synchronized the host.
             super().log(*args, **kwargs)
 
         def _calculate_rewards(self) -> None:

@@ -1,4 +1,4 @@
-"""Tests that need a real GPU."""
+"""Tests on a real GPU: times, host waits, graphs, probes and strategies."""
 
 import json
 from collections import Counter
@@ -17,7 +17,7 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, PhaseSummary
 
 pytestmark = pytest.mark.gpu
 
-SPIN = 20_000_000  # clock cycles, about 10 ms
+SPIN_CYCLES = 20_000_000  # About 10 ms.
 
 
 class Spin(torch.autograd.Function):
@@ -46,8 +46,8 @@ class Net(pl.LightningModule):
         self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 64))
 
     def spin(self, x: Tensor, phase: str, backward: bool = False) -> Tensor:
-        forward = SPIN if self.spins_in == phase else 0
-        cycles = SPIN if backward and self.spins_in == "backward" else 0
+        forward = SPIN_CYCLES if self.spins_in == phase else 0
+        cycles = SPIN_CYCLES if backward and self.spins_in == "backward" else 0
         result: Tensor = Spin.apply(x, forward, cycles)  # type: ignore[no-untyped-call]
         return result
 
@@ -88,11 +88,11 @@ def fit(model: Net, *callbacks: pl.Callback, steps: int = 20) -> None:
 @pytest.mark.parametrize(
     "phase", ["data", "callbacks", "other", "forward", "loss", "backward", "optimizer"]
 )
-def test_spinning_kernel_is_found_in_its_phase_alone(phase: str) -> None:
+def test_spinning_kernel_is_found_only_in_its_phase(phase: str) -> None:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(SPIN)
+    torch.cuda._sleep(SPIN_CYCLES)
     start.record()
-    torch.cuda._sleep(SPIN)
+    torch.cuda._sleep(SPIN_CYCLES)
     end.record()
     end.synchronize()
     spin_ms = start.elapsed_time(end)
@@ -106,11 +106,11 @@ def test_spinning_kernel_is_found_in_its_phase_alone(phase: str) -> None:
     assert sum(row.p50_ms for row in others) < 0.1 * spin_ms
 
 
-def test_phases_agree_with_events_around_them() -> None:
+def test_forward_agrees_with_events_by_hand() -> None:
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(4096, 2048, device="cuda")
-    by_hand = []
+    by_events_ms = []
     with GPUPhaseHooks(model, optimizer, _lag=0) as timer:
         for _ in timer.steps(range(10)):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -120,11 +120,13 @@ def test_phases_agree_with_events_around_them() -> None:
             out.pow(2).mean().backward()
             optimizer.step()
             torch.cuda.synchronize()
-            by_hand.append(events[0].elapsed_time(events[1]))
-    assert timer.history()["forward_ms"].tolist() == pytest.approx(by_hand, rel=0.02, abs=0.02)
+            by_events_ms.append(events[0].elapsed_time(events[1]))
+    assert timer.history()["forward_ms"].tolist() == pytest.approx(by_events_ms, rel=0.02, abs=0.02)
 
 
 def synchronizations(*callbacks: pl.Callback) -> Counter[str]:
+    """Return the calls that synchronize in 20 steps, by name."""
+
     class Profile(pl.Callback):
         def on_train_batch_start(self, *args: Any) -> None:
             if args[-1] == 10:
@@ -149,19 +151,19 @@ def test_timer_adds_one_event_wait_per_step() -> None:
 
 
 def train(timed: bool) -> list[Tensor]:
-    class Keeps(pl.Callback):
+    class KeepsLosses(pl.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
             losses.append(outputs["loss"].detach().clone())
 
     losses: list[Tensor] = []
     pl.seed_everything(0)
     model = Net()
-    fit(model, Keeps(), *([GPUPhaseTimer(print_summary=False)] if timed else []))
+    fit(model, KeepsLosses(), *([GPUPhaseTimer(print_summary=False)] if timed else []))
     return [*losses, *(value.cpu() for value in model.state_dict().values())]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_loader_workers_forked_in_the_loop_survive() -> None:
+def test_loader_workers_can_be_forked_inside_the_loop() -> None:
     model = nn.Linear(8, 8, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = TensorDataset(torch.randn(32, 8))
@@ -178,7 +180,7 @@ def test_losses_and_weights_are_bitwise_the_same_with_and_without_the_timer() ->
     assert all(map(torch.equal, train(timed=False), train(timed=True)))
 
 
-def test_model_on_another_device_than_the_current_one_is_timed_there() -> None:
+def test_model_on_another_device_is_timed_on_that_device() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
     model = nn.Linear(64, 64).to("cuda:1")
@@ -187,7 +189,7 @@ def test_model_on_another_device_than_the_current_one_is_timed_there() -> None:
         for _ in timer.steps(range(5)):
             out = model(x)
             with torch.cuda.device("cuda:1"):
-                torch.cuda._sleep(SPIN)
+                torch.cuda._sleep(SPIN_CYCLES)
             out.sum().backward()
     assert len(timer.history()) == 5
     assert (timer.history()["loss_ms"] > 1.0).all()
@@ -220,7 +222,7 @@ def train_wide(model: nn.Module, x: Tensor, steps: int = 20) -> dict[str, float]
     return rows(timer)
 
 
-# torch warns when the tensors of a graph outlive its capture.
+# torch warns if the tensors of a graph outlive its capture.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 def test_module_captured_with_make_graphed_callables_is_timed() -> None:
     x = torch.randn(4096, 4096, device="cuda")
@@ -282,7 +284,7 @@ def test_backward_is_split_by_module_in_the_backward_thread() -> None:
             return result
 
     model = Parts().cuda()
-    x = torch.randn(4096, 4096, device="cuda")  # needs no gradient
+    x = torch.randn(4096, 4096, device="cuda")  # Needs no gradient.
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with GPUPhaseHooks(model, optimizer, modules=["body", "head"]) as timer:
         for _ in timer.steps(range(20)):
@@ -294,7 +296,8 @@ def test_backward_is_split_by_module_in_the_backward_thread() -> None:
         parts_ms = found[f"{phase}/body"] + found[f"{phase}/head"]
         assert parts_ms == pytest.approx(found[phase], rel=0.1)
     assert found["forward/body"] == pytest.approx(3 * found["forward/head"], rel=0.2)
-    # The body needs five matrix products, because its input needs no gradient; the head two.
+    # Backward of the body has five matrix products, because its input needs no gradient. The head
+    # has two.
     assert found["backward/body"] == pytest.approx(2.5 * found["backward/head"], rel=0.25)
 
 
@@ -386,7 +389,7 @@ def test_step_with_a_host_wait_cannot_be_probed() -> None:
     assert "the host waits for the GPU inside probed steps, in `loss`" in summary.probe_failure
 
 
-def test_more_launches_than_the_queue_holds_fail_the_probe() -> None:
+def test_probe_fails_if_the_launch_queue_is_full() -> None:
     net = nn.Sequential(*(nn.ReLU() for _ in range(3000)), nn.Linear(64, 64)).cuda()
     summary = probe(net, torch.randn(64, 64, device="cuda"))
     assert summary.probed_steps == 0
@@ -421,7 +424,7 @@ def test_strategies_are_timed_on_two_gpus(strategy: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_2"])
-def test_late_rank_is_named_under_each_strategy_on_two_gpus(strategy: str, tmp_path: Path) -> None:
+def test_slowest_rank_is_named_under_strategies_on_two_gpus(strategy: str, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
     if strategy != "ddp":
@@ -437,7 +440,7 @@ def test_updates_in_the_backward_thread_are_optimizer() -> None:
     optimizers = {item: torch.optim.SGD([item], lr=1e-3) for item in model.parameters()}
 
     def update(parameter: Tensor) -> None:
-        torch.cuda._sleep(SPIN // 20)
+        torch.cuda._sleep(SPIN_CYCLES // 20)
         optimizers[parameter].step()  # type: ignore[index]
 
     for parameter in model.parameters():
@@ -445,7 +448,7 @@ def test_updates_in_the_backward_thread_are_optimizer() -> None:
     x = torch.randn(64, 1024, device="cuda")
     with GPUPhaseHooks(model, [*optimizers.values()], warmup_steps=2) as timer:
         for _ in timer.steps(range(10)):
-            torch.cuda._sleep(SPIN)  # In `other`: the kernels below are launched meanwhile.
+            torch.cuda._sleep(SPIN_CYCLES)  # In `other`. Meanwhile the kernels below are launched.
             model(x).pow(2).mean().backward()
     summary = timer.summary()
     assert summary.skipped_updates == 0
@@ -455,7 +458,7 @@ def test_updates_in_the_backward_thread_are_optimizer() -> None:
     assert 0.0 < summary.rows["optimizer"].p50_ms < 0.5 * spins_ms
 
 
-def test_peak_memory_of_a_run_is_that_of_torch() -> None:
+def test_peak_memory_agrees_with_the_counters_of_torch() -> None:
     model = nn.Linear(8, 8).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(8, 8, device="cuda")

@@ -21,7 +21,7 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text())
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-"""The syntax tree of each module, by its name inside the package."""
+"""Syntax trees by the name of the module inside the package."""
 
 FLOORS = [
     "_messages _phases",
@@ -42,7 +42,7 @@ FLOORS = [
     "__init__",
     "__main__",
 ]
-"""The rooms, from the lowest floor to the highest. A room imports only from lower floors."""
+"""Packages and modules (rooms) by floor, lowest first. A room imports only from lower floors."""
 
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
 
@@ -77,17 +77,17 @@ def own_imports(module: str) -> set[str]:
 
 def test_modules_import_only_from_lower_floors_without_cycles() -> None:
     assert {*map(room_of, MODULES)} <= {*FLOOR_OF}
-    known = {module: own_imports(module) for module in MODULES}
+    imported = {module: own_imports(module) for module in MODULES}
     wrong = [
         f"{module} imports {other}"
-        for module, others in known.items()
+        for module, others in imported.items()
         for other in others
         if room_of(other) != room_of(module)
         and FLOOR_OF[room_of(other)] >= FLOOR_OF[room_of(module)]
     ]
     assert not wrong
-    # Raises CycleError for an import cycle, with its modules.
-    assert {*TopologicalSorter(known).static_order()} == {*MODULES}
+    # Raises CycleError if there is an import cycle.
+    assert {*TopologicalSorter(imported).static_order()} == {*MODULES}
 
 
 def test_torch_and_lightning_are_imported_only_where_allowed() -> None:
@@ -116,7 +116,7 @@ PUBLIC_MODULES = {
     "torch.distributed.distributed_c10d",  # PrefixStore: types know it from there
     *("lightning.pytorch", "transformers"),
 }
-"""Modules that other libraries document. Their other modules may move in any version."""
+"""Documented modules of other libraries. Undocumented modules may move in any version."""
 
 UNDOCUMENTED = {
     *("fit_loop", "epoch_loop", "val_loop", "batch_progress", "train_dataloader_next"),
@@ -126,10 +126,10 @@ UNDOCUMENTED = {
     *("will_sync_module_buffers", "require_backward_grad_sync", "profile_hook_step"),
     *("create_script_module", "compile_subgraph_reason", "FORCE_SKIP_FILES", "callback_handler"),
 }
-"""Names that look public, and are not."""
+"""Names that look public but are not documented."""
 
 FRAMES = {"f_code", "f_locals", "f_globals", "f_back", "co_name", "co_filename", "__code__"}
-"""Attributes by which code looks at its callers."""
+"""Attributes with which code inspects its callers."""
 
 ACTIONS = re.compile(r"\[(Callback|Strategy|LightningModule|LightningDataModule)\]")
 """Prefixes of actions that Lightning reports to its profiler."""
@@ -305,7 +305,7 @@ ALLOWED = {
 }
 
 
-def test_private_names_of_other_libraries_are_in_compat_alone() -> None:
+def test_private_names_of_other_libraries_are_only_in_compat() -> None:
     found = [
         f"{module}:{line}: {name}"
         for module, tree in MODULES.items()
@@ -339,12 +339,12 @@ def test_private_names_of_other_libraries_are_in_compat_alone() -> None:
         "tensors = args[4]",
     ],
 )
-def test_names_of_other_libraries_are_found(code: str) -> None:
+def test_search_finds_private_names_of_other_libraries(code: str) -> None:
     assert names_of_others(ast.parse(code))
 
 
 def test_compat_looks_up_each_private_name_by_its_declaration() -> None:
-    # A direct access would raise where a version does not have the name.
+    # A direct access would raise if a version lacks the name.
     found = [
         f"{module}:{line}: {name}"
         for module, tree in MODULES.items()
@@ -375,7 +375,7 @@ OBJECTS_OF_OTHERS = {
     *("figure.height", "figure.toolbar.active_scroll", "figure.toolbar.logo", "figure.y_range"),
     "figure.xaxis.formatter.use_scientific",
 }
-"""Attributes of Python and of other libraries, which have no other way to set them."""
+"""Attributes of Python and other libraries that can only be set by assignment."""
 
 
 def writes_to_others(tree: ast.AST) -> Iterator[ast.Attribute]:

@@ -35,7 +35,7 @@ AUTOGRAD: Any = torch.autograd
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at one of the lines of the package that are executed."""
+    """Counts the executed lines of the package, and raises KeyboardInterrupt at one of them."""
 
     def __init__(self, at: int | None = None) -> None:
         self.lines, self.place, self._at = 0, "", at
@@ -49,7 +49,7 @@ class Interrupter:
 
     def _trace_call(self, frame: FrameType, event: str, arg: object) -> Any:
         code = frame.f_code
-        # Python ignores what a finalizer raises.
+        # Python ignores errors in finalizers.
         is_ours = code.co_filename.startswith(PACKAGE) and code.co_name != "__del__"
         return self._trace_line if is_ours else None
 
@@ -85,7 +85,7 @@ class Training:
 
 
 def plain(use: Callable[..., None], **options: Any) -> Callable[[bool, Path], Training]:
-    """Return what makes a training by a plain loop."""
+    """Return a function that makes a training with a plain loop."""
 
     def make(has_timer: bool, _: Path) -> Training:
         model = Net()
@@ -208,7 +208,7 @@ CASES: dict[str, tuple[int, Callable[[bool, Path], Training]]] = {
     "lightning": (150, lightning),
     "huggingface": (60, huggingface),
 }
-"""The front ends with the number of lines at which each is interrupted."""
+"""Trainings, and the number of lines at which each is interrupted."""
 
 
 def first_line_of(function: Callable[..., object]) -> str:
@@ -219,14 +219,14 @@ def first_line_of(function: Callable[..., object]) -> str:
 
 
 ENDS = {first_line_of(end) for end in (GPUPhaseHooks.__exit__, GPUPhaseHooks.remove)}
-"""Places before the end has begun: a user calls `remove` again."""
+"""Places where the end has not begun yet, so that a user has to call `remove` again."""
 
 
 @pytest.fixture(autouse=True)
 def _signals_stay() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     yield
-    signal.signal(signal.SIGINT, before)  # Lightning ignores it when it was interrupted.
+    signal.signal(signal.SIGINT, before)  # After an interruption Lightning ignores the signal.
 
 
 def state_of(model: nn.Module) -> bytes:
@@ -234,7 +234,7 @@ def state_of(model: nn.Module) -> bytes:
 
 
 def shared() -> list[Any]:
-    """Return what timers put on torch and Python, and what they keep of themselves."""
+    """Return the places where timers change torch and Python, and their lists of active timers."""
     return [
         AUTOGRAD._engine_run_backward,
         vars(nn.Module).get("__getstate__"),
@@ -257,11 +257,11 @@ def test_interrupt_at_any_line_leaves_no_hooks(case: str, tmp_path: Path) -> Non
     states = {state_of(bare.model)}
     bare.optimizer.register_step_post_hook(lambda *_: states.add(state_of(bare.model)))
     bare.run()
-    make(True, tmp_path).run()  # Libraries import, and keep, what they need.
-    with Interrupter() as whole:
+    make(True, tmp_path).run()  # Libraries import modules and fill caches.
+    with Interrupter() as counter:
         make(True, tmp_path).run()
     before, wrong = shared(), []
-    for at in range(1, whole.lines + 1, max(whole.lines // n, 1)):
+    for at in range(1, counter.lines + 1, max(counter.lines // n, 1)):
         training = make(True, tmp_path)
         ended: BaseException | None = None
         with Interrupter(at) as interrupter:
@@ -274,9 +274,9 @@ def test_interrupt_at_any_line_leaves_no_hooks(case: str, tmp_path: Path) -> Non
             found.append("something on torch or Python")
         if state_of(training.model) not in states:
             found.append("other weights")
-        # Lightning asks its loaders to end when they were interrupted as their iterators are made.
-        is_lightnings = isinstance(ended, RuntimeError) and _NOT_ITERATED in str(ended)
-        if not (is_lightnings or isinstance(ended, KeyboardInterrupt | SystemExit | None)):
+        # If an interruption comes while iterators are created, Lightning itself raises.
+        is_of_lightning = isinstance(ended, RuntimeError) and _NOT_ITERATED in str(ended)
+        if not (is_of_lightning or isinstance(ended, KeyboardInterrupt | SystemExit | None)):
             found.append(f"{ended!r} raised")
         if found and interrupter.place not in ENDS:
             wrong.append((at, interrupter.place, found))

@@ -1,4 +1,4 @@
-"""Tests of runs that are saved while the training continues, and of `show --watch`."""
+"""Live files: runs that are saved while the training continues, and `show --watch`."""
 
 import os
 import signal
@@ -52,7 +52,7 @@ def wait_until(is_true: Callable[[], object], timeout_s: float = 60.0) -> None:
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the numbers of steps in the files that were written."""
+    """Return the number of steps in each file that is written."""
     written: list[int] = []
     save = saved.save
 
@@ -76,7 +76,9 @@ def run_fit(gpu: FakeGPU, folder: Path) -> GPUPhaseTimer:
 
 
 @pytest.mark.usefixtures("no_interval")
-def test_file_is_rewritten_during_an_epoch(tmp_path: Path, writes: list[int], gpu: FakeGPU) -> None:
+def test_live_file_is_rewritten_during_an_epoch(
+    tmp_path: Path, writes: list[int], gpu: FakeGPU
+) -> None:
     run_fit(gpu, tmp_path)
     assert len(writes) >= 10
     assert writes == sorted(writes)
@@ -84,11 +86,11 @@ def test_file_is_rewritten_during_an_epoch(tmp_path: Path, writes: list[int], gp
     assert os.listdir(tmp_path) == ["run.json"]
 
 
-def test_rewriting_takes_one_percent_of_the_time_and_waits_ten_seconds(
+def test_live_file_takes_one_percent_of_the_time_every_ten_seconds(
     tmp_path: Path, writes: list[int], gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timer = run_fit(gpu, tmp_path)
-    assert len(writes) == 2  # At the end of the epoch, and of the training.
+    assert len(writes) == 2  # At the end of the epoch and of the training.
     for cost_s, next_s in ((0.01, 10.0), (0.5, 50.0)):
         times = iter((100.0, 100.0 + cost_s))
         monkeypatch.setattr("lightning_gputime._runs.live_file.time.perf_counter", times.__next__)
@@ -98,7 +100,9 @@ def test_rewriting_takes_one_percent_of_the_time_and_waits_ten_seconds(
 
 
 @pytest.mark.usefixtures("no_interval")
-def test_rewriting_waits_for_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_file_adds_no_wait_for_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     often, never = FakeGPU(), FakeGPU()
     run_fit(often, tmp_path)
     monkeypatch.setattr(live_file, "_MIN_INTERVAL_S", 1e9)
@@ -115,7 +119,7 @@ def test_failing_disk_is_reported_once_and_training_continues(
     assert caplog.text.count("The run is not saved") == 1
 
 
-def test_live_file_recognizes_what_it_wrote(tmp_path: Path) -> None:
+def test_live_file_knows_if_it_wrote_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     file = live_file.LiveFile()
     assert not file.wrote(str(path))
@@ -127,7 +131,7 @@ def test_live_file_recognizes_what_it_wrote(tmp_path: Path) -> None:
     assert not file.wrote(str(path))
 
 
-def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
+def test_temporary_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     names = [".run.json.abc.tmp", ".run.json.new.tmp", ".other.json.abc.tmp"]
     for name in names:
         (tmp_path / name).touch()
@@ -197,12 +201,12 @@ def test_finished_run_replaces_its_live_file(tmp_path: Path) -> None:
     process = start(
         "-m", "lightning_gputime", "run", "--save-path", "run.json", "train.py", cwd=tmp_path
     )
-    _, said = process.communicate(timeout=120)
-    assert (process.returncode, said.count("Another process")) == (0, 0)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err.count("Another process")) == (0, 0)
     assert sorted(os.listdir(tmp_path)) == ["run.json", "train.py"]
-    m = load(tmp_path / "run.json").summary().measurement
-    # The loop is found after its first steps.
-    assert 395 <= m.steps + m.untimed_steps + m.warmup_steps <= 400
+    summary = load(tmp_path / "run.json").summary()
+    # The loop is only found after its first steps.
+    assert 395 <= summary.steps + summary.untimed_steps + summary.warmup_steps <= 400
 
 
 def has_tables(file: Path, n: int) -> bool:
@@ -226,5 +230,5 @@ def test_watch_prints_each_new_file_until_interrupted(tmp_path: Path) -> None:
             wait_until(partial(has_tables, out, n))
     finally:
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (0, "")
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")

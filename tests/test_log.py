@@ -1,3 +1,5 @@
+"""Means of the steps since the last log, and their numbers."""
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from lightning_gputime._phases import StepRecord
 
 class Logger(fake_loop.Logger):
     def logged(self, name: str = "forward_ms") -> list[tuple[int, float]]:
-        """Return the number of each log, and its value of a metric."""
+        """Return the step number of each log, and its value of a metric."""
         return [(step, metrics[f"p/{name}"]) for step, metrics in self.calls]
 
 
@@ -39,7 +41,7 @@ def add(log: MeanLog, numbers: Sequence[int]) -> None:
         take(log, raw(number, forward=float(number)))
 
 
-def test_mean_since_the_last_log_is_logged_every_n_steps_in_one_call(logger: Logger) -> None:
+def test_means_since_the_last_log_are_logged_in_one_call(logger: Logger) -> None:
     log = mean_log(2, logger)
     for step in range(4):
         take(log, raw(step, 1.0, forward=float(step), backward=2.0))
@@ -49,7 +51,7 @@ def test_mean_since_the_last_log_is_logged_every_n_steps_in_one_call(logger: Log
     ]
 
 
-def test_phase_that_did_not_run_is_not_logged_and_not_averaged_as_zero(logger: Logger) -> None:
+def test_absent_phase_is_neither_logged_nor_averaged_as_zero(logger: Logger) -> None:
     log = mean_log(3, logger)
     for step, phases in enumerate([{"ema": 4.0}, {"forward": 1.0}, {"ema": 6.0}]):
         take(log, raw(step, **phases))
@@ -93,7 +95,7 @@ def test_failing_logger_warns_once_and_training_continues(
     assert caplog.messages == ["Cannot log phase times: OSError('disk full')"]
 
 
-def test_thousands_of_logs_at_once_do_not_recurse(logger: Logger) -> None:
+def test_logs_of_thousands_of_steps_do_not_recurse(logger: Logger) -> None:
     log = mean_log(2, logger)
     assert take(log, *[raw(step, forward=float(step)) for step in range(5001)])
     assert logger.logged() == [(step, step - 0.5) for step in range(1, 5000, 2)]

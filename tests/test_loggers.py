@@ -1,4 +1,4 @@
-"""Tests of loggers, most of which are read back with their own reader."""
+"""Loggers, most of which are read back with their own reader."""
 
 import copy
 import csv
@@ -41,8 +41,8 @@ def train(gpu: FakeGPU, *loggers: Logger) -> None:
     fit(gpu, Model(gpu), n=5, timer=timer, logger=list(loggers), log_every_n_steps=2)
 
 
-def check(found: dict[str, list[tuple[int, float]]]) -> None:
-    """Check that every key was logged once for each step that was due, with its mean."""
+def assert_means(found: dict[str, list[tuple[int, float]]]) -> None:
+    """Check that every mean was logged once for each step that was due."""
     for key, ms in KEYS.items():
         assert found[key] == [(step, ms) for step in LOGGED]
 
@@ -64,9 +64,11 @@ def test_csv_and_tensorboard_store_every_mean(gpu: FakeGPU, tmp_path: Path) -> N
     train(gpu, in_csv, in_tensorboard)
     rows = [row for row in read_csv(in_csv) if row["phase_time/step_ms"]]
     assert len(rows) == len(LOGGED)
-    check({key: [(int(row["step"]), float(row[key])) for row in rows] for key in KEYS})
+    assert_means({key: [(int(row["step"]), float(row[key])) for row in rows] for key in KEYS})
     events = events_of(in_tensorboard)
-    check({key: [(event.step, event.value) for event in events.Scalars(key)] for key in KEYS})
+    assert_means(
+        {key: [(event.step, event.value) for event in events.Scalars(key)] for key in KEYS}
+    )
 
 
 def test_tensorboard_charts_all_phases_and_the_step(gpu: FakeGPU, tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def test_tensorboard_shows_phases_and_step_in_the_first_group(gpu: FakeGPU, tmp_
     assert groups["phase_time_host"] == {"host_wait_ms"}
     assert groups["phase_time_parts"] >= {"data/fetch_ms", "forward/net_ms", "backward/net_ms"}
     assert groups["phase_time_fit"] >= {"steps_share", "wall_s"}
-    # Elsewhere the keys are as they are documented.
+    # Other loggers have the documented keys.
     assert {"phase_time/val/forward_ms", "phase_time/host_wait_ms"} < {*read_csv(flat)[0]}
     assert runner.callback_metrics["phase_time/val/forward_ms"] == 4.0
 
@@ -130,14 +132,14 @@ def test_tensorboard_group_precedes_the_first_slash(name: str, tag: str) -> None
     assert writer.logged == [({tag: 1.0}, 3)]
 
 
-def test_logger_gets_keyword_arguments_as_from_lightning() -> None:
+def test_logger_gets_the_keyword_arguments_of_lightning() -> None:
     logger = Mock(spec=["log_metrics"])
     send(logger, "a", "", {"step_ms": 1.0}, 3, {"epoch": 0})
     logger.log_metrics.assert_called_once_with(metrics={"a/step_ms": 1.0, "epoch": 0}, step=3)
 
 
 class Writer:
-    """A logger whose experiment is itself, as TensorBoard's writer would be."""
+    """A logger that is also its experiment, in place of TensorBoard's writer."""
 
     def __init__(self) -> None:
         self.experiment = self
@@ -166,20 +168,20 @@ def test_plain_loop_adds_the_chart_once_and_survives_a_failing_writer(
     assert caplog.text.count("Cannot log phase times") == 1
 
 
-def test_rows_of_csv_carry_the_epoch_of_their_step(gpu: FakeGPU, tmp_path: Path) -> None:
+def test_csv_rows_have_the_epoch_of_their_step(gpu: FakeGPU, tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     timer = timer_of(gpu, warmup_steps=5)
     runner = trainer(timer, logger=logger, max_epochs=3, log_every_n_steps=2)
     runner.fit(Model(gpu), Loader(gpu, 3), Loader(gpu, 1))
     rows = read_csv(logger)
     found = [(row["step"], row["epoch"]) for row in rows if row["phase_time/step_ms"]]
-    # Steps 2, 5 and 8 are the last of their epochs; step 5 is read in the one after.
+    # Steps 2, 5 and 8 are the last of their epochs. Step 5 is read in the next epoch.
     assert found == [("1", "0"), ("3", "1"), ("5", "1"), ("7", "2"), ("8", "2")]
     assert [row["epoch"] for row in rows if row["phase_time/val/step_ms"]] == ["0", "1", "2"]
 
 
 class Wandb(MemoryLogger):
-    """A logger like that of W&B: its experiment has `define_metric`, and each call makes a row."""
+    """A logger like W&B's, whose experiment has `define_metric`. Each call makes a row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,13 +192,13 @@ class Wandb(MemoryLogger):
         return self.run
 
 
-def test_wandb_rows_have_the_axis_of_lightning_and_the_epoch(gpu: FakeGPU) -> None:
+def test_wandb_rows_have_the_step_axis_of_lightning_and_the_epoch(gpu: FakeGPU) -> None:
     logger = Wandb()
     train(gpu, logger)
     rows = [(step, row) for step, row in logger.phase_times() if "phase_time/step_ms" in row]
     found = [(step, row["epoch"], row["phase_time/step_ms"]) for step, row in rows]
     assert found == [(step, 0, KEYS["phase_time/step_ms"]) for step in LOGGED]
-    # W&B might prefer our pattern to Lightning's, and other loggers have another axis.
+    # A pattern of the timer could replace Lightning's, and other loggers have another axis.
     logger.run.define_metric.assert_not_called()
 
 
@@ -207,7 +209,7 @@ def test_mlflow_stores_means(gpu: FakeGPU, tmp_path: Path, monkeypatch: pytest.M
     train(gpu, logger)
     client: Any = logger.experiment
     logs = {key: client.get_metric_history(logger.run_id, key) for key in KEYS}
-    check({key: [(log.step, log.value) for log in logs[key]] for key in KEYS})
+    assert_means({key: [(log.step, log.value) for log in logs[key]] for key in KEYS})
 
 
 def test_wandb_stores_every_mean_offline(gpu: FakeGPU, tmp_path: Path) -> None:
@@ -227,11 +229,11 @@ def test_wandb_stores_every_mean_offline(gpu: FakeGPU, tmp_path: Path) -> None:
         }
         for key in KEYS.keys() & row.keys():
             found[key].append((row["trainer/global_step"], row[key]))
-    check(found)
+    assert_means(found)
 
 
 def leveldb_log(data: bytes) -> Iterator[bytes]:
-    """Yields the records of W&B's offline file: a header of 7 bytes, then LevelDB's log format.
+    """Yield the records of W&B's offline file: a header of 7 bytes, then LevelDB's log format.
 
     Source: https://github.com/google/leveldb/blob/main/doc/log_format.md
     """
@@ -243,7 +245,7 @@ def leveldb_log(data: bytes) -> Iterator[bytes]:
         length, kind = struct.unpack_from("<HB", data, position + 4)
         record += data[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # A complete record, or the last part.
             yield record
             record = b""
 
@@ -254,7 +256,7 @@ def test_logger_is_copied_and_pickled_while_attached(loop: Loop, tmp_path: Path)
         assert "log_metrics" not in vars(logger)
         copies = [copy.deepcopy([logger])[0], pickle.loads(pickle.dumps(logger))]
     for item in copies:
-        # It logs to itself.
+        # A copy logs to itself.
         item.log_metrics({"loss": 1.0}, step=0)
         assert item.experiment.metrics == [{"loss": 1.0, "step": 0}]
     assert logger.experiment.metrics == []

@@ -18,7 +18,7 @@ from lightning_gputime._record.clock import DeviceClock
 MIB = 2**20
 
 
-def test_peaks_at_the_end_of_a_run_are_those_of_the_run(loop: Loop, tmp_path: Path) -> None:
+def test_peak_memory_is_read_when_the_run_ends(loop: Loop, tmp_path: Path) -> None:
     loop.gpu.memory = (10 * MIB, 12 * MIB, 80 * MIB)
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(3)):
@@ -33,7 +33,7 @@ def test_peaks_at_the_end_of_a_run_are_those_of_the_run(loop: Loop, tmp_path: Pa
     assert lightning_gputime.load(tmp_path / "run.json").summary().memory == summary.memory
 
 
-def test_peaks_at_a_log_are_kept_when_the_loop_resets_them(loop: Loop) -> None:
+def test_peak_memory_survives_a_reset_of_the_counters(loop: Loop) -> None:
     loop.gpu.memory = (10 * MIB, 60 * MIB, 80 * MIB)
     with hooks(loop) as timer:
         for i, x in enumerate(timer.steps(loop.batches(120))):
@@ -43,13 +43,13 @@ def test_peaks_at_a_log_are_kept_when_the_loop_resets_them(loop: Loop) -> None:
     assert timer.summary().memory == MemorySummary(20.0, 60.0, 80.0)
 
 
-def test_device_without_counters_has_no_memory(loop: Loop) -> None:
+def test_device_without_counters_has_no_peak_memory(loop: Loop) -> None:
     summary = train(loop, 3).summary()
     assert summary.memory is None
     assert "memory:" not in str(summary)
 
 
-def test_error_of_the_counters_ends_the_reading() -> None:
+def test_error_of_the_memory_counters_ends_the_reading() -> None:
     calls = []
 
     def read() -> None:
@@ -62,7 +62,7 @@ def test_error_of_the_counters_ends_the_reading() -> None:
     assert (len(calls), watch.summary()) == (1, None)
 
 
-def test_pickled_watch_keeps_its_peaks_and_reads_no_more() -> None:
+def test_pickled_memory_watch_keeps_its_peaks_and_reads_no_more() -> None:
     watch = MemoryWatch(lambda: (MIB, MIB, 2 * MIB))
     watch.read()
     copy = pickle.loads(pickle.dumps(watch))
@@ -79,7 +79,7 @@ def test_larger_batch_is_advised_if_memory_is_left(peak_mib: float, is_advised: 
     assert "compile" in codes
 
 
-def test_counters_of_torch_are_read_where_a_device_has_them(
+def test_memory_counters_of_torch_are_read_if_a_device_has_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     peaks = {"allocated_bytes": {"all": {"peak": 3}}, "reserved_bytes": {"all": {"peak": 5}}}

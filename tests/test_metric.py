@@ -28,8 +28,8 @@ def values_of(metric: PhaseTimeMetric | MetricCollection) -> dict[str, float]:
     return {key: value.item() for key, value in metric.compute().items()}
 
 
-def gathers(*others: PhaseTimeMetric) -> Any:
-    """A gather that appends the states of `others` to those of the metric."""
+def gather_from(*others: PhaseTimeMetric) -> Any:
+    """Return a gather function that appends the states of other ranks' metrics."""
     states = [(metric.sums_ms, metric.counts) for metric in others]
 
     def gather(tensor: Tensor, group: Any) -> list[Tensor]:
@@ -38,7 +38,7 @@ def gathers(*others: PhaseTimeMetric) -> Any:
     return gather
 
 
-def test_metric_is_the_mean_of_the_steps_in_which_a_phase_ran() -> None:
+def test_metric_is_the_mean_over_steps_in_which_a_phase_ran() -> None:
     metric = metric_of(times(3.0), times(5.0))
     values = values_of(metric)
     assert values["forward_ms"] == 4.0
@@ -53,7 +53,7 @@ def test_metric_is_the_mean_of_the_steps_in_which_a_phase_ran() -> None:
 def test_metric_has_bounds_over_ranks_and_the_slowest_rank() -> None:
     late = times(1.0, 11.0, **{"backward/comm": 3.5})
     early = [times(4.0, 8.0, **{"backward/comm": 0.5})] * 3
-    gather = gathers(metric_of(*early), metric_of(*early[:2]))
+    gather = gather_from(metric_of(*early), metric_of(*early[:2]))
     zero = metric_of(late, late, dist_sync_fn=gather, distributed_available_fn=lambda: True)
     values = values_of(zero)
     assert (values["forward_min_ms"], values["forward_max_ms"]) == (1.0, 4.0)
@@ -61,21 +61,21 @@ def test_metric_has_bounds_over_ranks_and_the_slowest_rank() -> None:
     assert values["forward_slowest_rank"] == 1
     assert values["step_min_ms"] == values["step_max_ms"] == 12.0
     assert (values["local_min_ms"], values["local_max_ms"]) == (8.5, 11.5)
-    # By 1.5 ms of 12: the median of the others lies between them.
+    # Its local time exceeds the median of the others by 1.5 ms of 12.
     assert values["slowest_rank"] == 1
-    # The metric has the states of this rank alone again.
+    # After `compute`, the metric only has the states of this rank again.
     assert zero.counts.shape == (18,)
     zero.update(late)
     assert values_of(zero)["forward_ms"] == pytest.approx(23 / 8)
 
 
-def test_metric_without_sync_is_of_this_rank() -> None:
-    options = {"dist_sync_fn": gathers(metric_of(times(9.0))), "sync_on_compute": False}
+def test_metric_without_sync_has_only_this_rank() -> None:
+    options = {"dist_sync_fn": gather_from(metric_of(times(9.0))), "sync_on_compute": False}
     metric = metric_of(times(3.0), distributed_available_fn=lambda: True, **options)
     assert values_of(metric)["forward_max_ms"] == 3.0
 
 
-def test_metric_forward_adds_a_step_once() -> None:
+def test_calling_the_metric_adds_a_step_once() -> None:
     metric = PhaseTimeMetric()
     assert metric(times(3.0))["forward_ms"].item() == 3.0
     assert metric(times(5.0))["forward_ms"].item() == 5.0

@@ -1,4 +1,4 @@
-"""Mistakes are answered with the likely fix."""
+"""Errors and warnings about likely mistakes, with their fix."""
 
 from re import escape
 from types import SimpleNamespace
@@ -103,7 +103,9 @@ def test_summary_without_training_names_the_reason(gpu: FakeGPU) -> None:
         (None, "got None"),
     ],
 )
-def test_steps_refuses_what_is_not_a_loader(loop: Loop, loader: Any, message: str) -> None:
+def test_steps_refuses_an_argument_that_is_not_a_loader(
+    loop: Loop, loader: Any, message: str
+) -> None:
     with hooks(loop) as timer:
         with pytest.raises(TypeError, match=escape(message)):
             timer.steps(loader)
@@ -137,11 +139,11 @@ def test_unknown_option_names_the_closest(timer: Any, option: str, message: str)
         timer(**{option: 1})
 
 
-class OwnTimer(GPUPhaseTimer):
+class TimerSubclass(GPUPhaseTimer):
     pass
 
 
-@pytest.mark.parametrize("kind", [GPUPhaseTimer, OwnTimer])
+@pytest.mark.parametrize("kind", [GPUPhaseTimer, TimerSubclass])
 def test_class_as_callback_raises_before_training(gpu: FakeGPU, kind: Any) -> None:
     class Prepares(Model):
         def prepare_data(self) -> None:
@@ -151,7 +153,7 @@ def test_class_as_callback_raises_before_training(gpu: FakeGPU, kind: Any) -> No
         TypeError, match=r"with parentheses, as in Trainer\(callbacks=\[GPUPhaseTimer\(\)\]\)"
     ):
         trainer(kind).fit(Model(gpu), Loader(gpu, 1))
-    # Lightning has set methods of its module on the class. An instance works all the same.
+    # Lightning has already set methods of its module on the class, but an instance still works.
     timer = kind(_clock=gpu, print_summary=False)
     trainer(timer).fit(Prepares(gpu), Loader(gpu, 1))
     wall_clock = timer.summary().wall_clock

@@ -1,3 +1,5 @@
+"""`phase(name)` as a context manager and as a decorator."""
+
 import threading
 
 import pytest
@@ -10,7 +12,7 @@ from lightning_gputime import GPUPhaseHooks, phase
 
 @pytest.fixture
 def timer(loop: Loop) -> GPUPhaseHooks:
-    """A timer of a loop that calls `step()`, and nothing but named code before it."""
+    """Return a timer of a loop whose steps only consist of named phases."""
     return hooks(loop)
 
 
@@ -44,7 +46,9 @@ def test_phase_without_a_timer_runs_its_code(gpu: FakeGPU) -> None:
     assert gpu.created == 0
 
 
-def test_phase_object_is_reused_nested_and_in_threads(gpu: FakeGPU, timer: GPUPhaseHooks) -> None:
+def test_phase_object_can_be_reused_nested_and_in_threads(
+    gpu: FakeGPU, timer: GPUPhaseHooks
+) -> None:
     augment = phase("augment")
 
     def use(ms: float) -> None:

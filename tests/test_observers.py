@@ -1,4 +1,4 @@
-"""Observers of users: they get what is documented, and their errors do not end the timing."""
+"""Observers of users: calls are made as documented, and their errors do not end the timing."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,62 +12,62 @@ from lightning_gputime import StepTimes
 METHODS = ["attach", "on_step", "on_slow_step", "metrics", "summary", "remove"]
 
 
-class Notes:
-    """Note the name of each method that is called, and raise in one of them."""
+class Recording:
+    """Records the name of each method that is called, and raises in one of them."""
 
     def __init__(self, fails_in: str = "") -> None:
         self.called: list[str] = []
         self.fails_in = fails_in
 
-    def _note(self, name: str) -> None:
+    def _record(self, name: str) -> None:
         self.called.append(name)
         if name == self.fails_in:
             raise ZeroDivisionError
 
     def attach(self) -> None:
-        self._note("attach")
+        self._record("attach")
 
     def on_step(self, times: StepTimes) -> None:
-        self._note("on_step")
+        self._record("on_step")
 
     def on_slow_step(self, step: object) -> None:
-        self._note("on_slow_step")
+        self._record("on_slow_step")
 
     def metrics(self, means: Mapping[str, float]) -> dict[str, float]:
-        self._note("metrics")
-        return {"noted": 1.0}
+        self._record("metrics")
+        return {"recorded": 1.0}
 
     def summary(self) -> str:
-        self._note("summary")
-        return "noted"
+        self._record("summary")
+        return "recorded"
 
     def remove(self) -> None:
-        self._note("remove")
+        self._record("remove")
 
 
-def train(loop: Loop, notes: Notes) -> tuple[list[dict[str, float]], str]:
+def train(loop: Loop, observer: Recording) -> tuple[list[dict[str, float]], str]:
     """Train for 60 steps, one of them slow, and return the two logs and the summary."""
     logger = Logger()
-    with hooks(loop, observers=[notes], logger=logger, log_every_n_steps=30) as timer:
+    with hooks(loop, observers=[observer], logger=logger, log_every_n_steps=30) as timer:
         for number, x in enumerate(timer.steps(loop.batches(60))):
             loop.train(x)
             loop.gpu.work(20.0 * (number == 40))
     return [metrics for _, metrics in logger.calls], str(timer.summary())
 
 
-def test_observer_gets_every_call(loop: Loop) -> None:
-    notes = Notes()
-    logs, summary = train(loop, notes)
-    assert {*notes.called} == {*METHODS}
-    assert [notes.called.count(name) for name in METHODS] == [1, 60, 1, 2, 1, 1]
-    assert [metrics["phase_time/noted"] for metrics in logs] == [1.0, 1.0]
-    assert "noted" in summary.splitlines()
+def test_observer_methods_are_called_as_documented(loop: Loop) -> None:
+    observer = Recording()
+    logs, summary = train(loop, observer)
+    assert {*observer.called} == {*METHODS}
+    assert [observer.called.count(name) for name in METHODS] == [1, 60, 1, 2, 1, 1]
+    assert [metrics["phase_time/recorded"] for metrics in logs] == [1.0, 1.0]
+    assert "recorded" in summary.splitlines()
 
 
 @pytest.mark.parametrize("every", [2, 5, 50])
 def test_observer_metrics_are_logged_with_the_same_steps(loop: Loop, every: int) -> None:
     class Newest:
-        """Logs the number of the last step that it was given."""
+        """Logs the number of the newest step."""
 
         def on_step(self, times: StepTimes) -> None:
             self.number = times.step
@@ -82,13 +82,13 @@ def test_observer_metrics_are_logged_with_the_same_steps(loop: Loop, every: int)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_observer_that_raises_affects_nothing_else(
+def test_observer_that_raises_changes_no_log(
     loop: Loop, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logs, _ = train(loop, Notes(fails_in=name))
+    logs, _ = train(loop, Recording(fails_in=name))
     assert [metrics["phase_time/step_ms"] for metrics in logs] == [15.625, 15.625 + 20.0 / 30]
     assert "ZeroDivisionError" in caplog.text
-    assert f"Notes.{name}" in caplog.text
+    assert f"Recording.{name}" in caplog.text
 
 
 WRONG_TYPE = "TypeError('return a str, a Section or None, not 3')"
@@ -99,8 +99,8 @@ WRONG_TYPE = "TypeError('return a str, a Section or None, not 3')"
     [
         ("metrics", None, ""),
         ("summary", None, ""),
-        ("metrics", 3, "Notes.metrics() failed: TypeError"),
-        ("summary", 3, f"Notes.summary() failed: {WRONG_TYPE}"),
+        ("metrics", 3, "Recording.metrics() failed: TypeError"),
+        ("summary", 3, f"Recording.summary() failed: {WRONG_TYPE}"),
     ],
 )
 def test_observer_may_return_none_and_a_wrong_type_warns(
@@ -111,10 +111,10 @@ def test_observer_may_return_none_and_a_wrong_type_warns(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(Notes, name, lambda *_: answer)
-    logs, summary = train(loop, Notes())
+    monkeypatch.setattr(Recording, name, lambda *_: answer)
+    logs, summary = train(loop, Recording())
     assert len(logs) == 2
-    assert ("phase_time/noted" in logs[0]) is (name != "metrics")
-    assert ("noted" in summary.splitlines()) is (name != "summary")
+    assert ("phase_time/recorded" in logs[0]) is (name != "metrics")
+    assert ("recorded" in summary.splitlines()) is (name != "summary")
     assert warning in caplog.text
     assert bool(warning) is bool(caplog.records)

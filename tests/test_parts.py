@@ -17,7 +17,7 @@ from lightning_gputime import GPUPhaseHooks, phase
 
 
 class Net(nn.Module):
-    """A body of 1 + 2 ms, 0.5 ms of glue, and a head of 4 ms; backward takes twice as long."""
+    """A body of 1 + 2 ms, 0.5 ms between modules, and a head of 4 ms. Backward takes twice that."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 class Chain(nn.Module):
-    """An embedding of 10 ms in backward, glue of 100, and a body of 2 + 4."""
+    """In backward, an embedding of 10 ms, 100 ms between modules, and a body of 2 + 4 ms."""
 
     def __init__(self, gpu: FakeGPU, body: nn.Module | None = None) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def checkpoint_body(net: Any, x: Tensor) -> Any:
     return net.head(checkpoint(net.body, x.requires_grad_(), use_reentrant=False))
 
 
-def give_by_keyword(net: Any, x: Tensor) -> Any:
+def call_body_by_keyword(net: Any, x: Tensor) -> Any:
     return net(x, by_keyword=True)
 
 
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[Any, list[str], Any, dict[str, float]]] = {
         | part("body", 6.0, 12.0)
         | part("body/body.0", 2.0, 4.0),
     ),
-    "a checkpointed part, without the glue before the head": (
+    "a checkpointed part": (
         Net,
         ["body", "head"],
         checkpoint_body,
@@ -122,7 +122,7 @@ CASES: dict[str, tuple[Any, list[str], Any, dict[str, float]]] = {
         None,
         IN_CHAIN | {"forward/drop": 0.0},
     ),
-    "inputs by keyword": (Chain, ["body"], give_by_keyword, IN_CHAIN),
+    "inputs by keyword": (Chain, ["body"], call_body_by_keyword, IN_CHAIN),
     "a part inside a named phase": (
         lambda gpu: Chain(gpu, NamedInside(gpu)),
         ["body", "body.inner"],

@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Layers whose time grows with their number; the head is held first, and called last."""
+    """Layers of growing length, between an embedding and a head that is declared first."""
 
     def __init__(self, gpu: FakeGPU, layers: int = 3) -> None:
         super().__init__()
@@ -89,7 +89,9 @@ def test_depths_and_patterns_select_modules_in_model_order(
 
 
 @pytest.mark.parametrize("modules", [2, 100, "all", "**", ["all"]])
-def test_all_selects_callable_modules_and_no_metrics(gpu: FakeGPU, modules: Any) -> None:
+def test_large_depth_or_all_selects_callable_modules_without_metrics(
+    gpu: FakeGPU, modules: Any
+) -> None:
     of_layers = [f"{layer}{part}" for layer in LAYERS for part in ("", ".attn", ".mlp")]
     assert [*resolve(modules, GPT(gpu))] == ["head", "emb", "emb.linear", *of_layers]
 
@@ -122,7 +124,7 @@ def test_shared_module_is_selected_by_either_name() -> None:
 
 
 @pytest.mark.parametrize("modules", [1, "all"])
-def test_model_without_modules_has_no_selection(gpu: FakeGPU, modules: Any) -> None:
+def test_model_without_submodules_has_no_selection(gpu: FakeGPU, modules: Any) -> None:
     assert resolve(modules, Work(gpu, 1.0, 1.0)) == {}
 
 
@@ -172,14 +174,14 @@ def test_table_shows_the_ten_longest_modules_and_counts_the_others(gpu: FakeGPU)
     }
 
 
-def test_eleven_modules_are_all_shown(gpu: FakeGPU) -> None:
+def test_table_shows_all_of_eleven_modules(gpu: FakeGPU) -> None:
     text = str(train(gpu, GPT(gpu, 11), "layers.*").summary())
     assert text.count("  layers.") == 22
     assert "others" not in text
 
 
 class Node(nn.Module):
-    """Modules inside modules at random, some called twice in a row, with glue between them."""
+    """Randomly nested modules, some called twice in a row, with work between them."""
 
     def __init__(self, gpu: FakeGPU, rng: random.Random, depth: int) -> None:
         super().__init__()
@@ -192,31 +194,31 @@ class Node(nn.Module):
         ]
         self.inside = nn.ModuleList(inside)
         self.calls = [module for module in inside for _ in range(rng.choice((1, 1, 1, 2)))]
-        self.glue = [
+        self.between = [
             (rng.choice((0, rng.randint(1, 9))), rng.choice((0, rng.randint(1, 9))))
             for _ in range(len(self.calls) + 1)
         ]
 
     def forward(self, x: Tensor) -> Tensor:
-        for module, glue in zip((nn.Identity(), *self.calls), self.glue, strict=True):
+        for module, between in zip((nn.Identity(), *self.calls), self.between, strict=True):
             x = module(x)
-            if any(glue):
-                x = work(x, self.gpu, *glue)
+            if any(between):
+                x = work(x, self.gpu, *between)
         return x
 
 
 def add_times(
     module: nn.Module, names: dict[nn.Module, str], found: dict[str, float], path: str = ""
 ) -> None:
-    """Add the times of each named module, with those of the modules inside it."""
+    """Add the times of each named module, including the modules inside it."""
     if module in names:
         path = f"{path}/{names[module]}"
-    own = module.glue if isinstance(module, Node) else [module.times[1:]]  # type: ignore[index]
-    for forward_ms, backward_ms in own:
+    own_ms = module.between if isinstance(module, Node) else [module.times[1:]]  # type: ignore[index]
+    for forward_ms, backward_ms in own_ms:
         for i in range(path.count("/") + 1):
-            above = "/".join(path.split("/")[: i + 1])
-            found[f"forward{above}"] = found.get(f"forward{above}", 0.0) + forward_ms
-            found[f"backward{above}"] = found.get(f"backward{above}", 0.0) + backward_ms
+            parent = "/".join(path.split("/")[: i + 1])
+            found[f"forward{parent}"] = found.get(f"forward{parent}", 0.0) + forward_ms
+            found[f"backward{parent}"] = found.get(f"backward{parent}", 0.0) + backward_ms
     if isinstance(module, Node):
         for inner in module.calls:
             add_times(inner, names, found, path)
@@ -228,7 +230,7 @@ def test_nested_modules_are_timed_exactly(gpu: FakeGPU, seed: int) -> None:
     root = Node(gpu, rng, 3)
     net = nn.Sequential(nn.Linear(2, 2), Work(gpu, 1.0, 1.0), root)
     share = rng.random()
-    # Always "1", which ends the others in backward.
+    # Always select "1", whose backward is the last, so that it ends that of the others.
     names: dict[nn.Module, str] = {
         module: name
         for name, module in net.named_modules()

@@ -1,3 +1,5 @@
+"""The READMEs and the manual: code runs, links lead somewhere, tables and figures are right."""
+
 import ast
 import inspect
 import itertools
@@ -92,7 +94,6 @@ def run_blocks(path: str) -> dict[str, Any]:
     return names
 
 
-# By page: its number of Python blocks, the number of tables that they print, and other output.
 BLOCKS = {
     "README.md": (2, 2, ""),
     "docs/index.md": (2, 2, ""),
@@ -107,6 +108,7 @@ BLOCKS = {
     "docs/how-to/work-per-second.md": (1, 0, "None"),
     "docs/reference/results.md": (1, 0, "of the time is backward"),
 }
+"""For each page, its number of Python blocks, of tables that they print, and another output."""
 
 
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")
@@ -129,7 +131,7 @@ def test_code_blocks_run_in_order(
 
 
 def test_every_code_block_is_run() -> None:
-    tested = {*BLOCKS, "CONTRIBUTING.md"}  # test_recipes.py runs those of the latter.
+    tested = {*BLOCKS, "CONTRIBUTING.md"}  # test_recipes.py runs CONTRIBUTING.md.
     assert {path for path in READMES if blocks(path, "python")} == tested
     languages = set(re.findall(r"^ *```(.+)$", ALL, re.MULTILINE))
     assert languages == {"python", "sh", "text", "yaml"}
@@ -154,7 +156,7 @@ def test_question_table_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert more.startswith("[")
 
 
-def test_readme_and_the_manual_are_short() -> None:
+def test_readme_and_manual_are_short() -> None:
     assert len(README.split()) <= 700
     lightning, plain = blocks("README.md", "python")
     assert len(lightning.splitlines()) <= 6
@@ -173,7 +175,7 @@ def test_api_page_describes_each_name_without_mkdocs() -> None:
     assert len(names) > 20
 
 
-def test_versions_are_those_of_the_package() -> None:
+def test_readme_states_the_versions_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     bounds = " ".join([project["requires-python"], *project["dependencies"]])
     [line] = [line for line in README.splitlines() if line.startswith("Python ")]
@@ -200,7 +202,7 @@ def test_every_link_leads_somewhere(path: str) -> None:
     for link in links:
         if path == "CHANGELOG.md" and link.startswith("https://"):
             continue
-        # Absolute addresses cannot be checked, so other pages must not contain any.
+        # Absolute links cannot be checked, so only the changelog may contain them.
         file, _, anchor = link.partition("#")
         target = (ROOT / path).parent / file if file else ROOT / path
         assert target.exists(), link
@@ -265,16 +267,16 @@ def test_every_package_file_is_listed() -> None:
 
 
 def test_table_of_all_options_is_complete() -> None:
-    stated: dict[str, dict[str, str]] = {"": {}}
+    documented: dict[str, dict[str, str]] = {"": {}}
     owner = ""
     for names, default, _ in rows("docs/reference/options.md", "| option | default | |"):
         if names.startswith("**"):
             owner = names.strip("*`")
-            stated[owner] = {}
+            documented[owner] = {}
         else:
-            stated[owner] |= dict.fromkeys(re.findall(r"`(\w+)`", names), default)
+            documented[owner] |= dict.fromkeys(re.findall(r"`(\w+)`", names), default)
     for timer in (GPUPhaseTimer, GPUPhaseHooks, TransformersPhaseTimer):
-        defaults = stated[""] | stated[timer.__name__]
+        defaults = documented[""] | documented[timer.__name__]
         arguments = inspect.signature(timer).parameters
         assert {*defaults} == {*arguments}
         for name, default in defaults.items():
@@ -335,7 +337,7 @@ JUMP = Slowdown("jump", 2_500, 0.342, 0.012, 30.0, "forward", 10.0, since_epoch=
         ("slow-steps", SLOW.sentences[0]),
     ],
 )
-def test_manual_quotes_what_is_printed(page: str, sentence: object) -> None:
+def test_manual_quotes_sentences_that_are_printed(page: str, sentence: object) -> None:
     assert f"\n{sentence}\n```" in READMES[f"docs/how-to/{page}.md"]
 
 
@@ -355,7 +357,7 @@ WARNINGS = {"warning", "warn_once", "_warn_once"}
 
 
 def texts(node: ast.AST | None, constants: dict[str, str]) -> list[str]:
-    """Return the texts that an argument may be, up to the first value in them."""
+    """Return the possible texts of an argument, up to the first value in an f-string."""
     match node:
         case ast.Constant(value=str(text)):
             return [text]
@@ -381,13 +383,13 @@ def warnings_of_the_package() -> set[str]:
     """Return each warning that is logged, with "..." for its values."""
     found = set()
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    own = {path: constants_of(tree) for path, tree in trees.items()}
+    by_path = {path: constants_of(tree) for path, tree in trees.items()}
     # A warning may be imported from another module.
-    imported = {name: text for constants in own.values() for name, text in constants.items()}
+    imported = {name: text for constants in by_path.values() for name, text in constants.items()}
     for path, tree in trees.items():
-        constants = imported | own[path]
+        constants = imported | by_path[path]
         if path.stem == "self_check":  # Its warnings are in a table.
-            found |= {text for text in own[path].values() if " " in text}
+            found |= {text for text in by_path[path].values() if " " in text}
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 called = getattr(node.func, "attr", getattr(node.func, "id", ""))
@@ -410,7 +412,7 @@ def measured(file: str) -> Any:
     return json.loads((ROOT / f"benchmarks/results/{file}.json").read_text())["results"]
 
 
-def test_cost_of_each_tool_is_what_was_measured() -> None:
+def test_readme_states_the_measured_cost_of_each_tool() -> None:
     ways = {
         "`GPUPhaseTimer()`": "GPUPhaseTimer()",
         "Lightning's `SimpleProfiler`": "Lightning SimpleProfiler",
@@ -427,7 +429,7 @@ def test_cost_of_each_tool_is_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize("file", ["cold_cost", "cold_cost_small"])
-def test_cost_of_a_timed_step_is_what_was_measured(file: str) -> None:
+def test_manual_states_the_measured_cost_of_a_timed_step(file: str) -> None:
     for results in measured(file).values():
         for way in ("default", "every step timed"):
             added = f"{results[way]['us']:+.0f} ± {results[way]['error_us']:.0f} us"
@@ -435,7 +437,7 @@ def test_cost_of_a_timed_step_is_what_was_measured(file: str) -> None:
             assert added in READMES["benchmarks/README.md"]
 
 
-def test_tutorial_has_what_was_measured() -> None:
+def test_tutorial_states_the_measured_gains() -> None:
     results = json.loads((ROOT / "benchmarks/results/tutorial.json").read_text())
     page = READMES["docs/tutorial.md"]
     assert results[0]["device"] in page
@@ -453,7 +455,7 @@ def test_tutorial_has_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize("path", ["benchmarks/README.md", "docs/explanation/how-true.md"])
-def test_accuracy_is_what_was_measured(path: str) -> None:
+def test_manual_states_the_measured_accuracy(path: str) -> None:
     page = READMES[path]
     models = measured("accuracy").values()
     grown = [ms for model in models for ms in model["growth_of_spinning_phase_ms"].values()]
@@ -475,13 +477,13 @@ def test_manual_has_the_figures_of_the_benchmarks() -> None:
         item for path in DOCS for item in re.findall(r"[\d.]+ ± [\d.]+ (?:%|us)", READMES[path])
     ]
     assert len(figures) > 8
-    # Comparisons of runs in the manual have made-up figures.
+    # The page on comparing runs has made-up figures.
     of_runs = re.findall(r"[\d.]+ ± [\d.]+ %", READMES["docs/how-to/slower-than-yesterday.md"])
     page = READMES["benchmarks/README.md"]
     assert [entry for entry in figures if entry not in page] == of_runs
 
 
-def test_ci_runs_the_command_for_the_tests() -> None:
+def test_ci_runs_the_test_command_of_the_readme() -> None:
     [command] = [line for line in README.splitlines() if "python -m pytest" in line]
     install, run = command.removeprefix("python -m ").split(" && python -m ")
     script = (ROOT / ".ci/run").read_text()

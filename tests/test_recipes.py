@@ -20,7 +20,7 @@ RECIPES = {
 
 
 def follow(recipe: str, **names: Any) -> dict[str, Any]:
-    """Run the file and the line of a recipe; return the names that they leave."""
+    """Run the file and the line of a recipe, and return the names that they define."""
     file, line = RECIPES[recipe]
     exec(file, names)
     exec(line, names)
@@ -51,7 +51,7 @@ def test_every_recipe_is_one_file_and_one_line() -> None:
         assert len(line.splitlines()) == 1
 
 
-def test_recipe_for_a_phase(net: Any, optimizer: torch.optim.Optimizer) -> None:
+def test_recipe_adds_a_phase(net: Any, optimizer: torch.optim.Optimizer) -> None:
     model = SimpleNamespace(augment=lambda x: x + 1)
     follow("Add a phase", model=model)
     with GPUPhaseHooks(net, optimizer, every_n_steps=1) as timer:
@@ -61,7 +61,7 @@ def test_recipe_for_a_phase(net: Any, optimizer: torch.optim.Optimizer) -> None:
     assert timer.summary().rows["augment"].n == 5
 
 
-def test_recipe_for_a_cause(net: Any, optimizer: torch.optim.Optimizer) -> None:
+def test_recipe_adds_a_cause(net: Any, optimizer: torch.optim.Optimizer) -> None:
     cache = SimpleNamespace(load=lambda step: time.sleep(0.2 if step == 40 else 0))
     follow("Add a cause of slow steps", cache=cache)
     with GPUPhaseHooks(net, optimizer, every_n_steps=1) as timer:
@@ -74,7 +74,7 @@ def test_recipe_for_a_cause(net: Any, optimizer: torch.optim.Optimizer) -> None:
     assert planted.causes[0].name == "phase cache miss"
 
 
-def test_recipe_for_a_front_end(
+def test_recipe_adds_a_front_end(
     net: Any, optimizer: torch.optim.Optimizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = SimpleNamespace(net=net, optimizer=optimizer, callbacks=[])
@@ -90,11 +90,11 @@ def test_recipe_for_a_front_end(
     assert "backward" in capsys.readouterr().out
 
 
-def test_recipe_for_an_output(net: Any, optimizer: torch.optim.Optimizer) -> None:
+def test_recipe_adds_an_output(net: Any, optimizer: torch.optim.Optimizer) -> None:
     logged: dict[str, float] = {}
     logger = SimpleNamespace(log_metrics=lambda *, metrics, step: logged.update(metrics))
     names: dict[str, Any] = {"net": net, "optimizer": optimizer}
-    # The recipe makes the timer; this one also logs.
+    # Make the timer of the recipe log.
     names["GPUPhaseHooks"] = lambda *args, **options: GPUPhaseHooks(
         *args, **options, logger=logger, log_every_n_steps=10
     )

@@ -26,7 +26,7 @@ KINDS = {
     "graphs": [*CALLS, "begin_or_end_capture", "replay"],
     "a device that fails": [*CALLS, *MORE, "fail"],
 }
-"""Operations that a sequence of each kind is drawn from, repeated by their weight."""
+"""Operations from which each kind of sequence is drawn, repeated by their weight."""
 
 
 class FailingGPU(FakeGPU):
@@ -38,11 +38,11 @@ class FailingGPU(FakeGPU):
         super().touch()
         if self.failures:
             self.failures -= 1
-            raise RuntimeError("of the device")
+            raise RuntimeError("device error")
 
 
 class Played:
-    """A recorder on which random operations are played, and what it emitted and raised."""
+    """A recorder after a random sequence of operations, with its emitted steps and errors."""
 
     def __init__(self, kind: str, seed: int) -> None:
         self.seed = seed
@@ -69,7 +69,7 @@ class Played:
         self.steps.extend(steps)
 
     def call(self, operation: str) -> None:
-        """Call one operation, and keep what it raises, such as a forbidden transition."""
+        """Call an operation, and store its error, such as a forbidden transition."""
         self.calls.append(operation)
         try:
             owners = [self, self.recorder.pending, self.recorder]
@@ -102,7 +102,7 @@ class Played:
         self.recorder.enter_phase(self.names[-1])
 
     def leave_phase(self) -> None:
-        """Mostly the innermost phase; a generator may leave another phase."""
+        """Leave the innermost phase, or sometimes another phase, as a generator may do."""
         if self.names:
             out_of_order = self.random.random() < 0.2
             last = self.random.randrange(len(self.names)) if out_of_order else -1
@@ -137,7 +137,7 @@ class Played:
 
 
 def violations(played: Played) -> Iterator[str]:
-    """Yield the invariants that a sequence breaks."""
+    """Yield a description of each invariant that a sequence breaks."""
     yield from played.raised
     if played.gpu.capture_broken:
         yield "a capture is broken"

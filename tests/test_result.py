@@ -22,18 +22,20 @@ jsonschema = pytest.importorskip("jsonschema")
 SCHEMA = json.loads(
     Path(__file__).parent.parent.joinpath("docs/reference/result.schema.json").read_text()
 )
-MAX_BRIEF = 6000  # Letters in 2,000 tokens, at three letters per token.
+MAX_BRIEF_CHARS = 6000  # 2,000 tokens of three characters each.
 
 each_format = pytest.mark.parametrize("flag", ["--json", "--brief"])
 
 
-def check(text: str) -> dict[str, Any]:
+def parse_valid(text: str) -> dict[str, Any]:
+    """Return a result from JSON that must follow the schema."""
     result: dict[str, Any] = json.loads(text)
     jsonschema.Draft202012Validator(SCHEMA).validate(result)
     return result
 
 
 def paths_of(value: Any, path: str = "") -> set[str]:
+    """Return the paths of all values, such as `.rows.step`."""
     if isinstance(value, dict):
         return {path}.union(*(paths_of(item, f"{path}.{key}") for key, item in value.items()))
     if isinstance(value, list):
@@ -47,7 +49,7 @@ def test_result_of_each_version_of_a_file_follows_the_schema(
     name: str, flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["show", str(GOLDEN / name), flag]) == 0
-    result = check(capsys.readouterr().out)
+    result = parse_valid(capsys.readouterr().out)
     assert (result["kind"], result["brief"]) == ("run", flag == "--brief")
 
 
@@ -55,13 +57,16 @@ def test_brief_result_is_short_and_its_keys_are_all_in_the_full_result() -> None
     for measured in (run(1, 300), filled_run(), load(GOLDEN / "run-5.1.json")):
         full, brief = result_of(measured), result_of(measured, brief=True)
         assert paths_of(json.loads(json.dumps(brief))) <= paths_of(json.loads(json.dumps(full)))
-        assert len(json.dumps(brief)) < MAX_BRIEF
+        assert len(json.dumps(brief)) < MAX_BRIEF_CHARS
 
 
 def test_brief_result_stays_short_for_many_phases_and_long_texts() -> None:
     measured = run(1, 100, more={f"{'phase' * 9}{i}": 1.0 for i in range(60)})
     long = replace(measured.environment, device="x" * 10_000)
-    assert len(json.dumps(result_of(replace(measured, environment=long), brief=True))) < MAX_BRIEF
+    assert (
+        len(json.dumps(result_of(replace(measured, environment=long), brief=True)))
+        < MAX_BRIEF_CHARS
+    )
 
 
 @each_format
@@ -72,7 +77,7 @@ def test_comparison_follows_the_schema(
     for i, path in enumerate(paths):
         saved.save(run(i, 300, more={"backward": float(i)}), path)
     assert main(["compare", *paths, "--fail-above", "step:1%", flag]) == 1
-    result = check(capsys.readouterr().out)
+    result = parse_valid(capsys.readouterr().out)
     assert result["outcome"] == "regression"
     assert result["rows"]["backward"]["verdict"] == "slower"
     assert result["others"][0]["kind"] == "comparison"
@@ -121,5 +126,5 @@ def test_run_prints_nothing_but_the_result(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, "{not JSON" in done.stderr) == (1, True)
-    assert check(done.stdout)["steps"] > 10
+    assert parse_valid(done.stdout)["steps"] > 10
     assert load(tmp_path / "saved.json").summary().steps > 10

@@ -1,3 +1,5 @@
+"""`Results`: the history and the summary of steps, and the table of a summary."""
+
 import gc
 import io
 import json
@@ -32,7 +34,7 @@ def summarize(*steps: StepRecord, **options: Any) -> PhaseSummary:
     return summary_of(filled(*steps, **options))
 
 
-def test_history_has_a_row_per_step_with_nan_where_a_phase_did_not_run() -> None:
+def test_history_has_a_row_per_step_and_nan_for_absent_phases() -> None:
     results = filled(raw(3, 0.5, forward=2.0), raw(4, data=1.0, forward=3.0))
     history = results.history_and_warmup()[0]
     assert history.dtype.names == ("step", "step_ms", "host_wait_ms", "data_ms", "forward_ms")
@@ -48,7 +50,7 @@ def test_history_keeps_the_newest_steps() -> None:
 
 
 @pytest.mark.slow
-def test_step_of_hundreds_of_marks_takes_16_bytes_for_each() -> None:
+def test_step_takes_16_bytes_per_mark() -> None:
     marks = {"data": 0.5} | {f"forward/{i}": 1.25 + i for i in range(399)}
     labels = raw(0, **marks).labels
 
@@ -56,7 +58,7 @@ def test_step_of_hundreds_of_marks_takes_16_bytes_for_each() -> None:
         for number in steps:
             results.add([raw(number, **marks)._replace(labels=labels)])
 
-    add(Results(400, 0), range(100))  # Objects that are created once do not count for a step.
+    add(Results(400, 0), range(100))  # Creates objects that are not part of a step.
     results = Results(400, 0)
     tracemalloc.start()
     try:
@@ -112,19 +114,19 @@ def test_run_shorter_than_the_warm_up_shows_the_warm_up() -> None:
     assert json.dumps(summary.to_dict(), allow_nan=False)
 
 
-def test_count_mean_and_max_are_over_all_steps_and_percentiles_over_the_history() -> None:
+def test_percentiles_are_over_the_history_and_other_statistics_over_all_steps() -> None:
     steps = [raw(step, forward=float(step)) for step in range(10)]
     forward = summarize(*steps, capacity=3, warmup_steps=1).rows["forward"]
     assert (forward.n, forward.mean_ms, forward.max_ms, forward.p50_ms) == (9, 5.0, 9.0, 8.0)
 
 
-def test_summary_says_how_many_first_steps_are_timed() -> None:
+def test_summary_shows_the_sampling_of_steps() -> None:
     summary = summarize(raw(0, forward=2.0))
     text = str(with_facts(summary, timed_every_n_steps=8, timing_share=0.04))
     assert "timed the first 100 steps, then 1 of every 8: timing every step would add 4 %" in text
 
 
-def test_table_is_aligned_and_in_the_order_of_a_step() -> None:
+def test_table_of_a_summary_is_complete_and_aligned() -> None:
     step = {"other": 0.5, "backward": 5.0, "backward/comm": 1.0, "forward": 123.25, "data": 0.25}
     text = str(summarize(raw(0, 1.5, **step)))
     assert text.splitlines() == [

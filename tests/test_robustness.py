@@ -70,8 +70,8 @@ def test_model_whose_getattr_answers_anything_is_timed(gpu: FakeGPU) -> None:
 # Errors of the timer itself
 
 
-class Exotic(torch.optim.Optimizer):
-    """An optimizer whose groups are not torch's."""
+class WithOtherGroups(torch.optim.Optimizer):
+    """An optimizer with unusual parameter groups."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -92,7 +92,7 @@ class Exotic(torch.optim.Optimizer):
 def test_optimizer_with_invalid_groups_still_updates(
     loop: Loop, groups: Any, is_given: bool
 ) -> None:
-    optimizer: Any = Exotic(loop.model.parameters())
+    optimizer: Any = WithOtherGroups(loop.model.parameters())
     optimizer.param_groups = groups
     before = loop.model.linear.bias.clone()
     given = [loop.optimizer, *[optimizer][:is_given]]
@@ -120,12 +120,12 @@ FAILING = {
 def test_error_of_the_timer_ends_only_the_timing(
     loop: Loop, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(*_: Any, **__: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise LookupError("of the timer")
 
     with hooks(loop) as timer:
         is_attribute = place == "an update"
-        broken = property(fails, fails) if is_attribute else fails
+        broken = property(fail, fail) if is_attribute else fail
         monkeypatch.setattr(FAILING[place], broken, raising=not is_attribute)
         for x in timer.steps(loop.batches(3)):
             loop.train(x)
@@ -140,18 +140,18 @@ def test_error_of_the_timer_ends_only_the_timing(
 def test_error_at_the_start_of_an_evaluation_does_not_end_the_training(
     gpu: FakeGPU, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise error
 
     def break_boundary(*_: Any) -> None:
         path = "lightning_gputime._instrumentation.optimizer.OptimizerBoundary.patch_zero_grad"
-        monkeypatch.setattr(path, fails)
+        monkeypatch.setattr(path, fail)
 
     model = Model(gpu)
-    breaks = callback(on_validation_start=break_boundary)
-    ends = pytest.raises(SystemExit) if error is KeyboardInterrupt else nullcontext()
-    owner = trainer(breaks, timer_of(gpu))
-    with ends:
+    breaking = callback(on_validation_start=break_boundary)
+    expectation = pytest.raises(SystemExit) if error is KeyboardInterrupt else nullcontext()
+    owner = trainer(breaking, timer_of(gpu))
+    with expectation:
         owner.fit(model, Loader(gpu, 3), Loader(gpu, 2))
     assert owner.state.finished == (error is LookupError)
     assert left_on(*model.modules()) == []
@@ -210,7 +210,7 @@ def test_skipped_batches_take_constant_time(loop: Loop) -> None:
         return lines
 
     few, many, most = (lines_run(n) for n in (400, 800, 2_000))
-    # The lines of 1,200 more batches, against 400: 3 times, or 7 if each looked at all before it.
+    # 1,200 more batches run 3 times the lines of 400 more, or 7 times if each visited all earlier.
     assert most - many <= 4 * (many - few)
 
 

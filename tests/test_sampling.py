@@ -1,4 +1,4 @@
-"""Estimates over all steps when only some are timed, in loops of known times."""
+"""Estimates over all steps if only some are timed, in loops of known times."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ WARMUP = 5
 
 
 class HostClock(FakeGPU):
-    """A host's clock on which an event takes 4 us, which are part of no phase."""
+    """A host clock on which recording an event takes 4 us, which belong to no phase."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class HostEvent(FakeEvent):
 
 @dataclass
 class Trained:
-    """A timer after training, and the time that each phase took without the warm-up."""
+    """A timer after training, and the true times after the warm-up."""
 
     timer: GPUPhaseHooks
     steps_ms: list[float]
@@ -65,7 +65,7 @@ Extra = Callable[[int], float]
 
 
 def train(n: int, place: str = "data", extra: Extra = lambda i: 0.0, **options: Any) -> Trained:
-    """Train for `n` steps, which take `extra` longer in the phase of `place`."""
+    """Train `n` steps that take `extra(step)` ms longer in the phase `place`."""
     clock = HostClock()
     loop = Loop(clock, Layer(clock, BASE_MS["forward"], BASE_MS["backward"]))
     loop.optimizer = Adder(loop.model.parameters(), clock, 0.0)
@@ -109,14 +109,14 @@ CASES: dict[str, tuple[int, str, Extra]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_shares_of_planted_phases_are_those_of_all_steps(case: str) -> None:
+def test_sampled_shares_estimate_those_of_all_steps(case: str) -> None:
     trained = train(CASES[case][0], *CASES[case][1:])
     summary = trained.timer.summary()
     assert summary.steps < len(trained.steps_ms)
     all_ms = sum(trained.phases_ms.values())
     for name, ms in trained.phases_ms.items():
         row = summary.rows[name]
-        # Half of a 95 % interval is about two standard errors.
+        # `share_error` is half of a 95 % interval.
         assert abs(row.share - ms / all_ms) <= max(0.03, row.share_error), name
         assert abs(row.share - ms / all_ms) <= row.share_error + 0.01, name
     # Recording events adds time to the loop, but not to its steps.
@@ -124,12 +124,12 @@ def test_shares_of_planted_phases_are_those_of_all_steps(case: str) -> None:
 
 
 @pytest.mark.parametrize(("period", "offset"), [(10, 1), (49, 1), (50, 0), (51, 13), (100, 1)])
-def test_periodic_work_is_no_slowdown(period: int, offset: int) -> None:
+def test_periodic_work_is_not_a_slowdown(period: int, offset: int) -> None:
     trained = train(600, "data", every(period, 0.64 * period, offset))
     assert trained.timer.summary().slowdown is None
 
 
-def test_percentiles_are_those_of_all_steps() -> None:
+def test_sampled_percentiles_estimate_those_of_all_steps() -> None:
     summary = train(*CASES["a fetch in 1 of 10 steps"]).timer.summary()
     short_ms = sum(BASE_MS.values())
     assert summary.step.p5_ms == pytest.approx(short_ms, rel=0.05)
@@ -138,8 +138,8 @@ def test_percentiles_are_those_of_all_steps() -> None:
     assert summary.step.max_ms == pytest.approx(short_ms + 20.0, rel=0.02)
 
 
-def test_single_long_step_that_was_not_timed_is_reported() -> None:
-    # Once, long after the first steps: no block can be there but by chance.
+def test_long_untimed_step_is_reported_as_not_sampled() -> None:
+    # A single long step after the first steps is timed only by chance.
     runs = [train(2000, "data", every(10**4, 400.0, 10**4 - at)) for at in (1203, 1437, 1666)]
     reported = [(run, run.timer.summary()) for run in runs if run.timer.summary().not_sampled_steps]
     assert reported
@@ -151,7 +151,7 @@ def test_single_long_step_that_was_not_timed_is_reported() -> None:
         assert shares + summary.not_sampled_share == pytest.approx(1.0)
 
 
-def test_pauses_between_untimed_steps_are_in_no_step() -> None:
+def test_pauses_between_untimed_steps_belong_to_no_step() -> None:
     def train_with(pause_ms: float) -> GPUPhaseHooks:
         clock = HostClock()
         model = Layer(clock, BASE_MS["forward"], BASE_MS["backward"])
@@ -174,15 +174,15 @@ def test_pauses_between_untimed_steps_are_in_no_step() -> None:
 
 
 @pytest.mark.parametrize("every_n_steps", [7, 10, 50])
-def test_logs_are_those_of_all_steps_under_the_numbers_that_are_due(every_n_steps: int) -> None:
+def test_sampled_logs_estimate_all_steps_and_come_when_due(every_n_steps: int) -> None:
     logger = Logger()
     options = {"every_n_steps": every_n_steps, "logger": logger, "log_every_n_steps": 20}
     trained = train(1000, "data", every(10, 20.0), **options)
-    # Not before a step was timed.
+    # The first log comes after the first timed step.
     first = timed_indices(every_n_steps, 50)[0]
     due = [number for number in range(19, 1000, 20) if number >= first]
     assert [step for step, _ in logger.calls] == due
-    # The keys of a CSV file are those of its first row.
+    # All logs have the same keys, because a CSV file has the columns of its first row.
     assert len({frozenset(metrics) for _, metrics in logger.calls}) == 1
     means = [metrics["phase_time/step_ms"] for _, metrics in logger.calls[1:]]
     assert math.fsum(means) / len(means) == pytest.approx(trained.mean_ms, rel=0.02)

@@ -1,3 +1,5 @@
+"""The schedule of timed steps, and the cost of timing that decides on it."""
+
 import math
 from typing import Any
 
@@ -22,13 +24,13 @@ def test_windows_that_fill_the_interval_time_every_step(windows: Windows) -> Non
 @pytest.mark.parametrize(
     "windows", [Windows(1, 3), Windows(1, 10), Windows(5, 50), Windows(2, 50, 3), Windows(1, 7, 2)]
 )
-def test_each_part_of_an_interval_has_one_window(windows: Windows) -> None:
+def test_each_part_of_an_interval_has_a_timing_window(windows: Windows) -> None:
     timed = timed_steps(Schedule(windows), 100 * windows.interval)
     starts = timed[:: windows.size]
     assert timed == [index + i for index in starts for i in range(windows.size)][: len(timed)]
     for k in range(99 * windows.count):
         first, last = windows.part(k)
-        # A window that overlaps the previous window starts at its end.
+        # A window starts after the previous window, which may extend into this part.
         assert len([start for start in starts if first <= start < last + windows.size]) >= 1
 
 
@@ -38,7 +40,7 @@ def test_timed_steps_are_spread_evenly_over_any_period(windows: Windows, period:
     timed = timed_steps(Schedule(windows), 2000 * windows.interval)
     counts = np.bincount(np.array(timed) % period, minlength=period)
     fair = len(timed) / period
-    # As even as if each place were drawn at random.
+    # At least as even as random draws.
     assert np.std(counts) <= 1.6 * math.sqrt(windows.size * fair)
 
 
@@ -56,7 +58,7 @@ def test_windows_cover_long_steps_that_recur(last: int, distance: int, n: int) -
     assert len([index for index in timed if (index - last) % distance == 0]) >= n
 
 
-def test_ranks_follow_the_recurrence_that_they_agreed_on() -> None:
+def test_ranks_with_an_agreed_recurrence_time_the_same_steps() -> None:
     windows = Windows(5, 50, recurrence=(90, 50))
     other = Schedule(windows, next_long=lambda: (33, 10))
     assert timed_steps(Schedule(windows), 400) == timed_steps(other, 400)
@@ -66,18 +68,18 @@ def test_first_window_covers_the_steps_in_which_loggers_run() -> None:
     schedule = Schedule(Windows())
     schedule.follow(Windows(5, 50, end_in_log=True), 100)
     timed = timed_steps(schedule, 251)
-    # The last step of an interval, in which a log is due, and the next.
+    # A log is due in step 149, the last of an interval.
     assert {*range(146, 151)} <= {*timed}
 
 
-def test_other_windows_start_with_their_next_complete_part() -> None:
+def test_new_windows_start_with_their_next_complete_part() -> None:
     schedule = Schedule(Windows())
     assert timed_steps(schedule, 10) == [*range(10)]
     schedule.follow(Windows(1, 50), 120)
     assert schedule.next_timed(120) >= 150
 
 
-def auto(
+def cost_of(
     timed_ms: float = 2.1,
     untimed_ms: float | None = 2.0,
     wait_ms: float = 0.0,
@@ -85,7 +87,7 @@ def auto(
     switch_us: int = 0,
     reading_25_us: int = 0,
 ) -> TimingCost:
-    """Return the cost after timed steps of 7 marks, alternating with untimed steps."""
+    """Return the cost of timing, measured in alternating timed steps (of 7 marks) and untimed."""
     now_ns = 0
 
     def switch() -> None:
@@ -94,14 +96,14 @@ def auto(
 
     cost = TimingCost(lambda: now_ns, 50)
     # No untimed steps precede the first window or follow the last.
-    for turn, ms in enumerate([50.0, timed_ms, timed_ms, timed_ms, 50.0]):
-        start_ns = turn * 10**9
+    for window, ms in enumerate([50.0, timed_ms, timed_ms, timed_ms, 50.0]):
+        start_ns = window * 10**9
         host_ns = (start_ns, *range(start_ns + 1, start_ns + 7), start_ns + round(ms * 1e6))
-        step = StepRecord(turn, ("data",) * 7, (1.0,) * 7, host_ns, wait_ms, 0, False)
+        step = StepRecord(window, ("data",) * 7, (1.0,) * 7, host_ns, wait_ms, 0, False)
         cost.add_timed([step], now_ns - reading_us * 1000)
-        if untimed_ms is not None and turn < 4:
-            # Untimed steps vary; their mean is as given.
-            ms = untimed_ms * (1.25 if turn % 2 else 0.75)
+        if untimed_ms is not None and window < 4:
+            # Untimed steps vary around their mean.
+            ms = untimed_ms * (1.25 if window % 2 else 0.75)
             now_ns = start_ns + 5 * 10**8
             cost.start_span(0)
             now_ns += round(ms * 1e7)
@@ -116,21 +118,21 @@ def auto(
 @pytest.mark.parametrize(
     ("times", "n", "share"),
     [
-        # Every step is timed if that costs less than 0.8 %.
-        # No mark takes more than 40 us: they are hidden in a wait of that long, and in long steps.
+        # All steps are timed if this costs less than 0.8 %. Without untimed steps, a mark may cost
+        # up to 40 us, which a host wait or a long step can hide.
         ({"untimed_ms": None}, 2, None),
         ({"untimed_ms": None, "wait_ms": 0.28}, 1, None),
         ({"untimed_ms": None, "wait_ms": 0.27}, 2, None),
         ({"untimed_ms": None, "timed_ms": 35.1}, 1, None),
         ({"untimed_ms": None, "timed_ms": 35.0}, 2, None),
         ({"untimed_ms": 35.1, "timed_ms": 35.2}, 1, None),
-        # Timing windows may take 0.5 % of 2 ms: 10 us.
+        # Sampling may cost 0.5 % of 2 ms, which is 10 us per step.
         ({}, 10, 0.05),
         ({"reading_us": 20}, 12, 0.06),
         ({"switch_us": 100}, 17, 0.05),
         ({"timed_ms": 9.0}, 50, 0.14),
         ({"untimed_ms": 0.1, "timed_ms": 0.2}, 50, 1.0),
-        # No mark takes less than 3 us.
+        # A mark is assumed to take at least 3 us.
         ({"timed_ms": 1.9}, 3, 0.0105),
         ({"untimed_ms": 2.625}, 2, 0.008),
         ({"untimed_ms": 2.8}, 1, 0.0075),
@@ -139,22 +141,22 @@ def auto(
 def test_timed_steps_cost_less_than_1_percent(
     times: dict[str, Any], n: int, share: float | None
 ) -> None:
-    cost = auto(**times)
+    cost = cost_of(**times)
     assert cost.decide() == n
     assert cost.share == (None if share is None else pytest.approx(share))
 
 
-def test_cost_of_timing_all_steps_excludes_what_reads_of_few_steps_add() -> None:
-    cost = auto(timed_ms=20.1, untimed_ms=20.0, reading_us=1200, reading_25_us=25 * 200)
+def test_cost_of_timing_all_steps_assumes_reads_in_full_batches() -> None:
+    cost = cost_of(timed_ms=20.1, untimed_ms=20.0, reading_us=1200, reading_25_us=25 * 200)
     cost.decide()
     # Timing adds 100 us to a step, and reading 200 us if 25 steps are read together.
     assert cost.share == pytest.approx(0.3 / 20.0)
-    # On average, reading has taken (5 * 1200 + 25 * 200) / 30 us per timed step.
+    # So far, reading has taken (5 * 1200 + 25 * 200) / 30 us per timed step.
     assert cost.added_share(50) == pytest.approx((0.1 + 11 / 30) / 20.0 / 50)
 
 
 def test_cost_of_timing_hidden_by_waits_is_unknown() -> None:
-    cost = auto()
+    cost = cost_of()
     assert cost.decide() == 10
     assert cost.added_share(10) == pytest.approx(0.005)
     step = StepRecord(9, ("data",) * 7, (1.0,) * 7, (0, *range(1, 7), 2_100_000), 9.0, 0, False)
@@ -162,7 +164,7 @@ def test_cost_of_timing_hidden_by_waits_is_unknown() -> None:
     assert (cost.decide(), cost.added_share(1)) == (1, None)
 
 
-def test_decisions_come_at_ever_longer_intervals() -> None:
+def test_decisions_are_made_at_increasing_intervals() -> None:
     cost = TimingCost(int, 50)
     assert (cost.due, cost.decide()) == (100, 1)
     # A trial with n = 2 is shorter.

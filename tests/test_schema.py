@@ -20,7 +20,7 @@ GOLDEN = Path(__file__).parent / "golden"
 NEWEST = GOLDEN / f"run-{schema.VERSION}.{schema.MINOR}.json"
 
 DERIVED = {"verdict", "advice", "diagnosis", "sentence", "minor"}
-"""Keys that readers do not use."""
+"""Keys that are derived from others, and that readers ignore."""
 
 
 def filled(kind: Any) -> Any:
@@ -72,11 +72,11 @@ REMOVED = {
         ".summary.step.peak_mib",
     },
 }
-"""Values of older files that this version does not have any more."""
+"""Values of older files that this version no longer has."""
 
 
 @pytest.mark.parametrize("name", [path.name for path in sorted(GOLDEN.glob("run-*.json"))])
-def test_file_of_each_version_is_read(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_saved_file_of_each_version_is_read(name: str, caplog: pytest.LogCaptureFixture) -> None:
     old = without_derived(json.loads((GOLDEN / name).read_text()))
     with caplog.at_level(logging.WARNING):
         run = load(GOLDEN / name)
@@ -85,7 +85,7 @@ def test_file_of_each_version_is_read(name: str, caplog: pytest.LogCaptureFixtur
     assert {*differences(old, new)} == REMOVED.get(name, set())
 
 
-def test_newest_file_has_every_field() -> None:
+def test_newest_saved_file_has_every_field() -> None:
     """If this fails, raise `MINOR` (or `VERSION`) and write a new file. Keep the older files."""
     golden = without_derived(json.loads(NEWEST.read_text()))
     current = json.loads(json.dumps(without_derived(schema.to_json(filled_run()))))

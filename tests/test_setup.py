@@ -1,4 +1,4 @@
-"""Tests of the training setup that a timer finds."""
+"""The training setup that a timer finds: model, loaders, cores, precision and optimizers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from lightning_gputime._runs.environment import (
 
 
 @pytest.mark.parametrize(("inside", "has_parts"), [(1, True), (0, False)])
-def test_setup_says_if_the_model_has_modules(inside: int, has_parts: bool) -> None:
+def test_setup_knows_if_the_model_has_modules(inside: int, has_parts: bool) -> None:
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(inside)))
     setup = setup_of(Environment(), boundaries.Loop(model), has_precision=False)
     assert setup.has_parts == has_parts
@@ -38,11 +38,11 @@ def test_cores_are_shared_by_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch
 
 
 def test_setup_has_the_kind_of_dataset() -> None:
-    there = TensorDataset(torch.zeros(8, 2))
-    known = loader_settings(DataLoader(Subset(there, [0, 1])))
-    assert (known["is_in_memory"], known["is_iterable"]) == (True, False)
-    known = loader_settings([loader(), DataLoader(Endless())])
-    assert (known["is_in_memory"], known["is_iterable"]) == (False, True)
+    in_memory = TensorDataset(torch.zeros(8, 2))
+    settings = loader_settings(DataLoader(Subset(in_memory, [0, 1])))
+    assert (settings["is_in_memory"], settings["is_iterable"]) == (True, False)
+    settings = loader_settings([loader(), DataLoader(Endless())])
+    assert (settings["is_in_memory"], settings["is_iterable"]) == (False, True)
     other: Any = [1, 2]
     assert not loader_settings(DataLoader(other))["is_in_memory"]
 
@@ -85,12 +85,12 @@ def test_setup_has_the_loader_of_a_plain_loop(loop: Loop) -> None:
     ],
 )
 def test_setup_of_several_loaders(loaders: Any, workers: int | None, pinned: bool | None) -> None:
-    known = loader_settings(loaders)
-    assert (known["num_workers"], known["pin_memory"]) == (workers, pinned)
+    settings = loader_settings(loaders)
+    assert (settings["num_workers"], settings["pin_memory"]) == (workers, pinned)
 
 
-class Odd:
-    """A loader with attributes that have another type or raise."""
+class MalformedLoader:
+    """A loader whose attributes have another type or raise."""
 
     num_workers = "many"
 
@@ -104,7 +104,7 @@ class Odd:
 
 def test_setup_ignores_malformed_attributes_of_a_custom_loader(loop: Loop) -> None:
     with hooks(loop) as timer:
-        for x in timer.steps(Odd()):
+        for x in timer.steps(MalformedLoader()):
             loop.train(x)
     setup = timer._results.setup
     assert (setup.num_workers, setup.pin_memory, setup.has_loader) == (None, None, True)
@@ -117,7 +117,7 @@ def test_setup_has_the_precision_of_the_trainer(gpu: FakeGPU) -> None:
     assert not timer._results.setup.has_bf16
 
 
-def test_unfused_names_optimizers_that_could_be_fused() -> None:
+def test_setup_names_optimizers_that_could_be_fused() -> None:
     weights = [nn.Parameter(torch.zeros(1))]
     adamw, sgd = torch.optim.AdamW(weights), torch.optim.SGD(weights)
     fused, lbfgs = torch.optim.AdamW(weights, fused=True), torch.optim.LBFGS(weights)

@@ -1,4 +1,4 @@
-"""Tests of the output on a terminal when training ends, and of the width of tables."""
+"""The output on a terminal when training ends, and the width of tables."""
 
 import io
 import json
@@ -23,7 +23,7 @@ TERMINAL_RUN = Path(__file__).parent / "terminal_run.py"
 NUMBER = re.compile(r"\d+(\.\d+)?%?")
 
 
-def of_ranks(scale: float = 1.0) -> PhaseSummary:
+def summary_of_ranks(scale: float = 1.0) -> PhaseSummary:
     """Return a summary whose table is too wide for 80 columns."""
     results = Results(10, 0)
     phases = dict.fromkeys(("data", "forward", "backward", "optimizer"), 22.375 * scale)
@@ -36,6 +36,7 @@ def of_ranks(scale: float = 1.0) -> PhaseSummary:
 
 
 def on_console(table: Any, width: int) -> list[str]:
+    """Return the lines that rich prints on a terminal of this width."""
     from rich.console import Console
 
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
@@ -55,7 +56,7 @@ BARS = [("tqdm", "with"), ("rich", "with"), ("tqdm", "without")]
 
 @pytest.fixture(scope="module")
 def terminals() -> dict[str, list[str]]:
-    """The lines that each terminal shows after a training."""
+    """Return the lines that each terminal shows after a training."""
     pytest.importorskip("pyte")
     cases = [f"{bar},{columns},{rich}" for bar, rich in BARS for columns in (80, 120)]
     shown: dict[str, list[str]] = json.loads(run(TERMINAL_RUN, *cases))
@@ -70,7 +71,7 @@ def test_terminal_shows_the_whole_table_when_training_ends(
 ) -> None:
     lines = terminals[f"{bar},{columns},{rich}"]
     first = next(i for i, line in enumerate(lines) if line.startswith("Time per step in"))
-    # The bottleneck depends on the machine, which may be busy, and may take several lines.
+    # The bottleneck depends on how busy the machine is, and its line may be wrapped.
     assert any(re.match(r"[\w-]+-(bound|contention)", line) for line in lines[:first])
     rows = {"data", "callbacks", "copy", "fetch", "forward", "loss", "backward", "optimizer"}
     shown = [line.split() for line in lines[first + 1 :]]
@@ -80,11 +81,11 @@ def test_terminal_shows_the_whole_table_when_training_ends(
     ]
     assert all(NUMBER.fullmatch(cell) for cell in numbers)
     assert any(line.startswith("Time breakdown of the fit") for line in lines[:first])
-    # The lane of the mean step consists of coloured spaces; the names are below.
+    # The lane of the mean step is made of coloured spaces, with the names below.
     lane = lines.index("CPU")
     assert lines[lane + 1].split()[:3] == ["data", "callbacks", "forward"]
     assert lane < first
-    # No text follows the bar, and the bar continues below.
+    # The progress bar continues below the table.
     assert sum("Time per step in" in line for line in lines) == 1
     assert lines[-1] == "training is over"
     assert sum("40/40" in line for line in lines) >= 1
@@ -95,21 +96,21 @@ INPUT = {"data": 10.0, "forward": 4.0, "own loss": 1.0, "backward": 4.0, "other"
 
 
 def lanes_of(text: str) -> dict[str, list[tuple[str, int]]]:
-    """The colours of each lane of a text, and how many columns each takes."""
+    """Return the colours of each lane of a text, and their widths in columns."""
     found = (re.match(rf"(\w+) +(?={BAR.pattern})", line) for line in text.splitlines())
     lanes = (entry for entry in found if entry is not None)
     return {item[1]: [(c, len(s)) for c, s in BAR.findall(item.string) if s] for item in lanes}
 
 
 @pytest.mark.parametrize("on_host_clock", [False, True])
-def test_terminal_with_colours_has_lanes_of_the_mean_step(on_host_clock: bool) -> None:
+def test_terminal_with_colours_shows_lanes_of_the_mean_step(on_host_clock: bool) -> None:
     summary = run_of([raw(0, **INPUT)], on_host_clock=on_host_clock).summary()
     width = 40 + len("CPU  " if on_host_clock else "host  ")
     text = summary._table().text(width, in_colour=True)
-    # In the order of the table: the user's own phases come last.
+    # The order is that of the table, in which the user's phases are last.
     lane = [("178", 20), ("25", 8), ("74", 8), ("145", 2), ("97", 2)]
     assert lanes_of(text) == ({"CPU": lane} if on_host_clock else {"GPU": lane, "host": lane})
-    # Below the verdict; what is left without colours is the text of all other outputs.
+    # Lanes are drawn below the verdict. Everything else is the same as without colours.
     verdict, drawn, *others = text.split("\n\n")
     assert " ".join(verdict.split()) == summary.verdict
     assert "\n\n".join([verdict, *others]) == summary._table().text(width)
@@ -152,8 +153,10 @@ def test_lanes_are_drawn_on_terminals_that_have_the_colours(
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 100])
 @pytest.mark.parametrize("scale", [1.0, 100.0])
-def test_columns_are_left_out_in_order_and_no_number_is_cut(width: int, scale: float) -> None:
-    summary = of_ranks(scale)
+def test_narrow_table_leaves_out_columns_in_order_and_cuts_no_number(
+    width: int, scale: float
+) -> None:
+    summary = summary_of_ranks(scale)
     wide = header(str(summary).splitlines())
     table = summary._table()
     plain, rich = table.text(width).splitlines(), on_console(summary, width)
@@ -176,7 +179,7 @@ LONG_NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default"
 
 
 @pytest.mark.parametrize("with_rich", [True, False])
-def test_long_name_leaves_fewer_columns_and_a_wide_one_is_aligned(with_rich: bool) -> None:
+def test_table_fits_long_names_and_aligns_wide_characters(with_rich: bool) -> None:
     phases = {f"forward/{LONG_NAME}": 2.5, "日本語": 1.5}
     summary = run_of([raw(0, forward=4.0, **phases)]).summary()
     table = summary._table()
@@ -185,17 +188,17 @@ def test_long_name_leaves_fewer_columns_and_a_wide_one_is_aligned(with_rich: boo
     assert max(map(len, lines)) <= 80
     [first] = [line for line in lines if line.startswith("  base_model")]
     assert first.split()[:2] == [LONG_NAME, "2.500"]
-    # Each of its characters is two columns wide.
+    # Each of these characters is two columns wide.
     [wide] = [line for line in lines if line.startswith("日本語") and "1.500" in line]
     assert wide.index("1.500") + 3 == first.index("2.500")
 
 
-def test_columns_of_ranks_fit_into_80_columns() -> None:
+def test_table_of_ranks_fits_into_80_columns() -> None:
     names = ["phase", "mean", "share", "p50", "p95", "max", "host", "steps", "busy"]
-    assert header(str(of_ranks()).splitlines()) == [*names, "min - max (rank)"]
+    assert header(str(summary_of_ranks()).splitlines()) == [*names, "min - max (rank)"]
     left_out = ("max", "host", "steps")
     names = [name for name in names if name not in left_out]
-    assert header(of_ranks()._table().text(80).splitlines()) == [*names, "min - max (rank)"]
+    assert header(summary_of_ranks()._table().text(80).splitlines()) == [*names, "min - max (rank)"]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +210,9 @@ def test_columns_of_ranks_fit_into_80_columns() -> None:
         (22_375.0, "Time per step in s", "22.3750", "22.4 s"),
     ],
 )
-def test_unit_follows_from_the_step(ms: float, title: str, cell: str, words: str) -> None:
+def test_table_has_the_unit_that_suits_the_step(
+    ms: float, title: str, cell: str, words: str
+) -> None:
     summary = run_of([raw(0, ms / 2, forward=ms)]).summary()
     text = str(summary)
     assert f"\n{title} over 1 step" in text
@@ -217,11 +222,11 @@ def test_unit_follows_from_the_step(ms: float, title: str, cell: str, words: str
     assert summary.step.mean_ms == pytest.approx(ms)
 
 
-def test_numbers_have_no_exponent() -> None:
+def test_numbers_are_written_without_an_exponent() -> None:
     assert unit_of(5.0).of(123_456.0) == "123456 ms"
 
 
-def test_sentences_wrap_between_words_on_a_terminal_alone() -> None:
+def test_sentences_wrap_between_words_only_on_a_terminal() -> None:
     name = "input-bound"
     table = Table("t", [("phase", "mean"), ("a", "1"), ("step", "1")], [f"{name} " * 12])
     assert f"{name} " * 11 + name in table.text()
@@ -237,16 +242,16 @@ def test_table_without_rich_has_the_width_of_the_terminal(
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("NO_COLOR", "1")  # Ignore the developer's terminal.
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    show(of_ranks())
+    show(summary_of_ranks())
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 60
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
-    show(of_ranks())
+    show(summary_of_ranks())
     assert header(capsys.readouterr().out.splitlines())[-2:] == ["busy", "min - max (rank)"]
 
 
 @pytest.mark.parametrize(("width", "name"), [(80, "layers.0.attention.output"), (45, "body")])
-def test_comparison_leaves_out_columns_and_cuts_no_number(width: int, name: str) -> None:
+def test_narrow_comparison_leaves_out_columns_and_cuts_no_number(width: int, name: str) -> None:
     timed = run_of(raw(i, forward=4000.0, **{f"forward/{name}": 100.0}) for i in range(48))
     found = compare(timed, timed)
     for lines in (on_console(found, width), found._table().text(width).splitlines()):
@@ -257,7 +262,9 @@ def test_comparison_leaves_out_columns_and_cuts_no_number(width: int, name: str)
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_ascii_output_gets_escapes(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_on_an_ascii_output_is_escaped(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(output, "isatty", lambda: is_terminal)
     monkeypatch.setattr("sys.stdout", output)
@@ -272,6 +279,6 @@ def test_ascii_output_gets_escapes(is_terminal: bool, monkeypatch: pytest.Monkey
     assert rb"\xa0" not in written
 
 
-def test_process_without_an_output_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_is_not_shown_without_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", None)
-    show(of_ranks())
+    show(summary_of_ranks())

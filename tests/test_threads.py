@@ -1,9 +1,9 @@
-"""A timer that is read, flushed and removed by other threads than the training thread."""
+"""Timers that other threads read, flush or remove while one thread trains."""
 
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,15 +17,15 @@ IN_STEP_LOOP = {**STEP_MS, "data": 1.125, "other": 0.0}
 
 
 @pytest.fixture
-def _threads_take_turns_often() -> Iterator[None]:
+def _threads_switch_often() -> Iterator[None]:
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(usual)
 
 
-def look(timer: GPUPhaseHooks, path: Path) -> None:
-    """Reads all that can be read of a timer, and checks that it goes together."""
+def read(timer: GPUPhaseHooks, path: Path) -> None:
+    """Read all results of a timer, and check that they are consistent."""
     timer.flush()
     summary, history = timer.summary(), timer.history()
     timer.save(path)
@@ -36,34 +36,32 @@ def look(timer: GPUPhaseHooks, path: Path) -> None:
     assert len(pickle.loads(pickle.dumps(timer)).history()) >= len(numbers)
 
 
-def looking(timer: GPUPhaseHooks, done: threading.Event, path: Path) -> Callable[[], int]:
-    def run() -> int:
-        looks = 0
-        # Once at least, however late this thread gets its turn.
-        while not looks or not done.is_set():
-            look(timer, path)
-            looks += 1
-        return looks
-
-    return run
+def read_until(done: threading.Event, timer: GPUPhaseHooks, path: Path) -> int:
+    """Read a timer until the event is set, but at least once, and return how often."""
+    reads = 0
+    while not reads or not done.is_set():
+        read(timer, path)
+        reads += 1
+    return reads
 
 
-@pytest.mark.usefixtures("_threads_take_turns_often")
+@pytest.mark.usefixtures("_threads_switch_often")
 def test_other_threads_read_a_timer_while_one_trains(tmp_path: Path) -> None:
     waits = []
     for readers in (0, 3):
         loop, done = Loop(FakeGPU()), threading.Event()
         with hooks(loop, history_size=100) as timer, ThreadPoolExecutor() as pool:
-            looks = [pool.submit(looking(timer, done, tmp_path / str(i))) for i in range(readers)]
+            paths = [tmp_path / str(i) for i in range(readers)]
+            reads = [pool.submit(read_until, done, timer, path) for path in paths]
             try:
                 loop.train_all(timer.steps(loop.batches(400)))
             finally:
                 done.set()
-        assert all(item.result() for item in looks)
+        assert all(item.result() for item in reads)
         assert steps(timer) == [STEP_MS] * 100
         assert timer.summary().steps == 400
         waits.append(loop.gpu.waits)
-    # The loop's thread has the same waits.
+    # Readers do not change the waits of the training thread.
     assert waits[0] == waits[1]
 
 
@@ -93,5 +91,5 @@ def test_removal_in_another_thread_loses_no_step(loop: Loop, thread_is_alive: bo
         if thread_is_alive:
             timer.remove()
     timer.remove()
-    # The first step began in the thread that attached, and is not timed.
+    # The first step began in the thread that attached the timer, so it is not timed.
     assert steps(timer) == [IN_STEP_LOOP] * 29

@@ -1,6 +1,6 @@
-"""Trainers of other packages, on that of transformers: TRL's, PEFT's, sentence-transformers'.
+"""Trainers of TRL, PEFT and sentence-transformers, which derive from that of transformers.
 
-Each trains a tiny model that is made on the spot. Those that are not installed are skipped.
+Each trains a tiny model. Packages that are not installed are skipped.
 """
 
 import copy
@@ -23,7 +23,7 @@ from lightning_gputime.huggingface import TransformersPhaseTimer  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # their own
+    pytest.mark.filterwarnings("ignore"),  # These packages warn.
     pytest.mark.usefixtures("one_thread"),
 ]
 
@@ -53,10 +53,10 @@ USUAL = {"data", "other", "forward", "loss", "backward", "optimizer", "callbacks
 def tokenizer() -> Any:
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *"abcdefghijklm"])}
-    own = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    own.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=own, **special)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
 def llama() -> Any:
@@ -153,24 +153,24 @@ def sentences(path: Path, callbacks: list[Any]) -> Any:
         pytest.param(sentences, set(), id="sentences"),
     ],
 )
-def test_trainer_is_timed_and_trains_the_same(
+def test_trainer_subclass_is_timed_and_trains_the_same(
     make: Callable[..., Any], more: set[str], tmp_path: Path
 ) -> None:
-    losses, left = {}, {}
+    losses, hook_counts = {}, {}
     timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
     for name, callbacks in {"with": [timer], "without": []}.items():
         torch.manual_seed(0)
         trainer = make(tmp_path / name, callbacks)
         patched = (type(trainer), transformers.Trainer, transformers.GenerationMixin)
-        # `train` is replaced while a timer exists.
+        # `train` stays replaced while a timer exists.
         before = [{**vars(kind), "train": None} for kind in patched]
-        there = {*vars(trainer)}
+        attributes = {*vars(trainer)}
         trainer.train()
         assert [{**vars(element), "train": None} for element in patched] == before
-        assert not {*vars(trainer)} & METHODS - there
+        assert not {*vars(trainer)} & METHODS - attributes
         assert all("_loss_function" not in vars(module) for module in trainer.model.modules())
-        # TRL's trainers leave their own hooks.
-        left[name] = [
+        # TRL's trainers leave hooks.
+        hook_counts[name] = [
             {key: len(value[0]) if isinstance(value, tuple) else 0 for key, value in model.items()}
             for model in hooks_of(trainer.model)
         ]
@@ -182,7 +182,7 @@ def test_trainer_is_timed_and_trains_the_same(
             logged = [log for log in history if "loss" in log]
     assert len(losses["with"]) == UPDATES + UPDATES // 2
     assert losses["with"] == losses["without"]
-    assert left["with"] == left["without"]
+    assert hook_counts["with"] == hook_counts["without"]
 
     rows = timer.history()
     assert rows["step"].tolist() == [*range(1, UPDATES + 1)]
@@ -192,7 +192,7 @@ def test_trainer_is_timed_and_trains_the_same(
     for row, log in zip(rows, logged, strict=True):
         found = {name: row[name] for name in phases if row[name] == row[name]}
         assert sum(found.values()) == pytest.approx(row["step_ms"])
-        # No step has a callback before it but those after the first.
+        # Only the first step has no callbacks.
         assert len(found) >= len(phases) - 1
         assert all(log[f"phase_time/{name}"] == pytest.approx(ms) for name, ms in found.items())
     if "reward" in more:

@@ -1,6 +1,5 @@
-"""`<phase>/comm`: the waits for other ranks, wherever they are called."""
+"""`<phase>/comm`: waits for other ranks, in the phase in which they are called."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from fake_lightning import Loader, MemoryLogger, Model, timer_of, trainer
 from fake_loop import Loop
 from fake_loop import train as train_loop
 from fake_ranks import COMM_MS, OWN, Ranks, Shared, launch, reduce, train, waiting
+from test_recorder import in_thread
 from torch import Tensor, distributed, nn
 from torch._C._distributed_c10d import AllreduceOptions, FakeWork
 from torch.distributed import ProcessGroup, _functional_collectives
@@ -19,24 +19,24 @@ from torch.utils.checkpoint import checkpoint
 from lightning_gputime import phase
 
 
-def wait_for_its_work() -> None:
+def launch_and_wait() -> None:
     launch().wait()
 
 
 def all_reduce() -> Any:
-    """Run a collective whose result waits for it at its first use."""
+    """Return the result of a collective, which is waited for at its first use."""
     world: Any = distributed.group.WORLD
     return _functional_collectives.all_reduce(torch.ones(2), "sum", world)
 
 
 def launch_without_options() -> Any:
-    # As every collective before torch 2.8: no option says that the caller waits at once.
+    # Before torch 2.8, no collective had options, which show if the caller waits immediately.
     return distributed.group.WORLD.allreduce([torch.ones(2)])  # type: ignore[union-attr]
 
 
 COLLECTIVES: dict[str, Callable[[], object]] = {
     "synchronous": reduce,
-    "its work": wait_for_its_work,
+    "its work": launch_and_wait,
     "its result is used": lambda: all_reduce().add(1),
     "its result is waited for": lambda: all_reduce().wait(),
     "without options": lambda: launch_without_options().wait(),
@@ -45,14 +45,14 @@ COLLECTIVES: dict[str, Callable[[], object]] = {
 
 @pytest.fixture(params=COLLECTIVES)
 def collective(request: pytest.FixtureRequest, ranks: Ranks) -> Callable[[], None]:
-    """A collective that takes `COMM_MS`, in one of several ways."""
+    """Return a collective that takes `COMM_MS` and is waited for in one of several ways."""
     call = COLLECTIVES[request.param]
 
     def run() -> None:
-        # The operators of torch launch these below Python.
-        ranks.behind += "result" in request.param
+        # Functional collectives are launched in C++, so count them here.
+        ranks.pending += "result" in request.param
         call()
-        assert ranks.behind == 0
+        assert ranks.pending == 0
 
     return run
 
@@ -61,7 +61,7 @@ def collective(request: pytest.FixtureRequest, ranks: Ranks) -> Callable[[], Non
     "place",
     ["data", "forward", "loss", "backward", "optimizer", "other", "update", "augment"],
 )
-def test_collective_is_the_comm_of_the_phase_it_is_called_in(
+def test_collective_is_comm_of_the_phase_in_which_it_is_called(
     collective: Callable[[], None], gpu: FakeGPU, place: str
 ) -> None:
     phase_of_place = "optimizer" if place == "update" else place
@@ -127,7 +127,7 @@ def test_named_phase_continues_after_a_wait(ranks: Ranks, gpu: FakeGPU) -> None:
     assert train(Shared(gpu, "loss", named)) == [{**OWN, **expected}] * 3
 
 
-def test_nested_waits_are_one_wait(
+def test_nested_waits_count_once(
     ranks: Ranks, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broadcast = ProcessGroup.broadcast
@@ -135,7 +135,7 @@ def test_nested_waits_are_one_wait(
     def wait_inside(group: Any, *args: Any) -> Any:
         reduce()
         gpu.work(1.0)
-        wait_for_its_work()
+        launch_and_wait()
         return broadcast(group, *args)
 
     monkeypatch.setattr(ProcessGroup, "broadcast", wait_inside)
@@ -151,13 +151,13 @@ def test_failed_collective_ends_its_wait(
         gpu.work(0.0 if kind is FakeWork else COMM_MS)
         raise ConnectionError("of a rank")
 
-    def try_it() -> None:
+    def reduce_and_fail() -> None:
         with pytest.raises(ConnectionError, match="of a rank"):
             reduce()
 
     monkeypatch.setattr(kind, "allreduce" if kind is ProcessGroup else "wait", fail)
     for place in ("forward", "backward", "loss"):
-        assert train(Shared(gpu, place, try_it)) == [waiting(place)] * 3
+        assert train(Shared(gpu, place, reduce_and_fail)) == [waiting(place)] * 3
 
 
 def test_reused_result_records_no_event(ranks: Ranks, gpu: FakeGPU) -> None:
@@ -176,13 +176,7 @@ def test_reused_result_records_no_event(ranks: Ranks, gpu: FakeGPU) -> None:
     assert marks(uses=1) == marks(uses=5)
 
 
-def run_in_thread(call: Callable[[], object]) -> None:
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-
-
-def test_overlapped_work_is_not_a_wait(ranks: Ranks, gpu: FakeGPU) -> None:
+def test_work_between_launch_and_wait_is_not_comm(ranks: Ranks, gpu: FakeGPU) -> None:
     def overlap() -> None:
         work = launch_without_options()
         gpu.work(1.0)
@@ -204,7 +198,7 @@ def test_collective_without_a_wait_does_not_hide_the_next_wait(ranks: Ranks, gpu
         with phase("augment"):
             launch_synchronously()
         gpu.work(1.0)
-        wait_for_its_work()
+        launch_and_wait()
 
     expected = {**waiting("loss"), "loss": STEP_MS["loss"] + COMM_MS + 1.0}
     expected |= {"augment": COMM_MS, "augment/comm": COMM_MS}
@@ -212,18 +206,18 @@ def test_collective_without_a_wait_does_not_hide_the_next_wait(ranks: Ranks, gpu
 
 
 def test_collective_of_another_thread_does_not_end_a_wait(ranks: Ranks, gpu: FakeGPU) -> None:
-    def while_another_does() -> None:
+    def wait_while_another_thread_waits() -> None:
         work = launch_synchronously()
-        # As a checkpoint that is written in the background does.
-        run_in_thread(lambda: distributed.barrier())
+        # Like a checkpoint that is written in the background.
+        in_thread(lambda: distributed.barrier())
         work.wait()
         gpu.work(1.0)
 
     expected = {**waiting("loss"), "loss": STEP_MS["loss"] + COMM_MS + 1.0}
-    assert train(Shared(gpu, "loss", while_another_does)) == [expected] * 3
+    assert train(Shared(gpu, "loss", wait_while_another_thread_waits)) == [expected] * 3
 
 
-def test_evaluation_under_lightning_has_its_own_comm(ranks: Ranks, gpu: FakeGPU) -> None:
+def test_evaluation_under_lightning_has_separate_comm(ranks: Ranks, gpu: FakeGPU) -> None:
     class Validated(Model):
         def forward(self, x: Tensor) -> Tensor:
             reduce()

@@ -1,4 +1,4 @@
-"""Patches that time waits for other ranks: installing, removing, cost."""
+"""Patches that time waits for other ranks: installation, removal and errors."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ EXPECTED = [waiting("loss")] * 2
 
 @pytest.fixture
 def loop(ranks: Ranks, gpu: FakeGPU) -> Iterator[Shared]:
-    """A loop with a collective in its loss. All classes must be restored at the end."""
+    """Return a loop with a collective in its loss, and check that it leaves no patched class."""
     before = places()
     yield Shared(gpu, "loss")
     assert places() == before
@@ -36,7 +36,7 @@ def train(timer: GPUPhaseHooks, loop: Shared) -> None:
         loop.train(x)
 
 
-def train_anew(loop: Shared) -> None:
+def train_with_new_timer(loop: Shared) -> None:
     """Train with a new timer, and check its times."""
     timer = attached(loop)
     train(timer, loop)
@@ -44,7 +44,7 @@ def train_anew(loop: Shared) -> None:
     assert phases(timer) == EXPECTED
 
 
-def test_world_of_one_patches_no_class(gpu: FakeGPU) -> None:
+def test_single_rank_patches_no_class(gpu: FakeGPU) -> None:
     distributed.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     try:
         before = places()
@@ -66,7 +66,7 @@ def test_attached_timer_patches_all_classes(loop: Shared) -> None:
 
 
 @pytest.mark.parametrize("fails", ["current", "kind"])
-def test_attach_that_fails_leaves_nothing(
+def test_attach_that_fails_leaves_no_patch(
     loop: Shared, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
 ) -> None:
     def fail(*_: Any) -> Any:
@@ -93,7 +93,7 @@ def test_two_timers_are_removed_in_either_order(loop: Shared, first: int) -> Non
 
 
 class Patch:
-    """A patch by other code, over the current attribute."""
+    """A patch by other code, on top of the current attribute."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
@@ -124,7 +124,7 @@ ORDERS = [
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("order", ORDERS, ids=", ".join)
 @pytest.mark.parametrize(("owner", "name"), [(ProcessGroup, "allreduce"), (FakeWork, "wait")])
-def test_foreign_patch_may_come_and_go_at_any_time(
+def test_foreign_patch_may_be_installed_and_removed_at_any_time(
     loop: Shared, owner: Any, name: str, order: tuple[str, ...], again: bool
 ) -> None:
     theirs = Patch(owner, name)
@@ -140,19 +140,19 @@ def test_foreign_patch_may_come_and_go_at_any_time(
         if action.endswith(" on"):
             train(timer, loop) if timer._session.is_attached else reduce()
     if again:
-        # If their patch was removed last, it has restored ours.
-        train_anew(loop)
-    # A replacement that was restored without listeners is removed at its next call.
+        # If their patch was removed last, its removal has restored ours.
+        train_with_new_timer(loop)
+    # Our patch that was restored after its removal removes itself when it is called.
     reduce()
     assert theirs.calls > 0
 
 
-def test_patch_kept_by_others_is_reused(loop: Shared) -> None:
+def test_patch_under_a_foreign_patch_is_reused(loop: Shared) -> None:
     theirs = Patch(ProcessGroup, "allreduce")
     with hooks(loop, sync_ranks=False):
         theirs.install()
     for _ in range(3):
-        train_anew(loop)
+        train_with_new_timer(loop)
     theirs.remove()
     reduce()
 
@@ -185,12 +185,12 @@ def in_place(x: Tensor) -> Tensor:
     return y + 1
 
 
-def of_results(x: Tensor) -> Tensor:
+def add_to_result(x: Tensor) -> Tensor:
     # The compiled function receives the pending result of a collective.
     return x + 1 if isinstance(x, _functional_collectives.AsyncCollectiveTensor) else x + 2
 
 
-@pytest.mark.parametrize("collective", [functional, in_place, of_results])
+@pytest.mark.parametrize("collective", [functional, in_place, add_to_result])
 def test_compiled_collectives_are_compiled_once(
     two_ranks: None, gpu: FakeGPU, collective: Callable[[Tensor], Tensor]
 ) -> None:
@@ -205,7 +205,7 @@ def test_compiled_collectives_are_compiled_once(
             timer = GPUPhaseHooks(net, optimizer, **options)
             for x in timer.attach().steps(batches(gpu, 3)) if timed else batches(gpu, 3):
                 y = net(x).detach()
-                compiled(reduced(y) if collective is of_results else y)
+                compiled(reduced(y) if collective is add_to_result else y)
                 net(x).sum().backward()
                 optimizer.step()
             if timed:

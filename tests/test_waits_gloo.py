@@ -1,4 +1,4 @@
-"""Two real processes, rank 1 is late: the times show how long rank 0 waits."""
+"""Two real processes: if rank 1 is late, the times show how long rank 0 waits."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parent / "wait_run.py"
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Results of both ranks, by case."""
+    """Return the results of both ranks by case."""
     directory = tmp_path_factory.mktemp("ranks")
     finish(*(start(SCRIPT, directory, rank) for rank in range(2)))
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
@@ -25,7 +25,7 @@ CASES = [f"{way} {place}" for way in WAYS for place in PLACES]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.endswith(" nobody")])
-def test_early_rank_waits_and_late_rank_is_longer_where_it_is_late(
+def test_early_rank_waits_and_late_rank_takes_longer_in_its_phase(
     ranks: list[dict[str, Any]], case: str
 ) -> None:
     early, late = (results[case] for results in ranks)
@@ -37,7 +37,7 @@ def test_early_rank_waits_and_late_rank_is_longer_where_it_is_late(
     }
     assert longer_ms.pop("step") >= LATE_MS / 2
     assert max(longer_ms, key=longer_ms.__getitem__) == phase
-    # Rank 1 is only a suspect if the machine has delayed single steps of these few.
+    # On a busy machine a few delayed steps make rank 1 only a suspect.
     assert 1 in (early["slowest_rank"], early["suspect"])
     assert early["phase"] == phase
 
@@ -51,7 +51,7 @@ def test_balanced_ranks_take_equally_long(ranks: list[dict[str, Any]], case: str
 
 
 @pytest.mark.parametrize("fact", ["FSDP2 is bitwise", "TP is bitwise", "nothing is left"])
-def test_gradients_weights_and_classes_are_as_without_a_timer(
+def test_gradients_weights_and_classes_are_unchanged_by_a_timer(
     ranks: list[dict[str, Any]], fact: str
 ) -> None:
     assert [results[fact] for results in ranks] == [True, True]

@@ -25,7 +25,7 @@ def test_pipeline_receive_is_comm_of_the_next_pass(ranks: Ranks, gpu: FakeGPU, p
     assert train(loop) == [waiting(next_pass)] * 3
 
 
-def test_gradient_of_a_pipeline_is_backward(ranks: Ranks, gpu: FakeGPU) -> None:
+def test_autograd_grad_of_a_pipeline_is_backward(ranks: Ranks, gpu: FakeGPU) -> None:
     net = Layer(gpu, 4.0, 8.0)
     call = from_module(_backward.__name__)
     with GPUPhaseHooks(net, _clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
@@ -47,7 +47,8 @@ def test_megatron_and_torchtitan_recipes_time_every_stage(tmp_path: Path) -> Non
     # Two stages, two micro-batches of 4 and 8 ms, an update of 2 ms, and two batches of 1 ms.
     first = {"data": 2.0, "forward": 16.0, "loss": 0.0, "backward": 32.0, "optimizer": 2.0}
     first |= {"other": 0.0, "forward/comm": 0.0, "backward/comm": 0.0}
-    # The last stage has the loss, of 0.5 and 0.25 ms. Time between two calls is `forward`.
+    # The last stage has the loss, of 0.5 and 0.25 ms. In Megatron, the loss between two model calls
+    # is `forward`.
     last = first | {"loss": 1.0, "backward": 32.5}
     between = last | {"forward": 16.5, "loss": 0.5}
     assert [json.loads(printed) for printed in ranks] == [

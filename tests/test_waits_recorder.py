@@ -1,49 +1,17 @@
 """Waits as marks, which interrupt the phase in which they begin."""
 
-import threading
 from collections.abc import Iterator
 
 import pytest
 from fake_gpu import FakeGPU
+from test_recorder import StoringRecorder, in_thread
 
-from lightning_gputime import StepTimes
 from lightning_gputime._phases import resolve_labels
-from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.waits import begin_wait, end_wait
-
-
-class Recorded(Recorder):
-    """A recorder that keeps the steps it emits."""
-
-    def __init__(self, gpu: FakeGPU) -> None:
-        self.gpu = gpu
-        self.emitted: list[StepTimes] = []
-        super().__init__(
-            gpu, lag=0, emit=lambda steps, _: self.emitted.extend(s.times() for s in steps)
-        )
-
-    def run(self, label: str, ms: float) -> None:
-        self.mark(label)
-        self.gpu.work(ms)
-
-    def wait(self) -> None:
-        """Wait 3 ms for other ranks."""
-        begun = begin_wait(self, "<waits>")
-        self.gpu.work(3.0)
-        if begun:
-            end_wait(self)
-
-    def end(self) -> dict[str, float]:
-        """End the step, and return the phases that took time."""
-        self.end_step(0)
-        return {name: ms for name, ms in self.emitted[-1].phase_ms.items() if ms}
 
 
 @pytest.fixture
-def run(gpu: FakeGPU) -> Iterator[Recorded]:
-    recorder = Recorded(gpu)
-    recorder.begin()
-    yield recorder
+def recorder(gpu: FakeGPU) -> Iterator[StoringRecorder]:
+    yield StoringRecorder(gpu)
     assert not gpu.capture_broken
 
 
@@ -51,40 +19,41 @@ def run(gpu: FakeGPU) -> Iterator[Recorded]:
     ("label", "task", "is_timed"),
     [("backward", 0, True), ("optimizer", 0, True), ("forward", 0, False), ("backward", -1, False)],
 )
-def test_wait_in_another_thread_counts_where_that_thread_runs_the_backward(
-    run: Recorded, label: str, task: int, is_timed: bool, monkeypatch: pytest.MonkeyPatch
+def test_wait_in_another_thread_counts_only_in_its_backward(
+    recorder: StoringRecorder,
+    label: str,
+    task: int,
+    is_timed: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = "lightning_gputime._record.waits.current_graph_task_id"
     monkeypatch.setattr(path, lambda: task)
-    run.run(label, 4.0)
-    thread = threading.Thread(target=run.wait)
-    thread.start()
-    thread.join()
-    assert run.end() == {label: 7.0, **({f"{label}/comm": 3.0} if is_timed else {})}
+    recorder.play(f"mark {label}; 4")
+    in_thread(lambda: recorder.play("wait"))
+    recorder.end_step(0)
+    comm = {f"{label}/comm": 3.0} if is_timed else {}
+    assert recorder.phases() == [{"data": 0.0, label: 7.0, **comm}]
 
 
-def test_probed_step_keeps_the_waits_after_the_spin(run: Recorded, gpu: FakeGPU) -> None:
-    run.run("data", 1.0)
-    run.wait()
-    run.start_probe(lambda: gpu.spin(2_000_000))
-    run.wait()
-    run.run("forward", 4.0)
-    assert run.end() == {"data": 3.0, "data/comm": 3.0, "forward": 4.0}
-
-
-def test_wait_whose_mark_fails_costs_its_step_alone(
-    run: Recorded, monkeypatch: pytest.MonkeyPatch
+def test_probed_step_keeps_the_waits_after_the_spin(
+    recorder: StoringRecorder, gpu: FakeGPU
 ) -> None:
-    run.run("forward", 4.0)
+    recorder.play("1; wait")
+    recorder.start_probe(lambda: gpu.spin(2_000_000))
+    recorder.play("wait; mark forward; 4; end")
+    assert recorder.phases() == [{"data": 3.0, "data/comm": 3.0, "forward": 4.0}]
+
+
+def test_wait_whose_mark_fails_drops_only_its_step(
+    recorder: StoringRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder.play("mark forward; 4")
     with monkeypatch.context() as patch:
-        patch.setattr(run, "_host_ns", None)
-        run.wait()
-    assert run.label is None
-    run.end_step(0)
-    run.run("forward", 4.0)
-    run.wait()
-    assert run.end() == {"forward": 7.0, "forward/comm": 3.0}
-    assert len(run.emitted) == 1
+        patch.setattr(recorder, "_host_ns", None)
+        recorder.play("wait")
+    assert recorder.label is None
+    recorder.play("end; mark forward; 4; wait; end")
+    assert recorder.phases() == [{"data": 0.0, "forward": 7.0, "forward/comm": 3.0}]
 
 
 @pytest.mark.parametrize(

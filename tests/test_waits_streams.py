@@ -1,4 +1,4 @@
-"""`<phase>/comm` where there are several streams: only the timed one waits."""
+"""`<phase>/comm` with several streams: only waits of the timed stream count."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ def streams(ranks: Ranks, gpu: FakeGPU) -> FakeStreams:
 
 
 def in_loss(gpu: FakeGPU, call: Callable[[], object]) -> dict[str, float]:
-    """Return the phases of a step that makes a call in `loss`, the same in three steps."""
+    """Return the phases of steps that make a call in `loss`, which must all be equal."""
     first, *others = train(Shared(gpu, "loss", call))
     assert others == [first] * 2
     return first
@@ -52,7 +52,7 @@ def test_collective_on_another_stream_is_not_a_wait(
     def call() -> None:
         with streams.on(streams.side):
             how()
-        # Nobody waits for it.
+        # Nothing waits for the side stream.
         streams.side.queued_ms = 0.0
 
     assert in_loss(gpu, call) == OWN
@@ -62,19 +62,19 @@ def test_only_waits_for_collectives_are_counted(streams: FakeStreams, gpu: FakeG
     def call() -> None:
         reduce_on_side(streams)
         streams.timed.wait_stream(streams.side)
-        # As a batch that is copied ahead.
+        # Like a batch that is copied in advance.
         streams.copies.queued_ms += 2.0
         streams.timed.wait_stream(streams.copies)
 
     assert in_loss(gpu, call) == {**WAITS, "loss": WAITS["loss"] + 2.0}
 
 
-def test_untimed_stream_has_no_waits(streams: FakeStreams, gpu: FakeGPU) -> None:
+def test_waits_of_untimed_streams_are_not_counted(streams: FakeStreams, gpu: FakeGPU) -> None:
     def call() -> None:
         reduce_on_side(streams)
         streams.copies.wait_stream(streams.side)
         FSDP(streams.copies.wait_event, Event(streams.side))
-        # The timed stream is reported, and it is still not counted.
+        # Even a wait of the timed stream does not count if another stream is current.
         with streams.on(streams.copies):
             streams.timed.wait_stream(streams.side)
         streams.copies.queued_ms = 0.0
@@ -83,11 +83,11 @@ def test_untimed_stream_has_no_waits(streams: FakeStreams, gpu: FakeGPU) -> None
 
 
 @pytest.mark.parametrize(("inside_torch", "expected"), [(True, WAITS), (False, WAITS_FOR_NO_RANK)])
-def test_event_wait_counts_only_inside_torch(
+def test_event_wait_is_counted_only_inside_torch(
     streams: FakeStreams, gpu: FakeGPU, inside_torch: bool, expected: dict[str, float]
 ) -> None:
     def call() -> None:
-        # As FSDP2, whose collectives run on separate streams.
+        # Like FSDP2, whose collectives run on separate streams.
         with streams.on(streams.side):
             FSDP(distributed.all_reduce, torch.ones(2))
         if inside_torch:
@@ -105,7 +105,7 @@ def test_loop_on_a_side_stream_is_timed_there(streams: FakeStreams, gpu: FakeGPU
         assert in_loss(gpu, reduce) == WAITS
 
 
-def test_formerly_timed_stream_is_a_side_stream(streams: FakeStreams, gpu: FakeGPU) -> None:
+def test_stream_that_is_no_longer_timed_has_no_comm(streams: FakeStreams, gpu: FakeGPU) -> None:
     loop, usual = Shared(gpu, ""), streams.timed
     with hooks(loop, sync_ranks=False) as timer:
         for number, x in enumerate(timer.steps(loop.batches(3))):
@@ -123,14 +123,14 @@ def test_collective_launched_on_a_side_stream_is_a_wait(
     def call() -> None:
         with streams.on(streams.side):
             launch()
-        ranks.behind = 0
+        ranks.pending = 0
         streams.side.queued_ms = COMM_MS
         streams.timed.wait_stream(streams.side)
 
     assert in_loss(gpu, call) == WAITS
 
 
-def test_device_whose_streams_have_no_class_is_timed(streams: FakeStreams, gpu: FakeGPU) -> None:
+def test_device_without_a_stream_class_is_timed(streams: FakeStreams, gpu: FakeGPU) -> None:
     def call() -> None:
         reduce_on_side(streams)
         streams.timed.wait_stream(streams.side)
