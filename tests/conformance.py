@@ -1,4 +1,4 @@
-"""Training loops with known times, and the phases that a timer must find in each of their steps.
+"""Training loops with known times, and the phases that a timer must report for each step.
 
 `test_conformance.py` runs each loop in every front end that can run it. `python
 tests/conformance.py` writes the table of loops in `README.md`.
@@ -29,7 +29,7 @@ PLAIN = (STEPS, STEP, SAMPLED)
 ALL = (*PLAIN, LIGHTNING)
 ALL_AND_TRANSFORMERS = (*ALL, TRANSFORMERS)  # A fit of transformers takes 0.3 s.
 BY_HAND = (*PLAIN, MANUAL)
-"""Front ends that run a loop body which calls backward and the optimizer itself."""
+"""Front ends for loop bodies that call backward and the optimizer themselves."""
 
 Phases = dict[str, float]
 Build = Callable[[FakeGPU], Loop]
@@ -42,11 +42,11 @@ def loss_of(loop: Loop, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """One loop, and what a timer must report of it."""
+    """A loop, and the results that a timer must report for it."""
 
     name: str
     about: str  # The row in the README.
-    phases: Phases | list[Phases]  # One for all steps, or a list. Without phases of zero time.
+    phases: Phases | list[Phases]  # For all steps, or a list. Phases of zero time are left out.
     front_ends: tuple[str, ...] = ALL
     build: Build = Loop
     body: Body = loss_of  # Takes the loop and a batch, and returns the loss.
@@ -55,7 +55,7 @@ class Case:
     batches: int = 3
     micro_batches: int = 1
     lead_ms: float = 0.125  # Without `steps()`, time before the first model call is `data`.
-    absent: frozenset[str] = frozenset()  # Phases that no step may have, not even with no time.
+    absent: frozenset[str] = frozenset()  # Phases that no step may have, even with zero time.
     options: dict[str, Any] = field(default_factory=dict)  # Options of the timer.
     skipped_updates: int = 0
 
@@ -77,9 +77,9 @@ def loss_case(
     """Add a case with the function as its body, whose docstring is the row in the README.
 
     Args:
-        phases: Phases of every step, or of each.
-        front_ends: Front ends that run it.
-        each: Arguments of the body, by name: each makes a case.
+        phases: Phases of all steps, or of each step.
+        front_ends: Front ends that run the case.
+        each: Argument of the body by name. Each makes a case.
         **options: Other fields of the case.
     """
 
@@ -102,7 +102,7 @@ def body_case(
 
 
 def times(**phases: float) -> Phases:
-    """A standard step in which some phases take another time."""
+    """Return a standard step in which some phases take another time, or are absent (0)."""
     return {name: ms for name, ms in {**STEP_MS, **phases}.items() if ms}
 
 
@@ -110,12 +110,12 @@ TWICE = times(forward=8.0, loss=1.0, backward=16.0)
 
 
 def in_two(phases: Phases) -> Phases:
-    """A step of two micro-batches."""
+    """Return a step of two micro-batches."""
     return {name: ms if name == "optimizer" else 2 * ms for name, ms in phases.items()}
 
 
 class Net(nn.Module):
-    """A module with given parts, whose call is a function of it and its input."""
+    """A module with given parts, whose forward is a function of the module and its input."""
 
     def __init__(
         self, gpu: FakeGPU, call: Callable[[Any, Tensor], Any], **parts: nn.Module
@@ -134,7 +134,7 @@ def with_model(make: Callable[[FakeGPU], nn.Module]) -> Build:
 
 
 def with_net(call: Callable[[Any, Tensor], Any], **layers_ms: tuple[float, float]) -> Build:
-    """A loop with a `Net` of layers, by the times of their forward and backward."""
+    """Return a loop with a `Net` of layers, by the times of their forward and backward."""
 
     def build(gpu: FakeGPU) -> Loop:
         return Loop(
@@ -153,8 +153,8 @@ def with_optimizer(make: Callable[[Iterator[nn.Parameter], FakeGPU, float], Any]
     return build
 
 
-def beside(make: Callable[[FakeGPU], Any]) -> Build:
-    """A loop with something that the timer does not know."""
+def with_unknown(make: Callable[[FakeGPU], Any]) -> Build:
+    """Return a loop with an object that the timer is not given."""
 
     def build(gpu: FakeGPU) -> Loop:
         loop = Loop(gpu)
@@ -190,7 +190,7 @@ class Fails(Layer):
 
 
 def parts(gpu: FakeGPU) -> nn.Module:
-    """A model whose parts are called in several ways, each of which takes the same times."""
+    """Return a model whose parts can be called in several ways that take the same times."""
     features = nn.Sequential(Layer(gpu, 1.0, 2.0), Layer(gpu, 2.0, 3.0))
     return Net(
         gpu,
@@ -207,7 +207,7 @@ def parts(gpu: FakeGPU) -> nn.Module:
 
 def vae(net: Any, x: Tensor) -> Tensor:
     hidden = net.encoder(x)
-    net.gpu.work(1.0)  # sampling, between two model calls
+    net.gpu.work(1.0)  # Sampling between two model calls.
     result: Tensor = net.decoder(hidden)
     return result
 
@@ -351,7 +351,7 @@ def parametrized_weight(loop: Loop, x: Tensor) -> Tensor:
 # Losses
 
 
-class OwnLoss(Net):
+class CustomLoss(Net):
     """A loss that does not derive from a loss of torch."""
 
     def __init__(self, gpu: FakeGPU) -> None:
@@ -370,7 +370,7 @@ class Perceptual(nn.Module):
 
 
 class PerceptualLoss(Perceptual, _Loss):
-    """The same, as a loss of torch."""
+    """A perceptual loss that derives from torch's losses."""
 
 
 def with_loss(loss: Callable[[FakeGPU], nn.Module]) -> Build:
@@ -387,8 +387,8 @@ def loss_module(loop: Loop, x: Tensor, scale: float = 1.0) -> Tensor:
 
 PERCEPTUAL_MS = times(loss=3.5, backward=9.0)
 for _variant, _loss, _scale, _phases in (
-    ("own", OwnLoss, 1.0, STEP_MS),
-    ("own, weighted", OwnLoss, 0.5, STEP_MS),
+    ("own", CustomLoss, 1.0, STEP_MS),
+    ("own, weighted", CustomLoss, 0.5, STEP_MS),
     ("perceptual", Perceptual, 1.0, PERCEPTUAL_MS),
     ("perceptual of torch", PerceptualLoss, 1.0, PERCEPTUAL_MS),
 ):
@@ -398,7 +398,7 @@ for _variant, _loss, _scale, _phases in (
     loss_case(in_two(_phases), (STEPS, STEP, LIGHTNING, MANUAL), **_options)(loss_module)
 
 
-@loss_case(STEP_MS, ALL_AND_TRANSFORMERS, build=with_loss(OwnLoss))
+@loss_case(STEP_MS, ALL_AND_TRANSFORMERS, build=with_loss(CustomLoss))
 def loss_module_in_a_long_sum(loop: Loop, x: Tensor) -> Tensor:
     """A loss module in a sum of many terms: `loss`."""
     loss = loss_module(loop, x)
@@ -410,7 +410,7 @@ def loss_module_in_a_long_sum(loop: Loop, x: Tensor) -> Tensor:
 class Count(torchmetrics.SumMetric):
     """A metric whose update takes 4 ms."""
 
-    full_state_update = False  # So that a call of the metric is one update.
+    full_state_update = False  # Makes a call of the metric one update.
     gpu: FakeGPU
 
     def update(self, value: Any) -> None:
@@ -541,7 +541,7 @@ def clipping(loop: Loop, x: Tensor) -> None:
     loop.gpu.work(1.0)
 
 
-SCALER = beside(lambda _: torch.amp.GradScaler("cpu", init_scale=2.0))
+SCALER = with_unknown(lambda _: torch.amp.GradScaler("cpu", init_scale=2.0))
 
 
 def update_by_scaler(loop: Loop) -> None:
@@ -550,7 +550,7 @@ def update_by_scaler(loop: Loop) -> None:
     loop.optimizer.zero_grad()
 
 
-# Unscaling belongs to `optimizer` where an update follows, else to `other`.
+# Unscaling belongs to `optimizer` if an update follows, else to `other`.
 @body_case(
     [times(optimizer=3.0), times(optimizer=0.0, other=1.125), times(optimizer=3.0)],
     (STEPS, STEP, MANUAL, WRAPPED),
@@ -603,7 +603,7 @@ def physics_informed_net(loop: Loop, x: Tensor) -> None:
 
 
 class Searches(Adder):
-    """An optimizer that works before its closure, and after each of several."""
+    """An optimizer that takes time before its closures and after each."""
 
     def __init__(self, params: Iterator[nn.Parameter], gpu: FakeGPU, ms: float) -> None:
         super().__init__(params, gpu, ms)
@@ -617,7 +617,7 @@ class Searches(Adder):
 
 
 class Hessian(Adder):
-    """As AdaHessian: takes the product of the Hessian and a vector."""
+    """An optimizer like AdaHessian, which computes a Hessian-vector product."""
 
     def step(self, closure: Any = None) -> Any:
         if closure is not None:
@@ -728,7 +728,7 @@ def updates_inside_the_backward(loop: Loop, x: Tensor, clears: bool) -> None:
 
 
 class Failing(Adder):
-    """An optimizer that can be out of memory."""
+    """An optimizer that can run out of memory."""
 
     def __init__(self, params: Iterator[nn.Parameter], gpu: FakeGPU, ms: float) -> None:
         super().__init__(params, gpu, ms)
@@ -780,7 +780,7 @@ def new_optimizer(loop: Loop, x: Tensor, numbers: tuple[int, ...]) -> None:
 
 @body_case(
     times(other=16.125),
-    build=beside(lambda gpu: Adder(iter([nn.Parameter(torch.zeros(1))]), gpu, 16.0)),
+    build=with_unknown(lambda gpu: Adder(iter([nn.Parameter(torch.zeros(1))]), gpu, 16.0)),
 )
 def optimizer_of_another_model(loop: Loop, x: Tensor) -> None:
     """The optimizer of another model: `other`."""
@@ -789,7 +789,7 @@ def optimizer_of_another_model(loop: Loop, x: Tensor) -> None:
 
 
 class Averaging(torch.optim.Optimizer):
-    """As torch's PostLocalSGDOptimizer, which never calls `super().__init__`."""
+    """An optimizer like PostLocalSGDOptimizer, which never calls `super().__init__`."""
 
     def __init__(self, params: Iterator[nn.Parameter], gpu: FakeGPU, ms: float) -> None:
         self.gpu, self.optim = gpu, Adder(params, gpu, ms)
@@ -804,7 +804,7 @@ class Averaging(torch.optim.Optimizer):
 
 
 class Bare(Averaging):
-    """An optimizer without hooks and without another one inside."""
+    """An optimizer without hooks and without an inner optimizer."""
 
     def __init__(self, params: Iterator[nn.Parameter], gpu: FakeGPU, ms: float) -> None:
         self.gpu, self.param_groups = gpu, [{"params": [*params]}]
@@ -833,7 +833,7 @@ for _variant, _optimizer, _phases in (
             f"optimizer without hooks, {_variant}",
             "An optimizer without hooks; where it wraps another, the inner update is `optimizer`",
             _phases,
-            PLAIN,  # Lightning refuses them.
+            PLAIN,  # Lightning refuses optimizers without hooks.
             build=with_optimizer(_optimizer),
         )
     )
@@ -843,7 +843,7 @@ for _variant, _optimizer, _phases in (
 
 
 def pair(gpu: FakeGPU) -> Loop:
-    """Two models with an optimizer each."""
+    """Return a loop of two models with an optimizer each."""
     loop = Loop(gpu, nn.ModuleList([Layer(gpu, 1.0, 2.0), Layer(gpu, 4.0, 8.0)]))
     loop.optimizers = [Adder(model.parameters(), gpu, 0.5) for model in loop.model]
     return loop
@@ -870,7 +870,7 @@ def several_updates_in_one_batch(loop: Loop, x: Tensor) -> None:
 
 
 @body_case(
-    times(forward=8.0, other=2.125), build=beside(lambda gpu: Layer(gpu, 2.0)), lead_ms=2.125
+    times(forward=8.0, other=2.125), build=with_unknown(lambda gpu: Layer(gpu, 2.0)), lead_ms=2.125
 )
 def teacher_and_an_extra_forward(loop: Loop, x: Tensor) -> None:
     """A teacher not passed to the timer: `other`; an extra call without grad: `forward`."""
@@ -913,7 +913,7 @@ BEGIN, END = "<!-- conformance: begin -->\n", "\n<!-- conformance: end -->"
 
 
 def with_table(text: str) -> str:
-    """Return the text of the README with a row for each kind of loop, and what runs it."""
+    """Return the text of the README with a row for each kind of loop, and its front ends."""
     found: dict[str, dict[str, None]] = {}
     for row in CASES:
         runs = found.setdefault(row.about, {})

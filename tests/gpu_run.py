@@ -1,10 +1,10 @@
-"""Trains on two GPUs; each rank writes its median times.
+"""Train on two GPUs, and write the median times of each rank.
 
 python tests/gpu_run.py STRATEGY DIRECTORY [late]
 
-A strategy is one of Lightning's, or "zero1" or "zero3": a plain loop over an engine of DeepSpeed's.
-On a machine without a GPU such a loop runs on two CPU processes. With `late` the second GPU spins
-in the loss of each step, under a strategy of Lightning's.
+A strategy is one of Lightning's, or a plain loop with DeepSpeed's engine: "zero1" or "zero3". The
+loop runs in two CPU processes if there is no GPU. With `late` and a strategy of Lightning's, the
+second GPU spins in the loss of each step.
 """
 
 import json
@@ -24,7 +24,7 @@ from lightning_gputime._timer import Timer
 
 
 class Net(pl.LightningModule):
-    """A net that is worth sharding."""
+    """A net that is large enough to be sharded."""
 
     def __init__(self, late: bool = False) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Net(pl.LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self(batch[0]).pow(2).mean()
         if self.late and self.global_rank == 1:
-            torch.cuda._sleep(40_000_000)  # Some 20 ms.
+            torch.cuda._sleep(40_000_000)  # About 20 ms.
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -55,7 +55,7 @@ class Net(pl.LightningModule):
 
 
 class Writer(pl.Callback):
-    """Writes what the timer before it in the list has measured."""
+    """Writes the results of a timer that precedes it in the list of callbacks."""
 
     def __init__(self, timer: GPUPhaseTimer, directory: Path) -> None:
         self.timer, self.directory = timer, directory
@@ -65,7 +65,7 @@ class Writer(pl.Callback):
 
 
 def write(timer: Timer, rank: int, directory: Path) -> None:
-    """Writes the median times of a rank, and prints the table of the first."""
+    """Write the median times of a rank, and print the table of rank 0."""
     rows = timer.summary().rows
     times = {name: row.p50_ms for name, row in rows.items()}
     (directory / f"rank{rank}.json").write_text(json.dumps(times))
@@ -76,7 +76,7 @@ def write(timer: Timer, rank: int, directory: Path) -> None:
 
 
 def train_engine(rank: int, stage: int, directory: str) -> None:
-    """Trains a net by an engine of DeepSpeed's, in one of two processes."""
+    """Train a net with DeepSpeed's engine in one of two processes."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29533")
     has_gpu = torch.cuda.is_available()

@@ -49,7 +49,7 @@ class MixedPrecision:
         self.optimizer = optimizer
 
     def zero_grad(self) -> None:
-        raise AssertionError("Nobody calls it.")
+        raise AssertionError("Megatron does not call it.")
 
     def step(self) -> bool:
         self.optimizer.step()
@@ -63,13 +63,13 @@ def received(tag: int) -> Tensor:
 
 
 def backward_step(output: Tensor, gradient: Tensor | None) -> None:
-    # Megatron calls the engine directly, as the output may be freed by now.
+    # Like Megatron, call the engine directly, because the output may already be freed.
     given = torch.ones_like(output) if gradient is None else gradient.detach()
     Variable._execution_engine.run_backward((output,), (given,), False, False, (), True, True)
 
 
 class Megatron:
-    """As the modules `megatron.core.pipeline_parallel.schedules` and `megatron.training.training`.
+    """Replaces `megatron.core.pipeline_parallel.schedules` and `megatron.training.training`.
 
     Each stage runs all micro-batches in turn, forward and then backward.
     """
@@ -117,7 +117,7 @@ def megatron(recipe: str) -> GPUPhaseHooks:
 
 
 class Trainer:
-    """As `torchtitan.trainer.Trainer`, whose steps first fetch all micro-batches."""
+    """A trainer like torchtitan's, whose steps first fetch all micro-batches."""
 
     def __init__(self) -> None:
         self.model_parts = chunks()

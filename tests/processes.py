@@ -11,16 +11,16 @@ import lightning_gputime
 
 PACKAGE = Path(lightning_gputime.__file__).parent.parent
 ENVIRONMENT = {
-    # Their package is the one under test, wherever they run.
+    # In any folder, processes import the package under test.
     "PYTHONPATH": str(PACKAGE),
     "OMP_NUM_THREADS": "1",
-    # One that does not end prints where its threads are.
+    # A process that does not end prints the stacks of its threads.
     "PYTHONFAULTHANDLER": "1",
 }
 
 
 def start(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
-    """Starts Python with these arguments."""
+    """Start Python with these arguments."""
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -32,7 +32,7 @@ def start(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
 
 
 def finish(*processes: subprocess.Popen[str], timeout_s: float = 200.0) -> list[str]:
-    """Waits for processes, checks their exit codes, and returns what each has printed."""
+    """Wait for processes, check their exit codes, and return the stdout of each."""
     deadline = time.monotonic() + timeout_s
     outputs = []
     try:
@@ -46,12 +46,12 @@ def finish(*processes: subprocess.Popen[str], timeout_s: float = 200.0) -> list[
         for process in processes:
             process.kill()
     codes = [process.returncode for process in processes]
-    told = "\n".join(text for output in outputs for text in output)
-    assert codes == [0] * len(processes), f"ended with {codes}:\n{told}"
+    texts = "\n".join(text for output in outputs for text in output)
+    assert codes == [0] * len(processes), f"ended with {codes}:\n{texts}"
     return [printed for printed, _ in outputs]
 
 
 def run(*arguments: object, cwd: Path | None = None) -> str:
-    """Runs Python with these arguments to its end, and returns what it has printed."""
+    """Run Python with these arguments, and return its stdout."""
     [printed] = finish(start(*arguments, cwd=cwd))
     return printed

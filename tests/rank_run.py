@@ -1,4 +1,4 @@
-"""Train in one of several processes, with a straggler; rank 0 writes what its timer reports.
+"""Train in one of several processes, one of which is a straggler. Rank 0 writes its results.
 
 python tests/rank_run.py DIRECTORY WORLD_SIZE RANK CASE...
 """
@@ -23,7 +23,7 @@ BASE_MS, LATE_MS, STEPS = 10.0, 30.0, 25
 
 
 def wait_for_ranks(gpu: FakeGPU) -> None:
-    """Keep the fake GPU of this rank busy until those of all ranks are idle."""
+    """Keep the fake GPU of this rank busy until the fake GPUs of all ranks are idle."""
     idle_at = torch.tensor([max(gpu.now, gpu.free_at)])
     torch.distributed.all_reduce(idle_at, torch.distributed.ReduceOp.MAX)
     gpu.work(int(idle_at) / MS - max(gpu.now, gpu.free_at) / MS)
@@ -68,7 +68,7 @@ def train(case: str, rank: int) -> dict[str, Any]:
 
 
 def die(rank: int) -> dict[str, Any]:
-    """Train two epochs; the last rank dies when the first is over, before they are compared."""
+    """Train two epochs. Rank 1 dies at the end of the first, before the ranks are compared."""
     net = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with GPUPhaseHooks(net, optimizer) as timer:
@@ -87,11 +87,11 @@ def die(rank: int) -> dict[str, Any]:
 
 
 def train_uneven(rank: int) -> dict[str, Any]:
-    """Train in a `Join`, in which rank 0 has fewer batches than the other."""
+    """Train in a `Join`, in which rank 0 has fewer batches than rank 1."""
     net = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with Join([net]), GPUPhaseHooks(net, optimizer, warmup_steps=0, every_n_steps=1) as timer:
-        # The last steps are far from over where rank 0 has ended its loop.
+        # Rank 1 still has many steps when rank 0 has ended its loop.
         for x in timer.steps([torch.ones(2, 4)] * (40 if rank else 10)):
             time.sleep(0.005 * rank)
             net(x).sum().backward()

@@ -12,13 +12,13 @@ from lightning_gputime._measurement.changes import Slowdown, StepSeries
 Floats = npt.NDArray[np.float64]
 Random = np.random.Generator
 Make = Callable[[Random, int], Floats]
-"""Function that returns the step time of each of n windows, relative to the baseline."""
+"""A function that returns the step times of n windows relative to the baseline."""
 
-STEPS = 50  # In a window.
-TIMED = 5  # Timed steps in a window.
+STEPS = 50  # Steps per window.
+TIMED = 5  # Timed steps per window.
 STEP_MS = 10.0
 PHASES = {"data": 0.3, "forward": 0.25, "backward": 0.35, "optimizer": 0.1}
-"""The share of each phase of a step."""
+"""Share of each phase in a step."""
 
 
 def noise(random: Random, n: int, size: float = 0.05, correlation: float = 0.0) -> Floats:
@@ -71,7 +71,7 @@ def spikes(random: Random, n: int) -> Floats:
 
 
 def bimodal(random: Random, n: int) -> Floats:
-    """Return windows on two levels."""
+    """Return windows that alternate randomly between two levels."""
     share = random.uniform(0.2, 0.8)
     return np.where(random.random(n) < share, 1.2, 1.0) * np.exp(noise(random, n, 0.03))
 
@@ -122,7 +122,7 @@ PLANTED = {
 
 
 def run(make: Make, random: Random, n: int) -> StepSeries:
-    """Return a run that changes in `data` only; 5 of 50 steps are timed, in 9 of 10 windows."""
+    """Return a run that changes only in `data`. In 9 of 10 windows, 5 of 50 steps are timed."""
     series, factors = StepSeries(), make(random, n)
     shares = np.tile([*PHASES.values()], (n, 1))
     shares[:, 0] = np.maximum(shares[:, 0] + factors - 1, 0.01)
@@ -142,17 +142,17 @@ def find(make: Make, runs: int, n: int, seed: int = 1) -> list[Slowdown | None]:
 
 
 def check(planted: Planted, found: list[Slowdown | None], n: int) -> dict[str, float]:
-    """Return the percentage of runs in which the change was found, and how many of these are right.
+    """Return the percentage of runs in which the change was found, and of correct findings.
 
-    Size and start are right within 10 % (of the size, and of the run).
+    A size or start is correct within 10 % of the size or of the length of the run.
     """
     reported = [slowdown for slowdown in found if slowdown is not None]
     size = np.array([slowdown.change for slowdown in reported]) / planted.size - 1
     start = np.array([slowdown.since_step for slowdown in reported]) / STEPS / n - planted.start
-    right = {
+    is_correct = {
         "size": np.abs(size) <= 0.1,
         "start": np.abs(start) <= 0.1,
         "phase": np.array([slowdown.phase == "data" for slowdown in reported]),
     }
-    shares = {name: 100 * float(np.mean(of)) for name, of in right.items() if reported}
+    shares = {name: 100 * float(np.mean(values)) for name, values in is_correct.items() if reported}
     return {"found": 100 * len(reported) / len(found), **shares}

@@ -1,8 +1,8 @@
-"""Trains a small net on terminals, with a progress bar and the timer's table below it.
+"""Train a small net on terminals with a progress bar, and print what they show at the end.
 
 python tests/terminal_run.py BAR,COLUMNS,RICH...
 
-Each training has a separate process and terminal. Prints the last lines of the terminal.
+Each training has a separate process and terminal.
 """
 
 import json
@@ -58,7 +58,7 @@ def main(cases: list[str]) -> None:
         process, terminal = terminals.fork(int(columns))
         if not process:
             if rich == "without":
-                # As where rich is not installed.
+                # Pretend that rich is not installed.
                 sys.modules["rich"] = None  # type: ignore[assignment]
             train(bar)
             return

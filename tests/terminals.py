@@ -1,4 +1,4 @@
-"""Terminals of processes, and the text that they show at the end."""
+"""Pseudo-terminals of processes, and the text that they show at the end."""
 
 import fcntl
 import gc
@@ -12,12 +12,12 @@ from typing import Any
 import pyte
 
 ROWS = 200
-"""More than any table has, so that nothing scrolls off the screen."""
+"""More rows than any output has, so that nothing scrolls off the screen."""
 
 
 def fork(columns: int, rows: int = ROWS) -> tuple[int, int]:
-    """Fork this process onto a terminal with a number of columns, as `pty.fork`."""
-    gc.freeze()  # Else the copy looks in all that is imported for garbage, when it ends.
+    """Fork this process onto a terminal with a number of columns, like `pty.fork`."""
+    gc.freeze()  # Spares the fork a garbage collection of all imported objects at its end.
     process, terminal = pty.fork()
     if not process:
         fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -26,22 +26,22 @@ def fork(columns: int, rows: int = ROWS) -> tuple[int, int]:
         os.environ["TERM"] = "xterm-256color"
         streams: Any = (sys.stdout, sys.stderr)
         for stream in streams:
-            stream.reconfigure(line_buffering=True)  # As where they were a terminal from the start.
+            stream.reconfigure(line_buffering=True)  # Like streams of a terminal.
     return process, terminal
 
 
 def read(process: int, terminal: int, columns: int, rows: int = ROWS) -> list[str]:
-    """Wait for a process. Return the lines on its terminal without trailing empty lines."""
+    """Wait for a process, and return the lines on its terminal without trailing empty lines."""
     screen = pyte.Screen(columns, rows)
     stream = pyte.ByteStream(screen)
     while True:
         try:
-            read = os.read(terminal, 65536)
-        except OSError:  # Linux says so where the other end is closed.
-            read = b""
-        if not read:
+            data = os.read(terminal, 65536)
+        except OSError:  # On Linux, the other end is closed.
+            data = b""
+        if not data:
             break
-        stream.feed(read)
+        stream.feed(data)
     os.close(terminal)
     _, status = os.waitpid(process, 0)
     assert status == 0, "\n".join(screen.display)

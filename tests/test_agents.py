@@ -1,4 +1,4 @@
-"""The page for coding agents: its commands, run as an agent would, and the list of pages for it."""
+"""The page for coding agents: its commands work, and its list of pages has no broken links."""
 
 import json
 import re
@@ -29,21 +29,21 @@ for x in torch.utils.data.DataLoader(Data(), batch_size=8):
 """
 
 
-def test_list_of_pages_has_no_broken_links() -> None:
+def test_pages_for_agents_have_no_broken_links() -> None:
     links = re.findall(r"\]\(([^)]+)\)", (DOCS / "llms.txt").read_text())
     assert len(links) > 10
     assert [link for link in links if not (DOCS / link).is_file()] == []
 
 
 @pytest.mark.slow
-def test_commands_find_and_prove_the_fix_of_a_planted_loader(tmp_path: Path) -> None:
+def test_agent_commands_find_and_prove_the_fix_of_a_slow_loader(tmp_path: Path) -> None:
     measure, prove = re.findall(r"```sh\n\s*(.*?)\n\s*```", SKILL)
     (tmp_path / "train.py").write_text(SLOW)
     (tmp_path / "train_new.py").write_text(
         SLOW.replace("batch_size=8", "batch_size=8, num_workers=4")
     )
 
-    def start(command: str) -> str:
+    def run(command: str) -> str:
         words = shlex.split(command.partition(" > ")[0])
         return subprocess.run(
             [sys.executable, "-m", "lightning_gputime", *words[1:]],
@@ -54,10 +54,10 @@ def test_commands_find_and_prove_the_fix_of_a_planted_loader(tmp_path: Path) -> 
             check=True,
         ).stdout
 
-    diagnosis = json.loads(start(measure))["diagnosis"]
+    diagnosis = json.loads(run(measure))["diagnosis"]
     assert diagnosis["code"] == "input-bound"
     assert diagnosis["advice"]
     entry = next(row for row in diagnosis["time_breakdown"]["rows"] if row["name"] == "data")
     assert entry["speed_up"] > 2
     assert Path(entry["culprits"][0]["file"]).name == "train.py"
-    assert json.loads(start(prove))["verdict"] == "faster"
+    assert json.loads(run(prove))["verdict"] == "faster"

@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # the trainers' own
+    pytest.mark.filterwarnings("ignore"),  # Trainers warn.
     pytest.mark.usefixtures("one_thread"),
 ]
 
@@ -41,7 +41,7 @@ def test_every_plant_is_declared_once(answers: Any) -> None:
     assert sum(not plant.is_balanced for plant in answers.PLANTS) >= 40
 
 
-def test_planted_line_lies_in_the_named_range(answers: Any) -> None:
+def test_planted_line_is_matched_with_a_range_of_lines(answers: Any) -> None:
     lines = answers.SOURCE.read_text().splitlines()
     number = next(n for n, line in enumerate(lines, 1) if "clip(model)" in line)
     text = f"`optimizer` is planted_projects.py:{number - 2}-{number + 1}"

@@ -1,4 +1,4 @@
-"""The GitHub Action that compares step times: its steps, run as a runner does."""
+"""The GitHub Action that compares step times: its shell steps, run like on a runner."""
 
 import os
 import re
@@ -21,10 +21,10 @@ WORKFLOW = yaml.safe_load((ROOT / "examples/step_time.yml").read_text())
 
 
 def run_action(folder: Path, **inputs: str) -> tuple[int, str, str]:
-    """Return the exit code, the outcome and what was printed."""
-    given = {name: known.get("default", "") for name, known in ACTION["inputs"].items()} | inputs
+    """Return the exit code, the outcome and the printed text."""
+    all_inputs = {name: spec.get("default", "") for name, spec in ACTION["inputs"].items()} | inputs
     values = {
-        name: re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda match: given[match[1]], text)
+        name: re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda match: all_inputs[match[1]], text)
         for name, text in STEP["env"].items()
     }
     files = {name: str(folder / name) for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")}
@@ -42,16 +42,12 @@ def run_action(folder: Path, **inputs: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    for name, more_ms in {
-        "before": 0.0,
-        "after same": 0.0,
-        "slower": 1.5,
-        "at bound": 0.75,
-    }.items():
+    added_ms = {"before": 0.0, "after same": 0.0, "slower": 1.5, "at bound": 0.75}
+    for name, more_ms in added_ms.items():
         for i in range(3):
             (tmp_path / name).mkdir(exist_ok=True)
-            one_run = run(7 * i + len(name), 200, more={"backward": more_ms})
-            saved.save(one_run, tmp_path / name / f"{i}.json")
+            timed = run(7 * i + len(name), 200, more={"backward": more_ms})
+            saved.save(timed, tmp_path / name / f"{i}.json")
     return tmp_path
 
 
@@ -67,7 +63,7 @@ def runs(tmp_path: Path) -> Path:
         ({"after": "not there"}, (2, "error")),
     ],
 )
-def test_action_fails_by_the_outcome(
+def test_action_fails_according_to_the_outcome(
     inputs: dict[str, str], expected: tuple[int, str], runs: Path
 ) -> None:
     code, outcome, printed = run_action(runs, before="before", **inputs)
@@ -78,7 +74,7 @@ def test_action_fails_by_the_outcome(
 
 
 @pytest.mark.slow
-def test_action_runs_commands_in_turns(tmp_path: Path) -> None:
+def test_action_alternates_two_commands(tmp_path: Path) -> None:
     script = (
         "import torch; net = torch.nn.Linear(2, 2)\n"
         "optimizer = torch.optim.SGD(net.parameters(), lr=0.01)\n"

@@ -1,4 +1,4 @@
-"""Each loop of `conformance.py` in each front end that can run it, with the exact times."""
+"""Exact times of each loop of `conformance.py`, in each front end that can run it."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -121,7 +121,7 @@ def expected_steps(case: Case, front_end: str) -> list[Phases]:
             row["data"] += lead_ms
             row["other"] -= lead_ms
     if front_end == TRANSFORMERS:
-        rows[0]["data"] += 1.0  # Accelerate's loader is one batch ahead.
+        rows[0]["data"] += 1.0  # Accelerate's loader prefetches one batch.
     return [{name: ms for name, ms in row.items() if ms} for row in rows]
 
 
@@ -156,7 +156,7 @@ def test_phases_of_each_step(
     if front_end == SAMPLED:
         assert len(numbers) == len(found)
     else:
-        # In manual optimization, steps have the numbers of their last batches.
+        # In manual optimization, a step has the number of its last batch.
         batches = case.micro_batches if front_end == MANUAL else 1
         first = int(front_end == TRANSFORMERS) + batches - 1
         assert numbers == [*range(first, first + batches * len(found), batches)]

@@ -27,12 +27,14 @@ def loader_of(fabric: Fabric, n: int) -> Any:
     return fabric.setup_dataloaders(DataLoader(data))
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_loop_over_a_loader_of_fabric_is_timed(loop: Loop, fabric: Fabric, apart: bool) -> None:
+@pytest.mark.parametrize("is_separate", [False, True])
+def test_loop_over_a_loader_of_fabric_is_timed(
+    loop: Loop, fabric: Fabric, is_separate: bool
+) -> None:
     logger = Logger()
     model: Any
     optimizer: Any
-    if apart:
+    if is_separate:
         model = fabric.setup_module(loop.model)
         optimizer = fabric.setup_optimizers(loop.optimizer)
     else:
@@ -50,7 +52,7 @@ def test_loop_over_a_loader_of_fabric_is_timed(loop: Loop, fabric: Fabric, apart
     assert not [name for name in vars(optimizer) if "zero_grad" in name]
 
 
-def test_micro_batches_without_sync_are_one_step(loop: Loop, fabric: Fabric) -> None:
+def test_fabric_micro_batches_without_sync_are_one_step(loop: Loop, fabric: Fabric) -> None:
     model, optimizer = fabric.setup(loop.model, loop.optimizer)
     options: Any = {"accumulate_grad_batches": "auto", "_clock": loop.gpu}
     with GPUPhaseHooks(model, optimizer, **options) as timer:
@@ -63,7 +65,7 @@ def test_micro_batches_without_sync_are_one_step(loop: Loop, fabric: Fabric) -> 
     assert [(step["forward"], step["optimizer"]) for step in steps(timer)] == [(8.0, 2.0)] * 3
 
 
-def test_evaluation_belongs_to_no_step(loop: Loop, fabric: Fabric) -> None:
+def test_fabric_evaluation_belongs_to_no_step(loop: Loop, fabric: Fabric) -> None:
     model, optimizer = fabric.setup(loop.model, loop.optimizer)
     with GPUPhaseHooks(model, optimizer, _clock=loop.gpu) as timer:
         for _ in range(2):
@@ -79,7 +81,7 @@ def test_evaluation_belongs_to_no_step(loop: Loop, fabric: Fabric) -> None:
     assert [step["forward"] for step in steps(timer)] == [4.0] * 6
 
 
-def test_wrong_module_name_fails_before_the_loop(fabric: Fabric) -> None:
+def test_wrong_module_name_raises_before_the_loop(fabric: Fabric) -> None:
     net = nn.Linear(2, 2)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="no module 'head'"):

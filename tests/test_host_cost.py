@@ -1,4 +1,4 @@
-"""Python calls per step, against the recorded bounds."""
+"""Python calls per step stay within the recorded bounds."""
 
 import json
 import runpy
@@ -14,16 +14,16 @@ RECORDED = json.loads((BENCHMARKS / "host_bounds.json").read_text())
 @pytest.fixture(scope="module")
 def counted() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        # Compiled code of this process keeps hooks on.
+        # Ignore code that other tests compiled, which would keep hooks attached.
         patch.setattr("lightning_gputime._session.hooks_off.has_compiled", lambda: False)
         patch.syspath_prepend(str(BENCHMARKS))
         return runpy.run_path(str(BENCHMARKS / "host_counts.py"))["count_all"]()
 
 
-@pytest.mark.filterwarnings("ignore")  # of the Trainer, of how it is asked to train
-@pytest.mark.parametrize("way", RECORDED)
-def test_no_step_makes_more_calls_than_are_recorded(counted: Any, way: str) -> None:
-    print(f"{way}: {counted[way]}, recorded {RECORDED[way]}")
+@pytest.mark.filterwarnings("ignore")  # The Trainer warns about its options.
+@pytest.mark.parametrize("loop", RECORDED)
+def test_steps_make_no_more_calls_than_recorded(counted: Any, loop: str) -> None:
+    print(f"{loop}: {counted[loop]}, recorded {RECORDED[loop]}")
     assert [*counted] == [*RECORDED]
-    assert counted[way].keys() == RECORDED[way].keys()
-    assert all(counted[way][kind] <= bound for kind, bound in RECORDED[way].items())
+    assert counted[loop].keys() == RECORDED[loop].keys()
+    assert all(counted[loop][kind] <= bound for kind, bound in RECORDED[loop].items())

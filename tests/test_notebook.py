@@ -1,4 +1,4 @@
-"""The table in a notebook, shown once."""
+"""The table in a notebook."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ from lightning_gputime._output.table import in_notebook
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Makes this process the kernel of a notebook; has what it displays."""
+    """Make this process the kernel of a notebook, and return the objects that it displays."""
     displayed: list[Any] = []
     kernel = SimpleNamespace(session=SimpleNamespace(pid=os.getpid()))
     ipython = SimpleNamespace(
@@ -42,7 +42,9 @@ def test_notebook_shows_the_table_as_html_when_training_ends(
     assert "Time per step" not in capsys.readouterr().out
 
 
-def test_fork_of_a_notebook_prints(shown: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_of_a_notebook_is_not_a_notebook(
+    shown: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert in_notebook()
     sys.modules["IPython"].kernel.session.pid = 1
     assert not in_notebook()
@@ -58,7 +60,7 @@ def test_ipython_on_a_terminal_is_not_a_notebook(
     assert not in_notebook()
 
 
-def test_timer_shows_its_summary(loop: Loop) -> None:
+def test_timer_shows_its_summary_as_html(loop: Loop) -> None:
     with hooks(loop) as timer:
         assert "No step was timed" in timer._repr_html_()
         for x in timer.steps(loop.batches(3)):

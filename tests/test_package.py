@@ -1,3 +1,5 @@
+"""Imports of the package and its public names."""
+
 import pickle
 
 import pytest
@@ -30,6 +32,6 @@ def test_every_public_name_can_be_imported() -> None:
             assert found.__module__ == "lightning_gputime"
 
 
-def test_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name_raises_with_the_closest_name() -> None:
     with pytest.raises(AttributeError, match="'GpuPhaseTimer': did you mean GPUPhaseTimer"):
         lightning_gputime.GpuPhaseTimer  # noqa: B018

@@ -1,3 +1,5 @@
+"""Labels of marks, and the phases that they become."""
+
 import dataclasses
 
 import pytest
@@ -20,7 +22,7 @@ def test_time_after_backward_is_other_before_the_next_micro_batch(between: str) 
     assert (resolved[1], resolved[5]) == (("other",), ("optimizer",))
 
 
-def test_sub_phases_also_count_for_their_parents_and_excluded_time_for_nothing() -> None:
+def test_sub_phases_also_count_for_their_parents() -> None:
     assert resolve_labels(("forward/body", "forward", "a/b/c", EXCLUDED, "data")) == (
         ("forward", "forward/body"),
         ("forward",),
@@ -30,7 +32,7 @@ def test_sub_phases_also_count_for_their_parents_and_excluded_time_for_nothing()
     )
 
 
-def test_phases_sort_as_a_step_runs_them() -> None:
+def test_phases_are_sorted_in_the_order_of_a_step() -> None:
     names = ["augment", "backward/comm", "other", "backward", "callbacks", "data/copy", "data"]
     data = ["data", "data/copy", "callbacks"]
     assert in_order(names) == [*data, "backward", "backward/comm", "other", "augment"]
@@ -48,12 +50,12 @@ def test_phases_sort_as_a_step_runs_them() -> None:
         (["a"], r"\['a'\] is not valid"),
     ],
 )
-def test_unusable_name_is_refused(name: str, message: str) -> None:
+def test_invalid_phase_name_is_refused(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_name(name)
 
 
-def test_usable_name_is_returned() -> None:
+def test_valid_phase_name_is_returned() -> None:
     assert check_name("my augment/part 1") == "my augment/part 1"
 
 

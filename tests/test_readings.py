@@ -1,3 +1,5 @@
+"""Results of a timer: history, saved file, JSON and timeline."""
+
 import json
 import math
 from pathlib import Path
@@ -23,21 +25,21 @@ def timer(loop: Loop) -> GPUPhaseHooks:
     return timer
 
 
-def test_pandas_takes_the_history(timer: GPUPhaseHooks) -> None:
+def test_pandas_accepts_the_history(timer: GPUPhaseHooks) -> None:
     frame = pandas.DataFrame(timer.history()).set_index("step")
     assert frame.index.tolist() == [0, 1, 2, 3]
     assert frame["backward_ms"].tolist() == [8.0] * 4
     assert math.isnan(frame["augment_ms"][0])
 
 
-def test_unwritable_path_raises_and_loses_nothing(timer: GPUPhaseHooks, tmp_path: Path) -> None:
+def test_unwritable_path_raises_and_keeps_the_history(timer: GPUPhaseHooks, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"Cannot write .*"):
         timer.save(tmp_path / "missing" / "file")
     assert len(timer.history()) == 4
 
 
 @pytest.mark.parametrize("bad_ms", [math.nan, math.inf, -math.inf])
-def test_nan_is_null_in_json(bad_ms: float) -> None:
+def test_times_that_are_not_finite_are_null_in_json(bad_ms: float) -> None:
     step = raw(0, data=1.0, forward=2.0, backward=3.0)
     broken = step._replace(device_ms=(1.0, bad_ms, 3.0))
     results = Results(10, 0)

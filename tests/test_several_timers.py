@@ -8,7 +8,7 @@ from fake_gpu import STEP_MS, FakeGPU, steps
 from fake_loop import Loop, hooks
 
 
-def test_nested_and_sequential_timers_read_the_same(loop: Loop) -> None:
+def test_nested_and_sequential_timers_measure_the_same(loop: Loop) -> None:
     with hooks(loop) as outer:
         loop.train_all(outer.steps(loop.batches(2)))
         with hooks(loop) as inner:
@@ -18,9 +18,9 @@ def test_nested_and_sequential_timers_read_the_same(loop: Loop) -> None:
 
 
 def time_two(gpu: FakeGPU, n: int, *options: dict[str, Any]) -> list[list[dict[str, float]]]:
-    """Trains two models in turn, each with its timer, and returns the steps of both."""
+    """Train two models alternately, each with its timer, and return the steps of both."""
     loops = [Loop(gpu) for _ in options]
-    timers = [hooks(loop, **own).attach() for loop, own in zip(loops, options, strict=True)]
+    timers = [hooks(loop, **each).attach() for loop, each in zip(loops, options, strict=True)]
     for _ in range(n):
         for loop, timer in zip(loops, timers, strict=True):
             loop.train(torch.ones(1, 2))
@@ -32,7 +32,7 @@ def time_two(gpu: FakeGPU, n: int, *options: dict[str, Any]) -> list[list[dict[s
 
 def test_two_timers_on_two_models_do_not_mix(gpu: FakeGPU) -> None:
     first, second = time_two(gpu, 3, {}, {})
-    # The other timer's step lies between two steps of this timer.
+    # Each step of the other model counts as `data` of this timer.
     other = sum(STEP_MS.values()) - STEP_MS["data"] + 0.125
     alone = {**STEP_MS, "data": 0.125, "other": 0.0}
     assert first == [alone, *[{**alone, "data": other}] * 2]

@@ -24,37 +24,36 @@ COMPARED: tuple[str | None, dict[str, float]] = (
 @pytest.mark.parametrize(
     "cases",
     [
-        # Strategies that start processes come first: the others keep their process group.
+        # Strategies that start processes come first, because the others keep a process group.
         ["2 ddp_notebook", "2 ddp_spawn", "1 auto", "1 ddp"],
         ["2 ddp", "2 ddp_find_unused_parameters_true"],
     ],
 )
 def test_strategy_times_every_phase_on_each_rank(cases: list[str], tmp_path: Path) -> None:
-    # Strategies share their processes if they can.
     printed = run(SCRIPT, tmp_path, *cases)
-    # The table is printed on rank zero alone.
+    # Only rank zero prints the table.
     assert printed.count("over 3 steps") == len(cases)
     for case in cases:
-        check(case, tmp_path / case)
+        assert_measured(case, tmp_path / case)
 
 
-def check(case: str, directory: Path) -> None:
-    """Checks what each rank has written."""
+def assert_measured(case: str, directory: Path) -> None:
+    """Check the file of each rank."""
     number, strategy = case.split()
     devices = int(number)
     for rank in range(devices):
         measured = json.loads((directory / f"rank{rank}.json").read_text())
-        # The fake GPUs know nothing of each other, so the wait takes no time.
+        # The fake GPUs are independent, so waits take no time.
         comm = {"backward/comm": 0.0} if devices > 1 else {}
         assert measured["steps"] == [{**STEP_MS, **comm, "data": 1.0 + 3.0 * rank}] * 3
         fetch = 1.0 + 3.0 * rank
         parts = {"data": fetch, "data/fetch": fetch, "data/copy": 0.0, "callbacks": 0.0}
-        # Lightning asks the other ranks at each batch whether to end.
-        asks = {"data/comm": 0.0} if devices > 1 else {}
-        assert measured["parts of data"] == [{**parts, **asks}] * 3
+        # Lightning broadcasts a flag on every batch.
+        broadcast = {"data/comm": 0.0} if devices > 1 else {}
+        assert measured["parts of data"] == [{**parts, **broadcast}] * 3
         assert measured["hooks"] == 0
         assert measured["wrapped"] == (strategy != "auto")
-        # Rank zero alone compares, and only with others.
+        # Only rank zero compares, and only if there are other ranks.
         sentence, logged = COMPARED if devices > 1 and rank == 0 else (None, {})
         assert measured["sentence"] == sentence
         assert {key: measured["logged"].get(key) for key in logged} == logged

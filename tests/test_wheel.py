@@ -1,4 +1,4 @@
-"""The package as it is built and installed."""
+"""The built wheel: its files, metadata, and use from another folder."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("dist")
     where = {"GITHUB_REPOSITORY": "someone/timer", "GITHUB_REF_NAME": "v1.2.3"}
-    # By way of the source archive, as a release is built.
+    # Like for a release, the wheel is built from the source archive.
     command = [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)]
     done = subprocess.run(command, env={**os.environ, **where}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -64,11 +64,11 @@ def test_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     install = [*pip, "install", "--quiet", "--no-index", "--no-deps", wheel]
     done = subprocess.run(install, **run)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr
-    # It uses the packages of this environment without the editable clone, because Python does not
-    # read path files that a path file names.
+    # The new environment finds the packages of this one through a path file. It does not find the
+    # editable clone, because Python does not follow path files in those folders.
     [packages] = home.glob("lib/*/site-packages")
-    theirs = [path for path in sys.path if path.endswith("-packages")]
-    (packages / "rest.pth").write_text("\n".join(theirs))
+    folders = [path for path in sys.path if path.endswith("-packages")]
+    (packages / "rest.pth").write_text("\n".join(folders))
     script = tmp_path / "quickstart.py"
     script.write_text((ROOT / "examples" / "quickstart.py").read_text())
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -1,4 +1,4 @@
-"""Train in one of two processes in many ways. Rank 1 is late; each writes its times.
+"""Train in one of two processes in many ways, with rank 1 late, and write the times.
 
 python tests/wait_run.py DIRECTORY RANK
 """
@@ -42,7 +42,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Layer(nn.Linear):
-    """A layer that may be late."""
+    """A layer that sleeps if it is late."""
 
     late: Any = (0.0, 0.0)
 
@@ -54,7 +54,7 @@ class Layer(nn.Linear):
 
 
 class Update(torch.optim.SGD):
-    """An optimizer that may be late."""
+    """An optimizer that sleeps if it is late."""
 
     late = 0.0
 
