@@ -18,9 +18,7 @@ def agreements(monkeypatch: pytest.MonkeyPatch) -> list[Agreement]:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_ranks_agree_on_the_request_of_rank_zero(
-    agreements: list[Agreement], order: tuple[int, ...]
-) -> None:
+def test_all_ranks_follow_rank_zero(agreements: list[Agreement], order: tuple[int, ...]) -> None:
     def agree(*requests: int) -> list[int]:
         return [agreements[rank].agree([requests[rank]])[0] for rank in order]
 

@@ -91,9 +91,7 @@ def test_bench_ends_once_the_answer_is_certain(
 
 
 @pytest.mark.usefixtures("ran")
-def test_repeated_tests_of_bench_share_the_significance_level(
-    tmp_path: Path, command: Command
-) -> None:
+def test_repeated_tests_of_bench_share_the_error_rate(tmp_path: Path, command: Command) -> None:
     folder = tmp_path / "runs"
     commands = (
         ["bench", "0", "0", "--turns=4", f"--out={folder}"],

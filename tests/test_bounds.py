@@ -136,9 +136,7 @@ def test_forked_process_records_no_events_and_keeps_training(loop: Loop) -> None
 
 
 @pytest.mark.usefixtures("max_marks_500")
-def test_accumulation_without_updates_bounds_its_events(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_accumulation_bounds_its_events(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     loop.optimizer = Adder(torch.nn.Linear(1, 1).parameters(), loop.gpu, 2.0)
     with hooks(loop, accumulate_grad_batches=10_000, warmup_steps=5) as timer:
         for x in timer.steps(loop.batches(1000)):

@@ -206,9 +206,7 @@ def test_skipped_batches_and_none_batches_end_no_step(gpu: FakeGPU) -> None:
         ({"modules": UserList(["net"])}, ["net"]),
     ],
 )
-def test_options_are_converted_from_configuration_files(
-    option: dict[str, Any], converted: Any
-) -> None:
+def test_options_of_config_files_are_converted(option: dict[str, Any], converted: Any) -> None:
     timer = GPUPhaseTimer(**option)
     [name] = option
     assert getattr(timer._options, name) == converted

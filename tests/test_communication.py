@@ -53,7 +53,7 @@ def test_ddp_wait_is_separated_from_backward(two_ranks: None, gpu: FakeGPU) -> N
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
-def test_ddp_without_a_wait_has_zero_comm(
+def test_ddp_has_zero_comm_without_wait(
     two_ranks: None, gpu: FakeGPU, options: dict[str, Any]
 ) -> None:
     loop = Loop(gpu)

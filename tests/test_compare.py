@@ -159,9 +159,7 @@ def test_comparison_names_the_changed_phase_and_the_size_of_the_change(
 @pytest.mark.parametrize(
     ("after_ms", "is_significant"), [(1.0, False), (1.005, False), (1.007, True)]
 )
-def test_change_below_the_clock_resolution_is_not_significant(
-    after_ms: float, is_significant: bool
-) -> None:
+def test_change_below_resolution_is_not_significant(after_ms: float, is_significant: bool) -> None:
     # Two phases have three boundaries of 2 us.
     found = compare(steady(1.0), steady(after_ms))
     assert found.step.resolution_ms == pytest.approx(0.006)
@@ -723,9 +721,7 @@ def test_sentence_shows_changed_time_outside_the_steps(evaluation_s: float, outs
         ([9.0], "cannot tell", 3),  # One run per side shows no noise.
     ],
 )
-def test_wall_clock_entry_is_judged_only_by_name(
-    after_s: list[float], outcome: str, runs: int | None
-) -> None:
+def test_wall_clock_is_judged_by_name(after_s: list[float], outcome: str, runs: int | None) -> None:
     before = [with_wall_clock(s) for s in (4.9, 5.0, 5.1)[: len(after_s)]]
     found = compare(before, [with_wall_clock(s) for s in after_s])
     assert [*found.wall_clock] == ["set-up", "steps", "evaluation"]

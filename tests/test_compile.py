@@ -236,9 +236,7 @@ def test_compiled_step_with_backward_inside_times_backward_and_optimizer(gpu: Fa
         ("compile(function)", ["inner"]),
     ],
 )
-def test_timer_attached_again_recompiles_nothing(
-    gpu: FakeGPU, how: str, modules: list[str]
-) -> None:
+def test_timer_reattached_recompiles_nothing(gpu: FakeGPU, how: str, modules: list[str]) -> None:
     def train(timed: bool, backend: Count) -> None:
         model, call = compiled_model(how, backend)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -187,9 +187,7 @@ def test_costly_setting_is_not_reported_below_five_percent(monkeypatch: pytest.M
         ),
     ],
 )
-def test_setting_that_costs_nothing_is_not_reported(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cheap_setting_is_not_reported(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     assert training.settings(monkeypatch) == ()
 
 

@@ -387,7 +387,7 @@ def test_blocking_calls_are_ignored_if_warnings_are_errors(modes: list[Any], loo
 
 @pytest.mark.parametrize("options", [{}, {"modules": 1}])
 @pytest.mark.parametrize("n", [1, 6])
-def test_code_that_calls_the_model_row_by_row_is_named(
+def test_code_that_calls_the_model_by_row_is_named(
     n: int, options: dict[str, Any], loop: Loop
 ) -> None:
     def by_rows(x: Tensor) -> Tensor:

@@ -100,9 +100,7 @@ class WithLoss(nn.Module):
 
 
 @pytest.mark.parametrize("is_inside", [False, True], ids=["the model", "inside the model"])
-def test_model_that_returns_its_loss_is_timed_with_its_encoder(
-    gpu: FakeGPU, is_inside: bool
-) -> None:
+def test_model_that_returns_its_loss_is_timed_with_its_parts(gpu: FakeGPU, is_inside: bool) -> None:
     model = WithLoss(gpu)
     bare = installed(*model.modules())
     timed = nn.ModuleList([model]) if is_inside else model

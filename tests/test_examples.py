@@ -63,9 +63,7 @@ def test_quickstart_example_logs_to_csv_and_tensorboard(
         assert [event.step for event in events.Scalars(key)] == [9, 19, 29, 39, 47]
 
 
-def test_plain_loop_example_times_every_phase(
-    example: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plain_example_times_every_phase(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     timer = example("plain_pytorch.py", max_epochs=1)
     assert set(timer.summary().rows) == set(PHASES)
     assert str(timer.summary()) in capsys.readouterr().out

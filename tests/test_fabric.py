@@ -28,9 +28,7 @@ def loader_of(fabric: Fabric, n: int) -> Any:
 
 
 @pytest.mark.parametrize("is_separate", [False, True])
-def test_loop_over_a_loader_of_fabric_is_timed(
-    loop: Loop, fabric: Fabric, is_separate: bool
-) -> None:
+def test_loop_over_a_fabric_loader_is_timed(loop: Loop, fabric: Fabric, is_separate: bool) -> None:
     logger = Logger()
     model: Any
     optimizer: Any

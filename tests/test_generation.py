@@ -103,9 +103,7 @@ STEP = {"other": 0.25, "forward": CALL_MS}
 
 
 @pytest.mark.parametrize("how", [generate, generate_in_eval_mode])
-def test_generation_in_each_step_is_the_phase_generate(
-    model: Gpt, how: Callable[[Gpt], object]
-) -> None:
+def test_generation_in_each_step_is_generate(model: Gpt, how: Callable[[Gpt], object]) -> None:
     assert train(model, lambda _: how(model)) == [{**STEP, "generate": GENERATE_MS}] * 24
 
 

@@ -170,9 +170,7 @@ def test_timer_does_not_keep_the_model_alive(fake: Make, timer: Timer) -> None:
 
 
 @since_5
-def test_micro_batches_of_one_update_are_one_step_even_at_the_end_of_an_epoch(
-    fake: Make, timer: Timer
-) -> None:
+def test_micro_batches_are_one_step_even_at_the_end_of_an_epoch(fake: Make, timer: Timer) -> None:
     # 40 batches: 13 updates of three, and one of the last batch, in each epoch.
     fake([timer], gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=2).train()
     thrice = {**{name: 3 * ms for name, ms in STEP.items()}, "optimizer": 2.0}
@@ -256,7 +254,7 @@ def test_results_of_train_and_evaluate_have_no_phases(fake: Make, timer: Timer) 
     assert not any("phase_time" in key for result in results for key in result)
 
 
-def test_callbacks_before_an_evaluation_belong_to_the_step(
+def test_callbacks_before_an_evaluation_are_in_the_step(
     fake: Make, timer: Timer, gpu: FakeGPU
 ) -> None:
     def make_slow_loader(*args: Any) -> Any:
@@ -416,9 +414,7 @@ def test_items_add_up_over_micro_batches_without_evaluations(fake: Make, gpu: Fa
         assert log[f"{prefix}phase_time/items_per_sec"] == pytest.approx(expected)
 
 
-def test_samples_collated_inside_the_step_are_not_counted_as_items(
-    tmp_path: Path, host_timer: Timer
-) -> None:
+def test_samples_collated_in_a_step_are_not_counted(tmp_path: Path, host_timer: Timer) -> None:
     class Trainer(CustomLoss):
         def _prepare_inputs(self, inputs: Any) -> Any:
             if isinstance(inputs, list):  # Like TRL's trainers that generate.
@@ -598,7 +594,7 @@ def test_timer_shared_by_nested_trainings_times_the_inner_one_and_warns(
     assert "trainer a separate timer" in caplog.text
 
 
-def test_table_is_printed_once_with_a_progress_bar(
+def test_table_is_printed_once_per_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timer = TransformersPhaseTimer(warmup_steps=0)
@@ -639,9 +635,7 @@ def test_trials_and_several_evaluation_sets_are_timed(tmp_path: Path, host_timer
         assert step_numbers(host_timer) == [*range(1, 9)]
 
 
-def test_retry_with_a_smaller_batch_size_starts_a_new_measurement(
-    tmp_path: Path, host_timer: Timer
-) -> None:
+def test_retry_with_a_smaller_batch_size_starts_again(tmp_path: Path, host_timer: Timer) -> None:
     class TooLarge(transformers.Trainer):  # type: ignore[misc]  # has no types
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             if self._train_batch_size > 2 and self.state.global_step == 1:
@@ -924,9 +918,7 @@ def test_clone_of_an_attached_timer_is_detached(
     assert step_numbers(twin) == [1, 2, 3, 4]
 
 
-def test_training_without_on_train_end_leaves_nothing_installed(
-    tmp_path: Path, host_timer: Timer
-) -> None:
+def test_training_without_on_train_end_is_cleaned_up(tmp_path: Path, host_timer: Timer) -> None:
     class Returns(Custom):
         def train(self) -> None:
             for batch in self.begin():

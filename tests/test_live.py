@@ -76,7 +76,7 @@ def run_fit(gpu: FakeGPU, folder: Path) -> GPUPhaseTimer:
 
 
 @pytest.mark.usefixtures("no_interval")
-def test_live_file_is_rewritten_during_an_epoch(
+def test_live_file_is_rewritten_in_an_epoch(
     tmp_path: Path, writes: list[int], gpu: FakeGPU
 ) -> None:
     run_fit(gpu, tmp_path)
@@ -100,9 +100,7 @@ def test_live_file_takes_one_percent_of_the_time_every_ten_seconds(
 
 
 @pytest.mark.usefixtures("no_interval")
-def test_live_file_adds_no_wait_for_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_file_adds_no_host_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     often, never = FakeGPU(), FakeGPU()
     run_fit(often, tmp_path)
     monkeypatch.setattr(live_file, "_MIN_INTERVAL_S", 1e9)

@@ -103,9 +103,7 @@ def test_summary_without_training_names_the_reason(gpu: FakeGPU) -> None:
         (None, "got None"),
     ],
 )
-def test_steps_refuses_an_argument_that_is_not_a_loader(
-    loop: Loop, loader: Any, message: str
-) -> None:
+def test_steps_refuses_arguments_that_are_no_loader(loop: Loop, loader: Any, message: str) -> None:
     with hooks(loop) as timer:
         with pytest.raises(TypeError, match=escape(message)):
             timer.steps(loader)

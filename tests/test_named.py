@@ -46,9 +46,7 @@ def test_phase_without_a_timer_runs_its_code(gpu: FakeGPU) -> None:
     assert gpu.created == 0
 
 
-def test_phase_object_can_be_reused_nested_and_in_threads(
-    gpu: FakeGPU, timer: GPUPhaseHooks
-) -> None:
+def test_phase_can_be_reused_nested_and_in_threads(gpu: FakeGPU, timer: GPUPhaseHooks) -> None:
     augment = phase("augment")
 
     def use(ms: float) -> None:

@@ -42,7 +42,7 @@ def test_notebook_shows_the_table_as_html_when_training_ends(
     assert "Time per step" not in capsys.readouterr().out
 
 
-def test_fork_of_a_notebook_is_not_a_notebook(
+def test_fork_of_a_notebook_is_no_notebook(
     shown: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert in_notebook()

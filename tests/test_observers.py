@@ -82,7 +82,7 @@ def test_observer_metrics_are_logged_with_the_same_steps(loop: Loop, every: int)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_observer_that_raises_changes_no_log(
+def test_failing_observer_changes_no_log(
     loop: Loop, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     logs, _ = train(loop, Recording(fails_in=name))

@@ -89,9 +89,7 @@ def test_depths_and_patterns_select_modules_in_model_order(
 
 
 @pytest.mark.parametrize("modules", [2, 100, "all", "**", ["all"]])
-def test_large_depth_or_all_selects_callable_modules_without_metrics(
-    gpu: FakeGPU, modules: Any
-) -> None:
+def test_large_depth_or_all_selects_all_callable_modules(gpu: FakeGPU, modules: Any) -> None:
     of_layers = [f"{layer}{part}" for layer in LAYERS for part in ("", ".attn", ".mlp")]
     assert [*resolve(modules, GPT(gpu))] == ["head", "emb", "emb.linear", *of_layers]
 

@@ -218,9 +218,7 @@ def test_marks_divide_a_step_into_phases(
     assert recorder.gpu.spins == []
 
 
-def test_host_waits_once_per_step_for_the_previous_step(
-    gpu: FakeGPU, recorder: StoringRecorder
-) -> None:
+def test_host_waits_once_per_step_for_the_previous(gpu: FakeGPU, recorder: StoringRecorder) -> None:
     for number in range(5):
         recorder.step(number)
         assert len(gpu.waits) == number
@@ -322,7 +320,7 @@ def test_error_at_a_step_end_loses_only_pending_steps(
     assert caplog.messages == [f"Skipped a step that could not be timed: {error}"]
 
 
-def test_error_of_a_consumer_does_not_reach_the_loop(
+def test_consumer_error_does_not_reach_the_loop(
     gpu: FakeGPU, caplog: pytest.LogCaptureFixture
 ) -> None:
     def emit(steps: list[StepRecord], _: int) -> None:

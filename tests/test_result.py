@@ -70,7 +70,7 @@ def test_brief_result_stays_short_for_many_phases_and_long_texts() -> None:
 
 
 @each_format
-def test_comparison_follows_the_schema(
+def test_comparison_fits_the_schema(
     flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = [str(tmp_path / f"{i}.json") for i in range(3)]

@@ -89,9 +89,7 @@ class WithOtherGroups(torch.optim.Optimizer):
     ids=["no params", "None", "numbers", "params is None", "names"],
 )
 @pytest.mark.parametrize("is_given", [True, False])
-def test_optimizer_with_invalid_groups_still_updates(
-    loop: Loop, groups: Any, is_given: bool
-) -> None:
+def test_optimizer_with_odd_groups_still_updates(loop: Loop, groups: Any, is_given: bool) -> None:
     optimizer: Any = WithOtherGroups(loop.model.parameters())
     optimizer.param_groups = groups
     before = loop.model.linear.bias.clone()

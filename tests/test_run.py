@@ -436,7 +436,7 @@ def watch(imported: list[str]) -> auto._WatchingFinder:
     return auto._WatchingFinder({name: partial(notice, name) for name in names})
 
 
-def test_watched_imports_are_noticed_in_any_order(
+def test_imports_are_noticed_in_any_order(
     stubs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for order in permutations(("torch", *LIBRARIES)):

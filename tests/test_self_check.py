@@ -70,9 +70,7 @@ def test_self_check_finds_a_model_that_is_never_called(loop: Loop, warnings: War
     assert len(warnings()) == 2
 
 
-def test_self_check_finds_a_model_that_replaces_call(
-    gpu: FakeGPU, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_self_check_finds_a_replaced_call(gpu: FakeGPU, caplog: pytest.LogCaptureFixture) -> None:
     class WithoutHooks(nn.Module):  # Like the modules of gpytorch.
         def __init__(self) -> None:
             super().__init__()
@@ -189,9 +187,7 @@ def test_training_without_an_optimizer_warns_when_times_are_first_requested(
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_self_check_finds_an_evaluation_with_gradients(
-    loop: Loop, grad: bool, warnings: Warnings
-) -> None:
+def test_self_check_finds_evaluations_with_grad(loop: Loop, grad: bool, warnings: Warnings) -> None:
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(30)):
             loop.train(x)

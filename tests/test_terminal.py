@@ -153,9 +153,7 @@ def test_lanes_are_drawn_on_terminals_that_have_the_colours(
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 100])
 @pytest.mark.parametrize("scale", [1.0, 100.0])
-def test_narrow_table_leaves_out_columns_in_order_and_cuts_no_number(
-    width: int, scale: float
-) -> None:
+def test_narrow_table_drops_columns_in_order_and_cuts_no_number(width: int, scale: float) -> None:
     summary = summary_of_ranks(scale)
     wide = header(str(summary).splitlines())
     table = summary._table()
@@ -210,9 +208,7 @@ def test_table_of_ranks_fits_into_80_columns() -> None:
         (22_375.0, "Time per step in s", "22.3750", "22.4 s"),
     ],
 )
-def test_table_has_the_unit_that_suits_the_step(
-    ms: float, title: str, cell: str, words: str
-) -> None:
+def test_unit_of_the_table_suits_the_step(ms: float, title: str, cell: str, words: str) -> None:
     summary = run_of([raw(0, ms / 2, forward=ms)]).summary()
     text = str(summary)
     assert f"\n{title} over 1 step" in text
@@ -262,7 +258,7 @@ def test_narrow_comparison_leaves_out_columns_and_cuts_no_number(width: int, nam
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_table_on_an_ascii_output_is_escaped(
+def test_table_is_escaped_on_ascii_output(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")

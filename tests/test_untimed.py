@@ -285,7 +285,7 @@ def test_too_expensive_timing_is_reported() -> None:
         ("a log at each step", {"log_every_n_steps": 1, "logger": Logger()}),
     ],
 )
-def test_consumer_of_each_step_times_all_steps_with_a_note(
+def test_consumer_of_each_step_times_all_with_a_note(
     consumer: str, options: dict[str, Any]
 ) -> None:
     timer = train(CostlyGPU(20.0), 400, **options)

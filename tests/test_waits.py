@@ -127,7 +127,7 @@ def test_named_phase_continues_after_a_wait(ranks: Ranks, gpu: FakeGPU) -> None:
     assert train(Shared(gpu, "loss", named)) == [{**OWN, **expected}] * 3
 
 
-def test_nested_waits_count_once(
+def test_nested_wait_counts_once(
     ranks: Ranks, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broadcast = ProcessGroup.broadcast

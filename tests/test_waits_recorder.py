@@ -35,9 +35,7 @@ def test_wait_in_another_thread_counts_only_in_its_backward(
     assert recorder.phases() == [{"data": 0.0, label: 7.0, **comm}]
 
 
-def test_probed_step_keeps_the_waits_after_the_spin(
-    recorder: StoringRecorder, gpu: FakeGPU
-) -> None:
+def test_probed_step_keeps_waits_after_the_spin(recorder: StoringRecorder, gpu: FakeGPU) -> None:
     recorder.play("1; wait")
     recorder.start_probe(lambda: gpu.spin(2_000_000))
     recorder.play("wait; mark forward; 4; end")
