@@ -24,8 +24,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["lightning: slow collate", "plain: slow __getitem__", "transformers: slow callback"],
+    "name", ["lightning: slow collate", "plain: slow __getitem__", "transformers: slow callback"]
 )
 def test_timer_finds_planted_bottleneck(answers: Any, name: str) -> None:
     plant = next(plant for plant in answers.PLANTS if plant.name == name)

@@ -142,8 +142,7 @@ def test_cli_tables_cover_every_option() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "value"),
-    [(name, *item) for name, values in VALUES.items() for item in values],
+    ("name", "text", "value"), [(name, *item) for name, values in VALUES.items() for item in values]
 )
 def test_cli_config_file_takes_every_option(name: str, text: str, value: Any) -> None:
     given = make("--config", write({name: text}), run=False).options[name]

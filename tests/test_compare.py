@@ -25,11 +25,7 @@ from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._phases import StepRecord
 from lightning_gputime._runs import saved
 from lightning_gputime._runs.environment import Environment
-from lightning_gputime._runs.estimates import (
-    quantile_of_t,
-    typical_step,
-    variance,
-)
+from lightning_gputime._runs.estimates import quantile_of_t, typical_step, variance
 
 PHASES = ("data", "forward", "backward")
 H200 = Environment(device="H200", device_type="cuda", world_size=1, batch_size=32, torch="2.13.0")

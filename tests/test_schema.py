@@ -70,7 +70,7 @@ REMOVED = {
         *(f".summary.memory.{name}" for name in ("at_step", "peak_mib", "start_mib", "steps")),
         ".summary.rows.forward.peak_mib",
         ".summary.step.peak_mib",
-    },
+    }
 }
 """Values of older files that this version no longer has."""
 

@@ -490,12 +490,7 @@ def each_evaluation(every: int) -> dict[str, tuple[str, int, int]]:
 
 
 @scene(rows_of_pseudo_labels, each_evaluation(1))
-@scene(
-    rows_of_pseudo_labels,
-    each_evaluation(20),
-    every_n_steps=20,
-    numbers=timed_indices(20, 60),
-)
+@scene(rows_of_pseudo_labels, each_evaluation(20), every_n_steps=20, numbers=timed_indices(20, 60))
 def pseudo_labels(loop: Loop, timer: GPUPhaseHooks, api: str, calls: int, every: int) -> None:
     """Train on pseudo labels, which the model computes in eval mode before each step."""
     for x in each_batch(timer, batches(loop.gpu, 3 * every, copy_ms=FETCH_MS), api):
@@ -512,11 +507,7 @@ class Encoded(nn.Module):
         self.encoder.requires_grad_(False).eval()
 
 
-@scene(
-    [times(other=50.0)] * 3,
-    EACH_API,
-    make=lambda gpu: Loop(gpu, Encoded(gpu)),
-)
+@scene([times(other=50.0)] * 3, EACH_API, make=lambda gpu: Loop(gpu, Encoded(gpu)))
 def frozen_encoder(loop: Loop, timer: GPUPhaseHooks, api: str) -> None:
     """Train a head on the output of a frozen encoder."""
     for x in each_batch(timer, loop.batches(3), api):

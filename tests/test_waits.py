@@ -58,8 +58,7 @@ def collective(request: pytest.FixtureRequest, ranks: Ranks) -> Callable[[], Non
 
 
 @pytest.mark.parametrize(
-    "place",
-    ["data", "forward", "loss", "backward", "optimizer", "other", "update", "augment"],
+    "place", ["data", "forward", "loss", "backward", "optimizer", "other", "update", "augment"]
 )
 def test_collective_is_comm_of_the_phase_in_which_it_is_called(
     collective: Callable[[], None], gpu: FakeGPU, place: str
