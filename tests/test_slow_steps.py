@@ -138,7 +138,9 @@ def test_compilation_is_a_cause(loop: Loop) -> None:
     before = [*callback_handler.start_callbacks], [*callback_handler.end_callbacks]
     # A reset of dynamo removes the callbacks. The timer adds them again when it reads steps.
     slow = only_slow_step(train(loop, {2: callback_handler.clear, 55: recompile}))
-    assert slow.causes == (Cause("compilation", 120.0, 120.0 - LEAD_MS - 5.625, "of a backward"),)
+    assert slow.causes == (
+        Cause("compilation", 120.0, 120.0 - LEAD_MS - 5.625, "of a backward graph"),
+    )
     assert (callback_handler.start_callbacks, callback_handler.end_callbacks) == before
 
 

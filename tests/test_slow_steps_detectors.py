@@ -277,7 +277,7 @@ WORKERS = SimpleNamespace(num_workers=4)
     ("items", "detail"),
     [
         (WORKERS, "its 4 workers had no batch ready"),
-        (iter([1]), "it loads in the loop's own process"),
+        (iter([1]), "it loads in the main process"),
     ],
 )
 def test_slow_fetch_is_a_cause(items: object, detail: str, gpu: FakeGPU) -> None:
@@ -300,7 +300,7 @@ def test_slow_first_fetch_of_an_epoch_is_the_start_of_workers(gpu: FakeGPU) -> N
     bench.analyzer.loop_begins()
     bench.step(SLOW, {"data": 20.0}, {"data": 20.0})
     [cause] = bench.only.causes
-    assert cause.detail == "its first batch, for which its workers start"
+    assert cause.detail == "starting its workers for the first batch"
 
 
 def test_data_without_a_loader_is_not_a_cause(gpu: FakeGPU) -> None:

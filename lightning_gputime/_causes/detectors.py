@@ -113,7 +113,7 @@ class HostSpans:
 
     def _on_compile_end(self, args: Any = None, *_: Any) -> None:
         trigger = getattr(getattr(args, "callback_trigger", None), "name", "")
-        self.end("compilation", "of a backward" if trigger == "LAZY_BACKWARD" else "")
+        self.end("compilation", "of a backward graph" if trigger == "LAZY_BACKWARD" else "")
 
     def start(self, kind: CauseKind) -> None:
         self._started_ns[kind] = self._now_ns()
@@ -188,9 +188,9 @@ def _detect_fetch(
     # The loop has waited for one of these batches.
     made = [batch for batch in batches if start_ns < batch.end_ns <= end_ns]
     if not workers:
-        detail = "its start" if starts_loop else "it loads in the loop's own process"
+        detail = "its start" if starts_loop else "it loads in the main process"
     elif starts_loop:
-        detail = "its first batch, for which its workers start"
+        detail = "starting its workers for the first batch"
     elif made:
         detail = str(max(made, key=lambda batch: batch.end_ns - batch.start_ns))
     else:
@@ -247,8 +247,9 @@ class Preemption:
             return None  # Skip the baseline: most slow steps have another cause.
         others = filter(None, [_off_cpu(samples, step) for step in baseline.steps])
         columns = [*zip(*others, strict=True)]
-        usual = _OffCpu(*map(median, columns)) if columns else None
-        return None if usual is None else partial(_detect_off_cpu, found, usual)
+        if not columns:
+            return None
+        return partial(_detect_off_cpu, found, _OffCpu(*map(median, columns)))
 
 
 def _detect_off_cpu(
