@@ -83,14 +83,15 @@ def break_down(m: Measurement, setup: TrainingSetup, pace: Pace) -> TimeBreakdow
     """Return the time breakdown, with the advice on each entry."""
     work = CPU_WORK if m.on_host_clock else GPU_WORK
     wall_clock = m.wall_clock or WallClockBreakdown({})
-    # Before the second step, the wall clock has no entry for steps.
-    has_steps_entry = STEPS in wall_clock.entries_s
-    if not has_steps_entry:
-        all_steps = m.steps + m.untimed_steps
-        wall_clock = WallClockBreakdown({STEPS: all_steps * m.step.mean_ms / 1e3})
+    scope = "training" if setup.is_own_loop else "fit"
+    if STEPS not in wall_clock.entries_s:  # Before the second step.
+        scope = "timed steps"
+        n = m.steps + m.untimed_steps
+        wall_clock = WallClockBreakdown({STEPS: n * m.step.mean_ms / 1e3})
     entries_s = dict(wall_clock.entries_s)
     steps_s, saves_s = entries_s.pop(STEPS), wall_clock.saves_in_steps_s
-    parts = _parts_of_step(m, pace, work, saves_s / (steps_s + saves_s or 1.0))
+    saves_share = saves_s / (steps_s + saves_s or 1.0)
+    parts = _parts_of_step(m, pace, work, saves_share)
     # The wall clock has a separate entry for checkpoints, so exclude them from the steps.
     without_saves = 1.0 - parts.pop(SAVES).share
     # Only the excess of the first step over the other steps belongs to its entry.
@@ -98,26 +99,25 @@ def break_down(m: Measurement, setup: TrainingSetup, pace: Pace) -> TimeBreakdow
     steady_s = min(without_saves * m.step.mean_ms / 1e3, first_step_s)
     if first_step_s:
         entries_s[FIRST_STEP] = first_step_s - steady_s
-    steps_s = (steps_s + steady_s) / without_saves if without_saves > 0 else 0.0
-    wall_s = sum(entries_s.values()) + without_saves * steps_s
+    all_steps_s = (steps_s + steady_s) / without_saves if without_saves > 0 else 0.0
+    wall_s = sum(entries_s.values()) + without_saves * all_steps_s
     rows = []
     for name in dict.fromkeys([*entries_s, *parts]):
         part = parts[name]
         # A phase may share its name with an entry outside of steps: add both.
-        seconds = entries_s.get(name, 0.0) + part.share * steps_s
+        seconds = entries_s.get(name, 0.0) + part.share * all_steps_s
         if seconds > 0 or name == work:
             culprits = () if is_blurred(name, m) else culprits_of(name, seconds, m)
             case = Case(name, seconds, m, setup, pace, culprits)
-            rows.append(_entry(case, part, seconds / wall_s, steps_s / wall_s))
+            rows.append(_entry(case, part, seconds / wall_s, all_steps_s / wall_s))
     mfu = m.mfu
-    scope = "timed steps" if not has_steps_entry else "training" if setup.is_own_loop else "fit"
     return TimeBreakdown(
         rows=tuple(sorted(rows, key=lambda row: -row.seconds)),
         wall_s=wall_s,
         scope=scope,
         work=work,
         # MFU above 1 means that the FLOPs or the peak are wrong.
-        peak_share=None if mfu is None or mfu > 1 else mfu * steps_s / wall_s,
+        peak_share=None if mfu is None or mfu > 1 else mfu * all_steps_s / wall_s,
         unknown=_unknown(m),
     )
 
@@ -197,7 +197,9 @@ def _removable_share(name: str, part: _Part, m: Measurement, pace: Pace) -> floa
     return min(max(part.share, part.host), 1 - busy_ms / m.step.mean_ms)
 
 
-def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> defaultdict[str, _Part]:
+def _parts_of_step(
+    m: Measurement, pace: Pace, work: str, saves_share: float
+) -> defaultdict[str, _Part]:
     """Return the entries of a step. Their shares add up to 1."""
     entry_of = _entries_of_phases(m, pace, work)
     parts = defaultdict[str, _Part](_Part)
@@ -215,7 +217,7 @@ def _parts_of_step(m: Measurement, pace: Pace, work: str, saves: float) -> defau
             parts[entry].add(row.share, m.host_share(name), row.share_error)
             if "/" in name:
                 parts[parent].add(-row.share, -m.host_share(name))
-    move(CALLBACKS, SAVES, saves)  # In a step, checkpoints are part of callbacks.
+    move(CALLBACKS, SAVES, saves_share)  # In a step, checkpoints are part of callbacks.
     work_of_slow_steps = 0.0
     if m.slow is not None:
         for name, causes in m.slow.lost_shares.items():

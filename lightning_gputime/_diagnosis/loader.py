@@ -23,6 +23,7 @@ _MIN_SLOW_FACTOR = 1.5  # Time of a slow worker, as a multiple of the median of 
 _MIN_REST = 0.01  # Minimum of rest_ms / batch_ms, which caps the suggestion at 110 workers.
 _MIN_PINNING = 0.8  # A pin-memory thread that is busy for this fraction of a step is too slow.
 _SMALLER_BATCHES = "return smaller batches, such as uint8 in place of float32"
+_MIN_CPU_SHARE = 0.05  # Minimum CPU time of a worker, which caps the number per core at 20.
 _MARGIN = 1.1  # Suggest enough workers for steps that are shorter by this factor.
 
 
@@ -62,8 +63,8 @@ class LoaderCase:
         """Number of workers that the CPU cores can keep running; None if unknown."""
         if self.cores is None or self.times.cpu_share is None:
             return None
-        # The training loop needs a core, too.
-        return max(math.floor((self.cores - 1) / max(self.times.cpu_share, 0.05)), 1)
+        cpu_share = max(self.times.cpu_share, _MIN_CPU_SHARE)
+        return max(math.floor((self.cores - 1) / cpu_share), 1)  # The training loop needs a core.
 
     @classmethod
     def of(cls, m: Measurement, setup: TrainingSetup) -> "LoaderCase | None":
@@ -77,12 +78,12 @@ class LoaderCase:
         exposed_ms = fetches.frequency * fetches.mean_ms
         return cls(
             times,
-            exposed_ms / per_step,
-            (m.step.mean_ms - exposed_ms) / per_step,
-            steps * per_step,
-            setup.cores,
-            setup.loader_prefix,
-            setup.persistent_workers is True,
+            exposed_ms=exposed_ms / per_step,
+            rest_ms=(m.step.mean_ms - exposed_ms) / per_step,
+            batches=steps * per_step,
+            cores=setup.cores,
+            prefix=setup.loader_prefix,
+            is_persistent=setup.persistent_workers is True,
         )
 
     def explains(self, ms: float) -> bool:
