@@ -78,6 +78,8 @@ def test_slowdown_has_its_kind_start_and_size(
         level(10.0, 20.0, 38),  # Not lasting yet.
         level(20.0, 10.0, 1),  # Warm-up.
         [40.0, 20.0, *np.full(38, 10.0)],
+        [300.0, 100.0, 30.0, *np.full(9, 10.0)],  # Long warm-up of a short run.
+        [100.0, 30.0, *np.full(6, 10.0)],
         np.full(40, 10.0),
         level(10.0, 17.0, 5, n=9),  # Too few windows for this change.
         level(10.0, 50.0, 3, n=6),

@@ -31,7 +31,7 @@ _MAX_PHASES = 64  # Beyond this number, sub-phases are dropped.
 _FIND_GROWTH = 1.25  # A search is due each time the run has grown by this factor.
 # Warm-up ends at the first window that takes at most this multiple of the next window, and at the
 # latest after this fraction of the run.
-_WARMUP_FACTOR, _MAX_WARMUP = 1.25, 0.1
+_WARMUP_FACTOR, _MAX_WARMUP_SHARE = 1.25, 0.4
 # Minimum length of the first level and of later levels: number of windows and fraction of the run.
 _MIN_START, _MIN_START_SHARE = 2, 0.05
 _MIN_LEVEL, _MIN_LEVEL_SHARE = 3, 0.1
@@ -334,7 +334,8 @@ def _merge_short(windows: Sequence[_Window]) -> list[_Window]:
 def _count_warmup(windows: Sequence[_Window]) -> int:
     """Return the number of first windows that are warm-up, such as compilation."""
     means_ms = [window.wall_ms / window.steps for window in windows]
-    max_n, n = max(1, int(_MAX_WARMUP * len(windows))), 0
+    max_n = max(1, min(int(_MAX_WARMUP_SHARE * len(windows)), len(windows) - _MIN_WINDOWS))
+    n = 0
     while n < max_n and means_ms[n] > _WARMUP_FACTOR * means_ms[n + 1]:
         n += 1
     return n
