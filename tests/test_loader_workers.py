@@ -207,6 +207,12 @@ LOCK = (
 NO_CORE = "workers wait 70 % of their time for one of 4 CPU cores"
 RESTARTS = "workers started 4 times, and the first batch took 1 s each time"
 STARTS = f"set persistent_workers=True: {RESTARTS}"
+KEEP = (
+    "loop over the loader (`for batch in loader`), or keep its iterator: `iter(loader)` runs for"
+    " each batch; "
+)
+AHEAD = replace(WORKER, batches=200)
+OFTEN = "workers started 190 times, and the first batch took 100 ms each time"
 CREATE = f"create the DataLoader once, not in each epoch: {RESTARTS}"
 INDEX = "index whole batches with dataset[indices]; the tensors are in memory"
 COLLATING = replace(WORKER, dataset_ms=2.0, collate_ms=18.0)
@@ -246,13 +252,16 @@ QUICK, UNEVEN = (replace(WORKER, dataset_ms=ms, collate_ms=0.0, wait_ms=10.0) fo
             [f"free CPU cores, or make `Photos.__getitem__` faster: {NO_CORE}"],
         ),
         ({"starts": 4, "startup_s": 1.0}, 16, [STARTS]),
+        # Workers make batches ahead that the loop does not read; in epochs of one batch, they do not.
+        ({"workers": (AHEAD,) * 2, "starts": 190}, 16, [KEEP + OFTEN]),
+        ({"starts": 190}, 16, [f"set persistent_workers=True: {OFTEN}"]),
         ({"startup_s": 3.0}, 16, [KEEP_UP]),  # A single start delays only the first step.
     ],
 )
 def test_advice_on_a_loader_follows_from_its_workers(
     facts: dict[str, Any], cores: int | None, texts: list[str]
 ) -> None:
-    case = LoaderCase(replace(TIMES, **facts), 5.0, 5.0, batches=200, cores=cores)
+    case = LoaderCase(replace(TIMES, **facts), 5.0, 5.0, 200, 200, cores)
     assert [advice.text for advice in advise_on_loader(case)] == texts
 
 
@@ -345,7 +354,7 @@ def test_table_without_workers_shows_the_main_process() -> None:
 
 
 def test_workers_that_repeat_each_other_are_reported_first() -> None:
-    case = LoaderCase(replace(TIMES, repeats=True), 5.0, 5.0, 200, 16)
+    case = LoaderCase(replace(TIMES, repeats=True), 5.0, 5.0, 200, 200, 16)
     advice = [*advise_on_loader(case)]
     assert [item.code for item in advice] == ["shard_dataset", "num_workers"]
     assert advice[0].text.endswith(

@@ -632,6 +632,16 @@ def test_run_times_the_workers_of_a_loader_that_each_epoch_replaces(run: Runner)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+def test_run_names_a_loop_that_makes_an_iterator_for_each_batch(workers: int, run: Runner) -> None:
+    loader = f"DataLoader(Slow(), 2, num_workers={workers})"
+    loop = f"loader = {loader}\n    for x in (next(iter(loader)) for _ in range(20))"
+    run(LOADER.replace("for x in loader", loop), *SAVED, "--warmup-steps", "0", "train.py")
+    advice = next(text for text in run.summary().advice if "iter(loader)" in text)
+    assert advice.startswith("loop over the loader (`for batch in loader`), or keep its iterator")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "steps", "message"),
     [

@@ -105,12 +105,14 @@ class _Stages:
 
     def __iter__(self) -> Iterator[Any]:
         now_ns = self._now_ns
+        self._sums.start_iterator()
         start_ns = now_ns()
         for index in self._indices:
             self._indices_ready_ns = now_ns()
             self._sampler_ns = self._indices_ready_ns - start_ns
             yield index
             start_ns = now_ns()
+        self._sums.end_iterator()
 
     def collate(self, examples: Any) -> Any:
         start_ns = self._now_ns()

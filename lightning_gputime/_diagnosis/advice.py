@@ -32,6 +32,7 @@ from lightning_gputime._diagnosis.loader import (
     LoaderCase,
     advise_on_first_step,
     advise_on_loader,
+    keep_iterator,
     workers_for,
 )
 from lightning_gputime._diagnosis.pace import Pace
@@ -157,6 +158,9 @@ def _load_faster(case: Case) -> Iterator[Advice]:
         return
     culprit = next((found for found in case.culprits if found.kind in STAGES), None)
     reason = "" if culprit is None else f"{culprit} takes {case.time_of(culprit)}: "
+    if (advice := keep_iterator(m)) is not None:
+        yield advice
+        return
     if culprit is not None and culprit.kind == SAMPLER:
         text = f"{reason}make it faster; it runs in the main process, even with workers"
         yield Advice("sampler", text, {"sampler": culprit.name})

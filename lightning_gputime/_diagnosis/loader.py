@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median_high
 
 from lightning_gputime._diagnosis.diagnosis import Advice
+from lightning_gputime._measurement.culprits import STAGES
 from lightning_gputime._measurement.loader import LoaderTimes
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
@@ -19,6 +20,9 @@ _MIN_STARTS_SHARE = 0.5  # Starts of workers that take this fraction of the firs
 _MIN_RESTARTS_SHARE = 0.3
 _MAX_RUN_DELAY = 0.5  # Workers lack CPU cores if they wait for a core this fraction of the time.
 _MAX_IDLE = 0.5  # Workers that idle this fraction of the time are not the bottleneck.
+# A loop makes an iterator for each batch if it abandons this number of them per batch, or if workers
+# start this number of times per step, and make this number of batches per start.
+_MIN_ABANDONED, _MIN_STARTS_PER_STEP, _MIN_MADE_PER_START = 0.5, 0.9, 1.5
 _MIN_SLOW_FACTOR = 1.5  # Time of a slow worker, as a multiple of the median of the others.
 _MIN_REST = 0.01  # Minimum of rest_ms / batch_ms, which caps the suggestion at 110 workers.
 _MIN_PINNING = 0.8  # A pin-memory thread that is busy for this fraction of a step is too slow.
@@ -35,6 +39,7 @@ class LoaderCase:
         times: Times of the workers.
         exposed_ms: Time for which the loop waits for a batch (in milliseconds).
         rest_ms: Time between two waits, in which workers load ahead (in milliseconds).
+        steps: Number of steps.
         batches: Number of batches that the loop read.
         cores: Number of CPU cores of this rank; None if unknown.
         prefix: Prefix of the loader's options, as in transformers.
@@ -44,6 +49,7 @@ class LoaderCase:
     times: LoaderTimes
     exposed_ms: float
     rest_ms: float
+    steps: int
     batches: int
     cores: int | None = None
     prefix: str = ""
@@ -80,6 +86,7 @@ class LoaderCase:
             times,
             exposed_ms=exposed_ms / per_step,
             rest_ms=(m.step.mean_ms - exposed_ms) / per_step,
+            steps=steps,
             batches=steps * per_step,
             cores=setup.cores,
             prefix=setup.loader_prefix,
@@ -89,6 +96,13 @@ class LoaderCase:
     def explains(self, ms: float) -> bool:
         """Return True if a delay in the workers, per batch, is a large part of the loop's wait."""
         return ms >= _MIN_SHARE * self.exposed_ms
+
+    @property
+    def abandons_iterators(self) -> bool:
+        """True if workers start in each step, and make more batches than the loop reads."""
+        starts = self.times.starts
+        makes_more = self.times.batches >= _MIN_MADE_PER_START * starts
+        return starts >= _MIN_STARTS_PER_STEP * self.steps and makes_more
 
     def describe_restarts(self) -> str:
         """Return the cost of repeated starts as part of a sentence; empty if it is low."""
@@ -152,9 +166,29 @@ def _split_dataset(case: LoaderCase) -> Advice:
     return Advice("shard_dataset", text, {"num_workers": n})
 
 
+def keep_iterator(m: Measurement) -> Advice | None:
+    """Return advice if the loop makes an iterator for each batch of a loader without workers."""
+    stages = [culprit for culprit in m.culprits if culprit.kind in STAGES]
+    if not any(stage.abandoned > _MIN_ABANDONED * stage.calls for stage in stages):
+        return None
+    slowest = max(stages, key=lambda stage: stage.seconds)
+    took = f"`{slowest.name}` takes {duration(1e3 * slowest.seconds / slowest.calls)} each time"
+    return _keep_iterator(took)
+
+
+def _keep_iterator(cost: str) -> Advice:
+    text = (
+        "loop over the loader (`for batch in loader`), or keep its iterator: `iter(loader)` runs"
+        f" for each batch; {cost}"
+    )
+    return Advice("keep_iterator", text)
+
+
 def _start_less(case: LoaderCase) -> Advice | None:
     if not (restarts := case.describe_restarts()):
         return None
+    if case.abandons_iterators:
+        return _keep_iterator(restarts)
     if case.is_persistent:
         return Advice("create_once", f"create the DataLoader once, not in each epoch: {restarts}")
     text = f"set {case.prefix}persistent_workers=True: {restarts}"

@@ -55,6 +55,8 @@ class Culprit:
     # "call" of a function, "place" in a step or between loops, "blocking" for a line that waits for
     # the GPU, or a stage of a loader: "sampler", "dataset" or "collate".
     kind: str = CALL
+    # Number of iterators of the loader that the loop left before their end; 0 for other code.
+    abandoned: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,15 @@ class LoaderStages:
     def __init__(self, *stages: Stage) -> None:
         self.stages = stages
         self._ns = [0] * len(stages)
-        self._batches = 0
+        self._batches = self._iterators = self._exhausted = 0
+
+    def start_iterator(self) -> None:
+        """Count a new iterator of the loader."""
+        self._iterators += 1
+
+    def end_iterator(self) -> None:
+        """Count an iterator that has yielded its last batch."""
+        self._exhausted += 1
 
     def add(self, *ns: int) -> None:
         """Add the time of each stage for a batch."""
@@ -115,7 +125,16 @@ class LoaderStages:
             for stage, ns in zip(self.stages, self._ns, strict=True):
                 name, source = stage.name, stage.source
                 seconds, observed_s = ns / 1e9, all_ns / 1e9
-                yield Culprit(FETCH, name, seconds, batches, observed_s, source, "", stage.kind)
+                yield Culprit(
+                    FETCH,
+                    name,
+                    seconds,
+                    batches,
+                    observed_s,
+                    source,
+                    kind=stage.kind,
+                    abandoned=self._iterators - self._exhausted,
+                )
 
 
 def short_name(qualified: str) -> str:

@@ -30,7 +30,7 @@ from lightning_gputime._messages import Named
 from lightning_gputime._runs.run import Run
 
 FORMAT = "lightning_gputime run"
-VERSION, MINOR = 5, 5
+VERSION, MINOR = 5, 6
 _UNIT_MS = 1e-4  # Unit of saved times: a fifth of the resolution of a CUDA event.
 _MAX_TIME_MS = 1e9  # Longer times are saved as absent.
 _ABSENT = -1
