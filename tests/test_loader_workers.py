@@ -252,7 +252,7 @@ QUICK, UNEVEN = (replace(WORKER, dataset_ms=ms, collate_ms=0.0, wait_ms=10.0) fo
             [f"free CPU cores, or make `Photos.__getitem__` faster: {NO_CORE}"],
         ),
         ({"starts": 4, "startup_s": 1.0}, 16, [STARTS]),
-        # Workers make batches ahead that the loop does not read; in epochs of one batch, they do not.
+        # Workers make batches that the loop does not read; not so in epochs of one batch.
         ({"workers": (AHEAD,) * 2, "starts": 190}, 16, [KEEP + OFTEN]),
         ({"starts": 190}, 16, [f"set persistent_workers=True: {OFTEN}"]),
         ({"startup_s": 3.0}, 16, [KEEP_UP]),  # A single start delays only the first step.

@@ -20,8 +20,8 @@ _MIN_STARTS_SHARE = 0.5  # Starts of workers that take this fraction of the firs
 _MIN_RESTARTS_SHARE = 0.3
 _MAX_RUN_DELAY = 0.5  # Workers lack CPU cores if they wait for a core this fraction of the time.
 _MAX_IDLE = 0.5  # Workers that idle this fraction of the time are not the bottleneck.
-# A loop makes an iterator for each batch if it abandons this number of them per batch, or if workers
-# start this number of times per step, and make this number of batches per start.
+# A loop makes an iterator for each batch if it abandons this number of them per batch, or if the
+# workers start this number of times per step, and make this number of batches per start.
 _MIN_ABANDONED, _MIN_STARTS_PER_STEP, _MIN_MADE_PER_START = 0.5, 0.9, 1.5
 _MIN_SLOW_FACTOR = 1.5  # Time of a slow worker, as a multiple of the median of the others.
 _MIN_REST = 0.01  # Minimum of rest_ms / batch_ms, which caps the suggestion at 110 workers.
