@@ -173,7 +173,9 @@ def outcomes(tuning: Tuning) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _no_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_gputime._tuning.tuning._moved", lambda trial: "data -5 ms")
+    monkeypatch.setattr(
+        "lightning_gputime._tuning.tuning._changed_phase", lambda trial: "data -5 ms"
+    )
 
 
 def test_tuning_combines_the_changes_that_pay_off() -> None:

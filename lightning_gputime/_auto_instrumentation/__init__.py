@@ -93,8 +93,8 @@ def watch_imports() -> None:
     if TUNE in os.environ:
         calls |= {
             "torch": _tune_loops,
-            "lightning.pytorch": lambda: _tuned().patch_lightning(),
-            "transformers.training_args": lambda: _tuned().patch_transformers(),
+            "lightning.pytorch": lambda: _tuned_process().patch_lightning(),
+            "transformers.training_args": lambda: _tuned_process().patch_transformers(),
         }
     finder = _WatchingFinder(calls)
     # Some modules may be imported already, for example by the user's `sitecustomize`.
@@ -166,15 +166,15 @@ def _watch_loops() -> None:
     PlainLoops(options() or {})
 
 
-def _tuned() -> Any:
-    from lightning_gputime._tuning.child import tuned  # Imports torch.
+def _tuned_process() -> Any:
+    from lightning_gputime._tuning.child import tuned_process  # Imports torch.
 
-    return tuned()
+    return tuned_process()
 
 
 def _tune_loops() -> None:
     _watch_loops()  # Must come first: its hook ends the step before `tune` ends the script.
-    _tuned().start()
+    _tuned_process().start()
 
 
 def _watch_trainers() -> None:

@@ -46,17 +46,17 @@ class Frame(NamedTuple):
     @property
     def last_line(self) -> int:
         """Last line of the function."""
-        return _lines_of(self.code)[0]
+        return _layout_of(self.code).last_line
 
     @property
     def loop_line(self) -> int:
-        """Last line of the body if the function is at the head of a `for` loop; else 0."""
-        return _lines_of(self.code)[1].get(self.at, _NO_LOOP).body_line
+        """Last line of the loop's body if the function is at the head of a `for` loop; else 0."""
+        return _layout_of(self.code).loops.get(self.at, _NO_LOOP).body_line
 
     @property
     def lines_after(self) -> tuple[int, int] | None:
         """First and last line from that loop to the next iteration of an outer loop, or None."""
-        return _lines_of(self.code)[1].get(self.at, _NO_LOOP).lines_after
+        return _layout_of(self.code).loops.get(self.at, _NO_LOOP).lines_after
 
 
 def user_frames(most: int) -> tuple[Frame, ...]:
@@ -89,16 +89,24 @@ def definition_of(function: Any) -> tuple[str, int, str] | None:
 
 
 class _Loop(NamedTuple):
+    """Lines of a `for` loop."""
+
     body_line: int  # Last line of the body.
-    lines_after: tuple[int, int] | None  # Up to the next iteration of the outer loop.
+    lines_after: tuple[int, int] | None  # From the loop to the next iteration of the outer loop.
 
 
 _NO_LOOP = _Loop(0, None)
 
 
+class _Layout(NamedTuple):
+    """Lines of a function."""
+
+    last_line: int
+    loops: dict[int, _Loop]  # Its `for` loops, by the offset of the instruction at their head.
+
+
 @lru_cache(maxsize=256)
-def _lines_of(code: CodeType) -> tuple[int, dict[int, _Loop]]:
-    """Return the last line of a function, and its `for` loops by the offset of their head."""
+def _layout_of(code: CodeType) -> _Layout:
     found = [*dis.get_instructions(code)]
     last_line = max([*_lines(found), code.co_firstlineno])
     loops = {}
@@ -113,7 +121,7 @@ def _lines_of(code: CodeType) -> tuple[int, dict[int, _Loop]]:
             # While a generator runs, the offset in Python 3.12 is that of the inline cache that
             # follows the instruction.
             loops.update(dict.fromkeys(range(head, following.offset, 2), loop))
-    return last_line, loops
+    return _Layout(last_line, loops)
 
 
 def _lines(instructions: list[dis.Instruction]) -> Iterator[int]:

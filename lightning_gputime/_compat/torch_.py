@@ -54,10 +54,11 @@ _QUEUE = Name(
     (BACKWARD, f"{BACKWARD}/{COMM}"),
 )
 CAN_QUEUE = hasattr(_QUEUE.find(), "queue_callback")
+"""True if `queue_after_backward` works in this version of torch."""
 queue_after_backward: Callable[[Callable[[], object]], object] = getattr(
     _QUEUE.find(), "queue_callback", bool
 )
-"""Call a function at the end of the running backward. Only if `CAN_QUEUE` is set."""
+"""Call a function at the end of the running backward. Without `CAN_QUEUE`, do nothing."""
 
 
 def is_autograd_compiled() -> bool:

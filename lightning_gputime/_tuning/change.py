@@ -22,9 +22,9 @@ class Change:
         target: Class that gets the arguments, as "module:Class"; empty for none.
         arguments: Keyword arguments that replace those of the script.
         settings: Global settings of torch, by name.
-        effect: Effect on the losses. With "none", the mean loss may differ only as much as between
-            runs without the change; with "rounding", twice as much or by 0.1 %; with "random
-            numbers", also by 3 standard errors. "numerics" may change the losses: such a change is
+        effect: Effect on the losses, which decides how far the mean loss may move. "none": no
+            further than between runs without the change. "rounding": twice as far, or by 0.1 %.
+            "random numbers": also by 3 standard errors. "numerics": any distance, so the change is
             tried only with `--allow-numerics`.
     """
 
@@ -37,7 +37,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Observations in the script's process.
+    """What the script's process observed in one run.
 
     Attributes:
         sites: Places where objects of each target were constructed, as "file:line".

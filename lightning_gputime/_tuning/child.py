@@ -5,10 +5,11 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,25 +23,35 @@ from lightning_gputime._tuning.change import LIGHTNING, LOADER, TRANSFORMERS
 _OPTIONS = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
 
 
-class Tuned:
-    """The script's process under `tune`.
+class _Loader(NamedTuple):
+    """A loader that was iterated. Its options are copied, because the loader may be temporary."""
+
+    site: str = ""  # Place where it was constructed; empty if unknown.
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+class TunedProcess:
+    """The process of a script under `tune`: it applies changes, and reports what it observes.
 
     Args:
-        orders: Dict with `steps` (a number), `report` (a path), `changes`, and `loader_site` (the
-            place of the loader to change; empty for all loaders).
+        orders: Dict with `steps` (number of updates after which the script ends), `report` (path
+            of the report to write), `changes`, and `loader_site` (place of the loader to change;
+            empty for all loaders).
     """
 
     def __init__(self, orders: dict[str, Any]) -> None:
         self._changes = orders["changes"]
-        self._steps, self._report = orders["steps"], orders["report"]
-        self._loader_site = orders["loader_site"]
+        self._max_updates: int = orders["steps"]
+        self._report: str = orders["report"]
+        self._loader_site: str = orders["loader_site"]
         self._sites: dict[str, list[str]] = {}
         self._site_of = WeakKeyDictionary[Any, str]()
-        # Place and options of the loader that was iterated last, and of the loader that trains.
-        self._newest_loader = self._training_loader = "", dict[str, Any]()
+        self._newest_loader = _Loader()
+        self._training_loader = _Loader()
         self._losses: list[torch.Tensor] = []
-        # Ids of objects under construction: `__init__` may call that of the base class.
-        self._started = set[int]()
+        # Ids of objects under construction. The patched `__init__` of a derived class may call the
+        # patched `__init__` of its base class for the same object.
+        self._under_construction = set[int]()
         self._applied = set[str]()
         self._optimizer: torch.optim.Optimizer | None = None
         self._updates = 0
@@ -53,7 +64,7 @@ class Tuned:
             if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
                 self._patch(f"torch.optim:{name}", kind)
         _replace(torch.autograd, "backward", self._watched_backward(torch.autograd.backward))
-        register_optimizer_step_post_hook(self._update_ends)
+        register_optimizer_step_post_hook(self._end_update)
         for change in self._changes:
             if value := change["settings"].get("float32_matmul_precision"):
                 torch.set_float32_matmul_precision(value)
@@ -63,7 +74,7 @@ class Tuned:
                 self._applied.add(change["code"])
         # Report only from the process whose run is saved.
         if os.environ.get("RANK", "0") == "0":
-            Finalize(None, self._write, exitpriority=1)
+            Finalize(None, self._write_report, exitpriority=1)
 
     def patch_lightning(self) -> None:
         """Patch Lightning's Trainer. Call once it is imported."""
@@ -75,12 +86,12 @@ class Tuned:
     def patch_transformers(self) -> None:
         """Patch `TrainingArguments` of transformers. Call once they are imported."""
         kind: Any = sys.modules["transformers"].TrainingArguments
-        # A derived dataclass generates its own `__init__`, but calls this method.
+        # Patch `__post_init__`: a derived dataclass has another `__init__`, but calls this method.
         post_init = kind.__post_init__
 
         @functools.wraps(post_init)
         def patched(instance: Any) -> None:
-            vars(instance).update(self._arguments(TRANSFORMERS, self._constructed(TRANSFORMERS)))
+            vars(instance).update(self._new_arguments(TRANSFORMERS, self._add_site(TRANSFORMERS)))
             post_init(instance)
 
         _replace(kind, "__post_init__", patched)
@@ -92,25 +103,26 @@ class Tuned:
 
         @functools.wraps(construct)
         def patched(instance: Any, *args: Any, **kwargs: Any) -> None:
-            if id(instance) in self._started:
+            if id(instance) in self._under_construction:
                 construct(instance, *args, **kwargs)
                 return
-            self._started.add(id(instance))
+            self._under_construction.add(id(instance))
             try:
-                site = self._constructed(target)
+                site = self._add_site(target)
                 if target == LOADER:
                     self._site_of[instance] = site
-                if new := self._arguments(target, site):
+                if new := self._new_arguments(target, site):
                     bound = signature.bind(instance, *args, **kwargs)
                     bound.arguments.update(new)
                     args, kwargs = bound.args[1:], bound.kwargs
                 construct(instance, *args, **kwargs)
             finally:
-                self._started.discard(id(instance))
+                self._under_construction.discard(id(instance))
 
         _replace(kind, "__init__", patched)
 
-    def _constructed(self, target: str) -> str:
+    def _add_site(self, target: str) -> str:
+        """Record the line of the script that constructs an object of the target; return it."""
         frames = user_frames(1)
         site = f"{os.path.relpath(frames[0].file)}:{frames[0].line}" if frames else ""
         sites = self._sites.setdefault(target, [])
@@ -118,7 +130,8 @@ class Tuned:
             sites.append(site)
         return site
 
-    def _arguments(self, target: str, site: str) -> dict[str, Any]:
+    def _new_arguments(self, target: str, site: str) -> dict[str, Any]:
+        """Return the arguments that replace those of the script, and record their changes."""
         is_other_loader = target == LOADER and self._loader_site not in ("", site)
         found: dict[str, Any] = {}
         for change in self._changes:
@@ -130,9 +143,8 @@ class Tuned:
     def _watched_iter(self, iterate: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(iterate)
         def watched(loader: Any) -> Any:
-            # Copy the options instead of keeping the loader, which may be temporary.
             options = {name: getattr(loader, name) for name in _OPTIONS}
-            self._newest_loader = self._site_of.get(loader, ""), options
+            self._newest_loader = _Loader(self._site_of.get(loader, ""), options)
             return iterate(loader)
 
         return watched
@@ -146,22 +158,22 @@ class Tuned:
 
         return watched
 
-    def _update_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._optimizer is None:
             self._optimizer = optimizer
-            self._training_loader = self._newest_loader
+            self._training_loader = self._newest_loader  # It has fetched the first batch.
         if optimizer is self._optimizer:
             self._updates += 1
-            if self._updates == self._steps:
+            if self._updates == self._max_updates:
                 raise SystemExit(0)  # Let the script clean up, as at its normal end.
 
-    def _write(self) -> None:
+    def _write_report(self) -> None:
         if not self._updates:  # A launcher, or a worker of a loader.
             return
         report = {
             "sites": self._sites,
-            "loader_site": self._training_loader[0],
-            "loader": self._training_loader[1],
+            "loader_site": self._training_loader.site,
+            "loader": dict(self._training_loader.options),
             "applied": sorted(self._applied),
             "losses": [float(loss) for loss in self._losses],
             "steps": self._updates,
@@ -182,6 +194,6 @@ def _compiling(fit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def tuned() -> Tuned:
-    """Return the `Tuned` of this process, created from its environment."""
-    return Tuned(json.loads(os.environ[TUNE]))
+def tuned_process() -> TunedProcess:
+    """Return the only `TunedProcess`, created from the orders in the environment."""
+    return TunedProcess(json.loads(os.environ[TUNE]))

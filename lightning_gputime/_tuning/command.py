@@ -44,7 +44,7 @@ def tune(args: argparse.Namespace) -> "Tuning":
         ValueError: If an argument is invalid, or the script fails without changes.
     """
     from lightning_gputime._tuning.trials import RunError, Script  # Imports torch.
-    from lightning_gputime._tuning.tuning import Tuning, tell
+    from lightning_gputime._tuning.tuning import Tuning, print_progress
 
     if not args.script:
         raise ValueError("no script is given: write tune train.py")
@@ -62,7 +62,7 @@ def tune(args: argparse.Namespace) -> "Tuning":
     except RunError as error:
         raise ValueError(f"the script failed without any change: {error}") from None
     except KeyboardInterrupt:
-        tell("interrupted")
+        print_progress("interrupted")
     return tuning
 
 

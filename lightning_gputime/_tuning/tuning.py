@@ -18,14 +18,14 @@ from lightning_gputime._tuning.change import Change
 from lightning_gputime._tuning.changes import PROPOSALS
 from lightning_gputime._tuning.trials import MIN_SPEED_UP, Result, RunError, Script, Trial
 
-_HEADER = ("change", "promised", "reached", "moved", "losses", "result", "where")
+_HEADER = ("change", "promised", "measured", "phase", "losses", "result", "where")
 _NOTHING = (
     "No advice on this training can be applied without editing the script: `lightning-gputime show`"
     " prints the advice of the first run"
 )
-_NO_TRIAL = "needs --allow-numerics"
-_RESERVE = 0.5  # Fraction of the remaining budget that a trial leaves to other changes.
-_MIN_PAIRS = 3  # Number of pairs of runs that each trial may make regardless of the reserve.
+_NEEDS_PERMISSION = "needs --allow-numerics"
+_RESERVE = 0.5  # Fraction of the remaining budget that a trial leaves to later trials.
+_MIN_PAIRS = 3  # Number of pairs of runs before a trial must respect the reserve.
 
 
 @dataclass(slots=True)
@@ -64,14 +64,14 @@ class Tuning(Tabular):
         """
         best = self.baseline = self._result([])
         steps, headline = best.report.steps, best.run.summary().verdict
-        tell(f"{steps} steps in {duration(1e3 * best.pace_s)}: {headline}")
+        print_progress(f"{steps} steps in {duration(1e3 * best.pace_s)}: {headline}")
         while trial := next(self._proposed(best), None):
             self.trials.append(trial)
             if trial.change.effect == "numerics" and not self.allow_numerics:
-                trial.give_up(_NO_TRIAL)
+                trial.give_up(_NEEDS_PERMISSION)
                 continue
             self._try(trial)
-            tell(f"{trial.change.code}: {self._outcome(trial)}, {trial.speed_up}")
+            print_progress(f"{trial.change.code}: {self._outcome(trial)}, {trial.speed_up}")
             if trial.is_kept:
                 best = trial.after[-1]
         self.is_complete = True
@@ -90,11 +90,12 @@ class Tuning(Tabular):
 
     def _try(self, trial: Trial) -> None:
         kept = self.kept
-        cost_s, reserve_s = 0.0, self._left_s() * _RESERVE
+        reserve_s = self._left_s() * _RESERVE
+        cost_s = 0.0  # Duration of the newest pair of runs.
         try:
             while not trial.is_decided and self._left_s() > cost_s:
                 if len(trial.after) >= _MIN_PAIRS and self._left_s() < reserve_s + cost_s:
-                    return  # Leave the rest of the budget to other changes.
+                    return
                 start = time.monotonic()
                 trial.add_pair(
                     lambda: self._result(kept), lambda: self._result([*kept, trial.change])
@@ -133,7 +134,7 @@ class Tuning(Tabular):
                 trial.change.code,
                 "" if trial.promise is None else f"{trial.promise:.2f}x",
                 str(trial.speed_up) if trial.after else "",
-                _moved(trial),
+                _changed_phase(trial),
                 str(trial.parity) if trial.after else "",
                 f"{self._outcome(trial)}{effect if trial.is_kept else ''}",
                 self._where(trial.change),
@@ -162,7 +163,7 @@ class Tuning(Tabular):
                 "interval": [trial.speed_up.low, trial.speed_up.high],
                 "pairs": len(trial.after),
                 "loss_drift": trial.parity.drift if trial.after else None,
-                "moved": _moved(trial),
+                "moved": _changed_phase(trial),
                 "is_kept": trial.is_kept,
                 "outcome": self._outcome(trial),
                 "effect": trial.change.effect,
@@ -178,7 +179,7 @@ class Tuning(Tabular):
         return "" if self.baseline is None else self.baseline.report.where(change)
 
 
-def _moved(trial: Trial) -> str:
+def _changed_phase(trial: Trial) -> str:
     """Return the phase that changed most, such as "data -4.1 ms"; empty if it may be noise."""
     with suppress(ValueError):  # Too few timed steps.
         found = compare_groups([[r.run for r in trial.before], [r.run for r in trial.after]])
@@ -190,5 +191,5 @@ def _moved(trial: Trial) -> str:
     return ""
 
 
-def tell(text: str) -> None:
+def print_progress(text: str) -> None:
     print(f"tune: {text}", file=sys.stderr, flush=True)
