@@ -87,7 +87,8 @@ def test_interval_of_a_speed_up_follows_from_the_pairs() -> None:
     assert (found.value, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
     noisy = SpeedUp.of([2.0, 2.2, 1.8], [1.0, 1.0, 1.0])
     assert noisy.low < 1.0 < noisy.value < noisy.high
-    assert SpeedUp.of([2.0], [1.0]).low == 0.0
+    assert SpeedUp.of([2.0], [1.0]) == SpeedUp(2.0, 0.0, math.inf)
+    assert str(SpeedUp.of([2.0], [1.0])) == "2.00x"
     assert SpeedUp() == SpeedUp(1.0, 0.0, math.inf)
 
 
@@ -99,9 +100,12 @@ ROUNDED = Change("Adam(fused=True)", effect="rounding")
     ("before", "after", "change", "is_good", "text"),
     [
         ([[1.0, 0.5]] * 2, [[1.0, 0.5]] * 2, EXACT, True, "bitwise equal"),
-        ([[1.0, 0.5]], [[1.0, 0.5001]], EXACT, False, "+0.01%"),
+        ([[1.0, 0.5]] * 2, [[1.0, 0.5001]] * 2, EXACT, False, "+0.01%"),
+        ([[1.0, 0.5]], [[1.0, 0.5001]], EXACT, True, "+0.01%"),  # The script may set no seed.
+        ([[1.0], [1.1], [1.0]], [[1.1], [1.2], [1.05]], EXACT, True, "+8.06%"),
+        ([[1.0], [1.1], [1.0]], [[1.5], [1.6], [1.5]], EXACT, False, "+48.39%"),
         ([[1.0, 0.5]], [[1.0, 0.5001]], ROUNDED, True, "+0.01%"),
-        ([[1.0, 0.5]], [[1.5, 1.0]], ROUNDED, False, "+66.67%"),
+        ([[1.0, 0.5]] * 2, [[1.5, 1.0]] * 2, ROUNDED, False, "+66.67%"),
         ([[1.0, 0.5], [1.1, 0.5]], [[1.04, 0.5]], EXACT, True, "-0.65%"),  # As two baselines.
         ([[1.0, 0.5]], [[1.5, 1.0]], Change("bf16", effect="numerics"), True, "+66.67%"),
     ],

@@ -37,7 +37,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the script's process observed in one run.
+    """Observations of the script's process in one run.
 
     Attributes:
         sites: Places where objects of each target were constructed, as "file:line".

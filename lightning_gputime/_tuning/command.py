@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 ABOUT = """\
 Run a script with a timer, try the changes that its advice suggests, and keep those that
 measurably speed it up. The script is not edited: tune applies one change at a time from outside,
-and alternates runs with and without it. Each run ends after --steps updates. The script itself
+and alternates runs with and without it. Each run ends after --steps updates. The script
 writes its checkpoints and logs in every run.
 
   tune train.py --its --args

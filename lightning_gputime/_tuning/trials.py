@@ -14,7 +14,7 @@ import numpy as np
 
 from lightning_gputime._auto_instrumentation import TUNE
 from lightning_gputime._measurement.wall_clock import ONCE
-from lightning_gputime._runs.estimates import quantile_of_t
+from lightning_gputime._runs.estimates import Floats, quantile_of_t
 from lightning_gputime._runs.run import Run
 from lightning_gputime._runs.saved import load
 from lightning_gputime._tuning.change import Change, Report
@@ -109,13 +109,15 @@ class SpeedUp:
         n = len(logs)
         if not n:
             return cls()
-        mean, error = float(logs.mean()), math.inf
-        if n > 1:
-            error = float(quantile_of_t(n - 1, _CONFIDENCE) * logs.std(ddof=1) / math.sqrt(n))
+        mean = float(logs.mean())
+        if n == 1:
+            return cls(math.exp(mean))
+        error = float(quantile_of_t(n - 1, _CONFIDENCE) * logs.std(ddof=1) / math.sqrt(n))
         return cls(math.exp(mean), math.exp(mean - error), math.exp(min(mean + error, 50)))
 
     def __str__(self) -> str:
-        return f"{self.value:.2f}x ({self.low:.2f} to {self.high:.2f})"
+        interval = f" ({self.low:.2f} to {self.high:.2f})" if math.isfinite(self.high) else ""
+        return f"{self.value:.2f}x{interval}"
 
 
 @dataclass(slots=True)
@@ -185,7 +187,9 @@ class Parity:
 
     Attributes:
         drift: Difference of the mean losses, relative to the mean without the change.
-        noise: The largest such difference between two runs without the change.
+        noise: Difference that chance explains, if the script sets no seed: the largest difference
+            between two runs without the change, or the 95 % bound for the difference between the
+            mean losses of both sides. Infinite if each side has only one run.
         error: Standard error of the drift, from the spread over steps.
         is_bitwise: True if all runs have exactly the same losses.
     """
@@ -203,7 +207,7 @@ class Parity:
         sides = [np.array([losses[:n] for losses in runs]) for runs in (before, after)]
         scale = abs(float(sides[0].mean())) or 1.0
         difference = sides[1].mean(axis=0) - sides[0].mean(axis=0)
-        noise = float(np.ptp(sides[0].mean(axis=1))) / scale
+        noise = max(float(np.ptp(sides[0].mean(axis=1))), _chance(*sides)) / scale
         error = float(difference.std()) / math.sqrt(n) / scale
         is_bitwise = bool((sides[0] == sides[0][0]).all() and (sides[1] == sides[0][0]).all())
         return cls(float(difference.mean()) / scale, noise, error, is_bitwise)
@@ -219,3 +223,14 @@ class Parity:
 
     def __str__(self) -> str:
         return "bitwise equal" if self.is_bitwise else f"{self.drift:+.2%}"
+
+
+def _chance(before: Floats, after: Floats) -> float:
+    """Return the 95 % bound for the difference between the mean losses of runs, one per row."""
+    means = [before.mean(axis=1), after.mean(axis=1)]
+    freedom = len(before) + len(after) - 2
+    if not freedom:
+        return math.inf
+    variance = sum(((runs - runs.mean()) ** 2).sum() for runs in means) / freedom
+    error = math.sqrt(variance * (1 / len(before) + 1 / len(after)))
+    return float(quantile_of_t(freedom, 0.95)) * error
