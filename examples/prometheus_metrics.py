@@ -47,7 +47,7 @@ class PrometheusMetrics:
         self._of(self._last).set(times.step)
 
     def on_slow_step(self, step: SlowStep) -> None:
-        """Count a slow step under its longest phase."""
+        """Count a slow step under the phase that grew most."""
         self._of(self._slow, step.phase).inc()
 
     def _of(self, metric: Any, *labels: str) -> Any:

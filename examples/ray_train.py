@@ -17,7 +17,7 @@ from lightning_gputime import GPUPhaseHooks
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train on one worker."""
+    """Train on one worker. Ray calls this with the dict `train_loop_config`."""
     model = prepare_model(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
     optimizer = torch.optim.AdamW(model.parameters())
     loss_of = nn.CrossEntropyLoss()

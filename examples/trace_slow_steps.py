@@ -26,10 +26,10 @@ class SlowStepTraces:
 
     def __init__(self, folder: str | Path, window: int = 30, most: int = 3) -> None:
         self.folder, self.window, self.most = Path(folder), window, most
-        self.kept: list[Path] = []
-        self.slow: list[SlowStep] = []
+        self.kept: list[Path] = []  # Traces that were saved.
+        self.slow: list[SlowStep] = []  # Slow steps since the last trace.
         self.profiler: profile | None = None
-        self.first = 0
+        self.first = 0  # Number of the first step in the newest trace.
 
     def on_slow_step(self, step: SlowStep) -> None:
         """Keep a slow step."""
@@ -56,7 +56,8 @@ class SlowStepTraces:
 
     def end(self, profiler: profile) -> None:
         """Save the trace if it contains a slow step, then wait for two more slow steps."""
-        # Every step is slower under the profiler, but by less than half a slow step's excess.
+        # The profiler slows down every step. Assume by less than half the excess of the two slow
+        # steps that started it, and ignore steps below that bound.
         least_ms = min(step.excess_ms for step in self.slow[:2]) / 2
         for step in self.slow:
             if step.step >= self.first and step.excess_ms >= least_ms:
