@@ -106,7 +106,7 @@ def train(
         changes: Names from `CHANGES`.
         steps: Number of batches; fewer for large batches on a CPU.
         width: Number of channels of the net. 0: 96 on a GPU, 4 on a CPU.
-        timer: The timer; by default a new one.
+        timer: The timer; default: a new timer.
     """
     pl.seed_everything(0, verbose=False)
     on_gpu = torch.cuda.is_available()
