@@ -151,7 +151,7 @@ def test_class_as_callback_raises_before_training(gpu: FakeGPU, kind: Any) -> No
         TypeError, match=r"with parentheses, as in Trainer\(callbacks=\[GPUPhaseTimer\(\)\]\)"
     ):
         trainer(kind).fit(Model(gpu), Loader(gpu, 1))
-    # Lightning has already set methods of its module on the class, but an instance still works.
+    # Lightning has set methods such as `log_dict` on the class. An instance must still work.
     timer = kind(_clock=gpu, print_summary=False)
     trainer(timer).fit(Prepares(gpu), Loader(gpu, 1))
     wall_clock = timer.summary().wall_clock

@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Layers of growing length, between an embedding and a head that is declared first."""
+    """Ever longer layers between an embedding and a head, of which the head is declared first."""
 
     def __init__(self, gpu: FakeGPU, layers: int = 3) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ def test_nested_modules_are_timed_exactly(gpu: FakeGPU, seed: int) -> None:
     root = Node(gpu, rng, 3)
     net = nn.Sequential(nn.Linear(2, 2), Work(gpu, 1.0, 1.0), root)
     share = rng.random()
-    # Always select "1", whose backward is the last, so that it ends that of the others.
+    # Always select "1": it runs last in backward, so its start ends the phase of another module.
     names: dict[nn.Module, str] = {
         module: name
         for name, module in net.named_modules()

@@ -258,7 +258,9 @@ def test_step_that_ends_in_a_pause_is_dropped_but_counts_for_the_lag(
     assert recorder.numbers() == [0, 2]
 
 
-def test_mark_on_a_lagging_stream_delays_the_step(gpu: FakeGPU, recorder: StoringRecorder) -> None:
+def test_mark_that_is_reached_after_the_end_of_its_step_is_waited_for(
+    gpu: FakeGPU, recorder: StoringRecorder
+) -> None:
     recorder.play("mark forward; 50; mark backward")
     gpu.free_at = gpu.now  # The rest of the step runs on another stream, which is idle.
     gpu.host_work(10.0)
@@ -287,7 +289,7 @@ def test_steps_are_emitted_in_full_batches_or_on_request(gpu: FakeGPU, end: str)
     recorder = StoringRecorder(gpu, batch=3)
     for number in range(5):
         recorder.step(number)
-        assert recorder.numbers() == [0, 1, 2][: 3 * (number >= 3)]
+        assert recorder.numbers() == ([0, 1, 2] if number >= 3 else [])
     recorder.pending.end_untimed()
     assert recorder.numbers() == [0, 1, 2]
     if end == "end_step":
@@ -427,7 +429,9 @@ def test_mark_in_backward_is_ignored_elsewhere(gpu: FakeGPU, recorder: StoringRe
 
 
 @pytest.mark.parametrize(("wait_ms", "finished_ns"), [(0.019999, 0), (0.02, 1_020_000)])
-def test_short_host_wait_aligns_no_clocks(gpu: FakeGPU, wait_ms: float, finished_ns: int) -> None:
+def test_finish_time_is_recorded_from_host_waits_of_20_us_on(
+    gpu: FakeGPU, wait_ms: float, finished_ns: int
+) -> None:
     recorder = StoringRecorder(gpu, lag=0)
     gpu.host_work(1.0)
     recorder.play(f"begin; {wait_ms}; end")
@@ -435,8 +439,8 @@ def test_short_host_wait_aligns_no_clocks(gpu: FakeGPU, wait_ms: float, finished
     assert (record.wait_ms, record.finished_ns) == (wait_ms, finished_ns)
 
 
-@pytest.mark.parametrize(("lag", "read"), [(0, 2), (2, 0)])
-def test_step_can_end_at_its_update_during_a_pause(gpu: FakeGPU, lag: int, read: int) -> None:
+@pytest.mark.parametrize(("lag", "n_read"), [(0, 2), (2, 0)])
+def test_step_can_end_at_its_update_during_a_pause(gpu: FakeGPU, lag: int, n_read: int) -> None:
     recorder = StoringRecorder(gpu, lag=lag)
     recorder.play("probe; mark forward; 4; mark <after update>; mark other; 16; pause")
     ended: list[bool] = []
@@ -448,7 +452,7 @@ def test_step_can_end_at_its_update_during_a_pause(gpu: FakeGPU, lag: int, read:
     assert gpu.waits == []
     recorder.end_step(1)
     # The probe ended with the first step, so the second is read only when its lag has passed.
-    assert len(recorder.emitted) == read
+    assert len(recorder.emitted) == n_read
     assert recorder.phases() == [{"data": 0.0, "forward": 4.0}, {"data": 1.0}]
     assert recorder.numbers() == [0, 1]
 
@@ -467,7 +471,7 @@ def test_forked_process_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
     recorder.begin()
     recorder.step(6)
     recorder.pending.flush()
-    assert gpu.created == created + 4
+    assert gpu.created == created + 4  # The events of step 6.
     assert recorder.numbers() == [0, 1, 2, 3, 6]
 
 

@@ -87,7 +87,11 @@ def cost_of(
     switch_us: int = 0,
     reading_25_us: int = 0,
 ) -> TimingCost:
-    """Return the cost of timing, measured in alternating timed steps (of 7 marks) and untimed."""
+    """Return the cost of timing after timed steps (of 7 marks) that alternate with untimed steps.
+
+    Reading takes `reading_us` for a step and `reading_25_us` for 25 steps at once; attaching and
+    removing the hooks takes `switch_us`.
+    """
     now_ns = 0
 
     def switch() -> None:
@@ -118,8 +122,8 @@ def cost_of(
 @pytest.mark.parametrize(
     ("times", "n", "share"),
     [
-        # All steps are timed if this costs less than 0.8 %. Without untimed steps, a mark may cost
-        # up to 40 us, which a host wait or a long step can hide.
+        # All steps are timed if 7 marks of up to 40 us take less than the host wait, or less than
+        # 0.8 % of a step. Otherwise, without untimed steps, a trial times 1 of 2 steps.
         ({"untimed_ms": None}, 2, None),
         ({"untimed_ms": None, "wait_ms": 0.28}, 1, None),
         ({"untimed_ms": None, "wait_ms": 0.27}, 2, None),
@@ -138,7 +142,7 @@ def cost_of(
         ({"untimed_ms": 2.8}, 1, 0.0075),
     ],
 )
-def test_timed_steps_cost_less_than_1_percent(
+def test_cost_of_timing_decides_on_the_interval_of_timed_steps(
     times: dict[str, Any], n: int, share: float | None
 ) -> None:
     cost = cost_of(**times)
