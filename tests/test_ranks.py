@@ -191,7 +191,7 @@ def test_rank_that_is_slow_in_some_of_the_steps_is_not_named(
 
 
 def totals_with(**phases_ms: float) -> RankTotals:
-    """Return totals with given times of some phases. `data__fetch` stands for `data/fetch`."""
+    """Return totals with given times of some phases. `data__fetch` means `data/fetch`."""
     names = {name.replace("__", "/"): (10 * ms, 10) for name, ms in phases_ms.items()}
     phases = {**totals().phases, **names}
     step_ms = sum(ms for name, (ms, _) in phases.items() if "/" not in name and name != "step")

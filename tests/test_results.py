@@ -189,7 +189,7 @@ def test_steps_of_zero_time_have_no_verdict(on_host_clock: bool) -> None:
 def test_notebook_and_rich_show_the_table() -> None:
     summary = summarize(raw(0, 1.5, forward=2.0, other=0.25))
     html = summary._repr_html_()
-    assert html.count("<tr>") == 5 + 3
+    assert html.count("<tr>") == 4 + 4  # Lines of the time breakdown, and of the phases.
     left, right = "text-align:left", "text-align:right"
     assert f'<td style="{left}">forward</td><td style="{right}">2.000</td>' in html
     assert f'<th style="{left}">step</th><th style="{right}">2.250</th>' in html

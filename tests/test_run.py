@@ -50,23 +50,23 @@ for _ in range(30):
 TWO_MODELS = """
 import torch
 from torch import nn
-one, two = nn.Linear(4, 4), nn.Linear(4, 4)
-optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
 for _ in range(30):
-    two(one(torch.ones(2, 4))).square().mean().backward()
+    second(first(torch.ones(2, 4))).square().mean().backward()
     optimizer.step()
 """
 ANOTHER_LOOP = """
 import gc, weakref
-models = [weakref.ref(one), weakref.ref(two)]
-del one, two, optimizer
+models = [weakref.ref(first), weakref.ref(second)]
+del first, second, optimizer
 net = nn.Linear(4, 4)
 other = torch.optim.SGD(net.parameters(), lr=0.1)
 for _ in range(60):
     net(torch.ones(2, 4)).square().mean().backward()
     other.step()
 gc.collect()
-assert [one() for one in models] == [None, None]
+assert [model() for model in models] == [None, None]
 """
 LOADER = """
 import time, torch

@@ -262,6 +262,7 @@ def test_title_shows_how_many_steps_were_timed(n: int, options: dict[str, Any], 
 
 def test_timing_windows_may_be_far_apart_without_a_logger() -> None:
     timer = train(CostlyGPU(40.0), 1000, host_ms=0.2)
+    # Timing every step would add 140 %, and may add 0.5 %.
     assert timer.summary().timed_every_n_steps == 280
     assert "log_every_n_steps" not in str(timer.summary())
 
@@ -317,5 +318,6 @@ def test_real_ranks_time_the_same_steps(tmp_path: Path) -> None:
     printed = finish(*(start(script, rank, tmp_path / "store") for rank in range(2)))
     first, second = map(json.loads, printed)
     assert first == second
-    assert first[1][:100] == [*range(100)]
-    assert first[0] > 2
+    interval, timed = first
+    assert interval > 2
+    assert timed[:100] == [*range(100)]
