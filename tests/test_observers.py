@@ -68,8 +68,6 @@ def test_observer_methods_are_called_as_documented(loop: Loop) -> None:
 @pytest.mark.parametrize("every", [2, 5, 50])
 def test_observer_metrics_include_the_newest_step_of_each_log(loop: Loop, every: int) -> None:
     class Newest:
-        """Logs the number of the newest step."""
-
         def on_step(self, times: StepTimes) -> None:
             self.number = times.step
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_gputime import GPUPhaseHooks, phase
 
 BASE_MS = {"data": 0.05, "forward": 0.25, "backward": 0.35, "other": 0.15}
+SHORT_MS = sum(BASE_MS.values())
 WARMUP = 5
 
 
@@ -91,7 +92,7 @@ def train(n: int, place: str = "data", extra: Extra = lambda i: 0.0, **options: 
             if i >= WARMUP:
                 for name in phases_ms:
                     phases_ms[name] += BASE_MS.get(name, 0.0) + extra(i) * (name == place)
-                steps_ms.append(sum(BASE_MS.values()) + extra(i))
+                steps_ms.append(SHORT_MS + extra(i))
     return Trained(timer, steps_ms, phases_ms)
 
 
@@ -132,11 +133,10 @@ def test_periodic_work_is_not_a_slowdown(period: int, offset: int) -> None:
 
 def test_sampled_percentiles_estimate_those_of_all_steps() -> None:
     summary = train(3000, *CASES["a fetch in 1 of 10 steps"]).timer.summary()
-    short_ms = sum(BASE_MS.values())
-    assert summary.step.p5_ms == pytest.approx(short_ms, rel=0.05)
-    assert summary.step.p50_ms == pytest.approx(short_ms, rel=0.05)
-    assert summary.step.p95_ms == pytest.approx(short_ms + 20.0, rel=0.02)
-    assert summary.step.max_ms == pytest.approx(short_ms + 20.0, rel=0.02)
+    assert summary.step.p5_ms == pytest.approx(SHORT_MS, rel=0.05)
+    assert summary.step.p50_ms == pytest.approx(SHORT_MS, rel=0.05)
+    assert summary.step.p95_ms == pytest.approx(SHORT_MS + 20.0, rel=0.02)
+    assert summary.step.max_ms == pytest.approx(SHORT_MS + 20.0, rel=0.02)
 
 
 def test_long_untimed_step_is_reported_as_not_sampled() -> None:
@@ -146,8 +146,8 @@ def test_long_untimed_step_is_reported_as_not_sampled() -> None:
     assert reported
     for run, summary in reported:
         assert summary.not_sampled_steps == 1
-        long_ms = 400.0 + sum(BASE_MS.values())
-        assert summary.not_sampled_share == pytest.approx(long_ms / sum(run.steps_ms), rel=0.03)
+        long_share = (400.0 + SHORT_MS) / sum(run.steps_ms)
+        assert summary.not_sampled_share == pytest.approx(long_share, rel=0.03)
         assert summary.step.mean_ms == pytest.approx(run.mean_ms, rel=0.02)
         shares = sum(row.share for name, row in summary.rows.items() if "/" not in name)
         assert shares + summary.not_sampled_share == pytest.approx(1.0)

@@ -147,9 +147,8 @@ def test_self_check_finds_undeclared_accumulation_and_names_the_option(
             if number % n == 0:
                 loop.update()
     [message] = warnings()
-    assert (
-        f"have no update. If you accumulate gradients, pass accumulate_grad_batches={n}" in message
-    )
+    advice = f"have no update. If you accumulate gradients, pass accumulate_grad_batches={n}"
+    assert advice in message
     assert f"; {80 - 80 // n} of 80 timed steps have no update" in str(timer.summary())
 
 
@@ -289,9 +288,8 @@ def test_self_check_finds_a_renamed_profiler_action(
     monkeypatch.setattr(lightning_, action, lambda trainer: "another name")
     summary = train().summary()
     [text] = summary.not_measured
-    assert text.startswith(
-        f"not measured: {feature}, because lightning {version('lightning')} reported"
-    )
+    reason = f"because lightning {version('lightning')} reported"
+    assert text.startswith(f"not measured: {feature}, {reason}")
     assert {*summary.blurred} == hidden
     assert summary.verdict == ""
     assert summary.advice == ()

@@ -50,14 +50,13 @@ class Bench:
         log.follow()
         self.analyzer = SlowStepAnalyzer(gpu, log, CulpritSums())
         self.analyzer.collectors = [getattr(item, "collect", item) for item in enabled]
-        owner_and_name: dict[type, tuple[Any, str]] = {
-            Loader: (self.analyzer, "_loader"),
-            Preemption: (self.analyzer.sampler, "_preemption"),
-            Allocator: (self.analyzer.sampler, "_allocator"),
-        }
         for detector in enabled:
-            if type(detector) in owner_and_name:
-                setattr(*owner_and_name[type(detector)], detector)
+            if isinstance(detector, Loader):
+                self.analyzer._loader = detector
+            elif isinstance(detector, Preemption):
+                self.analyzer.sampler._preemption = detector
+            elif isinstance(detector, Allocator):
+                self.analyzer.sampler._allocator = detector
         # Ignore garbage collections of the test itself.
         setattr(self.analyzer._spans, "_callbacks", list)  # noqa: B010
         self.analyzer.attach()
@@ -232,9 +231,7 @@ def test_off_cpu_time_of_untimed_steps_is_not_counted(thread: Thread) -> None:
     assert thread.only.causes == (STOPPED,)
 
 
-def test_system_without_usage_per_thread_has_no_off_cpu_cause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_system_without_thread_usage_has_no_off_cpu_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(resource, "RUSAGE_THREAD", raising=False)
     assert detectors.thread_usage() is None
     analyzer = SlowStepAnalyzer(HostClock(), SlowLog(), CulpritSums())

@@ -81,7 +81,6 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
 
 
 def trl(kind: str, path: Path, callbacks: list[Any]) -> Any:
-    """Return a trainer of TRL."""
     library = pytest.importorskip("trl")
     options, others = dict(OPTIONS), dict[str, Any]()
     if kind == "SFT":

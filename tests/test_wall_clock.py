@@ -216,9 +216,7 @@ def test_wall_clock_of_a_loop_that_calls_step_counts_each_step(every_n_steps: An
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 2, "auto"])
-def test_wall_clock_counts_an_accumulated_last_step_without_its_call_of_step(
-    every_n_steps: Any,
-) -> None:
+def test_wall_clock_counts_the_last_step_without_its_call_of_step(every_n_steps: Any) -> None:
     loop = HostLoop(every_n_steps=every_n_steps, accumulate_grad_batches=2)
     with loop.timer:
         for micro_batch in range(20):
@@ -275,10 +273,8 @@ def test_fit_is_saved_when_it_ends(gpu: FakeGPU, path: Path) -> None:
     run = load(path)
     assert run.summary() == timer.summary()
     assert run.summary().wall_clock == timer.summary().wall_clock
-    assert [(evaluation["stage"], evaluation["step"]) for evaluation in run.evaluations] == [
-        ("val", 2),
-        ("val", 5),
-    ]
+    evaluated = [(evaluation["stage"], evaluation["step"]) for evaluation in run.evaluations]
+    assert evaluated == [("val", 2), ("val", 5)]
     assert run.evaluations[0]["forward_ms"] == timer.summary().rows["forward"].mean_ms
     assert run.environment.precision == "32-true"
     assert run.environment.accumulate_grad_batches == 1
