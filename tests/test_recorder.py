@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_gpu import FakeEvent, FakeGPU
+from fake_gpu import FakeEvent, FakeGPU, raw
 
 from lightning_gputime import StepTimes
 from lightning_gputime._phases import EXCLUDED, StepRecord
@@ -396,11 +396,13 @@ def test_emitted_step_has_every_field(gpu: FakeGPU) -> None:
     recorder.end_step(2)
     ms = 1_000_000
     # The host waits for the first step until 6 ms, and for the second until 11 ms.
-    first = StepRecord(0, ("data", "forward"), (1.0, 5.0), (0, ms, 2 * ms), 4.0, 6 * ms, False)
+    first = raw(0, 4.0, data=1.0, forward=5.0)
+    first = first._replace(host_ns=(0, ms, 2 * ms), finished_ns=6 * ms)
     labels, host_ns = (EXCLUDED, EXCLUDED, "data"), (2 * ms, 6 * ms, 6 * ms, 6 * ms)
-    second = StepRecord(1, labels, (0.0, 3.0, 2.0), host_ns, 5.0, 11 * ms, True)
-    third = StepRecord(2, ("data",), (1.0,), (6 * ms, 12 * ms), 0.0, 0, False)
+    second = raw(1, 5.0)._replace(labels=labels, device_ms=(0.0, 3.0, 2.0), host_ns=host_ns)
+    second = second._replace(finished_ns=11 * ms, skipped_update=True)
     second = second._replace(was_fully_queued=True, post_spin_index=2)
+    third = raw(2, data=1.0)._replace(host_ns=(6 * ms, 12 * ms))
     assert recorder.records == [first, second, third]
 
 

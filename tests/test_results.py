@@ -58,8 +58,8 @@ def test_step_takes_16_bytes_per_mark() -> None:
         for number in steps:
             results.add([raw(number, **marks)._replace(labels=labels)])
 
-    add(Results(400, 0), range(100))  # Creates objects that are not part of a step.
-    results = Results(400, 0)
+    add(Results(400, warmup_steps=0), range(100))  # Creates objects that are not part of a step.
+    results = Results(400, warmup_steps=0)
     tracemalloc.start()
     try:
         add(results, range(400))
@@ -178,7 +178,7 @@ def test_probed_steps_decide_between_gpu_and_launch_bound(busy_ms: float, verdic
 
 @pytest.mark.parametrize("on_host_clock", [True, False])
 def test_steps_of_zero_time_have_no_verdict(on_host_clock: bool) -> None:
-    results = Results(10, 0, on_host_clock)
+    results = Results(10, 0, on_host_clock=on_host_clock)
     results.add([raw(0, data=0.0, forward=0.0)])
     results.add_probed(raw(1, forward=0.0))
     summary = summary_of(results)

@@ -89,7 +89,7 @@ def test_time_below_zero_is_saved_as_zero(path: Path) -> None:
 
 
 def test_warm_up_outside_the_history_is_not_excluded_twice() -> None:
-    results = Results(4, 3)
+    results = Results(4, warmup_steps=3)
     results.add([raw(i, forward=1.0) for i in range(6)])
     history, warmup_steps = results.history_and_warmup()
     assert (history["step"].tolist(), warmup_steps) == ([2, 3, 4, 5], 1)
@@ -106,7 +106,7 @@ def test_saved_run_keeps_every_optional_part(path: Path) -> None:
     lost_ms, phase_ms, host_ms = {"loss": {"unexplained": 3.0}}, {"loss": 9.5}, {"loss": 0.5}
     slow = SlowStep(7, 9.5, 5.0, "loss", (cause,), 3.0, 4.0, lost_ms, phase_ms, host_ms)
     evaluations: list[dict[str, Any]] = [{"stage": "val", "step": 3, "forward_ms": 2.5}]
-    results = Results(10, 0)
+    results = Results(10, warmup_steps=0)
     results.add([raw(0, forward=2.0)])
     results.ranks.add(facts["ranks"])
     summary = with_facts(summary_of(results), **facts)

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_gpu import raw
 
-from lightning_gputime._phases import StepRecord
 from lightning_gputime._session.schedule import Schedule, Windows
 from lightning_gputime._session.timing_cost import TimingCost
 
@@ -102,8 +102,8 @@ def cost_of(
     # No untimed steps precede the first window or follow the last.
     for window, ms in enumerate([50.0, timed_ms, timed_ms, timed_ms, 50.0]):
         start_ns = window * 10**9
-        host_ns = (start_ns, *range(start_ns + 1, start_ns + 7), start_ns + round(ms * 1e6))
-        step = StepRecord(window, ("data",) * 7, (1.0,) * 7, host_ns, wait_ms, 0, False)
+        host_ns = (*range(start_ns, start_ns + 7), start_ns + round(ms * 1e6))
+        step = raw(0, wait_ms)._replace(labels=("data",) * 7, device_ms=(1.0,) * 7, host_ns=host_ns)
         cost.add_timed([step], now_ns - reading_us * 1000)
         if untimed_ms is not None and window < 4:
             # Untimed steps vary around their mean.
@@ -163,7 +163,8 @@ def test_cost_of_timing_hidden_by_waits_is_unknown() -> None:
     cost = cost_of()
     assert cost.decide() == 10
     assert cost.added_share(10) == pytest.approx(0.005)
-    step = StepRecord(9, ("data",) * 7, (1.0,) * 7, (0, *range(1, 7), 2_100_000), 9.0, 0, False)
+    host_ns = (*range(7), 2_100_000)
+    step = raw(0, 9.0)._replace(labels=("data",) * 7, device_ms=(1.0,) * 7, host_ns=host_ns)
     cost.add_timed([step] * 25, 0)
     assert (cost.decide(), cost.added_share(1)) == (1, None)
 

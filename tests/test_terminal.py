@@ -25,7 +25,7 @@ NUMBER = re.compile(r"\d+(\.\d+)?%?")
 
 def summary_of_ranks(scale: float = 1.0) -> PhaseSummary:
     """Return a summary whose table is too wide for 80 columns."""
-    results = Results(10, 0)
+    results = Results(10, warmup_steps=0)
     phases = dict.fromkeys(("data", "forward", "backward", "optimizer"), 22.375 * scale)
     results.add([raw(i, 4.0 * scale, **phases, **{"backward/comm": scale}) for i in range(4)])
     results.add_probed(raw(5, **phases))

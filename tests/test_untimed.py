@@ -100,9 +100,7 @@ class SkipsUpdates(Model):
             args[-1]()
 
 
-class ModelCalls(pl.Callback):
-    """Calls the model between batches."""
-
+class CallsModel(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *outputs: Any) -> None:
         if outputs[1] is not None:
             pl_module(outputs[1])
@@ -141,14 +139,14 @@ class SkipsBatches(Model):
 
 RUNS: list[tuple[type[Model], dict[str, Any], list[pl.Callback]]] = [
     (Model, {}, []),
-    (Model, {"max_epochs": 3}, [ModelCalls()]),
+    (Model, {"max_epochs": 3}, [CallsModel()]),
     (Model, {"max_epochs": 3, "accumulate_grad_batches": 2}, []),
-    (Validates, {"max_epochs": 2, "val_check_interval": 4}, [ModelCalls()]),
+    (Validates, {"max_epochs": 2, "val_check_interval": 4}, [CallsModel()]),
     (Validates, {"check_val_every_n_epoch": None, "val_check_interval": 3, "max_epochs": 2}, []),
-    (Accumulates, {"max_epochs": 2}, [ModelCalls()]),
+    (Accumulates, {"max_epochs": 2}, [CallsModel()]),
     (SkipsUpdates, {"max_epochs": 2}, []),
-    (ValidatesInside, {"max_epochs": 2}, [ModelCalls()]),
-    (SkipsBatches, {"max_epochs": 2}, [ModelCalls()]),
+    (ValidatesInside, {"max_epochs": 2}, [CallsModel()]),
+    (SkipsBatches, {"max_epochs": 2}, [CallsModel()]),
     (SkipsBatches, {"max_epochs": 2, "accumulate_grad_batches": 2}, []),
 ]
 
