@@ -173,7 +173,6 @@ def outcomes(tuning: Tuning) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _no_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the text on changed phases, which needs runs with phases."""
     monkeypatch.setattr("lightning_gputime._tuning.tuning._moved", lambda trial: "data -5 ms")
 
 
