@@ -14,7 +14,7 @@ from lightning_gputime import GPUPhaseTimer, PhaseTimeMetric, StepTimes
 
 def times(forward_ms: float, backward_ms: float = 8.0, **more_ms: float) -> StepTimes:
     phase_ms = {"forward": forward_ms, "backward": backward_ms, **more_ms}
-    return StepTimes(0, phase_ms, {}, 0.0, forward_ms + backward_ms)
+    return StepTimes(0, phase_ms, host_ms={}, host_wait_ms=0.0, step_ms=forward_ms + backward_ms)
 
 
 def metric_of(*steps: StepTimes, **options: Any) -> PhaseTimeMetric:
@@ -38,7 +38,7 @@ def gather_from(*others: PhaseTimeMetric) -> Any:
     return gather
 
 
-def test_metric_is_the_mean_over_steps_in_which_a_phase_ran() -> None:
+def test_metric_is_the_mean_over_the_steps_since_its_reset() -> None:
     metric = metric_of(times(3.0), times(5.0))
     values = values_of(metric)
     assert values["forward_ms"] == 4.0
@@ -51,22 +51,22 @@ def test_metric_is_the_mean_over_steps_in_which_a_phase_ran() -> None:
 
 
 def test_metric_has_bounds_over_ranks_and_the_slowest_rank() -> None:
-    late = times(1.0, 11.0, **{"backward/comm": 3.5})
-    early = [times(4.0, 8.0, **{"backward/comm": 0.5})] * 3
-    gather = gather_from(metric_of(*early), metric_of(*early[:2]))
-    zero = metric_of(late, late, dist_sync_fn=gather, distributed_available_fn=lambda: True)
-    values = values_of(zero)
+    fast = times(1.0, 11.0, **{"backward/comm": 3.5})
+    slow = [times(4.0, 8.0, **{"backward/comm": 0.5})] * 3
+    gather = gather_from(metric_of(*slow), metric_of(*slow[:2]))
+    rank_0 = metric_of(fast, fast, dist_sync_fn=gather, distributed_available_fn=lambda: True)
+    values = values_of(rank_0)
     assert (values["forward_min_ms"], values["forward_max_ms"]) == (1.0, 4.0)
     assert values["forward_ms"] == pytest.approx(22 / 7)
     assert values["forward_slowest_rank"] == 1
     assert values["step_min_ms"] == values["step_max_ms"] == 12.0
     assert (values["local_min_ms"], values["local_max_ms"]) == (8.5, 11.5)
-    # Its local time exceeds the median of the others by 1.5 ms of 12.
+    # The local time of rank 1 is 11.5 ms, and the median of the other ranks 10 ms.
     assert values["slowest_rank"] == 1
     # After `compute`, the metric only has the states of this rank again.
-    assert zero.counts.shape == (18,)
-    zero.update(late)
-    assert values_of(zero)["forward_ms"] == pytest.approx(23 / 8)
+    assert rank_0.counts.shape == (18,)
+    rank_0.update(fast)
+    assert values_of(rank_0)["forward_ms"] == pytest.approx(23 / 8)
 
 
 def test_metric_without_sync_has_only_this_rank() -> None:
@@ -104,7 +104,7 @@ def test_metric_continues_from_a_checkpoint() -> None:
 
 
 def test_metric_counts_custom_phases_if_they_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    step = StepTimes(0, {"augment": 1.0}, {}, 0.0, 1.0)
+    step = StepTimes(0, {"augment": 1.0}, host_ms={}, host_wait_ms=0.0, step_ms=1.0)
     values = values_of(metric_of(step, step))
     assert caplog.text.count("Phases ['augment'] are not counted by the metric") == 1
     assert "augment_ms" not in values
@@ -114,7 +114,7 @@ def test_metric_counts_custom_phases_if_they_are_named(caplog: pytest.LogCapture
         PhaseTimeMetric("forward")
 
 
-def test_metric_adds_a_million_steps_exactly() -> None:
+def test_metric_adds_a_short_step_to_a_large_sum_accurately() -> None:
     metric = PhaseTimeMetric()
     metric.to(torch.bfloat16).half()
     metric.sums_ms = metric.sums_ms + 1e9
@@ -123,13 +123,13 @@ def test_metric_adds_a_million_steps_exactly() -> None:
     assert (metric.sums_ms - before).max().item() == pytest.approx(0.002, rel=1e-3)
 
 
-def test_timer_with_a_metric_can_be_copied_to_other_processes() -> None:
+def test_timer_with_a_metric_can_be_pickled() -> None:
     timer = pickle.loads(pickle.dumps(GPUPhaseTimer(observers=[PhaseTimeMetric()])))
     [metric] = timer._options.observers
     assert isinstance(metric, PhaseTimeMetric)
 
 
-def test_metric_states_stay_on_the_host_in_their_precision() -> None:
+def test_metric_states_stay_on_the_host_in_double_precision() -> None:
     holder = torch.nn.ModuleDict({"metric": PhaseTimeMetric()}).to("meta", torch.bfloat16)
     metric: Any = holder["metric"]
     metric.update(times(3.0))

@@ -94,7 +94,7 @@ def left_on(*things: Any) -> list[str]:
     return found
 
 
-# Trainings, each of which calls a function after its second step
+# Trainings, each of which calls a function between two of its steps
 
 
 Call = Callable[[], object]
@@ -108,6 +108,7 @@ class Run:
         self.front, self.call, self.tmp_path = front, call, tmp_path
         self.gpu = FakeGPU()
         self.loop = Loop(self.gpu)
+        # Objects on which a timer may set attributes.
         self.things: list[Any] = [self.loop.model, self.loop.optimizer]
 
     def timer(self) -> Any:
@@ -138,13 +139,13 @@ class Run:
     def train_by_lightning(self, timer: GPUPhaseTimer | None) -> None:
         call = self.call
 
-        class AfterSecondStep(pl.Callback):
+        class CallsBetweenSteps(pl.Callback):
             def on_train_batch_end(self, *args: Any) -> None:
                 if args[-1] == 2:
                     call()
 
         model = Model(self.gpu)
-        runner = trainer(*([timer] if timer else []), AfterSecondStep())
+        runner = trainer(*([timer] if timer else []), CallsBetweenSteps())
         profiler: Any = runner.profiler  # type: ignore[attr-defined]  # has no hint
         self.things = [*model.modules(), runner, profiler, runner.fit_loop]
         self.things += [runner.fit_loop.epoch_loop, runner.fit_loop.epoch_loop.val_loop]
@@ -156,7 +157,7 @@ class Run:
 
         call = self.call
 
-        class AfterSecondStep(transformers.TrainerCallback):
+        class CallsBetweenSteps(transformers.TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 if state.global_step == 2:
                     call()
@@ -168,7 +169,7 @@ class Run:
 
         row = {"x": torch.ones(2), "labels": torch.ones(2)}
         arguments = training_arguments(self.tmp_path)
-        callbacks = [timer, AfterSecondStep()] if timer else [AfterSecondStep()]
+        callbacks = [timer, CallsBetweenSteps()] if timer else [CallsBetweenSteps()]
         runner = transformers.Trainer(
             Net(2, 2), arguments, train_dataset=[row] * 8, callbacks=callbacks
         )
@@ -202,12 +203,12 @@ def interrupt() -> None:
 
 
 ENDS: dict[str, Call] = {
-    "it ends": lambda: None,
-    "it raises": fail,
+    "training ends": lambda: None,
+    "training raises": fail,
     "Ctrl-C": interrupt,
-    "it forks": fork,
+    "training forks": fork,
     "timer is pickled": lambda: None,
-    "timer is abandoned": lambda: None,
+    "attached timer is deleted": lambda: None,
 }
 
 
@@ -235,7 +236,7 @@ def test_training_leaves_libraries_unchanged(front: str, end: str, tmp_path: Pat
     assert changes_since(before) == []
     if end == "timer is pickled" and front != HOOKS:
         timer = pickle.loads(pickle.dumps(timer))
-    if end == "timer is abandoned" and front == HOOKS:
+    if end == "attached timer is deleted" and front == HOOKS:
         timer.attach()
         del timer
         gc.collect()
@@ -306,4 +307,4 @@ def test_docs_list_every_replaced_function() -> None:
     ]
     table = "\n".join(["| replaced | when | why | else |", "| --- | --- | --- | --- |", *rows])
     assert table in MANUAL.read_text(), f"docs/reference/replaced.md should have:\n{table}"
-    assert len(REGISTER) <= 13
+    assert len(REGISTER) <= 13, "replace no more functions: use a hook"

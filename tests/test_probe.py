@@ -17,7 +17,7 @@ from lightning_gputime import GPUPhaseHooks, StepTimes
 from lightning_gputime._session.probe import is_probed
 
 PROBED = (2, 5, 13, 16, 20, 27, 31, 38)
-"""Steps that are probed with `probe_every_n_steps=5`, which are 1 of every 5."""
+"""Steps that are probed with `probe_every_n_steps=5`: 1 of every 5."""
 
 BUSY_MS = {"data": 0.5, "forward": 0.25, "loss": 0.125, "backward": 0.5, "optimizer": 0.0625}
 
@@ -134,7 +134,7 @@ def test_busy_times_and_the_gap_are_logged_with_the_means(gpu: FakeGPU) -> None:
 
 def test_spin_lasts_as_long_as_the_launches_with_a_margin(gpu: FakeGPU) -> None:
     run(Loop(gpu), 20)
-    # The first spin assumes 2 GHz; later spins use the measured 1 GHz.
+    # 1.5 times the 10 ms of a step. The first spin assumes 2 GHz, later spins the measured 1 GHz.
     assert gpu.spins == [30.0, 15.0, 15.0, 15.0, 15.0]
 
 
@@ -278,7 +278,7 @@ def test_probed_step_of_each_window_varies(every: int) -> None:
 def test_probes_are_spread_evenly_over_any_period(every: int, period: int) -> None:
     shares = Counter(index % period for index in probed_steps(every))
     assert sum(shares.values()) == 100
-    assert max(shares.values()) <= 200 / period
+    assert max(shares.values()) <= 2 * 100 / period
 
 
 def test_slow_host_does_not_end_the_probing(gpu: FakeGPU) -> None:
@@ -294,4 +294,5 @@ def test_slow_host_does_not_end_the_probing(gpu: FakeGPU) -> None:
 def test_host_wait_does_not_grow_with_untimed_steps(n: int, lag: int) -> None:
     loop = Loop(FakeGPU(), host_ms=0.0625)
     timer = run(loop, 100, probe_every_n_steps=0, every_n_steps=n, _lag=lag)
-    assert timer.summary().host_wait_mean_ms == pytest.approx(0.8125, rel=0.05)
+    wait_ms = sum(BUSY_MS.values()) - 10 * loop.host_ms  # GPU time minus host time of a step
+    assert timer.summary().host_wait_mean_ms == pytest.approx(wait_ms, rel=0.05)

@@ -29,7 +29,6 @@ from lightning_gputime._measurement.ranks import (
     totals_of,
 )
 from lightning_gputime._measurement.sums import Sums
-from lightning_gputime._phases import StepRecord
 from lightning_gputime._session import rank_comparer, rank_store
 from lightning_gputime._session.rank_comparer import Exchange
 
@@ -96,7 +95,7 @@ def test_slowest_rank_and_its_phase_are_named(
 
 
 NOISE: Any = {"steps": 40, "deviation_ms": 0.2422 * math.sqrt(40)}
-"""A standard error of 0.2422 ms per rank: four for a difference are 1.370 ms."""
+"""Noise for which 1.370 ms are four standard errors of the difference between two ranks."""
 
 
 @pytest.mark.parametrize(
@@ -125,14 +124,13 @@ def test_rank_is_named_from_five_percent_and_four_standard_errors(
 @pytest.mark.parametrize(
     ("late_ms", "named"),
     [
-        # A single worker, the last of four pipeline stages, the last of two stages, and a rank
-        # among others that are half as slow.
         ([3.0] + 15 * [0.0], "rank 0 is"),
         ([0.0] * 6 + [2.8, 3.0], "ranks 6, 7 are up to"),
         ([0.0] * 16 + [3.0] * 16, "ranks 16, 17, 18, 19, 20, 21, 22, 23 and 8 more are up to"),
         ([0.0] * 12 + [1.4, 1.4, 3.0, 1.4], "rank 14 is"),
         ([0.0, 3.0], "rank 1 is"),
     ],
+    ids=["one worker", "last of 4 stages", "last of 2 stages", "others half as slow", "two ranks"],
 )
 def test_equally_slow_ranks_are_named_together(late_ms: list[float], named: str) -> None:
     ranks = compared(totals(late="forward", late_ms=ms) for ms in late_ms)
@@ -147,12 +145,11 @@ def test_equally_slow_ranks_are_named_together(late_ms: list[float], named: str)
 def test_noise_is_measured_on_the_local_time() -> None:
     local = BatchMeans()
     assert local.deviation_ms == 0.0
-    waits = ("data", "forward", "<waits>", "<continues>")
-    for number, ms in enumerate(
-        [(1.0, 2.0, 40.0, 1.0), (1.0, 2.0, 0.0, 4.0), (2.0, 2.0, 9.0, 2.0)]
-    ):
-        local.add([StepRecord(number, waits, ms, (0, 1, 2, 3, 4), 0.0, 0, False)])
-    # 4, 7 and 6 ms. Ten steps count as one, and a deviation of three values is doubled.
+    labels, host_ns = ("data", "forward", "<waits>", "<continues>"), (0, 1, 2, 3, 4)
+    for ms in [(1.0, 2.0, 40.0, 1.0), (1.0, 2.0, 0.0, 4.0), (2.0, 2.0, 9.0, 2.0)]:
+        local.add([raw(0)._replace(labels=labels, device_ms=ms, host_ns=host_ns)])
+    # The local times are 4, 7 and 6 ms. The estimate assumes that 10 successive steps are
+    # correlated, and doubles a deviation of only three values.
     assert local.deviation_ms == pytest.approx(statistics.stdev([4, 7, 6]) * math.sqrt(10) * 2)
 
 
@@ -193,15 +190,15 @@ def test_rank_that_is_slow_in_some_of_the_steps_is_not_named(
     assert ranks.behind_median_ms < 4 * ranks.error_ms
 
 
-def changed(**phases_ms: float) -> RankTotals:
-    """Return totals with other phases. `data__fetch` names the sub-phase `data/fetch`."""
+def totals_with(**phases_ms: float) -> RankTotals:
+    """Return totals with given times of some phases. `data__fetch` means `data/fetch`."""
     names = {name.replace("__", "/"): (10 * ms, 10) for name, ms in phases_ms.items()}
     phases = {**totals().phases, **names}
     step_ms = sum(ms for name, (ms, _) in phases.items() if "/" not in name and name != "step")
     return RankTotals({**phases, "step": (step_ms, 10)})
 
 
-DATA_PARTS = changed(data=1.25, data__fetch=0.5, data__copy=0.25, data__comm=0.5)
+DATA_PARTS = totals_with(data=1.25, data__fetch=0.5, data__copy=0.25, data__comm=0.5)
 
 
 @pytest.mark.parametrize(
@@ -209,16 +206,20 @@ DATA_PARTS = changed(data=1.25, data__fetch=0.5, data__copy=0.25, data__comm=0.5
     [
         (
             DATA_PARTS,
-            changed(data=6.0, data__fetch=5.0, data__copy=0.5, data__comm=0.5),
+            totals_with(data=6.0, data__fetch=5.0, data__copy=0.5, data__comm=0.5),
             "data/fetch",
         ),
         (
             DATA_PARTS,
-            changed(data=6.4, data__fetch=3.0, data__copy=2.9, data__comm=0.5),
+            totals_with(data=6.4, data__fetch=3.0, data__copy=2.9, data__comm=0.5),
             "data/copy",
         ),
-        (changed(), changed(callbacks=5.0), "callbacks"),
-        (changed(forward__comm=0.0), changed(forward=7.0, forward__comm=0.0), "forward compute"),
+        (totals_with(), totals_with(callbacks=5.0), "callbacks"),
+        (
+            totals_with(forward__comm=0.0),
+            totals_with(forward=7.0, forward__comm=0.0),
+            "forward compute",
+        ),
     ],
 )
 def test_slowest_part_excludes_waits(usual: RankTotals, late: RankTotals, named: str) -> None:
@@ -482,7 +483,7 @@ def test_ranks_are_compared_when_late_totals_arrive(loop: Loop, exchange: FakeEx
         if number == 10:
             assert logger.rank_logs() == []
             assert slowest_rank(timer) == 1
-            # Loggers refuse decreasing step numbers.
+            # The first comparison is of step 3, but loggers refuse decreasing step numbers.
             assert [step for step, _ in logger.rank_logs()] == [7, 7]
 
     logger, exchange.is_late = RankLogger(), True

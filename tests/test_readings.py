@@ -42,7 +42,7 @@ def test_unwritable_path_raises_and_keeps_the_history(timer: GPUPhaseHooks, tmp_
 def test_times_that_are_not_finite_are_null_in_json(bad_ms: float) -> None:
     step = raw(0, data=1.0, forward=2.0, backward=3.0)
     broken = step._replace(device_ms=(1.0, bad_ms, 3.0))
-    results = Results(10, 0)
+    results = Results(10, warmup_steps=0)
     results.add([broken, broken, step._replace(host_ns=[ns + 10**9 for ns in step.host_ns])])
     json.dumps(summary_of(results).to_dict(), allow_nan=False)
 

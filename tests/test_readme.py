@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import lightning.pytorch as pl
 import pytest
@@ -94,44 +94,44 @@ def run_blocks(path: str) -> dict[str, Any]:
     return names
 
 
-BLOCKS = {
-    "README.md": (2, 2, ""),
-    "docs/index.md": (2, 2, ""),
-    "examples/experiments/README.md": (1, 1, ""),
-    "docs/how-to/outputs.md": (1, 0, ""),
-    "docs/how-to/slower-than-yesterday.md": (1, 0, torch.__version__),
-    "docs/how-to/split-a-step.md": (2, 0, ""),
-    "docs/how-to/trainers/fabric.md": (1, 1, ""),
-    "docs/how-to/trainers/lightning.md": (2, 1, "-bound"),
-    "docs/how-to/trainers/plain-loop.md": (1, 1, ""),
-    "docs/how-to/validation-and-inference.md": (1, 0, ""),
-    "docs/how-to/work-per-second.md": (1, 0, "None"),
-    "docs/reference/results.md": (1, 0, "of the time is backward"),
+class Page(NamedTuple):
+    blocks: int  # Number of Python blocks.
+    tables: int = 0  # Number of tables that the blocks print.
+    text: str = ""  # Another text that they print.
+
+
+PAGES = {
+    "README.md": Page(2, tables=2),
+    "docs/index.md": Page(2, tables=2),
+    "examples/experiments/README.md": Page(1, tables=1),
+    "docs/how-to/outputs.md": Page(1),
+    "docs/how-to/slower-than-yesterday.md": Page(1, text=torch.__version__),
+    "docs/how-to/split-a-step.md": Page(2),
+    "docs/how-to/trainers/fabric.md": Page(1, tables=1),
+    "docs/how-to/trainers/lightning.md": Page(2, tables=1, text="-bound"),
+    "docs/how-to/trainers/plain-loop.md": Page(1, tables=1),
+    "docs/how-to/validation-and-inference.md": Page(1),
+    "docs/how-to/work-per-second.md": Page(1, text="None"),
+    "docs/reference/results.md": Page(1, text="of the time is backward"),
 }
-"""For each page, its number of Python blocks, of tables that they print, and another output."""
 
 
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")
-@pytest.mark.parametrize(("path", "n", "tables", "text"), [(k, *v) for k, v in BLOCKS.items()])
+@pytest.mark.parametrize("path", PAGES)
 def test_code_blocks_run_in_order(
-    path: str,
-    n: int,
-    tables: int,
-    text: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert len(blocks(path, "python")) == n
+    page = PAGES[path]
+    assert len(blocks(path, "python")) == page.blocks
     run_blocks(path)
     printed = capsys.readouterr().out
-    assert printed.count("warm-up steps excluded") == tables
-    assert text in printed
+    assert printed.count("warm-up steps excluded") == page.tables
+    assert page.text in printed
 
 
 def test_every_code_block_is_run() -> None:
-    tested = {*BLOCKS, "CONTRIBUTING.md"}  # test_recipes.py runs CONTRIBUTING.md.
+    tested = {*PAGES, "CONTRIBUTING.md"}  # test_recipes.py runs CONTRIBUTING.md.
     assert {path for path in READMES if blocks(path, "python")} == tested
     languages = set(re.findall(r"^ *```(.+)$", ALL, re.MULTILINE))
     assert languages == {"python", "sh", "text", "yaml"}
@@ -211,7 +211,7 @@ def test_every_link_leads_somewhere(path: str) -> None:
             assert anchors(target.read_text()).count(anchor) == 1, link
 
 
-def test_every_page_can_be_reached_from_the_first() -> None:
+def test_every_page_can_be_reached_from_the_readme() -> None:
     reached, new = set(), {"README.md"}
     while new:
         path = new.pop()

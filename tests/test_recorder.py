@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_gpu import FakeEvent, FakeGPU
+from fake_gpu import FakeEvent, FakeGPU, raw
 
 from lightning_gputime import StepTimes
 from lightning_gputime._phases import EXCLUDED, StepRecord
@@ -258,7 +258,7 @@ def test_step_that_ends_in_a_pause_is_dropped_but_counts_for_the_lag(
     assert recorder.numbers() == [0, 2]
 
 
-def test_mark_on_a_lagging_stream_delays_the_step(gpu: FakeGPU, recorder: StoringRecorder) -> None:
+def test_mark_reached_after_its_step_is_waited_for(gpu: FakeGPU, recorder: StoringRecorder) -> None:
     recorder.play("mark forward; 50; mark backward")
     gpu.free_at = gpu.now  # The rest of the step runs on another stream, which is idle.
     gpu.host_work(10.0)
@@ -287,7 +287,7 @@ def test_steps_are_emitted_in_full_batches_or_on_request(gpu: FakeGPU, end: str)
     recorder = StoringRecorder(gpu, batch=3)
     for number in range(5):
         recorder.step(number)
-        assert recorder.numbers() == [0, 1, 2][: 3 * (number >= 3)]
+        assert recorder.numbers() == ([0, 1, 2] if number >= 3 else [])
     recorder.pending.end_untimed()
     assert recorder.numbers() == [0, 1, 2]
     if end == "end_step":
@@ -396,11 +396,13 @@ def test_emitted_step_has_every_field(gpu: FakeGPU) -> None:
     recorder.end_step(2)
     ms = 1_000_000
     # The host waits for the first step until 6 ms, and for the second until 11 ms.
-    first = StepRecord(0, ("data", "forward"), (1.0, 5.0), (0, ms, 2 * ms), 4.0, 6 * ms, False)
+    first = raw(0, 4.0, data=1.0, forward=5.0)
+    first = first._replace(host_ns=(0, ms, 2 * ms), finished_ns=6 * ms)
     labels, host_ns = (EXCLUDED, EXCLUDED, "data"), (2 * ms, 6 * ms, 6 * ms, 6 * ms)
-    second = StepRecord(1, labels, (0.0, 3.0, 2.0), host_ns, 5.0, 11 * ms, True)
-    third = StepRecord(2, ("data",), (1.0,), (6 * ms, 12 * ms), 0.0, 0, False)
+    second = raw(1, 5.0)._replace(labels=labels, device_ms=(0.0, 3.0, 2.0), host_ns=host_ns)
+    second = second._replace(finished_ns=11 * ms, skipped_update=True)
     second = second._replace(was_fully_queued=True, post_spin_index=2)
+    third = raw(2, data=1.0)._replace(host_ns=(6 * ms, 12 * ms))
     assert recorder.records == [first, second, third]
 
 
@@ -427,7 +429,7 @@ def test_mark_in_backward_is_ignored_elsewhere(gpu: FakeGPU, recorder: StoringRe
 
 
 @pytest.mark.parametrize(("wait_ms", "finished_ns"), [(0.019999, 0), (0.02, 1_020_000)])
-def test_short_host_wait_aligns_no_clocks(gpu: FakeGPU, wait_ms: float, finished_ns: int) -> None:
+def test_short_host_wait_has_no_finish_time(gpu: FakeGPU, wait_ms: float, finished_ns: int) -> None:
     recorder = StoringRecorder(gpu, lag=0)
     gpu.host_work(1.0)
     recorder.play(f"begin; {wait_ms}; end")
@@ -435,8 +437,8 @@ def test_short_host_wait_aligns_no_clocks(gpu: FakeGPU, wait_ms: float, finished
     assert (record.wait_ms, record.finished_ns) == (wait_ms, finished_ns)
 
 
-@pytest.mark.parametrize(("lag", "read"), [(0, 2), (2, 0)])
-def test_step_can_end_at_its_update_during_a_pause(gpu: FakeGPU, lag: int, read: int) -> None:
+@pytest.mark.parametrize(("lag", "n_read"), [(0, 2), (2, 0)])
+def test_step_can_end_at_its_update_during_a_pause(gpu: FakeGPU, lag: int, n_read: int) -> None:
     recorder = StoringRecorder(gpu, lag=lag)
     recorder.play("probe; mark forward; 4; mark <after update>; mark other; 16; pause")
     ended: list[bool] = []
@@ -448,7 +450,7 @@ def test_step_can_end_at_its_update_during_a_pause(gpu: FakeGPU, lag: int, read:
     assert gpu.waits == []
     recorder.end_step(1)
     # The probe ended with the first step, so the second is read only when its lag has passed.
-    assert len(recorder.emitted) == read
+    assert len(recorder.emitted) == n_read
     assert recorder.phases() == [{"data": 0.0, "forward": 4.0}, {"data": 1.0}]
     assert recorder.numbers() == [0, 1]
 
@@ -467,7 +469,7 @@ def test_forked_process_uses_no_event_of_its_parent(gpu: FakeGPU) -> None:
     recorder.begin()
     recorder.step(6)
     recorder.pending.flush()
-    assert gpu.created == created + 4
+    assert gpu.created == created + 4  # The events of step 6.
     assert recorder.numbers() == [0, 1, 2, 3, 6]
 
 

@@ -290,9 +290,9 @@ def test_charts_show_phases_in_ms_or_percent() -> None:
 
 
 def test_chart_shows_slow_steps_at_their_time_or_at_the_end_of_the_axis() -> None:
-    slow = [SlowStep(n, ms, 15.0, "loss", (), ms - 15.0) for n, ms in ((7, 19.0), (9, 90.0))]
-    outside = SlowStep(50, 90.0, 15.0, "loss", (), 75.0)
-    run_1 = replace(run(1, n=30), slow_steps=[*slow, outside])
+    steps_ms = {7: 19.0, 9: 90.0, 50: 90.0}  # Step 50 is outside the chart.
+    slow = [SlowStep(n, ms, 15.0, "loss", (), ms - 15.0) for n, ms in steps_ms.items()]
+    run_1 = replace(run(1, n=30), slow_steps=slow)
     *_, points = phases_over_steps(run_1, thin_out(run_1.history)[0], 20.0).renderers
     found: Any = points.data_source.data
     assert (found["step"], found["ms"]) == ([7, 9], [19.0, pytest.approx(21.2)])

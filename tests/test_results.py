@@ -58,8 +58,8 @@ def test_step_takes_16_bytes_per_mark() -> None:
         for number in steps:
             results.add([raw(number, **marks)._replace(labels=labels)])
 
-    add(Results(400, 0), range(100))  # Creates objects that are not part of a step.
-    results = Results(400, 0)
+    add(Results(400, warmup_steps=0), range(100))  # Creates objects that are not part of a step.
+    results = Results(400, warmup_steps=0)
     tracemalloc.start()
     try:
         add(results, range(400))
@@ -67,7 +67,7 @@ def test_step_takes_16_bytes_per_mark() -> None:
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert held < 400 * (400 * 16 + 800)
+    assert held < 400 * (400 * 16 + 800)  # 400 steps of 400 marks, and 800 bytes per step.
     assert results.last == raw(399, **marks).times()
     assert pickle.loads(pickle.dumps(results)).last == results.last
 
@@ -178,7 +178,7 @@ def test_probed_steps_decide_between_gpu_and_launch_bound(busy_ms: float, verdic
 
 @pytest.mark.parametrize("on_host_clock", [True, False])
 def test_steps_of_zero_time_have_no_verdict(on_host_clock: bool) -> None:
-    results = Results(10, 0, on_host_clock)
+    results = Results(10, 0, on_host_clock=on_host_clock)
     results.add([raw(0, data=0.0, forward=0.0)])
     results.add_probed(raw(1, forward=0.0))
     summary = summary_of(results)
@@ -189,7 +189,7 @@ def test_steps_of_zero_time_have_no_verdict(on_host_clock: bool) -> None:
 def test_notebook_and_rich_show_the_table() -> None:
     summary = summarize(raw(0, 1.5, forward=2.0, other=0.25))
     html = summary._repr_html_()
-    assert html.count("<tr>") == 5 + 3
+    assert html.count("<tr>") == 4 + 4  # Lines of the time breakdown, and of the phases.
     left, right = "text-align:left", "text-align:right"
     assert f'<td style="{left}">forward</td><td style="{right}">2.000</td>' in html
     assert f'<th style="{left}">step</th><th style="{right}">2.250</th>' in html

@@ -47,7 +47,7 @@ def test_submodule_called_module_is_not_a_wrapper(gpu: FakeGPU) -> None:
     assert [(step["forward/module"], step["forward/head"]) for step in steps(timer)] == [(4, 1)] * 2
 
 
-def test_modules_are_those_inside_a_wrapper_of_torch(gpu: FakeGPU, two_ranks: None) -> None:
+def test_module_names_are_relative_to_the_model_inside_ddp(gpu: FakeGPU, two_ranks: None) -> None:
     model = nn.parallel.DistributedDataParallel(nn.Sequential(Layer(gpu, 4.0)))
     timer = GPUPhaseHooks(model, _clock=gpu, modules=["0"])
     assert [*timer._loop.submodules] == ["0"]
@@ -208,7 +208,7 @@ def test_skipped_batches_take_constant_time(loop: Loop) -> None:
         return lines
 
     few, many, most = (lines_run(n) for n in (400, 800, 2_000))
-    # 1,200 more batches run 3 times the lines of 400 more, or 7 times if each visited all earlier.
+    # 1,200 batches run 3 times the lines of 400, or 7 times if each visits all earlier batches.
     assert most - many <= 4 * (many - few)
 
 
@@ -235,7 +235,7 @@ def test_phase_around_a_yield_ends_with_the_fetch(loop: Loop, every: Any) -> Non
 # Ends
 
 
-def test_interrupted_last_wait_leaves_nothing(
+def test_interrupt_of_the_last_host_wait_leaves_no_hooks(
     loop: Loop, is_bare: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(_: Any) -> None:

@@ -50,23 +50,23 @@ for _ in range(30):
 TWO_MODELS = """
 import torch
 from torch import nn
-one, two = nn.Linear(4, 4), nn.Linear(4, 4)
-optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
 for _ in range(30):
-    two(one(torch.ones(2, 4))).square().mean().backward()
+    second(first(torch.ones(2, 4))).square().mean().backward()
     optimizer.step()
 """
 ANOTHER_LOOP = """
 import gc, weakref
-models = [weakref.ref(one), weakref.ref(two)]
-del one, two, optimizer
+models = [weakref.ref(first), weakref.ref(second)]
+del first, second, optimizer
 net = nn.Linear(4, 4)
 other = torch.optim.SGD(net.parameters(), lr=0.1)
 for _ in range(60):
     net(torch.ones(2, 4)).square().mean().backward()
     other.step()
 gc.collect()
-assert [one() for one in models] == [None, None]
+assert [model() for model in models] == [None, None]
 """
 LOADER = """
 import time, torch
@@ -531,18 +531,17 @@ def test_each_timer_of_a_script_saves_to_a_separate_file(monkeypatch: pytest.Mon
     assert adding.path_to_save(wanted) == "runs.d/run-4.json.gz"
 
 
-def test_file_of_another_process_is_kept(
+def test_file_that_another_process_of_the_same_run_saved_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, other_path = tmp_path / "run.json.gz", tmp_path / f"run-{os.getpid()}.json.gz"
     timer = Mock(spec=["last_step", "save"], _session=NEVER_ATTACHED, _is_aborted=False)
     timer._live_file = LiveFile()
-    path.write_text("of an earlier run")
-    os.utime(path, (1000.0, 1000.0))
-    monkeypatch.setattr(adding, "_began", 2000.0)
+    monkeypatch.setattr(adding, "_began", 2000.0)  # Time at which `run` began.
+    path.touch()
+    os.utime(path, (1000.0, 1000.0))  # An earlier run saved this file: it is replaced.
     adding._print_and_save(timer, str(path), prints=False)
-    # A child started by `subprocess` does not know that this process saves to the path.
-    os.utime(path, (2000.0, 2000.0))
+    os.utime(path, (2000.0, 2000.0))  # As if a child process had saved the file since.
     adding._print_and_save(timer, str(path), prints=False)
     assert timer.save.mock_calls == [call(str(path)), call(str(other_path))]
     assert f"has already saved {path}. This process saves to {other_path}" in caplog.text
@@ -556,7 +555,7 @@ def test_model_of_an_optimizer_is_found_among_unusual_modules() -> None:
             pass
 
     class Tree(torch.nn.Linear):
-        children = parameters = None  # type: ignore[assignment]  # local names
+        children = parameters = None  # type: ignore[assignment]  # hides methods of nn.Module
 
     kept = [WithoutInit(), tree := Tree(4, 4)]
     assert _models_of(torch.optim.SGD([tree.weight])) == kept[1:]
@@ -600,7 +599,7 @@ def test_run_times_the_loader_of_a_plain_loop(loop: str, samples: int, run: Runn
     script = LOADER.replace("in loader", loop).replace("return 40", f"return {samples}")
     _, err = run(script, *SAVED, "--warmup-steps", "0", "train.py")
     summary = run.summary()
-    assert summary.steps == 38
+    assert summary.steps == 38  # The first 2 of 40 updates start the timer.
     assert 4.0 <= summary.rows["data"].p50_ms < 8.0
     assert summary.rows["other"].p50_ms >= 8.0
     assert summary.wall_clock is not None

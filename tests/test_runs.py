@@ -89,7 +89,7 @@ def test_time_below_zero_is_saved_as_zero(path: Path) -> None:
 
 
 def test_warm_up_outside_the_history_is_not_excluded_twice() -> None:
-    results = Results(4, 3)
+    results = Results(4, warmup_steps=3)
     results.add([raw(i, forward=1.0) for i in range(6)])
     history, warmup_steps = results.history_and_warmup()
     assert (history["step"].tolist(), warmup_steps) == ([2, 3, 4, 5], 1)
@@ -106,7 +106,7 @@ def test_saved_run_keeps_every_optional_part(path: Path) -> None:
     lost_ms, phase_ms, host_ms = {"loss": {"unexplained": 3.0}}, {"loss": 9.5}, {"loss": 0.5}
     slow = SlowStep(7, 9.5, 5.0, "loss", (cause,), 3.0, 4.0, lost_ms, phase_ms, host_ms)
     evaluations: list[dict[str, Any]] = [{"stage": "val", "step": 3, "forward_ms": 2.5}]
-    results = Results(10, 0)
+    results = Results(10, warmup_steps=0)
     results.add([raw(0, forward=2.0)])
     results.ranks.add(facts["ranks"])
     summary = with_facts(summary_of(results), **facts)
@@ -143,7 +143,7 @@ def test_environment_records_that_the_model_is_compiled() -> None:
     assert timer._run().environment.compiled
 
 
-def test_commit_is_found_in_branches_packed_refs_worktrees_and_detached(tmp_path: Path) -> None:
+def test_commit_is_found_in_repositories_of_any_state(tmp_path: Path) -> None:
     def git(*arguments: object, cwd: Path) -> str:
         user = ["-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
         command = ["git", *user, *map(str, arguments)]
@@ -277,7 +277,7 @@ def test_saved_unexplained_time_may_be_negative(path: Path) -> None:
 
 
 @pytest.mark.parametrize("minor", [REMOVED, 0, schema.MINOR, 99])
-def test_file_of_any_minor_version_is_read_with_its_unknown_fields_named(
+def test_unknown_fields_are_named_only_for_later_minor_versions(
     minor: Any, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     later = {"later": {}, "summary/later": [1], "summary/rows/data/later_ms": 1.0}
@@ -374,14 +374,14 @@ def test_folders_and_special_files_are_not_replaced(tmp_path: Path) -> None:
     assert {item.name for item in tmp_path.iterdir()} == {"pipe", "folder"}
 
 
-def test_history_is_saved_in_whole_numbers(tmp_path: Path) -> None:
+def test_history_is_saved_as_integers(tmp_path: Path) -> None:
     steps = [raw(number, 0.25, forward=1.5) for number in (1, 2, 5)]
     saved.save(run_of([*steps, raw(6, 0.25, backward=1.0)], warmup_steps=2), tmp_path / "run.json")
     found = json.loads((tmp_path / "run.json").read_text())
     assert found["warmup_steps"] == 2
     assert found["history"] == {
         "unit_ms": 1e-4,
-        "steps": [1, 1, 3, 1],
+        "steps": [1, 1, 3, 1],  # Differences of step numbers.
         "host_wait": [2500, 2500, 2500, 2500],
         "phases": {"forward": [15000, 15000, 15000, -1], "backward": [-1, -1, -1, 10000]},
     }

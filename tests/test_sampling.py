@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_gputime import GPUPhaseHooks, phase
 
 BASE_MS = {"data": 0.05, "forward": 0.25, "backward": 0.35, "other": 0.15}
+SHORT_MS = sum(BASE_MS.values())
 WARMUP = 5
 
 
@@ -91,7 +92,7 @@ def train(n: int, place: str = "data", extra: Extra = lambda i: 0.0, **options: 
             if i >= WARMUP:
                 for name in phases_ms:
                     phases_ms[name] += BASE_MS.get(name, 0.0) + extra(i) * (name == place)
-                steps_ms.append(sum(BASE_MS.values()) + extra(i))
+                steps_ms.append(SHORT_MS + extra(i))
     return Trained(timer, steps_ms, phases_ms)
 
 
@@ -99,18 +100,19 @@ def every(period: int, ms: float, offset: int = 0) -> Extra:
     return lambda i: ms if (i + offset) % period == 0 else 0.0
 
 
-CASES: dict[str, tuple[int, str, Extra]] = {
-    "a fetch after each log": (3000, "data", every(50, 8.0, 1)),
-    "a fetch in 1 of 10 steps": (3000, "data", every(10, 20.0)),
-    "a jump at step 110": (3000, "other", lambda i: 3.5 if i >= 110 else 0.0),
-    "a logger at i % 50": (3000, "logger", every(50, 20.0)),
-    "a logger at (i + 1) % 50": (3000, "logger", every(50, 20.0, 1)),
+CASES: dict[str, tuple[str, Extra]] = {
+    "a fetch after each log": ("data", every(50, 8.0, 1)),
+    "a fetch in 1 of 10 steps": ("data", every(10, 20.0)),
+    "a jump at step 110": ("other", lambda i: 3.5 if i >= 110 else 0.0),
+    "a logger at i % 50": ("logger", every(50, 20.0)),
+    "a logger at (i + 1) % 50": ("logger", every(50, 20.0, 1)),
 }
+"""Phases that take longer in some steps, by how many ms."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_sampled_shares_estimate_those_of_all_steps(case: str) -> None:
-    trained = train(CASES[case][0], *CASES[case][1:])
+    trained = train(3000, *CASES[case])
     summary = trained.timer.summary()
     assert summary.steps < len(trained.steps_ms)
     all_ms = sum(trained.phases_ms.values())
@@ -130,22 +132,22 @@ def test_periodic_work_is_not_a_slowdown(period: int, offset: int) -> None:
 
 
 def test_sampled_percentiles_estimate_those_of_all_steps() -> None:
-    summary = train(*CASES["a fetch in 1 of 10 steps"]).timer.summary()
-    short_ms = sum(BASE_MS.values())
-    assert summary.step.p5_ms == pytest.approx(short_ms, rel=0.05)
-    assert summary.step.p50_ms == pytest.approx(short_ms, rel=0.05)
-    assert summary.step.p95_ms == pytest.approx(short_ms + 20.0, rel=0.02)
-    assert summary.step.max_ms == pytest.approx(short_ms + 20.0, rel=0.02)
+    summary = train(3000, *CASES["a fetch in 1 of 10 steps"]).timer.summary()
+    assert summary.step.p5_ms == pytest.approx(SHORT_MS, rel=0.05)
+    assert summary.step.p50_ms == pytest.approx(SHORT_MS, rel=0.05)
+    assert summary.step.p95_ms == pytest.approx(SHORT_MS + 20.0, rel=0.02)
+    assert summary.step.max_ms == pytest.approx(SHORT_MS + 20.0, rel=0.02)
 
 
 def test_long_untimed_step_is_reported_as_not_sampled() -> None:
     # A single long step after the first steps is timed only by chance.
-    runs = [train(2000, "data", every(10**4, 400.0, 10**4 - at)) for at in (1203, 1437, 1666)]
+    runs = [train(2000, "data", every(10_000, 400.0, -at)) for at in (1203, 1437, 1666)]
     reported = [(run, run.timer.summary()) for run in runs if run.timer.summary().not_sampled_steps]
     assert reported
     for run, summary in reported:
         assert summary.not_sampled_steps == 1
-        assert summary.not_sampled_share == pytest.approx(400.8 / sum(run.steps_ms), rel=0.03)
+        long_share = (400.0 + SHORT_MS) / sum(run.steps_ms)
+        assert summary.not_sampled_share == pytest.approx(long_share, rel=0.03)
         assert summary.step.mean_ms == pytest.approx(run.mean_ms, rel=0.02)
         shares = sum(row.share for name, row in summary.rows.items() if "/" not in name)
         assert shares + summary.not_sampled_share == pytest.approx(1.0)

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_gpu import raw
 
-from lightning_gputime._phases import StepRecord
 from lightning_gputime._session.schedule import Schedule, Windows
 from lightning_gputime._session.timing_cost import TimingCost
 
@@ -87,7 +87,11 @@ def cost_of(
     switch_us: int = 0,
     reading_25_us: int = 0,
 ) -> TimingCost:
-    """Return the cost of timing, measured in alternating timed steps (of 7 marks) and untimed."""
+    """Return the cost of timing after timed steps (of 7 marks) that alternate with untimed steps.
+
+    Reading takes `reading_us` for a step and `reading_25_us` for 25 steps at once; attaching and
+    removing the hooks takes `switch_us`.
+    """
     now_ns = 0
 
     def switch() -> None:
@@ -98,8 +102,8 @@ def cost_of(
     # No untimed steps precede the first window or follow the last.
     for window, ms in enumerate([50.0, timed_ms, timed_ms, timed_ms, 50.0]):
         start_ns = window * 10**9
-        host_ns = (start_ns, *range(start_ns + 1, start_ns + 7), start_ns + round(ms * 1e6))
-        step = StepRecord(window, ("data",) * 7, (1.0,) * 7, host_ns, wait_ms, 0, False)
+        host_ns = (*range(start_ns, start_ns + 7), start_ns + round(ms * 1e6))
+        step = raw(0, wait_ms)._replace(labels=("data",) * 7, device_ms=(1.0,) * 7, host_ns=host_ns)
         cost.add_timed([step], now_ns - reading_us * 1000)
         if untimed_ms is not None and window < 4:
             # Untimed steps vary around their mean.
@@ -118,8 +122,8 @@ def cost_of(
 @pytest.mark.parametrize(
     ("times", "n", "share"),
     [
-        # All steps are timed if this costs less than 0.8 %. Without untimed steps, a mark may cost
-        # up to 40 us, which a host wait or a long step can hide.
+        # All steps are timed if 7 marks of up to 40 us take less than the host wait, or less than
+        # 0.8 % of a step. Otherwise, without untimed steps, a trial times 1 of 2 steps.
         ({"untimed_ms": None}, 2, None),
         ({"untimed_ms": None, "wait_ms": 0.28}, 1, None),
         ({"untimed_ms": None, "wait_ms": 0.27}, 2, None),
@@ -138,7 +142,7 @@ def cost_of(
         ({"untimed_ms": 2.8}, 1, 0.0075),
     ],
 )
-def test_timed_steps_cost_less_than_1_percent(
+def test_cost_of_timing_decides_on_the_interval_of_timed_steps(
     times: dict[str, Any], n: int, share: float | None
 ) -> None:
     cost = cost_of(**times)
@@ -159,7 +163,8 @@ def test_cost_of_timing_hidden_by_waits_is_unknown() -> None:
     cost = cost_of()
     assert cost.decide() == 10
     assert cost.added_share(10) == pytest.approx(0.005)
-    step = StepRecord(9, ("data",) * 7, (1.0,) * 7, (0, *range(1, 7), 2_100_000), 9.0, 0, False)
+    host_ns = (*range(7), 2_100_000)
+    step = raw(0, 9.0)._replace(labels=("data",) * 7, device_ms=(1.0,) * 7, host_ns=host_ns)
     cost.add_timed([step] * 25, 0)
     assert (cost.decide(), cost.added_share(1)) == (1, None)
 

@@ -84,7 +84,9 @@ def test_setup_has_the_loader_of_a_plain_loop(loop: Loop) -> None:
         (loader(num_workers=2), 2, False),
     ],
 )
-def test_setup_of_several_loaders(loaders: Any, workers: int | None, pinned: bool | None) -> None:
+def test_setup_has_a_setting_only_if_all_loaders_agree(
+    loaders: Any, workers: int | None, pinned: bool | None
+) -> None:
     settings = loader_settings(loaders)
     assert (settings["num_workers"], settings["pin_memory"]) == (workers, pinned)
 

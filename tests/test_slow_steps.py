@@ -15,9 +15,11 @@ from lightning_gputime import Cause, GPUPhaseHooks, SlowStep, phase
 from lightning_gputime._causes import analyzer, attribution
 from lightning_gputime._measurement.slow import SlowEvidence, SlowLog
 
-STEPS, SLOW = 60, 40
+STEPS, SLOW = 60, 40  # Number of steps, and the slow step.
 LEAD_MS = 15.625
-"""The host starts a step while the device still has the previous step to run."""
+"""The host starts a step while the device still has all of the previous step to run."""
+TO_BACKWARD_MS = 5.625
+"""Time of a step before its backward."""
 
 
 def collect(gpu: FakeGPU, ms: float) -> None:
@@ -65,9 +67,8 @@ def collections(loop: Loop, ms_by_step: dict[int, float]) -> Delays:
 def only_slow_step(timer: GPUPhaseHooks) -> SlowStep:
     """Return the only slow step, after checking that its causes add up."""
     [slow] = timer.slow_steps()
-    assert slow.excess_ms == pytest.approx(
-        sum(cause.exposed_ms for cause in slow.causes) + slow.unexplained_ms
-    )
+    explained_ms = sum(cause.exposed_ms for cause in slow.causes)
+    assert slow.excess_ms == pytest.approx(explained_ms + slow.unexplained_ms)
     return slow
 
 
@@ -75,7 +76,7 @@ def host_causes(slow: SlowStep) -> list[tuple[str, float, str]]:
     return [(cause.kind, cause.host_ms, cause.detail) for cause in slow.causes]
 
 
-@pytest.mark.parametrize(("lag", "ahead_ms"), [(1, LEAD_MS + 5.625), (0, 5.625)])
+@pytest.mark.parametrize(("lag", "ahead_ms"), [(1, LEAD_MS + TO_BACKWARD_MS), (0, TO_BACKWARD_MS)])
 def test_collection_delays_the_gpu_by_what_exceeds_the_lead_of_the_host(
     loop: Loop, lag: int, ahead_ms: float
 ) -> None:
@@ -138,9 +139,8 @@ def test_compilation_is_a_cause(loop: Loop) -> None:
     before = [*callback_handler.start_callbacks], [*callback_handler.end_callbacks]
     # A reset of dynamo removes the callbacks. The timer adds them again when it reads steps.
     slow = only_slow_step(train(loop, {2: callback_handler.clear, 55: recompile}))
-    assert slow.causes == (
-        Cause("compilation", 120.0, 120.0 - LEAD_MS - 5.625, "of a backward graph"),
-    )
+    exposed_ms = 120.0 - LEAD_MS - TO_BACKWARD_MS
+    assert slow.causes == (Cause("compilation", 120.0, exposed_ms, "of a backward graph"),)
     assert (callback_handler.start_callbacks, callback_handler.end_callbacks) == before
 
 
@@ -219,10 +219,12 @@ VARY = "took longer than their baseline (step times vary"
         (range(32, STEPS), 28, f"28 of 60 steps {VARY}"),
     ],
 )
-def test_frequent_long_steps_are_not_slow(loop: Loop, late: range, n: int, expected: str) -> None:
+def test_long_steps_are_called_slow_up_to_a_quarter_of_all_steps(
+    loop: Loop, late: range, n: int, expected: str
+) -> None:
     timer = train(loop, {step: lambda: loop.gpu.host_work(80.0) for step in late})
     assert expected in str(timer.summary())
-    # The steps are still listed.
+    # Even if they are not called slow, the steps are listed.
     assert "largest excess: step" in str(timer.summary())
     assert len(timer.slow_steps(STEPS)) == n
 
@@ -241,12 +243,17 @@ def test_excess_is_logged_in_total_and_by_cause(loop: Loop) -> None:
     ]
 
 
+def slow_step(number: int, excess_ms: float, *causes: Cause) -> SlowStep:
+    left_ms = excess_ms - sum(cause.exposed_ms for cause in causes)
+    return SlowStep(number, 10.0 + excess_ms, 10.0, "loss", causes, left_ms)
+
+
 def test_slow_log_bounds_its_memory_between_logs() -> None:
     log = SlowLog()
     log.follow()
     for number in range(5_000):
-        causes = (Cause("garbage_collection", 2.0, 2.0, ""),) if number % 2 else ()
-        log.add(evidence(SlowStep(number, 20.0, 10.0, "loss", causes, 8.0)), has_baseline=True)
+        causes = [Cause("garbage_collection", 2.0, 2.0, "")] if number % 2 else []
+        log.add(evidence(slow_step(number, 10.0, *causes)), has_baseline=True)
     assert len(log._pending) <= 1_000
     sums = {"slow_excess": 5.0, "slow/garbage_collection": 0.5}
     assert log.metrics(4_999, 10_000, keep=True) == log.metrics(4_999, 10_000) == sums
@@ -257,14 +264,8 @@ def test_slow_steps_found_after_their_log_are_left_out() -> None:
     log = SlowLog()
     log.follow()
     log.metrics(9, 10)
-    late = [SlowStep(number, 20.0, 10.0, "loss", (), 10.0) for number in (5, 9, 12)]
-    log.add(evidence(*late), has_baseline=True)
+    log.add(evidence(*(slow_step(number, 10.0) for number in (5, 9, 12))), has_baseline=True)
     assert log.metrics(19, 10)["slow_excess"] == 1.0
-
-
-def train_on_a_noisy_host(loop: Loop, **options: Any) -> GPUPhaseHooks:
-    """Train with a garbage collection of varying length in every fourth step."""
-    return train(loop, collections(loop, {n: 40.0 + n % 3 for n in range(3, STEPS, 4)}), **options)
 
 
 def test_slow_steps_are_explained_once_and_only_on_request(
@@ -277,7 +278,8 @@ def test_slow_steps_are_explained_once_and_only_on_request(
         return attribution.explain(step, *args)
 
     monkeypatch.setattr(analyzer, "explain", explain)
-    timer = train_on_a_noisy_host(loop, logger=Logger(), log_every_n_steps=10)
+    delays = collections(loop, {n: 40.0 + n % 3 for n in range(3, STEPS, 4)})
+    timer = train(loop, delays, logger=Logger(), log_every_n_steps=10)
     assert explained == []
     assert [slow.step for slow in timer.slow_steps(3)] == explained == [11, 23, 35]
     assert timer.summary().slow is not None
@@ -291,9 +293,8 @@ def test_slow_log_bounds_its_evidence_on_a_noisy_host() -> None:
     def explain(number: int, excess_ms: float) -> SlowStep:
         explained.append(number)
         # Two thirds of the steps have a cause, independent of their length.
-        causes = (Cause("garbage_collection", excess_ms, excess_ms, ""),) if number % 3 else ()
-        left_ms = 0.0 if causes else excess_ms
-        return SlowStep(number, 10.0 + excess_ms, 10.0, "loss", causes, left_ms)
+        causes = [Cause("garbage_collection", excess_ms, excess_ms, "")] if number % 3 else []
+        return slow_step(number, excess_ms, *causes)
 
     excesses_ms = [chance.expovariate(1.0) for _ in range(50_000)]
     for number, ms in enumerate(excesses_ms):
@@ -302,7 +303,7 @@ def test_slow_log_bounds_its_evidence_on_a_noisy_host() -> None:
     assert explained == []
     largest = sorted(range(50_000), key=excesses_ms.__getitem__, reverse=True)
     assert [slow.step for slow in log.slow_steps(1_000)] == largest[:1_000]
-    summary = log.summary(200_000, 2e6)
+    summary = log.summary(steps=200_000, all_ms=2e6)
     assert summary is not None
     assert len(explained) == len({*explained}) <= 2_000
     assert summary.n == 50_000
@@ -314,7 +315,7 @@ def test_slow_log_bounds_its_evidence_on_a_noisy_host() -> None:
     # Explained steps are added to sums and freed.
     for number in range(1_000):
         log.add(evidence(explain(number, 1e3)), has_baseline=True)
-    summary = log.summary(204_000, 2e6)
+    summary = log.summary(steps=204_000, all_ms=2e6)
     assert summary is not None
     assert summary.n == 51_000
     assert summary.share == pytest.approx((sum(excesses_ms) + 1e6) / 2e6)

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import lightning.pytorch as pl
 import pytest
 import torch
-from fake_gpu import MS, FakeGPU
+from fake_gpu import MS, FakeGPU, raw
 from fake_lightning import Model, fit, timer_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -33,7 +33,6 @@ from lightning_gputime._causes.detectors import (
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.slow import SlowLog
-from lightning_gputime._phases import StepRecord
 from lightning_gputime._record.clock import HostClock
 
 USUAL = {"data": 1.0, "forward": 4.0, "backward": 8.0, "backward/comm": 1.0, "optimizer": 2.0}
@@ -52,9 +51,12 @@ class Bench:
         self.analyzer = SlowStepAnalyzer(gpu, log, CulpritSums())
         self.analyzer.collectors = [getattr(item, "collect", item) for item in enabled]
         for detector in enabled:
-            name = {Loader: "_loader", Preemption: "_preemption", Allocator: "_allocator"}
-            owner = self.analyzer if type(detector) is Loader else self.analyzer.sampler
-            setattr(owner, name.get(type(detector), "_"), detector)
+            if isinstance(detector, Loader):
+                self.analyzer._loader = detector
+            elif isinstance(detector, Preemption):
+                self.analyzer.sampler._preemption = detector
+            elif isinstance(detector, Allocator):
+                self.analyzer.sampler._allocator = detector
         # Ignore garbage collections of the test itself.
         setattr(self.analyzer._spans, "_callbacks", list)  # noqa: B010
         self.analyzer.attach()
@@ -74,8 +76,8 @@ class Bench:
         self.gpu.host_work(sum(on_host))
         self.analyzer.sampler.end_step(self.gpu.now)
         ends = tuple(accumulate((round(ms * MS) for ms in on_host), initial=begin))
-        record = StepRecord(number, tuple(USUAL), on_device, ends, 0.0, 0, False)
-        self.analyzer.steps_read(ReadSteps([record], 0, self.gpu.now))
+        record = raw(number, **USUAL)._replace(device_ms=on_device, host_ns=ends)
+        self.analyzer.steps_read(ReadSteps([record], warmup=0, since_ns=self.gpu.now))
         self.found += self.analyzer.newest
 
     def usual(self, numbers: range = range(SLOW)) -> None:
@@ -94,7 +96,9 @@ class Thread(Bench):
     """A bench whose thread can be queued for a processor, or stopped."""
 
     def __init__(self, gpu: FakeGPU) -> None:
-        self.off_ns = self.losses = self.waits = self.samples = 0
+        self.off_ns = 0  # Time without a processor.
+        self.losses = self.waits = 0  # Number of times the processor was taken, and given up.
+        self.samples = 0  # Number of calls of `usage`.
         super().__init__(gpu, Preemption(self.usage))
 
     def usage(self) -> Any:
@@ -138,7 +142,7 @@ def test_time_in_the_run_queue_is_off_cpu_in_any_phase(thread: Thread) -> None:
     # With ten waits, another thread of Python may have run.
     [("backward", 1, True), ("data", 1, False), ("backward", 10, False)],
 )
-def test_stopped_process_is_off_cpu_except_in_data_or_many_waits(
+def test_stopped_process_is_off_cpu_except_in_data_or_with_many_waits(
     thread: Thread, phase: str, waits: int, is_cause: bool
 ) -> None:
     thread.usual()
@@ -227,9 +231,7 @@ def test_off_cpu_time_of_untimed_steps_is_not_counted(thread: Thread) -> None:
     assert thread.only.causes == (STOPPED,)
 
 
-def test_system_without_usage_per_thread_has_no_off_cpu_cause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_system_without_thread_usage_has_no_off_cpu_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(resource, "RUSAGE_THREAD", raising=False)
     assert detectors.thread_usage() is None
     analyzer = SlowStepAnalyzer(HostClock(), SlowLog(), CulpritSums())

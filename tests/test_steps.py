@@ -46,11 +46,11 @@ class Scene:
     """A loop, and the steps and warnings that a timer must report for it."""
 
     body: Body
-    arguments: tuple[Any, ...]
+    arguments: tuple[Any, ...]  # Further arguments of `body`.
     steps: list[Row]
     options: dict[str, Any]  # Options of the timer.
-    messages: tuple[tuple[str, ...], ...] = ()  # For each warning its start, and other parts.
-    numbers: list[int] | None = None  # Numbers of the steps. By default they count from zero.
+    messages: tuple[tuple[str, ...], ...] = ()  # Start of each warning, and texts inside it.
+    numbers: list[int] | None = None  # Expected step numbers; None for 0, 1, 2, ...
     make: Callable[[FakeGPU], Loop] = Loop
     has_optimizer: bool = True  # False for a timer of the model alone.
     skipped_updates: int = 0
@@ -283,16 +283,14 @@ def model_call_in_the_loader_is_data(loop: Loop, timer: GPUPhaseHooks) -> None:
 # Accumulation
 
 
-PER_EPOCH = {"3 batches per epoch": (3,), "10 batches per epoch": (10,)}
+EPOCHS = {"17 epochs of 3 batches": (17, 3), "5 epochs of 10 batches": (5, 10)}
 
 
-@scene(
-    lambda n: [accumulated(8)] * ((48 // n + 1) * n // 8), PER_EPOCH, accumulate_grad_batches="auto"
-)
-def accumulation_across_epochs(loop: Loop, timer: GPUPhaseHooks, per_epoch: int) -> None:
+@scene(lambda n, size: [accumulated(8)] * (n * size // 8), EPOCHS, accumulate_grad_batches="auto")
+def accumulation_across_epochs(loop: Loop, timer: GPUPhaseHooks, n: int, size: int) -> None:
     number = 0
-    for _ in range(48 // per_epoch + 1):
-        for x in timer.steps(loop.batches(per_epoch)):
+    for _ in range(n):
+        for x in timer.steps(loop.batches(size)):
             loop.micro_batch(x)
             number += 1
             if number % 8 == 0:
@@ -394,7 +392,7 @@ def batch_without_work_is_part_of_the_next_step(
             loop.train(x)
 
 
-# Only the first group shows that the loop groups batches.
+# A batch without work is a step before the first backward, and later a part of the next step.
 @scene(
     [
         {"data": 2.0, "other": 0.0},
@@ -518,7 +516,7 @@ def frozen_encoder(loop: Loop, timer: GPUPhaseHooks, api: str) -> None:
         loop.optimizer.step()
 
 
-# The fetch of the first validation batch looks like any other code of the loop body.
+# The fetch of the first validation batch counts as `other`, like any code of the loop body.
 @scene([*[STEP_MS] * 19, times(other=1.125)] * 2)
 def validation_every_few_steps(loop: Loop, timer: GPUPhaseHooks) -> None:
     for number, x in enumerate(timer.steps(loop.batches(40)), 1):
@@ -537,20 +535,22 @@ def validation_inside_an_accumulation(loop: Loop, timer: GPUPhaseHooks, api: str
             evaluate(loop, 6)
 
 
+# After a validation, a step has no `data`.
 @scene(
-    lambda n, _: [
-        times("step", data=1.125 if number == 0 or number % n else None) for number in range(60)
+    lambda per_epoch, _: [
+        times("step", data=1.125 if number == 0 or number % per_epoch else None)
+        for number in range(60)
     ],
     {f"{n} steps per epoch, {k} batches": (n, k) for n in (1, 3, 20) for k in (1, 5)},
 )
 def validation_after_each_short_epoch(
-    loop: Loop, timer: GPUPhaseHooks, per_epoch: int, n: int
+    loop: Loop, timer: GPUPhaseHooks, per_epoch: int, n_validated: int
 ) -> None:
     for number, x in enumerate(loop.batches(60), 1):
         loop.train(x)
         timer.step()
         if number % per_epoch == 0:
-            evaluate(loop, loop.batches(n))
+            evaluate(loop, loop.batches(n_validated))
 
 
 @scene(
@@ -642,7 +642,7 @@ def test_steps_and_warnings_of_a_loop_are_those_of_its_scene(
     things = (*loop.model.modules(), loop.optimizer)
     bare = installed(*things)
     if not scene.has_optimizer:
-        caplog.set_level("CRITICAL", "lightning_gputime")  # Warns about the missing optimizer.
+        caplog.set_level("CRITICAL", "lightning_gputime")  # Hides a warning about this.
         loop.optimizer = None
     with hooks(loop, **scene.options) as timer:
         scene.body(loop, timer, *scene.arguments)
@@ -724,7 +724,7 @@ def test_evaluation_in_training_mode_gets_advice_to_pause(loop: Loop, api: str, 
             with torch.set_grad_enabled(grad):
                 for _ in range(60 if number % 40 == 0 else 0):
                     loop.model(x)
-    assert phase_ms(timer, "forward").count(4.0) == 98
+    assert phase_ms(timer, "forward").count(4.0) == 98  # Two of 100 steps have an evaluation.
     advice = "`forward` is long in only a few steps: wrap code that is not part of a step"
     assert advice in str(timer.summary())
 
@@ -738,7 +738,7 @@ def test_evaluations_inside_steps_are_an_entry_of_the_time_breakdown(loop: Loop,
             evaluate(loop, loop.batches(5))
     breakdown = timer.summary().diagnosis.time_breakdown
     assert breakdown is not None
-    # The fetch of the first batch is missing. The end of the last step is read after the loop.
+    # 5 calls of 4 ms, and 4 of the 5 fetches of 1 ms. The last step is read after the loop.
     assert breakdown["evaluation"].seconds == pytest.approx(0.024 * n, rel=0.02)
     assert timer.summary().diagnosis.code == "evaluation-bound"
 

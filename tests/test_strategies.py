@@ -9,15 +9,13 @@ from processes import run
 
 SCRIPT = Path(__file__).parent / "ddp_run.py"
 
-COMPARED: tuple[str | None, dict[str, float]] = (
-    "rank 1 is 3 ms per step slower than the median of the others, in data/fetch",
-    {
-        "phase_time/ranks/data_min_ms": 1.0,
-        "phase_time/ranks/data_max_ms": 4.0,
-        "phase_time/ranks/slowest_rank": 1,
-    },
-)
-"""Values that rank zero reports and logs for two ranks."""
+SENTENCE = "rank 1 is 3 ms per step slower than the median of the others, in data/fetch"
+LOGGED = {
+    "phase_time/ranks/data_min_ms": 1.0,
+    "phase_time/ranks/data_max_ms": 4.0,
+    "phase_time/ranks/slowest_rank": 1,
+}
+"""Values that rank zero logs for two ranks."""
 
 
 @pytest.mark.slow
@@ -45,16 +43,16 @@ def assert_measured(case: str, directory: Path) -> None:
         measured = json.loads((directory / f"rank{rank}.json").read_text())
         # The fake GPUs are independent, so waits take no time.
         comm = {"backward/comm": 0.0} if devices > 1 else {}
-        assert measured["steps"] == [{**STEP_MS, **comm, "data": 1.0 + 3.0 * rank}] * 3
-        fetch = 1.0 + 3.0 * rank
-        parts = {"data": fetch, "data/fetch": fetch, "data/copy": 0.0, "callbacks": 0.0}
+        fetch_ms = 1.0 + 3.0 * rank
+        assert measured["steps"] == [{**STEP_MS, **comm, "data": fetch_ms}] * 3
+        parts = {"data": fetch_ms, "data/fetch": fetch_ms, "data/copy": 0.0, "callbacks": 0.0}
         # Lightning broadcasts a flag on every batch.
         broadcast = {"data/comm": 0.0} if devices > 1 else {}
         assert measured["parts of data"] == [{**parts, **broadcast}] * 3
         assert measured["hooks"] == 0
         assert measured["wrapped"] == (strategy != "auto")
         # Only rank zero compares, and only if there are other ranks.
-        sentence, logged = COMPARED if devices > 1 and rank == 0 else (None, {})
+        sentence, logged = (SENTENCE, LOGGED) if devices > 1 and rank == 0 else (None, {})
         assert measured["sentence"] == sentence
         assert {key: measured["logged"].get(key) for key in logged} == logged
         assert bool(measured["logged"]) == bool(logged)

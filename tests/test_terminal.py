@@ -25,7 +25,7 @@ NUMBER = re.compile(r"\d+(\.\d+)?%?")
 
 def summary_of_ranks(scale: float = 1.0) -> PhaseSummary:
     """Return a summary whose table is too wide for 80 columns."""
-    results = Results(10, 0)
+    results = Results(10, warmup_steps=0)
     phases = dict.fromkeys(("data", "forward", "backward", "optimizer"), 22.375 * scale)
     results.add([raw(i, 4.0 * scale, **phases, **{"backward/comm": scale}) for i in range(4)])
     results.add_probed(raw(5, **phases))
@@ -76,10 +76,8 @@ def test_terminal_shows_the_whole_table_when_training_ends(
     rows = {"data", "callbacks", "copy", "fetch", "forward", "loss", "backward", "optimizer"}
     shown = [line.split() for line in lines[first + 1 :]]
     assert {cells[0] for cells in shown if len(cells) == 7} >= {*rows, "other", "step", "phase"}
-    numbers = [
-        cell for cells in shown if cells[:1] == ["step"] and len(cells) == 7 for cell in cells[1:]
-    ]
-    assert all(NUMBER.fullmatch(cell) for cell in numbers)
+    step_rows = [cells for cells in shown if cells[:1] == ["step"] and len(cells) == 7]
+    assert all(NUMBER.fullmatch(cell) for cells in step_rows for cell in cells[1:])
     assert any(line.startswith("Time breakdown of the fit") for line in lines[:first])
     # The lane of the mean step is made of coloured spaces, with the names below.
     lane = lines.index("CPU")

@@ -81,7 +81,6 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
 
 
 def trl(kind: str, path: Path, callbacks: list[Any]) -> Any:
-    """Return a trainer of TRL."""
     library = pytest.importorskip("trl")
     options, others = dict(OPTIONS), dict[str, Any]()
     if kind == "SFT":
@@ -144,7 +143,7 @@ def sentences(path: Path, callbacks: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "more"),
+    ("make", "more_phases"),
     [
         pytest.param(partial(trl, "SFT"), set(), id="sft"),
         pytest.param(partial(trl, "DPO"), set(), id="dpo"),
@@ -154,7 +153,7 @@ def sentences(path: Path, callbacks: list[Any]) -> Any:
     ],
 )
 def test_trainer_subclass_is_timed_and_trains_the_same(
-    make: Callable[..., Any], more: set[str], tmp_path: Path
+    make: Callable[..., Any], more_phases: set[str], tmp_path: Path
 ) -> None:
     losses, hook_counts = {}, {}
     timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
@@ -166,7 +165,7 @@ def test_trainer_subclass_is_timed_and_trains_the_same(
         before = [{**vars(kind), "train": None} for kind in patched]
         attributes = {*vars(trainer)}
         trainer.train()
-        assert [{**vars(element), "train": None} for element in patched] == before
+        assert [{**vars(kind), "train": None} for kind in patched] == before
         assert not {*vars(trainer)} & METHODS - attributes
         assert all("_loss_function" not in vars(module) for module in trainer.model.modules())
         # TRL's trainers leave hooks.
@@ -188,19 +187,19 @@ def test_trainer_subclass_is_timed_and_trains_the_same(
     assert rows["step"].tolist() == [*range(1, UPDATES + 1)]
     others = ("step", "step_ms", "host_wait_ms")
     phases = [name for name in rows.dtype.names or () if "/" not in name and name not in others]
-    assert {name.removesuffix("_ms") for name in phases} == USUAL | more
+    assert {name.removesuffix("_ms") for name in phases} == USUAL | more_phases
     for row, log in zip(rows, logged, strict=True):
         found = {name: row[name] for name in phases if row[name] == row[name]}
         assert sum(found.values()) == pytest.approx(row["step_ms"])
         # Only the first step has no callbacks.
         assert len(found) >= len(phases) - 1
         assert all(log[f"phase_time/{name}"] == pytest.approx(ms) for name, ms in found.items())
-    if "reward" in more:
+    if "reward" in more_phases:
         assert all(rows["reward_ms"] >= MICRO_BATCHES * SLEEP_MS)
         assert all(rows["reward_ms"] < rows["step_ms"] / 2 + MICRO_BATCHES * SLEEP_MS)
     evaluations = timer._run().evaluations
     assert [evaluation["step"] for evaluation in evaluations] == [2, 4, 6]
-    assert all(("reward_ms" in item) == ("reward" in more) for item in evaluations)
+    assert all(("reward_ms" in item) == ("reward" in more_phases) for item in evaluations)
     classes = patched[:2]
     del timer, trainer, callbacks
     gc.collect()

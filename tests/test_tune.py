@@ -250,6 +250,7 @@ def test_pair_with_a_failed_run_counts_for_neither_side(failing_run: int) -> Non
     pace = itertools.cycle((1.0, 3.0, 1.0))  # Too noisy to decide after three pairs.
     trial = tuned(script).trials[0]
     assert trial.error == "failed: exit code 1: out of memory"
+    # The first pair consists of runs 2 and 3.
     assert len(trial.before) == len(trial.after) == (failing_run - 2) // 2
 
 

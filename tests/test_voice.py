@@ -1,6 +1,6 @@
 """Limit the number of phrases that read like a literal translation.
 
-`python tests/test_voice.py [path ...]` lists the places and their number per pattern and room.
+`python tests/test_voice.py [path ...]` lists the places and their number per pattern and folder.
 """
 
 import ast
@@ -112,7 +112,7 @@ def places() -> Iterator[tuple[str, str]]:
                 yield room or "top", f"{'/'.join(parts)}:{line}: {kind}: {phrase!r}"
 
 
-def test_phrases_per_room() -> None:
+def test_no_room_has_more_phrases_than_its_bound() -> None:
     counts = Counter(room for room, _ in places())
     assert {room: n for room, n in counts.items() if n > BOUNDS.get(room, 0)} == {}
 

@@ -36,9 +36,9 @@ def launch_without_options() -> Any:
 
 COLLECTIVES: dict[str, Callable[[], object]] = {
     "synchronous": reduce,
-    "its work": launch_and_wait,
-    "its result is used": lambda: all_reduce().add(1),
-    "its result is waited for": lambda: all_reduce().wait(),
+    "work is waited for": launch_and_wait,
+    "result is used": lambda: all_reduce().add(1),
+    "result is waited for": lambda: all_reduce().wait(),
     "without options": lambda: launch_without_options().wait(),
 }
 
@@ -159,7 +159,7 @@ def test_failed_collective_ends_its_wait(
         assert train(Shared(gpu, place, reduce_and_fail)) == [waiting(place)] * 3
 
 
-def test_reused_result_records_no_event(ranks: Ranks, gpu: FakeGPU) -> None:
+def test_reused_result_records_no_more_events(ranks: Ranks, gpu: FakeGPU) -> None:
     def marks(uses: int) -> int:
         def use() -> None:
             tensor = all_reduce()

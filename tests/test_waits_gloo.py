@@ -32,9 +32,8 @@ def test_early_rank_waits_and_late_rank_takes_longer_in_its_phase(
     place = case.partition(" ")[2]
     phase = "forward" if place == "third layer" else place
     assert early["waited_ms"] >= 20.0
-    longer_ms = {
-        name: ms - early["local_ms"].get(name, 0.0) for name, ms in late["local_ms"].items()
-    }
+    early_ms, late_ms = early["local_ms"], late["local_ms"]
+    longer_ms = {name: ms - early_ms.get(name, 0.0) for name, ms in late_ms.items()}
     assert longer_ms.pop("step") >= LATE_MS / 2
     assert max(longer_ms, key=longer_ms.__getitem__) == phase
     # On a busy machine a few delayed steps make rank 1 only a suspect.

@@ -16,18 +16,18 @@ def recorder(gpu: FakeGPU) -> Iterator[StoringRecorder]:
 
 
 @pytest.mark.parametrize(
-    ("label", "task", "is_timed"),
+    ("label", "graph_task_id", "is_timed"),
     [("backward", 0, True), ("optimizer", 0, True), ("forward", 0, False), ("backward", -1, False)],
 )
-def test_wait_in_another_thread_counts_only_in_its_backward(
+def test_wait_in_another_thread_counts_only_if_the_thread_runs_backward(
     recorder: StoringRecorder,
     label: str,
-    task: int,
+    graph_task_id: int,
     is_timed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = "lightning_gputime._record.waits.current_graph_task_id"
-    monkeypatch.setattr(path, lambda: task)
+    monkeypatch.setattr(path, lambda: graph_task_id)  # -1 outside a backward.
     recorder.play(f"mark {label}; 4")
     in_thread(lambda: recorder.play("wait"))
     recorder.end_step(0)

@@ -93,7 +93,7 @@ class HostLoop:
         self.optimizer = Adder(self.net.parameters(), self.gpu, 0.0)
         options |= {"_clock": self.gpu, "warmup_steps": 0}
         self.timer = GPUPhaseHooks(self.net, self.optimizer, **options)
-        self.ms = 50.0
+        self.next_step_ms = 50.0
 
     def batches(self, n: int = 4) -> Iterator[Tensor]:
         for _ in range(n):
@@ -101,8 +101,8 @@ class HostLoop:
             yield torch.ones(1, 2)
 
     def step(self, x: Tensor) -> None:
-        self.gpu.host_work(self.ms)
-        self.ms = 5.0
+        self.gpu.host_work(self.next_step_ms)
+        self.next_step_ms = 5.0
         self.net(x).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -216,9 +216,7 @@ def test_wall_clock_of_a_loop_that_calls_step_counts_each_step(every_n_steps: An
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 2, "auto"])
-def test_wall_clock_counts_the_last_step_of_an_accumulation_without_a_call(
-    every_n_steps: Any,
-) -> None:
+def test_wall_clock_counts_the_last_step_without_its_call_of_step(every_n_steps: Any) -> None:
     loop = HostLoop(every_n_steps=every_n_steps, accumulate_grad_batches=2)
     with loop.timer:
         for micro_batch in range(20):
@@ -237,7 +235,7 @@ def test_summary_taken_earlier_keeps_its_wall_clock() -> None:
         train_between_host_work(loop)
     loop.train()  # Untimed.
     with loop.timer:
-        loop.ms = 50.0
+        loop.next_step_ms = 50.0
         train_between_host_work(loop)
         earlier = pickle.loads(pickle.dumps(loop.timer.summary()))
         loop.gpu.host_work(1000.0)
@@ -275,10 +273,8 @@ def test_fit_is_saved_when_it_ends(gpu: FakeGPU, path: Path) -> None:
     run = load(path)
     assert run.summary() == timer.summary()
     assert run.summary().wall_clock == timer.summary().wall_clock
-    assert [(evaluation["stage"], evaluation["step"]) for evaluation in run.evaluations] == [
-        ("val", 2),
-        ("val", 5),
-    ]
+    evaluated = [(evaluation["stage"], evaluation["step"]) for evaluation in run.evaluations]
+    assert evaluated == [("val", 2), ("val", 5)]
     assert run.evaluations[0]["forward_ms"] == timer.summary().rows["forward"].mean_ms
     assert run.environment.precision == "32-true"
     assert run.environment.accumulate_grad_batches == 1

@@ -267,7 +267,7 @@ def test_items_and_flops_of_a_wrong_type_are_refused(loop: Loop, options: Any, w
 
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(
-    ("items", "flops", "expected", "of_phases"),
+    ("items", "flops", "step_flops", "phases_flop_per_s"),
     [
         (None, 1e6, 8e6, (None, None)),
         (None, (1e6, 3e6), 32e6, (8e6 / 2e-3, 24e6 / 4e-3)),
@@ -277,19 +277,19 @@ def test_items_and_flops_of_a_wrong_type_are_refused(loop: Loop, options: Any, w
     ids=["in total", "forward and backward", "items by a function", "items by a number"],
 )
 def test_flops_per_item_give_mfu_and_tflops(
-    gpu: FakeGPU, items: Any, flops: Any, expected: float, of_phases: Any
+    gpu: FakeGPU, items: Any, flops: Any, step_flops: float, phases_flop_per_s: Any
 ) -> None:
     logger = Logger()
     options = {"items": items, "flops": flops, "logger": logger, "log_every_n_steps": 2}
     summary = train_net(Net(gpu), [torch.ones(8, 64)] * 4, gpu, **options).summary()
     work = summary.work
     assert work is not None
-    assert work.tflops == pytest.approx(expected / 6e-3 / 1e12)
-    assert summary.mfu == pytest.approx(expected / 6e-3 / 1e12 / 1e-4)
+    assert work.tflops == pytest.approx(step_flops / 6e-3 / 1e12)
+    assert summary.mfu == pytest.approx(step_flops / 6e-3 / 1e12 / 1e-4)
     assert "(of 0.0001 dense fp32 TFLOP/s)" in str(summary)
     [_, (_, metrics)] = logger.calls
     assert metrics["phase_time/mfu"] == pytest.approx(summary.mfu)
-    for name, per_s in zip(("forward", "backward"), of_phases, strict=True):
+    for name, per_s in zip(("forward", "backward"), phases_flop_per_s, strict=True):
         tflops = None if per_s is None else pytest.approx(per_s / 1e12)
         assert summary.rows[name].tflops == tflops
         assert metrics.get(f"phase_time/{name}_tflops") == tflops
@@ -430,7 +430,7 @@ PEAKS = """
 
 
 @pytest.mark.parametrize("row", PEAKS.strip().splitlines())
-def test_peak_flops_are_the_dense_ones_of_the_data_sheet(row: str) -> None:
+def test_peak_flops_are_the_dense_peaks_of_the_data_sheets(row: str) -> None:
     expected, precision, name = row.split(maxsplit=2)
     assert str(peaks_tflops(name).get(precision)) == expected
 

@@ -1,4 +1,4 @@
-"""Train under DDP on fake GPUs, of which the one of rank 1 is more expensive to time.
+"""Train under DDP on a fake GPU, whose events take longer to record on rank 1.
 
 python tests/untimed_run.py RANK FILE
 """
@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gputime import GPUPhaseHooks
 
-N = 1500
+STEPS = 1500
 
 
 def main(rank: int, file: str) -> None:
-    """Print the final interval between timed steps, and their numbers."""
+    """Print the final interval between timed steps, and the numbers of the timed steps."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=2
     )
@@ -27,7 +27,7 @@ def main(rank: int, file: str) -> None:
     optimizer = Adder(net.parameters(), gpu, 0.0)
     timer = GPUPhaseHooks(net, optimizer, _clock=gpu, warmup_steps=0)
     with timer:
-        for x in timer.steps(batches(gpu, N, host_ms=2.0)):
+        for x in timer.steps(batches(gpu, STEPS, host_ms=2.0)):
             net(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -44,7 +44,7 @@ class Sleep(torch.autograd.Function):
 class Layer(nn.Linear):
     """A layer that sleeps if it is late."""
 
-    late: Any = (0.0, 0.0)
+    late: Any = (0.0, 0.0)  # Delays in forward and backward, in ms.
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         result: Tensor = super().forward(input)
@@ -56,7 +56,7 @@ class Layer(nn.Linear):
 class Update(torch.optim.SGD):
     """An optimizer that sleeps if it is late."""
 
-    late = 0.0
+    late = 0.0  # Delay in ms.
 
     def step(self, closure: Any = None) -> Any:
         time.sleep(self.late / 1000)
@@ -188,7 +188,7 @@ def measured_by(timer: GPUPhaseHooks) -> dict[str, Any]:
 
     Local times are minima over steps, because a busy machine makes steps longer.
     """
-    history = timer.history()[WARMUP - STEPS :]
+    history = timer.history()[-(STEPS - WARMUP) :]
     steps_ms = {
         name.removesuffix("_ms"): np.nan_to_num(history[name])
         for name in history.dtype.names or ()
@@ -211,23 +211,23 @@ def measured_by(timer: GPUPhaseHooks) -> dict[str, Any]:
 
 
 def gradients_and_weights(kind: type[Way], rank: int, timed: bool) -> list[Tensor]:
-    """Return the gradients and weights at the end of a seeded run."""
+    """Return the gradients of each step, and the final weights, of a seeded run."""
     way = kind(rank)
     timer = GPUPhaseHooks(way.model, way.optimizer, warmup_steps=0, sync_ranks=False)
     if timed:
         timer.attach()
-    left = []
+    grads = []
     for x in batches(4, 0.0):
         way.run(x)
         way.optimizer.step()
-        left += [full(parameter.grad) for parameter in way.model.parameters()]
+        grads += [full(parameter.grad) for parameter in way.model.parameters()]
         way.optimizer.zero_grad()
         if timed:
             timer.step()
     if timed:
         timer.remove()
         assert timer.summary().rows["forward/comm"].n
-    return [*left, *map(full, way.model.parameters())]
+    return [*grads, *map(full, way.model.parameters())]
 
 
 def full(tensor: Any) -> Tensor:

@@ -14,7 +14,7 @@ class Numbers(Dataset[Tensor]):
         return 48
 
     def __getitem__(self, index: int) -> Tensor:
-        # All generators of a worker: they must not change.
+        # A number from each random generator shows if timing changes what a worker draws.
         drawn = [random.random(), float(np.random.random()), float(torch.rand(1))]
         return torch.tensor([*drawn, float(index)])
 
