@@ -31,8 +31,8 @@ from lightning_gputime._diagnosis.diagnosis import Advice
 from lightning_gputime._diagnosis.loader import (
     LoaderCase,
     advise_on_first_step,
+    advise_on_iterators,
     advise_on_loader,
-    keep_iterator,
     workers_for,
 )
 from lightning_gputime._diagnosis.pace import Pace
@@ -158,7 +158,7 @@ def _load_faster(case: Case) -> Iterator[Advice]:
         return
     culprit = next((found for found in case.culprits if found.kind in STAGES), None)
     reason = "" if culprit is None else f"{culprit} takes {case.time_of(culprit)}: "
-    if (advice := keep_iterator(m)) is not None:
+    if (advice := advise_on_iterators(m)) is not None:
         yield advice
         return
     if culprit is not None and culprit.kind == SAMPLER:

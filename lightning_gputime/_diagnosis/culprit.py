@@ -65,7 +65,7 @@ class EntryCulprit:
         return str(Source(self.file, self.line, self.last_line)) if self.file else ""
 
     def __str__(self) -> str:
-        is_update = self.name.endswith(".step")  # A place that is named after its function.
+        is_update = self.name.endswith(".step")  # A place that is named "Adam.step", for example.
         if self.kind not in (PLACE, BLOCKING) or is_update:
             code, details = f"`{self.name}`", self.where
         elif self.function == "<module>":
