@@ -129,8 +129,8 @@ class RunComparison(Tabular):
                 and all `judged` phases.
 
         Returns:
-            "regression" if any of these certainly exceeds the bound, "passed" if certainly none of
-            them does, else "cannot tell". If `phase` is empty, a phase also passes if it certainly
+            "regression" if a quantity certainly exceeds the bound, "passed" if all are certainly
+            within it, else "cannot tell". If `phase` is empty, a phase also passes if it certainly
             adds less than `bound` times the step time. The mean of all steps passes if its estimate
             is within the bound, even if its interval is not.
         """
@@ -180,7 +180,7 @@ class RunComparison(Tabular):
     def runs_needed(self, bound: float, phase: str = "") -> int | None:
         """Return the runs per side after which no outcome would be "cannot tell".
 
-        This holds in four of five cases, if the spread between runs stays as observed. At least 3;
+        This is so in four of five cases, if the spread between runs stays as observed. At least 3;
         None if more than 100 would be needed, or if no outcome is "cannot tell".
         """
         chosen = {MEAN: self.mean, **self._chosen(phase)}
@@ -282,7 +282,7 @@ class RunComparison(Tabular):
             prefix = f"{pair.names[1]}: " if self.others else ""
             sentences += [f"{prefix}{sentence}" for sentence in (pair.finding, *pair.notes)]
         step = "Mean of all steps" if self.is_sampled else "A typical step"
-        counts = ", ".join([self._describe_side(0), *(pair._describe_side(1) for pair in pairs)])
+        counts = ", ".join([self.describe_side(0), *(pair.describe_side(1) for pair in pairs)])
         drops = [name for name in _DROPPED_COLUMNS for _ in pairs]
         return Table(f"{step} in {unit.name}: {counts}", lines, sentences, drops=drops)
 
@@ -298,7 +298,7 @@ class RunComparison(Tabular):
         change = f"{row.change_ms / unit.ms:+.{unit.digits}f}"
         return unit.cell(row.after_ms), change, f"± {unit.cell(row.error_ms)}", percent, note
 
-    def _describe_side(self, side: int) -> str:
+    def describe_side(self, side: int) -> str:
         """Return the name of a side (0 or 1) with its numbers of steps and runs."""
         runs = f" of {self.runs[side]} runs" if self.runs[side] > 1 else ""
         turns = ", alternating" if side and self.in_turns else ""

@@ -132,7 +132,7 @@ def _options_to_save(options: Options) -> dict[str, Any]:
         value = getattr(options, name)
         if value != getattr(defaults, name):
             is_collection = isinstance(value, Mapping | Sequence) and not isinstance(value, str)
-            # Of a mapping, such as modules by name, save the keys.
+            # A mapping, such as modules by name, is saved as its keys.
             content = [*value] if is_collection else value
             with suppress(TypeError):
                 changed[name] = json.loads(json.dumps(content))

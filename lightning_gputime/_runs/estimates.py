@@ -281,7 +281,7 @@ def runs_needed(
 ) -> int | None:
     """Return the runs per side after which `outcome` would be "passed" or "regression".
 
-    This holds in four of five cases, if the spread between runs stays as observed. With one run per
+    This is so in four of five cases, if the spread between runs stays as observed. With one run per
     side, only the noise within the runs is observed. At least 3, the result if the spread is
     unknown; None if more than 100 would be needed.
     """
