@@ -22,8 +22,8 @@ from lightning_gputime._phases import CALLBACKS, DATA, FETCH, OTHER, SAVES, of_o
 _MIN_SHARE = 0.4  # Minimum fraction of an entry that a culprit takes.
 _MIN_SHARE_INSIDE = 0.7  # An inner call that takes this fraction of the outer call replaces it.
 _MIN_SHARE_INSIDE_PLACE = 0.2  # Minimum fraction of an entry for a call inside a place.
-_MIN_SHARE_OF_OTHER = 0.05  # Parts of `other` are reported if it takes this fraction of the step...
-_MIN_KNOWN_OF_OTHER = 0.95  # ...and they cover this fraction of `other`.
+_MIN_SHARE_OF_OTHER = 0.05  # Minimum fraction of the step for a report of the parts of `other`.
+_MIN_KNOWN_OF_OTHER = 0.95  # Minimum fraction of `other` that these parts cover.
 _MAX_BLOCKING = 3  # Maximum number of reported lines that wait for the GPU.
 _ENTRIES = {TRANSFER_HOOKS: (DATA,), TEAR_DOWN: (TEAR_DOWN, BETWEEN_LOOPS)}
 """Names under which the culprits of an entry are recorded, if they differ from its name."""

@@ -9,10 +9,10 @@ from lightning_gputime._measurement.units import percent, unit_of
 from lightning_gputime._phases import COPY, DATA, FETCH, WAIT
 
 # Minimum fractions of the step:
-_MIN_WAIT = 0.1  # Host wait, at which the GPU sets the pace.
-_MIN_LAG = 0.2  # Lag of the GPU, at which work queues up.
-_MIN_BLOCKED = 0.05  # Decrease of the lag in a phase, at which the CPU blocks in it.
-_MIN_GAPS = 0.1  # Launch gaps, at which launches set the pace.
+_MIN_WAIT = 0.1  # Host wait at which the GPU sets the pace.
+_MIN_LAG = 0.2  # Lag of the GPU at which work queues up.
+_MIN_BLOCKED = 0.05  # Decrease of the lag in a phase at which the CPU blocks there.
+_MIN_GAPS = 0.1  # Launch gaps at which launches set the pace.
 
 
 class Pace(NamedTuple):

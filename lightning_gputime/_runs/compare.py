@@ -40,8 +40,8 @@ from lightning_gputime._runs.saved import load
 # Environment fields that determine the work of a step. Compared runs must agree on them.
 MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_grad_batches")
 _NOT_COMPARED = ("started", "rank", "options")
-# Equal runs are called different with a probability of 5 %, divided among the intervals.
-_CHANCES = {"step": 0.02, "mean": 0.005, "phases": 0.025}
+# Probability that equal runs differ significantly in an interval, or in any phase; 5 % in total.
+_FALSE_ALARMS = {"step": 0.02, "mean": 0.005, "phases": 0.025}
 _MIN_PHASE_SHARE = 0.01  # Shorter phases get an outcome only if the user names them in a bound.
 _MAX_ERROR = 0.1  # With a larger error, as a fraction of the step, the runs are too noisy.
 _MIN_OUTSIDE_SHARE = 0.05  # Smaller changes outside of the steps are not reported.
@@ -184,7 +184,7 @@ class RunComparison(Tabular):
         None if more than 100 would be needed, or if no outcome is "cannot tell".
         """
         chosen = {MEAN: self.mean, **self._chosen(phase)}
-        confidence = 1 - _CHANCES["step"]
+        confidence = 1 - _FALSE_ALARMS["step"]
         needed = [
             runs_needed(chosen[name], bound, self.runs, confidence, self.in_turns)
             for name, outcome in self.outcomes(bound, phase).items()
@@ -395,11 +395,14 @@ def _compare_two(
     in_turns = _took_turns(*runs)
     is_sampled = any(_is_sampled(run.summary()) for side in runs for run in side)
     top_phases = sum("/" not in name for name in phases)
-    chances = [_CHANCES["step"], *[_CHANCES["phases"] / max(top_phases, 1)] * len(phases)]
+    false_alarms = [
+        _FALSE_ALARMS["step"],
+        *[_FALSE_ALARMS["phases"] / max(top_phases, 1)] * len(phases),
+    ]
     estimates = [[_estimate(run, phases, is_sampled) for run in side] for side in runs]
     step, *rows = differences(
         *estimates,
-        confidence=1 - np.array(chances) / tests,
+        confidence=1 - np.array(false_alarms) / tests,
         in_turns=in_turns,
         resolution_ms=[RESOLUTION_MS * n for n in _boundaries(phases)],
     )
@@ -408,7 +411,7 @@ def _compare_two(
         means = [[mean_step(_times(run, ())) for run in side] for side in runs]
         [mean] = differences(
             *means,
-            confidence=1 - _CHANCES["mean"] / tests,
+            confidence=1 - _FALSE_ALARMS["mean"] / tests,
             in_turns=in_turns,
             resolution_ms=[step.resolution_ms],
         )
@@ -501,7 +504,7 @@ def _compare_wall_clocks(
         [Estimate(np.array([1e3 * run[name] for name in names]), no_variance) for run in side]
         for side in entries
     ]
-    rows = differences(*totals, confidence=1 - _CHANCES["step"] / tests, in_turns=in_turns)
+    rows = differences(*totals, confidence=1 - _FALSE_ALARMS["step"] / tests, in_turns=in_turns)
     if max(map(len, sides)) == 1:
         # A single total per side does not show its noise, so the error is unknown.
         rows = [replace(row, error_ms=math.inf, relative_error=math.inf) for row in rows]

@@ -195,8 +195,7 @@ def variance(influence: Floats) -> Floats:
     # If slow steps recur with a fixed period, all blocks have the same number of slow steps, but
     # another run may have one more.
     one_more = (np.abs(influence).max(axis=0) / len(influence)) ** 2
-    # The variance grows with the length of the blocks. Extrapolate its growth from half to full
-    # length once.
+    # Longer blocks preserve more correlation. Extrapolate: add the growth from half to full length.
     return np.asarray(np.maximum(full + np.maximum(full - half, 0), one_more))
 
 
