@@ -188,24 +188,23 @@ def _read(kind: Any, value: Any, where: str, unknown: list[str]) -> Any:
         return value
     if kind is float and value is None:
         return math.nan
-    if origin is UnionType:
+    if origin is UnionType:  # `X | None`.
         return None if value is None else _read(inner[0], value, where, unknown)
     if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
         unknown += [f"{where}.{name:.60}" for name in value.keys() - hints.keys() - _NOT_FIELDS]
-        known = {name: hint for name, hint in hints.items() if name in value}
-        return kind(
-            **{
-                name: _read(hint, value[name], where + _PATHS.get(name, f".{name}"), unknown)
-                for name, hint in known.items()
-            }
-        )
+        found = {
+            name: _read(hint, value[name], where + _PATHS.get(name, f".{name}"), unknown)
+            for name, hint in hints.items()
+            if name in value
+        }
+        return kind(**found)
     if origin is Mapping and isinstance(value, dict):
-        read = {
+        items_by_key = {
             key: _read(inner[1], item, f"{where}[{key!r:.60}]", unknown)
             for key, item in value.items()
         }
-        return Named(read)
+        return Named(items_by_key)
     if origin in (tuple, Sequence) and isinstance(value, list):
         items = [_read(inner[0], item, f"{where}[{i}]", unknown) for i, item in enumerate(value)]
         return tuple(items) if origin is tuple else items
