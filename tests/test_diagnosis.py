@@ -191,7 +191,7 @@ def test_diagnosis_names_the_phase_in_which_the_cpu_blocks(
     assert (diagnosis.code, diagnosis.entry) == ("sync-bound", entry)
     assert f"blocks on the GPU in `{phase}`: " in diagnosis.headline
     assert diagnosis.headline.endswith(end)
-    assert diagnosis.advice[0].text == f"remove .item() and prints from `{phase}`"
+    assert diagnosis.advice[0].text == f"in `{phase}`, remove .item() and prints"
 
 
 @pytest.mark.parametrize(

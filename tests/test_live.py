@@ -68,7 +68,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write a file after each step."""
     monkeypatch.setattr(live_file, "_MIN_INTERVAL_S", 0.0)
-    monkeypatch.setattr(live_file, "_MAX_RATIO", 0)
+    monkeypatch.setattr(live_file, "_MIN_INTERVAL_RATIO", 0)
 
 
 def run_fit(gpu: FakeGPU, folder: Path) -> GPUPhaseTimer:

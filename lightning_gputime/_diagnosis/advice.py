@@ -31,8 +31,8 @@ from lightning_gputime._diagnosis.diagnosis import Advice
 from lightning_gputime._diagnosis.loader import (
     LoaderCase,
     advise_on_first_step,
+    advise_on_iterators,
     advise_on_loader,
-    keep_iterator,
     workers_for,
 )
 from lightning_gputime._diagnosis.pace import Pace
@@ -77,10 +77,11 @@ from lightning_gputime._phases import (
 _MIN_SHARE = 0.05  # Entries with a smaller fraction of the wall clock get no advice.
 _MIN_PART = 0.1  # Advice ignores parts with a smaller fraction of the step.
 _MAX_WORKERS_WITHOUT_CORES = 4  # Maximum number of workers to suggest if the CPU cores are unknown.
-_MIN_CALLS_PER_STEP = 0.5  # Report the total time of calls that are less frequent.
-_MIN_COMPUTE_SHARE = 0.5  # Minimum fraction of the step in the model for advice on the precision.
+_MIN_CALLS_PER_STEP = 0.5  # Below this rate of calls, report their total time, not that per step.
+# Minimum fraction of the step in forward and backward for advice on the precision.
+_MIN_COMPUTE_SHARE = 0.5
 _MAX_MEMORY_SHARE = 0.8  # Above this fraction of the GPU memory, suggest no larger batch.
-# Minimum fraction of the evaluation time, after the last batch, for advice on metrics.
+# Minimum fraction of the evaluation time that is spent after the last batch, for advice on metrics.
 _MIN_AFTER_BATCHES = 0.3
 
 
@@ -94,7 +95,7 @@ class Case:
         m: Measurement of the run.
         setup: Training setup.
         pace: Component that sets the pace of a step.
-        culprits: Code that takes the time.
+        culprits: Code that takes the time, the most important first.
     """
 
     entry: str
@@ -139,7 +140,7 @@ def advise(case: Case, share: float) -> tuple[Advice, ...]:
         for setting in case.setup.costly_settings
         if setting.entry == case.entry
     ]
-    return tuple({advice.text: advice for advice in found}.values())
+    return tuple({advice.text: advice for advice in found}.values())  # Without duplicates.
 
 
 def _per_step(m: Measurement, name: str) -> str:
@@ -158,7 +159,7 @@ def _load_faster(case: Case) -> Iterator[Advice]:
         return
     culprit = next((found for found in case.culprits if found.kind in STAGES), None)
     reason = "" if culprit is None else f"{culprit} takes {case.time_of(culprit)}: "
-    if (advice := keep_iterator(m)) is not None:
+    if (advice := advise_on_iterators(m)) is not None:
         yield advice
         return
     if culprit is not None and culprit.kind == SAMPLER:
@@ -169,6 +170,7 @@ def _load_faster(case: Case) -> Iterator[Advice]:
         yield _index_batches(case, reason)
         return
     if not setup.has_loader and FETCH not in m.rows:
+        # In a loop that only calls `step()`, `data` is all the time before forward.
         if is_uneven(fetches):
             yield _pause(DATA)
         if setup.num_workers is None:
@@ -176,26 +178,34 @@ def _load_faster(case: Case) -> Iterator[Advice]:
             yield Advice("iterate_over_steps", text)
     is_long_on_host = case.pace.code == LAUNCH_BOUND and m.host_share(DATA) >= _MIN_PART
     if fetches.share >= _MIN_PART or case.pace.code == SYNC_BOUND or is_long_on_host:
-        # Workers for a shorter fetch cost about as much as they save.
+        # For a shorter fetch, workers would cost about as much as they save.
         yield from _use_workers(case, reason, fetches.frequency * fetches.mean_ms)
         if setup.num_workers and not m.loaders and is_uneven(fetches):
             yield from _load_ahead(setup)
 
 
 def _index_batches(case: Case, reason: str) -> Advice:
-    """Return advice on tensors in memory, which never suggests workers.
+    """Return advice on tensors in memory. It never suggests workers.
 
     Workers would copy each batch twice, and cannot read device tensors.
     """
     setup, loader = case.setup, LoaderCase.of(case.m, case.setup)
     if loader is not None and (restarts := loader.describe_restarts()):
-        # The loop waits for the start of workers, not for a stage of the loader.
+        # The loop waits for the start of workers, not for the code in `reason`.
         reason = f"set {setup.loader_prefix}num_workers=0 (now {setup.num_workers}): {restarts}; "
     text = f"{reason}index whole batches with dataset[indices]; the tensors are in memory"
     return Advice("index_batches", text)
 
 
 def _use_workers(case: Case, reason: str, fetch_ms: float) -> Iterator[Advice]:
+    """Yield advice on the number of workers, or on faster transforms.
+
+    Args:
+        case: The entry of the data wait.
+        reason: Start of a sentence, such as "`Images` takes 4.1 ms of 9.8 ms per step: "; may be
+            empty.
+        fetch_ms: Data wait per step (in milliseconds).
+    """
     m, setup = case.m, case.setup
     workers, cores, prefix = setup.num_workers, setup.cores, setup.loader_prefix
     split = "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
@@ -250,8 +260,8 @@ def _pause(name: str) -> Advice:
 
 def _move_to_workers(case: Case) -> Iterator[Advice]:
     m = case.m
-    share = m.share(DATA) - m.share(FETCH) - m.share(COPY)
-    took = _of_step(share * m.step.mean_ms, m)
+    hooks_share = m.share(DATA) - m.share(FETCH) - m.share(COPY)
+    took = _of_step(hooks_share * m.step.mean_ms, m)
     target = "into the dataset, so that the workers run it"
     calls = [culprit for culprit in case.culprits if culprit.kind != PLACE]
     if case.setup.is_own_loop:
@@ -281,8 +291,8 @@ def _copy_faster(case: Case) -> Iterator[Advice]:
         yield Advice("smaller_copies", text)
 
 
-def _pin_memory(setup: TrainingSetup, why: str = "") -> Advice:
-    text = f"set {setup.loader_prefix}pin_memory=True (now False){why}"
+def _pin_memory(setup: TrainingSetup, reason: str = "") -> Advice:
+    text = f"set {setup.loader_prefix}pin_memory=True (now False){reason}"
     return Advice("pin_memory", text, {"now": False, "suggested": True})
 
 
@@ -347,9 +357,11 @@ def _communicate_less(case: Case) -> Iterator[Advice]:
 def _speed_up_work(case: Case) -> Iterator[Advice]:
     m, setup, pace = case.m, case.setup, case.pace
     rare = [name for name in (FORWARD, BACKWARD) if name in m.rows and is_rare(m.rows[name])]
-    # If forward and backward are rare, a few steps have more micro-batches: nothing can be paused.
+    # If only forward is rarely long, it may be validation. If backward is too, a few steps have
+    # more micro-batches, and nothing can be paused.
     if setup.is_own_loop and rare == [FORWARD]:
         yield _pause(FORWARD)
+    # Measured launch gaps have an entry with this advice.
     if pace.code == LAUNCH_BOUND and m.launch_gap_share is None:
         yield from _launch_less(case)
         return
@@ -385,22 +397,25 @@ def _launch_less(case: Case) -> Iterator[Advice]:
 
 
 def _fuse_update(case: Case) -> Iterator[Advice]:
-    kind, share = case.setup.unfused, case.m.share(OPTIMIZER)
-    if kind and share >= _MIN_PART:
-        text = f"use {kind}(fused=True): `optimizer` takes {percent(share)} of the step"
-        yield Advice("fused", text, {"optimizer": kind})
+    unfused, share = case.setup.unfused, case.m.share(OPTIMIZER)
+    if unfused and share >= _MIN_PART:
+        text = f"use {unfused}(fused=True): `optimizer` takes {percent(share)} of the step"
+        yield Advice("fused", text, {"optimizer": unfused})
 
 
 def _unblock(case: Case) -> Iterator[Advice]:
-    for call in blocking_calls(case.pace.phases, case.m):
-        calls_per_step = call.calls / BLOCKING_STEPS
+    """Yield advice on the lines, and then on the phases, in which the CPU waits for the GPU."""
+    for line in blocking_calls(case.pace.phases, case.m):
+        calls_per_step = line.calls / BLOCKING_STEPS
         rate = f" {calls_per_step:.3g} times per step" if calls_per_step >= 1.5 else ""
-        phase, row = "", case.m.rows.get(call.caller)
-        if row is not None:
+        phase = line.caller
+        where = ""
+        if phase in case.m.rows:
+            row = case.m.rows[phase]
             took = _of_step(row.frequency * row.host_mean_ms, case.m)
-            phase = f" in `{call.caller}`, which takes the CPU {took}"
-        text = f"{call} waits for the GPU{rate}{phase}: read the value less often, or later"
-        yield Advice("blocking_call", text, {"phase": call.caller})
+            where = f" in `{phase}`, which takes the CPU {took}"
+        text = f"{line} waits for the GPU{rate}{where}: read the value less often, or later"
+        yield Advice("blocking_call", text, {"phase": phase})
     other_phases = []
     for name in case.pace.phases:
         if name in (FETCH, DATA):
@@ -414,17 +429,17 @@ def _unblock(case: Case) -> Iterator[Advice]:
         syncs = ".item(), prints and copies from unpinned memory"
         if case.setup.pin_memory:
             syncs = ".item() and prints"
-        text = f"remove {syncs} from {', '.join(other_phases)}"
+        text = f"in {', '.join(other_phases)}, remove {syncs}"
         yield Advice("remove_syncs", text, {"phases": list(case.pace.phases)})
 
 
 def _optimize_faster(case: Case) -> Iterator[Advice]:
     unfused, culprits = case.setup.unfused, case.culprits
-    is_update = not culprits or culprits[0].name == f"{unfused}.step"
-    if unfused and is_update:
+    may_be_update = not culprits or culprits[0].name == f"{unfused}.step"
+    if unfused and may_be_update:
         yield from _fuse_update(case)
     elif culprits:
-        # Fusing the update would not help: report the code that takes the time.
+        # The update is fused, or other code takes the time: report that code.
         yield _shorten_code(case)
     else:
         text = (
@@ -435,6 +450,7 @@ def _optimize_faster(case: Case) -> Iterator[Advice]:
 
 
 def _shorten_user_code(where: str, case: Case) -> Iterator[Advice]:
+    """Yield advice on `loss` or `other`, whose code is at the place `where` of a step."""
     m, setup, name = case.m, case.setup, case.entry
     culprits = case.culprits
     if culprits:
@@ -449,7 +465,7 @@ def _shorten_user_code(where: str, case: Case) -> Iterator[Advice]:
 
 
 def _shorten_code(case: Case) -> Advice:
-    """Return advice on the lines, or the call, that take the time of a phase."""
+    """Return advice on the first culprit, which is a call or lines with calls inside."""
     culprit, *inside = case.culprits
     if culprit.kind != PLACE:
         return _run_less(case, culprit)
@@ -470,11 +486,11 @@ def _shorten_user_phase(case: Case) -> Iterator[Advice]:
 
 
 def _look_inside(top: str, case: Case) -> Iterator[Advice]:
-    """Yield advice on the innermost module that takes long in a phase."""
+    """Yield advice on the longest module in a phase, or to time modules if none are timed."""
     m, setup = case.m, case.setup
     parts = [name for name in m.rows if name.startswith(f"{top}/") and not is_wait(name)]
     long = [name for name in parts if m.share(name) >= _MIN_PART]
-    # Name the innermost module: the modules around it are long only because they contain it.
+    # Modules around a long module are long because they contain it, so consider only innermost.
     innermost = [name for name in long if not any(other.startswith(f"{name}/") for other in long)]
     if innermost:
         part = max(innermost, key=m.share)
@@ -527,7 +543,14 @@ def _shorten_first_step(case: Case) -> Iterator[Advice]:
 
 
 def _shorten_outside_steps(code: str, general: str, how: str, case: Case) -> Iterator[Advice]:
-    """Yield advice on an entry outside of steps: on its culprit if known, else `general`."""
+    """Yield advice on an entry outside of steps.
+
+    Args:
+        code: Code of the advice.
+        general: Text of the advice without a culprit.
+        how: End of the text with a culprit: how to shorten it.
+        case: The entry.
+    """
     if culprits := case.culprits:
         culprit = culprits[0]
         text = f"{culprit} takes {time_of_calls(culprit)}: {how}"
@@ -537,6 +560,7 @@ def _shorten_outside_steps(code: str, general: str, how: str, case: Case) -> Ite
 
 
 def _always(code: str, text: str) -> Rule:
+    """Return a rule that gives the same advice in all cases."""
     return lambda _: iter([Advice(code, text)])
 
 

@@ -50,8 +50,8 @@ _MIN_OTHER = 0.05
 _MIN_LOSS_ON_HOST_CLOCK = 0.1
 _MIN_LOSS_ON_GPU = 0.2
 _MIN_OPTIMIZER = 0.2
-# Compilations are frequent if they occur in this fraction of the steps, and are moved to their
-# entry if they take this fraction of the time of all steps.
+# Frequent compilations get an entry from these fractions on: of the number of all steps, and of the
+# time of all steps.
 _MIN_COMPILED_STEPS = 0.1
 _MIN_COMPILED_SHARE = 0.2
 # If one step has most of a phase's total time, the phase is a bottleneck only if it also takes this
@@ -89,18 +89,21 @@ def break_down(m: Measurement, setup: TrainingSetup, pace: Pace) -> TimeBreakdow
         n = m.steps + m.untimed_steps
         wall_clock = WallClockBreakdown({STEPS: n * m.step.mean_ms / 1e3})
     entries_s = dict(wall_clock.entries_s)
+    # The entry `steps` of the wall clock excludes checkpoints, but the step time includes them.
     steps_s, saves_s = entries_s.pop(STEPS), wall_clock.saves_in_steps_s
     saves_share = saves_s / (steps_s + saves_s or 1.0)
     parts = _parts_of_step(m, pace, work, saves_share)
-    # The wall clock has a separate entry for checkpoints, so exclude them from the steps.
-    without_saves = 1.0 - parts.pop(SAVES).share
-    # Only the excess of the first step over the other steps belongs to its entry.
+    share_without_saves = 1.0 - parts.pop(SAVES).share
+    # The entry of the first step is only its excess over a usual step.
     first_step_s = entries_s.get(FIRST_STEP, 0.0)
-    steady_s = min(without_saves * m.step.mean_ms / 1e3, first_step_s)
+    usual_step_s = min(share_without_saves * m.step.mean_ms / 1e3, first_step_s)
     if first_step_s:
-        entries_s[FIRST_STEP] = first_step_s - steady_s
-    all_steps_s = (steps_s + steady_s) / without_saves if without_saves > 0 else 0.0
-    wall_s = sum(entries_s.values()) + without_saves * all_steps_s
+        entries_s[FIRST_STEP] = first_step_s - usual_step_s
+    # Parts are fractions of the step with checkpoints, so scale the time of all steps accordingly.
+    all_steps_s = 0.0
+    if share_without_saves > 0:
+        all_steps_s = (steps_s + usual_step_s) / share_without_saves
+    wall_s = sum(entries_s.values()) + share_without_saves * all_steps_s
     rows = []
     for name in dict.fromkeys([*entries_s, *parts]):
         part = parts[name]
@@ -109,7 +112,8 @@ def break_down(m: Measurement, setup: TrainingSetup, pace: Pace) -> TimeBreakdow
         if seconds > 0 or name == work:
             culprits = () if is_blurred(name, m) else culprits_of(name, seconds, m)
             case = Case(name, seconds, m, setup, pace, culprits)
-            rows.append(_entry(case, part, seconds / wall_s, all_steps_s / wall_s))
+            share, steps_share = seconds / wall_s, all_steps_s / wall_s
+            rows.append(_entry(case, part, share, steps_share))
     mfu = m.mfu
     return TimeBreakdown(
         rows=tuple(sorted(rows, key=lambda row: -row.seconds)),
@@ -127,30 +131,32 @@ def _entry(case: Case, part: _Part, share: float, steps_share: float) -> Entry:
 
     Args:
         case: The entry's name and time, with the facts on which its advice depends.
-        part: Its time inside steps.
-        share: Fraction of the wall clock that it takes.
+        part: The entry's time inside steps.
+        share: Fraction of the wall clock that the entry takes.
         steps_share: Fraction of the wall clock that all steps take.
     """
     name, m = case.entry, case.m
     # In launch-bound training, removing an entry may save more than its own time.
-    gain = share + max(_removable_share(name, part, m, case.pace) - part.share, 0.0) * steps_share
+    extra_share = max(_removable_share(name, part, m, case.pace) - part.share, 0.0)
+    saved_share = share + extra_share * steps_share
     error = part.error * steps_share
-    has_time = not is_blurred(name, m) and error < share
+    is_time_known = not is_blurred(name, m) and error < share
     is_removable = (
-        has_time
+        is_time_known
         and name not in (GPU_WORK, CPU_WORK, TIMING, NOT_SAMPLED)
         and not (name == DATA and may_hide_evaluations(m, case.setup))
     )
     can_be_bottleneck = is_removable and not (name in m.rows and _is_of_one_step(m.rows[name], m))
     code = CODES.get(name, PHASE_BOUND if name in m.rows else "")
+    has_speed_up = is_removable and name not in ONCE and saved_share < 1
     return Entry(
-        name,
-        case.seconds,
-        share,
-        error,
-        speed_up=1 / (1 - gain) if is_removable and name not in ONCE and gain < 1 else None,
+        name=name,
+        seconds=case.seconds,
+        share=share,
+        error=error,
+        speed_up=1 / (1 - saved_share) if has_speed_up else None,
         code=code if can_be_bottleneck else "",
-        advice=advise(case, max(share, gain)) if has_time else (),
+        advice=advise(case, max(share, saved_share)) if is_time_known else (),
         culprits=case.culprits,
     )
 
@@ -200,7 +206,14 @@ def _removable_share(name: str, part: _Part, m: Measurement, pace: Pace) -> floa
 def _parts_of_step(
     m: Measurement, pace: Pace, work: str, saves_share: float
 ) -> defaultdict[str, _Part]:
-    """Return the entries of a step. Their shares add up to 1."""
+    """Return the entries of a step, whose shares add up to 1.
+
+    Args:
+        m: Measurement of the run.
+        pace: Component that sets the pace of a step.
+        work: Name of the entry for the model's work.
+        saves_share: Fraction of the step that checkpoints take.
+    """
     entry_of = _entries_of_phases(m, pace, work)
     parts = defaultdict[str, _Part](_Part)
 
@@ -215,26 +228,26 @@ def _parts_of_step(
         entry, parent = entry_of(name), entry_of(name.partition("/")[0])
         if "/" not in name or entry != parent:
             parts[entry].add(row.share, m.host_share(name), row.share_error)
-            if "/" in name:
+            if "/" in name:  # The phase includes this sub-phase, which has another entry.
                 parts[parent].add(-row.share, -m.host_share(name))
     move(CALLBACKS, SAVES, saves_share)  # In a step, checkpoints are part of callbacks.
-    work_of_slow_steps = 0.0
+    moved_from_work = 0.0
     if m.slow is not None:
         for name, causes in m.slow.lost_shares.items():
             for cause, share in causes.items():
                 if cause != UNEXPLAINED:
                     source = entry_of(name)
                     moved = move(source, f"{SLOW}{cause}", share)
-                    work_of_slow_steps += moved if source == work else 0.0
-    # Slow steps only include rare compilations. Frequent compilations lengthen all steps.
+                    moved_from_work += moved if source == work else 0.0
+    # Frequent compilations lengthen all steps, so they are not causes of slow steps.
     missing_share = _frequent_compilations(m) - parts[COMPILATIONS].share
-    work_of_slow_steps += move(work, COMPILATIONS, missing_share)
+    moved_from_work += move(work, COMPILATIONS, missing_share)
     if (ranks := m.ranks) is not None and ranks.slowest_rank is not None:
-        # The measurement is that of rank zero, which waits for the slowest rank or is the slowest.
+        # These are times of rank zero. It waits for the slowest rank, unless it is the slowest.
         source = entry_of(ranks.phase) if ranks.slowest_rank == 0 else COMMUNICATION
         move(source, SLOWEST_RANK, ranks.behind_median_ms / m.step.mean_ms)
     # Probes exclude slow steps, so do not count the excess of slow steps as launch gaps.
-    move(work, LAUNCH_GAPS, (m.launch_gap_share or 0.0) - work_of_slow_steps)
+    move(work, LAUNCH_GAPS, (m.launch_gap_share or 0.0) - moved_from_work)
     move(work, TIMING, m.added_share or 0.0)
     parts[NOT_SAMPLED].add(m.not_sampled_share)
     # Add rounding errors to the work.
@@ -243,13 +256,13 @@ def _parts_of_step(
 
 
 def _frequent_compilations(m: Measurement) -> float:
-    """Return the fraction of the steps' time in which torch compiles; 0 if it rarely does."""
-    found = of_entry(m.culprits, COMPILATIONS)
+    """Return the fraction of the steps' time in which torch compiles; 0 if low or if rare."""
+    compiled_code = of_entry(m.culprits, COMPILATIONS)
     steps = m.steps + m.untimed_steps + m.warmup_steps
     # The first step, which compiles most, has a separate entry.
     first_s = m.wall_clock.entries_s.get(FIRST_STEP, 0.0) if m.wall_clock is not None else 0.0
-    compiled_s = sum(code.seconds for code in found) - first_s
-    is_frequent = sum(code.calls for code in found) >= _MIN_COMPILED_STEPS * steps
+    compiled_s = sum(code.seconds for code in compiled_code) - first_s
+    is_frequent = sum(code.calls for code in compiled_code) >= _MIN_COMPILED_STEPS * steps
     share = 1e3 * compiled_s / (steps * m.step.mean_ms) if is_frequent and steps else 0.0
     return share if share >= _MIN_COMPILED_SHARE else 0.0
 
@@ -265,7 +278,7 @@ def _entries_of_phases(m: Measurement, pace: Pace, work: str) -> Callable[[str],
         LOSS: is_long_loss,
         OPTIMIZER: m.on_host_clock and m.share(OPTIMIZER) >= _MIN_OPTIMIZER,
     }
-    data = TRANSFER_HOOKS if {FETCH, COPY} & m.rows.keys() else DATA
+    entry_of_data = TRANSFER_HOOKS if {FETCH, COPY} & m.rows.keys() else DATA
 
     def entry_of(name: str) -> str:
         top = name.partition("/")[0]
@@ -276,7 +289,7 @@ def _entries_of_phases(m: Measurement, pace: Pace, work: str) -> Callable[[str],
         if name in (FETCH, COPY):
             return name
         if top == DATA:
-            return data
+            return entry_of_data
         if top not in STANDARD_PHASES or top == CALLBACKS or is_separate.get(top):
             return top
         return work

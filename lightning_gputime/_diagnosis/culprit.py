@@ -22,8 +22,8 @@ from lightning_gputime._phases import CALLBACKS, DATA, FETCH, OTHER, SAVES, of_o
 _MIN_SHARE = 0.4  # Minimum fraction of an entry that a culprit takes.
 _MIN_SHARE_INSIDE = 0.7  # An inner call that takes this fraction of the outer call replaces it.
 _MIN_SHARE_INSIDE_PLACE = 0.2  # Minimum fraction of an entry for a call inside a place.
-_MIN_SHARE_OF_OTHER = 0.05  # Minimum fraction of the step at which parts of `other` are reported.
-_MIN_KNOWN_OF_OTHER = 0.95  # Fraction of `other` that its known parts must cover.
+_MIN_SHARE_OF_OTHER = 0.05  # Minimum fraction of the step for a report of the parts of `other`.
+_MIN_KNOWN_OF_OTHER = 0.95  # Minimum fraction of `other` that these parts cover.
 _MAX_BLOCKING = 3  # Maximum number of reported lines that wait for the GPU.
 _ENTRIES = {TRANSFER_HOOKS: (DATA,), TEAR_DOWN: (TEAR_DOWN, BETWEEN_LOOPS)}
 """Names under which the culprits of an entry are recorded, if they differ from its name."""
@@ -36,7 +36,8 @@ class EntryCulprit:
     Attributes:
         name: Hook, class or function, such as "Corpus.on_after_batch_transfer"; empty if it has no
             name.
-        kind: "call", "place", or a stage of a loader: "sampler", "dataset" or "collate".
+        kind: "call", "place", "blocking" for a line that waits for the GPU, or a stage of a loader:
+            "sampler", "dataset" or "collate".
         share: Fraction of the entry's time, from 0 to 1.
         seconds: Time of all calls, or of the observed passes through a place (in seconds).
         calls: Number of calls.
@@ -44,7 +45,7 @@ class EntryCulprit:
         line: First line; 0 if unknown.
         last_line: Last line; 0 if unknown.
         function: Function around the lines; empty if unknown.
-        caller: Name of the enclosing call; may be empty.
+        caller: Name of the enclosing call; of a blocking line, its phase; may be empty.
     """
 
     name: str
@@ -64,7 +65,8 @@ class EntryCulprit:
         return str(Source(self.file, self.line, self.last_line)) if self.file else ""
 
     def __str__(self) -> str:
-        if self.kind not in (PLACE, BLOCKING) or self.name.endswith(".step"):
+        is_update = self.name.endswith(".step")  # A place that is named "Adam.step", for example.
+        if self.kind not in (PLACE, BLOCKING) or is_update:
             code, details = f"`{self.name}`", self.where
         elif self.function == "<module>":
             # The name is a part of `other`, such as "before forward".
@@ -72,7 +74,7 @@ class EntryCulprit:
         else:
             code, details = f"`{self.function}`", ", ".join(filter(None, (self.where, self.name)))
         text = f"{code} ({details})" if code and details else code or details
-        # The caller of a blocking call is a phase.
+        # The caller of a blocking line is its phase, which is reported elsewhere.
         return f"{text} in `{self.caller}`" if self.caller and self.kind != BLOCKING else text
 
 
@@ -95,7 +97,8 @@ def culprits_of(entry: str, seconds: float, m: Measurement) -> tuple[EntryCulpri
     calls = [*_calls(found, seconds), *_callbacks(entry, seconds, m)]
     if best := _largest(calls):
         return best
-    # Places outside of steps are always observed, but those inside steps only in a few steps.
+    # Places outside of steps are always observed. Places inside steps are observed in a few steps,
+    # so their share refers to the time of these steps (`Culprit.observed_s`).
     observed_s = seconds if entry in (BETWEEN_LOOPS, TEAR_DOWN) else None
     min_calls = 2 if entry == COMPILATIONS else 1  # The first compilation is not a recompilation.
     places = [
@@ -124,13 +127,13 @@ def parts_of_other(m: Measurement) -> str:
 def blocking_calls(phases: Sequence[str], m: Measurement) -> list[EntryCulprit]:
     """Return up to 3 lines that wait for the GPU in these phases, the most frequent first.
 
-    Their `caller` is the phase. Lines whose phase is unknown are included.
+    The `caller` of a line is its phase. Lines whose phase is unknown are included.
     """
-    tops = {UNKNOWN_PHASE, *(phase.partition("/")[0] for phase in phases)}
+    top_phases = {UNKNOWN_PHASE, *(phase.partition("/")[0] for phase in phases)}
     found = [
         replace(_entry_culprit(culprit), caller=culprit.entry)
         for culprit in m.culprits
-        if culprit.kind == BLOCKING and culprit.entry.partition("/")[0] in tops
+        if culprit.kind == BLOCKING and culprit.entry.partition("/")[0] in top_phases
     ]
     return sorted(found, key=lambda culprit: culprit.calls, reverse=True)[:_MAX_BLOCKING]
 
@@ -138,7 +141,10 @@ def blocking_calls(phases: Sequence[str], m: Measurement) -> list[EntryCulprit]:
 def _largest(
     culprits: Iterable[EntryCulprit], inside: Sequence[EntryCulprit] = ()
 ) -> tuple[EntryCulprit, ...]:
-    """Return the largest culprit, and the first call inside it; empty below 40 % of the entry."""
+    """Return the largest culprit and the first of the calls `inside` it.
+
+    Empty if the largest culprit takes less than 40 % of the entry.
+    """
     best = max(culprits, key=lambda culprit: culprit.share, default=None)
     return () if best is None or best.share < _MIN_SHARE else (best, *inside[:1])
 
@@ -171,7 +177,13 @@ def _callbacks(entry: str, seconds: float, m: Measurement) -> Iterator[EntryCulp
     for name, row in m.rows.items():
         if name != SAVES and of_one_callback(name):
             share = row.share / callbacks_share
-            yield EntryCulprit(of_one_callback(name), CALL, share, share * seconds, row.n)
+            yield EntryCulprit(
+                name=of_one_callback(name),
+                kind=CALL,
+                share=share,
+                seconds=share * seconds,
+                calls=row.n,
+            )
 
 
 def _entry_culprit(culprit: Culprit, observed_s: float | None = None) -> EntryCulprit:
@@ -179,27 +191,27 @@ def _entry_culprit(culprit: Culprit, observed_s: float | None = None) -> EntryCu
 
     Args:
         culprit: Code that takes time of the entry.
-        observed_s: Time of the entry while the code was observed (in seconds); by default, that of
-            the culprit.
+        observed_s: Time of the entry while the code was observed (in seconds); by default,
+            `culprit.observed_s`.
     """
     observed_s = observed_s or culprit.observed_s or culprit.seconds
     source = culprit.source
-    # Omit a definition in an installed library, which the user cannot change. But a place in an
-    # installed package is code of the user: the training command is installed.
+    # A definition in an installed library is omitted, because the user cannot change it. A place
+    # is kept: it is code of the user, whose training command may be an installed package.
     is_definition = culprit.kind not in (PLACE, BLOCKING)
     if source is None or (is_definition and "-packages" in source.file):
         source = Source("", 0, 0)
     return EntryCulprit(
-        culprit.name,
-        culprit.kind,
-        min(culprit.seconds / observed_s, 1.0) if observed_s else 0.0,
-        culprit.seconds,
-        culprit.calls,
-        source.file,
-        source.first_line,
-        source.last_line,
-        source.function,
-        culprit.caller,
+        name=culprit.name,
+        kind=culprit.kind,
+        share=min(culprit.seconds / observed_s, 1.0) if observed_s else 0.0,
+        seconds=culprit.seconds,
+        calls=culprit.calls,
+        file=source.file,
+        line=source.first_line,
+        last_line=source.last_line,
+        function=source.function,
+        caller=culprit.caller,
     )
 
 

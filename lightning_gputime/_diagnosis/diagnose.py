@@ -23,7 +23,8 @@ from lightning_gputime._phases import DATA
 # uses the same thresholds to grade input pipelines.
 _MIN_BOTTLENECK = 0.2
 _MIN_REPORTED = 0.05
-# If the CPU blocks on the GPU, other entries grow as a consequence: require a larger fraction.
+# If the CPU blocks on the GPU, other entries grow as a consequence. So they need a larger fraction
+# to be the bottleneck.
 _MIN_BOTTLENECK_IF_SYNC = 0.3
 _MIN_BATCHES = 20  # Shorter evaluations get no diagnosis.
 _MAX_LOST = 0.99  # Maximum lost fraction of a run, which caps the promised speed-up at 100x.
@@ -50,36 +51,41 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     unclear_share = breakdown[DATA].share if may_hide_evaluations(m, setup) else 0.0
     unclear = _UNCLEAR.format(percent(unclear_share), breakdown.scope)
     if unclear_share >= _MIN_BOTTLENECK and pace.code != GPU_BOUND:
-        advice = _advice_of(breakdown, DATA)
-        return Diagnosis("", "unknown", "", unclear, breakdown, advice)
+        advice = _advice_of(breakdown, first=DATA)
+        return Diagnosis(headline=unclear, time_breakdown=breakdown, advice=advice)
     found = _bottleneck(breakdown, pace, is_complete=not (m.blurred or unclear_share))
     headline = found.headline
     if found.code == COMMUNICATION_BOUND and m.ranks is not None and m.ranks.suspect is not None:
         headline += f"; rank {m.ranks.suspect} may be the cause"
-    # The advice on calls that block the CPU belongs to the entry of the work.
-    advised_first = breakdown.work if found.code == SYNC_BOUND else found.entry
     if unclear_share >= _MIN_REPORTED:
         headline += f"; {unclear}"
         advised_first = DATA
-    advice = _advice_of(breakdown, advised_first)
-    weight = _weight(breakdown[found.entry]) if found.entry != breakdown.work else 0.0
-    # Advice on something that costs more than the bottleneck comes first.
+    elif found.code == SYNC_BOUND:
+        # The entry of the model's work has the advice on calls that block the CPU.
+        advised_first = breakdown.work
+    else:
+        advised_first = found.entry
+    advice = _advice_of(breakdown, first=advised_first)
+    is_removable = found.entry != breakdown.work
+    bottleneck_share = _saved_share(breakdown[found.entry]) if is_removable else 0.0
+    # Advice on repeated calls or a slowdown that cost more than the bottleneck comes first.
     if pace.code != GPU_BOUND and (repeated := repeated_calls(m)) is not None:
-        if repeated.share > weight:
+        if repeated.share > bottleneck_share:
             headline += f"; {repeated}"
             advice = (repeated.advice, *advice)
         else:
             advice = (*advice, repeated.advice)
     if (slowdown := m.slowdown) is not None and slowdown.lost_share >= _MIN_SLOWDOWN:
         headline += f"; {slowdown}"
-        new = _advice_on(slowdown)
-        advice = (new, *advice) if slowdown.lost_share > weight else (*advice, new)
+        on_slowdown = _advice_on(slowdown)
+        is_first = slowdown.lost_share > bottleneck_share
+        advice = (on_slowdown, *advice) if is_first else (*advice, on_slowdown)
     return replace(found, headline=headline, advice=advice)
 
 
 def _advice_on(slowdown: Slowdown) -> Advice:
-    lost = min(slowdown.lost_share, _MAX_LOST)
-    without = f"without this the training is up to {1 / (1 - lost):.2f}x as fast"
+    lost_share = min(slowdown.lost_share, _MAX_LOST)
+    without = f"without this the training is up to {1 / (1 - lost_share):.2f}x as fast"
     if slowdown.until_step is None:
         when = f"since step {slowdown.since_step:,}"
     else:
@@ -95,39 +101,43 @@ def _advice_on(slowdown: Slowdown) -> Advice:
 
 
 def _bottleneck(breakdown: TimeBreakdown, pace: Pace, *, is_complete: bool) -> Diagnosis:
-    """Return a diagnosis without advice.
+    """Return the diagnosis without advice.
 
     Args:
         breakdown: The time breakdown.
         pace: Component that sets the pace of a step.
         is_complete: True if no entry is blurred or unclear. Only then may the headline say that
-            nothing else takes time.
+            everything else takes little time.
     """
 
     def diagnosis(code: str, entry: str, grade: Grade, headline: str) -> Diagnosis:
         return Diagnosis(code, grade, entry, headline, breakdown)
 
-    entries = sorted((row for row in breakdown.rows if row.code), key=_weight, reverse=True)
-    largest = entries[0] if entries else Entry("", 0.0, 0.0)
-    weight = _weight(largest)
-    min_weight = _MIN_BOTTLENECK_IF_SYNC if pace.code == SYNC_BOUND else _MIN_BOTTLENECK
-    is_certain = weight - largest.error >= min_weight / 2
-    if weight >= min_weight and is_certain:
-        headline = f"{largest.code}: {_about(largest, breakdown)}"
+    entries = sorted((row for row in breakdown.rows if row.code), key=_saved_share, reverse=True)
+    largest = entries[0] if entries else Entry(name="", seconds=0.0, share=0.0)
+    largest_share = _saved_share(largest)
+    min_share = _MIN_BOTTLENECK_IF_SYNC if pace.code == SYNC_BOUND else _MIN_BOTTLENECK
+    # The lower end of the interval may be below the minimum, but not below half of it.
+    is_certain = largest_share - largest.error >= min_share / 2
+    if largest_share >= min_share and is_certain:
+        headline = f"{largest.code}: {_describe_cost(largest, breakdown)}"
         recurring = next((row for row in entries if row.name not in ONCE), None)
-        if largest.name in ONCE and recurring is not None and _weight(recurring) >= _MIN_REPORTED:
-            headline += f"; apart from that, {recurring.code}: {_about(recurring, breakdown)}"
+        if largest.name in ONCE and recurring and _saved_share(recurring) >= _MIN_REPORTED:
+            cost = _describe_cost(recurring, breakdown)
+            headline += f"; apart from that, {recurring.code}: {cost}"
         return diagnosis(largest.code, largest.name, "bound", headline)
     headline = f"{pace.code}: {pace.reason}"
     if pace.code in (LAUNCH_BOUND, SYNC_BOUND):
-        # In the phases in which the CPU blocks, the GPU runs out of work and idles.
+        # In the phases in which the CPU blocks, the GPU runs out of work and idles. So if such a
+        # phase has an entry, name the speed-up without it.
         blocked = next((row for row in entries if row.name in pace.phases), None)
-        if blocked is None or blocked.speed_up is None or _weight(blocked) < _MIN_REPORTED:
+        if blocked is None or blocked.speed_up is None or _saved_share(blocked) < _MIN_REPORTED:
             return diagnosis(pace.code, breakdown.work, "bound", headline)
         headline += f"; without that the training is up to {blocked.speed_up:.2f}x as fast"
         return diagnosis(pace.code, blocked.name, "bound", headline)
-    if weight >= _MIN_REPORTED:
-        headline = f"{pace.code}; worth a look: {_about(largest, breakdown)} ({largest.code})"
+    if largest_share >= _MIN_REPORTED:
+        cost = _describe_cost(largest, breakdown)
+        headline = f"{pace.code}; worth a look: {cost} ({largest.code})"
         return diagnosis(largest.code, largest.name, "worth a look", headline)
     if (uncertain := _uncertain(breakdown)) is not None:
         share = f"{percent(uncertain.share)} ± {percent(uncertain.error)}"
@@ -139,36 +149,36 @@ def _bottleneck(breakdown: TimeBreakdown, pace: Pace, *, is_complete: bool) -> D
 
 
 def _uncertain(breakdown: TimeBreakdown) -> Entry | None:
-    """Return the largest entry with an error as large as its share, or None."""
+    """Return the largest entry with an error of at least its share, or None."""
     rows = [row for row in breakdown.rows if row.error >= row.share >= _MIN_REPORTED]
     return next((row for row in rows if row.name != breakdown.work), None)
 
 
-def _weight(entry: Entry) -> float:
+def _saved_share(entry: Entry) -> float:
     """Return the fraction of the wall clock that removing an entry would save."""
     return entry.share if entry.speed_up is None else 1 - 1 / entry.speed_up
 
 
-def _about(entry: Entry, breakdown: TimeBreakdown) -> str:
+def _describe_cost(entry: Entry, breakdown: TimeBreakdown) -> str:
     """Return the cost of an entry, as part of a sentence."""
     error = f" ± {percent(entry.error)}" if entry.error >= _MIN_REPORTED else ""
     share = f"{percent(entry.share)}{error} of the {breakdown.scope}"
     if entry.name in ONCE:
         took = duration(1e3 * entry.seconds)
         return f"`{entry.name}` takes {took}, {share}, and occurs once"
-    about = f"`{entry.name}` takes {share}"
+    cost = f"`{entry.name}` takes {share}"
     if entry.speed_up is None:
-        return about
-    if _weight(entry) >= 2 * entry.share:
+        return cost
+    if _saved_share(entry) >= 2 * entry.share:
         # The entry takes little GPU time, but much CPU time, which limits the step.
-        about = f"`{entry.name}` keeps the CPU from launching work"
-    return f"{about}; without it the training is up to {entry.speed_up:.2f}x as fast"
+        cost = f"`{entry.name}` keeps the CPU from launching work"
+    return f"{cost}; without it the training is up to {entry.speed_up:.2f}x as fast"
 
 
-def _advice_of(breakdown: TimeBreakdown, bottleneck: str) -> tuple[Advice, ...]:
-    """Return the advice on all entries: on the bottleneck first, on the model's work last."""
+def _advice_of(breakdown: TimeBreakdown, first: str) -> tuple[Advice, ...]:
+    """Return the advice on all entries: on the entry `first` first, on the model's work last."""
     rows = sorted(
         breakdown.rows,
-        key=lambda row: (row.name != bottleneck, row.name == breakdown.work, -_weight(row)),
+        key=lambda row: (row.name != first, row.name == breakdown.work, -_saved_share(row)),
     )
     return tuple({advice.text: advice for row in rows for advice in row.advice}.values())

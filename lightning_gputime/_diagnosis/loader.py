@@ -13,15 +13,15 @@ from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._phases import DATA, FETCH
 
-_MIN_SHARE = 0.2  # Causes below this fraction of the workers' time or the wait are not reported.
+_MIN_SHARE = 0.2  # Minimum fraction of the workers' time or of the wait for a cause to be reported.
 _MIN_STARTS_SHARE = 0.5  # Starts of workers that take this fraction of the first step are reported.
-# Restarts that take this fraction of the wait are its cause. The rest of their cost, to create the
-# processes and to end them, is not measured.
+# Restarts of workers explain the wait if their measured time is this fraction of it. The time to
+# create and to end the processes is not measured.
 _MIN_RESTARTS_SHARE = 0.3
 _MAX_RUN_DELAY = 0.5  # Workers lack CPU cores if they wait for a core this fraction of the time.
 _MAX_IDLE = 0.5  # Workers that idle this fraction of the time are not the bottleneck.
-# A loop makes an iterator for each batch if it abandons this number of them per batch, or if the
-# workers start this number of times per step, and make this number of batches per start.
+# Minima at which a loop calls `iter(loader)` for each batch. Without workers: iterators that the
+# loop leaves before their end, per batch. With workers: starts per step, and batches per start.
 _MIN_ABANDONED, _MIN_STARTS_PER_STEP, _MIN_MADE_PER_START = 0.5, 0.9, 1.5
 _MIN_SLOW_FACTOR = 1.5  # Time of a slow worker, as a multiple of the median of the others.
 _MIN_REST = 0.01  # Minimum of rest_ms / batch_ms, which caps the suggestion at 110 workers.
@@ -33,7 +33,7 @@ _MARGIN = 1.1  # Suggest enough workers for steps that are shorter by this facto
 
 @dataclass(frozen=True, slots=True)
 class LoaderCase:
-    """A loader and the loop that reads it.
+    """A loader with workers, and the loop that reads it.
 
     Attributes:
         times: Times of the workers.
@@ -57,10 +57,12 @@ class LoaderCase:
 
     @property
     def busy_ms(self) -> float:
+        """Mean time that a worker takes for a batch (in milliseconds)."""
         return self.times.mean("busy_ms")
 
     @property
     def idle_share(self) -> float:
+        """Fraction of the time in which a worker waits between two batches."""
         wait_ms = self.times.mean("wait_ms")
         return wait_ms / (wait_ms + self.busy_ms)
 
@@ -80,32 +82,32 @@ class LoaderCase:
             return None
         times = max(m.loaders, key=lambda loader: loader.batches)
         steps = m.steps + m.untimed_steps + m.warmup_steps
-        per_step = max(round(times.batches / steps), 1)
-        exposed_ms = fetches.frequency * fetches.mean_ms
+        batches_per_step = max(round(times.batches / steps), 1)
+        exposed_ms_per_step = fetches.frequency * fetches.mean_ms
         return cls(
             times,
-            exposed_ms=exposed_ms / per_step,
-            rest_ms=(m.step.mean_ms - exposed_ms) / per_step,
+            exposed_ms=exposed_ms_per_step / batches_per_step,
+            rest_ms=(m.step.mean_ms - exposed_ms_per_step) / batches_per_step,
             steps=steps,
-            batches=steps * per_step,
+            batches=steps * batches_per_step,
             cores=setup.cores,
             prefix=setup.loader_prefix,
             is_persistent=setup.persistent_workers is True,
         )
 
-    def explains(self, ms: float) -> bool:
-        """Return True if a delay in the workers, per batch, is a large part of the loop's wait."""
+    def is_large_part_of_wait(self, ms: float) -> bool:
+        """Return True if a delay of workers per batch is at least 20 % of the loop's wait."""
         return ms >= _MIN_SHARE * self.exposed_ms
 
     @property
-    def abandons_iterators(self) -> bool:
-        """True if workers start in each step, and make more batches than the loop reads."""
+    def makes_iterator_per_batch(self) -> bool:
+        """True if workers start in each step, and make batches that the loop does not read."""
         starts = self.times.starts
-        makes_more = self.times.batches >= _MIN_MADE_PER_START * starts
-        return starts >= _MIN_STARTS_PER_STEP * self.steps and makes_more
+        makes_unread_batches = self.times.batches >= _MIN_MADE_PER_START * starts
+        return starts >= _MIN_STARTS_PER_STEP * self.steps and makes_unread_batches
 
     def describe_restarts(self) -> str:
-        """Return the cost of repeated starts as part of a sentence; empty if it is low."""
+        """Return the cost of restarts of workers as part of a sentence; empty if it is low."""
         times = self.times
         waited_s = self.exposed_ms * self.batches / 1e3
         restarts = times.starts - 1  # The first start is part of the first step.
@@ -137,7 +139,7 @@ class LoaderCase:
 
 
 def workers_for(batch_ms: float, rest_ms: float) -> int:
-    """Return the number of workers that it takes to deliver a batch every `rest_ms`.
+    """Return the number of workers that deliver a batch every `rest_ms`, with a margin of 10 %.
 
     Args:
         batch_ms: Time that a worker takes per batch (in milliseconds).
@@ -166,7 +168,7 @@ def _split_dataset(case: LoaderCase) -> Advice:
     return Advice("shard_dataset", text, {"num_workers": n})
 
 
-def keep_iterator(m: Measurement) -> Advice | None:
+def advise_on_iterators(m: Measurement) -> Advice | None:
     """Return advice if the loop makes an iterator for each batch of a loader without workers."""
     stages = [culprit for culprit in m.culprits if culprit.kind in STAGES]
     if not any(stage.abandoned > _MIN_ABANDONED * stage.calls for stage in stages):
@@ -184,10 +186,10 @@ def _keep_iterator(cost: str) -> Advice:
     return Advice("keep_iterator", text)
 
 
-def _start_less(case: LoaderCase) -> Advice | None:
+def _restart_less(case: LoaderCase) -> Advice | None:
     if not (restarts := case.describe_restarts()):
         return None
-    if case.abandons_iterators:
+    if case.makes_iterator_per_batch:
         return _keep_iterator(restarts)
     if case.is_persistent:
         return Advice("create_once", f"create the DataLoader once, not in each epoch: {restarts}")
@@ -209,15 +211,14 @@ def _fix_slow_samples(case: LoaderCase) -> Advice | None:
     times = case.times
     if not times.long_batches or times.long_share < _MIN_SHARE:
         return None
-    if not case.explains(times.long_share * case.busy_ms):
+    if not case.is_large_part_of_wait(times.long_share * case.busy_ms):
         return None
     sample = "" if times.slowest_index is None else f", because of sample {times.slowest_index:,}"
-    often = times.batches / times.long_batches
-    worker = f"in worker {times.slowest_worker}{sample}"
+    n = times.batches / times.long_batches
     text = (
-        f"make rare slow samples faster: 1 of {often:,.0f} batches takes"
+        f"make rare slow samples faster: 1 of {n:,.0f} batches takes"
         f" {percent(times.long_share)} of the workers' time; the slowest took"
-        f" {duration(times.slowest_ms)} {worker}"
+        f" {duration(times.slowest_ms)} in worker {times.slowest_worker}{sample}"
     )
     return Advice("slow_samples", text, {"sample": times.slowest_index})
 
@@ -225,13 +226,13 @@ def _fix_slow_samples(case: LoaderCase) -> Advice | None:
 def _fix_worker(case: LoaderCase) -> Advice | None:
     busy_ms = [worker.busy_ms for worker in case.times.workers]
     slowest = busy_ms.index(max(busy_ms))
-    # Workers without a batch have no times yet.
+    # Exclude workers without a batch, which have no times yet.
     others = [ms for ms in busy_ms[:slowest] + busy_ms[slowest + 1 :] if ms]
     other_ms = median_high(others) if others else math.inf
     if busy_ms[slowest] < _MIN_SLOW_FACTOR * other_ms:
         return None
     share = case.times.workers[slowest].batches / case.times.batches
-    if not case.explains(share * (busy_ms[slowest] - other_ms)):
+    if not case.is_large_part_of_wait(share * (busy_ms[slowest] - other_ms)):
         return None
     text = (
         f"check what worker {slowest} reads: a batch takes {duration(busy_ms[slowest])} there,"
@@ -298,15 +299,15 @@ def _add_workers(case: LoaderCase) -> Iterator[Advice]:
         yield Advice("num_workers", text, {"now": now, "suggested": suggested})
         if suggested == needed:
             return
-    name = max(("dataset", "collate"), key=lambda stage: case.times.mean(f"{stage}_ms"))
-    function = case.times.dataset if name == "dataset" else case.times.collate
+    stage = max(("dataset", "collate"), key=lambda stage: case.times.mean(f"{stage}_ms"))
+    function = case.times.dataset if stage == "dataset" else case.times.collate
     reason = f": more workers cannot help on {case.cores} CPU cores" if needed > now else ""
-    yield Advice("cheaper_transforms", f"make `{function}` faster{reason}", {"stage": name})
+    yield Advice("cheaper_transforms", f"make `{function}` faster{reason}", {"stage": stage})
 
 
 # The first rule that applies explains the wait.
 _RULES = (
-    _start_less,
+    _restart_less,
     _fix_slow_samples,
     _fix_worker,
     _free_cores,

@@ -9,14 +9,14 @@ from lightning_gputime._measurement.units import percent, unit_of
 from lightning_gputime._phases import COPY, DATA, FETCH, WAIT
 
 # Minimum fractions of the step:
-_MIN_WAIT = 0.1  # Host wait, if the GPU sets the pace.
-_MIN_LAG = 0.2  # Lag of the GPU, if work queues up.
-_MIN_BLOCKED = 0.05  # Decrease of the lag in a phase in which the CPU blocks.
-_MIN_GAPS = 0.1  # Launch gaps, if they set the pace.
+_MIN_WAIT = 0.1  # Host wait at which the GPU sets the pace.
+_MIN_LAG = 0.2  # Lag of the GPU at which work queues up.
+_MIN_BLOCKED = 0.05  # Decrease of the lag in a phase at which the CPU blocks there.
+_MIN_GAPS = 0.1  # Launch gaps at which launches set the pace.
 
 
 class Pace(NamedTuple):
-    """Component that sets the pace of a step, apart from entries that can be removed.
+    """Component that would set the pace of a step without its removable entries, such as `data`.
 
     Attributes:
         code: `GPU-bound`, `launch-bound` or `sync-bound`; `compute-bound` without a GPU.
@@ -53,15 +53,16 @@ def pace_of(measurement: Measurement) -> Pace:
         blocked = [name for name, ms in lag_ms.items() if ms <= -_MIN_BLOCKED * step_ms]
         if not blocked:
             return Pace(GPU_BOUND, lags)
-        data = (DATA, FETCH, COPY, WAIT)
-        host_ms = {name: m.rows[name].host_mean_ms for name in data if name in m.rows}
+        # If `data` blocks, name its longest part.
+        parts_of_data = (DATA, FETCH, COPY, WAIT)
+        host_ms = {name: m.rows[name].host_mean_ms for name in parts_of_data if name in m.rows}
         phases = tuple(largest_part(host_ms, name) for name in blocked)
         quoted = ", ".join(f"`{name}`" for name in phases)
         return Pace(SYNC_BOUND, f"the CPU blocks on the GPU in {quoted}: {lags}", phases)
     idles = "the GPU idles while the CPU launches kernels"
-    gaps = m.launch_gap_share
-    if gaps is None:
+    gap_share = m.launch_gap_share
+    if gap_share is None:
         return Pace(LAUNCH_BOUND, f"{idles}; {waits}")
-    if gaps < _MIN_GAPS:
-        return Pace(GPU_BOUND, f"launch gaps are only {percent(gaps)} of the step")
-    return Pace(LAUNCH_BOUND, f"{idles} ({percent(gaps)} of the step)")
+    if gap_share < _MIN_GAPS:
+        return Pace(GPU_BOUND, f"launch gaps are only {percent(gap_share)} of the step")
+    return Pace(LAUNCH_BOUND, f"{idles} ({percent(gap_share)} of the step)")

@@ -9,7 +9,7 @@ from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.units import percent
 from lightning_gputime._phases import BACKWARD, DATA, FETCH, FORWARD, LOSS, OPTIMIZER, OTHER
 
-_MIN_SHARE = 0.2  # Minimum fraction of the located steps for code to be reported.
+_MIN_SHARE = 0.2  # Minimum fraction of the observed steps for code to be reported.
 _MIN_CALLS = 4  # Minimum number of calls per fetched batch for code to be reported.
 _WORK = (FORWARD, LOSS, BACKWARD, OPTIMIZER, OTHER)
 
@@ -44,32 +44,32 @@ class RepeatedCalls:
 def repeated_calls(m: Measurement) -> RepeatedCalls | None:
     """Return the most expensive code that calls the model many times per batch, or None.
 
-    The timer locates the code of each phase in a few steps. Repeated code is a line that calls the
-    model at least 4 times per batch. Its time is that of its function, unless this is the training
-    loop, which contains the update: then its time is that of the line.
+    The timer observes which lines run in each phase, in a few steps. Repeated code is a line that
+    calls the model at least 4 times per batch. Its time is the time of its function. But if the
+    function contains the update, it is the training loop: then only the time of the line counts.
     """
     places = [
         (culprit, culprit.source)
         for culprit in m.culprits
         if culprit.kind == PLACE and culprit.source is not None
     ]
-    loops = {
+    training_loops = {
         (source.file, source.function) for culprit, source in places if culprit.entry == OPTIMIZER
     }
 
-    def is_loop(source: Source) -> bool:
-        return (source.file, source.function) in loops
+    def is_in_loop(source: Source) -> bool:
+        return (source.file, source.function) in training_loops
 
     def line_of(source: Source) -> _Lines:
         return source.file, source.function, source.first_line
 
-    def function_of(source: Source) -> _Lines:
+    def timed_lines_of(source: Source) -> _Lines:
         """Return the function, or the line if the function is the training loop."""
-        return line_of(source) if is_loop(source) else (source.file, source.function, 0)
+        return line_of(source) if is_in_loop(source) else (source.file, source.function, 0)
 
     fetches = (culprit.calls for culprit, _ in places if culprit.entry in (DATA, FETCH))
     batches = max(fetches, default=0)
-    # All places of an entry have the same `observed_s`: the entry's time in all located steps.
+    # All places of an entry have the same `observed_s`: the entry's time in the observed steps.
     entries_s = {
         culprit.entry: culprit.observed_s or 0.0
         for culprit, _ in places
@@ -82,15 +82,16 @@ def repeated_calls(m: Measurement) -> RepeatedCalls | None:
     calls = Counter[_Lines]()
     for culprit, source in places:
         if culprit.entry in _WORK:
-            seconds[function_of(source)] += culprit.seconds
+            seconds[timed_lines_of(source)] += culprit.seconds
         if culprit.entry == FORWARD:
             calls[line_of(source)] += culprit.calls
     found = []
     for culprit, source in places:
-        n = calls[line_of(source)]
-        share = seconds[function_of(source)] / all_s
-        if culprit.entry == FORWARD and n >= _MIN_CALLS * batches and share >= _MIN_SHARE:
-            has_name = not is_loop(source) and "<" not in source.function  # Exclude "<listcomp>".
-            name = f"`{source.function}` ({source})" if has_name else str(source)
-            found.append(RepeatedCalls(name, round(n / batches), share))
+        n_calls = calls[line_of(source)]
+        share = seconds[timed_lines_of(source)] / all_s
+        if culprit.entry == FORWARD and n_calls >= _MIN_CALLS * batches and share >= _MIN_SHARE:
+            # Name the function, but not the training loop, "<module>" or "<listcomp>".
+            has_name = not is_in_loop(source) and "<" not in source.function
+            where = f"`{source.function}` ({source})" if has_name else str(source)
+            found.append(RepeatedCalls(where, calls=round(n_calls / batches), share=share))
     return max(found, key=lambda repeated: repeated.share, default=None)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,10 +40,10 @@ from lightning_gputime._runs.saved import load
 # Environment fields that determine the work of a step. Compared runs must agree on them.
 MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_grad_batches")
 _NOT_COMPARED = ("started", "rank", "options")
-# Equal runs are called different with a probability of 5 %, divided among the intervals.
-_CHANCES = {"step": 0.02, "mean": 0.005, "phases": 0.025}
-_MIN_PHASE_SHARE = 0.01  # Shorter phases get an outcome only if a bound names them.
-_MAX_ERROR = 0.1  # A larger error, as a fraction of the step, is too noisy.
+# Probability that equal runs differ significantly in an interval, or in any phase; 5 % in total.
+_FALSE_ALARMS = {"step": 0.02, "mean": 0.005, "phases": 0.025}
+_MIN_PHASE_SHARE = 0.01  # Shorter phases get an outcome only if the user names them in a bound.
+_MAX_ERROR = 0.1  # With a larger error, as a fraction of the step, the runs are too noisy.
 _MIN_OUTSIDE_SHARE = 0.05  # Smaller changes outside of the steps are not reported.
 _MIN_NOT_SAMPLED_SHARE = 0.01
 _MIN_PAIRS = 5  # Minimum number of pairs to estimate their spread.
@@ -52,8 +52,14 @@ MEAN = "the mean of all steps"
 _ONE_RUN = "One run per side: the difference may be noise between runs."
 
 Source = Run | str | os.PathLike[str]
-Side = tuple[str, Sequence[Run]]  # Name of a group, and its runs.
 _PATHS = (str, os.PathLike)
+
+
+class Side(NamedTuple):
+    """One side of a comparison."""
+
+    name: str  # Such as "before".
+    runs: Sequence[Run]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -82,8 +88,8 @@ class RunComparison(Tabular):
         others: Comparisons of further groups with the same first side.
         is_sampled: True if the times are estimates for all steps, timed or not.
         wall_clock: Total time of each entry of the wall clock that both sides have, such as
-            "validation". Entries get an outcome only if a bound names them and there are
-            several runs.
+            "validation". Entries get an outcome only if `phase` names them and there are several
+            runs.
     """
 
     rows: Mapping[str, Difference]
@@ -106,7 +112,7 @@ class RunComparison(Tabular):
 
     @property
     def judged(self) -> list[str]:
-        """Phases of at least 1 % of the step, before or after, without sub-phases."""
+        """Phases of at least 1 % of `step.before_ms` on either side, without sub-phases."""
         return [
             name
             for name, row in self.rows.items()
@@ -123,10 +129,10 @@ class RunComparison(Tabular):
                 and all `judged` phases.
 
         Returns:
-            "regression" if any of them certainly exceeds the bound, "passed" if certainly none
-            does, else "cannot tell". If `phase` is empty, a phase also passes if it certainly adds
-            less than `bound` times the step time. The mean of all steps passes if its estimate is
-            within the bound, even if its interval is not.
+            "regression" if a quantity certainly exceeds the bound, "passed" if all are certainly
+            within it, else "cannot tell". If `phase` is empty, a phase also passes if it certainly
+            adds less than `bound` times the step time. The mean of all steps passes if its estimate
+            is within the bound, even if its interval is not.
         """
         found = self.outcomes(bound, phase).values()
         if "regression" in found:
@@ -136,7 +142,7 @@ class RunComparison(Tabular):
     def outcomes(self, bound: float, phase: str = "") -> dict[str, Outcome]:
         """Return the outcome of each quantity that `outcome` considers, by name.
 
-        The mean of all steps is included only if its outcome is worse than that of the step.
+        The mean of all steps is included only if it does not pass, and not with the step's outcome.
         """
         tolerances_ms = {} if phase else dict.fromkeys(self.judged, bound * self.step.before_ms)
         chosen = self._chosen(phase)
@@ -145,47 +151,54 @@ class RunComparison(Tabular):
         }
         if "step" in chosen and not self.is_sampled:
             outcome = self.mean.outcome(bound)
-            # Single slow steps make the mean uncertain in most runs, so its estimate may pass.
-            is_worse = outcome == "regression" or self.mean.relative_change > bound
-            if is_worse and outcome not in ("passed", found["step"]):
+            # Single slow steps make the mean uncertain in most runs, so a "cannot tell" passes if
+            # the estimate is within the bound.
+            is_exceeded = outcome == "regression" or self.mean.relative_change > bound
+            if is_exceeded and outcome not in ("passed", found["step"]):
                 found[MEAN] = outcome
         return found
 
     def explain(self, bound: float, phase: str = "") -> list[str]:
         """Return the outcome as sentences: one per regression, otherwise a single sentence."""
-        outcome, percent = self.outcome(bound, phase), f"{100 * bound:g} %"
+        outcome = self.outcome(bound, phase)
+        percent = f"{100 * bound:g} %"
         if outcome == "passed":
             return [f"Passed: {phase or 'the step'} is not slower by more than {percent}."]
         names = [name for name, found in self.outcomes(bound, phase).items() if found == outcome]
         if outcome == "regression":
             return [f"Regression: {name} is slower by more than {percent}." for name in names]
         needed = self.runs_needed(bound, phase)
-        about = "at least" if max(self.runs) == 1 else "about"
-        suffice = f"{about} {needed} runs per side would decide"
         if needed is None:
-            suffice = f"more than {MAX_RUNS} runs per side would be needed"
+            remedy = f"more than {MAX_RUNS} runs per side would be needed"
+        else:
+            about = "at least" if max(self.runs) == 1 else "about"
+            remedy = f"{about} {needed} runs per side would decide"
         are = "is" if len(names) == 1 else "are"
-        found = f"Cannot tell whether {', '.join(names)} {are} slower by more than {percent}"
-        return [f"{found}: {suffice}."]
+        question = f"whether {', '.join(names)} {are} slower by more than {percent}"
+        return [f"Cannot tell {question}: {remedy}."]
 
     def runs_needed(self, bound: float, phase: str = "") -> int | None:
-        """Return the number of runs per side that would decide a "cannot tell" outcome.
+        """Return the runs per side after which no outcome would be "cannot tell".
 
-        They decide it in four of five cases, if their spread stays as observed. At least 3; None if
-        more than 100 would be needed, or if there is nothing to decide.
+        This is so in four of five cases, if the spread between runs stays as observed. At least 3;
+        None if more than 100 would be needed, or if no outcome is "cannot tell".
         """
         chosen = {MEAN: self.mean, **self._chosen(phase)}
-        confidence = 1 - _CHANCES["step"]
+        confidence = 1 - _FALSE_ALARMS["step"]
         needed = [
             runs_needed(chosen[name], bound, self.runs, confidence, self.in_turns)
             for name, outcome in self.outcomes(bound, phase).items()
             if outcome == "cannot tell"
         ]
-        return max((n for n in needed if n is not None), default=None) if all(needed) else None
+        if not all(needed):  # None: more than 100.
+            return None
+        return max(filter(None, needed), default=None)
 
     def _chosen(self, phase: str) -> dict[str, Difference]:
+        """Return the named phase or entry; if `phase` is empty, the step and `judged` phases."""
         phases = {"step": self.step, **self.rows}
-        known = {**phases, **self.wall_clock, **phases}  # Phases override entries of that name.
+        # A phase may share its name with an entry of the wall clock: use the phase.
+        known = phases | {name: row for name, row in self.wall_clock.items() if name not in phases}
         if phase and phase not in known:
             raise ValueError(f"the runs have no phase {phase!r}; they have {', '.join(known)}")
         names = [phase] if phase else ["step", *self.judged]
@@ -203,15 +216,16 @@ class RunComparison(Tabular):
     @property
     def finding(self) -> str:
         parts = [self._claim, self.outside]
-        # A significant difference comes first.
+        # If the step did not change significantly, the time outside of the steps comes first.
         return "; ".join(filter(None, parts if self.step.is_significant else reversed(parts)))
 
     @property
     def _claim(self) -> str:
         unit = unit_of(self.step.before_ms)
         changed = [(self._with_largest_part(name), self.rows[name]) for name in self.judged]
-        slow_steps_share = abs(self.mean.relative_change - self.step.relative_change)
-        if not self.step.is_significant or slow_steps_share > self.mean.relative_error:
+        # The mean includes slow steps. Report it if they change it by more than its error.
+        change_by_slow_steps = abs(self.mean.relative_change - self.step.relative_change)
+        if not self.step.is_significant or change_by_slow_steps > self.mean.relative_error:
             changed.append((MEAN, self.mean))
         phases = ", ".join(
             f"{name} {unit.number(abs(row.change_ms))} ± {unit.of(row.error_ms)} {row.verdict}"
@@ -230,6 +244,7 @@ class RunComparison(Tabular):
         return f"no significant change of the step: {format_change(self.step)}"
 
     def _with_largest_part(self, name: str) -> str:
+        """Return a phase, such as "backward (backward/comm)" if most of the change is in a part."""
         changes_ms = {part: row.change_ms for part, row in self.rows.items()}
         part = largest_part(changes_ms, name, sign=changes_ms[name])
         return name if part == name else f"{name} ({part})"
@@ -267,23 +282,24 @@ class RunComparison(Tabular):
             prefix = f"{pair.names[1]}: " if self.others else ""
             sentences += [f"{prefix}{sentence}" for sentence in (pair.finding, *pair.notes)]
         step = "Mean of all steps" if self.is_sampled else "A typical step"
-        counts = ", ".join([self.count(0), *(pair.count(1) for pair in pairs)])
+        counts = ", ".join([self.describe_side(0), *(pair.describe_side(1) for pair in pairs)])
         drops = [name for name in _DROPPED_COLUMNS for _ in pairs]
         return Table(f"{step} in {unit.name}: {counts}", lines, sentences, drops=drops)
 
     def cells(self, name: str, unit: Unit) -> tuple[str, ...]:
         """Return the cells of the second side in the line of a phase, or of "step"."""
         row = self.step if name == "step" else self.rows[name]
-        word = row.verdict if row.is_significant and name in ("step", *self.judged) else ""
+        note = row.verdict if row.is_significant and name in ("step", *self.judged) else ""
         percent = "" if math.isnan(row.relative_change) else f"{row.relative_change:+.1%}"
         if "/" in name and not (row.before_ms and row.after_ms):
             # The other side may not have timed it, for example with different `modules`.
-            word, percent = f"only {self.names[not row.before_ms]}", ""
+            side = self.names[0] if row.before_ms else self.names[1]
+            note, percent = f"only {side}", ""
         change = f"{row.change_ms / unit.ms:+.{unit.digits}f}"
-        return unit.cell(row.after_ms), change, f"± {unit.cell(row.error_ms)}", percent, word
+        return unit.cell(row.after_ms), change, f"± {unit.cell(row.error_ms)}", percent, note
 
-    def count(self, side: int) -> str:
-        """Return the name of a side with its numbers of steps and runs."""
+    def describe_side(self, side: int) -> str:
+        """Return the name of a side (0 or 1) with its numbers of steps and runs."""
         runs = f" of {self.runs[side]} runs" if self.runs[side] > 1 else ""
         turns = ", alternating" if side and self.in_turns else ""
         return f"{self.names[side]} {self.steps[side]} steps{runs}{turns}"
@@ -334,8 +350,8 @@ def compare_groups(
     Args:
         groups: Groups of runs.
         allow_mismatch: See `compare`.
-        looks: Number of times that the comparison is repeated as runs are added. The intervals
-            widen with it.
+        looks: Number of times that the comparison is repeated as runs are added. More looks widen
+            the intervals.
     """
     names = ["before", "after"]
     if len(groups) > 2:
@@ -343,8 +359,8 @@ def compare_groups(
             str(group) if isinstance(group, _PATHS) else f"group {i}"
             for i, group in enumerate(groups, 1)
         ]
-    base, *others = zip(names, map(_runs_of, names, groups), strict=True)
-    runs = [run for _, side in (base, *others) for run in side]
+    base, *others = map(Side, names, map(_runs_of, names, groups))
+    runs = [run for side in (base, *others) for run in side.runs]
     for run in runs:
         if len(run.measured) < MIN_STEPS:
             raise ValueError(
@@ -359,30 +375,34 @@ def compare_groups(
     # Keep the order of the files: it is the only order that user-defined phases have.
     found = dict.fromkeys(name for run in runs for name in list_phases(run.history))
     phases = in_order([name for name in found if not of_one_callback(name)])
-    tries = looks * len(others)
-    first, *more = (_compare_two((base, side), phases, tries, allow_mismatch) for side in others)
+    tests = looks * len(others)
+    first, *more = (_compare_two((base, side), phases, tests, allow_mismatch) for side in others)
     return replace(first, others=tuple(more))
 
 
 def _compare_two(
-    sides: tuple[Side, Side], phases: Sequence[str], tries: int, allow_mismatch: bool
+    sides: tuple[Side, Side], phases: Sequence[str], tests: int, allow_mismatch: bool
 ) -> RunComparison:
+    """Compare two sides. Divide the probability of an error among this number of `tests`."""
     notes = _environment_notes(sides)
-    refused = [note for name, note in notes.items() if name in MUST_AGREE]
-    if refused and not allow_mismatch:
+    mismatches = [note for name, note in notes.items() if name in MUST_AGREE]
+    if mismatches and not allow_mismatch:
         raise ValueError(
-            f"the runs cannot be compared: {'; '.join(refused)}. Pass allow_mismatch=True"
+            f"the runs cannot be compared: {'; '.join(mismatches)}. Pass allow_mismatch=True"
             " (--allow-mismatch) to compare them anyway"
         )
-    runs = [side for _, side in sides]
+    runs = [side.runs for side in sides]
     in_turns = _took_turns(*runs)
     is_sampled = any(_is_sampled(run.summary()) for side in runs for run in side)
     top_phases = sum("/" not in name for name in phases)
-    chances = [_CHANCES["step"], *[_CHANCES["phases"] / max(top_phases, 1)] * len(phases)]
+    false_alarms = [
+        _FALSE_ALARMS["step"],
+        *[_FALSE_ALARMS["phases"] / max(top_phases, 1)] * len(phases),
+    ]
     estimates = [[_estimate(run, phases, is_sampled) for run in side] for side in runs]
     step, *rows = differences(
         *estimates,
-        confidence=1 - np.array(chances) / tries,
+        confidence=1 - np.array(false_alarms) / tests,
         in_turns=in_turns,
         resolution_ms=[RESOLUTION_MS * n for n in _boundaries(phases)],
     )
@@ -391,14 +411,15 @@ def _compare_two(
         means = [[mean_step(_times(run, ())) for run in side] for side in runs]
         [mean] = differences(
             *means,
-            confidence=1 - _CHANCES["mean"] / tries,
+            confidence=1 - _FALSE_ALARMS["mean"] / tests,
             in_turns=in_turns,
             resolution_ms=[step.resolution_ms],
         )
-    for name, side in zip((name for name, _ in sides), estimates, strict=True):
-        share = np.mean([run.not_sampled_ms / run.values[0] for run in side])
+    for side, of_side in zip(sides, estimates, strict=True):
+        share = np.mean([estimate.not_sampled_ms / estimate.values[0] for estimate in of_side])
         if share > _MIN_NOT_SAMPLED_SHARE:
-            notes[f"not sampled {name}"] = f"{share:.0%} of the time was not sampled ({name})"
+            note = f"{share:.0%} of the time was not sampled ({side.name})"
+            notes[f"not sampled {side.name}"] = note
     return RunComparison(
         rows=Named(zip(phases, rows, strict=True)),
         step=step,
@@ -407,10 +428,10 @@ def _compare_two(
         steps=(sum(map(_count_steps, runs[0])), sum(map(_count_steps, runs[1]))),
         notes=tuple(notes.values()),
         outside=_outside(sides),
-        names=(sides[0][0], sides[1][0]),
+        names=(sides[0].name, sides[1].name),
         in_turns=in_turns,
         is_sampled=is_sampled,
-        wall_clock=_compare_wall_clocks(runs, tries, in_turns),
+        wall_clock=_compare_wall_clocks(runs, tests, in_turns),
     )
 
 
@@ -422,10 +443,11 @@ def _boundaries(phases: Sequence[str]) -> list[int]:
     return [n + 1 for n in (len(phases), *parts)]
 
 
-def _estimate(run: Run, phases: Sequence[str], is_sampled: bool) -> Estimate:
+def _estimate(run: Run, phases: Sequence[str], is_any_sampled: bool) -> Estimate:
+    """Return the typical step of a run, or its mean step if any of the compared runs is sampled."""
     times = _times(run, phases)
     summary = run.summary()
-    if not is_sampled:
+    if not is_any_sampled:
         return typical_step(times)
     if not _is_sampled(summary):
         return mean_step(times)
@@ -457,7 +479,7 @@ def _count_steps(run: Run) -> int:
 
 
 def _times(run: Run, phases: Sequence[str]) -> Floats:
-    """Return the times of the step and of phases, of shape (steps, columns)."""
+    """Return the times of the step and of phases, 0 if absent, of shape (steps, columns)."""
     measured, known = run.measured, list_phases(run.history)
     absent = np.zeros(len(measured))
     columns = [measured[f"{name}_ms"] if name in known else absent for name in phases]
@@ -471,47 +493,51 @@ def _wall_clock_s(run: Run) -> Mapping[str, float]:
 
 
 def _compare_wall_clocks(
-    sides: Sequence[Sequence[Run]], tries: int, in_turns: bool
+    sides: Sequence[Sequence[Run]], tests: int, in_turns: bool
 ) -> dict[str, Difference]:
     entries = [[_wall_clock_s(run) for run in side] for side in sides]
     names = [name for name in entries[0][0] if all(name in run for side in entries for run in side)]
     if not names:
         return {}
-    none = np.zeros(len(names))
+    no_variance = np.zeros(len(names))
     totals = [
-        [Estimate(np.array([1e3 * run[name] for name in names]), none) for run in side]
+        [Estimate(np.array([1e3 * run[name] for name in names]), no_variance) for run in side]
         for side in entries
     ]
-    rows = differences(*totals, confidence=1 - _CHANCES["step"] / tries, in_turns=in_turns)
+    rows = differences(*totals, confidence=1 - _FALSE_ALARMS["step"] / tests, in_turns=in_turns)
     if max(map(len, sides)) == 1:
-        # A single total per side does not reveal the noise.
+        # A single total per side does not show its noise, so the error is unknown.
         rows = [replace(row, error_ms=math.inf, relative_error=math.inf) for row in rows]
     return Named(zip(names, rows, strict=True))
 
 
 def _outside(sides: Sequence[Side]) -> str:
     """Return a sentence on the time outside of the steps; empty if it hardly differs."""
-    outside_s, wall_s = [], []
-    for _, runs in sides:
-        entries = [_wall_clock_s(run) for run in runs]
+    outside_s, wall_s = [], []  # Means over the runs of each side.
+    for side in sides:
+        entries = [_wall_clock_s(run) for run in side.runs]
         if not all(entries):
             return ""
-        wall_s.append(sum(sum(run.values()) for run in entries) / len(runs))
-        outside_s.append(wall_s[-1] - sum(run.get(STEPS, 0.0) for run in entries) / len(runs))
+        steps_s = [run.get(STEPS, 0.0) for run in entries]
+        wall_s.append(sum(sum(run.values()) for run in entries) / len(entries))
+        outside_s.append(wall_s[-1] - sum(steps_s) / len(entries))
     if abs(outside_s[1] - outside_s[0]) < _MIN_OUTSIDE_SHARE * max(wall_s):
         return ""
     before, after = (
-        f"{duration(1e3 * outside)} of {duration(1e3 * wall)} ({name})"
-        for (name, _), outside, wall in zip(sides, outside_s, wall_s, strict=True)
+        f"{duration(1e3 * outside)} of {duration(1e3 * wall)} ({side.name})"
+        for side, outside, wall in zip(sides, outside_s, wall_s, strict=True)
     )
     return f"time outside of the steps (not tested for significance): {before} and {after}"
 
 
 def _took_turns(before: Sequence[Run], after: Sequence[Run]) -> bool:
-    """Return True if the runs of both sides alternated."""
-    pairs = zip(before, after, strict=False)
+    """Return True if the sides alternated, in at least 5 pairs of runs in any order."""
+    if not len(before) == len(after) >= _MIN_PAIRS:
+        return False
+    pairs = zip(before, after, strict=True)
     started = [time for pair in pairs for time in sorted(run.environment.started for run in pair)]
-    return len(before) == len(after) >= _MIN_PAIRS and started == sorted(set(started))
+    # If each pair started before the next pair, these times increase.
+    return started == sorted(set(started))
 
 
 def _runs_of(name: str, given: Source | Sequence[Source]) -> list[Run]:
@@ -535,8 +561,8 @@ def _environment_notes(sides: Sequence[Side]) -> dict[str, str]:
     for name in (item.name for item in fields(Environment) if item.name not in _NOT_COMPARED):
         # Unknown values do not count as differences.
         values = {
-            side: {getattr(run.environment, name) for run in runs} - {"", None}
-            for side, runs in sides
+            side.name: {getattr(run.environment, name) for run in side.runs} - {"", None}
+            for side in sides
         }
         if len(set().union(*values.values())) > 1:
             parts = (

@@ -34,7 +34,7 @@ _MIN_THREAD = 0.3  # Other Python threads that run a smaller fraction of the tim
 
 @dataclass(frozen=True, slots=True)
 class CostlySettings:
-    """Reader of costly settings. It keeps no reference to the model.
+    """Facts about a training with which `read` finds costly settings. Keeps no model alive.
 
     Attributes:
         environment: Environment of the training.
@@ -58,24 +58,27 @@ class CostlySettings:
     def of(
         cls, environment: Environment, loop: Loop, work: str, threads: ThreadTimes | None = None
     ) -> Self:
-        """Return the reader for a loop."""
+        """Return the facts about a loop."""
         modules = [*nn.Module.modules(loop.called)]
         return cls(
-            environment,
-            work,
-            loop.every_step_log,
-            any(isinstance(module, _CONVOLUTIONS) for module in modules),
-            any(map(is_checkpointed, modules)),
-            any(
+            environment=environment,
+            work=work,
+            logging=loop.every_step_log,
+            has_convolutions=any(isinstance(module, _CONVOLUTIONS) for module in modules),
+            repeats_forward=any(map(is_checkpointed, modules)),
+            finds_unused=any(
                 isinstance(module, DistributedDataParallel)
                 and attribute(module, "find_unused_parameters") is True
                 for module in modules
             ),
-            threads,
+            threads=threads,
         )
 
     def read(self, setup: TrainingSetup) -> tuple[CostlySetting, ...]:
-        """Return the current settings. Never raise: a failed read only loses advice."""
+        """Return the settings that may cost time now.
+
+        Never raise: after an error, return the settings found so far, because only advice is lost.
+        """
         found: list[CostlySetting] = []
         with suppress(Exception):
             for setting in chain(
@@ -106,7 +109,8 @@ class CostlySettings:
                 "find_unused_parameters=True may cost time after forward, in a search of the"
                 " autograd graph: set it to False if no parameter is unused",
             )
-        # The transformers loader copies to the GPU itself. Advice on `data/copy` covers the others.
+        # Only loaders of transformers have a prefix. They copy to the GPU inside the fetch. Copies
+        # of other loaders are in `data/copy`, which has its own advice.
         if self._is_cuda and setup.pin_memory is False and setup.loader_prefix:
             option = f"{setup.loader_prefix}pin_memory"
             yield CostlySetting(
@@ -120,7 +124,7 @@ class CostlySettings:
         if cores is None:
             return
         threads = torch.get_num_threads()
-        # With a GPU, few operations of a step use these threads.
+        # Only check the threads of torch on a CPU: with a GPU, few operations use them.
         if threads > cores and self.environment.device_type == "cpu":
             yield CostlySetting(
                 "num_threads",
@@ -174,16 +178,17 @@ class CostlySettings:
         if not self._is_cuda:
             return
         cudnn = torch.backends.cudnn
-        # cuDNN's benchmark may choose a different algorithm in each run.
-        is_repeatable = is_deterministic or cudnn.deterministic
-        if self.has_convolutions and cudnn.enabled and not (cudnn.benchmark or is_repeatable):
+        # The benchmark may choose a different algorithm in each run, so a training that must be
+        # repeatable cannot use it.
+        must_be_repeatable = is_deterministic or cudnn.deterministic
+        if self.has_convolutions and cudnn.enabled and not (cudnn.benchmark or must_be_repeatable):
             yield CostlySetting(
                 "cudnn.benchmark",
                 self.work,
                 "cudnn.benchmark=False may cost time in convolutions: set"
                 " torch.backends.cudnn.benchmark = True if inputs have fixed shapes",
             )
-        if self.environment.precision in _FLOAT32 and _leaves_tf32_out():
+        if self.environment.precision in _FLOAT32 and _has_unused_tf32():
             yield CostlySetting(
                 "float32_matmul_precision",
                 self.work,
@@ -200,7 +205,7 @@ class CostlySettings:
                 " CPU waits for each kernel: unset it and time again",
             )
         if _is_on("TORCH_LOGS"):
-            # The compiler writes most of these logs.
+            # The compiler writes most of these logs, in the first step.
             entry = FIRST_STEP if self.environment.compiled else self.work
             text = "TORCH_LOGS may cost time for each log of torch: unset it after debugging"
             yield CostlySetting("TORCH_LOGS", entry, text)
@@ -235,8 +240,8 @@ def merge(*readings: Iterable[CostlySetting]) -> tuple[CostlySetting, ...]:
     return tuple({setting.name: setting for found in readings for setting in found}.values())
 
 
-def _leaves_tf32_out() -> bool:
-    """Return True if the GPU has TF32, but float32 matrix products do not use it."""
+def _has_unused_tf32() -> bool:
+    """Return True if the current GPU has TF32, but float32 matrix products do not use it."""
     if torch.version.hip or torch.cuda.get_device_capability() < _TF32_CAPABILITY:
         return False
     # torch 2.9 added this attribute. If it is set, `get_float32_matmul_precision` may raise.
@@ -249,6 +254,7 @@ def _leaves_tf32_out() -> bool:
 
 
 def _value(variable: str) -> str:
+    """Return an environment variable in upper case; empty if it is not set."""
     return os.environ.get(variable, "").strip().upper()
 
 

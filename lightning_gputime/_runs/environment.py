@@ -30,7 +30,13 @@ from lightning_gputime._options import Options, TimerOptions
 
 # torch optimizers that are 2 to 7 times faster on a CPU if fused. Fusing SGD makes no difference.
 _FASTER_ON_CPU = ("Adam", "AdamW", "Adagrad")
-_OF_LOADERS = ("num_workers", "prefetch_factor", "batch_size", "pin_memory", "persistent_workers")
+_LOADER_OPTIONS = (
+    "num_workers",
+    "prefetch_factor",
+    "batch_size",
+    "pin_memory",
+    "persistent_workers",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,27 +81,30 @@ class Environment:
 
 
 def environment_of(loop: Loop, options: Options, **known: Any) -> Environment:
-    """Return the environment of a measurement. If that fails, warn and return an empty object.
+    """Return the environment of a measurement.
+
+    If the lookup fails, warn, and return only the known fields.
 
     Args:
-        loop: The loop.
+        loop: Loop to measure, with its model.
         options: Options of the timer.
-        known: Fields that the front end knows; None if unknown.
+        known: Fields that the front end knows. They override the lookup, unless they are None.
     """
     try:
-        found = _found(loop, options)
+        found = _look_up(loop, options)
     except Exception as error:
         messages.warning("Cannot describe the environment of the run: %r", error)
         found = {}
-    # `sys.maxsize` micro-batches means that only the update ends a step, after any number of them.
+    # Front ends replace accumulate_grad_batches="auto" by `sys.maxsize`: the number is unknown.
     given = {key: value for key, value in known.items() if value not in (None, sys.maxsize)}
     return Environment(**{**found, **given})
 
 
-def _found(loop: Loop, options: Options) -> dict[str, Any]:
+def _look_up(loop: Loop, options: Options) -> dict[str, Any]:
+    """Return the fields of the environment that do not depend on the front end."""
     parameters = list(nn.Module.parameters(loop.model))
     device = parameters[0].device if parameters else torch.device("cpu")
-    shared = is_distributed()
+    has_ranks = is_distributed()
     return {
         "device": _processor() if device.type == "cpu" else device_name(device),
         "device_type": device.type,
@@ -103,8 +112,8 @@ def _found(loop: Loop, options: Options) -> dict[str, Any]:
         "torch": torch.__version__,
         "lightning": version("lightning"),
         "package": sys.modules["lightning_gputime"].__version__,
-        "world_size": torch.distributed.get_world_size() if shared else 1,
-        "rank": torch.distributed.get_rank() if shared else 0,
+        "world_size": torch.distributed.get_world_size() if has_ranks else 1,
+        "rank": torch.distributed.get_rank() if has_ranks else 0,
         "precision": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
         "compiled": loop.compiled_step or any(map(is_compiled, nn.Module.modules(loop.model))),
         # Lazy parameters have no shape yet.
@@ -117,19 +126,22 @@ def _found(loop: Loop, options: Options) -> dict[str, Any]:
 
 def _options_to_save(options: Options) -> dict[str, Any]:
     """Return the options that differ from their defaults, if JSON can store them."""
-    found, defaults = {}, Options()
+    changed: dict[str, Any] = {}
+    defaults = Options()
     for name in TimerOptions.__annotations__:
         value = getattr(options, name)
         if value != getattr(defaults, name):
-            is_several = isinstance(value, Mapping | Sequence) and not isinstance(value, str)
-            named = [*value] if is_several else value
+            is_collection = isinstance(value, Mapping | Sequence) and not isinstance(value, str)
+            # A mapping, such as modules by name, is saved as its keys.
+            content = [*value] if is_collection else value
             with suppress(TypeError):
-                found[name] = json.loads(json.dumps(named))
-    return found
+                changed[name] = json.loads(json.dumps(content))
+    return changed
 
 
 @lru_cache
 def _processor() -> str:
+    """Return the name of the CPU."""
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(errors="replace")
         if found := re.search(r"^model name\s*: (.+)$", text, re.MULTILINE):
@@ -140,6 +152,7 @@ def _processor() -> str:
 # Cached, because a process keeps running the code of the commit at which it started.
 @lru_cache
 def _commit() -> str:
+    """Return the commit of the running program; empty if unknown."""
     program = getattr(sys.modules.get("__main__"), "__file__", None)
     with suppress(OSError, ValueError):
         return head_of(Path(program).resolve().parent if program else Path.cwd())
@@ -149,19 +162,19 @@ def _commit() -> str:
 def head_of(folder: Path) -> str:
     """Return the git commit that is checked out in a folder; empty without a repository.
 
-    It reads the files in `.git`, because starting `git` can take seconds.
+    Read the files in `.git` directly, because starting `git` can take seconds.
     """
-    places = (parent / ".git" for parent in (folder, *folder.parents))
-    git = next((place for place in places if place.exists()), None)
+    candidates = (parent / ".git" for parent in (folder, *folder.parents))
+    git = next((candidate for candidate in candidates if candidate.exists()), None)
     if git is None:
         return ""
-    if git.is_file():  # A worktree or a submodule.
+    if git.is_file():  # In a worktree or a submodule, `.git` is a file with the path of the folder.
         git = git.parent / git.read_text().removeprefix("gitdir:").strip()
     head = (git / "HEAD").read_text().strip()
     if not head.startswith("ref:"):
         return head
     ref = head.removeprefix("ref:").strip()
-    # Worktrees share their branches.
+    # Worktrees share the branches of the main repository, whose path is in `commondir`.
     common = git / "commondir"
     shared = git / common.read_text().strip() if common.is_file() else git
     if (shared / ref).is_file():
@@ -171,13 +184,13 @@ def head_of(folder: Path) -> str:
 
 
 def setup_of(environment: Environment, loop: Loop, has_precision: bool) -> TrainingSetup:
-    """Return the training setup, without its loader.
+    """Return the training setup, without the fields of its loader.
 
     Args:
         environment: Environment of the run.
-        loop: The loop.
-        has_precision: True if the trainer reports its precision. The dtype of the parameters does
-            not reveal autocast.
+        loop: Loop to measure, with its model and optimizers.
+        has_precision: True if the trainer reports its precision. Otherwise the precision is
+            unknown, because the dtype of the parameters does not reveal autocast.
     """
     is_cuda = environment.device_type == "cuda"
     return TrainingSetup(
@@ -192,7 +205,7 @@ def setup_of(environment: Environment, loop: Loop, has_precision: bool) -> Train
 
 
 def loader_settings(loader: object) -> dict[str, Any]:
-    """Return the `TrainingSetup` fields of a loader, which is any iterable or several loaders."""
+    """Return the `TrainingSetup` fields of a loader: any iterable, or a collection of loaders."""
     loaders = loaders_in(loader)
     datasets = [*map(dataset_of, loaders)]
     return {
@@ -200,18 +213,18 @@ def loader_settings(loader: object) -> dict[str, Any]:
         "foreign_loader": next(filter(None, map(_foreign_class, loaders)), ""),
         "is_iterable": any(isinstance(dataset, IterableDataset) for dataset in datasets),
         "is_in_memory": all(isinstance(dataset, TensorDataset) for dataset in datasets),
-        **{name: _common(loaders, name) for name in _OF_LOADERS},
+        **{name: _common_value(loaders, name) for name in _LOADER_OPTIONS},
     }
 
 
 def _foreign_class(loader: object) -> str:
     """Return the class of a loader that is not a DataLoader of torch, else an empty string."""
-    # Loaders of accelerate wrap another loader.
+    # A loader of accelerate has the loader that it wraps in `base_dataloader`.
     is_torch = isinstance(attribute(loader, "base_dataloader") or loader, DataLoader)
     return "" if is_torch else type(loader).__name__
 
 
-def _common(loaders: Sequence[object], name: str) -> Any:
+def _common_value(loaders: Sequence[object], name: str) -> Any:
     """Return an integer or boolean attribute on which all loaders agree; None if they differ."""
     first, *others = [attribute(loader, name) for loader in loaders]
     return first if isinstance(first, int) and all(other == first for other in others) else None
@@ -222,10 +235,11 @@ def cores_of_rank(world_size: int) -> int | None:
     cores = os.cpu_count() or 0
     with suppress(AttributeError, OSError):
         cores = len(os.sched_getaffinity(0))
-    # Assume one rank per device if the launcher does not set LOCAL_WORLD_SIZE.
-    ranks = min(world_size, torch.accelerator.device_count() or world_size)
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = int(local) if local.isdigit() else ranks
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local_world_size.isdigit():
+        ranks = int(local_world_size)
+    else:  # The launcher does not set it: assume one rank per device.
+        ranks = min(world_size, torch.accelerator.device_count() or world_size)
     return max(cores // max(ranks, 1), 1) if cores else None
 
 
@@ -240,4 +254,5 @@ def _unfused(optimizers: Sequence[Any], device_type: str) -> str:
 
 
 def _is_unfused(group: object) -> bool:
+    """Return True if a parameter group has an option `fused` that is off."""
     return isinstance(group, dict) and not group.get("fused", True)

@@ -18,9 +18,9 @@ _TRIMMED_SHARE = 0.25  # Fraction to trim at each end, for the interquartile mea
 _LONG_STEP = 1.5  # A step is long if it exceeds this multiple of the median.
 # Long steps recur if at least this many have a common period of at least this many steps.
 _MIN_LONG_STEPS, _MIN_PERIOD = 5, 5
-_MAX_RATIO = 2.0
+_MAX_RATIO = 2.0  # Maximum factor on the noise of the time before, in errors of relative changes.
 _NORMAL_95, _NORMAL_80 = 1.96, 0.84  # Two-sided and one-sided quantiles.
-MAX_RUNS = 100
+_MIN_RUNS, MAX_RUNS = 3, 100  # Range of suggested numbers of runs per side.
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class Difference:
         before_ms: Time before (in milliseconds).
         after_ms: Time after (in milliseconds).
         error_ms: Half-width of the confidence interval of `change_ms` (in milliseconds).
-        relative_error: Half-width of the interval of `relative_change`. The noise of the time
-            before is scaled by the ratio of the times, but at most by 2.
+        relative_error: Half-width of the interval of `relative_change`. It includes the noise of
+            `before_ms` times `after_ms / before_ms`, a factor that is limited to 2.
         resolution_ms: Resolution of the clock (in milliseconds).
     """
 
@@ -64,7 +64,7 @@ class Difference:
 
     @property
     def relative_change(self) -> float:
-        """The change as a fraction of the time before; NaN if that is zero."""
+        """The change as a fraction of `before_ms`; NaN if `before_ms` is zero."""
         return self.change_ms / self.before_ms if self.before_ms else math.nan
 
     @property
@@ -88,26 +88,26 @@ class Difference:
 
         Returns:
             "regression" if the whole interval lies above the bound, "passed" if the whole interval
-            lies below it or below the clock's resolution, else "cannot tell".
+            lies below the bound, the tolerance or the clock's resolution, else "cannot tell".
         """
-        # A new phase is above any bound.
+        # A new phase takes 0 ms before, so any time after is above any bound.
         is_above = not self.before_ms or self.relative_change - self.relative_error > bound
         if self.is_significant and self.change_ms > 0 and is_above:
             return "regression"
         is_below = self.relative_change + self.relative_error <= bound
-        most_ms = self.change_ms + self.error_ms
-        is_passed = is_below or most_ms <= max(self.resolution_ms, tolerance_ms)
+        max_change_ms = self.change_ms + self.error_ms
+        is_passed = is_below or max_change_ms <= max(self.resolution_ms, tolerance_ms)
         return "passed" if is_passed else "cannot tell"
 
 
 def typical_step(times: Floats) -> Estimate:
     """Return the mean of each column over the middle half of the steps by duration.
 
-    The first column, the step, selects these steps, so that the phases still add up to it. The
+    All columns are averaged over the same steps, so the phases still add up to the step. The
     estimate is robust: a step of one second has no more influence than a slightly slow step.
 
     Args:
-        times: Times of consecutive steps, of shape (steps, columns).
+        times: Times of consecutive steps, of shape (steps, columns). The first column is the step.
     """
     n = len(times)
     cut = int(n * _TRIMMED_SHARE)
@@ -115,8 +115,8 @@ def typical_step(times: Floats) -> Estimate:
     kept = order[cut : n - cut]
     influence = np.empty_like(times)
     influence[kept] = times[kept]
-    # A trimmed step shifts a border of the middle half, by the same amount for any duration. Use
-    # the mean of the steps around that border, which may lie between two speeds.
+    # A trimmed step only shifts a border of the middle half, so it has the influence of a step at
+    # that border. Times may jump at the border, so use the mean of the steps around it.
     near = max(cut // 5, 1)
     influence[order[:cut]] = times[order[cut - near : cut + near]].mean(axis=0)
     influence[order[n - cut :]] = times[order[n - cut - near : n - cut + near]].mean(axis=0)
@@ -125,7 +125,7 @@ def typical_step(times: Floats) -> Estimate:
 
 
 def mean_step(times: Floats) -> Estimate:
-    """Return the mean of each column over all steps of shape (steps, columns)."""
+    """Return the mean of each column of `times` over all steps."""
     values = times.mean(axis=0)
     return Estimate(values, variance(times - values))
 
@@ -143,12 +143,12 @@ def mean_of_all_steps(
     """Return the means over all steps of a run in which only some steps were timed.
 
     The timed steps are used only for the variance, because they may contain periodic work too often
-    or too rarely. Their mean varies at least as much as the mean of all steps, unless long steps
-    recur with a fixed period: then equal runs differ by at most one long step.
+    or too rarely. The mean of the timed steps varies at least as much as the mean of all steps,
+    unless long steps recur with a fixed period: then equal runs differ by at most one long step.
 
     Args:
         numbers: Numbers of the timed steps.
-        times: Their times, of shape (timed steps, columns).
+        times: Times of the timed steps, of shape (timed steps, columns).
         means: Estimates for all steps, one per column (in milliseconds).
         errors: Half-widths of the 95 % intervals of `means` due to sampling (in milliseconds).
         all_steps: Number of steps.
@@ -157,21 +157,23 @@ def mean_of_all_steps(
     """
     step_ms = times[:, 0]
     is_long = step_ms > _LONG_STEP * np.median(step_ms)
-    at = numbers[is_long]
-    is_periodic = len(at) >= _MIN_LONG_STEPS and np.gcd.reduce(np.diff(at)) >= _MIN_PERIOD
+    numbers_of_long = numbers[is_long]
+    period = np.gcd.reduce(np.diff(numbers_of_long))
+    is_periodic = len(numbers_of_long) >= _MIN_LONG_STEPS and period >= _MIN_PERIOD
     usual = times[~is_long].mean(axis=0) if is_periodic else times.mean(axis=0)
     influence = times - usual
     variances = np.square(errors / _NORMAL_95)
-    added_ms = max(float(means[0] - usual[0]), 0.0)
+    added_ms = max(float(means[0] - usual[0]), 0.0)  # Time above the usual step, per step.
     if is_periodic:
         excess = influence[is_long]
-        count = added_ms * all_steps / excess[:, 0].mean()
+        long_steps = added_ms * all_steps / excess[:, 0].mean()  # Timed or not.
         one_more = np.square(np.abs(excess).max(axis=0))
-        variances += (one_more + count * excess.var(axis=0)) / all_steps**2
+        variances += (one_more + long_steps * excess.var(axis=0)) / all_steps**2
+        # The term above covers the long steps, so use only the others for `variance`.
         influence[is_long] = 0.0
         influence *= len(times) / np.count_nonzero(~is_long)
     else:
-        # Assume that time outside of the timed steps was spent in long steps at random places.
+        # Assume that the added time was spent in steps of `max_ms` at random places.
         variances[0] += added_ms * max(max_ms - float(usual[0]), 0.0) / all_steps
     return Estimate(means, variances + variance(influence), not_sampled_ms)
 
@@ -180,27 +182,28 @@ def variance(influence: Floats) -> Floats:
     """Return the variance of the mean of each column, by the moving-block bootstrap.
 
     Blocks of consecutive steps preserve correlations. The variance of the bootstrap has a closed
-    form: the variance of all blocks, divided by their number. The blocks are as long as
-    possible, because a slow period may last for hundreds of steps. That leaves few blocks, which
-    widens the interval, see `quantile_of_t`.
+    form: the variance of all blocks, divided by their number. The blocks are long, because a slow
+    period may last for hundreds of steps. So there are only 12 blocks, and few degrees of freedom
+    for `quantile_of_t`.
 
     Args:
         influence: Influence of each step on the estimate, times the number of steps, with a mean of
-            zero, of shape (steps, columns).
+            zero, of shape (steps, columns). For a mean, this is the time minus the mean time.
     """
-    block = len(influence) // _BLOCKS
-    full, half = _variance_by(influence, block), _variance_by(influence, block // 2)
+    length = len(influence) // _BLOCKS
+    full, half = _variance_by(influence, length), _variance_by(influence, length // 2)
     # If slow steps recur with a fixed period, all blocks have the same number of slow steps, but
     # another run may have one more.
     one_more = (np.abs(influence).max(axis=0) / len(influence)) ** 2
-    # Extrapolate: the variance grows with the block length as it does from half to full length.
+    # Longer blocks preserve more correlation. Extrapolate: add the growth from half to full length.
     return np.asarray(np.maximum(full + np.maximum(full - half, 0), one_more))
 
 
-def _variance_by(influence: Floats, block: int) -> Floats:
+def _variance_by(influence: Floats, length: int) -> Floats:
+    """Return the variance from all overlapping blocks of this length."""
     sums = np.vstack((np.zeros(influence.shape[1]), np.cumsum(influence, axis=0)))
-    means = (sums[block:] - sums[:-block]) / block
-    return np.asarray(means.var(axis=0) / (len(influence) / block - 1))
+    means = (sums[length:] - sums[:-length]) / length
+    return np.asarray(means.var(axis=0) / (len(influence) / length - 1))
 
 
 def differences(
@@ -217,8 +220,8 @@ def differences(
     between them. Time that was not sampled widens the intervals of the phases.
 
     Args:
-        before: Each run of one side.
-        after: Each run of the other.
+        before: Runs of one side.
+        after: Runs of the other side.
         confidence: Confidence of the intervals, or of the interval of each column.
         in_turns: True if the sides alternated, so that their runs form pairs.
         resolution_ms: Resolution of each column; 0 if empty.
@@ -231,63 +234,80 @@ def differences(
     before_ms, after_ms = (runs.mean(axis=0) for runs in values)
     exists = before_ms > 0
     ratio = np.divide(after_ms, before_ms, out=np.zeros_like(before_ms), where=exists)
-    hidden = np.full_like(
+    not_sampled_ms = np.full_like(
         before_ms, max(np.mean([run.not_sampled_ms for run in runs]) for runs in (before, after))
     )
-    hidden[0] = 0.0  # The duration of every step is measured.
+    not_sampled_ms[0] = 0.0  # The duration of every step is measured.
 
     def error_of(factor: Floats | float) -> Floats:
         """Return the half-width of the interval of after - factor * before."""
         within = quantile_of_t((_BLOCKS - 1) * min(n, m), confidence) * np.sqrt(
             noise[1] + factor**2 * noise[0]
         )
-        if n + m == 2:
-            return np.asarray(within + hidden)
+        if n + m == 2:  # Two runs do not show the spread between runs.
+            return np.asarray(within + not_sampled_ms)
         if in_turns:
-            square = (values[1] - factor * values[0]).var(axis=0, ddof=1) / n
+            freedom = n - 1
+            variances = (values[1] - factor * values[0]).var(axis=0, ddof=1) / n
         else:
-            pooled = (n * values[0].var(axis=0) + m * values[1].var(axis=0)) / (n + m - 2)
-            square = pooled * (factor**2 / n + 1 / m)
-        freedom = n - 1 if in_turns else n + m - 2
-        between = quantile_of_t(freedom, confidence) * np.sqrt(square)
-        return np.asarray(np.maximum(within, between) + hidden)
+            freedom = n + m - 2
+            pooled = (n * values[0].var(axis=0) + m * values[1].var(axis=0)) / freedom
+            variances = pooled * (factor**2 / n + 1 / m)
+        between = quantile_of_t(freedom, confidence) * np.sqrt(variances)
+        return np.asarray(np.maximum(within, between) + not_sampled_ms)
 
-    # A bound is a fraction of the time before, so scale the noise of that time by the ratio of the
-    # times. Limit the ratio: otherwise a short phase that grew many times never is a regression.
+    # To first order, the error of after / before is that of after - ratio * before, divided by
+    # before. Limit the ratio: otherwise a short phase that grew many times never is a regression.
     relative_error = np.divide(
         error_of(np.minimum(ratio, _MAX_RATIO)),
         before_ms,
         out=np.full_like(before_ms, np.nan),
         where=exists,
     )
-    resolution = resolution_ms or [0.0] * len(before_ms)
-    rows = np.stack((before_ms, after_ms, error_of(1.0), relative_error, resolution), axis=1)
-    return [Difference(*row) for row in rows.tolist()]
+    fields = {
+        "before_ms": before_ms,
+        "after_ms": after_ms,
+        "error_ms": error_of(1.0),
+        "relative_error": relative_error,
+        "resolution_ms": resolution_ms or np.zeros_like(before_ms),
+    }
+    rows = np.stack([*fields.values()], axis=1).tolist()
+    return [Difference(**dict(zip(fields, row, strict=True))) for row in rows]
 
 
 def runs_needed(
     difference: Difference, bound: float, runs: tuple[int, int], confidence: float, in_turns: bool
 ) -> int | None:
-    """Return the number of runs per side that would decide on a bound in four of five cases.
+    """Return the runs per side after which `outcome` would be "passed" or "regression".
 
-    It assumes that the spread stays as observed. With one run per side, it uses the noise within
-    the runs. At least 3; None if more than 100 would be needed.
+    This is so in four of five cases, if the spread between runs stays as observed. With one run per
+    side, only the noise within the runs is observed. At least 3, the result if the spread is
+    unknown; None if more than 100 would be needed.
     """
     if not math.isfinite(difference.relative_error):
-        return 3
-    observed = 2 / (1 / runs[0] + 1 / runs[1])
+        return _MIN_RUNS
+    runs_per_side = 2 / (1 / runs[0] + 1 / runs[1])  # Equal sides with the same error.
 
-    def width(n: float, power: float = 0.0) -> float:
-        """Return half the width of the interval with n runs, up to a constant factor."""
-        freedom = n - 1 if in_turns else 2 * n - 2
+    def quantile(n: float) -> float:
+        """Return the half-width of the interval with n runs per side, in standard errors."""
         if sum(runs) == 2:
-            freedom = (_BLOCKS - 1) * n
-        return (float(quantile_of_t(max(freedom, 1), confidence)) + power) / math.sqrt(n)
+            freedom = (_BLOCKS - 1) * n  # Only noise within the runs.
+        elif in_turns:
+            freedom = n - 1
+        else:
+            freedom = 2 * n - 2
+        return float(quantile_of_t(max(freedom, 1), confidence))
+
+    # Standard error of `relative_change` with a single run per side.
+    unit = difference.relative_error / quantile(runs_per_side) * math.sqrt(runs_per_side)
+
+    def detectable(n: int) -> float:
+        """Return the distance from the bound that n runs per side detect in 80 % of all cases."""
+        return (quantile(n) + _NORMAL_80) * unit / math.sqrt(n)
 
     distance = abs(difference.relative_change - bound)
-    enough = width(observed) * distance / difference.relative_error
-    candidates = range(max(math.floor(observed) + 1, 3), MAX_RUNS + 1)
-    return next((n for n in candidates if width(n, _NORMAL_80) < enough), None)
+    candidates = range(max(math.floor(runs_per_side) + 1, _MIN_RUNS), MAX_RUNS + 1)
+    return next((n for n in candidates if detectable(n) < distance), None)
 
 
 def quantile_of_t(freedom: float, confidence: float | Floats) -> Floats:
@@ -295,6 +315,6 @@ def quantile_of_t(freedom: float, confidence: float | Floats) -> Floats:
     # If t = sqrt(freedom) * tan(angle), this is the density of the angle, up to a constant.
     angles = np.linspace(0, np.pi / 2, 4_001)
     density = np.cos(angles) ** (freedom - 1)
-    below = np.cumsum(density[1:] + density[:-1])
-    angle = np.interp(confidence, np.append(0, below) / below[-1], angles)
+    cumulative = np.append(0, np.cumsum(density[1:] + density[:-1]))
+    angle = np.interp(confidence, cumulative / cumulative[-1], angles)
     return np.asarray(math.sqrt(freedom) * np.tan(angle))

@@ -5,11 +5,11 @@ from typing import Any
 
 
 def check_save_path(path: Any) -> str | None:
-    """Return an absolute path, because training may change the working directory.
+    """Return the absolute path, because training may change the working directory.
 
     Raises:
-        TypeError: If it is not a path.
-        ValueError: If it is a folder.
+        TypeError: If `path` is neither a path nor None.
+        ValueError: If `path` is a folder.
     """
     if path is None:
         return None

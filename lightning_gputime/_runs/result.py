@@ -19,7 +19,7 @@ _MIN_SHARE = 0.01  # A brief result omits shorter entries and phases.
 _MAX_ITEMS = 8  # Maximum length of lists in a brief result.
 _MAX_KEYS = 24  # Maximum number of keys in a brief result.
 _MAX_LETTERS = 300  # Maximum length of texts in a brief result.
-_DIGITS = 4
+_DIGITS = 4  # Number of significant digits in a brief result.
 
 
 def result_of(run: Run, *, brief: bool = False) -> dict[str, Any]:
@@ -33,15 +33,15 @@ def result_of(run: Run, *, brief: bool = False) -> dict[str, Any]:
     }
     if not brief:
         return {**_head("run", brief), **plain(content)}
-    found, breakdown = summary.diagnosis, summary.time_breakdown
+    diagnosis, breakdown = summary.diagnosis, summary.time_breakdown
     rows = [row for row in breakdown.rows if row.share >= _MIN_SHARE] if breakdown else []
     return _head("run", brief) | _shorten(
         {
             "diagnosis": {
-                "code": found.code,
-                "grade": found.grade,
-                "entry": found.entry,
-                "headline": found.headline,
+                "code": diagnosis.code,
+                "grade": diagnosis.grade,
+                "entry": diagnosis.entry,
+                "headline": diagnosis.headline,
                 "time_breakdown": breakdown
                 and {
                     "scope": breakdown.scope,
@@ -52,14 +52,14 @@ def result_of(run: Run, *, brief: bool = False) -> dict[str, Any]:
                 "advice": content["diagnosis"]["advice"],
             },
             "steps": summary.steps,
-            "step": _chosen(content["step"], ("mean_ms", "p95_ms", "max_ms")),
+            "step": _selected(content["step"], ("mean_ms", "p95_ms", "max_ms")),
             "rows": {
-                name: _chosen(row, ("mean_ms", "share"))
+                name: _selected(row, ("mean_ms", "share"))
                 for name, row in content["rows"].items()
                 if (row["share"] or 0.0) >= _MIN_SHARE
             },
             "ranks": content["ranks"]
-            and _chosen(content["ranks"], ("slowest_rank", "phase", "behind_median_ms")),
+            and _selected(content["ranks"], ("slowest_rank", "phase", "behind_median_ms")),
             "notes": summary.notes,
             "warnings": run.warnings,
             "environment": _brief_environment(run.environment),
@@ -68,21 +68,21 @@ def result_of(run: Run, *, brief: bool = False) -> dict[str, Any]:
 
 
 def comparison_result(
-    found: RunComparison, outcome: Mapping[str, Any], *, brief: bool = False
+    comparison: RunComparison, outcome: Mapping[str, Any], *, brief: bool = False
 ) -> dict[str, Any]:
     """Return the result of a comparison, with the keys of `outcome` added."""
-    content = found.to_dict() | {
-        "step": _difference(found.step),
-        "mean": _difference(found.mean),
-        "rows": {name: _difference(row) for name, row in found.rows.items()},
-        "others": [comparison_result(other, {}, brief=brief) for other in found.others],
+    content = comparison.to_dict() | {
+        "step": _difference(comparison.step),
+        "mean": _difference(comparison.mean),
+        "rows": {name: _difference(row) for name, row in comparison.rows.items()},
+        "others": [comparison_result(other, {}, brief=brief) for other in comparison.others],
     }
     head = _head("comparison", brief) | dict(outcome)
     if not brief:
         return head | content
-    names = ("verdict", "sentence", "names", "runs", "steps", "step", "mean", "notes", "others")
-    rows = {name: content["rows"][name] for name in found.judged}
-    return head | _shorten(_chosen(content, names) | {"rows": rows})
+    keys = ("verdict", "sentence", "names", "runs", "steps", "step", "mean", "notes", "others")
+    rows = _selected(content["rows"], comparison.judged)
+    return head | _shorten(_selected(content, keys) | {"rows": rows})
 
 
 def _head(kind: str, brief: bool) -> dict[str, Any]:
@@ -90,15 +90,15 @@ def _head(kind: str, brief: bool) -> dict[str, Any]:
     return {"format": name, "version": VERSION, "minor": MINOR, "kind": kind, "brief": brief}
 
 
-def _chosen(content: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: content[name] for name in names}
+def _selected(content: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: content[key] for key in keys}
 
 
 def _brief_entry(entry: Entry) -> dict[str, Any]:
-    names = ("name", "seconds", "share", "error", "speed_up", "code")
-    where = ("name", "file", "line", "function", "share")
-    culprits = [{name: getattr(culprit, name) for name in where} for culprit in entry.culprits]
-    return {**{name: getattr(entry, name) for name in names}, "culprits": culprits}
+    keys = ("name", "seconds", "share", "error", "speed_up", "code")
+    culprit_keys = ("name", "file", "line", "function", "share")
+    culprits = [{key: getattr(culprit, key) for key in culprit_keys} for culprit in entry.culprits]
+    return {**{key: getattr(entry, key) for key in keys}, "culprits": culprits}
 
 
 def _brief_environment(environment: Environment) -> dict[str, Any]:
@@ -126,7 +126,8 @@ def _short(value: Any) -> Any:
     if isinstance(value, str):
         return value if len(value) <= _MAX_LETTERS else f"{value[:_MAX_LETTERS]}..."
     if isinstance(value, float):
-        is_number = value and math.isfinite(value)
-        digits = _DIGITS - 1 - math.floor(math.log10(abs(value))) if is_number else 0
-        return plain(round(value, digits) if is_number else value)
+        if not value or not math.isfinite(value):
+            return plain(value)
+        digits = _DIGITS - 1 - math.floor(math.log10(abs(value)))
+        return plain(round(value, digits))
     return value

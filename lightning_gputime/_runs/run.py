@@ -1,4 +1,4 @@
-"""The measurement of one run, as files and comparisons take it."""
+"""The measurement of one run, which files store and comparisons read."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Run(Tabular):
     warnings: Sequence[str] = ()
 
     def summary(self) -> PhaseSummary:
-        """Return the summary of the steps after the warm-up; without such steps, of the warm-up."""
+        """Return the summary of the steps after the warm-up; if none, of the warm-up steps."""
         return self._summary
 
     def _table(self) -> Table:
@@ -46,12 +46,12 @@ class Run(Tabular):
     @property
     def about(self) -> str:
         """Name and environment of the run in one line."""
-        on = self.environment
-        device = f"{on.world_size} x {on.device}" if on.world_size > 1 else on.device
-        known = {"torch": on.torch, "batch": on.batch_size, "commit": on.commit[:10]}
-        named = [f"{name} {value}" for name, value in known.items() if value]
-        compiled = "compiled" if on.compiled else ""
-        parts = (self.name, device, *named, on.precision, compiled, on.started)
+        env = self.environment
+        device = f"{env.world_size} x {env.device}" if env.world_size > 1 else env.device
+        values = {"torch": env.torch, "batch": env.batch_size, "commit": env.commit[:10]}
+        named = [f"{name} {value}" for name, value in values.items() if value]
+        compiled = "compiled" if env.compiled else ""
+        parts = (self.name, device, *named, env.precision, compiled, env.started)
         return " · ".join(filter(None, parts))
 
     @property
@@ -60,9 +60,8 @@ class Run(Tabular):
         unit, steps = unit_of(self._summary.step.mean_ms), self.slow_steps
         lines = [("step", "time", "baseline", "excess", "most in", "causes")]
         for step in steps:
-            took, baseline, excess = map(
-                unit.cell, (step.step_ms, step.baseline_ms, step.excess_ms)
-            )
+            took, baseline = unit.cell(step.step_ms), unit.cell(step.baseline_ms)
+            excess = unit.cell(step.excess_ms)
             lines.append((str(step.step), took, baseline, excess, step.phase, step.why))
         excess_ms = sum(step.excess_ms for step in steps)
         lines.append((f"all {len(steps)}", "", "", unit.cell(excess_ms), "", ""))

@@ -18,7 +18,7 @@ from lightning_gputime._runs import schema
 from lightning_gputime._runs.run import Run
 
 _MAX_BYTES = 2**30  # Larger files are refused: a million steps take a tenth of this.
-_MIN_LEFTOVER_AGE_S = 60.0  # A younger file may still be written by another process.
+_MIN_LEFTOVER_AGE_S = 60.0  # Another process may still write a younger temporary file.
 _IGNORED = (
     "%s was saved by lightning_gputime %s. This version ignores unknown fields: %s. Update"
     " lightning_gputime to read them."
@@ -36,9 +36,9 @@ def save(run: Run, path: str | os.PathLike[str]) -> None:
 
 
 def write(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Replace a file atomically, and keep its mode. Raise an OSError that names the file."""
+    """Replace a file atomically, and keep its mode. An OSError names the file."""
     target = Path(os.path.expanduser(path)).resolve()
-    # Write to the same folder, so that the move is atomic.
+    # Write to the same folder, so that `os.replace` is atomic.
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         if target.is_dir():
@@ -48,7 +48,8 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
         is_new = not target.exists()
         mode = 0o666 if is_new else stat.S_IMODE(target.stat().st_mode)
         try:
-            # Never let more users read it than the target. The umask applies only to new files.
+            # Create the temporary file with the target's mode, so that no other users can ever read
+            # it. Then undo the umask, which must only change the mode of a new target.
             with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
                 if not is_new:
                     os.chmod(temporary, mode)
@@ -78,8 +79,8 @@ def load(path: str | os.PathLike[str]) -> Run:
         path: File to read.
 
     Raises:
-        OSError: If it cannot be read.
-        ValueError: If it is damaged, not a saved run, or has another version of the format.
+        OSError: If the file cannot be read.
+        ValueError: If the file is damaged, not a saved run, or has another version of the format.
     """
     name = os.path.expanduser(path)
     with open(name, "rb") as file:
@@ -96,6 +97,7 @@ def load(path: str | os.PathLike[str]) -> Run:
 
 
 def _decompress(file: io.BufferedReader) -> bytes:
+    """Return the content of a file, compressed or not. Raise ValueError if it is over 1 GiB."""
     is_compressed = file.peek(2)[:2] == b"\x1f\x8b"
     data = (gzip.GzipFile(fileobj=file) if is_compressed else file).read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:

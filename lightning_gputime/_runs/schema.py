@@ -37,13 +37,15 @@ _ABSENT = -1
 # Control characters other than line feeds and tabs, which a terminal may take for commands.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
-_MIN_TIME = -1.0  # Events of two streams may be slightly out of order.
-_SIGNED = re.compile("change|excess|unexplained|behind_median")  # Fields that may be negative.
-_MAX_COUNT = 2**63
+# Minimum of floats that are not differences, mostly times in milliseconds. Times may be slightly
+# negative if events of two streams are out of order.
+_MIN_FLOAT = -1.0
+_DIFFERENCES = re.compile("change|excess|unexplained|behind_median")  # Fields without a minimum.
+_MAX_COUNT = 2**63  # Counts must be smaller, to fit into 64-bit integers.
 # Keys that are read under other names, or derived from other keys.
 _NOT_FIELDS = {"format", "version", "minor", "summary", "setup", "sentence"}
 _NOT_FIELDS |= {"verdict", "advice", "diagnosis"}
-# Error messages name these fields by their path in the file, which differs.
+# Error messages name a field by its path in the file, here for fields with other names in the file.
 _PATHS = {"_summary": ".summary", "measurement": ""}
 
 Floats = npt.NDArray[np.float64]
@@ -69,7 +71,7 @@ def to_json(run: Run) -> dict[str, Any]:
 
 
 def from_json(data: bytes, name: str) -> tuple[Run, list[str]]:
-    """Return a run, and the keys that only a newer minor version knows.
+    """Return a run, and the ignored keys of a file with a newer minor version.
 
     Args:
         data: Content of the file.
@@ -106,15 +108,15 @@ def _to_units(times_ms: Floats) -> Any:
 
 
 def _unpack(packed: Any) -> npt.NDArray[Any]:
-    numbers = np.array(packed["steps"], np.int64)
-    steps = np.cumsum(numbers)
-    if np.any(steps < 0) or np.abs(numbers).sum(dtype=float) >= _MAX_COUNT:
+    increments = np.array(packed["steps"], np.int64)
+    steps = np.cumsum(increments)
+    if np.any(steps < 0) or np.abs(increments).sum(dtype=float) >= _MAX_COUNT:
         raise ValueError("the numbers of its steps must be 0 or more, and less than 2 ** 63")
     unit_ms = packed["unit_ms"]
     if not 0 < unit_ms <= 1:
         raise ValueError(f"the unit of its times must be above 0 and at most 1 ms, not {unit_ms}")
-    named = {"host_wait": packed["host_wait"], **packed["phases"]}
-    units = {name: np.array(column, np.int64) for name, column in named.items()}
+    packed_columns = {"host_wait": packed["host_wait"], **packed["phases"]}
+    units = {name: np.array(column, np.int64) for name, column in packed_columns.items()}
     for name, n in units.items():
         if np.any((n < _ABSENT) | (n * unit_ms > _MAX_TIME_MS)):
             raise ValueError(f"times of {name:.60} in its history are below 0 or above 1e9 ms")
@@ -131,6 +133,7 @@ def _unpack(packed: Any) -> npt.NDArray[Any]:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
+    """Return the JSON object of a file, after a check of its format and version."""
     content = json.loads(
         data, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_printable
     )
@@ -145,6 +148,7 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float:
+    """Return a JSON number, or raise ValueError for `NaN`, `Infinity` or an overflow."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text:.60} is not a finite number")
@@ -167,8 +171,13 @@ def _clean(value: Any) -> Any:
 def _read(kind: Any, value: Any, where: str, unknown: list[str]) -> Any:
     """Return a JSON value as the type of a field, or raise ValueError.
 
-    A missing field gets its default. Unknown fields are ignored and added to `unknown`. A null
-    float is read as NaN.
+    A missing field gets its default. A null float is read as NaN.
+
+    Args:
+        kind: Type of the field, as annotated.
+        value: JSON value.
+        where: Path of the field, for error messages.
+        unknown: List to which the paths of ignored fields are added.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if kind is float and type(value) is int:
@@ -179,24 +188,23 @@ def _read(kind: Any, value: Any, where: str, unknown: list[str]) -> Any:
         return value
     if kind is float and value is None:
         return math.nan
-    if origin is UnionType:
+    if origin is UnionType:  # `X | None`.
         return None if value is None else _read(inner[0], value, where, unknown)
     if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
         unknown += [f"{where}.{name:.60}" for name in value.keys() - hints.keys() - _NOT_FIELDS]
-        known = {name: hint for name, hint in hints.items() if name in value}
-        return kind(
-            **{
-                name: _read(hint, value[name], where + _PATHS.get(name, f".{name}"), unknown)
-                for name, hint in known.items()
-            }
-        )
+        found = {
+            name: _read(hint, value[name], where + _PATHS.get(name, f".{name}"), unknown)
+            for name, hint in hints.items()
+            if name in value
+        }
+        return kind(**found)
     if origin is Mapping and isinstance(value, dict):
-        read = {
+        items_by_key = {
             key: _read(inner[1], item, f"{where}[{key!r:.60}]", unknown)
             for key, item in value.items()
         }
-        return Named(read)
+        return Named(items_by_key)
     if origin in (tuple, Sequence) and isinstance(value, list):
         items = [_read(inner[0], item, f"{where}[{i}]", unknown) for i, item in enumerate(value)]
         return tuple(items) if origin is tuple else items
@@ -204,8 +212,10 @@ def _read(kind: Any, value: Any, where: str, unknown: list[str]) -> Any:
 
 
 def _check_number(value: float, where: str) -> None:
-    """Raise ValueError if a count overflows, or a number is too low and not a difference."""
-    is_signed = _SIGNED.search(where.rpartition(".")[2]) is not None
-    least = -math.inf if is_signed else 0 if isinstance(value, int) else _MIN_TIME
-    if value < least or value >= (_MAX_COUNT if isinstance(value, int) else math.inf):
-        raise ValueError(f"{where} must be {least:g} or more, and below 2 ** 63, not {value!r:.60}")
+    """Raise ValueError if an integer is too large, or a number is too low and no difference."""
+    if isinstance(value, int) and value >= _MAX_COUNT:
+        raise ValueError(f"{where} must be below 2 ** 63, not {value!r:.60}")
+    min_value = 0 if isinstance(value, int) else _MIN_FLOAT
+    is_difference = _DIFFERENCES.search(where.rpartition(".")[2]) is not None
+    if value < min_value and not is_difference:
+        raise ValueError(f"{where} must be {min_value:g} or more, not {value!r:.60}")
