@@ -73,17 +73,16 @@ class Baseline:
     """
 
     def __init__(self) -> None:
-        self.step_ms = self.host_ms = 0.0
+        self.is_ready = False
+        """True once there were enough steps to compute the medians and thresholds."""
+        self.step_ms = 0.0  # Median step time.
+        self.host_ms = 0.0  # Median host time of a step.
         self.slow_threshold_ms = inf  # Longer steps are slow.
-        self.host_threshold_ms = inf  # Steps that take the host longer may be slow.
+        self.host_threshold_ms = inf  # Steps with a longer host time may be slow.
         self.steps: deque[StepRecord] = deque(maxlen=_BASELINE_STEPS)
         self.each_ms: deque[float] = deque(maxlen=_BASELINE_STEPS)
         self._n_new = 0
         self._medians: Medians | None = None
-
-    @property
-    def is_ready(self) -> bool:
-        return self.slow_threshold_ms != inf
 
     def add(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> bool:
         """Add the next steps. Return True if the baseline was computed again."""
@@ -94,6 +93,7 @@ class Baseline:
             return False
         if self.is_ready and self._n_new < _STEPS_PER_BASELINE:
             return False
+        self.is_ready = True
         self._n_new = 0
         self._medians = None
         self.step_ms = median(self.each_ms)
