@@ -118,6 +118,7 @@ class PendingSteps:
     def add(
         self,
         step: StepMarks,
+        *,
         number: int,
         skipped_update: bool,
         items: float,
@@ -184,7 +185,7 @@ class PendingSteps:
         self.free.extend(events)
 
     def forget(self) -> list[Any]:
-        """Forget all unread steps and all events. Return them, for callers that must keep them."""
+        """Forget all unread steps and all events. Return them; see `Recorder.abandon`."""
         forgotten = [*self._pending, *self._finished, *self.free]
         self._pending.clear()
         self._finished = []
