@@ -1,7 +1,7 @@
 """Calls of hooks, loggers and metrics, summed by name."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_gputime._culprits.places import source_of
 from lightning_gputime._instrumentation.patching import Subscription
@@ -10,12 +10,23 @@ from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._phases import OTHER, likely_phase
 
 
+class _OpenCall(NamedTuple):
+    """Call that has not returned."""
+
+    name: str
+    start_ns: int
+    entry: str  # Phase, or entry of the wall clock.
+
+
 class NamedCalls:
-    """Timer of calls in the training thread, by the wall-clock entry or phase in which they run.
+    """Timer of calls in the training thread.
+
+    In a step, the time of a call is added to the phase in which it runs; outside of steps, to the
+    entry of the wall clock, such as "validation".
 
     Args:
         sums: Sums that the time is added to.
-        wall_clock: Provides the entry outside of steps.
+        wall_clock: Provides the open entry outside of steps.
         now_ns: The host's clock.
         label_now: Function that returns the current label in a timed step, else None.
     """
@@ -29,7 +40,7 @@ class NamedCalls:
     ) -> None:
         self.sums, self._wall_clock = sums, wall_clock
         self._now_ns, self._label_now = now_ns, label_now
-        self._open: list[tuple[str, int, str]] = []  # Name, start and entry; innermost last.
+        self._open: list[_OpenCall] = []  # Innermost last.
         self._phases: dict[str, str] = {}  # Phase of each name in the last timed step.
 
     def subscription(self, owner: Any, function: str, name: str) -> Subscription:
@@ -42,21 +53,21 @@ class NamedCalls:
         if not self._wall_clock.is_here:
             return False
         entry = self._wall_clock.entry_outside or self._phase_of(name)
-        self._open.append((name, self._now_ns(), entry))
+        self._open.append(_OpenCall(name, self._now_ns(), entry))
         return True
 
     def end(self, name: str, source: Source | None) -> None:
         """End the innermost call with this name, and drop unfinished calls inside it."""
         while self._open:
-            open_name, start_ns, entry = self._open.pop()
-            if open_name == name:
-                caller = self._open[-1][0] if self._open else ""
-                ns = self._now_ns() - start_ns
-                self.sums.add(entry, name, ns, source=source, caller=caller)
+            call = self._open.pop()
+            if call.name == name:
+                caller = self._open[-1].name if self._open else ""
+                ns = self._now_ns() - call.start_ns
+                self.sums.add(call.entry, name, ns, source=source, caller=caller)
                 return
 
     def _phase_of(self, name: str) -> str:
-        """Return the phase of a call inside a step; in an untimed step, the last known phase."""
+        """Return the current phase; in an untimed step, the phase of the last call of `name`."""
         label = self._label_now()
         if label is not None:
             self._phases[name] = likely_phase(label)
@@ -64,7 +75,7 @@ class NamedCalls:
 
 
 class _NamedCall:
-    """A listener of the calls of one function, see `Calls`."""
+    """Listener of the calls of a function, see `patching.Calls`."""
 
     __slots__ = ("_calls", "_name", "_source")
 
