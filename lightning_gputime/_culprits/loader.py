@@ -60,7 +60,7 @@ class StagedLoaders:
             return False
         if loader.num_workers:
             report_missing(*FETCHERS)
-            _, *worker_stages = _stages_of(loader)  # The sampler runs in the main process.
+            worker_stages = [*_stages_of(loader)][1:]  # The sampler runs in the main process.
             workers = self._add_loader(LoaderWorkers(loader.num_workers, *worker_stages))
             self._replace_for_workers(loader, workers)
             return True
