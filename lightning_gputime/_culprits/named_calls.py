@@ -1,21 +1,13 @@
 """Calls of hooks, loggers and metrics, summed by name."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_gputime._culprits.places import source_of
 from lightning_gputime._instrumentation.patching import Subscription
 from lightning_gputime._measurement.culprits import CulpritSums, Source
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._phases import OTHER, likely_phase
-
-
-class _OpenCall(NamedTuple):
-    """Call that has not returned."""
-
-    name: str
-    start_ns: int
-    entry: str  # Phase, or entry of the wall clock.
 
 
 class NamedCalls:
@@ -40,7 +32,7 @@ class NamedCalls:
     ) -> None:
         self.sums, self._wall_clock = sums, wall_clock
         self._now_ns, self._label_now = now_ns, label_now
-        self._open: list[_OpenCall] = []  # Innermost last.
+        self._open: list[tuple[str, int, str]] = []  # Name, start and entry; innermost last.
         self._phases: dict[str, str] = {}  # Phase of each name in the last timed step.
 
     def subscription(self, owner: Any, function: str, name: str) -> Subscription:
@@ -53,17 +45,17 @@ class NamedCalls:
         if not self._wall_clock.is_here:
             return False
         entry = self._wall_clock.entry_outside or self._phase_of(name)
-        self._open.append(_OpenCall(name, self._now_ns(), entry))
+        self._open.append((name, self._now_ns(), entry))
         return True
 
     def end(self, name: str, source: Source | None) -> None:
         """End the innermost call with this name, and drop unfinished calls inside it."""
         while self._open:
-            call = self._open.pop()
-            if call.name == name:
-                caller = self._open[-1].name if self._open else ""
-                ns = self._now_ns() - call.start_ns
-                self.sums.add(call.entry, name, ns, source=source, caller=caller)
+            open_name, start_ns, entry = self._open.pop()
+            if open_name == name:
+                caller = self._open[-1][0] if self._open else ""
+                ns = self._now_ns() - start_ns
+                self.sums.add(entry, name, ns, source=source, caller=caller)
                 return
 
     def _phase_of(self, name: str) -> str:
