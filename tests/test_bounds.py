@@ -28,7 +28,7 @@ def train_calling_step(loop: Loop, timer: GPUPhaseHooks, n: int) -> None:
         timer.step()
 
 
-DROPPED = "A step with more than 500 boundaries is dropped. If no step ends"
+DROPPED = "A step with more than 500 boundaries between phases is dropped: it is in no result."
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ class SlowStepAnalyzer:
         self._log = log
         now_ns = self._now_ns = clock.host_ns
         self._spans = HostSpans(now_ns, culprits)
-        # Called before and after loggers and observers run; `end_callback` takes their name.
+        # Call these before and after loggers and observers run. `end_callback` takes their name.
         self.start_callback = partial(self._spans.start, "callback")
         self.end_callback = partial(self._spans.end, "callback")
         self._culprits = culprits
@@ -50,8 +50,8 @@ class SlowStepAnalyzer:
         # CPU time can only be compared with the system clock.
         preemption = Preemption(thread_usage() if now_ns is perf_counter_ns else None)
         self.sampler = StepEndSampler(allocator, preemption)
-        # Detectors run in this order. Spans with known times come first. The allocator's counters
-        # and CPU time explain only what remains.
+        # Detectors run in this order, and each explains only what the detectors before it did not.
+        # So spans with known times come first, the allocator's counters and CPU time last.
         self.collectors: list[Callable[[Sequence[StepRecord], Baseline], Detector | None]] = [
             self._spans.collect,
             self._loader.collect,
@@ -84,12 +84,12 @@ class SlowStepAnalyzer:
         self.timing_resumes()
 
     def timing_resumes(self) -> None:
-        """Call at the start of a timed step if the step before it was not timed."""
+        """Call at the start of a timed step that does not follow a timed step."""
         if self._is_attached:
             self.sampler.start(self._now_ns())
 
     def steps_read(self, read: ReadSteps) -> None:
-        """Find slow steps after the warm-up. Then start the span of the loggers, which run next."""
+        """Find slow steps after the warm-up. Then start a "callback" span: loggers run next."""
         steps, each_ms = read.measured, read.sums.each_ms[read.warmup :]
         found: list[SlowEvidence] = []
         try:
@@ -108,6 +108,7 @@ class SlowStepAnalyzer:
     def _examine_block(
         self, steps: Sequence[StepRecord], each_ms: Sequence[float]
     ) -> list[SlowEvidence]:
+        """Find the slow steps of a block, then add the block to the baseline."""
         baseline = self._baseline
         found: list[SlowEvidence] = []
         self._timer_time.add_waits(steps)
@@ -143,6 +144,7 @@ class SlowStepAnalyzer:
         medians = baseline.medians()
         found = []
         for step, ms in slow:
+            # Pack long steps to save memory.
             kept = pack(step) if len(step.labels) >= MIN_PACKED_MARKS else step
             call = partial(explain, kept, ms, medians, waits, detectors, self._warn_once)
             found.append(SlowEvidence(ms - baseline.step_ms, call))

@@ -1,4 +1,8 @@
-"""Compare a slow step with its baseline, and attribute its excess to causes."""
+"""Compare a slow step with its baseline, and attribute its excess to causes.
+
+The *excess* is the time by which a step exceeds the median of the baseline. A *part* of a step is
+an innermost phase, such as `data/fetch`.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,14 +28,14 @@ from lightning_gputime._phases import (
     resolve_labels,
 )
 
-_BASELINE_STEPS = 50  # Number of newest steps in a baseline.
+_BASELINE_STEPS = 50  # Maximum number of steps in a baseline: the newest steps.
 _MIN_BASELINE_STEPS = 10  # Minimum number of steps for a baseline.
 _STEPS_PER_BASELINE = 25  # The baseline is computed again after this many steps.
-# The time by which a slow step exceeds the median is larger than each of these:
-_MIN_EXCESS_DEVIATIONS = 5.0  # A multiple of the median absolute deviation.
-_MIN_EXCESS_SHARE = 0.1  # A fraction of the median.
+# A step is slow if its excess is larger than each of these:
+_MIN_EXCESS_DEVIATIONS = 5.0  # As a multiple of the median absolute deviation.
+_MIN_EXCESS_SHARE = 0.1  # As a fraction of the median.
 _MIN_EXCESS_MS = 0.5
-_MIN_CAUSE_SHARE = 0.05  # Smaller causes, as a fraction of the excess, count as unexplained.
+_MIN_CAUSE_SHARE = 0.05  # Causes of a smaller fraction of the excess count as unexplained.
 
 _Causes = defaultdict[tuple[CauseKind, str], float]
 """Times by kind and detail of their cause (in milliseconds)."""
@@ -39,7 +43,7 @@ _Causes = defaultdict[tuple[CauseKind, str], float]
 _NO_CAUSE: tuple[Any, str] = (None, "")  # Key of the time without a cause.
 
 Span = tuple[int, int, CauseKind, str]
-"""Start and end of something that delayed the host (in nanoseconds), and its cause."""
+"""Start and end of a delay of the host (in nanoseconds), and kind and detail of its cause."""
 
 _AnySpan = TypeVar("_AnySpan", Span, tuple[int, int])
 
@@ -51,7 +55,7 @@ class PartMedians(NamedTuple):
 
     device_ms: float = 0.0
     host_ms: float = 0.0
-    host_noise_ms: float = 0.0  # A larger host excess is not noise.
+    host_noise_ms: float = 0.0  # Not a median: a host excess up to this value may be noise.
 
 
 class Medians(NamedTuple):
@@ -67,23 +71,22 @@ class Medians(NamedTuple):
 
 
 class Baseline:
-    """Newest steps and their medians, which the next steps are compared with.
+    """Newest steps and their medians, with which the next steps are compared.
 
     Medians and median absolute deviations are robust to slow steps.
     """
 
     def __init__(self) -> None:
-        self.step_ms = self.host_ms = 0.0
+        self.is_ready = False
+        """True once there were enough steps to compute the medians and thresholds."""
+        self.step_ms = 0.0  # Median step time.
+        self.host_ms = 0.0  # Median host time of a step.
         self.slow_threshold_ms = inf  # Longer steps are slow.
-        self.host_threshold_ms = inf  # Steps that take the host longer may be slow.
+        self.host_threshold_ms = inf  # Steps with a longer host time may be slow.
         self.steps: deque[StepRecord] = deque(maxlen=_BASELINE_STEPS)
-        self.each_ms: deque[float] = deque(maxlen=_BASELINE_STEPS)
-        self._n_new = 0
+        self.each_ms: deque[float] = deque(maxlen=_BASELINE_STEPS)  # Their step times.
+        self._n_new = 0  # Number of steps that were added since the medians were computed.
         self._medians: Medians | None = None
-
-    @property
-    def is_ready(self) -> bool:
-        return self.slow_threshold_ms != inf
 
     def add(self, steps: Sequence[StepRecord], each_ms: Sequence[float]) -> bool:
         """Add the next steps. Return True if the baseline was computed again."""
@@ -94,6 +97,7 @@ class Baseline:
             return False
         if self.is_ready and self._n_new < _STEPS_PER_BASELINE:
             return False
+        self.is_ready = True
         self._n_new = 0
         self._medians = None
         self.step_ms = median(self.each_ms)
@@ -115,7 +119,7 @@ class Baseline:
 
 
 def overlapping(spans: Iterable[_AnySpan], start_ns: int, end_ns: int) -> list[_AnySpan]:
-    """Return the spans that overlap with a time."""
+    """Return the spans that overlap with the time from `start_ns` to `end_ns`."""
     return [span for span in spans if span[0] < end_ns and span[1] > start_ns]
 
 
@@ -140,6 +144,7 @@ def _medians_of_parts(steps: Sequence[StepRecord]) -> dict[str, PartMedians]:
         marks_ms = np.array([steps[column].device_ms for column in columns]).T
         starts_ns = np.array([steps[column].host_ns for column in columns]).T
         marks_ns = starts_ns[1:] - starts_ns[:-1]
+        # A slice is faster than a list of all columns.
         index = slice(None) if len(columns_by_labels) == 1 else columns
         for name, ms, ns in zip(_innermost_phases(labels), marks_ms, marks_ns, strict=True):
             device_ms[rows[name], index] += ms
@@ -159,18 +164,22 @@ def _row_medians(rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 class PartExcess:
-    """Excess of a part of a slow step; a part is an innermost phase, such as `data/fetch`."""
+    """Excess of a part of a slow step."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.device_ms = self.host_ms = self.device_excess_ms = 0.0
+        self.device_ms = 0.0
+        self.host_ms = 0.0
+        self.device_excess_ms = 0.0
         self.idle_ms = 0.0
-        """Time in which the device may have waited for the host; at most its excess."""
+        """Time in which the device may have waited for the host; at most `device_excess_ms`."""
         self.unattributed_host_ms = 0.0
-        """Host excess without a cause; 0 if it may be noise."""
-        self._free: list[tuple[int, int]] = []  # Host spans without a cause so far.
+        """Host excess without a cause so far; 0 if it may be noise."""
+        self._free: list[tuple[int, int]] = []  # Host spans of this part without a cause so far.
         self.host_causes: _Causes = defaultdict(float)
+        """Delays of the host by cause."""
         self.device_causes: _Causes = defaultdict(float)
+        """Delays of the device that are no delays of the host, by cause."""
 
     def add_mark(self, device_ms: float, span: tuple[int, int], idle_ms: float) -> None:
         """Add the time from a mark to the next; `span` is that time on the host's clock."""
@@ -185,11 +194,13 @@ class PartExcess:
         self.device_excess_ms = max(self.device_ms - usual.device_ms, 0.0)
         self.idle_ms = min(self.idle_ms, self.device_excess_ms)
         waited_ms = sum(self._take(*wait) for wait in waits)
-        excess_ms = self.host_ms - usual.host_ms - max(waited_ms - baseline.wait_ms, 0.0)
+        # The usual host time includes the usual wait, so subtract only the rest of the wait.
+        wait_excess_ms = max(waited_ms - baseline.wait_ms, 0.0)
+        excess_ms = self.host_ms - usual.host_ms - wait_excess_ms
         self.unattributed_host_ms = excess_ms if excess_ms > usual.host_noise_ms else 0.0
 
     def attribute_span(self, span: Span) -> None:
-        """Attribute the time of a span that lies in this part and has no cause yet."""
+        """Attribute the time of a span inside this part, as far as that time has no cause yet."""
         start_ns, end_ns, kind, detail = span
         ms = self._take(start_ns, end_ns)
         if ms:
@@ -197,7 +208,7 @@ class PartExcess:
             self.unattributed_host_ms = max(self.unattributed_host_ms - ms, 0.0)
 
     def attribute_host(self, kind: CauseKind, detail: str, max_ms: float = inf) -> float:
-        """Attribute the rest of the host excess, but at most `max_ms`. Return that time."""
+        """Attribute the rest of the host excess, at most `max_ms`. Return the attributed time."""
         ms = min(self.unattributed_host_ms, max_ms)
         if ms > 0.0:
             self.host_causes[kind, detail] += ms
@@ -209,9 +220,10 @@ class PartExcess:
         found: _Causes = defaultdict(float)
         left_ms = self.device_excess_ms
         for causes, max_ms in ((self.device_causes, inf), (self.host_causes, self.idle_ms)):
-            total_ms = sum(causes.values())
-            share = min(total_ms, max_ms, left_ms) / total_ms if total_ms else 0.0
-            left_ms -= total_ms * share
+            delay_ms = sum(causes.values())
+            exposed_ms = min(delay_ms, max_ms, left_ms)
+            share = exposed_ms / delay_ms if delay_ms else 0.0
+            left_ms -= exposed_ms
             for cause, ms in causes.items():
                 found[cause] += ms * share
         found[_NO_CAUSE] = left_ms
@@ -237,16 +249,15 @@ class PartExcess:
 class ExcessAttribution:
     """Attribute the excess of a slow step to causes, one detector after the other.
 
-    A host delay makes the device late in the same part of the step, unless queued work hides it.
-    So a cause gets at most the delay, and at most the excess of the device in that part. It gets
-    nothing if the device had not reached the part when the host continued; the time at which the
-    device reached a part is only known if the host waited for the end of the step, which aligns the
-    two clocks. Causes of the same part share its excess. No time is attributed twice.
+    A delay of the host delays the device in the same part of the step, unless queued work hides the
+    delay. So a cause gets at most the delay of the host, and at most the excess of the device in
+    that part. It gets nothing if the device had not reached the part when the host continued.
+    Causes in the same part share the excess of that part. No time is attributed twice.
 
     Args:
         step: The slow step.
-        step_ms: Its duration (in milliseconds).
-        baseline: Medians of the steps before it.
+        step_ms: Duration of the slow step (in milliseconds).
+        baseline: Medians of earlier steps.
         waits: Spans in which the timer blocked the host. They do not count as a cause.
     """
 
@@ -257,8 +268,9 @@ class ExcessAttribution:
         self.step, self.step_ms, self.baseline = step, step_ms, baseline
         self.excess_ms = step_ms - baseline.step_ms
         self._parts: dict[str, PartExcess] = {}
-        # Host times at which the device reached each mark. They are only known if the host waited
-        # for the end of the step; otherwise, assume that the device was always waiting.
+        # Host times at which the device reached each mark. If the host waited for the end of the
+        # step, compute them from that time. Otherwise they are unknown: assume that the device was
+        # always waiting for the host.
         began_ns = step.finished_ns - sum(step.device_ms) * 1e6 if step.finished_ns else -inf
         arrivals_ns = accumulate((ms * 1e6 for ms in step.device_ms[:-1]), initial=began_ns)
         spans = pairwise(step.host_ns)
@@ -268,9 +280,9 @@ class ExcessAttribution:
             if name:
                 part = self._parts.setdefault(name, PartExcess(name))
                 part.add_mark(ms, span, idle_ms=max(span[1] - arrival_ns, 0.0) / 1e6)
-        waits = overlapping(waits, self.start_ns, self.end_ns)
+        waits_inside = overlapping(waits, self.start_ns, self.end_ns)
         for part in self._parts.values():
-            part.compare(baseline, waits)
+            part.compare(baseline, waits_inside)
 
     @property
     def parts(self) -> list[PartExcess]:
@@ -296,6 +308,7 @@ class ExcessAttribution:
                 max_ms -= part.attribute_host(kind, detail, max_ms)
 
     def result(self) -> SlowStep:
+        """Return the slow step with the causes that were attributed."""
         times = self.step.times()
         host_ms: _Causes = defaultdict(float)
         exposed_ms: _Causes = defaultdict(float)
@@ -308,7 +321,8 @@ class ExcessAttribution:
                     exposed_ms[cause] += ms
             for cause, ms in part.host_causes.items():
                 host_ms[cause] += ms
-        # Other parts may be shorter than in the baseline: limit the causes to the step's excess.
+        # If other parts are shorter than in the baseline, the parts exceed it by more than the step
+        # does: limit the causes to the excess of the step.
         all_ms = sum(exposed_ms.values())
         share = min(self.excess_ms / all_ms, 1.0) if all_ms else 0.0
         causes = [
@@ -367,12 +381,12 @@ def _top_level(times_ms: Mapping[str, float]) -> dict[str, float]:
 def _lost_ms(
     phases_ms: Mapping[str, _Causes], causes: Sequence[Cause], share: float, unexplained_ms: float
 ) -> dict[str, dict[str, float]]:
-    """Return the excess by phase and cause, without causes in `HAVE_PHASES`.
+    """Return the excess by phase and cause, without causes whose time has a phase (`HAVE_PHASES`).
 
     Args:
         phases_ms: Device excess of each phase by cause, before `share` is applied.
         causes: Causes of the step.
-        share: Fraction of the excess of the phases that counts for the step.
+        share: Factor that limits the excess of all phases to the excess of the step.
         unexplained_ms: Excess of the step without a cause.
     """
     names = {(cause.kind, cause.detail): cause.name for cause in causes}

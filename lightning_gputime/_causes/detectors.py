@@ -1,8 +1,8 @@
 """Detectors of the causes of slow steps.
 
-A detector has two parts. `collect` runs in the loop, for the slow steps of a block, and must be
-cheap: it only keeps the evidence. It returns the second part, a function that attributes the excess
-of one of these steps when the log is asked for causes; without evidence it returns None.
+A detector has two halves. `collect` runs in the loop, for the slow steps of a block, and must be
+cheap: it only keeps the evidence. It returns the other half, a function that attributes the excess
+of a step when the log is asked for causes; without evidence, it returns None.
 """
 
 import gc
@@ -45,42 +45,43 @@ from lightning_gputime._phases import (
     of_one_callback,
 )
 
-_MAX_LOOPS = 100  # Number of newest starts of loops to keep.
+_MAX_LOOPS = 100  # Number of newest loops whose start is kept.
 _MAX_SPANS = 1_000  # Number of newest spans to keep.
-_MIN_LOCATED_NS = 1_000_000  # Shorter spans are not located in the code.
+_MIN_LOCATED_NS = 1_000_000  # The code that ran is not recorded for shorter spans.
 _MIN_SPAN_NS = 50_000  # Shorter spans cannot explain a slow step, and are dropped.
 # Kinds of spans, innermost first. A span may contain spans of earlier kinds.
 _INSIDE_OUT: Sequence[CauseKind] = ("garbage_collection", "compilation", "callback")
 _NEAR_NS = 1_000_000  # Maximum distance of a sample from the mark that it belongs to.
 _MAX_SAMPLES = 500  # Number of newest samples of CPU time to keep.
-# Less time off the CPU may be an artifact: the kernel counts CPU time in ticks of up to 4 ms, and
-# Python switches threads every 5 ms.
+# Minimum time off the CPU. Less may be an artifact: the kernel counts CPU time in ticks of up to
+# 4 ms, and Python switches threads every 5 ms.
 _MIN_OFF_CPU_MS = 6.0
 
 Counts = Sequence[int]
+"""Values of the counters of torch's allocator, in the order of `_COUNTERS`."""
 
 
 class _OffCpu(NamedTuple):
     """Time of a step off the CPU (in milliseconds), and number of context switches."""
 
     ms: float
-    voluntary: float
-    involuntary: float
+    voluntary: float  # Switches because the thread waited.
+    involuntary: float  # Switches because the system gave the CPU to another thread.
 
 
 class HostSpans:
     """Newest spans in which something delayed the host.
 
     - garbage collections of Python in any thread, because they block all threads
-    - compilations by dynamo, including Inductor and Triton. Dynamo is not imported for this: as
-      long as no other code imports it, nothing is compiled.
+    - compilations by dynamo, including Inductor and Triton. Dynamo is not imported for this: if
+      no other code has imported it, nothing is compiled.
     - spans that callers report with `start` and `end`
     """
 
     def __init__(self, now_ns: Callable[[], int], culprits: CulpritSums) -> None:
         self._now_ns, self._culprits = now_ns, culprits
         self._newest: deque[Span] = deque(maxlen=_MAX_SPANS)
-        self._started_ns: dict[CauseKind, int] = {}
+        self._started_ns: dict[CauseKind, int] = {}  # Start of the open span of each kind.
 
     def attach(self) -> None:
         for callbacks, callback in self._callbacks():
@@ -94,7 +95,7 @@ class HostSpans:
                 callbacks.remove(callback)
 
     def _callbacks(self) -> list[tuple[list[Any], Any]]:
-        """Return each callback, after the list to which it belongs while attached."""
+        """Return each list of callbacks with the callback to add to it."""
         callbacks: list[tuple[list[Any], Any]] = [(gc.callbacks, self._on_collection)]
         if compile_lists := compile_callbacks():
             starts, ends = compile_lists
@@ -102,7 +103,7 @@ class HostSpans:
         return callbacks
 
     def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
-        # Allocate nothing that the garbage collector tracks.
+        # Short collections are frequent: for these, allocate nothing that the collector tracks.
         if phase == "start":
             self.start("garbage_collection")
         else:
@@ -119,6 +120,7 @@ class HostSpans:
         self._started_ns[kind] = self._now_ns()
 
     def end(self, kind: CauseKind, detail: str) -> None:
+        """End the span of this kind. Keep it, and for long spans also the code that was running."""
         now_ns, started_ns = self._now_ns(), self._started_ns.pop(kind, None)
         if started_ns is not None and now_ns - started_ns >= _MIN_SPAN_NS:
             self._newest.append((started_ns, now_ns, kind, detail))
@@ -136,12 +138,12 @@ class HostSpans:
 def _detect_spans(spans: Sequence[Span], attribution: ExcessAttribution) -> None:
     """Attribute the spans that overlap with the step."""
     inside = overlapping(spans, attribution.start_ns, attribution.end_ns)
-    # Inner spans first, so that their time does not count for the outer span again.
+    # Inner spans come first, so that their time does not count again for the outer span.
     attribution.attribute_spans(sorted(inside, key=lambda span: _INSIDE_OUT.index(span[2])))
     for part in attribution.parts:
         for kind, detail in [*part.host_causes]:
             if kind == "compilation":
-                # The rest of the excess is loading the new code and running it for the first time.
+                # In the rest of the excess, the new code was loaded and run for the first time.
                 part.attribute_host(kind, detail)
 
 
@@ -154,8 +156,9 @@ class Loader:
 
     def __init__(self, newest_batches: Callable[[], Sequence[MadeBatch]] = tuple) -> None:
         self._newest_batches = newest_batches
-        self._loops_ns: tuple[int, ...] = ()
-        self._phase, self._workers = FETCH, 0
+        self._loops_ns: tuple[int, ...] = ()  # Host times of the newest starts of loops.
+        self._phase = FETCH  # Phase of the fetches; empty for an iterable that loads nothing.
+        self._workers = 0
 
     def set_loader(self, loader: object, in_data: bool) -> None:
         """Set the loader of the next loop. With `in_data`, all of `data` is its fetch."""
@@ -166,7 +169,7 @@ class Loader:
         self._workers = workers if isinstance(workers, int) else 0
 
     def loop_begins(self, now_ns: int) -> None:
-        # Loaders start their workers at the start of a loop.
+        """Keep the start of a loop, because loaders start their workers there."""
         self._loops_ns = (*self._loops_ns[-_MAX_LOOPS + 1 :], now_ns)
 
     def collect(self, steps: Sequence[StepRecord], baseline: Baseline) -> Detector | None:
@@ -185,7 +188,7 @@ def _detect_fetch(
 ) -> None:
     start_ns, end_ns = attribution.start_ns, attribution.end_ns
     starts_loop = any(start_ns - _NEAR_NS <= ns <= end_ns for ns in loops_ns)
-    # The loop has waited for one of these batches.
+    # Batches that workers completed during this step: the loop has waited for one of them.
     made = [batch for batch in batches if start_ns < batch.end_ns <= end_ns]
     if not workers:
         detail = "its start" if starts_loop else "it loads in the main process"
@@ -203,7 +206,7 @@ def collect_phases(steps: Sequence[StepRecord], baseline: Baseline) -> Detector:
 
 
 def _detect_phases(attribution: ExcessAttribution) -> None:
-    """Attribute the host excess in callbacks and named phases, and the device excess in waits."""
+    """Attribute host excess in callbacks and named phases, and device excess in waits for ranks."""
     for part in attribution.parts:
         if detail := _callback_name(part.name):
             part.attribute_host("callback", detail)
@@ -244,7 +247,7 @@ class Preemption:
         slow = {step.host_ns[0]: _off_cpu(samples, step) for step in steps}
         found = {ns: off for ns, off in slow.items() if off and off.ms >= _MIN_OFF_CPU_MS}
         if not found:
-            return None  # Skip the baseline: most slow steps have another cause.
+            return None  # Most slow steps have another cause: do not compute the usual values.
         others = filter(None, [_off_cpu(samples, step) for step in baseline.steps])
         columns = [*zip(*others, strict=True)]
         if not columns:
@@ -258,9 +261,9 @@ def _detect_off_cpu(
     """Attribute the time in which other threads ran, or in which the thread was stopped.
 
     Args:
-        slow: Values of slow steps, by the start of the step.
-        usual: Medians of the baseline.
-        attribution: The step.
+        slow: Values of slow steps, by the host time of the start of the step.
+        usual: Medians of the steps in the baseline.
+        attribution: Attribution of the excess of one of the slow steps.
     """
     off_cpu = slow.get(attribution.start_ns)
     if off_cpu is None:
@@ -272,8 +275,8 @@ def _detect_off_cpu(
     if excess.involuntary > max(excess.voluntary, 0.0):
         attribute_excess("other threads had the CPU")
     elif excess.ms >= _MIN_OFF_CPU_MS * excess.voluntary:
-        # Many short waits only mean that threads alternate. Phases outside of `working` may wait on
-        # purpose.
+        # Each wait took long. Many short waits would only mean that threads alternate. Phases
+        # outside of `working` may wait on purpose.
         working = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
         attribute_excess("stopped or blocked", lambda name: name.partition("/")[0] in working)
 
@@ -281,7 +284,8 @@ def _detect_off_cpu(
 def _off_cpu(samples: Sequence[tuple[int, Any]], step: StepRecord) -> _OffCpu | None:
     """Return off-CPU time and context switches of a step; None without a sample at its start."""
     start_ns, end_ns = step.host_ns[0], step.host_ns[-1]
-    # Find the newest sample before each mark: it is taken just before the mark that it belongs to.
+    # Find the newest sample before the start and before the end of the step, because a sample is
+    # taken just before the mark between two steps.
     first = bisect_right(samples, start_ns, key=itemgetter(0)) - 1
     last = bisect_right(samples, end_ns, key=itemgetter(0)) - 1
     if first < 0 or first == last or samples[first][0] < start_ns - _NEAR_NS:
@@ -294,7 +298,7 @@ def _off_cpu(samples: Sequence[tuple[int, Any]], step: StepRecord) -> _OffCpu | 
 
 
 def thread_usage() -> Callable[[], Any] | None:
-    """Return a function for the CPU usage of the calling thread; None if not on Linux."""
+    """Return a function that returns the CPU usage of the calling thread; None if not on Linux."""
     try:
         from resource import RUSAGE_THREAD, getrusage
     except ImportError:
@@ -312,7 +316,9 @@ _COUNTERS: Mapping[str, str] = {
 
 
 class Allocator:
-    """Detector of calls of the device's allocator: it gets the remaining excess if counters grew.
+    """Detector of slow calls of torch's allocator to the driver.
+
+    If the counters of such calls grew in a step, they explain the host excess without other cause.
 
     Args:
         read: Function that returns the counters; None for a device without counters.
@@ -320,7 +326,7 @@ class Allocator:
 
     def __init__(self, read: Callable[[], Counts] | None) -> None:
         self._read = read
-        self._last: Counts | None = None
+        self._last: Counts | None = None  # Counters at the previous read.
         # Time at which the counters were read, and their growth since the previous read.
         self._growths: deque[tuple[int, Counts]] = deque(maxlen=200)
 
@@ -347,12 +353,14 @@ class Allocator:
 def _detect_growth(growths: Sequence[tuple[int, Counts]], attribution: ExcessAttribution) -> None:
     """Attribute only host excess that has no cause yet, because counters have no timestamps."""
     of_step = (growth for ns, growth in growths if abs(ns - attribution.end_ns) <= _NEAR_NS)
-    counters = zip(_COUNTERS.values(), next(of_step, ()), strict=False)
+    growth = next(of_step, ())  # Empty if the counters were not read at the end of this step.
+    counters = zip(_COUNTERS.values(), growth, strict=False)
     if detail := ", ".join(f"{counter} {n}" for counter, n in counters if n > 0):
         attribution.attribute_host_excess("allocator", detail, lambda name: not is_wait(name))
 
 
 def allocator_of(device: torch.device | None) -> Callable[[], Counts] | None:
+    """Return a function that reads the allocator's counters; None for a device without them."""
     if device is None or device.type != "cuda":
         return None
 

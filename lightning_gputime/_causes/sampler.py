@@ -12,7 +12,7 @@ of the system call is not in the caches of a CPU that drives a GPU."""
 
 
 class StepEndSampler:
-    """Sampler at the ends of steps. The newest baseline decides what it samples.
+    """Sampler at the ends of steps. What it samples depends on the newest baseline.
 
     Args:
         allocator: Sampled after steps with a long host time, and every 25 steps.
@@ -22,11 +22,11 @@ class StepEndSampler:
     def __init__(self, allocator: Allocator, preemption: Preemption) -> None:
         self._allocator, self._preemption = allocator, preemption
         self._sample_usage: Callable[[int], None] | None = None  # None while steps are short.
-        self._ended_ns = 0  # End of the last step.
+        self._ended_ns = 0  # Host time of the end of the last step.
         self._threshold_ns = inf  # The allocator is sampled after steps with a longer host time.
 
     def start(self, now_ns: int) -> None:
-        """Start with a timed step if the step before it was not timed."""
+        """Sample at the start of a timed step that does not follow a timed step."""
         self._ended_ns = now_ns
         if self._sample_usage is not None:
             self._sample_usage(now_ns)
@@ -41,7 +41,7 @@ class StepEndSampler:
         self._ended_ns = now_ns
 
     def follow(self, baseline: Baseline, now_ns: int) -> None:
-        """Adapt to a new baseline."""
+        """Choose what to sample from a new baseline."""
         self._threshold_ns = baseline.host_threshold_ms * 1e6
         is_long = baseline.host_ms >= _MIN_SAMPLED_MS
         self._sample_usage = self._preemption.sample if is_long else None

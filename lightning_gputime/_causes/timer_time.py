@@ -1,4 +1,4 @@
-"""Host time of the timer itself, which must not make a step count as slow."""
+"""Host time that the timer itself takes. It must not make a step count as slow."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from lightning_gputime._causes.attribution import overlapping
 from lightning_gputime._phases import StepRecord
 
-_MAX_SPANS = 100  # Number of spans to keep. At most 50 steps are examined together.
+# Number of newest spans to keep: more than the 50 steps that are at most examined together.
+_MAX_SPANS = 100
 
 
 class TimerTime:
-    """Newest spans in which the timer blocked the host or read steps (in nanoseconds)."""
+    """Newest spans in which the timer blocked the host or read steps."""
 
     def __init__(self) -> None:
+        # Start and end of each span on the host clock (in nanoseconds).
         self._waits: deque[tuple[int, int]] = deque(maxlen=_MAX_SPANS)
         self._readings: deque[tuple[int, int]] = deque(maxlen=_MAX_SPANS)
 
     def add_waits(self, steps: Sequence[StepRecord]) -> None:
-        """Add the host waits for the end of steps."""
+        """Add the spans in which the host waited for the device to finish these steps."""
         self._waits += [
             (step.finished_ns - round(step.wait_ms * 1e6), step.finished_ns)
             for step in steps

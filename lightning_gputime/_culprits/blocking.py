@@ -21,12 +21,12 @@ from lightning_gputime._record.recorder import Recorder
 class BlockingCalls:
     """Record the calls that wait for the GPU in a few steps, from torch's warnings about them.
 
-    This sets `torch.cuda.set_sync_debug_mode` for the process, and resets it at the end. Nothing is
-    recorded if the program has set it, or treats warnings as errors.
+    `start` sets `torch.cuda.set_sync_debug_mode` for the process, and `stop` resets it. Nothing is
+    recorded if the program has set this mode itself, or treats warnings as errors.
 
     Args:
         sums: Sums that the calls are added to.
-        recorder: Provides the current label in a timed step.
+        recorder: Provides the label of the current phase in a timed step.
     """
 
     def __init__(self, sums: CulpritSums, recorder: Recorder) -> None:
@@ -60,12 +60,12 @@ class BlockingCalls:
             self.stop()
 
     def stop(self) -> None:
-        """Restore torch's mode and Python's warnings. Safe to call twice."""
+        """Reset torch's mode and Python's warnings. Safe to call twice."""
         self.steps_left = 0
         if self._show is None:
             return
         show, self._show = self._show, None
-        if warnings.showwarning == self._record_call:
+        if warnings.showwarning == self._record_call:  # Else other code has replaced it since.
             warnings.showwarning = show
         for rule in self._rules:
             if rule in warnings.filters:
@@ -73,10 +73,11 @@ class BlockingCalls:
         self._rules.clear()
         try:
             torch.cuda.set_sync_debug_mode("default")
-        except Exception as error:  # For example after a device error.
+        except Exception as error:  # CUDA calls raise after a device error.
             messages.warning("torch.cuda.set_sync_debug_mode could not be reset: %r", error)
 
     def _record_call(self, message: Any, category: Any, *args: Any, **kwargs: Any) -> None:
+        """Replacement for `warnings.showwarning`: record torch's warnings, and show the others."""
         if not str(message).startswith(SYNC_WARNING):
             if self._show is not None:
                 self._show(message, category, *args, **kwargs)

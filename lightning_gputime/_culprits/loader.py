@@ -28,9 +28,10 @@ class StagedLoaders:
     or the `worker_init_fn` of a loader with workers. Only the iterator keeps the replacements.
 
     Args:
-        includes: Function that returns whether to time a loader.
+        includes: Function that returns True for a loader to time.
         now_ns: The host's clock.
-        add_loader: Function that returns the object to add the times of a loader to.
+        add_loader: Takes new, empty sums for a loader. Returns the sums to add its times to: those
+            of an earlier iterator of the same loader, or the new sums.
     """
 
     def __init__(
@@ -40,7 +41,8 @@ class StagedLoaders:
         add_loader: Callable[[Any], Any],
     ) -> None:
         self._includes, self._now_ns, self._add_loader = includes, now_ns, add_loader
-        # Original attributes and their owners, for each running call of `iter`.
+        # For each running call of `iter`, the objects whose attributes were replaced, and the
+        # original attributes.
         self._replaced: list[list[tuple[Any, dict[str, Any]]]] = []
         self._iter = Subscription(DataLoader, "__iter__", self)
 
@@ -66,7 +68,7 @@ class StagedLoaders:
         sampler_name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler, collate = attributes.get(sampler_name), attributes.get("collate_fn")
         if sampler is None or not callable(collate):
-            return False  # A subclass stores them elsewhere.
+            return False  # A subclass of `DataLoader` stores these objects elsewhere.
         sums = self._add_loader(LoaderStages(*_stages_of(loader)))
         stages = _Stages(sampler, collate, self._now_ns, sums)
         self._replaced.append([(loader, {sampler_name: sampler, "collate_fn": collate})])
@@ -74,7 +76,7 @@ class StagedLoaders:
         return True
 
     def on_call_end(self, _: Any) -> None:
-        if self._replaced:  # Empty if Ctrl-C came before the loader was prepared.
+        if self._replaced:  # It is empty if Ctrl-C interrupted `on_call_start`.
             for owner, originals in self._replaced.pop():
                 vars(owner).update(originals)
 
@@ -98,7 +100,8 @@ class _Stages:
     ) -> None:
         self._indices, self._collate = indices, collate
         self._now_ns, self._sums = now_ns, sums
-        self._sampler_ns = self._indices_ready_ns = 0  # Times of the current batch.
+        self._sampler_ns = 0  # Time in the sampler for the current batch.
+        self._indices_ready_ns = 0  # Host time when the sampler returned its indices.
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -118,15 +121,18 @@ class _Stages:
         start_ns = self._now_ns()
         collated = self._collate(examples)
         end_ns = self._now_ns()
-        self._sums.add(self._sampler_ns, start_ns - self._indices_ready_ns, end_ns - start_ns)
+        # The loader reads the dataset between the sampler and `collate_fn`.
+        dataset_ns = start_ns - self._indices_ready_ns
+        self._sums.add(self._sampler_ns, dataset_ns, end_ns - start_ns)
         return collated
 
 
 def _stages_of(loader: Any) -> Iterator[Stage]:
-    """Yield each stage with the function that it calls."""
+    """Yield the sampler, the dataset and `collate_fn` of a loader, with the function of each."""
     sampler = loader.batch_sampler
     if sampler is None or type(sampler).__module__.partition(".")[0] == "torch":
-        sampler = loader.sampler  # The batch samplers of torch only group its indices.
+        # The batch samplers of torch only group the indices that the sampler yields.
+        sampler = loader.sampler
     yield Stage(SAMPLER, type(sampler).__name__, source_of(type(sampler).__iter__))
     dataset = dataset_of(loader)
     kind = type(dataset)

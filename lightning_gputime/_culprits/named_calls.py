@@ -11,11 +11,14 @@ from lightning_gputime._phases import OTHER, likely_phase
 
 
 class NamedCalls:
-    """Timer of calls in the training thread, by the wall-clock entry or phase in which they run.
+    """Timer of calls in the training thread.
+
+    In a step, the time of a call is added to the phase in which it runs; outside of steps, to the
+    entry of the wall clock, such as "validation".
 
     Args:
         sums: Sums that the time is added to.
-        wall_clock: Provides the entry outside of steps.
+        wall_clock: Provides the open entry outside of steps.
         now_ns: The host's clock.
         label_now: Function that returns the current label in a timed step, else None.
     """
@@ -56,7 +59,7 @@ class NamedCalls:
                 return
 
     def _phase_of(self, name: str) -> str:
-        """Return the phase of a call inside a step; in an untimed step, the last known phase."""
+        """Return the current phase; in an untimed step, the phase of the last call of `name`."""
         label = self._label_now()
         if label is not None:
             self._phases[name] = likely_phase(label)
@@ -64,7 +67,7 @@ class NamedCalls:
 
 
 class _NamedCall:
-    """A listener of the calls of one function, see `Calls`."""
+    """Listener of the calls of a function, see `patching.Calls`."""
 
     __slots__ = ("_calls", "_name", "_source")
 

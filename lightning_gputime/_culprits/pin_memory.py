@@ -10,11 +10,16 @@ from typing import Any
 
 
 class PinTimes:
-    """Sums of a pin-memory thread. Only this thread adds to them."""
+    """Time and number of the copies of a loader's pin-memory threads.
+
+    Only the pin-memory thread calls `start` and `end`.
+    """
 
     def __init__(self, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self._now_ns = now_ns
-        self._start_ns = self._ns = self._batches = 0
+        self._start_ns = 0  # Start of the current copy; 0 between copies.
+        self._ns = 0  # Total time of all copies.
+        self._batches = 0
 
     @property
     def mean_ms(self) -> float | None:
@@ -33,7 +38,7 @@ class PinTimes:
         self._start_ns = self._now_ns()
 
     def end(self) -> None:
-        if self._start_ns:  # 0 if the thread retries a call of `put`, because the queue was full.
+        if self._start_ns:  # It is 0 if the queue was full and the thread calls `put` again.
             self._ns += self._now_ns() - self._start_ns
             self._batches += 1
             self._start_ns = 0

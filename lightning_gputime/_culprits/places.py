@@ -1,4 +1,7 @@
-"""Lines of user code between marks."""
+"""Lines of user code between the marks of located steps.
+
+At each mark of a *located* step, the recorder has stored the frames of user code on the stack.
+"""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -20,7 +23,9 @@ from lightning_gputime._phases import (
 )
 
 _INSIDE_FORWARD = f"{FORWARD}/"
-_MIN_CALLED_MS = 1.0  # A shorter time may be spent in code of the trainer.
+# Minimum time between two marks for naming a function that a trainer called between them: a shorter
+# time may be that of the trainer's own code.
+_MIN_CALLED_MS = 1.0
 _MAX_FRAMES = 4  # Maximum number of stack frames that are kept at a mark.
 
 Frames = tuple[Frame, ...]
@@ -34,13 +39,16 @@ class Passage(NamedTuple):
     """Lines between two marks.
 
     Attributes:
-        start: Functions that ran at the first mark.
-        end: Functions that ran at the second mark.
+        start: Running functions at the first mark.
+        end: Running functions at the second mark.
         outside: Functions around the training, such as the caller of `fit`. Their lines do not
             locate a phase.
-        enters_calls: True to name the called function if both marks are on the same line.
-        enters_trainer_calls: True to name the function that a trainer called after the first mark.
-        updates: Name of the optimizer's function, in which a trainer may call the model.
+        enters_calls: True to return the lines of the called function if both marks are on the same
+            line of the caller.
+        enters_trainer_calls: True to return the lines of a function that a trainer called after the
+            first mark.
+        updates: Name of the optimizer's function. It is never returned as a function that a trainer
+            called, because a trainer may call the model inside it.
     """
 
     start: Frames
@@ -59,30 +67,33 @@ class Passage(NamedTuple):
             for last in end:
                 if first.code is last.code:
                     return self._between(first, last, start[0])
-        if start:  # The function that ran at the first mark has returned.
+        if start:  # No function ran at both marks: the innermost at the first mark has returned.
             return _from_running_line(start[0], start[0].last_line)
-        # A trainer has called these functions since the first mark.
+        # No user code ran at the first mark: a trainer has called these functions since.
         called = [frame for frame in end if short_name(frame.function) != self.updates]
         return _to_running_line(called[-1]) if called and self.enters_trainer_calls else None
 
     def _between(self, first: Frame, last: Frame, innermost: Frame) -> Source | None:
-        """Return the lines of a function between the marks, or those of a call on a single line.
+        """Return the lines of a function that ran at both marks.
+
+        If both marks are on a single line and `enters_calls` is set, return the lines of the
+        function that this line calls.
 
         Args:
             first: The function at the first mark.
             last: The same function at the second mark.
-            innermost: Innermost function at the first mark, which `first` may have called.
+            innermost: Innermost function at the first mark: `first`, or a function that it called.
         """
         if first.loop_line and last.at < first.at and first.lines_after is not None:
-            return _after_loop(first)  # The loop has ended, and an outer loop has restarted it.
+            return _after_loop(first)  # The loop has ended, and an outer loop has continued.
         last_line = _last_line_reached(first, last)
-        # At the head of a loop, allow one more line: the body starts there.
+        # At the head of a loop, the first line of the body counts as the same line.
         is_single_line = last_line <= first.line + int(first.loop_line > 0)
         if not is_single_line or not self.enters_calls:
             return _from_running_line(first, last_line)
-        if innermost is not first:  # The rest of the called function.
+        if innermost is not first:  # The first mark is in the called function, which has returned.
             return _from_running_line(innermost, innermost.last_line)
-        if self.end[0] is not last:  # The called function, up to the second mark.
+        if self.end[0] is not last:  # The second mark is in the called function.
             return _to_running_line(self.end[0])
         if last.loop_line and last.line < first.line:
             return None  # The loop starts its next iteration: no line ran.
@@ -90,7 +101,7 @@ class Passage(NamedTuple):
 
 
 class Here(NamedTuple):
-    """The running line; at the head of a `for` loop, the lines of the loop."""
+    """Place of the running line; at the head of a `for` loop, the lines of the loop."""
 
     frames: Frames
 
@@ -100,7 +111,7 @@ class Here(NamedTuple):
 
 
 class AfterLoop(NamedTuple):
-    """Lines after a `for` loop that has just ended, up to the next iteration of an outer loop."""
+    """Place after a `for` loop that has just ended, up to the next iteration of an outer loop."""
 
     frames: Frames
 
@@ -116,7 +127,8 @@ def _after_loop(frame: Frame) -> Source | None:
 def _last_line_reached(first: Frame, last: Frame) -> int:
     """Return the last line that ran between two places in the same function."""
     if last.loop_line and last.line <= first.line:
-        return max(last.loop_line, first.line)  # The loop starts its next iteration.
+        # `last` is at the head of a loop around `first`: the rest of the loop's body has run.
+        return max(last.loop_line, first.line)
     return last.line
 
 
@@ -126,11 +138,12 @@ def _to_running_line(frame: Frame) -> Source:
 
 
 def _from_running_line(frame: Frame, last_line: int) -> Source:
+    """Return the lines of a function from the running line to `last_line`."""
     return Source(frame.file, frame.line, max(frame.line, last_line), short_name(frame.function))
 
 
 class PlaceReader:
-    """Add the time between the places of located steps to the sums of culprits.
+    """Add the times between the marks of located steps to the sums, with their places in the code.
 
     Args:
         sums: Sums that the time is added to.
@@ -159,18 +172,18 @@ class PlaceReader:
                 continue
             phase = names[0]
             name = self._updates if label == OPTIMIZER else ""
-            # A step that starts with `other` starts with code after the last update.
+            # The code at the start of a step follows the update of the step before it.
             if label == AFTER_UPDATE or (label == OTHER and not i):
                 name = "after the update"
             elif label == OTHER:
                 name = "before backward" if following == BACKWARD else "before forward"
             # After a submodule, or an update inside a call, the same call of the model continues.
-            continues = previous == OPTIMIZER or previous.startswith(_INSIDE_FORWARD)
-            is_new_call = phase != FORWARD or (label == FORWARD and not continues)
+            is_same_call = previous == OPTIMIZER or previous.startswith(_INSIDE_FORWARD)
+            is_new_call = phase != FORWARD or (label == FORWARD and not is_same_call)
             place = Passage(
-                step.places[i],
-                step.places[i + 1],
-                self._outside,
+                start=step.places[i],
+                end=step.places[i + 1],
+                outside=self._outside,
                 enters_calls=phase == OTHER,
                 enters_trainer_calls=phase == OTHER and ms >= _MIN_CALLED_MS,
                 updates=self._updates,
@@ -181,13 +194,14 @@ class PlaceReader:
 
 
 class PlaceTimer:
-    """Adds the time of code to an entry of the wall clock, with the place where it starts.
+    """Add the time of code in the training thread to an entry of the wall clock, with its place.
 
-    `NamedPhase` calls `enter_phase` and `leave_phase`, as on a recorder.
+    It can be one of the recorders of a `NamedPhase`, which calls `enter_phase` and `leave_phase`.
     """
 
     def __init__(self, sums: CulpritSums, now_ns: Callable[[], int], wall_clock: WallClock) -> None:
         self._sums, self._now_ns, self._wall_clock = sums, now_ns, wall_clock
+        # Host time of `start` and its place; None if no code is being timed.
         self._open: tuple[int, Place | None] | None = None
 
     def start(self, place: Place | None) -> None:
@@ -197,9 +211,10 @@ class PlaceTimer:
     def end(self, entry: str, place: Place | None = None) -> None:
         """Add the time since `start`. `place` locates the code if `start` did not."""
         if self._open is not None:
-            (start_ns, known), self._open = self._open, None
+            start_ns, start_place = self._open
+            self._open = None
             ns = self._now_ns() - start_ns
-            self._sums.add(entry, "", ns, source=known or place, kind=PLACE)
+            self._sums.add(entry, "", ns, source=start_place or place, kind=PLACE)
 
     def enter_phase(self, _: str) -> None:
         self.start(Here(frames_here()))

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from lightning_gputime._compat.torch_ import PIN_LOOP
 
-_MIN_NS = 2_000_000_000  # Fractions of a shorter time are unknown.
-# Parts of the names of threads that run little Python code: autograd's and the loader's.
+_MIN_NS = 2_000_000_000  # Minimum time since the start for which fractions are returned.
+# Parts of thread names. Autograd's threads and the loader's pin-memory thread run little Python.
 _IGNORED = ("Dummy-", PIN_LOOP.attribute)
 
 
@@ -27,19 +27,29 @@ class CoreShares(NamedTuple):
 
 
 class ThreadTimes:
-    """CPU time of all Python threads since this object was created, in the training thread."""
+    """CPU time of all Python threads since this object was created.
+
+    Create it in the training thread.
+    """
 
     def __init__(self) -> None:
         self._loop_id = threading.get_native_id()
         self._since_ns = time.perf_counter_ns()
+        # Times of each thread at the start. A thread that starts later has no entry.
         self._start = {thread.native_id: core_times(thread.native_id) for thread in _threads()}
 
     def core_wait_share(self) -> float:
-        """Return the fraction of the time in which the loop waits for a core; 0 if unknown."""
+        """Return the fraction of the time in which the training thread waits for a CPU core.
+
+        Return 0 if unknown.
+        """
         return self._shares_of(self._loop_id).wait
 
     def busiest_other(self) -> tuple[str, float]:
-        """Return the name of the busiest other thread, and the fraction of the time it runs."""
+        """Return the name of the busiest other thread, and the fraction of the time it runs.
+
+        Return an empty name and 0 if no other thread runs.
+        """
         shares = {
             thread.name: self._shares_of(thread.native_id).run
             for thread in _threads()

@@ -52,19 +52,19 @@ from lightning_gputime._measurement.loader import (
 )
 from lightning_gputime._phases import FETCH
 
-# Minimum mean time per sample for timing each sample, which costs 0.4 us.
+# Minimum mean time to load a sample for timing each sample. Timing a sample costs 0.4 us.
 _MIN_SAMPLE_NS = 100_000
 _LONG_FACTOR = 4  # A batch is long if it takes this many times the mean of its worker.
 _MAX_LOOKS = 400  # Maximum number of reads of /proc by the main process, about 20 us each.
-_SAMPLE_EVERY_NS = 1_000_000_000  # Interval of reads of CPU time in a worker.
+_CPU_INTERVAL_NS = 1_000_000_000  # Interval of reads of CPU time in a worker.
 _MAX_CHECKED_VALUES = 1 << 16  # Maximum number of values of a tensor in a checksum.
 
 
 class WorkerInit:
-    """Replacement for `worker_init_fn`: time the batches of this worker, then call that function.
+    """Replacement for `worker_init_fn`: start to time the batches of this worker, then call `init`.
 
     Args:
-        times: Shared memory, one row of `FIELDS` numbers per worker.
+        times: Shared memory with a row of `FIELDS` numbers per worker.
         init: The user's `worker_init_fn`, or None.
         iter_ns: Creation time of the loader's iterator (`time.perf_counter_ns`).
     """
@@ -75,6 +75,7 @@ class WorkerInit:
     def __call__(self, worker: int) -> None:
         with contextlib.suppress(Exception):  # Training continues, without times.
             timer = WorkerTimer(memoryview(self._times.numpy()[worker]), self._iter_ns)
+            # The method `fetch` of torch's fetchers makes a batch.
             for kind in fetcher_classes():
                 type.__setattr__(kind, "fetch", timed_fetch(kind, timer))
         if self._init is not None:
@@ -86,7 +87,8 @@ def timed_fetch(kind: type, timer: "WorkerTimer") -> Callable[[Any, Any], Any]:
     fetch = kind.fetch  # type: ignore[attr-defined]
 
     def timed(fetcher: Any, indices: Any) -> Any:
-        # The dataset may iterate over loaders itself. Time only the worker's own fetcher.
+        # The dataset may itself iterate over loaders, which have other fetchers: time only the
+        # fetcher of this worker.
         if fetcher is not timer.fetcher and timer.is_own(fetcher):
             timer.follow(fetcher)
         if fetcher is not timer.fetcher:
@@ -97,7 +99,7 @@ def timed_fetch(kind: type, timer: "WorkerTimer") -> Callable[[Any, Any], Any]:
             return fetch(fetcher, indices)
         try:
             batch = fetch(fetcher, indices)
-        except BaseException:  # An iterable that ends, or an error of the dataset.
+        except BaseException:  # An iterable dataset has ended, or the dataset raised an error.
             timer.stop()
             raise
         with contextlib.suppress(Exception):
@@ -111,9 +113,9 @@ class WorkerTimer:
     """Time the batches of a worker.
 
     Args:
-        row: Its row of the shared memory.
+        row: The worker's row of the shared memory.
         iter_ns: Creation time of the loader's iterator (in nanoseconds).
-        now_ns: Clock; all processes of a machine share it.
+        now_ns: Clock that all processes of a machine share.
         cpu_ns: CPU time of this thread (in nanoseconds).
     """
 
@@ -125,29 +127,35 @@ class WorkerTimer:
         cpu_ns: Callable[[], int] = time.thread_time_ns,
     ) -> None:
         self.fetcher: Any = None
+        """Fetcher whose batches are timed; None before the first batch."""
         self._row, self._now_ns, self._cpu_ns = row, now_ns, cpu_ns
+        # Timed dataset; None for a dataset that is not read one sample at a time.
         self._samples: _TimedSamples | None = None
-        self._last_end_ns = self._start_ns = self._collate_ns = 0
-        self._sampled_cpu_ns, self._sampled_delay_ns = cpu_ns(), _run_delay_ns()
-        # Take the first sample early, for short runs.
-        self._sample_due_ns = now_ns() + _SAMPLE_EVERY_NS // 10
-        self._iter_ns = iter_ns
+        self._last_end_ns = 0  # End of the previous batch; 0 if the time since is not counted.
+        self._start_ns = 0  # Start of the current batch.
+        self._collate_ns = 0  # Time in `collate_fn` for the current batch.
+        # Last read of the CPU time and of the time without a core. The next read comes early, for
+        # short runs.
+        self._read_cpu_ns, self._read_delay_ns = cpu_ns(), _run_delay_ns()
+        self._cpu_read_due_ns = now_ns() + _CPU_INTERVAL_NS // 10
+        self._iter_ns = iter_ns  # 0 after the first batch.
         row[PID] = os.getpid()
 
     @staticmethod
     def is_own(fetcher: Any) -> bool:
-        """Return True if a fetcher reads this worker's dataset."""
+        """Return True if a fetcher reads the dataset of this worker."""
         info = get_worker_info()
         return info is not None and fetcher.dataset is info.dataset
 
     def follow(self, fetcher: Any) -> None:
         """Time the batches of a fetcher from now on."""
-        # Persistent workers get a new fetcher in each epoch. The wait for it is not counted.
-        self.fetcher, self._last_end_ns = fetcher, 0
+        self.fetcher = fetcher
+        # Persistent workers get a new fetcher in each epoch. Do not count the time between epochs.
+        self._last_end_ns = 0
         vars(fetcher)["collate_fn"] = self._timed_collate(fetcher.collate_fn)
         dataset = fetcher.dataset
-        has_samples = fetcher.auto_collation and hasattr(type(dataset), "__getitem__")
-        if has_samples and not getattr(dataset, "__getitems__", None):
+        gets_items = fetcher.auto_collation and hasattr(type(dataset), "__getitem__")
+        if gets_items and not getattr(dataset, "__getitems__", None):
             self._samples = _TimedSamples(dataset, self._now_ns)
 
     def _timed_collate(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -162,12 +170,14 @@ class WorkerTimer:
         return timed_collate
 
     def start(self, indices: Any) -> None:
+        """Start a batch of the samples with these indices."""
         row, samples = self._row, self._samples
         n = row[BATCHES]
-        # A batch sampler may yield iterators, which have no length.
-        size = len(indices) if isinstance(indices, Sized) else 1
-        if samples is not None and n and row[DATASET_NS] >= _MIN_SAMPLE_NS * n * size:
-            vars(self.fetcher)["dataset"] = samples  # Time each sample from now on.
+        if samples is not None and n:
+            # A batch sampler may yield iterators, which have no length.
+            size = len(indices) if isinstance(indices, Sized) else 1
+            if row[DATASET_NS] / n >= _MIN_SAMPLE_NS * size:
+                vars(self.fetcher)["dataset"] = samples  # Time each sample from now on.
         self._collate_ns = 0
         start_ns = self._start_ns = row[BUSY_SINCE] = self._now_ns()
         if self._last_end_ns:
@@ -175,9 +185,11 @@ class WorkerTimer:
 
     def stop(self) -> None:
         """Drop a batch whose fetch raised."""
-        self._row[BUSY_SINCE] = self._last_end_ns = 0
+        self._row[BUSY_SINCE] = 0
+        self._last_end_ns = 0
 
     def end(self, batch: Any) -> None:
+        """Add the times of a batch to the worker's row."""
         row, end_ns = self._row, self._now_ns()
         start_ns, collate_ns = self._start_ns, self._collate_ns
         batch_ns = end_ns - start_ns
@@ -193,48 +205,53 @@ class WorkerTimer:
         slowest_index = -1 if self._samples is None else self._samples.take_slowest()
         if n <= len(CHECKSUMS):
             row[CHECKSUMS[n - 1]] = _checksum(batch)
-        if batch_ns * n > _LONG_FACTOR * (row[DATASET_NS] + row[COLLATE_NS]):
+        mean_ns = (row[DATASET_NS] + row[COLLATE_NS]) / n
+        if batch_ns > _LONG_FACTOR * mean_ns:
             row[LONG_BATCHES] += 1
             row[LONG_NS] += batch_ns
         if batch_ns > row[MAX_NS]:
             row[MAX_NS], row[SLOWEST_INDEX] = batch_ns, slowest_index
+        # Overwrite the oldest batch in the ring buffer.
         first_field = NEWEST + 1 + RING_FIELDS * (row[NEWEST] % RING)
         for field, value in enumerate((start_ns, end_ns, collate_ns, slowest_index), first_field):
             row[field] = value
         row[NEWEST] += 1
-        if end_ns >= self._sample_due_ns:
-            self._sample_cpu(end_ns)
+        if end_ns >= self._cpu_read_due_ns:
+            self._add_cpu_time(end_ns)
 
-    def _sample_cpu(self, now_ns: int) -> None:
-        """Add the CPU time since the last sample. Sampled rarely: a read takes microseconds."""
+    def _add_cpu_time(self, now_ns: int) -> None:
+        """Add the CPU time since the last read. Call it rarely: a read takes microseconds."""
         row = self._row
         cpu_ns, delay_ns = self._cpu_ns(), _run_delay_ns()
-        row[CPU_NS] += cpu_ns - self._sampled_cpu_ns
-        row[RUN_DELAY_NS] += delay_ns - self._sampled_delay_ns
+        row[CPU_NS] += cpu_ns - self._read_cpu_ns
+        row[RUN_DELAY_NS] += delay_ns - self._read_delay_ns
+        # Time of the batches that the CPU time covers.
         row[OBSERVED_NS] = row[DATASET_NS] + row[COLLATE_NS]
         row[ELAPSED_NS] = row[OBSERVED_NS] + row[WAIT_NS]
-        self._sampled_cpu_ns, self._sampled_delay_ns = cpu_ns, delay_ns
-        self._sample_due_ns = now_ns + _SAMPLE_EVERY_NS
+        self._read_cpu_ns, self._read_delay_ns = cpu_ns, delay_ns
+        self._cpu_read_due_ns = now_ns + _CPU_INTERVAL_NS
 
 
 class _TimedSamples:
-    """Replacement for a dataset inside a fetcher, to find the slowest sample of a batch."""
+    """Replacement for the dataset of a fetcher, which finds the slowest sample of a batch."""
 
     def __init__(self, dataset: Any, now_ns: Callable[[], int]) -> None:
         self._dataset, self._now_ns = dataset, now_ns
-        self._slowest: tuple[int, Any] = 0, None  # Time and index.
+        self._slowest_ns = 0
+        self._slowest_index: Any = None
 
     def __getitem__(self, index: Any) -> Any:
         start_ns = self._now_ns()
         sample = self._dataset[index]
         ns = self._now_ns() - start_ns
-        if ns > self._slowest[0]:
-            self._slowest = ns, index
+        if ns > self._slowest_ns:
+            self._slowest_ns, self._slowest_index = ns, index
         return sample
 
     def take_slowest(self) -> int:
         """Return the index of the slowest sample since the last call; -1 if unknown."""
-        (_, index), self._slowest = self._slowest, (0, None)
+        index = self._slowest_index
+        self._slowest_ns, self._slowest_index = 0, None
         return int(index) if isinstance(index, int | Tensor) else -1
 
 
@@ -245,11 +262,12 @@ def _run_delay_ns() -> int:
 
 
 def _checksum(batch: Any) -> int:
-    """Return a checksum of a batch; 0 if its tensors are constant."""
+    """Return a checksum of the tensors of a batch; 0 if all of them are constant."""
     checksum = 0
     for tensor in _tensors_of(batch):
-        with contextlib.suppress(Exception):  # For example, a sparse tensor has no view.
+        with contextlib.suppress(Exception):  # A sparse tensor, for example, has no view.
             data = tensor.detach().cpu().contiguous().view(-1)[:_MAX_CHECKED_VALUES]
+            # Skip constant tensors, because they are the same in different batches.
             if data.numel() > 1 and bool((data != data[0]).any()):
                 # NumPy has no bfloat16, so pass bytes.
                 checksum = zlib.crc32(data.view(torch.uint8).numpy().tobytes(), checksum)
@@ -269,22 +287,23 @@ def _tensors_of(batch: Any) -> Iterator[Tensor]:
 
 # In the main process
 
-# System calls that wait for locks, on Linux: futex, flock and fcntl.
+# Numbers of the Linux system calls that wait for locks: futex, flock and fcntl.
 _LOCKS = {"x86_64": ("202", "73", "72"), "aarch64": ("98", "32", "25")}.get(platform.machine(), ())
 
 
 class LoaderWorkers:
-    """The workers of a loader, as the main process sees them.
+    """Times of the workers of a loader, for the main process.
 
     Args:
         num_workers: Number of workers.
-        stages: The dataset and `collate_fn`.
+        stages: Two stages: the dataset and `collate_fn`.
     """
 
     def __init__(self, num_workers: int, *stages: Stage) -> None:
         self.num_workers, self.stages = num_workers, stages
         self._times = torch.zeros((num_workers, FIELDS), dtype=torch.int64).share_memory_()
-        self._looks = self._locked = 0
+        self._looks = 0  # Number of times that a busy worker was looked at.
+        self._locked = 0  # Number of times that it was waiting for a lock.
         self.pin_times = PinTimes()
 
     def init(self, user_init: Callable[[int], object] | None) -> WorkerInit:
@@ -292,7 +311,7 @@ class LoaderWorkers:
         return WorkerInit(self._times, user_init, time.perf_counter_ns())
 
     def look(self) -> None:
-        """Count the workers that are making a batch, and how many of these wait for a lock."""
+        """Count the workers that are making a batch now, and those that wait for a lock in it."""
         if self._looks >= _MAX_LOOKS:
             return
         for row in self._times.numpy():
@@ -316,7 +335,13 @@ class LoaderWorkers:
     def culprits(self) -> Iterator[Culprit]:
         if (times := self.times()) is not None:
             n = times.batches
-            all_s = n * times.mean("busy_ms") / 1e3
             for stage, name in zip(self.stages, ("dataset_ms", "collate_ms"), strict=True):
-                seconds = n * times.mean(name) / 1e3
-                yield Culprit(FETCH, stage.name, seconds, n, all_s, stage.source, kind=stage.kind)
+                yield Culprit(
+                    entry=FETCH,
+                    name=stage.name,
+                    seconds=n * times.mean(name) / 1e3,
+                    calls=n,
+                    observed_s=n * times.mean("busy_ms") / 1e3,
+                    source=stage.source,
+                    kind=stage.kind,
+                )

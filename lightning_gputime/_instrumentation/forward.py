@@ -205,7 +205,7 @@ class ForwardBoundary:
             if not is_training(self._model):
                 self.evaluation.count(self.calls)
             return False
-        recorder.captures.note()  # Later replays of a graph captured here call no hooks.
+        recorder.captures.detect()  # Later replays of a graph captured here call no hooks.
         if self._modules.is_searching:
             return True
         self.calls += 1  # Another timer may ask which model a backward belongs to.

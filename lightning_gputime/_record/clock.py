@@ -52,7 +52,7 @@ class Clock(Protocol):
         """
 
 
-# Both are implemented in C, because every mark or step calls them.
+# Functions that return False and True. They are implemented in C, because marks call them.
 _NEVER: Callable[[], bool] = bool
 _ALWAYS: Callable[[], bool] = True.__bool__
 
@@ -64,8 +64,8 @@ def elapsed_ms(events: Sequence[TimingEvent]) -> tuple[float, ...]:
 
 
 Mark = tuple[str, TimingEvent, int] | tuple[str, TimingEvent, int, Any]
-"""A label, the event at which it starts, and the host time there (in nanoseconds). In a located
-step, also the place in the code."""
+"""A label, the event at which its time starts, and the host time of that event (in nanoseconds). A
+located mark also has the place in the user's code (see `watcher`)."""
 
 
 class DeviceClock:
@@ -101,10 +101,11 @@ class DeviceClock:
         self.may_capture: Callable[[], object] = self.is_capturing
         stream_of = raw_stream()
         if device.type == "cuda" and self._is_current and stream_of is not None:
-            # The default stream, number 0, cannot be captured (see `cudaStreamBeginCapture`).
-            # Reading the number takes 0.1 us on the host of an H200, `is_capturing` 0.5 us.
+            # Return the number of the current stream. The default stream, number 0, cannot be
+            # captured (see `cudaStreamBeginCapture`), so any other number means "maybe". Reading
+            # the number takes 0.1 us on the host of an H200, `is_capturing` 0.5 us.
             self.may_capture = functools.partial(stream_of, torch.cuda.current_device())
-        # A spin always runs on the current device.
+        # The spin kernel always runs on the current device.
         spin = spin_function(module)
         if spin is not None and self._is_current:
             self.spin = spin
@@ -113,18 +114,21 @@ class DeviceClock:
             torch.mps.synchronize()
 
     def peak_memory(self) -> tuple[int, int, int] | None:
-        """Return peak allocated, peak reserved and total memory (in bytes); None if not counted."""
+        """Return peak allocated, peak reserved and total memory of the device (in bytes).
+
+        Return None if its allocator does not count them.
+        """
         module = torch.get_device_module(self.device)
         # `memory_stats` takes seven times as long, because it flattens the dict.
         stats = getattr(module, "memory_stats_as_nested_dict", None)
-        counted = stats(self.device) if stats is not None else {}
-        if "allocated_bytes" not in counted:
+        counters = stats(self.device) if stats is not None else {}
+        if "allocated_bytes" not in counters:
             return None
         allocated, reserved = (
-            counted[f"{kind}_bytes"]["all"]["peak"] for kind in ("allocated", "reserved")
+            counters[f"{kind}_bytes"]["all"]["peak"] for kind in ("allocated", "reserved")
         )
-        device = module.get_device_properties(self.device).total_memory
-        return allocated, reserved, device
+        total = module.get_device_properties(self.device).total_memory
+        return allocated, reserved, total
 
     def event(self) -> TimingEvent:
         event = torch.Event(device=self.device, enable_timing=True)

@@ -1,7 +1,11 @@
-"""Steps that have ended: wait for them, and read their times. The host waits only here."""
+"""Steps that have ended: wait for the device to finish them, and read their times.
+
+The host waits only here. A step is *pending* until the device has finished it, then *finished*
+until its times are read.
+"""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,9 +22,9 @@ Trainer, so that no small batch is left over."""
 LEFT_OUT = "Skipped a step that could not be timed: %r"
 
 Emit = Callable[[list[StepRecord], int], object]
-"""Takes the steps that were read, and the host time at which reading started (in nanoseconds)."""
+"""Receives the steps that were read, and the host time when reading started (in nanoseconds)."""
 
-_MIN_BLOCKED_NS = 20_000  # A shorter wait did not block: the step had already finished.
+_MIN_BLOCKED_NS = 20_000  # If a wait is shorter, the device had already finished the step.
 
 
 @dataclass(slots=True, eq=False)
@@ -28,10 +32,14 @@ class _PendingStep:
     """Step that has ended, but has not been read; see `StepRecord` for the other fields.
 
     Attributes:
-        marks: Its marks. The last is its end, and has the first label of the next step.
-        ended: Number of steps that have ended, timed or not, including this step.
-        untimed: Number of untimed steps just before it.
-        owns_end: True if the next step does not use the last event.
+        marks: Marks of the step. The last mark is the end of the step, and has the first label of
+            the next step.
+        ended: Number of steps that had ended with this step, timed or not.
+        untimed: Number of untimed steps between the previous timed step and this step.
+        wait_ms: Time for which the host waited for this step, per step since the previous timed
+            step.
+        finished_ns: Host time at which the device finished this step; 0 if the host did not block.
+        owns_end: True if the next step does not use the event of the last mark.
     """
 
     marks: list[Mark]
@@ -58,26 +66,26 @@ class _PendingStep:
         # long as without a timer, and 1.1445 times with four `torch.cuda.synchronize` calls.
         self.marks[-1][1].synchronize()
         now = host_ns()
-        # Divide by the number of steps since the last timed step, so that the wait does not grow
-        # with `every_n_steps`.
+        # Divide by the number of steps since the previous timed step, so that the wait does not
+        # grow with `every_n_steps`.
         self.wait_ms = (now - start) / 1e6 / (1 + self.untimed)
-        # If the host was blocked, the device has just finished.
+        # If the host was blocked, the device has just finished the step.
         if now - start >= _MIN_BLOCKED_NS:
             self.finished_ns = now
 
 
 class PendingSteps:
-    """Steps that have ended, in order: pending until the device has finished them, then read.
+    """Steps that have ended, in order.
 
-    The host waits for the last event of a step that ended `lag` steps ago or earlier. Nothing is
-    read while a graph is captured, because that would break the capture.
+    A step is finished at the latest `lag` steps after its end: the host waits for its last event.
+    Nothing is read while a CUDA graph is captured, because that would break the capture.
 
     There is no lock: `Session` admits another thread only after the thread of the loop has ended or
     is no longer timed.
 
     Args:
         clock: See `Recorder`, also for `lag`, `batch` and `emit`.
-        fail: Called with an error after which all pending steps are dropped.
+        fail: Called with the error when all pending steps are dropped because of an error.
     """
 
     def __init__(
@@ -110,6 +118,7 @@ class PendingSteps:
     def add(
         self,
         step: StepMarks,
+        *,
         number: int,
         skipped_update: bool,
         items: float,
@@ -119,28 +128,29 @@ class PendingSteps:
     ) -> None:
         """Add a timed step that has ended; see `Recorder.end_step` for the arguments.
 
-        If the host may wait, finish the steps that are due. If the step was probed, also wait for
-        it, and read all steps.
+        If the host may wait, finish the steps that ended `lag` steps ago or earlier. If the step
+        was probed, also wait for that step, and read all steps.
         """
         self.ended += 1
         lag, was_fully_queued = self._lag, None
         marks, post_spin_index = step.marks, step.post_spin_index
         try:
             if post_spin_index and may_wait:
-                # Query before the wait: the step was queued in time if the spin is still running.
+                # Query before the wait: if the spin kernel is still running, all work of the step
+                # was queued in time.
                 was_fully_queued = not marks[post_spin_index][1].query()
                 lag, read = 0, True
             self._pending.append(
                 _PendingStep(
-                    marks,
-                    number,
-                    skipped_update,
-                    items,
-                    step_index,
-                    post_spin_index,
-                    was_fully_queued,
-                    self.ended,
-                    self._untimed,
+                    marks=marks,
+                    number=number,
+                    skipped_update=skipped_update,
+                    items=items,
+                    step_index=step_index,
+                    post_spin_index=post_spin_index,
+                    was_fully_queued=was_fully_queued,
+                    ended=self.ended,
+                    untimed=self._untimed,
                 )
             )
             self._untimed = 0
@@ -150,7 +160,7 @@ class PendingSteps:
             self.give_up(error)
 
     def end_untimed(self, read: bool = False, *, steps: int = 1) -> None:
-        """Count untimed steps that have ended, and finish the steps that are due."""
+        """Count untimed steps that have ended. Finish the steps that ended `lag` steps ago."""
         self.ended += steps
         self._untimed += steps
         if self._pending or (read and self._finished):
@@ -167,15 +177,15 @@ class PendingSteps:
     def take_back(self, marks: list[Mark]) -> None:
         """Reclaim the events of a dropped step."""
         events = [mark[1] for mark in marks]
-        last = [*self._finished[-1:], *self._pending][-1:]
+        unread = [*self._finished[-1:], *self._pending]
         # The first event may be the end of the previous step, which still has to be read.
-        if events and last and last[0].marks[-1][1] is events[0]:
-            last[0].own_end()
+        if events and unread and unread[-1].marks[-1][1] is events[0]:
+            unread[-1].own_end()
             del events[0]
         self.free.extend(events)
 
     def forget(self) -> list[Any]:
-        """Forget all unread steps and all events. Return them."""
+        """Forget all unread steps and all events. Return them; see `Recorder.abandon`."""
         forgotten = [*self._pending, *self._finished, *self.free]
         self._pending.clear()
         self._finished = []
@@ -194,16 +204,17 @@ class PendingSteps:
 
     def _finish_safely(self, lag: int, read: bool, may_wait: bool = True) -> None:
         try:
-            # Any query of an event breaks a capture.
+            # Any query of an event would break the capture of a CUDA graph.
             if not self._is_capturing():
                 self._finish(lag, read, may_wait)
         except Exception as error:
             self.give_up(error)
 
     def _finish(self, lag: int, read: bool, may_wait: bool = True) -> None:
-        """Finish the steps that ended `lag` steps ago or earlier. Read if a batch is full.
+        """Finish the steps that ended `lag` steps ago or earlier.
 
-        Untimed steps count for `lag`, so that all ranks have read the same steps.
+        Read all finished steps if `read` is set, or if they fill a batch. `lag` counts untimed
+        steps, too, so that all ranks have read the same steps.
         """
         while self._pending and self._pending[0].ended <= self.ended - lag:
             step = self._pending[0]
@@ -219,44 +230,55 @@ class PendingSteps:
         # Empty the list first: `emit` may remove the timer, which reads again.
         finished, self._finished = self._finished, []
         since_ns = self._host_ns()
+        records = self._records_of(finished)
+        if records:
+            self._emit(records, since_ns)
+
+    def _records_of(self, steps: Sequence[_PendingStep]) -> list[StepRecord]:
+        """Read finished steps, and reclaim their events. Skip steps that cannot be read."""
+        # No function per step, because this runs for every timed step.
         records = []
-        for step in finished:
+        for step in steps:
             try:
-                # Only if all marks were located does each have a fourth element.
+                # A located mark has a fourth element, its place in the code. If any mark lacks it,
+                # zip drops the places of all marks.
                 labels, events, host_ns, *places = zip(*step.marks, strict=False)
                 try:
                     device_ms = self._elapsed_ms(events)
                 except RuntimeError:
-                    # A mark that was recorded on another stream may follow the last mark.
-                    for event in events:
-                        event.synchronize()
-                    device_ms = self._elapsed_ms(events)
-                # The last event is also the first of the next step, which still needs it.
+                    device_ms = self._elapsed_ms_after_wait(events)
+                # The last event is also the first event of the next step, which still needs it.
                 self.free.extend(events if step.owns_end else events[:-1])
                 records.append(
                     StepRecord(
-                        step.number,
-                        _shared(labels[:-1]),
-                        device_ms,
-                        host_ns,
-                        step.wait_ms,
-                        step.finished_ns,
-                        step.skipped_update,
-                        step.was_fully_queued,
-                        step.post_spin_index,
-                        step.items,
-                        step.step_index,
-                        places[0] if places else (),
+                        number=step.number,
+                        labels=_shared(labels[:-1]),
+                        device_ms=device_ms,
+                        host_ns=host_ns,
+                        wait_ms=step.wait_ms,
+                        finished_ns=step.finished_ns,
+                        skipped_update=step.skipped_update,
+                        was_fully_queued=step.was_fully_queued,
+                        post_spin_index=step.post_spin_index,
+                        items=step.items,
+                        step_index=step.step_index,
+                        places=places[0] if places else (),
                     )
                 )
             except Exception as error:
                 # The other steps are still read.
                 self.warn_once(LEFT_OUT, error)
-        if records:
-            self._emit(records, since_ns)
+        return records
+
+    def _elapsed_ms_after_wait(self, events: Sequence[TimingEvent]) -> Sequence[float]:
+        """Wait for all events of a finished step, and return the time from each to the next."""
+        # The device has reached the last event, but maybe not an event on another stream.
+        for event in events:
+            event.synchronize()
+        return self._elapsed_ms(events)
 
 
 @lru_cache(maxsize=256)
 def _shared(labels: tuple[str, ...]) -> tuple[str, ...]:
-    """Return an equal tuple of an earlier step, so that the history keeps it only once."""
-    return labels
+    """Return the tuple of an earlier step with equal labels, so that memory has it only once."""
+    return labels  # The cache returns the first tuple that was passed.

@@ -23,26 +23,26 @@ from lightning_gputime._record.timed_thread import TimedThread
 from lightning_gputime._record.watcher import FIRST_LOCATED, MarkWatcher
 
 MAX_MARKS = 100_000
-"""Maximum number of marks in a step. A step with more marks is dropped with a warning, because
-perhaps no step ever ends."""
+"""Maximum number of marks in a step. A step with more marks is dropped, to limit memory: it may be
+the step of a loop that never ends a step."""
 
 IN_BACKWARD = (BACKWARD, OPTIMIZER)
 """Phases during a backward pass, which may also run updates of an optimizer."""
 
 _NEVER_ENDS = (
-    "A step with more than %d boundaries is dropped. If no step ends, call step() at the end of the"
-    " loop body or iterate over steps(loader), and remove() a timer that is no longer used. With"
-    " manual optimization in Lightning, a step ends with the update of an optimizer that"
-    " configure_optimizers returned."
+    "A step with more than %d boundaries between phases is dropped: it is in no result. If no step"
+    " ends, call step() at the end of the loop body or iterate over steps(loader), and remove() a"
+    " timer that is no longer used. With manual optimization in Lightning, a step ends with the"
+    " update of an optimizer that configure_optimizers returned."
 )
 
 
 class Recorder:
     """Record marks, divide them into steps, and emit the times of each step once it can be read.
 
-    The time from a mark to the next belongs to its label. The last mark of a step is the first mark
-    of the next. `PendingSteps` reads the steps that have ended. `state` determines how time is
-    attributed, and changes only by the transitions of `_record.state`.
+    The time from a mark to the next mark belongs to the label of the first. The last mark of a step
+    is also the first mark of the next step. `PendingSteps` reads the steps that have ended. `state`
+    determines how time is attributed, and changes only by the transitions of `_record.state`.
 
     Nothing here raises into the training loop: an error drops the step, with one warning. Only the
     thread that last called `begin` is timed; calls from other threads do nothing. There is no lock:
@@ -72,6 +72,7 @@ class Recorder:
         self.label: str | None = None
         """Label that the time is attributed to; None while no step is timed."""
         self.open = StepMarks()
+        """Marks of the open step: the step that is being recorded."""
         self.named = NamedPhases()
         self.threads = TimedThread()
         self.pending = PendingSteps(clock, lag=lag, batch=batch, emit=emit, fail=self._lose)
@@ -112,9 +113,9 @@ class Recorder:
 
     def mark_in_backward(self, label: str) -> None:
         """Mark from the thread that runs a backward pass while the timed thread waits for it."""
-        # A named phase around the backward pass includes all of it.
-        is_open = self.state is OPEN and self.named.names in ([], [BACKWARD])
-        if is_open and (self.label or "").startswith(IN_BACKWARD) and label != self.label:
+        # A named phase around the backward pass includes all of it, unless its name is "backward".
+        may_mark = self.state is OPEN and self.named.names in ([], [BACKWARD])
+        if may_mark and (self.label or "").startswith(IN_BACKWARD) and label != self.label:
             # Ranges of profilers must start and end in the same thread.
             self._record(label, annotate=False)
 
@@ -127,7 +128,7 @@ class Recorder:
             self.mark(label)
 
     def interrupt(self, label: str) -> None:
-        """Record a mark, but keep the current phase; see `begin_wait`."""
+        """Record a mark of a wait, but keep the label of the interrupted phase."""
         interrupted = self.label
         self._record(label, annotate=False)
         if self.state is OPEN:  # Otherwise the mark has failed.
@@ -183,14 +184,14 @@ class Recorder:
             self._record(self.named.label)
 
     def exclude_evaluation(self, first: int, stop: int) -> int:
-        """Exclude an evaluation in the open step; return its host time (in nanoseconds).
+        """Exclude an evaluation from the open step; return its host time (in nanoseconds).
 
-        A fetch at the start of the step belongs to the evaluation, and is also excluded. If the
+        If the step has only fetched data before the evaluation, the fetch is also excluded. If the
         evaluation includes the last mark, recording pauses.
 
         Args:
-            first: Index of its first mark in the open step.
-            stop: Index after its last mark.
+            first: Index of the first mark of the evaluation in the open step.
+            stop: Index after the last mark of the evaluation.
         """
         marks = self.open.marks
         end_ns = marks[stop][2] if stop < len(marks) else self._host_ns()
@@ -206,7 +207,7 @@ class Recorder:
     # Steps
 
     def begin(self, label: str = DATA) -> None:
-        """Start a step in the calling thread. Drop the open step."""
+        """Drop the open step, and start a step in the calling thread."""
         self.threads.start()
         self.pending.take_back(self._clear())
         self._go_to(OPEN)
@@ -225,7 +226,7 @@ class Recorder:
     ) -> None:
         """End the open step, and start the next one with `label`.
 
-        In a training loop the host may wait only here.
+        Inside a training loop, this is the only method in which the host may wait for the device.
 
         Args:
             number: Number of the step that ends.
@@ -243,8 +244,8 @@ class Recorder:
         if watcher.to_locate or self._timed_steps in FIRST_LOCATED:
             watcher.prepare_end(self._timed_steps)
         names = self.named.names
-        # A step is dropped if all its time is excluded. That takes a pause, which may be a named
-        # phase, or an error, so other steps skip the slow check.
+        # Drop a step whose time is all excluded. `is_empty` is slow, so read it only where time may
+        # be excluded: in a named phase, such as `paused()`, in a pause, or after an error.
         is_dropped = bool(names or self.state is not OPEN) and self.open.is_empty
         if not is_dropped:
             first_label = label
@@ -253,7 +254,7 @@ class Recorder:
                 first_label = DATA
             # One event ends this step and starts the next, so that no time is lost between them.
             self._record(self.named.start_step(first_label) if names else first_label)
-        if is_dropped or self.state is not OPEN:  # The mark may have failed.
+        if is_dropped or self.state is not OPEN:  # If not open, the mark has failed.
             self.begin(label)
             # Count the dropped step, so that all ranks compare the same steps.
             self.pending.end_untimed(read)
@@ -265,13 +266,21 @@ class Recorder:
             step.name_replay()
         if watcher.is_located:
             watcher.end_step()
-        self.pending.add(step, number, skipped_update, items, index, read, may_wait)
+        self.pending.add(
+            step,
+            number=number,
+            skipped_update=skipped_update,
+            items=items,
+            step_index=index,
+            read=read,
+            may_wait=may_wait,
+        )
 
     def end_at(self, label: str, number: int, index: int = -1, items: float = nan) -> bool:
         """End the open step now, without the time since its last mark of `label`. Do not wait.
 
-        Return False and do nothing if no step is timed in this thread, if there is no such mark, or
-        if a model call or a backward pass follows it.
+        Return False and do nothing if no step is timed in this thread, if the step has no such
+        mark, or if a model call or a backward pass follows that mark.
         """
         if self.state not in (OPEN, PAUSED) or get_ident() != self.threads.timed:
             return False
@@ -292,26 +301,29 @@ class Recorder:
             self.watcher.show(None)
 
     def start_probe(self, spin: Callable[[], None]) -> None:
-        """Exclude the time so far, and keep the device busy with `spin`.
+        """Start a probe: exclude the time of the step so far, and keep the device busy with `spin`.
 
-        `end_step` then waits for the end of the step, and reads all steps.
+        `end_step` will wait for the device to finish this step, and read all steps.
         """
         label = self.label
         if label is None or self.state is not OPEN:
             return
-        self.watcher.stop_locating()  # It would delay the launches.
+        self.watcher.stop_locating()  # Locating marks would delay the launches.
         self.open.exclude(0)
         self.label = EXCLUDED
         self.watcher.show(None)
-        # Mark the start of the spin. Its measured length determines the length of the next spin, so
-        # it must not include earlier time, such as logging.
+        # Mark the start of the spin. The measured length of a spin corrects the length of the next
+        # spin, so it must not include earlier time, such as logging.
         self._record(EXCLUDED, annotate=False)
         spin()
         self._record(label)
         self.open = StepMarks(self.open.marks, post_spin_index=len(self.open.marks) - 1)
 
     def abandon(self) -> list[Any]:
-        """End all recording in a forked process. Return the objects that refer to events."""
+        """End all recording in a forked process. Return the objects that refer to events.
+
+        The caller must keep these objects: destroying an event would abort the process.
+        """
         held = [self._clear(), self.pending.forget()]
         self._go_to(IDLE)
         self.threads.forget()
@@ -320,8 +332,9 @@ class Recorder:
     # Transitions
 
     def _record(self, label: str, *, annotate: bool = True) -> None:
+        """Record a mark; without `annotate`, do not show it in other profilers."""
         try:
-            if self._may_capture() and self.captures.note():
+            if self._may_capture() and self.captures.detect():
                 self.pending.take_back(self._clear())
                 self._go_to(LOST)
                 return

@@ -9,7 +9,7 @@ class State(Enum):
 
     IDLE = 0  # No step is timed. Only named phases are tracked.
     OPEN = 1  # A step is timed: time is attributed to `Recorder.label`.
-    PAUSED = 2  # Time is excluded. A step that contains no other time is dropped at its end.
+    PAUSED = 2  # Time is excluded from the step. A step with only such time is dropped at its end.
     LOST = 3  # An error or a graph capture has spoiled the step, which is dropped at its end.
 
 

@@ -32,7 +32,8 @@ class StepMarks:
 
     Attributes:
         marks: All marks so far, in order.
-        post_spin_index: Index of the first mark after the spin kernel of a probe; 0 if not probed.
+        post_spin_index: Index of the first mark after the spin kernel; 0 in a step that is not
+            probed.
     """
 
     marks: list[Mark] = field(default_factory=list)
@@ -68,11 +69,11 @@ class StepMarks:
         return bool(self.marks) and self.marks[-1][0] in (WAITS, RECEIVES)
 
     def relabel(self, label: str) -> None:
-        """Attribute the time since the last mark to `label`, including waits."""
+        """Replace the label of the last mark that is not part of a wait."""
         self._rename(self._uninterrupted(len(self.marks) - 1), label)
 
     def rename_before(self, old: str, label: str) -> None:
-        """Replace the label of the second-to-last mark if it is `old`."""
+        """Replace the label of the mark before the last mark, skipping waits, if it is `old`."""
         place = self._uninterrupted(len(self.marks) - 2)
         if place >= 0 and self.marks[place][0] == old:
             self._rename(place, label)
@@ -105,7 +106,7 @@ class StepMarks:
         return True
 
     def name_replay(self) -> None:
-        """Relabel a step without inner marks, which is the replay of a graph: it calls no hooks."""
+        """Relabel a step without inner marks: a replay of a CUDA graph, which calls no hooks."""
         if len(self.marks) == 2 and self.marks[0][0] == DATA:
             self._rename(0, OTHER)
 
@@ -115,7 +116,7 @@ class StepMarks:
             self._n_cached = -1
 
     def _uninterrupted(self, place: int) -> int:
-        """Return the index of a mark, or of the mark that it interrupts."""
+        """Return `place`, or if its mark is part of a wait, the place of the interrupted mark."""
         while place > 0 and self.marks[place][0] in INTERRUPTIONS:
             place -= 1
         return place

@@ -1,4 +1,4 @@
-"""Thread whose time is recorded."""
+"""Thread of the training loop, whose time is recorded."""
 
 from threading import get_ident, local
 from typing import Any
@@ -6,44 +6,45 @@ from weakref import ref
 
 
 class TimedThread:
-    """Thread that is timed.
+    """Thread of the training loop: the thread that last called `start` or `stop`.
 
     Its id is forgotten when the thread ends, because a new thread may get the same id.
     """
 
     def __init__(self) -> None:
-        self.timed = -1
-        """Id of the thread while a step is timed; else -1."""
         self.home = -1
-        """Id of the thread of the loop, also between timed steps; -1 without a thread."""
+        """Id of the thread; -1 before the first call, and after the thread has ended."""
+        self.timed = -1
+        """Id of the same thread while a step is timed; -1 between timed steps."""
         self.was_elsewhere = False
-        """True once a boundary was called in another thread."""
+        """True once a hook was called in another thread while a step was timed."""
         self._local = local()
-        self._end: Any = None
+        self._end_watch: Any = None  # Weak reference that calls `forget` when the thread ends.
 
     def start(self) -> None:
-        """Time the calling thread."""
+        """Time the calling thread, which becomes the thread of the loop."""
         if get_ident() != self.home:
-            self._move_here()
+            self._follow_calling_thread()
         self.timed = self.home
 
     def stop(self) -> None:
-        """Do not time any thread until `start`, which the calling thread is expected to call."""
+        """Time no thread until `start`. The calling thread becomes the thread of the loop."""
         if get_ident() != self.home:
-            self._move_here()
+            self._follow_calling_thread()
         self.timed = -1
 
-    def _move_here(self) -> None:
-        # This set is deleted when the thread ends, or when another thread is timed.
+    def _follow_calling_thread(self) -> None:
+        # Python deletes this thread-local set when the thread ends. That calls `forget`.
         alive = set[None]()
         vars(self._local)["alive"] = alive
-        self._end = ref(alive, self.forget)
+        self._end_watch = ref(alive, self.forget)
         self.home = get_ident()
 
     def is_idle_here(self) -> bool:
-        """Return True in the thread `home` while no step is timed.
+        """Return True in the thread of the loop while no step is timed.
 
-        Call it only in a thread that is not timed. If another thread is timed, set `was_elsewhere`.
+        Call it only where `timed` is not the calling thread. If another thread is timed, set
+        `was_elsewhere`.
         """
         if self.timed == -1:
             return get_ident() == self.home

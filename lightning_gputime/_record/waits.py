@@ -12,12 +12,13 @@ def begin_wait(recorder: Recorder, label: str = WAITS) -> bool:
     """Start a wait for other ranks, which interrupts the current phase until `end_wait`.
 
     The wait is part of that phase, even if the phase is relabeled later. With the label `RECEIVES`,
-    it is part of the next phase. Return False during another wait, or if no step is timed.
+    it is part of the next phase. Return False and do nothing if no step is timed in this thread, or
+    during another wait.
     """
     if recorder.state is not OPEN or not is_here(recorder) or recorder.open.is_waiting:
         return False
     if recorder.label is None or recorder.label.endswith(f"/{COMM}"):
-        return False
+        return False  # The current phase, such as `data/comm`, is itself a wait.
     recorder.interrupt(label)
     return True
 

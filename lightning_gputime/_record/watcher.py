@@ -1,4 +1,7 @@
-"""Other uses of marks: ranges in other profilers, and places in the code."""
+"""Other uses of marks: show them in other profilers, and locate them in the code.
+
+To locate a mark means to store the place in the user's code that was running at the mark.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,7 +16,7 @@ from lightning_gputime._record.clock import Mark
 LOCATED_STEPS = 5
 """Number of consecutive steps whose marks are located. Locating a mark takes about 3 us."""
 FIRST_LOCATED = (3, 48, 98)
-"""Numbers of timed steps at which locating starts: the last two cover steps 50 and 100, because
+"""Locating starts after these numbers of timed steps. The last two cover steps 50 and 100, because
 loggers, checks and checkpoints often run every 50 steps."""
 
 
@@ -53,11 +56,11 @@ class MarkWatcher:
     ) -> None:
         self._annotate, self._locate, self._warn_once = annotate, locate, warn_once
         self.is_located = False
-        """True while the marks of the open step are located."""
+        """True while new marks are located."""
         self.is_shown = annotate is not None
-        """True while labels are shown."""
+        """True while labels are shown in other profilers."""
         self.to_locate = 0
-        """Number of later timed steps to locate."""
+        """Number of timed steps to locate after the open step."""
 
     def show(self, label: str | None) -> None:
         """Show the start of a label in other profilers; with None, the end of the last label."""
@@ -69,7 +72,7 @@ class MarkWatcher:
                 self._warn_once("Phases are no longer shown in other profilers: %r", error)
 
     def locate(self, mark: Mark) -> Mark:
-        """Return a mark with its place in the code."""
+        """Return a mark with its place in the code; after an error, the mark itself."""
         if self._locate is not None:
             try:
                 return (*mark[:3], self._locate())
@@ -84,7 +87,7 @@ class MarkWatcher:
             self.to_locate = steps
 
     def stop_locating(self) -> None:
-        """Do not locate the rest of the open step."""
+        """Do not locate further marks of the open step."""
         self.is_located = False
 
     def start_step(self) -> None:
@@ -94,14 +97,18 @@ class MarkWatcher:
             self.is_located = True
 
     def prepare_end(self, timed_steps: int) -> None:
-        """Prepare for the mark that ends a step: locate it if the next step is located."""
+        """Locate the mark that ends this step and starts the next, if the next step is located.
+
+        Args:
+            timed_steps: Number of timed steps, including this step.
+        """
         if timed_steps in FIRST_LOCATED:
             self.locate_next(LOCATED_STEPS)
         if self.to_locate:
             self.is_located = True
 
     def end_step(self) -> None:
-        """Handle the end of a located step, after its last mark: continue if steps are left."""
+        """End a located step, after its last mark. Continue if the next step is located, too."""
         if self.to_locate:
             self.to_locate -= 1
         else:
