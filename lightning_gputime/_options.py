@@ -231,7 +231,7 @@ def check_int(name: str, value: Any, minimum: int, meaning: str) -> int:
         name: Name of the option, for errors.
         value: Value that the user passed.
         minimum: Smallest valid value.
-        meaning: What the number counts, for errors.
+        meaning: Description of the number, for errors.
 
     Raises:
         TypeError: If the value is not a whole number.
