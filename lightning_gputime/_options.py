@@ -225,17 +225,9 @@ def _to_number(value: Any) -> Any:
 
 
 def check_int(name: str, value: Any, minimum: int, meaning: str) -> int:
-    """Return `value`, or the whole number that it represents (such as "3"), as an int.
+    """Return `value` as an int. Errors contain the `name` and the `meaning` of the option.
 
-    Args:
-        name: Name of the option, for errors.
-        value: Value that the user passed.
-        minimum: Smallest valid value.
-        meaning: Description of the number, for errors.
-
-    Raises:
-        TypeError: If the value is not a whole number.
-        ValueError: If the value is below `minimum`.
+    Raise TypeError if the value is not a whole number, and ValueError if it is below `minimum`.
     """
     number = _to_number(value)
     if not isinstance(number, int) or isinstance(number, bool):
