@@ -1,6 +1,6 @@
 """Per-phase GPU times of PyTorch and Lightning training steps."""
 
-# ruff: noqa: F403, F405  # At runtime names are looked up where they are asked for.
+# ruff: noqa: F403, F405  # At runtime `__getattr__` imports names.
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ _HEAVY = {
     "PhaseTimeMetric": "metric",
     "TransformersPhaseTimer": "huggingface",
 }
-"""Names whose modules import optional dependencies; they are imported lazily."""
+"""Modules of the names that need optional dependencies. All other names are in `_api`."""
 
 
 def __getattr__(name: str) -> Any:

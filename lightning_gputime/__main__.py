@@ -65,11 +65,11 @@ _RAW = argparse.RawDescriptionHelpFormatter
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code. The default arguments are those of the process."""
+    """Run a command and return its exit code. By default, use the arguments of the process."""
     if arguments is None:
         arguments = sys.argv[1:]
         if isinstance(sys.stdout, io.TextIOWrapper):
-            # The encoding may lack "±", or a character in a name.
+            # The encoding may not have "±", or a character of a phase name.
             sys.stdout.reconfigure(errors="backslashreplace")
     parser = _new_parser()
     args = parser.parse_args(arguments or ["--help"])
@@ -101,7 +101,7 @@ def _new_parser() -> argparse.ArgumentParser:
     show = new("show", help="print the table of a saved run", description=_SHOW)
     show.set_defaults(command=_show)
     show.add_argument("run", help="the file of a run")
-    watch = "print it again whenever the training has rewritten the file, until Ctrl-C"
+    watch = "print the table again whenever the training has rewritten the file, until Ctrl-C"
     show.add_argument("--watch", action="store_true", help=watch)
     command.add_json_arguments(show)
 
@@ -112,7 +112,7 @@ def _new_parser() -> argparse.ArgumentParser:
     compare.add_argument("before", metavar="BEFORE", help=before)
     compare.add_argument("after", nargs="+", metavar="AFTER", help=after)
     _add_bounds(compare)
-    markdown = "print it as Markdown, as for a comment on a pull request"
+    markdown = "print the comparison as Markdown, such as for a comment on a pull request"
     compare.add_argument("--markdown", action="store_true", help=markdown)
 
     failed = f"{_CODES}If a command fails, bench exits with 2; 128 + n if signal n ended it."
@@ -151,7 +151,7 @@ def _add_bounds(parser: argparse.ArgumentParser) -> None:
 
 
 def _bound(text: str) -> tuple[float, str]:
-    """Return a bound as a fraction, and the phase that it is for."""
+    """Parse a bound such as "loss:5%". Return the fraction, and the phase (empty for all)."""
     found = re.fullmatch(r"\s*(?:(.+):)?\s*(\d+(?:\.\d*)?|\.\d+)\s*%?\s*", text)
     if found is None:
         raise argparse.ArgumentTypeError(
@@ -164,7 +164,7 @@ def _show(args: argparse.Namespace) -> int:
     if not args.watch:
         _show_once(args)
         return SUCCEEDED
-    shown_ns = 0
+    shown_ns = 0  # Modification time of the file that was shown last.
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             if os.path.exists(args.run) and (time_ns := os.stat(args.run).st_mtime_ns) != shown_ns:
@@ -198,7 +198,7 @@ def _run(args: argparse.Namespace) -> int:
         shutil.copyfile(saved[0], Path(args.save_path).expanduser())
     if not (is_saved := (folder / "run.json.gz").exists()):
         print("run: no run was saved, because no training step was timed", file=sys.stderr)
-    if not (code and is_saved):  # After an error, keep the file: a message has named it.
+    if not (code and is_saved):  # After an error, keep the file, whose path a message has shown.
         shutil.rmtree(folder)
     return code if is_saved else code or FAILED
 
@@ -220,7 +220,8 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _show_comparison(found: "package.RunComparison", args: argparse.Namespace) -> int:
     """Print a comparison and its outcome for each bound. Return the exit code."""
-    lines, outcomes = [], {"passed"}
+    lines = []
+    outcomes = {"passed"}
     for group in (found, *found.others):
         name = f"{group.names[1]}: " if found.others else ""
         for bound, phase in args.fail_above:
@@ -230,7 +231,7 @@ def _show_comparison(found: "package.RunComparison", args: argparse.Namespace) -
     if args.json or args.brief:
         from lightning_gputime._runs.result import comparison_result
 
-        # Without a bound there is no verdict.
+        # Without a bound there is no outcome.
         outcome = {"outcome": worst} if args.fail_above else {}
         _print(_as_json(comparison_result(found, outcome, brief=args.brief), args))
     elif args.markdown:
@@ -275,7 +276,7 @@ def _print(*parts: "Tabular | str") -> None:
                 show(part)
         print(end="", flush=True)
     except BrokenPipeError:
-        # Python flushes stdout again when it exits.
+        # Python flushes stdout again at exit, which would raise for the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

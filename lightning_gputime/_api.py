@@ -22,4 +22,4 @@ from lightning_gputime._runs.saved import load as load
 from lightning_gputime.hooks import GPUPhaseHooks as GPUPhaseHooks
 
 for found in [value for value in vars().values() if isinstance(value, type)]:
-    found.__module__ = "lightning_gputime"  # Users import it from there.
+    found.__module__ = "lightning_gputime"  # Users import the classes from there.

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-_MAX_SHOWN = 60  # Maximum length of values in messages.
+_MAX_SHOWN = 60  # Maximum length of values in messages, in characters.
 _MAX_WARNINGS = 20  # Number of warnings that are kept for saved runs.
 HOMES = (
     "GPUPhaseTimer is for the Trainer of Lightning,"
@@ -20,7 +20,7 @@ messages = logging.getLogger("lightning_gputime")
 
 
 def _name_the_package(record: logging.LogRecord) -> bool:
-    # Without configured logging, Python prints the message alone.
+    # Without configured logging, Python prints only the message, without the logger's name.
     if not messages.hasHandlers():
         record.msg = f"{messages.name}: {record.msg}"
     return True
@@ -37,25 +37,26 @@ def _keep_warning(record: logging.LogRecord) -> bool:
     return True
 
 
-messages.addFilter(_keep_warning)  # Before the filter that changes the text.
+# In this order, so that the kept warnings do not start with the package's name.
+messages.addFilter(_keep_warning)
 messages.addFilter(_name_the_package)
 
 
 def format_value(value: object) -> str:
-    """Return the representation of a value, or its type if the representation is long."""
+    """Return `repr(value)`, or "a <type>" if that is too long for a message."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"a {type(value).__name__}"
 
 
 def suggest(name: object, known: Iterable[str]) -> str:
-    """Return "did you mean ...?" with the closest known name, or a list of all known names."""
+    """Return "did you mean ...?" with the closest known name, or "there is ..." with all names."""
     known = [*known]
     alike = difflib.get_close_matches(str(name), known, 1)
     return f"did you mean {alike[0]}?" if alike else f"there is {', '.join(known) or 'none'}"
 
 
 class Named(dict[str, Any]):
-    """A dict whose KeyError suggests the nearest name."""
+    """A dict whose KeyError suggests the most similar key."""
 
     def __missing__(self, name: object) -> NoReturn:
         raise KeyError(f"{name!r}: {suggest(name, self)}")
@@ -66,7 +67,8 @@ class WarnOnce:
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
-        self._first_number = _newest_warnings[-1][0] + 1
+        newest_number, _ = _newest_warnings[-1]
+        self._first_number = newest_number + 1
 
     def __call__(self, message: str, *args: object) -> None:
         """Log a warning unless one with this `message` was logged before."""

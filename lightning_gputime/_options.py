@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from math import isfinite
 from numbers import Number
-from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
 
 from lightning_gputime._instrumentation.modules import Modules
 from lightning_gputime._measurement.observers import is_observer
@@ -81,8 +81,8 @@ class AllOptions(TimerOptions, total=False):
     """`TimerOptions` and the private options of tests and benchmarks, which no signature shows."""
 
     _clock: Clock | None  # Replaces the device's clock.
-    # Number of ended steps that the GPU may still be running. With 1, it has work while the host
-    # waits.
+    # Number of ended steps that the GPU may still be running after the host has waited for it. With
+    # 1, the GPU has work during that wait.
     _lag: int
 
 
@@ -106,17 +106,17 @@ class Options:
     _lag: int = 1
 
     def __post_init__(self) -> None:
-        for name, (least, meaning) in _INTEGERS.items():
+        for name, (minimum, meaning) in _INTEGERS.items():
             value = getattr(self, name)
             if name != "every_n_steps" or value != AUTO:
-                object.__setattr__(self, name, check_int(name, value, least, meaning))
+                object.__setattr__(self, name, check_int(name, value, minimum, meaning))
         for name in ("items", "flops"):
-            object.__setattr__(self, name, _number(getattr(self, name)))
+            object.__setattr__(self, name, _to_number(getattr(self, name)))
         check_bool("annotate", self.annotate)
-        for name, error, is_right, requirement in _REQUIREMENTS:
-            value = getattr(self, name)
-            if not is_right(value):
-                raise error(f"{name} must {requirement}, got {format_value(value)}")
+        for option, is_valid, expected, error in _REQUIREMENTS:
+            value = getattr(self, option)
+            if not is_valid(value):
+                raise error(f"{option} must be {expected}, got {format_value(value)}")
         _check_modules(self.modules)
 
     @property
@@ -146,7 +146,7 @@ class Options:
         return frozenset(groups - {"default"})
 
 
-# Options that summaries advise by name, except `modules`, whose advice names its flag.
+# Options that the advice of summaries names. For `modules`, the advice itself names the flag.
 _ADVISED = re.compile(r"\b(every_n_steps|probe_every_n_steps|flops|items)=(\w*)")
 
 
@@ -166,16 +166,16 @@ def takes_options(cls: type[T]) -> type[T]:
     """
     init: Any = cls.__init__
     signature = _with_options(inspect.signature(init))
-    known = [*signature.parameters][1:]
+    _, *known = signature.parameters  # Without `self`.
     is_positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    by_position = [p.name for p in signature.parameters.values() if p.kind is is_positional]
+    _, *by_position = [p.name for p in signature.parameters.values() if p.kind is is_positional]
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
-        if given := args[len(by_position) - 1 :]:
-            call = ", ".join([*by_position[1:], "option=value"])
+        if surplus := args[len(by_position) :]:
+            call = ", ".join([*by_position, "option=value"])
             raise TypeError(
-                f"{cls.__name__} takes its options by name, got {format_value(given[0])} by"
+                f"{cls.__name__} takes its options by name, got {format_value(surplus[0])} by"
                 f" position: write {cls.__name__}({call})"
             )
         for option in options.keys() - known - AllOptions.__annotations__.keys():
@@ -184,16 +184,16 @@ def takes_options(cls: type[T]) -> type[T]:
         init(self, *args, **options)
 
     checked.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` looks for
-    cls.__init__ = checked  # type: ignore[method-assign]  # the same, with its errors
-    own = inspect.getdoc(TimerOptions) or ""
-    entries = own.partition("Attributes:\n")[2].replace("\n", "\n    ")
+    cls.__init__ = checked  # type: ignore[method-assign]  # has the same arguments
+    documentation = inspect.getdoc(TimerOptions) or ""
+    entries = documentation.partition("Attributes:\n")[2].replace("\n", "\n    ")
     cls.__doc__ = re.sub(r"    \*\*options: .*", lambda _: entries, cls.__doc__ or "")
     return cls
 
 
 def _with_options(signature: inspect.Signature) -> inspect.Signature:
     """Return the signature of a constructor with each option in place of `**options`."""
-    *own, last = signature.parameters.values()
+    *named, last = signature.parameters.values()
     hints = get_type_hints(TimerOptions)
     option = last.replace(kind=inspect.Parameter.KEYWORD_ONLY)
     options = [
@@ -201,7 +201,7 @@ def _with_options(signature: inspect.Signature) -> inspect.Signature:
         for field in fields(Options)
         if field.name in hints
     ]
-    return signature.replace(parameters=[*own, *options])
+    return signature.replace(parameters=[*named, *options])
 
 
 def check_bool(name: str, value: Any) -> None:
@@ -210,10 +210,13 @@ def check_bool(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, got {format_value(value)}")
 
 
-def _number(value: Any) -> Any:
-    """Convert numbers that YAML or NumPy gives another type, such as "3e9", also in a sequence."""
+def _to_number(value: Any) -> Any:
+    """Convert a number of another type, such as "3e9" from YAML or a NumPy scalar, to int or float.
+
+    Convert each element of a sequence. Return other values unchanged.
+    """
     if _is_several(value):
-        return [*map(_number, value)]
+        return [*map(_to_number, value)]
     if isinstance(value, str | Number) and not isinstance(value, int):
         with suppress(TypeError, ValueError):
             number = float(value)  # type: ignore[arg-type]  # raises
@@ -221,17 +224,20 @@ def _number(value: Any) -> Any:
     return value
 
 
-def check_int(name: str, value: Any, least: int, meaning: str) -> int:
-    """Return an integer. Raise TypeError for other types, ValueError if it is below `least`."""
-    value = _number(value)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer ({meaning}), got {format_value(value)}")
-    if value < least:
-        raise ValueError(f"{name} must be {least} or more ({meaning}), got {value}")
-    return value
+def check_int(name: str, value: Any, minimum: int, meaning: str) -> int:
+    """Return `value` as an int. Errors contain the `name` and the `meaning` of the option.
+
+    Raise TypeError if the value is not a whole number, and ValueError if it is below `minimum`.
+    """
+    number = _to_number(value)
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"{name} must be an integer ({meaning}), got {format_value(number)}")
+    if number < minimum:
+        raise ValueError(f"{name} must be {minimum} or more ({meaning}), got {number}")
+    return number
 
 
-def _is_amount(value: Any) -> bool:
+def _is_positive(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and isfinite(value) and value > 0
 
@@ -251,17 +257,17 @@ def _are_observers(value: Any) -> bool:
 
 def _is_flops(value: Any) -> bool:
     if _is_several(value):
-        return len(value) == 2 and all(map(_is_amount, value))
-    return value is None or _is_amount(value)
+        return len(value) == 2 and all(map(_is_positive, value))
+    return value is None or _is_positive(value)
 
 
-# Advice for options that a timer lacks.
+# What to do instead of passing an option that only `GPUPhaseTimer` has.
 _INSTEAD = {"save_path": "call timer.save(path) after the training"}
 
 LOG_GROUPS = ("default", "all", "phases", "comm", "slow", "fit")
 """Accepted values of `log=`."""
 
-# Integer options: minimum and meaning.
+# Minimum and meaning of the integer options.
 _INTEGERS = {
     "warmup_steps": (0, "number of first steps to exclude from the summary"),
     "history_size": (1, "number of newest steps to keep"),
@@ -269,31 +275,50 @@ _INTEGERS = {
     "probe_every_n_steps": (0, _PROBES),
 }
 
-_IS_ITEMS = (
-    "be the number of items in a batch, a function that returns it for a batch, or None for the"
+_EXPECTED_ITEMS = (
+    "the number of items in a batch, a function that returns it for a batch, or None for the"
     " size of the batch's first tensor"
 )
-_IS_FLOPS = (
-    "be None, or the FLOPs of forward and backward per item, as one number or as two (per token if"
+_EXPECTED_FLOPS = (
+    "None, or the FLOPs of forward and backward per item, as one number or as two (per token if"
     " items= counts tokens): torch's FlopCounterMode counts them"
 )
-_IS_OBSERVERS = (
-    "be a list of functions that take a StepTimes, metrics, or objects with methods of StepObserver"
+_EXPECTED_OBSERVERS = (
+    "a list of functions that take a StepTimes, metrics, or objects with methods of StepObserver"
 )
-_IS_SYNC = "be True (compare the ranks at the end of each epoch), 'log' (at every log) or False"
-_IS_PROBES = f"be 0 or at least 3 ({_PROBES})"
-_IS_KEY = "be a key such as 'phase_time', without '/' or spaces at its ends"
+_EXPECTED_SYNC = "True (compare the ranks at the end of each epoch), 'log' (at every log) or False"
+_EXPECTED_PROBES = f"0 or at least 3 ({_PROBES})"
+_EXPECTED_KEY = "a key such as 'phase_time', without '/' or spaces at its ends"
 
-# Requirements of the other options: name, error, check, and the expected value.
-_REQUIREMENTS: Sequence[tuple[str, type[Exception], Callable[[Any], bool], str]] = (
-    ("items", TypeError, lambda n: n is None or callable(n) or _is_amount(n), _IS_ITEMS),
-    ("flops", TypeError, _is_flops, _IS_FLOPS),
-    ("prefix", TypeError, lambda value: isinstance(value, str), "be a string such as 'phase_time'"),
-    ("observers", TypeError, _are_observers, _IS_OBSERVERS),
-    ("prefix", ValueError, lambda value: value and value == value.strip("/ "), _IS_KEY),
-    ("log", ValueError, _is_log, f"be one of, or a list of, {', '.join(LOG_GROUPS)}"),
-    ("probe_every_n_steps", ValueError, lambda n: n not in (1, 2), _IS_PROBES),
-    ("sync_ranks", ValueError, lambda value: isinstance(value, bool) or value == "log", _IS_SYNC),
+
+class _Requirement(NamedTuple):
+    option: str
+    is_valid: Callable[[Any], bool]
+    expected: str  # Description of valid values, after "must be".
+    error: type[Exception]
+
+
+# Requirements of the other options. The type of an option is checked before its value.
+_REQUIREMENTS = (
+    _Requirement(
+        "items", lambda n: n is None or callable(n) or _is_positive(n), _EXPECTED_ITEMS, TypeError
+    ),
+    _Requirement("flops", _is_flops, _EXPECTED_FLOPS, TypeError),
+    _Requirement(
+        "prefix", lambda value: isinstance(value, str), "a string such as 'phase_time'", TypeError
+    ),
+    _Requirement("observers", _are_observers, _EXPECTED_OBSERVERS, TypeError),
+    _Requirement(
+        "prefix", lambda value: value and value == value.strip("/ "), _EXPECTED_KEY, ValueError
+    ),
+    _Requirement("log", _is_log, f"one of, or a list of, {', '.join(LOG_GROUPS)}", ValueError),
+    _Requirement("probe_every_n_steps", lambda n: n not in (1, 2), _EXPECTED_PROBES, ValueError),
+    _Requirement(
+        "sync_ranks",
+        lambda value: isinstance(value, bool) or value == "log",
+        _EXPECTED_SYNC,
+        ValueError,
+    ),
 )
 
 

@@ -22,8 +22,8 @@ GENERATE = "generate"
 REWARD = "reward"
 # Sub-phase in which a rank waits for others or runs a collective, such as `backward/comm`.
 COMM = "comm"
-# Parts of `data`, if a trainer reports them: the fetch of the next batch from the loader, its copy
-# to the device, and the wait for other ranks.
+# Parts of `data`, if a trainer reports them: the fetch of the next batch from the loader, the copy
+# of the batch to the device, and the wait for other ranks.
 FETCH = "data/fetch"
 COPY = "data/copy"
 WAIT = "data/comm"
@@ -41,22 +41,22 @@ AFTER_BACKWARD = "<after backward>"
 GRAD = "<grad>"
 AFTER_GRAD = "<after grad>"
 AFTER_UPDATE = "<after update>"
-EVALUATION = "<evaluation>"  # A call in eval mode, until it is settled whether it is an evaluation.
-EVALUATED = "<evaluated>"  # An evaluation inside a step, which excludes it.
+EVALUATION = "<evaluation>"  # A model call in eval mode that may turn out to be an evaluation.
+EVALUATED = "<evaluated>"  # An evaluation inside a step. Its time is excluded from the step.
 EXCLUDED = "<excluded>"  # Time in no step, such as in `timer.paused()`.
 BETWEEN = "<between>"  # Time after a loop whose gradients wait for an update in the next loop.
 LEFT = "<left>"  # Time after the last update of a step in which the loop was left.
-EVALUATES = (EVALUATION, EVALUATED, EXCLUDED)
-IN_NO_STEP = (EXCLUDED, EVALUATED, LEFT)
+EVALUATES = (EVALUATION, EVALUATED, EXCLUDED)  # Labels of time in which a loop may evaluate.
+IN_NO_STEP = (EXCLUDED, EVALUATED, LEFT)  # Labels of time that counts for no step.
 # Labels of marks that interrupt a phase: a wait for other ranks, a wait of a pipeline stage for its
-# input, which is part of the interrupted phase, and the end of both.
+# input, and the end of either wait.
 WAITS = "<waits>"
 RECEIVES = "<receives>"
 CONTINUES = "<continues>"
 INTERRUPTIONS = (WAITS, RECEIVES, CONTINUES)
 
 
-# In the order of a step. Okabe and Ito's palette, which is safe for color-blind readers.
+# Phases in the order of a step, with colors of Okabe and Ito's palette for color-blind readers.
 COLOURS = {
     DATA: "#E69F00",
     CALLBACKS: "#D55E00",
@@ -91,7 +91,8 @@ _PENDING: Mapping[str, Mapping[str | None, str]] = {
     BETWEEN: {},
 }
 
-# Most frequent phase of such a label, for profilers, which cannot wait for the next label.
+# Most frequent phase of each label whose phase depends on the next label. Profilers use it, because
+# they cannot wait for the next label.
 LIKELY = {
     AFTER_FORWARD: LOSS,
     AFTER_BACKWARD: OPTIMIZER,
@@ -103,7 +104,10 @@ LIKELY = {
 
 
 def likely_phase(label: str) -> str:
-    """Return the phase that a label most often becomes: a part of `data`, or another phase."""
+    """Return the phase that a label most often becomes.
+
+    A sub-phase is replaced by its top-level phase, except for the parts of `data`.
+    """
     phase = LIKELY.get(label, label)
     return phase if phase.startswith(f"{DATA}/") else phase.partition("/")[0]
 
@@ -114,6 +118,10 @@ _RESERVED = ("step", "host_wait", "slow", "slow_excess", "lasting_change", "loca
 # and line breaks would break tables and logger keys.
 UNUSABLE = r"/<>\x00-\x1f\x7f-\x9f\u2028\u2029"
 _NAME = re.compile(rf"[^{UNUSABLE}]+(/[^{UNUSABLE}]+)*")
+_INVALID = (
+    "is not valid: pass a non-empty string without '<', '>' or control characters, such as"
+    " 'augment' or 'forward/body'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +147,7 @@ class StepTimes:
             not to run it.
         host_wait_ms: Time for which the host was blocked until the device finished this step (in
             milliseconds); 0.0 if the step was read without waiting. If untimed steps precede the
-            wait, its share for a single step.
+            wait, the wait divided by the number of steps.
         step_ms: The sum of the top-level phases (in milliseconds).
         skipped_update: True if no optimizer ran its update, as when a GradScaler finds gradients
             that are not finite. Stays False with a fused optimizer, which decides on the device.
@@ -156,7 +164,9 @@ class StepTimes:
 
 
 class StepRecord(NamedTuple):
-    """A step that was read. All but `places` are plain values, which cost no garbage collection.
+    """Labels and times of a step that the device has finished.
+
+    All fields but `places` contain plain values, which the garbage collector does not track.
 
     Attributes:
         number: The number that the step is logged under.
@@ -168,13 +178,13 @@ class StepRecord(NamedTuple):
             it; else 0.
         skipped_update: True if no optimizer ran its update.
         was_fully_queued: True if the host had launched all of a probed step before the device
-            started it; None for other steps.
+            started it, False if not; None for steps without a probe.
         post_spin_index: Index of the mark after the spin kernel; 0 without a spin kernel.
         items: Number of items; NaN if unknown.
         step_index: Index among all steps since the timer was attached, timed or not; -1 if only
             timed steps are counted.
         places: Place in the user's code at each mark, including its end; empty if the step was
-            not located.
+            not one of those whose places are recorded.
     """
 
     number: int
@@ -192,31 +202,31 @@ class StepRecord(NamedTuple):
 
     @property
     def spin_ms(self) -> float:
-        """Duration of the spin kernel before it (in milliseconds)."""
+        """Duration of the spin kernel before a probed step (in milliseconds); else 0."""
         return self.device_ms[self.post_spin_index - 1] if self.post_spin_index else 0.0
 
     @property
     def evaluation_ms(self) -> float:
-        """Device time of an evaluation inside it (in milliseconds)."""
+        """Device time of evaluations inside the step (in milliseconds)."""
         labels_and_ms = zip(self.labels, self.device_ms, strict=True)
         return sum(ms for label, ms in labels_and_ms if label == EVALUATED)
 
     def times(self) -> StepTimes:
         # Computed on request and not cached: most steps are only summed, which needs only the raw
         # record.
-        settled = resolve_labels(self.labels)
+        phases = resolve_labels(self.labels)
         phase_ms: dict[str, float] = {}
         host_ms: dict[str, float] = {}
         step_ms = 0.0
         for names, ms, (start, end) in zip(
-            settled, self.device_ms, itertools.pairwise(self.host_ns), strict=True
+            phases, self.device_ms, itertools.pairwise(self.host_ns), strict=True
         ):
-            if names:
+            if names:  # Otherwise the interval belongs to no step.
                 step_ms += ms
             for name in names:
                 phase_ms[name] = phase_ms.get(name, 0.0) + ms
                 host_ms[name] = host_ms.get(name, 0.0) + (end - start) / 1e6
-        timeline = Timeline(settled, (*self.device_ms,), (*self.host_ns,), self.finished_ns)
+        timeline = Timeline(phases, (*self.device_ms,), (*self.host_ns,), self.finished_ns)
         return StepTimes(
             self.number,
             phase_ms,
@@ -228,6 +238,7 @@ class StepRecord(NamedTuple):
         )
 
 
+# Cached, because most steps of a loop have the same labels.
 @lru_cache(maxsize=256)
 def resolve_labels(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """Return the names of the phases that the time after each mark of a step counts for.
@@ -240,36 +251,40 @@ def resolve_labels(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 
     A sub-phase follows its parents. Time outside of steps has no names.
     """
-    # Cached, because most steps of a loop have the same labels.
-    phases = iter(_phases([label for label in labels if label not in INTERRUPTIONS]))
-    settled = []
-    phase, comm_phase = EXCLUDED, EXCLUDED
+    intervals = iter(_intervals([label for label in labels if label not in INTERRUPTIONS]))
+    resolved = []
+    current = _Interval(EXCLUDED, EXCLUDED)
     for label in labels:
         if label not in INTERRUPTIONS:
-            phase, comm_phase = next(phases)
-        name = phase
-        if label in (WAITS, RECEIVES) and phase not in IN_NO_STEP:
-            waits_in = comm_phase if label == RECEIVES else phase
-            name = f"{waits_in.partition('/')[0]}/{COMM}"
-        parents = itertools.accumulate(name.split("/"), "{}/{}".format)
-        settled.append(() if name in IN_NO_STEP else tuple(parents))
-    return tuple(settled)
+            current = next(intervals)
+        name = current.phase
+        if label in (WAITS, RECEIVES) and name not in IN_NO_STEP:
+            waiting = current.receiving_phase if label == RECEIVES else name
+            name = f"{waiting.partition('/')[0]}/{COMM}"
+        with_parents = itertools.accumulate(name.split("/"), "{}/{}".format)
+        resolved.append(() if name in IN_NO_STEP else tuple(with_parents))
+    return tuple(resolved)
 
 
-def _phases(labels: Sequence[str]) -> list[tuple[str, str]]:
-    """Return for each label its phase, and the phase that a pipeline waits for there."""
+class _Interval(NamedTuple):
+    phase: str
+    receiving_phase: str  # Phase that a pipeline's wait for input in this interval belongs to.
+
+
+def _intervals(labels: Sequence[str]) -> list[_Interval]:
+    """Return the interval after each mark of a step without interruptions."""
     # The next label decides, so go from the last label to the first.
-    phases = []
+    intervals = []
     following: str | None = None
     for label in reversed(labels):
         phase = _PENDING[label].get(following, OTHER) if label in _PENDING else label
-        comm_phase = phase
+        receiving_phase = phase
         if phase in (DATA, LOSS, OTHER) and following and following in (FORWARD, BACKWARD):
-            comm_phase = following
+            receiving_phase = following
         elif label == AFTER_BACKWARD:
             # After backward, the data that a stage has sent is still in transit.
-            comm_phase = BACKWARD
-        phases.append((phase, comm_phase))
+            receiving_phase = BACKWARD
+        intervals.append(_Interval(phase, receiving_phase))
         top_level = phase.partition("/")[0]
         if label in (AFTER_UPDATE, LEFT):
             # Only the end of an update is marked, so code between backward and update, such as
@@ -283,7 +298,7 @@ def _phases(labels: Sequence[str]) -> list[tuple[str, str]]:
         elif top_level == DATA or label == CALLBACKS:
             # Another micro-batch follows. A callback may run inside this callback.
             following = None
-    return phases[::-1]
+    return intervals[::-1]
 
 
 def is_wait(name: str) -> bool:
@@ -294,17 +309,19 @@ def is_wait(name: str) -> bool:
 def in_order(names: Sequence[str]) -> list[str]:
     """Sort phases in execution order: custom phases last, sub-phases after their parent.
 
-    Modules inside `forward` and `backward` are in order of first appearance, the same in both.
+    Modules are in order of first appearance, the same in `forward` and `backward`. Other sub-phases
+    are in alphabetical order.
     """
     tops = list(dict.fromkeys([*PHASES, *(name.partition("/")[0] for name in names)]))
-    seen = {part: i for i, part in enumerate(dict.fromkeys("/".join(names).split("/")))}
+    parts_in_order = dict.fromkeys("/".join(names).split("/"))
+    appearance = {part: i for i, part in enumerate(parts_in_order)}
 
-    def place(name: str) -> tuple[int, list[int], str]:
+    def sort_key(name: str) -> tuple[int, list[int], str]:
         top, *parts = name.split("/")
-        by_name = top not in (FORWARD, BACKWARD)
-        return tops.index(top), [] if by_name else [seen[part] for part in parts], name
+        has_modules = top in (FORWARD, BACKWARD)
+        return tops.index(top), [appearance[part] for part in parts] if has_modules else [], name
 
-    return sorted(names, key=place)
+    return sorted(names, key=sort_key)
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
@@ -315,14 +332,14 @@ def colours_of(names: Iterable[str]) -> dict[str, str]:
 
 def label_of_callback(callback: object, hook: str) -> str:
     """Return the sub-phase of `callbacks` for a hook of a callback."""
-    # A part of a name must not contain "/".
+    # "/" would separate a further sub-phase.
     return f"{CALLBACKS}/{type(callback).__name__.replace('/', '_')}.{hook}"
 
 
 def of_one_callback(name: str) -> str:
     """Return the callback and hook that a sub-phase of `callbacks` times; empty for other phases.
 
-    These sub-phases appear in the verdict and in `history`. They are not logged.
+    Such sub-phases appear in the verdict and in `history`, but not in logs.
     """
     top, _, part = name.partition("/")
     return part if top == CALLBACKS and name != CALLBACK_WAIT else ""
@@ -330,23 +347,22 @@ def of_one_callback(name: str) -> str:
 
 def check_name(name: str) -> str:
     """Return `name` if it is a valid phase name; else raise ValueError with the reason."""
-    if not isinstance(name, str) or not _is_well_formed(name):
-        raise ValueError(
-            f"phase name {name!r} is not valid: pass a non-empty string without '<', '>' or"
-            " control characters, such as 'augment' or 'forward/body'"
-        )
+    problem = _problem_of(name) if isinstance(name, str) else _INVALID
+    if problem:
+        raise ValueError(f"phase name {name!r} {problem}")
     return name
 
 
 @lru_cache(maxsize=256)
-def _is_well_formed(name: str) -> bool:
+def _problem_of(name: str) -> str:
+    """Return why a name is not a valid phase name; empty if it is."""
     first = name.partition("/")[0]
     if first in _RESERVED:
-        raise ValueError(f"phase name {name!r} is taken by the key '{first}_ms': choose another")
-    return _NAME.fullmatch(name) is not None
+        return f"is taken by the key '{first}_ms': choose another"
+    return "" if _NAME.fullmatch(name) else _INVALID
 
 
 def is_metric(found: object) -> bool:
     """Return True for a metric of torchmetrics."""
-    # By name: importing torchmetrics takes seconds.
+    # Compare the module's name, because importing torchmetrics takes seconds.
     return any(cls.__module__.startswith("torchmetrics.") for cls in type(found).__mro__)

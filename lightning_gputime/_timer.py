@@ -71,7 +71,7 @@ def _is_loader_of(owner: Callable[[], object], name: str, loader: object) -> boo
     return any(loader is getattr(outer, "base_dataloader", outer) for outer in found)
 
 
-def _blocks(results: Results) -> bool:
+def _is_sync_bound(results: Results) -> bool:
     """Return whether the CPU blocks on the GPU inside steps."""
     return pace_of(results.measurement()).code == SYNC_BOUND
 
@@ -96,29 +96,33 @@ class Timer(Tabular):
     """Base class of all timers.
 
     A front end calls `_start`, notifies `self._session` of the loop's steps, and calls `_finish` at
-    the end. While no session runs, notifications do nothing. Other ends of a measurement:
+    the end. While the timer is not attached, `self._session` ignores notifications. Other ends of a
+    measurement:
 
     - `_abort`: after an error in the training. It waits neither for the device nor for other ranks.
     - `_detach`: `_abort`, also for evaluations and the state of the front end.
     - `_give_up`: `_detach` with a warning, after an error in a hook of the timer.
     """
 
-    _USE = "The timer was never attached."  # How to use it, shown in place of missing results.
-    _libraries: tuple[str, ...] = ("torch",)  # Libraries whose missing private names affect it.
-    _logs_fit = False  # True if it logs the wall clock, the group "fit".
-    _is_aborted = False  # True if an exception has left the `with` of the timer.
-    _prints_on_stderr = False  # True if it was added to a script, whose output must not change.
+    _USE = "The timer was never attached."  # How to use the timer, shown instead of results.
+    # Libraries whose private names the timer uses. Missing names are listed in the summary.
+    _libraries: tuple[str, ...] = ("torch",)
+    _logs_fit = False  # True if the timer logs the wall clock, the group "fit".
+    _is_aborted = False  # True if an exception has left the `with` block of the timer.
+    _prints_on_stderr = False  # True if `run` added the timer to a script with its own output.
 
     def __init__(self, options: Options, *, print_summary: bool = True) -> None:
         check_bool("print_summary", print_summary)
         if "fit" in options.asked_groups and not self._logs_fit:
             raise ValueError(
-                f"log must not have 'fit' (only GPUPhaseTimer logs it), got {options.asked_groups}"
+                "log must not contain 'fit', which only GPUPhaseTimer logs; got"
+                f" {options.asked_groups}"
             )
-        self._options, self._prints_table = options, print_summary
+        self._options = options
+        self._prints_table = print_summary
         self._results = Results(options.history_size, options.timed_warmup_steps, hint=self._USE)
         self._session: Session | NullSession = NEVER_ATTACHED
-        self._patches = Attachments()  # Patches of objects of a trainer.
+        self._patches = Attachments()  # Patches of the trainer and of objects that belong to it.
         self._warn_once = WarnOnce()
         self._environment = Environment()
         self._costly_settings = CostlySettings()
@@ -131,15 +135,20 @@ class Timer(Tabular):
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled, so a copy is not attached. `ddp_spawn` pickles before `setup`.
-        alone = {"_session": NEVER_ATTACHED, "_patches": Attachments()}
-        alone |= {"_calls": None, "_loader": None}
-        return {**self.__dict__, **alone, "_wall_clock": WallClock(None)}
+        detached = {
+            "_session": NEVER_ATTACHED,
+            "_patches": Attachments(),
+            "_calls": None,
+            "_loader": None,
+            "_wall_clock": WallClock(None),
+        }
+        return {**self.__dict__, **detached}
 
     def __del__(self) -> None:
         if sys is None or sys.is_finalizing():
-            return  # Modules, and then their globals, may be gone already.
-        # The timer may be attached, for example if a notebook cell ran twice. `_session` is missing
-        # if `__init__` raised.
+            return  # Python may already have deleted the globals of modules.
+        # The timer may still be attached, for example if a notebook cell ran twice. `_session` is
+        # missing if `__init__` raised.
         vars(self).get("_session", NEVER_ATTACHED).lose()
 
     if not TYPE_CHECKING:  # Otherwise type checkers would accept any attribute.
@@ -169,7 +178,8 @@ class Timer(Tabular):
             clock: Clock of the device.
             loop: The loop.
             means: Log of the means.
-            outside: Functions around the training. Lines in them are not blamed for a phase.
+            outside: Functions around the training, such as the caller of `fit`. Their lines are not
+                reported as the cause of a phase's time.
             known: Fields of the `Environment` from the front end; None if a value is unknown.
         """
         if self._session.is_attached:
@@ -183,24 +193,24 @@ class Timer(Tabular):
         self._results = Results(
             options.history_size,
             options.timed_warmup_steps,
-            on_host,
-            hint,
-            self._culprits,
+            on_host_clock=on_host,
+            hint=hint,
+            culprits=self._culprits,
             libraries=self._libraries,
             wall_clock=self._wall_clock,
-            setup=setup_of(self._environment, loop, "precision" in known),
+            setup=setup_of(self._environment, loop, has_precision="precision" in known),
         )
         self._evaluations.means.clear()
         means.writer.begin()
         work = CPU_WORK if on_host else GPU_WORK
-        # CPU times can only be compared with the system clock.
+        # CPU times of threads can only be compared with the system clock, not with one of a test.
         threads = None if options._clock else ThreadTimes()
         self._costly_settings = CostlySettings.of(self._environment, loop, work, threads)
         self._read_costly_settings()
-        # Set before `attach`, so that `_detach` finds the session if `attach` is interrupted.
         results = self._results
         is_cuda = getattr(getattr(clock, "device", None), "type", "") == "cuda"
-        blocks = partial(_blocks, results) if is_cuda else partial(bool)
+        blocks = partial(_is_sync_bound, results) if is_cuda else bool  # `bool()` is False.
+        # Set `_session` before `attach`, so that `_detach` finds it if `attach` is interrupted.
         self._session = session = Session(options, clock, loop, results, means, outside, blocks)
         try:
             session.attach()
@@ -221,7 +231,7 @@ class Timer(Tabular):
 
     def _remove_patches(self) -> None:
         self._patches.remove()
-        self._calls = None  # It refers to this object.
+        self._calls = None  # Its reference to this timer is a cycle.
 
     def _time_calls(self, functions: Iterable[tuple[Any, str, str]]) -> None:
         """Time calls by name until the patches are removed.
@@ -241,7 +251,7 @@ class Timer(Tabular):
 
     def _staged_loaders(self, owner: object, name: str) -> StagedLoaders:
         """Return a timer of the stages of the loader that is the attribute `name` of `owner`."""
-        # All loaders of the process call it, so it must not keep a timer or its model alive.
+        # All loaders of the process call `includes`, so it must not keep a timer or a model alive.
         includes = partial(_is_loader_of, weakref.ref(owner), name)
         return StagedLoaders(includes, self._host_ns, self._culprits.add_loader)
 
@@ -260,7 +270,7 @@ class Timer(Tabular):
         try:
             if session.open_step.repeats_forward:
                 self._costly_settings = replace(self._costly_settings, repeats_forward=True)
-            # Some settings may have been enabled during training.
+            # The training may have enabled some settings.
             self._read_costly_settings(self._results.setup.costly_settings)
             session.finish()
         finally:
@@ -277,7 +287,7 @@ class Timer(Tabular):
     def _forget(self, session: Session | NullSession) -> None:
         """Remove a session that has ended, and drop the reference to it."""
         session.remove()
-        if self._session is session:  # An observer may have attached the timer again.
+        if self._session is session:  # Otherwise an observer has attached the timer again.
             self._session = REMOVED if session.was_attached else NEVER_ATTACHED
 
     def _detach(self) -> None:
@@ -294,7 +304,7 @@ class Timer(Tabular):
         except Exception as another:
             messages.warning("The timer could not be removed: %r", another)
         if self._session is NEVER_ATTACHED:
-            self._session = REMOVED  # The loop continues, untimed.
+            self._session = REMOVED  # With `NEVER_ATTACHED`, `step()` would raise.
 
     @never_raises
     def _read_loader(self, loader: object, *, in_data: bool = False, prefix: str = "") -> None:
@@ -302,7 +312,7 @@ class Timer(Tabular):
 
         Args:
             loader: The loader.
-            in_data: True if the phase `data` only consists of fetches from this loader.
+            in_data: True if `data` contains nothing but fetches from this loader.
             prefix: Prefix of the loader's options in the trainer, such as "dataloader_".
         """
         self._session.set_loader(loader, in_data)
@@ -310,17 +320,17 @@ class Timer(Tabular):
         settings = loader_settings(loader)
         self._results.update_setup(**settings, loader_prefix=prefix)
         if not self._wall_clock.has_stepped:
-            self._read_costly_settings()  # Settings of torch are often changed after `attach`.
+            self._read_costly_settings()  # Scripts often change torch's settings after `attach`.
         if settings["batch_size"] is not None:
             self._environment = replace(self._environment, batch_size=settings["batch_size"])
 
-    def _read_costly_settings(self, before: Iterable[CostlySetting] = ()) -> None:
-        """Read costly settings, and keep earlier readings."""
-        settings = merge(before, self._costly_settings.read(self._results.setup))
+    def _read_costly_settings(self, known: Iterable[CostlySetting] = ()) -> None:
+        """Read the settings that cost time, and add them to those that are already `known`."""
+        settings = merge(known, self._costly_settings.read(self._results.setup))
         self._results.update_setup(costly_settings=settings)
 
     def _submodules(self, model: object) -> dict[str, nn.Module]:
-        """Return the modules that `modules` selects. Raise ValueError if it matches no module."""
+        """Return the modules that `modules` selects. Raise ValueError if it selects none."""
         modules = self._options.modules
         # The model of some trainers, such as SetFit, is not a module.
         return resolve(modules, model) if modules and isinstance(model, nn.Module) else {}
@@ -345,9 +355,9 @@ class Timer(Tabular):
     def paused(self) -> NamedPhase:
         """Return a context manager that excludes the time of its code from all steps.
 
-        Use it for validation inside a training loop. A loop over `steps` inside it is not timed.
-        Without it, the timer excludes calls of the whole model in eval mode without gradients if
-        any of these applies:
+        Use it for validation inside a training loop. A loop over `steps` in a paused block is not
+        timed. Outside of such blocks, the timer excludes calls of the whole model in eval mode
+        without gradients if any of these conditions applies:
 
         - They run under `torch.inference_mode`.
         - They come after the last update of a step, or after every call of `step()`.
@@ -363,7 +373,7 @@ class Timer(Tabular):
     def flush(self) -> None:
         """Wait for the steps that have ended, and read them.
 
-        In another thread, it does nothing while the loop's thread is alive.
+        In another thread than the loop's, do nothing while the loop's thread is alive.
         """
         self._session.flush()
 
@@ -382,7 +392,7 @@ class Timer(Tabular):
         return self._read().history_and_warmup()[0]
 
     def summary(self) -> PhaseSummary:
-        """Return the statistics of the steps after the warm-up; of the warm-up if none follow."""
+        """Return the statistics of the steps after the warm-up, or of the warm-up if none ran."""
         return summary_of(self._read())
 
     def _table(self) -> Table:
@@ -393,11 +403,11 @@ class Timer(Tabular):
         """Return the slow steps since the warm-up with their causes, worst first.
 
         A step is slow if it exceeds the median of the 50 steps before it (updated every 25 steps)
-        by more than five median absolute deviations, 10 % of the median, and 0.5 ms. Only slow
-        steps are returned. Printing a step shows it as a sentence.
+        by more than each of five median absolute deviations, 10 % of the median, and 0.5 ms.
+        Printing a step shows it as a sentence.
 
         Args:
-            n: Maximum number of steps to return; 1,000 are kept.
+            n: Maximum number of steps to return; at most 1,000 are kept.
 
         Raises:
             TypeError: If `n` is not an integer.
@@ -424,7 +434,7 @@ class Timer(Tabular):
         saved.save(run, path)
 
     def _save_if_due(self, *, is_epoch_end: bool = False) -> None:
-        """Rewrite the live file if that is due and a step was read. Report errors once."""
+        """Rewrite the live file if a new version is due and a step was read. Report errors once."""
         file = self._live_file
         if file.is_due(is_epoch_end=is_epoch_end) and self.last_step is not None:
             # Record the save as a possible cause of a slow step.
@@ -432,9 +442,11 @@ class Timer(Tabular):
 
     def _run(self) -> Run:
         results = self._read()
+        history, warmup_steps = results.history_and_warmup()
         return Run(
             self._environment,
-            *results.history_and_warmup(),
+            history,
+            warmup_steps,
             summary_of(results),
             slow_steps=results.slow.slow_steps(100),
             evaluations=[*self._evaluations.means],
@@ -449,10 +461,10 @@ class Timer(Tabular):
                 note = flag_note(str(summary)) if on_stderr else ""
                 show(summary, on_stderr=on_stderr, note=note)
         except Exception as error:
-            # For example, Ctrl-C also ended `tee`. The run must still be saved.
+            # Ctrl-C may also have ended a reader such as `tee`. The run must still be saved.
             messages.warning("The table could not be shown: %r", error)
 
     def _read(self) -> Results:
-        """Read the finished steps without waiting. In another thread, nothing new is read."""
+        """Read the finished steps without waiting. Only the loop's thread reads new steps."""
         self._session.drain()
         return self._results

@@ -47,7 +47,7 @@ from lightning_gputime._timer import Timer, never_raises
 
 # Methods of the model that Lightning sets on every callback. They must not keep the model alive in
 # copies of a timer, or after the fit.
-_OF_MODEL = ("log", "log_dict")
+_MODEL_METHODS = ("log", "log_dict")
 
 # Names of evaluations in tables, by their name in keys.
 _STAGES = {"val": "validation", "test": "test", "predict": "prediction"}
@@ -55,9 +55,8 @@ _STAGES_BY_NAME = {name: stage for stage, name in _STAGES.items()}
 
 _SAVED = "The run up to the exception is saved in %s"
 
-# After this many batches that should end a step but have no update, the trainer's count of batches
-# ends steps.
-_MAX_BATCHES_WITHOUT_UPDATE = 100
+# If the first 100 due updates are all missing, the trainer's count of batches ends steps.
+_MAX_MISSING_UPDATES = 100
 
 
 class Fit(BatchState):
@@ -68,7 +67,7 @@ class Fit(BatchState):
         model: The LightningModule.
         wall_clock: The wall clock of the fit.
         timer_class: Class of the callbacks that are timers.
-        fail: Called with errors of the methods that run in every batch.
+        fail: Function that is called with errors of the methods that run in every batch.
     """
 
     is_open = False
@@ -87,14 +86,14 @@ class Fit(BatchState):
         self._actions = FitActions(trainer, model, wall_clock, timer_class, fail)
         self._step_number = lightning_.step_counter(trainer)
         self.row = dict[str, float]()
-        """Epoch of the steps that are read; rows of Lightning's loggers contain it."""
+        """Further values of each logged row: the epoch of its steps."""
         self._in_batch = False  # True between our hooks at the start and at the end of a batch.
         # True if micro-batches have ended since the last step. A step may span epochs.
         self._accumulates = False
         # Exception that was already being handled when the epoch began.
         self._handled: BaseException | None = None
-        # Number of batches that may still lack an update; infinite once there was an update.
-        self._patience: float = _MAX_BATCHES_WITHOUT_UPDATE
+        # Number of due updates that may still be missing; infinite once an update was recorded.
+        self._missing_updates_left: float = _MAX_MISSING_UPDATES
 
     def loop(self, submodules: Mapping[str, torch.nn.Module], timer_class: type) -> Loop:
         """Describe the loop in which the trainer trains the model."""
@@ -102,11 +101,11 @@ class Fit(BatchState):
         wrappers = [] if model.automatic_optimization else model.optimizers()
         # A `training_step(dataloader_iter)` fetches its batches itself.
         fetches = "dataloader_iter" in signature(model.training_step).parameters
-        others = [call for call in trainer.callbacks if not isinstance(call, timer_class)]
+        others = [other for other in trainer.callbacks if not isinstance(other, timer_class)]
         logs_every_step = trainer.log_every_n_steps == 1 and len(trainer.loggers) > 0
         return Loop(
             model,
-            [optimizer for optimizer in trainer.optimizers if _updates(optimizer)],
+            [optimizer for optimizer in trainer.optimizers if _may_update(optimizer)],
             optimizer_wrappers=wrappers if isinstance(wrappers, list) else [wrappers],
             wrapper=_wrapper_of(trainer),
             compiled_step=lightning_.is_step_compiled(model),
@@ -123,7 +122,7 @@ class Fit(BatchState):
         )
 
     def listen(self, session: Session) -> None:
-        """Notify a session until `remove`."""
+        """Notify a session of the trainer's loops and actions until `remove`."""
         self._session = session
         # An alias, because the Trainer calls it in every step.
         self.start_update = session.open_step.update_begins
@@ -154,7 +153,8 @@ class Fit(BatchState):
         self._session.recorder.mark(FETCH)  # The loader's workers start next.
 
     def end_epoch(self, _: object) -> None:
-        if sys.exception() is self._handled:  # After an error, do not wait for the device.
+        has_failed = sys.exception() is not self._handled
+        if not has_failed:  # `publish` waits for the device, which may hang after an error.
             self._session.publish()
         self._wall_clock.switch_to(EPOCH_ENDS)
 
@@ -163,17 +163,19 @@ class Fit(BatchState):
         session = self._session
         if self._accumulates and session.open_step.has_updated:
             self._accumulates = False
-            number = self._step_number() - 1  # That batch is counted already.
-            if not session.steps.leave(number):
+            number = self._step_number() - 1  # The trainer has already counted the last batch.
+            has_ended = session.steps.leave(number)
+            if not has_ended:
                 session.steps.end_step(number)
 
-    # Batches. The next two run in every batch, so they avoid the extra call of `never_raises`.
+    # Batches. The next two methods run in every batch, so they avoid the extra call of
+    # `never_raises`.
 
     def batch_begins(self, batch: object) -> None:
         """Start a batch, just before the model is trained on it. Never raise an Exception."""
         try:
             session = self._session
-            if session.recorder.threads.home == -1:
+            if session.recorder.threads.home == -1:  # The trainer did not report the epoch's start.
                 self.start_epoch()
             self._in_batch = True
             if self._wall_clock.entry is not STEPS:
@@ -187,8 +189,8 @@ class Fit(BatchState):
     def batch_ends(self, batch: object, batch_idx: int) -> None:
         """End a batch, and the step if this was its last batch. Never raise an Exception."""
         try:
-            # A batch that is None ends without a start: its time is `data` of the next batch. Any
-            # other batch has started, even if a validation in an earlier callback reset the state.
+            # Lightning ends a batch that is None without starting it. The time of this batch is
+            # `data` of the next batch.
             if batch is None and not self._in_batch:
                 return
             session = self._session
@@ -198,13 +200,15 @@ class Fit(BatchState):
             self._in_batch = self.is_open = False
             has_updated = session.open_step.optimizer.updates > 0
             if has_updated and session.steps.times_all and self._model.automatic_optimization:
-                self._accumulates, self._patience = False, math.inf
+                self._accumulates = False
+                self._missing_updates_left = math.inf
             else:
                 self._accumulates = not self._ends_step(batch_idx)
             if self._accumulates:
                 session.open_step.batch_ends(CALLBACKS)
             else:
-                if not session.steps.end_step(self._step_number(), CALLBACKS):
+                has_hooks = session.steps.end_step(self._step_number(), CALLBACKS)
+                if not has_hooks:
                     self._actions.attachments.suspend()
                 if not self._wall_clock.has_stepped:
                     self._wall_clock.end_first_step()
@@ -212,29 +216,34 @@ class Fit(BatchState):
             self._fail(error)
 
     def _end_batch_without_hooks(self, batch_idx: int) -> None:
-        """End a batch while the hooks are detached. Use the trainer's count unless it was wrong."""
+        """End a batch while the hooks are detached.
+
+        The trainer's count of batches ends steps, unless it was wrong before.
+        """
         session = self._session
         self._in_batch = False
         if session.open_step.needs_updates:
             ends = self._ends_step(batch_idx)
         else:
             ends = _ends_update(self.trainer, batch_idx)
-        if ends and session.steps.end_step(self._step_number(), CALLBACKS):
-            self.is_open = False
-            self._actions.attachments.reattach()
+        if ends:
+            has_hooks = session.steps.end_step(self._step_number(), CALLBACKS)
+            if has_hooks:
+                self.is_open = False
+                self._actions.attachments.reattach()
 
     # Validations
 
     def evaluation_begins(self, trainer: Any) -> None:
         """Start a validation in a callback hook, unless the trainer's actions report it."""
-        if not self._sees_validations_of(trainer):
+        if not self._actions_report_validations_of(trainer):
             self.start_validation()
 
     def evaluation_ends(self, trainer: Any) -> None:
-        if not self._sees_validations_of(trainer):
+        if not self._actions_report_validations_of(trainer):
             self.end_validation()
 
-    def _sees_validations_of(self, trainer: Any) -> bool:
+    def _actions_report_validations_of(self, trainer: Any) -> bool:
         return trainer is self.trainer and self._actions.reports_validations
 
     def start_validation(self, *_: Any, **__: Any) -> None:
@@ -253,29 +262,33 @@ class Fit(BatchState):
     # Ends of steps
 
     def _ends_step(self, batch_idx: int) -> bool:
-        """Return True if a step ends with this batch, by its recorded boundaries."""
+        """Return True if a step ends with this batch, by the boundaries that hooks recorded.
+
+        If the trainer's count of batches gives another result, stop using that count.
+        """
         open_step = self._session.open_step
         if not self._model.automatic_optimization:
             # With manual optimization, only updates show where a step ends.
             return open_step.has_updated or not open_step.has_optimizer
         is_due = _ends_update(self.trainer, batch_idx)
         if open_step.optimizer.updates:
-            self._patience = math.inf
-        ends = open_step.optimizer.updates > 0 or (is_due and self._is_complete())
-        # The trainer's count was wrong: do not use it while the hooks are detached.
+            self._missing_updates_left = math.inf
+            ends = True
+        else:
+            ends = is_due and self._ends_without_update()
         if ends != is_due:
             open_step.rely_on_updates()
         return ends
 
-    def _is_complete(self) -> bool:
-        """Return whether a step without an update that was due has ended."""
+    def _ends_without_update(self) -> bool:
+        """Return True if the step ends although no update was recorded. Count missing updates."""
         open_step = self._session.open_step
         if open_step.has_updated or not open_step.has_optimizer or self.trainer.is_last_batch:
             return True
         # An overridden `optimizer_step` may skip updates. If no update is ever recorded, fall back
         # to the trainer's count.
-        self._patience -= 1
-        return self._patience < 0
+        self._missing_updates_left -= 1
+        return self._missing_updates_left < 0
 
     # Other actions
 
@@ -290,9 +303,11 @@ class Fit(BatchState):
             self._wall_clock.resume_steps()
         is_manual = not self._model.automatic_optimization
         if self._accumulates and is_manual and session.open_step.has_updated:
-            # A hook at the end of the batch ran the update. The batch is counted already.
+            # A hook at the end of the last batch ran the update. The trainer has already counted
+            # that batch.
             self._accumulates = False
-            if not session.steps.end_step(self._step_number() - 1, CALLBACKS):
+            has_hooks = session.steps.end_step(self._step_number() - 1, CALLBACKS)
+            if not has_hooks:
                 self._actions.attachments.suspend()
         if recorder.state is PAUSED:
             recorder.resume(FETCH)
@@ -310,20 +325,19 @@ class Fit(BatchState):
             self._session.recorder.mark(OTHER)
 
 
-def _updates(optimizer: Any) -> bool:
-    """Return whether an optimizer is, or wraps, a torch optimizer and has parameters to update.
+def _may_update(optimizer: Any) -> bool:
+    """Return whether an optimizer may run updates that torch's hooks report.
 
-    Lightning's placeholder for no optimizer has no groups, or a single tensor without gradients.
-    Optimizers in the style of Lookahead are not torch optimizers, and may never call the step of an
-    optimizer inside them.
+    Return False for Lightning's placeholder for "no optimizer", which has no parameter groups, or a
+    single tensor that needs no gradient.
     """
     if not is_optimizer(optimizer):
+        # For example Lookahead, which may never call `step` of the torch optimizer inside it.
         return False
-    groups = getattr(optimizer, "param_groups", None)
-    parameters = parameters_of(optimizer)
-    if not parameters:
-        return groups is None or len(groups) > 0
-    return any(getattr(parameter, "requires_grad", True) for parameter in parameters)
+    if parameters := parameters_of(optimizer):
+        return any(getattr(parameter, "requires_grad", True) for parameter in parameters)
+    groups = getattr(optimizer, "param_groups", None)  # A wrapper may not have this attribute.
+    return groups is None or len(groups) > 0
 
 
 def _log_writer_of(trainer: pl.Trainer, options: Options, row: Mapping[str, float]) -> LogWriter:
@@ -334,7 +348,7 @@ def _log_writer_of(trainer: pl.Trainer, options: Options, row: Mapping[str, floa
 
 
 def _publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
-    """Publish metrics to other callbacks."""
+    """Add metrics to `callback_metrics`, where other callbacks find them."""
     values = torch.tensor([*metrics.values()]).unbind()  # Faster than a call for each metric.
     lightning_.publish(trainer, dict(zip(metrics, values, strict=True)))
 
@@ -394,15 +408,17 @@ class GPUPhaseTimer(Timer, pl.Callback):
         _restore_class(type(self))
         self._path = check_save_path(save_path)
         self._fit: Fit | None = None
-        self._clock_trainer: pl.Trainer | None = None  # The trainer whose fit is measured.
-        self._run_start_ns: int | None = None  # Start of the run that has not called `setup` yet.
+        # The trainer whose fit the wall clock measures, from before `setup` until after `teardown`.
+        self._clock_trainer: pl.Trainer | None = None
+        # Host time at which the current run started; None once the run has called `setup`.
+        self._run_start_ns: int | None = None
         self._is_table_due = False  # True when training has ended, but the fit has not.
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy must not refer to a trainer.
-        alone = dict.fromkeys(("_fit", "_clock_trainer", "_run_start_ns"))
-        state = {**super().__getstate__(), **alone}
-        return {name: value for name, value in state.items() if name not in _OF_MODEL}
+        detached = dict.fromkeys(("_fit", "_clock_trainer", "_run_start_ns"))
+        state = {**super().__getstate__(), **detached}
+        return {name: value for name, value in state.items() if name not in _MODEL_METHODS}
 
     def __enter__(self) -> NoReturn:
         plain = "In a plain loop write: with GPUPhaseHooks(model, optimizer) as timer"
@@ -447,16 +463,17 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     @log.setter
     def log(self, method: Any) -> None:
-        # Lightning sets it at the start of each run, before `prepare_data`. No hook runs earlier.
+        # Lightning sets `log` when a run starts, before `prepare_data`. No hook runs earlier.
         self._run_start_ns = self._host_ns()
         vars(self)["log"] = method
-        self._note_run(method)
+        self._start_clock_if_fit(method)
 
     @never_raises
-    def _note_run(self, method: Any) -> None:
+    def _start_clock_if_fit(self, log: Any) -> None:
+        """Start the wall clock if the Trainer of the module with this method `log` runs a fit."""
         trainer = None
         with suppress(AttributeError, RuntimeError):  # A module that has no Trainer yet.
-            trainer = method.__self__.trainer
+            trainer = log.__self__.trainer
         if trainer is not None and trainer.state.fn == "fit":
             start_ns, self._run_start_ns = self._run_start_ns, None
             self._start_clock(trainer, start_ns)
@@ -497,16 +514,18 @@ class GPUPhaseTimer(Timer, pl.Callback):
             precision=str(trainer.precision),
             accumulate_grad_batches=trainer.accumulate_grad_batches,
         )
-        if self._path is not None or not trainer.is_global_zero:  # Else keep the file of `run`.
-            self._live_file.start(self._path if trainer.is_global_zero else None)
+        if not trainer.is_global_zero:
+            self._live_file.start(None)
+        elif self._path is not None:  # Otherwise keep the file that the command `run` may have set.
+            self._live_file.start(self._path)
         self._read_loader(trainer.train_dataloader)
         self._time_saves(trainer, "save_checkpoint")
         self._time_calls(lightning_.own_functions(trainer, pl_module))
         self._fit = fit
         fit.listen(session)
 
-    # Without `never_raises`, to save time: these run for every batch, and the functions that they
-    # call catch their own exceptions.
+    # The next two hooks run for every batch. They need no `never_raises`, which would take time,
+    # because the functions that they call catch their own exceptions.
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -626,7 +645,8 @@ class GPUPhaseTimer(Timer, pl.Callback):
         if trainer is not self._clock_trainer:
             self._stop_clock()
             self._wall_clock = WallClock(self._host_ns, start_ns)
-            self._clock_trainer, self._is_table_due = trainer, False
+            self._clock_trainer = trainer
+            self._is_table_due = False
             self._culprits = CulpritSums()
             named = lightning_.named_functions(trainer, trainer.lightning_module, type(self))
             self._time_calls(named)
@@ -646,12 +666,15 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._is_table_due = False
             self._show(trainer.is_global_zero)
         # Without a timed step of this fit, keep the file of an earlier fit.
-        path, has_trained = self._live_file.path, self._wall_clock is self._results.wall_clock
+        path = self._live_file.path
+        has_trained = self._wall_clock is self._results.wall_clock
         if path is None or not has_trained:
             return
         has_steps = self.last_step is not None or self.summary().probed_steps > 0
-        if has_steps and self._live_file.try_to_save(path, self.save) and has_failed:
-            messages.warning(_SAVED, path)
+        if has_steps:
+            is_saved = self._live_file.try_to_save(path, self.save)
+            if is_saved and has_failed:
+                messages.warning(_SAVED, path)
 
     def _drop_fit(self) -> None:
         if self._fit is not None:
@@ -660,7 +683,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
 
     def _leave(self, trainer: pl.Trainer) -> None:
         """End what a trainer is running: a fit, or an evaluation inside another trainer's fit."""
-        for name in _OF_MODEL:
+        for name in _MODEL_METHODS:
             vars(self).pop(name, None)
         if self._fit is None or self._fit.trainer is trainer:
             self._detach()
@@ -673,14 +696,15 @@ class GPUPhaseTimer(Timer, pl.Callback):
         super()._detach()
 
 
+# The property `log`, which Lightning replaces with a method if it is passed the class.
 _LOG = vars(GPUPhaseTimer)["log"]
 
 
-def _restore_class(kind: type) -> None:
-    """Remove what Lightning has set on the class, if it was passed the class, not an instance."""
-    for owner in kind.__mro__:
+def _restore_class(timer_class: type) -> None:
+    """Remove methods that Lightning has set on the class, if it was passed the class by mistake."""
+    for owner in timer_class.__mro__:
         if issubclass(owner, GPUPhaseTimer):
-            for name in _OF_MODEL:
+            for name in _MODEL_METHODS:
                 if isinstance(vars(owner).get(name), MethodType):
                     delattr(owner, name)
     if "log" not in vars(GPUPhaseTimer):

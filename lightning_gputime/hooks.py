@@ -58,29 +58,30 @@ _ALTERNATING_THREADS = (
 )
 
 _UNCOUNTED = (
-    "The last %d updates are not in any step. Iterate over timer.steps(loader), and over nothing"
-    " around it: timer.steps(itertools.cycle(loader)). Or call step() after each update."
+    "The last %d updates are not in any step, because the loop got its batches without"
+    " timer.steps(). Pass the outermost iterable to it, as in timer.steps(itertools.cycle(loader)),"
+    " or call step() after each update."
 )
 
-_MAX_IDLE = 20  # Number of skipped batches after which a warning is logged.
-_UNSEEN = (
+_MIN_UNTRAINED = 20  # Number of batches without training, in a row, that causes a warning.
+_UNTRAINED = (
     "%d batches in a row have neither a model call nor an update, and are not in any step. If"
     " they train without calling hooks, such as by a CUDA graph that was captured before attach(),"
     " call step() at the end of the loop body."
 )
 
 _LEFT_OVER = (
-    "A loop ends with %d of %d micro-batches, which are not in any step. Pass"
-    ' accumulate_grad_batches="auto": a step then ends with its update, in whichever loop that is.'
+    "A loop ended after %d of the %d micro-batches of a step. They are not in any step. Pass"
+    ' accumulate_grad_batches="auto" to end each step with its update, even in a later loop.'
 )
 
 
 class _Seen(Enum):
-    """State of the batches of a loop over `steps`."""
+    """Use of the batches that a loop over `steps` has fetched so far."""
 
     NOTHING = 0
-    AHEAD = 1  # The loop fetches a batch before it works on the previous batch.
-    EVALUATION = 2  # Only evaluations so far. A later batch may still train.
+    AHEAD = 1  # It fetches a batch before it works on the previous batch.
+    EVALUATION = 2  # It has only evaluated. A later batch may still train.
     TRAINING = 3
 
 
@@ -89,7 +90,7 @@ class Steps(Generic[T]):
 
     def __init__(self, iterate: Callable[[], Iterator[T]], loader: Iterable[T]) -> None:
         self._iterate, self._loader = iterate, loader
-        self._begun: Iterator[T] | None = None
+        self._begun: Iterator[T] | None = None  # Iteration that `next(steps)` has started.
 
     def __iter__(self) -> Iterator[T]:
         # Return the iterator itself, so that a `for` loop has no extra call per batch.
@@ -97,7 +98,7 @@ class Steps(Generic[T]):
         return self._iterate() if begun is None else begun
 
     def __next__(self) -> T:
-        # A later `for` loop continues the iteration that this starts.
+        # A later `for` loop continues the iteration that the first `next` starts.
         if self._begun is None:
             self._begun = self._iterate()
         return next(self._begun)
@@ -106,7 +107,8 @@ class Steps(Generic[T]):
         return len(self._loader)  # type: ignore[arg-type]  # raises TypeError without a length
 
     def __getattr__(self, name: str) -> Any:
-        # `copy` looks up methods before `_loader` is set, and must not find the loader's.
+        # `copy` looks up special methods, even before `_loader` is set. It must not find those of
+        # the loader.
         if name.startswith("__") or "_loader" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._loader, name)
@@ -118,8 +120,7 @@ class _PlainLoop(BatchState):
     Args:
         accumulate_grad_batches: Micro-batches per step; `sys.maxsize` if only an update ends a
             step.
-        gradient_state: State of accelerate's optimizers, which says whether a batch is the last of
-            an update; else None.
+        gradient_state: Object of accelerate that knows if an update follows a batch, or None.
         first_step: Number of the first step.
         n_optimizers: Number of optimizers.
     """
@@ -139,8 +140,10 @@ class _PlainLoop(BatchState):
     def start(self, wall_clock: WallClock) -> None:
         """Start a new measurement."""
         self._wall_clock = wall_clock
-        self._step, self._micro_batches = self._first_step, 0
-        # Step and micro-batch of the running body of a loop over `steps`; None outside of it.
+        self._step = self._first_step  # Number of the open step.
+        self._micro_batches = 0  # Number of micro-batches of the open step that have ended.
+        # `(_step, _micro_batches)` at the start of the running body of a loop over `steps`; None
+        # outside of a body. If it still equals the current values, the body has not called `step`.
         self._body: tuple[int, int] | None = None
 
     @property
@@ -174,19 +177,20 @@ class _PlainLoop(BatchState):
                 try:
                     yield item
                 except GeneratorExit:
-                    if self._body is body:
+                    if self._body is body:  # Otherwise another loop has ended this body.
                         timer._safely(self._leave_body)
                     raise
                 session = timer._session  # The body may have removed or attached the timer.
                 try:
-                    # `batch_begins` marks `other`. If the label is still that, the body may have
+                    # `batch_begins` marks `other`. If that is still the label, the body may have
                     # skipped the batch. An untimed step has no label.
                     label = session.recorder.label
                     is_usual = label != OTHER if seen is _Seen.TRAINING else label is None
                     if is_usual and seen is not _Seen.NOTHING and self._body is body:
                         self._body = None
                         is_attached = session.steps.state not in NOT_ATTACHED
-                        if is_attached and body == (self._step, self._micro_batches):
+                        has_ended = body != (self._step, self._micro_batches)
+                        if is_attached and not has_ended:
                             self.end_batch(timer)
                     else:
                         seen = self._end_unusual_batch(timer, seen)
@@ -207,12 +211,13 @@ class _PlainLoop(BatchState):
             # the next step.
             session.open_step.batch_ends()
             return _Seen.AHEAD if seen is _Seen.NOTHING else seen
-        body, self._body = self._body, None
+        has_ended = self._body != (self._step, self._micro_batches)
+        self._body = None
         is_timed = session.recorder.label is not None
         is_evaluation = session.open_step.has_evaluated
         if is_evaluation and seen is not _Seen.TRAINING:
-            session.steps.begin()
-        elif body == (self._step, self._micro_batches) and session.is_attached:
+            session.steps.begin()  # Drops the evaluation.
+        elif session.is_attached and not has_ended:
             self.end_batch(timer)
         if seen in (_Seen.AHEAD, _Seen.TRAINING):
             return seen
@@ -222,23 +227,22 @@ class _PlainLoop(BatchState):
         """End a batch, and the step if it was its last micro-batch."""
         session = timer._session
         self._micro_batches += 1
-        batches, accelerate = self._accumulate_grad_batches, self._gradient_state
-        if batches > 1:
-            is_last = self._micro_batches >= batches
+        if self._accumulate_grad_batches > 1:
+            is_last = self._micro_batches >= self._accumulate_grad_batches
         else:
-            is_last = accelerate is None or accelerate.sync_gradients
+            is_last = self._gradient_state is None or self._gradient_state.sync_gradients
         if not (is_last or session.open_step.has_updated):
             session.open_step.batch_ends()
             return
         if timer._outside.is_evaluating:
-            timer._end_evaluation()  # Its iterator was left early, and may continue later.
+            timer._end_evaluation()  # Its loop was left early, or will continue later.
         session.steps.end_step(self._step)
         wall_clock = self._wall_clock
         if not wall_clock.has_stepped:
             wall_clock.end_first_step()
             session.steps.first_step_ended()
         elif wall_clock.entry is not STEPS:
-            wall_clock.resume_steps()  # A loop by `step()` follows loops over `steps()`.
+            wall_clock.resume_steps()  # A loop that calls `step()` follows loops over `steps()`.
         self._step += 1
         self._micro_batches = 0
         if timer._live_file.path is not None:
@@ -250,8 +254,8 @@ class _PlainLoop(BatchState):
         """Start a loop, which may continue the open step of the loop before it."""
         self.leave(session)
         # Batches that were only read, such as to compute a mean, are not part of any step.
-        accumulates = self._micro_batches and not _has_idled(session, is_first=True)
-        if accumulates and session.recorder.threads.home == get_ident():
+        has_gradients = self._micro_batches and not _has_idled(session, is_first=True)
+        if has_gradients and session.recorder.threads.home == get_ident():
             session.open_step.continue_in_loop()
         elif session.is_attached:
             session.steps.begin()
@@ -269,15 +273,14 @@ class _PlainLoop(BatchState):
 
     def _leave_body(self, session: AnySession) -> None:
         """End the step in which the loop was left, if its work was complete."""
-        body, self._body = self._body, None
-        is_over = body == (self._step, self._micro_batches) or (
-            self._micro_batches > 0 and session.open_step.has_updated
-        )
-        if is_over and session.steps.leave(self._step):
+        is_in_batch = self._body == (self._step, self._micro_batches)
+        self._body = None
+        may_end = is_in_batch or (self._micro_batches > 0 and session.open_step.has_updated)
+        if may_end and session.steps.leave(self._step):  # `leave` ends the step if it can.
             self._step += 1
             self._micro_batches = 0
-        elif body == (self._step, self._micro_batches) and session.open_step.leave_gradients():
-            # Gradients without an update may be used after the loop.
+        elif is_in_batch and session.open_step.leave_gradients():
+            # A later loop may run the update that uses the gradients of this batch.
             self._micro_batches += 1
 
     def leave(self, session: AnySession) -> None:
@@ -286,16 +289,18 @@ class _PlainLoop(BatchState):
         With a fixed `accumulate_grad_batches`, leftover micro-batches are dropped.
         """
         updates = session.open_step.optimizer.updates
-        # A step that was left early may contain an update or two of each optimizer. With more
-        # updates, the loop has ended steps that the timer has not counted.
-        if updates > 2 * (1 + self._n_optimizers):
+        # A step that was left early may contain two updates of each optimizer, and of an optimizer
+        # that was not passed. With more updates, the loop has run steps that were not counted.
+        max_updates = 2 * (self._n_optimizers + 1)
+        if updates > max_updates:
             session.recorder.warn_once(_UNCOUNTED, updates)
-            self._body, self._micro_batches = None, 0
+            self._body = None
+            self._micro_batches = 0
         # A batch that is not trained on has two marks, `data/fetch` and `other`. The last mark is
         # the end of the loop.
         untrained = (len(session.recorder.open.labels) - 1) // 2 if self._body else 0
-        if untrained >= _MAX_IDLE and _has_idled(session, is_first=True):
-            session.recorder.warn_once(_UNSEEN, untrained)
+        if untrained >= _MIN_UNTRAINED and _has_idled(session, is_first=True):
+            session.recorder.warn_once(_UNTRAINED, untrained)
         self._leave_body(session)
         if self._micro_batches and 1 < self._accumulate_grad_batches < sys.maxsize:
             left, self._micro_batches = self._micro_batches, 0
@@ -303,6 +308,7 @@ class _PlainLoop(BatchState):
 
 
 def _has_idled(session: AnySession, *, is_first: bool) -> bool:
+    """Return `OpenStep.has_idled`, or False while the hooks are detached."""
     return session.steps.state is not OFF and session.open_step.has_idled(is_first=is_first)
 
 
@@ -314,14 +320,14 @@ class _OutsideOfSteps:
         batch: BatchState,
         wall_clock: WallClock,
         culprits: CulpritSums,
-        now_ns: Callable[[], int] = int,
+        now_ns: Callable[[], int] = int,  # `int()` is 0.
     ) -> None:
         self._batch, self._wall_clock = batch, wall_clock
-        self._attached_at: Frames = ()
+        self._attached_at: Frames = ()  # Frames of user code at the call of `attach`.
         self._between = PlaceTimer(culprits, now_ns, wall_clock)
         self._evaluation = PlaceTimer(culprits, now_ns, wall_clock)
-        # `_had_batch` is True if the evaluation has interrupted a batch.
-        self.is_evaluating = self._had_batch = False
+        self.is_evaluating = False
+        self._interrupts_batch = False  # True if the running evaluation has interrupted a batch.
 
     def attach(self) -> None:
         self._attached_at = frames_here()
@@ -345,7 +351,8 @@ class _OutsideOfSteps:
             self._between.end(BETWEEN_LOOPS)
 
     def start_evaluation(self, session: AnySession) -> None:
-        self.is_evaluating, self._had_batch = True, self._batch.is_open
+        self.is_evaluating = True
+        self._interrupts_batch = self._batch.is_open
         self._batch.close()
         self._wall_clock.enter_phase(EVALUATION)
         self._evaluation.start(Here(frames_here()))
@@ -355,7 +362,7 @@ class _OutsideOfSteps:
         """End the running evaluation, if any. The training continues with `label`."""
         if self.is_evaluating:
             self.is_evaluating = False
-            if self._had_batch:
+            if self._interrupts_batch:
                 self._batch.open()
             self._wall_clock.leave_phase(EVALUATION)
             self._evaluation.end(EVALUATION)
@@ -417,24 +424,25 @@ class GPUPhaseHooks(Timer):
             "log_every_n_steps", log_every_n_steps, 1, "steps in one logged mean"
         )
         first_step = check_int("first_step", first_step, 0, "the first step after attach()")
-        found = check_optimizers(optimizers, check_model(model, optimizers))
+        given = check_optimizers(optimizers, check_model(model, optimizers))
         if is_engine(model) and accumulate_grad_batches == 1:
             accumulate_grad_batches = int(model.gradient_accumulation_steps())  # type: ignore[operator]
         submodules = self._submodules(model)
-        warn_of_other_parameters(model, found)
+        warn_of_other_parameters(model, given)
         self._loggers = check_loggers(logger)
         self._device = None if device is None else check_device(device)
         if self._device is not None:
             self._clock_for(self._device)  # Raises if the device is not available.
-        batches = _check_accumulation(accumulate_grad_batches, has_optimizers=len(found) > 0)
-        states = [getattr(optimizer, "gradient_state", None) for optimizer in found]
+        batches = _check_accumulation(accumulate_grad_batches, has_optimizers=len(given) > 0)
+        # Optimizers of accelerate know how many micro-batches accumulate.
+        states = [getattr(optimizer, "gradient_state", None) for optimizer in given]
         gradient_state = next((state for state in states if state is not None), None)
         self._batches_per_step = getattr(gradient_state, "num_steps", batches)
-        self._plain = _PlainLoop(batches, gradient_state, first_step, len(found))
+        self._plain = _PlainLoop(batches, gradient_state, first_step, len(given))
         self._loop = Loop(
             model,
-            found,
-            search=Search.ACTIVE if found else Search.AFTER_BACKWARD,
+            given,
+            search=Search.ACTIVE if given else Search.AFTER_BACKWARD,
             submodules=submodules,
             batch=self._plain,
             needs_updates=accumulate_grad_batches != 1,
@@ -495,7 +503,7 @@ class GPUPhaseHooks(Timer):
             except Exception as error:
                 self._give_up(error)
         except BaseException:
-            self._detach()  # For example Ctrl-C, at any line above.
+            self._detach()  # Ctrl-C may have interrupted any line above.
             raise
 
     def remove(self) -> None:
@@ -504,32 +512,33 @@ class GPUPhaseHooks(Timer):
             if self._session.is_attached:
                 self._remove()
         except BaseException:
-            self._detach()  # For example Ctrl-C, at any line above.
+            self._detach()  # Ctrl-C may have interrupted any line above.
             raise
 
     @never_raises
     def _remove(self) -> None:
-        alternates = self._session.recorder.threads.was_elsewhere
+        has_other_threads = self._session.recorder.threads.was_elsewhere
         try:
             self._plain.leave(self._session)
         finally:
             self._finish()
         if not self._plain.has_stepped:
             messages.warning(
-                "No step has ended: %s", _ALTERNATING_THREADS if alternates else _NO_STEP
+                "No step has ended: %s", _ALTERNATING_THREADS if has_other_threads else _NO_STEP
             )
 
     def steps(self, iterable: Iterable[T]) -> Steps[T]:
         """Yield the items of a loader, and end a step (or a micro-batch) after each.
 
-        Time between two such loops, such as a validation, is not part of any step. Neither is a
-        loop in eval mode without grad, once the model was trained. Steps are numbered across loops
-        until the next `attach`. If the loop body calls `step`, only that call ends the step.
+        Time between two such loops, such as a validation, is not part of any step. Once the model
+        was trained, a loop in eval mode without grad is not part of any step either. Steps are
+        numbered across loops until the next `attach`. If the loop body calls `step`, only that call
+        ends the step.
 
         If a loop is left early (`break`, `islice`, `zip`, `remove`), its last step counts if no
         model was called after the last update. The step then ends with that update or, in
         inference, with the last call of the model. Several loaders may be read in turn: a step ends
-        when one of them is asked for a batch after the work on the previous batch.
+        when any of them is asked for a batch after the work on the previous batch.
 
         Args:
             iterable: Loader, or another iterable of batches.
@@ -580,8 +589,8 @@ class GPUPhaseHooks(Timer):
         if not self._session.was_attached:
             raise RuntimeError(f"steps() needs an attached timer. {self._USE}")
         if other_is_open:
-            # The body of another loop over `steps` is open: `has_idled` needs hooks to tell them
-            # apart.
+            # A loop runs in the body of another loop over `steps`. Only with hooks can `has_idled`
+            # tell which of the two loops trains.
             self._session.steps.keep_hooks()
         self._safely(self._plain.begin)
         self._read_loader(loader, in_data=True)
@@ -628,8 +637,8 @@ def _check_accumulation(batches: int | str, *, has_optimizers: bool) -> int:
         return check_int("accumulate_grad_batches", batches, 1, meaning)
     if not has_optimizers:
         raise ValueError(
-            "accumulate_grad_batches must be a number where there are no optimizers, whose update"
-            " could end a step; got 'auto'"
+            "accumulate_grad_batches must be a number if no optimizer is passed, because no update"
+            " can end a step; got 'auto'"
         )
     # Larger than any number of micro-batches: only an update ends a step.
     return sys.maxsize

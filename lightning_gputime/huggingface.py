@@ -47,7 +47,7 @@ from lightning_gputime._phases import (
 from lightning_gputime._record.state import PAUSED
 from lightning_gputime._timer import Timer, never_raises
 
-# Events of callbacks around and inside of steps.
+# Events during a training in which the time of callbacks is recorded.
 _EVENTS = (
     *("on_epoch_begin", "on_step_begin", "on_substep_end", "on_pre_optimizer_step"),
     *("on_optimizer_step", "on_step_end", "on_epoch_end", "on_log", "on_save", "on_evaluate"),
@@ -68,8 +68,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     does. They go to everything in `report_to`, to `trainer.state.log_history` and to the console.
 
     An evaluation during training is not part of any step. Its means are logged with `eval_loss`, as
-    `eval_phase_time/forward_ms` and so on; in `log_history` they have the entry before it. `train`
-    and `evaluate` do not return them.
+    `eval_phase_time/forward_ms` and so on. In `log_history`, the entry before `eval_loss` contains
+    them. `train` and `evaluate` do not return them.
 
     The wall clock runs from the call of `train()` to its return.
 
@@ -86,7 +86,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     _libraries = ("torch", "transformers", "trl")
     _USE = (
-        "Nothing was trained: pass it to transformers.Trainer(callbacks=[...]), and call train()."
+        "Nothing was trained: pass the timer to transformers.Trainer(callbacks=[...]) and call"
+        " train()."
     )
 
     def __init__(self, *, print_summary: bool = True, **options: Unpack[AllOptions]) -> None:
@@ -97,14 +98,16 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         # The Trainer whose `train` is running, and the time of that call.
         self._train_call: tuple[weakref.ref[Trainer], int] | None = None
         self._train_patches: dict[type, Subscription] = {}  # By the class that defines `train`.
-        self._is_table_due = False
+        self._is_table_due = False  # True when training has ended, until the table is shown.
         self._before: Any = None  # The callback that precedes the timer when no training runs.
-        # State of a training. A step may span epochs.
+        # State of a training.
         self._batch = BatchState()
         self._batch.close()
-        self._is_in_step = self._has_fetched = False
-        self._stage = ""  # Kind of the newest evaluation.
-        self._evaluation_means = dict[str, float]()  # Its means until the Trainer logs them.
+        self._is_in_step = False  # True from `on_step_begin` to `on_step_end`, even across epochs.
+        self._has_fetched = False  # True once the Trainer has called its patched fetch method.
+        self._stage = ""  # Prefix of the newest evaluation's metrics, such as "eval".
+        # Means of the newest evaluation, until the Trainer logs them.
+        self._evaluation_means = dict[str, float]()
         self._unlogged = dict[str, float]()  # Means of steps for the Trainer's next log.
         # The newest log, and the keys that were added to it.
         self._added: tuple[dict[str, Any], list[str]] = ({}, [])
@@ -137,9 +140,10 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     def _watch_train(self, owner: type) -> None:
         """Listen to calls of `train` while this timer exists."""
-        # Callback events start after this call, and stop before it ends. Patch the class: a patch
-        # on the Trainer would be a reference cycle, which keeps its model in memory until a garbage
-        # collection. Moreover, a Trainer does not notify a callback that is added to it later.
+        # Events of callbacks cannot show the start and end of `train`: they start later, and stop
+        # earlier. Patch the class, because a patch of the Trainer would be a reference cycle, which
+        # keeps the model in memory until a garbage collection. Also, a Trainer does not report
+        # itself to a callback that is added later.
         if owner in self._train_patches:
             return
         methods = (self._start_train_call, self._end_train_call)
@@ -150,9 +154,10 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     def _start_train_call(self, trainer: Trainer, *_: Any, **__: Any) -> bool:
         """Record the start of a call of `train`. Return False to ignore the call."""
-        # A subclass may call the `train` of its base class, which is patched, too.
-        is_known = self._train_call is not None and self._train_call[0]() is trainer
-        if is_known or not any(found is self for found in transformers_.callbacks_of(trainer)):
+        # `train` of a subclass may call `train` of its base class. Both are patched.
+        is_running = self._train_call is not None and self._train_call[0]() is trainer
+        is_ours = any(found is self for found in transformers_.callbacks_of(trainer))
+        if is_running or not is_ours:
             return False
         self._train_call = weakref.ref(trainer), self._host_ns()
         return True
@@ -269,10 +274,13 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._wall_clock.resume_steps()
         if not self._batch.is_open:
             recorder = self._session.recorder
-            (recorder.resume if recorder.state is PAUSED else recorder.mark)(FETCH)
+            if recorder.state is PAUSED:
+                recorder.resume(FETCH)
+            else:
+                recorder.mark(FETCH)
 
     def _end_fetch(self, fetched: Any = None) -> None:
-        if isinstance(fetched, tuple):
+        if isinstance(fetched, tuple):  # The micro-batches of a step, and their number of items.
             self._session.open_step.add_batches(fetched[0])
 
     @never_raises
@@ -289,13 +297,13 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     @never_raises
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        # This runs before all other callbacks. Their time until the next fetch is not in the step.
+        # This runs before all other callbacks. Their time counts for the next step.
         if self._is_in_step:
             if not self._session.open_step.has_optimizer:
                 self._session.recorder.mark(AFTER_UPDATE)
             self._batch.close()
         else:
-            self._batch.open()  # An overridden loop may report only the ends of its steps.
+            self._batch.open()  # An overridden training loop may report only the ends of steps.
         self._is_in_step = False
         self._session.steps.end_step(state.global_step)
         if not self._wall_clock.has_stepped:
@@ -322,22 +330,23 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
                 self._leave_trainer()
                 raise
             self._is_table_due = state.is_world_process_zero
-            if self._train_call is None:  # The return of `train` is not patched.
+            if self._train_call is None:  # Otherwise `_end_train_call` does this.
                 self._leave_trainer()
 
     def _end_if_failed(self, _: Any) -> None:
         """End the measurement if the training failed or this timer was removed from the Trainer.
 
-        Neither notifies a callback.
+        The Trainer notifies callbacks of neither.
         """
         trainer, error = self._trainer, sys.exception()
         if trainer is None:
             return
         has_failed = error is not None and error is not self._handled
-        if has_failed or self not in (transformers_.callbacks_of(trainer) or [self]):
-            if self._session.is_attached:  # Otherwise `on_train_end` has set it.
-                is_first = trainer.state.is_world_process_zero
-                self._is_table_due = is_first and isinstance(error, KeyboardInterrupt)
+        was_removed = self not in (transformers_.callbacks_of(trainer) or [self])
+        if has_failed or was_removed:
+            if self._session.is_attached:  # Otherwise `on_train_end` has set `_is_table_due`.
+                is_rank_zero = trainer.state.is_world_process_zero
+                self._is_table_due = is_rank_zero and isinstance(error, KeyboardInterrupt)
             try:
                 self._detach()
             finally:
@@ -368,7 +377,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._evaluation_means = {}
 
         def publish(metrics: Mapping[str, float]) -> None:
-            # Follow the Trainer's naming of its metrics.
+            # The Trainer puts the stage first: "eval_phase_time", not "phase_time/eval".
             old, new = f"{prefix}/{stage}", f"{stage}_{prefix}"
             self._evaluation_means = {key.replace(old, new, 1): ms for key, ms in metrics.items()}
 
@@ -388,7 +397,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._evaluations.batch_ends()
 
     def _end_evaluation_loop(self, output: Any) -> None:
-        if output is None:  # It raised.
+        if output is None:  # The evaluation raised.
             self._evaluations.abort()
         else:
             self._wall_clock.add_after_batches(self._evaluations.end())
@@ -399,12 +408,13 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     @never_raises
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         added = dict[str, float]()
-        if f"{self._stage}_runtime" in logs:
+        if f"{self._stage}_runtime" in logs:  # The logs of an evaluation.
             added, self._evaluation_means = self._evaluation_means, {}
             if added and state.log_history:
-                # Insert before the entry of `eval_loss`, which model cards turn into columns.
-                own = {"epoch": state.epoch, "step": state.global_step, **added}
-                state.log_history.insert(-1, own)
+                # Insert a separate entry, because model cards have a column for each key in the
+                # entry of `eval_loss`.
+                entry = {"epoch": state.epoch, "step": state.global_step, **added}
+                state.log_history.insert(-1, entry)
         is_last = "train_runtime" in logs
         if is_last or "loss" in logs:
             if is_last or self._options.sync_ranks == "log":
@@ -415,13 +425,14 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
                 state.log_history[-1].update(self._unlogged)
             added |= self._unlogged
             self._unlogged.clear()
-        # Without a Trainer, the keys would stay in the result of `evaluate`.
+        # Without a patched Trainer, `_end_log` would not remove the keys from the logs, and
+        # `evaluate` would return them.
         if self._trainer is not None:
             self._added = logs, [*added]
             logs.update(added)
 
     def _end_log(self, _: Any) -> None:
-        # Remove the keys: a Trainer may return what it has logged, or make decisions by it.
+        # Remove the keys, because a Trainer may return its logs or make decisions by them.
         (logs, added), self._added = self._added, ({}, [])
         for key in added:
             logs.pop(key, None)
@@ -478,7 +489,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             transformers_.put_callback_after(self._trainer, self, self._before)
             self._before = None
         self._trainer = self._handled = None
-        is_due, self._is_table_due = self._is_table_due, False
+        is_due = self._is_table_due
+        self._is_table_due = False
         self._show(is_due)
 
 
@@ -491,10 +503,11 @@ def _call_alive(method: weakref.WeakMethod[Any], *args: Any, **kwargs: Any) -> A
 def find_trainer(callback: TrainerCallback) -> Any:
     """Return the Trainer that calls one of its callbacks, else None.
 
-    Callbacks do not get their Trainer, but it is on the stack, as `self`.
+    A Trainer does not pass itself to callbacks, but it is on the call stack, as `self`.
     """
     for variables in variables_of_callers():
         if isinstance(caller := variables.get("self"), Trainer):
+            # Without a list of callbacks, assume that the Trainer calls this callback.
             callbacks = transformers_.callbacks_of(caller) or [callback]
             return caller if any(known is callback for known in callbacks) else None
     return None

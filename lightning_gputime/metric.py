@@ -26,12 +26,12 @@ class PhaseTimeMetric(Metric):
     Pass it to a timer: `GPUPhaseTimer(observers=[metric])`.
 
     Each state has one number per phase. When synchronized, states are stacked: (ranks, phases).
-    They keep their precision and stay on the CPU, even if the model that contains the metric is
+    States keep their precision and stay on the CPU, even if the model that contains the metric is
     moved, so the host never waits for the device. A checkpoint contains the states of the rank that
     wrote it.
 
     Args:
-        phases: Names of the phases to count. Add custom phases, and sub-phases such as modules.
+        phases: Names of the phases to count. The default has no custom phases and no modules.
         kwargs: Arguments of `torchmetrics.Metric`, such as `sync_on_compute`.
 
     Raises:
@@ -55,31 +55,33 @@ class PhaseTimeMetric(Metric):
         super().__init__(**{"dist_sync_fn": _gather, **kwargs})
         if isinstance(phases, str) or not phases:
             raise ValueError(f"phases must be a list of names such as ['forward'], got {phases!r}")
-        self._reported: set[str] = set()
+        self._reported: set[str] = set()  # Phases that are not counted, and were reported.
         self._phases = [check_name(name) for name in phases]
         self._names = (*self._phases, STEP)
-        self._local = BatchMeans()
+        self._local = BatchMeans()  # Noise of the step without waits for other ranks.
         # Double precision adds up a million steps exactly.
         for state, dtype in (("sums_ms", torch.float64), ("counts", torch.int64)):
-            # The last element is not a sum, but the deviation of the local time.
+            # One element per name, and a last element: `sums_ms` ends with `_local.deviation_ms`,
+            # which is not a sum, and `counts` with the number of steps.
             zeros = torch.zeros(len(self._names) + 1, dtype=dtype)
             self.add_state(state, zeros, dist_reduce_fx=None, persistent=True)
 
     def update(self, times: StepTimes) -> None:
         """Add the times of a step."""
-        unknown = times.phase_ms.keys() - {*self._names} - self._reported
-        self._reported |= unknown
-        if unknown := {name for name in unknown if not of_one_callback(name)}:
+        new = times.phase_ms.keys() - {*self._names} - self._reported
+        self._reported |= new
+        if uncounted := sorted(name for name in new if not of_one_callback(name)):
             messages.warning(
                 "Phases %s are not counted by the metric. Pass PhaseTimeMetric(phases=%s).",
-                sorted(unknown),
-                [*self._phases, *sorted(unknown)],
+                uncounted,
+                [*self._phases, *uncounted],
             )
         ms = {**times.phase_ms, STEP: times.step_ms}
         self._local.take(times.step_ms - sum(ms[name] for name in ms if is_wait(name)))
-        # Do not change the state in place: a loaded state may also belong to the checkpoint.
         added_ms = [ms.get(name, 0.0) for name in self._names]
+        # Adding this difference sets the last element to the deviation.
         added_ms.append(self._local.deviation_ms - float(self.sums_ms[-1]))
+        # Do not change the state in place: a loaded state may also belong to the checkpoint.
         self.sums_ms = self.sums_ms + torch.tensor(added_ms, dtype=torch.float64)
         counts = [*(int(name in ms) for name in self._names), 1]
         self.counts = self.counts + torch.tensor(counts)
@@ -98,9 +100,10 @@ class PhaseTimeMetric(Metric):
             self.sums_ms.reshape(shape).tolist(), self.counts.reshape(shape).tolist(), strict=True
         )
         totals = {}
-        for rank, (ms, n) in enumerate(rows):
-            phases = {name: (ms[i], n[i]) for i, name in enumerate(self._names) if n[i]}
-            totals[rank] = RankTotals(phases, ms[-1])
+        for rank, ((*sums_ms, deviation_ms), counts) in enumerate(rows):
+            named = zip(self._names, sums_ms, counts[:-1], strict=True)
+            phases = {name: (sum_ms, count) for name, sum_ms, count in named if count}
+            totals[rank] = RankTotals(phases, deviation_ms)
         ranks = compare(totals)
         if ranks is None:
             return {}
@@ -120,9 +123,10 @@ class PhaseTimeMetric(Metric):
     ) -> None:
         loaded = state_dict.get(f"{prefix}counts")
         if loaded is not None and loaded.shape[-1] != len(self._names) + 1:
+            n_phases = loaded.shape[-1] - 2  # `step` and the last element are not phases.
             raise ValueError(
-                f"the checkpoint has {loaded.shape[-1] - 2} phases, and the metric"
-                f" {len(self._phases)}: create it with the same phases={self._phases}"
+                f"the checkpoint has {n_phases} phases, but the metric has {len(self._phases)}:"
+                f" pass the phases= of the saved metric, got {self._phases}"
             )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

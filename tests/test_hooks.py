@@ -152,7 +152,7 @@ def test_step_and_steps_require_attach(loop: Loop, call: str) -> None:
         ({"history_size": 0}, "history_size must be 1 or more .* got 0"),
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches must be 1 or more .* got 0"),
         ({"accumulate_grad_batches": "all"}, "accumulate_grad_batches must be an int.* got 'all'"),
-        ({"accumulate_grad_batches": "auto"}, "must be a number where .* got 'auto'"),
+        ({"accumulate_grad_batches": "auto"}, "must be a number if .* got 'auto'"),
         ({"every_n_steps": 0}, "every_n_steps must be 1 or more"),
         ({"first_step": -1}, "first_step must be 0 or more .* got -1"),
         ({"log_every_n_steps": 0}, "log_every_n_steps must be 1 or more .* got 0"),

@@ -99,7 +99,7 @@ def test_metric_continues_from_a_checkpoint() -> None:
     resumed.update(times(5.0))
     assert values_of(resumed)["forward_ms"] == 4.0
     assert values_of(metric)["forward_ms"] == 3.0
-    with pytest.raises(ValueError, match="the checkpoint has 16 phases, and the metric 1"):
+    with pytest.raises(ValueError, match="the checkpoint has 16 phases, but the metric has 1"):
         PhaseTimeMetric(["forward"]).load_state_dict(metric.state_dict())
 
 

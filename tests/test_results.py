@@ -92,7 +92,9 @@ def test_table_explains_shares_of_phases_that_run_rarely(every: int, is_explaine
     summary = summarize(*steps)
     optimizer = summary.rows["optimizer"]
     assert (optimizer.mean_ms, optimizer.share) == (8.0, 8.0 / (8.0 + 2.0 * every))
-    text = "share: fraction of all steps; other columns: only steps in which the phase ran"
+    text = (
+        "share: fraction of the time of all steps; other columns: only steps in which the phase ran"
+    )
     assert (text in str(summary)) == is_explained
 
 

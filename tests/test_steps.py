@@ -324,7 +324,7 @@ def test_loops_left_early_count_all_steps_as_sampled_if_all_are_timed(loop: Loop
     assert summary.step.mean_ms == 15.625
 
 
-LEFT_OVER = (("A loop ends with 2 of 4 micro-batches, which are not in any step. Pass",),)
+LEFT_OVER = (("A loop ended after 2 of the 4 micro-batches of a step.",),)
 
 
 @scene([accumulated(4)] * 40, messages=LEFT_OVER, accumulate_grad_batches=4)

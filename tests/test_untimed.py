@@ -268,7 +268,7 @@ def test_too_expensive_timing_is_reported() -> None:
     assert timer.summary().timed_every_n_steps == 50
     text = (
         "then 1 of every 50, which adds 2.8 % to the training: timing every step would add 140 % to"
-        " a step of 0.248 ms; increase log_every_n_steps to time fewer"
+        " a step of 0.248 ms; increase log_every_n_steps to time fewer steps"
     )
     assert text in str(timer.summary())
 

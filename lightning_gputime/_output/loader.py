@@ -16,6 +16,7 @@ def loader_table(m: Measurement, setup: TrainingSetup) -> Table | None:
     case = LoaderCase.of(m, setup)
     if case is not None:
         return _table_of_workers(case.times, case.describe())
+    # Without workers, the stages are timed in the main process.
     stages = [culprit for culprit in m.culprits if culprit.kind in STAGES]
     if setup.num_workers or not stages:
         return None
@@ -28,17 +29,18 @@ def loader_table(m: Measurement, setup: TrainingSetup) -> Table | None:
     return Table("DataLoader without workers: stages in the main process", lines, [])
 
 
-def _table_of_workers(times: LoaderTimes, sentence: str) -> Table:
+def _table_of_workers(times: LoaderTimes, note: str) -> Table:
     n = len(times.workers)
     stages = {"dataset_ms": times.dataset, "collate_ms": times.collate, "wait_ms": _WAITING}
     all_ms = sum(map(times.mean, stages))
     lines: list[tuple[str, ...]] = [("loader", "per batch", "share", "slowest worker")]
     for name, title in stages.items():
-        of_workers = [getattr(worker, name) for worker in times.workers]
-        worker = max(range(n), key=of_workers.__getitem__)
-        slowest = f"{duration(of_workers[worker])} ({worker})" if n > 1 else ""
+        ms_by_worker = [getattr(worker, name) for worker in times.workers]
+        slowest_ms = max(ms_by_worker)
+        index = ms_by_worker.index(slowest_ms)
+        slowest = f"{duration(slowest_ms)} ({index})" if n > 1 else ""
         share = percent(times.mean(name) / all_ms if all_ms else 0.0)
         lines.append((title, duration(times.mean(name)), share, slowest))
     lines.append(("batch", duration(all_ms), "100 %", ""))
     title = f"DataLoader with {n} worker{'s' * (n > 1)}: stages in a worker"
-    return Table(title, lines, [sentence])
+    return Table(title, lines, [note])

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from lightning_gputime._messages import format_value, messages
 from lightning_gputime._phases import COMM
 
-# Groups by the names of their values. All other values are in "phases".
+# Patterns of the names of values, and their group. The first match counts; without a match, the
+# group is "phases".
 _GROUPS = (
     (re.compile(r"step_ms$"), "step"),
     (re.compile(r"host_wait_ms$"), "host"),
@@ -42,7 +43,7 @@ class LogWriter:
         groups: Groups of values to write.
         stage: Second part of each key, such as "val"; empty for training.
         row: Further values to log in the same row, under keys without the prefix.
-        kept: Queue that gets all values of each log as JSON objects.
+        kept: Queue that gets all values of each log, of any group, as one JSON object.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class LogWriter:
     ) -> None:
         self._prefix, self._stage, self._row, self._kept = prefix, stage, row, kept
         self._loggers, self._groups, self._publish = loggers, groups, publish
-        self._newest = -1  # Largest step number that was logged.
-        self._has_failed = False
+        self._last_step = -1  # Largest step number that was logged.
+        self._has_failed = False  # True once a logger has raised, which was reported.
 
     @property
     def has_destination(self) -> bool:
@@ -78,9 +79,10 @@ class LogWriter:
         *,
         only_publish: bool = False,
     ) -> None:
-        """Log the `values` of the wanted groups, and all values that observers `added`.
+        """Log the `values` whose group is in `groups`, and all values that observers `added`.
 
-        Their step number is `step`, or that of the last log if it is larger.
+        The step number of the log is `step`, or that of the last log if it is larger. With
+        `only_publish`, call `publish`, but not the loggers.
         """
         if self._kept is not None:
             self._kept.append({"stage": self._stage, "step": step, **values, **added})
@@ -90,12 +92,14 @@ class LogWriter:
             return
         if not only_publish:
             # Some loggers drop values whose step is smaller than the last step.
-            step = self._newest = max(step, self._newest)
-            # Use a single call: each is a row of CSV, a step of W&B or a request to MLflow.
+            step = self._last_step = max(step, self._last_step)
+            # Call each logger once, because a call is a row of CSV, or a request to MLflow.
             for logger in self._loggers:
                 self._try(partial(send, logger, self._prefix, self._stage, wanted, step, self._row))
         if self._publish is not None:
-            metrics = {key(self._prefix, self._stage, name): ms for name, ms in wanted.items()}
+            metrics = {
+                key(self._prefix, self._stage, name): value for name, value in wanted.items()
+            }
             self._try(partial(self._publish, metrics))
 
     def _try(self, call: Callable[[], Any]) -> None:
@@ -113,9 +117,9 @@ def group_of(name: str) -> str:
 
 
 def add_charts(logger: MetricsLogger, prefix: str) -> None:
-    """Add charts of all phases to TensorBoard, which shows only the last layout that it gets.
+    """Add a layout with charts of the phases and the step to TensorBoard.
 
-    Call it when training begins, so that a layout set by the user replaces it.
+    Call it when training begins: TensorBoard shows only the last layout, which may be the user's.
     """
     writer = _tensorboard_writer(logger)
     if writer is not None:
@@ -137,8 +141,8 @@ def send(
 ) -> None:
     """Log `values` under keys with the prefix, and `row` under unchanged keys, in one row.
 
-    TensorBoard groups charts by the part of a tag before the first "/". Values other than phases
-    get a group such as "phase_time_val/forward_ms".
+    TensorBoard groups charts by the part of a tag before the first "/". There, values other than
+    phases get a group of their stage or kind: "phase_time_val" or "phase_time_ranks".
     """
     if _tensorboard_writer(logger) is None:
         separator = getattr(logger, "group_separator", "/")
@@ -147,13 +151,14 @@ def send(
             for name, value in values.items()
         } | {**row}
     else:
-        # Lightning logs the values of `row` there by itself.
+        # Lightning itself adds the values of `row` to TensorBoard.
         metrics = {_tag(prefix, stage, name): value for name, value in values.items()}
-    # Pass keywords, as Lightning and Fabric do: wrappers of loggers may look them up by name.
+    # Pass keywords, as Lightning does: a wrapper of a logger may look up arguments by name.
     logger.log_metrics(metrics=metrics, step=step)
 
 
 def _tag(prefix: str, stage: str, name: str) -> str:
+    """Return a tag for TensorBoard, such as "phase_time_val/forward_ms"."""
     group = stage or group_of(name)
     if group in ("phases", "step"):
         return key(prefix, "", name)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,13 @@ from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._output.table import marked
 from lightning_gputime._phases import colours_of
 
-_MAX_POINTS = 2000  # Maximum per chart. Longer runs show means over neighboring steps.
-_TREND_POINTS = 40  # Points of the trend line, each the median of the steps around it.
-# A distance between timed steps is a gap if it exceeds this multiple of the usual distance and this
-# fraction of the axis.
+_MAX_POINTS = 2000  # Maximum per chart. In longer runs, each point is a mean of several steps.
+_TREND_POINTS = 40  # Approximate number of points of the trend line, each a median.
+# The distance between two timed steps is shown as a gap if it exceeds this multiple of the usual
+# distance and this fraction of the axis.
 _MIN_GAP_FACTOR, _MIN_GAP_SHARE = 3.0, 0.02
-_LEGEND_COLUMNS, _LEGEND_ROW_PX = 4, 28
+_LEGEND_COLUMNS = 4
+_LEGEND_ROW_PX = 28  # Height of a row of the legend, in pixels.
 _TERMS = {
     "mean": "Mean over the steps in which the phase ran",
     "share": "Fraction of the device time of all steps",
@@ -83,7 +84,7 @@ def page(runs: Sequence[Run], comparison: Any = None) -> str:
     template = environment.from_string(
         files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     )
-    # Limit the y-axis: a first step of one second would flatten all other steps.
+    # Limit the y-axis of all charts, because a first step of one second would flatten other steps.
     steps = [run.history["step_ms"] for run in runs if len(run.history)]
     limit_ms = max((min(float(ms.max()), 3 * float(np.median(ms))) for ms in steps), default=0.0)
     breakdowns = [run.summary().time_breakdown for run in runs]
@@ -94,7 +95,7 @@ def page(runs: Sequence[Run], comparison: Any = None) -> str:
         charts=[_charts(run, limit_ms) for run in runs],
         limit_ms=limit_ms,
         terms=_TERMS,
-        wall_ms=max((1e3 * found.wall_s for found in breakdowns if found), default=0.0),
+        wall_ms=max((1e3 * part.wall_s for part in breakdowns if part), default=0.0),
         library=Markup(resources.render_js()),
     )
 
@@ -105,6 +106,7 @@ def _with_local_times(text: str) -> Markup:
 
 
 def _bokeh() -> Any:
+    """Import and return bokeh."""
     try:
         import bokeh.embed
         import bokeh.models
@@ -117,29 +119,34 @@ def _bokeh() -> Any:
 
 
 def thin_out(history: npt.NDArray[Any]) -> tuple[Columns, int]:
-    """Return the columns of a thinned history, and the number of steps per point."""
-    every = max(-(-len(history) // _MAX_POINTS), 1)
-    starts = np.arange(0, len(history), every)
+    """Return the columns of a history with means over several steps, and the steps per mean."""
+    steps_per_point = max(math.ceil(len(history) / _MAX_POINTS), 1)
+    starts = np.arange(0, len(history), steps_per_point)
     counts = np.diff(np.append(starts, len(history)))
     columns = {
         name: np.add.reduceat(np.nan_to_num(history[name]), starts) / counts
         for name in history.dtype.names or ()
     }
-    return {**columns, "step": history["step"][starts]}, every
+    return {**columns, "step": history["step"][starts]}, steps_per_point
 
 
-def trend(columns: Columns) -> tuple[Floats, Floats, int]:
-    """Return the medians of consecutive groups of points: steps, times (in ms), points per group.
+class Trend(NamedTuple):
+    """Medians of consecutive groups of points."""
 
-    NaN separates the groups on the two sides of a gap.
-    """
+    steps: Floats  # Mean step number of each group.
+    medians_ms: Floats  # NaN separates the groups on the two sides of a gap.
+    group_size: int  # Number of points in each group.
+
+
+def trend(columns: Columns) -> Trend:
+    """Return the trend of the time per step."""
     steps, times_ms = columns["step"].astype(float), columns["step_ms"]
     size = max(len(steps) // _TREND_POINTS, 1)
     starts = np.arange(0, len(steps), size)
     medians_ms = [float(np.median(times_ms[start : start + size])) for start in starts]
     centers = [float(np.mean(steps[start : start + size])) for start in starts]
-    found = with_gaps({"step": np.array(centers), "step_ms": np.array(medians_ms)}, math.nan)
-    return found["step"], found["step_ms"], size
+    gapped = with_gaps({"step": np.array(centers), "step_ms": np.array(medians_ms)}, math.nan)
+    return Trend(gapped["step"], gapped["step_ms"], size)
 
 
 def with_gaps(columns: Columns, fill: float = 0.0) -> Columns:
@@ -150,32 +157,41 @@ def with_gaps(columns: Columns, fill: float = 0.0) -> Columns:
     distances = np.diff(steps)
     usual = float(np.percentile(distances, 90, method="lower"))
     is_gap = distances > max(_MIN_GAP_FACTOR * usual, _MIN_GAP_SHARE * (steps[-1] - steps[0]))
-    places = np.repeat(np.flatnonzero(is_gap) + 1, 2)
-    edges = np.column_stack((steps[:-1][is_gap] + usual, steps[1:][is_gap] - usual)).ravel()
+    rows = np.repeat(np.flatnonzero(is_gap) + 1, 2)
+    # The two inserted rows are one usual distance from the timed steps at the ends of the gap.
+    ends = np.column_stack((steps[:-1][is_gap] + usual, steps[1:][is_gap] - usual)).ravel()
     gapped = {
-        name: np.insert(np.asarray(column, float), places, fill) for name, column in columns.items()
+        name: np.insert(np.asarray(column, float), rows, fill) for name, column in columns.items()
     }
-    return {**gapped, "step": np.insert(steps, places, edges)}
+    return {**gapped, "step": np.insert(steps, rows, ends)}
 
 
-def _charts(run: Run, limit_ms: float) -> tuple[Markup, Markup, int] | None:
-    """Return the charts in milliseconds and in percent, and the number of steps per point."""
+class _Charts(NamedTuple):
+    in_ms: Markup
+    in_percent: Markup
+    steps_per_point: int
+
+
+def _charts(run: Run, limit_ms: float) -> _Charts | None:
+    """Return the charts of the phases over the steps; None without steps."""
     if not len(run.history):
         return None
-    columns, every = thin_out(run.history)
+    columns, steps_per_point = thin_out(run.history)
     figures = (
         phases_over_steps(run, columns, limit_ms, in_percent) for in_percent in (False, True)
     )
     in_ms, in_percent = (Markup("".join(_bokeh().embed.components(figure))) for figure in figures)
-    return in_ms, in_percent, every
+    return _Charts(in_ms, in_percent, steps_per_point)
 
 
 def phases_over_steps(run: Run, points: Columns, limit_ms: float, in_percent: bool = False) -> Any:
-    """Return a stacked chart of the phases of each step; in milliseconds, also with slow steps.
+    """Return a stacked chart of the phases of each step.
+
+    A chart in milliseconds also shows the trend and the slow steps.
 
     Args:
         run: The run.
-        points: Its thinned history.
+        points: Columns of the run's history, from `thin_out`.
         limit_ms: Largest time that the y-axis shows (in milliseconds).
         in_percent: True for shares of the step in place of milliseconds.
     """
@@ -184,7 +200,7 @@ def phases_over_steps(run: Run, points: Columns, limit_ms: float, in_percent: bo
     columns = with_gaps(points)
     unit = "%" if in_percent else "ms"
     scale = 100 / np.maximum(columns["step_ms"], 1e-9) if in_percent else 1.0
-    # Number the columns: a phase name may contain any character.
+    # Number the columns: tooltips refer to columns, and a phase name may contain any character.
     shown = {f"p{i}": f"{name}_ms" for i, name in enumerate(colours)}
     shown |= {"whole": "step_ms", "wait": "host_wait_ms"}
     data = {key: np.round(columns[name] * scale, 4) for key, name in shown.items()}
@@ -201,18 +217,18 @@ def phases_over_steps(run: Run, points: Columns, limit_ms: float, in_percent: bo
     whole = figure.line("step", "whole", source=source, line_alpha=0.0)
     figure.add_tools(models.HoverTool(renderers=[whole], tooltips=tips, mode="vline"))
     if not in_percent:
-        numbers, medians_ms, size = trend(points)
-        if size > 1:
-            line = figure.line(numbers, medians_ms, color=_INK, line_width=2)
-            items.append((f"median of {size} points", [line]))
+        medians = trend(points)
+        if medians.group_size > 1:
+            line = figure.line(medians.steps, medians.medians_ms, color=_INK, line_width=2)
+            items.append((f"median of {medians.group_size} points", [line]))
         if slow_steps := [step for step in run.slow_steps if step.step in run.history["step"]]:
-            items.append(("slow steps", [_mark(figure, slow_steps, limit_ms)]))
+            items.append(("slow steps", [_draw_slow_steps(figure, slow_steps, limit_ms)]))
     _add_legend(figure, items)
     figure.y_range = models.Range1d(0, 100 if in_percent else 1.1 * limit_ms or 1.0)
     return figure
 
 
-def _mark(figure: Any, steps: Sequence[SlowStep], limit_ms: float) -> Any:
+def _draw_slow_steps(figure: Any, steps: Sequence[SlowStep], limit_ms: float) -> Any:
     """Draw slow steps as points; steps above the limit are drawn at the upper end of the axis."""
     models = _bokeh().models
     places = {
@@ -227,8 +243,8 @@ def _mark(figure: Any, steps: Sequence[SlowStep], limit_ms: float) -> Any:
 
 
 def _add_legend(figure: Any, items: Sequence[tuple[str, Any]]) -> None:
-    """Add a legend below a chart, and increase its height accordingly."""
-    figure.height += _LEGEND_ROW_PX * -(-len(items) // _LEGEND_COLUMNS)
+    """Add a legend below a chart, and increase the height of the chart accordingly."""
+    figure.height += _LEGEND_ROW_PX * math.ceil(len(items) / _LEGEND_COLUMNS)
     grid = {"orientation": "horizontal", "ncols": _LEGEND_COLUMNS, "spacing": 6}
     clear = {"background_fill_alpha": 0.0, "border_line_alpha": 0.0, "label_text_color": _INK}
     legend = {"items": items, "click_policy": "hide", "location": "center"}

@@ -25,7 +25,7 @@ from lightning_gputime._output.loader import loader_table
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._phases import FIRST_STEPS, MAX_STEPS_PER_TIMED
 
-_RANKS = "min - max (rank)"
+_RANKS = "min - max (rank)"  # Title of the column with the means of the ranks.
 # Columns to drop from a table that is too wide, in this order.
 _DROPS = ("max", "steps", "host", "p95", "p50", "share", "busy", _RANKS)
 _SPEED_UP = "speed-up if removed"
@@ -33,12 +33,12 @@ _MIN_ROW = 0.01  # Entries of the time breakdown with a smaller share are combin
 _MIN_VARIATION = 0.05  # Minimum share of unexplained slow steps that is reported.
 
 _BOUNDARY_MS = 0.02
-"""Host time of a phase boundary in a loop that does real work, from `benchmarks/cold_cost.py`."""
+"""Host time that the timer takes at a phase boundary, from `benchmarks/cold_cost.py`."""
 _MIN_COST = 0.01
 """Minimum cost of timing that is reported, as a fraction of the step."""
 
-# Fields that the JSON omits if they are empty.
-_RARE = (
+# Fields of the measurement that the JSON omits if they are empty or zero.
+_OMITTED_IF_EMPTY = (
     "sections",
     "loaders",
     "untimed_steps",
@@ -147,7 +147,7 @@ class PhaseSummary(Tabular):
         found: dict[str, Any] = plain(
             {**asdict(self.measurement), **derived, "diagnosis": asdict(diagnosis)}
         )
-        for name in _RARE:
+        for name in _OMITTED_IF_EMPTY:
             if not getattr(self.measurement, name):
                 del found[name]
         return found
@@ -174,8 +174,9 @@ class PhaseSummary(Tabular):
         )
 
     def _lanes(self) -> dict[str, dict[str, float]]:
-        """Return the time of each phase in the mean step, on the GPU and on the host."""
+        """Return the mean time of each phase over all steps (in milliseconds), per device."""
         rows = {name: row for name, row in self.rows.items() if "/" not in name}
+        # `mean_ms` is the mean over steps with the phase, `frequency` the fraction of such steps.
         device_ms = {name: row.frequency * row.mean_ms for name, row in rows.items()}
         if self.on_host_clock:
             return {"CPU": device_ms}
@@ -188,18 +189,20 @@ class PhaseSummary(Tabular):
         if not self.steps:
             return f"No step was timed{excluded}. {self.hint}".rstrip()
         unit = unit_of(self.step.mean_ms).name
-        of = f"Time per {self.stage} step" if self.stage else "Time per step"
+        time = f"Time per {self.stage} step" if self.stage else "Time per step"
         all_steps = self.steps + self.untimed_steps
-        part = f" of {all_steps}" if self.untimed_steps else ""
-        over = f"{of} in {unit} over {self.steps}{part} step{'s' * (all_steps != 1)}"
+        of_all = f" of {all_steps}" if self.untimed_steps else ""
+        title = f"{time} in {unit} over {self.steps}{of_all} step{'s' * (all_steps != 1)}"
         if self.is_warmup:
-            return f"{over} of the warm-up; no other step was timed"
+            return f"{title} of the warm-up; no other step was timed"
         skipped = f"; {self.skipped_updates} updates skipped" if self.skipped_updates else ""
-        if 2 * self.skipped_updates >= self.steps + n:
-            skipped = f"; {self.skipped_updates} of {self.steps + n} timed steps have no update"
-        return f"{over}{excluded}{skipped}"
+        timed_steps = self.steps + n
+        if 2 * self.skipped_updates >= timed_steps:
+            skipped = f"; {self.skipped_updates} of {timed_steps} timed steps have no update"
+        return f"{title}{excluded}{skipped}"
 
     def _lines(self) -> list[tuple[str, ...]]:
+        """Return the header and the rows of the phase table, the step last."""
         names, titles, rows = zip(*table_rows(self.rows), (STEP, STEP, self.step), strict=True)
         columns: dict[str, Sequence[str]] = {
             "phase": titles,
@@ -217,7 +220,7 @@ class PhaseSummary(Tabular):
             columns["busy"] = self._times(row.gpu_busy_mean_ms for row in rows)
         if self.ranks is not None:
             of_ranks = self.ranks.rows
-            columns[_RANKS] = [self._bounds(of_ranks.get(name)) for name in names]
+            columns[_RANKS] = [self._range_of_ranks(of_ranks.get(name)) for name in names]
         return [tuple(columns), *zip(*columns.values(), strict=True)]
 
     def _times(self, times_ms: Iterable[float | None]) -> list[str]:
@@ -228,34 +231,39 @@ class PhaseSummary(Tabular):
         unit = unit_of(self.step.mean_ms)
         mean = self._times([mean_ms])[0]
         error = unit.cell(error_ms) if error_ms else ""
-        return f"{mean} ± {error}" if mean and error.strip("0.") else mean
+        is_visible = error.strip("0.") != ""  # Not rounded to zero.
+        return f"{mean} ± {error}" if mean and is_visible else mean
 
-    def _bounds(self, row: RankStats | None) -> str:
+    def _range_of_ranks(self, row: RankStats | None) -> str:
         if row is None:
             return ""
-        least, most = self._times((row.min_ms, row.max_ms))
-        return f"{least} - {most} ({row.slowest_rank})"
+        shortest, longest = self._times((row.min_ms, row.max_ms))
+        return f"{shortest} - {longest} ({row.slowest_rank})"
 
     def _sentences(self) -> Iterator[str]:
         step_ms = self.step.mean_ms
         unit = unit_of(step_ms)
         step = unit.of(step_ms)
         if any(2 * row.n <= self.steps for name, row in self.rows.items() if "/" not in name):
-            yield "share: fraction of all steps; other columns: only steps in which the phase ran"
+            yield (
+                "share: fraction of the time of all steps; other columns: only steps in which the"
+                " phase ran"
+            )
         yield parts_of_other(self.measurement)
         yield self.probe_failure
-        for feature in (self.memory, self.work):
-            yield from feature.sentences if feature is not None else ()
-        n, cost = self.timed_every_n_steps, self.timing_share
-        if n > 1 and cost is not None:
+        for summary in (self.memory, self.work):
+            yield from summary.sentences if summary is not None else ()
+        every = self.timed_every_n_steps
+        cost = self.timing_share  # Cost of timing every step, as a fraction.
+        if every > 1 and cost is not None:
             added = self.measurement.added_share or 0.0
-            is_costly = added > _MIN_COST
-            now = f", which adds {percent(added)} to the training" if is_costly else ""
-            can_time_fewer = is_costly and n < MAX_STEPS_PER_TIMED
-            fewer = "; increase log_every_n_steps to time fewer" if can_time_fewer else ""
+            is_added_much = added > _MIN_COST
+            now = f", which adds {percent(added)} to the training" if is_added_much else ""
+            can_time_fewer = is_added_much and every < MAX_STEPS_PER_TIMED
+            fewer = "; increase log_every_n_steps to time fewer steps" if can_time_fewer else ""
             yield (
-                f"timed the first {FIRST_STEPS} steps, then 1 of every {n}{now}: timing every step"
-                f" would add {percent(cost)} to a step of {step}{fewer}"
+                f"timed the first {FIRST_STEPS} steps, then 1 of every {every}{now}: timing every"
+                f" step would add {percent(cost)} to a step of {step}{fewer}"
             )
         elif cost is not None and self.untimed_steps:
             yield f"{self.untimed_steps} steps were not timed, to measure the cost of timing"
@@ -267,6 +275,7 @@ class PhaseSummary(Tabular):
             text = f"{long} ({share} of the time) {was} not sampled"
             yield f"{text}: pass every_n_steps=1 to time all steps"
 
+        # Each phase has a boundary at its start, and the step has another at its end.
         timing_ms = (len(self.rows) + 1) * _BOUNDARY_MS
         is_costly = timing_ms > max(_MIN_COST * step_ms, self.host_wait_mean_ms)
         reason = self.measurement.each_timed_for
@@ -300,13 +309,14 @@ def _percent_with_error(share: float, error: float) -> str:
 
 
 def _breakdown_table(breakdown: TimeBreakdown, advice: Sequence[str]) -> Table:
-    """Return the time breakdown as a table, with small entries combined in one row."""
+    """Return the time breakdown as a table. Combine small entries in one row."""
     removable = [row for row in breakdown.rows if row.name != breakdown.work]
     small = [row for row in removable if row.share < _MIN_ROW]
-    shown = [row for row in removable if row.share >= _MIN_ROW] if len(small) > 1 else removable
+    combines = len(small) > 1
+    shown = [row for row in removable if row.share >= _MIN_ROW] if combines else removable
     lines: list[tuple[str, ...]] = [("entry", "time", "share", _SPEED_UP)]
     lines += map(_entry_line, shown)
-    if len(small) > 1:
+    if combines:
         seconds, share = sum(row.seconds for row in small), sum(row.share for row in small)
         name = f"{len(small)} others below {percent(_MIN_ROW)}"
         lines.append((name, duration(1e3 * seconds), f"{share:.1%}", ""))
@@ -328,13 +338,14 @@ def _entry_line(row: Entry) -> tuple[str, ...]:
 
 
 def _advice_lines(diagnosis: Diagnosis) -> list[str]:
-    """Return the advice as lines, each with a prefix for the entry that it belongs to."""
+    """Return the advice as lines that start with the name of an entry of the time breakdown."""
     breakdown = diagnosis.time_breakdown
     rows = breakdown.rows if breakdown is not None else ()
+    # Reversed, so that the largest entry with an advice is its prefix.
     entries = {advice.text: row.name for row in reversed(rows) for advice in row.advice}
     # Advice on a slowdown or on repeated calls belongs to no single entry.
-    about = {"slowdown": "slowdown", "repeated_calls": "model calls"}
+    prefixes = {"slowdown": "slowdown", "repeated_calls": "model calls"}
     return [
-        f"{about.get(advice.code) or entries[advice.text]}: {advice.text}"
+        f"{prefixes.get(advice.code) or entries[advice.text]}: {advice.text}"
         for advice in diagnosis.advice
     ]

@@ -32,8 +32,8 @@ class Table:
         left: Indices of columns that are aligned to the left.
         above: Headline and another table, both above this table.
         drops: Columns to drop from a table that is too wide, in this order. Cells are never cut.
-        lanes: Bars to draw above the table: time of each phase (in milliseconds), by name of the
-            bar, such as "GPU".
+        lanes: Bars to draw above the table, by their names, such as "GPU". A bar consists of the
+            times of phases (in milliseconds).
         steps: Recommended actions, as a numbered list below the table.
         below: Another table below this table, before the sentences.
     """
@@ -107,22 +107,24 @@ class Table:
 
     def _fitting(self, width: int) -> "Table":
         """Drop columns until the table is no wider than `width`."""
-        table = replace(self, lines=[*self._broken_lines()]) if len(self.left) > 1 else self
+        # With several columns aligned to the left, the last column contains text.
+        has_text = len(self.left) > 1
+        table = replace(self, lines=[*self._lines_with_wrapped_text()]) if has_text else self
         for name in self.drops:
             widths = [max(map(_width_of, column)) for column in zip(*table.lines, strict=True)]
             if sum(widths) + len(_BETWEEN) * (len(widths) - 1) <= width:
                 break
             if name in table.lines[0]:
-                at = table.lines[0].index(name)
-                lines = [(*line[:at], *line[at + 1 :]) for line in table.lines]
-                left = [i - (i > at) for i in table.left if i != at]
+                dropped = table.lines[0].index(name)
+                lines = [(*line[:dropped], *line[dropped + 1 :]) for line in table.lines]
+                left = [i - 1 if i > dropped else i for i in table.left if i != dropped]
                 table = replace(table, lines=lines, left=left)
         return table
 
-    def _broken_lines(self) -> Iterator[tuple[str, ...]]:
+    def _lines_with_wrapped_text(self) -> Iterator[tuple[str, ...]]:
         """Yield the lines, with the last column wrapped."""
-        for *cells, words in self.lines:
-            first, *more = textwrap.wrap(words, _MAX_TEXT_WIDTH, subsequent_indent="  ") or [""]
+        for *cells, text in self.lines:
+            first, *more = textwrap.wrap(text, _MAX_TEXT_WIDTH, subsequent_indent="  ") or [""]
             yield (*cells, first)
             yield from ((*[""] * len(cells), part) for part in more)
 
@@ -130,19 +132,19 @@ class Table:
         columns = []
         for i, column in enumerate(zip(*self.lines, strict=True)):
             width = max(map(_width_of, column))
-            space = [" " * (width - _width_of(cell)) for cell in column]
-            pairs = (column, space) if i in self.left else (space, column)
-            columns.append(map("".join, zip(*pairs, strict=True)))
+            spaces = [" " * (width - _width_of(cell)) for cell in column]
+            parts = (column, spaces) if i in self.left else (spaces, column)
+            columns.append(map("".join, zip(*parts, strict=True)))
         return [_BETWEEN.join(line).rstrip() for line in zip(*columns, strict=True)]
 
     def _row(self, line: tuple[str, ...], tag: str) -> str:
         # Use inline styles: the style sheet of a notebook aligns all cells to the right.
-        cells = ""
+        html_cells = ""
         for i, cell in enumerate(line):
             side = "left" if i in self.left else "right"
             text = marked(cell).replace("  ", "&emsp;")
-            cells += f'<{tag} style="text-align:{side}">{text}</{tag}>'
-        return f"<tr>{cells}</tr>"
+            html_cells += f'<{tag} style="text-align:{side}">{text}</{tag}>'
+        return f"<tr>{html_cells}</tr>"
 
 
 class Tabular:
@@ -155,9 +157,9 @@ class Tabular:
 
     def __repr__(self) -> str:
         table = self._table()
-        verdict = table.above[0] if table.above is not None else ""
-        first = next(filter(None, (verdict, *table.sentences, table.title)))
-        return f"<{type(self).__name__}: {first}>"
+        headline = table.above[0] if table.above is not None else ""
+        gist = next(filter(None, (headline, *table.sentences, table.title)))
+        return f"<{type(self).__name__}: {gist}>"
 
     def __str__(self) -> str:
         return self._table().text()
@@ -182,17 +184,19 @@ def _width_of(text: str) -> int:
 
 
 def _draw_lanes(lanes: Mapping[str, Mapping[str, float]], width: int) -> str:
-    """Return a bar per lane in the colors of its phases, and a legend."""
+    """Return a colored bar per lane, and a legend, as text with ANSI escape sequences."""
     colours = colours_of(dict.fromkeys(name for lane in lanes.values() for name in lane))
     longest_ms = max(sum(lane.values()) for lane in lanes.values()) or 1.0
-    left = max(map(len, lanes)) + len(_BETWEEN)
+    title_width = max(map(len, lanes)) + len(_BETWEEN)
     lines = []
     for title, lane in lanes.items():
-        ends = [round((width - left) * ms / longest_ms) for ms in accumulate(lane.values())]
-        sizes = zip(lane, map(sub, ends, [0, *ends]), strict=False)
-        lines.append(title.ljust(left) + "".join(_bar(colours[name], n) for name, n in sizes))
-    # Replace two placeholder characters before each name with a square. No-break spaces keep each
-    # name on one line.
+        # Round the ends of the phases, not their sizes, so that rounding errors do not add up.
+        ends = [round((width - title_width) * ms / longest_ms) for ms in accumulate(lane.values())]
+        sizes = map(sub, ends, [0, *ends])
+        bars = [_bar(colours[name], size) for name, size in zip(lane, sizes, strict=True)]
+        lines.append(title.ljust(title_width) + "".join(bars))
+    # Wrap the legend with two placeholder characters before each name, because `_wrapped` would
+    # count escape sequences. No-break spaces keep each name on one line.
     names = [f"\0\0 {name}".replace(" ", "\xa0") for name in colours]
     legend = _wrapped("  ".join(names), width)
     for colour in colours.values():
@@ -202,6 +206,7 @@ def _draw_lanes(lanes: Mapping[str, Mapping[str, float]], width: int) -> str:
 
 def _bar(colour: str, size: int) -> str:
     """Return spaces on a background of the nearest of the 256 terminal colors."""
+    # Colors 16 to 231 are a cube with the levels 0, 95, 135, 175, 215 and 255 of each channel.
     red, green, blue = (max(value - 35, 0) // 40 for value in bytes.fromhex(colour[1:]))
     return f"\x1b[48;5;{16 + 36 * red + 6 * green + blue}m{' ' * size}\x1b[0m"
 
@@ -227,7 +232,7 @@ def _wrapped(sentence: str, width: int | None, indent: str = "") -> str:
 def show(table: Tabular, *, on_stderr: bool = False, note: str = "") -> None:
     """Show a table as HTML in a notebook, by rich in a terminal if it is installed, or as text.
 
-    On stderr, a `note` may follow it.
+    A `note` follows the table if it is shown as text.
     """
     if in_notebook():
         sys.modules["IPython"].display.display(table)
@@ -249,15 +254,15 @@ def show(table: Tabular, *, on_stderr: bool = False, note: str = "") -> None:
             pass
         # Escape characters that the encoding of the stream cannot represent.
         encoding = getattr(stream, "encoding", None) or "utf-8"
-        kind = os.environ.get("TERM", "") + os.environ.get("COLORTERM", "")
-        has_colours = re.search("256color|truecolor", kind) and not os.environ.get("NO_COLOR")
+        terminal = os.environ.get("TERM", "") + os.environ.get("COLORTERM", "")
+        has_colours = re.search("256color|truecolor", terminal) and not os.environ.get("NO_COLOR")
         text = table._table().text(width, in_colour=bool(has_colours))
         text = "\n\n".join(filter(None, (text, _wrapped(note, width))))
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
 
 
 def in_notebook() -> bool:
-    """Return True in a notebook kernel, whose notebook displays HTML."""
+    """Return True in the process of a notebook kernel, where HTML can be displayed."""
     ipython = sys.modules.get("IPython")
     try:
         kernel = getattr(ipython.get_ipython(), "kernel", None) if ipython is not None else None
@@ -270,5 +275,5 @@ def in_notebook() -> bool:
 def _below_bars(stream: TextIO) -> AbstractContextManager[Any]:
     """Clear tqdm's progress bars while text is printed, then draw them again below."""
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    above: Any = getattr(bars, "external_write_mode", None)
-    return nullcontext() if above is None else above(file=stream)
+    write_mode: Any = getattr(bars, "external_write_mode", None)
+    return nullcontext() if write_mode is None else write_mode(file=stream)
