@@ -174,5 +174,5 @@ def test_model_on_two_devices_warns_with_the_timed_device(caplog: pytest.LogCapt
     GPUPhaseHooks(model).attach().remove()
     assert (
         "The model is on several devices: cpu (3 parameters), meta (4 parameters). Its phases are"
-        " timed on cpu; pass device= to choose another."
+        " timed on cpu only. Pass device= to choose another device."
     ) in caplog.text

@@ -751,9 +751,9 @@ def test_eval_calls_before_each_step_warn(loop: Loop, caplog: pytest.LogCaptureF
             timer.step()
     [record] = caplog.records
     assert record.getMessage() == (
-        "Before the training part of a step, the model runs in eval mode without gradients for"
-        " 68.1 ms. That counts as `other`. If it is an evaluation, put it into"
-        " `with timer.paused()` or iterate over timer.steps(loader)."
+        "Before the training part of a step, the model runs in eval mode without gradients, for"
+        " 68.1 ms per step. That counts as `other`. If it is an evaluation, put it into `with"
+        " timer.paused()`, or let the training loop iterate over timer.steps(loader)."
     )
     assert timer.summary().diagnosis.code == "GPU-bound"
     assert "not measured: evaluations, because they may be a part" in str(timer.summary())

@@ -1,4 +1,7 @@
-"""Searches for the code that takes the time. Each search covers only a few steps."""
+"""Searches for the code that takes the time. Each search covers only a few steps.
+
+To locate a mark is to record the line of the user's code that runs at the mark.
+"""
 
 from collections.abc import Callable
 
@@ -9,7 +12,7 @@ from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.watcher import LOCATED_STEPS
 
 _MIN_STEPS = 50  # Number of timed steps before the search for calls that block the CPU.
-_MAX_LOCATED_WINDOWS = 10  # Maximum number of timing windows in which long steps are located.
+_MAX_LOCATED_WINDOWS = 10  # Maximum number of timing windows whose marks are located.
 
 
 class CulpritSearch:
@@ -18,7 +21,7 @@ class CulpritSearch:
     Args:
         results: Statistics of the steps so far.
         recorder: Locates marks in the code.
-        blocking: Records calls that wait for the GPU.
+        blocking: Records calls that block the CPU until the GPU is done.
         blocks: Returns True if the CPU blocks on the GPU inside steps.
         analyzer: Receives the time that starting a search takes, which may make a step slow.
     """
@@ -34,16 +37,17 @@ class CulpritSearch:
         self._results, self._recorder, self._blocking = results, recorder, blocking
         self._blocks, self._analyzer = blocks, analyzer
         self._windows_left = _MAX_LOCATED_WINDOWS
-        self._has_located_slowdown = self._has_searched_calls = False
+        self._has_located_slowdown = False
+        self._has_searched_calls = False
 
-    def expect_long_steps(self, steps: int) -> None:
-        """Locate the marks of the next `steps` steps; 0 if no long step is expected."""
+    def locate_long_steps(self, steps: int) -> None:
+        """Locate the marks of a timing window of `steps` steps; 0 if it contains no long step."""
         if steps and self._windows_left:
             self._windows_left -= 1
             self._recorder.watcher.locate_next(steps)
 
     def steps_read(self, _: object) -> None:
-        """Start the searches that are due."""
+        """After the first slowdown, locate marks. After 50 steps, search for blocking calls."""
         if self._results.slowdowns.found is not None and not self._has_located_slowdown:
             self._has_located_slowdown = True
             self._recorder.watcher.locate_next(LOCATED_STEPS)

@@ -35,8 +35,8 @@ class LogSchedule:
     ) -> None:
         self.means, self._results, self._comparison = means, results, comparison
         self._analyzer, self._is_sampled = analyzer, is_sampled
-        # Number and index (from 0) of the newest steps. All ranks have read the first of them,
-        # which ended `lag` steps before the last.
+        # Number and index (from 0) of each of the newest steps. The oldest of them ended `lag`
+        # steps before the newest, so all ranks have read it.
         self._ended: deque[tuple[int, int]] = deque(maxlen=lag + 1)
         self._has_started = False
         self.due_at = 0.0
@@ -49,19 +49,25 @@ class LogSchedule:
             self.means.start(number - 1)
             self.due_at = self.means.next_due(number - 1)
         self._ended.append((number, index))
-        finished, _ = self._ended[0]
-        if len(self._ended) == self._ended.maxlen and finished >= self.due_at:
-            self.due_at = self.means.next_due(finished)
-            self.means.step_finished(finished)
-            self._comparison.log_is_due(finished)
+        is_full = len(self._ended) == self._ended.maxlen
+        oldest, _ = self._ended[0]
+        if is_full and oldest >= self.due_at:
+            self.due_at = self.means.next_due(oldest)
+            self.means.step_finished(oldest)
+            self._comparison.log_is_due(oldest)
 
     def steps_read(self, steps: ReadSteps) -> None:
         """Add steps that were read. If all steps are timed, also write the logs that are due."""
-        if self.means.take(steps):
+        has_logged = self.means.take(steps)  # Logs only if all steps are timed.
+        if has_logged:
+            # The analyzer, which reads the steps first, has called `start_callback`.
             self._analyzer.end_callback("the timer's logging")
 
     def log_finished(self) -> None:
-        """Log the steps up to the step that is due. Their timed steps must have been read."""
+        """Log the steps up to the step at which a log is due, if not every step is timed.
+
+        Call it once the timed steps among them have been read.
+        """
         number, index = self._ended[0]
         if self.means.is_logged:
             self._results.settle(number, until=index + 1)
@@ -73,13 +79,13 @@ class LogSchedule:
         """Publish the means since the last log to other callbacks. Write a log if it is due.
 
         Args:
-            newest: Number of the newest step; None before the first.
-            index: Number of all steps that have ended.
+            newest: Number of the last step that ended; None before the first.
+            index: Count of all steps that have ended.
         """
         if self._is_sampled and newest is not None:
             self._results.settle(newest, until=index)
             if self._has_started and newest >= self.due_at:
-                # Log now: a later log would end up in the next epoch's row of the logger.
+                # Log now: loggers would add a later log to their row of the next epoch.
                 self.due_at = self.means.next_due(newest)
                 self.means.log_at(newest)
         self.means.log_means(only_publish=True)

@@ -36,19 +36,19 @@ _FIRST_STEPS = 5  # Number of first steps to check, including the warm-up.
 _MIN_FIRST_STEPS = 3  # With fewer, a trainer may have fetched all batches before the first step.
 _MEAN_STEPS = 20  # Number of steps after the warm-up whose sums are checked.
 
-# Messages on the first steps
+# Messages about the first steps
 
-_NOT_SEEN = "Not measured: %s, because %s in the first %d steps."
-_WRONG_ORDER = (
-    "In each of the first %d steps backward precedes forward: steps end inside a batch, so their"
-    " phases belong to two batches. Call step() at the end of the loop body."
+_ACTION_MISSING = "Not measured: %s, because %s in the first %d steps."
+_BACKWARD_FIRST = (
+    "In each of the first %d steps, backward precedes forward: steps end inside a batch, so the"
+    " phases of a step belong to two batches. Call step() at the end of the loop body."
 )
-_WRONG_COUNT = (
+_COUNTS_DIFFER = (
     "The trainer counts %d steps, and the timer counts %d. Times per step are wrong, because a step"
     " of the timer is not an update of the trainer. Please report this."
 )
 
-# Messages on the sums of steps
+# Messages about the sums of steps
 
 _NO_FORWARD = (
     "No model call was recorded, so its time is in `other`. Pass the module that the loop"
@@ -67,55 +67,54 @@ _NO_MODULES = (
     "None of the modules that `modules` selects was called inside `forward`, so they have no rows."
     " Select modules that the model calls, not modules of a copy or inside scripted code."
 )
-_TOO_EARLY = (
+_ATTACHED_TOO_EARLY = (
     "The process group was created after the timer was attached: waits for other ranks are not"
     " separated, and ranks are not compared. Attach the timer after init_process_group()."
 )
-_ELSEWHERE = (
+_OTHER_THREAD = (
     "The model is called in a different thread than step() or steps(), where it is not timed. Call"
     " the model in the thread that calls step() or iterates over steps()."
 )
-_BYPASSED = (
+_CALL_REPLACED = (
     "`%s` replaces __call__ of torch.nn.Module, so only modules inside it count as `forward`."
     ' Wrap its calls in `with phase("forward")`.'
 )
-_TWICE = (
+_STEPS_WITHOUT_FORWARD = (
     "%d of %d steps have no model call. Call step() once, at the end of the loop body, or"
     " only iterate over steps(). Filter batches before the loop sees them:"
     " timer.steps(filter(is_good, loader)). If those steps train another model, attach a timer to"
     " each model."
 )
-_EARLY = (
+_FIRST_STEPS_WITHOUT_BACKWARD = (
     "The first %d timed steps have no backward. Call step() at the end of the loop body. Filter"
     " batches before the loop sees them: timer.steps(filter(is_good, loader)). Put an evaluation"
     " before the training into `with timer.paused()`."
 )
 _MAY_EVALUATE = (
-    "Before the training part of a step, the model runs in eval mode without gradients for %.3g ms."
-    " That counts as `other`. If it is an evaluation, put it into `with timer.paused()` or iterate"
-    " over timer.steps(loader)."
+    "Before the training part of a step, the model runs in eval mode without gradients, for %.3g ms"
+    " per step. That counts as `other`. If it is an evaluation, put it into `with timer.paused()`,"
+    " or let the training loop iterate over timer.steps(loader)."
 )
-_UNSEEN = (
-    "Batches without a model call take %.3g ms of `other` per step. If they train in a way the"
-    " timer cannot see, such as a graph that was captured before attach(), call step() at the end"
-    " of the loop body."
+_BATCHES_WITHOUT_FORWARD = (
+    "Batches without a model call take %.3g ms of `other` per step. If they train in a way that the"
+    " timer cannot see, such as by a CUDA graph that was captured before attach(), call step() at"
+    " the end of the loop body."
 )
-_METHOD = (
+_FORWARD_TOO_SHORT = (
     "`%s` takes %.3g ms per step, and `forward` is short compared with `backward`. If the loop"
     " calls a method of the model, such as model.features(x), instead of the model, wrap the call"
-    " in"
-    ' `with phase("forward")`.'
+    ' in `with phase("forward")`.'
 )
 _NO_OPTIMIZER = (
-    "The model is trained, but the timer has no optimizer. zero_grad counts as the phase before it,"
-    " and evaluations count as part of the steps. Pass the optimizer: GPUPhaseHooks(model,"
+    "The model is trained, but the timer has no optimizer. So zero_grad() counts as the phase before"
+    " it, and evaluations count as part of the steps. Pass the optimizer: GPUPhaseHooks(model,"
     " optimizer)."
 )
-_EVALUATED = (
+_EVAL_WITH_GRADIENTS = (
     "The model is also called in eval mode with gradients enabled, which counts as part of the"
     " steps. If it is an evaluation, put it under `torch.no_grad()`."
 )
-_ACCUMULATED = (
+_STEPS_WITHOUT_UPDATE = (
     "%d of %d steps have no update. If you accumulate gradients, pass accumulate_grad_batches=%s,"
     " so that a step is one update."
 )
@@ -123,30 +122,34 @@ _ACCUMULATED = (
 # Messages before the first step
 
 _OTHER_PARAMETERS = (
-    "None of the parameters that %s updates belongs to the model: it was created for another model,"
-    " or before the parameters were replaced. Its updates are timed anyway."
+    "None of the parameters that %s updates belongs to the model: the optimizer was created for"
+    " another model, or before the parameters were replaced. Its updates are timed anyway. Pass the"
+    " optimizer of this model."
 )
 _SEVERAL_DEVICES = (
-    "The model is on several devices: %s. Its phases are timed on %s; pass device= to choose"
-    " another."
+    "The model is on several devices: %s. Its phases are timed on %s only. Pass device= to choose"
+    " another device."
 )
 
 _NOT_MEASURED = {
     _NO_FORWARD: ("forward, because no model call was recorded", (FORWARD, OTHER)),
-    _ELSEWHERE: ("forward, because the model is called in another thread", (FORWARD, OTHER)),
-    _BYPASSED: ("forward, because the model is called without its hooks", (FORWARD, LOSS, OTHER)),
+    _OTHER_THREAD: ("forward, because the model is called in another thread", (FORWARD, OTHER)),
+    _CALL_REPLACED: (
+        "forward, because the model is called without its hooks",
+        (FORWARD, LOSS, OTHER),
+    ),
     _NO_BACKWARD: ("backward, because no backward was recorded", (BACKWARD, OTHER)),
     _MAY_EVALUATE: ("evaluations, because they may be a part of the steps", (OTHER,)),
     _NO_UPDATE: ("updates, because no update was recorded", (OPTIMIZER, OTHER)),
 }
-"""Quantity that is not measured and the phases that may contain it, by message."""
+"""By message: the quantity that is not measured, and the phases that may contain its time."""
 
 
 class _Stage(Enum):
-    """Part of the self-check that runs next."""
+    """Steps that the self-check is waiting for."""
 
-    FIRST_STEPS = 0
-    SUMS = 1
+    FIRST_STEPS = 0  # The first steps, which are checked one by one.
+    SUMS = 1  # Enough steps after the warm-up to check their sums.
     DONE = 2
 
 
@@ -154,8 +157,8 @@ class SelfCheck:
     """Comparison of steps with the actions that their loop must contain.
 
     Each mismatch is reported once. The check reads the labels and numbers of the first steps, and
-    sums over the first 20 steps after the warm-up. These are recorded anyway, so no step takes
-    longer.
+    sums over the first 20 steps after the warm-up. Labels, numbers and sums are recorded anyway, so
+    no step takes longer.
     """
 
     def __init__(
@@ -177,9 +180,10 @@ class SelfCheck:
         self._warn_once = WarnOnce()
         self._stage = _Stage.FIRST_STEPS
         self._first: list[StepRecord] = []
-        self._has_trained = False
+        # About all steps so far, except `_maybe_evaluated_ms`, which excludes the warm-up.
+        self._has_trained = False  # True after the first backward.
+        self._n_untrained = 0  # Number of steps before the first backward.
         self._idle_ms = 0.0  # Time of batches that do not call the model or end a step.
-        self._early = 0  # Number of steps before the first backward.
         self._maybe_evaluated_ms = 0.0  # Time of eval-mode calls before the training part.
 
     def steps_read(self, steps: ReadSteps) -> None:
@@ -190,23 +194,24 @@ class SelfCheck:
                 self._check_first_steps()
         if self._lacks_optimizer:
             self._check_optimizer()
-        # The replay of a captured graph calls no hooks, as the recorder has already warned.
+        # A captured graph calls no hooks when it is replayed, so checks by hooks would fail. The
+        # recorder has already warned.
         if self._stage is _Stage.DONE or self._recorder.captures.has_captured:
             return
         for step in steps.measured:
             if EVALUATION in step.labels:
-                self._maybe_evaluated_ms += _undecided_ms(step)
+                self._maybe_evaluated_ms += _ms_before_training(step)
         for step in steps:
-            self._idle_ms += _idle_ms(step)
+            self._idle_ms += _ms_of_idle_batches(step)
             self._has_trained |= BACKWARD in step.labels or GRAD in step.labels
-            self._early += not self._has_trained
+            self._n_untrained += not self._has_trained
         if self._results.sums.step.n >= _MEAN_STEPS:
             self._stage = _Stage.DONE
-            self._check_few_steps()
-            self._check_means()
+            self._check_calls()
+            self._check_sums()
 
     def end(self) -> None:
-        """Run the remaining checks at the end of the training; only some if it was short."""
+        """Run the remaining checks at the end of the training, as far as it had enough steps."""
         if self._stage is _Stage.FIRST_STEPS and len(self._first) >= _MIN_FIRST_STEPS:
             self._check_first_steps()
         ran = self._results.sums.phases
@@ -214,106 +219,129 @@ class SelfCheck:
         if self._recorder.captures.has_captured:
             return
         if self._stage is not _Stage.DONE:
-            self._check_few_steps(trains=BACKWARD in ran and OPTIMIZER in ran)
+            self._check_calls(trains=BACKWARD in ran and OPTIMIZER in ran)
         elif self._is_own_loop and BACKWARD in ran and FORWARD in ran:
-            # The steps before the first backward have already been reported.
             n = self._results.sums.step.n
-            without = n - ran[FORWARD].n
-            self._report(20 * (without - self._early) >= n, _TWICE, without, n)
+            without_forward = n - ran[FORWARD].n
+            # The steps before the first backward have already been reported.
+            unreported = without_forward - self._n_untrained
+            is_often = 20 * unreported >= n  # In at least 5 % of the steps.
+            self._report_if(is_often, _STEPS_WITHOUT_FORWARD, without_forward, n)
 
     def _check_first_steps(self) -> None:
         """Check the actions in each of the first steps, their order, and the number of steps."""
-        steps, self._first, self._stage = self._first, [], _Stage.SUMS
+        steps, self._first = self._first, []
+        self._stage = _Stage.SUMS
         n = len(steps)
         for expected in self._loop.expects:
             n_with = sum(not expected.labels.isdisjoint(step.labels) for step in steps)
-            # Not all steps need it: a step may have fetched its batch in the step before.
+            # Accept half of the steps: a step may have fetched its batch in the step before.
             if 2 * n_with < n:
-                self._note(
+                self._add_unmeasured(
                     f"{expected.feature}, because {expected.otherwise} in the first {n} steps",
                     expected.blurred,
                 )
-                messages.warning(_NOT_SEEN, expected.feature, expected.otherwise, n)
+                messages.warning(_ACTION_MISSING, expected.feature, expected.otherwise, n)
         # The first step may start anywhere in the loop body.
         if all(_ends_inside_batch(step.labels) for step in steps[1:]):
-            self._note("single batches, because backward precedes forward", (FORWARD, BACKWARD))
-            self._report(True, _WRONG_ORDER, n)
+            self._add_unmeasured(
+                "single batches, because backward precedes forward", (FORWARD, BACKWARD)
+            )
+            self._warn_once(_BACKWARD_FIRST, n)
         if self._counts_steps and (counted := self._steps_of_trainer(steps)) != n:
-            self._note(f"single steps, because the trainer counts {counted}, and the timer {n}")
-            self._report(True, _WRONG_COUNT, counted, n)
+            self._add_unmeasured(
+                f"single steps, because the trainer counts {counted}, and the timer {n}"
+            )
+            self._warn_once(_COUNTS_DIFFER, counted, n)
 
     def _steps_of_trainer(self, steps: Sequence[StepRecord]) -> int:
         """Return the number of steps that the trainer counts, without batches that it skips."""
-        counted = 1
+        n = 1
         for before, step in pairwise(steps):
-            more = step.number - before.number
-            # A skipped batch has no backward, so it has no update that the timer could miss.
-            is_missed = _trained_batches(step.labels) >= more * self._loop.accumulate_grad_batches
-            counted += more if is_missed else min(more, 1)
-        return counted
+            added = step.number - before.number
+            # The timer has missed updates only if there was enough backward for all of them.
+            # Otherwise, the trainer has skipped batches: they have no backward and no update.
+            is_missed = _trained_batches(step.labels) >= added * self._loop.accumulate_grad_batches
+            n += added if is_missed else min(added, 1)
+        return n
 
     def _check_optimizer(self) -> None:
-        self._report(self._lacks_optimizer and self._boundaries.optimizer.has_any, _NO_OPTIMIZER)
+        self._report_if(self._lacks_optimizer and self._boundaries.optimizer.has_any, _NO_OPTIMIZER)
 
-    def _check_few_steps(self, *, trains: bool = True) -> None:
-        self._report(is_distributed() and self._boundaries.waits is None, _TOO_EARLY)
-        message = _ELSEWHERE if self._recorder.threads.was_elsewhere else _NO_FORWARD
-        self._report(trains and not self._boundaries.forward.was_ever_called, message)
-        if (bypassed := self._boundaries.forward.find_bypassed()) is not None:
-            self._report(True, _BYPASSED, type(bypassed).__name__)
-        is_early = self._is_own_loop and self._has_trained and self._early > 0
-        self._report(trains and is_early, _EARLY, self._early)
+    def _check_calls(self, *, trains: bool = True) -> None:
+        """Run the checks for which a few steps are enough.
 
-    def _check_means(self) -> None:
+        Args:
+            trains: True if the loop trains the model; in inference, fewer calls are expected.
+        """
+        forward = self._boundaries.forward
+        self._report_if(is_distributed() and self._boundaries.waits is None, _ATTACHED_TOO_EARLY)
+        message = _OTHER_THREAD if self._recorder.threads.was_elsewhere else _NO_FORWARD
+        self._report_if(trains and not forward.was_ever_called, message)
+        bypassed = forward.find_bypassed()
+        self._report_if(bypassed is not None, _CALL_REPLACED, type(bypassed).__name__)
+        n = self._n_untrained
+        is_late = self._is_own_loop and self._has_trained and n > 0
+        self._report_if(trains and is_late, _FIRST_STEPS_WITHOUT_BACKWARD, n)
+
+    def _check_sums(self) -> None:
         """Check the sums over the first steps after the warm-up."""
-        sums, seen = self._results.sums, self._boundaries
+        sums, boundaries, is_own_loop = self._results.sums, self._boundaries, self._is_own_loop
         ran, n, step_ms = sums.phases, sums.step.n, sums.step.device_ms
-        trains = seen.optimizer.has_any
-        self._report(FORWARD in ran and seen.sees_no_modules, _NO_MODULES)
-        self._report(trains and BACKWARD not in ran, _NO_BACKWARD)
+        trains = boundaries.optimizer.has_any
+        self._report_if(FORWARD in ran and boundaries.sees_no_modules, _NO_MODULES)
+        self._report_if(trains and BACKWARD not in ran, _NO_BACKWARD)
         # Backward usually takes 2 times as long as forward and loss, or 3 times with checkpointing.
-        # If it takes over 5 times as long, `forward` misses work, which is then in another phase.
+        # If it takes over 5 times as long, some work of `forward` is in another phase: in `other`,
+        # or in `loss`.
         ms = {name: ran[name].device_ms if name in ran else 0.0 for name in PHASES}
         is_in_other = 0 < 5 * (ms[FORWARD] + ms[LOSS]) < ms[BACKWARD] < 5 * ms[OTHER]
         is_in_loss = FORWARD in ran and 50 * ms[FORWARD] < ms[BACKWARD] < 5 * ms[LOSS]
-        place = OTHER if is_in_other else LOSS
-        self._report(trains and (is_in_other or is_in_loss), _METHOD, place, ms[place] / n)
+        phase = OTHER if is_in_other else LOSS
+        is_too_short = trains and (is_in_other or is_in_loss)
+        self._report_if(is_too_short, _FORWARD_TOO_SHORT, phase, ms[phase] / n)
         evaluated_ms, idle_ms = self._maybe_evaluated_ms, self._idle_ms
-        self._report(evaluated_ms > 0.05 * step_ms, _MAY_EVALUATE, evaluated_ms / n)
-        self._report(self._is_own_loop and idle_ms > 0.1 * step_ms, _UNSEEN, idle_ms / n)
-        self._report(self._is_own_loop and seen.forward.is_evaluated, _EVALUATED)
-        # Exclude the first step, which may be incomplete.
-        with_forward, skipped = ran[FORWARD].n if FORWARD in ran else n, sums.skipped_updates
-        is_twice = 2 * (with_forward - 1) <= n - 1
-        self._report(is_twice, _TWICE, n - with_forward, n)
-        if trains and not is_twice and 2 * skipped >= n - 1:
-            ends = '"auto": a step ends with the update'
+        self._report_if(evaluated_ms > 0.05 * step_ms, _MAY_EVALUATE, evaluated_ms / n)
+        has_idled = is_own_loop and idle_ms > 0.1 * step_ms
+        self._report_if(has_idled, _BATCHES_WITHOUT_FORWARD, idle_ms / n)
+        self._report_if(is_own_loop and boundaries.forward.is_evaluated, _EVAL_WITH_GRADIENTS)
+        with_forward = ran[FORWARD].n if FORWARD in ran else n
+        # At most half of the steps, without the first step, which may be incomplete.
+        lacks_forward = 2 * (with_forward - 1) <= n - 1
+        self._report_if(lacks_forward, _STEPS_WITHOUT_FORWARD, n - with_forward, n)
+        skipped = sums.skipped_updates
+        if trains and not lacks_forward and 2 * skipped >= n - 1:
+            advice = '"auto": a step ends with the update'
             if not self._loop.needs_updates:
-                ends = f"{round(n / max(n - skipped, 1))} (or {ends})"
-            self._report(skipped == n, _NO_UPDATE, n)
-            self._report(skipped < n, _ACCUMULATED, skipped, n, ends)
+                advice = f"{round(n / max(n - skipped, 1))} (or {advice})"
+            self._report_if(skipped == n, _NO_UPDATE, n)
+            self._report_if(skipped < n, _STEPS_WITHOUT_UPDATE, skipped, n, advice)
 
-    def _report(self, is_mismatch: bool, message: str, *values: float | str) -> None:
+    def _report_if(self, is_mismatch: bool, message: str, *values: float | str) -> None:
         if is_mismatch:
             self._warn_once(message, *values)
             if message in _NOT_MEASURED:
-                self._note(*_NOT_MEASURED[message])
+                self._add_unmeasured(*_NOT_MEASURED[message])
 
-    def _note(self, text: str, blurred: tuple[str, ...] = ()) -> None:
+    def _add_unmeasured(self, text: str, blurred: tuple[str, ...] = ()) -> None:
+        """Add a line to the results, and the phases that are not separated from each other."""
         self._results.add_mismatch(NotMeasured(f"not measured: {text}", blurred))
 
 
-def _idle_ms(step: StepRecord) -> float:
+def _ms_of_idle_batches(step: StepRecord) -> float:
     """Return the time of batches that are fetched, but neither call the model nor end the step."""
     marks = zip(step.labels, step.labels[1:], step.device_ms, strict=False)
-    # Skip a first `other`: that is code after the last update.
-    inside = islice(marks, int(step.labels[0] == OTHER), None)
-    return sum(ms for label, next_label, ms in inside if (label, next_label) == (OTHER, DATA))
+    # If the step starts with `other`, that is code after the last update, not a batch.
+    marks_of_batches = islice(marks, int(step.labels[0] == OTHER), None)
+    # Such a batch is `other`, followed by `data` for the next batch.
+    return sum(
+        ms for label, next_label, ms in marks_of_batches if (label, next_label) == (OTHER, DATA)
+    )
 
 
-def _undecided_ms(step: StepRecord) -> float:
+def _ms_before_training(step: StepRecord) -> float:
     """Return the time of eval-mode calls at the start of a step, which may be an evaluation."""
-    # In a loop over `steps()`, the step starts with its batch, and such calls belong to it.
+    # If `other` precedes them, as in a loop over `steps()`, they are work on the fetched batch.
     if not is_fetch(step.labels[: step.labels.index(EVALUATION)]):
         return 0.0
     labels_and_ms = zip(step.labels, step.device_ms, strict=True)

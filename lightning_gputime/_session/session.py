@@ -38,14 +38,14 @@ class Session:
     """Session of a timer: attaches it to a loop, reads its steps, and removes it.
 
     Front ends report the events of the loop to `steps`, `open_step` and `recorder`, in the timed
-    thread. Other methods can be called from any thread, but other threads must not read steps
-    while the timed thread is alive.
+    thread: the thread that runs the loop. `flush`, `drain` and the methods that end the session can
+    be called from any thread.
 
     Args:
         options: Options of the timer.
         clock: Clock of the device.
         loop: Model and optimizers of the loop.
-        results: Receives the steps.
+        results: Collects the times of the steps.
         means: Logs mean times.
         outside: Functions around the training, such as the caller of `fit`. Their lines are not
             blamed for a phase.
@@ -67,9 +67,9 @@ class Session:
         assert wall_clock is not None  # Only evaluations lack it.
         self._analyzer = analyzer = SlowStepAnalyzer(clock, results.slow, results.culprits)
         self._comparison = RankComparer(results, means, options)
-        users = UserCalls(options.observers, analyzer)
+        user_calls = UserCalls(options.observers, analyzer)
 
-        # Choose the timed steps. Each log needs some, so the log interval limits the choice.
+        # Choose the timed steps. Each log interval needs some of them.
         is_logged = means.writer.has_destination or len(options.observers) > 0
         has_logs = is_logged or self._comparison.is_on
         plan = TimingPlan(
@@ -78,7 +78,7 @@ class Session:
             results,
             log_every_n_steps=means.every_n_steps if has_logs else None,
             each_timed_for=_option_that_times_every_step(
-                options, users, logs_every_step=is_logged and means.every_n_steps == 1
+                options, user_calls, logs_every_step=is_logged and means.every_n_steps == 1
             ),
         )
 
@@ -88,7 +88,7 @@ class Session:
             clock,
             lag=options._lag,
             emit=reader.take,
-            batch=users.batch,
+            batch=user_calls.batch,
             annotate=Annotator() if options.annotate else None,
             locate=frames_here,
         )
@@ -122,9 +122,9 @@ class Session:
             is_sampled=not plan.times_all,
         )
         places = PlaceReader(results.culprits, _name_of_update(loop), outside)
-        # The first four only collect. The others use what these have collected.
+        # Collectors come first, because the others use what they have collected.
         collectors = [results, places, self._comparison, analyzer]
-        reader.connect([*collectors, users, self._logs, self._self_check, search])
+        reader.connect([*collectors, user_calls, self._logs, self._self_check, search])
 
         # Start and end the steps.
         self.steps = Steps(
@@ -172,8 +172,8 @@ class Session:
             self.open_step.attach()
             self._analyzer.attach()
             call_safely(methods(self._observers, "attach"))
-            # Remove hooks of deleted timers here, not when they are deleted, which may be at any
-            # moment, even in a hook.
+            # Python may delete a timer at any moment, even inside a hook, so its hooks are only
+            # removed here.
             attached.remove_lost()
             attached.add(self)
             self.steps.enter(IDLE)
@@ -182,7 +182,7 @@ class Session:
             raise
 
     def attach_until_end(self, attachment: Attachment) -> None:
-        """Attach something that also stays in untimed steps, until the timer is removed."""
+        """Attach something until the timer is removed. It also stays attached in untimed steps."""
         self._until_end.add(attachment)
 
     def wake(self) -> None:
@@ -192,11 +192,11 @@ class Session:
     # Events outside of steps
 
     def set_loader(self, loader: object, in_data: bool = False) -> None:
-        """Set the loader of the batches. With `in_data`, fetching is not separate from `data`."""
+        """Set the loader of the batches. With `in_data`, fetches are `data`, not `data/fetch`."""
         self._analyzer.set_loader(loader, in_data)
 
     def start_epoch(self, first_step: int, epoch: int) -> None:
-        """Record that an epoch starts with the step of this number, which has not ended."""
+        """Record that an epoch starts with the step `first_step`. Call it before that step ends."""
         self._results.slowdowns.series.start_epoch(first_step, epoch)
 
     def publish(self) -> None:
@@ -216,7 +216,7 @@ class Session:
             self._comparison.compare_all(self.steps.newest)
 
     def call_own(self, function: Callable[[], None], name: str) -> None:
-        """Call a function of the timer, which may be the cause of a slow step."""
+        """Call a function of this package. If a step is slow, its time is named as a cause."""
         self._analyzer.start_callback()
         function()
         self._analyzer.end_callback(name)
@@ -237,7 +237,7 @@ class Session:
             self._results.count_ended(ended_steps)
 
     def _may_read(self) -> bool:
-        # Two threads would read steps out of order.
+        # Two threads would read steps out of order. `home` is -1 once the thread of the loop ended.
         return self.recorder.threads.home in (-1, get_ident())
 
     # End
@@ -248,14 +248,14 @@ class Session:
             if not self._may_read():
                 self.recorder.stop()  # The loop continues in its thread, untimed.
             self.recorder.pending.flush()
-            # Before `remove`, which ends the exchange with the other ranks.
+            # Compare now: `remove` ends the exchange with the other ranks.
             self.compare_ranks()
             self._comparison.finish()
         finally:
             self.remove()
 
     def abort(self) -> None:
-        """Finish after an error, without waiting for the device, which may never finish."""
+        """End the session after an error. Do not wait for the device, which may never finish."""
         try:
             self.drain()
         finally:
@@ -287,11 +287,12 @@ class Session:
             self.recorder.pending.end()
 
     def abandon(self) -> list[Any]:
-        """End all timing in a forked process, and disable the hooks.
+        """End all timing in a forked process, or once the timer was deleted.
 
-        Return the objects that refer to events.
+        The hooks stay attached, but do nothing. Return the objects that refer to events.
         """
-        # Events and ranks belong to the parent process, which may have forked at any moment.
+        # Neither read events nor compare ranks: in a forked process, both belong to the parent,
+        # which may have forked at any moment.
         attached.discard(self)
         if self.is_attached:
             self.steps.enter(ENDED)
@@ -307,16 +308,17 @@ class Session:
 
 
 def _name_of_update(loop: Loop) -> str:
+    """Return the name of the call that runs the update, such as "AdamW.step"."""
     kinds = dict.fromkeys(type(optimizer).__name__ for optimizer in loop.optimizers)
     return " and ".join(f"{kind}.step" for kind in kinds)
 
 
 def _option_that_times_every_step(
-    options: Options, users: UserCalls, *, logs_every_step: bool
+    options: Options, user_calls: UserCalls, *, logs_every_step: bool
 ) -> str:
-    """Return the option that requires timing every step; empty if none."""
+    """Return the first option that requires timing every step; empty if none."""
     requires = {
-        "observers=": users.takes_steps,
+        "observers=": user_calls.takes_steps,
         "annotate=True": options.annotate,
         "lag=0": options._lag == 0,
         "probe_every_n_steps=": options.probe_every_n_steps > 0,

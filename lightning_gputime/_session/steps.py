@@ -63,7 +63,8 @@ class Steps:
         """Number of steps that have ended, timed or not; stays 0 if every step is timed."""
         self.newest: int | None = None
         """Number of the last step that ended."""
-        self._ended_ns = 0  # Cumulative time of all steps at the last end with hooks.
+        # Cumulative time of all steps, updated at the end of each step that runs with hooks.
+        self._ended_ns = 0
         self._first_label = DATA  # First label of the open step.
         self.plan = parts.plan
         self.times_all = parts.plan.times_all
@@ -109,22 +110,23 @@ class Steps:
         items = parts.work.take_items()
         if number >= parts.logs.due_at:
             parts.logs.end_step(number, self.index)
-        reads = parts.logs.means.is_due
+        log_is_due = parts.logs.means.is_due
         if self.times_all:
             skipped_update = parts.boundaries.step_ended()
             self._ended_ns = now_ns - parts.wall_clock.outside_ns
-            parts.recorder.end_step(number, skipped_update, reads, label, items=items)
+            # Read all finished steps if a log is due. That also writes the log.
+            parts.recorder.end_step(number, skipped_update, log_is_due, label, items=items)
         else:
-            self._end_planned_step(number, items, reads)
+            self._end_planned_step(number, items, log_is_due)
             self._ended_ns = now_ns - parts.wall_clock.outside_ns
-            if reads:
+            if log_is_due:
                 parts.logs.log_finished()
         if parts.comparison.due_step is not None:
-            # Exclude the exchange from the next step, which has started.
+            # The next step has started, so exclude the exchange between ranks from it.
             parts.recorder.pause()
             parts.comparison.compare_if_due()
             parts.recorder.resume(label)
-        # An observer may have removed the timer meanwhile.
+        # An observer may have removed the timer while steps were read.
         if not self.times_all and self.state is not ENDED:
             self._start_planned_step()
         return self.state is not OFF
@@ -135,28 +137,31 @@ class Steps:
         return max(self._ended_ns, self._parts.untimed.since_ns)
 
     def first_step_ended(self) -> None:
-        """Start the second step now: the wall clock has moved set-up time into the first step."""
+        """Start the second step now. Call it when the wall clock has ended the first step.
+
+        The wall clock may have counted the time before the loop as a part of the first step.
+        """
         parts = self._parts
         self._ended_ns = parts.wall_clock.steps_ns(parts.host_ns())
         parts.untimed.restart(self._ended_ns)
 
     def leave(self, number: int) -> bool:
-        """Handle an exit from the loop inside a step.
+        """Handle an exit from the loop inside the step of this number.
 
-        Return True if that ends the step, whose number is `number`: its update has run.
+        Return True if the exit ends the step, because its update has run.
         """
         parts = self._parts
         if get_ident() != parts.recorder.threads.home:
             return False
         items = parts.work.take_items()
-        index = -1 if self.times_all else self.index
+        index = -1 if self.times_all else self.index  # `Recorder.end_step` explains -1.
         if not parts.open_step.end_at_update(self.state, number, index, items):
             return False
         self.newest = number
         if self.times_all:
             self._ended_ns = parts.host_ns() - parts.wall_clock.outside_ns
         else:
-            self._count_step()
+            self._add_duration()
         parts.logs.end_step(number, self.index)
         parts.boundaries.step_ended()
         if self.times_all:
@@ -170,27 +175,28 @@ class Steps:
 
     # Loops in which not every step is timed
 
-    def _end_planned_step(self, number: int, items: float, reads: bool) -> None:
+    def _end_planned_step(self, number: int, items: float, log_is_due: bool) -> None:
+        """End the open step. If a log is due, read all finished steps."""
         parts, state, plan = self._parts, self.state, self.plan
-        is_usual = True
+        is_usual = True  # False for a probed step, and for the step after a probe.
         if plan.probe is not None:
-            # Do this before reading and logging, which are not part of the launch time.
+            # The probe measures the host time until here, without reading and logging.
             is_usual = plan.probe.step_ends(self.index, is_probed=state is PROBED)
         is_timed = state in (TIMED, PROBED)
         skipped_update = parts.boundaries.step_ended(timed=is_timed)
-        self._count_step(is_usual=is_usual)
+        self._add_duration(is_usual=is_usual)
         if is_timed:
             parts.recorder.end_step(
-                number, skipped_update, reads, self._first_label, index=self.index, items=items
+                number, skipped_update, log_is_due, self._first_label, index=self.index, items=items
             )
         else:
-            parts.recorder.pending.end_untimed(reads)
+            parts.recorder.pending.end_untimed(log_is_due)
         self.index += 1
         if plan.is_auto:
             plan.cost.end_span(self.index, is_untimed=state is UNTIMED)
 
-    def _count_step(self, *, is_usual: bool = True) -> None:
-        """Record the duration of the step that ends now."""
+    def _add_duration(self, *, is_usual: bool = True) -> None:
+        """Add the duration of the step that ends now to the statistics, if it is usual."""
         parts = self._parts
         now_ns = parts.host_ns() - parts.wall_clock.outside_ns
         if is_usual:
@@ -199,7 +205,7 @@ class Steps:
             parts.untimed.leave_out(now_ns)
 
     def _start_planned_step(self) -> None:
-        """Start a step. Its first mark is the last mark of the step before, if that was timed."""
+        """Start a step, which the plan may time or probe."""
         parts, plan, before = self._parts, self.plan, self.state
         if plan.is_auto and self.index >= plan.cost.due:
             self._decide()
@@ -208,8 +214,8 @@ class Steps:
             parts.recorder.stop()
             if parts.hooks_off.is_due(self.index):
                 self._remove_hooks()
-        elif before is UNTIMED:
-            parts.search.expect_long_steps(plan.schedule.expected_long_steps)
+        elif before is UNTIMED:  # After a timed step, its last mark has started this step.
+            parts.search.locate_long_steps(plan.schedule.moved_window_size)
             parts.recorder.begin(self._first_label)
         if plan.probe is not None:
             if self.state is PROBED:
@@ -217,11 +223,12 @@ class Steps:
             plan.probe.step_begins()
 
     def _decide(self) -> None:
+        """Choose anew which steps are timed."""
         recorder, plan = self._parts.recorder, self.plan
         if not plan.asks_ranks:
             plan.decide(self.index)
             return
-        # Exclude the wait for other ranks from the step that has started.
+        # The next step has started, so exclude the wait for other ranks from it.
         recorder.pause()
         plan.decide(self.index)
         recorder.resume(self._first_label)
@@ -244,7 +251,7 @@ class Steps:
         self._parts.hooks_off.remove(self.index, counts_updates=counts_updates)
 
     def _end_step_without_hooks(self, number: int) -> bool:
-        """End a step without hooks. Return True if the hooks are attached again."""
+        """End a step that ran without hooks. Return True if the hooks are attached again."""
         parts = self._parts
         self.index += 1
         self.newest = number
@@ -255,16 +262,16 @@ class Steps:
             parts.boundaries.optimizer.reset()
         if self.index < parts.hooks_off.check_at and number < parts.logs.due_at:
             return False
-        steps = parts.hooks_off.check(self.index)
+        steps_since_check = parts.hooks_off.check(self.index)
         if self.plan.is_auto:
             self.plan.cost.end_span(self.index)
         if number >= parts.logs.due_at:
             parts.logs.end_step(number, self.index - 1)
-        reads = parts.logs.means.is_due
-        parts.recorder.pending.end_untimed(reads, steps=steps)
-        if reads:
+        log_is_due = parts.logs.means.is_due
+        parts.recorder.pending.end_untimed(log_is_due, steps=steps_since_check)
+        if log_is_due:
             parts.logs.log_finished()
-            self.plan.cost.start_span(self.index)
+            self.plan.cost.start_span(self.index)  # Exclude the log from the measured host time.
         if self.state is ENDED:  # An observer has removed the timer.
             return False
         if self.index >= parts.hooks_off.returns_at:
@@ -273,6 +280,7 @@ class Steps:
         return False
 
     def _reattach_hooks(self) -> None:
+        """Attach the hooks again, and start a step."""
         parts = self._parts
         parts.hooks_off.reattach(self.index)
         self.enter(parts.plan.kind_at(self.index))
