@@ -106,9 +106,9 @@ _FORWARD_TOO_SHORT = (
     ' in `with phase("forward")`.'
 )
 _NO_OPTIMIZER = (
-    "The model is trained, but the timer has no optimizer. So zero_grad() counts as the phase before"
-    " it, and evaluations count as part of the steps. Pass the optimizer: GPUPhaseHooks(model,"
-    " optimizer)."
+    "The model is trained, but the timer has no optimizer. So zero_grad() counts as the phase"
+    " before it, and evaluations count as part of the steps. Pass the optimizer:"
+    " GPUPhaseHooks(model, optimizer)."
 )
 _EVAL_WITH_GRADIENTS = (
     "The model is also called in eval mode with gradients enabled, which counts as part of the"
