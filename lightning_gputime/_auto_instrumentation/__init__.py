@@ -4,7 +4,7 @@ Lightning's Trainer and Fabric load callbacks from the entry points of installed
 `callbacks_factory` in their documentation. A Fabric loop is timed as a plain loop. For plain loops
 and the transformers Trainer, `run` adds the folder `site` to PYTHONPATH. Its `sitecustomize` calls
 `watch_imports` when Python starts. `plain` then finds plain loops by their first update, and
-`fetches` tells their fetches from other code.
+`fetches` tells their fetches from other code. In this folder, `wanted` are the options of `run`.
 """
 
 import atexit

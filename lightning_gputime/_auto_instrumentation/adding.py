@@ -49,10 +49,16 @@ def replace_with_timer(
     return True
 
 
-def show_at_exit(timer: Timer, wanted: dict[str, Any], *, prints: bool = True) -> Finalize | None:
-    """Print the table and save the run when Python exits, on rank zero.
+def finish_at_exit(timer: Timer, wanted: dict[str, Any], *, prints: bool = True) -> Finalize | None:
+    """Print the table and save the run when Python exits, if this is rank zero.
 
-    Return a function that does both immediately; None on other ranks.
+    Args:
+        timer: The timer that was added.
+        wanted: Options of `run`.
+        prints: False if the timer prints its table itself when training ends.
+
+    Returns:
+        A function that prints and saves immediately; None on other ranks.
     """
     timer._print_on_stderr()
     if _rank() not in (None, "0"):
@@ -70,8 +76,8 @@ def _rank() -> str | None:
     return os.environ.get("RANK")
 
 
-_numbers = count(1)
-_began = float(os.environ.get(BEGAN, time.time()))
+_numbers = count(1)  # Numbers of the runs that this process saves.
+_began_s = float(os.environ.get(BEGAN, time.time()))  # Unix time at which `run` began.
 
 
 def path_to_save(wanted: dict[str, Any]) -> str | None:
@@ -81,7 +87,8 @@ def path_to_save(wanted: dict[str, Any]) -> str | None:
     """
     if (path := wanted.get("save_path")) is None:
         return None
-    number, parts = next(_numbers), list[int]()
+    number = next(_numbers)
+    parts = list[int]()
     if _rank() is None and parent_process() is not None:
         parts.append(os.getpid())
     if number > 1:
@@ -91,23 +98,28 @@ def path_to_save(wanted: dict[str, Any]) -> str | None:
 
 def _unused(path: str) -> str:
     """Return the path; if a file was saved there since `run` began, add the process id."""
-    if not os.path.exists(path) or os.path.getmtime(path) < _began:
+    if not os.path.exists(path) or os.path.getmtime(path) < _began_s:
         return path
-    own = _extended(path, os.getpid())
+    unused = _extended(path, os.getpid())
     warn_once(
-        "Another process of this run has already saved %s. This process saves to %s.", path, own
+        "Another process of this run has already saved %s. This process saves to %s.", path, unused
     )
-    return own
+    return unused
 
 
 def _extended(path: str, *parts: object) -> str:
+    """Add parts to a file name: "run.json.gz" becomes "run-2.json.gz"."""
     name, dot, endings = Path(path).name.partition(".")
     return str(Path(path).with_name("-".join([name, *map(str, parts)]) + dot + endings))
 
 
 def _print_and_save(timer: Any, path: str | None, prints: bool) -> None:
+    """Remove the timer, print its table, and save its run. Never raise.
+
+    If `prints` is False, print the table only after an error that kept the timer from printing it.
+    """
     try:
-        has_failed = hasattr(sys, "last_value")
+        has_failed = hasattr(sys, "last_value")  # Set by Python for an uncaught exception.
         is_unfinished = timer._session.is_attached or timer._is_aborted
         if hasattr(timer, "remove"):
             timer.remove()

@@ -39,9 +39,12 @@ class _Dataset:
     def accepts(self, dataset: object) -> bool:
         """Return whether this is the dataset, or its replacement in a later epoch."""
         known = self._dataset()
-        if known is None and type(dataset) is self._kind:
-            self._dataset, known = _reference_to(dataset), dataset
-        return known is dataset
+        if known is not None:
+            return known is dataset
+        is_replacement = type(dataset) is self._kind
+        if is_replacement:
+            self._dataset = _reference_to(dataset)
+        return is_replacement
 
 
 def _reference_to(dataset: object) -> Callable[[], object | None]:

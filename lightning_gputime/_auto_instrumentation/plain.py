@@ -64,11 +64,14 @@ class PlainLoops:
         self._wanted = wanted
         self._loop: _TimedLoop | None = None
         self._loops = 0  # Number of loops that were found.
-        self._shows = False  # True on rank zero once a loop has been found.
+        self._has_shown = False  # True once a loop was timed on the rank that shows results.
         self._short_loops = 0  # Number of consecutive loops with only warm-up steps.
-        self._others = 0  # Updates of other optimizers since the last update of the timed loop.
+        # Number of updates of other optimizers since the last update of the timed loop.
+        self._other_updates = 0
         self._census = _Census()
-        self._untimeable = WeakSet[Optimizer]()  # Their updates start no loop.
+        # Optimizers of earlier loops, and optimizers whose loop could not be timed. Their updates
+        # do not start another loop.
+        self._untimeable = WeakSet[Optimizer]()
         # Weak reference to the timer of a running Trainer, which times its own loop.
         self._trainer_timer: Callable[[], Any] = lambda: None
         self._early: EarlyStages | None = None
@@ -83,17 +86,17 @@ class PlainLoops:
         loop = self._loop
         if loop is not None and loop.optimizer is optimizer:
             # The loop's own hook has already ended the step.
-            if self._others:
-                loop.tolerate(self._others)
-                self._others = 0
+            if self._other_updates:
+                loop.tolerate(self._other_updates)
+                self._other_updates = 0
                 self._census.join()
             return
         timer = self._trainer_timer()
         if optimizer in self._untimeable or (timer is not None and timer._session.is_attached):
             return
-        self._others += 1
+        self._other_updates += 1
         self._census.add(optimizer)
-        is_due = self._others == (1 if loop is None else loop.patience)
+        is_due = self._other_updates == (1 if loop is None else loop.max_other_updates)
         if is_due and self._loops < _MAX_LOOPS and self._short_loops < _MAX_SHORT_LOOPS:
             self._switch_at_backward(ref(optimizer))
 
@@ -115,17 +118,18 @@ class PlainLoops:
     @suppress_errors()
     def _switch_to(self, optimizer: Optimizer | None) -> None:
         """End the timed loop unless it has continued, and time the loop of an optimizer."""
-        if self._loop is not None and self._others < self._loop.patience:
+        if self._loop is not None and self._other_updates < self._loop.max_other_updates:
             return
         if self._loop is not None:
-            # If it updates again, two optimizers alternate in one training. Show each once.
+            # If this optimizer updates again, two optimizers take turns in one training. Show only
+            # one loop for each.
             self._untimeable.add(self._loop.optimizer)
             has_steps = self._loop.end()
             self._early_stages().attach()
             self._census.end(has_steps)
             self._short_loops = 0 if has_steps else self._short_loops + 1
             self._loop = None
-        self._others = 0
+        self._other_updates = 0
         if optimizer is not None and self._short_loops < _MAX_SHORT_LOOPS:
             self._untimeable.add(optimizer)  # Do not try again if this fails.
             self._attach(optimizer)
@@ -154,17 +158,17 @@ class PlainLoops:
         if trainer := _trainer_at_work():
             warn_once(_NO_CALLBACK, trainer)
         elif not models or len(parameters) > len({*parameters}):  # Models share parameters.
-            why = f"several modules have some, {names}" if models else "no module has any"
-            why = f"of the parameters that {kind} updates {why}"
-            warn_once(_NOT_FOUND, why, "model, optimizer")
+            owners = f"several modules have some, {names}" if models else "no module has any"
+            reason = f"of the parameters that {kind} updates {owners}"
+            warn_once(_NOT_FOUND, reason, "model, optimizer")
         else:
             self._loop = _TimedLoop(optimizer, models, self._wanted, self._early_stages())
             self._untimeable.discard(optimizer)
             self._census.begin(optimizer)
-            self._shows = self._loop.is_shown
-            if self._shows and self._loops == 1:
+            self._has_shown = self._loop.is_shown
+            if self._has_shown and self._loops == 1:
                 messages.warning(_FOUND, names, kind)
-            elif self._shows:
+            elif self._has_shown:
                 messages.warning(_FOUND_NEXT, names)
 
     def _early_stages(self) -> "EarlyStages":
@@ -178,10 +182,11 @@ class PlainLoops:
 
     def _report(self) -> None:
         """Warn at exit if no loop, or not every loop, was timed."""
-        if self._shows and self._census.missed:
+        if self._has_shown and self._census.missed:
             messages.warning(_MISSED, self._census.missed)
-        # Children with CPU time (in seconds): this process is a launcher.
-        has_children = sum(os.times()[2:4]) > 0.5
+        times = os.times()
+        # If ended child processes have used CPU time (in seconds), this process is a launcher.
+        has_children = times.children_user + times.children_system > 0.5
         has_timer = "lightning_gputime._timer" in sys.modules
         is_child = os.environ[_PROCESS] != str(os.getpid())
         if is_child or has_children or has_timer or hasattr(sys, "last_value"):
@@ -191,8 +196,8 @@ class PlainLoops:
         if misplaced := FLAGS.keys() & {text.partition("=")[0] for text in sys.argv[1:]}:
             messages.warning("Options of run must precede the script: %s", ", ".join(misplaced))
         else:
-            why = "no second update" if self._census.missed else "no update"
-            messages.warning(_NOT_FOUND, f"{why} by a torch optimizer was found", "model")
+            what = "no second update" if self._census.missed else "no update"
+            messages.warning(_NOT_FOUND, f"{what} by a torch optimizer was found", "model")
 
 
 def _at_first_iter(call: Callable[[], object]) -> Callable[[], None]:
@@ -235,21 +240,22 @@ class _TimedLoop:
         from lightning_gputime.hooks import GPUPhaseHooks
 
         self.optimizer = optimizer
-        # Number of consecutive updates by other optimizers after which the loop is over.
-        self.patience = _MIN_OTHER_UPDATES
+        # After this number of consecutive updates by other optimizers, the loop is over.
+        self.max_other_updates = _MIN_OTHER_UPDATES
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._timer = GPUPhaseHooks(model, optimizer, **timer_options(wanted))
         self._fetches = Fetches(self._timer, early)
         self._timer.attach()
         self._timer._session.attach_until_end(self._fetches.starts)
         self._hook = optimizer.register_step_post_hook(self._step_ends)
-        self._has_begun = False
-        self._show = adding.show_at_exit(self._timer, wanted)
+        self._has_begun = False  # True once a step has started, at the first update.
+        # Prints and saves the result; None on ranks that show no result.
+        self._show = adding.finish_at_exit(self._timer, wanted)
         self.is_shown = self._show is not None
 
     def tolerate(self, others: int) -> None:
         """Allow `others` updates of other optimizers between two updates of this loop."""
-        self.patience = max(self.patience, 2 * others + _MIN_OTHER_UPDATES)
+        self.max_other_updates = max(self.max_other_updates, 2 * others + _MIN_OTHER_UPDATES)
 
     def _step_ends(self, *_: Any) -> None:
         if self._has_begun:
@@ -287,9 +293,10 @@ class _Census:
     """
 
     def __init__(self) -> None:
-        # Count numbers rather than optimizers, which the script may delete.
+        # Number the optimizers instead of keeping them: the script may delete them.
         self._numbers = WeakKeyDictionary[Optimizer, int]()
-        self._n_known = self._n_not_shown = 0
+        self._n_known = 0  # Number of optimizers that have stepped.
+        self._n_not_shown = 0  # Number of timed loops that were too short to show.
         self._joined = set[int]()  # Optimizers of timed loops.
         self._between = set[int]()  # Others that stepped since the timed loop's last update.
 
