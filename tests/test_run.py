@@ -497,7 +497,7 @@ def test_table_of_run_names_the_flag_of_an_advised_option(
 ) -> None:
     note = "With run, write options as flags: --probe-every-n-steps 100 for probe_every_n_steps=100"
     timer = train(loop, 30)
-    print_now = adding.show_at_exit(timer, {})
+    print_now = adding.finish_at_exit(timer, {})
     assert print_now is not None
     print_now()
     assert capsys.readouterr().err.endswith(f"\n\n{note}\n")
@@ -511,10 +511,10 @@ def test_only_rank_zero_prints_and_saves(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     timer = GPUPhaseTimer()
-    assert adding.show_at_exit(timer, {"save_path": "run.json"}) is None
+    assert adding.finish_at_exit(timer, {"save_path": "run.json"}) is None
     assert not finalized
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    adding.show_at_exit(timer, {"save_path": "run.json"})
+    adding.finish_at_exit(timer, {"save_path": "run.json"})
     assert finalized == [timer, "run.json", True]
 
 

@@ -49,10 +49,11 @@ def replace_with_timer(
     return True
 
 
-def show_at_exit(timer: Timer, wanted: dict[str, Any], *, prints: bool = True) -> Finalize | None:
+def finish_at_exit(timer: Timer, wanted: dict[str, Any], *, prints: bool = True) -> Finalize | None:
     """Print the table and save the run when Python exits, on rank zero.
 
-    Return a function that does both immediately; None on other ranks.
+    Without `prints`, print the table only if the training failed. Return a function that does all
+    this immediately instead; None on other ranks.
     """
     timer._print_on_stderr()
     if _rank() not in (None, "0"):

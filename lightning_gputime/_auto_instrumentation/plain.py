@@ -244,7 +244,7 @@ class _TimedLoop:
         self._timer._session.attach_until_end(self._fetches.starts)
         self._hook = optimizer.register_step_post_hook(self._step_ends)
         self._has_begun = False
-        self._show = adding.show_at_exit(self._timer, wanted)
+        self._show = adding.finish_at_exit(self._timer, wanted)
         self.is_shown = self._show is not None
 
     def tolerate(self, others: int) -> None:

@@ -25,13 +25,13 @@ class TrainerAdder(transformers.TrainerCallback):
             return
         if not adding.replace_with_timer(self, callbacks_of(trainer), timer, wanted):
             return
-        save = adding.show_at_exit(timer, wanted, prints=False)
+        save = adding.finish_at_exit(timer, wanted, prints=False)
 
         def save_and_begin(*event: Any, **known: Any) -> None:
             nonlocal save
             if save is not None:
                 save()
-                save = adding.show_at_exit(timer, wanted, prints=False)
+                save = adding.finish_at_exit(timer, wanted, prints=False)
             TransformersPhaseTimer.on_train_begin(timer, *event, **known)
 
         timer.on_train_begin(args, state, control, **known)

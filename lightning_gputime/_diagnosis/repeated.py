@@ -13,8 +13,8 @@ _MIN_SHARE = 0.2  # Minimum fraction of the located steps for code to be reporte
 _MIN_CALLS = 4  # Minimum number of calls per fetched batch for code to be reported.
 _WORK = (FORWARD, LOSS, BACKWARD, OPTIMIZER, OTHER)
 
-_Lines = tuple[str, str, int]
-"""File, function and first line; 0 for all lines of the function."""
+_Key = tuple[str, str, int]
+"""File, function and first line of code; line 0 for all lines of the function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ def repeated_calls(m: Measurement) -> RepeatedCalls | None:
     def is_loop(source: Source) -> bool:
         return (source.file, source.function) in loops
 
-    def line_of(source: Source) -> _Lines:
+    def line_key(source: Source) -> _Key:
         return source.file, source.function, source.first_line
 
-    def function_of(source: Source) -> _Lines:
-        """Return the function, or the line if the function is the training loop."""
-        return line_of(source) if is_loop(source) else (source.file, source.function, 0)
+    def function_key(source: Source) -> _Key:
+        """Return the key of the function, or of the line if the function is the training loop."""
+        return line_key(source) if is_loop(source) else (source.file, source.function, 0)
 
     fetches = (culprit.calls for culprit, _ in places if culprit.entry in (DATA, FETCH))
     batches = max(fetches, default=0)
@@ -78,17 +78,17 @@ def repeated_calls(m: Measurement) -> RepeatedCalls | None:
     all_s = sum(entries_s.values())
     if not batches or not all_s:
         return None
-    seconds = defaultdict[_Lines, float](float)
-    calls = Counter[_Lines]()
+    seconds = defaultdict[_Key, float](float)
+    calls = Counter[_Key]()
     for culprit, source in places:
         if culprit.entry in _WORK:
-            seconds[function_of(source)] += culprit.seconds
+            seconds[function_key(source)] += culprit.seconds
         if culprit.entry == FORWARD:
-            calls[line_of(source)] += culprit.calls
+            calls[line_key(source)] += culprit.calls
     found = []
     for culprit, source in places:
-        n = calls[line_of(source)]
-        share = seconds[function_of(source)] / all_s
+        n = calls[line_key(source)]
+        share = seconds[function_key(source)] / all_s
         if culprit.entry == FORWARD and n >= _MIN_CALLS * batches and share >= _MIN_SHARE:
             has_name = not is_loop(source) and "<" not in source.function  # Exclude "<listcomp>".
             name = f"`{source.function}` ({source})" if has_name else str(source)
