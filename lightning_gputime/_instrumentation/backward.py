@@ -151,8 +151,8 @@ class BackwardBoundary:
         If our model was not called, this must be the model of another timer.
         """
         listeners = self._patch.listeners
-        boundaries = [item for item in listeners if isinstance(item, BackwardBoundary)]
-        return any(boundary._forward.calls for boundary in boundaries)
+        boundaries = [other for other in listeners if isinstance(other, BackwardBoundary)]
+        return any(other._forward.calls for other in boundaries)
 
     def _enter_ddp(self, module: DistributedDataParallel, *_: Any) -> None:
         self._was_ddp_called = True

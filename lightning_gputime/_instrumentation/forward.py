@@ -258,7 +258,7 @@ class ForwardBoundary:
 
     def _find_loss(self, module: nn.Module, output: Any) -> None:
         is_first = self.calls == 1
-        if self._modules.find_loss(module, output, self._handlers, is_first=is_first):
+        if self._modules.hook_if_loss(module, output, self._handlers, is_first=is_first):
             self._recorder.open.rename_before(FORWARD, LOSS)
 
     def _enter_loss(self, module: nn.Module, *_: Any) -> None:
