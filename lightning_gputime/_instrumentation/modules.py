@@ -44,7 +44,7 @@ def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
         raise ValueError(
             f"modules={modules!r} selects {len(chosen)} modules of this model, but at most"
             f" {MAX_MODULES} are allowed, because each costs the host some tens of microseconds per"
-            " call: give a smaller depth, a pattern such as 'layers.*', or full names (without limit)"
+            " call: give a smaller depth, a pattern such as 'layers.*', or full names (no limit)"
         )
     for name in filter(_is_name, asked):
         if not name or name not in named:
