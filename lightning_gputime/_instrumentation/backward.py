@@ -146,10 +146,7 @@ class BackwardBoundary:
         self._recorder.mark(OPTIMIZER if is_in_update else label)
 
     def _was_other_model_called(self) -> bool:
-        """Return whether the model of any attached timer was called in this step.
-
-        If our model was not called, this must be the model of another timer.
-        """
+        """Return whether another timer's model was called. Only valid if ours was not called."""
         listeners = self._patch.listeners
         boundaries = [other for other in listeners if isinstance(other, BackwardBoundary)]
         return any(other._forward.calls for other in boundaries)

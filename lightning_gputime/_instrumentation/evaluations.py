@@ -139,10 +139,7 @@ class EvaluationSearch:
         self.reset()
 
     def had_inner_calls(self, step: int) -> bool:
-        """Return whether a step had calls in eval mode before its last update.
-
-        Only valid for the newest steps: older steps are forgotten.
-        """
+        """Return whether a recent step had calls in eval mode before its last update."""
         return any(index == step for index, _ in self._inner_calls)
 
     def _remember(self, step: int, n_inner: int) -> None:

@@ -158,11 +158,7 @@ class ForwardBoundary:
             self._steps += 1
 
     def _trains_without_backward(self, is_dropped: bool) -> bool:
-        """Return whether this is zeroth-order training.
-
-        That is the case if no backward has run, but the step had calls in eval mode before its
-        update.
-        """
+        """Return whether training is zeroth-order: calls in eval mode, and never a backward."""
         had_calls = not is_dropped and self.evaluation.had_inner_calls(self._steps)
         return self._evaluation_search is _ACTIVE and not self.has_trained and had_calls
 
@@ -207,10 +203,7 @@ class ForwardBoundary:
             call(module)
 
     def _enter_untimed(self, module: nn.Module) -> bool:
-        """Count a call in a step or thread that is not timed.
-
-        Return True if the search for the modules that the loop calls must continue to handle it.
-        """
+        """Count an untimed call. Return True if the search for called modules needs its hooks."""
         recorder = self._recorder
         if not recorder.threads.is_idle_here():
             return False

@@ -28,11 +28,7 @@ MAX_MODULES = 100
 
 
 def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that the option selects, by name, in the order of the model.
-
-    Raises:
-        ValueError: If no module has a given name or matches a pattern, or if too many are selected.
-    """
+    """Return the modules that the option selects, by name, in the order of the model."""
     inner = unwrapped(model)
     # Keep duplicates: a module that is registered twice may be given by either name.
     named = dict(nn.Module.named_modules(inner, remove_duplicate=False))

@@ -149,7 +149,7 @@ class OptimizerBoundary:
         for optimizer in (*loop.optimizers, *loop.optimizer_wrappers):
             # Patch the optimizer inside a wrapper: a copy of the wrapper would keep the patch, and
             # clear the gradients of the original.
-            *_, updating = _updating([optimizer])
+            updating = [*_updating([optimizer])][-1]
             attachments.add(Subscription(updating, "zero_grad", Calls(self._zero_grad_begins)))
 
     def update_begins(self) -> None:
@@ -166,7 +166,7 @@ class OptimizerBoundary:
         self.was_tried = False
 
     def _scaler_begins(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> bool:
-        *_, updating = _updating([optimizer])
+        updating = [*_updating([optimizer])][-1]
         if self.optimizers.includes(updating):
             self.was_tried = True
         return False
@@ -233,7 +233,7 @@ class OptimizerBoundary:
 
     @property
     def has_updated(self) -> bool:
-        """True if the open step had an update, even if it was skipped, or if one is running."""
+        """True if the open step had an update, even if it was skipped, or an update is running."""
         if self.updates or self.was_tried:
             return True
         return bool(self.depth or self.ended_early) and bool(steps_on_stack())
