@@ -30,7 +30,7 @@ BOUNDS = {
     "lightning_gputime/_record": 0,
     "lightning_gputime/_runs": 0,
     "lightning_gputime/_session": 0,
-    "tests": 12,
+    "tests": 10,
     "top": 0,
 }
 """Places per room. Only lower these numbers."""

@@ -121,7 +121,7 @@ class PlainLoops:
         if self._loop is not None and self._other_updates < self._loop.max_other_updates:
             return
         if self._loop is not None:
-            # If this optimizer updates again, two optimizers take turns in one training. Show only
+            # If this optimizer updates again, two optimizers alternate in one training. Show only
             # one loop for each.
             self._untimeable.add(self._loop.optimizer)
             has_steps = self._loop.end()
@@ -196,8 +196,8 @@ class PlainLoops:
         if misplaced := FLAGS.keys() & {text.partition("=")[0] for text in sys.argv[1:]}:
             messages.warning("Options of run must precede the script: %s", ", ".join(misplaced))
         else:
-            what = "no second update" if self._census.missed else "no update"
-            messages.warning(_NOT_FOUND, f"{what} by a torch optimizer was found", "model")
+            missing = "no second update" if self._census.missed else "no update"
+            messages.warning(_NOT_FOUND, f"{missing} by a torch optimizer was found", "model")
 
 
 def _at_first_iter(call: Callable[[], object]) -> Callable[[], None]:

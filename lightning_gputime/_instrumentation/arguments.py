@@ -30,20 +30,22 @@ def check_model(model: Any, optimizers: Any = None) -> nn.Module:
         for module in nn.Module.modules(model)
     ):
         raise ValueError(
-            "model must not be a torch.nn.DataParallel, which runs its replicas in threads on"
-            " several devices: use torch.nn.parallel.DistributedDataParallel"
+            "model must not be or contain a torch.nn.DataParallel: its replicas run in threads on"
+            " several devices, which cannot be timed. Use torch.nn.parallel.DistributedDataParallel"
         )
     return model
 
 
 def check_optimizers(optimizers: Any, model: nn.Module) -> list[Any]:
+    """Return the optimizers in a list without duplicates."""
     if optimizers is None:
+        # A DeepSpeed engine contains its optimizer.
         inner = getattr(model, "optimizer", None) if is_engine(model) else None
         return [inner] if is_optimizer(inner) else []
     given = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
     for optimizer in given:
         if not is_optimizer(optimizer):
-            # For a None in the list, show the list.
+            # If the list contains a None, show the entire list.
             raise TypeError(
                 "optimizers must be None, a torch.optim.Optimizer or a list of them, got"
                 f" {format_value(optimizers) if optimizer is None else _describe(optimizer)}"

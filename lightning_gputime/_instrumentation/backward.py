@@ -41,12 +41,14 @@ class BackwardBoundary:
     `loss.backward()`, `scaler.scale(loss).backward()`, `fabric.backward(loss)`, direct calls, and
     calls of a `backward` that was imported by name.
 
-    With several ranks, DDP adds two waits. `forward/comm` (`other/comm` in Lightning) is its
-    broadcast of buffers before the model call. `backward/comm` is the time from the end of this
-    rank's computation to the end of backward. At the end of a backward, the engine runs queued
-    callbacks in order. DDP queues its last wait in a hook on a parameter. Our hook on the loss runs
-    earlier, so its mark is queued before that wait. FSDP also queues work there, but waits in calls
-    that `WaitBoundary` marks.
+    With several ranks, DDP adds two waits:
+
+    - `forward/comm` (`other/comm` in Lightning): DDP broadcasts buffers before the model call.
+    - `backward/comm`: from the end of this rank's computation to the end of backward. At the end of
+      a backward, the engine runs queued callbacks in order. DDP queues its last wait in a hook on a
+      parameter. Our hook on the loss runs earlier, so it queues its mark before that wait.
+
+    FSDP does not need the second mark, because `WaitBoundary` marks the calls in which it waits.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class BackwardBoundary:
         self._batch, called = loop.batch, loop.called
         self._forward = forward
         self._optimizer = optimizer
+        # Label that follows the running backward or `grad`; None while neither runs.
         self._label_after: str | None = None
         self._patch = attachments.add(Subscription(*backward_entry(), self)).patch
         if is_engine(called):
@@ -73,6 +76,7 @@ class BackwardBoundary:
         self._ddp_modules = [
             module for module in inside if isinstance(module, DistributedDataParallel)
         ]
+        # True from a call of DDP until DDP calls the module inside.
         self._was_ddp_called = False
         self._handles: list[Any] = []  # Hooks on the losses of the running backward.
         for module in self._ddp_modules:
@@ -82,23 +86,26 @@ class BackwardBoundary:
     def on_call_start(
         self, tensors: Any = None, *_: Any, accumulate_grad: bool = True, **__: Any
     ) -> bool:
-        """Mark the start. Ignore a backward inside a backward, or of another timer's model."""
+        """Mark the start. Return False for a backward inside a backward or of another timer."""
         recorder = self._recorder
         # Reentrant checkpointing runs an inner backward inside the marked backward.
-        if self._label_after is not None or get_ident() != recorder.threads.timed:
-            if recorder.threads.timed == -1 and not self._forward.has_trained:
-                self._begin_untimed()
+        is_inner = self._label_after is not None
+        if is_inner or get_ident() != recorder.threads.timed:
+            is_step_untimed = recorder.threads.timed == -1
+            if is_step_untimed and not self._forward.has_trained:
+                self._note_untimed()
             return False
         if not self._batch.is_open:
             return False
-        # This is `torch.autograd.grad`, which a pipeline stage calls as its backward: first for its
-        # inputs, later for its weights.
+        # `torch.autograd.grad` does not accumulate gradients. It is a backward only in a pipeline
+        # stage, which calls it for the gradients of its inputs, and later for those of its weights.
         if not accumulate_grad and not runs_for_pipeline():
             return self._grad_begins()
-        if not self._forward.calls and self._is_of_other_timer():
-            return False
+        if not self._forward.calls and self._was_other_model_called():
+            return False  # The backward of another timer's model.
         if not self._forward.has_trained:
             self._forward.backward_begins()
+        # After a backward inside a model call, that call continues.
         self._label_after = FORWARD if recorder.label == FORWARD else AFTER_BACKWARD
         # Mark around the call, in the calling thread. When the call returns, the caller's stream
         # waits for all work of the engine, including communication of DDP and FSDP. A gradient hook
@@ -108,22 +115,21 @@ class BackwardBoundary:
             self._hook_loss_tensors(tensors)
         return True
 
-    def _begin_untimed(self) -> None:
-        # Remember that the model is trained: a loop in eval mode after this is an evaluation, even
-        # before the first timed step.
-        is_here = get_ident() == self._recorder.threads.home and self._batch.is_open
-        is_of_model = self._forward.calls > 0 or not self._is_of_other_timer()
-        if is_here and is_of_model and self._optimizer.has_any:
+    def _note_untimed(self) -> None:
+        """Note a backward in a step that is not timed: from now on, search for evaluations."""
+        is_in_loop = get_ident() == self._recorder.threads.home and self._batch.is_open
+        is_of_model = self._forward.calls > 0 or not self._was_other_model_called()
+        if is_in_loop and is_of_model and self._optimizer.has_any:
             self._forward.backward_begins()
 
     def _grad_begins(self) -> bool:
-        """Mark the start of `torch.autograd.grad`, whose phase depends on the next label."""
+        """Mark the start of `torch.autograd.grad`. Its phase depends on the next label."""
         # Ignore a gradient inside a model call, which the model needs for its output, and a
         # gradient without a model call, such as a compiler's.
         label = self._recorder.label
         if not self._forward.calls or label == FORWARD:
             return False
-        # An update may also compute gradients, for example for a Hessian-vector product.
+        # Ignore a gradient inside an update, for example for a Hessian-vector product.
         if self._optimizer.depth and label in (AFTER_BACKWARD, OPTIMIZER):
             return False
         self._label_after = AFTER_GRAD
@@ -133,17 +139,17 @@ class BackwardBoundary:
     def on_call_end(self, result: Any = None) -> None:
         if self._handles:
             self._remove_hooks()
-        label, self._label_after = self._label_after or AFTER_BACKWARD, None
-        # After a backward in a closure, the update continues. After a backward inside a model call,
-        # the call continues. After `torch.autograd.grad`, the loss may continue.
+        label = self._label_after or AFTER_BACKWARD
+        self._label_after = None
+        # After a backward in the closure of an update, the update continues.
         is_in_update = self._optimizer.depth > 0 and label == AFTER_BACKWARD
         self._recorder.mark(OPTIMIZER if is_in_update else label)
 
-    def _is_of_other_timer(self) -> bool:
+    def _was_other_model_called(self) -> bool:
         """Return whether another timer's model was called. Only valid if ours was not called."""
         listeners = self._patch.listeners
-        others = [other for other in listeners if isinstance(other, BackwardBoundary)]
-        return any(other._forward.calls for other in others)
+        boundaries = [other for other in listeners if isinstance(other, BackwardBoundary)]
+        return any(other._forward.calls for other in boundaries)
 
     def _enter_ddp(self, module: DistributedDataParallel, *_: Any) -> None:
         self._was_ddp_called = True
@@ -180,7 +186,11 @@ class BackwardBoundary:
             try:
                 queue_after_backward(self._mark_comm)
             except Exception as error:
-                self._recorder.warn_once("The waits for other ranks are not timed: %r", error)
+                self._recorder.warn_once(
+                    "The waits for other ranks are not timed, so in backward they count as"
+                    " computation: %r",
+                    error,
+                )
 
     def _mark_comm(self) -> None:
         # Not called if the backward raises. Then `on_call_end` alone ends the phase.

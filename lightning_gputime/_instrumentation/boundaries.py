@@ -25,9 +25,9 @@ from lightning_gputime._instrumentation.transformers_models import (
 )
 from lightning_gputime._record.recorder import Recorder
 
-_HIDDEN = (
-    "Collectives inside compiled code count as computation: compile the parts between them, or"
-    " take their time from an uncompiled run."
+_HIDDEN_COLLECTIVES = (
+    "Collectives inside compiled code cannot be timed, so they count as computation. Compile only"
+    " the parts between them, or take their time from an uncompiled run."
 )
 
 
@@ -47,11 +47,12 @@ class Boundaries:
     ) -> None:
         self._recorder = recorder
         self._loop, self._on_call, self._exclude_ns = loop, on_call, exclude_ns
-        self._attachments = Attachments()  # All but the next two.
-        # Updates are also counted while all other hooks are suspended, if they end the steps.
+        self._attachments = Attachments()  # All except those in the next two attributes.
+        # If updates end the steps, these hooks count them while the others are suspended.
         self._update_hooks = Attachments()
-        # Never suspended: each change of a class makes Python look up the methods of all its
-        # subclasses again, and since 3.13 at most 1,000 times per class.
+        # Patches of `nn.Module` and of a base class of models. They are never suspended: each
+        # change of a class empties Python's caches of the methods of all its subclasses, and since
+        # 3.13 Python caches nothing after 1,000 changes.
         self._class_patches = Attachments()
         self._submodules: SubmoduleBoundary | None = None
         self.waits: WaitBoundary | None = None
@@ -64,17 +65,17 @@ class Boundaries:
         if shared:
             self.waits = WaitBoundary(recorder, attachments)
             if hides_collectives(loop.model):
-                recorder.warn_once(_HIDDEN)
+                recorder.warn_once(_HIDDEN_COLLECTIVES)
         self.optimizer = OptimizerBoundary(recorder, self._update_hooks, loop)
-        boundary = CompiledStepBoundary if loop.compiled_step else ForwardBoundary
-        self.forward = boundary(
+        forward_class = CompiledStepBoundary if loop.compiled_step else ForwardBoundary
+        self.forward = forward_class(
             recorder, loop, self.optimizer, self.waits, self._on_call, self._exclude_ns
         )
         self.forward.attach(attachments, loop)
         GenerationBoundary(recorder, self._class_patches, loop, self.forward)
         if loop.splits_loss:
             time_inner_loss(recorder, attachments, loop.model)
-        # Compiled code either skips a hook, or recompiles at each call because of it.
+        # Do not hook modules inside compiled code: it skips a hook, or recompiles at each call.
         if hidden := inside_compiled(loop.submodules, loop.model):
             recorder.warn_once(
                 "These modules run inside compiled code, so they are not timed separately: %s%s",
@@ -91,9 +92,11 @@ class Boundaries:
             )
         # TorchScript tries to compile the hooks of a module, and fails on ours. Suspend them while
         # `torch.jit.script` or `torch.jit.trace` creates a module.
-        calls = Calls(lambda *_, **__: self.suspend(keep_updates=True), lambda _: self.reattach())
+        while_scripting = Calls(
+            lambda *_, **__: self.suspend(keep_updates=True), lambda _: self.reattach()
+        )
         if entry := script_entry():
-            attachments.add(Subscription(*entry, calls))
+            attachments.add(Subscription(*entry, while_scripting))
         getstate = Subscription(torch.nn.Module, "__getstate__", self, without_hooks)
         self._class_patches.add(getstate)
         activate(recorder)
@@ -113,7 +116,7 @@ class Boundaries:
 
         Args:
             timed: True if the step was timed.
-            is_dropped: True if the step is abandoned, and the next one replaces it.
+            is_dropped: True if the step does not count, and the next step gets its index.
         """
         optimizer = self.optimizer
         if optimizer.depth:
@@ -128,12 +131,12 @@ class Boundaries:
         return optimizer.optimizers.has_any and not has_updated
 
     def suspend(self, *, keep_updates: bool = False) -> None:
-        """Remove all hooks, but no patch of a class, until `reattach`. Safe to call twice.
+        """Remove the hooks and patches between two steps, until `reattach` adds the same again.
 
-        Call it between two steps. The modules, losses and optimizers that were found are
-        remembered. With `keep_updates`, optimizer updates are still counted.
+        `_class_patches` stay. With `keep_updates`, the hooks that count optimizer updates also
+        stay. Safe to call twice.
         """
-        # The recorder stays active: a named phase may end in a later step.
+        # Do not deactivate the recorder: a named phase of this step may end in a later step.
         self._attachments.suspend()
         if not keep_updates:
             self._update_hooks.suspend()

@@ -1,4 +1,4 @@
-"""The running calls of modules that have hooks."""
+"""The running calls of modules that have hooks, and the recursion limit of these calls."""
 
 import sys
 from collections.abc import Sequence
@@ -27,10 +27,12 @@ class CallStack:
         """True after a module was called inside its own call: the recursion limit is raised."""
         self.was_in_backward = False
         """True once a module was called inside a backward, as activation checkpointing does."""
-        self._original_limit = self._raised_limit = 0
+        # Recursion limits before and after the last raise; used only while `is_recursive`.
+        self._original_limit = 0
+        self._raised_limit = 0
 
     def note_backward(self) -> None:
-        """Note that a module is called inside a backward."""
+        """Remember that a module was called inside a backward."""
         self.was_in_backward = True
 
     def redirect(self, *_: object) -> None:
@@ -41,7 +43,10 @@ class CallStack:
         self.is_redirected = False
 
     def remove_ended(self, module: nn.Module) -> None:
-        """Remove calls that raised, whose exit hooks did not run. `module` is being called."""
+        """Remove the calls that raised: their exit hooks did not run.
+
+        `module` is being called. If it is inside its own call, raise the recursion limit.
+        """
         self.running[:] = _callers_among(self.running, module)
         if id(module) in self.running:
             self._raise_limit()
@@ -61,6 +66,8 @@ class CallStack:
     def _raise_limit(self) -> None:
         if not self.is_recursive:
             self.is_recursive, self._original_limit = True, sys.getrecursionlimit()
+        # Each running call needs one more frame, because torch calls modules with hooks in an inner
+        # function. In addition, a hook may be running.
         self._raised_limit = self._original_limit + _MAX_HOOK_FRAMES + len(self.running)
         sys.setrecursionlimit(self._raised_limit)
 
@@ -69,6 +76,7 @@ def _callers_among(ids: Sequence[int], module: nn.Module) -> list[int]:
     """Return the ids of modules that are still running while `module` is being called."""
     on_stack = modules_on_stack()
     if id(module) not in on_stack:
-        return list(ids)  # It is not called through `nn.Module.__call__`.
+        # It is not called through `nn.Module.__call__`, so the stack does not show its callers.
+        return list(ids)
     callers = {*on_stack[on_stack.index(id(module)) + 1 :]}
     return [key for key in ids if key in callers]

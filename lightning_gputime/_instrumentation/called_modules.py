@@ -26,12 +26,12 @@ class CalledModules:
     """Hooks on the modules that the loop may call.
 
     A loop may call the model, or only parts of it. At first all modules have hooks. When a step
-    ends, modules that were only called by other modules lose their hooks, which cost time. The
-    model keeps its hooks.
+    ends, modules that were only called by other modules lose their hooks, because hooks cost time.
+    The model keeps its hooks.
     """
 
-    # Methods take the handlers as an argument, because their owner owns this object: a reference
-    # cycle would keep the model alive until the next garbage collection.
+    # Pass the handlers to each method, do not store them: they are methods of the owner of this
+    # object, so the reference cycle would keep the model alive until the next garbage collection.
 
     def __init__(self, model: nn.Module, attachments: Attachments) -> None:
         self._model, self._attachments = model, attachments
@@ -43,14 +43,15 @@ class CalledModules:
         self.nested: set[int] = set()
         """Modules that other modules called in this step."""
         self.not_losses: set[int] = set()
-        self._losses: set[int] = set()
+        """Called modules that are certainly no losses."""
+        self._losses: set[int] = set()  # Modules that `hook_if_loss` has found to be losses.
         self._hooked: dict[int, list[Any]] = {}  # Hooks of each module except the model.
 
     def hook_model(self, handlers: Handlers) -> None:
         self._hook(self._model, handlers)
 
     def search(self, handlers: Handlers, *, everywhere: bool = False) -> None:
-        """Add hooks to all modules inside the model, see `_modules_inside`."""
+        """Add hooks to the modules inside the model; for `everywhere`, see `_modules_inside`."""
         # Do not use torch's global module hooks: they run for every module of the process (with 500
         # modules a forward took 925 us instead of 297 us), and disable torch.compile.
         self.is_searching = True
@@ -63,16 +64,19 @@ class CalledModules:
                 self._hooked[id(module)] = self._hook(module, handlers)
 
     def end_search(self) -> None:
-        """End a step with model calls: remove the hooks of modules that the loop did not call."""
+        """Remove the hooks of modules that only other modules have called.
+
+        Call it at the end of a step with model calls.
+        """
         self.is_searching = False
         if self.nested:
             self._remove_hooks([*(self._hooked.keys() & self.nested) - self.called])
             self.nested.clear()
 
-    def find_loss(
+    def hook_if_loss(
         self, module: nn.Module, output: Any, handlers: Handlers, *, is_first: bool
     ) -> bool:
-        """Return whether a module that the loop has called is a loss. If so, change its hooks.
+        """If a module that the loop has called is a loss, hook it as a loss and return True.
 
         A loss of any class returns a scalar with gradients, and is called after another module. A
         model that returns its loss also returns such a scalar, but it is the first module called
@@ -80,16 +84,16 @@ class CalledModules:
 
         Args:
             module: The module, whose call has ended.
-            output: Its output.
-            handlers: Functions that its new hooks call.
-            is_first: True if it was the first call in the step.
+            output: The result of the call.
+            handlers: Functions that the new hook calls.
+            is_first: True if this was the first call in the step.
         """
         is_scalar = isinstance(output, Tensor) and output.dim() == 0
-        if is_first or not is_scalar or self._contains_called(module):
+        if is_first or not is_scalar or self._is_model_or_contains_called(module):
             self.not_losses.add(id(module))
             return False
         if output.grad_fn is None:
-            return False  # Without gradients it is unknown. Decide at the next call.
+            return False  # A scalar without gradients may be a loss. Check its next call.
         self._losses.add(id(module))
         # Modules inside a loss are part of it.
         self._remove_hooks([id(inner) for inner in nn.Module.modules(module)])
@@ -99,7 +103,7 @@ class CalledModules:
     def find_bypassed(self) -> nn.Module | None:
         """Return a module whose class overrides `__call__`, so that its hooks are not called.
 
-        The loop then seems to call the modules inside it.
+        Return None unless the loop seems to call a module inside it directly.
         """
         for module in self._model.modules():
             if type(module).__call__ is nn.Module.__call__ or id(module) in self.called:
@@ -108,8 +112,7 @@ class CalledModules:
                 return module
         return None
 
-    def _contains_called(self, module: nn.Module) -> bool:
-        """Return whether a module is the model, or contains a module that the loop has called."""
+    def _is_model_or_contains_called(self, module: nn.Module) -> bool:
         inside = (id(inner) for inner in nn.Module.modules(module) if inner is not module)
         return module is self._model or not self.called.isdisjoint(inside)
 
@@ -128,20 +131,20 @@ class CalledModules:
 
 
 def _modules_inside(model: nn.Module, everywhere: bool, losses: set[int]) -> Iterator[nn.Module]:
-    """Yield the modules inside a model whose hooks would be called, without those in `losses`.
+    """Yield the modules inside a model whose hooks would be called, except ids in `losses`.
 
-    With `everywhere`, include modules whose hooks make torch use a different implementation.
+    With `everywhere`, include modules whose hooks make torch use a slower implementation.
     """
     # Hooks on children of a compiled module would be compiled, too. A scripted module does not call
     # its children in Python.
     if is_compiled(model) or isinstance(model, torch.jit.ScriptModule):
         return
     for child in nn.Module.children(model):
-        # Hooks disable the fast path of this layer in eval mode, which would change the output of a
-        # teacher in the last bits.
+        # In eval mode, hooks disable the fast path of this layer. That would change the output of a
+        # teacher model in the last bits.
         has_fast_path = isinstance(child, nn.TransformerEncoderLayer)
-        is_no_call = isinstance(child, ParametrizationList) or is_metric(child)
-        if is_no_call or id(child) in losses or (has_fast_path and not everywhere):
+        is_excluded = isinstance(child, ParametrizationList) or is_metric(child)
+        if is_excluded or id(child) in losses or (has_fast_path and not everywhere):
             continue
         yield child
         # Modules inside a loss are part of it.

@@ -26,18 +26,19 @@ from lightning_gputime._record.waits import begin_wait, end_wait, is_here
 class WaitBoundary:
     """`<phase>/comm`: the timed stream waits for other ranks, or runs their collective.
 
-    A synchronous collective runs on the caller's stream, so all of it is a wait. An asynchronous
-    collective runs on another stream. Then the wait begins where the timed stream has to wait for
-    that stream. Collectives and waits on other streams do not delay the timed stream, and are
-    ignored.
+    A synchronous collective runs on the caller's stream, so all of it counts as a wait. An
+    asynchronous collective runs on another stream, so only the time for which the timed stream
+    waits for that stream counts. Collectives and waits on other streams do not delay the timed
+    stream, and are ignored.
     """
 
     def __init__(self, recorder: Recorder, attachments: Attachments) -> None:
         self._recorder = recorder
         self._streams: Any = getattr(recorder.clock, "streams", None)
-        self._timed: set[int] = set()
-        self._communication_streams: set[int] = set()  # Other streams with collectives or waits.
-        # True between a synchronous launch and its wait, which follows immediately.
+        self._timed: set[int] = set()  # Ids of the streams on which phases of this step began.
+        # Ids of other streams with collectives or waits.
+        self._communication_streams: set[int] = set()
+        # True between a synchronous launch and the wait for its result, which follows immediately.
         self._is_launched = False
         self.note_stream()
         for owner, names, listener in self._patched_functions():
@@ -46,6 +47,7 @@ class WaitBoundary:
                     attachments.add(Subscription(owner, name, listener))
 
     def _patched_functions(self) -> Iterator[tuple[Any, tuple[str, ...], Calls]]:
+        """Yield classes, the names of methods of each, and the listener of these methods."""
         # Import here, because torch may be built without `torch.distributed`.
         from torch.distributed import ProcessGroup, Work
 
@@ -81,10 +83,10 @@ class WaitBoundary:
         return self._begin()
 
     def _launch_ends(self, result: Any = None) -> None:
-        if result is None:
+        if result is None:  # The call has raised, or returned nothing to wait for.
             end_wait(self._recorder)
         else:
-            # A synchronous call now waits for its collective. `_wait_ends` marks the end.
+            # A synchronous function now calls `result.wait()`, whose return ends the wait.
             self._is_launched = True
 
     def _wait_begins(self, *_: Any, **__: Any) -> bool:
@@ -111,17 +113,20 @@ class WaitBoundary:
 
     def _begin(self, label: str = WAITS) -> bool:
         """Mark the start of a wait in the timed thread and stream. Return whether it is marked."""
-        if not self._note_communication():
+        is_timed = self._note_communication()
+        if not is_timed:
             return False
-        is_launched, self._is_launched = self._is_launched, False
+        is_launched = self._is_launched
+        self._is_launched = False
         if is_launched and self._recorder.open.is_waiting:
-            return True
+            return True  # The launch has marked the start of this wait.
         return begin_wait(self._recorder, label)
 
     def _note_communication(self) -> bool:
-        """Note a collective or a wait. Return True if it is in the timed thread and stream.
+        """Return True if the current collective or wait is in the timed thread and stream.
 
-        In the timed thread, remember any other stream: waiting for it is communication.
+        If it is on another stream of the timed thread, remember that stream: a wait for it
+        is communication.
         """
         # Check the thread first: a background thread, such as a checkpoint writer, may use the same
         # stream.
@@ -146,6 +151,7 @@ def is_distributed() -> bool:
 
 
 def is_sharded(module: nn.Module) -> bool:
+    """Return whether a module is sharded by FSDP."""
     # Compare names, because importing FSDP is slow.
     names = {kind.__name__ for kind in type(module).__mro__}
     return not names.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))
@@ -154,8 +160,8 @@ def is_sharded(module: nn.Module) -> bool:
 def is_tensor_parallel(parameters: Iterable[nn.Parameter], model: nn.Module) -> bool:
     """Return whether any parameter is sharded over ranks that work on the same batch."""
     # FSDP shards over one mesh dimension, whose ranks work on different batches: do not count it.
-    dimensions = int(any(map(is_sharded, nn.Module.modules(model))))
+    n_fsdp_dimensions = int(any(map(is_sharded, nn.Module.modules(model))))
     return any(
-        sum(place.is_shard() for place in getattr(parameter, "placements", ())) > dimensions
+        sum(place.is_shard() for place in getattr(parameter, "placements", ())) > n_fsdp_dimensions
         for parameter in parameters
     )

@@ -21,15 +21,17 @@ def around_calls(
 
     Args:
         module: The module.
-        enter: Called with the module and its arguments.
-        leave: Called with the module, its arguments and its output.
+        enter: Called with the module, its arguments, and its keyword arguments if `inside` is set
+            or the module is compiled.
+        leave: Called with the module, its arguments (none if the module is compiled) and its
+            output.
         inside: True to run closer to `forward` than the other hooks of the module.
     """
-    # `module.compile()` would trace a hook into the graph. Patch the compiled call instead: the
-    # patch stays outside the graph, works with `fullgraph=True`, and runs at each call.
     if compiled_call(module) is None:
         before = hook_before(module, enter, first=not inside, with_kwargs=inside)
         return before, hook_after(module, leave, first=inside)
+    # `module.compile()` would trace a hook into the graph. Patch the compiled call instead: the
+    # patch stays outside the graph, works with `fullgraph=True`, and runs at each call.
     calls = Calls(
         lambda *args, **kwargs: enter(module, args, kwargs),
         lambda result: leave(module, (), result),
@@ -58,7 +60,7 @@ def hides_collectives(model: nn.Module) -> bool:
 
 
 def _in_compiled(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield each compiled module with itself, and with every module inside it."""
+    """Yield pairs: a compiled module, and the module itself or any module inside it."""
     for module in (model, *nn.Module.modules(model)):
         if compiled_call(module) is not None:
             yield from ((module, inner) for inner in nn.Module.modules(module))

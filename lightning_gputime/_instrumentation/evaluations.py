@@ -28,25 +28,31 @@ from lightning_gputime._record.step_marks import is_fetch
 _N_COMPARED_STEPS = 10
 """Number of previous steps that a step with evaluation calls is compared with."""
 
-_MIN_STEPS_WITHOUT = 2
-"""Calls are an exception if at least this many of these steps, and at least half of them, have no
-calls."""
+_MIN_STEPS_WITHOUT_CALLS = 2
+"""The calls of a step are an exception if at least this many of the compared steps, and at least
+half of them, have no calls."""
 
 _MIN_MORE_CALLS = 2
-"""Calls are also an exception if all compared steps with calls have equally many, and this step has
+"""They are also an exception if all compared steps with calls have equally many, and the step has
 at least this many more."""
+
+_Place = tuple[int, int]
+"""Place of a call in its step: the number of training calls, and of updates, before it."""
+
+_Run = tuple[int, int]
+"""Consecutive marks of a step: the index of the first mark, and the index after the last mark."""
 
 
 class EvaluationSearch:
-    """Search for evaluations, which belong to no step, among calls without gradients.
+    """Search for evaluations among calls without grad, and exclude their time from the steps.
 
-    A teacher, a rollout and pseudo-labels also call a model in eval mode without grad. These rules
-    apply if the model is in eval mode:
+    A teacher, a rollout and pseudo-labels also call a model in eval mode without grad, but are part
+    of the step. These rules distinguish them if the entire trained model is in eval mode:
 
     - Calls under `torch.inference_mode` are an evaluation: autograd cannot use the results.
     - Calls after the last update of a step are an evaluation: nothing in the step uses the results.
-    - Other calls are an evaluation if they are an exception: few steps have such calls, or this
-      step has more of them than the others, which all have equally many.
+    - Other calls are an evaluation if they are an exception: few steps have such calls, or the
+      other steps all have equally many, and this step has more.
     - Calls before the first work of a step are an evaluation if every step except the first has
       equally many. Such a loop evaluates after `step()`. If the calls were a part of each step, the
       first step would have them, too.
@@ -65,20 +71,20 @@ class EvaluationSearch:
         self._recorder, self._model, self._optimizer = recorder, model, optimizer
         self._exclude_ns = exclude_ns
         self.is_pending = False
-        """True if the open step has evaluation calls that `settle` has not decided on."""
-        # Index and number of calls of the newest steps with calls, and number of all such steps.
-        self._counts: deque[tuple[int, int]] = deque(maxlen=_N_COMPARED_STEPS)
-        self._n_steps_with = 0
-        self._first_had_calls = False
+        """True if the open step has calls in eval mode, so `exclude_evaluations` must be called."""
+        # Only steps with inner calls, that is calls in eval mode before the last update: the newest
+        # of these steps as (step index, number of inner calls), and the number of all of them.
+        self._inner_calls: deque[tuple[int, int]] = deque(maxlen=_N_COMPARED_STEPS)
+        self._n_steps_with_inner_calls = 0
+        self._first_had_inner_calls = False
         self.reset()
 
     def reset(self) -> None:
         """Forget the calls of the open step."""
         self.is_pending = False
-        # Number of calls by their place: the number of training calls and updates before them.
-        self._calls: Counter[tuple[int, int]] = Counter()
-        self._places_after_backward: set[tuple[int, int]] = set()  # In a loop without optimizer.
-        self._generations = 0
+        self._calls: Counter[_Place] = Counter()  # Number of calls at each place.
+        self._places_after_backward: set[_Place] = set()  # In a loop without optimizer.
+        self._generations = 0  # Number of calls that generate text.
         self._is_inference = True  # True if all calls are under inference mode.
 
     def on_call_start(self, forwards: int, label: str = EVALUATION) -> None:
@@ -95,8 +101,8 @@ class EvaluationSearch:
         if recorder.label in (DATA, OTHER, AFTER_BACKWARD, AFTER_UPDATE):
             recorder.mark(label)
 
-    def count(self, forwards: int, label: str = EVALUATION) -> tuple[int, int]:
-        """Count a call. Return its place in the step."""
+    def count(self, forwards: int, label: str = EVALUATION) -> _Place:
+        """Count a call in eval mode without grad. Return its place in the step."""
         place = forwards, self._optimizer.updates
         self.is_pending = True
         self._is_inference &= torch.is_inference_mode_enabled()
@@ -106,90 +112,95 @@ class EvaluationSearch:
             self._calls[place] += 1
         return place
 
-    def settle(self, forwards: int, step: int) -> None:
-        """Decide on the calls of a step that ends.
+    def exclude_evaluations(self, forwards: int, step: int) -> None:
+        """Exclude those calls of a step that are an evaluation. Call when the step ends.
 
         Args:
-            forwards: Number of its training calls.
+            forwards: Number of training calls of the step.
             step: Index of the step, from 0.
         """
-        # Calls after the last update, or after the last backward in a loop without an optimizer,
-        # are certainly an evaluation. The rules decide on the calls before it, `inside` the step.
-        end = forwards, self._optimizer.updates
-        has_tail = end in self._calls and (end[1] > 0 or end in self._places_after_backward)
-        n_tail = self._calls[end] if has_tail else 0
-        n_inside = self._calls.total() + self._generations - n_tail
+        updates = self._optimizer.updates
+        # Final calls follow the last update, or the last backward in a loop without an optimizer.
+        # They are certainly an evaluation. The rules decide on all other calls, the inner calls.
+        end = forwards, updates
+        has_final = end in self._calls and (updates > 0 or end in self._places_after_backward)
+        n_final = self._calls[end] if has_final else 0
+        n_inner = self._calls.total() + self._generations - n_final
         labels = [EVALUATION, GENERATE] if self._generations else [EVALUATION]
         runs, ends_in_run = _runs_of(labels, self._recorder.open.labels)
-        tail = [runs.pop()] if ends_in_run and has_tail else []
-        if n_inside and not self._is_inference and not self._is_exception(n_inside, runs, step):
-            runs = []
-        for first, stop in [*tail, *reversed(runs)]:
+        final_runs = [runs.pop()] if ends_in_run and has_final else []
+        are_inner_excluded = (
+            not n_inner or self._is_inference or self._is_exception(n_inner, runs, step)
+        )
+        inner_runs = runs if are_inner_excluded else []
+        for first, stop in [*final_runs, *reversed(inner_runs)]:
             self._exclude_ns(self._recorder.exclude_evaluation(first, stop))
-        self._remember(step, n_inside)
+        self._remember(step, n_inner)
         self.reset()
 
-    def has_calls_in(self, step: int) -> bool:
-        """Return whether a recent step had calls before its last update."""
-        return any(index == step for index, _ in self._counts)
+    def had_inner_calls(self, step: int) -> bool:
+        """Return whether a recent step had calls in eval mode before its last update."""
+        return any(index == step for index, _ in self._inner_calls)
 
-    def _remember(self, step: int, n_inside: int) -> None:
-        if self.has_calls_in(step):  # The step was settled before, and then continued.
-            self._counts.pop()
-            self._n_steps_with -= 1
-        if n_inside:
-            self._first_had_calls |= step == 0
-            self._counts.append((step, n_inside))
-            self._n_steps_with += 1
+    def _remember(self, step: int, n_inner: int) -> None:
+        if self.had_inner_calls(step):
+            # The step was remembered when it seemed to end, but continued. Replace its number.
+            self._inner_calls.pop()
+            self._n_steps_with_inner_calls -= 1
+        if n_inner:
+            self._first_had_inner_calls |= step == 0
+            self._inner_calls.append((step, n_inner))
+            self._n_steps_with_inner_calls += 1
 
-    def _is_exception(self, n_inside: int, runs: Sequence[tuple[int, int]], step: int) -> bool:
-        """Return whether the calls in a step are an exception.
+    def _is_exception(self, n_inner: int, runs: Sequence[_Run], step: int) -> bool:
+        """Return whether the inner calls of a step are an exception, compared with earlier steps.
 
         Args:
-            n_inside: Number of its calls before the last update.
-            runs: First and last index of their marks, see `_runs_of`.
-            step: Index of the step.
+            n_inner: Number of inner calls.
+            runs: Their marks.
+            step: Index of the step, which is also the number of earlier steps.
         """
         n_compared = min(step, _N_COMPARED_STEPS)
-        counts = [n for index, n in self._counts if step - n_compared <= index < step]
+        counts = [n for index, n in self._inner_calls if step - n_compared <= index < step]
         n_without = n_compared - len(counts)
-        if n_without >= max(_MIN_STEPS_WITHOUT, n_compared / 2):
+        if n_without >= max(_MIN_STEPS_WITHOUT_CALLS, n_compared / 2):
             return True  # Few steps have such calls.
         if len({*counts}) > 1:
             return False  # The number of calls varies between steps, as with rollouts.
-        if n_compared == _N_COMPARED_STEPS and n_inside >= max(counts, default=0) + _MIN_MORE_CALLS:
+        if n_compared == _N_COMPARED_STEPS and n_inner >= max(counts, default=0) + _MIN_MORE_CALLS:
             return True  # All steps have such calls, and this step has more.
         # If the loop evaluates after `step()`, each step but the first begins with an evaluation.
         # In a loop over `steps()`, each step begins with its batch, so this cannot occur.
         labels = self._recorder.open.labels
-        is_first = len(runs) == 1 and is_fetch(labels[: runs[0][0]])
-        only_first_without = step - self._n_steps_with == 1 and not self._first_had_calls
-        return is_first and only_first_without and {*counts} <= {n_inside}
+        is_at_start = len(runs) == 1 and is_fetch(labels[: runs[0][0]])
+        n_without_in_all = step - self._n_steps_with_inner_calls
+        only_first_without = n_without_in_all == 1 and not self._first_had_inner_calls
+        return is_at_start and only_first_without and {*counts} <= {n_inner}
 
 
 # Phases that separate two evaluations in a step.
 _WORK = (FORWARD, LOSS, BACKWARD, GRAD, OPTIMIZER)
 
 
-def _runs_of(searched: Sequence[str], labels: Sequence[str]) -> tuple[list[tuple[int, int]], bool]:
-    """Return runs of marks, and True if no work of the step follows the last run.
+def _runs_of(searched: Sequence[str], labels: Sequence[str]) -> tuple[list[_Run], bool]:
+    """Return the runs of marks with a searched label, and True if the last run is open.
 
-    A run is given by the index of its first mark and the index after its last mark. Work of the
-    step ends a run.
+    A run ends, and is no longer open, if work of the step follows. Other marks may lie inside it.
 
     Args:
-        searched: Labels of the marks in a run.
-        labels: Labels of all marks.
+        searched: Labels to search for.
+        labels: Labels of all marks of the step.
     """
-    runs: list[tuple[int, int]] = []
+    runs: list[_Run] = []
     is_open = False
-    for place, label in enumerate(labels):
+    for index, label in enumerate(labels):
         if label in searched:
-            first = runs.pop()[0] if is_open else place
-            runs.append((first, place + 1))
+            first = runs.pop()[0] if is_open else index
+            runs.append((first, index + 1))
             is_open = True
-        elif is_open and label in INTERRUPTIONS and runs[-1][1] == place:
-            runs[-1] = runs[-1][0], place + 1
+        elif is_open and label in INTERRUPTIONS and runs[-1][1] == index:
+            # A wait for other ranks inside an evaluation is part of that evaluation.
+            runs[-1] = runs[-1][0], index + 1
         elif label.partition("/")[0] in _WORK:
             is_open = False
     return runs, is_open

@@ -60,12 +60,13 @@ class ForwardBoundary:
         exclude_ns: Callable[[int], object] = do_nothing,
     ) -> None:
         self._recorder, self._model, self._batch = recorder, loop.model, loop.batch
-        self._trains = bool(loop.optimizers)
+        self._has_optimizers = bool(loop.optimizers)
         on_stream = None if waits is None else waits.note_stream
         self._on_calls = [call for call in (on_stream, on_call) if call is not None]
         self._evaluation_search = loop.search
         self.evaluation = EvaluationSearch(recorder, loop.model, optimizer, exclude_ns)
-        self._is_evaluation = False  # True if the running outermost call is an evaluation.
+        # True if the running outermost call is in eval mode without grad, or inside a fetch.
+        self._is_no_training_call = False
         self._modes = _Modes.NONE
         self.calls = 0
         """Number of training calls of the model or its parts in this step."""
@@ -123,15 +124,15 @@ class ForwardBoundary:
         if self._evaluation_search is _ACTIVE and not is_training(self._model):
             self.evaluation.on_call_start(self.calls, GENERATE)
 
-    def settle_evaluations(self) -> None:
-        """Decide on the evaluation calls of the step that ends."""
-        self.evaluation.settle(self.calls, self._steps)
+    def exclude_evaluations(self) -> None:
+        """Exclude the evaluations in the step that ends."""
+        self.evaluation.exclude_evaluations(self.calls, self._steps)
 
     def step_ended(self, timed: bool, *, is_dropped: bool = False) -> None:
-        """End a step. If it had calls, remove the hooks of modules that the loop does not call.
+        """End a step. If it had calls, remove the hooks of modules that only other modules call.
 
-        If a timed step had no call, add the hooks again. A step that `is_dropped` is not compared
-        with others.
+        If a timed step had no call, hook all modules again. To find evaluations, a step that
+        `is_dropped` is not compared with others.
         """
         stack, evaluation = self._stack, self.evaluation
         if stack.running or stack.is_recursive:
@@ -140,7 +141,7 @@ class ForwardBoundary:
             if is_dropped:
                 evaluation.reset()
             else:
-                self.settle_evaluations()
+                self.exclude_evaluations()
         modules = self._modules
         if self.calls:
             self.was_ever_called = True
@@ -148,15 +149,18 @@ class ForwardBoundary:
             if modules.is_searching or modules.nested:
                 modules.end_search()
         elif self._trains_without_backward(is_dropped):
-            self._evaluation_search, self._is_evaluation = Search.AFTER_BACKWARD, False
+            # These calls are not evaluations: stop the search, and count the calls as training.
+            self._evaluation_search = Search.AFTER_BACKWARD
+            self._is_no_training_call = False
         elif timed:
             modules.search(self._handlers, everywhere=True)
-        self._steps += not is_dropped
+        if not is_dropped:
+            self._steps += 1
 
     def _trains_without_backward(self, is_dropped: bool) -> bool:
-        """Return whether training is zeroth-order: its calls are in eval mode without grad."""
-        has_evaluated = not is_dropped and self.evaluation.has_calls_in(self._steps)
-        return self._evaluation_search is _ACTIVE and not self.has_trained and has_evaluated
+        """Return whether training is zeroth-order: calls in eval mode, and never a backward."""
+        had_calls = not is_dropped and self.evaluation.had_inner_calls(self._steps)
+        return self._evaluation_search is _ACTIVE and not self.has_trained and had_calls
 
     # Hooks on modules
 
@@ -170,19 +174,22 @@ class ForwardBoundary:
         if current_graph_task_id() != -1:
             stack.note_backward()
             return
-        if get_ident() != recorder.threads.timed and not self._enter_untimed(module):
+        is_ignored = get_ident() != recorder.threads.timed and not self._enter_untimed(module)
+        if is_ignored:
             return
-        if (stack.running or stack.is_redirected) and self._is_inner_call(module):
+        is_inner = (stack.running or stack.is_redirected) and self._enter_inner(module)
+        if is_inner:
             return
         stack.running.append(id(module))
-        self._is_evaluation = False
+        self._is_no_training_call = False
         searches = self._evaluation_search is _ACTIVE
-        if searches:
-            if not torch.is_grad_enabled() and self._begins_evaluation(module):
-                self._is_evaluation = True
+        if searches and not torch.is_grad_enabled():
+            self._is_no_training_call = self._enter_without_grad(module)
+            if self._is_no_training_call:
                 return
-            if recorder.state is PAUSED:
-                recorder.resume(FORWARD)
+        # An excluded evaluation at the end of the recorded marks has paused the recorder.
+        if searches and recorder.state is PAUSED:
+            recorder.resume(FORWARD)
         if module is self._model:
             if module.training and self._modes is _Modes.NONE:
                 self._modes = _Modes.TRAINING
@@ -196,11 +203,11 @@ class ForwardBoundary:
             call(module)
 
     def _enter_untimed(self, module: nn.Module) -> bool:
-        """Count a call that is not timed. Return True if the search for modules needs its hooks."""
+        """Count an untimed call. Return True if the search for called modules needs its hooks."""
         recorder = self._recorder
         if not recorder.threads.is_idle_here():
             return False
-        if self._trains and not (module.training or torch.is_grad_enabled()):
+        if self._has_optimizers and not (module.training or torch.is_grad_enabled()):
             # Timed steps are compared with this step to find evaluations.
             if not is_training(self._model):
                 self.evaluation.count(self.calls)
@@ -211,8 +218,11 @@ class ForwardBoundary:
         self.calls += 1  # Another timer may ask which model a backward belongs to.
         return False
 
-    def _is_inner_call(self, module: nn.Module) -> bool:
-        """Return whether a call is part of a running call of a module or of the wrapper."""
+    def _enter_inner(self, module: nn.Module) -> bool:
+        """Handle a call inside a running call of a module or the wrapper.
+
+        Return False if it is an outermost call, because all calls before it have raised.
+        """
         stack = self._stack
         if stack.is_redirected and module is self._model:
             stack.end_redirect()
@@ -225,8 +235,8 @@ class ForwardBoundary:
             return True
         return False
 
-    def _begins_evaluation(self, module: nn.Module) -> bool:
-        """Return whether an outermost call without grad is not a training call. If so, mark it."""
+    def _enter_without_grad(self, module: nn.Module) -> bool:
+        """Handle an outermost call without grad. Return False if it is a training call."""
         if self._batch.is_fetched:
             return True  # The loader calls the model, for example to choose samples.
         if module.training:
@@ -238,27 +248,30 @@ class ForwardBoundary:
         stack, recorder = self._stack, self._recorder
         running = stack.running
         if not running:
-            return  # The return of a redirected training step.
-        is_here = get_ident() == recorder.threads.timed
-        if not (is_here or (self._modules.is_searching and recorder.threads.is_idle_here())):
+            return  # End of a training step that the wrapper runs: its start was not stored.
+        is_timed = get_ident() == recorder.threads.timed
+        if not (is_timed or (self._modules.is_searching and recorder.threads.is_idle_here())):
             return
         if current_graph_task_id() != -1:
             return
         key = id(module)
+        # Remove this call, and calls inside it that raised.
         while running.pop() != key and running:
-            pass  # Drop calls inside this call that raised.
+            pass
         if running:
             return
         if stack.is_recursive:
             stack.end_recursion()
-        if not self._is_evaluation:
+        if not self._is_no_training_call:
             recorder.mark(AFTER_FORWARD)
             if key not in self._modules.not_losses:
-                self._find_loss(module, output)
+                self._relabel_if_loss(module, output)
 
-    def _find_loss(self, module: nn.Module, output: Any) -> None:
+    def _relabel_if_loss(self, module: nn.Module, output: Any) -> None:
         is_first = self.calls == 1
-        if self._modules.find_loss(module, output, self._handlers, is_first=is_first):
+        is_loss = self._modules.hook_if_loss(module, output, self._handlers, is_first=is_first)
+        if is_loss:
+            # Its call was marked as `forward`, and its end by the last mark.
             self._recorder.open.rename_before(FORWARD, LOSS)
 
     def _enter_loss(self, module: nn.Module, *_: Any) -> None:
@@ -275,7 +288,8 @@ class CompiledStepBoundary(ForwardBoundary):
         calls = Calls(lambda *_, **__: mark(TRAINING_STEP), lambda _: mark(OTHER))
         attachments.add(Subscription(loop.model, TRAINING_STEP, calls))
         # Each step counts as a step with a call, so that its backward is attributed to this model.
-        self.calls, self.was_ever_called = 1, True
+        self.calls = 1
+        self.was_ever_called = True
         self._recorder.warn_once(
             "%s is compiled: forward and loss are one phase of that name.", TRAINING_STEP
         )

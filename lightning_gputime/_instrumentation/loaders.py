@@ -16,7 +16,7 @@ def attribute(owner: object, name: str) -> Any:
 
 
 def loaders_in(loader: object) -> list[object]:
-    """Return the loaders in a list or dict, or the loader itself in a list."""
+    """Return a list of the loaders in a list, tuple or dict; for a single loader, a list of it."""
     inside = [*loader.values()] if isinstance(loader, dict) else loader
     if isinstance(inside, list | tuple) and 0 < len(inside) <= _MAX_LOADERS:
         return [*inside]

@@ -60,7 +60,8 @@ class Loop:
         expects: Labels that the self-check looks for in the first steps.
         counts_steps: True if the trainer numbers the steps, by updates.
         accumulate_grad_batches: Micro-batches per step, used if `counts_steps` is set.
-        every_step_log: Option that makes the trainer log each step; empty if it does not.
+        every_step_log: Name of the trainer's option that makes it log every step; empty if it does
+            not log every step.
     """
 
     model: nn.Module
@@ -89,7 +90,7 @@ class Loop:
 def is_training(model: nn.Module) -> bool:
     """Return whether a model, or any model in a container or wrapper, is in training mode."""
     # A module with a single child may be a wrapper such as DDP. `eval()` may have been called on
-    # the child alone, so look at the child.
+    # the child alone, so check the child.
     inside = [*nn.Module.children(model)]  # A user's model may redefine `children`.
     if isinstance(model, nn.ModuleList | nn.ModuleDict) or len(inside) == 1:
         return any(map(is_training, inside))

@@ -1,6 +1,6 @@
 """Hooks on the calls of modules.
 
-Compiled code may call them, so dynamo traces this file; see `apply_compile_skips`.
+Compiled code may call these hooks, so dynamo traces this file; see `apply_compile_skips`.
 """
 
 import contextlib
@@ -41,25 +41,26 @@ class _ModuleHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # If a module also has hooks of other code, `without_hooks` cannot remove ours from files
-        # and copies of the model. Pickle a builtin function that does nothing instead: it loads
-        # without this package.
+        # and copies of the model. Pickle a method of the standard library that does nothing
+        # instead: it loads without this package.
         return getattr, (contextlib.nullcontext, "__exit__")
 
 
 def without_hooks(getstate: Callable[[Any], Any], _: list[Any]) -> Callable[[Any], Any]:
     """Wrap `nn.Module.__getstate__` to leave our hooks out of files and copies of a model.
 
-    `torch.load` with `weights_only` rejects functions that were not declared safe. A dictionary
-    that also contains hooks of other code stays as it is, because their handles refer to it.
+    With our hooks in a file, `torch.load` with `weights_only` would reject it. A dictionary that
+    also contains hooks of other code is not changed, because the handles of those hooks refer to
+    the dictionary.
     """
 
     def state_without_hooks(self: nn.Module) -> Any:
         state = getstate(self)
-        bare: dict[str, Any] = {}
-        for name, kinds, hooks in hooks_of_calls(self):
+        emptied: dict[str, Any] = {}
+        for hooks_name, flags_name, hooks in hooks_of_calls(self):
             if hooks and all(isinstance(hook, _ModuleHook) for hook in hooks.values()):
-                bare |= {name: OrderedDict(), kinds: OrderedDict()}
-        return {**state, **bare} if bare and isinstance(state, dict) else state
+                emptied |= {hooks_name: OrderedDict(), flags_name: OrderedDict()}
+        return {**state, **emptied} if emptied and isinstance(state, dict) else state
 
     return state_without_hooks
 
@@ -69,10 +70,11 @@ def hook_before(
 ) -> Registration:
     """Return a hook that calls `call(module, args)` before each call of a module.
 
-    With `with_kwargs`, it calls `call(module, args, kwargs)`.
+    With `first`, it runs before other hooks. With `with_kwargs`, it calls `call(module, args,
+    kwargs)`.
     """
     # Use the method of the base class: a scripted module's method raises, although its hooks run.
-    # `prepend` runs ours before the hook of FSDP2, whose waits are part of the call.
+    # `prepend` runs ours before the hook of FSDP2, so that the waits in that hook are timed.
     register = nn.Module.register_forward_pre_hook
     return Registration(register, module, _ModuleHook(call), prepend=first, with_kwargs=with_kwargs)
 

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from inspect import getattr_static
 from itertools import accumulate
 from threading import get_ident
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 from weakref import ref
 
 import torch
@@ -38,9 +38,9 @@ def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
     chosen = {id(callables[name]): name for name in _select(asked, callables)}
     if len(chosen) > MAX_MODULES:
         raise ValueError(
-            f"modules={modules!r} selects {len(chosen)} modules of this model, and may select"
-            f" {MAX_MODULES}, because each costs the host some tens of microseconds per call: give"
-            " a smaller depth, a pattern such as 'layers.*', or names in full, which have no limit"
+            f"modules={modules!r} selects {len(chosen)} modules of this model, but at most"
+            f" {MAX_MODULES} are allowed, because each costs the host some tens of microseconds per"
+            " call: give a smaller depth, a pattern such as 'layers.*', or full names (no limit)"
         )
     for name in filter(_is_name, asked):
         if not name or name not in named:
@@ -61,12 +61,15 @@ def resolve(modules: Modules, model: nn.Module) -> dict[str, nn.Module]:
 def _callables(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules inside a model that can be called, by their names without wrappers."""
     callables: dict[str, nn.Module] = {}
-    plain_names = {"": ""}  # By full name. Outer modules come first.
-    wrappers = set[str]()
+    plain_names = {"": ""}  # Names without wrappers, by full name.
+    wrappers = set[str]()  # Full names.
     for name, module in model.named_modules():
-        outer, _, last = name.rpartition(".")
-        plain = plain_names[outer] if outer in wrappers else f"{plain_names[outer]}.{last}"
-        plain = plain_names[name] = plain.strip(".")
+        # The parent is in `plain_names`, because `named_modules` yields it before its children.
+        parent, _, last = name.rpartition(".")
+        plain = plain_names[parent]
+        if parent not in wrappers:
+            plain = f"{plain}.{last}".strip(".")
+        plain_names[name] = plain
         if is_wrapper(module):
             wrappers.add(name)
         if plain and _is_callable(module) and not is_metric(module):
@@ -86,7 +89,7 @@ def _select(asked: Iterable[int | str], callables: Mapping[str, nn.Module]) -> l
     found: list[str] = []
     for item in asked:
         if isinstance(item, int):
-            # No error if the model contains no modules: a depth, unlike a pattern, is no typo.
+            # A depth that selects nothing is no error, because unlike a pattern it is no typo.
             found += [name for name in callables if _depth(name, callables) <= item]
         elif item == ALL:
             found += callables
@@ -116,7 +119,8 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _depth(name: str, callables: Mapping[str, nn.Module]) -> int:
-    # A ModuleList is never called, so it does not count as a level.
+    """Return the number of modules on the path to a module, including the module itself."""
+    # A ModuleList is never called, so it does not count.
     return sum(outer in callables for outer in accumulate(name.split("."), "{}.{}".format))
 
 
@@ -127,13 +131,20 @@ def _phase_name(name: str) -> str:
     return f"{allowed}_" if allowed == COMM else allowed
 
 
+class _Labels(NamedTuple):
+    """Labels of a module."""
+
+    forward: str
+    backward: str
+
+
 class SubmoduleBoundary:
     """`forward/<name>` and `backward/<name>` of modules.
 
-    Hooks on a module's output and input tensors mark its backward. It begins when the gradient of
-    an output is ready, and ends when the gradient of an input is ready. If no input requires a
-    gradient, it ends where the backward of another module begins, or with the backward of the
-    model.
+    Hooks on the output and input tensors of a module mark its backward. That backward begins when
+    the gradient of an output is ready, and ends when the gradient of an input is ready. If no input
+    requires a gradient, it ends where the backward of another module begins, or with the backward
+    of the model.
     """
 
     def __init__(
@@ -141,21 +152,21 @@ class SubmoduleBoundary:
     ) -> None:
         self._recorder = recorder
         self._names = {id(module): name for name, module in parts.items()}
-        self.labels: dict[tuple[str, int], tuple[str, str]] = {}
-        """Labels of forward and backward, by the outer label and the id of the module.
+        self.labels: dict[tuple[str, int], _Labels] = {}
+        """Labels of each module, by the label around its call and the id of the module.
 
         Cached, because a step needs hundreds. Empty until a module is called inside `forward`.
         """
-        # For each running call: the outer label, and the `grad_fn` of each input by its id. None
-        # for a call that is not timed.
+        # For each running call: the label around it, and the `grad_fn` of each input tensor by the
+        # id of the tensor. None for a call that is not timed.
         self._running: list[tuple[str, dict[int, Any]] | None] = []
         for module in parts.values():
             # `inside`: if the module is the model itself, `forward` must begin first and end last.
             for attachment in around_calls(module, self._enter, self._exit, inside=True):
                 attachments.add(attachment)
-        # Hooks on tensors in this step, and outputs by their ids, with the label that begins at
-        # their gradients. The weak reference shows whether an id was reused.
-        self._tensor_handles: list[Any] = []
+        self._tensor_handles: list[Any] = []  # Hooks on tensors in this step.
+        # Outputs by their ids, and the label that begins at the gradient of each output. The weak
+        # reference shows whether an id was reused.
         self._outputs: dict[int, tuple[ref[Tensor], str]] = {}
 
     def step_ended(self) -> None:
@@ -178,12 +189,15 @@ class SubmoduleBoundary:
         label, backward_label = self._labels_of(outer, module)
         self._recorder.mark(label)
         for tensor in inputs:
-            # If a timed module produced this input, the start of its backward at the same gradient
-            # also ends this backward, so no hook is needed. Exception: a producer that contains
-            # this module, as when a block is called twice in a row, does not start a phase there.
-            begins = self._backward_begun_by(tensor)
-            if begins is None or backward_label.startswith(f"{begins}/"):
-                self._at_gradient(tensor, lambda: self._end(backward_label, _backward(outer)))
+            # If another timed module, the producer, returned this input, the producer's backward
+            # begins at the gradient of the input, which ends the backward of this module without a
+            # hook. Exception: `_begin_backward` ignores a producer that contains this module, as
+            # when a block is called twice in a row.
+            producer = self._backward_begun_by(tensor)
+            if producer is None or backward_label.startswith(f"{producer}/"):
+                self._at_gradient(
+                    tensor, lambda: self._end_backward(backward_label, _backward_label(outer))
+                )
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
         if get_ident() != self._recorder.threads.timed or current_graph_task_id() != -1:
@@ -195,23 +209,25 @@ class SubmoduleBoundary:
         _, label = self._labels_of(outer, module)
         for tensor in _tensors_with_grad(output):
             # Skip an input that is returned unchanged: this module did not compute it. Also skip
-            # the output of an inner module: its backward starts there, inside this backward.
-            is_computed = inputs.get(id(tensor), self) is not tensor.grad_fn
-            if is_computed and self._backward_begun_by(tensor) is None:
-                self._at_gradient(tensor, lambda: self._begin(label))
-                self._outputs[id(tensor)] = ref(tensor), label
+            # the output of an inner module: the backward of that module begins at its gradient.
+            key = id(tensor)
+            is_input = key in inputs and inputs[key] is tensor.grad_fn
+            if not is_input and self._backward_begun_by(tensor) is None:
+                self._at_gradient(tensor, lambda: self._begin_backward(label))
+                self._outputs[key] = ref(tensor), label
         self._recorder.mark(outer)
 
     def _backward_begun_by(self, tensor: Tensor) -> str | None:
-        """Return the backward label of the module that returned a tensor, or None."""
+        """Return the backward label of the timed module that computed a tensor, or None."""
         output, label = self._outputs.get(id(tensor), (None, None))
         return label if output is not None and output() is tensor else None
 
-    def _labels_of(self, outer: str, module: nn.Module) -> tuple[str, str]:
+    def _labels_of(self, outer: str, module: nn.Module) -> _Labels:
         found = self.labels.get((outer, id(module)))
         if found is None:
             label = f"{outer}/{self._names[id(module)]}"
-            found = self.labels[outer, id(module)] = label, _backward(label)
+            found = _Labels(forward=label, backward=_backward_label(label))
+            self.labels[outer, id(module)] = found
         return found
 
     def _at_gradient(self, tensor: Tensor, call: Callable[[], None]) -> None:
@@ -219,21 +235,23 @@ class SubmoduleBoundary:
         # calling thread does.
         self._tensor_handles.append(tensor.register_hook(lambda _: call()))
 
-    def _begin(self, label: str) -> None:
-        # An inner module may have begun at the same gradient. Its label includes this label.
+    def _begin_backward(self, label: str) -> None:
+        # The backward of an inner module may have begun at the same gradient, and continues.
         if not self._is_inside(label):
             self._recorder.mark_in_backward(label)
 
-    def _end(self, label: str, outer: str) -> None:
-        # An inner module with the same input also ends here.
+    def _end_backward(self, label: str, outer: str) -> None:
+        # The backward of an inner module with the same input also ends here.
         if self._recorder.label == label or self._is_inside(label):
             self._recorder.mark_in_backward(outer)
 
     def _is_inside(self, label: str) -> bool:
+        """Return whether the current label is a sub-phase of `label`."""
         return (self._recorder.label or "").startswith(f"{label}/")
 
 
-def _backward(label: str) -> str:
+def _backward_label(label: str) -> str:
+    """Return the label of the backward of a `forward/<name>`: `backward/<name>`."""
     return BACKWARD + label.removeprefix(FORWARD)
 
 

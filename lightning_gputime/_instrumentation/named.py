@@ -16,7 +16,10 @@ _active: list[Recorder] = []
 
 
 def abandon_all() -> list[Any]:
-    """End all recording in a forked process. Return the objects that contain its events."""
+    """End all recording in a forked process.
+
+    Return the events, which must be kept: the child process must not free events of its parent.
+    """
     held = [recorder.abandon() for recorder in _active]
     _active.clear()
     return held

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,6 +38,13 @@ from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.state import IDLE, OPEN
 
 
+class _OtherOptimizer(NamedTuple):
+    """An optimizer that was not given to the loop."""
+
+    reference: weakref.ref[Any]  # Shows whether the id of the optimizer was reused.
+    updates_model: bool
+
+
 class LoopOptimizers:
     """Optimizers of a loop: `Loop.optimizers`, and others that update its model."""
 
@@ -48,9 +55,7 @@ class LoopOptimizers:
         self.has_any = bool(self.given)
         """True once the loop has an optimizer whose updates call our hooks."""
         self._parameters: set[int] = set()  # Ids of the model's parameters.
-        # Other optimizers by their ids, with True if they update the model. The weak reference
-        # shows whether an id was reused.
-        self._others: dict[int, tuple[weakref.ref[Any], bool]] = {}
+        self._others: dict[int, _OtherOptimizer] = {}  # By the id of the optimizer.
 
     def includes(self, optimizer: Any) -> bool:
         """Return whether an optimizer belongs to the loop."""
@@ -58,27 +63,29 @@ class LoopOptimizers:
 
     def includes_other(self, optimizer: Any) -> bool:
         """Return whether an optimizer that was not given belongs to the loop."""
-        # Outside of a batch, a callback may train a part of the model with a different optimizer.
+        # Outside of a batch, ignore it: a callback may train a part of the model with it.
         if not self._batch.is_open:
             return False
         found = self._others.get(id(optimizer))
-        if found is None or found[0]() is not optimizer:
-            found = weakref.ref(optimizer), self._updates_model(optimizer)
+        if found is None or found.reference() is not optimizer:
+            updates_model = self._updates_model(optimizer)
+            found = _OtherOptimizer(weakref.ref(optimizer), updates_model)
             self._others[id(optimizer)] = found
-            self.has_any |= found[1]
-        return found[1]
+            self.has_any |= updates_model
+        return found.updates_model
 
     def _updates_model(self, optimizer: Any) -> bool:
         updated = {id(parameter) for parameter in parameters_of(optimizer)}
         if not updated & self._parameters:
-            # The parameters of the model may have been replaced.
+            # Collect the ids again, because the model may have new parameters.
             self._parameters = {id(parameter) for parameter in nn.Module.parameters(self._model)}
         return not updated.isdisjoint(self._parameters)
 
 
 class OptimizerBoundary:
-    """End of the phase `optimizer`, and its start if no backward precedes it.
+    """Marks the end of the phase `optimizer`, and the start if no backward precedes it.
 
+    Time between a backward and an update already counts as `optimizer`, see `resolve_labels`.
     torch's global optimizer hooks also run for optimizers that are created later, or that are
     inside wrappers without hooks.
     """
@@ -96,13 +103,14 @@ class OptimizerBoundary:
         self.ended_early = False
         """True if a step ended inside the newest update, for example in a hook of the optimizer."""
         self._trains_in_closure = loop.trains_in_closure
-        # Label that continues after an update inside a backward or a model call; else None. The
-        # depth of such an update exceeds 1 if a trainer runs the model call inside another update.
+        # Label that continues after a running update inside a backward or a model call; else None.
         self._interrupted: str | None = None
+        # Depth of that update. It exceeds 1 if a trainer runs the model call inside another update.
         self._interrupted_depth = 1
         given = [*self._given.values()]
-        # Check this now, because a patch of `step` would hide it.
+        # Check for compiled steps before `step` is patched: the patch would hide them.
         compiled = [optimizer for optimizer in given if is_step_compiled(optimizer)]
+        # A patch replaces the hooks where hooks are missing, or would break the compiled graph.
         patched = [item for item in given if item in compiled or not has_step_hooks(item)]
         for optimizer in patched:
             attachments.add(Subscription(optimizer, "step", Calls(self._begin, self._end)))
@@ -111,16 +119,17 @@ class OptimizerBoundary:
         self._is_wrapped = False  # True while a wrapper's `step` is running.
         calls = Calls(self._enter_wrapper, self._leave_wrapper)
         for optimizer in loop.optimizers:
+            # `PostLocalSGDOptimizer` is a wrapper with an attribute `averager`.
             if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "averager"):
                 attachments.add(Subscription(optimizer, "step", calls))
         if loop.needs_updates:
-            # A GradScaler that skips an update does not call hooks, but its attempt ends the step.
+            # A GradScaler that skips an update calls no hooks, but its call ends the step.
             attempts = Calls(self._scaler_begins)
             attachments.add(Subscription(torch.GradScaler, "step", attempts))
         registers = [(register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
         if compiled:
-            # torch compiles global hooks into a compiled step, and ours would break its graph. Hook
-            # each of the other optimizers instead.
+            # torch compiles global hooks into a compiled step, and ours would break its graph.
+            # Instead, hook each optimizer without a compiled step.
             registers = [
                 (optimizer.register_step_pre_hook, optimizer.register_step_post_hook)
                 for optimizer in given
@@ -136,15 +145,15 @@ class OptimizerBoundary:
         return self.optimizers.has_any
 
     def patch_zero_grad(self, attachments: Attachments, loop: Loop) -> None:
-        """Patch `zero_grad`, which has no hook. It ends `loss`, and starts `other`."""
+        """Patch `zero_grad`, which has no hook. Its call ends `loss`, and starts `other`."""
         for optimizer in (*loop.optimizers, *loop.optimizer_wrappers):
             # Patch the optimizer inside a wrapper: a copy of the wrapper would keep the patch, and
             # clear the gradients of the original.
-            inner = [*_updating([optimizer])][-1]
-            attachments.add(Subscription(inner, "zero_grad", Calls(self._zero_grad_begins)))
+            updating = [*_updating([optimizer])][-1]
+            attachments.add(Subscription(updating, "zero_grad", Calls(self._zero_grad_begins)))
 
     def update_begins(self) -> None:
-        """Start the update of a trainer, which may skip it."""
+        """Start an update that a trainer has announced, and may still skip."""
         self.was_tried = True
         # Time after a backward already counts as `optimizer` if an update follows.
         if self._recorder.label != AFTER_BACKWARD:
@@ -152,23 +161,24 @@ class OptimizerBoundary:
 
     def reset(self) -> None:
         """Forget the updates of a step that has ended, including calls of `step` that raised."""
-        self.updates = self.depth = 0
+        self.updates = 0
+        self.depth = 0
         self.was_tried = False
 
     def _scaler_begins(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> bool:
-        if self.optimizers.includes([*_updating([optimizer])][-1]):
+        updating = [*_updating([optimizer])][-1]
+        if self.optimizers.includes(updating):
             self.was_tried = True
         return False
 
     def _zero_grad_begins(self, *_: Any, **__: Any) -> bool:
         recorder = self._recorder
-        # Inside a backward, `zero_grad` is part of an update, so do not mark it.
-        if (
-            recorder.state is OPEN
-            and recorder.label not in (OTHER, AFTER_UPDATE)
-            and current_graph_task_id() == -1
-            and not (self.ended_early and recorder.label == DATA)
-        ):
+        is_other = recorder.label in (OTHER, AFTER_UPDATE)
+        # If a hook of the optimizer has ended the step, this call must not end the next `data`.
+        is_after_early_end = self.ended_early and recorder.label == DATA
+        is_marked = recorder.state is OPEN and not is_other and not is_after_early_end
+        # Inside a backward, `zero_grad` is part of an update.
+        if is_marked and current_graph_task_id() == -1:
             recorder.mark(OTHER)
         return False
 
@@ -189,11 +199,12 @@ class OptimizerBoundary:
             if id(optimizer) not in self._given and not self.optimizers.includes_other(optimizer):
                 return
             if self.depth and (running := steps_on_stack()) is not None:
-                # A `step` that raised has called no hook at its end, so ask the call stack.
+                # A `step` that raised has called no hook at its end: count the calls on the stack,
+                # without the call that begins now.
                 self.depth = min(self.depth, running - 1)
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            is_marked = recorder.label == AFTER_BACKWARD and not recorder.watcher.is_located
-            if is_marked and closure is None and not self.depth:
+            needs_no_mark = recorder.label == AFTER_BACKWARD and not recorder.watcher.is_located
+            if needs_no_mark and closure is None and not self.depth:
                 # Same as `_begin` in the most common case, without another call.
                 self.depth, self.ended_early, self._interrupted = 1, False, None
             else:
@@ -222,13 +233,13 @@ class OptimizerBoundary:
 
     @property
     def has_updated(self) -> bool:
-        """True if the open step had an update, an attempt, or an update that is about to end."""
+        """True if the open step had an update, even if it was skipped, or an update is running."""
         if self.updates or self.was_tried:
             return True
         return bool(self.depth or self.ended_early) and bool(steps_on_stack())
 
     def end_early(self) -> None:
-        """End the running update because a step ends inside it. Its own end is then ignored."""
+        """End the running update now, because a step ends inside it. Its return is then ignored."""
         if steps_on_stack():
             self.depth = 1
             self._end()
@@ -244,22 +255,26 @@ class OptimizerBoundary:
                 self._interrupt(label)
             return
         self._interrupted = None
-        # Time after a backward, with unscaling and clipping, already counts as `optimizer`.
+        # Time after a backward, with unscaling and clipping, already counts as `optimizer`, so no
+        # mark is needed, except in a step whose marks record their places in the code.
         if label == AFTER_BACKWARD and closure is None and not self._recorder.watcher.is_located:
             return
-        if current_graph_task_id() != -1:
-            self._interrupted, self._interrupted_depth = label or BACKWARD, 1
+        trains_first = closure is not None and self._trains_in_closure
+        if current_graph_task_id() != -1:  # In a hook on gradients.
+            self._interrupted = label or BACKWARD
+            self._interrupted_depth = 1
             self._recorder.mark_in_backward(OPTIMIZER)
-        elif label == FORWARD and (closure is None or not self._trains_in_closure):
+        elif label == FORWARD and not trains_first:
             self._interrupt(label)
-        elif closure is None or label == AFTER_BACKWARD or not self._trains_in_closure:
-            # A closure runs forward and backward. Before it, an update may do other work, such as
-            # the ascent step of SAM.
+        elif label == AFTER_BACKWARD or not trains_first:
+            # Mark even before a closure, which runs forward and backward: an update may do other
+            # work before it calls the closure, such as the ascent step of SAM.
             self._recorder.mark(OPTIMIZER)
 
     def _interrupt(self, label: str) -> None:
         """Mark an update inside a model call: local learning, where a layer updates itself."""
-        self._interrupted, self._interrupted_depth = label, self.depth
+        self._interrupted = label
+        self._interrupted_depth = self.depth
         self._recorder.mark(OPTIMIZER)
 
     def _end(self, result: Any = None) -> None:
@@ -269,7 +284,7 @@ class OptimizerBoundary:
         elif self.ended_early:
             return
         if self.depth and interrupted is None:
-            return  # The outer `step` has called `super().step()`, which has ended.
+            return  # The inner call of `super().step()` has ended. The outer `step` continues.
         self._interrupted = None
         # Skipped updates are not counted, because a GradScaler then calls no hooks.
         self.updates += 1
@@ -300,15 +315,15 @@ def is_optimizer(value: Any) -> bool:
 def _updating(optimizers: Sequence[Any]) -> Iterator[Any]:
     """Yield the optimizers that update parameters: given optimizers, and those inside wrappers.
 
-    A wrapper that never calls `super().__init__`, such as Accelerate's or torch's
-    `PostLocalSGDOptimizer`, does not support hooks. A wrapper's `step` may also skip the update,
-    but each `step` of the inner optimizer is an update.
+    The outermost comes last. A wrapper that never calls `super().__init__`, such as Accelerate's or
+    torch's `PostLocalSGDOptimizer`, does not support hooks. A wrapper's `step` may also skip the
+    update, but each `step` of the inner optimizer is an update.
     """
     for optimizer in optimizers:
         inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
         if inner:
             yield from _updating(inner[:1])
-        # A wrapper with hooks that overrides `step` also updates parameters itself.
+        # A wrapper that supports hooks and overrides `step` also updates parameters itself.
         has_own_step = has_step_hooks(optimizer) and type(optimizer).step is not Optimizer.step
         if not inner or has_own_step:
             yield optimizer

@@ -17,7 +17,8 @@ from lightning_gputime._compat.torch_ import attributes_of, skip_in_compilation
 from lightning_gputime._messages import messages
 
 _MISSING = object()
-# Files that dynamo traces, because compiled code may contain calls to them. It skips all others.
+# Files of this package that dynamo traces, because compiled code may contain calls to them. Dynamo
+# skips all other files.
 _TRACED = (
     "__init__.py",
     "_timer.py",
@@ -67,7 +68,7 @@ class FunctionPatch:
     listeners. If that code restores the patch later, the next call removes it.
     """
 
-    # Slots, because wrappers of other code copy `__dict__`.
+    # Attributes are slots, because wrappers of other code copy `__dict__`.
     __slots__ = (
         "__dict__",
         "__weakref__",
@@ -93,16 +94,16 @@ class FunctionPatch:
         self._call = getattr(owner, self._read_name)
         # Do not copy attributes: torch recognizes compiled functions by them.
         functools.update_wrapper(self, self._call, updated=())
-        # None if the patch itself replaces the function. A reference to itself would keep it, and
-        # so its owner, alive.
+        # The object that replaces the function; None if it is the patch itself, because a reference
+        # to itself would keep the patch, and so its owner, alive.
         self.replacement: Any = None
         if wrap is not None:
-            # On an instance, this must be picklable, such as a bound method.
+            # If the owner is an instance, this must be picklable, such as a bound method.
             self.replacement = wrap(self._call, self.listeners)
         elif isinstance(owner, type):
             self.replacement = self._as_method()
         _patches[id(_object_of(self.replacement or self))] = self
-        # All calls from compiled code to the package pass through a patch.
+        # Compiled code calls this package only through patches, so the first patch is early enough.
         apply_compile_skips()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -110,6 +111,7 @@ class FunctionPatch:
         try:
             # Iterate over a copy, because a listener may be removed when it is notified.
             for listener in [*self.listeners]:
+                # Append first: if Ctrl-C interrupts the listener, its `on_call_end` is called, too.
                 notified.append(listener)
                 try:
                     if listener.on_call_start(*args, **kwargs) is False:
@@ -147,7 +149,7 @@ class FunctionPatch:
 
     @property
     def __func__(self) -> Any:
-        # Learning rate schedulers read it.
+        # Learning rate schedulers read this attribute of the function that they wrap.
         return self._call.__func__
 
     @property
@@ -173,6 +175,7 @@ class FunctionPatch:
             self._set(self._original)
 
     def remove_listener(self, listener: object) -> None:
+        """Remove a listener. Restore the function if it was the last."""
         if listener in self.listeners:
             self.listeners.remove(listener)
         self.restore()
@@ -204,7 +207,7 @@ class FunctionPatch:
     def _drop_listener(self, listener: Any, error: Exception) -> None:
         """Remove a listener that raised. Report the error instead of raising it in the training."""
         self.remove_listener(listener)
-        messages.warning("A phase is no longer timed, because its boundary failed: %r", error)
+        messages.warning("A phase is no longer timed, because its hook failed: %r", error)
 
 
 _patches: WeakValueDictionary[int, FunctionPatch] = WeakValueDictionary()
@@ -221,20 +224,20 @@ class Subscription:
 
     Args:
         owner: The class, module or object that has the function.
-        name: Name of the function. It must be listed in `tests/register.py`.
+        name: Name of the function, which must be listed in `tests/register.py`.
         listener: An object with the methods of `Calls`, or any listener that `wrap` notifies.
         wrap: Creates the replacement of the function. The default notifies `Calls`.
     """
 
     def __init__(self, owner: Any, name: str, listener: Any, wrap: Wrap | None = None) -> None:
         self._owner, self._name, self._listener, self._wrap = owner, name, listener, wrap
-        self.patch = self._find()
+        self.patch = self._find_patch()
 
     def attach(self) -> None:
         if not self.patch.apply():
             # Other code has replaced the function, and its replacement may not call the patch.
             self.patch.remove_listener(self._listener)
-            self.patch = self._find()
+            self.patch = self._find_patch()
             self.patch.apply()
         if self._listener not in self.patch.listeners:
             self.patch.listeners.append(self._listener)
@@ -242,17 +245,18 @@ class Subscription:
     def remove(self) -> None:
         self.patch.remove_listener(self._listener)
 
-    def _find(self) -> FunctionPatch:
+    def _find_patch(self) -> FunctionPatch:
+        """Return the patch that replaces the function now, or a new patch."""
         applied = patch_of(vars(self._owner).get(self._name))
         return applied or FunctionPatch(self._owner, self._name, self._wrap)
 
 
 class Registration:
-    """A hook that a function of a library registers. The function returns a handle."""
+    """A hook that `register`, a function of a library, adds. It returns a handle to remove it."""
 
     def __init__(self, register: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._register = functools.partial(register, *args, **kwargs)
-        self._handles: list[Any] = []  # Empty, or the handle.
+        self._handles: list[Any] = []  # The handle while the hook is attached, else empty.
 
     def attach(self) -> None:
         if not self._handles:
@@ -281,7 +285,7 @@ class Attachments:
     """The hooks and patches of a timer, in the order in which they were attached.
 
     An attachment is stored before it is attached, and until after it is removed, so that `remove`
-    finds it even if either is interrupted. All methods are safe to call twice.
+    finds it even if Ctrl-C interrupts either. All methods are safe to call twice.
     """
 
     def __init__(self) -> None:
@@ -298,6 +302,7 @@ class Attachments:
         self._all.pop(attachment, None)
 
     def suspend(self) -> None:
+        """Remove all attachments, until `reattach`."""
         for attachment in self._all:
             try:
                 attachment.remove()

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_gputime._compat.torch_ import is_autocast_on, unwrapped
 
+# Parts of device names that the names in `peaks.json` do not contain.
 _MAKER = re.compile(r"^(NVIDIA |AMD |Tesla |GeForce |Instinct )+")
 _MEMORY = re.compile(r"([ -](\d+GB|HBM\d\w*|SXM[45]|OAM|(?<=A100-)PCIE|(?<=GB )PCIe))+$")
 _CONVOLUTIONS = (
@@ -33,6 +34,7 @@ def dtype_of_call(model: nn.Module, device: torch.device) -> torch.dtype:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the first floating-point parameter, or the default dtype of torch."""
     parameters = nn.Module.parameters(model)
     dtypes = (parameter.dtype for parameter in parameters if parameter.is_floating_point())
     return next(dtypes, torch.get_default_dtype())
@@ -41,12 +43,12 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 def _closure_values(forward: Any) -> Iterator[Any]:
     """Yield the closure variables of the functions that wrap a `forward`.
 
-    Accelerate keeps its autocast there.
+    Accelerate stores its autocast in such a variable.
     """
     while forward is not None:
         forward = getattr(forward, "__func__", forward)
         for cell in getattr(forward, "__closure__", None) or ():
-            with suppress(ValueError):  # It is empty.
+            with suppress(ValueError):  # The cell is empty.
                 yield cell.cell_contents
         forward = getattr(forward, "__wrapped__", None)
 
@@ -66,7 +68,7 @@ def _allows_tf32(model: nn.Module, device: torch.device) -> bool:
     # of the kind of layer that has most of the parameters.
     modules = nn.Module.modules(model)
     convolutions = [module for module in modules if isinstance(module, _CONVOLUTIONS)]
-    if 2 * sum(map(_size, convolutions)) > _size(model):
+    if 2 * sum(map(_n_parameters, convolutions)) > _n_parameters(model):
         setting = getattr(torch.backends.cudnn, "conv", None)
         if setting is not None:
             return bool(setting.fp32_precision == "tf32")
@@ -78,7 +80,7 @@ def _allows_tf32(model: nn.Module, device: torch.device) -> bool:
         return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
-def _size(module: nn.Module) -> int:
+def _n_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in nn.Module.parameters(module))
 
 

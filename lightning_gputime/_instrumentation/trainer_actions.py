@@ -1,4 +1,7 @@
-"""Actions of Lightning's Trainer, which it reports to its profiler before it calls a callback."""
+"""Actions of Lightning's Trainer, such as the call of a callback.
+
+The Trainer reports each action to its profiler when the action starts.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -13,6 +16,7 @@ from lightning_gputime._record.recorder import Recorder
 _EPOCH_START = "on_train_epoch_start"
 
 Action = tuple[str, Callable[[], object]]
+"""Name of an action, and the function to call when it starts."""
 
 
 class ListeningFit(Protocol):
@@ -47,13 +51,14 @@ class FitActions:
         self._trainer, self._model, self._timer_class = trainer, model, timer_class
         self._wall_clock = wall_clock
         self._recorder: Recorder  # Set by `listen`.
-        self._calls: dict[str, Callable[[], object]] = {}  # By the action of the trainer.
+        # Functions to call when an action starts, by the name of the action.
+        self._calls: dict[str, Callable[[], object]] = {}
         self._listener = ActionListener(trainer.profiler, self._calls, fail)
         self.attachments = Attachments()
         """Attachments that are removed while no step is timed."""
         self._loops = Attachments()  # Around whole loops of the trainer, at no cost per step.
         self._validation_entry = lightning_.validation_entry(trainer)
-        self._callback = ""  # The phase of the callback that was called last inside a step.
+        self._callback = ""  # Phase name of the callback that was called last inside a step.
 
     @property
     def reports_validations(self) -> bool:
@@ -73,11 +78,11 @@ class FitActions:
         if entry := lightning_.fit_end(trainer):
             self._loops.add(_call_at_start(*entry, partial(self._wall_clock.switch_to, TEAR_DOWN)))
         # Lightning broadcasts a flag on every batch. Exclude that wait from the loader's time.
-        if place := lightning_.sigterm_broadcast(trainer):
-            self.attachments.add(_call_at_start(*place, partial(recorder.mark, WAIT)))
+        if entry := lightning_.sigterm_broadcast(trainer):
+            self.attachments.add(_call_at_start(*entry, partial(recorder.mark, WAIT)))
 
     def refresh(self, fit: ListeningFit) -> None:
-        """Follow names of actions that have changed, such as the `state_key` of a callback."""
+        """Add changed names of actions, which contain, for example, a callback's `state_key`."""
         self._calls.update(self._actions(fit))
         self._listener.refresh()
 
@@ -89,16 +94,18 @@ class FitActions:
     def _actions(self, fit: ListeningFit) -> dict[str, Callable[[], object]]:
         action_of = partial(lightning_.module_action, self._trainer, self._model)
         calls = dict([*self._actions_of_data(fit), *self._actions_of_callbacks(fit)])
-        # All time before the first epoch counts as set-up.
+        # The hooks at the start of the first epoch end the entry `set-up`.
         start_epoch = partial(self._wall_clock.switch_to, EPOCH_ENDS)
         for callback in self._trainer.callbacks:
             calls[lightning_.callback_action(callback, _EPOCH_START)] = start_epoch
         calls[action_of(_EPOCH_START)] = start_epoch
-        # Use the action, because a callback's hook of that name would cost 2 us in a Trainer.
+        # Use the action instead of a hook of our callback, because a Trainer needs 2 us to call it.
         update = action_of("on_before_optimizer_step")
+        # If callbacks have this hook, `calls` already ends their phases at this action.
         has_callbacks = update in calls
         calls[update] = partial(self._end_callbacks, fit) if has_callbacks else fit.start_update
-        # Lightning clears gradients just before a validation, unless they accumulate.
+        # Lightning clears gradients just before a validation, unless they accumulate. Exclude the
+        # time from there on.
         calls[action_of("on_validation_model_zero_grad")] = partial(self._recorder.pause, now=True)
         return calls
 
@@ -112,9 +119,9 @@ class FitActions:
                     yield lightning_.module_action(trainer, module, hook), partial(mark, DATA)
 
     def _actions_of_callbacks(self, fit: ListeningFit) -> Iterator[Action]:
-        others = [
-            call for call in self._trainer.callbacks if not isinstance(call, self._timer_class)
-        ]
+        callbacks = self._trainer.callbacks
+        others = [item for item in callbacks if not isinstance(item, self._timer_class)]
+        # For each hook, the function to call after the callbacks.
         ends: dict[str, Callable[[], object]] = {
             "on_train_batch_start": fit.start_step,
             "on_train_batch_end": partial(self._recorder.mark, CALLBACKS),
@@ -128,7 +135,7 @@ class FitActions:
                 start = self._enter_callback if in_step else fit.start_callback
                 yield lightning_.callback_action(callback, hook), partial(start, label)
             if active:
-                # The trainer calls this next, after all callbacks.
+                # After all callbacks, the trainer calls the same hook of the model.
                 yield lightning_.module_action(self._trainer, self._model, hook), end
 
     def _enter_callback(self, label: str) -> None:
@@ -147,9 +154,9 @@ class FitActions:
 class ActionListener:
     """Attachment that calls functions when a trainer starts certain actions.
 
-    A Trainer notifies its profiler of every action, even of an action that does nothing, before it
-    calls any callback. So the order of the callbacks does not matter. `calls` contains the
-    functions by the name of the action.
+    A Trainer notifies its profiler before every action, such as the call of one callback, even if
+    the action does nothing. So the order of the callbacks does not matter. `calls` contains the
+    functions by the name of the action. `fail` is called with their errors.
     """
 
     def __init__(
@@ -158,7 +165,7 @@ class ActionListener:
         calls: Mapping[str, Callable[[], object]],
         fail: Callable[[Exception], None],
     ) -> None:
-        # Any other profiler, or a patch by other code, must also be called.
+        # An idle profiler needs no call. Any other, or a patch by other code, must also be called.
         wrap = _ActionCalls if lightning_.is_idle(profiler) else _Relay.wrap
         self._subscription = Subscription(profiler, "start", (calls, fail), wrap)
 
@@ -171,11 +178,13 @@ class ActionListener:
 
     def refresh(self) -> None:
         """Make changes of `calls` take effect: forget which actions had no listener."""
-        stand_in = self._subscription.patch.replacement
-        getattr(stand_in, "__self__", stand_in).clear()
+        # `_ActionCalls`, or the bound method `start` of a `_Relay`.
+        replacement = self._subscription.patch.replacement
+        getattr(replacement, "__self__", replacement).clear()
 
 
-_MAX_IGNORED = 1000  # Limit, because names of actions may contain numbers.
+# Maximum number of actions to remember. Limited, because the names may contain numbers.
+_MAX_IGNORED = 1000
 
 
 class _ActionCalls(dict[str, None]):
@@ -189,7 +198,7 @@ class _ActionCalls(dict[str, None]):
 
     def __init__(self, _: Callable[[str], Any] | None = None, listeners: Any = ()) -> None:
         super().__init__()
-        self._listeners: list[Any] = listeners
+        self._listeners: list[Any] = listeners  # `calls` and `fail` of each `ActionListener`.
 
     __call__ = dict.__getitem__
 

@@ -30,7 +30,7 @@ class GenerationBoundary:
         self, recorder: Recorder, attachments: Attachments, loop: Loop, forward: ForwardBoundary
     ) -> None:
         self._recorder, self._batch, self._forward = recorder, loop.batch, forward
-        self._label_before = OTHER
+        self._label_after = OTHER  # Label that continues after the generation.
         owner = generation_class()
         for name in GENERATES:
             if hasattr(owner, name):
@@ -38,14 +38,15 @@ class GenerationBoundary:
 
     def on_call_start(self, *_: Any, **__: Any) -> bool | None:
         recorder, batch = self._recorder, self._batch
-        is_here = recorder.state is OPEN and get_ident() == recorder.threads.timed
-        if not is_here or recorder.named.names:
+        is_timed = recorder.state is OPEN and get_ident() == recorder.threads.timed
+        if not is_timed or recorder.named.names:
             return False
         is_inside = self._forward.is_running or current_graph_task_id() != -1
         if not batch.is_open or batch.is_fetched or is_inside:
             return False
         label = recorder.label or OTHER
-        self._label_before = OTHER if label.startswith(DATA) else label
+        # The first generation in a step ends `data`.
+        self._label_after = OTHER if label.startswith(DATA) else label
         batch.close()  # Model calls inside are part of the generation.
         self._forward.generation_begins()
         recorder.mark(GENERATE)
@@ -53,13 +54,14 @@ class GenerationBoundary:
 
     def on_call_end(self, _: Any) -> None:
         self._batch.open()
-        self._recorder.mark(self._label_before)
+        self._recorder.mark(self._label_after)
 
 
 def time_inner_loss(recorder: Recorder, attachments: Attachments, model: nn.Module) -> None:
-    """Time the loss function that a transformers model, or a model inside it, calls in `forward`.
+    """Time the loss function that a transformers model calls in `forward`.
 
-    Such a model computes its loss if its inputs contain labels.
+    A transformers model computes its loss if its inputs contain labels. It may be `model` itself
+    or, for example in a LightningModule, a module inside it: use the first that is found.
     """
     for module in nn.Module.modules(model):
         if is_compiled(module):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from math import isfinite, nan
+from math import isfinite, isnan, nan
 from typing import Any
 
 import torch
@@ -34,12 +34,13 @@ _NO_ITEMS = "flops= is per item, but the number of items in a batch is unknown: 
 
 
 class WorkCounter:
-    """Counter of the items in the open step, until `take_items` returns them."""
+    """Counter of the items in the open step, and FLOPs per item with the peak of the device."""
 
     def __init__(self, items: Any, flops: Any, loop: Loop, recorder: Recorder) -> None:
         self._recorder = recorder
         self._items = Items(items)
-        self._step_items, self._batch_items = 0.0, self._items.fixed
+        self._step_items = 0.0  # Items of the earlier batches of the open step; NaN if unknown.
+        self._batch_items = self._items.fixed  # Items of the current batch; NaN if unknown.
         self.reference = ThroughputReference(self._items.source, flops=_flops_of(flops))
         self._has_flops = flops is not None
         self._unknown_steps = 0  # Number of consecutive steps with unknown items.
@@ -67,7 +68,7 @@ class WorkCounter:
                     self._batch_items = first.shape[0]
                     return
                 except Exception:
-                    pass  # Its contents differ from those of the last batch.
+                    pass  # The contents have another structure than those of the last batch.
             self._batch_items = items.of(batch)
 
     def end_batch(self) -> None:
@@ -82,7 +83,7 @@ class WorkCounter:
         items = self._step_items + self._batch_items
         self._step_items, self._batch_items = 0.0, self._items.fixed
         if self._has_flops:
-            self._unknown_steps = self._unknown_steps + 1 if items != items else 0
+            self._unknown_steps = self._unknown_steps + 1 if isnan(items) else 0
             if self._unknown_steps == 2 and self.reference.note != _NO_ITEMS:
                 messages.warning(_NO_ITEMS)
                 self.reference.set_note(_NO_ITEMS)
@@ -128,9 +129,10 @@ class Items:
         # Type of the last batch, and the key of its first tensor; no key if the batch is a tensor.
         self.kind: Any = None
         self.key: Any = None
-        # Returns the number of items in a batch, or NaN if unknown.
         self.of: Callable[[Any], float] = self._of_first
+        """Function that returns the number of items in a batch, or NaN if unknown."""
         self.source = FIRST_DIMENSION
+        """Description of where the number comes from."""
         if callable(option):
             self.of, self.source = partial(self._of_function, option), "the function items="
         elif option is not None:
@@ -139,13 +141,15 @@ class Items:
 
     def _of_first(self, batch: Any) -> float:
         if type(batch) is self.kind:
-            with suppress(Exception):  # Its contents may differ from those of the last batch.
+            with suppress(Exception):  # Its structure may differ from that of the last batch.
                 return float((batch if self.key is None else batch[self.key]).shape[0])
         return self._search(batch) if isinstance(batch, _BATCH_TYPES) else nan
 
     def _search(self, batch: Any) -> float:
+        """Return the size of the first dimension if it is the same in all tensors, else NaN."""
         self.kind = None
-        # A list of rows that were not collated: no dimension of a tensor is the number of rows.
+        # A list of dicts contains rows that were not collated. The number of rows is then not the
+        # size of a tensor.
         if isinstance(batch, list) and batch and isinstance(batch[0], Mapping):
             return nan
         try:
@@ -156,14 +160,14 @@ class Items:
         # If sizes differ, the first tensor may be an image, a table or packed rows.
         if len(sizes) != 1:
             return nan
-        keys = found[0][0]
+        keys, _ = found[0]
         if len(keys) <= 1:
             self.kind, self.key = type(batch), keys[0] if keys else None
         return float(sizes.pop())
 
     def _of_function(self, function: Callable[[Any], Any], batch: Any) -> float:
         try:
-            return _number(function(batch))
+            return _checked_number(function(batch))
         except Exception as error:
             self.of = _unknown_number
             messages.warning(
@@ -173,11 +177,11 @@ class Items:
 
 
 def _unknown_number(_: object) -> float:
-    # A function of the module, because a timer that is pickled contains it.
+    # Not a lambda, because a timer that is pickled contains this function.
     return nan
 
 
-def _number(value: Any) -> float:
+def _checked_number(value: Any) -> float:
     """Return the number of items that a user's function returned. Raise if it is not usable."""
     if isinstance(value, Tensor):
         if value.device.type != "cpu":
@@ -195,7 +199,7 @@ def _number(value: Any) -> float:
 
 
 def _tensors(batch: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """Yield the tensors in a batch with at least one dimension, and the keys that lead to each."""
+    """Yield each tensor in a batch that has a dimension, after the keys that lead to the tensor."""
     if isinstance(batch, Tensor):
         if batch.dim():
             yield keys, batch

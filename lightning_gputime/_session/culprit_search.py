@@ -1,6 +1,6 @@
 """Searches for the code that takes the time. Each search covers only a few steps.
 
-To locate a mark is to record the line of the user's code that runs at the mark.
+To locate a mark is to record the line that runs at the mark, in the code that called torch.
 """
 
 from collections.abc import Callable

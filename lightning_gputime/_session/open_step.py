@@ -161,7 +161,7 @@ class OpenStep:
         if state is not TIMED:
             return self.has_updated
         if self._forward.evaluation.is_pending:
-            self._forward.settle_evaluations()
+            self._forward.exclude_evaluations()
         if self.has_optimizer:
             last = AFTER_UPDATE
         elif BACKWARD in recorder.open.phases:
