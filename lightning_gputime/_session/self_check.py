@@ -100,7 +100,7 @@ _BATCHES_WITHOUT_FORWARD = (
     " timer cannot see, such as by a CUDA graph that was captured before attach(), call step() at"
     " the end of the loop body."
 )
-_FORWARD_IS_SHORT = (
+_METHOD_IS_CALLED = (
     "`%s` takes %.3g ms per step, and `forward` is short compared with `backward`. If the loop"
     " calls a method of the model, such as model.features(x), instead of the model, wrap the call"
     ' in `with phase("forward")`.'
@@ -299,7 +299,7 @@ class SelfCheck:
         is_in_loss = FORWARD in ran and 50 * ms[FORWARD] < ms[BACKWARD] < 5 * ms[LOSS]
         phase = OTHER if is_in_other else LOSS
         is_too_short = trains and (is_in_other or is_in_loss)
-        self._report_if(is_too_short, _FORWARD_IS_SHORT, phase, ms[phase] / n)
+        self._report_if(is_too_short, _METHOD_IS_CALLED, phase, ms[phase] / n)
         evaluated_ms, idle_ms = self._maybe_evaluated_ms, self._idle_ms
         self._report_if(evaluated_ms > 0.05 * step_ms, _MAY_EVALUATE, evaluated_ms / n)
         has_idled = is_own_loop and idle_ms > 0.1 * step_ms
