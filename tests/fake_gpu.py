@@ -193,9 +193,8 @@ def raw(number: int, host_wait_ms: float = 0.0, /, **phase_ms: float) -> StepRec
     ends = accumulate((round(ms * MS) for ms in phase_ms.values()), initial=0)
     labels, device_ms = tuple(phase_ms), tuple(phase_ms.values())
     return StepRecord(
-        number, labels, device_ms, host_ns=tuple(ends), wait_ms=host_wait_ms,
-        finished_ns=0, skipped_update=False,
-    )  # fmt: skip
+        number, labels, device_ms, tuple(ends), host_wait_ms, finished_ns=0, skipped_update=False
+    )
 
 
 STEP_MS = {

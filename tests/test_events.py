@@ -109,10 +109,8 @@ def test_capture_is_detected_on_any_stream() -> None:
     assert not clock.is_capturing()
 
 
-@pytest.mark.parametrize(("stream", "queries"), [(0, 0), (7, 3)])
-def test_only_marks_on_other_streams_than_the_default_check_for_a_capture(
-    stream: int, queries: int
-) -> None:
+@pytest.mark.parametrize(("stream", "queries"), [(0, 0), (7, 3)])  # 0: the default stream.
+def test_marks_look_for_a_capture_unless_on_the_default_stream(stream: int, queries: int) -> None:
     clock: Any = HostClock()
     clock.may_capture = lambda: stream
     clock.is_capturing = Mock(return_value=False)

@@ -171,8 +171,8 @@ class Engine:
         self.gpu.work(3.0)
 
 
-@pytest.mark.parametrize("has_engine", [False, True])
-def test_trainer_times_generation_and_rewards(model: Gpt, tmp_path: Path, has_engine: bool) -> None:
+@pytest.mark.parametrize("has_vllm", [False, True])
+def test_trainer_times_generation_and_rewards(model: Gpt, tmp_path: Path, has_vllm: bool) -> None:
     gpu = model.gpu
 
     class Trainer(transformers.Trainer):  # type: ignore[misc]  # has no types
@@ -186,27 +186,18 @@ def test_trainer_times_generation_and_rewards(model: Gpt, tmp_path: Path, has_en
             gpu.work(1.0)
 
         def _prepare_inputs(self, inputs: Any) -> Any:
-            self.vllm_generation.generate() if has_engine else generate(self.model)
+            self.vllm_generation.generate() if has_vllm else generate(self.model)
             self._calculate_rewards()
             gpu.work(0.25)
             return super()._prepare_inputs(inputs)
 
     timer = TransformersPhaseTimer(_clock=gpu, warmup_steps=0, print_summary=False)
     row = {"input_ids": PROMPT[0], "labels": PROMPT[0]}
-    trainer = Trainer(
-        model,
-        training_arguments(
-            tmp_path,
-            remove_unused_columns=False,
-            gradient_accumulation_steps=2,
-            logging_steps=1,
-            eval_strategy="steps",
-            eval_steps=2,
-        ),
-        train_dataset=[row] * 20,
-        eval_dataset=[row] * 8,
-        callbacks=[timer],
-    )
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "logging_steps": 1}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "remove_unused_columns": False}
+    arguments = training_arguments(tmp_path, **options)
+    data: dict[str, Any] = {"train_dataset": [row] * 20, "eval_dataset": [row] * 8}
+    trainer = Trainer(model, arguments, **data, callbacks=[timer])
     trainer.vllm_generation = Engine(gpu)
     before = dict(vars(transformers.GenerationMixin))
     trainer.train()
@@ -214,7 +205,7 @@ def test_trainer_times_generation_and_rewards(model: Gpt, tmp_path: Path, has_en
     assert "generate" not in vars(trainer.vllm_generation)
     assert dict(vars(transformers.GenerationMixin)) == before
     micro_batch = {
-        "generate": 3.0 if has_engine else GENERATE_MS,
+        "generate": 3.0 if has_vllm else GENERATE_MS,
         "reward": 1.0,
         "forward": CALL_MS,
     }

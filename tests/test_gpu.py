@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed
+from fake_lightning import trainer
 from processes import run
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -74,16 +75,8 @@ class Net(pl.LightningModule):
 
 
 def fit(model: Net, *callbacks: pl.Callback, steps: int = 20) -> None:
-    pl.Trainer(
-        accelerator="gpu",
-        devices=1,
-        max_steps=steps,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-    ).fit(model, DataLoader(TensorDataset(torch.ones(16 * steps, 64)), batch_size=16))
+    loader = DataLoader(TensorDataset(torch.ones(16 * steps, 64)), batch_size=16)
+    trainer(*callbacks, accelerator="gpu", devices=1, max_steps=steps).fit(model, loader)
 
 
 @pytest.mark.parametrize(
