@@ -46,7 +46,7 @@ class Case:
 
     name: str
     about: str  # The row in the README.
-    phases: Phases | list[Phases]  # Of all steps, or of each. Phases of zero time are left out.
+    phases: Phases | list[Phases]  # For all steps, or for each. Phases of zero time are left out.
     front_ends: tuple[str, ...] = ALL
     build: Build = Loop
     body: Body = loss_of  # Takes the loop and a batch, and returns the loss.
@@ -110,7 +110,7 @@ TWICE = times(forward=8.0, loss=1.0, backward=16.0)
 
 
 def two_micro_batches(phases: Phases) -> Phases:
-    """Return the phases of two micro-batches and one update, from those of a step with one."""
+    """Return the phases of two micro-batches and an update, given the phases of a plain step."""
     return {name: ms if name == "optimizer" else 2 * ms for name, ms in phases.items()}
 
 

@@ -55,10 +55,8 @@ def ramp(n: int, start: float, full: float, size: float) -> Any:
         (ramp(28, 0, 28, 4.0), "trend", 0, 4.0),
         (ramp(40, 16, 40, 1.0), "trend", 800, 1.0),  # Starts late.
         (ramp(40, 0, 20, 1.0), "trend", 0, 1.0),  # Saturates.
-        # Compilation in the first window.
-        ([80.0, *level(10.0, 13.3, 20)], "jump", 1050, 0.33),
-        # Compilation in the first windows, decreasing.
-        ([300.0, 100.0, 30.0, *level(10.0, 13.3, 20)], "jump", 1150, 0.33),
+        ([80.0, *level(10.0, 13.3, 20)], "jump", 1050, 0.33),  # Compilation in the first window.
+        ([300.0, 100.0, 30.0, *level(10.0, 13.3, 20)], "jump", 1150, 0.33),  # In the first three.
         # Validations, checkpoints.
         (np.where(np.arange(40) % 9 == 4, 60.0, level(10.0, 13.3, 20)), "jump", 1000, 0.33),
     ],

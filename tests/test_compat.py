@@ -202,7 +202,7 @@ CASES = [
     for train in dict.fromkeys((*TRAININGS, *users_of(name)))
     if train in users_of(name) or name.library == "torch" or not name.feature
 ]
-"""Each name with the trainings that use it; many also with the others, which need not report it."""
+"""Each name with the trainings that use it; many also with others, which must not report it."""
 
 
 def is_of(library: str, owner: Any) -> bool:

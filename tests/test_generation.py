@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 
-CALL_MS, TOKENS = 0.5, 4  # Of a model call, and per generated text.
+CALL_MS, TOKENS = 0.5, 4  # Time of a model call, and tokens per generated text.
 GENERATE_MS = TOKENS * CALL_MS
 PROMPT = torch.zeros(1, 2, dtype=torch.long)
 

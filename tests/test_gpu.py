@@ -19,6 +19,7 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, PhaseSummary
 pytestmark = pytest.mark.gpu
 
 SPIN_CYCLES = 20_000_000  # About 10 ms.
+ACTIVITIES = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
 
 
 class Spin(torch.autograd.Function):
@@ -128,8 +129,7 @@ def synchronizations(*callbacks: pl.Callback) -> Counter[str]:
             if args[-1] == 30:
                 profiler.stop()
 
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    profiler = torch.profiler.profile(activities=activities, acc_events=True)
+    profiler = torch.profiler.profile(activities=ACTIVITIES, acc_events=True)
     fit(Net(), Profile(), *callbacks, steps=40)
     events = profiler.events()
     assert events is not None
@@ -296,8 +296,7 @@ def test_backward_is_split_by_module_in_the_backward_thread() -> None:
 
 
 def test_phases_are_ranges_in_the_profiler_of_a_gpu() -> None:
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+    with torch.profiler.profile(activities=ACTIVITIES, acc_events=True) as profiler:
         fit(Net(), GPUPhaseTimer(print_summary=False, annotate=True), steps=5)
     names = {event.name for event in profiler.events() or ()}
     phases = ("data", "other", "forward", "loss", "backward", "optimizer")

@@ -255,7 +255,7 @@ def advise(cores: int | None, **facts: Any) -> list[Advice]:
         ({"workers": (WORKER,) * 8, "run_delay_share": 0.7}, 4, [FEWER_WORKERS]),
         ({"run_delay_share": 0.7}, 4, [FREE_CORES]),
         ({"starts": 4, "startup_s": 1.0}, 16, [STARTS]),
-        # Workers made 400 batches, of which the loop read 200; then as many as it read.
+        # Workers make 400 batches, of which the loop reads 200. Then all 200 batches are read.
         ({"workers": (AHEAD,) * 2, "starts": 190}, 16, [KEEP + OFTEN]),
         ({"starts": 190}, 16, [f"set persistent_workers=True: {OFTEN}"]),
         ({"startup_s": 3.0}, 16, [KEEP_UP]),  # A single start delays only the first step.
