@@ -244,8 +244,7 @@ def test_untimed_steps_record_no_event(gpu: FakeGPU, loop: Loop) -> None:
 
 def test_warm_up_counts_untimed_steps(loop: Loop) -> None:
     timer = train(loop, 30, every_n_steps=5, warmup_steps=12)
-    # The first 12 steps contain two timed steps, 3 and 7.
-    assert (timer.summary().steps, timer.summary().warmup_steps) == (4, 2)
+    assert (timer.summary().steps, timer.summary().warmup_steps) == (4, 2)  # Warm-up: 3 and 7.
 
 
 def train_or_replay(loop: Loop, number: int, replays: list[Callable[[], None]]) -> None:

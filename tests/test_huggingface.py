@@ -137,18 +137,15 @@ def fake(gpu: FakeGPU, tmp_path: Path) -> Make:
 
 @pytest.fixture
 def timer(gpu: FakeGPU) -> TransformersPhaseTimer:
-    """A timer on the fake GPU."""
     return TransformersPhaseTimer(_clock=gpu, warmup_steps=0, print_summary=False)
 
 
 @pytest.fixture
 def host_timer() -> TransformersPhaseTimer:
-    """A timer on the host's clock."""
     return TransformersPhaseTimer(warmup_steps=0, print_summary=False)
 
 
 def step_numbers(timer: Timer) -> list[int]:
-    """Return the numbers of the timed steps."""
     steps: list[int] = timer.history()["step"].tolist()
     return steps
 
