@@ -1,6 +1,6 @@
-"""Runs a script that accelerate ships, with a timer over each loop whose parts it prepares.
+"""Runs a script that accelerate ships, with a timer of each loop that the script prepares.
 
-Each rank checks that a step is an update, and rank zero prints how many each loop has.
+Each rank checks that every update ended a step. Rank 0 prints the number of updates of each loop.
 """
 
 import importlib
@@ -23,7 +23,7 @@ timers: list[tuple[GPUPhaseHooks, list[object]]] = []
 
 
 def prepare_timed(accelerator: Any, *parts: Any, **options: Any) -> Any:
-    """Prepare what accelerate does, and let a timer have the loader of a training."""
+    """Prepare the parts like accelerate. Time the loop of a model, an optimizer and a loader."""
     prepared = prepare(accelerator, *parts, **options)
     found: dict[type, Any] = {}
     for kind in (nn.Module, AcceleratedOptimizer, DataLoader):
@@ -41,7 +41,7 @@ def prepare_timed(accelerator: Any, *parts: Any, **options: Any) -> Any:
 
 
 def main(name: str) -> None:
-    """Run the script, and the loops that it runs on GPUs alone."""
+    """Run the script; for `test_sync`, also the loops that it would run only on GPUs."""
     script = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
     Accelerator.prepare = prepare_timed
     if name == "test_sync":

@@ -46,15 +46,15 @@ class Case:
 
     name: str
     about: str  # The row in the README.
-    phases: Phases | list[Phases]  # For all steps, or a list. Phases of zero time are left out.
+    phases: Phases | list[Phases]  # For all steps, or for each. Phases of zero time are left out.
     front_ends: tuple[str, ...] = ALL
     build: Build = Loop
     body: Body = loss_of  # Takes the loop and a batch, and returns the loss.
     updates: bool = False  # True if the body calls backward and the optimizer.
-    arguments: tuple[Any, ...] = ()  # Arguments of the body.
+    arguments: tuple[Any, ...] = ()  # Further arguments of the body.
     batches: int = 3
     micro_batches: int = 1
-    lead_ms: float = 0.125  # Without `steps()`, time before the first model call is `data`.
+    lead_ms: float = 0.125  # Before the first model call: `data` with `step()`, else `other`.
     absent: frozenset[str] = frozenset()  # Phases that no step may have, even with zero time.
     options: dict[str, Any] = field(default_factory=dict)  # Options of the timer.
     skipped_updates: int = 0
@@ -74,21 +74,21 @@ def loss_case(
     each: dict[str, Any] | None = None,
     **options: Any,
 ) -> Callable[[Body], Body]:
-    """Add a case with the function as its body, whose docstring is the row in the README.
+    """Add a case whose body is the decorated function. Its docstring is the row in the README.
 
     Args:
         phases: Phases of all steps, or of each step.
         front_ends: Front ends that run the case.
-        each: Argument of the body by name. Each makes a case.
+        each: Third argument of the body, by the name of a variant. Add a case for each variant.
         **options: Other fields of the case.
     """
 
     def add(body: Body) -> Body:
         about = str(body.__doc__).strip().removesuffix(".")
-        named = {"": ()} if each is None else {f", {name}": (each[name],) for name in each}
-        for name, arguments in named.items():
-            found = {"body": body, "arguments": arguments, **options}
-            CASES.append(Case(f"{body.__name__}{name}", about, phases, front_ends, **found))
+        variants = {"": ()} if each is None else {f", {name}": (each[name],) for name in each}
+        for name, arguments in variants.items():
+            fields = {"body": body, "arguments": arguments, **options}
+            CASES.append(Case(f"{body.__name__}{name}", about, phases, front_ends, **fields))
         return body
 
     return add
@@ -109,8 +109,8 @@ def times(**phases: float) -> Phases:
 TWICE = times(forward=8.0, loss=1.0, backward=16.0)
 
 
-def in_two(phases: Phases) -> Phases:
-    """Return a step of two micro-batches."""
+def two_micro_batches(phases: Phases) -> Phases:
+    """Return the phases of two micro-batches and an update, given the phases of a plain step."""
     return {name: ms if name == "optimizer" else 2 * ms for name, ms in phases.items()}
 
 
@@ -387,15 +387,15 @@ def loss_module(loop: Loop, x: Tensor, scale: float = 1.0) -> Tensor:
 
 PERCEPTUAL_MS = times(loss=3.5, backward=9.0)
 for _variant, _loss, _scale, _phases in (
-    ("own", CustomLoss, 1.0, STEP_MS),
-    ("own, weighted", CustomLoss, 0.5, STEP_MS),
+    ("custom", CustomLoss, 1.0, STEP_MS),
+    ("custom, weighted", CustomLoss, 0.5, STEP_MS),
     ("perceptual", Perceptual, 1.0, PERCEPTUAL_MS),
     ("perceptual of torch", PerceptualLoss, 1.0, PERCEPTUAL_MS),
 ):
     _options: dict[str, Any] = {"build": with_loss(_loss)}
     loss_case(_phases, each={_variant: _scale}, **_options)(loss_module)
     _options |= {"each": {f"{_variant}, 2 micro-batches": _scale}, "batches": 6, "micro_batches": 2}
-    loss_case(in_two(_phases), (STEPS, STEP, LIGHTNING, MANUAL), **_options)(loss_module)
+    loss_case(two_micro_batches(_phases), (STEPS, STEP, LIGHTNING, MANUAL), **_options)(loss_module)
 
 
 @loss_case(STEP_MS, ALL_AND_TRANSFORMERS, build=with_loss(CustomLoss))
@@ -410,7 +410,7 @@ def loss_module_in_a_long_sum(loop: Loop, x: Tensor) -> Tensor:
 class Count(torchmetrics.SumMetric):
     """A metric whose update takes 4 ms."""
 
-    full_state_update = False  # Makes a call of the metric one update.
+    full_state_update = False  # A call of the metric then runs one update, not two.
     gpu: FakeGPU
 
     def update(self, value: Any) -> None:
@@ -707,11 +707,11 @@ def update_without_a_backward(loop: Loop, x: Tensor) -> None:
 
 def per_parameter(gpu: FakeGPU) -> Loop:
     loop = Loop(gpu)
-    optimizers = {model: Adder(iter([model]), gpu, 1.0) for model in loop.model.parameters()}
+    optimizers = {weight: Adder(iter([weight]), gpu, 1.0) for weight in loop.model.parameters()}
 
     def update(parameter: Any) -> None:
         optimizers[parameter].step()
-        if loop.other:
+        if loop.other:  # True if the case clears its gradients.
             optimizers[parameter].zero_grad()
 
     for parameter in loop.model.parameters():
@@ -757,7 +757,7 @@ for _retries, _accumulate, _steps, _skipped in (
     (True, "auto", [times()] * 8, 0),
     (False, 1, [times(), times(optimizer=0.0), *[times()] * 6], 1),
     # The batch without an update is part of the next step.
-    (False, "auto", [times(), in_two(times()), *[times()] * 5], 0),
+    (False, "auto", [times(), two_micro_batches(times()), *[times()] * 5], 0),
 ):
     body_case(
         _steps,
@@ -913,7 +913,7 @@ BEGIN, END = "<!-- conformance: begin -->\n", "\n<!-- conformance: end -->"
 
 
 def with_table(text: str) -> str:
-    """Return the text of the README with a row for each kind of loop, and its front ends."""
+    """Return the text of the README with a new table: a row for each kind of loop."""
     found: dict[str, dict[str, None]] = {}
     for row in CASES:
         runs = found.setdefault(row.about, {})

@@ -54,10 +54,10 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
     def run(*arguments: object, code: int = 0) -> Any:
         capsys.readouterr()
         try:
-            found: Any = main([*map(str, arguments)])
+            exit_code: Any = main([*map(str, arguments)])
         except SystemExit as exit_:  # argparse exits.
-            found = exit_.code
-        assert found == code
+            exit_code = exit_.code
+        assert exit_code == code
         return capsys.readouterr()
 
     return run
@@ -65,15 +65,15 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
 
 @pytest.fixture
 def is_bare(loop: Loop) -> Iterator[Callable[[], bool]]:
-    """Return a function that returns whether the loop has no hooks, and check it after the test."""
-    things = (*loop.model.modules(), loop.optimizer)
-    bare = installed(*things)
+    """Return a check that the loop has no hooks of a timer. It must hold after the test, too."""
+    hooked = (*loop.model.modules(), loop.optimizer)
+    bare = installed(*hooked)
 
-    def check() -> bool:
-        return installed(*things) == bare
+    def is_bare() -> bool:
+        return installed(*hooked) == bare
 
-    yield check
-    assert check()
+    yield is_bare
+    assert is_bare()
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def _replaced_functions_are_in_the_register() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_gpu_no_gpu_test(request: pytest.FixtureRequest) -> None:
+def _gpu_tests_are_skipped_without_a_gpu(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
 

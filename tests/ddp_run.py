@@ -2,7 +2,7 @@
 
 python tests/ddp_run.py DIRECTORY "DEVICES STRATEGY"...
 
-They train one after the other, in the same processes where they can.
+The cases run one after the other, where possible in the same processes.
 """
 
 import json
@@ -21,7 +21,7 @@ from lightning_gputime import GPUPhaseTimer
 
 
 class RankLogger(pl.loggers.Logger):
-    """Keeps what is logged of the ranks."""
+    """Stores the logged metrics of the ranks."""
 
     name, version = "ranks", 0
 
@@ -45,7 +45,7 @@ class RankLoader(Loader):
 
 
 class Writer(pl.Callback):
-    """Writes what the timer before it in the list has measured."""
+    """Writes the results of a timer that precedes it in the list of callbacks."""
 
     def __init__(self, timer: GPUPhaseTimer, logger: "RankLogger", directory: Path) -> None:
         self.timer, self.logger, self.directory = timer, logger, directory

@@ -5,6 +5,7 @@ recorded, cannot be read. Every wait of the host is counted. Using an event whil
 captured breaks the capture.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -23,18 +24,18 @@ class FakeGPU:
     """A device and its host. It is a `Clock`: pass it to a timer as `_clock`."""
 
     def __init__(self) -> None:
-        self.now = 0
-        self.free_at = 0
-        self.created = 0
-        self.waits: list[float] = []
-        self.spins: list[float] = []
+        self.now = 0  # time of the host in ns
+        self.free_at = 0  # time in ns at which the device finishes its queue
+        self.created = 0  # number of events
+        self.waits: list[float] = []  # ms of each wait of the host
+        self.spins: list[float] = []  # ms of each spin kernel
         self.read_ms = 0.0  # host time to read the time between two events
         self.capturing = False
         self.capture_broken = False
         self.graph: list[float] = []
         self.streams: Any = None  # or `FakeStreams`, which put themselves here
         self.device: torch.device | None = None
-        self.memory: tuple[int, int, int] | None = None  # peaks and total, or no counters
+        self.memory: tuple[int, int, int] | None = None  # peak allocated and reserved, total
 
     @contextmanager
     def capture(self) -> Iterator[Callable[[], None]]:
@@ -82,6 +83,7 @@ class FakeGPU:
         return self.capturing
 
     def touch(self) -> None:
+        """Break a capture in progress, as each use of an event does."""
         if self.capturing:
             self.capture_broken = True
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -189,8 +191,9 @@ def batches(gpu: FakeGPU, n: int, host_ms: float = 0.0, copy_ms: float = 0.0) ->
 def raw(number: int, host_wait_ms: float = 0.0, /, **phase_ms: float) -> StepRecord:
     """Return a step whose phases took the host as long as the device."""
     ends = accumulate((round(ms * MS) for ms in phase_ms.values()), initial=0)
+    labels, device_ms = tuple(phase_ms), tuple(phase_ms.values())
     return StepRecord(
-        number, tuple(phase_ms), tuple(phase_ms.values()), tuple(ends), host_wait_ms, 0, False
+        number, labels, device_ms, tuple(ends), host_wait_ms, finished_ns=0, skipped_update=False
     )
 
 
@@ -233,7 +236,7 @@ def _rows(timer: Timer) -> list[dict[str, float]]:
         {
             name.removesuffix("_ms"): float(row[name])
             for name in names
-            if name not in ("step_ms", "host_wait_ms") and row[name] == row[name]
+            if name not in ("step_ms", "host_wait_ms") and not math.isnan(row[name])
         }
         for row in history
     ]

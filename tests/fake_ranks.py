@@ -21,7 +21,7 @@ COMM_MS = 3.0
 """Duration of a collective, which starts when it is waited for."""
 
 OWN = {**STEP_MS, "backward/comm": 0.0}
-"""A standard step without a wait. Each backward ends with a check for a wait."""
+"""A standard step without waits. Its `backward/comm` is 0: each backward checks for a wait."""
 
 
 class Ranks:
@@ -60,6 +60,7 @@ class Ranks:
         return wait
 
     def take(self, ms: float) -> None:
+        """Put work on the current stream."""
         streams = self.gpu.streams
         if streams is None or streams.here is streams.timed:
             self.gpu.work(ms)

@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from fake_lightning import trainer
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 from torch.utils.data import DataLoader, TensorDataset
@@ -114,17 +115,9 @@ def main(name: str, directory: Path, late: bool) -> None:
     if name == "fsdp2":
         strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     timer = GPUPhaseTimer(print_summary=False)
-    pl.Trainer(
-        accelerator="gpu",
-        devices=2,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        callbacks=[timer, Writer(timer, directory)],
-    ).fit(Net(late), DataLoader(TensorDataset(torch.randn(40 * 512, 4096)), batch_size=256))
+    loader = DataLoader(TensorDataset(torch.randn(40 * 512, 4096)), batch_size=256)
+    options: dict[str, Any] = {"accelerator": "gpu", "devices": 2, "strategy": strategy}
+    trainer(timer, Writer(timer, directory), **options).fit(Net(late), loader)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """All functions of other libraries that a timer replaces while it is attached.
 
-`docs/reference/replaced.md` shows this table to users. Every test fails in which the package
-replaces another function.
+`docs/reference/replaced.md` shows this table to users. A test fails if the package replaces a
+function that is not in it.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ class Replaced:
     """A kind of replaced functions, in the words of the manual."""
 
     target: str
-    kind: str  # Kinds of its owners: module, class or object, joined by commas.
+    kind: str  # Kinds of the owners of the functions: module, class or object, joined by commas.
     names: frozenset[str]
-    why: str  # Reason why no hook can replace it. Empty if no hook exists.
-    when: str = ""  # Empty: while steps are timed.
+    why: str  # Reason why the timer does not use a hook instead. Empty if no hook exists.
+    when: str = ""  # Time in which the functions are replaced. Empty: while steps are timed.
     idle: str = ""  # Cost of a call between timed steps, if it is not 0.5 to 1 us.
-    others: str = ""  # Effect if another library replaces it, too, and not both are called.
+    others: str = ""  # Effect if another library replaces them and does not call the timer's.
 
 
 _HOOKS = {

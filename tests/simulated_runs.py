@@ -47,8 +47,8 @@ def warming(random: Random, n: int) -> Floats:
     """Return a GPU that becomes up to 6 % slower, or faster, in its first minutes."""
     minutes = np.arange(n) * STEPS * random.choice([0.01, 0.1, 0.5]) / 60
     change = random.uniform(-0.06, 0.06)
-    settled = 1 - np.exp(-minutes / random.uniform(0.5, 3.0))
-    steps: Floats = (1 + change * settled) * np.exp(noise(random, n, 0.01, 0.5))
+    progress = 1 - np.exp(-minutes / random.uniform(0.5, 3.0))
+    steps: Floats = (1 + change * progress) * np.exp(noise(random, n, 0.01, 0.5))
     return steps
 
 
@@ -66,8 +66,8 @@ def periodic(every: int) -> Make:
 
 def spikes(random: Random, n: int) -> Floats:
     """Return a run in which validations or checkpoints interrupt 5 % of the windows."""
-    far = np.where(random.random(n) < 0.05, random.pareto(1.5, n), 0.0)
-    return white(random, n) + far
+    interruptions = np.where(random.random(n) < 0.05, random.pareto(1.5, n), 0.0)
+    return white(random, n) + interruptions
 
 
 def bimodal(random: Random, n: int) -> Floats:
@@ -89,21 +89,21 @@ STEADY: dict[str, Make] = {
 
 @dataclass(frozen=True)
 class Planted:
-    """A change by `size` that grows between two parts of the run, and may end."""
+    """A change of the step time. Its times are fractions of the run."""
 
-    size: float
+    size: float  # Relative to the step time before: 0.5 for +50 %.
     start: float
-    full: float
+    full: float  # From `start` to `full` the change grows linearly.
     end: float = 1.0
     noise: Make = white
 
     def make(self, random: Random, n: int) -> Floats:
         edges = np.arange(n + 1) / n
         start, full = (round(at * n) / n for at in (self.start, self.full))
-        # The integral of the change.
         rise = max(full - start, 1e-9)
-        grown = np.clip(edges - start, 0, rise) ** 2 / (2 * rise) + np.maximum(edges - full, 0)
-        shape = np.diff(grown) * n * (edges[1:] <= round(self.end * n) / n)
+        integral = np.clip(edges - start, 0, rise) ** 2 / (2 * rise) + np.maximum(edges - full, 0)
+        # Mean of the change in each window, as a fraction of its size.
+        shape = np.diff(integral) * n * (edges[1:] <= round(self.end * n) / n)
         return self.noise(random, n) * (1 + self.size * shape)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import terminals
 import torch
+from fake_lightning import trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,15 +40,8 @@ class Net(pl.LightningModule):
 def train(bar: str) -> None:
     warnings.simplefilter("ignore")
     data = TensorDataset(torch.randn(160, 8), torch.randn(160, 1))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        callbacks=[GPUPhaseTimer(), BARS[bar]()],
-    )
-    trainer.fit(Net(), DataLoader(data, batch_size=4))
+    runner = trainer(GPUPhaseTimer(), BARS[bar](), max_epochs=2, enable_progress_bar=True)
+    runner.fit(Net(), DataLoader(data, batch_size=4))
     print("training is over")
 
 

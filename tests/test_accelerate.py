@@ -45,7 +45,7 @@ def train(
     return timer
 
 
-STEP = {**STEP_MS, "backward": 7.75}
+STEP = {**STEP_MS, "backward": 7.75}  # The loss has no backward work.
 
 
 def accumulated(n: int, **phases_ms: float) -> dict[str, float]:
@@ -57,15 +57,15 @@ def test_accelerate_without_accumulation_has_one_step_per_batch(loop: Loop) -> N
     assert steps(train(loop, [loop.batches(3)])) == [STEP] * 3
 
 
-@pytest.mark.parametrize("given", [{}, {"accumulate_grad_batches": "auto"}], ids=str)
-def test_accelerate_accumulation_ends_steps_at_updates(loop: Loop, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": "auto"}], ids=str)
+def test_accelerate_accumulation_ends_steps_at_updates(loop: Loop, options: Any) -> None:
     def collate(rows: list[Tensor]) -> Tensor:
         loop.gpu.work(1.0)
         return torch.ones(1, 2)
 
     data: Any = [torch.ones(2)] * 5
     loader = DataLoader(data, batch_size=1, collate_fn=collate)
-    timer = train(loop, [None, None], accumulate=3, loader=loader, **given)
+    timer = train(loop, [None, None], accumulate=3, loader=loader, **options)
     # The last two batches of an epoch are also an update. The loader prefetches one batch.
     assert steps(timer) == [accumulated(3, data=4.0), accumulated(2, data=1.0)] * 2
 

@@ -18,7 +18,9 @@ def agreements(monkeypatch: pytest.MonkeyPatch) -> list[Agreement]:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_all_ranks_follow_rank_zero(agreements: list[Agreement], order: tuple[int, ...]) -> None:
+def test_all_ranks_follow_the_previous_request_of_rank_zero(
+    agreements: list[Agreement], order: tuple[int, ...]
+) -> None:
     def agree(*requests: int) -> list[int]:
         return [agreements[rank].agree([requests[rank]])[0] for rank in order]
 
@@ -40,7 +42,7 @@ def test_single_rank_follows_its_request_one_call_later(agreements: list[Agreeme
     assert [agreements[0].agree([7]) for _ in range(3)] == [[1], [7], [7]]
 
 
-def test_agreement_waits_no_longer_than_the_collective_timeout(
+def test_agreement_waits_at_most_a_third_of_the_timeout_of_collectives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waits = list[float]()

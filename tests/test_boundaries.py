@@ -1,4 +1,4 @@
-"""Hooks and patches: which calls they record, and that they disturb neither users nor copies."""
+"""Hooks and patches: which calls they record, and that user code and copies do not notice them."""
 
 import copy
 import io
@@ -34,8 +34,6 @@ class Timed:
 
 
 TimeStep = Callable[..., Timed]
-
-
 X = torch.ones(1, 2)
 
 
@@ -270,4 +268,4 @@ def test_foreign_patch_installed_between_timed_steps_is_called(loop: Loop) -> No
     AUTOGRAD._engine_run_backward = before
     assert len(steps(timer)) > since
     assert steps(timer) == [STEP_MS] * 6
-    assert len(calls) == 60 - 20
+    assert len(calls) == 60 - 20  # `theirs` was installed in step 20.

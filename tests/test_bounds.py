@@ -12,7 +12,7 @@ from fake_loop import Loop, hooks
 from lightning_gputime import GPUPhaseHooks
 from lightning_gputime._record import recorder
 
-IN_STEP_LOOP = {**STEP_MS, "data": 1.125, "other": 0.0}
+IN_STEP_LOOP = {**STEP_MS, "data": 1.125, "other": 0.0}  # Without `steps()`.
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -46,8 +46,8 @@ def test_loop_that_never_ends_a_step_bounds_its_events_and_warns(
             loop.train(x)
             if number < 10:
                 timer.step()
-        # The ten steps that ended may still hold their events.
-        assert 500 <= loop.gpu.created <= 500 + 7 * 10
+        # The ten steps that ended may still hold their seven events each.
+        assert 500 <= loop.gpu.created <= 500 + 10 * 7
         [message] = caplog.messages
         assert message.startswith(DROPPED)
         assert "call step()" in message
@@ -69,13 +69,13 @@ def test_unreferenced_timer_is_detached(loop: Loop) -> None:
     assert hooks_of(loop.model) == bare
 
 
-def test_timer_in_a_reference_cycle_is_detached(loop: Loop) -> None:
+def test_timer_referenced_only_by_a_reference_cycle_is_detached(loop: Loop) -> None:
     bare = hooks_of(loop.model)
-    timer = hooks(loop)
-    timer = hooks(loop, observers=[lambda _, timers=[timer]: timers[0].flush()]).attach()
-    timer = hooks(loop)
+    cycle: list[object] = [hooks(loop).attach()]
+    cycle.append(cycle)
+    del cycle
     gc.collect()
-    timer.attach().remove()
+    hooks(loop).attach().remove()
     assert hooks_of(loop.model) == bare
 
 
@@ -126,6 +126,7 @@ def test_forked_process_records_no_events_and_keeps_training(loop: Loop) -> None
                 # Another timer can be attached in the forked process.
                 with hooks(loop) as second:
                     train(loop, second, 2)
+                # Only the second timer records events, and waits once per step.
                 is_right = gpu.created < created + 30 and len(gpu.waits) == waits + 2
                 is_right &= steps(second) == [STEP_MS] * 2
             finally:
@@ -136,7 +137,7 @@ def test_forked_process_records_no_events_and_keeps_training(loop: Loop) -> None
 
 
 @pytest.mark.usefixtures("max_marks_500")
-def test_accumulation_bounds_its_events(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_accumulation_bounds_its_events(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     loop.optimizer = Adder(torch.nn.Linear(1, 1).parameters(), loop.gpu, 2.0)
     with hooks(loop, accumulate_grad_batches=10_000, warmup_steps=5) as timer:
         for x in timer.steps(loop.batches(1000)):

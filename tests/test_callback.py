@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_gputime import GPUPhaseTimer, load
 
 
-def test_means_are_logged_under_the_newest_of_their_steps(gpu: FakeGPU) -> None:
+def test_means_are_logged_under_the_number_of_their_newest_step(gpu: FakeGPU) -> None:
     logger = MemoryLogger()
     fit(gpu, Model(gpu), n=5, logger=logger, log_every_n_steps=2)
     total = sum(STEP_MS.values())
@@ -35,7 +35,7 @@ def test_means_are_logged_under_the_newest_of_their_steps(gpu: FakeGPU) -> None:
 PHASES = {f"{name}_ms" for name in (*STEP_MS, "callbacks", "step")}
 DEFAULT = PHASES | {"host_wait_ms", "items_per_sec"}
 FETCH, NET = {"data/fetch_ms", "data/copy_ms"}, {"forward/net_ms", "backward/net_ms"}
-FIT = {"fit/wall_s", "fit/steps_share"}
+FIT = {"fit/wall_s", "fit/steps_share"}  # Keys that each fit has; others depend on the fit.
 
 
 @pytest.mark.parametrize(
@@ -56,19 +56,19 @@ def test_log_option_selects_the_logged_keys(
     logger, timer = MemoryLogger(), timer_of(gpu, **options)
     runner = trainer(timer, logger=logger, log_every_n_steps=20)
     runner.fit(Model(gpu), Loader(gpu, 20), Loader(gpu, 1))
-    logged_keys = {key for _, row in logger.calls for key in row if "phase_time" in key}
-    keys = {key.removeprefix("phase_time/") for key in logged_keys}
-    training = {key for key in keys if not key.startswith("val/")}
-    assert {key for key in training if not key.startswith("fit/") or key in FIT} == logged
-    of_phases = {f"{name}_ms" for name in ("data", "forward", "other")}
-    evaluated = {key.removeprefix("val/") for key in keys - training}
-    assert evaluated & of_phases == logged & of_phases
+    prefixed_keys = {key for _, row in logger.calls for key in row if "phase_time" in key}
+    keys = {key.removeprefix("phase_time/") for key in prefixed_keys}
+    of_training = {key for key in keys if not key.startswith("val/")}
+    assert {key for key in of_training if not key.startswith("fit/") or key in FIT} == logged
+    evaluation_phases = {f"{name}_ms" for name in ("data", "forward", "other")}
+    of_validation = {key.removeprefix("val/") for key in keys - of_training}
+    assert of_validation & evaluation_phases == logged & evaluation_phases
     assert {*runner.callback_metrics} & {f"phase_time/{key}" for key in DEFAULT} == {
         f"phase_time/{key}" for key in logged & DEFAULT
     }
     # Keys that are not logged are still saved.
     timer.save(tmp_path / "run.json")
-    assert of_phases < {*load(tmp_path / "run.json").evaluations[0]}
+    assert evaluation_phases < {*load(tmp_path / "run.json").evaluations[0]}
 
 
 def test_validation_and_callbacks_at_its_end_belong_to_no_step(gpu: FakeGPU) -> None:

@@ -34,12 +34,14 @@ def found_in(series: StepSeries) -> Slowdown:
 
 
 def level(before: float, after: float, at: int, n: int = 40) -> Any:
+    """Return n windows of `before` ms per step, and of `after` ms from window `at` on."""
     return np.where(np.arange(n) < at, before, after)
 
 
 def ramp(n: int, start: float, full: float, size: float) -> Any:
-    middle = (np.arange(n) + 0.5 - start) / (full - start)
-    return 10.0 * (1.0 + size * np.clip(middle, 0.0, 1.0))
+    """Return n windows of 10 ms per step that grow by `size` from window `start` to `full`."""
+    progress = (np.arange(n) + 0.5 - start) / (full - start)
+    return 10.0 * (1.0 + size * np.clip(progress, 0.0, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -53,10 +55,8 @@ def ramp(n: int, start: float, full: float, size: float) -> Any:
         (ramp(28, 0, 28, 4.0), "trend", 0, 4.0),
         (ramp(40, 16, 40, 1.0), "trend", 800, 1.0),  # Starts late.
         (ramp(40, 0, 20, 1.0), "trend", 0, 1.0),  # Saturates.
-        # Compilation in the first window.
-        ([80.0, *level(10.0, 13.3, 20)], "jump", 1050, 0.33),
-        # Compilation in the first windows, decreasing.
-        ([300.0, 100.0, 30.0, *level(10.0, 13.3, 20)], "jump", 1150, 0.33),
+        ([80.0, *level(10.0, 13.3, 20)], "jump", 1050, 0.33),  # Compilation in the first window.
+        ([300.0, 100.0, 30.0, *level(10.0, 13.3, 20)], "jump", 1150, 0.33),  # In the first three.
         # Validations, checkpoints.
         (np.where(np.arange(40) % 9 == 4, 60.0, level(10.0, 13.3, 20)), "jump", 1000, 0.33),
     ],
@@ -146,7 +146,7 @@ def test_slowdown_search_runs_each_time_the_run_grows_by_a_quarter() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 130, 1000, 1_000_000])
-def test_slowdown_has_its_epoch(length: int) -> None:
+def test_slowdown_has_the_epoch_of_its_start(length: int) -> None:
     series, epoch, sizes = StepSeries(), 0, []
     for first in range(0, 100_000, 25):
         # The next epoch starts before the last steps of this one are added.
@@ -161,32 +161,46 @@ def test_slowdown_has_its_epoch(length: int) -> None:
     assert max(sizes) <= 1
 
 
+JUMP = Slowdown(
+    "jump", since_step=8400, change=0.14, error=0.02, before_ms=10.0,
+    phase="data/fetch", phase_change_ms=1.4, since_epoch=3,
+)  # fmt: skip
+TREND = Slowdown(
+    "trend", since_step=120, change=4.0, error=0.12, before_ms=3.0,
+    phase="data/fetch", phase_change_ms=4.0,
+)  # fmt: skip
+STRETCH = Slowdown(
+    "stretch", since_step=500, change=0.5, error=0.05, before_ms=4.0,
+    phase="forward", phase_change_ms=2.0, until_step=900, since_epoch=0,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("found", "text"),
+    ("slowdown", "text"),
     [
         (
-            Slowdown("jump", 8400, 0.14, 0.02, 10.0, "data/fetch", 1.4, since_epoch=3),
+            JUMP,
             "steps got slower: from 10 ms at the start to 11.4 ms (+14 % ± 2 %), since step 8,400"
             " (epoch 3), most of it in `data/fetch`",
         ),
         (
-            Slowdown("trend", 120, 4.0, 0.12, 3.0, "data/fetch", 4.0),
+            TREND,
             "steps got slower: from 3 ms at the start to 15 ms (+400 % ± 12 %), gradually since"
             " step 120, part of it in `data/fetch`",
         ),
         (
-            Slowdown("jump", 500, -0.25, 0.005, 4.0),
+            Slowdown("jump", since_step=500, change=-0.25, error=0.005, before_ms=4.0),
             "steps got faster: from 4 ms at the start to 3 ms (-25.0 % ± 0.5 %), since step 500",
         ),
         (
-            Slowdown("stretch", 500, 0.5, 0.05, 4.0, "forward", 2.0, 900, 0),
+            STRETCH,
             "steps were slower from step 500 (epoch 0) to 900: 6 ms instead of 4 ms"
             " (+50 % ± 5 %), most of it in `forward`",
         ),
     ],
 )
-def test_slowdown_is_described_in_one_sentence(found: Slowdown, text: str) -> None:
-    assert str(found) == text
+def test_slowdown_is_described_in_one_sentence(slowdown: Slowdown, text: str) -> None:
+    assert str(slowdown) == text
 
 
 class GrowingModel(Model):
@@ -215,9 +229,9 @@ def test_fit_reports_the_epoch_of_a_slowdown(gpu: FakeGPU, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", STEADY)
 def test_steady_runs_have_no_slowdown(name: str) -> None:
     found = [
-        saved_run
+        slowdown
         for n in (10, 20, 40, 200)
-        for saved_run in simulated_runs.find(STEADY[name], 10, n, 5)
+        for slowdown in simulated_runs.find(STEADY[name], runs=10, n=n, seed=5)
     ]
     assert found == [None] * 40
 
@@ -226,7 +240,8 @@ def test_steady_runs_have_no_slowdown(name: str) -> None:
 def test_planted_slowdowns_are_found(name: str) -> None:
     planted = PLANTED[name]
     for n in (28, 200) if "stretch" in name else (10, 28, 200):
-        checked = simulated_runs.check(planted, simulated_runs.find(planted.make, 10, n, 5), n)
+        found = simulated_runs.find(planted.make, runs=10, n=n, seed=5)
+        checked = simulated_runs.check(planted, found, n)
         assert checked["found"] >= 90, (n, checked)
         assert checked["phase"] >= 90, (n, checked)
         assert checked["start"] >= (80 if n > 10 else 60), (n, checked)

@@ -42,11 +42,12 @@ def run_action(folder: Path, **inputs: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
+    """Return a folder with three saved runs in each of four folders."""
     added_ms = {"before": 0.0, "after same": 0.0, "slower": 1.5, "at bound": 0.75}
     for name, more_ms in added_ms.items():
         for i in range(3):
             (tmp_path / name).mkdir(exist_ok=True)
-            timed = run(7 * i + len(name), 200, more={"backward": more_ms})
+            timed = run(seed=7 * i + len(name), n=200, more={"backward": more_ms})
             saved.save(timed, tmp_path / name / f"{i}.json")
     return tmp_path
 

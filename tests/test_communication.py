@@ -25,7 +25,7 @@ def wait_after_backward(layer: Any, gpu: FakeGPU) -> None:
     layer.linear.weight.register_post_accumulate_grad_hook(queue)
 
 
-WAITS = {**STEP_MS, "backward": STEP_MS["backward"] + 3.0, "backward/comm": 3.0}
+STEP_WITH_WAIT = {**STEP_MS, "backward": STEP_MS["backward"] + 3.0, "backward/comm": 3.0}
 
 
 def timer_on(net: nn.Module, gpu: FakeGPU, *optimizer: Any, **options: Any) -> GPUPhaseHooks:
@@ -49,7 +49,7 @@ def parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
 def test_ddp_wait_is_separated_from_backward(two_ranks: None, gpu: FakeGPU) -> None:
     loop = Loop(gpu)
     wait_after_backward(loop.model, gpu)
-    assert steps(train(loop, 3, sync_ranks=False)) == [WAITS] * 3
+    assert steps(train(loop, 3, sync_ranks=False)) == [STEP_WITH_WAIT] * 3
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
@@ -75,7 +75,8 @@ def test_validation_of_a_module_inside_ddp_is_in_no_step(two_ranks: None, gpu: F
                         model(y)
                 model.train()
     step = {**STEP_MS, "backward/comm": 0.0}
-    assert steps(timer) == ([step] * 19 + [{**step, "other": 1.125}]) * 2
+    # The first validation batch is copied before the evaluation begins.
+    assert steps(timer) == ([step] * 19 + [{**step, "other": 0.125 + 1.0}]) * 2
 
 
 def test_broadcast_of_buffers_is_a_wait_in_forward(
@@ -135,7 +136,7 @@ def test_backward_of_several_losses_has_one_wait(two_ranks: None, gpu: FakeGPU) 
             torch.autograd.backward(kind(losses))
             timer.step()
     of_iterator, of_list = steps(timer)
-    assert of_iterator["backward"] == of_list["backward"] == 20.0
+    assert of_iterator["backward"] == of_list["backward"] == 8.0 + (8.0 + 1.0) + 3.0
     assert of_iterator["backward/comm"] == of_list["backward/comm"] == 3.0
     assert not losses[0]._backward_hooks
     with pytest.raises(RuntimeError, match="does not require grad"):

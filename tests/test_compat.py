@@ -41,6 +41,7 @@ def net() -> nn.Module:
 
 Losses = list[float]
 Training = Callable[[Any, Path], tuple[Any, Losses]]
+"""Takes the package (None: train without a timer) and a folder; returns the timer and losses."""
 
 
 def plain(
@@ -201,13 +202,14 @@ CASES = [
     for train in dict.fromkeys((*TRAININGS, *users_of(name)))
     if train in users_of(name) or name.library == "torch" or not name.feature
 ]
+"""Each name with the trainings that use it; many also with others, which must not report it."""
 
 
 def is_of(library: str, owner: Any) -> bool:
     """Return whether a module, a class or an object belongs to a library."""
     kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
-    homes = [getattr(owner, "__name__", ""), *(kind.__module__ for kind in kinds)]
-    return any(str(home).partition(".")[0] == library for home in homes)
+    modules = [getattr(owner, "__name__", ""), *(kind.__module__ for kind in kinds)]
+    return any(str(module).partition(".")[0] == library for module in modules)
 
 
 @pytest.fixture

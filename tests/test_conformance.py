@@ -134,7 +134,7 @@ def expected_steps(case: Case, front_end: str) -> list[Phases]:
         for front_end in case.front_ends
     ],
 )
-def test_phases_of_each_step(
+def test_each_step_has_the_expected_phases(
     case: Case, front_end: str, gpu: FakeGPU, tmp_path: Path, one_thread: None
 ) -> None:
     loop = case.build(gpu)
@@ -158,7 +158,7 @@ def test_phases_of_each_step(
     else:
         # In manual optimization, a step has the number of its last batch.
         batches = case.micro_batches if front_end == MANUAL else 1
-        first = int(front_end == TRANSFORMERS) + batches - 1
+        first = batches - 1 + (front_end == TRANSFORMERS)  # Transformers counts from 1.
         assert numbers == [*range(first, first + batches * len(found), batches)]
     assert len(gpu.waits) <= len(found)
     step_ms = [sum(ms for name, ms in row.items() if "/" not in name) for row in found]
@@ -223,5 +223,5 @@ def regress(front_end: str, is_timed: bool) -> list[Tensor]:
 @pytest.mark.parametrize("front_end", [STEP, STEPS, LIGHTNING, "Fabric"])
 def test_losses_and_weights_are_bitwise_the_same_with_the_timer(front_end: str) -> None:
     without, with_timer = (regress(front_end, is_timed) for is_timed in (False, True))
-    assert len(without) == 24 + 4
+    assert len(without) == 24 + 4  # Losses, and weights and biases.
     assert all(map(torch.equal, without, with_timer))

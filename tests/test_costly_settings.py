@@ -210,13 +210,13 @@ def test_cpu_times_of_threads_are_fractions_of_the_time(
         for thread in threads:
             (tmp_path / f"{thread.native_id}" / "schedstat").write_text(text)
 
-    write_counters("700 1000 12")  # Time on a core, and wait for a core.
+    write_counters("700 1000 12")  # Ns on a core, ns of waiting for a core, number of slices.
     times = ThreadTimes()
     write_counters("2000000700 1000001000 40")
-    found = []
-    for clock.return_value in (10**9, 4 * 10**9):  # One second is too short.
-        found.append((times.core_wait_share(), times.busiest_other()))
-    assert [found[0][0], found[1]] == [0.0, (0.25, ("monitor", 0.5))]
+    clock.return_value = 10**9  # One second is too short.
+    assert times.core_wait_share() == 0.0
+    clock.return_value = 4 * 10**9  # In 4 s each thread ran for 2 s, and waited for 1 s.
+    assert (times.core_wait_share(), times.busiest_other()) == (0.25, ("monitor", 0.5))
     write_counters("unknown")
     assert (times.core_wait_share(), times.busiest_other()[1]) == (0.0, 0.0)
 

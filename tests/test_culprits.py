@@ -240,6 +240,7 @@ CALLS = {
 
 
 def calls_of(summary: PhaseSummary) -> dict[tuple[str, str, str], tuple[float, int]]:
+    """Return the milliseconds and the number of calls, keyed like `CALLS`."""
     return {
         (culprit.entry, culprit.name, culprit.caller): (1e3 * culprit.seconds, culprit.calls)
         for culprit in summary.measurement.culprits
@@ -255,7 +256,7 @@ def test_calls_under_lightning_have_exact_times_and_counts(gpu: FakeGPU) -> None
     expected = {key: (pytest.approx(ms), n) for key, (ms, n) in CALLS.items()}
     assert {key: found.get(key) for key in CALLS} == expected, found  # type: ignore[comparison-overlap]
     logs = [calls for (_, name, _), (_, calls) in found.items() if name == "self.log"]
-    assert sum(logs) == 8 * 4
+    assert sum(logs) == 8 * 4  # The loss and three metrics in each step.
     uploads = [ms for (_, name, _), (ms, _) in found.items() if name == "Uploads.log_metrics"]
     assert sum(uploads) >= 9.0
     assert not {"log", "on_before_optimizer_step", "on_train_epoch_end"} & vars(model).keys()
@@ -325,7 +326,7 @@ def test_copy_of_a_timer_keeps_the_culprits(loop: Loop) -> None:
     assert summary.to_dict()["culprits"][0]["entry"] == summary.measurement.culprits[0].entry
 
 
-def test_other_is_split_by_where_it_runs(loop: Loop) -> None:
+def test_other_is_split_into_before_forward_and_after_the_update(loop: Loop) -> None:
     with hooks(loop) as timer:
         for x in timer.steps(loop.batches(60)):
             loop.gpu.work(3.0)
@@ -361,7 +362,7 @@ def train_blocked(loop: Loop, modes: list[Any]) -> PhaseSummary:
     return timer.summary()
 
 
-def test_calls_that_wait_for_the_gpu_are_located(modes: list[Any], loop: Loop) -> None:
+def test_lines_that_wait_for_the_gpu_are_named(modes: list[Any], loop: Loop) -> None:
     show, rules = warnings.showwarning, [rule for rule in warnings.filters if rule[0] != "error"]
     with warnings.catch_warnings():
         warnings.filters[:] = rules  # type: ignore[index]
@@ -369,7 +370,7 @@ def test_calls_that_wait_for_the_gpu_are_located(modes: list[Any], loop: Loop) -
         assert [*warnings.filters] == rules
     assert warnings.showwarning is show
     assert modes == ["default", "warn", "default"]
-    line = block.__code__.co_firstlineno + 3
+    line = block.__code__.co_firstlineno + 3  # The line of its `warn`.
     [found] = [culprit for culprit in summary.measurement.culprits if culprit.kind == "blocking"]
     assert (found.entry, found.calls) == ("other", 3)
     assert found.source is not None

@@ -72,7 +72,7 @@ def test_energy_of_a_step_follows_from_the_mean_power(loop: Loop, counter: Count
     assert (counter.calls, len(logs)) == (["open", *["read"] * 5, "close"], 4)
 
 
-def test_energy_of_a_too_short_window_repeats_the_last(loop: Loop, counter: Counter) -> None:
+def test_window_too_short_to_measure_repeats_the_last_power(loop: Loop, counter: Counter) -> None:
     # Steps of 16 ms: most have no new reading.
     logs, _ = train(loop, 200, log_every_n_steps=1)
     assert {round(log.get("phase_time/power_w", WATTS), 6) for log in logs} == {WATTS}

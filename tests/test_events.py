@@ -24,7 +24,7 @@ def clock(request: pytest.FixtureRequest) -> Clock:
 
 
 def keep_busy(clock: Clock) -> float:
-    """Keep the device or the host busy, and return the least number of milliseconds."""
+    """Keep the device or the host busy, and return for how many ms at least."""
     if isinstance(clock, FakeGPU):
         clock.work(5.0)
         return 5.0
@@ -109,8 +109,8 @@ def test_capture_is_detected_on_any_stream() -> None:
     assert not clock.is_capturing()
 
 
-@pytest.mark.parametrize(("stream", "queries"), [(0, 0), (7, 3)])
-def test_marks_on_the_default_stream_do_not_query_captures(stream: int, queries: int) -> None:
+@pytest.mark.parametrize(("stream", "queries"), [(0, 0), (7, 3)])  # 0: the default stream.
+def test_marks_look_for_a_capture_unless_on_the_default_stream(stream: int, queries: int) -> None:
     clock: Any = HostClock()
     clock.may_capture = lambda: stream
     clock.is_capturing = Mock(return_value=False)

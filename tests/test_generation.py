@@ -20,9 +20,9 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 
-CALL_MS, TOKENS = 0.5, 4
+CALL_MS, TOKENS = 0.5, 4  # Time of a model call, and tokens per generated text.
 GENERATE_MS = TOKENS * CALL_MS
-KEYS = torch.zeros(1, 2, dtype=torch.long)
+PROMPT = torch.zeros(1, 2, dtype=torch.long)
 
 
 class Gpt(transformers.GPT2LMHeadModel):  # type: ignore[misc]  # has no types
@@ -41,7 +41,7 @@ class Gpt(transformers.GPT2LMHeadModel):  # type: ignore[misc]  # has no types
 
 def generate(model: Any) -> Tensor:
     length = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
-    text: Tensor = model.generate(KEYS, do_sample=False, pad_token_id=0, **length)
+    text: Tensor = model.generate(PROMPT, do_sample=False, pad_token_id=0, **length)
     return text
 
 
@@ -52,7 +52,7 @@ class GeneratingModel(nn.Module):
         super().__init__()
         self.gpu, self.inner = gpu, Gpt(gpu)
 
-    def forward(self, keys: Tensor) -> Any:
+    def forward(self, prompt: Tensor) -> Any:
         return self.inner(generate(self.inner))
 
 
@@ -76,7 +76,7 @@ def train(
         for number in timer.steps(range(n)):
             rollout(number)
             model.gpu.work(0.25)
-            loss = model(KEYS).logits.sum()
+            loss = model(PROMPT).logits.sum()
             after_forward()
             optimizer.zero_grad()
             loss.backward()
@@ -141,7 +141,7 @@ def test_validation_that_generates_is_in_no_step(model: Gpt) -> None:
 def test_generation_that_raises_ends_its_phase(model: Gpt) -> None:
     def rollout(_: int) -> None:
         with pytest.raises(ValueError, match="max_new_tokens"):
-            model.generate(KEYS, max_new_tokens=-1)
+            model.generate(PROMPT, max_new_tokens=-1)
 
     assert train(model, rollout) == [STEP] * 24
 
@@ -171,8 +171,8 @@ class Engine:
         self.gpu.work(3.0)
 
 
-@pytest.mark.parametrize("engine", [False, True])
-def test_trainer_times_generation_and_rewards(model: Gpt, tmp_path: Path, engine: bool) -> None:
+@pytest.mark.parametrize("has_vllm", [False, True])
+def test_trainer_times_generation_and_rewards(model: Gpt, tmp_path: Path, has_vllm: bool) -> None:
     gpu = model.gpu
 
     class Trainer(transformers.Trainer):  # type: ignore[misc]  # has no types
@@ -186,34 +186,29 @@ def test_trainer_times_generation_and_rewards(model: Gpt, tmp_path: Path, engine
             gpu.work(1.0)
 
         def _prepare_inputs(self, inputs: Any) -> Any:
-            generate(self.model) if not engine else self.vllm_generation.generate()
+            self.vllm_generation.generate() if has_vllm else generate(self.model)
             self._calculate_rewards()
             gpu.work(0.25)
             return super()._prepare_inputs(inputs)
 
     timer = TransformersPhaseTimer(_clock=gpu, warmup_steps=0, print_summary=False)
-    row = {"input_ids": KEYS[0], "labels": KEYS[0]}
-    trainer = Trainer(
-        model,
-        training_arguments(
-            tmp_path,
-            remove_unused_columns=False,
-            gradient_accumulation_steps=2,
-            logging_steps=1,
-            eval_strategy="steps",
-            eval_steps=2,
-        ),
-        train_dataset=[row] * 20,
-        eval_dataset=[row] * 8,
-        callbacks=[timer],
-    )
+    row = {"input_ids": PROMPT[0], "labels": PROMPT[0]}
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "logging_steps": 1}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "remove_unused_columns": False}
+    arguments = training_arguments(tmp_path, **options)
+    data: dict[str, Any] = {"train_dataset": [row] * 20, "eval_dataset": [row] * 8}
+    trainer = Trainer(model, arguments, **data, callbacks=[timer])
     trainer.vllm_generation = Engine(gpu)
     before = dict(vars(transformers.GenerationMixin))
     trainer.train()
     assert "_calculate_rewards" not in vars(trainer)
     assert "generate" not in vars(trainer.vllm_generation)
     assert dict(vars(transformers.GenerationMixin)) == before
-    micro_batch = {"generate": 3.0 if engine else GENERATE_MS, "reward": 1.0, "forward": CALL_MS}
+    micro_batch = {
+        "generate": 3.0 if has_vllm else GENERATE_MS,
+        "reward": 1.0,
+        "forward": CALL_MS,
+    }
     twice = {name: 2 * ms for name, ms in micro_batch.items()}
     assert phases(timer) == [{**twice, "other": 0.5}] * 4
     logs = [log for log in trainer.state.log_history if "loss" in log]

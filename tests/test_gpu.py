@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed
+from fake_lightning import trainer
 from processes import run
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,16 +19,17 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, PhaseSummary
 pytestmark = pytest.mark.gpu
 
 SPIN_CYCLES = 20_000_000  # About 10 ms.
+ACTIVITIES = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
 
 
 class Spin(torch.autograd.Function):
     """The identity, which keeps the GPU busy in forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: int, backward: int) -> Tensor:
-        ctx.cycles = backward
-        if forward:
-            torch.cuda._sleep(forward)
+    def forward(ctx: Any, x: Tensor, forward_cycles: int, backward_cycles: int) -> Tensor:
+        ctx.cycles = backward_cycles
+        if forward_cycles:
+            torch.cuda._sleep(forward_cycles)
         return x.clone()
 
     @staticmethod
@@ -45,14 +47,15 @@ class Net(pl.LightningModule):
         self.spins_in = spins_in
         self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 64))
 
-    def spin(self, x: Tensor, phase: str, backward: bool = False) -> Tensor:
+    def spin(self, x: Tensor, phase: str, in_backward: bool = False) -> Tensor:
+        """Return `x`. Spin if this is the phase to spin in, or in backward if that is."""
         forward = SPIN_CYCLES if self.spins_in == phase else 0
-        cycles = SPIN_CYCLES if backward and self.spins_in == "backward" else 0
-        result: Tensor = Spin.apply(x, forward, cycles)  # type: ignore[no-untyped-call]
+        backward = SPIN_CYCLES if in_backward and self.spins_in == "backward" else 0
+        result: Tensor = Spin.apply(x, forward, backward)  # type: ignore[no-untyped-call]
         return result
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.spin(self.net(x), "forward", backward=True)
+        return self.spin(self.net(x), "forward", in_backward=True)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x = self.spin(batch[0], "other")
@@ -73,16 +76,8 @@ class Net(pl.LightningModule):
 
 
 def fit(model: Net, *callbacks: pl.Callback, steps: int = 20) -> None:
-    pl.Trainer(
-        accelerator="gpu",
-        devices=1,
-        max_steps=steps,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-    ).fit(model, DataLoader(TensorDataset(torch.ones(16 * steps, 64)), batch_size=16))
+    loader = DataLoader(TensorDataset(torch.ones(16 * steps, 64)), batch_size=16)
+    trainer(*callbacks, accelerator="gpu", devices=1, max_steps=steps).fit(model, loader)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +129,7 @@ def synchronizations(*callbacks: pl.Callback) -> Counter[str]:
             if args[-1] == 30:
                 profiler.stop()
 
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    profiler = torch.profiler.profile(activities=activities, acc_events=True)
+    profiler = torch.profiler.profile(activities=ACTIVITIES, acc_events=True)
     fit(Net(), Profile(), *callbacks, steps=40)
     events = profiler.events()
     assert events is not None
@@ -150,18 +144,6 @@ def test_timer_adds_one_event_wait_per_step() -> None:
     assert not added
 
 
-def train(timed: bool) -> list[Tensor]:
-    class KeepsLosses(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-            losses.append(outputs["loss"].detach().clone())
-
-    losses: list[Tensor] = []
-    pl.seed_everything(0)
-    model = Net()
-    fit(model, KeepsLosses(), *([GPUPhaseTimer(print_summary=False)] if timed else []))
-    return [*losses, *(value.cpu() for value in model.state_dict().values())]
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_loader_workers_can_be_forked_inside_the_loop() -> None:
     model = nn.Linear(8, 8, device="cuda")
@@ -174,6 +156,18 @@ def test_loader_workers_can_be_forked_inside_the_loop() -> None:
                 model(x.cuda()).sum().backward()
                 optimizer.step()
     assert len(timer.history()) == 24
+
+
+def train(timed: bool) -> list[Tensor]:
+    class KeepsLosses(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+            losses.append(outputs["loss"].detach().clone())
+
+    losses: list[Tensor] = []
+    pl.seed_everything(0)
+    model = Net()
+    fit(model, KeepsLosses(), *([GPUPhaseTimer(print_summary=False)] if timed else []))
+    return [*losses, *(value.cpu() for value in model.state_dict().values())]
 
 
 def test_losses_and_weights_are_bitwise_the_same_with_and_without_the_timer() -> None:
@@ -302,8 +296,7 @@ def test_backward_is_split_by_module_in_the_backward_thread() -> None:
 
 
 def test_phases_are_ranges_in_the_profiler_of_a_gpu() -> None:
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+    with torch.profiler.profile(activities=ACTIVITIES, acc_events=True) as profiler:
         fit(Net(), GPUPhaseTimer(print_summary=False, annotate=True), steps=5)
     names = {event.name for event in profiler.events() or ()}
     phases = ("data", "other", "forward", "loss", "backward", "optimizer")
@@ -339,15 +332,8 @@ def test_net_compiled_with_reduce_overhead_is_timed() -> None:
 
     timer = GPUPhaseTimer(print_summary=False)
     fit(Compiled(), timer)
-    assert {name for name in timer.summary().rows if not name.startswith("data/")} == {
-        "data",
-        "callbacks",
-        "other",
-        "forward",
-        "loss",
-        "backward",
-        "optimizer",
-    }
+    phases = {"data", "callbacks", "other", "forward", "loss", "backward", "optimizer"}
+    assert {name for name in timer.summary().rows if not name.startswith("data/")} == phases
     assert len(timer.history()) == 20
 
 

@@ -131,9 +131,8 @@ def test_model_on_the_cpu_is_timed_on_the_host_clock_with_a_warning(
 @pytest.mark.parametrize("call", ["step", "steps"])
 def test_step_and_steps_require_attach(loop: Loop, call: str) -> None:
     timer = hooks(loop)
-    with pytest.raises(
-        RuntimeError, match=rf"{call}\(\) needs an attached timer\. .* call attach\(\)"
-    ):
+    message = rf"{call}\(\) needs an attached timer\. .* call attach\(\)"
+    with pytest.raises(RuntimeError, match=message):
         list(timer.steps([1])) if call == "steps" else timer.step()
     with timer.phase("augment"):
         pass
@@ -245,7 +244,7 @@ def test_untimed_steps_record_no_event(gpu: FakeGPU, loop: Loop) -> None:
 
 def test_warm_up_counts_untimed_steps(loop: Loop) -> None:
     timer = train(loop, 30, every_n_steps=5, warmup_steps=12)
-    assert (timer.summary().steps, timer.summary().warmup_steps) == (4, 2)
+    assert (timer.summary().steps, timer.summary().warmup_steps) == (4, 2)  # Warm-up: 3 and 7.
 
 
 def train_or_replay(loop: Loop, number: int, replays: list[Callable[[], None]]) -> None:
@@ -332,7 +331,7 @@ class Epochs(DataLoader[Any]):
         return batches(self.gpu, 3, copy_ms=1.0)
 
 
-def test_steps_can_be_reused_and_has_the_attributes_of_its_loader(loop: Loop) -> None:
+def test_timed_loader_can_be_reused_and_has_the_attributes_of_its_loader(loop: Loop) -> None:
     epochs = Epochs(loop.gpu)
     with hooks(loop, warmup_steps=0) as timer:
         loader = timer.steps(epochs)
@@ -368,7 +367,7 @@ def test_batches_that_replay_a_graph_are_steps(
     with hooks(loop, every_n_steps=every) as timer:
         for number, _ in enumerate(timer.steps(loop.batches(60))):
             train_or_replay(loop, number, replays)
-    # Some have no marks: the one of the capture.
+    # The step of the capture has no marks, so it is not in the history.
     assert timer.history()["step"].tolist()[-2:] == ([58, 59] if every == 1 else [44, 52])
     assert sum(steps(timer)[-1].values()) == sum(STEP_MS.values())
     [record] = caplog.records

@@ -211,8 +211,8 @@ OWN_OBJECTS = {
 def private_strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield strings that are, or contain, a private or an undocumented name."""
     nodes = [*ast.walk(tree)]
-    # Position of a string inside an f-string.
-    position = {
+    # Index of a string among the parts of its f-string.
+    index_in_f_string = {
         id(part): index
         for node in nodes
         if isinstance(node, ast.JoinedStr)
@@ -220,7 +220,7 @@ def private_strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
     }
     # Docstrings, and strings that document a name.
     docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    own = names_in(tree) | {*FLOOR_OF} | OWN_ENDINGS
+    defined_here = names_in(tree) | {*FLOOR_OF} | OWN_ENDINGS
     looked_up = {
         id(argument)
         for node in nodes
@@ -237,11 +237,13 @@ def private_strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
         is_module = re.fullmatch(rf"({LIBRARIES})(\.\w+)+\.?", text) is not None
         if is_module and text not in PUBLIC_MODULES | {"torch.compile"}:
             hidden.append(text)
-        # A private name in a sentence is no access.
-        if re.fullmatch(r"[.\w]+", text) or id(node) in position:
-            is_ending = position.get(id(node), 0) > 0 and text.startswith("_")
-            known = own if id(node) not in looked_up else set()
-            hidden += [name for name in names[is_ending:] if is_private(name) and name not in known]
+        # Skip sentences: they mention private names, but do not access them.
+        if re.fullmatch(r"[.\w]+", text) or id(node) in index_in_f_string:
+            # The "_ms" of f"{phase}_ms" is the end of a name, not a private name.
+            ends_a_name = index_in_f_string.get(id(node), 0) > 0 and text.startswith("_")
+            complete = names[1:] if ends_a_name else names
+            allowed = set() if id(node) in looked_up else defined_here
+            hidden += [name for name in complete if is_private(name) and name not in allowed]
         yield from ((node.lineno, name) for name in hidden)
 
 

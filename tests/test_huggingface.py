@@ -83,6 +83,7 @@ class Reporter(transformers.TrainerCallback):  # type: ignore[misc]  # has no ty
 
 
 def phases(log: dict[str, Any], prefix: str = "phase_time") -> dict[str, float]:
+    """Return the logged ms of each phase, without the parts of `data`."""
     return {
         key.removeprefix(f"{prefix}/").removesuffix("_ms"): ms
         for key, ms in log.items()
@@ -136,18 +137,15 @@ def fake(gpu: FakeGPU, tmp_path: Path) -> Make:
 
 @pytest.fixture
 def timer(gpu: FakeGPU) -> TransformersPhaseTimer:
-    """A timer on the fake GPU."""
     return TransformersPhaseTimer(_clock=gpu, warmup_steps=0, print_summary=False)
 
 
 @pytest.fixture
 def host_timer() -> TransformersPhaseTimer:
-    """A timer on the host's clock."""
     return TransformersPhaseTimer(warmup_steps=0, print_summary=False)
 
 
 def step_numbers(timer: Timer) -> list[int]:
-    """Return the numbers of the timed steps."""
     steps: list[int] = timer.history()["step"].tolist()
     return steps
 
@@ -171,7 +169,7 @@ def test_timer_does_not_keep_the_model_alive(fake: Make, timer: Timer) -> None:
 
 @since_5
 def test_micro_batches_are_one_step_even_at_the_end_of_an_epoch(fake: Make, timer: Timer) -> None:
-    # 40 batches: 13 updates of three, and one of the last batch, in each epoch.
+    # Each epoch has 40 batches: 13 updates of three, and one of the last batch.
     fake([timer], gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=2).train()
     thrice = {**{name: 3 * ms for name, ms in STEP.items()}, "optimizer": 2.0}
     # The loader is exhausted one batch before the epoch ends.
@@ -524,7 +522,7 @@ def test_training_that_ends_fails_or_is_interrupted_leaves_nothing_installed(
     kinds = transformers.Trainer, transformers.trainer_callback.CallbackHandler, nn.Module
     classes = [dict(vars(kind)) for kind in kinds]
     trainer = gpt_trainer([timer, callback], tmp_path, trainer_class=Custom, eval_on_start=True)
-    trainer.raises = place
+    trainer.raises = place  # No effect unless it is one of the methods that check it.
     before, callbacks = hooks_of(trainer.model), [*trainer.callback_handler.callbacks]
     assert not {*vars(trainer)} & PATCHED
     with nullcontext() if error is None else pytest.raises(error, match="mine"):

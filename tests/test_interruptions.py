@@ -81,7 +81,7 @@ class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     run: Callable[[], object]
-    things: list[Any] = field(default_factory=list)
+    patched: list[Any] = field(default_factory=list)  # Other objects that a timer may patch.
 
 
 def plain(use: Callable[..., None], **options: Any) -> Callable[[bool, Path], Training]:
@@ -171,10 +171,10 @@ def lightning(has_timer: bool, tmp_path: Path) -> Training:
     owner = trainer(*callbacks, log_every_n_steps=1)
     loop: Any = owner.fit_loop
     parts = [owner, loop, loop.epoch_loop, loop.epoch_loop.val_loop, owner.strategy]
-    things = [*parts, owner.profiler]  # type: ignore[attr-defined]  # has no hint
+    patched = [*parts, owner.profiler]  # type: ignore[attr-defined]  # has no hint
     data: Any = DATA
     loaders: Any = [DataLoader(batches, batch_size=None) for batches in (data, data[:2])]
-    return Training(model, model.optimizer, lambda: owner.fit(model, *loaders), things=things)
+    return Training(model, model.optimizer, lambda: owner.fit(model, *loaders), patched)
 
 
 def huggingface(has_timer: bool, tmp_path: Path) -> Training:
@@ -194,8 +194,8 @@ def huggingface(has_timer: bool, tmp_path: Path) -> Training:
     )  # fmt: skip
     owner.remove_callback(transformers.PrinterCallback)
     others = [callback for callback in owner.callback_handler.callbacks if callback is not timer]
-    things = [owner, owner.callback_handler, *others]
-    return Training(model, optimizer, owner.train, things=things)
+    patched = [owner, owner.callback_handler, *others]
+    return Training(model, optimizer, owner.train, patched)
 
 
 _NOT_ITERATED = "Please call `iter(combined_loader)` first."
@@ -219,7 +219,7 @@ def first_line_of(function: Callable[..., object]) -> str:
 
 
 ENDS = {first_line_of(end) for end in (GPUPhaseHooks.__exit__, GPUPhaseHooks.remove)}
-"""Places where the end has not begun yet, so that a user has to call `remove` again."""
+"""Places where an interrupt leaves the timer attached, so that a user has to remove it again."""
 
 
 @pytest.fixture(autouse=True)
@@ -253,11 +253,11 @@ def test_interrupt_at_any_line_leaves_no_hooks(case: str, tmp_path: Path) -> Non
     if case == "huggingface":
         pytest.importorskip("transformers")
     n, make = CASES[case]
-    bare = make(False, tmp_path)
-    states = {state_of(bare.model)}
-    bare.optimizer.register_step_post_hook(lambda *_: states.add(state_of(bare.model)))
-    bare.run()
-    make(True, tmp_path).run()  # Libraries import modules and fill caches.
+    untimed = make(False, tmp_path)
+    states = {state_of(untimed.model)}
+    untimed.optimizer.register_step_post_hook(lambda *_: states.add(state_of(untimed.model)))
+    untimed.run()
+    make(True, tmp_path).run()  # Now libraries have imported their modules and filled caches.
     with Interrupter() as counter:
         make(True, tmp_path).run()
     before, wrong = shared(), []
@@ -269,7 +269,7 @@ def test_interrupt_at_any_line_leaves_no_hooks(case: str, tmp_path: Path) -> Non
                 training.run()
             except BaseException as error:
                 ended = error
-        found = left_on(*training.model.modules(), training.optimizer, *training.things)
+        found = left_on(*training.model.modules(), training.optimizer, *training.patched)
         if shared() != before:
             found.append("something on torch or Python")
         if state_of(training.model) not in states:

@@ -44,8 +44,8 @@ def _no_hook_is_left_on_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pl.Trainer, "fit", checked)
 
 
-def micro_batches(*numbers: int) -> list[dict[str, float]]:
-    """Return a step for each number of micro-batches, with one update."""
+def steps_of(*numbers: int) -> list[dict[str, float]]:
+    """Return one step per number: the phases of that many micro-batches and of one update."""
     return [{**{name: n * ms for name, ms in STEP_MS.items()}, "optimizer": 2.0} for n in numbers]
 
 
@@ -117,7 +117,7 @@ class Fit:
     methods: dict[str, Any] = field(default_factory=dict)  # Methods that the model overrides.
     options: dict[str, Any] = field(default_factory=dict)  # Options of the trainer.
     n: int = 3
-    numbers: list[int] | None = None  # Numbers of the steps. By default they count from zero.
+    numbers: list[int] | None = None  # Numbers of the steps; None: 0, 1, 2, ...
     skipped_updates: int = 0
 
 
@@ -138,7 +138,7 @@ FITS = {
     ),
     **{
         f"{name}, accumulation of {every} with a short last group": Fit(
-            micro_batches(*groups) * 2,
+            steps_of(*groups) * 2,
             options={"accumulate_grad_batches": every, "max_epochs": 2, **options},
             n=5,
         )
@@ -147,7 +147,7 @@ FITS = {
     },
     # The end of the epoch also ends the last step, which has no update.
     "updates that the module leaves out": Fit(
-        [*micro_batches(3, 3), WITHOUT_UPDATE],
+        [*steps_of(3, 3), WITHOUT_UPDATE],
         {"optimizer_step": update_after_every_third_batch},
         n=7,
         numbers=[2, 5, 6],
@@ -159,7 +159,7 @@ FITS = {
     ),
     **{
         f"update at an epoch end, {validation} validation batches": Fit(
-            micro_batches(2, 1) * 2,
+            steps_of(2, 1) * 2,
             {**MANUAL, "training_step": train_and_update, "on_train_epoch_end": update},
             {"max_epochs": 2, "validation": validation},
             numbers=[1, 2, 4, 5],
@@ -196,7 +196,7 @@ def test_steps_of_a_fit_have_the_listed_phases(gpu: FakeGPU, case: Fit, tmp_path
     assert timer.summary().skipped_updates == case.skipped_updates
 
 
-def test_fit_with_overfit_batches_times_the_last_step_of_each_epoch(gpu: FakeGPU) -> None:
+def test_fit_with_overfit_batches_times_every_step(gpu: FakeGPU) -> None:
     timer = timer_of(gpu)
     data: Any = torch.ones(8, 2)
     loader: Any = torch.utils.data.DataLoader(data, batch_size=2)
@@ -406,7 +406,9 @@ def test_callback_time_is_named_by_hook_in_any_callback_order(gpu: FakeGPU, firs
     methods = {name: lambda *_, ms=ms: gpu.work(ms) for name, ms in hooks_ms.items()}
     timer = fit(gpu, Model(gpu), callbacks=[callback("Works", **methods)], first=first)
     # Callbacks before the timer belong to the step, the others to the next step.
-    callbacks_ms = [497.0 if first else 241.0, 497.0, 497.0]
+    total_ms = sum(hooks_ms.values())
+    first_ms = total_ms if first else total_ms - hooks_ms["on_train_batch_end"]
+    callbacks_ms = [first_ms, total_ms, total_ms]
     assert steps(timer) == [{**STEP_MS, "callbacks": ms} for ms in callbacks_ms]
     history = timer.history()
     for hook, ms in inside.items():
@@ -555,7 +557,7 @@ def test_step_ends_at_the_update_when_accumulation_changes(gpu: FakeGPU, first: 
 
     changes = callback(on_train_batch_end=change)
     timer = fit(gpu, Model(gpu), 7, callbacks=[changes], first=first, accumulate_grad_batches=2)
-    assert steps(timer) == micro_batches(2, 1, 3, 1)
+    assert steps(timer) == steps_of(2, 1, 3, 1)
     assert timer.summary().skipped_updates == 0
 
 
@@ -583,7 +585,7 @@ def test_skipped_update_is_marked_and_counted(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`")
-def test_loss_of_a_micro_batch_without_backward_is_not_forward(
+def test_loss_time_of_a_skipped_micro_batch_does_not_count_as_forward(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Lightning warns once per process, and another test expects the warning.
@@ -617,7 +619,7 @@ def test_every_batch_is_a_step_without_an_optimizer(gpu: FakeGPU) -> None:
     assert timer.summary().skipped_updates == 0
 
 
-def test_manual_accumulation_reaches_across_epochs(gpu: FakeGPU) -> None:
+def test_manual_accumulation_continues_across_epochs(gpu: FakeGPU) -> None:
     def training_step(model: Model, batch: Tensor, batch_idx: int) -> None:
         model.manual_backward(model.loss(batch))
         batches.append(batch)

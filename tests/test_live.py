@@ -15,7 +15,7 @@ import pytest
 import torch
 from fake_gpu import FakeGPU
 from fake_lightning import Model, fit, timer_of
-from fake_loop import Loop, hooks
+from fake_loop import Loop, hooks, training_arguments
 from processes import ENVIRONMENT, start
 from test_compare import run as simulated_run
 
@@ -76,7 +76,7 @@ def run_fit(gpu: FakeGPU, folder: Path) -> GPUPhaseTimer:
 
 
 @pytest.mark.usefixtures("no_interval")
-def test_live_file_is_rewritten_in_an_epoch(
+def test_live_file_is_rewritten_many_times_within_one_epoch(
     tmp_path: Path, writes: list[int], gpu: FakeGPU
 ) -> None:
     run_fit(gpu, tmp_path)
@@ -86,7 +86,7 @@ def test_live_file_is_rewritten_in_an_epoch(
     assert os.listdir(tmp_path) == ["run.json"]
 
 
-def test_live_file_takes_one_percent_of_the_time_every_ten_seconds(
+def test_live_file_waits_ten_seconds_or_a_hundred_times_its_cost(
     tmp_path: Path, writes: list[int], gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timer = run_fit(gpu, tmp_path)
@@ -117,7 +117,7 @@ def test_failing_disk_is_reported_once_and_training_continues(
     assert caplog.text.count("The run is not saved") == 1
 
 
-def test_live_file_knows_if_it_wrote_the_file(tmp_path: Path) -> None:
+def test_live_file_recognizes_only_the_file_that_it_wrote(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     file = live_file.LiveFile()
     assert not file.wrote(str(path))
@@ -130,14 +130,14 @@ def test_live_file_knows_if_it_wrote_the_file(tmp_path: Path) -> None:
 
 
 def test_temporary_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
-    names = [".run.json.abc.tmp", ".run.json.new.tmp", ".other.json.abc.tmp"]
-    for name in names:
+    old, new, other = ".run.json.abc.tmp", ".run.json.new.tmp", ".other.json.abc.tmp"
+    for name in (old, new, other):
         (tmp_path / name).touch()
-    for name in names[::2]:
+    for name in (old, other):
         os.utime(tmp_path / name, (0, 0))
     saved.remove_leftovers(str(tmp_path / "run.json"))
     saved.remove_leftovers(str(tmp_path / "missing" / "run.json"))
-    assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
+    assert {*os.listdir(tmp_path)} == {new, other}
 
 
 @pytest.mark.usefixtures("no_interval")
@@ -170,9 +170,7 @@ def test_transformers_rewrites_a_live_file(tmp_path: Path, writes: list[int]) ->
 
     timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
     timer._live_file.start(str(tmp_path / "run.json"))
-    args = transformers.TrainingArguments(
-        str(tmp_path), max_steps=12, report_to=[], save_strategy="no", use_cpu=True
-    )
+    args = training_arguments(tmp_path, max_steps=12)
     data = [{"x": torch.ones(4)}] * 16
     transformers.Trainer(Squares(4, 4), args, train_dataset=data, callbacks=[timer]).train()
     assert len(writes) >= 10

@@ -15,6 +15,7 @@ from fake_gpu import batches
 from fake_lightning import trainer
 from fake_loop import Loop, hooks
 from lightning.pytorch import LightningModule
+from test_diagnosis import constant
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 from torch.utils.data._utils import pin_memory
@@ -26,6 +27,7 @@ from lightning_gputime._culprits import workers
 from lightning_gputime._culprits.pin_memory import PinTimes
 from lightning_gputime._culprits.workers import WorkerTimer
 from lightning_gputime._diagnosis.diagnose import diagnose
+from lightning_gputime._diagnosis.diagnosis import Advice
 from lightning_gputime._diagnosis.loader import LoaderCase, advise_on_loader
 from lightning_gputime._measurement import loader as layout
 from lightning_gputime._measurement.culprits import Culprit
@@ -129,8 +131,8 @@ def times_of(monkeypatch: pytest.MonkeyPatch) -> TimesOf:
 def test_worker_stages_have_exact_times(times_of: TimesOf, kind: Any, dataset_ms: float) -> None:
     times = times_of(kind(Clock()))
     # The worker waits 9 times for 3 ms.
-    expected = WorkerTimes(10, dataset_ms, 2.0, wait_ms=2.7, newest_ms=2.0 + dataset_ms)
-    assert times.workers == (WorkerTimes(0, 0.0, 0.0, 0.0), expected)
+    expected = WorkerTimes(10, dataset_ms, collate_ms=2.0, wait_ms=2.7, newest_ms=dataset_ms + 2.0)
+    assert times.workers == (WITHOUT_BATCH, expected)
     assert (times.starts, times.startup_s) == (1, (22 + dataset_ms) / 1e3)
     assert (times.lock_share, times.repeats) == (None, False)
 
@@ -166,7 +168,7 @@ def test_end_of_an_iterable_dataset_reaches_the_worker(times_of: TimesOf) -> Non
 
 # The advice
 
-WORKER = WorkerTimes(100, 18.0, 2.0, 0.1)
+WORKER = WorkerTimes(batches=100, dataset_ms=18.0, collate_ms=2.0, wait_ms=0.1)
 TIMES = LoaderTimes(
     dataset="Photos.__getitem__",
     collate="pad",
@@ -198,13 +200,15 @@ RARE = (
 )
 SMALLER = "return smaller batches, such as uint8 in place of float32: "
 RECEIVE = "workers wait 80 % of the time, because the main process receives batches too slowly"
-MOSTLY, NEARLY = (RECEIVE.replace("80 %", share) for share in ("93 %", "95 %"))
+RECEIVE_93, RECEIVE_95 = (RECEIVE.replace("80 %", share) for share in ("93 %", "95 %"))
 PIN = "the pin-memory thread copies one batch at a time, in 9 ms, so more workers cannot help"
 LOCK = (
     "remove the lock that workers share in `Photos.__getitem__`: they wait for it 60 % of their"
     " time, and more workers cannot help"
 )
 NO_CORE = "workers wait 70 % of their time for one of 4 CPU cores"
+FEWER_WORKERS = f"set num_workers=3 (now 8): {NO_CORE}"
+FREE_CORES = f"free CPU cores, or make `Photos.__getitem__` faster: {NO_CORE}"
 RESTARTS = "workers started 4 times, and the first batch took 1 s each time"
 STARTS = f"set persistent_workers=True: {RESTARTS}"
 KEEP = (
@@ -218,9 +222,16 @@ INDEX = "index whole batches with dataset[indices]; the tensors are in memory"
 COLLATING = replace(WORKER, dataset_ms=2.0, collate_ms=18.0)
 IDLE = replace(WORKER, wait_ms=80.0)
 LONG_BATCHES = {"long_batches": 2, "long_share": 0.4, "slowest_ms": 2000.0, "slowest_index": 18_211}
-WITHOUT_BATCH = WorkerTimes(0, 0.0, 0.0, 0.0)
+WITHOUT_BATCH = WorkerTimes(batches=0, dataset_ms=0.0, collate_ms=0.0, wait_ms=0.0)
 SLOW = replace(WORKER, dataset_ms=58.0)
 QUICK, UNEVEN = (replace(WORKER, dataset_ms=ms, collate_ms=0.0, wait_ms=10.0) for ms in (0.5, 1.0))
+
+
+def advise(cores: int | None, **facts: Any) -> list[Advice]:
+    """Return the advice for 200 steps of 10 ms, in which the loop waits 5 ms for a batch."""
+    times = replace(TIMES, **facts)
+    case = LoaderCase(times, exposed_ms=5.0, rest_ms=5.0, steps=200, batches=200, cores=cores)
+    return [*advise_on_loader(case)]
 
 
 @pytest.mark.parametrize(
@@ -235,24 +246,16 @@ QUICK, UNEVEN = (replace(WORKER, dataset_ms=ms, collate_ms=0.0, wait_ms=10.0) fo
         ({"workers": (WITHOUT_BATCH, SLOW, WORKER)}, 16, [SLOW_WORKER]),
         (LONG_BATCHES, 16, [RARE]),
         # The loop waits much longer than the workers take for these batches.
-        ({"workers": (QUICK, UNEVEN)}, 16, [f"{SMALLER}{MOSTLY}"]),
-        ({"workers": (QUICK, QUICK), **LONG_BATCHES}, 16, [f"{SMALLER}{NEARLY}"]),
+        ({"workers": (QUICK, UNEVEN)}, 16, [f"{SMALLER}{RECEIVE_93}"]),
+        ({"workers": (QUICK, QUICK), **LONG_BATCHES}, 16, [f"{SMALLER}{RECEIVE_95}"]),
         ({"workers": (IDLE,) * 2}, 16, [f"{SMALLER}{RECEIVE}"]),
         ({"workers": (IDLE,) * 2, "pin_ms": 9.0}, 16, [f"set pin_memory=False, or {SMALLER}{PIN}"]),
         ({"pin_ms": 3.0}, 16, [KEEP_UP]),
         ({"lock_share": 0.6}, 16, [LOCK]),
-        (
-            {"workers": (WORKER,) * 8, "run_delay_share": 0.7},
-            4,
-            [f"set num_workers=3 (now 8): {NO_CORE}"],
-        ),
-        (
-            {"run_delay_share": 0.7},
-            4,
-            [f"free CPU cores, or make `Photos.__getitem__` faster: {NO_CORE}"],
-        ),
+        ({"workers": (WORKER,) * 8, "run_delay_share": 0.7}, 4, [FEWER_WORKERS]),
+        ({"run_delay_share": 0.7}, 4, [FREE_CORES]),
         ({"starts": 4, "startup_s": 1.0}, 16, [STARTS]),
-        # Workers make batches that the loop does not read; not so in epochs of one batch.
+        # Workers make 400 batches, of which the loop reads 200. Then all 200 batches are read.
         ({"workers": (AHEAD,) * 2, "starts": 190}, 16, [KEEP + OFTEN]),
         ({"starts": 190}, 16, [f"set persistent_workers=True: {OFTEN}"]),
         ({"startup_s": 3.0}, 16, [KEEP_UP]),  # A single start delays only the first step.
@@ -261,8 +264,7 @@ QUICK, UNEVEN = (replace(WORKER, dataset_ms=ms, collate_ms=0.0, wait_ms=10.0) fo
 def test_advice_on_a_loader_follows_from_its_workers(
     facts: dict[str, Any], cores: int | None, texts: list[str]
 ) -> None:
-    case = LoaderCase(replace(TIMES, **facts), 5.0, 5.0, 200, 200, cores)
-    assert [advice.text for advice in advise_on_loader(case)] == texts
+    assert [advice.text for advice in advise(cores, **facts)] == texts
 
 
 @pytest.mark.parametrize(
@@ -274,15 +276,11 @@ def test_advice_on_a_loader_follows_from_its_workers(
     ],
 )
 def test_advice_on_workers_that_start_again(setup: dict[str, Any], text: str) -> None:
-    data = PhaseStats(200, 20.0, 20.0, 20.0, 20.0, share=0.5)
-    collate = Culprit("data/fetch", "pad", 1.8, 200, 2.0, kind="collate")
-    measured = Measurement(
-        {"data": data},
-        PhaseStats(200, 40.0),
-        200,
-        culprits=(collate,),
-        loaders=(replace(TIMES, starts=4, startup_s=1.0),),
-    )
+    rows = {"data": constant(20.0, n=200, share=0.5)}
+    collate = Culprit("data/fetch", "pad", 1.8, calls=200, observed_s=2.0, kind="collate")
+    loaders = (replace(TIMES, starts=4, startup_s=1.0),)
+    step = PhaseStats(200, mean_ms=40.0)
+    measured = Measurement(rows, step, 200, culprits=(collate,), loaders=loaders)
     advice = diagnose(measured, TrainingSetup(has_loader=True, num_workers=2, **setup)).advice
     assert [item.text for item in advice][:1] == [text]
 
@@ -317,7 +315,7 @@ def test_advice_on_a_foreign_loader_says_that_stages_are_not_measured(loop: Loop
 
 
 def test_table_shows_the_stages_of_workers() -> None:
-    rows = {"data": PhaseStats(40, 6.0, 6.0, 6.0, 6.0, share=0.5)}
+    rows = {"data": constant(6.0, n=40, share=0.5)}
     workers = WORKER, replace(WORKER, dataset_ms=20.0, wait_ms=0.5)
     times = replace(TIMES, workers=workers, pin_ms=1.5)
     measured = Measurement(rows, PhaseStats(40, 12.0), 200, loaders=(times,))
@@ -340,8 +338,8 @@ def test_table_shows_the_stages_of_workers() -> None:
 
 def test_table_without_workers_shows_the_main_process() -> None:
     culprits = (
-        Culprit("data/fetch", "Photos.__getitem__", 0.9, 100, kind="dataset"),
-        Culprit("data/fetch", "pad", 0.1, 100, kind="collate"),
+        Culprit("data/fetch", "Photos.__getitem__", seconds=0.9, calls=100, kind="dataset"),
+        Culprit("data/fetch", "pad", seconds=0.1, calls=100, kind="collate"),
     )
     table = loader_table(Measurement(culprits=culprits), TrainingSetup(num_workers=0))
     assert table is not None
@@ -354,8 +352,7 @@ def test_table_without_workers_shows_the_main_process() -> None:
 
 
 def test_workers_that_repeat_each_other_are_reported_first() -> None:
-    case = LoaderCase(replace(TIMES, repeats=True), 5.0, 5.0, 200, 200, 16)
-    advice = [*advise_on_loader(case)]
+    advice = advise(16, repeats=True)
     assert [item.code for item in advice] == ["shard_dataset", "num_workers"]
     assert advice[0].text.endswith(
         "all 2 workers yield the same batches, so that each sample is used 2 times"

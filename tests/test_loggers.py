@@ -28,9 +28,9 @@ from lightning.pytorch.loggers import (
 
 from lightning_gputime._output.loggers import send
 
-LOGGED = [1, 3, 4]
-KEYS = {f"phase_time/{name}_ms": ms for name, ms in STEP_MS.items()}
-KEYS["phase_time/step_ms"] = sum(STEP_MS.values())
+LOGGED = [1, 3, 4]  # Steps at which the means of `MEANS_MS` are logged.
+MEANS_MS = {f"phase_time/{name}_ms": ms for name, ms in STEP_MS.items()}
+MEANS_MS["phase_time/step_ms"] = sum(STEP_MS.values())
 
 # Ignore warnings of these packages.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -43,7 +43,7 @@ def train(gpu: FakeGPU, *loggers: Logger) -> None:
 
 def assert_means(found: dict[str, list[tuple[int, float]]]) -> None:
     """Check that every mean was logged once for each step that was due."""
-    for key, ms in KEYS.items():
+    for key, ms in MEANS_MS.items():
         assert found[key] == [(step, ms) for step in LOGGED]
 
 
@@ -64,10 +64,10 @@ def test_csv_and_tensorboard_store_every_mean(gpu: FakeGPU, tmp_path: Path) -> N
     train(gpu, in_csv, in_tensorboard)
     rows = [row for row in read_csv(in_csv) if row["phase_time/step_ms"]]
     assert len(rows) == len(LOGGED)
-    assert_means({key: [(int(row["step"]), float(row[key])) for row in rows] for key in KEYS})
+    assert_means({key: [(int(row["step"]), float(row[key])) for row in rows] for key in MEANS_MS})
     events = events_of(in_tensorboard)
     assert_means(
-        {key: [(event.step, event.value) for event in events.Scalars(key)] for key in KEYS}
+        {key: [(event.step, event.value) for event in events.Scalars(key)] for key in MEANS_MS}
     )
 
 
@@ -197,7 +197,7 @@ def test_wandb_rows_have_the_step_axis_of_lightning_and_the_epoch(gpu: FakeGPU) 
     train(gpu, logger)
     rows = [(step, row) for step, row in logger.phase_times() if "phase_time/step_ms" in row]
     found = [(step, row["epoch"], row["phase_time/step_ms"]) for step, row in rows]
-    assert found == [(step, 0, KEYS["phase_time/step_ms"]) for step in LOGGED]
+    assert found == [(step, 0, MEANS_MS["phase_time/step_ms"]) for step in LOGGED]
     # A pattern of the timer could replace Lightning's, and other loggers have another axis.
     logger.run.define_metric.assert_not_called()
 
@@ -208,8 +208,8 @@ def test_mlflow_stores_means(gpu: FakeGPU, tmp_path: Path, monkeypatch: pytest.M
     logger = MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/runs.db")
     train(gpu, logger)
     client: Any = logger.experiment
-    logs = {key: client.get_metric_history(logger.run_id, key) for key in KEYS}
-    assert_means({key: [(log.step, log.value) for log in logs[key]] for key in KEYS})
+    logs = {key: client.get_metric_history(logger.run_id, key) for key in MEANS_MS}
+    assert_means({key: [(log.step, log.value) for log in logs[key]] for key in MEANS_MS})
 
 
 def test_wandb_stores_every_mean_offline(gpu: FakeGPU, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_wandb_stores_every_mean_offline(gpu: FakeGPU, tmp_path: Path) -> None:
             item.key or "/".join(item.nested_key): json.loads(item.value_json)
             for item in record.history.item
         }
-        for key in KEYS.keys() & row.keys():
+        for key in MEANS_MS.keys() & row.keys():
             found[key].append((row["trainer/global_step"], row[key]))
     assert_means(found)
 
@@ -251,7 +251,7 @@ def leveldb_log(data: bytes) -> Iterator[bytes]:
 
 
 def test_logger_is_copied_and_pickled_while_attached(loop: Loop, tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path / "own")
+    logger = CSVLogger(tmp_path / "logs")
     with hooks(loop, logger=logger):
         assert "log_metrics" not in vars(logger)
         copies = [copy.deepcopy([logger])[0], pickle.loads(pickle.dumps(logger))]
