@@ -375,6 +375,30 @@ def test_compilation_in_most_steps_is_reported(
         assert breakdown[culprit.entry].seconds == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("name", "where", "todo"),
+    [
+        ("gc.collect", "`clean` (train.py:5, gc.collect)", "call it less often"),
+        (
+            "",
+            "`clean` (train.py:5)",
+            "create fewer objects there, such as lists of numbers, or call gc.disable(), and"
+            " gc.collect() every n steps",
+        ),
+    ],
+)
+def test_advice_on_collections_depends_on_what_starts_them(
+    name: str, where: str, todo: str
+) -> None:
+    entry = "slow steps: garbage collection"
+    culprit = place(entry, name, Source("train.py", 5, 5, "clean"), s=0.4, n=9, observed_s=0.4)
+    m = on_host(slow=slow_steps(0.4, **{"garbage collection": 0.4}), culprits=(culprit,))
+    diagnosis, _ = diagnosed(m)
+    assert texts(diagnosis, "collect_less") == [
+        f"most garbage collections start in {where}: {todo}"
+    ]
+
+
 def test_time_breakdown_of_a_fit_is_exact() -> None:
     # 100 steps of 16.7 ms and 1 ms in checkpoints, after a first step of 500 ms.
     entries_s = {"set-up": 0.007, "first step": 0.5, "validation": 0.1, "epoch ends": 0.011}

@@ -353,34 +353,44 @@ def test_slow_callback_under_lightning_is_a_cause(gpu: FakeGPU) -> None:
     assert slow.unexplained_ms == 0.0
 
 
-def trained_on_the_cpu(late: Callable[[nn.Module, int], None], **options: Any) -> list[SlowStep]:
-    """Train a small net, call `late` after the model in each step, and return the slow steps."""
+def create_lists() -> None:
+    """Create so many objects that Python collects the oldest generation by itself."""
+    [[number] for number in range(100_000)]
+
+
+@pytest.mark.parametrize(("collect", "name"), [(gc.collect, "gc.collect"), (create_lists, "")])
+def test_real_garbage_collection_is_a_cause(
+    gpu: FakeGPU, collect: Callable[[], object], name: str
+) -> None:
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.randn(60, 64)), batch_size=1)
-    with GPUPhaseHooks(net, optimizer, warmup_steps=5, **options) as timer:
+    collections: list[dict[str, int]] = []
+
+    def take_time(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2 and not collections:
+            collections.append(info)
+            gpu.host_work(20.0)
+
+    gc.freeze()  # Otherwise, Python collects only if a quarter of all objects is new.
+    gc.collect()
+    with GPUPhaseHooks(net, optimizer, warmup_steps=5, _clock=gpu) as timer:
         for number, (x,) in enumerate(timer.steps(loader)):
             loss = net(x).sum()
-            late(net, number)
+            gpu.host_work(1.0)
+            if number == SLOW:
+                # Append it after the timer's callback, which must see the start before time passes.
+                gc.callbacks.append(take_time)
+                collect()
+                gc.callbacks.remove(take_time)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    return [*timer.slow_steps()]
-
-
-def test_real_garbage_collection_is_a_cause(gpu: FakeGPU) -> None:
-    def take_time(phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            gpu.host_work(20.0)
-
-    def late(net: nn.Module, number: int) -> None:
-        gpu.host_work(1.0)
-        if number == SLOW:
-            # Append it after the timer's callback, which must see the start before time passes.
-            gc.callbacks.append(take_time)
-            gc.collect()
-            gc.callbacks.remove(take_time)
-
-    [slow] = trained_on_the_cpu(late, _clock=gpu)
+    gc.unfreeze()
+    [slow] = timer.slow_steps()
     assert (slow.step, slow.unexplained_ms) == (SLOW, 0.0)
     assert slow.causes == (Cause("garbage_collection", 20.0, 20.0, "generation 2"),)
+    time_breakdown = timer.summary().time_breakdown
+    assert time_breakdown is not None
+    [culprit] = time_breakdown["slow steps: garbage collection"].culprits
+    assert culprit.name == name

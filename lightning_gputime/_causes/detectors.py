@@ -27,7 +27,7 @@ from lightning_gputime._causes.attribution import (
 from lightning_gputime._compat.torch_ import compile_callbacks
 from lightning_gputime._culprits.places import Here, frames_here
 from lightning_gputime._instrumentation.loaders import attribute
-from lightning_gputime._measurement.culprits import PLACE, CulpritSums
+from lightning_gputime._measurement.culprits import GC_COLLECT, PLACE, CulpritSums
 from lightning_gputime._measurement.loader import MadeBatch
 from lightning_gputime._measurement.slow import CauseKind
 from lightning_gputime._phases import (
@@ -82,6 +82,7 @@ class HostSpans:
         self._now_ns, self._culprits = now_ns, culprits
         self._newest: deque[Span] = deque(maxlen=_MAX_SPANS)
         self._started_ns: dict[CauseKind, int] = {}  # Start of the open span of each kind.
+        self._is_explicit = False  # True if a call of `gc.collect` started the newest collection.
 
     def attach(self) -> None:
         for callbacks, callback in self._callbacks():
@@ -104,10 +105,14 @@ class HostSpans:
 
     def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
         # Short collections are frequent: for these, allocate nothing that the collector tracks.
+        generation = info["generation"]
         if phase == "start":
+            # Python starts a collection itself only if a count exceeds its threshold.
+            self._is_explicit = generation == 2 and gc.get_count()[2] <= gc.get_threshold()[2]
             self.start("garbage_collection")
         else:
-            self.end("garbage_collection", f"generation {info['generation']}")
+            name = GC_COLLECT if self._is_explicit else ""
+            self.end("garbage_collection", f"generation {generation}", name)
 
     def _on_compile_start(self, *_: Any) -> None:
         self.start("compilation")
@@ -119,15 +124,21 @@ class HostSpans:
     def start(self, kind: CauseKind) -> None:
         self._started_ns[kind] = self._now_ns()
 
-    def end(self, kind: CauseKind, detail: str) -> None:
-        """End the span of this kind. Keep it, and for long spans also the code that was running."""
+    def end(self, kind: CauseKind, detail: str, name: str = "") -> None:
+        """End the span of this kind. Keep it, and for long spans also the code that was running.
+
+        Args:
+            kind: Kind of the cause.
+            detail: Detail of the cause, for the log of slow steps.
+            name: Name of the code that was running; empty for its function.
+        """
         now_ns, started_ns = self._now_ns(), self._started_ns.pop(kind, None)
         if started_ns is not None and now_ns - started_ns >= _MIN_SPAN_NS:
             self._newest.append((started_ns, now_ns, kind, detail))
             if kind != "callback" and now_ns - started_ns >= _MIN_LOCATED_NS:
                 entry = f"slow steps: {kind.replace('_', ' ')}"
                 source = Here(frames_here())
-                self._culprits.add(entry, "", now_ns - started_ns, source=source, kind=PLACE)
+                self._culprits.add(entry, name, now_ns - started_ns, source=source, kind=PLACE)
 
     def collect(self, steps: Sequence[StepRecord], baseline: Baseline) -> Detector | None:
         # Copy the spans, because a garbage collection may add one at any time.

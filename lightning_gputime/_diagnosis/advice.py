@@ -39,6 +39,7 @@ from lightning_gputime._diagnosis.pace import Pace
 from lightning_gputime._measurement.culprits import (
     BLOCKING_STEPS,
     CALL,
+    GC_COLLECT,
     PLACE,
     SAMPLER,
     STAGES,
@@ -571,10 +572,15 @@ def _free_cores(case: Case) -> Iterator[Advice]:
 
 
 def _collect_less(case: Case) -> Iterator[Advice]:
-    if culprits := case.culprits:
-        text = (
-            f"most garbage collections start in {culprits[0]}: call gc.collect() there less often"
+    if case.culprits:
+        culprit = case.culprits[0]
+        todo = (
+            "create fewer objects there, such as lists of numbers, or call gc.disable(), and"
+            " gc.collect() every n steps"
         )
+        if culprit.name == GC_COLLECT:
+            todo = "call it less often"
+        text = f"most garbage collections start in {culprit}: {todo}"
         yield Advice("collect_less", text)
     yield Advice(
         "gc_freeze",

@@ -11,6 +11,8 @@ from lightning_gputime._phases import FETCH
 
 CALL, PLACE, BLOCKING = "call", "place", "blocking"
 SAMPLER, DATASET, COLLATE = STAGES = ("sampler", "dataset", "collate")
+GC_COLLECT = "gc.collect"
+"""Name of the code that starts a garbage collection explicitly."""
 UNKNOWN_PHASE = ""
 """Entry of a call that waits for the GPU in an untimed step."""
 BLOCKING_STEPS = 3
