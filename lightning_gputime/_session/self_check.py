@@ -106,7 +106,7 @@ _FORWARD_TOO_SHORT = (
     ' in `with phase("forward")`.'
 )
 _NO_OPTIMIZER = (
-    "The model is trained, but the timer has no optimizer. So zero_grad() counts as the phase before"
+    "The model is trained, but the timer has no optimizer. zero_grad() counts as the phase before"
     " it, and evaluations count as part of the steps. Pass the optimizer: GPUPhaseHooks(model,"
     " optimizer)."
 )
