@@ -1,6 +1,6 @@
 """Searches for the code that takes the time. Each search covers only a few steps.
 
-To locate a mark is to record the line of the user's code that runs at the mark.
+To locate a mark is to record the user's line of code that runs at the mark.
 """
 
 from collections.abc import Callable

@@ -110,7 +110,7 @@ class OpenStep:
 
     @property
     def has_trained(self) -> bool:
-        """True once a backward has run, in this step or an earlier one."""
+        """True once a backward has run, in any step."""
         return self._forward.has_trained
 
     @property

@@ -113,10 +113,10 @@ class Probe:
             self._results.add_probed(step)
         elif not was_short and self._may_wait(step):
             self._margin = min(2 * self._margin, _MAX_MARGIN)
+            phase = _waiting_phase(step, self._results.sums)
             self._miss(
-                "the host waits for the GPU inside probed steps, in"
-                f" `{_waiting_phase(step, self._results.sums)}` (`.item()`, `.cpu()`, a copy from memory"
-                " that is not pinned, a full launch queue?)"
+                f"the host waits for the GPU inside probed steps, in `{phase}` (`.item()`,"
+                " `.cpu()`, a copy from memory that is not pinned, a full launch queue?)"
             )
 
     def _may_wait(self, step: StepRecord) -> bool:
