@@ -27,6 +27,7 @@ class TrainerAdder(transformers.TrainerCallback):
             return
         save = adding.show_at_exit(timer, wanted, prints=False)
 
+        # The Trainer may train again: save each training to a separate file.
         def save_and_begin(*event: Any, **known: Any) -> None:
             nonlocal save
             if save is not None:
@@ -35,5 +36,4 @@ class TrainerAdder(transformers.TrainerCallback):
             TransformersPhaseTimer.on_train_begin(timer, *event, **known)
 
         timer.on_train_begin(args, state, control, **known)
-        # The Trainer may train again: save each training to a separate file.
         vars(timer)["on_train_begin"] = save_and_begin
