@@ -65,5 +65,5 @@ def test_rank_warns_once_if_others_do_not_answer(
     assert [agreements[1].agree([7]) for _ in range(5)] == [[1]] * 5
     assert len(caplog.messages) == 1
     assert "no longer agree" in caplog.text
-    assert "This rank times every step. Attach" in caplog.text
+    assert "This rank times every step from now on, so the ranks" in caplog.text
     assert "or pass sync_ranks=False" in caplog.text

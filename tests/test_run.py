@@ -507,7 +507,9 @@ def test_table_of_run_names_the_flag_of_an_advised_option(
 
 def test_only_rank_zero_prints_and_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     finalized: list[object] = []
-    monkeypatch.setattr(adding, "Finalize", lambda *args, **_: finalized.extend(args[2]))
+    monkeypatch.setattr(
+        adding, "Finalize", lambda *args, **_: finalized.extend([*args[2], *args[3].values()])
+    )
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     timer = GPUPhaseTimer()
@@ -519,7 +521,7 @@ def test_only_rank_zero_prints_and_saves(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_each_timer_of_a_script_saves_to_a_separate_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adding, "_numbers", count(1))
+    monkeypatch.setattr(adding, "_file_numbers", count(1))
     monkeypatch.setattr(os, "getpid", lambda: 7)
     wanted = {"save_path": "runs.d/run.json.gz"}
     assert adding.path_to_save({}) is None
@@ -545,7 +547,7 @@ def test_file_that_another_process_of_the_same_run_saved_is_kept(
     adding._print_and_save(timer, str(path), prints=False)
     assert timer.save.mock_calls == [call(str(path)), call(str(other_path))]
     assert f"has already saved {path}. This process saves to {other_path}" in caplog.text
-    monkeypatch.setattr(adding, "_numbers", count(1))
+    monkeypatch.setattr(adding, "_file_numbers", count(1))
     assert adding.path_to_save({"save_path": str(path)}) == str(other_path)
 
 
@@ -647,7 +649,9 @@ def test_run_names_a_loop_that_makes_an_iterator_for_each_batch(workers: int, ru
         pytest.param(PLAIN, 28, "Other optimizers and evaluations are not timed", id="plain"),
         pytest.param(ACCUMULATES, 23, "One update has 2 calls of backward: time", id="accumulates"),
         pytest.param(TWO_LOOPS, 23, "trains Linear", id="two models"),
-        pytest.param(WITHOUT_MODULE, 0, "that SGD updates no module has any", id="no module"),
+        pytest.param(
+            WITHOUT_MODULE, 0, "no module has parameters that SGD updates", id="no module"
+        ),
         pytest.param(NO_UPDATE, 0, "no update by a torch optimizer was found", id="no update"),
         pytest.param(ONE_UPDATE, 0, "no second update by a torch optimizer", id="one update"),
         pytest.param(OWN_TIMER, 0, "The script has a timer", id="own timer"),
@@ -714,7 +718,7 @@ def test_trainer_without_its_callback_is_reported(run: Runner) -> None:
 def test_each_fit_of_a_trainer_saves_to_a_separate_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(adding, "_numbers", count(1))
+    monkeypatch.setattr(adding, "_file_numbers", count(1))
     wanted = {"save_path": str(tmp_path / "run.json"), "warmup_steps": 0}
     callbacks = [auto_lightning.TrainerAdder(wanted)]
     script = LIGHTNING.replace("CALLBACKS = []", "").replace("max_epochs=1", "max_steps=20")

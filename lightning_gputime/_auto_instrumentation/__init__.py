@@ -2,9 +2,9 @@
 
 Lightning's Trainer and Fabric load callbacks from the entry points of installed packages, see
 `callbacks_factory` in their documentation. A Fabric loop is timed as a plain loop. For plain loops
-and the transformers Trainer, `run` adds the folder `site` to PYTHONPATH. Its `sitecustomize` calls
-`watch_imports` when Python starts. `plain` then finds plain loops by their first update, and
-`fetches` tells their fetches from other code. In this folder, `wanted` are the options of `run`.
+and the transformers Trainer, `run` adds the folder `site` to PYTHONPATH. The `sitecustomize` in it
+calls `watch_imports` when Python starts. `plain` then finds plain loops by their first update, and
+`fetches` separates the fetches of a plain loop from its other code.
 """
 
 import atexit
@@ -23,7 +23,7 @@ from lightning_gputime._messages import WarnOnce, messages
 # Environment variable: unset, empty or "0" for no timer, "1" for the defaults, or options as JSON.
 VARIABLE = "LIGHTNING_GPUTIME"
 TUNE = f"{VARIABLE}_TUNE"  # Environment variable with the instructions of `tune`, as JSON.
-BEGAN = f"{VARIABLE}_BEGAN"  # Environment variable with the start time of `run`.
+BEGAN = f"{VARIABLE}_BEGAN"  # Environment variable with the start time of `run`, as `time.time()`.
 
 _MISSED = (
     "No step is timed: another import hook imported %s before lightning_gputime could watch it."
@@ -62,7 +62,7 @@ def suppress_errors() -> Iterator[None]:
         warn_once("The timer could not be added: %r. The script runs without it.", error)
 
 
-# Every Trainer and Fabric calls these, with or without `run`, so they import lazily.
+# Every Trainer and Fabric calls these two functions, also without `run`, so they import lazily.
 
 
 def trainer_callbacks() -> list[Any]:
@@ -97,7 +97,7 @@ def watch_imports() -> None:
             "transformers.training_args": lambda: _tuned_process().patch_transformers(),
         }
     finder = _WatchingFinder(calls)
-    # Some modules may be imported already, for example by the user's `sitecustomize`.
+    # The user's `sitecustomize`, for example, may have imported some of these modules.
     for name in finder.calls.keys() & sys.modules.keys():
         finder.imported(name)
     sys.meta_path.insert(0, finder)
@@ -106,9 +106,10 @@ def watch_imports() -> None:
 
 
 class _WatchingFinder:
-    """Meta path finder that delegates to the others and calls a function after a module executes.
+    """Meta path finder that calls a function after a module has been executed.
 
-    A lookup alone, such as `importlib.util.find_spec("torch")`, does not trigger the call.
+    The other finders find the module. A lookup alone, such as `importlib.util.find_spec("torch")`,
+    does not trigger the call.
     """
 
     def __init__(self, calls: dict[str, Callable[[], None]]) -> None:
@@ -135,13 +136,13 @@ class _WatchingFinder:
 
 
 class _WatchedLoader:
-    """Wrapper of a module's loader until the module executes."""
+    """Wrapper of a module's loader until the module has been executed."""
 
     def __init__(self, loader: Any, finder: _WatchingFinder) -> None:
         self._loader, self._finder = loader, finder
 
     def __getattr__(self, name: str) -> Any:
-        # `copy` reads attributes before `_loader` is set.
+        # `copy` reads attributes before `_loader` is set, so this lookup would recurse.
         if name == "_loader":
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -153,13 +154,13 @@ class _WatchedLoader:
 
 
 def _report_unwatched(finder: _WatchingFinder, process: int) -> None:
-    """Warn about modules that another import hook imported: their training has no timer."""
+    """Warn about modules that another import hook imported, so that their training has no timer."""
     missed = finder.calls.keys() & sys.modules.keys()
     if missed and os.getpid() == process:
         messages.warning(_MISSED, " and ".join(sorted(missed)))
 
 
-@functools.cache  # Under `run`, the import of torch has already called it.
+@functools.cache  # Fabric calls it again if `run` has called it at the import of torch.
 def _watch_loops() -> None:
     from lightning_gputime._auto_instrumentation.plain import PlainLoops
 
@@ -173,7 +174,7 @@ def _tuned_process() -> Any:
 
 
 def _tune_loops() -> None:
-    _watch_loops()  # Must come first: its hook ends the step before `tune` ends the script.
+    _watch_loops()  # First, so that its hook ends the step before `tune` ends the script.
     _tuned_process().start()
 
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 ABOUT_RUN = """\
 Time a script as it is: in the Trainer of Lightning or transformers, or in a plain
 loop, where a step is one update of the first optimizer. Arguments, output, exit code and errors
-stay those of the script. Processes that it starts are timed, too. If a script has a timer, that is
-used: --save-path saves its run, and the other options have no effect.
+stay those of the script. Processes that it starts are timed, too. If a script has a timer, run uses
+that timer: --save-path saves its run, and the other options have no effect.
 Options precede the script. The manual describes them: docs/reference/options.md.
 
   run train.py --its own --args
@@ -45,7 +45,7 @@ because the runs are compared several times. If a script has a timer, its runs a
   bench "train.py" "train.py --new"
   bench "torchrun --nproc-per-node 2 old.py" "torchrun --nproc-per-node 2 new.py" --fail-above 2%
 """
-_FAILED = 2
+_FAILED = 2  # Exit code if a command fails.
 # Turns after which `bench` may stop. The error rate is divided among them.
 _LOOKS = (3, 5, 8, 12, 18, 27, 40)
 
@@ -93,6 +93,7 @@ def run_to_file(args: argparse.Namespace, path: Path) -> int:
 
     The script's output goes to stderr. Return the exit code; 128 + n if signal n ended the script.
     """
+    # `_run_and_save` expects the options of `run` in front of the script.
     command = ["-m", *args.script] if args.is_module else [*args.script]
     for flag, name in FLAGS.items():
         value = getattr(args, name)
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("no script is given: write run train.py, or run -m package.module")
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise ValueError(KEEPS_OUT.format(""))
-    # Check this first, because checking options imports torch.
+    # Check the script before the options, because checking options imports torch.
     program = None if args.is_module else find_program(args.script)
     wanted = {name: given[name] for name in (*SWITCHES, *VALUES) if given[name] is not None}
     try:
@@ -152,6 +153,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(args: argparse.Namespace) -> "RunComparison":
+    """Run two commands alternately until their comparison is certain. Return the comparison."""
     from lightning_gputime._runs.compare import compare_groups  # Imports torch.
 
     commands = {"before": args.before, "after": args.after}
@@ -159,7 +161,7 @@ def bench(args: argparse.Namespace) -> "RunComparison":
         if not command.strip():
             raise ValueError(f"{side} must be a command such as train.py, got {command!r}")
     if args.turns < 2:
-        raise ValueError(f"--turns must be 2 or more, got {args.turns}: one turn shows no noise")
+        raise ValueError(f"--turns must be 2 or more, got {args.turns}: one run shows no noise")
     folder = Path(args.out or tempfile.mkdtemp(prefix="bench-")).expanduser()
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"--out must be a new folder: {folder} has files. Choose another name")
@@ -170,7 +172,7 @@ def bench(args: argparse.Namespace) -> "RunComparison":
             runs[side].append(folder / side / f"{turn:03}.json.gz")
             _save_run(commands[side], runs[side][-1])
             if turn == 1 and side == "before":
-                # Raise before a long bench if --fail-above names an unknown phase.
+                # Compare the run with itself, to raise now if --fail-above names an unknown phase.
                 with_itself = compare_groups([runs[side], runs[side]])
                 for bound in args.fail_above:
                     with_itself.outcome(*bound)
@@ -190,28 +192,31 @@ def _save_run(command: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if code := _run_and_save(shlex.split(command), path):
         _report(f"`{command}` failed with exit code {code}, so the bench stopped")
-        # Exit codes 1 and 3 are outcomes of a comparison. Codes above 128 are signals.
+        # Exit codes 1 and 3 are outcomes of a comparison, so do not pass them on. Codes above 128
+        # are signals.
         raise SystemExit(code if code > 128 else _FAILED)
     if not path.is_file():
         raise ValueError(f"`{command}` saved no run: it must train for at least two steps")
 
 
 def _run_and_save(command: Sequence[str], path: Path) -> int:
-    """Start a command with `run`, and save the run.
+    """Run a command with the timer of `run`, and save its run to a file.
 
     Return the exit code; 128 + n if signal n ended the command.
     """
     run = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
     # Send the command's output to stderr, because stdout is for results.
     process = subprocess.Popen([*run, *command], stdout=2)
-    interrupted = 0
+    is_interrupted = False
     while True:
         try:
             code = process.wait()
             break
         except KeyboardInterrupt:  # The command also got the signal, and may need time to exit.
-            interrupted = 130
-    return interrupted or (code if code >= 0 else 128 - code)
+            is_interrupted = True
+    if is_interrupted:
+        return 128 + signal.SIGINT
+    return code if code >= 0 else 128 - code
 
 
 def _report(text: str) -> None:

@@ -37,14 +37,12 @@ class _Dataset:
         self._dataset = _reference_to(dataset)
 
     def accepts(self, dataset: object) -> bool:
-        """Return whether this is the dataset, or its replacement in a later epoch."""
-        known = self._dataset()
-        if known is not None:
-            return known is dataset
-        is_replacement = type(dataset) is self._kind
-        if is_replacement:
+        """Return True for the dataset. Also accept its replacement, which then is the dataset."""
+        current = self._dataset()
+        if current is None and type(dataset) is self._kind:
             self._dataset = _reference_to(dataset)
-        return is_replacement
+            return True
+        return current is dataset
 
 
 def _reference_to(dataset: object) -> Callable[[], object | None]:
@@ -55,49 +53,51 @@ def _reference_to(dataset: object) -> Callable[[], object | None]:
 
 
 class EarlyStages(StagedLoaders):
-    """Timer of the stages of all loaders, used while no timer is attached.
+    """Timer of the stages of all loaders (sampler, dataset, collate), while no timer is attached.
 
-    It keeps the stages by iterator. `move` adds them to the sums of a timer, once the timer knows
+    It keeps the times by iterator. `move` adds them to the sums of a timer, once the timer knows
     which iterators belong to its training.
     """
 
     def __init__(self) -> None:
         super().__init__(self._is_included, time.perf_counter_ns, self._add_loader)
-        # Adds the stages of the iterator under construction to the sums of a timer.
-        self._newest: Callable[[CulpritSums], object] = do_nothing
+        # Adds the times of the iterator under construction to the sums of a timer.
+        self._add_newest: Callable[[CulpritSums], object] = do_nothing
         # The same for each iterator that was constructed.
-        self._adds = WeakKeyDictionary[Any, Callable[[CulpritSums], object]]()
+        self._add_by_iterator = WeakKeyDictionary[Any, Callable[[CulpritSums], object]]()
 
     def remove(self) -> None:
-        self._iter.remove()  # Unlike those of a timer, it can be attached again.
-        self._adds.clear()
+        """Stop timing, and forget all times. Unlike the base class, this can be attached again."""
+        self._iter.remove()
+        self._add_by_iterator.clear()
 
     def move(self, iterator: Any, sums: CulpritSums) -> None:
-        """Move the stages of an iterator to the sums of a timer."""
-        if (add := self._adds.pop(iterator, None)) is not None:
+        """Move the times of an iterator to the sums of a timer."""
+        if (add := self._add_by_iterator.pop(iterator, None)) is not None:
             add(sums)
 
     def on_call_end(self, iterator: Any) -> None:
         super().on_call_end(iterator)
         if iterator is not None:
-            self._adds[iterator] = self._newest
-        self._newest = do_nothing
+            self._add_by_iterator[iterator] = self._add_newest
+        self._add_newest = do_nothing
 
     def _is_included(self, _: object) -> bool:
         # An attached timer, such as a Trainer's, times its loaders itself.
-        timers = (found for found in self._iter.patch.listeners if found is not self)
-        return get_worker_info() is None and not any(isinstance(t, StagedLoaders) for t in timers)
+        others = (listener for listener in self._iter.patch.listeners if listener is not self)
+        is_attached = any(isinstance(other, StagedLoaders) for other in others)
+        return get_worker_info() is None and not is_attached
 
     def _add_loader(self, loader: Loader) -> Loader:
-        self._newest = partial(CulpritSums.add_loader, loader=loader)
+        self._add_newest = partial(CulpritSums.add_loader, loader=loader)
         return loader
 
 
 class Fetches:
     """Listener that splits a loop as `steps(loader)` does: a fetch is `data`, other code `other`.
 
-    The training datasets are those from which the first timed step fetches with gradients enabled.
-    Other fetches, such as a validation's, are ignored.
+    The training datasets are all datasets from which the first timed step fetches with gradients
+    enabled. Fetches from other datasets, such as a validation's, are ignored.
 
     Args:
         timer: The timer of the loop.
@@ -108,9 +108,10 @@ class Fetches:
         self._timer = timer
         self._early = early
         self._iterators: list[Any] = []  # Iterators of the first step.
-        self._datasets: list[_Dataset] = []
+        self._datasets: list[_Dataset] = []  # Training datasets; empty in the first step.
         self._has_started = False  # True from `iter(loader)` until the first fetch.
-        # Subscribe before the timer does: it times the stages of a new loader only if it knows it.
+        # The timer also listens to `iter(loader)`, but needs `_start_epoch` to have passed it the
+        # loader. So subscribe first.
         self.starts = Subscription(
             DataLoader, "__iter__", Calls(self._start_epoch, self._read_settings)
         )
@@ -137,17 +138,20 @@ class Fetches:
         self._iterators = []
 
     def _start_epoch(self, loader: DataLoader[Any], *_: Any) -> bool:
-        """Start `data` if a training loader starts an epoch. Return whether it does."""
+        """Start `data` if a training loader starts an epoch. Return True if it does."""
         if not self._is_timed(loader.dataset):
             return False
         self._timer._session.recorder.mark(DATA)
         self._has_started = True
-        # Until the iterator exists, for the timer of the stages.
+        # While the iterator is created, the timer keeps the loader, to time its stages.
         self._timer._read_loader(loader, in_data=True)
         return True
 
     def _read_settings(self, iterator: Any) -> None:
-        """Keep the settings, not the loader, which may be of this epoch: its workers must exit."""
+        """Let the timer keep the loader's settings instead of the loader.
+
+        A script may create a loader for each epoch, whose workers exit once it is deleted.
+        """
         self._timer._read_loader(settings_of_iterator(iterator), in_data=True)
 
     # Listener of loader iterators, see `Calls`
@@ -164,7 +168,8 @@ class Fetches:
         if recorder.state is PAUSED:
             recorder.resume(DATA)
         elif not self._has_started:
-            # The label since the last update is `data`, but only the fetch is: relabel it `other`.
+            # The end of the step has marked `data`, but the fetch only starts now: the time until
+            # now is `other`.
             recorder.mark_instead(DATA, OTHER)
             recorder.mark(DATA)
         self._has_started = False
@@ -177,10 +182,10 @@ class Fetches:
             self._timer._session.open_step.batch_begins(batch)
 
     def _is_timed(self, dataset: object) -> bool:
-        """Return whether this is a training dataset whose fetches are timed now."""
+        """Return True for a training dataset whose fetch can be timed now."""
         session = self._timer._session
         if not self._datasets or session.steps.state is OFF or not torch.is_grad_enabled():
             return False
         if get_ident() != session.recorder.threads.home:
             return False
-        return any(known.accepts(dataset) for known in self._datasets)
+        return any(training.accepts(dataset) for training in self._datasets)

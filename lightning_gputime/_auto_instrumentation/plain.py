@@ -21,8 +21,9 @@ from lightning_gputime._phases import BACKWARD
 if TYPE_CHECKING:
     from lightning_gputime._auto_instrumentation.fetches import EarlyStages
 
-# Import nothing else here. `import torch` loads this module, perhaps while the script is importing
-# this package. And a process without updates, such as a loader's worker, does not need a timer.
+# Import nothing else of this package here. `import torch` loads this module, perhaps while the
+# script is importing this package. And a process without updates, such as a loader's worker, does
+# not need a timer.
 
 _FOUND = (
     "Timing the loop that trains %s: each update of its %s ends a step. Other optimizers and"
@@ -37,19 +38,19 @@ _MICRO_BATCHES = (
     " counts as `other` or `loss`. If you accumulate gradients, add GPUPhaseHooks with"
     ' steps(loader) and accumulate_grad_batches="auto" to the script.'
 )
-_FOUND_NEXT = "Timing the loop that trains %s, the next of this process."
+_FOUND_NEXT = "Timing the loop that trains %s, the next training loop of this process."
 _MISSED = (
-    "%d more training loops are not shown, because they are too short or come after many others."
-    " To time them, add GPUPhaseHooks to the script."
+    "%d more training loops are not shown, because they are too short or come after many other"
+    " loops. To time them, add GPUPhaseHooks to the script."
 )
 _NO_CALLBACK = (
     "No step is timed: the Trainer of %s did not call the callback that run adds. Pass a"
     " timer to the Trainer, or reinstall lightning-gputime."
 )
 _MAX_LOOPS = 20
-# Consecutive short loops after which no further loop is timed: finding a model takes 0.1 s.
+# After this many short loops in a row, no loop is timed: to find the model of each takes 0.1 s.
 _MAX_SHORT_LOOPS = 3
-_MIN_OTHER_UPDATES = 3  # Number of updates by other optimizers that end the timed loop.
+_MIN_OTHER_UPDATES = 3  # Minimum number of updates by other optimizers that end the timed loop.
 _PROCESS = "LIGHTNING_GPUTIME_PROCESS"  # Environment variable with the id of the first process.
 
 
@@ -57,24 +58,25 @@ class PlainLoops:
     """Timers of plain loops, one after another.
 
     The first optimizer that updates in a loop defines its steps. The loop is over once other
-    optimizers have updated several times since its last update.
+    optimizers have updated several times since the last update of that optimizer.
+
+    Args:
+        wanted: Options of the timers, and `save_path`.
     """
 
     def __init__(self, wanted: dict[str, Any]) -> None:
         self._wanted = wanted
         self._loop: _TimedLoop | None = None
-        self._loops = 0  # Number of loops that were found.
-        self._has_shown = False  # True once a loop was timed on the rank that shows results.
-        self._short_loops = 0  # Number of consecutive loops with only warm-up steps.
+        self._n_loops = 0  # Number of loops that were found.
+        self._shows = False  # True on rank zero once a loop has been found.
+        self._n_short_loops = 0  # Number of consecutive loops with only warm-up steps.
         # Number of updates of other optimizers since the last update of the timed loop.
-        self._other_updates = 0
+        self._n_other_updates = 0
         self._census = _Census()
-        # Optimizers of earlier loops, and optimizers whose loop could not be timed. Their updates
-        # do not start another loop.
-        self._untimeable = WeakSet[Optimizer]()
+        self._untimeable = WeakSet[Optimizer]()  # Optimizers whose updates start no loop.
         # Weak reference to the timer of a running Trainer, which times its own loop.
         self._trainer_timer: Callable[[], Any] = lambda: None
-        self._early: EarlyStages | None = None
+        self._early: EarlyStages | None = None  # See `_early_stages`.
         self._cancel_first_iter = _at_first_iter(lambda: self._early_stages().attach())
         self._handle = register_optimizer_step_post_hook(self._update_ends)
         # Child processes inherit this id: only the first process reports that no loop was found.
@@ -82,22 +84,22 @@ class PlainLoops:
         Finalize(None, self._report, exitpriority=0)
 
     def _update_ends(self, optimizer: Optimizer, *_: Any) -> None:
-        """Count an update: of the timed loop, or of another optimizer, whose loop may be next."""
+        """Handle an update of any optimizer. After other optimizers, switch to their loop."""
         loop = self._loop
         if loop is not None and loop.optimizer is optimizer:
-            # The loop's own hook has already ended the step.
-            if self._other_updates:
-                loop.tolerate(self._other_updates)
-                self._other_updates = 0
+            # The loop continues. `_TimedLoop._step_ends` has already ended the step.
+            if self._n_other_updates:
+                loop.tolerate(self._n_other_updates)
+                self._n_other_updates = 0
                 self._census.join()
             return
         timer = self._trainer_timer()
         if optimizer in self._untimeable or (timer is not None and timer._session.is_attached):
             return
-        self._other_updates += 1
+        self._n_other_updates += 1
         self._census.add(optimizer)
-        is_due = self._other_updates == (1 if loop is None else loop.max_other_updates)
-        if is_due and self._loops < _MAX_LOOPS and self._short_loops < _MAX_SHORT_LOOPS:
+        is_due = self._n_other_updates == (1 if loop is None else loop.ends_after)
+        if is_due and self._n_loops < _MAX_LOOPS and self._n_short_loops < _MAX_SHORT_LOOPS:
             self._switch_at_backward(ref(optimizer))
 
     def _switch_at_backward(self, optimizer: Callable[[], Optimizer | None]) -> None:
@@ -117,21 +119,21 @@ class PlainLoops:
 
     @suppress_errors()
     def _switch_to(self, optimizer: Optimizer | None) -> None:
-        """End the timed loop unless it has continued, and time the loop of an optimizer."""
-        if self._loop is not None and self._other_updates < self._loop.max_other_updates:
+        """Unless the timed loop has continued, end it, and time the loop of an optimizer."""
+        if self._loop is not None and self._n_other_updates < self._loop.ends_after:
             return
         if self._loop is not None:
-            # If this optimizer updates again, two optimizers alternate in one training. Show only
-            # one loop for each.
+            # If this optimizer updates again, two optimizers alternate in one training. Show each
+            # of them once.
             self._untimeable.add(self._loop.optimizer)
-            has_steps = self._loop.end()
+            is_shown = self._loop.end()
             self._early_stages().attach()
-            self._census.end(has_steps)
-            self._short_loops = 0 if has_steps else self._short_loops + 1
+            self._census.end(is_shown)
+            self._n_short_loops = 0 if is_shown else self._n_short_loops + 1
             self._loop = None
-        self._other_updates = 0
-        if optimizer is not None and self._short_loops < _MAX_SHORT_LOOPS:
-            self._untimeable.add(optimizer)  # Do not try again if this fails.
+        self._n_other_updates = 0
+        if optimizer is not None and self._n_short_loops < _MAX_SHORT_LOOPS:
+            self._untimeable.add(optimizer)  # Do not try again if `_attach` fails.
             self._attach(optimizer)
 
     def _attach(self, optimizer: Optimizer) -> None:
@@ -140,35 +142,39 @@ class PlainLoops:
         from lightning_gputime._timer import Timer
 
         timers = _instances_of(Timer)
+        attached = [timer for timer in timers if timer._session.is_attached]
+        # Timers that were added to the script print on stderr.
         if of_script := [timer for timer in timers if not timer._prints_on_stderr]:
-            is_attached = [timer for timer in of_script if timer._session.is_attached]
-            adding.use_timer_of_script((is_attached or of_script)[0], self._wanted)
+            attached_of_script = [timer for timer in attached if not timer._prints_on_stderr]
+            adding.use_timer_of_script((attached_of_script or of_script)[0], self._wanted)
             self._handle.remove()
             return
-        if attached := [timer for timer in timers if timer._session.is_attached]:
+        if attached:
             self._trainer_timer = ref(attached[0])
             self._untimeable.discard(optimizer)
             self._census.begin(optimizer)
             return
-        self._loops += 1
+        self._n_loops += 1
         models = _models_of(optimizer)
         kind = type(optimizer).__name__
         names = " and ".join(sorted({type(model).__name__ for model in models}))
         parameters = [id(p) for model in models for p in nn.Module.parameters(model)]
         if trainer := _trainer_at_work():
             warn_once(_NO_CALLBACK, trainer)
-        elif not models or len(parameters) > len({*parameters}):  # Models share parameters.
-            owners = f"several modules have some, {names}" if models else "no module has any"
-            reason = f"of the parameters that {kind} updates {owners}"
-            warn_once(_NOT_FOUND, reason, "model, optimizer")
+        elif not models:
+            why = f"no module has parameters that {kind} updates"
+            warn_once(_NOT_FOUND, why, "model, optimizer")
+        elif len(parameters) > len({*parameters}):
+            why = f"several modules that {kind} updates share parameters: {names}"
+            warn_once(_NOT_FOUND, why, "model, optimizer")
         else:
             self._loop = _TimedLoop(optimizer, models, self._wanted, self._early_stages())
             self._untimeable.discard(optimizer)
             self._census.begin(optimizer)
-            self._has_shown = self._loop.is_shown
-            if self._has_shown and self._loops == 1:
+            self._shows = self._loop.is_shown
+            if self._shows and self._n_loops == 1:
                 messages.warning(_FOUND, names, kind)
-            elif self._has_shown:
+            elif self._shows:
                 messages.warning(_FOUND_NEXT, names)
 
     def _early_stages(self) -> "EarlyStages":
@@ -182,28 +188,29 @@ class PlainLoops:
 
     def _report(self) -> None:
         """Warn at exit if no loop, or not every loop, was timed."""
-        if self._has_shown and self._census.missed:
+        if self._shows and self._census.missed:
             messages.warning(_MISSED, self._census.missed)
         times = os.times()
-        # If ended child processes have used CPU time (in seconds), this process is a launcher.
-        has_children = times.children_user + times.children_system > 0.5
+        # A process whose children took CPU time (in seconds) is a launcher: the children train.
+        is_launcher = times.children_user + times.children_system > 0.5
         has_timer = "lightning_gputime._timer" in sys.modules
         is_child = os.environ[_PROCESS] != str(os.getpid())
-        if is_child or has_children or has_timer or hasattr(sys, "last_value"):
+        has_failed = hasattr(sys, "last_value")
+        if is_child or is_launcher or has_timer or has_failed:
             return
         from lightning_gputime._auto_instrumentation.command import FLAGS
 
         if misplaced := FLAGS.keys() & {text.partition("=")[0] for text in sys.argv[1:]}:
             messages.warning("Options of run must precede the script: %s", ", ".join(misplaced))
         else:
-            missing = "no second update" if self._census.missed else "no update"
-            messages.warning(_NOT_FOUND, f"{missing} by a torch optimizer was found", "model")
+            why = "no second update" if self._census.missed else "no update"
+            messages.warning(_NOT_FOUND, f"{why} by a torch optimizer was found", "model")
 
 
 def _at_first_iter(call: Callable[[], object]) -> Callable[[], None]:
-    """Call a function at the first `iter(loader)`. Return a function that cancels this.
+    """Call a function at the first `iter(loader)`. Return a function that cancels the call.
 
-    It patches `DataLoader` by hand, because a `Subscription` would import dynamo in each process.
+    Patch `DataLoader` by hand, because a `Subscription` would import dynamo in each process.
     """
     original = DataLoader.__iter__
 
@@ -214,7 +221,7 @@ def _at_first_iter(call: Callable[[], object]) -> Callable[[], None]:
         cancel()
         with suppress_errors():
             call()
-        # Not `iter(loader)`: a subclass may have called `super().__iter__()`.
+        # A subclass may have called `super().__iter__()`, so `iter(loader)` would recurse.
         return DataLoader.__iter__(loader)
 
     def cancel() -> None:
@@ -240,22 +247,21 @@ class _TimedLoop:
         from lightning_gputime.hooks import GPUPhaseHooks
 
         self.optimizer = optimizer
-        # After this number of consecutive updates by other optimizers, the loop is over.
-        self.max_other_updates = _MIN_OTHER_UPDATES
+        # Number of consecutive updates by other optimizers after which the loop is over.
+        self.ends_after = _MIN_OTHER_UPDATES
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._timer = GPUPhaseHooks(model, optimizer, **timer_options(wanted))
         self._fetches = Fetches(self._timer, early)
         self._timer.attach()
         self._timer._session.attach_until_end(self._fetches.starts)
         self._hook = optimizer.register_step_post_hook(self._step_ends)
-        self._has_begun = False  # True once a step has started, at the first update.
-        # Prints and saves the result; None on ranks that show no result.
+        self._has_begun = False  # True after the first update.
         self._show = adding.finish_at_exit(self._timer, wanted)
         self.is_shown = self._show is not None
 
-    def tolerate(self, others: int) -> None:
-        """Allow `others` updates of other optimizers between two updates of this loop."""
-        self.max_other_updates = max(self.max_other_updates, 2 * others + _MIN_OTHER_UPDATES)
+    def tolerate(self, n: int) -> None:
+        """Allow more than `n` updates of other optimizers between two updates of this loop."""
+        self.ends_after = max(self.ends_after, 2 * n + _MIN_OTHER_UPDATES)
 
     def _step_ends(self, *_: Any) -> None:
         if self._has_begun:
@@ -266,13 +272,13 @@ class _TimedLoop:
                 self._timer._warn_once(_MICRO_BATCHES, calls)
             self._timer.step()
         else:
-            # The timer was attached inside a step, whose start is unknown.
+            # The timer was attached inside this step, so the next is the first to be timed.
             self._has_begun = True
             self._timer._session.steps.begin()
             self._fetches.attach()
 
     def end(self) -> bool:
-        """Stop timing and show the result. Return False if only warm-up steps were timed."""
+        """Stop timing. Show the result and return True, if more than warm-up steps were timed."""
         timer = self._timer
         self._hook.remove()
         timer._finish()
@@ -289,34 +295,34 @@ class _TimedLoop:
 class _Census:
     """Count of the training loops that are not shown.
 
-    These are optimizers that never stepped in a timed loop, and timed loops without a result.
+    It counts optimizers that never updated in a timed loop, and timed loops without a result.
     """
 
     def __init__(self) -> None:
-        # Number the optimizers instead of keeping them: the script may delete them.
+        # The script may delete optimizers, so keep their numbers.
         self._numbers = WeakKeyDictionary[Optimizer, int]()
-        self._n_known = 0  # Number of optimizers that have stepped.
-        self._n_not_shown = 0  # Number of timed loops that were too short to show.
-        self._joined = set[int]()  # Optimizers of timed loops.
-        self._between = set[int]()  # Others that stepped since the timed loop's last update.
+        self._n_optimizers = 0  # Number of all optimizers that updated.
+        self._n_not_shown = 0  # Number of timed loops without a result.
+        self._timed = set[int]()  # Optimizers that updated in a timed loop.
+        self._since_update = set[int]()  # Others that updated since the timed loop's last update.
 
     @property
     def missed(self) -> int:
-        return self._n_known - len(self._joined) + self._n_not_shown
+        return self._n_optimizers - len(self._timed) + self._n_not_shown
 
     def add(self, optimizer: Optimizer) -> None:
-        """Count an optimizer that has stepped outside the timed loop."""
-        self._between.add(self._number_of(optimizer))
+        """Count an optimizer that has updated, but does not define the steps of the timed loop."""
+        self._since_update.add(self._number_of(optimizer))
 
     def join(self) -> None:
         """Add the optimizers that updated meanwhile to the timed loop, which continues."""
-        self._joined |= self._between
-        self._between.clear()
+        self._timed |= self._since_update
+        self._since_update.clear()
 
     def begin(self, optimizer: Optimizer) -> None:
         """Start the timed loop of an optimizer."""
-        self._joined.add(self._number_of(optimizer))
-        self._between.clear()
+        self._timed.add(self._number_of(optimizer))
+        self._since_update.clear()
 
     def end(self, is_shown: bool) -> None:
         """End the timed loop, and count it as missed unless it is shown."""
@@ -324,17 +330,18 @@ class _Census:
 
     def _number_of(self, optimizer: Optimizer) -> int:
         if optimizer not in self._numbers:
-            self._numbers[optimizer] = self._n_known
-            self._n_known += 1
+            self._numbers[optimizer] = self._n_optimizers
+            self._n_optimizers += 1
         return self._numbers[optimizer]
 
 
 def _trainer_at_work() -> str:
-    """Return the package of the Trainer that runs the current loop, or an empty string."""
+    """Return the package of the Trainer that is running, such as "transformers"; empty if none."""
     from lightning_gputime._compat import lightning_, transformers_
     from lightning_gputime._compat.python_ import running_module
 
     module = running_module(lightning_.TRAINING | transformers_.TRAINING)
+    # "lightning.pytorch.trainer.trainer" and "transformers.trainer" are names of modules.
     return module.rpartition(".trainer")[0].removesuffix(".trainer")
 
 
@@ -344,13 +351,14 @@ def _models_of(optimizer: Optimizer) -> list[nn.Module]:
 
     updated = {id(p) for p in parameters_of(optimizer)}
     modules = [*filter(_is_model, _instances_of(nn.Module))]
-    # Call methods of the base class, because a user's module may redefine these names.
+    # Call methods of `nn.Module`, because a user's module may redefine them.
     inner = {id(child) for module in modules for child in nn.Module.children(module)}
     outermost = [module for module in modules if id(module) not in inner]
     return [m for m in outermost if any(id(p) in updated for p in nn.Module.parameters(m))]
 
 
 def _is_model(module: nn.Module) -> bool:
+    """Return False for an uninitialized module, and for the graph of a compiled optimizer."""
     from lightning_gputime._compat.torch_ import is_compiled_graph
 
     try:

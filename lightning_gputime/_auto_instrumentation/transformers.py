@@ -19,7 +19,7 @@ class TrainerAdder(transformers.TrainerCallback):
 
         wanted = options() or {}
         timer = TransformersPhaseTimer(**timer_options(wanted))
-        timer._submodules(known["model"])  # Raises if a name is wrong.
+        timer._submodules(known["model"])  # Raises now if a name in `modules` is wrong.
         trainer = find_trainer(self)
         if trainer is None:
             return
@@ -27,6 +27,7 @@ class TrainerAdder(transformers.TrainerCallback):
             return
         save = adding.finish_at_exit(timer, wanted, prints=False)
 
+        # The Trainer may train again: save each training to a separate file.
         def save_and_begin(*event: Any, **known: Any) -> None:
             nonlocal save
             if save is not None:
@@ -35,5 +36,4 @@ class TrainerAdder(transformers.TrainerCallback):
             TransformersPhaseTimer.on_train_begin(timer, *event, **known)
 
         timer.on_train_begin(args, state, control, **known)
-        # The Trainer may train again: save each training to a separate file.
         vars(timer)["on_train_begin"] = save_and_begin

@@ -1,4 +1,4 @@
-"""Agreement of the ranks on the steps that they time."""
+"""Agreement of the ranks on the steps that they time. Each call of `agree` is a round."""
 
 import itertools
 import json
@@ -10,11 +10,13 @@ import torch.distributed
 from lightning_gputime._messages import messages
 from lightning_gputime._session.rank_store import deadline_in, open_store, wait_for
 
-_TIMEOUT_S = 1.0  # Rarely needed: ranks in training are less than a round apart.
+# Maximum wait for rank zero. Rarely needed, because ranks in training are less than a round apart.
+_TIMEOUT_S = 1.0
 
-_ALONE = (
-    "The ranks no longer agree on which steps are timed. This rank times %s. Attach the same timer"
-    " on all ranks, or pass sync_ranks=False. %r"
+_NO_AGREEMENT = (
+    "The ranks no longer agree on which steps are timed: %r. This rank times %s from now on, so the"
+    " ranks may be compared over different steps. Attach the same timer on all ranks, or pass"
+    " sync_ranks=False."
 )
 
 
@@ -29,15 +31,16 @@ class Agreement:
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
         self._rounds = itertools.count()
-        self._agreed, self._is_alone = [1], False
+        self._agreed = [1]  # Result of the newest round: at first, time every step.
+        self._has_failed = False  # True once an exchange has failed: keep the last agreement.
 
     def agree(self, wish: Sequence[int]) -> list[int]:
-        """Return the wish of rank zero in the previous round, which all ranks follow from now on.
+        """Start a round. Return the wish of rank zero in the round before, which all ranks follow.
 
         The first number of a wish is `n` to time 1 of `n` steps. No rank waits as long as the ranks
         are less than one round apart.
         """
-        if self._is_alone:
+        if self._has_failed:
             return self._agreed
         round_ = next(self._rounds)
         try:
@@ -49,9 +52,9 @@ class Agreement:
                     raise TimeoutError("rank 0 has not answered")
                 self._agreed = [*map(int, json.loads(self._store.get(agreed)))]
         except Exception as error:
-            # Continue with the last agreement, although other ranks may time other steps.
-            self._is_alone, n = True, self._agreed[0]
-            messages.warning(_ALONE, "every step" if n == 1 else f"1 of every {n} steps", error)
+            self._has_failed, n = True, self._agreed[0]
+            timed = "every step" if n == 1 else f"1 of every {n} steps"
+            messages.warning(_NO_AGREEMENT, error, timed)
         return self._agreed
 
 

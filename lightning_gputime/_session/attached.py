@@ -1,6 +1,6 @@
 """Sessions that are attached in this process, and sessions whose timer was deleted.
 
-They are module state, because forks and garbage collection affect all sessions.
+Both lists are module state, because forks and garbage collection affect all sessions.
 """
 
 import os
@@ -20,17 +20,17 @@ class Attached(Protocol):
         """Remove all hooks."""
 
     def abandon(self) -> list[Any]:
-        """Stop timing, and disable the hooks. Return the objects that refer to events."""
+        """Stop timing. Hooks stay attached, but do nothing. Return all that refers to events."""
         raise NotImplementedError
 
 
 _attached = WeakSet[Attached]()
-_lost: list[Attached] = []
-_kept: list[Any] = []
+_to_remove: list[Attached] = []  # Sessions whose timer was deleted, and that still have hooks.
+_kept: list[Any] = []  # Events of the parent process, in a forked process.
 
 
 def add(session: Attached) -> None:
-    # Each timer must see the calls of the other models, to know which backward is its own.
+    # With several timers, each needs its hooks in all steps, to tell which backward is its own.
     for other in _attached:
         other.wake()
     _attached.add(session)
@@ -47,23 +47,24 @@ def is_alone() -> bool:
 
 def lose(session: Attached) -> None:
     """End a session whose timer was deleted. The next session removes its hooks."""
-    # Do not remove them here: Python may delete a timer at any moment, even while hooks run.
+    # Python may delete a timer at any moment, even while hooks run. So do not remove hooks here.
     session.abandon()
-    _lost.append(session)
+    _to_remove.append(session)
 
 
 def remove_lost() -> None:
     """Remove the hooks of sessions whose timer was deleted."""
-    while _lost:
-        _lost.pop().remove()
+    while _to_remove:
+        _to_remove.pop().remove()
 
 
 def _abandon_all() -> None:
-    # Iterate over a copy, because each session discards itself. Keep the events, because destroying
-    # an event calls CUDA, which aborts a forked process.
+    """End all timing in a forked process."""
+    # Keep the events: destroying an event calls CUDA, which aborts a forked process. Iterate over
+    # a copy, because each session removes itself from the set.
     _kept.extend(session.abandon() for session in [*_attached])
-    _kept.append(named.abandon_all())  # The remaining recorders are those of evaluations.
-    _lost.clear()
+    _kept.append(named.abandon_all())  # The recorders of evaluations belong to no session.
+    _to_remove.clear()
 
 
 # Forked processes, such as workers of a data loader, inherit the hooks but must not time anything.

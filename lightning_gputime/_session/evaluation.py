@@ -1,4 +1,4 @@
-"""Timing of evaluation loops: `data`, `forward`, `other`."""
+"""Timing of evaluation loops. Each batch is a step with the phases `data`, `forward`, `other`."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ class _Evaluation:
 
     Args:
         recorder: Records the batches.
-        loop: The loop.
+        loop: Model of the loop, and the state of its batch.
         items: Counts the items of each batch.
         number: Step number to log the means under.
         log: Logs the means at the end.
@@ -39,7 +39,7 @@ class _Evaluation:
         self._recorder, self._number, self.log = recorder, number, log
         self._boundaries = Boundaries(recorder, loop)
         self._batch, self._items, self._now_ns = loop.batch, items, recorder.clock.host_ns
-        self._n_items = nan
+        self._n_items = nan  # Number of items in the current batch.
         self._batch_ended_ns = self._now_ns()
         # Before the first batch and between batches, callbacks may call the model.
         self._batch.close()
@@ -60,7 +60,7 @@ class _Evaluation:
         self._batch_ended_ns = self._now_ns()
 
     def finish(self) -> int:
-        """Read the last batches. Return the time since the last batch (in nanoseconds)."""
+        """Read the last batches. Return the time since the last of them (in nanoseconds)."""
         since_ns = self._now_ns() - self._batch_ended_ns
         self._recorder.pending.flush()
         return since_ns
@@ -78,7 +78,7 @@ class Evaluations:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        # If the option is a number, it applies to training batches only.
+        # A fixed number of items applies to training batches only.
         self._items = Items(options.items if callable(options.items) else None)
         self._running: _Evaluation | None = None
         self.means: deque[dict[str, Any]] = deque(maxlen=1000)
@@ -111,7 +111,7 @@ class Evaluations:
         Args:
             stage: "val", "test" or "predict".
             clock: Clock of the device.
-            loop: The loop.
+            loop: Model of the loop, and the state of its batch.
             number: Step number to log the means under.
             publish: See `LogWriter`.
             loggers: Receive the means.
@@ -122,8 +122,8 @@ class Evaluations:
         options = self._options
         results = Results(
             options.history_size,
-            0,
-            isinstance(clock, HostClock),
+            warmup_steps=0,
+            on_host_clock=isinstance(clock, HostClock),
             setup=setup,
         )
         results.connect(ThroughputReference(self._items.source))
@@ -138,7 +138,7 @@ class Evaluations:
             row=row,
             kept=self.means,
         )
-        means = MeanLog(None, writer)
+        means = MeanLog(every_n_steps=None, writer=writer)
         means.connect(results, is_sampled=False, is_logged=True)
 
         def steps_read(records: list[StepRecord], _: int) -> None:
@@ -164,7 +164,7 @@ class Evaluations:
             self._running.batch_ends()
 
     def end(self) -> int:
-        """End the loop. Return the time since its last batch (in nanoseconds)."""
+        """End the loop, and log its means. Return the time since its last batch in nanoseconds."""
         if (evaluation := self._running) is None:
             return 0
         try:

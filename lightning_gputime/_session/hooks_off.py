@@ -1,10 +1,10 @@
 """Remove the hooks between timing windows, so that untimed steps only read the host clock.
 
-Hooks that record nothing still cost 24 Python calls per step, and 33 under Lightning. They are
+Hooks that record nothing still cost 24 Python calls per step, and 33 under Lightning. So hooks are
 removed at the end of a step if the next timing window is at least one step away, and return at the
 first step of that window. In a plain loop they return one step earlier, because only the previous
 step shows which calls in eval mode are an evaluation. Without hooks, the end of each step only
-reads the clock, and every 10th step also reads pending timed steps.
+reads the clock, and every 10th step also reads the timed steps that are still to be read.
 
 The hooks stay attached:
 
@@ -31,8 +31,8 @@ class HooksOff:
     Args:
         plan: Chooses the steps that are timed.
         boundaries: The hooks.
-        margin: Number of steps with hooks before a timing window.
-        lag: Number of steps after which a pending step is read.
+        margin: Number of untimed steps with hooks before each timing window.
+        lag: Number of steps after which a timed step can be read.
     """
 
     def __init__(self, plan: TimingPlan, boundaries: Boundaries, margin: int, lag: int) -> None:
@@ -43,7 +43,7 @@ class HooksOff:
         """Index of the first step that has hooks again."""
         self.check_at = 0
         """Index of the step before which `check` is due; at most `returns_at`."""
-        self._checked_at = 0
+        self._checked_at = 0  # Index of the step before which the last check was.
 
     def is_due(self, index: int) -> bool:
         """Return True if the hooks should be removed before the step of this index."""
@@ -55,7 +55,11 @@ class HooksOff:
     def remove(self, index: int, *, counts_updates: bool) -> None:
         """Remove the hooks before the step of this index.
 
-        The first check is due when pending steps can be read.
+        The first check is due when the timed steps before it can be read.
+
+        Args:
+            index: Index of the step.
+            counts_updates: True to keep the hooks that count optimizer updates.
         """
         suspend = partial(self._boundaries.suspend, keep_updates=counts_updates)
         self._plan.cost.time_switch(suspend, index)
@@ -70,7 +74,7 @@ class HooksOff:
         return steps
 
     def return_at(self, index: int) -> None:
-        """Schedule the return of the hooks before the step of this index."""
+        """Let the hooks return before the step of this index, earlier than planned."""
         self.returns_at = self.check_at = index
 
     def forbid(self) -> None:
@@ -78,4 +82,5 @@ class HooksOff:
         self._is_allowed = False
 
     def reattach(self, index: int) -> None:
+        """Attach the hooks again before the step of this index."""
         self._plan.cost.time_switch(self._boundaries.reattach, index)

@@ -30,7 +30,7 @@ class OpenStep:
     Only the timed thread may use it, and only while the timer is attached.
 
     Args:
-        needs_updates: True if steps end with an update, whatever the number of batches.
+        needs_updates: True if a step ends with an update, whatever its number of batches.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class OpenStep:
         self.needs_updates = needs_updates
 
     def attach(self) -> None:
-        """Look up the boundaries that `Boundaries.attach` has just created."""
+        """Look up the boundaries that `Boundaries.attach` has created."""
         self._forward, self.optimizer = self._boundaries.forward, self._boundaries.optimizer
         # An alias, because trainers call it in every step.
         self.update_begins = self.optimizer.update_begins
@@ -48,7 +48,7 @@ class OpenStep:
     # Batches
 
     def batch_begins(self, batch: Any = _NO_BATCH) -> None:
-        """Mark the end of the fetch, or of a pause. Count the items of the batch."""
+        """End the fetch of a batch, and any pause. Count the items of the batch."""
         recorder = self._recorder
         if recorder.named.names:
             recorder.named.end_fetch()
@@ -70,13 +70,15 @@ class OpenStep:
         """End a micro-batch that does not end the step."""
         self._work.end_batch()
         recorder = self._recorder
-        # A validation at the end of the loop body may have paused the recorder.
-        (recorder.resume if recorder.state is PAUSED else recorder.mark)(label)
+        if recorder.state is PAUSED:  # A validation at the end of the loop body may have paused it.
+            recorder.resume(label)
+        else:
+            recorder.mark(label)
 
     # Across loops
 
     def wait_for_loop(self) -> None:
-        """Mark the end of a loop whose gradients wait for an update in the next loop."""
+        """End a loop inside the open step: its gradients wait for an update in the next loop."""
         self._recorder.mark_instead(DATA, BETWEEN)
 
     def continue_in_loop(self) -> None:
@@ -85,9 +87,9 @@ class OpenStep:
         self._recorder.resume()
 
     def leave_gradients(self) -> bool:
-        """Handle an exit from the loop before the update that ends the step.
+        """Handle an exit from the loop inside a step that has not had its update.
 
-        Return True if gradients wait for that update, which another loop may run.
+        Return True if the step has gradients, so that another loop may run the update and end it.
         """
         if not self.needs_updates or BACKWARD not in self._recorder.open.phases:
             return False
@@ -103,12 +105,12 @@ class OpenStep:
 
     @property
     def has_optimizer(self) -> bool:
-        """True if there are optimizers with hooks."""
+        """True if the timer has hooks on at least one optimizer."""
         return self.optimizer.has_any
 
     @property
     def has_trained(self) -> bool:
-        """True once any step has had a backward."""
+        """True once a backward has run, in any step."""
         return self._forward.has_trained
 
     @property
@@ -117,7 +119,7 @@ class OpenStep:
         return self._forward.repeats_forward
 
     def rely_on_updates(self) -> None:
-        """From now on, end steps with updates, because the trainer's count of batches was wrong."""
+        """From now on, end steps with updates: the trainer's count of batches was wrong."""
         self.needs_updates = True
 
     # Batches without training
@@ -125,16 +127,18 @@ class OpenStep:
     def has_idled(self, *, is_first: bool) -> bool:
         """Return True if the open step has certainly only fetched batches.
 
-        Call it only while the hooks are attached. Return False if training may be invisible, for
-        example in compiled code. From the second batch of a loop on, also return False before any
-        training.
+        Call it only while the hooks are attached. Return False if hooks may have missed training,
+        for example in compiled code. From the second batch of a loop on, also return False until a
+        backward has run.
 
         Args:
             is_first: True for the first batch of a loop.
         """
         recorder = self._recorder
-        is_blind = has_compiled() or recorder.captures.has_captured
-        if is_blind or recorder.threads.was_elsewhere or not self.has_optimizer:
+        may_miss_calls = (
+            has_compiled() or recorder.captures.has_captured or recorder.threads.was_elsewhere
+        )
+        if may_miss_calls or not self.has_optimizer:
             return False
         is_idle = (is_first or self.has_trained) and not self._boundaries.has_worked
         return is_idle and recorder.open.phases <= {*BETWEEN_BATCHES, OTHER, BETWEEN}
@@ -153,19 +157,20 @@ class OpenStep:
         """End the open step at its last update when the loop exits. Return True if it ended.
 
         The step does not end if a model was called after that update. In inference, it ends at the
-        last model call. The host does not wait, because the loop may have raised.
+        last model call. The host does not wait for the device, because the loop may have raised.
+        See `Recorder.end_step` for the arguments.
         """
         recorder = self._recorder
         if state is OFF:
             return self.has_updated or not self.needs_updates
         if state is not TIMED:
             return self.has_updated
-        if self._forward.evaluation.is_pending:
+        if self._forward.evaluation.is_pending:  # Calls in eval mode that may be an evaluation.
             self._forward.exclude_evaluations()
         if self.has_optimizer:
             last = AFTER_UPDATE
         elif BACKWARD in recorder.open.phases:
-            # Without an optimizer, no hook marks the update. It has ended, and counts as `other`.
+            # The timer has no optimizer, so no hook has marked the update. It counts as `other`.
             recorder.mark_instead(AFTER_BACKWARD, OTHER)
             recorder.mark(AFTER_UPDATE)
             last = AFTER_UPDATE

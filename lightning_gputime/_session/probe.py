@@ -41,11 +41,13 @@ class Probe:
         self._clock, self._results = clock, results
         self._every_n_steps, self._warmup_steps = every_n_steps, warmup_steps
         self._spin = getattr(clock, "spin", None)
-        self._cycles_per_ms, self._margin = _FIRST_CYCLES_PER_MS, _MIN_MARGIN
+        self._cycles_per_ms = _FIRST_CYCLES_PER_MS
+        # Length of the next spin, as a multiple of the host's usual time to launch a step.
+        self._margin = _MIN_MARGIN
         self._spin_ms = 0.0  # Requested length of the newest spin.
         self._misses = 0  # Number of consecutive failures.
-        self._began_ns: int | None = None
-        self._launch_ms: deque[float] = deque(maxlen=9)
+        self._began_ns: int | None = None  # Host time at the start of the open step.
+        self._launch_ms: deque[float] = deque(maxlen=9)  # Host time of the newest usual steps.
         if self._spin is None:
             self._give_up("probes need a GPU, and it must be the current device")
         elif is_distributed():
@@ -56,7 +58,10 @@ class Probe:
         return index >= self._warmup_steps and is_probed(index, self._every_n_steps)
 
     def is_ready(self) -> bool:
-        """Return True if the next step can be probed. If so, call `keep_busy` at its start."""
+        """Choose the length of the spin. Return True if the next step can be probed.
+
+        If so, call `keep_busy` at the start of the step.
+        """
         if self._results.probes.failure or not self._launch_ms or self._clock.is_capturing():
             return False
         # Use the median: a single slow step must not make the next spin long.
@@ -68,7 +73,7 @@ class Probe:
         return True
 
     def step_ends(self, index: int, *, is_probed: bool) -> bool:
-        """End a step. Return True if neither this step nor the step before it is probed."""
+        """End a step. Return False if it is probed, or if a probe was scheduled just before it."""
         is_usual = not is_probed and not self.is_scheduled(index - 1)
         if self._began_ns is not None and is_usual and index >= self._warmup_steps:
             self._launch_ms.append((self._clock.host_ns() - self._began_ns) / 1e6)
@@ -79,6 +84,7 @@ class Probe:
         self._began_ns = self._clock.host_ns()
 
     def keep_busy(self) -> None:
+        """Launch the spin kernel."""
         try:
             assert self._spin is not None
             self._spin(round(self._spin_ms * self._cycles_per_ms))
@@ -86,13 +92,14 @@ class Probe:
             self._give_up(f"the device cannot be kept busy: {error!r}")
 
     def take(self, steps: Sequence[StepRecord]) -> list[StepRecord]:
-        """Check the probed steps. Return the other steps."""
+        """Check the probed steps among `steps`. Return the other steps."""
         for step in steps:
             if step.was_fully_queued is not None and not self._results.probes.failure:
                 self._check(step)
         return [step for step in steps if step.was_fully_queued is None]
 
     def _check(self, step: StepRecord) -> None:
+        """Add a probed step to the results if it was launched in time. Adjust the next spin."""
         if not {EXCLUDED, EVALUATED}.isdisjoint(step.labels[step.post_spin_index :]):
             self._miss("an evaluation runs inside every probed step")
             return
@@ -106,21 +113,22 @@ class Probe:
             self._results.add_probed(step)
         elif not was_short and self._may_wait(step):
             self._margin = min(2 * self._margin, _MAX_MARGIN)
+            phase = _waiting_phase(step, self._results.sums)
             self._miss(
-                "the host waits for the GPU inside probed steps, in"
-                f" `{_held_up(step, self._results.sums)}` (`.item()`, `.cpu()`, a copy from memory"
-                " that is not pinned, a full launch queue?)"
+                f"the host waits for the GPU inside probed steps, in `{phase}` (`.item()`,"
+                " `.cpu()`, a copy from memory that is not pinned, a full launch queue?)"
             )
 
     def _may_wait(self, step: StepRecord) -> bool:
         """Return True if the host may have waited for the spin; False if it was slow itself."""
-        launch_ms = self._spin_ms / self._margin
+        usual_launch_ms = self._spin_ms / self._margin
         usual = self._results.sums.step
-        step_ms = usual.device_ms / max(usual.n, 1)
-        host_ms = (step.host_ns[-1] - step.host_ns[step.post_spin_index]) / 1e6
-        return host_ms < step.spin_ms + 2 * launch_ms + step_ms
+        usual_device_ms = usual.device_ms / max(usual.n, 1)
+        launch_ms = (step.host_ns[-1] - step.host_ns[step.post_spin_index]) / 1e6
+        return launch_ms < step.spin_ms + 2 * usual_launch_ms + usual_device_ms
 
     def _miss(self, why: str) -> None:
+        """Count a failure. After several in a row, stop probing for the reason `why`."""
         self._misses += 1
         if self._misses == _MAX_MISSES:
             self._give_up(why)
@@ -133,14 +141,16 @@ class Probe:
 
 
 def is_probed(index: int, n: int) -> bool:
-    """Return True if 1 of every `n` steps is probed, and the step of this index is probed."""
-    # Spread evenly, but never take the last of n steps: the next step may also be a probe.
-    return index % n == int((index // n + 1) * GOLDEN % 1 * (n - 1))
+    """Return True if the step of this index is the probed step among its `n` steps."""
+    group, place = divmod(index, n)
+    # Spread the places evenly. Never choose the last place, because the first step of the next
+    # group may be probed, and a step after a probe is not timed.
+    return place == int((group + 1) * GOLDEN % 1 * (n - 1))
 
 
-def _held_up(step: StepRecord, usual: Sums) -> str:
-    """Return the phase with the largest excess of host time over other steps."""
-    longer_ms = {name: ms for name, ms in step.times().host_ms.items() if "/" not in name}
-    for name in longer_ms.keys() & usual.phases.keys():
-        longer_ms[name] -= usual.phases[name].host_ms / usual.phases[name].n
-    return max(in_order([*longer_ms]), key=longer_ms.__getitem__)
+def _waiting_phase(step: StepRecord, usual: Sums) -> str:
+    """Return the phase whose host time exceeds its mean over the usual steps most."""
+    excess_ms = {name: ms for name, ms in step.times().host_ms.items() if "/" not in name}
+    for name in excess_ms.keys() & usual.phases.keys():
+        excess_ms[name] -= usual.phases[name].host_ms / usual.phases[name].n
+    return max(in_order([*excess_ms]), key=excess_ms.__getitem__)

@@ -1,4 +1,7 @@
-"""Comparison of ranks, and the exchange of their times."""
+"""Comparison of ranks, and the exchange of their times.
+
+In each round, every rank sends its totals to rank zero: sums of times over all its steps so far.
+"""
 
 import itertools
 import json
@@ -23,10 +26,10 @@ from lightning_gputime._session.rank_store import deadline_in, open_store, wait_
 
 _TIMEOUT_S = 3.0
 """Maximum time to wait for late ranks at the end. When a process dies, Lightning's launcher ends
-the others after 5 s. This must be shorter, so that the next collective can raise a more helpful
-error first."""
+the others after 5 s. The timeout must be shorter, so that the next collective can raise a more
+helpful error first."""
 
-_KEPT_ROUNDS = 10  # A rank deletes what it sent this many rounds ago.
+_KEPT_ROUNDS = 10  # A rank deletes the totals that it sent this many rounds ago.
 _MAX_OPEN_ROUNDS = 5  # Rank zero compares older rounds without the ranks that are missing.
 
 _ABSENT = (
@@ -38,9 +41,9 @@ _ABSENT = (
 class RankComparer:
     """Comparison of the ranks over the same steps, regardless of how many each rank has read.
 
-    Ranks do not wait for each other during training. In a collective, all ranks would wait, and
-    each would count the wait as its own time. Instead, rank zero compares the times that have
-    arrived. Later times are added by the next comparison, or when the user reads the results.
+    Ranks do not wait for each other during training: waiting in a collective would count as time of
+    the step. Instead, rank zero compares the times that have arrived. Later times are added by the
+    next comparison, or when the user reads the results.
     """
 
     def __init__(self, results: Results, means: MeanLog, options: Options) -> None:
@@ -48,16 +51,17 @@ class RankComparer:
         self._exchange = open_exchange() if options.sync_ranks else None
         self._at_logs = options.sync_ranks == "log"
         self._is_logged = "ranks" in options.logged_groups
-        # Newest steps, to subtract those that other ranks may not have read.
+        # Newest steps. `compare_if_due` subtracts the steps that other ranks may not have read.
         self._recent: deque[StepRecord] = deque(maxlen=options._lag + 1)
-        self._local = BatchMeans()
+        self._local = BatchMeans()  # Noise of this rank's time without waiting for other ranks.
         self._compared = -1  # Number of the last step that `compare_all` has compared.
-        self._before: dict[int, RankTotals] = {}  # Newest totals of each rank.
+        self._newest: dict[int, RankTotals] = {}  # Newest totals that arrived, by rank.
         self.due_step: int | None = None
         """Number of the last step of the comparison that is due; None if none is due."""
 
     @property
     def is_on(self) -> bool:
+        """True if this rank sends its times."""
         return self._exchange is not None
 
     def steps_read(self, steps: ReadSteps) -> None:
@@ -66,7 +70,7 @@ class RankComparer:
             self._local.add(steps.measured)
 
     def log_is_due(self, finished: int) -> None:
-        """Record that a log is due of the steps up to `finished`, which all ranks have read."""
+        """Schedule a comparison of the steps up to the number `finished`, which all ranks read."""
         if self._at_logs and self._exchange is not None:
             self.due_step = finished
 
@@ -75,20 +79,24 @@ class RankComparer:
         finished, self.due_step = self.due_step, None
         # Skip the steps that were already compared at the end of an epoch.
         if finished is not None and finished >= self._means.next_due(self._compared):
-            # Other ranks may not have read later steps, so subtract these.
+            # Subtract the steps after `finished`, which other ranks may not have read.
             later = Sums(step for step in self._recent if step.number > finished)
             self._send(since(self._totals(), totals_of(later)), finished)
             self.compare_arrived()
 
     def compare_all(self, newest: int | None) -> None:
-        """Compare the ranks over all steps that were read. All ranks must call it."""
+        """Compare the ranks over all steps that were read. All ranks must call it.
+
+        Args:
+            newest: Number of the last of these steps; None before the first.
+        """
         if newest is not None:
             self._compared = newest
         self._send(self._totals())
         self.compare_arrived()
 
     def compare_arrived(self) -> None:
-        """Compare the times that all ranks have sent so far, without waiting."""
+        """Compare the ranks by all times that have arrived, without waiting."""
         if self._exchange is not None:
             self._compare(self._exchange, wait=False)
 
@@ -106,14 +114,16 @@ class RankComparer:
             self._results.ranks.complete_later(partial(self._compare, exchange, wait=True))
 
     def remove(self) -> None:
+        """Stop sending and comparing."""
         self._exchange = None
 
     def _totals(self) -> RankTotals:
         return totals_of(self._results.sums, self._local.deviation_ms)
 
-    def _send(self, totals: RankTotals, finished: float = math.inf) -> None:
+    def _send(self, totals: RankTotals, last: float = math.inf) -> None:
+        """Send the totals of the steps up to the number `last`; by default, of all steps."""
         if self._exchange is not None:
-            number = int(min(finished, max(self._means.newest or 0, 0)))
+            number = int(min(last, max(self._means.newest or 0, 0)))
             try:
                 self._exchange.send(totals, number)
             except Exception as error:
@@ -121,14 +131,15 @@ class RankComparer:
 
     def _compare(self, exchange: "Exchange", *, wait: bool) -> None:
         try:
-            for number, gathered in exchange.arrived(wait=wait):
-                before = self._before
-                windows = {rank: since(now, before.get(rank)) for rank, now in gathered.items()}
-                # Absent ranks keep the totals that they sent last.
-                before.update(gathered)
-                if len(before) > 1:
-                    self._results.ranks.add(compare(before))
-                if len(windows) > 1 and (ranks := compare(windows)) is not None:
+            for number, totals in exchange.arrived(wait=wait):
+                newest = self._newest
+                # Log a comparison since the last totals of each rank.
+                added = {rank: since(now, newest.get(rank)) for rank, now in totals.items()}
+                # Report a comparison of the run so far. Absent ranks keep their last totals.
+                newest.update(totals)
+                if len(newest) > 1:
+                    self._results.ranks.add(compare(newest))
+                if len(added) > 1 and (ranks := compare(added)) is not None:
                     metrics = {f"ranks/{key}": value for key, value in ranks.metrics().items()}
                     self._means.writer.write(metrics, number)
         except Exception as error:
@@ -140,7 +151,7 @@ class RankComparer:
 
 
 class Exchange:
-    """Exchange of totals: each rank sends them to rank zero, without waiting.
+    """Exchange of totals: each rank sends its totals to rank zero, without waiting.
 
     Each call of `send` is a round: all ranks must call it equally often.
 
@@ -157,11 +168,11 @@ class Exchange:
         self._store, self._rank, self._ranks = store, rank, range(world_size)
         self._timeout_s = timeout_s
         self._rounds = itertools.count()
-        # On rank zero: its totals and the number of their last step, by round, until the totals of
-        # all other ranks have arrived.
+        # All on rank zero. By open round, for which totals of other ranks are still to arrive: the
+        # number of the last step, and the totals of rank zero.
         self._open: dict[int, tuple[int, RankTotals]] = {}
-        # On rank zero: ranks that were late last time, and ranks that a warning has reported.
-        self._late, self._reported = set[int](), set[int]()
+        self._late = set[int]()  # Ranks without totals in the newest round that was closed.
+        self._reported = set[int]()  # Late ranks that a warning has named.
 
     @property
     def is_waiting(self) -> bool:
@@ -175,34 +186,37 @@ class Exchange:
             self._open[round_] = number, totals
             return
         self._store.set(f"{round_}/{self._rank}", json.dumps(asdict(totals)))
-        # Rank zero does not read older totals.
+        # Rank zero has closed older rounds, and does not read their totals.
         self._store.delete_key(f"{round_ - _KEPT_ROUNDS}/{self._rank}")
 
     def arrived(self, *, wait: bool) -> Iterator[tuple[int, dict[int, RankTotals]]]:
-        """Yield the rounds that all ranks have sent, oldest first. Call only on rank zero.
+        """Yield and close the rounds of which all totals have arrived. Start with the oldest.
 
-        A round consists of the number of its last step and the totals by rank. With `wait`, wait
-        up to `timeout_s` for late ranks, then leave them out.
+        Yield the number of the round's last step, and the totals by rank. With `wait`, wait up to
+        `timeout_s` for late ranks, then leave them out. Old rounds are closed without late ranks.
         """
         deadline = deadline_in(self._timeout_s, self._store) if wait else -math.inf
         newest = max(self._open, default=0)
         for round_, (number, totals) in [*self._open.items()]:
-            is_final = wait or round_ <= newest - _MAX_OPEN_ROUNDS
-            arrived = self._arrived_ranks(round_, deadline, is_final=is_final)
-            if arrived is None:
+            closes = wait or round_ <= newest - _MAX_OPEN_ROUNDS
+            ranks = self._arrived_ranks(round_, deadline, closes=closes)
+            if ranks is None:
                 return
             del self._open[round_]
-            keys = [f"{round_}/{rank}" for rank in arrived]
+            keys = [f"{round_}/{rank}" for rank in ranks]
             values = self._store.multi_get(keys) if keys else []
             received = [RankTotals(**json.loads(value)) for value in values]
-            yield number, {0: totals, **dict(zip(arrived, received, strict=True))}
+            yield number, {0: totals, **dict(zip(ranks, received, strict=True))}
 
-    def _arrived_ranks(self, round_: int, deadline: float, *, is_final: bool) -> list[int] | None:
-        """Return the ranks whose totals of a round have arrived; None if it is too early."""
+    def _arrived_ranks(self, round_: int, deadline: float, *, closes: bool) -> list[int] | None:
+        """Return the other ranks whose totals of a round have arrived.
+
+        Return None if totals are missing, unless `closes` is set: then wait until the deadline.
+        """
         # Do not wait for a late rank until its totals of the round before have arrived.
         late = {rank for rank in self._late if not self._store.check([f"{round_ - 1}/{rank}"])}
         awaited = {f"{round_}/{rank}": rank for rank in self._ranks[1:] if rank not in late}
-        if not is_final and not self._store.check([*awaited]):
+        if not closes and not self._store.check([*awaited]):
             return None
         arrived = [awaited[key] for key in wait_for(self._store, [*awaited], deadline)]
         self._late = late.union(awaited.values()).difference(arrived)

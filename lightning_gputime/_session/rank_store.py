@@ -14,8 +14,8 @@ from lightning_gputime._compat.torch_ import default_store
 from lightning_gputime._instrumentation.comm import is_distributed
 from lightning_gputime._messages import messages
 
-# Number of stores that were opened so far, by purpose.
-_opened: dict[str, Iterator[int]] = defaultdict(itertools.count)
+# Numbers for the stores that are opened, by purpose.
+_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def open_store(purpose: str) -> Any:
@@ -27,7 +27,7 @@ def open_store(purpose: str) -> Any:
         from torch.distributed.distributed_c10d import PrefixStore
 
         # Ranks attach their timers in the same order, so their numbers agree.
-        prefix = f"lightning_gputime/{purpose}/{next(_opened[purpose])}"
+        prefix = f"lightning_gputime/{purpose}/{next(_numbers[purpose])}"
         store = default_store()
         return None if store is None else PrefixStore(prefix, store)
     except Exception as error:
@@ -38,7 +38,7 @@ def open_store(purpose: str) -> Any:
 def deadline_in(timeout_s: float, store: Any) -> float:
     """Return the time in `timeout_s`, or in a third of the store's timeout if that is shorter.
 
-    Other ranks may be waiting for this rank in a collective, which has the same timeout.
+    Other ranks may be waiting for this rank in a collective, which has the timeout of the store.
     """
     timeout_of_store_s: float = store.timeout.total_seconds()
     return time.monotonic() + min(timeout_s, timeout_of_store_s / 3)

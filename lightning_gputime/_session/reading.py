@@ -1,4 +1,4 @@
-"""Distribution of steps that were read, to statistics and to the user's observers."""
+"""Distribution of steps to statistics and observers, after the times of their events were read."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,9 +21,10 @@ class StepReader:
     """
 
     def __init__(self, plan: TimingPlan, wall_clock: WallClock, warmup_steps: int) -> None:
-        self._plan, self._wall_clock, self._warmup_left = plan, wall_clock, warmup_steps
-        self._has_read = False
-        self._readers: list[Any] = []
+        self._plan, self._wall_clock = plan, wall_clock
+        self._warmup_left = warmup_steps  # Number of warm-up steps still to be read.
+        self._has_read = False  # True once the first step was read.
+        self._readers: list[Any] = []  # Methods `steps_read`.
 
     def connect(self, readers: Sequence[Any]) -> None:
         """Set the objects whose method `steps_read` receives the steps, in this order."""
@@ -33,18 +34,19 @@ class StepReader:
         """Take steps whose reading started at the host time `since_ns` (in nanoseconds)."""
         for record in records:
             if EVALUATED in record.labels:
+                # The wall clock has counted the evaluation as part of the step.
                 is_first = not self._has_read and record is records[0]
                 source = FIRST_STEP if is_first else STEPS
                 self._wall_clock.move(source, EVALUATION, record.evaluation_ms)
         self._has_read = True
-        if self._plan.probe is not None:
-            records = self._plan.probe.take(records)
-        if records:
-            warmup = min(self._warmup_left, len(records))
+        probe = self._plan.probe
+        unprobed = records if probe is None else probe.take(records)
+        if unprobed:
+            warmup = min(self._warmup_left, len(unprobed))
             self._warmup_left -= warmup
-            call_safely(self._readers, ReadSteps(records, warmup, since_ns))
+            call_safely(self._readers, ReadSteps(unprobed, warmup, since_ns))
         if self._plan.is_auto:
-            self._plan.cost.add_timed(records, since_ns)
+            self._plan.cost.add_timed(unprobed, since_ns)
 
 
 class UserCalls:
@@ -62,15 +64,19 @@ class UserCalls:
 
     @property
     def takes_steps(self) -> bool:
+        """True if an observer receives each step."""
         return bool(self._on_step)
 
     @property
     def batch(self) -> int:
-        """Number of steps to read together: 1 if observers receive each step at once."""
+        """Number of steps to read together: 1 if an observer receives each step."""
         return 1 if self._on_step else BATCH
 
     def steps_read(self, steps: ReadSteps) -> None:
-        """Call the observers, right after the analyzer. They may read or remove the timer."""
+        """Call the observers, right after the analyzer. An observer may read or remove the timer.
+
+        The analyzer measures callbacks as causes of slow steps. It has called `start_callback`.
+        """
         slow_steps = self._analyzer.newest
         if not self._on_step and not slow_steps:
             return
@@ -79,4 +85,4 @@ class UserCalls:
         for slow_step in slow_steps:
             call_safely(self._on_slow_step, slow_step)
         self._analyzer.end_callback("observers")
-        self._analyzer.start_callback()  # Loggers are next.
+        self._analyzer.start_callback()  # For the loggers, which are called next.

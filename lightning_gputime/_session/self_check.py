@@ -100,15 +100,15 @@ _BATCHES_WITHOUT_FORWARD = (
     " timer cannot see, such as by a CUDA graph that was captured before attach(), call step() at"
     " the end of the loop body."
 )
-_METHOD_IS_CALLED = (
+_FORWARD_MISSES_WORK = (
     "`%s` takes %.3g ms per step, and `forward` is short compared with `backward`. If the loop"
     " calls a method of the model, such as model.features(x), instead of the model, wrap the call"
     ' in `with phase("forward")`.'
 )
 _NO_OPTIMIZER = (
-    "The model is trained, but the timer has no optimizer. So zero_grad() counts as the phase"
-    " before it, and evaluations count as part of the steps. Pass the optimizer:"
-    " GPUPhaseHooks(model, optimizer)."
+    "The model is trained, but the timer has no optimizer. zero_grad() counts as the phase before"
+    " it, and evaluations count as part of the steps. Pass the optimizer: GPUPhaseHooks(model,"
+    " optimizer)."
 )
 _EVAL_WITH_GRADIENTS = (
     "The model is also called in eval mode with gradients enabled, which counts as part of the"
@@ -148,7 +148,7 @@ _NOT_MEASURED = {
 class _Stage(Enum):
     """Steps that the self-check is waiting for."""
 
-    FIRST_STEPS = 0  # The first steps, each of which is checked.
+    FIRST_STEPS = 0  # The first steps, whose actions are checked.
     SUMS = 1  # Enough steps after the warm-up to check their sums.
     DONE = 2
 
@@ -299,7 +299,7 @@ class SelfCheck:
         is_in_loss = FORWARD in ran and 50 * ms[FORWARD] < ms[BACKWARD] < 5 * ms[LOSS]
         phase = OTHER if is_in_other else LOSS
         is_too_short = trains and (is_in_other or is_in_loss)
-        self._report_if(is_too_short, _METHOD_IS_CALLED, phase, ms[phase] / n)
+        self._report_if(is_too_short, _FORWARD_MISSES_WORK, phase, ms[phase] / n)
         evaluated_ms, idle_ms = self._maybe_evaluated_ms, self._idle_ms
         self._report_if(evaluated_ms > 0.05 * step_ms, _MAY_EVALUATE, evaluated_ms / n)
         has_idled = is_own_loop and idle_ms > 0.1 * step_ms

@@ -4,7 +4,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """State of a session and its open step."""
+    """State of a session, which includes the state of its open step."""
 
     NEW = "not attached"
     IDLE = "attached, no step is open"
@@ -15,7 +15,7 @@ class State(Enum):
     ENDED = "removed"
 
 
-# Globals, because every step compares them.
+# Globals, because every step compares states.
 NEW, IDLE, TIMED, PROBED, UNTIMED, OFF, ENDED = State
 
 NOT_ATTACHED = (NEW, ENDED)

@@ -10,31 +10,35 @@ from lightning_gputime._phases import FIRST_STEPS, MAX_STEPS_PER_TIMED, StepReco
 from lightning_gputime._session.schedule import Windows
 
 # Target cost of timing, as a fraction of the step. Below 1 %, because the cost is only estimated.
-# Lower with windows, where cold caches cost nearly as much again (`benchmarks/cold_cost.py`, H200).
+# Lower with windows: cold CPU caches at their start cost nearly as much again, as measured on an
+# H200 (`benchmarks/cold_cost.py`).
 _MAX_COST_SHARE, _MAX_COST_SHARE_IN_WINDOWS = 0.008, 0.005
-_WINDOW_STEPS = 5
+_WINDOW_STEPS = 5  # Maximum number of steps in a timing window.
 # Bounds of the host time of a mark in a busy loop. Values outside are noise.
 _MIN_PER_MARK_NS, _MAX_PER_MARK_NS = 3_000, 40_000
-_COMPARED = 100  # Number of newest timed steps, spans of untimed steps, and reads.
-_TRIAL_EVERY_N_STEPS, _TRIAL_STEPS = 2, 100  # To measure the cost of timing.
-_MAX_STEPS_BETWEEN_DECISIONS = 4096
+_N_NEWEST = 100  # Number of timed steps, spans of untimed steps, and reads that are kept.
+_TRIAL_EVERY_N_STEPS = 2  # To measure the cost of timing, 1 of this many steps is timed.
+# The minimum is lower if logs are less than 50 steps apart.
+_MIN_STEPS_BETWEEN_DECISIONS, _MAX_STEPS_BETWEEN_DECISIONS = 100, 4096
 
 
 class _Reads:
-    """Time that reading the timed steps takes, in reads of one or more steps.
+    """Time that reading the timed steps takes. A read takes one or more steps together.
 
     A read also updates the statistics of all untimed steps, at the same cost for 1 timed step as
-    for 25.
+    for 25. So the time per step falls with the size of a read: its number of steps.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         """Number of all steps that were read."""
-        # Number of steps and duration of each read: the newest, and the newest of the largest size.
-        self._newest = deque[tuple[int, int]](maxlen=_COMPARED)
-        self._largest = deque[tuple[int, int]](maxlen=_COMPARED)
+        # Size and duration (in nanoseconds) of reads: of the newest, and of the newest with the
+        # largest size.
+        self._newest = deque[tuple[int, int]](maxlen=_N_NEWEST)
+        self._largest = deque[tuple[int, int]](maxlen=_N_NEWEST)
 
     def add(self, steps: int, ns: int) -> None:
+        """Add a read of this number of steps."""
         if not steps:
             return
         self.steps += steps
@@ -46,12 +50,12 @@ class _Reads:
             self._largest.append((steps, ns))
 
     def mean_ns(self) -> float:
-        """Return the time per timed step."""
+        """Return the time per step of the newest reads."""
         steps, ns = map(sum, zip(*self._newest, strict=True))
         return ns / steps
 
     def mean_if_large_ns(self) -> float:
-        """Return the time per step if all reads are large, as when every step is timed."""
+        """Return the time per step of the largest reads, as if every step were timed."""
         return statistics.median(ns / steps for steps, ns in self._largest)
 
 
@@ -59,9 +63,9 @@ class TimingCost:
     """Cost of timing. It chooses `n` for timing 1 of `n` steps in less than 1 % of the time.
 
     If the GPU sets the pace, timing costs nothing, because the host waits anyway. Otherwise the
-    cost is measured in the loop itself, as the host time of timed steps minus that of the untimed
-    steps just before and after. A benchmark of an empty loop would show less, because there the
-    hooks stay in the CPU caches.
+    cost is measured in the loop itself, as the host time of timed steps minus the host time of the
+    untimed steps just before and after. A benchmark of an empty loop would show less, because there
+    the hooks stay in the CPU caches.
 
     The host time of untimed steps is measured in spans of one or more steps, without hooks where
     possible: a span ends where the session next reads the clock.
@@ -69,7 +73,7 @@ class TimingCost:
     Args:
         host_ns: Clock of the host.
         log_every_n_steps: Number of steps between two logs, with at least one timing window in
-            between. None if the trainer decides when it logs.
+            between. None if unknown, or without logs.
     """
 
     def __init__(self, host_ns: Callable[[], int], log_every_n_steps: int | None) -> None:
@@ -78,17 +82,18 @@ class TimingCost:
         """Index of the step before which `decide` and `follow` must be called."""
         self.share: float | None = None
         """Cost of timing every step, as a fraction of an untimed step; None if unknown."""
-        # Duration of a step, and cost of a timed step; zero if the cost is not measured.
-        self._step_ns = self._cost_ns = 0.0
+        self._step_ns = 0.0  # Duration of an untimed step; 0 if the cost is not measured.
+        self._cost_ns = 0.0  # Cost of a timed step, with its reading.
         self._span = (0, 0)  # Start (in nanoseconds) and first index of the current span.
-        # Start and duration of timed steps; start and mean duration of spans of untimed steps.
-        self._timed_ns: deque[tuple[int, int]] = deque(maxlen=_COMPARED)
-        self._untimed_ns: deque[tuple[int, float]] = deque(maxlen=_COMPARED)
-        self._consecutive = self._span_end_ns = 0  # Number and end of the newest spans in a row.
-        self._switches_ns: deque[int] = deque(maxlen=_COMPARED)
+        # Start and duration of timed steps; start and time per step of spans of untimed steps.
+        self._timed_ns: deque[tuple[int, int]] = deque(maxlen=_N_NEWEST)
+        self._untimed_ns: deque[tuple[int, float]] = deque(maxlen=_N_NEWEST)
+        self._n_consecutive = 0  # Number of newest spans of untimed steps without a gap.
+        self._span_end_ns = 0  # End of the last span of untimed steps.
+        self._switches_ns: deque[int] = deque(maxlen=_N_NEWEST)  # Time to attach or remove hooks.
         self._reads = _Reads()
-        # Sums over the steps that were read: marks and host waits.
-        self._marks, self._wait_ms = 0, 0.0
+        self._n_marks = 0  # In all steps that were read.
+        self._wait_ms = 0.0  # Host wait in all steps that were read.
 
     # Measurements
 
@@ -100,21 +105,21 @@ class TimingCost:
         """End the span before the step of this index, and start the next.
 
         Between two timed steps, only the first and the last span of untimed steps are kept, because
-        only these are next to a timed step.
+        the others are not next to a timed step.
         """
         (start_ns, first), end_ns = self._span, self._host_ns()
         self._span = end_ns, index
         if not is_untimed:
             return
         follows_untimed = start_ns == self._span_end_ns
-        self._consecutive = self._consecutive + 1 if follows_untimed else 1
-        if self._consecutive > 2:
-            self._untimed_ns.pop()
+        self._n_consecutive = self._n_consecutive + 1 if follows_untimed else 1
+        if self._n_consecutive > 2:
+            self._untimed_ns.pop()  # The span before this is neither the first nor the last.
         self._untimed_ns.append((start_ns, (end_ns - start_ns) / (index - first)))
         self._span_end_ns = end_ns
 
     def time_switch(self, switch: Callable[[], None], index: int) -> None:
-        """Attach or suspend hooks with `switch`, add the time it takes, and start a span."""
+        """Attach or remove hooks by calling `switch`, record its duration, and start a span."""
         start_ns = self._host_ns()
         switch()
         self.start_span(index)
@@ -127,7 +132,7 @@ class TimingCost:
         for step in steps:
             start_ns, *_, end_ns = step.host_ns
             self._timed_ns.append((start_ns, end_ns - start_ns))
-        self._marks += sum(len(step.labels) for step in steps)
+        self._n_marks += sum(len(step.labels) for step in steps)
         self._wait_ms += sum(step.wait_ms for step in steps)
         # Reading is part of the cost of timing, so exclude it from the current span.
         start_ns, first = self._span
@@ -139,45 +144,49 @@ class TimingCost:
         """Return `n` if 1 of `n` steps should be timed from now on."""
         if not self._reads.steps:
             return 1
-        marks = self._marks / self._reads.steps
+        n_marks = self._n_marks / self._reads.steps
         wait_ns = self._wait_ms / self._reads.steps * 1e6
         step_ns = statistics.median([ns for _, ns in self._untimed_ns or self._timed_ns])
-        min_ns, max_ns = marks * _MIN_PER_MARK_NS, marks * _MAX_PER_MARK_NS
-        is_free = wait_ns >= max_ns  # The host waits longer than timing can take.
-        if is_free or max_ns < _MAX_COST_SHARE * step_ns:
+        min_marks_ns, max_marks_ns = n_marks * _MIN_PER_MARK_NS, n_marks * _MAX_PER_MARK_NS
+        is_free = wait_ns >= max_marks_ns  # The host waits longer than the marks can take.
+        if is_free or max_marks_ns < _MAX_COST_SHARE * step_ns:
             self._step_ns = 0.0  # The cost is not measured.
             return 1
         excess_ns = self._excess_ns()
         if not excess_ns:
             return _TRIAL_EVERY_N_STEPS
-        cost_ns = min(max(statistics.median(excess_ns), min_ns), max_ns)
-        self.share = (cost_ns + self._reads.mean_if_large_ns()) / step_ns
-        self._step_ns, self._cost_ns = step_ns, cost_ns + self._reads.mean_ns()
+        marks_ns = min(max(statistics.median(excess_ns), min_marks_ns), max_marks_ns)
+        self.share = (marks_ns + self._reads.mean_if_large_ns()) / step_ns
+        self._step_ns, self._cost_ns = step_ns, marks_ns + self._reads.mean_ns()
         return self._smallest_n()
 
     def added_share(self, n: int) -> float | None:
-        """Return the cost of timing 1 of n steps, as a fraction of an untimed step."""
+        """Return the cost of timing 1 of n steps, as a fraction of an untimed step.
+
+        Return None if the cost is not measured, because it is low enough to time every step.
+        """
         return self._added_ns_per_step(n) / self._step_ns if self._step_ns else None
 
     def follow(self, n: int, index: int) -> Windows:
         """Return the windows that time 1 of n steps, from the step of this index on.
 
-        All ranks must call it with the same `n`, so that they decide at the same steps.
+        Also set `due`. All ranks must call it with the same `n`, so that they decide at the same
+        steps.
         """
         # Decide often at first: with several ranks, each decision takes effect at the next.
         steps = index // 16 if n == _TRIAL_EVERY_N_STEPS else index // 2
-        first = min(2 * self._longest_period, _TRIAL_STEPS)
-        self.due = index + min(max(steps, first), _MAX_STEPS_BETWEEN_DECISIONS)
+        min_steps = min(2 * self._max_n, _MIN_STEPS_BETWEEN_DECISIONS)
+        self.due = index + min(max(steps, min_steps), _MAX_STEPS_BETWEEN_DECISIONS)
         return self.windows(n)
 
     def _excess_ns(self) -> list[float]:
-        """Return the excess of each timed step over the untimed steps around it."""
-        untimed_ns = [*self._untimed_ns]
+        """Return the excess of each timed step over the untimed steps before and after it."""
+        spans = [*self._untimed_ns]
         excess_ns = []
         for start_ns, took_ns in self._timed_ns:
-            next_ = bisect(untimed_ns, start_ns, key=itemgetter(0))
-            if 0 < next_ < len(untimed_ns):
-                (_, before_ns), (_, after_ns) = untimed_ns[next_ - 1 : next_ + 1]
+            next_ = bisect(spans, start_ns, key=itemgetter(0))
+            if 0 < next_ < len(spans):
+                (_, before_ns), (_, after_ns) = spans[next_ - 1 : next_ + 1]
                 excess_ns.append(took_ns - (before_ns + after_ns) / 2)
         return excess_ns
 
@@ -186,27 +195,30 @@ class TimingCost:
         if self._cost_ns < _MAX_COST_SHARE * self._step_ns:
             return 1
         target_ns = _MAX_COST_SHARE_IN_WINDOWS * self._step_ns
-        for n in range(2, self._longest_period):
+        for n in range(2, self._max_n):
             if self._added_ns_per_step(n) <= target_ns:
-                # The windows fit the log interval, which rounds `n`.
+                # `windows` may time fewer steps, because an interval has whole windows.
                 return round(self.windows(n).every_n_steps)
-        return self._longest_period
+        return self._max_n
 
     def _added_ns_per_step(self, n: int) -> float:
+        """Return the mean cost per step, timed or not, of timing 1 of n steps."""
         windows = self.windows(n)
+        # Hooks are attached and removed once per window.
         switch_ns = 2 * statistics.median(self._switches_ns or [0]) if n > 1 else 0.0
         return (self._cost_ns + switch_ns / windows.size) / windows.every_n_steps
 
     def windows(self, n: int) -> Windows:
-        """Return the windows that time 1 of n steps, which are the same on all ranks."""
+        """Return the windows that time 1 of n steps, or fewer. All ranks get the same windows."""
         if n == 1:
             return Windows()
-        size = max(min(_WINDOW_STEPS, self._longest_period // n), 1)
+        size = max(min(_WINDOW_STEPS, self._max_n // n), 1)
         interval = max(self._log_every_n_steps or 0, size * n)
+        # If unknown, logs may be written at any step.
         end_in_log = self._log_every_n_steps in (None, interval)
-        return Windows(size, interval, interval // (size * n), end_in_log)
+        return Windows(size, interval, count=interval // (size * n), end_in_log=end_in_log)
 
     @property
-    def _longest_period(self) -> int:
-        """Largest `n`: each log interval has a timing window."""
+    def _max_n(self) -> int:
+        """Largest `n` with a timing window in each log interval; at least 2."""
         return max(min(self._log_every_n_steps or MAX_STEPS_PER_TIMED, MAX_STEPS_PER_TIMED), 2)

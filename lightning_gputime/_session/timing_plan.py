@@ -20,7 +20,7 @@ class TimingPlan:
         options: Options of the timer.
         clock: Clock of the device, for probes.
         results: Durations of all steps; receives the chosen `n` if 1 of `n` steps is timed.
-        log_every_n_steps: Number of steps between two logs; None if the trainer decides.
+        log_every_n_steps: Number of steps between two logs; None if unknown, or without logs.
         each_timed_for: Option that requires that every step is timed; empty if none.
     """
 
@@ -32,13 +32,15 @@ class TimingPlan:
         log_every_n_steps: int | None,
         each_timed_for: str,
     ) -> None:
-        self._results, self._next_long = results, results.untimed.next_long
+        self._results = results
+        self._next_long = results.untimed.next_long  # Predicts long steps, see `Schedule`.
         n = options.every_n_steps
         self.is_auto = n == AUTO and not each_timed_for
-        """True if `n`, to time 1 of `n` steps, is chosen by the cost of timing."""
+        """True if the cost of timing determines `n`, to time 1 of `n` steps."""
         if n == AUTO:
             results.update_facts(each_timed_for=each_timed_for)
-        # Ranks must time the same steps, but would predict different long steps.
+        # Each rank would predict other long steps, but all ranks must time the same steps. So all
+        # use the prediction of rank zero; see `decide`.
         next_long = (lambda: None) if is_distributed() else self._next_long
         self.schedule = Schedule(Windows(interval=1 if n == AUTO else int(n)), next_long)
         self.cost = TimingCost(clock.host_ns, log_every_n_steps)
@@ -57,7 +59,8 @@ class TimingPlan:
     def next_kind(self, kind: State, index: int) -> State:
         """Return the state of the step of this index, which follows a step of `kind`."""
         if kind is PROBED:
-            return UNTIMED  # The host waited for the probe, so the queue is empty.
+            # The host has waited for the probed step, so the device's queue is empty, unlike usual.
+            return UNTIMED
         probe = self.probe
         if probe is not None and probe.is_scheduled(index) and probe.is_ready():
             return PROBED
@@ -72,10 +75,13 @@ class TimingPlan:
 
     def decide(self, index: int) -> None:
         """Choose the windows from the step of this index on. May wait for other ranks."""
-        n, recurrence = self.cost.decide(), None
+        n = self.cost.decide()
+        recurrence = None  # See `Windows`.
         if self._agreement is not None:
-            n, *agreed = self._agreement.agree([n, *(self._next_long() or ())])
-            recurrence = (agreed[0], agreed[1]) if agreed else None
+            wish = [n, *(self._next_long() or ())]
+            n, *long_steps = self._agreement.agree(wish)
+            if long_steps:
+                recurrence = (long_steps[0], long_steps[1])
         windows = replace(self.cost.follow(n, index), recurrence=recurrence)
         if windows != self.schedule.windows:
             self.schedule.follow(windows, index)
