@@ -1,14 +1,23 @@
 """Lines of user code between the marks of located steps.
 
-At each mark of a *located* step, the recorder has stored the frames of user code on the stack.
+At each mark of a *located* step, the recorder has stored a `Location`.
 """
 
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from lightning_gputime._compat.python_ import Frame, definition_of, user_frames
-from lightning_gputime._measurement.culprits import PLACE, CulpritSums, Place, Source, short_name
+from lightning_gputime._measurement.culprits import (
+    PLACE,
+    WITHOUT_GRAD,
+    CulpritSums,
+    Place,
+    Source,
+    short_name,
+)
 from lightning_gputime._measurement.wall_clock import PAUSED, WallClock
 from lightning_gputime._phases import (
     AFTER_UPDATE,
@@ -33,6 +42,17 @@ Frames = tuple[Frame, ...]
 
 frames_here: Callable[[], Frames] = partial(user_frames, _MAX_FRAMES)
 """Return the current frames of user code."""
+
+
+class Location(NamedTuple):
+    """State at a mark of a located step."""
+
+    frames: Frames
+    has_grad: bool  # True if gradients are enabled.
+
+
+def location_here() -> Location:
+    return Location(frames_here(), torch.is_grad_enabled())
 
 
 class Passage(NamedTuple):
@@ -164,6 +184,7 @@ class PlaceReader:
         # No helper functions, because a step may have hundreds of labels.
         next_labels = (*step.labels[1:], "")
         phases = resolve_labels(step.labels)
+        is_trained = BACKWARD in step.labels
         previous = ""
         for i, (label, following, names, ms) in enumerate(
             zip(step.labels, next_labels, phases, step.device_ms, strict=True)
@@ -177,12 +198,15 @@ class PlaceReader:
                 name = "after the update"
             elif label == OTHER:
                 name = "before backward" if following == BACKWARD else "before forward"
+            start, end = step.places[i], step.places[i + 1]
+            if phase == FORWARD and is_trained and not start.has_grad:
+                name = WITHOUT_GRAD
             # After a submodule, or an update inside a call, the same call of the model continues.
             is_same_call = previous == OPTIMIZER or previous.startswith(_INSIDE_FORWARD)
             is_new_call = phase != FORWARD or (label == FORWARD and not is_same_call)
             place = Passage(
-                start=step.places[i],
-                end=step.places[i + 1],
+                start=start.frames,
+                end=end.frames,
                 outside=self._outside,
                 enters_calls=phase == OTHER,
                 enters_trainer_calls=phase == OTHER and ms >= _MIN_CALLED_MS,

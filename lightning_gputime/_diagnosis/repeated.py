@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from lightning_gputime._diagnosis.diagnosis import Advice
-from lightning_gputime._measurement.culprits import PLACE, Source
+from lightning_gputime._measurement.culprits import PLACE, WITHOUT_GRAD, Source
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.units import percent
 from lightning_gputime._phases import BACKWARD, DATA, FETCH, FORWARD, LOSS, OPTIMIZER, OTHER
@@ -25,19 +25,28 @@ class RepeatedCalls:
         where: The function with its lines, or the lines of the loop body.
         calls: Number of calls per batch.
         share: Fraction of the step, from 0 to 1.
+        has_grad: False for calls with gradients disabled, which may be an evaluation.
     """
 
     where: str
     calls: int
     share: float
+    has_grad: bool = True
 
     def __str__(self) -> str:
-        often = f"{self.where} calls the model {self.calls:,} times per batch"
+        how = "" if self.has_grad else " without gradients"
+        often = f"{self.where} calls the model {self.calls:,} times per batch{how}"
         return f"{often}, which takes {percent(self.share)} of the step"
 
     @property
     def advice(self) -> Advice:
-        text = f"{self}: process the whole batch in one call"
+        todo = "process the whole batch in one call"
+        if not self.has_grad:
+            todo = (
+                "if this is an evaluation, run it less often, and after model.eval(), so that it"
+                f" is not part of the steps; otherwise, {todo}"
+            )
+        text = f"{self}: {todo}"
         return Advice("repeated_calls", text, {"calls": self.calls, "share": round(self.share, 3)})
 
 
@@ -93,5 +102,6 @@ def repeated_calls(m: Measurement) -> RepeatedCalls | None:
             # Name the function, but not the training loop, "<module>" or "<listcomp>".
             has_name = not is_in_loop(source) and "<" not in source.function
             where = f"`{source.function}` ({source})" if has_name else str(source)
-            found.append(RepeatedCalls(where, calls=round(n_calls / batches), share=share))
+            has_grad = culprit.name != WITHOUT_GRAD
+            found.append(RepeatedCalls(where, round(n_calls / batches), share, has_grad))
     return max(found, key=lambda repeated: repeated.share, default=None)

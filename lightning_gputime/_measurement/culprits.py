@@ -13,6 +13,8 @@ CALL, PLACE, BLOCKING = "call", "place", "blocking"
 SAMPLER, DATASET, COLLATE = STAGES = ("sampler", "dataset", "collate")
 GC_COLLECT = "gc.collect"
 """Name of the code that starts a garbage collection explicitly."""
+WITHOUT_GRAD = "without gradients"
+"""Name of code in a training step that calls the model with gradients disabled."""
 UNKNOWN_PHASE = ""
 """Entry of a call that waits for the GPU in an untimed step."""
 BLOCKING_STEPS = 3
