@@ -187,7 +187,7 @@ def loader_times(
         slowest_ms=rows[slowest][MAX_NS] / 1e6,
         slowest_worker=slowest,
         slowest_index=index if index >= 0 else None,
-        # All checksums must be known.
+        # A checksum of 0 is unknown, so it does not show a repeat.
         repeats=len(used) > 1 and len(checksums) == 1 and all(next(iter(checksums))),
         pin_ms=pin_ms,
     )
