@@ -87,6 +87,13 @@ class _Block(NamedTuple):
         yield STEP, 0.0, step_ms - other_step_ms
 
 
+class _OpenBlock(NamedTuple):
+    """Consecutive timed steps of a stratum to which further steps may be added."""
+
+    stratum: int
+    steps: list[StepRecord]
+
+
 class _Gap(NamedTuple):
     """Untimed steps of a stratum."""
 
@@ -229,8 +236,7 @@ class UntimedSteps:
         """Number of settled untimed steps, without excluded steps."""
         self._read: list[StepRecord] = []  # Timed steps that were read, but are not yet settled.
         self._n_warmup_read = 0  # Number of steps at the start of `_read` that are warm-up.
-        self._open_steps: list[StepRecord] = []  # Steps of the block that is being filled.
-        self._open_stratum = 0  # Stratum of these steps.
+        self._open = _OpenBlock(stratum=0, steps=[])
 
     # At the end of each step. `now_ns` is the time of all steps so far, without pauses and
     # evaluations.
@@ -255,7 +261,7 @@ class UntimedSteps:
 
         Args:
             steps: Timed steps.
-            warmup: Number of first records that are warm-up, and represent no other steps.
+            warmup: Number of first steps that are warm-up, and represent no other steps.
 
         Returns:
             True if the statistics include the steps, False if a later call will add them.
@@ -345,15 +351,15 @@ class UntimedSteps:
                 self._strata[k].add_untimed(len(known_ns), ms)
 
     def _add_to_block(self, stratum: int, step: StepRecord) -> None:
-        if stratum != self._open_stratum or len(self._open_steps) >= _MAX_BLOCK:
+        if stratum != self._open.stratum or len(self._open.steps) >= _MAX_BLOCK:
             self._end_block()
-        self._open_stratum = stratum
-        self._open_steps.append(step)
+            self._open = _OpenBlock(stratum, [])
+        self._open.steps.append(step)
 
     def _end_block(self) -> None:
-        stratum, steps = self._open_stratum, self._open_steps
+        stratum, steps = self._open
         if steps:
-            self._open_steps = []
+            self._open = _OpenBlock(stratum, [])
             block = _Block.of(steps)
             if self.n:
                 self._strata[stratum].add_block(block)
