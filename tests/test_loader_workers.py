@@ -289,8 +289,11 @@ def test_advice_on_workers_that_start_again(setup: dict[str, Any], text: str) ->
     ("newest_ms", "text"),
     [
         ((20.0, 20.0), ""),
-        ((20.0, 60.0), "worker 1 now takes 60 ms per batch, 20 ms on average"),
-        ((50.0, 60.0), "workers now take 60 ms per batch, 20 ms on average"),
+        ((20.0, 60.0), "worker 1 now takes 60 ms per batch, compared with 20 ms on average"),
+        (
+            (50.0, 60.0),
+            "all workers now take up to 60 ms per batch, compared with 20 ms on average",
+        ),
     ],
 )
 def test_slowdown_names_the_slower_workers(newest_ms: tuple[float, float], text: str) -> None:

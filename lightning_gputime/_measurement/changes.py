@@ -3,7 +3,10 @@
 `StepSeries` keeps the mean step time of windows of 25 steps or more. `StepSeries.find` drops the
 warm-up, clips outliers, and fits three models by weighted least squares: a jump, a trend (gradual
 change) and a stretch (change that has ended). It reports the best fit if the change is larger than
-noise drifts, and far more likely than noise whose neighbors are correlated (AR(1)).
+drifts of the noise, and far more likely than correlated noise alone (AR(1)).
+
+Positions are indices of windows. `edges` are the numbers of steps before each window and after the
+last.
 """
 
 import math
@@ -24,7 +27,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 MIN_STEPS = 25  # Smallest number of steps in a window.
-_MIN_WINDOWS = 7
+_MIN_WINDOWS = 7  # Runs with fewer windows are not searched.
 _SHORT_RUN = 10  # Runs with fewer windows need a larger change.
 _MAX_WINDOWS = 256  # Beyond this number, neighbors are merged.
 _MAX_PHASES = 64  # Beyond this number, sub-phases are dropped.
@@ -35,24 +38,24 @@ _WARMUP_FACTOR, _MAX_WARMUP_SHARE = 1.25, 0.4
 # Minimum length of the first level and of later levels: number of windows and fraction of the run.
 _MIN_START, _MIN_START_SHARE = 2, 0.05
 _MIN_LEVEL, _MIN_LEVEL_SHARE = 3, 0.1
-# Minimum length of a trend that is not preceded by a level, as a fraction of the run.
+# Minimum length of a trend that starts with the run, as a fraction of the run.
 _MIN_RISE_SHARE = 0.25
 # Minimum number of windows of a stretch, which distinguishes it from outliers, and of a run that is
 # searched for stretches.
 _MIN_STRETCH, _MIN_WINDOWS_OF_STRETCH = 6, 20
 # Smallest reported changes, as logarithms of the ratio of step times. A GPU that warms up gets a
 # few percent slower or faster, so a change in the first 15 minutes must be larger. Correlated noise
-# drifts by up to 4.5 / n in n windows.
+# drifts by up to 4.5 / n in n windows, and at most by 0.19.
 _MIN_CHANGE, _MIN_EARLY_CHANGE, _EARLY_MS = 0.05, 0.1, 900e3
 _MIN_CHANGE_IN_SHORT_RUN = 0.6
 _MAX_DRIFT, _DRIFT = 0.19, 4.5
-# Minimum of twice the log likelihood ratio of a change with noise to noise alone; lower in short
-# runs.
-_MIN_RATIO, _MIN_RATIO_OF_NONE, _MIN_RATIO_PER_WINDOW = 22.0, 4.0, 0.5
+# Minimum of twice the log likelihood ratio of a change with noise to noise alone: 4 + 0.5 n for n
+# windows, up to 22.
+_MIN_RATIO_INTERCEPT, _MIN_RATIO_PER_WINDOW, _MAX_MIN_RATIO = 4.0, 0.5, 22.0
 _MIN_ORDERED = 0.85  # Minimum fraction of (before, after) pairs of windows that show the change.
 _JUMP_SHARE = 0.1  # Maximum length of the rise of a jump, as a fraction of the run.
 # Penalties on twice the log likelihood: per free position, and for a stretch per window of the run.
-_POSITION_COST, _STRETCH_RATIO = 6.0, math.log(2.0)
+_POSITION_COST, _STRETCH_COST_PER_WINDOW = 6.0, math.log(2.0)
 _GRID = 40  # Number of positions in the coarse search for the start and the end of a change.
 _NOISE_FLOOR = 1e-3  # Minimum relative noise of a series.
 _CORRELATIONS = np.linspace(0.0, 0.95, 20)
@@ -119,10 +122,11 @@ class _Window(NamedTuple):
     first_step: int
     epoch: int | None  # Epoch of the first step.
     steps: int
-    wall_ms: float
+    wall_ms: float  # Time of all steps.
     phases_ms: Mapping[str, float]  # Mean per step; empty if no step was timed.
 
     def merge(self, later: "_Window") -> "_Window":
+        # If only one window has timed steps, they represent both.
         phases_ms = {**later.phases_ms, **self.phases_ms}
         if self.phases_ms and later.phases_ms:
             share = self.steps / (self.steps + later.steps)
@@ -139,14 +143,15 @@ class StepSeries:
     """Step times of a run as a series of windows, in bounded memory."""
 
     def __init__(self) -> None:
-        self._windows: list[_Window] = []
+        self._windows: list[_Window] = []  # Windows with enough steps, in order.
         self._open: _Window | None = None  # Newest window, while it has too few steps.
-        self._min_steps = MIN_STEPS
-        self._next_step: int | None = None
+        self._min_steps = MIN_STEPS  # Minimum number of steps in a window; grows with the run.
+        self._next_step: int | None = None  # Number of the next step; None at first.
         self._epoch: int | None = None  # Epoch of the next step.
-        self._later_epochs: list[tuple[int, int]] = []  # First step and number.
-        self._steps = 0
-        self._find_at = 0
+        # First step and number of epochs that start after the next step, in order.
+        self._later_epochs: list[tuple[int, int]] = []
+        self._steps = 0  # Approximate number of steps in `_windows`.
+        self._find_at = 0  # Value of `_steps` at which the next search is due.
 
     def start_epoch(self, first_step: int, epoch: int) -> None:
         """Record that an epoch starts with this step, which may not have been added yet."""
@@ -163,7 +168,7 @@ class StepSeries:
                 milliseconds); empty if no step was timed.
 
         Returns:
-            True if it is time to call `find` again, which takes milliseconds.
+            True if a search is due: call `find`, which takes milliseconds.
         """
         if steps <= 0:
             return False
@@ -172,7 +177,7 @@ class StepSeries:
         self._advance_epoch(first_step)
         if len(phases_ms) > _MAX_PHASES:
             phases_ms = {name: ms for name, ms in phases_ms.items() if "/" not in name}
-        window = _Window(first_step, self._epoch, steps, wall_ms, dict(phases_ms))
+        window = _Window(first_step, self._epoch, steps, wall_ms, phases_ms=dict(phases_ms))
         self._advance_epoch(number + 1)
         if self._open is not None:
             window = self._open.merge(window)
@@ -195,6 +200,7 @@ class StepSeries:
         return True
 
     def _advance_epoch(self, step: int) -> None:
+        """Set `_epoch` to the epoch of this step."""
         while self._later_epochs and self._later_epochs[0][0] <= step:
             self._epoch = self._later_epochs.pop(0)[1]
 
@@ -245,49 +251,51 @@ class SlowdownSearch:
         self.series = StepSeries()
         self._untimed = untimed
         self._sums = Sums()  # Timed steps since the newest window.
-        self._untimed_before, self._n_before = untimed.totals, untimed.n  # Until that window.
-        self._is_followed = False
+        # Totals and number of the untimed steps until the end of that window.
+        self._untimed_before, self._n_before = untimed.totals, untimed.n
+        self._is_followed = False  # True if searches run during training.
         self.found: Slowdown | None = None
         """Result of the newest search during training."""
 
     def follow(self) -> None:
-        """Search during training, too, for logs and observers that report slowdowns."""
+        """Enable `search` during training, for logs and observers that report slowdowns."""
         self._is_followed = True
 
     def add(self, number: int, sums: Sums, *, is_settled: bool = True) -> bool:
-        """Add the steps up to this number. Return True if a search is due.
+        """Add steps, timed or not. Return True if a search is due.
 
         Args:
             number: Number of the last step.
-            sums: Sums over the timed steps among them.
-            is_settled: False if the statistics of all steps do not include them yet.
+            sums: Sums over the timed steps among the added steps.
+            is_settled: False if the untimed steps do not include the last steps yet.
         """
         self._sums.merge(sums)
         n = int(self._sums.step.n) + self._untimed.n - self._n_before
         if n < MIN_STEPS or not is_settled:
             return False
         untimed = self._untimed.estimate_since(self._untimed_before)
-        every = self._sums
+        self._untimed_before, self._n_before = self._untimed.totals, self._untimed.n
+        every, self._sums = self._sums, Sums()
         every.merge(untimed.sums)
+        wall_ms = every.step.device_ms + untimed.unsampled_ms
         phases_ms = {name: phase.device_ms / n for name, phase in every.phases.items()}
-        self._sums, self._untimed_before = Sums(), self._untimed.totals
-        self._n_before = self._untimed.n
-        return self.series.add(number, n, every.step.device_ms + untimed.unsampled_ms, phases_ms)
+        return self.series.add(number, n, wall_ms, phases_ms)
 
     def search(self) -> bool:
-        """Search if logs or observers report slowdowns. Return True at the first slowdown."""
+        """Search for a slowdown if `follow` was called. Return True at the first slowdown."""
         if not self._is_followed:
             return False
-        before, self.found = self.found, self.series.find()
-        return before is None and self.found is not None
+        is_first = self.found is None
+        self.found = self.series.find()
+        return is_first and self.found is not None
 
 
 class _Change(NamedTuple):
-    """Change that starts in window `start`, is complete at `full`, and ends at `until`."""
+    """Change of the step time."""
 
-    start: int
-    full: int
-    until: int
+    start: int  # First window of the change.
+    full: int  # First window in which the change is complete.
+    until: int  # First window after the change; the number of windows if it lasts.
     shape: Floats  # Fraction of the change in each window.
     cost: float  # Minus twice the log likelihood, plus penalties.
 
@@ -307,6 +315,7 @@ class _Levels(NamedTuple):
     error: float  # Half the width of the 95 % interval of `change_ms / before_ms`.
 
     def at(self, shape: Floats) -> Floats:
+        """Return the step time of each window, given its fraction of the change."""
         return self.before_ms + self.change_ms * shape
 
 
@@ -319,12 +328,12 @@ def _merge_short(windows: Sequence[_Window]) -> list[_Window]:
     if not windows:
         return []
     sizes = np.array([window.steps for window in windows])
-    order = np.argsort(sizes)
-    ends = np.cumsum(sizes[order])
-    size = 0.8 * sizes[order][np.searchsorted(ends, ends[-1] / 2)]
+    ordered = np.sort(sizes)
+    ends = np.cumsum(ordered)
+    min_size = 0.8 * ordered[np.searchsorted(ends, ends[-1] / 2)]
     merged = [windows[0]]
     for window in windows[1:]:
-        if merged[-1].steps < size:
+        if merged[-1].steps < min_size:
             merged[-1] = merged[-1].merge(window)
         else:
             merged.append(window)
@@ -344,31 +353,39 @@ def _count_warmup(windows: Sequence[_Window]) -> int:
 def _local_medians(values: Floats) -> Floats:
     """Return the running median over five windows."""
     medians = np.median(np.lib.stride_tricks.sliding_window_view(values, 5), axis=1)
-    # At the ends, the median of three preserves a level of two windows.
+    # At the ends, the median of three preserves a level of two windows. The outermost values
+    # continue the slope of five windows.
     first, last = np.median(values[:3]), np.median(values[-3:])
-    rise, last_rise = (np.median(np.diff(part)) for part in (values[:5], values[-5:]))
-    return np.concatenate([[first - rise, first], medians, [last, last + last_rise]])
+    first_rise, last_rise = (np.median(np.diff(part)) for part in (values[:5], values[-5:]))
+    return np.concatenate([[first - first_rise, first], medians, [last, last + last_rise]])
 
 
 def _clip_outliers(values: Floats, expected: Floats) -> Floats:
     """Clip values to four standard deviations around the expected values."""
     away = values - expected
-    # A quantile estimates the deviation even if most windows are equal.
-    max_away = 4.0 * 0.75 * float(np.quantile(np.abs(away), 0.8))
+    # The 80 % quantile of normal noise is about 1.3 standard deviations. The median would be zero
+    # if most windows are equal.
+    deviation = 0.75 * float(np.quantile(np.abs(away), 0.8))
+    max_away = 4.0 * deviation
     clipped: Floats = expected + np.clip(away, -max_away, max_away)
     return clipped
 
 
 def _fit(edges: Floats, values: Floats) -> tuple[_Change, _Levels]:
-    """Return the jump, trend or stretch with the best fit, significant or not."""
+    """Return the jump, trend or stretch with the best fit, significant or not.
+
+    Args:
+        edges: Number of steps at the start of each window and at the end of the last.
+        values: Step time of each window.
+    """
     steps = np.diff(edges)
     change = _search(edges, values, steps)
     # Noise grows with the step time: weight windows by the levels of a first fit.
     fitted = _fit_levels(values, change.shape, steps).at(change.shape)
     weights = steps / np.maximum(fitted, _NOISE_FLOOR * fitted.max()) ** 2
     change = _search(edges, values, weights)
-    # The start and the end of a trend are estimates, which increases the error of its size: fit
-    # trends whose start or end differs by one window, too.
+    # The start and the end of a trend are estimates, which increases the error of its size. Account
+    # for it by also fitting trends whose start or end differs by one window.
     start, full, n = change.start, change.full, len(values)
     neighbors = []
     if full > start > 0:
@@ -388,22 +405,23 @@ def _search(edges: Floats, values: Floats, weights: Floats) -> _Change:
     best = partial(_best, edges, values, weights)
 
     def best_trend(starts: Ints, fulls: Ints) -> _Change:
-        rise = fulls - starts
-        is_trend = (rise >= 2) & ((starts >= least_start) | (rise >= _MIN_RISE_SHARE * n))
-        is_trend &= (starts + fulls <= 2 * (n - _MIN_LEVEL)) & (fulls <= n)
+        rise, middle = fulls - starts, (starts + fulls) / 2
+        has_start = (starts >= least_start) | (rise >= _MIN_RISE_SHARE * n)
+        is_trend = (rise >= 2) & has_start & (middle <= n - _MIN_LEVEL) & (fulls <= n)
         starts, fulls = starts[is_trend], fulls[is_trend]
         return best(starts, fulls, np.full_like(starts, n))
 
     def best_stretch(starts: Ints, untils: Ints) -> _Change:
-        is_stretch = (untils - starts >= max(least_level, _MIN_STRETCH)) & (starts >= least_start)
-        is_stretch &= untils <= n - least_level
+        is_long = untils - starts >= max(least_level, _MIN_STRETCH)
+        is_stretch = is_long & (starts >= least_start) & (untils <= n - least_level)
         starts, untils = starts[is_stretch], untils[is_stretch]
         return best(starts, starts, untils)
 
-    # Include changes that are too recent to report. They would be reported at an earlier position
-    # otherwise.
+    # Also fit changes that are too recent to report. Without them, the best fit to such a change
+    # would be at an earlier position, and would be reported.
     jumps = np.arange(least_start, n - _MIN_LEVEL + 1)
     jump = best(jumps, jumps, np.full_like(jumps, n))
+    # Search a coarse grid, then all positions near the best.
     grid = np.unique(np.linspace(0, n, min(n, _GRID) + 1).astype(int))
     near = np.arange(-(n // _GRID) - 1, n // _GRID + 2)
     trend = best_trend(*_pairs(grid, grid))
@@ -413,19 +431,19 @@ def _search(edges: Floats, values: Floats, weights: Floats) -> _Change:
         return lasting
     stretch = best_stretch(*_pairs(grid, grid))
     stretch = best_stretch(*_pairs(stretch.start + near, stretch.until + near))
-    return stretch if stretch.cost + n * _STRETCH_RATIO < lasting.cost else lasting
+    return stretch if stretch.cost + n * _STRETCH_COST_PER_WINDOW < lasting.cost else lasting
 
 
 def _pairs(first: Ints, second: Ints) -> tuple[Ints, Ints]:
-    """Return all pairs of positions."""
+    """Return all pairs of positions, without negative positions."""
     first, second = first[first >= 0], second[second >= 0]
     return np.repeat(first, len(second)), np.tile(second, len(first))
 
 
 def _shapes(edges: Floats, starts: Ints, fulls: Ints, untils: Ints) -> Floats:
-    """Return the fraction of each change in each window."""
+    """Return for each change (row) its fraction in each window (column)."""
     start, full, until = (edges[at][:, None] for at in (starts, fulls, untils))
-    # Integral of a change that grows from `start` to `full` and ends at `until`.
+    # Integral, up to each edge, of a change that grows from `start` to `full` and ends at `until`.
     rise = np.maximum(full - start, 1e-9)
     integral = np.clip(edges - start, 0.0, rise) ** 2 / (2.0 * rise)
     integral += np.maximum(edges - full, 0.0) - np.maximum(edges - until, 0.0)
@@ -439,15 +457,22 @@ def _best(
     """Fit each change by weighted least squares, and return the change with the lowest cost."""
     n, shapes = len(values), _shapes(edges, starts, fulls, untils)
     weights = weights / weights.sum()
-    centered = shapes - (shapes @ weights)[:, None]
-    about_mean = values - values @ weights
-    explained = (centered @ (weights * about_mean)) ** 2 / (centered**2 @ weights)
-    left = np.maximum(weights @ about_mean**2 - explained, 0.0)
+    centered_shapes = shapes - (shapes @ weights)[:, None]
+    centered = values - values @ weights
+    # Variance that each change explains, and the rest, which is noise.
+    explained = (centered_shapes @ (weights * centered)) ** 2 / (centered_shapes**2 @ weights)
+    noise = np.maximum(weights @ centered**2 - explained, 0.0)
     floor = _NOISE_FLOOR**2 * float(weights @ values**2)
-    positions = (starts > 0).astype(float) + ((fulls > starts) & (fulls < n))
-    cost = n * np.log(left + floor) + _POSITION_COST * positions
+    free_positions = (starts > 0).astype(float) + ((fulls > starts) & (fulls < n))
+    cost = n * np.log(noise + floor) + _POSITION_COST * free_positions
     i = int(np.argmin(cost))
-    return _Change(int(starts[i]), int(fulls[i]), int(untils[i]), shapes[i], float(cost[i]))
+    return _Change(
+        start=int(starts[i]),
+        full=int(fulls[i]),
+        until=int(untils[i]),
+        shape=shapes[i],
+        cost=float(cost[i]),
+    )
 
 
 def _fit_levels(
@@ -476,11 +501,12 @@ def _fit_levels(
         design = np.append(design, others.T, axis=1)
         covariance = np.linalg.pinv(design.T * weights @ design)[:2, :2]
     if not before_ms:
-        return _Levels(0.0, float(change_ms), math.inf)
+        return _Levels(0.0, float(change_ms), error=math.inf)
+    # Gradient of `change_ms / before_ms` with respect to the two levels.
     gradient = np.array([-change_ms / before_ms, 1.0]) / before_ms
-    # The factor accounts for the estimated position of a jump.
+    # The last factor accounts for the estimated position of a jump.
     error = math.sqrt(variance * float(gradient @ covariance @ gradient)) * (1.0 + 6.0 / n)
-    return _Levels(float(before_ms), float(change_ms), 1.96 * error)
+    return _Levels(float(before_ms), float(change_ms), error=1.96 * error)
 
 
 def _is_certain(edges: Floats, values: Floats, change: _Change, levels: _Levels) -> bool:
@@ -489,24 +515,27 @@ def _is_certain(edges: Floats, values: Floats, change: _Change, levels: _Levels)
     middle = (change.start + change.full) / 2.0
     if middle > n * (1.0 - _MIN_LEVEL_SHARE):
         return False  # Too recent.
-    ends_ms = levels.before_ms, levels.before_ms + levels.change_ms
-    if min(*ends_ms, fitted.min(), values.min()) <= 0.0:
+    after_ms = levels.before_ms + levels.change_ms
+    # Logarithms require positive step times.
+    if min(levels.before_ms, after_ms, fitted.min(), values.min()) <= 0.0:
         return False
-    low, high = values[shape <= 0.25], values[shape >= 0.75]
-    size = math.log(high.mean() / low.mean())
+    before, after = values[shape <= 0.25], values[shape >= 0.75]
+    size = math.log(after.mean() / before.mean())
     full_at_ms = float(np.diff(edges)[: change.full] @ values[: change.full])
     min_size = _MIN_EARLY_CHANGE if full_at_ms < _EARLY_MS else _MIN_CHANGE
-    min_size, min_ordered = max(min_size, min(_MAX_DRIFT, _DRIFT / n)), _MIN_ORDERED
+    min_size = max(min_size, min(_MAX_DRIFT, _DRIFT / n))
+    min_ordered = _MIN_ORDERED
     if n < _SHORT_RUN:
         min_size, min_ordered = max(min_size, _MIN_CHANGE_IN_SHORT_RUN), 1.0
     if abs(size) < min_size:
         return False
     # Compare each window before the change with each window after it.
-    if np.mean(np.sign(size) * (high[:, None] - low) > 0.0) < min_ordered:
+    shows_change = np.sign(size) * (after[:, None] - before) > 0.0
+    if np.mean(shows_change) < min_ordered:
         return False
     logs = np.log(values)
     ratio = _autoregressive_cost(logs) - _autoregressive_cost(logs - np.log(fitted))
-    return ratio >= min(_MIN_RATIO, _MIN_RATIO_OF_NONE + _MIN_RATIO_PER_WINDOW * n)
+    return ratio >= min(_MIN_RATIO_INTERCEPT + _MIN_RATIO_PER_WINDOW * n, _MAX_MIN_RATIO)
 
 
 def _autoregressive_cost(values: Floats) -> float:
@@ -524,7 +553,10 @@ def _autoregressive_cost(values: Floats) -> float:
 def _largest_phase(
     windows: Sequence[_Window], shape: Floats, change_ms: float
 ) -> tuple[str, float]:
-    """Return the phase with the largest part of the change, and its change."""
+    """Return the phase with the largest part of the change, and the change of its time per step.
+
+    The name is empty if too few windows with timed steps cover the change.
+    """
     timed = [i for i, window in enumerate(windows) if window.phases_ms]
     shape = shape[timed]
     if len(timed) < _MIN_TIMED_WINDOWS or np.ptp(shape) < 0.5:

@@ -1,4 +1,7 @@
-"""Code that takes the time of an entry: sums by name and by place in the source."""
+"""Culprits: code that takes the time of an entry, summed by name and by place in the source.
+
+An entry is a phase, or an entry of the wall clock.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -51,8 +54,8 @@ class Culprit:
     name: str
     seconds: float  # Time of all calls.
     calls: int  # Number of calls, or of passes through a place.
-    # Time of the entire entry while these places or stages were observed (in seconds); None for
-    # calls, which are always observed.
+    # Time of all places, or of all stages of the loader, while they were observed (in seconds). It
+    # includes `seconds`. None for other kinds, which are not sampled.
     observed_s: float | None = None
     source: Source | None = None  # Place in the source; None if unknown.
     caller: str = ""  # Name of the culprit that makes these calls; empty if none.
@@ -100,14 +103,16 @@ Loader = TypeVar("Loader", bound=TimedLoader)
 
 
 class LoaderStages:
-    """Sums of the time of the stages of a loader (in nanoseconds)."""
+    """Stages of a loader that run in the main process, and sums of their times."""
 
     num_workers = 0
 
     def __init__(self, *stages: Stage) -> None:
         self.stages = stages
-        self._ns = [0] * len(stages)
-        self._batches = self._iterators = self._exhausted = 0
+        self._ns = [0] * len(stages)  # Time of each stage.
+        self._batches = 0
+        self._iterators = 0  # Number of started iterators.
+        self._exhausted = 0  # Number of iterators that have yielded their last batch.
 
     def start_iterator(self) -> None:
         """Count a new iterator of the loader."""
@@ -118,27 +123,26 @@ class LoaderStages:
         self._exhausted += 1
 
     def add(self, *ns: int) -> None:
-        """Add the time of each stage for a batch."""
+        """Add the time of each stage for a batch (in nanoseconds), in the order of `stages`."""
         self._batches += 1
-        for place, stage_ns in enumerate(ns):
-            self._ns[place] += stage_ns
+        for i, stage_ns in enumerate(ns):
+            self._ns[i] += stage_ns
 
     def culprits(self) -> Iterator[Culprit]:
-        batches, all_ns = self._batches, sum(self._ns)
-        if batches:
-            for stage, ns in zip(self.stages, self._ns, strict=True):
-                name, source = stage.name, stage.source
-                seconds, observed_s = ns / 1e9, all_ns / 1e9
-                yield Culprit(
-                    FETCH,
-                    name,
-                    seconds,
-                    batches,
-                    observed_s,
-                    source,
-                    kind=stage.kind,
-                    abandoned=self._iterators - self._exhausted,
-                )
+        if not self._batches:
+            return
+        all_ns = sum(self._ns)
+        for stage, ns in zip(self.stages, self._ns, strict=True):
+            yield Culprit(
+                FETCH,
+                stage.name,
+                seconds=ns / 1e9,
+                calls=self._batches,
+                observed_s=all_ns / 1e9,
+                source=stage.source,
+                kind=stage.kind,
+                abandoned=self._iterators - self._exhausted,
+            )
 
 
 def short_name(qualified: str) -> str:
@@ -153,21 +157,26 @@ class Place(Protocol):
         """Return the lines; None if they are unknown."""
 
 
+# Entry, name, kind, place and caller of code.
+_Key = tuple[str, str, str, Source | Place | None, str]
+_KeyWithSource = tuple[str, str, str, Source | None, str]
+
+
 class CulpritSums:
     """Time of named calls and places, summed by entry. Only the training thread adds to it."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, str, str, Source | Place | None, str], list[int]] = {}
+        self._sums: dict[_Key, list[int]] = {}  # Time (in nanoseconds) and number of calls.
         self._n_keys: Counter[str] = Counter()  # Number of keys by entry.
         self._loaders: list[TimedLoader] = []
         self.workers: list[TimedWorkers] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # Places refer to code, which cannot be pickled.
-        return {**self.__dict__, "_sums": self._located()}
+        return {**self.__dict__, "_sums": self._sums_by_source()}
 
     def add_loader(self, loader: Loader) -> Loader:
-        """Return the object that sums the times: `loader`, or its equal of an earlier iterator."""
+        """Return the object to add times to: `loader`, or an equal loader that was added before."""
         for known in self._loaders:
             if (known.num_workers, known.stages) == (loader.num_workers, loader.stages):
                 return cast("Loader", known)
@@ -182,8 +191,8 @@ class CulpritSums:
 
     def loaders(self) -> tuple[LoaderTimes, ...]:
         """Return the times of the workers of each loader."""
-        found = (workers.times() for workers in self.workers)
-        return tuple(times for times in found if times is not None)
+        all_times = (workers.times() for workers in self.workers)
+        return tuple(times for times in all_times if times is not None)
 
     def add(
         self,
@@ -210,39 +219,40 @@ class CulpritSums:
         found[0] += ns
         found[1] += calls
 
-    def _located(self) -> dict[tuple[str, str, str, Source | None, str], list[int]]:
-        """Return the sums by lines of code."""
-        located: dict[tuple[str, str, str, Source | None, str], list[int]] = {}
+    def _sums_by_source(self) -> dict[_KeyWithSource, list[int]]:
+        """Look up the lines of places, and return the sums by these lines."""
+        sums: dict[_KeyWithSource, list[int]] = {}
         for (entry, name, kind, place, caller), (ns, calls) in [*self._sums.items()]:
             source = place if place is None or isinstance(place, Source) else place.source()
-            found = located.setdefault((entry, name, kind, source, caller), [0, 0])
+            found = sums.setdefault((entry, name, kind, source, caller), [0, 0])
             found[0] += ns
             found[1] += calls
-        return located
+        return sums
 
     def summary(self) -> tuple[Culprit, ...]:
         """Return all culprits, grouped by entry, the longest first."""
-        located = self._located()
+        sums = self._sums_by_source()
         observed_s: dict[str, float] = {}
-        for (entry, _, kind, _, _), (ns, _) in located.items():
+        for (entry, _, kind, _, _), (ns, _) in sums.items():
             if kind == PLACE:
                 observed_s[entry] = observed_s.get(entry, 0.0) + ns / 1e9
-        found = [
+        culprits = [
             Culprit(
                 entry,
                 name,
-                ns / 1e9,
-                calls,
-                observed_s[entry] if kind == PLACE else None,
-                source,
-                caller,
-                kind,
+                seconds=ns / 1e9,
+                calls=calls,
+                observed_s=observed_s[entry] if kind == PLACE else None,
+                source=source,
+                caller=caller,
+                kind=kind,
             )
-            for (entry, name, kind, source, caller), (ns, calls) in located.items()
+            for (entry, name, kind, source, caller), (ns, calls) in sums.items()
+            # A place without a source has nothing to show.
             if source is not None or kind not in (PLACE, BLOCKING)
         ]
-        found += [culprit for loader in self._loaders for culprit in loader.culprits()]
-        return tuple(sorted(found, key=lambda culprit: (culprit.entry, -culprit.seconds)))
+        culprits += [culprit for loader in self._loaders for culprit in loader.culprits()]
+        return tuple(sorted(culprits, key=lambda culprit: (culprit.entry, -culprit.seconds)))
 
 
 def of_entry(culprits: Sequence[Culprit], entry: str) -> list[Culprit]:

@@ -28,7 +28,7 @@ class Durations:
     """Histogram of durations on a logarithmic scale."""
 
     def __init__(self) -> None:
-        self._counts = Counter[int]()
+        self._counts = Counter[int]()  # Number of durations by bin.
         self._max_ns = 0
 
     def add(self, took_ns: Sequence[int]) -> None:
@@ -39,6 +39,6 @@ class Durations:
 
     def statistics_ms(self) -> dict[str, Any]:
         """Return fields of a `PhaseStats`; percentiles are accurate to 1 %."""
-        centers_ms = [math.exp((place + 0.5) / _BINS_PER_FACTOR_E) / 1e6 for place in self._counts]
+        centers_ms = [math.exp((bin_ + 0.5) / _BINS_PER_FACTOR_E) / 1e6 for bin_ in self._counts]
         p5, p50, p95 = percentiles(np.array(centers_ms), np.array([*self._counts.values()]))
         return {"p5_ms": p5, "p50_ms": p50, "p95_ms": p95, "max_ms": self._max_ns / 1e6}

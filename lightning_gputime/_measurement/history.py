@@ -12,7 +12,8 @@ from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._messages import suggest
 from lightning_gputime._phases import StepRecord, StepTimes, in_order, resolve_labels
 
-MIN_PACKED_MARKS = 40  # Packing takes a microsecond: it pays off for steps with many marks.
+MIN_PACKED_MARKS = 40
+"""Minimum number of marks of a step to `pack`, which takes a microsecond."""
 
 
 class StepLog:
@@ -30,6 +31,7 @@ class StepLog:
         """Number of all timed steps, including the warm-up."""
         self.sums = Sums()
         self.skipped_warmup_updates = 0
+        """Number of warm-up steps without an update."""
 
     def __getstate__(self) -> dict[str, Any]:
         # `copy.copy` calls this, too. A copy must not change while steps are added.
@@ -65,8 +67,9 @@ class StepLog:
 
     @property
     def warmup_in_history(self) -> int:
-        """Number of warm-up steps in the history, which are its oldest steps."""
-        return max(self._max_warmup_steps - (self.n - len(self.newest)), 0)
+        """Number of steps at the start of `newest` that are warm-up."""
+        dropped_steps = self.n - len(self.newest)
+        return max(self._max_warmup_steps - dropped_steps, 0)
 
     def unpacked(self) -> list[StepRecord]:
         return [*map(unpack, self.newest)]
@@ -80,6 +83,7 @@ def pack(step: StepRecord) -> StepRecord:
 
 
 def unpack(step: StepRecord) -> StepRecord:
+    """Return a packed step with numbers instead of bytes, and any other step unchanged."""
     if not isinstance(step.device_ms, bytes) or not isinstance(step.host_ns, bytes):
         return step
     device_ms, host_ns = memoryview(step.device_ms).cast("d"), memoryview(step.host_ns).cast("q")
@@ -89,21 +93,24 @@ def unpack(step: StepRecord) -> StepRecord:
 def history(steps: Sequence[StepRecord]) -> npt.NDArray[Any]:
     """Return steps as a structured array; see the timers' `history`."""
     step_ms = np.zeros(len(steps))
-    phases: dict[str, npt.NDArray[np.float64]] = {}
+    phases: dict[str, npt.NDArray[np.float64]] = {}  # NaN in steps in which a phase did not run.
     # Vectorized over all steps with the same marks.
     indices = defaultdict[tuple[str, ...], list[int]](list)
     for i, step in enumerate(steps):
         indices[step.labels].append(i)
     for labels, at in indices.items():
-        of_mark = np.array([steps[i].device_ms for i in at]).reshape(len(at), len(labels))
-        started = set[str]()
-        for names, ms in zip(resolve_labels(labels), of_mark.T, strict=True):
+        marks_ms = np.array([steps[i].device_ms for i in at]).reshape(len(at), len(labels))
+        started = set[str]()  # Phases of earlier marks.
+        for names, ms in zip(resolve_labels(labels), marks_ms.T, strict=True):
             if names:
                 step_ms[at] += ms
             for name in names:
                 column = phases.setdefault(name, np.full(len(steps), np.nan))
-                column[at] = column[at] + ms if name in started else ms
-                started.add(name)
+                if name in started:
+                    column[at] += ms
+                else:
+                    column[at] = ms
+                    started.add(name)
     return structured(
         {
             "step": np.array([step.number for step in steps], np.int64),
@@ -115,6 +122,7 @@ def history(steps: Sequence[StepRecord]) -> npt.NDArray[Any]:
 
 
 def list_phases(history: npt.NDArray[Any]) -> list[str]:
+    """Return the phases and sub-phases, in the order of the columns."""
     others = ("step", "step_ms", "host_wait_ms")
     names = history.dtype.names or ()
     return [name.removesuffix("_ms") for name in names if name not in others]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from statistics import fmean
 from typing import NamedTuple
 
@@ -18,8 +17,8 @@ from lightning_gputime._measurement.units import duration
     COLLATE_NS,
     CPU_NS,  # CPU time of the worker's main thread.
     RUN_DELAY_NS,  # Time that this thread waited for a core.
-    OBSERVED_NS,  # Time to make the batches that the last two columns cover.
-    ELAPSED_NS,  # The same, with the time between these batches.
+    OBSERVED_NS,  # Time to make the batches that `CPU_NS` and `RUN_DELAY_NS` cover.
+    ELAPSED_NS,  # `OBSERVED_NS` and the time between these batches.
     STARTS,  # Number of times that the worker was started.
     STARTUP_NS,  # From the start of the loop to the end of the worker's first batch.
     LONG_BATCHES,
@@ -30,11 +29,12 @@ from lightning_gputime._measurement.units import duration
 CHECKSUMS = range(16, 19)
 """Columns of checksums of the first batches; 0 if unknown."""
 NEWEST = 19
-"""Column of the number of batches written to the ring buffer, which follows it."""
+"""Column of the number of batches written to the ring buffer, whose columns follow."""
 RING, RING_FIELDS = 32, 4
-"""Size of the ring buffer of a worker's newest batches, and number of fields per batch: start, end
-and time in `collate_fn` (in nanoseconds), and index of the slowest sample."""
+"""Size of the ring buffer of a worker's newest batches, and number of fields per batch: the fields
+of `MadeBatch` after the worker, in order."""
 FIELDS = NEWEST + 1 + RING * RING_FIELDS
+"""Number of columns."""
 _SLOWED_DOWN = 1.25  # A worker slows down if its newest batches take this multiple of its mean.
 _MIN_LOOKS = 8  # Minimum number of reads of /proc to estimate waits for locks.
 
@@ -42,25 +42,25 @@ _MIN_LOOKS = 8  # Minimum number of reads of /proc to estimate waits for locks.
 class MadeBatch(NamedTuple):
     """A batch that a worker has made."""
 
-    worker: int
+    worker: int  # Number of the worker.
     start_ns: int  # Host time.
     end_ns: int
     collate_ns: int  # Time in `collate_fn`.
-    sample: int  # Index of the slowest sample in it; -1 if unknown.
+    slowest_index: int  # Index of the slowest sample in the batch; -1 if unknown.
 
     def __str__(self) -> str:
-        ms = (self.end_ns - self.start_ns) / 1e6
-        is_collate = 2 * self.collate_ns > self.end_ns - self.start_ns
-        sample = "" if self.sample < 0 else f", most of it for sample {self.sample:,}"
-        part = ", most of it in collate_fn" if is_collate else sample
-        return f"worker {self.worker} took {duration(ms)} for a batch{part}"
+        batch_ns = self.end_ns - self.start_ns
+        detail = "" if self.slowest_index < 0 else f", slowest sample {self.slowest_index:,}"
+        if self.collate_ns > 0.5 * batch_ns:
+            detail = ", most of it in collate_fn"
+        return f"worker {self.worker} took {duration(batch_ns / 1e6)} for a batch{detail}"
 
 
 def newest_batches(rows: Sequence[Sequence[int]]) -> Iterator[MadeBatch]:
     """Yield the newest batches of each worker, from their rows of shared memory."""
     for worker, row in enumerate(rows):
-        for place in range(min(row[NEWEST], RING)):
-            start = NEWEST + 1 + place * RING_FIELDS
+        for i in range(min(row[NEWEST], RING)):
+            start = NEWEST + 1 + i * RING_FIELDS
             yield MadeBatch(worker, *row[start : start + RING_FIELDS])
 
 
@@ -72,11 +72,11 @@ class WorkerTimes:
     dataset_ms: float  # In the dataset: `dataset[i]`, `__getitems__` or the iterator's `next`.
     collate_ms: float  # In `collate_fn`.
     wait_ms: float  # Idle, between two batches.
-    newest_ms: float = 0.0  # To make a batch, mean over its newest batches (at most 32).
+    newest_ms: float = 0.0  # To make a batch: mean over its newest batches (at most 32).
 
     @property
     def busy_ms(self) -> float:
-        """Time to make a batch (in milliseconds)."""
+        """Time to make a batch: mean over all its batches (in milliseconds)."""
         return self.dataset_ms + self.collate_ms
 
 
@@ -87,9 +87,8 @@ class LoaderTimes:
     dataset: str  # Name of the dataset's class and method.
     collate: str  # Name of the collate function.
     workers: tuple[WorkerTimes, ...]  # By number. A worker without a batch has zeros.
-    # Fractions of the time to make a batch: on a CPU core, and waiting for a lock; None if unknown.
-    cpu_share: float | None
-    lock_share: float | None
+    cpu_share: float | None  # Fraction of the time to make a batch on a CPU core; None if unknown.
+    lock_share: float | None  # Fraction of this time waiting for a lock; None if unknown.
     # Fraction of all time, idle or not, in which a worker was ready to run while no core was free.
     run_delay_share: float | None
     startup_s: float  # Mean time from the start of a loop to the end of a worker's first batch.
@@ -97,13 +96,14 @@ class LoaderTimes:
     long_batches: int  # Number of batches that took more than 4 times the mean of their worker.
     long_share: float  # Fraction of the time to make all batches that the long batches took.
     slowest_ms: float  # Time to make the slowest batch.
-    slowest_worker: int  # Number of the worker that made it.
+    slowest_worker: int  # Number of the worker that made the slowest batch.
     slowest_index: int | None  # Index of the slowest sample in that batch; None if unknown.
     repeats: bool  # All workers yield the same batches: an IterableDataset that is not sharded.
-    pin_ms: float | None = None  # Time of the pin-memory thread per batch, or None.
+    pin_ms: float | None = None  # Time of the pin-memory thread per batch; None if unknown.
 
     @property
     def batches(self) -> int:
+        """Number of batches that the workers made."""
         return sum(worker.batches for worker in self.workers)
 
     def mean(self, name: str) -> float:
@@ -113,24 +113,28 @@ class LoaderTimes:
 
 
 def describe_slowdown(loaders: Sequence[LoaderTimes]) -> str:
-    """Describe the workers that have slowed down; empty if no worker has."""
+    """Describe the slowest worker of those that have slowed down; empty if no worker has.
+
+    If all workers have slowed down, do not name it.
+    """
     workers = [worker for loader in loaders for worker in enumerate(loader.workers)]
     slower = [
-        (worker.newest_ms, number, worker.busy_ms)
+        (number, worker)
         for number, worker in workers
         if worker.batches and worker.newest_ms >= _SLOWED_DOWN * worker.busy_ms
     ]
     if not slower:
         return ""
-    newest_ms, number, mean_ms = max(slower, key=itemgetter(0))
-    took = f"{duration(newest_ms)} per batch, {duration(mean_ms)} on average"
-    subject = f"worker {number} now takes" if len(slower) < len(workers) else "workers now take"
-    return f"{subject} {took}"
+    number, slowest = max(slower, key=lambda numbered: numbered[1].newest_ms)
+    is_all = len(slower) == len(workers)
+    subject = "all workers now take up to" if is_all else f"worker {number} now takes"
+    newest, mean = duration(slowest.newest_ms), duration(slowest.busy_ms)
+    return f"{subject} {newest} per batch, compared with {mean} on average"
 
 
 def _worker_times(row: Sequence[int]) -> WorkerTimes:
     if not row[BATCHES]:
-        return WorkerTimes(0, 0.0, 0.0, 0.0)
+        return WorkerTimes(batches=0, dataset_ms=0.0, collate_ms=0.0, wait_ms=0.0)
     dataset_ms, collate_ms, wait_ms = (
         row[column] / row[BATCHES] / 1e6 for column in (DATASET_NS, COLLATE_NS, WAIT_NS)
     )
@@ -152,9 +156,9 @@ def loader_times(
         rows: The workers' rows of shared memory.
         dataset: Name of the dataset's class and method.
         collate: Name of the collate function.
-        looks: Number of reads of /proc while a worker made a batch, and number of reads that found
-            it waiting for a lock.
-        pin_ms: Time of the pin-memory thread per batch (in milliseconds), or None.
+        looks: Number of reads of /proc while a worker made a batch, and number of these reads that
+            found the worker waiting for a lock.
+        pin_ms: Time of the pin-memory thread per batch (in milliseconds); None if unknown.
     """
     used = [row for row in rows if row[BATCHES]]
     if not used:
@@ -167,14 +171,14 @@ def loader_times(
     busy_ns = total(DATASET_NS) + total(COLLATE_NS)
     slowest = max(range(len(rows)), key=lambda worker: rows[worker][MAX_NS])
     index = int(rows[slowest][SLOWEST_INDEX])
-    sums = {tuple(row[column] for column in CHECKSUMS) for row in used}
-    busy, locked = looks
+    checksums = {tuple(row[column] for column in CHECKSUMS) for row in used}
+    busy_looks, locked_looks = looks
     return LoaderTimes(
         dataset,
         collate,
-        tuple(map(_worker_times, rows)),
+        workers=tuple(map(_worker_times, rows)),
         cpu_share=min(total(CPU_NS) / observed_ns, 1.0) if observed_ns else None,
-        lock_share=locked / busy if busy >= _MIN_LOOKS else None,
+        lock_share=locked_looks / busy_looks if busy_looks >= _MIN_LOOKS else None,
         run_delay_share=min(total(RUN_DELAY_NS) / elapsed_ns, 1.0) if elapsed_ns else None,
         startup_s=total(STARTUP_NS) / max(total(STARTS), 1) / 1e9,
         starts=max(row[STARTS] for row in used),
@@ -183,6 +187,7 @@ def loader_times(
         slowest_ms=rows[slowest][MAX_NS] / 1e6,
         slowest_worker=slowest,
         slowest_index=index if index >= 0 else None,
-        repeats=len(used) > 1 and len(sums) == 1 and all(next(iter(sums))),
+        # A checksum of 0 is unknown, so it does not show a repeat.
+        repeats=len(used) > 1 and len(checksums) == 1 and all(next(iter(checksums))),
         pin_ms=pin_ms,
     )

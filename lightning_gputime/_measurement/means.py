@@ -45,8 +45,9 @@ class MeanLog:
         self.is_due = False
         """True if the step at which a log is due has finished, but has not been read yet."""
         self.is_logged = True
-        """False if nothing takes the means."""
+        """False if no logger, observer or other destination receives the means."""
         self._due_at = math.inf  # Number of the step at which the next log is due.
+        # Mean host wait of the newest log with timed steps. Logs without timed steps repeat it.
         self._host_wait_ms = math.nan
         self._sums = Sums()  # Timed steps since the last log.
 
@@ -54,9 +55,9 @@ class MeanLog:
         """Set the facts to log.
 
         Args:
-            results: Facts of the run, which must include the steps that are added here.
+            results: Facts of the run. Steps must be added to them before they are added here.
             is_sampled: True if some steps are not timed. Then, `take` never logs; call `log_at`.
-            is_logged: False if nothing takes the means.
+            is_logged: False if no logger, observer or other destination receives the means.
         """
         self._results, self._is_sampled, self.is_logged = results, is_sampled, is_logged
         self._untimed_before = results.untimed.totals  # Untimed steps until the last log.
@@ -82,30 +83,32 @@ class MeanLog:
 
     def take(self, steps: ReadSteps) -> bool:
         """Add steps that `results` already includes. Return True if a log was written."""
-        records, first = steps.records, 0
+        records, n_logged = steps.records, 0
         if not self._is_sampled:
             self.start(records[0].number - 1)
             if records[-1].number >= self._due_at:
-                for i, step in enumerate(records, 1):
+                for n, step in enumerate(records, 1):
                     if step.number >= self._due_at:
-                        self._add(steps, first, i)
+                        self._add(steps, n_logged, n)
                         self.log_at(step.number)
-                        first = i
-        if first < len(records):
-            self._add(steps, first, len(records))
-        return first > 0
+                        n_logged = n
+        if n_logged < len(records):
+            self._add(steps, n_logged, len(records))
+        return n_logged > 0
 
     def _add(self, steps: ReadSteps, first: int, end: int) -> None:
+        """Add the steps from the index `first` to the index before `end`."""
         is_all = end - first == len(steps.records)
         self._sums.merge(steps.sums if is_all else Sums(steps.records[first:end]))
         self.newest = steps.records[end - 1].number
 
     def log_means(self, *, only_publish: bool = False) -> None:
-        """Log the steps since the last log, if any, under the newest number.
+        """Log the means over the steps since the last log, under the number of the newest step.
 
         With `only_publish`, publish the means without a log, and keep the steps for the next log.
         """
-        sums, untimed, results = self._sums, Estimate(), self._results
+        sums, results = self._sums, self._results
+        untimed = Estimate()
         if not only_publish:
             self._sums = Sums()
             results.read_memory()

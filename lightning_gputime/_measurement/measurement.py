@@ -36,17 +36,15 @@ class Measurement:
     probed_steps: int = 0  # Number of probed steps; no other statistic includes them.
     probe_failure: str = ""  # Reason why no step can be probed; empty if none.
     untimed_steps: int = 0  # Number of steps that were not timed, or were probed.
-    # Number of long steps that no timed step represents, and their fraction of the time of all
-    # steps, from 0 to 1.
-    not_sampled_steps: int = 0
-    not_sampled_share: float = 0.0
-    # With `every_n_steps="auto"`: 1 of this many steps was timed at the end; the cost of timing
-    # every step, and of timing that many, as fractions of the step, or None if unknown; and the
-    # option that requires timing every step.
+    not_sampled_steps: int = 0  # Number of long steps that no timed step represents.
+    not_sampled_share: float = 0.0  # Time of these steps, as a fraction of the time of all steps.
+    # With `every_n_steps="auto"`, 1 of this many steps was timed at the end.
     timed_every_n_steps: int = 1
+    # Cost of timing every step, and of timing 1 of `timed_every_n_steps`, as fractions of the step;
+    # None if unknown.
     timing_share: float | None = None
     added_share: float | None = None
-    each_timed_for: str = ""
+    each_timed_for: str = ""  # Option that requires timing every step; empty if none.
     is_warmup: bool = False  # Only warm-up steps were timed. Then the statistics include them.
     hint: str = ""  # Advice if no step was timed.
     slow: SlowSummary | None = None  # Cost of slow steps; None if no step was slow.
@@ -56,9 +54,8 @@ class Measurement:
     stage: str = ""  # "validation", "test" or "prediction"; empty for training.
     work: WorkSummary | None = None  # Work per second, and its fraction of the GPU's peak.
     sections: tuple[Section, ...] = ()  # Added by observers.
-    # Sentences on quantities that could not be measured, and the phases whose times could therefore
-    # not be separated from each other.
-    not_measured: tuple[str, ...] = ()
+    not_measured: tuple[str, ...] = ()  # Sentences on quantities that could not be measured.
+    # Phases whose times could therefore not be separated from each other.
     blurred: tuple[str, ...] = ()
     culprits: tuple[Culprit, ...] = ()  # Code that takes the time of phases and entries, if known.
     loaders: tuple[LoaderTimes, ...] = ()  # Times of the workers of each loader.
@@ -85,7 +82,7 @@ class Measurement:
         for name, row in self.rows.items():
             if name.partition("/")[0] in BETWEEN_BATCHES:
                 continue
-            if is_wait(name):
+            if is_wait(name):  # Part of the gaps of its phase.
                 gaps_ms -= row.frequency * row.mean_ms
             elif "/" not in name and row.gpu_busy_mean_ms is not None:
                 gaps_ms += row.frequency * (row.mean_ms - row.gpu_busy_mean_ms)

@@ -35,7 +35,7 @@ class MemorySummary:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """Line on memory in the summary."""
+        """Sentence on memory for the summary."""
         return (
             f"peak memory: {self.allocated_mib:,.0f} of {self.device_mib:,.0f} MiB allocated"
             f" ({100 * self.share:.0f} %), {self.reserved_mib:,.0f} MiB reserved",
@@ -48,11 +48,12 @@ class MemoryWatch:
     Code in the loop may reset torch's counters. Reading them at each log preserves earlier peaks.
 
     Args:
-        read: Function that returns the peaks of the device; None if it does not count them.
+        read: Function that returns the peaks of the device, or None if the device does not count
+            them.
     """
 
     def __init__(self, read: Callable[[], Peaks | None]) -> None:
-        self._read: Callable[[], Peaks | None] | None = read
+        self._read: Callable[[], Peaks | None] | None = read  # None once reading has ended.
         self._highest: Peaks | None = None
 
     def __getstate__(self) -> dict[str, object]:
@@ -64,7 +65,8 @@ class MemoryWatch:
         try:
             peaks = self._read() if self._read is not None else None
         except Exception:  # Some allocators have no counters. Training continues.
-            self._read = peaks = None
+            peaks = None
+            self._read = None
         if peaks is not None:
             allocated, reserved, device = map(max, peaks, self._highest or peaks)
             self._highest = allocated, reserved, device

@@ -43,10 +43,12 @@ class ReadSteps:
 
     @property
     def measured(self) -> Sequence[StepRecord]:
+        """Steps after the warm-up."""
         return self.records[self.warmup :] if self.warmup else self.records
 
     @cached_property
     def sums(self) -> Sums:
+        """Sums over all steps, including the warm-up."""
         return Sums(self.records)
 
 
@@ -105,7 +107,7 @@ def is_observer(candidate: object) -> bool:
 
 
 def step_calls(observers: Sequence[Any]) -> list[Callable[[StepTimes], object]]:
-    """Return the functions to call with each step."""
+    """Return the functions of observers to call with each step."""
     # Call `update` of a metric, because calling the metric itself would also compute it.
     calls = (
         observer.update
@@ -122,6 +124,7 @@ def sections_of(observers: Sequence[Any]) -> tuple[Section, ...]:
 
 
 def _section(observer: object, found: object) -> Section:
+    """Convert the result of an observer's `summary` to a section."""
     if isinstance(found, str):
         return Section(type(observer).__name__, (found,))
     if not isinstance(found, Section):
@@ -140,7 +143,7 @@ def metrics_of(observers: Sequence[Any], means: Mapping[str, float]) -> dict[str
 def _ask(
     observers: Sequence[Any], name: str, convert: Callable[[object, Any], Any], *args: Any
 ) -> list[Any]:
-    """Return the converted results of a method of each observer that has it."""
+    """Call a method of all observers that have it, and return the converted results but None."""
     answers = []
     for observer in observers:
         try:

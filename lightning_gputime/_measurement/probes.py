@@ -29,10 +29,11 @@ class Probes:
     def means_ms(self, means_ms: Mapping[str, float]) -> dict[str, float]:
         """Return GPU busy times of the newest probed step, and the launch gap (in milliseconds).
 
-        Empty before the first probe, and after a failure.
+        The launch gap is the idle time of the GPU in a step that was not probed. The result is
+        empty before the first probe, and after a failure.
 
         Args:
-            means_ms: Mean times of the steps that were not probed.
+            means_ms: Mean times of the steps that were not probed (in milliseconds).
         """
         if self.newest is None or self.failure:
             return {}

@@ -36,10 +36,11 @@ class RankTotals:
     """Sums over the steps of a rank, which the rank sends to rank zero."""
 
     phases: PhaseTotals
-    deviation_ms: float = 0.0  # See `BatchMeans`.
+    deviation_ms: float = 0.0  # See `BatchMeans.deviation_ms`.
 
     @property
     def steps(self) -> int:
+        """Number of timed steps."""
         return self.phases.get(STEP, (0.0, 0))[1]
 
     @property
@@ -48,7 +49,7 @@ class RankTotals:
         return self.deviation_ms / math.sqrt(self.steps) if self.steps > 1 else math.inf
 
 
-_MAX_BLOCKS = 64
+_MAX_BLOCKS = 64  # With this number of blocks, pairs are merged.
 _MIN_BLOCKS = 4  # Minimum number of blocks for an estimate, if blocks have several steps.
 # Delays of a rank last for several steps, so count at least this many steps as one sample.
 _CORRELATED_STEPS = 10
@@ -63,9 +64,9 @@ class BatchMeans:
     """
 
     def __init__(self) -> None:
-        self._length = 1
-        self._means_ms: list[float] = []
-        self._open_ms, self._n_open = 0.0, 0
+        self._length = 1  # Number of steps in a block.
+        self._means_ms: list[float] = []  # Mean local time of each full block.
+        self._open_ms, self._n_open = 0.0, 0  # Local time and number of steps after these blocks.
 
     def add(self, steps: Iterable[StepRecord]) -> None:
         for step in steps:
@@ -80,7 +81,7 @@ class BatchMeans:
         self._means_ms.append(self._open_ms / self._length)
         self._open_ms, self._n_open = 0.0, 0
         if len(self._means_ms) == _MAX_BLOCKS:
-            self._means_ms = _by_twos(self._means_ms)
+            self._means_ms = _pair_means(self._means_ms)
             self._length *= 2
 
     @property
@@ -89,28 +90,32 @@ class BatchMeans:
 
         Divided by the square root of n, it is the standard error of the mean over n steps. It is
         the maximum of the estimates from blocks of the current length, twice that length, and so
-        on.
+        on. 0 if there are too few blocks.
         """
-        means, length, largest_ms = self._means_ms, self._length, 0.0
+        means, length = self._means_ms, self._length
+        largest_ms = 0.0
         while (n := len(means)) >= (_MIN_BLOCKS if length > 1 else 2):
             deviation_ms = statistics.stdev(means) * math.sqrt(max(length, _CORRELATED_STEPS))
             # The deviation of a few blocks may be too small by chance.
             largest_ms = max(largest_ms, deviation_ms * (1 + 2 / (n - 1)))
-            means, length = _by_twos(means), 2 * length
+            means, length = _pair_means(means), 2 * length
         return largest_ms
 
 
-def _by_twos(means: list[float]) -> list[float]:
+def _pair_means(means: list[float]) -> list[float]:
+    """Return the mean of each pair of neighbors, without an odd last value."""
     return [sum(pair) / 2 for pair in zip(means[::2], means[1::2], strict=False)]
 
 
 @lru_cache(maxsize=256)
 def _local_marks(labels: tuple[str, ...]) -> tuple[int, ...]:
-    settled = resolve_labels(labels)
-    return tuple(i for i, names in enumerate(settled) if names and not is_wait(names[-1]))
+    """Return the indices of the marks that start local time."""
+    phases_of_marks = resolve_labels(labels)
+    return tuple(i for i, names in enumerate(phases_of_marks) if names and not is_wait(names[-1]))
 
 
 def totals_of(sums: Sums, deviation_ms: float = 0.0) -> RankTotals:
+    """Return the totals of a rank, without the sub-phases of single callbacks."""
     phases = {**sums.phases, STEP: sums.step}
     return RankTotals(
         {
@@ -216,7 +221,7 @@ class RankResults:
         self._summary = summary
 
     def complete_later(self, complete: Callable[[], object]) -> None:
-        """Set a function that waits for late ranks and adds them. The next `complete` calls it."""
+        """Set a function for the next `complete` to call: it waits for late ranks and adds them."""
         self._complete = complete
 
     def complete(self) -> RankSummary | None:
@@ -253,6 +258,7 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     phase, rows = largest_part(excess_ms), _rows(phases)
     has_waits = f"{phase}/{COMM}" in rows and phase.partition("/")[0] not in BETWEEN_BATCHES
     where = f"{phase} compute" if has_waits else phase
+    # Local time halfway between the slowest rank and the median of the others.
     threshold_ms = local_ms[slowest][LOCAL] - total_ms / 2
     slow = tuple(rank for rank in totals if is_slow and local_ms[rank][LOCAL] >= threshold_ms)
     excess = f"{duration(total_ms)} per step slower than the median of the others, in {where}"
@@ -270,7 +276,10 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
 
 
 def _local_ms(phases: PhaseTotals) -> dict[str, float]:
-    """Return the time per step of each top-level phase and sub-phase of `data`, without waits."""
+    """Return the time per step, without waits, of each top-level phase and sub-phase of `data`.
+
+    Also return "step", which includes waits, and "local".
+    """
     # Divide by the number of all steps, even for a phase that ran in only a few of them, so that
     # the phases add up to the local time.
     steps = phases[STEP][1]
@@ -285,6 +294,7 @@ def _local_ms(phases: PhaseTotals) -> dict[str, float]:
 
 
 def _with_local(totals: RankTotals) -> PhaseTotals:
+    """Return the totals of all phases, of "step" and of "local", the step without waits."""
     # With waits included, a step takes equally long on all ranks, so compare local work. Example:
     # under DDP with one slow rank, backward took 20.8 and 20.9 ms, of which 3.5 and 20.5 ms were
     # local work.
@@ -294,6 +304,7 @@ def _with_local(totals: RankTotals) -> PhaseTotals:
 
 
 def _named(slow: tuple[int, ...]) -> str:
+    """Return the subject and the verb of a sentence on these ranks."""
     if len(slow) == 1:
         return f"rank {slow[0]} is"
     more = f" and {len(slow) - _MAX_NAMED} more" if len(slow) > _MAX_NAMED else ""
@@ -301,14 +312,19 @@ def _named(slow: tuple[int, ...]) -> str:
 
 
 def _rows(phases: Mapping[int, PhaseTotals]) -> dict[str, RankStats]:
-    # In the order of the first rank.
+    """Return the statistics of each phase, in execution order, and of "step" and "local"."""
     names = dict.fromkeys(name for totals in phases.values() for name in totals)
     ordered = in_order([name for name in names if name not in (STEP, LOCAL)])
     rows = {}
     for name in (*ordered, STEP, LOCAL):
         by_rank = {rank: totals[name] for rank, totals in phases.items() if name in totals}
-        means = {rank: ms / n for rank, (ms, n) in by_rank.items()}
-        slowest = max(means, key=means.__getitem__)
+        means_ms = {rank: ms / n for rank, (ms, n) in by_rank.items()}
+        slowest = max(means_ms, key=means_ms.__getitem__)
         all_ms, steps = map(sum, zip(*by_rank.values(), strict=True))
-        rows[name] = RankStats(min(means.values()), all_ms / steps, means[slowest], slowest)
+        rows[name] = RankStats(
+            min_ms=min(means_ms.values()),
+            mean_ms=all_ms / steps,
+            max_ms=means_ms[slowest],
+            slowest_rank=slowest,
+        )
     return rows

@@ -77,7 +77,8 @@ class Results:
         self.culprits = culprits or CulpritSums()
         self.wall_clock = wall_clock
         self.setup = setup or TrainingSetup()
-        self._ended_steps = 0  # Timed or not; remains 0 if every step is timed.
+        # Number of ended steps, timed or not; remains 0 if every step is timed.
+        self._ended_steps = 0
         self._sources = _Sources(ThroughputReference())
         self._mismatches: list[NotMeasured] = []  # Found by the self-check.
 
@@ -109,8 +110,8 @@ class Results:
             memory: Peak memory of the device; None if it is not measured.
         """
         self._sources = _Sources(throughput, tuple(observers), memory)
-        takers = [methods(observers, name) for name in ("on_slow_step", "metrics")]
-        if logs_slow_steps or any(takers):
+        receivers = [*methods(observers, "on_slow_step"), *methods(observers, "metrics")]
+        if logs_slow_steps or receivers:
             self.slow.follow()
         if logs_slow_steps or methods(observers, "on_slowdown"):
             self.slowdowns.follow()
@@ -143,14 +144,18 @@ class Results:
         return self._steps.last
 
     def steps_read(self, steps: ReadSteps) -> None:
-        if self.add(steps.records, steps.sums) and self.slowdowns.search():
+        """Add the next steps, and report the first slowdown to observers."""
+        is_search_due = self.add(steps.records, steps.sums)
+        if is_search_due and self.slowdowns.search():
             call_safely(methods(self._sources.observers, "on_slowdown"), self.slowdowns.found)
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> bool:
         """Add the next steps. Return True if a search for a slowdown is due."""
         with self._lock:
             warmup, measured = self._steps.add(steps, sums)
-            is_settled = steps[-1].step_index < 0 or self.untimed.add_timed(steps, warmup)
+            # Without indices, every step is timed.
+            has_indices = steps[-1].step_index >= 0
+            is_settled = self.untimed.add_timed(steps, warmup) if has_indices else True
             return self.slowdowns.add(steps[-1].number, measured, is_settled=is_settled)
 
     def settle(self, number: int, *, until: int) -> None:
@@ -172,7 +177,7 @@ class Results:
     # Logs
 
     def untimed_since(self, totals: Totals) -> tuple[Estimate, Totals]:
-        """Return the untimed steps since `totals` were taken, and their totals now."""
+        """Return the estimate for untimed steps since `totals` were taken, and the totals now."""
         with self._lock:
             return self.untimed.estimate_since(totals), self.untimed.totals
 
@@ -261,7 +266,7 @@ class Results:
             work=sources.throughput.summary(every),
             sections=sections_of(sources.observers),
             not_measured=tuple(gap.text for gap in gaps),
-            blurred=tuple({phase: None for gap in gaps for phase in gap.blurred}),
+            blurred=tuple(dict.fromkeys(phase for gap in gaps for phase in gap.blurred)),
             culprits=self.culprits.summary(),
             loaders=self.culprits.loaders(),
         )
@@ -276,7 +281,7 @@ class _Sources(NamedTuple):
 
 
 def _with_detail(found: Slowdown | None, culprits: CulpritSums) -> Slowdown | None:
-    """Add the workers that have slowed down, if steps are slower in the loader until now."""
+    """Add the workers that have slowed down, if the change lasts and is in the loader."""
     if found is None or found.until_step is not None or found.phase not in (DATA, FETCH):
         return found
     return replace(found, detail=describe_slowdown(culprits.loaders()))

@@ -27,11 +27,11 @@ def phase_rows(
 
     Args:
         timed: Sums over the timed steps.
-        untimed: Estimate for the other steps.
+        untimed: Estimate for the untimed steps.
         busy: Sums over the probed steps.
-        times: History of the timed steps.
+        times: History of the timed steps, as `history` returns it.
         weights: Number of steps that each step of the history represents.
-        tflops: TFLOP/s of each phase.
+        tflops: TFLOP/s of each phase, if known.
     """
     every = timed.plus(untimed.sums)
     phases = {name: every.phases[name] for name in in_order([*every.phases])}
@@ -66,7 +66,7 @@ def phase_rows(
 
 
 def _percentiles(times_ms: npt.ArrayLike, weights: npt.NDArray[np.float64]) -> Percentiles:
-    """Return the percentiles over the steps in which a phase ran."""
+    """Return the percentiles over the steps in which a phase ran (NaN in all other steps)."""
     every_ms = np.asarray(times_ms)
     has_run = np.isfinite(every_ms)
     ran_ms = every_ms[has_run]

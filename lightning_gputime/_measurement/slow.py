@@ -28,8 +28,8 @@ _WORDS: Mapping[str, str] = {
 
 _MAX_SHARE = 0.25  # Above this share of slow steps, step times simply vary: call no step slow.
 _MAX_KEPT = 1_000
-"""Number of slow steps with the largest excess to keep once more than twice as many are stored. Of
-the others, explained steps are summed, and every second unexplained step is dropped."""
+"""Once more than twice as many slow steps are stored, keep this many with the largest excess. Then
+sum the other explained steps, and drop every second of the other unexplained steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +93,25 @@ class SlowStep:
 
     @property
     def why(self) -> str:
-        """Parts of the excess, the largest first."""
-        unit, grounds = unit_of(self.baseline_ms), []
+        """Causes and their parts of the excess, the largest first; the unexplained part is last."""
+        unit = unit_of(self.baseline_ms)
+        parts = []
         for cause in self.causes:
             detail = f" ({cause.detail})" if cause.detail and cause.kind != "callback" else ""
-            grounds.append(f"{unit.of(cause.exposed_ms)} {cause.name}{detail}")
+            parts.append(f"{unit.of(cause.exposed_ms)} {cause.name}{detail}")
         if self.unexplained_ms >= 0.05 * self.excess_ms:
-            grounds.append(f"{unit.of(self.unexplained_ms)} unexplained")
-        return ", ".join(grounds)
+            parts.append(f"{unit.of(self.unexplained_ms)} unexplained")
+        return ", ".join(parts)
 
     def __str__(self) -> str:
         unit = unit_of(self.baseline_ms)
-        here_ms, excess = self.phase_excess_ms, unit.of(self.excess_ms)
-        here = "most of it" if 2 * here_ms > self.excess_ms else f"{unit.of(here_ms)} of {excess}"
+        excess = unit.of(self.excess_ms)
+        part = f"{unit.of(self.phase_excess_ms)} of {excess}"
+        if self.phase_excess_ms > 0.5 * self.excess_ms:
+            part = "most of it"
         return (
             f"step {self.step} took {unit.of(self.step_ms)} (baseline {unit.of(self.baseline_ms)}),"
-            f" +{excess}: {self.why}; {here} in `{self.phase}`"
+            f" +{excess}: {self.why}; {part} in `{self.phase}`"
         )
 
 
@@ -155,8 +158,8 @@ class _Sums:
     n: int = 0
     excess_ms: float = 0.0
     unexplained_ms: float = 0.0
-    kinds_ms: Mapping[str, float] = field(default_factory=dict)
-    names_ms: Mapping[str, float] = field(default_factory=dict)  # By cause.
+    kinds_ms: Mapping[str, float] = field(default_factory=dict)  # By kind of cause.
+    names_ms: Mapping[str, float] = field(default_factory=dict)  # By name of cause.
     lost_ms: Mapping[tuple[str, str], float] = field(default_factory=dict)  # By phase and cause.
 
     def plus(self, steps: Iterable[tuple[SlowStep, float]]) -> "_Sums":
@@ -175,12 +178,12 @@ class _Sums:
                 for name, ms in causes_ms.items():
                     lost_ms[phase, name] += weight * ms
         return _Sums(
-            self.n + n,
-            self.excess_ms + excess_ms,
-            self.unexplained_ms + unexplained_ms,
-            kinds_ms,
-            names_ms,
-            lost_ms,
+            n=self.n + n,
+            excess_ms=self.excess_ms + excess_ms,
+            unexplained_ms=self.unexplained_ms + unexplained_ms,
+            kinds_ms=kinds_ms,
+            names_ms=names_ms,
+            lost_ms=lost_ms,
         )
 
 
@@ -215,14 +218,15 @@ class _Kept(NamedTuple):
     steps: Sequence[tuple[SlowEvidence, float]] = ()
     summed: _Sums = _Sums()  # Sums over explained steps that are not kept.
     n: int = 0  # Number of all slow steps.
-    excess_ms: float = 0.0
+    excess_ms: float = 0.0  # Excess of all slow steps.
 
     def plus(self, steps: Sequence[SlowEvidence]) -> "_Kept":
+        """Return the kept steps after adding the next steps."""
         kept = _Kept(
-            [*self.steps, *zip(steps, repeat(1.0))],
-            self.summed,
-            self.n + len(steps),
-            self.excess_ms + sum([step.excess_ms for step in steps]),
+            steps=[*self.steps, *zip(steps, repeat(1.0))],
+            summed=self.summed,
+            n=self.n + len(steps),
+            excess_ms=self.excess_ms + sum([step.excess_ms for step in steps]),
         )
         return kept if len(kept.steps) <= 2 * _MAX_KEPT else kept._thinned()
 
@@ -238,7 +242,8 @@ class _Kept(NamedTuple):
         explained = [steps[i] for i in sorted(smaller) if steps[i][0].is_explained]
         unexplained = [i for i in smaller if not steps[i][0].is_explained]
         for i, dropped in zip(unexplained[::2], unexplained[1::2], strict=False):
-            steps[i] = steps[i][0], steps[i][1] + steps[dropped][1]
+            (evidence, weight), (_, dropped_weight) = steps[i], steps[dropped]
+            steps[i] = evidence, weight + dropped_weight
         return self._replace(
             steps=[steps[i] for i in sorted([*order[:_MAX_KEPT], *unexplained[::2]])],
             summed=self.summed.plus((step.explained(), weight) for step, weight in explained),
@@ -265,10 +270,10 @@ class SlowLog:
     def __init__(self) -> None:
         self.is_followed = False
         """True if logs or observers report slow steps during training."""
-        self._has_baseline = False
+        self._has_baseline = False  # True once steps were compared with a baseline.
         self._kept = _Kept()
-        self._pending: Sequence[SlowStep] = ()  # Unlogged steps that were added last.
-        self._before = _Sums()  # Sums over earlier unlogged steps.
+        self._pending: Sequence[SlowStep] = ()  # Unlogged steps of the last call of `add`.
+        self._before = _Sums()  # Sums over unlogged steps of earlier calls.
         self._logged = -1  # Number of the last logged step.
         # Kinds that were logged before, because loggers such as CSV require a constant set of keys.
         self._kinds: tuple[str, ...] = ()
@@ -288,7 +293,7 @@ class SlowLog:
 
         Args:
             found: Slow steps.
-            has_baseline: True if steps were compared with a baseline yet.
+            has_baseline: True once steps were compared with a baseline.
         """
         self._has_baseline = has_baseline
         if not found:
@@ -337,10 +342,11 @@ class SlowLog:
         if not kept.n or not all_ms:
             return None
         sums = kept.sums()
-        # The total is exact. Its parts are estimates if steps were dropped.
+        # If steps were dropped, the parts by cause are estimates. Scale them to add up to the total
+        # excess, which is exact.
         is_exact = len(kept.steps) + kept.summed.n == kept.n
         total_ms = all_ms if is_exact else all_ms * sums.excess_ms / kept.excess_ms
-        causes = sorted(sums.names_ms.items(), key=lambda cause: cause[1], reverse=True)
+        causes = sorted(sums.names_ms.items(), key=lambda item: item[1], reverse=True)
         lost: dict[str, dict[str, float]] = defaultdict(dict)
         for (phase, name), ms in sums.lost_ms.items():
             lost[phase][name] = ms / total_ms

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from lightning_gputime._phases import BACKWARD, FORWARD, SAVES, is_wait, of_one_callback
 
-_MIN_PART = 0.5  # A sub-phase with a larger fraction of its phase replaces it.
+_MIN_PART = 0.5  # A sub-phase that takes more than this fraction of its phase replaces the phase.
 _MAX_MODULES = 10  # Maximum number of modules in the table, plus a row for the others.
 
 
@@ -16,7 +16,7 @@ class PhaseStats:
     """Statistics of one phase over the steps in which it ran.
 
     Attributes:
-        n: Number of timed steps among them.
+        n: Number of timed steps in which the phase ran.
         mean_ms: Mean device time per step (in milliseconds).
         p50_ms: Median, over the steps in the history (in milliseconds).
         p95_ms: 95th percentile, over the steps in the history (in milliseconds).
@@ -28,9 +28,9 @@ class PhaseStats:
         tflops: FLOPs per second, including recomputation (in TFLOP/s); None if unknown.
         error_ms: Half the width of the 95 % interval of `mean_ms` (in milliseconds); 0.0 if every
             step was timed.
-        share_error: The same for `share`, from 0 to 1.
+        share_error: Half the width of the 95 % interval of `share`, from 0 to 1.
         p5_ms: 5th percentile, over the steps in the history (in milliseconds).
-        frequency: Fraction of all steps in which it ran, from 0 to 1.
+        frequency: Fraction of all steps in which the phase ran, from 0 to 1.
     """
 
     n: int
@@ -58,22 +58,23 @@ def is_rare(row: PhaseStats) -> bool:
     return is_uneven(row) and row.p95_ms < row.mean_ms
 
 
-def largest_part(of_phases: Mapping[str, float], found: str = "", sign: float = 1.0) -> str:
+def largest_part(of_phases: Mapping[str, float], parent: str = "", sign: float = 1.0) -> str:
     """Return the phase with the most time, or its sub-phase with more than half of that time.
 
     Args:
-        of_phases: Time of each phase.
-        found: Phase whose sub-phases to consider; all phases if empty.
-        sign: Negative to return the phase with the least time.
+        of_phases: Time of each phase, or its change.
+        parent: Phase to start from: return it or one of its sub-phases. If empty, consider all
+            phases, and return an empty string if no time is positive.
+        sign: Negative to search for the largest decrease instead.
     """
     signed_ms = {name: math.copysign(1.0, sign) * ms for name, ms in of_phases.items()}
     while True:
-        min_ms = _MIN_PART * signed_ms.get(found, 0.0)
-        inside = [name for name in signed_ms if name.rpartition("/")[0] == found]
+        min_ms = _MIN_PART * signed_ms.get(parent, 0.0)
+        inside = [name for name in signed_ms if name.rpartition("/")[0] == parent]
         large = [name for name in inside if signed_ms[name] > min_ms]
         if not large:
-            return found
-        found = max(large, key=signed_ms.__getitem__)
+            return parent
+        parent = max(large, key=signed_ms.__getitem__)
 
 
 def table_rows(rows: Mapping[str, PhaseStats]) -> Iterator[tuple[str, str, PhaseStats]]:
@@ -100,6 +101,7 @@ def _is_module(name: str) -> bool:
 
 
 def _longest_modules(rows: Mapping[str, PhaseStats]) -> set[str]:
+    """Return the modules to show, by their path below `forward` and `backward`."""
     took: dict[str, float] = {}
     for name, row in rows.items():
         if _is_module(name):
@@ -107,18 +109,25 @@ def _longest_modules(rows: Mapping[str, PhaseStats]) -> set[str]:
             took[module] = took.get(module, 0.0) + row.n * row.mean_ms
     # At equal times, the outer module comes first.
     longest = sorted(took, key=lambda module: (-took[module], module.count("/")))
+    # A single other module takes no more space than the row for the others.
     return {*(longest if len(longest) <= _MAX_MODULES + 1 else longest[:_MAX_MODULES])}
 
 
 def _title(name: str, chosen: set[str]) -> str:
-    """Return a name indented below its parent row, without the name of the parent."""
+    """Return a name indented below its parent row, without the name of the parent.
+
+    Args:
+        name: Name of a phase, sub-phase or module.
+        chosen: Modules that have a row.
+    """
     top, *parts = name.split("/")
     if not parts:
         return top
     if not _is_module(name):
         return f"  {'/'.join(parts)}"
-    above = [i for i in range(1, len(parts)) if "/".join(parts[:i]) in chosen]
-    name = parts[-1]
-    if above and name.startswith(f"{parts[above[-1] - 1]}."):
-        name = name.removeprefix(parts[above[-1] - 1])
-    return f"{'  ' * (len(above) + 1)}{name}"
+    title = parts[-1]
+    # Enclosing modules that have a row, the innermost last.
+    shown = [parts[i - 1] for i in range(1, len(parts)) if "/".join(parts[:i]) in chosen]
+    if shown and title.startswith(f"{shown[-1]}."):
+        title = title.removeprefix(shown[-1])
+    return f"{'  ' * (len(shown) + 1)}{title}"

@@ -21,21 +21,22 @@ class Sums:
         self.each_ms: list[float] = []
         """Device time of each step; empty after a merge."""
         self.wait_ms = 0.0  # Host wait.
-        self.skipped_updates = 0
-        # Number of items, and device time of the steps with a known number of items.
-        self.items = self.items_ms = 0.0
+        self.skipped_updates = 0  # Number of steps without an update.
+        self.items = 0.0  # Number of items in all steps that report it.
+        self.items_ms = 0.0  # Device time of these steps.
         for labels, alike in groupby(steps, attrgetter("labels")):
             self._add_steps(labels, alike)
 
     def _add_steps(self, labels: tuple[str, ...], steps: Iterable[StepRecord]) -> None:
         """Add steps with the same labels, column by column."""
         # A loop over the steps is slower, and so is NumPy, whose code is not in the CPU caches
-        # while a training loop runs.
+        # while a training loop runs. The columns have the order of the fields of `StepRecord`.
         _, _, device_ms, host_ns, waits_ms, _, skipped_updates, _, _, items, *_ = zip(
             *steps, strict=True
         )
         n = len(device_ms)
-        marks_ms = [*zip(*device_ms, strict=True)]
+        marks_ms = [*zip(*device_ms, strict=True)]  # Device time of each step, by mark.
+        # Host time of all steps, by mark: the sum over the next mark minus the sum over this mark.
         starts_ns = [*map(sum, zip(*host_ns, strict=True))]
         marks_ns = [*map(sub, starts_ns[1:], starts_ns)]
         for name, marks in _marks_of(labels):
@@ -43,6 +44,7 @@ class Sums:
                 steps_ms: Sequence[float] = marks_ms[marks[0]]
             else:
                 columns = map(marks_ms.__getitem__, marks)
+                # Without marks, there are no columns to add.
                 steps_ms = [*map(sum, zip(*columns, strict=True))] or [0.0] * n
             if name is None:
                 self.each_ms += steps_ms
@@ -63,6 +65,7 @@ class Sums:
         self.items_ms += sum(each_ms)
 
     def merge(self, other: "Sums") -> None:
+        """Add the sums over other steps."""
         self.step.merge(other.step)
         for name, phase in other.phases.items():
             self.phases[name].merge(phase)
@@ -96,7 +99,7 @@ class Sums:
         return copied
 
     def plus(self, other: "Sums") -> "Sums":
-        """Return the sums over the steps of both."""
+        """Return the sums over the steps of both; without steps in `other`, this object."""
         if not other.step.n:
             return self
         both = self.copy()
@@ -132,12 +135,12 @@ class PhaseSum:
 @lru_cache(maxsize=256)
 def _marks_of(labels: tuple[str, ...]) -> Sequence[tuple[str | None, Sequence[int]]]:
     """Return the indices of the marks of each phase that ran, and of the step (name None)."""
-    settled = resolve_labels(labels)
-    names = list(dict.fromkeys(name for phases in settled for name in phases))
+    resolved = resolve_labels(labels)
+    names = list(dict.fromkeys(name for phases in resolved for name in phases))
     marks_of: list[tuple[str | None, Sequence[int]]] = [
-        (name, [mark for mark, phases in enumerate(settled) if name in phases]) for name in names
+        (name, [mark for mark, phases in enumerate(resolved) if name in phases]) for name in names
     ]
-    return [*marks_of, (None, [mark for mark, phases in enumerate(settled) if phases])]
+    return [*marks_of, (None, [mark for mark, phases in enumerate(resolved) if phases])]
 
 
 _NO_PRECISION = "MFU is unknown, because the precision of the model could not be detected"
@@ -147,10 +150,10 @@ _NO_PRECISION = "MFU is unknown, because the precision of the model could not be
 class ThroughputReference:
     """Peak throughput and FLOPs per item for a `WorkSummary`. Set during the first step."""
 
-    items_by: str = ""
-    precision: str = ""
-    peak_tflops: float | None = None
-    note: str = ""
+    items_by: str = ""  # Source of the number of items.
+    precision: str = ""  # Precision of the model's computation; empty if unknown.
+    peak_tflops: float | None = None  # Dense peak in that precision, from the data sheet.
+    note: str = ""  # Reason why a value is unknown.
     # FLOPs per item: total, forward and backward; NaN if unknown.
     flops: tuple[float, float, float] = (nan, nan, nan)
 
@@ -161,6 +164,7 @@ class ThroughputReference:
         self.note = note
 
     def metrics(self, sums: Sums) -> dict[str, float]:
+        """Return the known values to log, by key."""
         rates = self._rates(sums)
         rates.pop("tflops", None)
         phases = self.tflops_of_phases(sums)
@@ -183,17 +187,18 @@ class ThroughputReference:
         tflops = items_per_sec * self.flops[0] / 1e12
         mfu = tflops / (self.peak_tflops or nan)
         rates = {"items_per_sec": items_per_sec, "tflops": tflops, "mfu": mfu}
-        return {name: rate for name, rate in rates.items() if rate == rate}
+        return {name: rate for name, rate in rates.items() if not isnan(rate)}
 
     def tflops_of_phases(self, sums: Sums) -> dict[str, float]:
         """Return the TFLOP/s of forward and backward; empty if their FLOPs are unknown."""
-        if self.flops[1] != self.flops[1] or not sums.items_ms:
+        _, forward_flops, backward_flops = self.flops
+        if isnan(forward_flops) or not sums.items_ms:
             return {}
         # Assume the same item rate in steps whose number of items is unknown.
         items = sums.items / sums.items_ms * sums.step.device_ms
-        of_phases = zip((FORWARD, BACKWARD), self.flops[1:], strict=True)
+        flops = {FORWARD: items * forward_flops, BACKWARD: items * backward_flops}
         ms = {name: phase.device_ms for name, phase in sums.phases.items() if phase.device_ms}
-        return {name: items * flops / ms[name] / 1e9 for name, flops in of_phases if name in ms}
+        return {name: flops[name] / ms[name] / 1e9 for name in flops if name in ms}
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,9 @@ class Unit:
         return f"{self.number(ms)} {self.name}"
 
 
-_MICROSECONDS, MILLISECONDS, _SECONDS = Unit("us", 1e-3, 1), Unit("ms", 1, 3), Unit("s", 1e3, 4)
+_MICROSECONDS = Unit("us", ms=1e-3, digits=1)
+MILLISECONDS = Unit("ms", ms=1, digits=3)
+_SECONDS = Unit("s", ms=1e3, digits=4)
 
 
 def unit_of(ms: float) -> Unit:

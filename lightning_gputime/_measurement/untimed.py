@@ -4,6 +4,7 @@
 - Block: up to 5 consecutive timed steps of a stratum.
 - Gap: the untimed steps of a stratum between two blocks. Its total time is exact, and is divided
   into phases like the next block.
+- Settled step: a step that the statistics include.
 """
 
 import math
@@ -25,12 +26,14 @@ from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._phases import StepRecord
 
 _LONG_STEP = 1.5  # A step is long if it takes at least this multiple of the median.
-_GROWTH, _STRATA = 2.0, 13  # Each stratum of long steps covers a factor of two.
+_STRATA = 13  # Number of strata, including the ordinary steps.
+_GROWTH = 2.0  # The durations in a stratum of long steps differ by up to this factor.
 _RECENT, _RECENT_TIMED = 500, 50  # Number of newest untimed and timed steps to compare with.
-_MAX_NEW_SHARE = 0.2  # Maximum fraction of these that are newer than the median.
-_MAX_TIMING_NS = 0.4e6  # Maximum time that timing adds to a step.
-_MIN_SETTLED = 50  # Number of steps that are settled at once if few of them are timed.
-_MAX_BLOCK = 5  # Maximum number of consecutive timed steps of a stratum in a block.
+# Estimate the median again once this fraction of the newest untimed steps is new.
+_NEW_SHARE = 0.2
+_MAX_TIMING_NS = 0.4e6  # Limit of the estimated time that timing adds to a step.
+_MIN_SETTLED = 50  # Collect fewer steps before settling them, unless at least half are timed.
+_MAX_BLOCK = 5  # Maximum number of steps in a block.
 _MAX_NEWEST = 8  # Number of newest long steps of a stratum that predict the next.
 # Quantiles of Student's t for a 95 % interval, from 1 degree of freedom on.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -43,10 +46,10 @@ class Estimate(NamedTuple):
     """Sums over the untimed steps, estimated from the timed steps."""
 
     sums: Sums = _NO_STEPS  # Over the untimed steps that timed steps represent.
-    # Half the width of the 95 % interval of the device time of each phase, and of "step".
+    # Half the width of the 95 % interval of the total device time of each phase, and of "step".
     errors_ms: Mapping[str, float] = MappingProxyType({})
     unsampled_steps: int = 0  # Number of long steps that no timed step represents.
-    unsampled_ms: float = 0.0  # Duration of these steps.
+    unsampled_ms: float = 0.0  # Total duration of the unsampled steps.
 
 
 class _Block(NamedTuple):
@@ -73,7 +76,10 @@ class _Block(NamedTuple):
         )
 
     def differences(self, other: "_Block") -> Iterator[tuple[str, float, float]]:
-        """Yield differences of each phase and of the step: as a fraction, and in ms per step."""
+        """Yield each phase, and the difference of its fraction and of its time per step (in ms).
+
+        Also yield "step", whose fraction does not differ.
+        """
         step_ms, other_step_ms = self.ms / self.n, other.ms / other.n
         for name in {*self.device, *other.device}:
             here, there = self.device.get(name, 0.0), other.device.get(name, 0.0)
@@ -81,12 +87,19 @@ class _Block(NamedTuple):
         yield STEP, 0.0, step_ms - other_step_ms
 
 
+class _OpenBlock(NamedTuple):
+    """Consecutive timed steps of a stratum to which further steps may be added."""
+
+    stratum: int
+    steps: list[StepRecord]
+
+
 class _Gap(NamedTuple):
     """Untimed steps of a stratum."""
 
     n: int = 0  # Number of steps of known duration.
-    ms: float = 0.0  # Total duration of these.
-    uncertain: int = 0  # Number of steps of GPU-bound training, whose duration is unknown.
+    ms: float = 0.0  # Total duration of these `n` steps.
+    uncertain: int = 0  # Number of other steps, of unknown duration: training was GPU-bound.
 
     def plus(self, other: "_Gap") -> "_Gap":
         return _Gap(self.n + other.n, self.ms + other.ms, self.uncertain + other.uncertain)
@@ -99,6 +112,7 @@ class _Gap(NamedTuple):
         sums, n = Sums(), self.n + self.uncertain
         if not n:
             return sums
+        # Steps of unknown duration take as long as the mean step of the block.
         ms = self.ms + self.uncertain * block.ms / block.n
         phases = [
             (name, n * block.ran[name], ms * share, ms * block.host[name])
@@ -108,6 +122,7 @@ class _Gap(NamedTuple):
         return sums
 
     def represented_by(self, block: _Block | None) -> Estimate:
+        """Return the estimate for these steps; without a block, they are unsampled."""
         if block is None:
             return Estimate(unsampled_steps=self.n + self.uncertain, unsampled_ms=self.ms)
         return Estimate(self.divided_like(block))
@@ -118,16 +133,17 @@ Totals = Sequence[_Gap]
 
 
 class _StepLengths:
-    """Durations of the newest steps, which tell long steps from ordinary steps."""
+    """Durations of the newest steps, to distinguish long steps from ordinary steps."""
 
     def __init__(self) -> None:
         self._untimed = deque[float](maxlen=_RECENT)
         self._timed = deque[float](maxlen=_RECENT_TIMED)
-        self._ordinary_ns = self._added_ns = 0.0  # Duration, and what timing adds to it.
-        self._new = math.inf  # Number of steps since these were estimated.
+        self._ordinary_ns = 0.0  # Median duration.
+        self._added_ns = 0.0  # Time that timing adds to a step.
+        self._new = math.inf  # Number of steps since the last estimate of the two.
 
     def add(self, took_ns: Sequence[float], timed: AbstractSet[int]) -> list[int]:
-        """Add steps, and return the stratum of each: 0 for ordinary steps.
+        """Add steps, and return the stratum of each: 0 for ordinary steps and unknown durations.
 
         Args:
             took_ns: Durations; negative if unknown.
@@ -137,22 +153,28 @@ class _StepLengths:
         if timed:
             self._timed.extend([took_ns[i] for i in timed if took_ns[i] >= 0])
         self._new += len(took_ns)
-        if self._new >= len(self._untimed) * _MAX_NEW_SHARE:
+        if self._new >= len(self._untimed) * _NEW_SHARE:
             self._estimate()
-        without_ns, long_ns = took_ns, _LONG_STEP * self._ordinary_ns
+        corrected_ns = took_ns
         if timed:
             added_ns = self._added_ns
-            without_ns = [ns - added_ns if i in timed else ns for i, ns in enumerate(took_ns)]
+            corrected_ns = [ns - added_ns if i in timed else ns for i, ns in enumerate(took_ns)]
+        long_ns = _LONG_STEP * self._ordinary_ns
         return [
             0 if ns < long_ns else min(int(math.log(ns / long_ns, _GROWTH)) + 1, _STRATA - 1)
-            for ns in without_ns
+            for ns in corrected_ns
         ]
 
     def _estimate(self) -> None:
-        timed, untimed, self._new = self._timed, self._untimed, 0
+        """Estimate the duration of ordinary steps, and the time that timing adds to a step.
+
+        `add` subtracts the added time, so that timed steps are not mistaken for long steps.
+        """
+        self._new = 0
+        timed, untimed = self._timed, self._untimed
         median_ns = _quantile(untimed or timed, 0.5)
-        # Subtract the time that timing adds, so that timed steps are not mistaken for long steps.
-        # Up to half of the timed steps may really be long, so use their first quartile.
+        # Timing windows are moved onto long steps, so up to half of the timed steps may be long.
+        # The first quartile ignores them.
         added_ns = _quantile(timed, 0.25) - median_ns if timed and untimed else 0.0
         self._added_ns = min(max(added_ns, 0.0), _MAX_TIMING_NS)
         self._ordinary_ns = max(median_ns, 1.0)
@@ -162,52 +184,59 @@ def _quantile(values: Collection[float], q: float) -> float:
     """Return a quantile, interpolated between values; 1 if there are no values."""
     if not values:
         return 1.0
-    ordered, place = sorted(values), q * (len(values) - 1)
+    ordered = sorted(values)
+    place = q * (len(values) - 1)
     below = int(place)
     above = min(below + 1, len(values) - 1)
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
+class _Counts(NamedTuple):
+    """Number and total time (in nanoseconds) of the steps of each stratum."""
+
+    steps: list[int]
+    ns: list[int]
+
+
 class UntimedSteps:
     """Durations of all steps, and an estimate of the phases of the untimed steps.
 
-    The host's clock is read at the end of every step, timed or not. Steps are divided into strata
-    by their duration relative to the median of the newest steps: ordinary steps, and strata of long
-    steps. The total time of each stratum is therefore exact. A block of timed steps represents the
+    Steps are divided into strata by their duration relative to the median of the newest steps:
+    ordinary steps, and strata of long steps. The host's clock is read at the end of every step,
+    timed or not, so the total time of each stratum is exact. A block of timed steps represents the
     untimed steps of its stratum since the previous block. A stratum without a timed step is
     reported as not sampled.
 
     In GPU-bound training, the host runs ahead and then waits for several steps at once, so the host
-    time of a single step has no meaning. There, each untimed step counts like the timed steps of
-    the next block.
+    time of a single step has no meaning. All steps then belong to stratum 0, and each untimed step
+    counts like the mean step of the next block.
 
     This is post-stratification (Holt and Smith 1979, https://doi.org/10.2307/2344652). The variance
     within a stratum is estimated from the differences between successive blocks.
 
     Args:
         warmup_steps: Number of first steps to exclude.
-        history_size: Number of newest timed steps that have `weights`.
+        history_size: Number of newest timed steps for which `weights` are available.
     """
 
     def __init__(self, warmup_steps: int = 0, history_size: int = 0) -> None:
         self._warmup_steps = warmup_steps
         self._strata_of_timed = deque[int](maxlen=history_size)  # Newest timed steps.
-        # Number and total time of the steps of each stratum: of all steps, and of timed steps.
-        self._steps = [0] * _STRATA, [0] * _STRATA
-        self._ns = [0] * _STRATA, [0] * _STRATA
+        self._all = _Counts([0] * _STRATA, [0] * _STRATA)  # Timed or not.
+        self._timed = _Counts([0] * _STRATA, [0] * _STRATA)
         self.since_ns = 0
         """Cumulative time of all steps at the end of the last step (in nanoseconds)."""
-        self._durations_ns = array("q")  # Newest steps, not yet settled; -1 if excluded.
-        self._settled = 0  # Index of the first of these steps.
+        self._durations_ns = array("q")  # Steps that are not yet settled; -1 if excluded.
+        self._n_settled = 0  # Number of settled steps, and index of the first other step.
         self._lengths = _StepLengths()
         self._strata = [_Stratum() for _ in range(_STRATA)]
         self.durations = Durations()
         self._is_gpu_bound = False  # True while the host waits for the device.
         self.n = 0
-        """Number of settled untimed steps."""
-        self._read: list[StepRecord] = []  # Timed steps, not yet settled.
-        self._warmup = 0  # Number of first steps of these that are warm-up.
-        self._block: tuple[int, list[StepRecord]] = (0, [])  # Stratum and steps of the open block.
+        """Number of settled untimed steps, without excluded steps."""
+        self._read: list[StepRecord] = []  # Timed steps that were read, but are not yet settled.
+        self._n_warmup_read = 0  # Number of steps at the start of `_read` that are warm-up.
+        self._open = _OpenBlock(stratum=0, steps=[])
 
     # At the end of each step. `now_ns` is the time of all steps so far, without pauses and
     # evaluations.
@@ -228,67 +257,82 @@ class UntimedSteps:
     # After steps were read
 
     def add_timed(self, steps: Sequence[StepRecord], warmup: int = 0) -> bool:
-        """Add timed steps that were read, in order. All other steps before the last are untimed.
+        """Add timed steps that were read, in order. Skipped step indices are untimed steps.
 
         Args:
-            steps: Records of steps.
-            warmup: Number of first records that are warm-up, and represent no other steps.
+            steps: Timed steps.
+            warmup: Number of first steps that are warm-up, and represent no other steps.
 
         Returns:
-            True if the statistics include the steps, False if they will at the next call.
+            True if the statistics include the steps, False if a later call will add them.
         """
         self._read += steps
-        self._warmup += warmup
-        n = self._read[-1].step_index + 1 - self._settled
-        # A call costs the same for one step and for a hundred, so collect steps before a log.
+        self._n_warmup_read += warmup
+        n = self._read[-1].step_index + 1 - self._n_settled
+        # Settling costs the same for one step and for a hundred, so collect steps.
         if n < _MIN_SETTLED and 2 * len(self._read) < n:
             return False
         self.settle()
         return True
 
     def settle(self, until: int = 0) -> None:
-        """Update the statistics up to the step before index `until`, and by all steps read."""
-        timed, warmup = self._read, self._warmup
-        self._read, self._warmup = [], 0
+        """Add all steps up to the last timed step that was read to the statistics.
+
+        Args:
+            until: Also add all steps before this index.
+        """
+        timed, n_warmup_read = self._read, self._n_warmup_read
+        self._read, self._n_warmup_read = [], 0
         if timed:
             until = max(until, timed[-1].step_index + 1)
-        n = min(max(until - self._settled, 0), len(self._durations_ns))
+        first = self._n_settled
+        n = min(max(until - first, 0), len(self._durations_ns))
         if not n:
             return
-        first, self._settled = self._settled, self._settled + n
+        self._n_settled += n
         # Plain Python: NumPy's code is not in the CPU caches while a training loop runs.
         took_ns = self._durations_ns[:n].tolist()
         del self._durations_ns[:n]
         warmup_steps = min(max(self._warmup_steps - first, 0), n)
         took_ns[:warmup_steps] = [-1] * warmup_steps
-        at: list[int] = []
+        # Positions in `took_ns`, which counts steps from `first` on.
+        timed_at: list[int] = []
         if timed:
-            at = [step.step_index - first for step in timed if first <= step.step_index < first + n]
+            indices = [step.step_index for step in timed]
+            timed_at = [index - first for index in indices if first <= index < first + n]
             device_ms = sum([sum(step.device_ms) for step in timed])
             waited_ms = sum([step.wait_ms for step in timed])
             self._is_gpu_bound = waited_ms >= _MIN_WAIT_SHARE * device_ms
-        strata = self._add_durations(took_ns, at, first)
-        records = {step.step_index - first: step for step in timed[warmup:]}
+        strata = self._add_durations(took_ns, timed_at, first)
+        records = {step.step_index - first: step for step in timed[n_warmup_read:]}
         # Add steps in order, because each block represents the untimed steps before it.
         start = 0
-        for place in [*at, n]:
-            if place > start:
-                self._add_untimed(took_ns[start:place], strata[start:place])
-            if place in records:
-                self._add_to_block(strata[place], records[place])
-            start = place + 1
+        for i in [*timed_at, n]:
+            if i > start:
+                self._add_untimed(took_ns[start:i], strata[start:i])
+            if i in records:
+                self._add_to_block(strata[i], records[i])
+            start = i + 1
         self._end_block()
 
-    def _add_durations(self, took_ns: Sequence[int], timed: Sequence[int], first: int) -> list[int]:
-        """Add all steps from the index `first` on, and return the stratum of each."""
+    def _add_durations(
+        self, took_ns: Sequence[int], timed_at: Sequence[int], first: int
+    ) -> list[int]:
+        """Add the durations of steps, and return the stratum of each.
+
+        Args:
+            took_ns: Durations of all steps from the index `first` on; -1 if excluded.
+            timed_at: Positions of the timed steps in `took_ns`.
+            first: Index of the first step.
+        """
         self.durations.add(took_ns)
-        strata = self._lengths.add(took_ns, {*timed})
+        strata = self._lengths.add(took_ns, {*timed_at})
         if self._is_gpu_bound:
             strata = [0] * len(strata)
-        self._strata_of_timed.extend(map(strata.__getitem__, timed))
-        every = range(len(took_ns))
-        for steps, ns, indices in zip(self._steps, self._ns, (every, timed), strict=True):
-            for i in indices:
+        self._strata_of_timed.extend(map(strata.__getitem__, timed_at))
+        for counts, at in ((self._all, range(len(took_ns))), (self._timed, timed_at)):
+            steps, ns = counts
+            for i in at:
                 if took_ns[i] >= 0:
                     steps[strata[i]] += 1
                     ns[strata[i]] += took_ns[i]
@@ -307,21 +351,20 @@ class UntimedSteps:
                 self._strata[k].add_untimed(len(known_ns), ms)
 
     def _add_to_block(self, stratum: int, step: StepRecord) -> None:
-        k, steps = self._block
-        if steps and (k != stratum or len(steps) >= _MAX_BLOCK):
+        if stratum != self._open.stratum or len(self._open.steps) >= _MAX_BLOCK:
             self._end_block()
-            steps = []
-        self._block = stratum, [*steps, step]
+            self._open = _OpenBlock(stratum, [])
+        self._open.steps.append(step)
 
     def _end_block(self) -> None:
-        stratum, steps = self._block
+        stratum, steps = self._open
         if steps:
-            self._block = 0, []
+            self._open = _OpenBlock(stratum, [])
             block = _Block.of(steps)
             if self.n:
                 self._strata[stratum].add_block(block)
             elif not stratum:
-                # The first steps are all timed, and represent only themselves.
+                # Before the first untimed step, blocks represent only themselves.
                 self._strata[0].replace_last(block)
 
     # Readings
@@ -346,14 +389,14 @@ class UntimedSteps:
         return [stratum.total for stratum in self._strata]
 
     def _block_for(self, k: int) -> _Block | None:
-        """Return the newest block of a stratum, or of a neighbor with similar durations."""
+        """Return the newest block of stratum `k`, or of a neighbor with similar durations."""
         strata = self._strata
-        # Ordinary steps do not represent long steps.
         if strata[k].last is not None or k == 0:
             return strata[k].last
-        n, ns = self._steps[0], self._ns[0]
+        n, ns = self._all
         mean_ns = ns[k] / max(n[k], 1)
         for other in (k + 1, k - 1):
+            # Stratum 0 is no neighbor, because ordinary steps do not represent long steps.
             if 0 < other < len(strata) and strata[other].last is not None:
                 ratio = ns[other] / max(n[other], 1) / max(mean_ns, 1.0)
                 if 1 / _LONG_STEP < ratio < _LONG_STEP:
@@ -362,22 +405,18 @@ class UntimedSteps:
 
     def weights(self, n: int) -> npt.NDArray[np.float64]:
         """Return the number of steps that each of the newest `n` timed steps represents."""
-        every, timed = map(np.array, self._steps)
-        per_stratum = every / np.maximum(timed, 1)
+        per_stratum = np.array(self._all.steps) / np.maximum(self._timed.steps, 1)
         return per_stratum[[*self._strata_of_timed][-n:]] if n else np.zeros(0)
 
     @property
     def slow_scale(self) -> float:
         """Excess share of long steps in all steps, divided by the same share in timed steps.
 
-        Blocks are placed on long steps, so timed steps are long more often than others. At most 1.
+        At most 1. Smaller if timed steps are long more often than others, because timing windows
+        are moved onto long steps.
         """
-        shares = []
-        for n, ns in zip(np.array(self._steps), np.array(self._ns), strict=True):
-            # After a slowdown, steps that were long at first may be shorter than ordinary steps.
-            excess_ns = np.maximum(ns - n * ns[0] / max(n[0], 1), 0.0)[1:].sum()
-            shares.append(excess_ns / max(ns.sum(), 1.0))
-        return float(min(shares[0] / shares[1], 1.0)) if shares[1] > 0 else 1.0
+        of_all, of_timed = _excess_share(self._all), _excess_share(self._timed)
+        return min(of_all / of_timed, 1.0) if of_timed > 0 else 1.0
 
     @property
     def knows_durations(self) -> bool:
@@ -385,41 +424,52 @@ class UntimedSteps:
         return not any(stratum.total.uncertain for stratum in self._strata)
 
     def next_long(self) -> tuple[int, int] | None:
-        """Return the index of a recent long step and the expected distance to the next.
+        """Return the index of the last long step, and the expected number of steps to the next.
 
-        If long steps recur in several strata, use the stratum with the most untimed time per timed
-        block. None if no long step has recurred.
+        Both refer to one stratum of long steps. If long steps recur in several strata, choose the
+        stratum in which a block of timed steps represents the most untimed time. None if no long
+        step has recurred.
         """
-        found = [stratum for stratum in self._strata[1:] if len(stratum.newest) >= 2]
-        if not found:
+        recurring = [stratum for stratum in self._strata[1:] if len(stratum.newest) >= 2]
+        if not recurring:
             return None
-        stratum = max(found, key=lambda stratum: stratum.total.ms / (1 + stratum.blocks))
-        distance = int(median(after - before for before, after in pairwise(stratum.newest)))
-        return stratum.newest[-1], max(distance, 1)
+        chosen = max(recurring, key=lambda stratum: stratum.total.ms / (1 + stratum.blocks))
+        distance = int(median(after - before for before, after in pairwise(chosen.newest)))
+        return chosen.newest[-1], max(distance, 1)
+
+
+def _excess_share(counts: _Counts) -> float:
+    """Return the excess of long steps over ordinary steps, as a fraction of the time of all."""
+    n, ns = np.array(counts.steps), np.array(counts.ns)
+    ordinary_ns = ns[0] / max(n[0], 1)
+    # After a slowdown, steps that were long at first may be shorter than ordinary steps.
+    excess_ns = np.maximum(ns - n * ordinary_ns, 0.0)[1:].sum()
+    return float(excess_ns / max(ns.sum(), 1.0))
 
 
 class _Stratum:
     """Untimed steps of a stratum, and the blocks of timed steps that represent them."""
 
     def __init__(self) -> None:
-        self.newest = deque[int](maxlen=_MAX_NEWEST)  # Indices, timed or not.
-        self.blocks = 0
+        self.newest = deque[int](maxlen=_MAX_NEWEST)  # Indices of steps, timed or not.
+        self.blocks = 0  # Number of blocks that may represent untimed steps.
         self.total = _Gap()  # All untimed steps.
         self._pending = _Gap()  # Untimed steps since the last block.
-        self.last: _Block | None = None
-        self._represented = Sums()
-        # For the variance: sums of squared differences between successive blocks, as fractions and
-        # as times per step, and the factors that scale them.
+        self.last: _Block | None = None  # Newest block.
+        self._represented = Sums()  # Estimate for the untimed steps before the last block.
+        # Sums of squared differences between successive blocks, by phase: of fractions of the step,
+        # and of times per step.
         self._squares = defaultdict[str, float](float)
         self._squares_ms2 = defaultdict[str, float](float)
         self._scale = _Scale()
 
     def add_untimed(self, n: int, ms: float) -> None:
         """Add steps that take `ms` in total; NaN if unknown."""
-        gap = _Gap(0, 0.0, n) if math.isnan(ms) else _Gap(n, ms, 0)
+        gap = _Gap(uncertain=n) if math.isnan(ms) else _Gap(n, ms)
         self._pending, self.total = self._pending.plus(gap), self.total.plus(gap)
 
     def add_block(self, block: _Block) -> None:
+        """Let a block represent the untimed steps since the last block."""
         if math.isnan(block.ms):
             return
         if self.blocks and self.last is not None:
@@ -433,11 +483,11 @@ class _Stratum:
         self._pending = _Gap()
 
     def replace_last(self, block: _Block) -> None:
-        """Set the block for untimed steps that no later block represents."""
+        """Set the block that represents later untimed steps until `add_block` adds a block."""
         self.last = block
 
     def estimate(self, block: _Block | None) -> Estimate:
-        """Return sums over the untimed steps; `block` represents them if no step was timed."""
+        """Return the estimate for all untimed steps; `block` is used if no step was timed."""
         if self.last is None:
             return self._pending.represented_by(block)
         sums = self._represented.copy()
@@ -445,20 +495,22 @@ class _Stratum:
         return Estimate(sums, self._errors_ms(self._scale.plus(self._pending, self.last)))
 
     def _errors_ms(self, scale: "_Scale") -> dict[str, float]:
-        """Return half the width of the 95 % interval of each phase and of the step."""
+        """Return half the width of the 95 % interval of the time of each phase and of the step."""
         last = self.last
         if last is None or not (scale.ms2 or scale.n2):
             return {}
         if self.blocks < 2:
             # A single block does not show how much blocks differ: use the maximum variance of a
             # fraction.
-            most = {name: share * max(1 - share, 0.0) for name, share in last.device.items()}
+            variances = {name: share * max(1 - share, 0.0) for name, share in last.device.items()}
             ms2 = scale.ms2 + scale.n2 * (last.ms / last.n) ** 2
-            return {name: 2 * math.sqrt(ms2 * square) for name, square in most.items()}
+            return {name: 2 * math.sqrt(ms2 * variance) for name, variance in variances.items()}
         # Successive differences have about two thirds of the degrees of freedom.
-        freedom = max(round(2 * (self.blocks - 1) / 3), 1)
+        differences = self.blocks - 1
+        freedom = max(round(2 * differences / 3), 1)
         t = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.5 / freedom
-        per_square = t * t / (2 * (self.blocks - 1))
+        # The variance of blocks is half the mean squared difference of two blocks.
+        per_square = t * t / (2 * differences)
         return {
             name: math.sqrt(
                 per_square * (scale.ms2 * self._squares[name] + scale.n2 * self._squares_ms2[name])
@@ -468,18 +520,20 @@ class _Stratum:
 
 
 class _Scale(NamedTuple):
-    """Factors that scale the variance within a stratum: for times, and for numbers of steps."""
+    """Factors that turn the variance of a block into the variance of the estimate for all gaps."""
 
-    ms2: float = 0.0
-    n2: float = 0.0
+    ms2: float = 0.0  # For fractions of the step, in gaps of known duration (in ms²).
+    n2: float = 0.0  # For times per step, in gaps of unknown duration (in steps²).
 
     def plus(self, gap: _Gap, block: _Block) -> "_Scale":
+        """Add the variance of a gap, and the variance of the block that represents it."""
         ms2 = gap.ms * (gap.ms + block.ms) if gap.ms else 0.0
         n2 = gap.uncertain * (gap.uncertain + block.n)
         return _Scale(self.ms2 + ms2, self.n2 + n2)
 
 
 def _combine(estimates: Sequence[Estimate]) -> Estimate:
+    """Add the estimates of several strata, whose errors are independent."""
     if len(estimates) == 1:
         return estimates[0]
     sums, squares = Sums(), defaultdict[str, float](float)
@@ -489,7 +543,7 @@ def _combine(estimates: Sequence[Estimate]) -> Estimate:
             squares[name] += error_ms * error_ms
     return Estimate(
         sums,
-        {name: math.sqrt(square) for name, square in squares.items()},
-        sum([estimate.unsampled_steps for estimate in estimates]),
-        sum([estimate.unsampled_ms for estimate in estimates]),
+        errors_ms={name: math.sqrt(square) for name, square in squares.items()},
+        unsampled_steps=sum([estimate.unsampled_steps for estimate in estimates]),
+        unsampled_ms=sum([estimate.unsampled_ms for estimate in estimates]),
     )

@@ -22,7 +22,7 @@ TEAR_DOWN = "tear-down"
 ONCE = (SET_UP, SANITY_CHECK, FIRST_STEP, TEAR_DOWN)
 """Entries that occur once, regardless of the length of the run."""
 
-_ENTRY_OF_PHASE = {EXCLUDED: PAUSED, SAVES: CHECKPOINTS}
+_ENTRY_OF_PHASE = {EXCLUDED: PAUSED, SAVES: CHECKPOINTS}  # Other nested entries keep their name.
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ class _Account:
     since_ns: int
     entry: str
     is_step: bool  # True if the open time belongs to a step, including its checkpoints.
-    is_save_in_steps: bool = False
+    is_save_in_steps: bool = False  # True if the open entry is a checkpoint inside `steps`.
     entries_ns: Mapping[str, int] = field(default_factory=dict)
-    steps_ns: int = 0
-    saves_in_steps_ns: int = 0
+    steps_ns: int = 0  # Time of all steps, including the first step.
+    saves_in_steps_ns: int = 0  # Part of `checkpoints` inside `steps`.
 
     def until(self, now_ns: int) -> "_Account":
         """Return the account with the time until `now_ns`."""
@@ -116,11 +116,12 @@ class WallClock:
         self._thread = get_ident()  # Training thread.
         self.entry = SET_UP
         """Entry that is open, disregarding nested entries such as checkpoints."""
-        self._nested: list[str] = []  # Innermost last.
+        self._nested: list[str] = []  # Open nested entries or phases, the innermost last.
         self.has_stepped = False
         """True once the first step has ended."""
         self._after_batches_ns = 0  # Time of evaluations after their last batch.
-        self._open_loops = self._started_loops = 0  # Over `steps()`.
+        self._open_loops = 0  # Number of loops over `steps()` that are running.
+        self._started_loops = 0  # Number of all loops over `steps()`, without nested loops.
         if since_ns is None:
             since_ns = now_ns() if now_ns is not None else 0
         # Replaced as one object, so that other threads read consistent times.
@@ -171,7 +172,8 @@ class WallClock:
         """Record the end of the first step."""
         self.has_stepped, self._thread = True, get_ident()
         if self.entry == SET_UP:
-            # In a loop without `steps()`, the start of the first step is unknown.
+            # In a loop without `steps()`, the start of the first step is unknown, so all time
+            # before its end counts.
             account = self._current()
             self._put(
                 replace(
@@ -190,6 +192,7 @@ class WallClock:
             self._update()
 
     def leave_phase(self, entry: str) -> None:
+        """Close a nested entry. Ignore calls from other threads."""
         if get_ident() == self._thread and entry in self._nested:
             self._nested.remove(entry)
             self._update()
@@ -211,6 +214,7 @@ class WallClock:
     # Loops over `steps()`
 
     def start_loop(self) -> None:
+        """Attribute time to steps, unless this loop is nested in another."""
         self._open_loops += 1
         if self._open_loops == 1:
             self._thread = get_ident()
@@ -218,6 +222,7 @@ class WallClock:
             self.resume_steps()
 
     def end_loop(self) -> None:
+        """Attribute time to `between loops` after the outermost loop."""
         self._open_loops -= 1
         if not self._open_loops:
             self.switch_to(BETWEEN_LOOPS)
@@ -241,15 +246,16 @@ class WallClock:
     def summary(self) -> WallClockBreakdown:
         """Return the breakdown of the time so far."""
         account = self._current()
-        if self._started_loops == 1:
+        if self._started_loops == 1:  # Time after the only loop is not between loops.
             account = account.with_moved(BETWEEN_LOOPS, TEAR_DOWN)
         return WallClockBreakdown(
             {name: ns / 1e9 for name, ns in account.entries_ns.items() if ns},
-            account.saves_in_steps_ns / 1e9,
-            self._after_batches_ns / 1e9,
+            saves_in_steps_s=account.saves_in_steps_ns / 1e9,
+            after_batches_s=self._after_batches_ns / 1e9,
         )
 
     def _current(self) -> _Account:
+        """Return the account until now, or until the clock was stopped."""
         now_ns, account = self._now_ns, self._account
         return account if now_ns is None else account.until(now_ns())
 
@@ -263,6 +269,7 @@ class WallClock:
             replace(
                 self._current(),
                 entry=_ENTRY_OF_PHASE.get(entry, entry),
+                # Checkpoints are the only nested entries that are part of a step.
                 is_step=is_in_step and self._nested in ([], [SAVES]),
                 is_save_in_steps=self.entry == STEPS and self._nested == [SAVES],
             )
