@@ -183,8 +183,9 @@ class StepRecord(NamedTuple):
         items: Number of items; NaN if unknown.
         step_index: Index among all steps since the timer was attached, timed or not; -1 if only
             timed steps are counted.
-        places: Place in the user's code at each mark, including its end; empty if the step was
-            not one of those whose places are recorded.
+        places: Place in the user's code at each mark, including its end, each with True if
+            gradients were enabled; empty if the step was not one of those whose places are
+            recorded.
     """
 
     number: int

@@ -375,6 +375,14 @@ def test_compilation_in_most_steps_is_reported(
         assert breakdown[culprit.entry].seconds == pytest.approx(seconds)
 
 
+def test_time_breakdown_contains_the_names_of_its_entries() -> None:
+    _, breakdown = diagnosed(on_host({"forward": 12.0}))
+    assert [*breakdown] == [row.name for row in breakdown.rows]
+    assert "CPU work" in breakdown
+    assert "validation" not in breakdown
+    assert breakdown["validation"].share == 0.0
+
+
 @pytest.mark.parametrize(
     ("name", "where", "todo"),
     [

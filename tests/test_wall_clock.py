@@ -207,6 +207,38 @@ def test_wall_clock_of_a_loop_that_calls_step_has_a_tear_down() -> None:
     assert entries_ms(loop.timer) == {"first step": 81.0, "steps": 18.0, "tear-down": 40.0}
 
 
+@pytest.mark.parametrize("every_n_steps", [1, 20, "auto"])
+@pytest.mark.parametrize(
+    # With `step()`, the fetch and the work before the model call count as evaluation.
+    ("calls_step", "evaluation_ms", "step_ms"),
+    [(False, 80.0, 6.0), (True, 86.0, 5.4)],
+)
+def test_evaluations_in_untimed_steps_are_not_part_of_the_steps(
+    every_n_steps: Any, calls_step: bool, evaluation_ms: float, step_ms: float
+) -> None:
+    loop = HostLoop(every_n_steps=every_n_steps)
+    with loop.timer:
+        batches = loop.batches(500)
+        for i, x in enumerate(batches if calls_step else loop.timer.steps(batches)):
+            loop.step(x)
+            if calls_step:
+                loop.timer.step()
+            if i % 10 == 8:
+                loop.net.eval()
+                with torch.no_grad():
+                    for _ in range(4):
+                        loop.net(torch.ones(1, 2))
+                        loop.gpu.host_work(20.0)
+                loop.net.train()
+    summary = loop.timer.summary()
+    assert entries_ms(loop.timer)["evaluation"] == pytest.approx(50 * evaluation_ms)
+    assert summary.step.p50_ms == pytest.approx(6.0, rel=0.01)
+    assert summary.step.mean_ms == pytest.approx(step_ms + 45 / 500, rel=0.01)
+    assert summary.time_breakdown is not None
+    assert summary.time_breakdown["not sampled"].share < 0.01  # At most the first step.
+    assert (summary.code, summary.slowdown) == ("evaluation-bound", None)
+
+
 @pytest.mark.parametrize("every_n_steps", [1, 2, "auto"])
 def test_wall_clock_of_a_loop_that_calls_step_counts_each_step(every_n_steps: Any) -> None:
     loop = HostLoop(every_n_steps=every_n_steps)

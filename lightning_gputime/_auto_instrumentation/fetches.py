@@ -165,6 +165,7 @@ class Fetches:
             return False
         if not self._is_timed(dataset_of_iterator(iterator)):
             return False
+        self._timer._session.open_step.fetch_begins()
         if recorder.state is PAUSED:
             recorder.resume(DATA)
         elif not self._has_started:

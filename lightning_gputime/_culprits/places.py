@@ -1,13 +1,12 @@
 """Lines of user code between the marks of located steps.
 
-At each mark of a *located* step, the recorder has stored a `Location`.
+At each mark of a *located* step, the recorder has stored the frames of user code on the stack, and
+whether gradients were enabled.
 """
 
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
-
-import torch
 
 from lightning_gputime._compat.python_ import Frame, definition_of, user_frames
 from lightning_gputime._measurement.culprits import (
@@ -42,17 +41,6 @@ Frames = tuple[Frame, ...]
 
 frames_here: Callable[[], Frames] = partial(user_frames, _MAX_FRAMES)
 """Return the current frames of user code."""
-
-
-class Location(NamedTuple):
-    """State at a mark of a located step."""
-
-    frames: Frames
-    has_grad: bool  # True if gradients are enabled.
-
-
-def location_here() -> Location:
-    return Location(frames_here(), torch.is_grad_enabled())
 
 
 class Passage(NamedTuple):
@@ -198,15 +186,15 @@ class PlaceReader:
                 name = "after the update"
             elif label == OTHER:
                 name = "before backward" if following == BACKWARD else "before forward"
-            start, end = step.places[i], step.places[i + 1]
-            if phase == FORWARD and is_trained and not start.has_grad:
+            (start, has_grad), (end, _) = step.places[i : i + 2]
+            if phase == FORWARD and is_trained and not has_grad:
                 name = WITHOUT_GRAD
             # After a submodule, or an update inside a call, the same call of the model continues.
             is_same_call = previous == OPTIMIZER or previous.startswith(_INSIDE_FORWARD)
             is_new_call = phase != FORWARD or (label == FORWARD and not is_same_call)
             place = Passage(
-                start=start.frames,
-                end=end.frames,
+                start=start,
+                end=end,
                 outside=self._outside,
                 enters_calls=phase == OTHER,
                 enters_trainer_calls=phase == OTHER and ms >= _MIN_CALLED_MS,

@@ -1,6 +1,6 @@
 """The diagnosis of a training run: time breakdown, bottleneck and advice."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -74,6 +74,16 @@ class TimeBreakdown:
     def __getitem__(self, name: str) -> Entry:
         """Return the entry with this name, or an entry of zero seconds if it did not occur."""
         return next((row for row in self.rows if row.name == name), Entry(name, 0.0, 0.0))
+
+    # Without these two, Python would call `__getitem__` with 0, 1, 2, ... forever.
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names of the entries, the largest first."""
+        return (row.name for row in self.rows)
+
+    def __contains__(self, name: object) -> bool:
+        """Return True if the entry occurred."""
+        return any(row.name == name for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """All hooks and patches of one training loop."""
 
-from collections.abc import Callable
-
 import torch
 
 from lightning_gputime._compat.torch_ import report_missing_names, script_entry
@@ -18,11 +16,12 @@ from lightning_gputime._instrumentation.module_hooks import without_hooks
 from lightning_gputime._instrumentation.modules import SubmoduleBoundary
 from lightning_gputime._instrumentation.named import activate, deactivate
 from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
-from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription, do_nothing
+from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription
 from lightning_gputime._instrumentation.transformers_models import (
     GenerationBoundary,
     time_inner_loss,
 )
+from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._record.recorder import Recorder
 
 _HIDDEN_COLLECTIVES = (
@@ -34,8 +33,8 @@ _HIDDEN_COLLECTIVES = (
 class Boundaries:
     """Hooks and patches that mark the phases of a training loop, from `attach` until `remove`.
 
-    If `attach` is interrupted, `remove` removes what was attached so far. `exclude_ns` is called
-    with the host time of each evaluation in the open step (in nanoseconds).
+    If `attach` is interrupted, `remove` removes what was attached so far. `wall_clock` excludes
+    evaluations from the open step.
     """
 
     def __init__(
@@ -43,10 +42,10 @@ class Boundaries:
         recorder: Recorder,
         loop: Loop,
         on_call: OnCall = None,
-        exclude_ns: Callable[[int], object] = do_nothing,
+        wall_clock: WallClock | None = None,
     ) -> None:
         self._recorder = recorder
-        self._loop, self._on_call, self._exclude_ns = loop, on_call, exclude_ns
+        self._loop, self._on_call, self._wall_clock = loop, on_call, wall_clock
         self._attachments = Attachments()  # All except those in the next two attributes.
         # If updates end the steps, these hooks count them while the others are suspended.
         self._update_hooks = Attachments()
@@ -69,7 +68,7 @@ class Boundaries:
         self.optimizer = OptimizerBoundary(recorder, self._update_hooks, loop)
         forward_class = CompiledStepBoundary if loop.compiled_step else ForwardBoundary
         self.forward = forward_class(
-            recorder, loop, self.optimizer, self.waits, self._on_call, self._exclude_ns
+            recorder, loop, self.optimizer, self.waits, self._on_call, self._wall_clock
         )
         self.forward.attach(attachments, loop)
         GenerationBoundary(recorder, self._class_patches, loop, self.forward)

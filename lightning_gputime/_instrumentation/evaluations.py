@@ -1,13 +1,15 @@
 """Evaluations inside a training step: model calls in eval mode without grad."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from lightning_gputime._instrumentation.loop import is_training
 from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
+from lightning_gputime._measurement.wall_clock import EVALUATION as EVALUATION_ENTRY
+from lightning_gputime._measurement.wall_clock import STEPS, WallClock
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_UPDATE,
@@ -23,6 +25,7 @@ from lightning_gputime._phases import (
     OTHER,
 )
 from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.state import IDLE
 from lightning_gputime._record.step_marks import is_fetch
 
 _N_COMPARED_STEPS = 10
@@ -43,6 +46,44 @@ _Run = tuple[int, int]
 """Consecutive marks of a step: the index of the first mark, and the index after the last mark."""
 
 
+class _UntimedRuns:
+    """Runs of calls in an untimed step, which has no marks.
+
+    A run lasts from the first call until other work of the step follows, on the host's clock.
+    """
+
+    def __init__(self, recorder: Recorder, wall_clock: WallClock) -> None:
+        self._recorder, self._wall_clock = recorder, wall_clock
+        self._open: tuple[_Place, int] | None = None  # Place and start of the open run.
+        self._ended_ns: Counter[_Place] = Counter()  # Time of the ended runs at each place.
+
+    def start(self, place: _Place) -> None:
+        """Start a run, unless this call continues a run.
+
+        The time of a named phase is never excluded.
+        """
+        if self._open is None and not self._recorder.named.names:
+            self._open = place, self._steps_ns()
+
+    def end(self) -> None:
+        """End the open run, because other work of the step follows."""
+        if self._open is not None:
+            place, start_ns = self._open
+            self._open = None
+            self._ended_ns[place] += self._steps_ns() - start_ns
+
+    def take(self) -> list[tuple[_Place, int]]:
+        """Return the place and the time of all runs of the step that ends, and forget them."""
+        self.end()
+        runs = [*self._ended_ns.items()]
+        self._ended_ns.clear()
+        return runs
+
+    def _steps_ns(self) -> int:
+        """Return the cumulative time of all steps, which does not contain pauses."""
+        return self._wall_clock.steps_ns(self._recorder.clock.host_ns())
+
+
 class EvaluationSearch:
     """Search for evaluations among calls without grad, and exclude their time from the steps.
 
@@ -59,6 +100,12 @@ class EvaluationSearch:
 
     The rules are applied when the step ends. Until then the calls have the label `EVALUATION`,
     which counts as `other` if no rule applies.
+
+    Args:
+        recorder: Recorder of the steps.
+        model: The model that is trained.
+        optimizer: Counts the updates of the open step.
+        wall_clock: Excludes the time of evaluations from the open step.
     """
 
     def __init__(
@@ -66,10 +113,14 @@ class EvaluationSearch:
         recorder: Recorder,
         model: nn.Module,
         optimizer: OptimizerBoundary,
-        exclude_ns: Callable[[int], object],
+        wall_clock: WallClock,
     ) -> None:
         self._recorder, self._model, self._optimizer = recorder, model, optimizer
-        self._exclude_ns = exclude_ns
+        self._wall_clock = wall_clock
+        self.untimed_runs = _UntimedRuns(recorder, wall_clock)
+        self.has_found = False
+        """True once an evaluation was found inside a step."""
+        self._was_at_start = False  # True if the newest timed step began with its inner calls.
         self.is_pending = False
         """True if the open step has calls in eval mode, so `exclude_evaluations` must be called."""
         # Only steps with inner calls, that is calls in eval mode before the last update: the newest
@@ -86,6 +137,7 @@ class EvaluationSearch:
         self._places_after_backward: set[_Place] = set()  # In a loop without optimizer.
         self._generations = 0  # Number of calls that generate text.
         self._is_inference = True  # True if all calls are under inference mode.
+        self.untimed_runs.take()
 
     def on_call_start(self, forwards: int, label: str = EVALUATION) -> None:
         """Mark an outermost call in eval mode without grad, after `forwards` training calls."""
@@ -96,6 +148,8 @@ class EvaluationSearch:
                 recorder.mark(OTHER)
             return
         place = self.count(forwards, label)
+        if recorder.state is IDLE:
+            self.untimed_runs.start(place)
         if recorder.label == AFTER_BACKWARD and not self._optimizer.has_any:
             self._places_after_backward.add(place)
         if recorder.label in (DATA, OTHER, AFTER_BACKWARD, AFTER_UPDATE):
@@ -134,7 +188,14 @@ class EvaluationSearch:
         )
         inner_runs = runs if are_inner_excluded else []
         for first, stop in [*final_runs, *reversed(inner_runs)]:
-            self._exclude_ns(self._recorder.exclude_evaluation(first, stop))
+            self.has_found = True
+            self._wall_clock.shorten_step(self._recorder.exclude_evaluation(first, stop))
+        for place, ns in self.untimed_runs.take():
+            if are_inner_excluded or (has_final and place == end):
+                self.has_found = True
+                self._wall_clock.shorten_step(ns)
+                # For a timed step, `StepReader` moves the time, once it has read the marks.
+                self._wall_clock.move(STEPS, EVALUATION_ENTRY, ns / 1e6)
         self._remember(step, n_inner)
         self.reset()
 
@@ -171,11 +232,12 @@ class EvaluationSearch:
             return True  # All steps have such calls, and this step has more.
         # If the loop evaluates after `step()`, each step but the first begins with an evaluation.
         # In a loop over `steps()`, each step begins with its batch, so this cannot occur.
-        labels = self._recorder.open.labels
-        is_at_start = len(runs) == 1 and is_fetch(labels[: runs[0][0]])
+        if self._recorder.state is not IDLE:
+            labels = self._recorder.open.labels
+            self._was_at_start = len(runs) == 1 and is_fetch(labels[: runs[0][0]])
         n_without_in_all = step - self._n_steps_with_inner_calls
         only_first_without = n_without_in_all == 1 and not self._first_had_inner_calls
-        return is_at_start and only_first_without and {*counts} <= {n_inner}
+        return self._was_at_start and only_first_without and {*counts} <= {n_inner}
 
 
 # Phases that separate two evaluations in a step.

@@ -16,7 +16,8 @@ from lightning_gputime._instrumentation.evaluations import EvaluationSearch
 from lightning_gputime._instrumentation.loop import Loop, Search, is_training
 from lightning_gputime._instrumentation.module_hooks import hook_before
 from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
-from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription, do_nothing
+from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription
+from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._phases import (
     AFTER_FORWARD,
     FORWARD,
@@ -46,8 +47,7 @@ _ACTIVE = Search.ACTIVE  # A global, because every model call looks it up.
 class ForwardBoundary:
     """`forward`: from the call of a module to its return, for outermost calls only.
 
-    `waits` notes the stream of each call. `exclude_ns` is called with the host time of each
-    evaluation in the open step (in nanoseconds).
+    `waits` notes the stream of each call. `wall_clock` excludes evaluations from the open step.
     """
 
     def __init__(
@@ -57,14 +57,15 @@ class ForwardBoundary:
         optimizer: OptimizerBoundary,
         waits: WaitBoundary | None = None,
         on_call: OnCall = None,
-        exclude_ns: Callable[[int], object] = do_nothing,
+        wall_clock: WallClock | None = None,
     ) -> None:
         self._recorder, self._model, self._batch = recorder, loop.model, loop.batch
         self._has_optimizers = bool(loop.optimizers)
         on_stream = None if waits is None else waits.note_stream
         self._on_calls = [call for call in (on_stream, on_call) if call is not None]
         self._evaluation_search = loop.search
-        self.evaluation = EvaluationSearch(recorder, loop.model, optimizer, exclude_ns)
+        wall_clock = wall_clock or WallClock(now_ns=None)
+        self.evaluation = EvaluationSearch(recorder, loop.model, optimizer, wall_clock)
         # True if the running outermost call is in eval mode without grad, or inside a fetch.
         self._is_no_training_call = False
         self._modes = _Modes.NONE
@@ -208,10 +209,14 @@ class ForwardBoundary:
         if not recorder.threads.is_idle_here():
             return False
         if self._has_optimizers and not (module.training or torch.is_grad_enabled()):
-            # Timed steps are compared with this step to find evaluations.
+            # Later steps are compared with this step to find evaluations.
             if not is_training(self._model):
-                self.evaluation.count(self.calls)
+                place = self.evaluation.count(self.calls)
+                if self._evaluation_search is _ACTIVE:
+                    self.evaluation.untimed_runs.start(place)
             return False
+        if self.evaluation.is_pending:
+            self.evaluation.untimed_runs.end()
         recorder.captures.detect()  # Later replays of a graph captured here call no hooks.
         if self._modules.is_searching:
             return True

@@ -72,10 +72,13 @@ class MarkWatcher:
                 self._warn_once("Phases are no longer shown in other profilers: %r", error)
 
     def locate(self, mark: Mark) -> Mark:
-        """Return a mark with its place in the code; after an error, the mark itself."""
+        """Return a mark with its place, and True if gradients are enabled there.
+
+        After an error, return the mark itself.
+        """
         if self._locate is not None:
             try:
-                return (*mark[:3], self._locate())
+                return (*mark[:3], (self._locate(), torch.is_grad_enabled()))
             except Exception as error:
                 self._locate, self.to_locate, self.is_located = None, 0, False
                 self._warn_once("Phases are no longer located in the code: %r", error)

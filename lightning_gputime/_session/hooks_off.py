@@ -11,6 +11,7 @@ The hooks stay attached:
 - in the first 20 steps, which show what the loop calls and captures,
 - with probes,
 - with compiled code, which would recompile,
+- in loops that evaluate the model inside steps, because hooks measure the time of evaluations,
 - with several timers or nested loops over `steps()`, which must see all calls of a model.
 """
 
@@ -50,7 +51,8 @@ class HooksOff:
         if not self._is_allowed or index < _MIN_INDEX:
             return False
         is_far = self._plan.schedule.next_timed(index) - self._margin > index
-        return is_far and is_alone() and not has_compiled()
+        has_evaluated = self._boundaries.forward.evaluation.has_found
+        return is_far and not has_evaluated and is_alone() and not has_compiled()
 
     def remove(self, index: int, *, counts_updates: bool) -> None:
         """Remove the hooks before the step of this index.

@@ -59,6 +59,10 @@ class OpenStep:
         if batch is not _NO_BATCH:
             self._work.add_batch(batch)
 
+    def fetch_begins(self) -> None:
+        """End an evaluation before a fetch in an untimed step, in a loop without `steps()`."""
+        self._forward.evaluation.untimed_runs.end()
+
     def add_batches(self, batches: Iterable[Any]) -> None:
         """Count the items of micro-batches that were fetched together."""
         for i, batch in enumerate(batches):
@@ -163,10 +167,10 @@ class OpenStep:
         recorder = self._recorder
         if state is OFF:
             return self.has_updated or not self.needs_updates
-        if state is not TIMED:
-            return self.has_updated
         if self._forward.evaluation.is_pending:  # Calls in eval mode that may be an evaluation.
             self._forward.exclude_evaluations()
+        if state is not TIMED:
+            return self.has_updated
         if self.has_optimizer:
             last = AFTER_UPDATE
         elif BACKWARD in recorder.open.phases:

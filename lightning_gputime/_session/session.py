@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._culprits.blocking import BlockingCalls
-from lightning_gputime._culprits.places import Frames, PlaceReader, location_here
+from lightning_gputime._culprits.places import Frames, PlaceReader, frames_here
 from lightning_gputime._instrumentation import named
 from lightning_gputime._instrumentation.boundaries import Boundaries
 from lightning_gputime._instrumentation.loop import Loop, Search
@@ -90,12 +90,12 @@ class Session:
             emit=reader.take,
             batch=user_calls.batch,
             annotate=Annotator() if options.annotate else None,
-            locate=location_here,
+            locate=frames_here,
         )
         self.recorders = [recorder]
         """Recorders for the phases that users name."""
         work = WorkCounter(options.items, options.flops, loop, recorder)
-        self._boundaries = Boundaries(recorder, loop, work.on_call, wall_clock.shorten_step)
+        self._boundaries = Boundaries(recorder, loop, work.on_call, wall_clock)
         self.open_step = OpenStep(
             recorder, self._boundaries, work, needs_updates=loop.needs_updates
         )
