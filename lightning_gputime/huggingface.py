@@ -95,7 +95,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._trainer: Any = None  # The running Trainer.
         # Exception that was being handled when training began.
         self._handled: BaseException | None = None
-        # The Trainer whose `train` is running, and the time of that call.
+        # The Trainer whose `train` is running, and the host time at which it was called (in ns).
         self._train_call: tuple[weakref.ref[Trainer], int] | None = None
         self._train_patches: dict[type, Subscription] = {}  # By the class that defines `train`.
         self._is_table_due = False  # True when training has ended, until the table is shown.

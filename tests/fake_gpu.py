@@ -181,7 +181,7 @@ class Adder(torch.optim.Optimizer):
 
 
 def batches(gpu: FakeGPU, n: int, host_ms: float = 0.0, copy_ms: float = 0.0) -> Iterator[Tensor]:
-    """Yield batches. Each takes the host `host_ms`, and the device `copy_ms`."""
+    """Yield batches. Each takes `host_ms` on the host, and `copy_ms` on the device."""
     for _ in range(n):
         gpu.host_work(host_ms)
         gpu.work(copy_ms)

@@ -400,7 +400,7 @@ def test_unsampled_time_widens_the_interval_of_every_phase() -> None:
     assert found.rows["callbacks"].verdict == "alike"
     assert found.rows["forward"].error_ms > 1.0
     assert found.step.error_ms < 0.5
-    assert found.notes == ("44% of the time was not sampled (after)",)
+    assert found.notes == ("44 % of the time was not sampled (after): pass every_n_steps=1",)
 
 
 def in_turns(*pairs: tuple[float, float]) -> tuple[list[Run], list[Run]]:

@@ -189,7 +189,12 @@ BLOCKS_IN_OTHER = measurement(  # The GPU idles for 4.5 ms of 18 ms.
 @pytest.mark.parametrize(
     ("measured", "phase", "entry", "end"),
     [
-        (BLOCKS_IN_LOSS, "loss", "GPU work", ": the GPU lags the CPU by 9.7 of 13.4 ms per step"),
+        (
+            BLOCKS_IN_LOSS,
+            "loss",
+            "GPU work",
+            ": the GPU lags the CPU by 9.7 of 13.4 ms per step",
+        ),
         (BLOCKS_IN_OTHER, "other", "other", "without that the training is up to 1.33x as fast"),
     ],
 )

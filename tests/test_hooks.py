@@ -181,7 +181,7 @@ def test_hooks_refuse_wrong_options(options: dict[str, Any], message: str) -> No
         GPUPhaseHooks(**{"model": nn.Linear(1, 1), **options})
 
 
-def test_loop_in_which_no_step_ends_warns(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_if_no_step_ends(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     with hooks(loop):
         loop.train_all(loop.batches(3))
     assert "No step has ended: iterate over steps(loader), or call step()" in caplog.text

@@ -603,7 +603,7 @@ def test_loss_time_of_a_skipped_micro_batch_does_not_count_as_forward(
 
 
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.*")
-def test_every_batch_is_a_step_without_an_optimizer(gpu: FakeGPU) -> None:
+def test_without_an_optimizer_every_batch_is_a_step(gpu: FakeGPU) -> None:
     class Evaluates(Model):
         automatic_optimization = False
 

@@ -312,7 +312,7 @@ def test_slow_log_bounds_its_evidence_on_a_noisy_host() -> None:
     shares = summary.cause_shares["garbage collection"], summary.unexplained_share
     assert sum(shares) == pytest.approx(summary.share)
     assert shares[0] / summary.share == pytest.approx(2 / 3, abs=0.05)
-    # Explained steps are added to sums and freed.
+    # The log keeps only sums of the steps that were explained so far. Later steps are added.
     for number in range(1_000):
         log.add(evidence(explain(number, 1e3)), has_baseline=True)
     summary = log.summary(steps=204_000, all_ms=2e6)

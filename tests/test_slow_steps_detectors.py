@@ -354,7 +354,7 @@ def test_slow_callback_under_lightning_is_a_cause(gpu: FakeGPU) -> None:
 
 
 def create_lists() -> None:
-    """Create so many objects that Python collects the oldest generation by itself."""
+    """Create enough objects for an automatic collection of the oldest generation."""
     [[number] for number in range(100_000)]
 
 

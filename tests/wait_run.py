@@ -81,7 +81,7 @@ class Way:
         self.optimizer = Update(self.model.parameters(), lr=1e-3)
 
     def distribute(self) -> None:
-        """Distribute the model."""
+        """Distribute the model. Here, do nothing."""
 
     def run(self, x: Tensor) -> None:
         self.model(x).square().mean().backward()

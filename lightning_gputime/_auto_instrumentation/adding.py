@@ -115,7 +115,7 @@ def _extended(path: str, *parts: object) -> str:
 
 
 def _print_and_save(timer: Any, path: str | None, *, prints: bool) -> None:
-    """End the timer, and save its run. Print its table, without `prints` only after an error."""
+    """End the timer, and save its run. Print its table if `prints`, or if the training failed."""
     try:
         has_failed = hasattr(sys, "last_value")  # An error has ended the script.
         is_unfinished = timer._session.is_attached or timer._is_aborted

@@ -158,7 +158,7 @@ class Fetches:
 
     def on_call_start(self, iterator: Any, *_: Any, **__: Any) -> bool:
         recorder = self._timer._session.recorder
-        if not self._datasets:
+        if not self._datasets:  # In the first step: remember what it fetches from.
             is_training = get_ident() == recorder.threads.home and torch.is_grad_enabled()
             if is_training and iterator not in self._iterators:
                 self._iterators.append(iterator)

@@ -210,7 +210,7 @@ def named_functions(trainer: Any, model: Any, timer_class: type) -> Iterator[tup
         yield from _overridden_hooks(datamodule)
     for callback in trainer.callbacks:
         if not isinstance(callback, timer_class):
-            yield from _overridden_hooks(callback, timed=(*_PER_BATCH, *IN_STEP))
+            yield from _overridden_hooks(callback, already_timed=(*_PER_BATCH, *IN_STEP))
     for logger in trainer.loggers:
         for method in LOGGER_METHODS:
             if callable(getattr(logger, method, None)):
@@ -218,13 +218,13 @@ def named_functions(trainer: Any, model: Any, timer_class: type) -> Iterator[tup
 
 
 def _overridden_hooks(
-    owner: object, timed: tuple[str, ...] = ()
+    owner: object, already_timed: tuple[str, ...] = ()
 ) -> Iterator[tuple[object, str, str]]:
-    """Yield the hooks that a module or callback overrides, except those that are `timed`."""
+    """Yield the hooks that a module or callback overrides, except those in `already_timed`."""
     hooks = [name for name in dir(type(owner)) if name.startswith("on_")]
     for hook in (*hooks, *NAMED_HOOKS):
         is_overridden = callable(getattr(owner, hook, None)) and defines(owner, hook)
-        if is_overridden and hook not in timed:
+        if is_overridden and hook not in already_timed:
             yield owner, hook, f"{type(owner).__name__}.{hook}"
 
 

@@ -83,9 +83,7 @@ LOSSES = tuple(
 """The classes of torch's losses."""
 
 _HOOKS = tuple(
-    Name(
-        f"torch.nn.Module.{name}", "copies of a model without the timer's hooks", sample=nn.Identity
-    )
+    Name(f"torch.nn.Module.{name}", "which hooks to leave out of copied models", sample=nn.Identity)
     for name in ("_forward_pre_hooks", "_forward_hooks")
 )
 

@@ -42,7 +42,7 @@ def generation_class() -> Any:
 
 _INNER_LOSS = Name(
     "transformers.PreTrainedModel._loss_function",
-    "separate times of loss and forward, where the model computes the loss",
+    "separate times of forward and of the loss that a model computes inside it",
     (FORWARD, LOSS),
 )
 INNER_LOSS = _INNER_LOSS.attribute

@@ -10,9 +10,9 @@ from typing import Any
 
 
 class PinTimes:
-    """Time and number of the copies of a loader's pin-memory threads.
+    """Time and number of the copies to pinned memory, in one loader.
 
-    Only the pin-memory thread calls `start` and `end`.
+    Only the pin-memory thread that runs calls `start` and `end`. Each epoch has a new thread.
     """
 
     def __init__(self, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:

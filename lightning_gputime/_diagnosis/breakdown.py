@@ -259,7 +259,8 @@ def _frequent_compilations(m: Measurement) -> float:
     """Return the fraction of the steps' time in which torch compiles; 0 if low or if rare."""
     compiled_code = of_entry(m.culprits, COMPILATIONS)
     steps = m.steps + m.untimed_steps + m.warmup_steps
-    # The first step, which compiles most, has a separate entry.
+    # Exclude compilations in the first step, which is a separate entry. Nearly all of that step is
+    # compilation, so subtract all of it.
     first_s = m.wall_clock.entries_s.get(FIRST_STEP, 0.0) if m.wall_clock is not None else 0.0
     compiled_s = sum(code.seconds for code in compiled_code) - first_s
     is_frequent = sum(code.calls for code in compiled_code) >= _MIN_COMPILED_STEPS * steps

@@ -97,8 +97,9 @@ def culprits_of(entry: str, seconds: float, m: Measurement) -> tuple[EntryCulpri
     calls = [*_calls(found, seconds), *_callbacks(entry, seconds, m)]
     if best := _largest(calls):
         return best
-    # Places outside of steps are always observed. Places inside steps are observed in a few steps,
-    # so their share refers to the time of these steps (`Culprit.observed_s`).
+    # Code outside of steps is always observed, so its share is a fraction of `seconds`. Code inside
+    # steps is observed in a few steps, so its share is a fraction of their time
+    # (`Culprit.observed_s`).
     observed_s = seconds if entry in (BETWEEN_LOOPS, TEAR_DOWN) else None
     min_calls = 2 if entry == COMPILATIONS else 1  # The first compilation is not a recompilation.
     places = [

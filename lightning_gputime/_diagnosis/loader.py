@@ -118,7 +118,10 @@ class LoaderCase:
         return f"workers started {times.starts} times, and the first batch took {startup} each time"
 
     def describe_intervals(self) -> str:
-        """Return the interval of batches, and of steps without a wait, as part of a sentence."""
+        """Return how often a batch arrives, and how long a step takes apart from waiting for it.
+
+        The text is a part of a sentence.
+        """
         n = len(self.times.workers)
         workers = f"{n} workers deliver" if n > 1 else "1 worker delivers"
         return (

@@ -59,9 +59,9 @@ class Boundaries:
 
     def attach(self) -> None:
         attachments, recorder, loop = self._attachments, self._recorder, self._loop
-        shared = is_distributed()
-        report_missing_names(shared=shared)
-        if shared:
+        has_ranks = is_distributed()
+        report_missing_names(shared=has_ranks)
+        if has_ranks:
             self.waits = WaitBoundary(recorder, attachments)
             if hides_collectives(loop.model):
                 recorder.warn_once(_HIDDEN_COLLECTIVES)
@@ -74,7 +74,7 @@ class Boundaries:
         GenerationBoundary(recorder, self._class_patches, loop, self.forward)
         if loop.splits_loss:
             time_inner_loss(recorder, attachments, loop.model)
-        # Do not hook modules inside compiled code: it skips a hook, or recompiles at each call.
+        # Do not hook modules inside compiled code, which skips hooks, or recompiles at each call.
         if hidden := inside_compiled(loop.submodules, loop.model):
             recorder.warn_once(
                 "These modules run inside compiled code, so they are not timed separately: %s%s",
@@ -87,7 +87,7 @@ class Boundaries:
         self.optimizer.patch_zero_grad(attachments, loop)
         if loop.wrap_backward:
             BackwardBoundary(
-                recorder, attachments, loop, self.forward, self.optimizer, shared=shared
+                recorder, attachments, loop, self.forward, self.optimizer, shared=has_ranks
             )
         # TorchScript tries to compile the hooks of a module, and fails on ours. Suspend them while
         # `torch.jit.script` or `torch.jit.trace` creates a module.

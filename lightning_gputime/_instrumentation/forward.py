@@ -109,7 +109,7 @@ class ForwardBoundary:
         return self._modules.find_bypassed()
 
     def backward_begins(self) -> None:
-        """Search for evaluations from now on: the model is trained."""
+        """Note that the model is trained. Start the search for evaluations if it waits for that."""
         self.has_trained = True
         if self._evaluation_search is Search.AFTER_BACKWARD:
             self._evaluation_search = _ACTIVE

@@ -238,7 +238,7 @@ class Subscription:
             # Other code has replaced the function, and its replacement may not call the patch.
             self.patch.remove_listener(self._listener)
             self.patch = self._find_patch()
-            self.patch.apply()
+            self.patch.apply()  # It wraps that replacement.
         if self._listener not in self.patch.listeners:
             self.patch.listeners.append(self._listener)
 

@@ -87,7 +87,8 @@ def _n_parameters(module: nn.Module) -> int:
 def peaks_tflops(device_name: str) -> Mapping[str, float]:
     """Return the dense peak of a GPU for each precision (in TFLOP/s); empty if unknown."""
     known = json.loads(files(__package__).joinpath("peaks.json").read_text(encoding="utf-8"))
-    # Match the full name. A suffix is a different GPU: a laptop GPU, a "Ti", a MIG slice.
+    # Without maker and memory size, match the full name. A suffix means a different GPU, such as a
+    # laptop GPU, a "Ti" or a MIG slice.
     name = _MAKER.sub("", _MEMORY.sub("", device_name))
     peaks: Mapping[str, float] = known["peaks"].get(name, {})
     return peaks

@@ -199,7 +199,7 @@ def _checked_number(value: Any) -> float:
 
 
 def _tensors(batch: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """Yield each tensor in a batch that has a dimension, after the keys that lead to the tensor."""
+    """Yield the tensors in a batch, except scalars, each after the keys that lead to it."""
     if isinstance(batch, Tensor):
         if batch.dim():
             yield keys, batch

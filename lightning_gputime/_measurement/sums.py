@@ -77,16 +77,16 @@ class Sums:
     def add_estimate(
         self, n: float, ms: float, phases: Iterable[tuple[str, float, float, float]], items: float
     ) -> None:
-        """Add untimed steps.
+        """Add an estimate of untimed steps.
 
         Args:
             n: Number of steps.
-            ms: Their device time (in milliseconds).
+            ms: Their total duration, on the device as on the host (in milliseconds).
             phases: Name of each phase, the number of steps in which it ran, and its device and host
                 time (in milliseconds).
             items: Number of items; NaN if unknown.
         """
-        self.step.add(n, ms, ms)
+        self.step.add(n, device_ms=ms, host_ms=ms)
         for name, *sums in phases:
             self.phases[name].add(*sums)
         if not isnan(items):

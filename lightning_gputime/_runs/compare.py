@@ -418,7 +418,8 @@ def _compare_two(
     for side, of_side in zip(sides, estimates, strict=True):
         share = np.mean([estimate.not_sampled_ms / estimate.values[0] for estimate in of_side])
         if share > _MIN_NOT_SAMPLED_SHARE:
-            note = f"{share:.0%} of the time was not sampled ({side.name})"
+            unsampled = f"{100 * share:.0f} % of the time was not sampled ({side.name})"
+            note = f"{unsampled}: pass every_n_steps=1"
             notes[f"not sampled {side.name}"] = note
     return RunComparison(
         rows=Named(zip(phases, rows, strict=True)),

@@ -35,8 +35,9 @@ class LogSchedule:
     ) -> None:
         self.means, self._results, self._comparison = means, results, comparison
         self._analyzer, self._is_sampled = analyzer, is_sampled
-        # Number and index (from 0) of each of the newest steps. The oldest of them ended `lag`
-        # steps before the newest, so all ranks have read it.
+        # Number and index of each of the newest steps. Loggers use the number, which may start at
+        # any value; the index counts from 0. The oldest of these steps ended `lag` steps before the
+        # newest, so all ranks have read it.
         self._ended: deque[tuple[int, int]] = deque(maxlen=lag + 1)
         self._has_started = False
         self.due_at = 0.0

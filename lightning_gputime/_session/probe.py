@@ -115,8 +115,8 @@ class Probe:
             self._margin = min(2 * self._margin, _MAX_MARGIN)
             phase = _waiting_phase(step, self._results.sums)
             self._miss(
-                f"the host waits for the GPU inside probed steps, in `{phase}` (`.item()`,"
-                " `.cpu()`, a copy from memory that is not pinned, a full launch queue?)"
+                f"the host waits for the GPU inside probed steps, in `{phase}`, for example in"
+                " `.item()`, `.cpu()`, a copy from unpinned memory, or a full launch queue"
             )
 
     def _may_wait(self, step: StepRecord) -> bool:

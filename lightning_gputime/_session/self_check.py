@@ -96,9 +96,9 @@ _MAY_EVALUATE = (
     " or let the training loop iterate over timer.steps(loader)."
 )
 _BATCHES_WITHOUT_FORWARD = (
-    "Batches without a model call take %.3g ms of `other` per step. If they train in a way that the"
-    " timer cannot see, such as by a CUDA graph that was captured before attach(), call step() at"
-    " the end of the loop body."
+    "Batches without a model call take %.3g ms of `other` per step. If they do train the model, but"
+    " in a way that the timer cannot detect, such as by a CUDA graph that was captured before"
+    " attach(), call step() at the end of the loop body."
 )
 _FORWARD_MISSES_WORK = (
     "`%s` takes %.3g ms per step, and `forward` is short compared with `backward`. If the loop"
@@ -341,7 +341,8 @@ def _ms_of_idle_batches(step: StepRecord) -> float:
 
 def _ms_before_training(step: StepRecord) -> float:
     """Return the time of eval-mode calls at the start of a step, which may be an evaluation."""
-    # If `other` precedes them, as in a loop over `steps()`, they are work on the fetched batch.
+    # If `other` precedes these calls, as in a loop over `steps()`, they work on the fetched batch,
+    # so they are not an evaluation.
     if not is_fetch(step.labels[: step.labels.index(EVALUATION)]):
         return 0.0
     labels_and_ms = zip(step.labels, step.device_ms, strict=True)

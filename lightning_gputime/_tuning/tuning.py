@@ -20,8 +20,8 @@ from lightning_gputime._tuning.trials import MIN_SPEED_UP, Result, RunError, Scr
 
 _HEADER = ("change", "promised", "measured", "phase", "losses", "result", "where")
 _NOTHING = (
-    "No advice on this training can be applied without editing the script: `lightning-gputime show`"
-    " prints the advice of the first run"
+    "No advice on this training can be applied without editing the script. To read the advice, run"
+    " `lightning-gputime show` on 001.json.gz in this folder"
 )
 _NEEDS_PERMISSION = "needs --allow-numerics"
 _RESERVE = 0.5  # Fraction of the remaining budget that a trial leaves to later trials.
