@@ -42,23 +42,23 @@ at least this many more."""
 _Place = tuple[int, int]
 """Place of a call in its step: the number of training calls, and of updates, before it."""
 
-_Run = tuple[int, int]
+_Span = tuple[int, int]
 """Consecutive marks of a step: the index of the first mark, and the index after the last mark."""
 
 
-class _UntimedRuns:
-    """Runs of calls in an untimed step, which has no marks.
+class _UntimedSpans:
+    """Spans of calls in an untimed step, which has no marks.
 
-    A run lasts from the first call until other work of the step follows, on the host's clock.
+    A span lasts from the first call until other work of the step follows, on the host's clock.
     """
 
     def __init__(self, recorder: Recorder, wall_clock: WallClock) -> None:
         self._recorder, self._wall_clock = recorder, wall_clock
-        self._open: tuple[_Place, int] | None = None  # Place and start of the open run.
-        self._ended_ns: Counter[_Place] = Counter()  # Time of the ended runs at each place.
+        self._open: tuple[_Place, int] | None = None  # Place and start of the open span.
+        self._ended_ns: Counter[_Place] = Counter()  # Time of the ended spans at each place.
 
     def start(self, place: _Place) -> None:
-        """Start a run, unless this call continues a run.
+        """Start a span, unless this call continues a span.
 
         The time of a named phase is never excluded.
         """
@@ -66,18 +66,18 @@ class _UntimedRuns:
             self._open = place, self._steps_ns()
 
     def end(self) -> None:
-        """End the open run, because other work of the step follows."""
+        """End the open span, because other work of the step follows."""
         if self._open is not None:
             place, start_ns = self._open
             self._open = None
             self._ended_ns[place] += self._steps_ns() - start_ns
 
     def take(self) -> list[tuple[_Place, int]]:
-        """Return the place and the time of all runs of the step that ends, and forget them."""
+        """Return the place and the time of all spans of the step that ends, and forget them."""
         self.end()
-        runs = [*self._ended_ns.items()]
+        spans = [*self._ended_ns.items()]
         self._ended_ns.clear()
-        return runs
+        return spans
 
     def _steps_ns(self) -> int:
         """Return the cumulative time of all steps, which does not contain pauses."""
@@ -117,7 +117,7 @@ class EvaluationSearch:
     ) -> None:
         self._recorder, self._model, self._optimizer = recorder, model, optimizer
         self._wall_clock = wall_clock
-        self.untimed_runs = _UntimedRuns(recorder, wall_clock)
+        self.untimed_spans = _UntimedSpans(recorder, wall_clock)
         self.has_found = False
         """True once an evaluation was found inside a step."""
         self._was_at_start = False  # True if the newest timed step began with its inner calls.
@@ -137,7 +137,7 @@ class EvaluationSearch:
         self._places_after_backward: set[_Place] = set()  # In a loop without optimizer.
         self._generations = 0  # Number of calls that generate text.
         self._is_inference = True  # True if all calls are under inference mode.
-        self.untimed_runs.take()
+        self.untimed_spans.take()
 
     def on_call_start(self, forwards: int, label: str = EVALUATION) -> None:
         """Mark an outermost call in eval mode without grad, after `forwards` training calls."""
@@ -149,7 +149,7 @@ class EvaluationSearch:
             return
         place = self.count(forwards, label)
         if recorder.state is IDLE:
-            self.untimed_runs.start(place)
+            self.untimed_spans.start(place)
         if recorder.label == AFTER_BACKWARD and not self._optimizer.has_any:
             self._places_after_backward.add(place)
         if recorder.label in (DATA, OTHER, AFTER_BACKWARD, AFTER_UPDATE):
@@ -181,16 +181,16 @@ class EvaluationSearch:
         n_final = self._calls[end] if has_final else 0
         n_inner = self._calls.total() + self._generations - n_final
         labels = [EVALUATION, GENERATE] if self._generations else [EVALUATION]
-        runs, ends_in_run = _runs_of(labels, self._recorder.open.labels)
-        final_runs = [runs.pop()] if ends_in_run and has_final else []
+        spans, ends_in_span = _spans_of(labels, self._recorder.open.labels)
+        final_spans = [spans.pop()] if ends_in_span and has_final else []
         are_inner_excluded = (
-            not n_inner or self._is_inference or self._is_exception(n_inner, runs, step)
+            not n_inner or self._is_inference or self._is_exception(n_inner, spans, step)
         )
-        inner_runs = runs if are_inner_excluded else []
-        for first, stop in [*final_runs, *reversed(inner_runs)]:
+        inner_spans = spans if are_inner_excluded else []
+        for first, stop in [*final_spans, *reversed(inner_spans)]:
             self.has_found = True
             self._wall_clock.shorten_step(self._recorder.exclude_evaluation(first, stop))
-        for place, ns in self.untimed_runs.take():
+        for place, ns in self.untimed_spans.take():
             if are_inner_excluded or (has_final and place == end):
                 self.has_found = True
                 self._wall_clock.shorten_step(ns)
@@ -213,12 +213,12 @@ class EvaluationSearch:
             self._inner_calls.append((step, n_inner))
             self._n_steps_with_inner_calls += 1
 
-    def _is_exception(self, n_inner: int, runs: Sequence[_Run], step: int) -> bool:
+    def _is_exception(self, n_inner: int, spans: Sequence[_Span], step: int) -> bool:
         """Return whether the inner calls of a step are an exception, compared with earlier steps.
 
         Args:
             n_inner: Number of inner calls.
-            runs: Their marks.
+            spans: Their marks.
             step: Index of the step, which is also the number of earlier steps.
         """
         n_compared = min(step, _N_COMPARED_STEPS)
@@ -234,7 +234,7 @@ class EvaluationSearch:
         # In a loop over `steps()`, each step begins with its batch, so this cannot occur.
         if self._recorder.state is not IDLE:
             labels = self._recorder.open.labels
-            self._was_at_start = len(runs) == 1 and is_fetch(labels[: runs[0][0]])
+            self._was_at_start = len(spans) == 1 and is_fetch(labels[: spans[0][0]])
         n_without_in_all = step - self._n_steps_with_inner_calls
         only_first_without = n_without_in_all == 1 and not self._first_had_inner_calls
         return self._was_at_start and only_first_without and {*counts} <= {n_inner}
@@ -244,25 +244,25 @@ class EvaluationSearch:
 _WORK = (FORWARD, LOSS, BACKWARD, GRAD, OPTIMIZER)
 
 
-def _runs_of(searched: Sequence[str], labels: Sequence[str]) -> tuple[list[_Run], bool]:
-    """Return the runs of marks with a searched label, and True if the last run is open.
+def _spans_of(searched: Sequence[str], labels: Sequence[str]) -> tuple[list[_Span], bool]:
+    """Return the spans of marks with a searched label, and True if the last span is open.
 
-    A run ends, and is no longer open, if work of the step follows. Other marks may lie inside it.
+    A span lasts until work of the step follows; until then it is open. Other marks may lie inside.
 
     Args:
         searched: Labels to search for.
         labels: Labels of all marks of the step.
     """
-    runs: list[_Run] = []
+    spans: list[_Span] = []
     is_open = False
     for index, label in enumerate(labels):
         if label in searched:
-            first = runs.pop()[0] if is_open else index
-            runs.append((first, index + 1))
+            first = spans.pop()[0] if is_open else index
+            spans.append((first, index + 1))
             is_open = True
-        elif is_open and label in INTERRUPTIONS and runs[-1][1] == index:
-            # A wait for other ranks inside an evaluation is part of that evaluation.
-            runs[-1] = runs[-1][0], index + 1
+        elif is_open and label in INTERRUPTIONS and spans[-1][1] == index:
+            # A wait for other ranks right after a call is part of the evaluation.
+            spans[-1] = spans[-1][0], index + 1
         elif label.partition("/")[0] in _WORK:
             is_open = False
-    return runs, is_open
+    return spans, is_open

@@ -213,10 +213,10 @@ class ForwardBoundary:
             if not is_training(self._model):
                 place = self.evaluation.count(self.calls)
                 if self._evaluation_search is _ACTIVE:
-                    self.evaluation.untimed_runs.start(place)
+                    self.evaluation.untimed_spans.start(place)
             return False
         if self.evaluation.is_pending:
-            self.evaluation.untimed_runs.end()
+            self.evaluation.untimed_spans.end()
         recorder.captures.detect()  # Later replays of a graph captured here call no hooks.
         if self._modules.is_searching:
             return True

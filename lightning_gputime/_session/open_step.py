@@ -61,7 +61,7 @@ class OpenStep:
 
     def fetch_begins(self) -> None:
         """End an evaluation before a fetch in an untimed step, in a loop without `steps()`."""
-        self._forward.evaluation.untimed_runs.end()
+        self._forward.evaluation.untimed_spans.end()
 
     def add_batches(self, batches: Iterable[Any]) -> None:
         """Count the items of micro-batches that were fetched together."""
