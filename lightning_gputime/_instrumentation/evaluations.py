@@ -60,9 +60,12 @@ class _UntimedSpans:
     def start(self, place: _Place) -> None:
         """Start a span, unless this call continues a span.
 
-        The time of a named phase is never excluded.
+        As in timed steps, calls in a named phase, and between forward and the update, are never
+        excluded.
         """
-        if self._open is None and not self._recorder.named.names:
+        forwards, updates = place
+        may_be_excluded = not forwards or updates > 0
+        if self._open is None and may_be_excluded and not self._recorder.named.names:
             self._open = place, self._steps_ns()
 
     def end(self) -> None:
