@@ -280,8 +280,8 @@ _EXPECTED_ITEMS = (
     " size of the batch's first tensor"
 )
 _EXPECTED_FLOPS = (
-    "None, or the FLOPs of forward and backward per item, as one number or as two (per token if"
-    " items= counts tokens): torch's FlopCounterMode counts them"
+    "None, or the FLOPs per item (per token if items= counts tokens), as one number or as two"
+    " (forward, backward). torch's FlopCounterMode counts them"
 )
 _EXPECTED_OBSERVERS = (
     "a list of functions that take a StepTimes, metrics, or objects with methods of StepObserver"

@@ -77,7 +77,7 @@ _LEFT_OVER = (
 
 
 class _Seen(Enum):
-    """Use of the batches that a loop over `steps` has fetched so far."""
+    """Actions of a loop over `steps` on its batches so far."""
 
     NOTHING = 0
     AHEAD = 1  # It fetches a batch before it works on the previous batch.

@@ -92,10 +92,11 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     def __init__(self, *, print_summary: bool = True, **options: Unpack[AllOptions]) -> None:
         super().__init__(Options(**options), print_summary=print_summary)
-        self._trainer: Any = None  # The running Trainer.
+        self._trainer: Any = None  # The Trainer that trains, from `on_train_begin` on.
         # Exception that was being handled when training began.
         self._handled: BaseException | None = None
-        # The Trainer whose `train` is running, and the host time at which it was called (in ns).
+        # The Trainer whose `train` was called, which sets up before `on_train_begin`, and the host
+        # time of that call (in ns). None if no `train` is running.
         self._train_call: tuple[weakref.ref[Trainer], int] | None = None
         self._train_patches: dict[type, Subscription] = {}  # By the class that defines `train`.
         self._is_table_due = False  # True when training has ended, until the table is shown.

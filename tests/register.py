@@ -24,10 +24,10 @@ class Replaced:
     target: str
     kind: str  # Kinds of the owners of the functions: module, class or object, joined by commas.
     names: frozenset[str]
-    why: str  # Reason why the timer does not use a hook instead. Empty if no hook exists.
-    when: str = ""  # Time in which the functions are replaced. Empty: while steps are timed.
-    idle: str = ""  # Cost of a call between timed steps, if it is not 0.5 to 1 us.
-    others: str = ""  # Effect if another library replaces them and does not call the timer's.
+    why: str  # Reason why the timer does not use a hook instead.
+    when: str = "while steps are timed"  # Time in which the functions are replaced.
+    # Cost of a call between timed steps, if it is not 0.5 to 1 us, and other consequences.
+    notes: str = ""
 
 
 _HOOKS = {
@@ -36,11 +36,8 @@ _HOOKS = {
     for name in dir(kind)
     if name.startswith("on_")
 }
-_OF_RANKS = "with several ranks"
-_OF_RANKS_IDLE = "idle: 1 to 3 us"
-_OF_RANKS_OTHERS = "restored by others: the next timer replaces it again"
 _IN_TRAINING = "all of the training"
-_NO_HOOK = ""
+_NO_HOOK = "no hook exists"
 _COMPILED = "a hook of the module would be compiled"
 
 REGISTER = (
@@ -49,7 +46,7 @@ REGISTER = (
         f"{MODULE}, {OBJECT}",
         frozenset({"_engine_run_backward", "backward"}),
         "hooks on gradients end too early, and `full_backward_pre_hook` starts late",
-        when="not in evaluations",
+        when="while steps are timed, except evaluations",
     ),
     Replaced(
         "`zero_grad` of the loop's optimizers; `step` of those without hooks, or whose `step` is"
@@ -64,7 +61,7 @@ REGISTER = (
         OBJECT,
         frozenset({"_compiled_call_impl", "training_step"}),
         _COMPILED,
-        others="a new `compile()` ends the timing of this module",
+        notes="a new `compile()` ends the timing of this module",
     ),
     Replaced(
         "`torch.jit._recursive.create_script_module`, and `__getstate__` of `torch.nn.Module`",
@@ -73,23 +70,18 @@ REGISTER = (
         "TorchScript compiles hooks, and pickle writes them",
     ),
     Replaced(
-        "the collectives of `torch.distributed.ProcessGroup`",
+        "the collectives of `torch.distributed.ProcessGroup`; the waits of `Work` and of"
+        " `AsyncCollectiveTensor`; `wait_event` and `wait_stream` of the device's streams",
         CLASS,
-        frozenset({*launches(ProcessGroup), *BLOCKING}),
-        "hooks come with torch 2.15, and do not show the end",
-        _OF_RANKS,
-        _OF_RANKS_IDLE,
-        _OF_RANKS_OTHERS,
-    ),
-    Replaced(
-        "the waits of `torch.distributed.Work` and of `AsyncCollectiveTensor`; `wait_event` and"
-        " `wait_stream` of the device's streams",
-        CLASS,
-        frozenset({*WORK_WAITS, "trigger_wait", "wait_event", "wait_stream"}),
-        _NO_HOOK,
-        _OF_RANKS,
-        _OF_RANKS_IDLE,
-        _OF_RANKS_OTHERS,
+        frozenset(
+            {
+                *(*launches(ProcessGroup), *BLOCKING, *WORK_WAITS),
+                *("trigger_wait", "wait_event", "wait_stream"),
+            }
+        ),
+        "hooks on collectives come with torch 2.15, and do not show their end",
+        "with several ranks",
+        "a call costs 1 to 3 us",
     ),
     Replaced(
         "`start` of the Trainer's profiler",
@@ -97,7 +89,7 @@ REGISTER = (
         frozenset({"start"}),
         "no callback is called at a fetch, or around other callbacks",
         when=_IN_TRAINING,
-        idle="idle: under 0.1 us",
+        notes="a call costs under 0.1 us",
     ),
     Replaced(
         "`save_checkpoint` of the Trainer, `run` of its loops over an epoch and a validation,"
@@ -120,14 +112,14 @@ REGISTER = (
     ),
     Replaced(
         "`__iter__` of `torch.utils.data.DataLoader`; while it runs, the loop of pin-memory"
-        " threads; with `run`, `__next__` of its iterators",
+        " threads; with `lightning-gputime run`, `__next__` of its iterators",
         f"{CLASS}, {MODULE}",
         frozenset({"__iter__", "_pin_memory_loop", "__next__"}),
         "a loader does not show its stages",
         when=_IN_TRAINING,
     ),
     Replaced(
-        "transformers' Trainer: `_run_epoch`, `evaluate`, `log`, six inner methods,"
+        "transformers' Trainer: methods that run an epoch, fetch, evaluate, log or save,"
         " `on_epoch_begin` of its callback handler, events of its callbacks;"
         " TRL: `_calculate_rewards`, `generate` of vLLM",
         OBJECT,

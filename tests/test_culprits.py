@@ -318,10 +318,11 @@ def test_places_have_exact_lines_and_times(
 def test_copy_of_a_timer_keeps_the_culprits(loop: Loop) -> None:
     with hooks(loop) as timer:
         train_with_comments(loop, timer, 30)
-        copy.deepcopy(timer)
+        copied = copy.deepcopy(timer)
         results = pickle.loads(pickle.dumps(timer._results))
     summary = timer.summary()
     assert summary.measurement.culprits
+    assert copied.summary().measurement.culprits
     assert results.measurement().culprits
     assert summary.to_dict()["culprits"][0]["entry"] == summary.measurement.culprits[0].entry
 

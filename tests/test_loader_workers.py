@@ -334,8 +334,8 @@ def test_table_shows_the_stages_of_workers() -> None:
     ]
     assert table.sentences == [
         "A batch takes 21 ms in a worker; 2 workers deliver a batch every 10.5 ms, and the rest of"
-        " the step takes 6 ms: the loop waits 6 ms per batch, and 15 ms overlap with the step; the"
-        " pin-memory thread takes 1.5 ms"
+        " the step takes 6 ms. So the loop waits 6 ms per batch, and 15 ms overlap with training."
+        " The pin-memory thread takes 1.5 ms"
     ]
 
 

@@ -180,7 +180,7 @@ def test_decisions_are_made_at_increasing_intervals() -> None:
         (2, 100, 200),
         (2, 10_000, 10_625),
     ]:
-        assert cost.follow(n, index) == cost.windows(n)
+        assert cost.schedule_decision(n, index) == cost.windows(n)
         assert cost.due == due
 
 

@@ -250,7 +250,7 @@ def test_items_of_a_batch_that_lightning_skips_are_not_counted(gpu: FakeGPU) -> 
         ({"items": "eight"}, "items must be the number of items in a batch, .* got 'eight'"),
         ({"items": True}, "got True"),
         ({"items": 0}, "got 0"),
-        ({"flops": "model"}, "flops must be None, or the FLOPs of .* got 'model'"),
+        ({"flops": "model"}, "flops must be None, or the FLOPs per .* got 'model'"),
         ({"flops": (1e9, 2e9, 3e9)}, "as two"),
         ({"flops": -1}, "got -1"),
     ],

@@ -130,7 +130,10 @@ def _innermost_phases(labels: tuple[str, ...]) -> Sequence[str]:
 
 
 def _medians_of_parts(steps: Sequence[StepRecord]) -> dict[str, PartMedians]:
-    """Return the medians of each part. In steps without the part, its time is zero."""
+    """Return the medians of each part. In steps without the part, its time is zero.
+
+    A step may have several marks of a part, whose times add up.
+    """
     # The arrays have a row per part and a column per step.
     columns_by_labels = defaultdict[tuple[str, ...], list[int]](list)
     for column, step in enumerate(steps):
@@ -141,12 +144,13 @@ def _medians_of_parts(steps: Sequence[StepRecord]) -> dict[str, PartMedians]:
     host_ns = np.zeros((len(rows), len(steps)), np.int64)
     # Vectorized over all steps with the same marks, because this runs in the loop.
     for labels, columns in columns_by_labels.items():
-        marks_ms = np.array([steps[column].device_ms for column in columns]).T
-        starts_ns = np.array([steps[column].host_ns for column in columns]).T
-        marks_ns = starts_ns[1:] - starts_ns[:-1]
+        # Time from each mark to the next. `host_ns` also has the end of the step.
+        took_ms = np.array([steps[column].device_ms for column in columns]).T
+        at_ns = np.array([steps[column].host_ns for column in columns]).T
+        took_ns = at_ns[1:] - at_ns[:-1]
         # A slice is faster than a list of all columns.
         index = slice(None) if len(columns_by_labels) == 1 else columns
-        for name, ms, ns in zip(_innermost_phases(labels), marks_ms, marks_ns, strict=True):
+        for name, ms, ns in zip(_innermost_phases(labels), took_ms, took_ns, strict=True):
             device_ms[rows[name], index] += ms
             host_ns[rows[name], index] += ns
     median_ns = _row_medians(host_ns)

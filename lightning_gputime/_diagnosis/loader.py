@@ -133,11 +133,11 @@ class LoaderCase:
         """Return a sentence on the cost of a batch, and on the part that the loop waits for."""
         hidden_ms = max(self.busy_ms - self.exposed_ms, 0.0)
         pin_ms = self.times.pin_ms
-        pins = "" if pin_ms is None else f"; the pin-memory thread takes {duration(pin_ms)}"
+        pins = "" if pin_ms is None else f". The pin-memory thread takes {duration(pin_ms)}"
         return (
-            f"A batch takes {duration(self.busy_ms)} in a worker; {self.describe_intervals()}: the"
-            f" loop waits {duration(self.exposed_ms)} per batch, and {duration(hidden_ms)} overlap"
-            f" with the step{pins}"
+            f"A batch takes {duration(self.busy_ms)} in a worker; {self.describe_intervals()}."
+            f" So the loop waits {duration(self.exposed_ms)} per batch, and {duration(hidden_ms)}"
+            f" overlap with training{pins}"
         )
 
 

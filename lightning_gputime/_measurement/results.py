@@ -101,7 +101,9 @@ class Results:
         logs_slow_steps: bool = False,
         memory: MemoryWatch | None = None,
     ) -> None:
-        """Add the measurements of a loop other than its steps.
+        """Connect the sources of all results that do not follow from the times of steps.
+
+        Collect slow steps and slowdowns only if they are logged or an observer receives them.
 
         Args:
             throughput: Reference for work per second.
@@ -239,7 +241,7 @@ class Results:
         with self._lock:
             estimate, weights = untimed.estimate(), untimed.weights(len(steps))
             durations_ms = untimed.durations.statistics_ms() if untimed.knows_durations else {}
-            slow_scale = untimed.slow_scale or 1.0
+            slow_correction = untimed.slow_correction or 1.0
         every = sums.plus(estimate.sums)
         all_ms = every.step.device_ms + estimate.unsampled_ms
         tflops = sources.throughput.tflops_of_phases(every)
@@ -260,7 +262,7 @@ class Results:
             not_sampled_steps=estimate.unsampled_steps,
             not_sampled_share=estimate.unsampled_ms / (all_ms or 1.0),
             probe_failure=self.probes.failure,
-            slow=self.slow.summary(n, sums.step.device_ms / slow_scale),
+            slow=self.slow.summary(n, sums.step.device_ms / slow_correction),
             wall_clock=self.wall_clock.summary() if self.wall_clock is not None else None,
             memory=sources.memory.summary() if sources.memory is not None else None,
             work=sources.throughput.summary(every),

@@ -409,11 +409,11 @@ class UntimedSteps:
         return per_stratum[[*self._strata_of_timed][-n:]] if n else np.zeros(0)
 
     @property
-    def slow_scale(self) -> float:
-        """Excess share of long steps in all steps, divided by the same share in timed steps.
+    def slow_correction(self) -> float:
+        """Factor for the cost of slow steps, because timing windows are moved onto long steps.
 
-        At most 1. Smaller if timed steps are long more often than others, because timing windows
-        are moved onto long steps.
+        It is the fraction of the time that long steps exceed ordinary steps by, in all steps,
+        divided by the same fraction in timed steps; at most 1.
         """
         of_all, of_timed = _excess_share(self._all), _excess_share(self._timed)
         return min(of_all / of_timed, 1.0) if of_timed > 0 else 1.0

@@ -41,7 +41,11 @@ class CulpritSearch:
         self._has_searched_calls = False
 
     def locate_long_steps(self, steps: int) -> None:
-        """Locate the marks of a timing window of `steps` steps; 0 if it contains no long step."""
+        """Locate the marks of the next timing window if a long step is expected in it.
+
+        Args:
+            steps: Number of steps in that window; 0 if no long step is expected.
+        """
         if steps and self._windows_left:
             self._windows_left -= 1
             self._recorder.watcher.locate_next(steps)

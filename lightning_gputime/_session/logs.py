@@ -76,15 +76,15 @@ class LogSchedule:
         self.means.log_at(number)
         self._analyzer.end_callback("the timer's logging")
 
-    def publish(self, newest: int | None, index: int) -> None:
+    def publish(self, newest: int | None, ended: int) -> None:
         """Publish the means since the last log to other callbacks. Write a log if it is due.
 
         Args:
             newest: Number of the last step that ended; None before the first.
-            index: Count of all steps that have ended.
+            ended: Count of all steps that have ended.
         """
         if self._is_sampled and newest is not None:
-            self._results.settle(newest, until=index)
+            self._results.settle(newest, until=ended)
             if self._has_started and newest >= self.due_at:
                 # Log now: loggers would add a later log to their row of the next epoch.
                 self.due_at = self.means.next_due(newest)

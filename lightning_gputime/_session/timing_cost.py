@@ -167,11 +167,14 @@ class TimingCost:
         """
         return self._added_ns_per_step(n) / self._step_ns if self._step_ns else None
 
-    def follow(self, n: int, index: int) -> Windows:
-        """Return the windows that time 1 of n steps, from the step of this index on.
+    def schedule_decision(self, n: int, index: int) -> Windows:
+        """Schedule the next decision: set `due`. Return the windows that time 1 of n steps.
 
-        Also set `due`. All ranks must call it with the same `n`, so that they decide at the same
-        steps.
+        All ranks must pass the same arguments, so that they decide at the same steps.
+
+        Args:
+            n: Number of steps of which 1 is timed from now on.
+            index: Index of the next step.
         """
         # Decide often at first: with several ranks, each decision takes effect at the next.
         steps = index // 16 if n == _TRIAL_EVERY_N_STEPS else index // 2

@@ -82,7 +82,7 @@ class TimingPlan:
             n, *long_steps = self._agreement.agree(wish)
             if long_steps:
                 recurrence = (long_steps[0], long_steps[1])
-        windows = replace(self.cost.follow(n, index), recurrence=recurrence)
+        windows = replace(self.cost.schedule_decision(n, index), recurrence=recurrence)
         if windows != self.schedule.windows:
             self.schedule.follow(windows, index)
         self._results.update_facts(
