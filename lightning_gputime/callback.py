@@ -248,7 +248,8 @@ class Fit(BatchState):
 
     def start_validation(self, *_: Any, **__: Any) -> None:
         self._session.recorder.pause(now=True)
-        # Publish before `enter_phase`, because its wait for the device belongs to the steps.
+        # Publish first: `publish` waits for the device, and that wait belongs to the steps, not to
+        # the validation.
         self._session.publish()
         self._wall_clock.enter_phase(VALIDATION)
 
@@ -281,8 +282,9 @@ class Fit(BatchState):
         return ends
 
     def _ends_without_update(self) -> bool:
-        """Return True if the step ends although no update was recorded. Count missing updates."""
+        """Return True if the step ends although no update was counted. Count missing updates."""
         open_step = self._session.open_step
+        # `has_updated` is also True for an update that was tried and skipped.
         if open_step.has_updated or not open_step.has_optimizer or self.trainer.is_last_batch:
             return True
         # An overridden `optimizer_step` may skip updates. If no update is ever recorded, fall back

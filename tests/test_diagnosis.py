@@ -400,7 +400,7 @@ def test_time_breakdown_contains_the_names_of_its_entries() -> None:
         ),
     ],
 )
-def test_advice_on_collections_depends_on_what_starts_them(
+def test_advice_on_garbage_collection_depends_on_its_start(
     name: str, where: str, todo: str
 ) -> None:
     entry = "slow steps: garbage collection"

@@ -352,8 +352,8 @@ _ASYNC_TENSOR = Name(
     "torch.distributed._functional_collectives.AsyncCollectiveTensor",
     "waits for functional collectives, as in tensor parallelism",
 )
-# DTensor calls `wait` for a synchronous redistribution. Do not patch the function that both call:
-# compiled code guards it.
+# Both methods call one function, which compiled code guards: patch the methods instead. DTensor
+# calls `wait` for a synchronous redistribution.
 TENSOR_WAITS = ("trigger_wait", "wait")
 """Methods that the first use of an asynchronous tensor calls to wait."""
 

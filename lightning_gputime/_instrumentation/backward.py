@@ -93,7 +93,7 @@ class BackwardBoundary:
         if is_inner or get_ident() != recorder.threads.timed:
             is_step_untimed = recorder.threads.timed == -1
             if is_step_untimed and not self._forward.has_trained:
-                self._note_untimed()
+                self._on_untimed_backward()
             return False
         if not self._batch.is_open:
             return False
@@ -115,8 +115,12 @@ class BackwardBoundary:
             self._hook_loss_tensors(tensors)
         return True
 
-    def _note_untimed(self) -> None:
-        """Note a backward in a step that is not timed: from now on, search for evaluations."""
+    def _on_untimed_backward(self) -> None:
+        """Handle a backward in an untimed step.
+
+        It shows that the loop trains. So from now on, model calls in eval mode without gradients
+        may be an evaluation.
+        """
         is_in_loop = get_ident() == self._recorder.threads.home and self._batch.is_open
         is_of_model = self._forward.calls > 0 or not self._was_other_model_called()
         if is_in_loop and is_of_model and self._optimizer.has_any:

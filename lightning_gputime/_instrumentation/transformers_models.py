@@ -67,6 +67,7 @@ def time_inner_loss(recorder: Recorder, attachments: Attachments, model: nn.Modu
         if is_compiled(module):
             return  # Compiled code does not call the loss function.
         if has_inner_loss(module):
+            # The class supports a loss, but this model may lack it.
             if not lacks_inner_loss(module):
                 attachments.add(Subscription(module, INNER_LOSS, NamedPhase(LOSS, [recorder])))
                 check_inner_loss(module, vars(module).get(INNER_LOSS))

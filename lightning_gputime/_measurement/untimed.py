@@ -459,8 +459,8 @@ class _Stratum:
         self._represented = Sums()  # Estimate for the untimed steps before the last block.
         # Sums of squared differences between successive blocks, by phase: of fractions of the step,
         # and of times per step.
-        self._squares = defaultdict[str, float](float)
-        self._squares_ms2 = defaultdict[str, float](float)
+        self._squared_share_changes = defaultdict[str, float](float)
+        self._squared_time_changes = defaultdict[str, float](float)
         self._scale = _Scale()
 
     def add_untimed(self, n: int, ms: float) -> None:
@@ -474,8 +474,8 @@ class _Stratum:
             return
         if self.blocks and self.last is not None:
             for name, change, change_ms in block.differences(self.last):
-                self._squares[name] += change * change
-                self._squares_ms2[name] += change_ms * change_ms
+                self._squared_share_changes[name] += change * change
+                self._squared_time_changes[name] += change_ms * change_ms
         self.blocks += 1
         self.last = block
         self._represented.merge(self._pending.divided_like(block))
@@ -497,13 +497,13 @@ class _Stratum:
     def _errors_ms(self, scale: "_Scale") -> dict[str, float]:
         """Return half the width of the 95 % interval of the time of each phase and of the step."""
         last = self.last
-        if last is None or not (scale.ms2 or scale.n2):
+        if last is None or not (scale.for_shares or scale.for_times):
             return {}
         if self.blocks < 2:
             # A single block does not show how much blocks differ: use the maximum variance of a
             # fraction.
             variances = {name: share * max(1 - share, 0.0) for name, share in last.device.items()}
-            ms2 = scale.ms2 + scale.n2 * (last.ms / last.n) ** 2
+            ms2 = scale.for_shares + scale.for_times * (last.ms / last.n) ** 2
             return {name: 2 * math.sqrt(ms2 * variance) for name, variance in variances.items()}
         # Successive differences have about two thirds of the degrees of freedom.
         differences = self.blocks - 1
@@ -513,23 +513,27 @@ class _Stratum:
         per_square = t * t / (2 * differences)
         return {
             name: math.sqrt(
-                per_square * (scale.ms2 * self._squares[name] + scale.n2 * self._squares_ms2[name])
+                per_square
+                * (
+                    scale.for_shares * self._squared_share_changes[name]
+                    + scale.for_times * self._squared_time_changes[name]
+                )
             )
-            for name in self._squares
+            for name in self._squared_share_changes
         }
 
 
 class _Scale(NamedTuple):
     """Factors that turn the variance of a block into the variance of the estimate for all gaps."""
 
-    ms2: float = 0.0  # For fractions of the step, in gaps of known duration (in ms²).
-    n2: float = 0.0  # For times per step, in gaps of unknown duration (in steps²).
+    for_shares: float = 0.0  # For fractions of the step, in gaps of known duration (in ms²).
+    for_times: float = 0.0  # For times per step, in gaps of unknown duration (in steps²).
 
     def plus(self, gap: _Gap, block: _Block) -> "_Scale":
         """Add the variance of a gap, and the variance of the block that represents it."""
         ms2 = gap.ms * (gap.ms + block.ms) if gap.ms else 0.0
         n2 = gap.uncertain * (gap.uncertain + block.n)
-        return _Scale(self.ms2 + ms2, self.n2 + n2)
+        return _Scale(self.for_shares + ms2, self.for_times + n2)
 
 
 def _combine(estimates: Sequence[Estimate]) -> Estimate:

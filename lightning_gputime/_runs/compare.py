@@ -223,7 +223,8 @@ class RunComparison(Tabular):
     def _claim(self) -> str:
         unit = unit_of(self.step.before_ms)
         changed = [(self._with_largest_part(name), self.rows[name]) for name in self.judged]
-        # The mean includes slow steps. Report it if they change it by more than its error.
+        # The mean includes slow steps. Report it if the typical step did not change, or if slow
+        # steps shift the mean by more than the error of the mean.
         change_by_slow_steps = abs(self.mean.relative_change - self.step.relative_change)
         if not self.step.is_significant or change_by_slow_steps > self.mean.relative_error:
             changed.append((MEAN, self.mean))
