@@ -261,7 +261,7 @@ def _is_flops(value: Any) -> bool:
     return value is None or _is_positive(value)
 
 
-# What to do instead of passing an option that only `GPUPhaseTimer` has.
+# Alternatives to options that only `GPUPhaseTimer` has.
 _INSTEAD = {"save_path": "call timer.save(path) after the training"}
 
 LOG_GROUPS = ("default", "all", "phases", "comm", "slow", "fit")

@@ -483,6 +483,21 @@ def test_code_that_calls_the_model_many_times_per_batch_is_named(
         assert diagnosis.advice[0].code == "repeated_calls"
 
 
+@pytest.mark.parametrize(("n_without_grad", "has_grad"), [(0, True), (60, True), (1000, False)])
+def test_repeated_calls_are_without_gradients_if_most_of_them_are(
+    n_without_grad: int, has_grad: bool
+) -> None:
+    code = places(forward=320, backward=320)
+    forward_s = next(found.observed_s or 0.0 for found in code if found.entry == "forward")
+    without_grad = place(
+        "forward", "without gradients", PENALTY, s=0.1, n=n_without_grad, observed_s=forward_s
+    )
+    diagnosis, _ = diagnosed(on_gpu(wait_ms=0.1, culprits=(without_grad, *code)))
+    [text] = texts(diagnosis, "repeated_calls")
+    assert text.endswith("process the whole batch in one call")
+    assert ("without gradients" in text, "if this is an evaluation" in text) == (not has_grad,) * 2
+
+
 STRETCH = {"kind": "stretch", "until_step": 1500}
 FIND = "find what takes longer in `forward`"
 THROTTLES = (

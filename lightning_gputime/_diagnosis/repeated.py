@@ -25,7 +25,7 @@ class RepeatedCalls:
         where: The function with its lines, or the lines of the loop body.
         calls: Number of calls per batch.
         share: Fraction of the step, from 0 to 1.
-        has_grad: False for calls with gradients disabled, which may be an evaluation.
+        has_grad: False if gradients are disabled in most calls, which may be an evaluation.
     """
 
     where: str
@@ -88,12 +88,14 @@ def repeated_calls(m: Measurement) -> RepeatedCalls | None:
     if not batches or not all_s:
         return None
     seconds = defaultdict[_Lines, float](float)
-    calls = Counter[_Lines]()
+    calls, calls_without_grad = Counter[_Lines](), Counter[_Lines]()
     for culprit, source in places:
         if culprit.entry in _WORK:
             seconds[timed_lines_of(source)] += culprit.seconds
         if culprit.entry == FORWARD:
             calls[line_of(source)] += culprit.calls
+            if culprit.name == WITHOUT_GRAD:
+                calls_without_grad[line_of(source)] += culprit.calls
     found = []
     for culprit, source in places:
         n_calls = calls[line_of(source)]
@@ -102,6 +104,6 @@ def repeated_calls(m: Measurement) -> RepeatedCalls | None:
             # Name the function, but not the training loop, "<module>" or "<listcomp>".
             has_name = not is_in_loop(source) and "<" not in source.function
             where = f"`{source.function}` ({source})" if has_name else str(source)
-            has_grad = culprit.name != WITHOUT_GRAD
+            has_grad = 2 * calls_without_grad[line_of(source)] < n_calls
             found.append(RepeatedCalls(where, round(n_calls / batches), share, has_grad))
     return max(found, key=lambda repeated: repeated.share, default=None)

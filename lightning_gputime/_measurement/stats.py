@@ -109,7 +109,7 @@ def _longest_modules(rows: Mapping[str, PhaseStats]) -> set[str]:
             took[module] = took.get(module, 0.0) + row.n * row.mean_ms
     # At equal times, the outer module comes first.
     longest = sorted(took, key=lambda module: (-took[module], module.count("/")))
-    # A single other module takes no more space than the row for the others.
+    # Do not replace a single module by a row for the other modules, which takes as much space.
     return {*(longest if len(longest) <= _MAX_MODULES + 1 else longest[:_MAX_MODULES])}
 
 

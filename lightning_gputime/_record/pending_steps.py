@@ -240,8 +240,8 @@ class PendingSteps:
         records = []
         for step in steps:
             try:
-                # A located mark has a fourth element, its place in the code. If any mark lacks it,
-                # zip drops the places of all marks.
+                # A located mark has a fourth element: its place in the code, and whether gradients
+                # are enabled there. If any mark lacks it, zip drops that of all marks.
                 labels, events, host_ns, *places = zip(*step.marks, strict=False)
                 try:
                     device_ms = self._elapsed_ms(events)
