@@ -22,8 +22,6 @@ AUTO = "auto"
 SyncRanks = bool | Literal["log"]
 T = TypeVar("T")
 
-_PROBES = "1 of every n steps is probed, and the next step is not timed; 0 for no probes"
-
 
 class TimerOptions(TypedDict, total=False):
     """The options that every timer takes, by name.
@@ -31,22 +29,22 @@ class TimerOptions(TypedDict, total=False):
     Attributes:
         prefix: First part of the logged keys.
         log: Groups of values to log: "default", "all", or a list. "default" contains the phases,
-            the step, `host_wait_ms`, items and FLOPs per second, and the values that `modules`,
-            `probe_every_n_steps` and `sync_ranks="log"` add. A list can also contain "comm",
+            the step, `host_wait_ms`, items and FLOPs per second, and the values that `modules` and
+            `sync_ranks="log"` add. A list can also contain "comm",
             "slow", "fit" (`GPUPhaseTimer` only) and, in place of "default", "phases". Metrics of
             `observers` are always logged.
         warmup_steps: Number of first steps to exclude from the summary.
         history_size: Number of newest steps in `history` and in percentiles.
         modules: Modules to time as sub-phases, `forward/<name>` and `backward/<name>`: a depth such
             as 2, "all", dotted names, or patterns such as "layers.*".
+        lines: Whether to time each line of your code in a few steps, to name the line that takes the
+            time. Python reports lines by `sys.monitoring`, before 3.12 by `sys.settrace`.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight Systems.
         every_n_steps: Time 1 of every n steps. "auto" times every step if the GPU sets the pace.
             Otherwise it times the first 100 steps, then a few steps in each log interval or in each
             500 steps, so that timed steps add about 1 % to the time. It also times every step for
-            `annotate`, `probe_every_n_steps`, a log at each step, and `observers` that take steps.
-        probe_every_n_steps: Probe 1 of every n steps (at least 3; 0 for none) to separate launch
-            gaps from GPU work. A probed step is launched while a spin kernel keeps the GPU busy. No
-            other statistic includes probed steps or the steps after them.
+            `annotate`, a log at each step, and `observers` that take steps. Statistics exclude the
+            steps in which lines are timed, unless every step is timed for one of these reasons.
         sync_ranks: When to compare the ranks of a distributed run: at the end of each epoch and of
             training (True), at every log ("log"), or never (False).
         items: Items per batch: a number, or a function of the batch. The default is the first
@@ -54,7 +52,7 @@ class TimerOptions(TypedDict, total=False):
         flops: FLOPs of forward and backward per item, as a single number or as two (forward,
             backward). Torch's `FlopCounterMode` counts them.
         observers: Functions, torchmetrics metrics, and objects with methods of `StepObserver`.
-            They get the `StepTimes` of each timed step when it is read, except for probed steps.
+            They get the `StepTimes` of each timed step when it is read.
             Objects may also get slow steps, add metrics to logs, and add a section to the summary.
 
     Raises:
@@ -67,9 +65,9 @@ class TimerOptions(TypedDict, total=False):
     warmup_steps: int
     history_size: int
     modules: Modules
+    lines: bool
     annotate: bool
     every_n_steps: int | Literal["auto"]
-    probe_every_n_steps: int
     sync_ranks: SyncRanks
     # Number types come first, because LightningCLI uses the first type that fits a value.
     items: float | Callable[[Any], float] | None
@@ -95,9 +93,9 @@ class Options:
     warmup_steps: int = 5
     history_size: int = 10_000
     modules: Modules = ()
+    lines: bool = True
     annotate: bool = False
     every_n_steps: int | Literal["auto"] = "auto"
-    probe_every_n_steps: int = 0
     sync_ranks: SyncRanks = True
     items: Any = None
     flops: Any = None
@@ -113,6 +111,7 @@ class Options:
         for name in ("items", "flops"):
             object.__setattr__(self, name, _to_number(getattr(self, name)))
         check_bool("annotate", self.annotate)
+        check_bool("lines", self.lines)
         for option, is_valid, expected, error in _REQUIREMENTS:
             value = getattr(self, option)
             if not is_valid(value):
@@ -136,7 +135,7 @@ class Options:
         if "all" in groups:
             return frozenset(GROUPS)
         if "default" in groups:
-            groups |= {"phases", "host", "work", "gaps"}
+            groups |= {"phases", "host", "work"}
             if self.modules:
                 groups.add("parts")
             if self.sync_ranks == "log":
@@ -147,7 +146,7 @@ class Options:
 
 
 # Options that the advice of summaries names. For `modules`, the advice itself names the flag.
-_ADVISED = re.compile(r"\b(every_n_steps|probe_every_n_steps|flops|items)=(\w*)")
+_ADVISED = re.compile(r"\b(every_n_steps|flops|items)=(\w*)")
 
 
 def flag_note(text: str) -> str:
@@ -272,7 +271,6 @@ _INTEGERS = {
     "warmup_steps": (0, "number of first steps to exclude from the summary"),
     "history_size": (1, "number of newest steps to keep"),
     "every_n_steps": (1, "or 'auto'; 1 of every n steps is timed"),
-    "probe_every_n_steps": (0, _PROBES),
 }
 
 _EXPECTED_ITEMS = (
@@ -287,7 +285,6 @@ _EXPECTED_OBSERVERS = (
     "a list of functions that take a StepTimes, metrics, or objects with methods of StepObserver"
 )
 _EXPECTED_SYNC = "True (compare the ranks at the end of each epoch), 'log' (at every log) or False"
-_EXPECTED_PROBES = f"0 or at least 3 ({_PROBES})"
 _EXPECTED_KEY = "a key such as 'phase_time', without '/' or spaces at its ends"
 
 
@@ -312,7 +309,6 @@ _REQUIREMENTS = (
         "prefix", lambda value: value and value == value.strip("/ "), _EXPECTED_KEY, ValueError
     ),
     _Requirement("log", _is_log, f"one of, or a list of, {', '.join(LOG_GROUPS)}", ValueError),
-    _Requirement("probe_every_n_steps", lambda n: n not in (1, 2), _EXPECTED_PROBES, ValueError),
     _Requirement(
         "sync_ranks",
         lambda value: isinstance(value, bool) or value == "log",

@@ -163,10 +163,26 @@ class StepTimes:
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
 
+class LineTime(NamedTuple):
+    """Time at which a line of the user's code started to run, in an examined step.
+
+    Attributes:
+        start_ns: Host time before the mark of the line (in nanoseconds).
+        end_ns: Host time after it, when the line started.
+        device_ms: Device time since the first mark of the step (in milliseconds).
+        line: The line, see `_ledger.places`.
+    """
+
+    start_ns: int
+    end_ns: int
+    device_ms: float
+    line: Any
+
+
 class StepRecord(NamedTuple):
     """Labels and times of a step that the device has finished.
 
-    All fields but `places` contain plain values, which the garbage collector does not track.
+    All fields but `lines` contain plain values, which the garbage collector does not track.
 
     Attributes:
         number: The number that the step is logged under.
@@ -177,15 +193,12 @@ class StepRecord(NamedTuple):
         finished_ns: Host time at which the device finished (in nanoseconds), if the host waited for
             it; else 0.
         skipped_update: True if no optimizer ran its update.
-        was_fully_queued: True if the host had launched all of a probed step before the device
-            started it, False if not; None for steps without a probe.
-        post_spin_index: Index of the mark after the spin kernel; 0 without a spin kernel.
+        reached_ns: Host time at which a wait for the end of the step returned, even if the device
+            had already finished; 0 without a wait.
         items: Number of items; NaN if unknown.
         step_index: Index among all steps since the timer was attached, timed or not; -1 if only
             timed steps are counted.
-        places: Place in the user's code at each mark, including its end, each with True if
-            gradients were enabled; empty if the step was not one of those whose places are
-            recorded.
+        lines: Marks of lines of the user's code, if the step was examined; else None.
     """
 
     number: int
@@ -195,16 +208,10 @@ class StepRecord(NamedTuple):
     wait_ms: float
     finished_ns: int
     skipped_update: bool
-    was_fully_queued: bool | None = None
-    post_spin_index: int = 0
+    reached_ns: int = 0
     items: float = nan
     step_index: int = -1
-    places: tuple[Any, ...] = ()
-
-    @property
-    def spin_ms(self) -> float:
-        """Duration of the spin kernel before a probed step (in milliseconds); else 0."""
-        return self.device_ms[self.post_spin_index - 1] if self.post_spin_index else 0.0
+    lines: tuple["LineTime", ...] | None = None
 
     @property
     def evaluation_ms(self) -> float:

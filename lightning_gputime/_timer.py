@@ -14,17 +14,17 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from lightning_gputime._compat.python_ import code_of
+from lightning_gputime._compat.user_code import running_functions
 from lightning_gputime._culprits.loader import StagedLoaders
-from lightning_gputime._culprits.named_calls import NamedCalls
-from lightning_gputime._culprits.places import Frames, PlaceTimer
 from lightning_gputime._culprits.threads import ThreadTimes
-from lightning_gputime._diagnosis.codes import CPU_WORK, GPU_WORK, SYNC_BOUND
-from lightning_gputime._diagnosis.pace import pace_of
 from lightning_gputime._instrumentation.loaders import loaders_in
 from lightning_gputime._instrumentation.loop import Loop
 from lightning_gputime._instrumentation.modules import resolve
 from lightning_gputime._instrumentation.named import NamedPhase
 from lightning_gputime._instrumentation.patching import Attachments, Subscription
+from lightning_gputime._ledger.ledger import Ledger, modules_by_code
+from lightning_gputime._ledger.outside import OutsideLines
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.results import Results
@@ -71,11 +71,6 @@ def _is_loader_of(owner: Callable[[], object], name: str, loader: object) -> boo
     return any(loader is getattr(outer, "base_dataloader", outer) for outer in found)
 
 
-def _is_sync_bound(results: Results) -> bool:
-    """Return whether the CPU blocks on the GPU inside steps."""
-    return pace_of(results.measurement()).code == SYNC_BOUND
-
-
 def never_raises(hook: Hook) -> Hook:
     """Decorate a hook that a trainer calls: an error in it ends the timing, not the training."""
 
@@ -106,7 +101,9 @@ class Timer(Tabular):
 
     _USE = "The timer was never attached."  # How to use the timer, shown instead of results.
     # Libraries whose private names the timer uses. Missing names are listed in the summary.
+    _runs_in_trainer = False  # True if a trainer calls the user's code.
     _libraries: tuple[str, ...] = ("torch",)
+    _trainer_name = "the loop"  # Name of the code that runs the loop, if it is not the user's.
     _logs_fit = False  # True if the timer logs the wall clock, the group "fit".
     _is_aborted = False  # True if an exception has left the `with` block of the timer.
     _prints_on_stderr = False  # True if `run` added the timer to a script with its own output.
@@ -129,7 +126,7 @@ class Timer(Tabular):
         self._evaluations = Evaluations(options)
         self._wall_clock = WallClock(None)
         self._culprits = CulpritSums()
-        self._calls: NamedCalls | None = None
+        self._outside_lines = OutsideLines()
         self._loader: object = None  # The newest loader.
         self._live_file = LiveFile()
 
@@ -138,7 +135,6 @@ class Timer(Tabular):
         detached = {
             "_session": NEVER_ATTACHED,
             "_patches": Attachments(),
-            "_calls": None,
             "_loader": None,
             "_wall_clock": WallClock(None),
         }
@@ -169,7 +165,7 @@ class Timer(Tabular):
         clock: Clock,
         loop: Loop,
         means: MeanLog,
-        outside: Frames = (),
+        functions: Iterable[Any] = (),
         **known: Any,
     ) -> Session:
         """Start a new measurement with the current wall clock, and attach the hooks.
@@ -178,8 +174,8 @@ class Timer(Tabular):
             clock: Clock of the device.
             loop: The loop.
             means: Log of the means.
-            outside: Functions around the training, such as the caller of `fit`. Their lines are not
-                reported as the cause of a phase's time.
+            functions: Functions of libraries to name as the reason for time, such as the methods of
+                loggers.
             known: Fields of the `Environment` from the front end; None if a value is unknown.
         """
         if self._session.is_attached:
@@ -199,19 +195,25 @@ class Timer(Tabular):
             libraries=self._libraries,
             wall_clock=self._wall_clock,
             setup=setup_of(self._environment, loop, has_precision="precision" in known),
+            ledger=Ledger(
+                on_host_clock=on_host,
+                trainer=self._trainer_name,
+                # In a trainer, no line of these functions is the reason for anything.
+                outside=running_functions() if self._runs_in_trainer else frozenset(),
+                modules=modules_by_code(dict(nn.Module.named_modules(loop.model))),
+                outside_lines=self._outside_lines,
+            ),
         )
         self._evaluations.means.clear()
         means.writer.begin()
-        work = CPU_WORK if on_host else GPU_WORK
         # CPU times of threads can only be compared with the system clock, not with one of a test.
         threads = None if options._clock else ThreadTimes()
-        self._costly_settings = CostlySettings.of(self._environment, loop, work, threads)
+        self._costly_settings = CostlySettings.of(self._environment, loop, threads)
         self._read_costly_settings()
-        results = self._results
-        is_cuda = getattr(getattr(clock, "device", None), "type", "") == "cuda"
-        blocks = partial(_is_sync_bound, results) if is_cuda else bool  # `bool()` is False.
         # Set `_session` before `attach`, so that `_detach` finds it if `attach` is interrupted.
-        self._session = session = Session(options, clock, loop, results, means, outside, blocks)
+        self._session = session = Session(
+            options, clock, loop, self._results, means, [*filter(None, map(code_of, functions))]
+        )
         try:
             session.attach()
         except BaseException:
@@ -229,25 +231,19 @@ class Timer(Tabular):
         clock = self._options._clock
         return time.perf_counter_ns if clock is None else clock.host_ns
 
-    def _remove_patches(self) -> None:
-        self._patches.remove()
-        self._calls = None  # Its reference to this timer is a cycle.
-
-    def _time_calls(self, functions: Iterable[tuple[Any, str, str]]) -> None:
-        """Time calls by name until the patches are removed.
+    def _start_wall_clock(self, start_ns: int | None = None, functions: Iterable[Any] = ()) -> None:
+        """Start the wall clock of a run, and examine what runs outside of its steps.
 
         Args:
-            functions: Owner, function name and label of each.
+            start_ns: Start of the run; now by default.
+            functions: See `_start`.
         """
-        calls = self._calls
-        if calls is None or calls.sums is not self._culprits:
-            calls = NamedCalls(self._culprits, self._wall_clock, self._host_ns, self._label_now)
-            self._calls = calls
-        for owner, function, name in functions:
-            self._patches.add(calls.subscription(owner, function, name))
-
-    def _label_now(self) -> str | None:
-        return self._session.recorder.label
+        self._wall_clock = WallClock(self._host_ns, start_ns)
+        self._culprits = CulpritSums()
+        codes = [*filter(None, map(code_of, functions))]
+        now_ns = self._host_ns if self._options.lines else None
+        self._outside_lines = OutsideLines(now_ns, codes)
+        self._wall_clock.follow(self._outside_lines.switch_to)
 
     def _staged_loaders(self, owner: object, name: str) -> StagedLoaders:
         """Return a timer of the stages of the loader that is the attribute `name` of `owner`."""
@@ -367,8 +363,7 @@ class Timer(Tabular):
             >>> with timer.paused():
             ...     evaluate(model)
         """
-        place = PlaceTimer(self._culprits, self._host_ns, self._wall_clock)
-        return NamedPhase(EXCLUDED, [*self._session.recorders, self._wall_clock, place])
+        return NamedPhase(EXCLUDED, [*self._session.recorders, self._wall_clock])
 
     def flush(self) -> None:
         """Wait for the steps that have ended, and read them.

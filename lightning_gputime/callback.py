@@ -14,12 +14,10 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_gputime._compat import lightning_
-from lightning_gputime._culprits.places import frames_here
 from lightning_gputime._instrumentation.loop import BatchState, Loop
 from lightning_gputime._instrumentation.optimizer import is_optimizer, parameters_of
 from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
 from lightning_gputime._instrumentation.trainer_actions import FitActions
-from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.setup import TrainingSetup
@@ -396,6 +394,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
     """
 
     _libraries = ("torch", "lightning")
+    _trainer_name, _runs_in_trainer = "Lightning", True
     _logs_fit = True
     _USE = "Nothing was trained: pass the timer to Trainer(callbacks=[...]) and call fit()."
 
@@ -512,7 +511,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._clock_for(trainer.strategy.root_device, report_cpu=trainer.is_global_zero),
             fit.loop(submodules, type(self)),
             MeanLog(trainer.log_every_n_steps, _log_writer_of(trainer, self._options, fit.row)),  # type: ignore[attr-defined]  # has no hint
-            frames_here(),
+            lightning_.functions_to_name(trainer, pl_module, type(self)),
             precision=str(trainer.precision),
             accumulate_grad_batches=trainer.accumulate_grad_batches,
         )
@@ -522,7 +521,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._live_file.start(self._path)
         self._read_loader(trainer.train_dataloader)
         self._time_saves(trainer, "save_checkpoint")
-        self._time_calls(lightning_.own_functions(trainer, pl_module))
         self._fit = fit
         fit.listen(session)
 
@@ -646,17 +644,15 @@ class GPUPhaseTimer(Timer, pl.Callback):
         """Start the wall clock of a fit, unless it is running."""
         if trainer is not self._clock_trainer:
             self._stop_clock()
-            self._wall_clock = WallClock(self._host_ns, start_ns)
+            named = lightning_.functions_to_name(trainer, trainer.lightning_module, type(self))
+            self._start_wall_clock(start_ns, named)
             self._clock_trainer = trainer
             self._is_table_due = False
-            self._culprits = CulpritSums()
-            named = lightning_.named_functions(trainer, trainer.lightning_module, type(self))
-            self._time_calls(named)
             self._patches.add(self._staged_loaders(trainer, "train_dataloader"))
 
     def _stop_clock(self) -> None:
         self._wall_clock.stop()
-        self._remove_patches()
+        self._patches.remove()
         self._clock_trainer = None
 
     def _end_fit(self, trainer: pl.Trainer, *, has_failed: bool = False) -> None:
@@ -672,8 +668,7 @@ class GPUPhaseTimer(Timer, pl.Callback):
         has_trained = self._wall_clock is self._results.wall_clock
         if path is None or not has_trained:
             return
-        has_steps = self.last_step is not None or self.summary().probed_steps > 0
-        if has_steps:
+        if self.last_step is not None:
             is_saved = self._live_file.try_to_save(path, self.save)
             if is_saved and has_failed:
                 messages.warning(_SAVED, path)

@@ -10,26 +10,15 @@ from typing import Any, Generic, Literal, Self, TypeVar, Unpack
 import torch
 from torch import nn
 
-from lightning_gputime._culprits.places import (
-    AfterLoop,
-    Frames,
-    Here,
-    Passage,
-    PlaceTimer,
-    frames_here,
-)
 from lightning_gputime._instrumentation.arguments import (
     check_loader,
     check_model,
     check_optimizers,
 )
 from lightning_gputime._instrumentation.loop import BatchState, Loop, Search, is_engine, is_training
-from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.wall_clock import (
-    BETWEEN_LOOPS,
     EVALUATION,
-    SET_UP,
     STEPS,
     WallClock,
 )
@@ -199,7 +188,6 @@ class _PlainLoop(BatchState):
                 self.is_fetched = True
         finally:
             wall_clock.end_loop()
-        timer._outside.end_loop()
         self.is_fetched = False
         timer._safely(self._end_loop, seen)
 
@@ -234,7 +222,7 @@ class _PlainLoop(BatchState):
         if not (is_last or session.open_step.has_updated):
             session.open_step.batch_ends()
             return
-        if timer._outside.is_evaluating:
+        if timer._evaluating.is_evaluating:
             timer._end_evaluation()  # Its loop was left early, or will continue later.
         session.steps.end_step(self._step)
         wall_clock = self._wall_clock
@@ -312,60 +300,28 @@ def _has_idled(session: AnySession, *, is_first: bool) -> bool:
     return session.steps.state is not OFF and session.open_step.has_idled(is_first=is_first)
 
 
-class _OutsideOfSteps:
-    """Time of the code between loops over `steps`, and of evaluations."""
+class _EvaluationLoops:
+    """Loops over `steps` that evaluate the model. They are part of no step."""
 
-    def __init__(
-        self,
-        batch: BatchState,
-        wall_clock: WallClock,
-        culprits: CulpritSums,
-        now_ns: Callable[[], int] = int,  # `int()` is 0.
-    ) -> None:
+    def __init__(self, batch: BatchState, wall_clock: WallClock) -> None:
         self._batch, self._wall_clock = batch, wall_clock
-        self._attached_at: Frames = ()  # Frames of user code at the call of `attach`.
-        self._between = PlaceTimer(culprits, now_ns, wall_clock)
-        self._evaluation = PlaceTimer(culprits, now_ns, wall_clock)
         self.is_evaluating = False
         self._interrupts_batch = False  # True if the running evaluation has interrupted a batch.
 
-    def attach(self) -> None:
-        self._attached_at = frames_here()
-        self._between.start(None)
-
-    def start_loop(self) -> None:
-        """Start a loop over `steps`."""
-        entry = self._wall_clock.entry
-        if entry == SET_UP:
-            self._between.end(entry, Passage(self._attached_at, frames_here()))
-        elif entry == BETWEEN_LOOPS:
-            self._between.end(entry)
-
-    def end_loop(self) -> None:
-        if self._wall_clock.entry == BETWEEN_LOOPS:
-            self._between.start(AfterLoop(frames_here()))
-
-    def end(self) -> None:
-        """End the measurement."""
-        if self._wall_clock.entry == BETWEEN_LOOPS:
-            self._between.end(BETWEEN_LOOPS)
-
-    def start_evaluation(self, session: AnySession) -> None:
+    def start(self, session: AnySession) -> None:
         self.is_evaluating = True
         self._interrupts_batch = self._batch.is_open
         self._batch.close()
         self._wall_clock.enter_phase(EVALUATION)
-        self._evaluation.start(Here(frames_here()))
         session.recorder.pause(now=True)
 
-    def end_evaluation(self, session: AnySession, label: str) -> None:
+    def end(self, session: AnySession, label: str) -> None:
         """End the running evaluation, if any. The training continues with `label`."""
         if self.is_evaluating:
             self.is_evaluating = False
             if self._interrupts_batch:
                 self._batch.open()
             self._wall_clock.leave_phase(EVALUATION)
-            self._evaluation.end(EVALUATION)
             session.recorder.resume(label)
 
 
@@ -447,12 +403,7 @@ class GPUPhaseHooks(Timer):
             batch=self._plain,
             needs_updates=accumulate_grad_batches != 1,
         )
-        self._outside = _OutsideOfSteps(self._plain, self._wall_clock, self._culprits)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Places refer to code objects, which cannot be pickled.
-        outside = _OutsideOfSteps(self._plain, WallClock(None), CulpritSums())
-        return {**super().__getstate__(), "_outside": outside}
+        self._evaluating = _EvaluationLoops(self._plain, self._wall_clock)
 
     def attach(self) -> Self:
         """Attach the hooks and start a new measurement. Safe to call twice."""
@@ -472,12 +423,9 @@ class GPUPhaseHooks(Timer):
         if self._device is None:
             warn_of_several_devices(self._loop.model, device)
         clock, options = self._clock_for(device, report_cpu=True), self._options
-        self._wall_clock, self._culprits = WallClock(clock.host_ns), CulpritSums()
+        self._start_wall_clock()
         self._plain.start(self._wall_clock)
-        self._outside = _OutsideOfSteps(
-            self._plain, self._wall_clock, self._culprits, clock.host_ns
-        )
-        self._outside.attach()
+        self._evaluating = _EvaluationLoops(self._plain, self._wall_clock)
         writer = LogWriter(options.prefix, self._loggers, groups=options.logged_groups)
         self._start(
             clock,
@@ -594,7 +542,6 @@ class GPUPhaseHooks(Timer):
             self._session.steps.keep_hooks()
         self._safely(self._plain.begin)
         self._read_loader(loader, in_data=True)
-        self._outside.start_loop()
 
     def _is_evaluation(self) -> bool:
         if torch.is_grad_enabled() or not self._session.open_step.has_trained:
@@ -603,27 +550,26 @@ class GPUPhaseHooks(Timer):
 
     def _evaluate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
         """Yield the items of an evaluation, which is not part of any step."""
-        if self._outside.is_evaluating:
+        if self._evaluating.is_evaluating:
             yield from iterable  # The outer evaluation already excludes this time.
             return
-        self._safely(self._outside.start_evaluation)
+        self._safely(self._evaluating.start)
         try:
             for item in iterable:
                 yield item
-                if self._outside.is_evaluating:
+                if self._evaluating.is_evaluating:
                     self._session.recorder.pause(now=True)
                 else:
                     # Training steps ran in between.
-                    self._safely(self._outside.start_evaluation)
+                    self._safely(self._evaluating.start)
         finally:
             self._end_evaluation()
 
     def _end_evaluation(self) -> None:
-        self._safely(self._outside.end_evaluation, OTHER if self._plain.has_body else DATA)
+        self._safely(self._evaluating.end, OTHER if self._plain.has_body else DATA)
 
     def _forget(self, session: AnySession) -> None:
         self._wall_clock.stop(session.steps.ended_ns)
-        self._outside.end()
         super()._forget(session)
 
     def _forget_loop(self) -> None:

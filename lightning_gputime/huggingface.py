@@ -19,18 +19,15 @@ except ImportError as error:
 
 from lightning_gputime._compat import transformers_
 from lightning_gputime._compat.python_ import variables_of_callers
-from lightning_gputime._culprits.places import frames_here
 from lightning_gputime._instrumentation.loop import BatchState, Loop
 from lightning_gputime._instrumentation.named import phase
 from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
-from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.wall_clock import (
     EPOCH_ENDS,
     EVALUATION,
     STEPS,
     TEAR_DOWN,
-    WallClock,
 )
 from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._output.loggers import LogWriter
@@ -84,6 +81,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         >>> trainer = Trainer(model, args, callbacks=[TransformersPhaseTimer()])
     """
 
+    _trainer_name, _runs_in_trainer = "transformers", True
     _libraries = ("torch", "transformers", "trl")
     _USE = (
         "Nothing was trained: pass the timer to transformers.Trainer(callbacks=[...]) and call"
@@ -224,10 +222,8 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._has_fetched = False
         clock = self._clock_for(args.device, report_cpu=state.is_world_process_zero)
         called_ns = None if self._train_call is None else self._train_call[1]
-        self._wall_clock = WallClock(clock.host_ns, called_ns)
-        self._culprits = CulpritSums()
-        named = transformers_.named_functions(trainer)
-        self._time_calls(call for call in named if not isinstance(call[0], Timer))
+        functions = [*transformers_.functions_to_name(trainer)]
+        self._start_wall_clock(called_ns, functions)
         precision = getattr(trainer.accelerator, "mixed_precision", "no")
         options, publish = self._options, self._unlogged.update
         writer = LogWriter(options.prefix, (), publish, groups=options.logged_groups)
@@ -235,7 +231,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             clock,
             loop,
             MeanLog(None, writer),
-            frames_here(),
+            functions,
             accumulate_grad_batches=args.gradient_accumulation_steps,
             batch_size=args.per_device_train_batch_size,
             precision=None if precision == "no" else f"{precision}-mixed",
@@ -485,7 +481,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
     def _leave_trainer(self) -> None:
         """Stop the wall clock, remove all patches, and show the table if it is due."""
         self._wall_clock.stop()
-        self._remove_patches()
+        self._patches.remove()
         if self._trainer is not None:
             transformers_.put_callback_after(self._trainer, self, self._before)
             self._before = None

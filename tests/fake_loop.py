@@ -83,7 +83,11 @@ def evidence(*steps: SlowStep) -> list[SlowEvidence]:
 def hooks(loop: Loop, **options: Any) -> GPUPhaseHooks:
     """Return a timer of the loop, on its fake GPU and without a warm-up."""
     return GPUPhaseHooks(
-        loop.model, loop.optimizer, _clock=loop.gpu, **{"warmup_steps": 0, **options}
+        loop.model,
+        loop.optimizer,
+        _clock=loop.gpu,
+        # Without examined steps, all of the first steps are timed.
+        **{"warmup_steps": 0, "lines": False, **options},
     )
 
 

@@ -10,9 +10,7 @@ from types import ModuleType
 import lightning.pytorch as pl
 from torch.distributed import ProcessGroup
 
-from lightning_gputime._compat.lightning_ import LOGGER_METHODS, METRIC_METHODS, NAMED_HOOKS
 from lightning_gputime._compat.torch_ import BLOCKING, WORK_WAITS, launches
-from lightning_gputime._compat.transformers_ import NAMED_EVENTS, NAMED_METHODS
 
 MODULE, CLASS, OBJECT = "module", "class", "object"
 
@@ -30,12 +28,6 @@ class Replaced:
     notes: str = ""
 
 
-_HOOKS = {
-    name
-    for kind in (pl.Callback, pl.LightningModule, pl.LightningDataModule)
-    for name in dir(kind)
-    if name.startswith("on_")
-}
 _IN_TRAINING = "all of the training"
 _NO_HOOK = "no hook exists"
 _COMPILED = "a hook of the module would be compiled"
@@ -103,14 +95,6 @@ REGISTER = (
         when=f"{_IN_TRAINING}; `save_checkpoint` from `setup` on",
     ),
     Replaced(
-        "hooks that a LightningModule, a DataModule or a callback overrides; `log` of the"
-        " LightningModule, methods of the loggers, `update` and `compute` of metrics",
-        OBJECT,
-        frozenset({*_HOOKS, *NAMED_HOOKS, *LOGGER_METHODS, *METRIC_METHODS, "log"}),
-        "the profiler has no action at their end",
-        when="all of the fit",
-    ),
-    Replaced(
         "`__iter__` of `torch.utils.data.DataLoader`; while it runs, the loop of pin-memory"
         " threads; with `lightning-gputime run`, `__next__` of its iterators",
         f"{CLASS}, {MODULE}",
@@ -125,8 +109,6 @@ REGISTER = (
         OBJECT,
         frozenset(
             {
-                *NAMED_EVENTS,
-                *NAMED_METHODS,
                 *("_calculate_rewards", "_evaluate", "_finalize_training", "_save_checkpoint"),
                 *("compute_metrics", "evaluate", "evaluation_loop", "get_batch_samples", "log"),
                 "prediction_step",

@@ -25,9 +25,9 @@ from lightning_gputime._causes.attribution import (
     overlapping,
 )
 from lightning_gputime._compat.torch_ import compile_callbacks
-from lightning_gputime._culprits.places import Here, frames_here
+from lightning_gputime._compat.user_code import running_line
 from lightning_gputime._instrumentation.loaders import attribute
-from lightning_gputime._measurement.culprits import GC_COLLECT, PLACE, CulpritSums
+from lightning_gputime._measurement.culprits import GC_COLLECT, CulpritSums, Source
 from lightning_gputime._measurement.loader import MadeBatch
 from lightning_gputime._measurement.slow import CauseKind
 from lightning_gputime._phases import (
@@ -137,8 +137,9 @@ class HostSpans:
             self._newest.append((started_ns, now_ns, kind, detail))
             if kind != "callback" and now_ns - started_ns >= _MIN_LOCATED_NS:
                 entry = f"slow steps: {kind.replace('_', ' ')}"
-                source = Here(frames_here())
-                self._culprits.add(entry, name, now_ns - started_ns, source=source, kind=PLACE)
+                found = running_line()
+                source = None if found is None else Source(found[0], found[1], found[1], found[2])
+                self._culprits.add(entry, name, now_ns - started_ns, source)
 
     def collect(self, steps: Sequence[StepRecord], baseline: Baseline) -> Detector | None:
         # Copy the spans, because a garbage collection may add one at any time.

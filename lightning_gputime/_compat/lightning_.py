@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from lightning_gputime._compat.names import (
     Expected,
     Name,
@@ -174,13 +176,6 @@ def defines(owner: object, hook: str) -> bool:
     return hasattr(owner, hook) and not module.endswith(bases)
 
 
-NAMED_HOOKS = (
-    *("prepare_data", "setup", "teardown", "configure_model", "configure_optimizers"),
-    *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
-    *("transfer_batch_to_device", "configure_gradient_clipping", "lr_scheduler_step"),
-    *("optimizer_zero_grad",),
-)
-"""Hooks of modules that are timed by name, in addition to all that start with "on_"."""
 LOGGER_METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize")
 METRIC_METHODS = ("update", "compute")
 
@@ -190,49 +185,24 @@ def is_compiled_module(model: Any) -> bool:
     return is_step_compiled(model) or is_compiled(model)
 
 
-def own_functions(trainer: Any, model: Any) -> Iterator[tuple[Any, str, str]]:
-    """Yield owner, function name and label of the trainer's functions that save and log."""
-    kinds = dict.fromkeys(type(callback).__name__ for callback in trainer.checkpoint_callbacks)
-    yield trainer, "save_checkpoint", next(iter(kinds)) if len(kinds) == 1 else "save_checkpoint"
-    if not is_compiled_module(model):
-        yield model, "log", "self.log"
+def functions_to_name(trainer: Any, model: Any, timer_class: type) -> Iterator[Any]:
+    """Yield functions that a Trainer calls, to name as the reason for time.
 
-
-def named_functions(trainer: Any, model: Any, timer_class: type) -> Iterator[tuple[Any, str, str]]:
-    """Yield owner, function name and label of hooks of modules and callbacks, and of loggers.
-
-    Callbacks of `timer_class`, and hooks that are already phases of a step, are left out.
+    These are hooks of callbacks except those of `timer_class`, and methods of loggers, metrics and
+    optimizers.
     """
-    if not is_compiled_module(model):  # A patch would recompile it.
-        yield from _overridden_hooks(model)
-        yield from _metric_methods(model)
-    if (datamodule := getattr(trainer, "datamodule", None)) is not None:
-        yield from _overridden_hooks(datamodule)
+    yield from (trainer.save_checkpoint, model.log, trainer.strategy.batch_to_device)
+    yield torch.nn.utils.clip_grad_norm_
     for callback in trainer.callbacks:
         if not isinstance(callback, timer_class):
-            yield from _overridden_hooks(callback, already_timed=(*_PER_BATCH, *IN_STEP))
+            hooks = (name for name in dir(type(callback)) if name.startswith("on_"))
+            yield from (getattr(callback, hook) for hook in hooks if defines(callback, hook))
     for logger in trainer.loggers:
-        for method in LOGGER_METHODS:
-            if callable(getattr(logger, method, None)):
-                yield logger, method, f"{type(logger).__name__}.{method}"
-
-
-def _overridden_hooks(
-    owner: object, already_timed: tuple[str, ...] = ()
-) -> Iterator[tuple[object, str, str]]:
-    """Yield the hooks that a module or callback overrides, except those in `already_timed`."""
-    hooks = [name for name in dir(type(owner)) if name.startswith("on_")]
-    for hook in (*hooks, *NAMED_HOOKS):
-        is_overridden = callable(getattr(owner, hook, None)) and defines(owner, hook)
-        if is_overridden and hook not in already_timed:
-            yield owner, hook, f"{type(owner).__name__}.{hook}"
-
-
-def _metric_methods(model: Any) -> Iterator[tuple[object, str, str]]:
-    """Yield the methods of the metrics inside a LightningModule."""
-    for name, child in model.named_modules():
-        for method in METRIC_METHODS if is_metric(child) else ():
-            yield child, method, f"{name}.{method}"
+        yield from (getattr(logger, method, None) for method in LOGGER_METHODS)
+    for module in model.modules():
+        if is_metric(module):
+            yield from (getattr(module, method, None) for method in METRIC_METHODS)
+    yield from (type(optimizer).step for optimizer in trainer.optimizers)
 
 
 def expected_of(trainer: Any, callbacks: list[Any]) -> list[Expected]:

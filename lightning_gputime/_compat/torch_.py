@@ -2,12 +2,12 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -67,6 +67,52 @@ def is_autograd_compiled() -> bool:
     return getattr(compiled, "compiled_autograd_enabled", False) is True
 
 
+_SEQUENCE = Name("torch._C._autograd._get_sequence_nr", "the time of backward by line of forward")
+_NODE_SEQUENCE = Name("torch.autograd.graph.Node._sequence_nr")
+_NODE_METADATA = Name("torch.autograd.graph.Node._input_metadata")
+_MAX_SEQUENCE = 1 << 62  # Nodes that accumulate gradients have larger numbers.
+
+next_sequence: Callable[[], int] = _SEQUENCE.find(int)
+"""Return the number of the next autograd node that this thread creates. It does not advance."""
+
+
+class GraphNode(NamedTuple):
+    """Node of an autograd graph, in the order in which forward created the nodes.
+
+    Attributes:
+        sequence: Its number, counted by the thread that ran forward.
+        node: The node.
+        kind: Name of the operation, such as "AddmmBackward0".
+        is_float32: True if the gradient of its result is in float32.
+    """
+
+    sequence: int
+    node: Any
+    kind: str
+    is_float32: bool
+
+
+def graph_nodes(tensors: Iterable[Any], max_nodes: int) -> list[GraphNode]:
+    """Return the nodes of the graph behind some tensors, newest first; empty if it is too large."""
+    waiting = [node for tensor in tensors if (node := getattr(tensor, "grad_fn", None)) is not None]
+    seen = {*waiting}
+    found = []
+    while waiting:
+        node = waiting.pop()
+        sequence = _NODE_SEQUENCE.of(node, int)()
+        if sequence < _MAX_SEQUENCE:
+            metadata = _NODE_METADATA.of(node)
+            is_float32 = bool(metadata) and metadata[0].dtype is torch.float32
+            found.append(GraphNode(sequence, node, node.name(), is_float32))
+        for inner, _ in node.next_functions:
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                waiting.append(inner)
+        if len(seen) > max_nodes:
+            return []
+    return sorted(found, key=lambda found: -found.sequence)
+
+
 # Modules
 
 _CALL_CODE = getattr(nn.Module.__call__, "__code__", None)
@@ -115,11 +161,6 @@ def is_checkpointed(module: nn.Module) -> bool:
     has_flag = vars(module).get("gradient_checkpointing") is True
     return has_flag or type(module).__name__ == "CheckpointWrapper"
 
-
-SYNC_WARNING = "called a synchronizing CUDA operation"
-"""Start of the warning about a synchronizing call in torch's sync debug mode."""
-SYNC_MODE_WARNING = "Synchronization debug mode is a prototype feature"
-"""Start of the warning when sync debug mode is enabled."""
 
 _COMPILED_MODULE = Name(
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod", "the modules inside a compiled model"
@@ -429,7 +470,6 @@ def default_store() -> Any:
 # Devices
 
 _RAW_STREAM = Name("torch._C._cuda_getCurrentRawStream")  # The public function is slower.
-_SLEEP = Name("torch.cuda._sleep")  # Without it the summary says why no step is probed.
 
 
 def raw_stream() -> Callable[[int], int] | None:
@@ -437,14 +477,6 @@ def raw_stream() -> Callable[[int], int] | None:
     found: Callable[[int], int] | None = _RAW_STREAM.find()
     return found
 
-
-def spin_function(module: Any) -> Callable[[int], object] | None:
-    """Return the function of a device module that spins for a number of cycles, or None."""
-    found: Callable[[int], object] | None = _SLEEP.of(module)
-    return found
-
-
-# Iterators of a DataLoader
 
 _ITERATOR = Name("torch.utils.data.dataloader._BaseDataLoaderIter", "the fetches of a plain loop")
 

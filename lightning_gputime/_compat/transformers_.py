@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from inspect import signature
 from typing import Any
 
+import torch
+
 from lightning_gputime._compat.names import (
     MISSING,
     Expected,
@@ -153,25 +155,21 @@ def patches(trainer: Any, calls: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
     return ((name, call) for name, call in names.items() if read(trainer, name) is not MISSING)
 
 
-NAMED_EVENTS = (
-    *("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end"),
-    *("on_evaluate", "on_predict", "on_save", "on_log"),
-)
 NAMED_METHODS = ("save_model", "log", "create_optimizer_and_scheduler")
 
 
-def named_functions(trainer: Any) -> Iterator[tuple[Any, str, str]]:
-    """Yield owner, function name and label of callback events and Trainer methods."""
+def functions_to_name(trainer: Any) -> Iterator[Any]:
+    """Yield functions that a Trainer calls, to name as the reason for time.
+
+    These are events of callbacks, methods that a class of the user overrides, and updates.
+    """
     for callback in callbacks_of(trainer):
-        for event in NAMED_EVENTS:
-            if _defines(callback, event):
-                yield callback, event, f"{type(callback).__name__}.{event}"
-    for method in NAMED_METHODS:
-        if _defines(trainer, method):
-            yield trainer, method, f"{type(trainer).__name__}.{method}"
-    metrics = getattr(trainer, "compute_metrics", None)
-    if callable(metrics):
-        yield trainer, "compute_metrics", getattr(metrics, "__name__", "compute_metrics")
+        events = (name for name in dir(type(callback)) if name.startswith("on_"))
+        yield from (getattr(callback, event) for event in events if _defines(callback, event))
+    yield from (getattr(trainer, method, None) for method in NAMED_METHODS)
+    yield torch.nn.utils.clip_grad_norm_
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    yield getattr(type(optimizer), "step", None)
 
 
 def _defines(owner: object, method: str) -> bool:

@@ -6,8 +6,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gputime._compat.names import report_missing
+from lightning_gputime._compat.python_ import definition_of
 from lightning_gputime._compat.torch_ import FETCHERS, pin_loop
-from lightning_gputime._culprits.places import source_of
 from lightning_gputime._culprits.workers import LoaderWorkers
 from lightning_gputime._instrumentation.loaders import dataset_of
 from lightning_gputime._instrumentation.patching import Subscription, do_nothing
@@ -16,6 +16,7 @@ from lightning_gputime._measurement.culprits import (
     DATASET,
     SAMPLER,
     LoaderStages,
+    Source,
     Stage,
     short_name,
 )
@@ -127,22 +128,31 @@ class _Stages:
         return collated
 
 
+def _source_of(function: Any) -> Source | None:
+    """Return where a function or method is defined; None if that is unknown."""
+    found = definition_of(function)
+    if found is None:
+        return None
+    file, line, name = found
+    return Source(file, line, line, short_name(name))
+
+
 def _stages_of(loader: Any) -> Iterator[Stage]:
     """Yield the sampler, the dataset and `collate_fn` of a loader, with the function of each."""
     sampler = loader.batch_sampler
     if sampler is None or type(sampler).__module__.partition(".")[0] == "torch":
         # The batch samplers of torch only group the indices that the sampler yields.
         sampler = loader.sampler
-    yield Stage(SAMPLER, type(sampler).__name__, source_of(type(sampler).__iter__))
+    yield Stage(SAMPLER, type(sampler).__name__, _source_of(type(sampler).__iter__))
     dataset = dataset_of(loader)
     kind = type(dataset)
     if isinstance(dataset, IterableDataset):
         method = "__iter__"
     else:
         method = "__getitems__" if hasattr(kind, "__getitems__") else "__getitem__"
-    yield Stage(DATASET, f"{kind.__name__}.{method}", source_of(getattr(kind, method, None)))
+    yield Stage(DATASET, f"{kind.__name__}.{method}", _source_of(getattr(kind, method, None)))
     # The transformers Trainer wraps its collator to remove columns.
     collate = getattr(loader.collate_fn, "data_collator", loader.collate_fn)
     is_function = hasattr(collate, "__qualname__")
     name = short_name(collate.__qualname__) if is_function else type(collate).__name__
-    yield Stage(COLLATE, name, source_of(collate if is_function else type(collate).__call__))
+    yield Stage(COLLATE, name, _source_of(collate if is_function else type(collate).__call__))

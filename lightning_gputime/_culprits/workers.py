@@ -341,7 +341,7 @@ class LoaderWorkers:
                     name=stage.name,
                     seconds=n * times.mean(name) / 1e3,
                     calls=n,
-                    observed_s=n * times.mean("busy_ms") / 1e3,
+                    share=times.mean(name) / (times.mean("busy_ms") or 1.0),
                     source=stage.source,
                     kind=stage.kind,
                 )

@@ -1,7 +1,7 @@
 """Advice on an entry of the time breakdown, given only if the numbers support it."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from lightning_gputime._diagnosis.codes import (
@@ -10,24 +10,13 @@ from lightning_gputime._diagnosis.codes import (
     COMMUNICATION,
     COMPILATIONS,
     CONTENTION,
-    CPU_WORK,
-    GPU_BOUND,
-    GPU_WORK,
-    LAUNCH_BOUND,
-    LAUNCH_GAPS,
+    MODEL_PHASES,
     OTHER_RANKS,
     SLOWEST_RANK,
     STANDARD_PHASES,
-    SYNC_BOUND,
     TRANSFER_HOOKS,
 )
-from lightning_gputime._diagnosis.culprit import (
-    EntryCulprit,
-    blocking_calls,
-    culprits_of,
-    time_of_calls,
-)
-from lightning_gputime._diagnosis.diagnosis import Advice
+from lightning_gputime._diagnosis.diagnosis import Advice, Entry, TimeBreakdown
 from lightning_gputime._diagnosis.loader import (
     LoaderCase,
     advise_on_first_step,
@@ -35,17 +24,10 @@ from lightning_gputime._diagnosis.loader import (
     advise_on_loader,
     workers_for,
 )
-from lightning_gputime._diagnosis.pace import Pace
-from lightning_gputime._measurement.culprits import (
-    BLOCKING_STEPS,
-    CALL,
-    GC_COLLECT,
-    PLACE,
-    SAMPLER,
-    STAGES,
-)
+from lightning_gputime._ledger.rows import LineRow
+from lightning_gputime._measurement.culprits import GC_COLLECT, SAMPLER, STAGES, of_entry
 from lightning_gputime._measurement.measurement import Measurement
-from lightning_gputime._measurement.setup import TrainingSetup
+from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
 from lightning_gputime._measurement.slow import OFF_CPU
 from lightning_gputime._measurement.stats import is_rare, is_uneven
 from lightning_gputime._measurement.units import duration, percent
@@ -68,17 +50,15 @@ from lightning_gputime._phases import (
     DATA,
     FETCH,
     FORWARD,
-    LOSS,
     OPTIMIZER,
     OTHER,
-    SAVES,
-    is_wait,
 )
 
 _MIN_SHARE = 0.05  # Entries with a smaller fraction of the wall clock get no advice.
 _MIN_PART = 0.1  # Advice ignores parts with a smaller fraction of the step.
 _MAX_WORKERS_WITHOUT_CORES = 4  # Maximum number of workers to suggest if the CPU cores are unknown.
-_MIN_CALLS_PER_STEP = 0.5  # Below this rate of calls, report their total time, not that per step.
+_MIN_CALLS = 4  # A line that runs this often per step is reported with that number.
+_MIN_OF_ENTRY = 0.4  # Minimum fraction of an entry for code to be reported as its reason.
 # Minimum fraction of the step in forward and backward for advice on the precision.
 _MIN_COMPUTE_SHARE = 0.5
 _MAX_MEMORY_SHARE = 0.8  # Above this fraction of the GPU memory, suggest no larger batch.
@@ -88,69 +68,170 @@ _MIN_AFTER_BATCHES = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An entry of the time breakdown, with the facts on which its advice depends.
+    """An entry of the time breakdown, with the facts on which its advice depends."""
 
-    Attributes:
-        entry: Name of the entry.
-        seconds: Time of the entry (in seconds).
-        m: Measurement of the run.
-        setup: Training setup.
-        pace: Component that sets the pace of a step.
-        culprits: Code that takes the time, the most important first.
-    """
-
-    entry: str
-    seconds: float
+    entry: Entry
+    breakdown: TimeBreakdown
     m: Measurement
     setup: TrainingSetup
-    pace: Pace
-    culprits: tuple[EntryCulprit, ...] = ()
 
     @property
-    def ms_per_step(self) -> float:
-        """Time of the entry per step (in milliseconds)."""
-        return 1e3 * self.seconds / (self.m.steps + self.m.untimed_steps + self.m.warmup_steps)
+    def name(self) -> str:
+        return self.entry.name
 
-    def time_of(self, culprit: EntryCulprit) -> str:
-        """Return the time of a culprit, such as "4.1 ms of 9.8 ms per step" or "0.9 s in 3 calls".
+    @property
+    def line(self) -> LineRow | None:
+        """Code that takes at least 40 % of the entry."""
+        lines = self.entry.lines
+        all_ms = sum(line.ms for line in lines)
+        return lines[0] if lines and lines[0].ms >= _MIN_OF_ENTRY * all_ms else None
 
-        The entry must be inside steps.
-        """
-        m = self.m
-        min_calls = _MIN_CALLS_PER_STEP * (m.steps + m.untimed_steps)
-        if culprit.kind == CALL and culprit.calls < min_calls:
-            return time_of_calls(culprit)
-        is_phase = self.entry in m.rows
-        entry_ms = m.share(self.entry) * m.step.mean_ms if is_phase else self.ms_per_step
-        return _of_step(culprit.share * entry_ms, m)
+    @property
+    def took(self) -> str:
+        """Time of the entry, such as "4.1 ms of 9.8 ms per step"."""
+        return _of_step(self.entry.ms_per_step, self.m)
 
 
 Rule = Callable[[Case], Iterator[Advice]]
 
 
-def advise(case: Case, share: float) -> tuple[Advice, ...]:
-    """Return advice on an entry that takes this share of the wall clock; empty below 5 %."""
-    if share < _MIN_SHARE:
+def advise(case: Case) -> tuple[Advice, ...]:
+    """Return advice on an entry; empty if it takes less than 5 % of the wall clock."""
+    entry = case.entry
+    if entry.share < _MIN_SHARE and (entry.speed_up or 1.0) < 1 + _MIN_SHARE:
         return ()
-    rule = _RULES.get(case.entry)
-    if rule is None and case.entry in case.m.rows and case.entry not in STANDARD_PHASES:
-        rule = _shorten_user_phase
+    rule = _RULES.get(entry.name)
+    if entry.line is not None:
+        rule = _shorten_code
+    elif rule is None and entry.name in case.m.rows:
+        is_standard = entry.name in STANDARD_PHASES
+        rule = _shorten_unknown_code if is_standard else _shorten_user_phase
     found = [] if rule is None else [*rule(case)]
-    found += [
-        Advice("costly_setting", setting.text, {"setting": setting.name})
-        for setting in case.setup.costly_settings
-        if setting.entry == case.entry
-    ]
+    settings = [setting for setting in case.setup.costly_settings if _is_costly(setting, case)]
+    found += [Advice("costly_setting", item.text, {"setting": item.name}) for item in settings]
     return tuple({advice.text: advice for advice in found}.values())  # Without duplicates.
 
 
-def _per_step(m: Measurement, name: str) -> str:
-    """Return the time of a phase, such as "4.1 ms of 9.8 ms per step"."""
-    return _of_step(m.share(name) * m.step.mean_ms, m)
+def _is_costly(setting: CostlySetting, case: Case) -> bool:
+    """Return True if this entry is where a setting costs time."""
+    line = case.entry.line
+    if setting.operation:
+        has_operation = line is not None and getattr(line, setting.operation)
+        return has_operation and case.entry.pace == "GPU"
+    if setting.entry:
+        return setting.entry == case.name
+    # Settings that cost time in all of the model's work belong to the entry with most of it.
+    model = [row for row in case.breakdown.rows if _in_model_ms(row)]
+    return bool(model) and case.entry is max(model, key=_in_model_ms)
+
+
+def _in_model_ms(row: Entry) -> float:
+    return sum(row.phases_ms.get(phase, 0.0) for phase in MODEL_PHASES)
 
 
 def _of_step(ms: float, m: Measurement) -> str:
     return f"{duration(ms)} of {duration(m.step.mean_ms)} per step"
+
+
+# Code of the user
+
+
+def _shorten_code(case: Case) -> Iterator[Advice]:
+    """Yield advice on code that an entry names."""
+    m, setup, entry = case.m, case.setup, case.entry
+    line = entry.line
+    assert line is not None
+    is_update = line.function.endswith(".step") or (
+        entry.phases_ms.get(OPTIMIZER, 0.0) >= 0.5 * entry.ms_per_step and setup.unfused
+    )
+    if is_update and setup.unfused:
+        yield from _fuse_update(case)
+    times = f", {line.calls:.0f} times per step" if line.calls >= _MIN_CALLS else ""
+    idle_ms = line.idle_ms
+    in_model = _in_model_ms(entry) >= 0.5 * entry.ms_per_step
+    if line.function.endswith((".log_metrics", ".on_log", "Module.log")):
+        text = f"{line} takes {case.took}{times}: log fewer values, or less often"
+        yield Advice("log_less", text, {"function": line.function})
+    elif entry.pace == "host" and not m.on_host_clock and idle_ms >= 0.5 * line.ms:
+        text = (
+            f"{line} waits for the GPU{times}, which then has no work for {_of_step(idle_ms, m)}:"
+            " read the value less often, or later"
+        )
+        yield Advice("blocking_call", text, {"phase": line.main_phase})
+    elif entry.pace == "host" and not m.on_host_clock:
+        text = (
+            f"{line} keeps the GPU waiting for {case.took}{times}: make it faster, run it less"
+            " often, or move it to another process"
+        )
+        yield Advice("shorten", text, {"phase": line.main_phase})
+    elif CALLBACKS in entry.phases_ms:
+        text = f"{line} takes {case.took}{times}: run it less often, or make it faster"
+        yield Advice("callback", text, {"function": line.function})
+    elif in_model:
+        where = "" if m.on_host_clock else " on the GPU"
+        parts = ", ".join(
+            f"{duration(ms)} in {phase}"
+            for phase, ms in entry.phases_ms.items()
+            if ms >= 0.05 * entry.ms_per_step
+        )
+        text = f"{line} takes {case.took}{where} ({parts}){times}: make it faster"
+        yield Advice("speed_up", text, {"function": line.function, "modules": line.modules})
+        if not m.on_host_clock and setup.precision == "32-true" and setup.has_bf16:
+            if m.share(FORWARD) + m.share(BACKWARD) >= _MIN_COMPUTE_SHARE:
+                text = 'set precision="bf16-mixed" (now "32-true")'
+                yield Advice("precision", text, {"now": "32-true", "suggested": "bf16-mixed"})
+    else:
+        text = f"{line} takes {case.took}{times}: make it faster, or run it less often"
+        yield Advice("shorten", text, {"phase": line.main_phase})
+        if OTHER in entry.phases_ms and setup.is_own_loop and setup.pin_memory is False:
+            if not m.on_host_clock:
+                yield _pin_memory(setup, ": `other` includes copies of the batch")
+
+
+def _shorten_unknown_code(case: Case) -> Iterator[Advice]:
+    """Yield advice on a phase whose code is unknown."""
+    name, m = case.name, case.m
+    if name == OPTIMIZER and case.setup.unfused:
+        yield from _fuse_update(case)
+        return
+    if name in MODEL_PHASES:
+        return
+    why = f" ({m.lines_unavailable})" if m.lines_unavailable else ""
+    text = f'`{name}` takes {case.took}, at unknown lines{why}: name its parts with phase("name")'
+    yield Advice("name_phase", text, {"phase": name})
+    if case.setup.is_own_loop and is_rare(m.rows[name]):
+        yield _pause(name)
+
+
+def _shorten_user_phase(case: Case) -> Iterator[Advice]:
+    name, line = case.name, case.line
+    reason = f", most of it at {line}" if line is not None else ""
+    text = f"`{name}` takes {case.took}{reason}: run it less often, or make it faster"
+    yield Advice("shorten", text, {"phase": name})
+
+
+def advise_on_launches(m: Measurement, setup: TrainingSetup) -> Iterator[Advice]:
+    """Yield advice if launches of the model's work set the pace."""
+    if m.memory is None or m.memory.share <= _MAX_MEMORY_SHARE:
+        now = f" (now {setup.batch_size})" if setup.batch_size is not None else ""
+        yield Advice("batch_size", f"use a larger batch{now}", {"now": setup.batch_size})
+    mode = '(mode="reduce-overhead")' if setup.compiled else ""
+    yield Advice("compile", f"use torch.compile{mode}")
+    yield Advice("cuda_graphs", "use CUDA graphs")
+    share = m.share(OPTIMIZER)
+    if setup.unfused and share >= _MIN_PART:
+        text = f"use {setup.unfused}(fused=True): `optimizer` takes {percent(share)} of the step"
+        yield Advice("fused", text, {"optimizer": setup.unfused})
+
+
+def _fuse_update(case: Case) -> Iterator[Advice]:
+    unfused, share = case.setup.unfused, case.m.share(OPTIMIZER)
+    if unfused and share >= _MIN_PART:
+        text = f"use {unfused}(fused=True): `optimizer` takes {percent(share)} of the step"
+        yield Advice("fused", text, {"optimizer": unfused})
+
+
+# Data
 
 
 def _load_faster(case: Case) -> Iterator[Advice]:
@@ -158,14 +239,21 @@ def _load_faster(case: Case) -> Iterator[Advice]:
     fetches = m.rows.get(FETCH, m.rows.get(DATA))
     if fetches is None:
         return
-    culprit = next((found for found in case.culprits if found.kind in STAGES), None)
-    reason = "" if culprit is None else f"{culprit} takes {case.time_of(culprit)}: "
+    stages = [culprit for culprit in of_entry(m.culprits, FETCH) if culprit.kind in STAGES]
+    stage = stages[0] if stages and stages[0].share >= _MIN_OF_ENTRY else None
+    reason = ""
+    if stage is not None and stage.kind == SAMPLER:
+        reason = f"{stage} takes {_of_step(stage.share * case.entry.ms_per_step, m)}: "
+    elif case.line is not None and not setup.num_workers and case.line.calls:
+        reason = f"{case.line} takes {_of_step(case.line.ms, m)}: "
+    elif stage is not None:
+        reason = f"{stage} takes {_of_step(stage.share * case.entry.ms_per_step, m)}: "
     if (advice := advise_on_iterators(m)) is not None:
         yield advice
         return
-    if culprit is not None and culprit.kind == SAMPLER:
+    if stage is not None and stage.kind == SAMPLER:
         text = f"{reason}make it faster; it runs in the main process, even with workers"
-        yield Advice("sampler", text, {"sampler": culprit.name})
+        yield Advice("sampler", text, {"sampler": stage.name})
         return
     if setup.is_in_memory:
         yield _index_batches(case, reason)
@@ -177,8 +265,7 @@ def _load_faster(case: Case) -> Iterator[Advice]:
         if setup.num_workers is None:
             text = "iterate over timer.steps(loader), so that `data` excludes your own code"
             yield Advice("iterate_over_steps", text)
-    is_long_on_host = case.pace.code == LAUNCH_BOUND and m.host_share(DATA) >= _MIN_PART
-    if fetches.share >= _MIN_PART or case.pace.code == SYNC_BOUND or is_long_on_host:
+    if fetches.share >= _MIN_PART or case.entry.share >= _MIN_PART:
         # For a shorter fetch, workers would cost about as much as they save.
         yield from _use_workers(case, reason, fetches.frequency * fetches.mean_ms)
         if setup.num_workers and not m.loaders and is_uneven(fetches):
@@ -260,20 +347,17 @@ def _pause(name: str) -> Advice:
 
 
 def _move_to_workers(case: Case) -> Iterator[Advice]:
-    m = case.m
-    hooks_share = m.share(DATA) - m.share(FETCH) - m.share(COPY)
-    took = _of_step(hooks_share * m.step.mean_ms, m)
     target = "into the dataset, so that the workers run it"
-    calls = [culprit for culprit in case.culprits if culprit.kind != PLACE]
-    if case.setup.is_own_loop:
-        text = f"move the code between `{FETCH}` and `{COPY}` {target}: it takes {took}"
+    line = case.line
+    if line is not None:
+        text = f"{line} takes {_of_step(line.ms, case.m)}, on the CPU: move it {target}"
+        yield Advice("transfer_hooks", text, {"hook": line.function})
+    elif case.setup.is_own_loop:
+        text = f"move the code between `{FETCH}` and `{COPY}` {target}: it takes {case.took}"
         yield Advice("transfer_hooks", text)
-    elif calls:
-        text = f"{calls[0]} takes {case.time_of(calls[0])}, on the CPU: move it {target}"
-        yield Advice("transfer_hooks", text, {"hook": calls[0].name})
     else:
         hooks = "on_before_batch_transfer, on_after_batch_transfer and transfer_batch_to_device"
-        text = f"{hooks} take {took}: move their work {target}"
+        text = f"{hooks} take {case.took}: move their work {target}"
         yield Advice("transfer_hooks", text)
 
 
@@ -281,9 +365,7 @@ def _copy_faster(case: Case) -> Iterator[Advice]:
     m, setup = case.m, case.setup
     if m.on_host_clock:
         # Without a GPU nothing is copied: the hook itself takes the time.
-        text = (
-            f"transfer_batch_to_device takes {_per_step(m, COPY)}: move its work into the dataset"
-        )
+        text = f"transfer_batch_to_device takes {case.took}: move its work into the dataset"
         yield Advice("transfer_hooks", text)
     elif setup.pin_memory is False:
         yield _pin_memory(setup)
@@ -297,41 +379,7 @@ def _pin_memory(setup: TrainingSetup, reason: str = "") -> Advice:
     return Advice("pin_memory", text, {"now": False, "suggested": True})
 
 
-def _shorten_callbacks(case: Case) -> Iterator[Advice]:
-    m = case.m
-    if culprits := case.culprits:
-        yield _run_less(case, culprits[0])
-    elif m.share(SAVES) >= _MIN_PART:
-        yield from _save_less(case)
-    else:
-        # `case.seconds` excludes checkpoints, which have a separate entry.
-        text = (
-            f"callbacks take {_of_step(case.ms_per_step, m)}: log less often (log_every_n_steps),"
-            " or remove callbacks one at a time to find the slow one"
-        )
-        yield Advice("callbacks", text)
-
-
-def _run_less(case: Case, culprit: EntryCulprit) -> Advice:
-    """Return advice to call a hook, a logger or `self.log` less often."""
-    took = f"{culprit} takes {case.time_of(culprit)}"
-    if culprit.name == "self.log":
-        steps = case.m.steps + case.m.untimed_steps
-        calls = f", {culprit.calls / steps:.0f} calls" if culprit.calls >= 2 * steps else ""
-        return Advice("log_less", f"{took}{calls}: log fewer values, or log only every n-th step")
-    if culprit.name.endswith((".log_metrics", ".on_log")):
-        option = "logging_steps" if culprit.name.endswith(".on_log") else "log_every_n_steps"
-        text = f"{took}: log less often ({option})"
-        return Advice("log_less", text, {"callback": culprit.name})
-    text = f"{took}: run it less often, or make it faster"
-    return Advice("callback", text, {"callback": culprit.name})
-
-
-def _save_less(case: Case) -> Iterator[Advice]:
-    how = "save less often: every_n_train_steps (Lightning), save_steps (transformers)"
-    culprits = [culprit for culprit in case.culprits if culprit.kind != PLACE]
-    reason = f"{culprits[0]} takes {time_of_calls(culprits[0])}: " if culprits else ""
-    yield Advice("save_less", f"{reason}{how}")
+# Ranks
 
 
 def _speed_up_rank(case: Case) -> Iterator[Advice]:
@@ -350,161 +398,19 @@ def _communicate_less(case: Case) -> Iterator[Advice]:
             f" `{ranks.phase}`; time more steps to be certain"
         )
         yield Advice("suspect_rank", text, {"rank": ranks.suspect, "phase": ranks.phase})
-    larger = "larger batches, or " if _has_room(case.m) else ""
+    has_room = case.m.memory is None or case.m.memory.share <= _MAX_MEMORY_SHARE
+    larger = "larger batches, or " if has_room else ""
     text = f"do more work per collective: {larger}gradient accumulation under no_sync()"
     yield Advice("communicate_less", text)
 
 
-def _speed_up_work(case: Case) -> Iterator[Advice]:
-    m, setup, pace = case.m, case.setup, case.pace
-    rare = [name for name in (FORWARD, BACKWARD) if name in m.rows and is_rare(m.rows[name])]
-    # If only forward is rarely long, it may be validation. If backward is too, a few steps have
-    # more micro-batches, and nothing can be paused.
-    if setup.is_own_loop and rare == [FORWARD]:
-        yield _pause(FORWARD)
-    # Measured launch gaps have an entry with this advice.
-    if pace.code == LAUNCH_BOUND and m.launch_gap_share is None:
-        yield from _launch_less(case)
-        return
-    if pace.code == SYNC_BOUND:
-        yield from _unblock(case)
-        return
-    if pace.code == GPU_BOUND:
-        compute_share = m.share(FORWARD) + m.share(BACKWARD)
-        is_fp32 = setup.precision == "32-true"
-        if is_fp32 and setup.has_bf16 and compute_share >= _MIN_COMPUTE_SHARE:
-            text = 'set precision="bf16-mixed" (now "32-true")'
-            yield Advice("precision", text, {"now": "32-true", "suggested": "bf16-mixed"})
-        yield from _fuse_update(case)
-    longest = max((FORWARD, BACKWARD), key=m.share)
-    if m.share(longest) >= _MIN_PART:
-        yield from _look_inside(longest, case)
+# Outside of steps
 
 
-def _has_room(m: Measurement) -> bool:
-    """Return True if at most 80 % of the GPU memory is used, or if its use is unknown."""
-    return m.memory is None or m.memory.share <= _MAX_MEMORY_SHARE
-
-
-def _launch_less(case: Case) -> Iterator[Advice]:
-    setup = case.setup
-    if _has_room(case.m):
-        now = f" (now {setup.batch_size})" if setup.batch_size is not None else ""
-        yield Advice("batch_size", f"use a larger batch{now}", {"now": setup.batch_size})
-    mode = '(mode="reduce-overhead")' if setup.compiled else ""
-    yield Advice("compile", f"use torch.compile{mode}")
-    yield Advice("cuda_graphs", "use CUDA graphs")
-    yield from _fuse_update(case)
-
-
-def _fuse_update(case: Case) -> Iterator[Advice]:
-    unfused, share = case.setup.unfused, case.m.share(OPTIMIZER)
-    if unfused and share >= _MIN_PART:
-        text = f"use {unfused}(fused=True): `optimizer` takes {percent(share)} of the step"
-        yield Advice("fused", text, {"optimizer": unfused})
-
-
-def _unblock(case: Case) -> Iterator[Advice]:
-    """Yield advice on the lines, and then on the phases, in which the CPU waits for the GPU."""
-    for line in blocking_calls(case.pace.phases, case.m):
-        calls_per_step = line.calls / BLOCKING_STEPS
-        rate = f" {calls_per_step:.3g} times per step" if calls_per_step >= 1.5 else ""
-        phase = line.caller
-        where = ""
-        if phase in case.m.rows:
-            row = case.m.rows[phase]
-            took = _of_step(row.frequency * row.host_mean_ms, case.m)
-            where = f" in `{phase}`, which takes the CPU {took}"
-        text = f"{line} waits for the GPU{rate}{where}: read the value less often, or later"
-        yield Advice("blocking_call", text, {"phase": phase})
-    other_phases = []
-    for name in case.pace.phases:
-        if name in (FETCH, DATA):
-            culprits = culprits_of(name, case.seconds, case.m)
-            yield from _load_faster(replace(case, entry=name, culprits=culprits))
-        elif name == COPY:
-            yield from _copy_faster(case)
-        else:
-            other_phases.append(f"`{name}`")
-    if other_phases:
-        syncs = ".item(), prints and copies from unpinned memory"
-        if case.setup.pin_memory:
-            syncs = ".item() and prints"
-        text = f"in {', '.join(other_phases)}, remove {syncs}"
-        yield Advice("remove_syncs", text, {"phases": list(case.pace.phases)})
-
-
-def _optimize_faster(case: Case) -> Iterator[Advice]:
-    unfused, culprits = case.setup.unfused, case.culprits
-    may_be_update = not culprits or culprits[0].name == f"{unfused}.step"
-    if unfused and may_be_update:
-        yield from _fuse_update(case)
-    elif culprits:
-        # The update is fused, or other code takes the time: report that code.
-        yield _shorten_code(case)
-    else:
-        text = (
-            "use a faster optimizer or cheaper clipping: `optimizer` includes clipping, hooks"
-            " before the update, and the update"
-        )
-        yield Advice("optimizer", text)
-
-
-def _shorten_user_code(where: str, case: Case) -> Iterator[Advice]:
-    """Yield advice on `loss` or `other`, whose code is at the place `where` of a step."""
-    m, setup, name = case.m, case.setup, case.entry
-    culprits = case.culprits
-    if culprits:
-        yield _shorten_code(case)
-    if name == OTHER and setup.is_own_loop and setup.pin_memory is False and not m.on_host_clock:
-        yield _pin_memory(setup, ": `other` includes copies of the batch")
-    if not culprits:
-        text = f'`{name}` is code {where}: name its parts with phase("name")'
-        yield Advice("name_phase", text, {"phase": name})
-        if setup.is_own_loop and is_rare(m.rows[name]):
-            yield _pause(name)
-
-
-def _shorten_code(case: Case) -> Advice:
-    """Return advice on the first culprit, which is a call or lines with calls inside."""
-    culprit, *inside = case.culprits
-    if culprit.kind != PLACE:
-        return _run_less(case, culprit)
-    took = f"{culprit} takes {case.time_of(culprit)}"
-    part = f", {percent(inside[0].share)} of it in {inside[0]}" if inside else ""
-    text = f"{took}{part}: make it faster, or run it less often"
-    return Advice("shorten", text, {"phase": case.entry})
-
-
-def _shorten_user_phase(case: Case) -> Iterator[Advice]:
-    name, culprits = case.entry, case.culprits
-    if inside := [*_look_inside(name, case)]:
-        yield from inside
-        return
-    where = f" ({culprits[0].where})" if culprits and culprits[0].where else ""
-    text = f"`{name}`{where} takes {_per_step(case.m, name)}: run it less often, or make it faster"
-    yield Advice("shorten", text, {"phase": name})
-
-
-def _look_inside(top: str, case: Case) -> Iterator[Advice]:
-    """Yield advice on the longest module in a phase, or to time modules if none are timed."""
-    m, setup = case.m, case.setup
-    parts = [name for name in m.rows if name.startswith(f"{top}/") and not is_wait(name)]
-    long = [name for name in parts if m.share(name) >= _MIN_PART]
-    # Modules around a long module are long because they contain it, so consider only innermost.
-    innermost = [name for name in long if not any(other.startswith(f"{name}/") for other in long)]
-    if innermost:
-        part = max(innermost, key=m.share)
-        name = part.rpartition("/")[2]
-        module = f"{name} {setup.classes.get(name, '')}".rstrip()
-        text = f"speed up `{module}`: it takes {_per_step(m, part)} in `{top}`"
-        yield Advice("module", text, {"module": name})
-    if not parts and top in (FORWARD, BACKWARD) and setup.has_parts:
-        text = (
-            f"pass modules=2 (with run: --modules 2) to split `{top}`"
-            f" ({percent(m.share(top))} of the step) by module"
-        )
-        yield Advice("modules", text, {"suggested": 2})
+def _save_less(case: Case) -> Iterator[Advice]:
+    how = "save less often: every_n_train_steps (Lightning), save_steps (transformers)"
+    reason = f"most of it is at {case.line}: " if case.line is not None else ""
+    yield Advice("save_less", f"{reason}{how}")
 
 
 def _evaluate_less(how: str, metrics_hook: str, case: Case) -> Iterator[Advice]:
@@ -515,14 +421,12 @@ def _evaluate_less(how: str, metrics_hook: str, case: Case) -> Iterator[Advice]:
         metrics_hook: Function in which metrics are usually computed.
         case: The entry of evaluations.
     """
-    culprit = case.culprits[0] if case.culprits else None
-    if culprit is not None and culprit.kind != PLACE:
-        took = f"{duration(1e3 * culprit.seconds)} of {duration(1e3 * case.seconds)}"
-        yield Advice("metrics", f"{culprit} takes {took}: make it faster")
-        yield Advice("evaluate_less", how)
-    else:
-        yield from _speed_up_metrics(metrics_hook, case.m)
-        yield Advice("evaluate_less", how if culprit is None else f"{culprit}: {how}")
+    line = case.line
+    if line is not None:
+        took = f"{duration(line.ms)} of {duration(1e3 * case.entry.seconds)}"
+        yield Advice("metrics", f"{line} takes {took}: make it faster")
+    yield from _speed_up_metrics(metrics_hook, case.m)
+    yield Advice("evaluate_less", how)
 
 
 def _speed_up_metrics(metrics_hook: str, m: Measurement) -> Iterator[Advice]:
@@ -538,7 +442,7 @@ def _speed_up_metrics(metrics_hook: str, m: Measurement) -> Iterator[Advice]:
 
 def _shorten_first_step(case: Case) -> Iterator[Advice]:
     if (loader := LoaderCase.of(case.m, case.setup)) is not None:
-        yield from advise_on_first_step(loader, case.seconds)
+        yield from advise_on_first_step(loader, case.entry.seconds)
     text = "cache compiled code; compilation, autotuning and the start of workers occur once"
     yield Advice("first_step", text)
 
@@ -548,14 +452,14 @@ def _shorten_outside_steps(code: str, general: str, how: str, case: Case) -> Ite
 
     Args:
         code: Code of the advice.
-        general: Text of the advice without a culprit.
-        how: End of the text with a culprit: how to shorten it.
+        general: Text of the advice without known code.
+        how: End of the text with known code: how to shorten it.
         case: The entry.
     """
-    if culprits := case.culprits:
-        culprit = culprits[0]
-        text = f"{culprit} takes {time_of_calls(culprit)}: {how}"
-        yield Advice(code, text, {"name": culprit.name})
+    line = case.line
+    if line is not None:
+        text = f"{line} takes {duration(line.ms)}: {how}"
+        yield Advice(code, text, {"name": line.function})
     else:
         yield Advice(code, general)
 
@@ -572,8 +476,9 @@ def _free_cores(case: Case) -> Iterator[Advice]:
 
 
 def _collect_less(case: Case) -> Iterator[Advice]:
-    if case.culprits:
-        culprit = case.culprits[0]
+    codes = of_entry(case.m.culprits, COLLECTIONS)
+    if codes and codes[0].share >= _MIN_OF_ENTRY:
+        culprit = codes[0]
         todo = (
             "create fewer objects there, such as lists of numbers, or call gc.disable(), and"
             " gc.collect() every n steps"
@@ -590,29 +495,24 @@ def _collect_less(case: Case) -> Iterator[Advice]:
 
 
 def _compile_once(case: Case) -> Iterator[Advice]:
-    where = f"{case.culprits[0]} is recompiled: " if case.culprits else ""
+    # The first compilation is not a recompilation.
+    codes = [code for code in of_entry(case.m.culprits, COMPILATIONS) if code.calls > 1]
+    where = f"{codes[0]} is recompiled: " if codes else ""
     text = f"{where}use batches of equal shape, or torch.compile(dynamic=True)"
     yield Advice("dynamic_shapes", text)
 
 
 _RULES: Mapping[str, Rule] = {
-    GPU_WORK: _speed_up_work,
-    CPU_WORK: _speed_up_work,
     DATA: _load_faster,
     FETCH: _load_faster,
     TRANSFER_HOOKS: _move_to_workers,
     COPY: _copy_faster,
-    CALLBACKS: _shorten_callbacks,
-    OTHER: partial(_shorten_user_code, "outside the model, loss, backward and update"),
-    LOSS: partial(_shorten_user_code, "between forward and backward"),
-    OPTIMIZER: _optimize_faster,
     COMMUNICATION: _communicate_less,
     SLOWEST_RANK: _speed_up_rank,
     OTHER_RANKS: _always(
         "other_ranks",
         "find the rank with the slowest loader or callbacks: all others wait for it",
     ),
-    LAUNCH_GAPS: _launch_less,
     VALIDATION: partial(
         _evaluate_less,
         "validate less often: check_val_every_n_epoch or val_check_interval",

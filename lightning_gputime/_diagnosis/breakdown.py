@@ -1,55 +1,50 @@
 """Time breakdown of a training run: its wall clock, divided into entries."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from lightning_gputime._diagnosis.advice import Case, advise
 from lightning_gputime._diagnosis.codes import (
     CODES,
     COMMUNICATION,
     COMPILATIONS,
-    CPU_WORK,
-    GPU_WORK,
-    LAUNCH_BOUND,
-    LAUNCH_GAPS,
+    COMPUTE_BOUND,
+    GPU_BOUND,
+    HOST_BOUND,
+    INPUT_ENTRIES,
+    MODEL_PHASES,
     NOT_SAMPLED,
     OTHER_RANKS,
-    PHASE_BOUND,
     SLOW,
     SLOWEST_RANK,
     STANDARD_PHASES,
     TIMING,
     TRANSFER_HOOKS,
 )
-from lightning_gputime._diagnosis.culprit import culprits_of
 from lightning_gputime._diagnosis.diagnosis import Entry, TimeBreakdown
-from lightning_gputime._diagnosis.pace import Pace
+from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.culprits import of_entry
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import UNEXPLAINED
 from lightning_gputime._measurement.stats import PhaseStats, is_uneven
-from lightning_gputime._measurement.wall_clock import FIRST_STEP, ONCE, STEPS, WallClockBreakdown
+from lightning_gputime._measurement.wall_clock import (
+    FIRST_STEP,
+    ONCE,
+    STEPS,
+    WallClockBreakdown,
+)
 from lightning_gputime._phases import (
     CALLBACK_WAIT,
     CALLBACKS,
     COPY,
     DATA,
     FETCH,
-    LOSS,
-    OPTIMIZER,
-    OTHER,
     SAVES,
     WAIT,
     is_wait,
 )
 
-# Minimum fraction of the step at which a phase of the model's work becomes a separate entry.
-_MIN_OTHER = 0.05
-_MIN_LOSS_ON_HOST_CLOCK = 0.1
-_MIN_LOSS_ON_GPU = 0.2
-_MIN_OPTIMIZER = 0.2
 # Frequent compilations get an entry from these fractions on: of the number of all steps, and of the
 # time of all steps.
 _MIN_COMPILED_STEPS = 0.1
@@ -57,31 +52,45 @@ _MIN_COMPILED_SHARE = 0.2
 # If one step has most of a phase's total time, the phase is a bottleneck only if it also takes this
 # fraction of the other steps.
 _MIN_SHARE_OF_OTHER_STEPS = 0.2
+_MIN_PACE = 0.6  # Minimum fraction of an entry's time in which the host or the GPU sets the pace.
+
+
+@dataclass(slots=True)
+class _Group:
+    """Time of some phases inside steps, as fractions of the step.
+
+    Attributes:
+        share: Time of the group.
+        error: Half-width of the 95 % confidence interval of `share`.
+        phases: Phases and sub-phases of the group, with their times.
+    """
+
+    share: float = 0.0
+    error: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Part:
-    """Time of an entry inside steps, as fractions of the step.
+    """Time of code, or of a phase, inside steps, as fractions of the step by top-level phase."""
 
-    Attributes:
-        share: Time on the GPU's clock.
-        host: Host time.
-        error: Half-width of the 95 % confidence interval of `share`.
-    """
-
-    share: float = 0.0
-    host: float = 0.0
+    line: LineRow | None = None
+    gpu: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    host: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     error: float = 0.0
 
-    def add(self, share: float, host: float = 0.0, error: float = 0.0) -> None:
-        self.share += share
-        self.host += host
+    @property
+    def share(self) -> float:
+        return sum(self.gpu.values()) + sum(self.host.values())
+
+    def add(self, top: str, gpu: float, host: float, error: float) -> None:
+        self.gpu[top] += gpu
+        self.host[top] += host
         self.error = (self.error**2 + error**2) ** 0.5
 
 
-def break_down(m: Measurement, setup: TrainingSetup, pace: Pace) -> TimeBreakdown:
-    """Return the time breakdown, with the advice on each entry."""
-    work = CPU_WORK if m.on_host_clock else GPU_WORK
+def break_down(m: Measurement, setup: TrainingSetup) -> TimeBreakdown:
+    """Return the time breakdown, without advice."""
     wall_clock = m.wall_clock or WallClockBreakdown({})
     scope = "training" if setup.is_own_loop else "fit"
     if STEPS not in wall_clock.entries_s:  # Before the second step.
@@ -91,74 +100,265 @@ def break_down(m: Measurement, setup: TrainingSetup, pace: Pace) -> TimeBreakdow
     entries_s = dict(wall_clock.entries_s)
     # The entry `steps` of the wall clock excludes checkpoints, but the step time includes them.
     steps_s, saves_s = entries_s.pop(STEPS), wall_clock.saves_in_steps_s
-    saves_share = saves_s / (steps_s + saves_s or 1.0)
-    parts = _parts_of_step(m, pace, work, saves_share)
-    share_without_saves = 1.0 - parts.pop(SAVES).share
+    groups = _groups(m, saves_s / (steps_s + saves_s or 1.0))
+    share_without_saves = 1.0 - groups.pop(SAVES, _Group()).share
     # The entry of the first step is only its excess over a usual step.
     first_step_s = entries_s.get(FIRST_STEP, 0.0)
     usual_step_s = min(share_without_saves * m.step.mean_ms / 1e3, first_step_s)
     if first_step_s:
         entries_s[FIRST_STEP] = first_step_s - usual_step_s
-    # Parts are fractions of the step with checkpoints, so scale the time of all steps accordingly.
+    # Groups are fractions of the step with checkpoints, so scale the time of all steps accordingly.
     all_steps_s = 0.0
     if share_without_saves > 0:
         all_steps_s = (steps_s + usual_step_s) / share_without_saves
     wall_s = sum(entries_s.values()) + share_without_saves * all_steps_s
+    steps_share = all_steps_s / wall_s
     rows = []
-    for name in dict.fromkeys([*entries_s, *parts]):
-        part = parts[name]
+    parts = _parts(m, groups)
+    for name, part in parts.items():
         # A phase may share its name with an entry outside of steps: add both.
-        seconds = entries_s.get(name, 0.0) + part.share * all_steps_s
-        if seconds > 0 or name == work:
-            culprits = () if is_blurred(name, m) else culprits_of(name, seconds, m)
-            case = Case(name, seconds, m, setup, pace, culprits)
-            share, steps_share = seconds / wall_s, all_steps_s / wall_s
-            rows.append(_entry(case, part, share, steps_share))
+        seconds = entries_s.pop(name, 0.0) + part.share * all_steps_s
+        if seconds > 0:
+            rows.append(
+                _entry_in_steps(name, part, seconds / wall_s, steps_share, m, setup, wall_s)
+            )
+    for name, seconds in entries_s.items():
+        if seconds > 0:
+            rows.append(_entry_outside(name, seconds, wall_s, m))
     mfu = m.mfu
     return TimeBreakdown(
         rows=tuple(sorted(rows, key=lambda row: -row.seconds)),
         wall_s=wall_s,
         scope=scope,
-        work=work,
+        step_ms=m.step.mean_ms,
+        steps_share=steps_share,
         # MFU above 1 means that the FLOPs or the peak are wrong.
         peak_share=None if mfu is None or mfu > 1 else mfu * all_steps_s / wall_s,
-        unknown=_unknown(m),
+        unknown="" if m.on_host_clock or m.stage or mfu is not None else "MFU (pass flops=)",
     )
 
 
-def _entry(case: Case, part: _Part, share: float, steps_share: float) -> Entry:
-    """Return an entry.
+# Inside steps
+
+
+def _groups(m: Measurement, saves_share: float) -> dict[str, _Group]:
+    """Return the groups of phases of a step, whose shares add up to 1.
 
     Args:
-        case: The entry's name and time, with the facts on which its advice depends.
-        part: The entry's time inside steps.
-        share: Fraction of the wall clock that the entry takes.
-        steps_share: Fraction of the wall clock that all steps take.
+        m: Measurement of the run.
+        saves_share: Fraction of the step that checkpoints take.
     """
-    name, m = case.entry, case.m
-    # In launch-bound training, removing an entry may save more than its own time.
-    extra_share = max(_removable_share(name, part, m, case.pace) - part.share, 0.0)
-    saved_share = share + extra_share * steps_share
+    groups = defaultdict[str, _Group](_Group)
+    has_parts_of_data = not {FETCH, COPY}.isdisjoint(m.rows)
+
+    def group_of(name: str) -> str:
+        top = name.partition("/")[0]
+        if name in (WAIT, CALLBACK_WAIT):
+            return OTHER_RANKS
+        if is_wait(name):
+            return COMMUNICATION
+        if name in (FETCH, COPY):
+            return name
+        return TRANSFER_HOOKS if top == DATA and has_parts_of_data else top
+
+    def move(source: str, target: str, share: float) -> float:
+        """Move up to `share` from one group to another, and return the share moved."""
+        moved = max(min(share, groups[source].share), 0.0)
+        groups[source].share -= moved
+        groups[target].share += moved
+        return moved
+
+    for name, row in m.rows.items():
+        inner = [m.rows[other].share for other in m.rows if other.rpartition("/")[0] == name]
+        own = max(row.share - sum(inner), 0.0)
+        group = groups[group_of(name)]
+        group.share += own
+        group.phases[name] = own
+        if "/" not in name or group_of(name) != group_of(name.partition("/")[0]):
+            group.error = (group.error**2 + row.share_error**2) ** 0.5
+    move(CALLBACKS, SAVES, saves_share)  # In a step, checkpoints are part of callbacks.
+    if m.slow is not None:
+        for name, causes in m.slow.lost_shares.items():
+            for cause, share in causes.items():
+                if cause != UNEXPLAINED:
+                    move(group_of(name), f"{SLOW}{cause}", share)
+    model = [name for name in MODEL_PHASES if name in groups]
+    # Frequent compilations lengthen all steps, so they are not causes of slow steps.
+    missing_share = _frequent_compilations(m) - groups[COMPILATIONS].share
+    for name in model:
+        missing_share -= move(name, COMPILATIONS, missing_share)
+    if (ranks := m.ranks) is not None and ranks.slowest_rank is not None:
+        # These are times of rank zero. It waits for the slowest rank, unless it is the slowest.
+        source = group_of(ranks.phase) if ranks.slowest_rank == 0 else COMMUNICATION
+        move(source, SLOWEST_RANK, ranks.behind_median_ms / m.step.mean_ms)
+    added = m.added_share or 0.0
+    for name in model:
+        added -= move(name, TIMING, added)
+    groups[NOT_SAMPLED].share += m.not_sampled_share
+    if model:  # Add rounding errors to the model.
+        rest = 1.0 - sum(group.share for group in groups.values())
+        groups[model[0]].share = max(groups[model[0]].share + rest, 0.0)
+    return {name: group for name, group in groups.items() if group.share > 0}
+
+
+def _parts(m: Measurement, groups: Mapping[str, _Group]) -> dict[str, _Part]:
+    """Divide the groups into the entries of a step.
+
+    Groups that a verdict names stay whole. The phases of the model, callbacks and other code are
+    divided by the code that is the reason for their time.
+    """
+    parts = defaultdict[str, _Part](_Part)
+    group_of_phase = {phase: name for name, group in groups.items() for phase in group.phases}
+
+    def is_whole(name: str) -> bool:
+        return name in CODES or name not in STANDARD_PHASES or name in (TIMING, NOT_SAMPLED)
+
+    def part_of(row: LineRow) -> _Part:
+        """Return the entry of some code: its own, or that of the group in which it runs."""
+        name = group_of_phase.get(row.main_phase, "")
+        if name and is_whole(name):
+            return parts[name]
+        part = parts[str(row).replace("`", "")]
+        part.line = part.line or row
+        return part
+
+    for name, group in groups.items():
+        known = sum(group.phases.values())
+        if not known:  # Causes of slow steps, for example.
+            parts[name].host[name] += group.share
+            parts[name].error = group.error
+            continue
+        for phase, own in group.phases.items():
+            share, top = group.share * own / known, phase.partition("/")[0]
+            error = group.error * own / known
+            host_paced = 1.0 if m.on_host_clock else m.host_paced.get(phase, 1.0)
+            rows = [row for row in m.lines if not row.entry and phase in row.phases]
+            all_ms = sum(row.phases[phase].ms for row in rows)
+            if not all_ms:
+                part = parts[name if is_whole(name) else top]
+                part.add(top, (1 - host_paced) * share, host_paced * share, error)
+                continue
+            for row in rows:
+                found = row.phases[phase]
+                of_phase = found.ms / all_ms
+                factor = share / all_ms
+                part = parts[name]
+                if not is_whole(name):
+                    # Without a function, it is time in steps that were not examined.
+                    part = part_of(row) if row.function else parts[f"{top} (not examined)"]
+                estimate = row.error_ms * found.ms / (row.ms or 1.0) / (m.step.mean_ms or 1.0)
+                total_error = ((error * of_phase) ** 2 + estimate**2) ** 0.5
+                own_host_ms = found.host_ms - found.idle_ms
+                part.add(top, factor * found.gpu_ms, factor * own_host_ms, total_error)
+                if found.idle_ms:
+                    part_of(row).add(top, 0.0, factor * found.idle_ms, 0.0)
+    return {name: part for name, part in parts.items() if part.share > 0}
+
+
+def _entry_in_steps(
+    name: str,
+    part: _Part,
+    share: float,
+    steps_share: float,
+    m: Measurement,
+    setup: TrainingSetup,
+    wall_s: float,
+) -> Entry:
+    gpu, host = sum(part.gpu.values()), sum(part.host.values())
+    pace = ""
+    if part.share and name not in (TIMING, NOT_SAMPLED):
+        of_host = host / part.share
+        pace = "host" if of_host >= _MIN_PACE else "GPU" if of_host <= 1 - _MIN_PACE else "both"
     error = part.error * steps_share
-    is_time_known = not is_blurred(name, m) and error < share
+    tops = {*part.gpu, *part.host}
+    is_known = error < share and not any(is_blurred(top, m) for top in tops)
     is_removable = (
-        is_time_known
-        and name not in (GPU_WORK, CPU_WORK, TIMING, NOT_SAMPLED)
-        and not (name == DATA and may_hide_evaluations(m, case.setup))
+        is_known
+        and name not in (TIMING, NOT_SAMPLED)
+        and not (name == DATA and may_hide_evaluations(m, setup))
     )
-    can_be_bottleneck = is_removable and not (name in m.rows and _is_of_one_step(m.rows[name], m))
-    code = CODES.get(name, PHASE_BOUND if name in m.rows else "")
-    has_speed_up = is_removable and name not in ONCE and saved_share < 1
+    rows = [m.rows[top] for top in tops if top in m.rows]
+    can_be_bottleneck = is_removable and not (rows and all(_is_of_one_step(row, m) for row in rows))
+    saved_share = share
+    if pace == "GPU" and m.host_wait_mean_ms > 0:
+        # Without this work, the host sets the pace: no step is shorter than its time on the host.
+        limit = m.host_wait_mean_ms / (m.step.mean_ms or 1.0) + host
+        saved_share = min(saved_share, max(limit, 0.0) * steps_share)
+    step_ms = m.step.mean_ms
     return Entry(
         name=name,
-        seconds=case.seconds,
+        seconds=share * wall_s,
         share=share,
         error=error,
-        speed_up=1 / (1 - saved_share) if has_speed_up else None,
-        code=code if can_be_bottleneck else "",
-        advice=advise(case, max(share, saved_share)) if is_time_known else (),
-        culprits=case.culprits,
+        speed_up=1 / (1 - saved_share) if is_removable and saved_share < 1 else None,
+        code=_code_of(name, part, pace, m) if can_be_bottleneck else "",
+        pace=pace,
+        phases_ms={top: (part.gpu[top] + part.host[top]) * step_ms for top in sorted(tops)},
+        host_share=host * steps_share,
+        line=part.line,
+        lines=_lines_in(name, m) if part.line is None else (),
     )
+
+
+def _code_of(name: str, part: _Part, pace: str, m: Measurement) -> str:
+    if name in CODES:
+        return CODES[name]
+    if m.on_host_clock:
+        return COMPUTE_BOUND if _is_of_model(part) else HOST_BOUND
+    return GPU_BOUND if pace == "GPU" else HOST_BOUND
+
+
+def _is_of_model(part: _Part) -> bool:
+    in_model = sum(part.gpu[top] + part.host[top] for top in MODEL_PHASES)
+    return in_model >= 0.5 * part.share
+
+
+def _lines_in(name: str, m: Measurement) -> tuple[LineRow, ...]:
+    """Return the code that runs in an entry that is not code, the longest first."""
+    if name in INPUT_ENTRIES:
+        phases = (name,) if name in (FETCH, COPY) else (DATA,)
+    else:
+        phases = (name,)
+    found = []
+    for row in m.lines:
+        inside = {phase: part for phase, part in row.phases.items() if phase in phases}
+        if inside and row.function and not row.entry:
+            found.append(replace(row, phases=inside))
+    return tuple(sorted(found, key=lambda row: -row.ms))
+
+
+# Outside of steps
+
+
+def _entry_outside(name: str, seconds: float, wall_s: float, m: Measurement) -> Entry:
+    share = seconds / wall_s
+    rows = [row for row in m.lines if row.entry == name and row.function]
+    return Entry(
+        name=name,
+        seconds=seconds,
+        share=share,
+        speed_up=1 / (1 - share) if name not in ONCE and share < 1 else None,
+        code=CODES.get(name, ""),
+        lines=_scaled(rows, 1e3 * seconds),
+    )
+
+
+def _scaled(rows: Sequence[LineRow], entry_ms: float) -> tuple[LineRow, ...]:
+    """Return rows of examined occurrences, scaled to the time of all of them."""
+    all_ms = sum(row.ms for row in rows)
+    factor = entry_ms / all_ms if all_ms else 0.0
+    scaled = [
+        replace(
+            row,
+            phases={
+                phase: PhasePart(factor * part.gpu_ms, factor * part.host_ms)
+                for phase, part in row.phases.items()
+            },
+            error_ms=factor * row.error_ms,
+        )
+        for row in rows
+    ]
+    return tuple(sorted(scaled, key=lambda row: -row.ms))
 
 
 def _is_of_one_step(row: PhaseStats, m: Measurement) -> bool:
@@ -187,74 +387,6 @@ def may_hide_evaluations(m: Measurement, setup: TrainingSetup) -> bool:
     return is_time_before_forward and row is not None and is_uneven(row)
 
 
-def _removable_share(name: str, part: _Part, m: Measurement, pace: Pace) -> float:
-    """Return the maximum fraction of the step that removing an entry would save.
-
-    In launch-bound training, this is the entry's host time: its GPU time may be small while the GPU
-    works through its queue. No step can be shorter than its GPU work.
-    """
-    if pace.code != LAUNCH_BOUND or name in (LAUNCH_GAPS, COMMUNICATION):
-        return part.share
-    busy_ms = sum(
-        row.frequency * (row.gpu_busy_mean_ms or 0.0)
-        for other, row in m.rows.items()
-        if "/" not in other
-    )
-    return min(max(part.share, part.host), 1 - busy_ms / m.step.mean_ms)
-
-
-def _parts_of_step(
-    m: Measurement, pace: Pace, work: str, saves_share: float
-) -> defaultdict[str, _Part]:
-    """Return the entries of a step, whose shares add up to 1.
-
-    Args:
-        m: Measurement of the run.
-        pace: Component that sets the pace of a step.
-        work: Name of the entry for the model's work.
-        saves_share: Fraction of the step that checkpoints take.
-    """
-    entry_of = _entries_of_phases(m, pace, work)
-    parts = defaultdict[str, _Part](_Part)
-
-    def move(source: str, entry: str, share: float) -> float:
-        """Move up to `share` from one entry to another, and return the share moved."""
-        moved = max(min(share, parts[source].share), 0.0)
-        parts[source].add(-moved)
-        parts[entry].add(moved)
-        return moved
-
-    for name, row in m.rows.items():
-        entry, parent = entry_of(name), entry_of(name.partition("/")[0])
-        if "/" not in name or entry != parent:
-            parts[entry].add(row.share, m.host_share(name), row.share_error)
-            if "/" in name:  # The phase includes this sub-phase, which has another entry.
-                parts[parent].add(-row.share, -m.host_share(name))
-    move(CALLBACKS, SAVES, saves_share)  # In a step, checkpoints are part of callbacks.
-    moved_from_work = 0.0
-    if m.slow is not None:
-        for name, causes in m.slow.lost_shares.items():
-            for cause, share in causes.items():
-                if cause != UNEXPLAINED:
-                    source = entry_of(name)
-                    moved = move(source, f"{SLOW}{cause}", share)
-                    moved_from_work += moved if source == work else 0.0
-    # Frequent compilations lengthen all steps, so they are not causes of slow steps.
-    missing_share = _frequent_compilations(m) - parts[COMPILATIONS].share
-    moved_from_work += move(work, COMPILATIONS, missing_share)
-    if (ranks := m.ranks) is not None and ranks.slowest_rank is not None:
-        # These are times of rank zero. It waits for the slowest rank, unless it is the slowest.
-        source = entry_of(ranks.phase) if ranks.slowest_rank == 0 else COMMUNICATION
-        move(source, SLOWEST_RANK, ranks.behind_median_ms / m.step.mean_ms)
-    # Probes exclude slow steps, so do not count the excess of slow steps as launch gaps.
-    move(work, LAUNCH_GAPS, (m.launch_gap_share or 0.0) - moved_from_work)
-    move(work, TIMING, m.added_share or 0.0)
-    parts[NOT_SAMPLED].add(m.not_sampled_share)
-    # Add rounding errors to the work.
-    parts[work].add(1.0 - sum(part.share for part in parts.values()))
-    return parts
-
-
 def _frequent_compilations(m: Measurement) -> float:
     """Return the fraction of the steps' time in which torch compiles; 0 if low or if rare."""
     compiled_code = of_entry(m.culprits, COMPILATIONS)
@@ -266,43 +398,3 @@ def _frequent_compilations(m: Measurement) -> float:
     is_frequent = sum(code.calls for code in compiled_code) >= _MIN_COMPILED_STEPS * steps
     share = 1e3 * compiled_s / (steps * m.step.mean_ms) if is_frequent and steps else 0.0
     return share if share >= _MIN_COMPILED_SHARE else 0.0
-
-
-def _entries_of_phases(m: Measurement, pace: Pace, work: str) -> Callable[[str], str]:
-    """Return a function that maps a phase or sub-phase to its entry."""
-    if m.on_host_clock:
-        is_long_loss = m.share(LOSS) >= _MIN_LOSS_ON_HOST_CLOCK
-    else:
-        is_long_loss = pace.code == LAUNCH_BOUND and m.host_share(LOSS) >= _MIN_LOSS_ON_GPU
-    is_separate: Mapping[str, bool] = {
-        OTHER: m.share(OTHER) >= _MIN_OTHER or m.host_share(OTHER) >= _MIN_OTHER,
-        LOSS: is_long_loss,
-        OPTIMIZER: m.on_host_clock and m.share(OPTIMIZER) >= _MIN_OPTIMIZER,
-    }
-    entry_of_data = TRANSFER_HOOKS if {FETCH, COPY} & m.rows.keys() else DATA
-
-    def entry_of(name: str) -> str:
-        top = name.partition("/")[0]
-        if name in (WAIT, CALLBACK_WAIT):
-            return OTHER_RANKS
-        if is_wait(name):
-            return COMMUNICATION
-        if name in (FETCH, COPY):
-            return name
-        if top == DATA:
-            return entry_of_data
-        if top not in STANDARD_PHASES or top == CALLBACKS or is_separate.get(top):
-            return top
-        return work
-
-    return entry_of
-
-
-def _unknown(m: Measurement) -> str:
-    """Return what was not measured, with the options that measure it."""
-    if m.on_host_clock or m.stage:
-        return ""
-    how = "no step can be probed" if m.probe_failure else "pass probe_every_n_steps=100"
-    gaps = "" if m.probed_steps else f"launch gaps ({how})"
-    peak = "" if m.mfu is not None else "MFU (pass flops=)"
-    return ", ".join(filter(None, (gaps, peak)))

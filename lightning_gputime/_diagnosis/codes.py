@@ -16,64 +16,52 @@ from lightning_gputime._measurement.wall_clock import (
     VALIDATION,
 )
 from lightning_gputime._phases import (
-    CALLBACKS,
+    BACKWARD,
     COPY,
     DATA,
     FETCH,
+    FORWARD,
     GENERATE,
-    LOSS,
     OPTIMIZER,
-    OTHER,
     PHASES,
     REWARD,
     TRAINING_STEP,
 )
 
-GPU_BOUND, LAUNCH_BOUND, SYNC_BOUND = "GPU-bound", "launch-bound", "sync-bound"
-COMPUTE_BOUND, COMMUNICATION_BOUND = "compute-bound", "communication-bound"
-PHASE_BOUND = "phase-bound"  # Verdict on a phase named by the user.
+INPUT_BOUND = "input-bound"  # The step waits for data.
+HOST_BOUND = "host-bound"  # A line keeps the GPU waiting; on a CPU, a line outside of the model.
+LAUNCH_BOUND = "launch-bound"  # The GPU waits for launches of the model's work, at many lines.
+GPU_BOUND, COMPUTE_BOUND = "GPU-bound", "compute-bound"  # The model's work, on a GPU or a CPU.
+COMMUNICATION_BOUND, STRAGGLER_BOUND = "communication-bound", "straggler-bound"
+OVERHEAD_BOUND = "overhead-bound"  # Code outside of steps.
 
-# Names of entries that are not phases.
+# Names of entries that are neither phases nor code.
 TRANSFER_HOOKS = "data (transfer hooks)"  # `data` without its parts fetch and copy.
 COMMUNICATION = "communication"
 OTHER_RANKS = "other ranks"
 SLOWEST_RANK = "the slowest rank"
-LAUNCH_GAPS = "launch gaps"
 SLOW = "slow steps: "
 COLLECTIONS, COMPILATIONS = f"{SLOW}garbage collection", f"{SLOW}compilation"
 ALLOCATOR, CONTENTION = f"{SLOW}the allocator", f"{SLOW}{OFF_CPU}"
 TIMING = "timing itself"
 NOT_SAMPLED = "not sampled"
-GPU_WORK, CPU_WORK = "GPU work", "CPU work"
 
 STANDARD_PHASES = (*PHASES, GENERATE, REWARD, TRAINING_STEP)  # All except phases named by the user.
+MODEL_PHASES = (FORWARD, BACKWARD, OPTIMIZER, TRAINING_STEP)  # Phases of the model's own work.
+INPUT_ENTRIES = (DATA, FETCH, TRANSFER_HOOKS, COPY)
 
-# Verdict code of each entry that can be the bottleneck.
+# Verdict code of each entry that is not code of the user.
 CODES: Mapping[str, str] = {
-    DATA: "input-bound",
-    FETCH: "input-bound",
-    TRANSFER_HOOKS: "input-bound",
-    COPY: "copy-bound",
-    CALLBACKS: "callback-bound",
+    **dict.fromkeys(INPUT_ENTRIES, INPUT_BOUND),
     COMMUNICATION: COMMUNICATION_BOUND,
-    OTHER_RANKS: "rank-bound",
-    SLOWEST_RANK: "rank-bound",
-    LAUNCH_GAPS: LAUNCH_BOUND,
-    LOSS: "loss-bound",
-    OPTIMIZER: "optimizer-bound",
-    OTHER: "other-bound",
-    COLLECTIONS: "gc-bound",
-    COMPILATIONS: "compile-bound",
-    ALLOCATOR: "allocator-bound",
-    CONTENTION: "cpu-contention",
-    VALIDATION: "validation-bound",
-    EVALUATION: "evaluation-bound",
-    CHECKPOINTS: "checkpoint-bound",
-    EPOCH_ENDS: "epoch-end-bound",
-    SET_UP: "startup-bound",
-    SANITY_CHECK: "startup-bound",
-    FIRST_STEP: "startup-bound",
-    TEAR_DOWN: "tear-down-bound",
-    PAUSED: "paused-bound",
-    BETWEEN_LOOPS: "between-loops-bound",
+    OTHER_RANKS: STRAGGLER_BOUND,
+    SLOWEST_RANK: STRAGGLER_BOUND,
+    **dict.fromkeys((COLLECTIONS, COMPILATIONS, ALLOCATOR, CONTENTION), HOST_BOUND),
+    **dict.fromkeys(
+        (
+            *(VALIDATION, EVALUATION, CHECKPOINTS, EPOCH_ENDS, PAUSED, BETWEEN_LOOPS),
+            *(SET_UP, SANITY_CHECK, FIRST_STEP, TEAR_DOWN),
+        ),
+        OVERHEAD_BOUND,
+    ),
 }

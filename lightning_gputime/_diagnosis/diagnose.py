@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 
+from lightning_gputime._diagnosis.advice import Case, advise, advise_on_launches
 from lightning_gputime._diagnosis.breakdown import break_down, is_blurred, may_hide_evaluations
 from lightning_gputime._diagnosis.codes import (
     COMMUNICATION_BOUND,
+    COMPUTE_BOUND,
     GPU_BOUND,
+    INPUT_BOUND,
     LAUNCH_BOUND,
-    SYNC_BOUND,
+    MODEL_PHASES,
+    OVERHEAD_BOUND,
 )
 from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, Grade, TimeBreakdown
-from lightning_gputime._diagnosis.pace import Pace, pace_of
-from lightning_gputime._diagnosis.repeated import repeated_calls
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
@@ -23,9 +25,8 @@ from lightning_gputime._phases import DATA
 # uses the same thresholds to grade input pipelines.
 _MIN_BOTTLENECK = 0.2
 _MIN_REPORTED = 0.05
-# If the CPU blocks on the GPU, other entries grow as a consequence. So they need a larger fraction
-# to be the bottleneck.
-_MIN_BOTTLENECK_IF_SYNC = 0.3
+_MIN_LAUNCHES = 0.3  # The same for launches at many lines, which cannot all be removed.
+_MIN_OF_LAUNCHES = 0.5  # With this fraction of all launches, a line is the bottleneck itself.
 _MIN_BATCHES = 20  # Shorter evaluations get no diagnosis.
 _MAX_LOST = 0.99  # Maximum lost fraction of a run, which caps the promised speed-up at 100x.
 _MIN_SLOWDOWN = 0.1  # A slowdown that costs this fraction of the run is in the headline.
@@ -36,51 +37,46 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     """Return the diagnosis of a training run.
 
     The bottleneck is the entry of the time breakdown whose removal would speed up training the
-    most. If no entry is large enough, it is the component that sets the pace of the model's work.
+    most, if it is large enough. Otherwise the model's own work is the bottleneck, and the headline
+    names the line with most of it.
     """
     m = measurement
     is_short = m.stage and m.steps < _MIN_BATCHES
     if m.is_warmup or is_short or not m.steps or not m.step.mean_ms > 0:
         return Diagnosis()
-    pace = pace_of(m)
-    breakdown = break_down(m, setup, pace)
-    blurred_share = sum(row.share for row in breakdown.rows if is_blurred(row.name, m))
-    if blurred_share >= _MIN_BOTTLENECK and pace.code != GPU_BOUND:
+    breakdown = break_down(m, setup)
+    rows = [
+        replace(row, advice=advise(Case(row, breakdown, m, setup)))
+        if row.error < row.share
+        else row
+        for row in breakdown.rows
+    ]
+    breakdown = replace(breakdown, rows=tuple(rows))
+    blurred_share = sum(
+        row.share for row in rows if any(is_blurred(name, m) for name in (row.name, *row.phases_ms))
+    )
+    if blurred_share >= _MIN_BOTTLENECK and _gpu_share(breakdown) < 1 - _MIN_BOTTLENECK:
         # The bottleneck may be in phases whose times cannot be separated.
         return Diagnosis(time_breakdown=breakdown)
     unclear_share = breakdown[DATA].share if may_hide_evaluations(m, setup) else 0.0
     unclear = _UNCLEAR.format(percent(unclear_share), breakdown.scope)
-    if unclear_share >= _MIN_BOTTLENECK and pace.code != GPU_BOUND:
+    if unclear_share >= _MIN_BOTTLENECK:
         advice = _advice_of(breakdown, first=DATA)
         return Diagnosis(headline=unclear, time_breakdown=breakdown, advice=advice)
-    found = _bottleneck(breakdown, pace, is_complete=not (m.blurred or unclear_share))
+    found = _bottleneck(breakdown, m, setup)
     headline = found.headline
     if found.code == COMMUNICATION_BOUND and m.ranks is not None and m.ranks.suspect is not None:
         headline += f"; rank {m.ranks.suspect} may be the cause"
     if unclear_share >= _MIN_REPORTED:
         headline += f"; {unclear}"
-        advised_first = DATA
-    elif found.code == SYNC_BOUND:
-        # The entry of the model's work has the advice on calls that block the CPU.
-        advised_first = breakdown.work
-    else:
-        advised_first = found.entry
-    advice = _advice_of(breakdown, first=advised_first)
-    is_removable = found.entry != breakdown.work
-    bottleneck_share = _saved_share(breakdown[found.entry]) if is_removable else 0.0
-    # Advice on repeated calls or a slowdown that cost more than the bottleneck comes first.
-    if pace.code != GPU_BOUND and (repeated := repeated_calls(m)) is not None:
-        if repeated.share > bottleneck_share:
-            headline += f"; {repeated}"
-            advice = (repeated.advice, *advice)
-        else:
-            advice = (*advice, repeated.advice)
+    advice = (*found.advice, *_advice_of(breakdown, first=found.entry))
     if (slowdown := m.slowdown) is not None and slowdown.lost_share >= _MIN_SLOWDOWN:
         headline += f"; {slowdown}"
         on_slowdown = _advice_on(slowdown)
-        is_first = slowdown.lost_share > bottleneck_share
+        is_first = slowdown.lost_share > _saved_share(breakdown[found.entry])
         advice = (on_slowdown, *advice) if is_first else (*advice, on_slowdown)
-    return replace(found, headline=headline, advice=advice)
+    unique = tuple({item.text: item for item in advice}.values())
+    return replace(found, headline=headline, time_breakdown=breakdown, advice=unique)
 
 
 def _advice_on(slowdown: Slowdown) -> Advice:
@@ -100,58 +96,97 @@ def _advice_on(slowdown: Slowdown) -> Advice:
     return Advice("slowdown", text, {"step": slowdown.since_step, "phase": slowdown.phase})
 
 
-def _bottleneck(breakdown: TimeBreakdown, pace: Pace, *, is_complete: bool) -> Diagnosis:
-    """Return the diagnosis without advice.
-
-    Args:
-        breakdown: The time breakdown.
-        pace: Component that sets the pace of a step.
-        is_complete: True if no entry is blurred or unclear. Only then may the headline say that
-            everything else takes little time.
-    """
-
-    def diagnosis(code: str, entry: str, grade: Grade, headline: str) -> Diagnosis:
-        return Diagnosis(code, grade, entry, headline, breakdown)
-
-    entries = sorted((row for row in breakdown.rows if row.code), key=_saved_share, reverse=True)
-    largest = entries[0] if entries else Entry(name="", seconds=0.0, share=0.0)
-    largest_share = _saved_share(largest)
-    min_share = _MIN_BOTTLENECK_IF_SYNC if pace.code == SYNC_BOUND else _MIN_BOTTLENECK
+def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) -> Diagnosis:
+    """Return the diagnosis, with advice that belongs to no entry."""
+    own = [row for row in breakdown.rows if _is_own_work(row)]
+    launches = 0.0 if m.on_host_clock else sum(row.host_share for row in own)
+    # A line with most of the launches is no longer the model's usual work.
+    launching = [row for row in own if row.host_share >= _MIN_OF_LAUNCHES * launches > 0]
+    if launching:
+        own, launches = [row for row in own if row not in launching], 0.0
+    others = [row for row in breakdown.rows if row.code and row not in own]
+    largest = max(others, key=_saved_share, default=Entry("", 0.0, 0.0))
     # The lower end of the interval may be below the minimum, but not below half of it.
-    is_certain = largest_share - largest.error >= min_share / 2
-    if largest_share >= min_share and is_certain:
-        headline = f"{largest.code}: {_describe_cost(largest, breakdown)}"
-        recurring = next((row for row in entries if row.name not in ONCE), None)
+    is_certain = _saved_share(largest) - largest.error >= _MIN_BOTTLENECK / 2
+    is_bottleneck = _saved_share(largest) >= _MIN_BOTTLENECK and is_certain
+    if launches >= _MIN_LAUNCHES and not (is_bottleneck and _saved_share(largest) > launches):
+        headline = f"{LAUNCH_BOUND}: {_describe_launches(own, launches, breakdown)}"
+        if is_bottleneck:
+            headline += f"; apart from that, {_describe(largest, breakdown, m)}"
+        advice = tuple(advise_on_launches(m, setup))
+        entry = largest.name if is_bottleneck else ""
+        return Diagnosis(LAUNCH_BOUND, "bound", entry, headline, advice=advice)
+    if is_bottleneck:
+        headline = f"{largest.code}: {_describe(largest, breakdown, m)}"
+        recurring = next((row for row in others if row.name not in ONCE), None)
         if largest.name in ONCE and recurring and _saved_share(recurring) >= _MIN_REPORTED:
-            cost = _describe_cost(recurring, breakdown)
-            headline += f"; apart from that, {recurring.code}: {cost}"
-        return diagnosis(largest.code, largest.name, "bound", headline)
-    headline = f"{pace.code}: {pace.reason}"
-    if pace.code in (LAUNCH_BOUND, SYNC_BOUND):
-        # In the phases in which the CPU blocks, the GPU runs out of work and idles. So if such a
-        # phase has an entry, name the speed-up without it.
-        blocked = next((row for row in entries if row.name in pace.phases), None)
-        if blocked is None or blocked.speed_up is None or _saved_share(blocked) < _MIN_REPORTED:
-            return diagnosis(pace.code, breakdown.work, "bound", headline)
-        headline += f"; without that the training is up to {blocked.speed_up:.2f}x as fast"
-        return diagnosis(pace.code, blocked.name, "bound", headline)
-    if largest_share >= _MIN_REPORTED:
-        cost = _describe_cost(largest, breakdown)
-        headline = f"{pace.code}; worth a look: {cost} ({largest.code})"
-        return diagnosis(largest.code, largest.name, "worth a look", headline)
-    if (uncertain := _uncertain(breakdown)) is not None:
+            headline += f"; apart from that, {recurring.code}: {_describe(recurring, breakdown, m)}"
+        return Diagnosis(largest.code, "bound", largest.name, headline)
+    code = COMPUTE_BOUND if m.on_host_clock else GPU_BOUND
+    first = max(own, key=lambda row: row.share, default=None)
+    headline, entry = f"{code}: {_describe_pace(breakdown, m)}", ""
+    if first is not None and first.share >= _MIN_REPORTED:
+        entry = first.name
+        headline += f"; {_describe(first, breakdown, m)}"
+    grade: Grade = "balanced"
+    if _saved_share(largest) >= _MIN_REPORTED and largest.error < largest.share:
+        grade = "worth a look"
+        headline += f"; worth a look: {_describe(largest, breakdown, m)} ({largest.code})"
+    elif (uncertain := _uncertain(breakdown)) is not None:
         share = f"{percent(uncertain.share)} ± {percent(uncertain.error)}"
         headline += f"; unclear: `{uncertain.name}` takes {share}: pass every_n_steps=1"
-        return diagnosis(pace.code, breakdown.work, "unknown", headline)
-    if is_complete:
-        headline += ", and everything else takes less than 5 % of the time"
-    return diagnosis(pace.code, breakdown.work, "balanced", headline)
+        grade = "unknown"
+    return Diagnosis(code, grade, entry, headline)
+
+
+def _is_own_work(row: Entry) -> bool:
+    """Return True for an entry that is the model's own work, which cannot simply be removed.
+
+    On a GPU that is what the GPU sets the pace of, and lines of the model where the host does.
+    """
+    if row.code in (GPU_BOUND, COMPUTE_BOUND):
+        return True
+    in_model = sum(row.phases_ms.get(phase, 0.0) for phase in MODEL_PHASES)
+    is_of_phase = row.line is None and row.name.partition(" ")[0] in MODEL_PHASES
+    return is_of_phase or (row.line is not None and in_model >= 0.5 * row.ms_per_step)
+
+
+def _gpu_share(breakdown: TimeBreakdown) -> float:
+    """Return the fraction of the steps in which the GPU sets the pace."""
+    rows = [row for row in breakdown.rows if row.pace]
+    host = sum(row.host_share for row in rows)
+    return 1 - host / (breakdown.steps_share or 1.0)
+
+
+def _describe_pace(breakdown: TimeBreakdown, m: Measurement) -> str:
+    if m.on_host_clock:
+        return "the CPU computes the step"
+    return f"the GPU sets the pace for {percent(_gpu_share(breakdown))} of the step"
+
+
+def _describe_launches(own: list[Entry], share: float, breakdown: TimeBreakdown) -> str:
+    """Return in which phases the GPU waits for launches, as part of a sentence."""
+    phases = {
+        phase: sum(
+            row.host_share * row.phases_ms[phase] / row.ms_per_step
+            for row in own
+            if row.phases_ms.get(phase)
+        )
+        for phase in MODEL_PHASES
+    }
+    parts = ", ".join(
+        f"{percent(part / breakdown.steps_share)} in {phase}"
+        for phase, part in phases.items()
+        if part >= _MIN_REPORTED * share
+    )
+    of_step = percent(share / breakdown.steps_share)
+    return f"the GPU waits for launches for {of_step} of the step ({parts}), at many lines"
 
 
 def _uncertain(breakdown: TimeBreakdown) -> Entry | None:
     """Return the largest entry with an error of at least its share, or None."""
     rows = [row for row in breakdown.rows if row.error >= row.share >= _MIN_REPORTED]
-    return next((row for row in rows if row.name != breakdown.work), None)
+    return next((row for row in rows if not _is_own_work(row)), None)
 
 
 def _saved_share(entry: Entry) -> float:
@@ -159,26 +194,34 @@ def _saved_share(entry: Entry) -> float:
     return entry.share if entry.speed_up is None else 1 - 1 / entry.speed_up
 
 
-def _describe_cost(entry: Entry, breakdown: TimeBreakdown) -> str:
-    """Return the cost of an entry, as part of a sentence."""
+def _describe(entry: Entry, breakdown: TimeBreakdown, m: Measurement) -> str:
+    """Return what an entry costs, as part of a sentence."""
     error = f" ± {percent(entry.error)}" if entry.error >= _MIN_REPORTED else ""
     share = f"{percent(entry.share)}{error} of the {breakdown.scope}"
+    name = str(entry.line) if entry.line is not None else f"`{entry.name}`"
     if entry.name in ONCE:
         took = duration(1e3 * entry.seconds)
-        return f"`{entry.name}` takes {took}, {share}, and occurs once"
-    cost = f"`{entry.name}` takes {share}"
+        return f"{name} takes {took}, {share}, and occurs once"
+    if entry.ms_per_step:
+        ms, step_ms = duration(entry.ms_per_step), duration(breakdown.step_ms)
+        keeps_waiting = entry.pace == "host" and entry.line is not None and not m.on_host_clock
+        does = "keeps the GPU waiting for" if keeps_waiting else "takes"
+        cost = f"{name} {does} {ms} of {step_ms} per step ({share})"
+    else:
+        cost = f"{name} takes {share}"
+    if entry.lines and entry.code in (OVERHEAD_BOUND, INPUT_BOUND):
+        longest = entry.lines[0]
+        all_ms = sum(line.ms for line in entry.lines)
+        if all_ms and longest.ms >= _MIN_OF_LAUNCHES * all_ms:
+            cost += f", most of it at {longest}"
     if entry.speed_up is None:
         return cost
-    if _saved_share(entry) >= 2 * entry.share:
-        # The entry takes little GPU time, but much CPU time, which limits the step.
-        cost = f"`{entry.name}` keeps the CPU from launching work"
     return f"{cost}; without it the training is up to {entry.speed_up:.2f}x as fast"
 
 
 def _advice_of(breakdown: TimeBreakdown, first: str) -> tuple[Advice, ...]:
     """Return the advice on all entries: on the entry `first` first, on the model's work last."""
     rows = sorted(
-        breakdown.rows,
-        key=lambda row: (row.name != first, row.name == breakdown.work, -_saved_share(row)),
+        breakdown.rows, key=lambda row: (row.name != first, _is_own_work(row), -_saved_share(row))
     )
     return tuple({advice.text: advice for row in rows for advice in row.advice}.values())

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning_gputime._diagnosis.culprit import EntryCulprit
+from lightning_gputime._ledger.rows import LineRow
 
 Grade = Literal["bound", "worth a look", "balanced", "unknown"]
 
@@ -29,15 +29,20 @@ class Entry:
     """A row of the time breakdown.
 
     Attributes:
-        name: Name, such as "data/fetch" or "validation".
+        name: Name, such as "data/fetch", "validation" or "EMA.update (ema.py:12)".
         seconds: Wall-clock time (in seconds).
         share: Fraction of the wall clock, from 0 to 1.
-        error: Half-width of the 95 % confidence interval of `share`; 0.0 if every step was timed.
+        error: Half-width of the 95 % confidence interval of `share`; 0.0 if it was not estimated.
         speed_up: Maximum speed-up of the training if the entry is removed, such as 1.25; None if it
             cannot be removed, occurs once, or is unknown.
         code: Verdict code if this is the bottleneck; empty if it cannot be the bottleneck.
+        pace: "host" or "GPU" if one of them sets the pace for most of the time in steps, else
+            "both"; empty outside of steps.
+        phases_ms: Time per step by top-level phase, for entries in steps.
+        host_share: Part of `share` in which the host sets the pace.
+        line: Code that the entry is about; None for a phase, or time outside of steps.
+        lines: Code that runs in the entry, the longest first.
         advice: Recommended actions.
-        culprits: Code that takes the time, the most important first.
     """
 
     name: str
@@ -46,8 +51,17 @@ class Entry:
     error: float = 0.0
     speed_up: float | None = None
     code: str = ""
+    pace: str = ""
+    phases_ms: Mapping[str, float] = field(default_factory=dict)
+    host_share: float = 0.0
+    line: LineRow | None = None
+    lines: tuple[LineRow, ...] = ()
     advice: tuple[Advice, ...] = ()
-    culprits: tuple[EntryCulprit, ...] = ()
+
+    @property
+    def ms_per_step(self) -> float:
+        """Time per step (in milliseconds); 0 outside of steps."""
+        return sum(self.phases_ms.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +72,8 @@ class TimeBreakdown:
         rows: Entries, the largest first.
         wall_s: Total time (in seconds).
         scope: "fit" or "training" if the whole training is included, else "timed steps".
-        work: Name of the entry for the model's work, "GPU work" or "CPU work".
+        step_ms: Mean time of a step (in milliseconds).
+        steps_share: Fraction of the wall clock that all steps take.
         peak_share: Fraction of the wall clock that the model's FLOPs would take at the GPU's peak
             FLOP/s, that is, MFU over the whole run; None if unknown.
         unknown: Quantities that were not measured, with the options that measure them.
@@ -67,7 +82,8 @@ class TimeBreakdown:
     rows: tuple[Entry, ...]
     wall_s: float
     scope: str
-    work: str
+    step_ms: float = 0.0
+    steps_share: float = 1.0
     peak_share: float | None = None
     unknown: str = ""
 
@@ -92,12 +108,13 @@ class Diagnosis:
 
     Attributes:
         code: Verdict code, such as "input-bound"; empty if unknown.
-        grade: "bound" from 20 % of the wall clock on, "worth a look" from 5 %, "balanced" below.
-            Launch- and sync-bound training is always "bound"; "unknown" if it cannot be decided.
-        entry: Entry that is the bottleneck; empty if unknown.
+        grade: "bound" from 20 % of the wall clock on, "worth a look" from 5 %, "balanced" below and
+            for the model's own work; "unknown" if it cannot be decided.
+        entry: Name of the entry that is the bottleneck; empty if it is the model's work at many
+            lines, or unknown.
         headline: Verdict as a sentence.
         time_breakdown: Wall clock by entry; None if unknown.
-        advice: Recommended actions, on the bottleneck first and on the model's work last.
+        advice: Recommended actions, on the bottleneck first.
     """
 
     code: str = ""

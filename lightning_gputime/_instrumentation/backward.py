@@ -21,6 +21,7 @@ from lightning_gputime._instrumentation.loop import Loop, is_engine
 from lightning_gputime._instrumentation.module_hooks import hook_before
 from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
 from lightning_gputime._instrumentation.patching import Attachments, Subscription
+from lightning_gputime._ledger.examiner import Examiner
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_GRAD,
@@ -58,10 +59,11 @@ class BackwardBoundary:
         loop: Loop,
         forward: ForwardBoundary,
         optimizer: OptimizerBoundary,
+        examiner: Examiner | None,
         *,
         shared: bool,
     ) -> None:
-        self._recorder = recorder
+        self._recorder, self._examiner = recorder, examiner
         self._batch, called = loop.batch, loop.called
         self._forward = forward
         self._optimizer = optimizer
@@ -84,7 +86,7 @@ class BackwardBoundary:
             attachments.add(hook_before(module.module, self._enter_inside_ddp))
 
     def on_call_start(
-        self, tensors: Any = None, *_: Any, accumulate_grad: bool = True, **__: Any
+        self, tensors: Any = None, *args: Any, accumulate_grad: bool = True, **kwargs: Any
     ) -> bool:
         """Mark the start. Return False for a backward inside a backward or of another timer."""
         recorder = self._recorder
@@ -100,7 +102,7 @@ class BackwardBoundary:
         # `torch.autograd.grad` does not accumulate gradients. It is a backward only in a pipeline
         # stage, which calls it for the gradients of its inputs, and later for those of its weights.
         if not accumulate_grad and not runs_for_pipeline():
-            return self._grad_begins()
+            return self._grad_begins(tensors, args, kwargs)
         if not self._forward.calls and self._was_other_model_called():
             return False  # The backward of another timer's model.
         if not self._forward.has_trained:
@@ -113,7 +115,15 @@ class BackwardBoundary:
         recorder.mark(BACKWARD)
         if self._marks_comm:
             self._hook_loss_tensors(tensors)
+        self._examine(tensors, args, kwargs)
         return True
+
+    def _examine(self, tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Mark the lines of forward in the backward that begins, if the step is examined."""
+        if self._examiner is not None and self._examiner.watch.is_on:
+            # torch passes grad_tensors, retain_graph and create_graph by position.
+            creates_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
+            self._examiner.backward_begins(tensors, creates_graph=bool(creates_graph))
 
     def _on_untimed_backward(self) -> None:
         """Handle a backward in an untimed step.
@@ -126,7 +136,7 @@ class BackwardBoundary:
         if is_in_loop and is_of_model and self._optimizer.has_any:
             self._forward.backward_begins()
 
-    def _grad_begins(self) -> bool:
+    def _grad_begins(self, tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Mark the start of `torch.autograd.grad`. Its phase depends on the next label."""
         # Ignore a gradient inside a model call, which the model needs for its output, and a
         # gradient without a model call, such as a compiler's.
@@ -138,6 +148,7 @@ class BackwardBoundary:
             return False
         self._label_after = AFTER_GRAD
         self._recorder.mark(GRAD)
+        self._examine(tensors, args, kwargs)
         return True
 
     def on_call_end(self, result: Any = None) -> None:
@@ -148,6 +159,8 @@ class BackwardBoundary:
         # After a backward in the closure of an update, the update continues.
         is_in_update = self._optimizer.depth > 0 and label == AFTER_BACKWARD
         self._recorder.mark(OPTIMIZER if is_in_update else label)
+        if self._examiner is not None:
+            self._examiner.backward_ends()
 
     def _was_other_model_called(self) -> bool:
         """Return whether another timer's model was called. Only valid if ours was not called."""

@@ -21,6 +21,7 @@ from lightning_gputime._instrumentation.transformers_models import (
     GenerationBoundary,
     time_inner_loss,
 )
+from lightning_gputime._ledger.examiner import Examiner
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._record.recorder import Recorder
 
@@ -34,7 +35,7 @@ class Boundaries:
     """Hooks and patches that mark the phases of a training loop, from `attach` until `remove`.
 
     If `attach` is interrupted, `remove` removes what was attached so far. `wall_clock` excludes
-    evaluations from the open step.
+    evaluations from the open step. `examiner` marks the lines of forward in a backward.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class Boundaries:
         loop: Loop,
         on_call: OnCall = None,
         wall_clock: WallClock | None = None,
+        examiner: Examiner | None = None,
     ) -> None:
-        self._recorder = recorder
+        self._recorder, self._examiner = recorder, examiner
         self._loop, self._on_call, self._wall_clock = loop, on_call, wall_clock
         self._attachments = Attachments()  # All except those in the next two attributes.
         # If updates end the steps, these hooks count them while the others are suspended.
@@ -87,7 +89,13 @@ class Boundaries:
         self.optimizer.patch_zero_grad(attachments, loop)
         if loop.wrap_backward:
             BackwardBoundary(
-                recorder, attachments, loop, self.forward, self.optimizer, shared=has_ranks
+                recorder,
+                attachments,
+                loop,
+                self.forward,
+                self.optimizer,
+                self._examiner,
+                shared=has_ranks,
             )
         # TorchScript tries to compile the hooks of a module, and fails on ours. Suspend them while
         # `torch.jit.script` or `torch.jit.trace` creates a module.

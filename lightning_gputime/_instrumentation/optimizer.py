@@ -203,8 +203,7 @@ class OptimizerBoundary:
                 # without the call that begins now.
                 self.depth = min(self.depth, running - 1)
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            needs_no_mark = recorder.label == AFTER_BACKWARD and not recorder.watcher.is_located
-            if needs_no_mark and closure is None and not self.depth:
+            if recorder.label == AFTER_BACKWARD and closure is None and not self.depth:
                 # Same as `_begin` in the most common case, without another call.
                 self.depth, self.ended_early, self._interrupted = 1, False, None
             else:
@@ -256,8 +255,8 @@ class OptimizerBoundary:
             return
         self._interrupted = None
         # Time after a backward, with unscaling and clipping, already counts as `optimizer`, so no
-        # mark is needed, except in a step whose marks record their places in the code.
-        if label == AFTER_BACKWARD and closure is None and not self._recorder.watcher.is_located:
+        # mark is needed.
+        if label == AFTER_BACKWARD and closure is None:
             return
         trains_first = closure is not None and self._trains_in_closure
         if current_graph_task_id() != -1:  # In a hook on gradients.

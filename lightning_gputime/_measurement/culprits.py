@@ -1,30 +1,21 @@
-"""Culprits: code that takes the time of an entry, summed by name and by place in the source.
+"""Culprits: stages of loaders, and code that starts garbage collections and compilations.
 
-An entry is a phase, or an entry of the wall clock.
+The ledger (`_ledger`) names all other code.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Protocol, TypeVar, cast, runtime_checkable
 
 from lightning_gputime._measurement.loader import LoaderTimes, MadeBatch
 from lightning_gputime._phases import FETCH
 
-CALL, PLACE, BLOCKING = "call", "place", "blocking"
+CODE = "code"
 SAMPLER, DATASET, COLLATE = STAGES = ("sampler", "dataset", "collate")
 GC_COLLECT = "gc.collect"
 """Name of the code that starts a garbage collection explicitly."""
-WITHOUT_GRAD = "without gradients"
-"""Name of code in a training step that calls the model with gradients disabled."""
-UNKNOWN_PHASE = ""
-"""Entry of a call that waits for the GPU in an untimed step."""
-BLOCKING_STEPS = 3
-"""Number of steps in which calls that wait for the GPU are recorded."""
-MAX_CULPRITS = 100
-"""Maximum number of names and places per entry, to limit memory. All further code is summed without
-a name."""
+_MAX_CODES = 100  # Further code is not recorded, to limit memory.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +39,24 @@ class Source:
 class Culprit:
     """Code that takes the time of an entry."""
 
-    entry: str  # Phase, or entry of the wall clock.
-    # Hook, class or function, such as "Corpus.on_after_batch_transfer"; empty for a place without a
-    # name.
+    entry: str  # Entry of the time breakdown.
+    # Class or function, such as "Images.__getitem__"; empty for a line without a name.
     name: str
     seconds: float  # Time of all calls.
-    calls: int  # Number of calls, or of passes through a place.
-    # Time of all places, or of all stages of the loader, while they were observed (in seconds). It
-    # includes `seconds`. None for other kinds, which are not sampled.
-    observed_s: float | None = None
+    calls: int  # Number of calls.
+    share: float = 0.0  # Fraction of the time of all code of this entry, from 0 to 1.
     source: Source | None = None  # Place in the source; None if unknown.
-    caller: str = ""  # Name of the culprit that makes these calls; empty if none.
-    # "call" of a function, "place" in a step or between loops, "blocking" for a line that waits for
-    # the GPU, or a stage of a loader: "sampler", "dataset" or "collate".
-    kind: str = CALL
+    # "code", or a stage of a loader: "sampler", "dataset" or "collate".
+    kind: str = CODE
     # Number of iterators of the loader that the loop left before their end; 0 for other code.
     abandoned: int = 0
+
+    def __str__(self) -> str:
+        """Return the code, such as "`Images.__getitem__` (data.py:12)"."""
+        name = self.name or (self.source.function if self.source is not None else "")
+        if self.source is None or "-packages" in self.source.file:
+            return f"`{name}`"
+        return f"`{name}` ({self.source})" if name != "<module>" else f"`{self.source}`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +131,7 @@ class LoaderStages:
                 stage.name,
                 seconds=ns / 1e9,
                 calls=self._batches,
-                observed_s=all_ns / 1e9,
+                share=ns / (all_ns or 1),
                 source=stage.source,
                 kind=stage.kind,
                 abandoned=self._iterators - self._exhausted,
@@ -150,30 +143,14 @@ def short_name(qualified: str) -> str:
     return qualified.rpartition("<locals>.")[2]
 
 
-class Place(Protocol):
-    """Place in the code. Its lines are looked up only on request, which takes milliseconds."""
-
-    def source(self) -> Source | None:
-        """Return the lines; None if they are unknown."""
-
-
-# Entry, name, kind, place and caller of code.
-_Key = tuple[str, str, str, Source | Place | None, str]
-_KeyWithSource = tuple[str, str, str, Source | None, str]
-
-
 class CulpritSums:
-    """Time of named calls and places, summed by entry. Only the training thread adds to it."""
+    """Stages of all loaders, and code by entry. Only the training thread adds to it."""
 
     def __init__(self) -> None:
-        self._sums: dict[_Key, list[int]] = {}  # Time (in nanoseconds) and number of calls.
-        self._n_keys: Counter[str] = Counter()  # Number of keys by entry.
+        # Time (in nanoseconds) and number of calls, by entry, name and place.
+        self._codes: dict[tuple[str, str, Source | None], list[int]] = {}
         self._loaders: list[TimedLoader] = []
         self.workers: list[TimedWorkers] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Places refer to code, which cannot be pickled.
-        return {**self.__dict__, "_sums": self._sums_by_source()}
 
     def add_loader(self, loader: Loader) -> Loader:
         """Return the object to add times to: `loader`, or an equal loader that was added before."""
@@ -194,62 +171,23 @@ class CulpritSums:
         all_times = (workers.times() for workers in self.workers)
         return tuple(times for times in all_times if times is not None)
 
-    def add(
-        self,
-        entry: str,
-        name: str,
-        ns: int,
-        *,
-        source: Source | Place | None = None,
-        caller: str = "",
-        kind: str = CALL,
-        calls: int = 1,
-    ) -> None:
-        """Add a call of `name`, or a pass through a place, that took `ns` nanoseconds.
-
-        With `calls=0`, the time belongs to a call that was added before.
-        """
-        key = entry, name, kind, source, caller
-        found = self._sums.get(key)
-        if found is None:
-            self._n_keys[entry] += 1
-            if self._n_keys[entry] > MAX_CULPRITS:
-                key = entry, "", PLACE, None, ""
-            found = self._sums.setdefault(key, [0, 0])
-        found[0] += ns
-        found[1] += calls
-
-    def _sums_by_source(self) -> dict[_KeyWithSource, list[int]]:
-        """Look up the lines of places, and return the sums by these lines."""
-        sums: dict[_KeyWithSource, list[int]] = {}
-        for (entry, name, kind, place, caller), (ns, calls) in [*self._sums.items()]:
-            source = place if place is None or isinstance(place, Source) else place.source()
-            found = sums.setdefault((entry, name, kind, source, caller), [0, 0])
-            found[0] += ns
-            found[1] += calls
-        return sums
+    def add(self, entry: str, name: str, ns: int, source: Source | None) -> None:
+        """Add code that took `ns` nanoseconds."""
+        key = entry, name, source
+        if key in self._codes or len(self._codes) < _MAX_CODES:
+            sums = self._codes.setdefault(key, [0, 0])
+            sums[0] += ns
+            sums[1] += 1
 
     def summary(self) -> tuple[Culprit, ...]:
         """Return all culprits, grouped by entry, the longest first."""
-        sums = self._sums_by_source()
-        observed_s: dict[str, float] = {}
-        for (entry, _, kind, _, _), (ns, _) in sums.items():
-            if kind == PLACE:
-                observed_s[entry] = observed_s.get(entry, 0.0) + ns / 1e9
+        codes = [*self._codes.items()]
+        entries_ns: dict[str, int] = {}
+        for (entry, _, _), (ns, _) in codes:
+            entries_ns[entry] = entries_ns.get(entry, 0) + ns
         culprits = [
-            Culprit(
-                entry,
-                name,
-                seconds=ns / 1e9,
-                calls=calls,
-                observed_s=observed_s[entry] if kind == PLACE else None,
-                source=source,
-                caller=caller,
-                kind=kind,
-            )
-            for (entry, name, kind, source, caller), (ns, calls) in sums.items()
-            # A place without a source has nothing to show.
-            if source is not None or kind not in (PLACE, BLOCKING)
+            Culprit(entry, name, ns / 1e9, calls, ns / entries_ns[entry], source)
+            for (entry, name, source), (ns, calls) in codes
         ]
         culprits += [culprit for loader in self._loaders for culprit in loader.culprits()]
         return tuple(sorted(culprits, key=lambda culprit: (culprit.entry, -culprit.seconds)))

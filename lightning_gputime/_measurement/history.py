@@ -42,8 +42,8 @@ class StepLog:
 
         Return how many of them are warm-up, and the sums over the others.
         """
-        # Places refer to code, which cannot be pickled.
-        kept = [step._replace(places=()) if step.places else step for step in steps]
+        # The marks of lines would take much memory.
+        kept = [step._replace(lines=None) if step.lines else step for step in steps]
         self.newest += [
             pack(step) if len(step.labels) >= MIN_PACKED_MARKS else step for step in kept
         ]

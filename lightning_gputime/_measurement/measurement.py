@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.culprits import Culprit
 from lightning_gputime._measurement.loader import LoaderTimes
@@ -14,7 +15,6 @@ from lightning_gputime._measurement.slow import SlowSummary
 from lightning_gputime._measurement.stats import PhaseStats
 from lightning_gputime._measurement.sums import WorkSummary
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
-from lightning_gputime._phases import BETWEEN_BATCHES, is_wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,12 @@ class Measurement:
     skipped_updates: int = 0  # Number of steps without an update, including the warm-up.
     on_host_clock: bool = False  # All times are from the host clock, because there was no GPU.
     ranks: RankSummary | None = None  # Comparison of all ranks, on rank zero.
-    probed_steps: int = 0  # Number of probed steps; no other statistic includes them.
-    probe_failure: str = ""  # Reason why no step can be probed; empty if none.
-    untimed_steps: int = 0  # Number of steps that were not timed, or were probed.
+    untimed_steps: int = 0  # Number of steps that were not timed, or only examined.
+    # Fraction of each phase in which the host set the pace, from 0 to 1; empty on the host's clock.
+    host_paced: Mapping[str, float] = field(default_factory=dict)
+    examined_steps: int = 0  # Number of steps in which lines of code were timed.
+    lines: tuple[LineRow, ...] = ()  # Lines and functions with their time, the longest first.
+    lines_unavailable: str = ""  # Reason why lines cannot be timed; empty if they can.
     not_sampled_steps: int = 0  # Number of long steps that no timed step represents.
     not_sampled_share: float = 0.0  # Time of these steps, as a fraction of the time of all steps.
     # With `every_n_steps="auto"`, 1 of this many steps was timed at the end.
@@ -57,7 +60,7 @@ class Measurement:
     not_measured: tuple[str, ...] = ()  # Sentences on quantities that could not be measured.
     # Phases whose times could therefore not be separated from each other.
     blurred: tuple[str, ...] = ()
-    culprits: tuple[Culprit, ...] = ()  # Code that takes the time of phases and entries, if known.
+    culprits: tuple[Culprit, ...] = ()  # Stages of loaders, and code that starts collections.
     loaders: tuple[LoaderTimes, ...] = ()  # Times of the workers of each loader.
 
     @property
@@ -69,24 +72,6 @@ class Measurement:
     def mfu(self) -> float | None:
         """The model's FLOPs as a fraction of the peak, from 0 to 1; None if unknown."""
         return self.work.mfu if self.work is not None else None
-
-    @property
-    def launch_gap_share(self) -> float | None:
-        """Fraction of the step in which the GPU waits for launches, from 0 to 1.
-
-        It excludes waiting for the loader, callbacks and other ranks. None if no step was probed.
-        """
-        if not self.probed_steps or not self.steps or not self.step.mean_ms:
-            return None
-        gaps_ms = 0.0
-        for name, row in self.rows.items():
-            if name.partition("/")[0] in BETWEEN_BATCHES:
-                continue
-            if is_wait(name):  # Part of the gaps of its phase.
-                gaps_ms -= row.frequency * row.mean_ms
-            elif "/" not in name and row.gpu_busy_mean_ms is not None:
-                gaps_ms += row.frequency * (row.mean_ms - row.gpu_busy_mean_ms)
-        return max(gaps_ms / self.step.mean_ms, 0.0)
 
     def share(self, name: str) -> float:
         """Return the fraction of the step that a phase takes, from 0 to 1."""

@@ -1,15 +1,18 @@
 """Collected facts of one run, and the `Measurement` made from them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from threading import RLock
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._compat.names import NotMeasured, not_measured
+from lightning_gputime._ledger.ledger import Ledger
+from lightning_gputime._ledger.rows import LONG_STEP
 from lightning_gputime._measurement.changes import Slowdown, SlowdownSearch
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.history import StepLog, history
@@ -23,11 +26,11 @@ from lightning_gputime._measurement.observers import (
     metrics_of,
     sections_of,
 )
-from lightning_gputime._measurement.probes import Probes
 from lightning_gputime._measurement.ranks import STEP, RankResults
 from lightning_gputime._measurement.rows import phase_rows
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import SlowLog
+from lightning_gputime._measurement.stats import PhaseStats
 from lightning_gputime._measurement.sums import Sums, ThroughputReference
 from lightning_gputime._measurement.untimed import Estimate, Totals, UntimedSteps
 from lightning_gputime._measurement.wall_clock import WallClock
@@ -49,6 +52,7 @@ class Results:
         libraries: Libraries whose missing private names affect this run.
         wall_clock: Wall clock of the training run; None for evaluations.
         setup: Known setup of the training run, which `update_setup` completes.
+        ledger: Pace and lines of the steps; without lines by default.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Results:
         libraries: tuple[str, ...] = ("torch",),
         wall_clock: WallClock | None = None,
         setup: TrainingSetup | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         # Reentrant, because a signal handler may read in the thread that has the lock.
         self._lock = RLock()
@@ -72,11 +77,11 @@ class Results:
         self.untimed = UntimedSteps(warmup_steps, capacity)
         self.slowdowns = SlowdownSearch(self.untimed)
         self.slow = SlowLog()
-        self.probes = Probes()
         self.ranks = RankResults()
         self.culprits = culprits or CulpritSums()
         self.wall_clock = wall_clock
         self.setup = setup or TrainingSetup()
+        self.ledger = ledger or Ledger(on_host_clock=on_host_clock)
         # Number of ended steps, timed or not; remains 0 if every step is timed.
         self._ended_steps = 0
         self._sources = _Sources(ThroughputReference())
@@ -85,7 +90,7 @@ class Results:
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             # `ddp_spawn` pickles callbacks, and a lock cannot be pickled.
-            copied = {"_steps": copy(self._steps), "probes": copy(self.probes), "_lock": None}
+            copied = {"_steps": copy(self._steps), "_lock": None}
         return {**self.__dict__, **copied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -171,11 +176,6 @@ class Results:
             self.untimed.settle(until)
             self.slowdowns.add(number, Sums())
 
-    def add_probed(self, step: StepRecord) -> None:
-        """Add the work of a probed step, which no other statistic includes."""
-        with self._lock:
-            self.probes.add(step)
-
     # Logs
 
     def untimed_since(self, totals: Totals) -> tuple[Estimate, Totals]:
@@ -195,7 +195,6 @@ class Results:
             means_ms: Mean time per step, by name (in milliseconds).
             keep: True if the next log includes these steps, too.
         """
-        means_ms = {**means_ms, **self.probes.means_ms(means_ms)}
         if self.slow.is_followed:
             means_ms |= self.slow.metrics(newest, timed_steps or 1, keep=keep)
         if (change := self.slowdowns.found) is not None:
@@ -222,12 +221,12 @@ class Results:
         ranks = self.ranks.complete()
         with self._lock:
             self.untimed.settle()
-            log, busy = copy(self._steps), self.probes.sums.copy()
+            log = copy(self._steps)
         steps = log.unpacked()
         if steps and not log.sums.step.n:
-            return replace(self._measurement_of(steps, Sums(steps), Sums()), is_warmup=True)
+            return replace(self._measurement_of(steps, Sums(steps)), is_warmup=True)
         return replace(
-            self._measurement_of(steps[log.warmup_in_history :], log.sums, busy),
+            self._measurement_of(steps[log.warmup_in_history :], log.sums),
             slowdown=_with_detail(self.slowdowns.series.find(), self.culprits),
             warmup_steps=log.warmup_steps,
             untimed_steps=max(self._ended_steps - log.n, 0),
@@ -236,7 +235,7 @@ class Results:
             stage=stage,
         )
 
-    def _measurement_of(self, steps: list[StepRecord], sums: Sums, busy: Sums) -> Measurement:
+    def _measurement_of(self, steps: list[StepRecord], sums: Sums) -> Measurement:
         times, untimed, sources = history(steps), self.untimed, self._sources
         with self._lock:
             estimate, weights = untimed.estimate(), untimed.weights(len(steps))
@@ -245,7 +244,7 @@ class Results:
         every = sums.plus(estimate.sums)
         all_ms = every.step.device_ms + estimate.unsampled_ms
         tflops = sources.throughput.tflops_of_phases(every)
-        rows = phase_rows(sums, estimate, busy, times, weights, tflops)
+        rows = phase_rows(sums, estimate, times, weights, tflops)
         n, step = int(sums.step.n), rows.pop(STEP)
         if estimate.sums.step.n:
             step = replace(step, **durations_ms)
@@ -258,10 +257,9 @@ class Results:
             host_wait_mean_ms=sums.wait_ms / n if n else math.nan,
             skipped_updates=sums.skipped_updates,
             hint="" if n else self._facts.hint,
-            probed_steps=int(busy.step.n),
+            **self._ledger_facts(rows, step, times, weights),
             not_sampled_steps=estimate.unsampled_steps,
             not_sampled_share=estimate.unsampled_ms / (all_ms or 1.0),
-            probe_failure=self.probes.failure,
             slow=self.slow.summary(n, sums.step.device_ms / slow_correction),
             wall_clock=self.wall_clock.summary() if self.wall_clock is not None else None,
             memory=sources.memory.summary() if sources.memory is not None else None,
@@ -272,6 +270,36 @@ class Results:
             culprits=self.culprits.summary(),
             loaders=self.culprits.loaders(),
         )
+
+    def _ledger_facts(
+        self,
+        rows: Mapping[str, PhaseStats],
+        step: PhaseStats,
+        times: npt.NDArray[Any],
+        weights: npt.NDArray[Any],
+    ) -> dict[str, Any]:
+        """Return the facts of the ledger, with times per step that add up to those of the phases.
+
+        Args:
+            rows: Statistics of each phase.
+            step: Statistics of the step.
+            times: History of the timed steps.
+            weights: Number of steps that each step of the history represents.
+        """
+        ledger = self.ledger
+        is_long = times["step_ms"] >= LONG_STEP * step.p50_ms
+        if not len(weights):
+            weights = np.ones(len(is_long))
+        return {
+            "host_paced": Named(ledger.pace.shares()),
+            "examined_steps": len(ledger.steps),
+            "lines_unavailable": ledger.unavailable,
+            "lines": ledger.rows(
+                {name: row.share * step.mean_ms for name, row in rows.items()},
+                median_ms=step.p50_ms,
+                long_share=float(weights[is_long].sum() / (weights.sum() or 1.0)),
+            ),
+        }
 
 
 class _Sources(NamedTuple):

@@ -18,7 +18,6 @@ from lightning_gputime._phases import in_order
 def phase_rows(
     timed: Sums,
     untimed: Estimate,
-    busy: Sums,
     times: npt.NDArray[Any],
     weights: npt.NDArray[np.float64],
     tflops: Mapping[str, float],
@@ -28,16 +27,12 @@ def phase_rows(
     Args:
         timed: Sums over the timed steps.
         untimed: Estimate for the untimed steps.
-        busy: Sums over the probed steps.
         times: History of the timed steps, as `history` returns it.
         weights: Number of steps that each step of the history represents.
         tflops: TFLOP/s of each phase, if known.
     """
     every = timed.plus(untimed.sums)
     phases = {name: every.phases[name] for name in in_order([*every.phases])}
-    probed = {
-        name: phase.mean_ms for name, phase in {**busy.phases, STEP: busy.step}.items() if phase.n
-    }
     steps = every.step.n + untimed.unsampled_steps
     all_ms = every.step.device_ms + untimed.unsampled_ms
     rows = {}
@@ -55,7 +50,6 @@ def phase_rows(
             max_ms=phase.max_ms if phase.n else math.nan,
             share=(all_ms if name == STEP else phase.device_ms) / (all_ms or math.nan),
             host_mean_ms=phase.host_ms / phase.n if phase.n else math.nan,
-            gpu_busy_mean_ms=probed.get(name),
             tflops=tflops.get(name),
             error_ms=error_ms / phase.n if phase.n else 0.0,
             share_error=error_ms / all_ms if all_ms and name != STEP else 0.0,

@@ -9,8 +9,11 @@ class CostlySetting:
     """Setting that may cost time; its cost is not measured."""
 
     name: str  # Such as "detect_anomaly".
-    entry: str  # Entry of the time breakdown that includes the cost.
     text: str  # Possible cost, and advice.
+    entry: str = ""  # Entry of the time breakdown that includes the cost; empty for the model.
+    # Attribute of a `LineRow` that shows that a line runs the operations that the setting slows
+    # down, such as "convolves"; empty if the cost does not depend on operations.
+    operation: str = ""
 
 
 @dataclass(frozen=True, slots=True)

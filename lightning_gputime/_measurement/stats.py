@@ -23,8 +23,6 @@ class PhaseStats:
         max_ms: Maximum (in milliseconds).
         share: Fraction of the device time of all steps, from 0 to 1.
         host_mean_ms: Mean host time per step between the same marks (in milliseconds).
-        gpu_busy_mean_ms: Mean device time in probed steps: the work without launch gaps (in
-            milliseconds). None if no step was probed.
         tflops: FLOPs per second, including recomputation (in TFLOP/s); None if unknown.
         error_ms: Half the width of the 95 % interval of `mean_ms` (in milliseconds); 0.0 if every
             step was timed.
@@ -40,7 +38,6 @@ class PhaseStats:
     max_ms: float = math.nan
     share: float = math.nan
     host_mean_ms: float = math.nan
-    gpu_busy_mean_ms: float | None = None
     tflops: float | None = None
     error_ms: float = 0.0
     share_error: float = 0.0

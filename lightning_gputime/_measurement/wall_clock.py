@@ -128,10 +128,16 @@ class WallClock:
         self._account = _Account(since_ns, SET_UP, is_step=False)
         self.outside_ns = since_ns
         """Host clock minus the time of all steps; constant while a step runs."""
+        self._follow: Callable[[str], object] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # The clock cannot be pickled, so a copy is stopped.
-        return {**self.__dict__, "_account": self._current(), "_now_ns": None}
+        return {**self.__dict__, "_account": self._current(), "_now_ns": None, "_follow": None}
+
+    def follow(self, switch_to: Callable[[str], object]) -> None:
+        """Call a function now and at each change, with the open entry; empty inside steps."""
+        self._follow = switch_to
+        switch_to(self.entry_outside)
 
     @property
     def is_here(self) -> bool:
@@ -236,6 +242,9 @@ class WallClock:
         """
         if self._now_ns is None:
             return
+        if self._follow is not None:
+            self._follow("")
+            self._follow = None
         account = self._current()
         if ended_ns is not None and self.has_stepped and not self._started_loops:
             account = account.with_moved(STEPS, TEAR_DOWN, max(account.steps_ns - ended_ns, 0))
@@ -276,5 +285,7 @@ class WallClock:
         )
 
     def _put(self, account: _Account) -> None:
+        if self._follow is not None and account.entry != self._account.entry:
+            self._follow(self.entry_outside)
         self._account = account
         self.outside_ns = account.since_ns - account.steps_ns

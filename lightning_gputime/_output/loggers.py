@@ -16,7 +16,6 @@ _GROUPS = (
     (re.compile(r"step_ms$"), "step"),
     (re.compile(r"host_wait_ms$"), "host"),
     (re.compile(r"items_per_sec$|(for|back)ward_tflops$|mfu$"), "work"),
-    (re.compile(r".+_gpu_busy_ms$|step_launch_gap_ms$"), "gaps"),
     (re.compile(r"slow(_excess_ms$|/)|lasting_change_ms$"), "slow"),
     (re.compile(r"ranks/"), "ranks"),
     (re.compile(r"fit/"), "fit"),

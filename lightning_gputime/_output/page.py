@@ -32,7 +32,7 @@ _TERMS = {
     "p50": "Median: half of the steps take less",
     "p95": "95 % of the steps take less",
     "host": "Time that the CPU takes to launch the phase, or waits in it",
-    "busy": "GPU time without launch gaps, from probes",
+    "host-paced": "Fraction of the phase in which the GPU waited for the CPU",
     "95 %": "Half the width of the 95 % confidence interval",
 }
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00")
@@ -74,6 +74,9 @@ def page(runs: Sequence[Run], comparison: Any = None) -> str:
         "asdict": asdict,
         "colours": lambda run: colours_of(list_top_phases(run.history)),
         "duration": duration,
+        "main_phase": lambda entry: max(
+            entry.phases_ms, key=entry.phases_ms.__getitem__, default=entry.name.partition("/")[0]
+        ),
         "marked": lambda text: Markup(marked(text)),
         "share": lambda part: f"{100 * part:.4f}%",
         "timed": _with_local_times,

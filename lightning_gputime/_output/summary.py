@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
-from lightning_gputime._diagnosis.culprit import parts_of_other
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Diagnosis, Entry, TimeBreakdown
+from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.memory import MemorySummary
@@ -23,13 +23,14 @@ from lightning_gputime._measurement.units import duration, percent, unit_of
 from lightning_gputime._measurement.wall_clock import ONCE, WallClockBreakdown
 from lightning_gputime._output.loader import loader_table
 from lightning_gputime._output.table import Table, Tabular
-from lightning_gputime._phases import FIRST_STEPS, MAX_STEPS_PER_TIMED
+from lightning_gputime._phases import BACKWARD, FIRST_STEPS, FORWARD, MAX_STEPS_PER_TIMED
 
 _RANKS = "min - max (rank)"  # Title of the column with the means of the ranks.
 # Columns to drop from a table that is too wide, in this order.
-_DROPS = ("max", "steps", "host", "p95", "p50", "share", "busy", _RANKS)
+_DROPS = ("max", "steps", "host", "p95", "p50", "share", "host-paced", _RANKS)
 _SPEED_UP = "speed-up if removed"
 _MIN_ROW = 0.01  # Entries of the time breakdown with a smaller share are combined in one row.
+_MAX_ROWS = 12  # So are the smallest entries beyond this number.
 _MIN_VARIATION = 0.05  # Minimum share of unexplained slow steps that is reported.
 
 _BOUNDARY_MS = 0.02
@@ -116,9 +117,10 @@ class PhaseSummary(Tabular):
     timing_share = _Fact[float | None]()
     not_sampled_steps = _Fact[int]()
     not_sampled_share = _Fact[float]()
-    probed_steps = _Fact[int]()
-    probe_failure = _Fact[str]()
-    launch_gap_share = _Fact[float | None]()
+    host_paced = _Fact[Mapping[str, float]]()
+    examined_steps = _Fact[int]()
+    lines = _Fact[tuple[LineRow, ...]]()
+    lines_unavailable = _Fact[str]()
     ranks = _Fact[RankSummary | None]()
     slow = _Fact[SlowSummary | None]()
     slowdown = _Fact[Slowdown | None]()
@@ -216,8 +218,10 @@ class PhaseSummary(Tabular):
         }
         if self.on_host_clock:
             del columns["host"]  # It equals the mean.
-        if self.probed_steps:
-            columns["busy"] = self._times(row.gpu_busy_mean_ms for row in rows)
+        if self.host_paced:
+            columns["host-paced"] = [
+                f"{self.host_paced[name]:.0%}" if name in self.host_paced else "" for name in names
+            ]
         if self.ranks is not None:
             of_ranks = self.ranks.rows
             columns[_RANKS] = [self._range_of_ranks(of_ranks.get(name)) for name in names]
@@ -249,8 +253,11 @@ class PhaseSummary(Tabular):
                 "share: fraction of the time of all steps; other columns: only steps in which the"
                 " phase ran"
             )
-        yield parts_of_other(self.measurement)
-        yield self.probe_failure
+        if self.examined_steps:
+            n = self.examined_steps
+            yield f"lines: timed in {n} step{'s' * (n != 1)}, and scaled to the phases of all steps"
+        elif self.lines_unavailable:
+            yield f"lines of code are not timed, because {self.lines_unavailable}"
         for summary in (self.memory, self.work):
             yield from summary.sentences if summary is not None else ()
         every = self.timed_every_n_steps
@@ -310,31 +317,55 @@ def _percent_with_error(share: float, error: float) -> str:
 
 def _breakdown_table(breakdown: TimeBreakdown, advice: Sequence[str]) -> Table:
     """Return the time breakdown as a table. Combine small entries in one row."""
-    removable = [row for row in breakdown.rows if row.name != breakdown.work]
-    small = [row for row in removable if row.share < _MIN_ROW]
-    combines = len(small) > 1
-    shown = [row for row in removable if row.share >= _MIN_ROW] if combines else removable
-    lines: list[tuple[str, ...]] = [("entry", "time", "share", _SPEED_UP)]
-    lines += map(_entry_line, shown)
-    if combines:
+    small = [row for row in breakdown.rows if row.share < _MIN_ROW]
+    shown = [row for row in breakdown.rows if row.share >= _MIN_ROW][:_MAX_ROWS]
+    small += [row for row in breakdown.rows if row.share >= _MIN_ROW][_MAX_ROWS:]
+    if len(small) == 1:
+        shown, small = [*shown, *small], []
+    lines: list[tuple[str, ...]] = [
+        ("where", "per step", "time", "share", FORWARD, BACKWARD, "pace", _SPEED_UP)
+    ]
+    lines += [_entry_line(row) for row in shown]
+    if small:
         seconds, share = sum(row.seconds for row in small), sum(row.share for row in small)
-        name = f"{len(small)} others below {percent(_MIN_ROW)}"
-        lines.append((name, duration(1e3 * seconds), f"{share:.1%}", ""))
-    lines.append(_entry_line(breakdown[breakdown.work]))
+        lines.append(
+            (f"{len(small)} others", "", duration(1e3 * seconds), f"{share:.1%}", *[""] * 4)
+        )
     if breakdown.peak_share is not None:
-        lines.append(("  at peak FLOP/s", "", f"{breakdown.peak_share:.1%}", ""))
-    lines.append(("total", duration(1e3 * breakdown.wall_s), "100.0%", ""))
+        lines.append(("  at peak FLOP/s", "", "", f"{breakdown.peak_share:.1%}", *[""] * 4))
+    wall = duration(1e3 * breakdown.wall_s)
+    lines.append(("total", duration(breakdown.step_ms), wall, "100.0%", *[""] * 4))
     below = [f"Not measured: {breakdown.unknown}"] if breakdown.unknown else []
     title = f"Time breakdown of the {breakdown.scope}"
-    return Table(title, lines, below, drops=("time", _SPEED_UP), steps=advice)
+    drops = (FORWARD, BACKWARD, "time", "pace", _SPEED_UP)
+    return Table(title, _without_empty_columns(lines), below, drops=drops, steps=advice)
+
+
+def _without_empty_columns(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Drop columns without any content below the header."""
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    return [*zip(*columns, strict=True)]
 
 
 def _entry_line(row: Entry) -> tuple[str, ...]:
     speed_up = f"up to {row.speed_up:.2f}x" if row.speed_up is not None else ""
     if row.name in ONCE:
         speed_up = "occurs once"
-    share = _percent_with_error(row.share, row.error)
-    return (row.name, duration(1e3 * row.seconds), share, speed_up)
+    forward, backward = (
+        duration(row.phases_ms[name]) if row.phases_ms.get(name, 0.0) > 0 else ""
+        for name in (FORWARD, BACKWARD)
+    )
+    modules = row.line.modules if row.line is not None else ""
+    return (
+        row.name.replace(f"({modules}, ", "(") if modules else row.name,
+        duration(row.ms_per_step) if row.ms_per_step else "",
+        duration(1e3 * row.seconds),
+        _percent_with_error(row.share, row.error),
+        forward,
+        backward,
+        row.pace,
+        speed_up,
+    )
 
 
 def _advice_lines(diagnosis: Diagnosis) -> list[str]:
@@ -343,9 +374,10 @@ def _advice_lines(diagnosis: Diagnosis) -> list[str]:
     rows = breakdown.rows if breakdown is not None else ()
     # Reversed, so that the largest entry with an advice is its prefix.
     entries = {advice.text: row.name for row in reversed(rows) for advice in row.advice}
-    # Advice on a slowdown or on repeated calls belongs to no single entry.
-    prefixes = {"slowdown": "slowdown", "repeated_calls": "model calls"}
-    return [
-        f"{prefixes.get(advice.code) or entries[advice.text]}: {advice.text}"
-        for advice in diagnosis.advice
-    ]
+    in_code = {row.name for row in rows if row.line is not None}
+    lines = []
+    for advice in diagnosis.advice:
+        # Advice on code contains its name. Advice on a slowdown or on launches has no entry.
+        entry = entries.get(advice.text, "slowdown" if advice.code == "slowdown" else "launches")
+        lines.append(advice.text if entry in in_code else f"{entry}: {advice.text}")
+    return lines

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lightning_gputime._compat.torch_ import raw_stream, spin_function
+from lightning_gputime._compat.torch_ import raw_stream
 from lightning_gputime._messages import WarnOnce
 
 _warn_once = WarnOnce()
@@ -33,7 +33,6 @@ class Clock(Protocol):
 
     Optional attributes:
 
-    - `spin(cycles)` keeps the device busy, for probes.
     - `device` is the device. `peak_memory()` returns the peaks of its allocator.
     - `streams` is described in `DeviceClock`. Without it, all work is on the timed stream.
     - `may_capture()` is a cheaper `is_capturing()`, which may return True without a capture.
@@ -63,9 +62,8 @@ def elapsed_ms(events: Sequence[TimingEvent]) -> tuple[float, ...]:
     return tuple(map(type(events[0]).elapsed_time, events, events[1:]))
 
 
-Mark = tuple[str, TimingEvent, int] | tuple[str, TimingEvent, int, Any]
-"""A label, the event at which its time starts, and the host time of that event (in nanoseconds). A
-located mark also has the place in the user's code (see `watcher`)."""
+Mark = tuple[str, TimingEvent, int]
+"""A label, the event at which its time starts, and the host time of that event (in nanoseconds)."""
 
 
 class DeviceClock:
@@ -105,10 +103,6 @@ class DeviceClock:
             # captured (see `cudaStreamBeginCapture`), so any other number means "maybe". Reading
             # the number takes 0.1 us on the host of an H200, `is_capturing` 0.5 us.
             self.may_capture = functools.partial(stream_of, torch.cuda.current_device())
-        # The spin kernel always runs on the current device.
-        spin = spin_function(module)
-        if spin is not None and self._is_current:
-            self.spin = spin
         if device.type == "mps":
             # The first elapsed_time on MPS fails unless the device was synchronized once.
             torch.mps.synchronize()

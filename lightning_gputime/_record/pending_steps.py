@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import nan
 from typing import Any
 
 from lightning_gputime._messages import WarnOnce
-from lightning_gputime._phases import StepRecord
+from lightning_gputime._phases import LineTime, StepRecord
 from lightning_gputime._record.clock import Clock, Mark, TimingEvent, elapsed_ms
-from lightning_gputime._record.step_marks import StepMarks
+from lightning_gputime._record.step_marks import LineMark, StepMarks
 
 BATCH = 25
 """Number of finished steps that are read together. It divides the 50 steps between two logs of a
@@ -39,6 +40,8 @@ class _PendingStep:
         wait_ms: Time for which the host waited for this step, per step since the previous timed
             step.
         finished_ns: Host time at which the device finished this step; 0 if the host did not block.
+        reached_ns: See `StepRecord`.
+        lines: Marks of lines, if the step was examined; else None.
         owns_end: True if the next step does not use the event of the last mark.
     """
 
@@ -47,12 +50,12 @@ class _PendingStep:
     skipped_update: bool
     items: float
     step_index: int
-    post_spin_index: int
-    was_fully_queued: bool | None
     ended: int
     untimed: int
+    lines: list[LineMark] | None = None
     wait_ms: float = 0.0
     finished_ns: int = 0
+    reached_ns: int = 0
     owns_end: bool = False
 
     def own_end(self) -> None:
@@ -65,7 +68,7 @@ class _PendingStep:
         # event, so the GPU does not run dry. A step of a ResNet-50 on an H200 takes 1.0006 times as
         # long as without a timer, and 1.1445 times with four `torch.cuda.synchronize` calls.
         self.marks[-1][1].synchronize()
-        now = host_ns()
+        now = self.reached_ns = host_ns()
         # Divide by the number of steps since the previous timed step, so that the wait does not
         # grow with `every_n_steps`.
         self.wait_ms = (now - start) / 1e6 / (1 + self.untimed)
@@ -125,37 +128,30 @@ class PendingSteps:
         step_index: int,
         read: bool,
         may_wait: bool,
+        waits_now: bool,
     ) -> None:
         """Add a timed step that has ended; see `Recorder.end_step` for the arguments.
 
-        If the host may wait, finish the steps that ended `lag` steps ago or earlier. If the step
-        was probed, also wait for that step, and read all steps.
+        If the host may wait, finish the steps that ended `lag` steps ago or earlier.
         """
         self.ended += 1
-        lag, was_fully_queued = self._lag, None
-        marks, post_spin_index = step.marks, step.post_spin_index
         try:
-            if post_spin_index and may_wait:
-                # Query before the wait: if the spin kernel is still running, all work of the step
-                # was queued in time.
-                was_fully_queued = not marks[post_spin_index][1].query()
-                lag, read = 0, True
-            self._pending.append(
-                _PendingStep(
-                    marks=marks,
-                    number=number,
-                    skipped_update=skipped_update,
-                    items=items,
-                    step_index=step_index,
-                    post_spin_index=post_spin_index,
-                    was_fully_queued=was_fully_queued,
-                    ended=self.ended,
-                    untimed=self._untimed,
-                )
+            ended = _PendingStep(
+                marks=step.marks,
+                number=number,
+                skipped_update=skipped_update,
+                items=items,
+                step_index=step_index,
+                ended=self.ended,
+                untimed=self._untimed,
+                lines=step.lines,
             )
+            self._pending.append(ended)
             self._untimed = 0
+            if may_wait and waits_now:
+                ended.wait(self._host_ns)
             if may_wait:
-                self._finish(lag, read)
+                self._finish(0 if waits_now else self._lag, read)
         except Exception as error:
             self.give_up(error)
 
@@ -174,9 +170,10 @@ class PendingSteps:
         """Read the steps that the device has finished, without waiting."""
         self._finish_safely(0, read=True, may_wait=False)
 
-    def take_back(self, marks: list[Mark]) -> None:
+    def take_back(self, step: StepMarks) -> None:
         """Reclaim the events of a dropped step."""
-        events = [mark[1] for mark in marks]
+        self.free.extend(mark.event for mark in step.lines or () if mark.event is not None)
+        events = [mark[1] for mark in step.marks]
         unread = [*self._finished[-1:], *self._pending]
         # The first event may be the end of the previous step, which still has to be read.
         if events and unread and unread[-1].marks[-1][1] is events[0]:
@@ -240,13 +237,12 @@ class PendingSteps:
         records = []
         for step in steps:
             try:
-                # A located mark has a fourth element: its place in the code, and whether gradients
-                # are enabled there. If any mark lacks it, zip drops that of all marks.
-                labels, events, host_ns, *places = zip(*step.marks, strict=False)
+                labels, events, host_ns = zip(*step.marks, strict=True)
                 try:
                     device_ms = self._elapsed_ms(events)
                 except RuntimeError:
                     device_ms = self._elapsed_ms_after_wait(events)
+                lines = None if step.lines is None else self._line_times(step.lines, events[0])
                 # The last event is also the first event of the next step, which still needs it.
                 self.free.extend(events if step.owns_end else events[:-1])
                 records.append(
@@ -258,17 +254,32 @@ class PendingSteps:
                         wait_ms=step.wait_ms,
                         finished_ns=step.finished_ns,
                         skipped_update=step.skipped_update,
-                        was_fully_queued=step.was_fully_queued,
-                        post_spin_index=step.post_spin_index,
+                        reached_ns=step.reached_ns,
                         items=step.items,
                         step_index=step.step_index,
-                        places=places[0] if places else (),
+                        lines=lines,
                     )
                 )
             except Exception as error:
                 # The other steps are still read.
                 self.warn_once(LEFT_OUT, error)
         return records
+
+    def _line_times(self, marks: Sequence[LineMark], first: TimingEvent) -> tuple[LineTime, ...]:
+        """Read the marks of lines, and reclaim their events.
+
+        Args:
+            marks: Marks of lines of a step.
+            first: First event of the step.
+        """
+        times = []
+        for start_ns, end_ns, event, line in marks:
+            ms = nan
+            if event is not None:
+                ms = first.elapsed_time(event)
+                self.free.append(event)
+            times.append(LineTime(start_ns, end_ns, ms, line))
+        return tuple(times)
 
     def _elapsed_ms_after_wait(self, events: Sequence[TimingEvent]) -> Sequence[float]:
         """Wait for all events of a finished step, and return the time from each to the next."""

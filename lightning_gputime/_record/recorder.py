@@ -13,14 +13,14 @@ from lightning_gputime._phases import (
     EXCLUDED,
     OPTIMIZER,
 )
+from lightning_gputime._record.annotator import Annotations
 from lightning_gputime._record.captures import Captures
 from lightning_gputime._record.clock import Clock, Mark
 from lightning_gputime._record.named_phases import NamedPhases
 from lightning_gputime._record.pending_steps import LEFT_OUT, Emit, PendingSteps
 from lightning_gputime._record.state import IDLE, LOST, OPEN, PAUSED, TRANSITIONS, State
-from lightning_gputime._record.step_marks import StepMarks, is_fetch
+from lightning_gputime._record.step_marks import LineMark, StepMarks, is_fetch
 from lightning_gputime._record.timed_thread import TimedThread
-from lightning_gputime._record.watcher import FIRST_LOCATED, MarkWatcher
 
 MAX_MARKS = 100_000
 """Maximum number of marks in a step. A step with more marks is dropped, to limit memory: it may be
@@ -54,7 +54,6 @@ class Recorder:
         batch: Number of finished steps that are read together.
         emit: Called with the steps that were read, in order, in the training thread.
         annotate: Called with each new label, and with None at the end.
-        locate: Called at the marks of some steps; returns the place in the user's code.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class Recorder:
         emit: Emit,
         batch: int = 1,
         annotate: Callable[[str | None], None] | None = None,
-        locate: Callable[[], Any] | None = None,
     ) -> None:
         self.clock = clock
         self.state = IDLE
@@ -78,8 +76,7 @@ class Recorder:
         self.pending = PendingSteps(clock, lag=lag, batch=batch, emit=emit, fail=self._lose)
         self.warn_once = self.pending.warn_once
         self.captures = Captures(clock, self.warn_once)
-        self.watcher = MarkWatcher(annotate, locate, self.warn_once)
-        self._timed_steps = 0  # Number of steps that ended while timed.
+        self._annotations = Annotations(annotate, self.warn_once)
         # Aliases, because every mark needs them.
         self._host_ns, self._may_capture = clock.host_ns, self.captures.may_run
         self._free = self.pending.free
@@ -99,8 +96,7 @@ class Recorder:
             return
         try:
             # Same as `_record` in the most common case, without another call.
-            watcher = self.watcher
-            is_rare = watcher.is_located or watcher.is_shown or not self._free
+            is_rare = self._annotations.are_shown or not self._free
             if is_rare or (self._may_capture() and self.clock.is_capturing()):
                 self._record(label)
                 return
@@ -174,7 +170,7 @@ class Recorder:
             self.open.relabel(EXCLUDED)
         self.label = EXCLUDED
         self._go_to(PAUSED)
-        self.watcher.show(None)
+        self._annotations.show(None)
 
     def resume(self, label: str = DATA) -> None:
         """End a `pause`, and attribute the time to `label` from now on."""
@@ -201,7 +197,7 @@ class Recorder:
         if stop == len(marks):
             self.label = EVALUATED
             self._go_to(PAUSED)
-            self.watcher.show(None)
+            self._annotations.show(None)
         return ns
 
     # Steps
@@ -211,7 +207,6 @@ class Recorder:
         self.threads.start()
         self.pending.take_back(self._clear())
         self._go_to(OPEN)
-        self.watcher.start_step()
         self._record(self.named.start_step(label))
 
     def end_step(
@@ -223,6 +218,7 @@ class Recorder:
         may_wait: bool = True,
         index: int = -1,
         items: float = nan,
+        waits_now: bool = False,
     ) -> None:
         """End the open step, and start the next one with `label`.
 
@@ -236,13 +232,10 @@ class Recorder:
             may_wait: True if the host may wait for the device.
             index: Index among all steps, timed or not; -1 if only timed steps are counted.
             items: Number of items of the step; NaN if unknown.
+            waits_now: Wait for the device to finish this step, to set the clocks side by side.
         """
         if get_ident() != self.threads.timed:
             return
-        self._timed_steps += 1
-        watcher = self.watcher
-        if watcher.to_locate or self._timed_steps in FIRST_LOCATED:
-            watcher.prepare_end(self._timed_steps)
         names = self.named.names
         # Drop a step whose time is all excluded. `is_empty` is slow, so read it only where time may
         # be excluded: in a named phase, such as `paused()`, in a pause, or after an error.
@@ -264,8 +257,6 @@ class Recorder:
         if self.captures.has_captured:
             skipped_update = False  # Graph replays do not call optimizer hooks.
             step.name_replay()
-        if watcher.is_located:
-            watcher.end_step()
         self.pending.add(
             step,
             number=number,
@@ -274,6 +265,7 @@ class Recorder:
             step_index=index,
             read=read,
             may_wait=may_wait,
+            waits_now=waits_now,
         )
 
     def end_at(self, label: str, number: int, index: int = -1, items: float = nan) -> bool:
@@ -298,26 +290,11 @@ class Recorder:
         if self.state is not IDLE:
             self.pending.take_back(self._clear())
             self._go_to(IDLE)
-            self.watcher.show(None)
+            self._annotations.show(None)
 
-    def start_probe(self, spin: Callable[[], None]) -> None:
-        """Start a probe: exclude the time of the step so far, and keep the device busy with `spin`.
-
-        `end_step` will wait for the device to finish this step, and read all steps.
-        """
-        label = self.label
-        if label is None or self.state is not OPEN:
-            return
-        self.watcher.stop_locating()  # Locating marks would delay the launches.
-        self.open.exclude(0)
-        self.label = EXCLUDED
-        self.watcher.show(None)
-        # Mark the start of the spin. The measured length of a spin corrects the length of the next
-        # spin, so it must not include earlier time, such as logging.
-        self._record(EXCLUDED, annotate=False)
-        spin()
-        self._record(label)
-        self.open = StepMarks(self.open.marks, post_spin_index=len(self.open.marks) - 1)
+    def examine(self, lines: list[LineMark]) -> None:
+        """Keep the list of marks of lines with the open step, which has just started."""
+        self.open.lines = lines
 
     def abandon(self) -> list[Any]:
         """End all recording in a forked process. Return the objects that refer to events.
@@ -348,11 +325,10 @@ class Recorder:
         except Exception as error:
             self.pending.give_up(error)
             return
-        watcher = self.watcher
-        self.open.marks.append(watcher.locate(mark) if watcher.is_located else mark)
+        self.open.marks.append(mark)
         self.label = label
-        if annotate and watcher.is_shown:
-            watcher.show(None if label == EXCLUDED else label)
+        if annotate and self._annotations.are_shown:
+            self._annotations.show(None if label == EXCLUDED else label)
 
     def _go_to(self, state: State) -> None:
         if state not in TRANSITIONS[self.state]:
@@ -367,8 +343,7 @@ class Recorder:
         if self.state is not IDLE:
             self._go_to(LOST)
 
-    def _clear(self) -> list[Mark]:
-        """Remove the open step. Return its marks."""
-        marks, self.open, self.label = self.open.marks, StepMarks(), None
-        self.watcher.stop_locating()
-        return marks
+    def _clear(self) -> StepMarks:
+        """Remove the open step, and return it."""
+        step, self.open, self.label = self.open, StepMarks(), None
+        return step

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from lightning_gputime._phases import (
     BACKWARD,
@@ -16,7 +17,7 @@ from lightning_gputime._phases import (
     RECEIVES,
     WAITS,
 )
-from lightning_gputime._record.clock import Mark
+from lightning_gputime._record.clock import Mark, TimingEvent
 
 _IN_NO_STEP = {EXCLUDED, EVALUATED, *INTERRUPTIONS}
 
@@ -26,24 +27,39 @@ def is_fetch(labels: Sequence[str]) -> bool:
     return {*labels} <= {DATA, *_IN_NO_STEP}
 
 
+class LineMark(NamedTuple):
+    """Mark of a line of the user's code, in an examined step.
+
+    Attributes:
+        start_ns: Host time at which the mark started.
+        end_ns: Host time at which it ended. The line runs from then on.
+        event: Event between the two; None on the host's clock.
+        line: Line that runs after the mark.
+    """
+
+    start_ns: int
+    end_ns: int
+    event: TimingEvent | None
+    line: Any
+
+
 @dataclass(slots=True)
 class StepMarks:
     """Marks of a step until it ends.
 
     Attributes:
         marks: All marks so far, in order.
-        post_spin_index: Index of the first mark after the spin kernel; 0 in a step that is not
-            probed.
+        lines: Marks of lines, if the step is examined; else None.
     """
 
     marks: list[Mark] = field(default_factory=list)
-    post_spin_index: int = 0
+    lines: list[LineMark] | None = None
     _phases: set[str] = field(default_factory=set)  # Phases of the first marks.
     _n_cached: int = 0  # Number of marks in `_phases`; -1 if it is outdated.
 
     @property
     def labels(self) -> list[str]:
-        return [label for label, *_ in self.marks]
+        return [label for label, _, _ in self.marks]
 
     @property
     def phases(self) -> set[str]:
@@ -54,9 +70,9 @@ class StepMarks:
         last = max(len(marks) - 2, 0)
         if not 0 <= n <= last:
             self._phases, n = set(), 0
-        self._phases.update(label.partition("/")[0] for label, *_ in marks[n:last])
+        self._phases.update(label.partition("/")[0] for label, _, _ in marks[n:last])
         self._n_cached = last
-        return self._phases.union(label.partition("/")[0] for label, *_ in marks[last:])
+        return self._phases.union(label.partition("/")[0] for label, _, _ in marks[last:])
 
     @property
     def is_empty(self) -> bool:

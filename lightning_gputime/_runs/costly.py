@@ -38,7 +38,6 @@ class CostlySettings:
 
     Attributes:
         environment: Environment of the training.
-        work: Name of the entry for the model's work, "GPU work" or "CPU work".
         logging: Option that makes the trainer log every step; empty if none.
         has_convolutions: True if the model has convolutions.
         repeats_forward: True if a part of the model uses gradient checkpointing.
@@ -47,7 +46,6 @@ class CostlySettings:
     """
 
     environment: Environment = field(default_factory=Environment)
-    work: str = ""
     logging: str = ""
     has_convolutions: bool = False
     repeats_forward: bool = False
@@ -55,14 +53,11 @@ class CostlySettings:
     threads: ThreadTimes | None = None
 
     @classmethod
-    def of(
-        cls, environment: Environment, loop: Loop, work: str, threads: ThreadTimes | None = None
-    ) -> Self:
+    def of(cls, environment: Environment, loop: Loop, threads: ThreadTimes | None = None) -> Self:
         """Return the facts about a loop."""
         modules = [*nn.Module.modules(loop.called)]
         return cls(
             environment=environment,
-            work=work,
             logging=loop.every_step_log,
             has_convolutions=any(isinstance(module, _CONVOLUTIONS) for module in modules),
             repeats_forward=any(map(is_checkpointed, modules)),
@@ -94,18 +89,16 @@ class CostlySettings:
     def _of_training(self, setup: TrainingSetup) -> Iterator[CostlySetting]:
         if option := self.logging:
             text = f"{option}=1 may cost time in loggers: log every 50 steps, for example"
-            yield CostlySetting(option, CALLBACKS, text)
+            yield CostlySetting(option, text, CALLBACKS)
         if self.repeats_forward:
             yield CostlySetting(
                 "gradient_checkpointing",
-                self.work,
                 "gradient checkpointing may cost time in backward, which repeats parts of forward:"
                 " turn it off if memory suffices",
             )
         if self.finds_unused:
             yield CostlySetting(
                 "find_unused_parameters",
-                self.work,
                 "find_unused_parameters=True may cost time after forward, in a search of the"
                 " autograd graph: set it to False if no parameter is unused",
             )
@@ -115,9 +108,9 @@ class CostlySettings:
             option = f"{setup.loader_prefix}pin_memory"
             yield CostlySetting(
                 option,
-                FETCH,
                 f"{option}=False may cost time in copies to the GPU, which `{FETCH}` includes:"
                 " set it to True",
+                FETCH,
             )
 
     def _of_cores(self, cores: int | None) -> Iterator[CostlySetting]:
@@ -128,7 +121,6 @@ class CostlySettings:
         if threads > cores and self.environment.device_type == "cpu":
             yield CostlySetting(
                 "num_threads",
-                self.work,
                 f"{threads} threads of torch may cost time in every operation on {cores} CPU cores:"
                 f" call torch.set_num_threads({cores}), or set OMP_NUM_THREADS={cores}",
             )
@@ -136,7 +128,6 @@ class CostlySettings:
         if share >= _MIN_CORE_WAIT:
             yield CostlySetting(
                 "busy_cores",
-                self.work,
                 f"busy CPU cores may cost time in all phases: the loop's thread waited"
                 f" {percent(share)} of the time for one of {cores} CPU cores; run fewer threads,"
                 " workers and other processes",
@@ -147,7 +138,6 @@ class CostlySettings:
         if share >= _MIN_THREAD:
             yield CostlySetting(
                 "busy_thread",
-                self.work,
                 f"the Python thread `{thread}` may cost time in all phases: it ran"
                 f" {percent(share)} of the time, and only one thread at a time runs Python code;"
                 " move its work to a process",
@@ -157,7 +147,6 @@ class CostlySettings:
         if torch.is_anomaly_enabled():
             yield CostlySetting(
                 "detect_anomaly",
-                self.work,
                 "detect_anomaly=True may cost time in forward and backward: turn it off after"
                 " debugging",
             )
@@ -165,14 +154,12 @@ class CostlySettings:
         if is_deterministic:
             yield CostlySetting(
                 "deterministic_algorithms",
-                self.work,
                 "deterministic algorithms may cost time in forward and backward: turn them off if"
                 " results do not have to be bitwise reproducible",
             )
         if torch.version.debug:
             yield CostlySetting(
                 "debug_build",
-                self.work,
                 "a debug build of torch may cost time in every operation: install a release build",
             )
         if not self._is_cuda:
@@ -184,35 +171,33 @@ class CostlySettings:
         if self.has_convolutions and cudnn.enabled and not (cudnn.benchmark or must_be_repeatable):
             yield CostlySetting(
                 "cudnn.benchmark",
-                self.work,
                 "cudnn.benchmark=False may cost time in convolutions: set"
                 " torch.backends.cudnn.benchmark = True if inputs have fixed shapes",
+                operation="convolves",
             )
         if self.environment.precision in _FLOAT32 and _has_unused_tf32():
             yield CostlySetting(
                 "float32_matmul_precision",
-                self.work,
                 'float32 matmul precision "highest" may cost time in matrix products outside of'
                 ' autocast: torch.set_float32_matmul_precision("high") uses TF32',
+                operation="multiplies_float32",
             )
 
     def _of_variables(self) -> Iterator[CostlySetting]:
         if self._is_cuda and _is_on("CUDA_LAUNCH_BLOCKING"):
             yield CostlySetting(
                 "CUDA_LAUNCH_BLOCKING",
-                self.work,
                 "CUDA_LAUNCH_BLOCKING=1 may cost time in all phases, and distorts all times, as the"
                 " CPU waits for each kernel: unset it and time again",
             )
         if _is_on("TORCH_LOGS"):
             # The compiler writes most of these logs, in the first step.
-            entry = FIRST_STEP if self.environment.compiled else self.work
+            entry = FIRST_STEP if self.environment.compiled else ""
             text = "TORCH_LOGS may cost time for each log of torch: unset it after debugging"
-            yield CostlySetting("TORCH_LOGS", entry, text)
+            yield CostlySetting("TORCH_LOGS", text, entry)
         if _is_on("TORCH_SHOW_CPP_STACKTRACES"):
             yield CostlySetting(
                 "TORCH_SHOW_CPP_STACKTRACES",
-                self.work,
                 "TORCH_SHOW_CPP_STACKTRACES=1 may cost time for each error of torch, even if it is"
                 " caught: unset it after debugging",
             )
@@ -221,14 +206,14 @@ class CostlySettings:
         if _value("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
             yield CostlySetting(
                 "TORCH_DISTRIBUTED_DEBUG",
-                COMMUNICATION,
                 "TORCH_DISTRIBUTED_DEBUG=DETAIL may cost time in each collective, because it checks"
                 " them: unset it after debugging",
+                COMMUNICATION,
             )
         level = _value("NCCL_DEBUG")
         if self._is_cuda and level in ("INFO", "TRACE"):
             text = f"NCCL_DEBUG={level} may cost time in collectives: unset it after debugging"
-            yield CostlySetting("NCCL_DEBUG", COMMUNICATION, text)
+            yield CostlySetting("NCCL_DEBUG", text, COMMUNICATION)
 
     @property
     def _is_cuda(self) -> bool:

@@ -12,7 +12,7 @@ from lightning_gputime._runs.environment import Environment
 from lightning_gputime._runs.estimates import Difference
 from lightning_gputime._runs.run import Run
 
-VERSION, MINOR = 1, 1
+VERSION, MINOR = 2, 0
 """Increment `MINOR` to add a key, and `VERSION` to rename or remove a key."""
 
 _MIN_SHARE = 0.01  # A brief result omits shorter entries and phases.
@@ -95,10 +95,11 @@ def _selected(content: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]
 
 
 def _brief_entry(entry: Entry) -> dict[str, Any]:
-    keys = ("name", "seconds", "share", "error", "speed_up", "code")
-    culprit_keys = ("name", "file", "line", "function", "share")
-    culprits = [{key: getattr(culprit, key) for key in culprit_keys} for culprit in entry.culprits]
-    return {**{key: getattr(entry, key) for key in keys}, "culprits": culprits}
+    keys = ("name", "seconds", "share", "error", "speed_up", "code", "pace", "phases_ms")
+    line_keys = ("function", "file", "line", "last_line", "modules", "ms")
+    lines = [entry.line] if entry.line is not None else entry.lines
+    code = [{key: getattr(line, key) for key in line_keys} for line in lines[:_MAX_ITEMS]]
+    return {**{key: getattr(entry, key) for key in keys}, "lines": code}
 
 
 def _brief_environment(environment: Environment) -> dict[str, Any]:

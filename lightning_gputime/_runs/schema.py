@@ -2,7 +2,7 @@
 
 A file is a JSON object with these keys:
 
-- `format`, `version`, `minor`: files of another `version` cannot be read. A larger `minor` has more
+- `format`, `version`, `minor`: files of `version` 5 and 6 can be read. A larger `minor` has more
   keys, which older readers ignore with a warning.
 - `environment`, `setup`, `slow_steps`, `summary` (a `Measurement`): objects whose keys are the
   fields of these classes. A missing key means the default.
@@ -30,7 +30,8 @@ from lightning_gputime._messages import Named
 from lightning_gputime._runs.run import Run
 
 FORMAT = "lightning_gputime run"
-VERSION, MINOR = 5, 6
+VERSION, MINOR = 6, 0
+_READABLE = (5, VERSION)
 _UNIT_MS = 1e-4  # Unit of saved times: a fifth of the resolution of a CUDA event.
 _MAX_TIME_MS = 1e9  # Longer times are saved as absent.
 _ABSENT = -1
@@ -45,6 +46,8 @@ _MAX_COUNT = 2**63  # Counts must be smaller, to fit into 64-bit integers.
 # Keys that are read under other names, or derived from other keys.
 _NOT_FIELDS = {"format", "version", "minor", "summary", "setup", "sentence"}
 _NOT_FIELDS |= {"verdict", "advice", "diagnosis"}
+# Keys of version 5 that have no counterpart: probes, calls by name, and places at phase boundaries.
+_NOT_FIELDS |= {"probed_steps", "probe_failure", "gpu_busy_mean_ms", "observed_s", "caller"}
 # Error messages name a field by its path in the file, here for fields with other names in the file.
 _PATHS = {"_summary": ".summary", "measurement": ""}
 
@@ -83,10 +86,18 @@ def from_json(data: bytes, name: str) -> tuple[Run, list[str]]:
     """
     content = _parse(data)
     content |= {"history": _unpack(content["history"]), "name": name}
+    if content["version"] == 5:
+        _convert_from_5(content)
     content["_summary"] = {"measurement": content["summary"], "setup": content["setup"]}
     unknown: list[str] = []
     run: Run = _read(Run, content, "run", unknown)
     return run, sorted(unknown) if content.get("minor", 0) > MINOR else []
+
+
+def _convert_from_5(content: dict[str, Any]) -> None:
+    """Drop what a file of version 5 says about code and settings, in place."""
+    content["summary"].pop("culprits", None)
+    content["setup"].pop("costly_settings", None)
 
 
 def _pack(history: npt.NDArray[Any]) -> dict[str, Any]:
@@ -139,10 +150,10 @@ def _parse(data: bytes) -> dict[str, Any]:
     )
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
-    if content.get("version") != VERSION:
+    if content.get("version") not in _READABLE:
         raise ValueError(
             f"its version is {content.get('version')!r:.60}, and this lightning_gputime reads"
-            f" version {VERSION}: update lightning_gputime, or save the run again"
+            f" versions 5 and {VERSION}: update lightning_gputime, or save the run again"
         )
     return content
 

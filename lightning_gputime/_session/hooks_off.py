@@ -9,7 +9,6 @@ reads the clock, and every 10th step also reads the timed steps that are still t
 The hooks stay attached:
 
 - in the first 20 steps, which show what the loop calls and captures,
-- with probes,
 - with compiled code, which would recompile,
 - in loops that evaluate the model inside steps, because hooks measure the time of evaluations,
 - with several timers or nested loops over `steps()`, which must see all calls of a model.
@@ -39,7 +38,7 @@ class HooksOff:
     def __init__(self, plan: TimingPlan, boundaries: Boundaries, margin: int, lag: int) -> None:
         self._plan, self._boundaries = plan, boundaries
         self._margin, self._lag = margin, lag
-        self._is_allowed = plan.probe is None
+        self._is_allowed = True
         self.returns_at = 0
         """Index of the first step that has hooks again."""
         self.check_at = 0
@@ -50,7 +49,7 @@ class HooksOff:
         """Return True if the hooks should be removed before the step of this index."""
         if not self._is_allowed or index < _MIN_INDEX:
             return False
-        is_far = self._plan.schedule.next_timed(index) - self._margin > index
+        is_far = self._plan.next_marked(index) - self._margin > index
         has_evaluated = self._boundaries.forward.evaluation.has_found
         return is_far and not has_evaluated and is_alone() and not has_compiled()
 
@@ -65,7 +64,7 @@ class HooksOff:
         """
         suspend = partial(self._boundaries.suspend, keep_updates=counts_updates)
         self._plan.cost.time_switch(suspend, index)
-        self.returns_at = self._plan.schedule.next_timed(index) - self._margin
+        self.returns_at = self._plan.next_marked(index) - self._margin
         self._checked_at = index
         self.check_at = min(index + self._lag, index + _CHECK_STEPS, self.returns_at)
 

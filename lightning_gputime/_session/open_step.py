@@ -19,7 +19,7 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._record.recorder import Recorder
 from lightning_gputime._record.state import PAUSED
-from lightning_gputime._session.state import OFF, TIMED, State
+from lightning_gputime._session.state import EXAMINED, OFF, TIMED, State
 
 _NO_BATCH = object()
 
@@ -169,7 +169,7 @@ class OpenStep:
             return self.has_updated or not self.needs_updates
         if self._forward.evaluation.is_pending:  # Calls in eval mode that may be an evaluation.
             self._forward.exclude_evaluations()
-        if state is not TIMED:
+        if state not in (TIMED, EXAMINED):
             return self.has_updated
         if self.has_optimizer:
             last = AFTER_UPDATE

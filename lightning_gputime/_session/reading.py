@@ -5,23 +5,31 @@ from typing import Any
 
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
+from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.wall_clock import EVALUATION, FIRST_STEP, STEPS, WallClock
 from lightning_gputime._phases import EVALUATED, StepRecord
 from lightning_gputime._record.pending_steps import BATCH
 from lightning_gputime._session.timing_plan import TimingPlan
+
+_MIN_EXAMINED, _MIN_COMPARED = 3, 50  # Numbers of examined steps, and of others to compare with.
 
 
 class StepReader:
     """Distributor of the steps that were read, in order and in the training thread.
 
     Args:
-        plan: Receives the probed steps, and the cost of timing.
+        plan: Receives the cost of timing.
+        results: Receives the examined steps.
         wall_clock: Receives the time of evaluations inside steps.
         warmup_steps: Number of timed steps at the start that are warm-up.
     """
 
-    def __init__(self, plan: TimingPlan, wall_clock: WallClock, warmup_steps: int) -> None:
-        self._plan, self._wall_clock = plan, wall_clock
+    def __init__(
+        self, plan: TimingPlan, results: Results, wall_clock: WallClock, warmup_steps: int
+    ) -> None:
+        self._plan, self._results, self._wall_clock = plan, results, wall_clock
+        self._may_examine_more = True
+        self._has_slowed_down = False
         self._warmup_left = warmup_steps  # Number of warm-up steps still to be read.
         self._has_read = False  # True once the first step was read.
         self._readers: list[Any] = []  # Methods `steps_read`.
@@ -39,14 +47,34 @@ class StepReader:
                 source = FIRST_STEP if is_first else STEPS
                 self._wall_clock.move(source, EVALUATION, record.evaluation_ms)
         self._has_read = True
-        probe = self._plan.probe
-        unprobed = records if probe is None else probe.take(records)
-        if unprobed:
-            warmup = min(self._warmup_left, len(unprobed))
+        self._results.ledger.add(records)
+        usual = records
+        if not self._plan.times_all and any(record.lines for record in records):
+            usual = [record for record in records if not record.lines]
+        if usual:
+            warmup = min(self._warmup_left, len(usual))
             self._warmup_left -= warmup
-            call_safely(self._readers, ReadSteps(unprobed, warmup, since_ns))
+            call_safely(self._readers, ReadSteps(usual, warmup, since_ns))
         if self._plan.is_auto:
-            self._plan.cost.add_timed(unprobed, since_ns)
+            self._plan.cost.add_timed(usual, since_ns)
+        self._examine_more()
+
+    def _examine_more(self) -> None:
+        """Examine more steps if the examined ones lack something, or after a slowdown."""
+        results, examinations = self._results, self._plan.examinations
+        if results.slowdowns.found is not None and not self._has_slowed_down:
+            self._has_slowed_down = True
+            examinations.examine_more()
+        sums = results.sums
+        if self._may_examine_more and sums.step.n >= _MIN_COMPARED:
+            n = sums.step.n
+            phases_ms = {
+                name: phase.device_ms / n for name, phase in sums.phases.items() if "/" not in name
+            }
+            if len(results.ledger.steps) >= _MIN_EXAMINED:
+                self._may_examine_more = False
+                if results.ledger.differs_from(phases_ms, sums.step.device_ms / n):
+                    examinations.examine_more()
 
 
 class UserCalls:

@@ -172,7 +172,7 @@ class SelfCheck:
         self._results, self._boundaries, self._recorder = results, boundaries, recorder
         self._loop = loop
         # "auto" also times all of the first steps.
-        times_first = options.every_n_steps in (1, AUTO) and not options.probe_every_n_steps
+        times_first = options.every_n_steps in (1, AUTO)
         self._counts_steps = loop.counts_steps and times_first
         self._is_own_loop = loop.search is not Search.NEVER
         # The user has passed no optimizer, but an optimizer may update the model.

@@ -1,28 +1,27 @@
 """Session of a timer: from attaching it to a loop until its removal."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
+from types import CodeType
 from typing import Any
 
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
-from lightning_gputime._culprits.blocking import BlockingCalls
-from lightning_gputime._culprits.places import Frames, PlaceReader, frames_here
 from lightning_gputime._instrumentation import named
 from lightning_gputime._instrumentation.boundaries import Boundaries
 from lightning_gputime._instrumentation.loop import Loop, Search
 from lightning_gputime._instrumentation.patching import Attachment, Attachments
 from lightning_gputime._instrumentation.work import WorkCounter
+from lightning_gputime._ledger.examiner import Examiner
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.memory import MemoryWatch
 from lightning_gputime._measurement.observers import call_safely, methods
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._options import Options
+from lightning_gputime._record.annotator import Annotator
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.watcher import Annotator
 from lightning_gputime._session import attached
-from lightning_gputime._session.culprit_search import CulpritSearch
 from lightning_gputime._session.hooks_off import HooksOff
 from lightning_gputime._session.logs import LogSchedule
 from lightning_gputime._session.open_step import OpenStep
@@ -47,9 +46,7 @@ class Session:
         loop: Model and optimizers of the loop.
         results: Collects the times of the steps.
         means: Logs mean times.
-        outside: Functions around the training, such as the caller of `fit`. Their lines are not
-            blamed for a phase.
-        blocks: Returns True if the CPU blocks on the GPU inside steps.
+        functions: Functions of libraries to name as the reason for time.
     """
 
     def __init__(
@@ -59,8 +56,7 @@ class Session:
         loop: Loop,
         results: Results,
         means: MeanLog,
-        outside: Frames = (),
-        blocks: Callable[[], bool] = bool,
+        functions: Sequence[CodeType] = (),
     ) -> None:
         self._results, self._observers = results, options.observers
         wall_clock = results.wall_clock
@@ -83,19 +79,21 @@ class Session:
         )
 
         # Record them: hooks call the recorder, which passes the steps that were read to `reader`.
-        reader = StepReader(plan, wall_clock, options.timed_warmup_steps)
+        reader = StepReader(plan, results, wall_clock, options.timed_warmup_steps)
         self.recorder = recorder = Recorder(
             clock,
             lag=options._lag,
             emit=reader.take,
             batch=user_calls.batch,
             annotate=Annotator() if options.annotate else None,
-            locate=frames_here,
         )
         self.recorders = [recorder]
         """Recorders for the phases that users name."""
         work = WorkCounter(options.items, options.flops, loop, recorder)
-        self._boundaries = Boundaries(recorder, loop, work.on_call, wall_clock)
+        self._examiner = Examiner(clock, recorder.pending.free, recorder.warn_once)
+        self._examiner.watch.follow(functions)
+        results.ledger.operations = self._examiner.operations
+        self._boundaries = Boundaries(recorder, loop, work.on_call, wall_clock, self._examiner)
         self.open_step = OpenStep(
             recorder, self._boundaries, work, needs_updates=loop.needs_updates
         )
@@ -110,8 +108,6 @@ class Session:
             logs_slow_steps="slow" in options.logged_groups,
             memory=self._memory,
         )
-        self._blocking = BlockingCalls(results.culprits, recorder)
-        search = CulpritSearch(results, recorder, self._blocking, blocks, analyzer)
         self._self_check = SelfCheck(results, self._boundaries, recorder, loop, options)
         self._logs = LogSchedule(
             means,
@@ -121,10 +117,9 @@ class Session:
             lag=options._lag,
             is_sampled=not plan.times_all,
         )
-        places = PlaceReader(results.culprits, _name_of_update(loop), outside)
         # Collectors come first, because the others use what they have collected.
-        collectors = [results, places, self._comparison, analyzer]
-        reader.connect([*collectors, user_calls, self._logs, self._self_check, search])
+        collectors = [results, self._comparison, analyzer]
+        reader.connect([*collectors, user_calls, self._logs, self._self_check])
 
         # Start and end the steps.
         self.steps = Steps(
@@ -134,8 +129,8 @@ class Session:
                 open_step=self.open_step,
                 work=work,
                 analyzer=analyzer,
-                blocking=self._blocking,
-                search=search,
+                examiner=self._examiner,
+                pace=results.ledger.pace,
                 plan=plan,
                 hooks_off=HooksOff(
                     plan,
@@ -269,7 +264,7 @@ class Session:
         attached.discard(self)
         attached.remove_lost()
         self._until_end.remove()
-        self._blocking.stop()
+        self._examiner.stop()
         self._boundaries.remove()
         self.recorder.stop()
         try:
@@ -297,6 +292,7 @@ class Session:
         if self.is_attached:
             self.steps.enter(ENDED)
         named.deactivate(self.recorder)
+        self._examiner.stop()
         self._analyzer.remove()
         self._comparison.remove()
         self._to_remove.clear()
@@ -307,12 +303,6 @@ class Session:
         attached.lose(self)
 
 
-def _name_of_update(loop: Loop) -> str:
-    """Return the name of the call that runs the update, such as "AdamW.step"."""
-    kinds = dict.fromkeys(type(optimizer).__name__ for optimizer in loop.optimizers)
-    return " and ".join(f"{kind}.step" for kind in kinds)
-
-
 def _option_that_times_every_step(
     options: Options, user_calls: UserCalls, *, logs_every_step: bool
 ) -> str:
@@ -321,7 +311,6 @@ def _option_that_times_every_step(
         "observers=": user_calls.takes_steps,
         "annotate=True": options.annotate,
         "lag=0": options._lag == 0,
-        "probe_every_n_steps=": options.probe_every_n_steps > 0,
         "a log at each step": logs_every_step,
     }
     return next((option for option, is_set in requires.items() if is_set), "")

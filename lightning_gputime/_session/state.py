@@ -9,24 +9,24 @@ class State(Enum):
     NEW = "not attached"
     IDLE = "attached, no step is open"
     TIMED = "the step is timed"
-    PROBED = "the step is timed behind a spin kernel"
+    EXAMINED = "the step is timed, with a mark at each line of the user's code"
     UNTIMED = "the step is counted"
     OFF = "the step is counted, without hooks"
     ENDED = "removed"
 
 
 # Globals, because every step compares states.
-NEW, IDLE, TIMED, PROBED, UNTIMED, OFF, ENDED = State
+NEW, IDLE, TIMED, EXAMINED, UNTIMED, OFF, ENDED = State
 
 NOT_ATTACHED = (NEW, ENDED)
 
 TRANSITIONS = {
     NEW: {IDLE},
-    IDLE: {TIMED, UNTIMED, ENDED},
-    TIMED: {TIMED, PROBED, UNTIMED, ENDED},
-    PROBED: {TIMED, UNTIMED, ENDED},  # The step after a probe is never probed.
-    UNTIMED: {TIMED, PROBED, UNTIMED, OFF, ENDED},
-    OFF: {TIMED, UNTIMED, ENDED},
+    IDLE: {TIMED, EXAMINED, UNTIMED, ENDED},
+    TIMED: {TIMED, EXAMINED, UNTIMED, ENDED},
+    EXAMINED: {TIMED, EXAMINED, UNTIMED, ENDED},
+    UNTIMED: {TIMED, EXAMINED, UNTIMED, OFF, ENDED},
+    OFF: {TIMED, EXAMINED, UNTIMED, ENDED},
     ENDED: set[State](),
 }
 """States that may follow each state."""

@@ -5,23 +5,23 @@ from dataclasses import dataclass
 from threading import get_ident
 
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
-from lightning_gputime._culprits.blocking import BlockingCalls
 from lightning_gputime._instrumentation.boundaries import Boundaries
 from lightning_gputime._instrumentation.work import WorkCounter
+from lightning_gputime._ledger.examiner import Examiner
+from lightning_gputime._ledger.pace import PaceSums
 from lightning_gputime._measurement.untimed import UntimedSteps
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._phases import DATA
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._session.culprit_search import CulpritSearch
 from lightning_gputime._session.hooks_off import HooksOff
 from lightning_gputime._session.logs import LogSchedule
 from lightning_gputime._session.open_step import OpenStep
 from lightning_gputime._session.rank_comparer import RankComparer
 from lightning_gputime._session.state import (
     ENDED,
+    EXAMINED,
     NEW,
     OFF,
-    PROBED,
     TIMED,
     TRANSITIONS,
     UNTIMED,
@@ -39,8 +39,8 @@ class StepParts:
     open_step: OpenStep
     work: WorkCounter
     analyzer: SlowStepAnalyzer
-    blocking: BlockingCalls
-    search: CulpritSearch
+    examiner: Examiner
+    pace: PaceSums
     plan: TimingPlan
     hooks_off: HooksOff
     logs: LogSchedule
@@ -61,11 +61,13 @@ class Steps:
         self.state = NEW
         self.index = 0
         """Number of steps that have ended, timed or not; stays 0 if every step is timed."""
+        self._ended = 0  # The same, also if every step is timed.
         self.newest: int | None = None
         """Number of the last step that ended."""
         # Cumulative time of all steps, updated at the end of each step that runs with hooks.
         self._ended_ns = 0
         self._first_label = DATA  # First label of the open step.
+        self._follows_examined = False  # True in the step after an examined step.
         self.plan = parts.plan
         self.times_all = parts.plan.times_all
 
@@ -78,6 +80,7 @@ class Steps:
     def begin(self) -> None:
         """Drop the open step, and start a step in the calling thread."""
         parts = self._parts
+        parts.examiner.stop()
         parts.boundaries.step_ended(timed=False, is_dropped=True)
         parts.work.reset()
         parts.analyzer.loop_begins()
@@ -85,14 +88,12 @@ class Steps:
         if self.state is OFF:
             parts.recorder.stop()  # Also makes the calling thread the timed thread.
             return
-        # Do not probe this step, because the first fetch of an epoch may take long.
-        self.enter(parts.plan.kind_at(self.index))
+        # Do not examine this step, because the first fetch of an epoch may take long.
+        self.enter(UNTIMED if parts.plan.kind_at(self.index) is UNTIMED else TIMED)
         if self.state is TIMED:
             parts.recorder.begin()
         else:
             parts.recorder.stop()
-        if parts.plan.probe is not None:
-            parts.plan.probe.step_begins()
 
     # Ends of steps
 
@@ -102,9 +103,11 @@ class Steps:
         if self.state is OFF:
             return self._end_step_without_hooks(number)
         parts = self._parts
+        is_examined = self.state is EXAMINED
+        if is_examined:
+            parts.examiner.stop()
         self.newest = number
-        if parts.blocking.steps_left:
-            parts.blocking.end_step()
+        self._ended += 1
         now_ns = parts.host_ns()
         parts.analyzer.sampler.end_step(now_ns)
         items = parts.work.take_items()
@@ -115,7 +118,19 @@ class Steps:
             skipped_update = parts.boundaries.step_ended()
             self._ended_ns = now_ns - parts.wall_clock.outside_ns
             # Read all finished steps if a log is due. That also writes the log.
-            parts.recorder.end_step(number, skipped_update, log_is_due, label, items=items)
+            parts.recorder.end_step(
+                number,
+                skipped_update,
+                log_is_due,
+                label,
+                items=items,
+                waits_now=is_examined or parts.pace.wants_wait,
+            )
+            if is_examined:
+                self.enter(TIMED)
+                self._step_examined()
+            elif self._ended >= self.plan.examinations.next_index and self.state is TIMED:
+                self._examine()
         else:
             self._end_planned_step(number, items, log_is_due)
             self._ended_ns = now_ns - parts.wall_clock.outside_ns
@@ -153,6 +168,7 @@ class Steps:
         parts = self._parts
         if get_ident() != parts.recorder.threads.home:
             return False
+        parts.examiner.stop()
         items = parts.work.take_items()
         index = -1 if self.times_all else self.index  # `Recorder.end_step` explains -1.
         if not parts.open_step.end_at_update(self.state, number, index, items):
@@ -178,22 +194,29 @@ class Steps:
     def _end_planned_step(self, number: int, items: float, log_is_due: bool) -> None:
         """End the open step. If a log is due, read all finished steps."""
         parts, state, plan = self._parts, self.state, self.plan
-        is_usual = True  # False for a probed step, and for the step after a probe.
-        if plan.probe is not None:
-            # The probe measures the host time until here, without reading and logging.
-            is_usual = plan.probe.step_ends(self.index, is_probed=state is PROBED)
-        is_timed = state in (TIMED, PROBED)
+        # An examined step takes longer, and the step after it starts with an empty queue.
+        is_usual = state is not EXAMINED and not self._follows_examined
+        self._follows_examined = state is EXAMINED
+        is_timed = state in (TIMED, EXAMINED)
         skipped_update = parts.boundaries.step_ended(timed=is_timed)
         self._add_duration(is_usual=is_usual)
         if is_timed:
             parts.recorder.end_step(
-                number, skipped_update, log_is_due, self._first_label, index=self.index, items=items
+                number,
+                skipped_update,
+                log_is_due,
+                self._first_label,
+                index=self.index,
+                items=items,
+                waits_now=state is EXAMINED or parts.pace.wants_wait,
             )
         else:
             parts.recorder.pending.end_untimed(log_is_due)
         self.index += 1
         if plan.is_auto:
             plan.cost.end_span(self.index, is_untimed=state is UNTIMED)
+        if state is EXAMINED:
+            self._step_examined()
 
     def _add_duration(self, *, is_usual: bool = True) -> None:
         """Add the duration of the step that ends now to the statistics, if it is usual."""
@@ -205,7 +228,7 @@ class Steps:
             parts.untimed.leave_out(now_ns)
 
     def _start_planned_step(self) -> None:
-        """Start a step, which the plan may time or probe."""
+        """Start a step, which the plan may time or examine."""
         parts, plan, before = self._parts, self.plan, self.state
         if plan.is_auto and self.index >= plan.cost.due:
             self._decide()
@@ -215,12 +238,30 @@ class Steps:
             if parts.hooks_off.is_due(self.index):
                 self._remove_hooks()
         elif before is UNTIMED:  # After a timed step, its last mark has started this step.
-            parts.search.locate_long_steps(plan.schedule.moved_window_size)
             parts.recorder.begin(self._first_label)
-        if plan.probe is not None:
-            if self.state is PROBED:
-                parts.recorder.start_probe(plan.probe.keep_busy)
-            plan.probe.step_begins()
+        if self.state is EXAMINED:
+            self._examine()
+
+    # Examined steps
+
+    def _examine(self) -> None:
+        """Examine the step that has just started."""
+        parts, plan = self._parts, self.plan
+        steps_ns = parts.wall_clock.steps_ns(parts.host_ns())
+        lines = parts.examiner.start(steps_ns / max(self._ended, 1))
+        if lines is None:
+            plan.examinations.stop()
+            self.enter(TIMED)
+            return
+        if self.state is TIMED:
+            self.enter(EXAMINED)
+        parts.recorder.examine(lines)
+
+    def _step_examined(self) -> None:
+        parts = self._parts
+        steps_ns = parts.wall_clock.steps_ns(parts.host_ns())
+        share = parts.examiner.marks_ns / max(steps_ns, 1)
+        self.plan.examinations.step_examined(self._ended - 1, share)
 
     def _decide(self) -> None:
         """Choose anew which steps are timed."""
@@ -255,8 +296,7 @@ class Steps:
         parts = self._parts
         self.index += 1
         self.newest = number
-        if parts.blocking.steps_left:
-            parts.blocking.end_step()
+        self._ended += 1
         parts.untimed.end_step(parts.host_ns() - parts.wall_clock.outside_ns)
         if parts.open_step.needs_updates:
             parts.boundaries.optimizer.reset()
@@ -286,5 +326,7 @@ class Steps:
         self.enter(parts.plan.kind_at(self.index))
         parts.analyzer.timing_resumes()
         parts.work.reset()
-        if self.state is TIMED:
+        if self.state is not UNTIMED:
             parts.recorder.begin(self._first_label)
+        if self.state is EXAMINED:
+            self._examine()

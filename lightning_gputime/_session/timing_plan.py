@@ -1,24 +1,24 @@
-"""Choice of the steps that are timed or probed."""
+"""Choice of the steps that are timed or examined."""
 
 from dataclasses import replace
 
 from lightning_gputime._instrumentation.comm import is_distributed
+from lightning_gputime._ledger.schedule import ExaminationSchedule
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._options import AUTO, Options
 from lightning_gputime._record.clock import Clock
 from lightning_gputime._session.agreement import open_agreement
-from lightning_gputime._session.probe import Probe
 from lightning_gputime._session.schedule import Schedule, Windows
-from lightning_gputime._session.state import PROBED, TIMED, UNTIMED, State
+from lightning_gputime._session.state import EXAMINED, TIMED, UNTIMED, State
 from lightning_gputime._session.timing_cost import TimingCost
 
 
 class TimingPlan:
-    """Choice of the state of each step, by the schedule, `every_n_steps="auto"` and probes.
+    """Choice of the state of each step, by the two schedules and `every_n_steps="auto"`.
 
     Args:
         options: Options of the timer.
-        clock: Clock of the device, for probes.
+        clock: Clock of the device.
         results: Durations of all steps; receives the chosen `n` if 1 of `n` steps is timed.
         log_every_n_steps: Number of steps between two logs; None if unknown, or without logs.
         each_timed_for: Option that requires that every step is timed; empty if none.
@@ -46,25 +46,29 @@ class TimingPlan:
         self.cost = TimingCost(clock.host_ns, log_every_n_steps)
         needs_agreement = self.is_auto and options.sync_ranks
         self._agreement = open_agreement() if needs_agreement else None
-        every = options.probe_every_n_steps
-        self.probe = Probe(clock, results, every, options.warmup_steps) if every else None
-        is_fixed = not self.is_auto and self.probe is None
-        self.times_all = is_fixed and self.schedule.windows.cover_all
-        """True if every step is timed, and none is probed."""
+        self.examinations = ExaminationSchedule(self._next_long, is_distributed=is_distributed())
+        if not options.lines:
+            self.examinations.stop()
+        self.times_all = not self.is_auto and self.schedule.windows.cover_all
+        """True if every step is timed. Then examined steps count in all statistics."""
 
     def kind_at(self, index: int) -> State:
-        """Return `TIMED` or `UNTIMED` for the step of this index, ignoring probes."""
+        """Return the state of the step of this index."""
+        if index >= self.examinations.next_index:
+            return EXAMINED
         return TIMED if self.schedule.next_timed(index) == index else UNTIMED
 
     def next_kind(self, kind: State, index: int) -> State:
         """Return the state of the step of this index, which follows a step of `kind`."""
-        if kind is PROBED:
-            # The host has waited for the probed step, so the device's queue is empty, unlike usual.
+        if kind is EXAMINED:
+            # The host has waited for that step, so the device's queue is empty, unlike usual.
             return UNTIMED
-        probe = self.probe
-        if probe is not None and probe.is_scheduled(index) and probe.is_ready():
-            return PROBED
         return self.kind_at(index)
+
+    def next_marked(self, index: int) -> int:
+        """Return the index of the next step from `index` on that is timed or examined."""
+        examined = max(self.examinations.next_index, index)
+        return int(min(self.schedule.next_timed(index), examined))
 
     # every_n_steps="auto"
 

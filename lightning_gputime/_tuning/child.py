@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from lightning_gputime._auto_instrumentation import TUNE
-from lightning_gputime._compat.python_ import user_frames
+from lightning_gputime._compat.user_code import running_line
 from lightning_gputime._tuning.change import LIGHTNING, LOADER, TRANSFORMERS
 
 _OPTIONS = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
@@ -123,8 +123,8 @@ class TunedProcess:
 
     def _add_site(self, target: str) -> str:
         """Record the line of the script that constructs an object of the target; return it."""
-        frames = user_frames(1)
-        site = f"{os.path.relpath(frames[0].file)}:{frames[0].line}" if frames else ""
+        found = running_line()
+        site = f"{os.path.relpath(found[0])}:{found[1]}" if found is not None else ""
         sites = self._sites.setdefault(target, [])
         if site and site not in sites:
             sites.append(site)

@@ -11,7 +11,7 @@ _SETTINGS = ("log_every_n_steps", "logging_steps")
 
 
 def propose(advice: Advice, report: Report) -> Iterator[Change]:
-    is_logging = advice.code in ("log_less", "callbacks")
+    is_logging = advice.code == "log_less"
     if not is_logging and advice.parameters.get("setting") not in _SETTINGS:
         return
     for target, option in _OPTIONS.items():

@@ -1,0 +1,535 @@
+"""Programs for a CPU with two cores, with one planted problem each. Steps take 3 to 40 ms."""
+
+import copy
+import gc
+import json
+import math
+import random
+import re
+import tempfile
+import unicodedata
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import projects as base
+import torch
+import torch.nn.functional as F  # noqa: N812
+from projects import COMPUTE, HOST, INPUT, LOSS_CODE, OUTSIDE, Classifier, Net, Run, Setup
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
+
+# Digits, with Lightning
+
+
+class SpectralLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        norm = torch.linalg.matrix_norm(self.weight, 2)
+        return F.linear(x, self.weight / norm, self.bias)
+
+
+def power_iteration(inputs: int, outputs: int) -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(inputs, outputs))
+
+
+class TracksAUROC(Classifier):
+    """Classifier that reports the area under the ROC curve of all predictions so far."""
+
+    def on_fit_start(self) -> None:
+        self.scores, self.labels = list[Tensor](), list[Tensor]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        self.scores.append(logits.detach())
+        self.labels.append(batch[1])
+        if self.planted or batch_idx % 100 == 99:
+            self.auroc()
+        return F.cross_entropy(logits, batch[1])
+
+    def auroc(self) -> list[Tensor]:
+        scores, labels = torch.cat(self.scores), torch.cat(self.labels)
+        ranks = [scores[:, label].argsort().argsort().float() for label in range(10)]
+        return [rank[labels == label].mean() / len(rank) for label, rank in enumerate(ranks)]
+
+
+def fit_digits(
+    setup: Setup,
+    *,
+    layer: Callable[[int, int], nn.Module] = nn.Linear,
+    module: type[Classifier] = Classifier,
+    width: int = 192,
+    **options: Any,
+) -> Run:
+    """Train an MLP on scikit-learn's digits."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    digits = TensorDataset(torch.tensor(images).float() / 16, torch.tensor(labels))
+    sampler = RandomSampler(digits, replacement=True, num_samples=64 * setup.steps)
+    layers = [layer(64, width), nn.ReLU(), layer(width, width), nn.ReLU()]
+    classifier = module(nn.Sequential(*layers), width, setup.planted)
+    batches = DataLoader(digits, batch_size=64, sampler=sampler)
+    loaders = [DataLoader(digits, batch_size=256)] if "val_check_interval" in options else []
+    return base.fit(setup, classifier, batches, *loaders, **options)
+
+
+# Images
+
+
+def jitter(photo: Any) -> Any:
+    photo = (photo / 255.0) ** random.uniform(0.8, 1.25)
+    return np.clip((photo - photo.mean()) * random.uniform(0.8, 1.25) + 0.5, 0, 1)
+
+
+def jitter_then_resize(photo: Any) -> Any:
+    return jitter(photo)[::4, ::4]
+
+
+def resize_then_jitter(photo: Any) -> Any:
+    return jitter(photo[::4, ::4])
+
+
+def box_blur(photo: Any) -> Any:
+    blurred = np.zeros(photo.shape)
+    for y in range(-3, 4):
+        for x in range(-3, 4):
+            blurred += np.roll(photo, (y, x), (0, 1))
+    return blurred[::4, ::4] / (49 * 255)
+
+
+def pooled_blur(photo: Any) -> Any:
+    pooled = F.avg_pool2d(torch.from_numpy(photo).movedim(-1, 0).float(), 7, 4, 3)
+    return pooled.movedim(0, -1).numpy() / 255
+
+
+class Photos(Dataset[Tensor]):
+    def __init__(self, n: int, transform: Callable[[Any], Any]) -> None:
+        self.n, self.transform = n, transform
+        self.photos = np.random.default_rng(0).integers(256, size=(32, 96, 96, 3), dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.from_numpy(self.transform(self.photos[index % 32])).float().movedim(-1, 0)
+
+
+def train_photos(setup: Setup, *, transform: Callable[[Any], Any], workers: int = 0) -> Run:
+    """Train a ResNet on transformed photos."""
+    model = base.ResNet(4, blocks=1)
+    batches = DataLoader(Photos(16 * setup.steps, transform), 16, num_workers=workers)
+    return base.train(setup, model, batches, lambda images: model(images).square().mean())
+
+
+class SimCLR(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        augment = base.augment_each if self.planted else base.augment_all
+        features = F.normalize(self(augment(torch.cat([batch[0], batch[0]]))))
+        scores = (features @ features.T / 0.1).fill_diagonal_(-1e9)
+        return F.cross_entropy(scores, torch.arange(len(scores)).roll(len(scores) // 2))
+
+
+class HungarianMatcher:
+    def cost(self, boxes: Tensor, targets: Tensor) -> Tensor:
+        cost = torch.zeros(len(boxes), len(targets))
+        for i, box in enumerate(boxes):
+            for j, target in enumerate(targets):
+                cost[i, j] = (box - target).abs().sum()
+        return cost
+
+    @torch.no_grad()
+    def match(self, boxes: Tensor, targets: Tensor) -> Any:
+        from scipy.optimize import linear_sum_assignment
+
+        return linear_sum_assignment(self.cost(boxes, targets))
+
+
+class FastMatcher(HungarianMatcher):
+    def cost(self, boxes: Tensor, targets: Tensor) -> Tensor:
+        return torch.cdist(boxes, targets, p=1)
+
+
+def train_detector(setup: Setup, *, matcher: Callable[[], HungarianMatcher]) -> Run:
+    """Train a set predictor, after DETR: 16 queries and 4 boxes per image."""
+    layers = [nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4)]
+    model, match = nn.Sequential(*layers), matcher().match
+    batches = base.repeated(setup, torch.rand(8, 16, 128), torch.rand(8, 4, 4))
+
+    def loss_of(batch: Any) -> Tensor:
+        losses = []
+        for boxes, targets in zip(model(batch[0]), batch[1], strict=True):
+            rows, columns = match(boxes, targets)
+            losses.append(F.l1_loss(boxes[rows], targets[columns]))
+        return torch.stack(losses).mean()
+
+    return base.train(setup, model, batches, loss_of)
+
+
+class MemoryBank:
+    """Triplet loss with a queue of earlier features."""
+
+    def __init__(self) -> None:
+        self.features, self.labels = F.normalize(torch.randn(512, 64)), torch.arange(512) % 8
+
+    def loss_by_sample(self, features: Tensor, labels: Tensor) -> Tensor:
+        losses = []
+        for feature, label in zip(features, labels, strict=True):
+            distances = (self.features - feature).norm(dim=1)
+            positive = distances[self.labels == label].max()
+            losses.append(F.relu(positive - distances[self.labels != label].min() + 0.2))
+        return torch.stack(losses).mean()
+
+    def loss(self, features: Tensor, labels: Tensor) -> Tensor:
+        distances, same = torch.cdist(features, self.features), labels[:, None] == self.labels
+        positive = distances.masked_fill(~same, -math.inf).amax(1)
+        return F.relu(positive - distances.masked_fill(same, math.inf).amin(1) + 0.2).mean()
+
+
+def train_metric(setup: Setup, *, loss: Callable[[MemoryBank, Tensor, Tensor], Tensor]) -> Run:
+    """Train an embedding of images."""
+    model, bank = base.ResNet(16, blocks=1), MemoryBank()
+    batches = base.repeated(setup, torch.rand(32, 3, 8, 8), torch.arange(32) % 8)
+
+    def loss_of(batch: Any) -> Tensor:
+        features = F.normalize(model(batch[0]))
+        bank.features = torch.cat([bank.features[len(features) :], features.detach()])
+        return loss(bank, features, batch[1])
+
+    return base.train(setup, model, batches, loss_of)
+
+
+# Text
+
+
+def texts() -> list[str]:
+    return [" ".join(f"mot\u00e9{random.randrange(200)}," for _ in range(800)) for _ in range(32)]
+
+
+@cache
+def word_ids() -> dict[str, int]:
+    return {",": 0, **{f"mote{number}": number + 1 for number in range(200)}}
+
+
+def tokenize(text: str) -> list[int]:
+    plain = unicodedata.normalize("NFD", text.lower())
+    plain = "".join(char for char in plain if not unicodedata.combining(char))
+    return [word_ids()[word] for word in re.findall(r"\w+|[^\w\s]", plain)][:32]
+
+
+def collate_texts(texts: list[str]) -> dict[str, Tensor]:
+    tokens = torch.tensor([tokenize(text) for text in texts])
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def tokenized_texts() -> list[dict[str, Tensor]]:
+    return [{"input_ids": ids, "labels": ids} for ids in map(torch.tensor, map(tokenize, texts()))]
+
+
+class StepGuard(base.TrainerCallback):
+    """Keeps a copy of the training state, to return to it if the loss is not finite."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        self.saved = copy.deepcopy(parts["model"]), copy.deepcopy(parts["optimizer"].state_dict())
+
+
+class WeightHistograms(base.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        weights = [weight.detach().numpy() for weight in parts["model"].parameters()]
+        self.histograms = [np.histogram(weight, bins=64) for weight in weights]
+
+
+class BucketSampler(Sampler[list[int]]):
+    """Batches of sentences of similar lengths."""
+
+    def __init__(self, n: int, setup: Setup) -> None:
+        self.lengths, self.setup = [random.randrange(64) for _ in range(n)], setup
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order: list[int] = []
+        for _ in range(self.setup.steps):
+            if self.setup.planted or not order:
+                order = sorted(range(len(self.lengths)), key=self.key)
+            start = random.randrange(len(order) - 16)
+            yield order[start : start + 16]
+
+    def key(self, index: int) -> tuple[int, float]:
+        return self.lengths[index], random.random()
+
+
+def train_sentences(setup: Setup) -> Run:
+    """Train a language model on batches of a sampler."""
+    model, tokens = base.GPT(64, 64, 2), TensorDataset(torch.randint(64, (12_000, 32)))
+    batches = DataLoader(tokens, batch_sampler=BucketSampler(len(tokens), setup))
+    return base.train(setup, model, batches, lambda batch: model(batch[0]).logsumexp(-1).mean())
+
+
+class SineGPT(base.GPT):
+    """GPT with a sinusoidal positional encoding."""
+
+    def encode_positions(self, length: int) -> Tensor:
+        dim = self.positions.embedding_dim
+        table = torch.zeros(length, dim)
+        for position in range(length):
+            for i in range(0, dim, 2):
+                table[position, i] = math.sin(position / 10000 ** (i / dim))
+                table[position, i + 1] = math.cos(position / 10000 ** (i / dim))
+        return table
+
+
+class CachedSineGPT(SineGPT):
+    encode_positions = cache(SineGPT.encode_positions)
+
+
+class CharRNN(Net):
+    def one_hot(self, chars: Tensor) -> Tensor:
+        encoded = torch.zeros(*chars.shape, 32)
+        for i, row in enumerate(chars.tolist()):
+            for j, char in enumerate(row):
+                encoded[i, j, char] = 1.0
+        return encoded
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(self.one_hot((x * 32).long()))[1]
+
+
+class FastCharRNN(CharRNN):
+    def one_hot(self, chars: Tensor) -> Tensor:
+        return F.one_hot(chars, 32).float()
+
+
+# Other networks
+
+
+class StatsPooling(Net):
+    """Mean and deviation of encoded frames, which runs the encoder twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.layer(x)[0].mean(1), self.layer(x)[0].std(1)], 1)
+
+
+class SingleEncoding(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        frames = self.layer(x)[0]
+        return torch.cat([frames.mean(1), frames.std(1)], 1)
+
+
+class SlidingWindows(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        starts = range(0, x.shape[1] - 63, 4)
+        return torch.stack([self.layer(x[:, start : start + 64]) for start in starts], 1)
+
+
+class UnfoldedWindows(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x.unfold(1, 64, 4))
+
+
+class WeightNormRNN(Net):
+    def weight(self) -> Any:
+        return self.layer.weight / self.layer.weight.norm(dim=1, keepdim=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x[:, 0]
+        for frame in x.unbind(1):
+            state = torch.tanh(frame + state @ self.weight())
+        return state
+
+
+class CachedWeightNormRNN(WeightNormRNN):
+    def forward(self, x: Tensor) -> Tensor:
+        state, weight = x[:, 0], self.weight()
+        for frame in x.unbind(1):
+            state = torch.tanh(frame + state @ weight)
+        return state
+
+
+class TreeNet(Net):
+    """Encodes binary trees, given their leaves."""
+
+    def encode(self, leaves: Tensor) -> Tensor:
+        if len(leaves) == 1:
+            return leaves[0]
+        left, right = leaves.chunk(2)
+        return torch.tanh(self.layer(torch.cat([self.encode(left), self.encode(right)])))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.encode(leaves) for leaves in x])
+
+
+class LevelTreeNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        while x.shape[1] > 1:
+            x = torch.tanh(self.layer(x.unflatten(1, (-1, 2)).flatten(2)))
+        return x[:, 0]
+
+
+# Code around updates
+
+
+class JsonLogger:
+    """Logs losses and norms to a JSON file."""
+
+    def __init__(self) -> None:
+        self.history: list[dict[str, Any]] = []
+
+    def log(self, step: int, loss: Tensor, model: nn.Module, optimizer: Any) -> None:
+        norms = {name: weight.norm().item() for name, weight in model.named_parameters()}
+        self.history.append({"step": step, "loss": loss.item(), "norms": norms})
+        with tempfile.TemporaryFile("w") as file:
+            json.dump(self.history, file, indent=2)
+
+    def log_line(self, *args: Any) -> None:
+        self.history.clear()
+        self.log(*args)
+
+
+class ModelEMA:
+    def __init__(self, model: nn.Module) -> None:
+        self.average = copy.deepcopy(model)
+
+    @torch.no_grad()
+    def update(self, step: int, loss: Tensor, model: nn.Module, optimizer: Any) -> None:
+        average, weights = (copy.deepcopy(net.state_dict()) for net in (self.average, model))
+        for name in average:
+            average[name] = 0.999 * average[name] + 0.001 * weights[name]
+        self.average.load_state_dict(average)
+
+    @torch.no_grad()
+    def update_in_place(self, step: int, loss: Tensor, model: nn.Module, optimizer: Any) -> None:
+        for mean, weight in zip(self.average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(weight, 0.001)
+
+
+def clip_rows(model: nn.Module) -> None:
+    for weight in model.parameters():
+        for row in weight.grad if weight.grad is not None else ():
+            norm = row.norm()
+            if norm > 0.01:
+                row.mul_(0.01 / norm)
+
+
+def clip_all_rows(model: nn.Module) -> None:
+    for weight in model.parameters():
+        if weight.grad is not None:
+            weight.grad.mul_((0.01 / weight.grad.norm(dim=-1, keepdim=True)).clamp(max=1))
+
+
+class HandAdam(torch.optim.Optimizer):
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, {"lr": 1e-4})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for weight in self.param_groups[0]["params"]:
+            grad, state = weight.grad, self.state[weight]
+            n = state["n"] = state.get("n", 0) + 1
+            state["mean"] = 0.9 * state.get("mean", 0.0) + 0.1 * grad
+            state["square"] = 0.999 * state.get("square", 0.0) + 0.001 * grad * grad
+            deviation = (state["square"] / (1 - 0.999**n)).sqrt() + 1e-8
+            weight.copy_(weight - 1e-4 * state["mean"] / (1 - 0.9**n) / deviation)
+
+
+def corpus() -> list[Any]:
+    return [{"words": [number], "label": [number % 2]} for number in range(15_000)]
+
+
+def free_memory(*_: Any) -> None:
+    gc.collect()
+
+
+# The programs
+
+cpu = partial(base.Project, "cpu")
+removable = partial(cpu, is_removable=True)
+on_digits = partial(cpu, packages=("sklearn",))
+removable_on_digits = partial(on_digits, is_removable=True)
+fit_images, train_net, train_denoiser = base.fit_images, base.train_net, base.train_denoiser
+tune = partial(base.fine_tune, vocab=256, dim=64, layers=2, length=32)
+gru = partial(nn.GRU, batch_first=True)
+wide_denoiser = partial(train_denoiser, dim=384, depth=8, rows=8)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU())
+
+
+# fmt: off
+PROJECTS = [
+    removable_on_digits("lightning: SVD in forward", COMPUTE, ("SpectralLinear.forward",),
+                        fit_digits, {"layer": SpectralLinear}, {"layer": power_iteration}),
+    removable_on_digits("lightning: metric of all predictions so far", HOST,
+                        ("TracksAUROC.auroc",), partial(fit_digits, module=TracksAUROC)),
+    removable_on_digits("lightning: validation every 5 steps", OUTSIDE, ("validation",), fit_digits,
+                        {"val_check_interval": 5}, {"val_check_interval": 100}),
+    on_digits("lightning: MLP", COMPUTE, (), partial(fit_digits, width=512)),
+    cpu("lightning: gradients of a frozen backbone", COMPUTE,
+        ("LinearProbe.forward", "Residual.forward"),
+        partial(fit_images, module=base.LinearProbe, width=8, rows=16, side=16)),
+    removable("lightning: views augmented one by one", LOSS_CODE, ("augment_each",),
+              partial(fit_images, module=SimCLR, width=2, blocks=1, rows=64, side=8)),
+
+    removable("plain: photos augmented before resizing", INPUT,
+              ("jitter", "jitter_then_resize", "Photos.__getitem__"), train_photos,
+              {"transform": jitter_then_resize}, {"transform": resize_then_jitter}),
+    removable("plain: slow transform in one worker", INPUT,
+              ("box_blur", "Photos.__getitem__", "num_workers"), partial(train_photos, workers=1),
+              {"transform": box_blur}, {"transform": pooled_blur}),
+    removable("plain: matching costs in Python loops", LOSS_CODE, ("HungarianMatcher.cost",),
+              train_detector, {"matcher": HungarianMatcher}, {"matcher": FastMatcher},
+              packages=("scipy",)),
+    removable("plain: triplet loss sample by sample", LOSS_CODE, ("MemoryBank.loss_by_sample",),
+              train_metric, {"loss": MemoryBank.loss_by_sample}, {"loss": MemoryBank.loss}),
+
+    removable("transformers: texts tokenized in the collator", INPUT, ("tokenize", "collate_texts"),
+              tune, {"rows": texts, "collate": collate_texts}, {"rows": tokenized_texts}),
+    removable("transformers: copy of the training state", HOST, ("StepGuard.on_step_begin",),
+              partial(tune, vocab=4096, dim=256, layers=4, length=8, batch_size=2, is_lora=True),
+              {"callbacks": [StepGuard]}),
+    removable("transformers: histograms of the weights", HOST, ("WeightHistograms.on_step_end",),
+              partial(tune, vocab=4096, batch_size=2), {"callbacks": [WeightHistograms]}),
+    cpu("transformers: LoRA", COMPUTE, (), partial(tune, is_lora=True)),
+
+    removable("plain: sampler that sorts for each batch", INPUT,
+              ("BucketSampler.__iter__", "BucketSampler.key"), train_sentences),
+    removable("plain: positional encoding in loops", COMPUTE, ("SineGPT.encode_positions",),
+              partial(base.train_gpt, vocab=64, dim=64, layers=2, length=32), {"model": SineGPT},
+              {"model": CachedSineGPT}),
+    removable("plain: one-hot encoding in loops", COMPUTE, ("CharRNN.one_hot",),
+              partial(train_net, shape=(32, 48), layer=partial(gru, 32, 48)), {"net": CharRNN},
+              {"net": FastCharRNN}),
+    cpu("plain: encoder called twice", COMPUTE, ("StatsPooling.forward",),
+        partial(train_net, shape=(16, 40, 64), layer=partial(gru, 64, 64)), {"net": StatsPooling},
+        {"net": SingleEncoding}),
+    cpu("plain: window by window", COMPUTE, ("SlidingWindows.forward",),
+        partial(train_net, shape=(4, 512), layer=mlp), {"net": SlidingWindows},
+        {"net": UnfoldedWindows}),
+    removable("plain: weight norm in each time step", COMPUTE,
+              ("WeightNormRNN.weight", "WeightNormRNN.forward"),
+              partial(train_net, shape=(8, 32, 192), layer=partial(nn.Linear, 192, 192)),
+              {"net": WeightNormRNN}, {"net": CachedWeightNormRNN}),
+    cpu("plain: recursion over trees", COMPUTE, ("TreeNet.encode",),
+        partial(train_net, shape=(8, 16, 64), layer=partial(nn.Linear, 128, 64)),
+        {"net": TreeNet}, {"net": LevelTreeNet}),
+    cpu("plain: recurrent net", COMPUTE, (),
+        partial(train_net, shape=(16, 64, 64), layer=partial(gru, 64, 64)),
+        {"net": SingleEncoding}),
+
+    removable("plain: JSON log rewritten in each step", HOST, ("JsonLogger.log",),
+              partial(train_denoiser, dim=64, depth=12, rows=64),
+              {"after": lambda _: JsonLogger().log}, {"after": lambda _: JsonLogger().log_line}),
+    removable("plain: EMA of copies", HOST, ("ModelEMA.update",), wide_denoiser,
+              {"after": lambda model: ModelEMA(model).update},
+              {"after": lambda model: ModelEMA(model).update_in_place}),
+    removable("plain: gradients clipped row by row", LOSS_CODE, ("clip_rows",),
+              partial(train_denoiser, dim=96, depth=4, rows=128), {"before_update": clip_rows},
+              {"before_update": clip_all_rows}),
+    cpu("plain: Adam written by hand", LOSS_CODE, ("HandAdam.step",), wide_denoiser,
+        {"optimizer": HandAdam}),
+    removable("plain: garbage collected in each step", HOST, ("free_memory", "gc.collect"),
+              partial(train_denoiser, dim=128, depth=8, rows=64),
+              {"after": lambda _: partial(free_memory, corpus())},
+              {"after": lambda _: partial(base.do_nothing, corpus())}),
+    cpu("plain: diffusion", COMPUTE, (), partial(train_denoiser, dim=256, depth=6, rows=64)),
+]
+# fmt: on

@@ -1,0 +1,397 @@
+"""Programs for one GPU, with one planted problem each. Steps take 3 to 40 ms on an H100."""
+
+import copy
+import tempfile
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import projects as base
+import torch
+import torch.nn.functional as F  # noqa: N812
+from projects import DEVICE, HOST, INPUT, LAUNCHES, OUTSIDE, Classifier, Net, Run, Setup
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+# GPT
+
+
+def accuracy_in_numpy(logits: Tensor, targets: Tensor) -> Any:
+    guesses = logits.cpu().numpy().argmax(-1)
+    return (guesses == targets.cpu().numpy()).mean()
+
+
+def accuracy_on_device(logits: Tensor, targets: Tensor) -> Tensor:
+    return (logits.argmax(-1) == targets).float().mean()
+
+
+class AttentionByHand(base.Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        return scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+
+
+def use_float32(model: nn.Module) -> None:
+    torch.set_float32_matmul_precision("highest")
+
+
+def release_memory(*_: Any) -> None:
+    torch.cuda.empty_cache()
+
+
+class Checkpointed(Net):
+    """Block whose activations are recomputed in backward."""
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+def recompute(model: base.GPT) -> None:
+    model.blocks = nn.Sequential(*map(Checkpointed, model.blocks))
+
+
+def save_checkpoint(step: int, loss: Tensor, model: Any, optimizer: Any) -> None:
+    if step % 10 == 9:
+        with tempfile.TemporaryFile() as file:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+
+
+@torch.no_grad()
+def estimate_loss(step: int, loss: Tensor, model: Any, optimizer: Any) -> Any:
+    losses = []
+    for _ in range(40 if step % 5 == 4 else 0):
+        tokens = torch.randint(64, (16, 257), device=loss.device)
+        logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
+        losses.append(F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item())
+    return losses and np.mean(losses)
+
+
+# Fine-tuning
+
+
+class GradientNorms(base.TrainerCallback):
+    """Records statistics of each gradient."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        self.norms = {}
+        for name, weight in parts["model"].named_parameters():
+            g = weight.grad
+            self.norms[name] = g.norm().item(), g.abs().max().item(), g.mean().item()
+
+
+def one_hot_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits = outputs.logits.float()
+    targets = F.one_hot(labels, logits.shape[-1]).float() * 0.9 + 0.1 / logits.shape[-1]
+    return -(targets * logits.log_softmax(-1)).sum(-1).mean()
+
+
+def smoothed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+
+def pad_by_token(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    tokens = torch.zeros(len(rows), max(len(row["input_ids"]) for row in rows)).long()
+    for i, row in enumerate(rows):
+        for j, token in enumerate(row["input_ids"].tolist()):
+            tokens[i, j] = token
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    tokens = pad_sequence([row["input_ids"] for row in rows], batch_first=True)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+# Vision
+
+
+class LogsGradients(Classifier):
+    """Classifier that keeps histograms of its gradients."""
+
+    def on_after_backward(self) -> None:
+        grads = [weight.grad for weight in self.parameters()]
+        if self.planted or self.global_step % 100 == 0:
+            self.histograms = [np.histogram(grad.cpu().numpy(), bins=64) for grad in grads]
+
+
+def unitwise_norm(x: Tensor) -> Tensor:
+    return x.flatten(1).norm(dim=1).view(-1, *[1] * (x.ndim - 1)) if x.ndim > 1 else x.abs()
+
+
+def adaptive_clip(weights: Iterable[Tensor]) -> None:
+    for weight in weights:
+        if weight.grad is not None:
+            limit = unitwise_norm(weight.detach()).clamp(min=1e-3) * 0.01
+            norm = unitwise_norm(weight.grad)
+            clipped = weight.grad * (limit / norm.clamp(min=1e-6))
+            weight.grad.copy_(torch.where(norm > limit, clipped, weight.grad))
+
+
+class ClipsGradients(Classifier):
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        if self.planted:
+            adaptive_clip(self.parameters())
+        else:
+            nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+class Segmenter(Classifier):
+    """Classifier of pixels that keeps a confusion matrix."""
+
+    def __init__(self, net: base.ResNet, features: int, planted: bool) -> None:
+        super().__init__(nn.Sequential(*list(net)[:2]), features // 4, planted)
+        self.confusion = np.zeros(100, dtype=np.int64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, _ = batch
+        logits = self.head(self.net(images).movedim(1, -1)).flatten(0, 2)
+        labels = (images.mean(1) * 10).long().flatten()
+        if self.planted or batch_idx % 100 == 0:
+            self.update_confusion(logits.argmax(1), labels)
+        return F.cross_entropy(logits, labels)
+
+    def update_confusion(self, guesses: Tensor, labels: Tensor) -> None:
+        pairs = 10 * labels.cpu().numpy() + guesses.cpu().numpy()
+        self.confusion += np.bincount(pairs, minlength=100)
+
+
+class Augments(Classifier):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        images, labels = batch
+        return (base.augment_each if self.planted else base.augment_all)(images), labels
+
+
+def loss_by_class(logits: Tensor, labels: Tensor) -> Tensor:
+    losses = []
+    for label in range(logits.shape[1]):
+        mask = labels == label
+        if mask.any():
+            losses.append(F.cross_entropy(logits[mask], labels[mask]))
+    return torch.stack(losses).mean()
+
+
+def balanced_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    counts = torch.zeros_like(logits[0]).index_add(0, labels, torch.ones_like(losses))
+    return (losses / counts[labels]).sum() / (counts > 0).sum()
+
+
+def train_balanced(setup: Setup, loss: Any) -> Run:
+    width, n = setup.size(32, 4), setup.size(512, 8)
+    model = nn.Sequential(base.ResNet(width), nn.Linear(4 * width, 100)).to(setup.device)
+    batches = base.repeated(setup, torch.rand(n, 3, 32, 32), torch.randint(100, (n,)))
+    return base.train(setup, model, batches, lambda batch: loss(model(batch[0]), batch[1]))
+
+
+def train_patches(setup: Setup) -> Run:
+    """Train a shallow network on batches in memory, which only the clean variant pins."""
+    layers = [nn.Conv2d(3, 768, 16, stride=16), nn.GELU(), nn.Conv2d(768, 768, 1), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.LazyLinear(256), nn.GELU()).to(setup.device)
+    images = torch.rand(setup.size(256, 2), 3, setup.size(224, 32), setup.size(224, 32))
+    model(images[:1].to(setup.device))
+    rows: Any = [images if setup.planted or setup.small else images.pin_memory()] * setup.steps
+
+    def loss_of(images: Tensor) -> Tensor:
+        images = images.to(setup.device, non_blocking=True)  # line: copy
+        return model(images).square().mean()  # type: ignore[no-any-return]
+
+    return base.train(setup, model, DataLoader(rows, batch_size=None), loss_of)
+
+
+# Other models
+
+
+class EMA:
+    """Averages of the weights at three rates."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.averages = {rate: copy.deepcopy(model) for rate in (0.99, 0.999, 0.9999)}
+
+    @torch.no_grad()
+    def update(self, step: int, loss: Tensor, model: nn.Module, optimizer: Any) -> None:
+        for rate, average in self.averages.items():
+            for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
+                mean.mul_(rate).add_(weight, alpha=1 - rate)
+
+    @torch.no_grad()
+    def update_all(self, step: int, loss: Tensor, model: nn.Module, optimizer: Any) -> None:
+        for rate, average in self.averages.items():
+            means, weights = list(average.parameters()), list(model.parameters())
+            torch._foreach_lerp_(means, weights, 1 - rate)
+
+
+class SpeechEncoder(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for frame in x.unbind(1):
+            state = self.layer(frame, state)
+        return state
+
+
+class FusedEncoder(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x)[1]
+
+
+class PointNet(Net):
+    """Pools points by voxel."""
+
+    def voxels(self, cells: Tensor) -> tuple[Tensor, int]:
+        found, index = torch.unique(cells, dim=0, return_inverse=True)
+        return index, len(found)
+
+    def forward(self, points: Tensor) -> Any:
+        index, n = self.voxels((points * 16).long().clamp(0, 15))
+        pooled = points.new_zeros(n, 3).index_add(0, index, points)
+        return self.layer(torch.cat([points, pooled[index]], 1))
+
+
+class GridPointNet(PointNet):
+    def voxels(self, cells: Tensor) -> tuple[Tensor, int]:
+        x, y, z = cells.unbind(1)
+        return x + 16 * y + 256 * z, 16**3
+
+
+class Recommender(Net):
+    """Scores pairs of a user and an item."""
+
+    def __init__(self, items: int, is_sparse: bool) -> None:
+        super().__init__(nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 1)))
+        self.items = nn.Embedding(items, 64, sparse=is_sparse)
+
+    def forward(self, pairs: Tensor) -> Any:
+        return self.layer(self.items(pairs).flatten(1))
+
+
+def train_recommender(setup: Setup) -> Run:
+    items, adagrad = setup.size(12_000_000, 100), partial(torch.optim.Adagrad, lr=1e-3)
+    with torch.device(setup.device):
+        model = Recommender(items, is_sparse=not setup.planted)
+    batches = base.repeated(setup, torch.randint(items, (setup.size(8192, 8), 2)))
+
+    def loss_of(batch: Any) -> Tensor:
+        return F.softplus(model(batch[0])).mean()
+
+    return base.train(setup, model, batches, loss_of, optimizer=adagrad)
+
+
+class Meter:
+    """Mean of a loss over the training."""
+
+    def __init__(self) -> None:
+        self.losses: list[Any] = [0.0]
+
+    def average(self, loss: Tensor) -> Any:
+        self.losses.append(loss.detach())
+        return np.mean([value.item() for value in self.losses[1:]])
+
+    def add(self, loss: Tensor) -> None:
+        self.losses[0] += loss.detach()
+
+
+def train_gan(setup: Setup) -> Run:
+    dim, n = setup.size(1024, 16), setup.size(2048, 4)
+    generator, critic = (base.Denoiser(dim, 3).to(setup.device) for _ in range(2))
+    update, meters = base.AdamW(critic.parameters()), (Meter(), Meter())
+    t, record = torch.zeros(1, 1).to(setup.device), Meter.average if setup.planted else Meter.add
+
+    def loss_of(batch: Any) -> Tensor:
+        fake = generator(torch.randn_like(batch[0]), t)
+        losses = (
+            F.softplus(-critic(batch[0], t)).mean(),
+            F.softplus(critic(fake.detach(), t)).mean(),
+        )
+        update.zero_grad()
+        sum(losses).backward()
+        update.step()
+        for meter, loss in zip(meters, losses, strict=True):
+            record(meter, loss)
+        return F.softplus(-critic(fake, t)).mean()
+
+    return base.train(setup, generator, base.repeated(setup, torch.rand(n, dim)), loss_of)
+
+
+# The programs
+
+gpu = partial(base.Project, "cuda")
+removable = partial(gpu, is_removable=True)
+train_gpt, fit_images, train_denoiser = base.train_gpt, base.fit_images, base.train_denoiser
+tune = partial(base.fine_tune, vocab=4096, dim=512, layers=4, length=512)
+small_gpt = partial(train_gpt, dim=256, layers=12)
+large_llama = partial(tune, vocab=8192, dim=1024, layers=6, batch_size=16, length=1024)
+gru, points = partial(nn.GRU, batch_first=True), partial(nn.Linear, 6, 128)
+adam_loop = partial(torch.optim.AdamW, lr=1e-4, foreach=False)
+encode = partial(base.train_net, shape=(64, 100, 512))
+
+# fmt: off
+PROJECTS = [
+    removable("plain: logits copied to NumPy", HOST, ("accuracy_in_numpy",),
+              partial(train_gpt, vocab=2048), {"metric": accuracy_in_numpy},
+              {"metric": accuracy_on_device}),
+    gpu("plain: float32 without TF32", DEVICE, ("TF32", "matmul_precision", "Block.forward"),
+        partial(train_gpt, layers=3), {"change": use_float32}),
+    gpu("plain: attention written out", DEVICE, ("AttentionByHand.attend",),
+        partial(train_gpt, layers=4, length=1024, has_autocast=True),
+        {"model": partial(base.GPT, attention=AttentionByHand)}),
+    gpu("plain: empty_cache in each step", LAUNCHES, ("release_memory", "empty_cache"), train_gpt,
+        {"after": lambda _: release_memory}),
+    gpu("plain: activations recomputed", DEVICE, ("Checkpointed.forward",), train_gpt,
+        {"change": recompute}),
+    removable("plain: checkpoint every 10 steps", OUTSIDE, ("save_checkpoint",), small_gpt,
+              {"after": lambda _: save_checkpoint}),
+    removable("plain: evaluation every 5 steps", (*OUTSIDE, *DEVICE), ("estimate_loss",), train_gpt,
+              {"after": lambda _: estimate_loss}),
+    removable("plain: Adam one tensor at a time", LAUNCHES, ("line:update", "AdamW"), small_gpt,
+              {"optimizer": adam_loop}),
+    gpu("plain: GPT", DEVICE, (), train_gpt),
+
+    removable("transformers: gradient norms by .item()", HOST,
+              ("GradientNorms.on_pre_optimizer_step",), partial(tune, layers=12),
+              {"callbacks": [GradientNorms]}),
+    gpu("transformers: loss of one-hot targets", DEVICE, ("one_hot_loss",),
+        partial(tune, vocab=32768, layers=2, length=1024), {"loss": one_hot_loss},
+        {"loss": smoothed_loss}),
+    removable("transformers: padding token by token", INPUT, ("pad_by_token",),
+              partial(tune, batch_size=16), {"collate": pad_by_token}, {"collate": pad}),
+    gpu("transformers: LoRA", DEVICE, (), partial(large_llama, is_lora=True)),
+
+    removable("lightning: gradient histograms", HOST, ("LogsGradients.on_after_backward",),
+              partial(fit_images, module=LogsGradients, width=32)),
+    removable("lightning: adaptive clipping in a loop", LAUNCHES,
+              ("adaptive_clip", "unitwise_norm", "ClipsGradients.configure_gradient_clipping"),
+              partial(fit_images, module=ClipsGradients, width=16, blocks=8, rows=256)),
+    removable("lightning: confusion matrix in NumPy", HOST, ("Segmenter.update_confusion",),
+              partial(fit_images, module=Segmenter, rows=16, side=256)),
+    gpu("lightning: gradients of a frozen backbone", DEVICE,
+        ("LinearProbe.forward", "Residual.forward"), partial(fit_images, module=base.LinearProbe)),
+    removable("lightning: augmentation image by image", LAUNCHES, ("augment_each",),
+              partial(fit_images, module=Augments)),
+    gpu("lightning: anomaly detection left on", LAUNCHES, ("detect_anomaly",), fit_images,
+        {"detect_anomaly": True}),
+    gpu("lightning: ResNet", DEVICE, (), fit_images),
+
+    gpu("plain: loss masked class by class", LAUNCHES, ("loss_by_class",), train_balanced,
+        {"loss": loss_by_class}, {"loss": balanced_loss}),
+    gpu("plain: blocking copies of pageable batches", (*HOST, *INPUT), ("line:copy", "pin_memory"),
+        train_patches),
+    removable("plain: EMA in a Python loop", LAUNCHES, ("EMA.update",),
+              partial(train_denoiser, dim=512, depth=96, rows=512),
+              {"after": lambda model: EMA(model).update},
+              {"after": lambda model: EMA(model).update_all}),
+    gpu("plain: GRU cell in a loop over time", LAUNCHES, ("SpeechEncoder.forward",), encode,
+        {"net": SpeechEncoder, "layer": partial(nn.GRUCell, 512, 512)},
+        {"net": FusedEncoder, "layer": partial(gru, 512, 512)}),
+    removable("plain: torch.unique of voxels", (*HOST, *DEVICE), ("PointNet.voxels",),
+              partial(base.train_net, shape=(200_000, 3), layer=points), {"net": PointNet},
+              {"net": GridPointNet}),
+    gpu("plain: dense gradients of an embedding", DEVICE, ("line:update", "Recommender.forward"),
+        train_recommender),
+    removable("plain: GAN that reads its losses", HOST, ("Meter.average",), train_gan),
+    gpu("plain: diffusion", DEVICE, (), partial(train_denoiser, dim=2048, depth=8, rows=8192),
+        {"after": lambda model: EMA(model).update_all}),
+]
+# fmt: on

@@ -1,0 +1,151 @@
+"""Cells: the time of an examined step by line, phase and pace."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from lightning_gputime._ledger.pace import MAX_IDLE_LAG_MS, Bounds, lags_ms
+from lightning_gputime._ledger.places import Line
+from lightning_gputime._phases import EVALUATED, StepRecord, resolve_labels
+
+GPU, HOST, IDLE = "gpu", "host", "idle"
+"""Kinds of time: the device set the pace, the host set it while the line ran, and the host set it
+after the line, because the line had waited until the device had nothing left to do."""
+
+_MIN_DRAINED_MS = 0.2  # Smaller amounts of queued work, when the queue runs dry, are ignored.
+
+
+class Cell(NamedTuple):
+    """Part of an examined step.
+
+    Attributes:
+        place: Line that is the reason for the time.
+        phase: Phase in which the time passed, with its sub-phase; `EVALUATED` for an evaluation.
+        kind: `GPU`, `HOST` or `IDLE`.
+    """
+
+    place: Line
+    phase: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExaminedStep:
+    """An examined step.
+
+    Attributes:
+        index: Number that the step is logged under.
+        cells_ms: Time of each cell (in milliseconds), without the time that marks took.
+        calls: Number of times that each line started.
+    """
+
+    index: int
+    cells_ms: Mapping[Cell, float]
+    calls: Mapping[Line, int]
+
+    @property
+    def step_ms(self) -> float:
+        """Time of the step, without evaluations (in milliseconds)."""
+        return sum(ms for cell, ms in self.cells_ms.items() if cell.phase != EVALUATED)
+
+
+class _Interval(NamedTuple):
+    """Time between two marks of any kind.
+
+    Attributes:
+        start_ns: Host time after the first mark.
+        end_ns: Host time before the second mark.
+        marked_ns: Host time after the second mark.
+        start_ms: Device time of the first mark, since the start of the step.
+        end_ms: Device time of the second mark.
+        phase: Phase of the time; empty if it is in no step.
+        line: Line that runs.
+    """
+
+    start_ns: int
+    end_ns: int
+    marked_ns: int
+    start_ms: float
+    end_ms: float
+    phase: str
+    line: Line
+
+
+def examined_step(step: StepRecord, *, on_host_clock: bool) -> ExaminedStep:
+    """Return the cells of a step that was examined."""
+    lines = sorted(step.lines or (), key=lambda line: line.end_ns)
+    calls: dict[Line, int] = defaultdict(int)
+    for line in lines:
+        calls[line.line] += 1
+    intervals = [*_intervals(step, on_host_clock=on_host_clock)]
+    if on_host_clock:
+        cells: dict[Cell, float] = defaultdict(float)
+        for interval in intervals:
+            ms = max(interval.end_ns - interval.start_ns, 0) / 1e6
+            cells[Cell(interval.line, interval.phase, HOST)] += ms
+    else:
+        cells = _paced_cells(intervals, step)
+    return ExaminedStep(step.number, {cell: ms for cell, ms in cells.items() if cell.phase}, calls)
+
+
+def _intervals(step: StepRecord, *, on_host_clock: bool) -> Iterator[_Interval]:
+    """Yield the intervals of a step, in order."""
+    marks_ms = [*accumulate(step.device_ms, initial=0.0)]
+    phases = [
+        names[-1] if names else EVALUATED if label == EVALUATED else ""
+        for label, names in zip(step.labels, resolve_labels(step.labels), strict=True)
+    ]
+    # Start and end of the mark on the host, device time, and index of the label or the line.
+    marks = [
+        (ns, ns, ms, i, None) for i, (ns, ms) in enumerate(zip(step.host_ns, marks_ms, strict=True))
+    ]
+    marks += [
+        (line.start_ns, line.end_ns, line.device_ms, -1, line.line) for line in step.lines or ()
+    ]
+    marks.sort(key=lambda mark: mark[1])
+    # The first line mark follows the first mark of the step.
+    running = next((line for *_, line in marks if line is not None), None)
+    label = 0
+    for first, second in zip(marks, marks[1:], strict=False):
+        if first[4] is None:
+            label = first[3]
+        else:
+            running = first[4]
+        if running is not None and label < len(phases):
+            yield _Interval(
+                first[1], second[0], second[1], first[2], second[2], phases[label], running
+            )
+
+
+def _paced_cells(intervals: Sequence[_Interval], step: StepRecord) -> dict[Cell, float]:
+    """Return the cells of a step on a device."""
+    device_ms = [intervals[0].start_ms, *(interval.end_ms for interval in intervals)]
+    host_ns = [intervals[0].start_ns, *(interval.marked_ns for interval in intervals)]
+    reached = [(device_ms[-1], step.reached_ns)] if step.reached_ns else []
+    lags = lags_ms(device_ms, host_ns, Bounds(device_ms, host_ns, reached).offset_ms)
+    waiting: Line | None = None  # Line after which the device ran out of work.
+    left_ms = 0.0  # Amount of work that was queued before it.
+    # Twice, because what ran dry at the end of a step explains the start of the next one.
+    for _ in range(2):
+        cells: dict[Cell, float] = defaultdict(float)
+        for i, interval in enumerate(intervals):
+            ms = max(interval.end_ms - interval.start_ms, 0.0)
+            if lags[i + 1] >= MAX_IDLE_LAG_MS:
+                cells[Cell(interval.line, interval.phase, GPU)] += ms
+                waiting = None
+                continue
+            # The device waited for the second mark, whose own time is not the line's.
+            ms = max(ms - (interval.marked_ns - interval.end_ns) / 1e6, 0.0)
+            if waiting is not None:
+                # With its work still queued, the device would not have waited here.
+                idle_ms = min(ms, left_ms)
+                left_ms -= idle_ms
+                ms -= idle_ms
+                cells[Cell(waiting, interval.phase, IDLE)] += idle_ms
+            if ms:
+                cells[Cell(interval.line, interval.phase, HOST)] += ms
+            if lags[i] >= _MIN_DRAINED_MS:
+                waiting, left_ms = interval.line, lags[i]
+    return cells

@@ -1,0 +1,189 @@
+"""Examined steps: steps in which each line of the user's code is a mark, too."""
+
+import sys
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from lightning_gputime._compat.torch_ import graph_nodes, is_autograd_compiled, next_sequence
+from lightning_gputime._ledger.places import Line
+from lightning_gputime._ledger.watch import LineWatch
+from lightning_gputime._messages import WarnOnce
+from lightning_gputime._record.clock import Clock, HostClock, TimingEvent
+from lightning_gputime._record.step_marks import LineMark
+
+_MAX_NODES = 20_000  # The graphs of backwards with more nodes are not searched.
+# Of a step's time, marks may take this fraction before frequent lines are ignored.
+_MAX_MARKS_SHARE = 0.2
+_FIRST_MARK_NS = 10_000  # Cost of a mark before it was measured.
+_MIN_MARK_NS = 2_000  # Minimum cost of a mark, with the call of its trace function.
+_MIN_EVENTS = 300  # Number of events at which lines may be ignored, however short the step is.
+
+
+class Operations(NamedTuple):
+    """Number of operations of a line that some settings speed up."""
+
+    convolutions: int = 0
+    float32_products: int = 0  # Matrix products in float32, without autocast.
+
+
+class Examiner:
+    """Mark the lines of the user's code in a step, and the lines of forward in its backward.
+
+    Nothing here raises. After an error, no further step is examined.
+
+    Args:
+        clock: Clock of the device.
+        free: Events to reuse.
+        warn_once: Reports an error.
+    """
+
+    def __init__(self, clock: Clock, free: list[TimingEvent], warn_once: WarnOnce) -> None:
+        self._now, self._new_event, self._free = clock.host_ns, clock.event, free
+        self._is_capturing = clock.is_capturing
+        self._may_capture = getattr(clock, "may_capture", clock.is_capturing)
+        self._has_events = not isinstance(clock, HostClock)
+        self._warn_once = warn_once
+        self.watch = LineWatch(self._mark, self._fail)
+        self.unavailable = ""
+        """Reason why lines cannot be followed; empty if they can, or if that is not known."""
+        self.operations: dict[Line, Operations] = {}
+        """Operations of each line, as found in the graphs of the backwards of a step."""
+        self.marks_ns = 0
+        """Time that all marks so far have taken."""
+        self._n_marks = 0
+        self._start_ns = 0  # Host time at the start of the examined step.
+        self._step_ns = 0.0  # Its expected duration.
+        self._marks: list[LineMark] = []  # Of the open step.
+        # Number of the next autograd node at each mark of this thread, and the line of the mark.
+        self._sequences: list[int] = []
+        self._lines: list[Line] = []
+        self._handles: list[Any] = []  # Hooks on nodes of the running backward.
+        self._is_backward_known = True  # False if nodes of other threads are in the graph.
+
+    def start(self, step_ns: float) -> list[LineMark] | None:
+        """Examine the step that starts now in the calling thread, and is expected to last so long.
+
+        Return the list to which its marks will be added; None if lines cannot be followed.
+        """
+        self._start_ns, self._step_ns = self._now(), step_ns
+        self._marks, self._sequences, self._lines, self._is_backward_known = [], [], [], True
+        try:
+            self.unavailable = self.watch.start(sys._getframe(1), self._allowed_events)
+        except Exception as error:
+            self._fail(error)
+        if not self.watch.is_on:
+            return None
+        self._mark(self.watch.line)
+        return self._marks
+
+    def _allowed_events(self, events: int) -> int:
+        """Return how many more events may follow after this many; 0 to ignore frequent lines."""
+        mark_ns = self.marks_ns / self._n_marks if self._n_marks else _FIRST_MARK_NS
+        step_ns = max(self._now() - self._start_ns, self._step_ns)
+        allowed = int(_MAX_MARKS_SHARE * step_ns / max(mark_ns, _MIN_MARK_NS))
+        return max(allowed, _MIN_EVENTS) - events
+
+    def stop(self) -> None:
+        """End the examined step. Safe to call twice, and in any thread."""
+        self.watch.stop()
+        self._remove_hooks()
+        # The recorder owns the marks.
+        self._marks, self._sequences, self._lines = [], [], []
+
+    def _fail(self, error: Exception) -> None:
+        self.unavailable = f"following the code failed: {error!r}"
+        self._warn_once("Lines of code are no longer timed: %r", error)
+
+    def _mark(self, line: Line) -> None:
+        """Record that a line runs from now on."""
+        start_ns = self._now()
+        event = None
+        if self._has_events:
+            if self._may_capture() and self._is_capturing():
+                self.watch.stop()  # Recording an event would break the capture.
+                return
+            event = self._free.pop() if self._free else self._new_event()
+            event.record()
+        end_ns = self._now()
+        self._marks.append(LineMark(start_ns, end_ns, event, line))
+        self._sequences.append(next_sequence())
+        self._lines.append(line)
+        self.marks_ns += end_ns - start_ns
+        self._n_marks += 1
+
+    # Backward
+
+    def backward_begins(self, tensors: Any, *, creates_graph: bool = False) -> None:
+        """Mark the lines of forward in the backward that starts now."""
+        if not self.watch.is_on or not self._is_backward_known:
+            return
+        # The engine's threads have other counters than the thread of the loop. So nodes that a
+        # backward creates, for a second derivative, cannot be told from those of forward.
+        self._is_backward_known = not creates_graph or not self._has_events
+        try:
+            if not is_autograd_compiled():  # It would trace the hooks.
+                given = [*tensors] if isinstance(tensors, list | tuple) else [tensors]
+                self._hook_nodes(given)
+        except Exception as error:
+            self._remove_hooks()
+            self._warn_once("The time of backward by line of forward is unknown: %r", error)
+
+    def backward_ends(self) -> None:
+        if self.watch.is_on:
+            self._remove_hooks()
+            self._mark(self.watch.line)
+
+    def _hook_nodes(self, tensors: Iterable[Any]) -> None:
+        """Hook the nodes at which the line of forward changes.
+
+        The engine runs nodes roughly in the opposite order of their creation.
+        """
+        start_ns = self._now()
+        previous: Line | None = None
+        operations: dict[Line, Counter[str]] = {}
+        for node in graph_nodes(tensors, _MAX_NODES):
+            index = bisect_right(self._sequences, node.sequence) - 1
+            if index < 0:
+                continue  # Created before this step.
+            line = self._lines[index]
+            if line is not previous:
+                self._handles.append(node.node.register_prehook(self._hook(line)))
+                previous = line
+            if kind := _kind_of(node.kind, is_float32=node.is_float32):
+                operations.setdefault(line, Counter())[kind] += 1
+        self.operations |= {line: Operations(**counts) for line, counts in operations.items()}
+        # Exclude the time of the search from the step.
+        self._mark(self.watch.line)
+        self._marks[-1] = self._marks[-1]._replace(start_ns=start_ns)
+
+    def _hook(self, line: Line) -> Callable[[Any], None]:
+        marks, now = self._marks, self._now
+
+        def before_node(_: Any) -> None:
+            # Runs in the thread of the engine, while the thread of the loop waits for it.
+            with suppress(Exception):
+                start_ns = now()
+                event = None
+                if self._has_events:
+                    event = self._free.pop() if self._free else self._new_event()
+                    event.record()
+                end_ns = now()
+                marks.append(LineMark(start_ns, end_ns, event, line))
+                self.marks_ns += end_ns - start_ns
+
+        return before_node
+
+    def _remove_hooks(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def _kind_of(operation: str, *, is_float32: bool) -> str:
+    """Return the field of `Operations` for an operation; empty if there is none."""
+    if operation.startswith("Convolution"):
+        return "convolutions"
+    is_product = operation.startswith(("Mm", "Addmm", "Bmm", "Baddbmm", "Linear"))
+    return "float32_products" if is_product and is_float32 else ""

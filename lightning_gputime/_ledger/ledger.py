@@ -1,0 +1,138 @@
+"""The ledger of a run: who sets the pace of each millisecond of a step, and at which line."""
+
+from collections.abc import Mapping, Sequence
+from statistics import mean, stdev
+from typing import Any
+
+from lightning_gputime._ledger.cells import ExaminedStep, examined_step
+from lightning_gputime._ledger.outside import OutsideLines
+from lightning_gputime._ledger.pace import PaceSums
+from lightning_gputime._ledger.places import Line
+from lightning_gputime._ledger.rows import LineRow, Targets, line_rows
+from lightning_gputime._phases import StepRecord
+
+_MIN_STEPS = 3  # Number of examined steps that are compared with the others.
+_MIN_PHASE, _MAX_DIFFERENCE = 0.1, 0.5  # Fraction of the step, and of the phase.
+
+
+class Ledger:
+    """Facts of the examined steps, and the pace of all timed steps.
+
+    Args:
+        on_host_clock: True if all times are from the host's clock, which then sets the pace.
+        trainer: Name of the trainer; "the loop's libraries" for a plain loop.
+        outside: File and name of the functions around the training.
+        modules: Modules by file and first line of their forward.
+        outside_lines: Lines that ran outside of steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_host_clock: bool = False,
+        trainer: str = "",
+        outside: frozenset[tuple[str, str]] = frozenset(),
+        modules: Mapping[tuple[str, int], str] | None = None,
+        outside_lines: OutsideLines | None = None,
+    ) -> None:
+        self._on_host_clock = on_host_clock
+        self.outside_lines = outside_lines or OutsideLines()
+        self._trainer, self._outside, self._modules = trainer, outside, modules or {}
+        self.pace = PaceSums()
+        self.steps: list[ExaminedStep] = []
+        self.operations: Mapping[Line, tuple[int, int]] = {}
+        """Convolutions and float32 matrix products of each line; set by the session."""
+        self.unavailable = ""
+        """Reason why lines cannot be followed; empty if they can."""
+
+    def add(self, steps: Sequence[StepRecord]) -> None:
+        """Add timed steps that were read, in order."""
+        if not self._on_host_clock:
+            self.pace.add(steps)
+        for step in steps:
+            if step.lines:
+                self.steps.append(examined_step(step, on_host_clock=self._on_host_clock))
+
+    def differs_from(self, phases_ms: Mapping[str, float], step_ms: float) -> bool:
+        """Return True if the examined steps are certainly not like the other steps.
+
+        Args:
+            phases_ms: Mean time per step of each top-level phase, over the other steps.
+            step_ms: Mean time of these steps.
+        """
+        if len(self.steps) < _MIN_STEPS:
+            return False
+        for phase, ms in phases_ms.items():
+            each = [
+                sum(
+                    cell_ms
+                    for cell, cell_ms in step.cells_ms.items()
+                    if cell.phase.partition("/")[0] == phase
+                )
+                for step in self.steps
+            ]
+            # Marks only lengthen a phase, so the examined steps lack something if it is short.
+            missing_ms = ms - mean(each) - 2 * stdev(each)
+            if missing_ms > max(_MAX_DIFFERENCE * ms, _MIN_PHASE * step_ms):
+                return True
+        return False
+
+    def rows(
+        self,
+        phases_ms: Mapping[str, float],
+        *,
+        median_ms: float,
+        long_share: float,
+    ) -> tuple[LineRow, ...]:
+        """Return the lines and functions with their times per step; empty without examined steps.
+
+        Args:
+            phases_ms: Mean time per step of each phase and sub-phase, over all steps.
+            median_ms: Median time of a step.
+            long_share: Fraction of all steps that take at least 1.5 times the median.
+        """
+        steps = [step for step in self.steps if step.step_ms > 0]
+        if not steps:
+            return ()
+        host_shares = self.pace.shares()
+        gpu_ms, host_ms = {}, {}
+        for phase, ms in phases_ms.items():
+            # Without its sub-phases, which are separate.
+            inner = [name for name in phases_ms if name.rpartition("/")[0] == phase]
+            own_ms = max(ms - sum(phases_ms[name] for name in inner), 0.0)
+            if self._on_host_clock:
+                share = 1.0
+            else:
+                own_share = host_shares.get(phase, 1.0) * ms - sum(
+                    host_shares.get(name, 1.0) * phases_ms[name] for name in inner
+                )
+                share = min(max(own_share / own_ms, 0.0), 1.0) if own_ms else 0.0
+            gpu_ms[phase], host_ms[phase] = (1 - share) * own_ms, share * own_ms
+        return line_rows(
+            steps,
+            Targets(gpu_ms, host_ms),
+            median_ms=median_ms,
+            long_share=long_share,
+            trainer=self._trainer,
+            outside=self._outside,
+            modules=self._modules,
+            operations=self.operations,
+        )
+
+
+def modules_by_code(named_modules: Mapping[str, Any]) -> dict[tuple[str, int], str]:
+    """Return the modules by file and first line of their forward.
+
+    The text is the name of a single module, such as "blocks.3.att", or the number and the class of
+    several, such as "8 x Block". The model itself, whose name is empty, has none.
+    """
+    names: dict[tuple[str, int], list[tuple[str, str]]] = {}
+    for name, module in named_modules.items():
+        code = getattr(getattr(type(module), "forward", None), "__code__", None)
+        if name and code is not None:
+            key = code.co_filename, code.co_firstlineno
+            names.setdefault(key, []).append((name, type(module).__name__))
+    return {
+        key: found[0][0] if len(found) == 1 else f"{len(found)} x {found[0][1]}"
+        for key, found in names.items()
+    }

@@ -1,0 +1,65 @@
+"""Places in the user's code: functions in the context of their callers, and their lines."""
+
+from types import CodeType
+from typing import Any
+
+LINES, CALLS, NOTHING = 2, 1, 0
+"""Detail with which a function is followed. With `CALLS`, its lines are not told apart; with
+`NOTHING`, its time belongs to the line that calls it."""
+
+
+class Line:
+    """A line of a function, in the context of its callers.
+
+    Attributes:
+        function: The function; None for the root, which is outside of the user's code.
+        number: Number of the line; 0 if the lines of the function are not told apart.
+        calls: Functions that this line calls, by the id of their code.
+    """
+
+    __slots__ = ("calls", "function", "number")
+
+    def __init__(self, function: "Function | None", number: int) -> None:
+        self.function, self.number = function, number
+        self.calls: dict[int, Function] = {}
+
+
+class Function:
+    """A function, in the context of its callers.
+
+    Attributes:
+        code: Its code; None in a copy.
+        caller: Line that calls it.
+        file: Path of its file.
+        name: Qualified name, without the functions around its definition.
+        first_line: Line of its definition.
+        is_library: True for a function of a library, whose lines are not followed.
+        whole: Stands for the function where its lines are not told apart.
+        lines: Its lines that have run, by their number.
+    """
+
+    __slots__ = ("caller", "code", "file", "first_line", "is_library", "lines", "name", "whole")
+
+    def __init__(self, code: CodeType, caller: Line, detail: int) -> None:
+        self.code: CodeType | None = code
+        self.caller = caller
+        self.file, self.first_line = code.co_filename, code.co_firstlineno
+        self.name = code.co_qualname.rpartition("<locals>.")[2]
+        self.is_library = detail == CALLS
+        self.whole = Line(self, 0)
+        self.lines: dict[int, Line] = {}
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        # Code cannot be pickled.
+        return None, {name: getattr(self, name) for name in self.__slots__} | {"code": None}
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Identity of the function in any context: its file, its name and its first line."""
+        return self.file, self.name, self.first_line
+
+    def line_at(self, number: int) -> Line:
+        line = self.lines.get(number)
+        if line is None:
+            line = self.lines[number] = Line(self, number)
+        return line

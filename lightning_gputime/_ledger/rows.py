@@ -1,0 +1,452 @@
+"""Rows of the ledger: lines and functions of the user's code, with their time per step."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import stdev
+from typing import Any, NamedTuple
+
+from lightning_gputime._ledger.cells import GPU, HOST, IDLE, Cell, ExaminedStep
+from lightning_gputime._ledger.places import Function, Line
+from lightning_gputime._phases import BACKWARD, EVALUATED, FORWARD, of_one_callback
+
+_MIN_ROW = 0.04  # A line or function with this fraction of the time has its own row.
+_MIN_DEEPER = 0.7  # A function that takes this fraction of its caller explains the caller's time.
+_MIN_LINE = 0.6  # A line that takes this fraction of a function stands for the function.
+_MIN_PHASE = 0.05  # A function is part of a phase with this fraction of the function's time.
+_MIN_EVIDENCE = 0.5  # Examined steps must show this fraction of a phase's time to divide all of it.
+LONG_STEP = 1.5
+"""A step is long if it takes at least this multiple of the median."""
+_MAX_ROWS = 60
+# Quantiles of Student's t for a 95 % interval, from 1 degree of freedom on.
+_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePart:
+    """Time of a row in a phase, per step (in milliseconds).
+
+    Attributes:
+        gpu_ms: Time in which the GPU set the pace.
+        host_ms: Time in which the host set the pace.
+        idle_ms: Part of `host_ms` in which the GPU had no work left, because the host had waited
+            for it in this row, as in `.item()`.
+    """
+
+    gpu_ms: float = 0.0
+    host_ms: float = 0.0
+    idle_ms: float = 0.0
+
+    @property
+    def ms(self) -> float:
+        return self.gpu_ms + self.host_ms
+
+
+@dataclass(frozen=True, slots=True)
+class LineRow:
+    """A line or a function of the user's code, with the time for which it is the reason.
+
+    Time of other code counts for the line of the user's code that called it.
+
+    Attributes:
+        function: Qualified name of the function; "<module>" outside of functions. A hook or a stage
+            of a trainer if no code of the user ran; empty for time that no examined step shows.
+        file: Path of the file; empty if no code of the user ran.
+        line: The line, or the first line of a range; 0 if unknown.
+        last_line: The last line of a range.
+        phases: Time per step, by phase or sub-phase. Backward is the time of the operations that
+            this line ran in forward.
+        entry: Entry of the time breakdown if the code ran outside of steps; else empty. Then the
+            times are those of one occurrence.
+        error_ms: Half the width of the 95 % interval of the time per step (in milliseconds), from
+            the differences between the examined steps.
+        calls: Number of times that the line ran per step.
+        path: Lines that led to this one, the outermost first, such as "main (train.py:12)".
+        modules: Modules whose forward this is, such as "8 x Block" or "blocks.3.att".
+        is_library: True for a function of a library.
+        convolves: True if the line runs convolutions.
+        multiplies_float32: True if the line multiplies matrices in float32, without autocast.
+    """
+
+    function: str
+    file: str = ""
+    line: int = 0
+    last_line: int = 0
+    phases: Mapping[str, PhasePart] = field(default_factory=dict)
+    entry: str = ""
+    error_ms: float = 0.0
+    calls: float = 0.0
+    path: tuple[str, ...] = ()
+    modules: str = ""
+    is_library: bool = False
+    convolves: bool = False
+    multiplies_float32: bool = False
+
+    @property
+    def ms(self) -> float:
+        """Time per step (in milliseconds)."""
+        return sum(part.ms for part in self.phases.values())
+
+    @property
+    def gpu_ms(self) -> float:
+        """Part of it in which the GPU set the pace."""
+        return sum(part.gpu_ms for part in self.phases.values())
+
+    @property
+    def host_ms(self) -> float:
+        """Part of it in which the host set the pace."""
+        return sum(part.host_ms for part in self.phases.values())
+
+    @property
+    def idle_ms(self) -> float:
+        """Part of `host_ms` after the host had waited for the GPU in this row."""
+        return sum(part.idle_ms for part in self.phases.values())
+
+    @property
+    def main_phase(self) -> str:
+        """Phase or sub-phase with most of the time in which the code ran."""
+        return max(
+            self.phases,
+            key=lambda name: self.phases[name].ms - self.phases[name].idle_ms,
+            default="",
+        )
+
+    @property
+    def where(self) -> str:
+        """Lines, such as "train.py:63-70"; empty if unknown."""
+        if not self.file:
+            return ""
+        last = f"-{self.last_line}" if self.last_line > self.line else ""
+        path = Path(self.file)
+        # The cell of a notebook is a file such as /tmp/ipykernel_71/3747189239.py.
+        name = "cell" if path.parent.name.startswith("ipykernel_") else path.name
+        return f"{name}:{self.line}{last}"
+
+    def __str__(self) -> str:
+        """Return the code, such as "`EMA.update` (ema.py:12)"."""
+        if not self.where or self.function == "<module>":
+            return f"`{self.where or self.function}`"
+        modules = f"{self.modules}, " if self.modules else ""
+        return f"`{self.function}` ({modules}{self.where})"
+
+
+class Targets(NamedTuple):
+    """Times per step that the rows are scaled to (in milliseconds), by phase without sub-phases."""
+
+    gpu_ms: Mapping[str, float]
+    host_ms: Mapping[str, float]
+
+
+def line_rows(
+    steps: Sequence[ExaminedStep],
+    targets: Targets,
+    *,
+    median_ms: float,
+    long_share: float,
+    trainer: str,
+    outside: frozenset[tuple[str, str]] = frozenset(),
+    modules: Mapping[tuple[str, int], str] | None = None,
+    operations: Mapping[Line, tuple[int, int]] | None = None,
+) -> tuple[LineRow, ...]:
+    """Return the rows of the examined steps, scaled to the times of all steps, the longest first.
+
+    Args:
+        steps: Examined steps.
+        targets: Mean times per step over all steps.
+        median_ms: Median time of a step.
+        long_share: Fraction of all steps that take at least 1.5 times the median.
+        trainer: Name of the trainer, for time in which it ran none of the user's code.
+        outside: File and name of the functions around the training, such as the caller of `fit`.
+        modules: Modules by file and first line of their forward.
+        operations: Number of convolutions and of float32 matrix products of each line.
+    """
+    weights = _weights(steps, median_ms, long_share)
+    factors, rest = _factors(steps, weights, targets)
+    scaled = [
+        {
+            cell: ms * factors.get((cell.phase, cell.kind == GPU), 1.0)
+            for cell, ms in step.cells_ms.items()
+        }
+        for step in steps
+    ]
+    mean_ms: dict[Cell, float] = defaultdict(float)
+    for cells, weight in zip(scaled, weights, strict=True):
+        for cell, ms in cells.items():
+            mean_ms[cell] += weight * ms
+    owners = _Owners(mean_ms)
+    drafts: dict[Any, _Draft] = {}
+    keys: dict[Cell, Any] = {}
+    for cell, ms in mean_ms.items():
+        function, number = owners.of(cell.place)
+        is_trainer = function is None or (function.file, function.name) in outside
+        entry = cell.phase if cell.phase == EVALUATED else ""
+        key: Any = (of_one_callback(cell.phase) or trainer, entry)
+        if function is not None and not is_trainer:
+            key = (function.key, number, entry)
+        draft = drafts.get(key)
+        if draft is None:
+            draft = drafts[key] = _Draft(None if is_trainer else function, number, entry)
+        keys[cell] = key
+        draft.add(cell, ms)
+    for cells in scaled:
+        totals: dict[Any, float] = defaultdict(float)
+        for cell, ms in cells.items():
+            totals[keys[cell]] += ms
+        for key, draft in drafts.items():
+            draft.each_ms.append(totals[key])
+    rows = [
+        draft.row(str(key[0]), _mean_calls(steps, weights), modules or {}, operations or {})
+        for key, draft in drafts.items()
+    ]
+    rows += [
+        LineRow("", phases={phase: PhasePart(gpu_ms, host_ms)})
+        for phase, (gpu_ms, host_ms) in rest.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.ms)[:_MAX_ROWS])
+
+
+def _weights(steps: Sequence[ExaminedStep], median_ms: float, long_share: float) -> list[float]:
+    """Return the weight of each examined step, which add up to 1.
+
+    Steps that are expected to be long are examined more often than they occur.
+    """
+    is_long = [step.step_ms >= LONG_STEP * median_ms > 0 for step in steps]
+    n_long = sum(is_long)
+    if n_long in (0, len(steps)):
+        return [1 / len(steps)] * len(steps)
+    of_long, of_ordinary = long_share / n_long, (1 - long_share) / (len(steps) - n_long)
+    return [of_long if long else of_ordinary for long in is_long]
+
+
+def _factors(
+    steps: Sequence[ExaminedStep], weights: Sequence[float], targets: Targets
+) -> tuple[dict[tuple[str, bool], float], dict[str, tuple[float, float]]]:
+    """Return the factors that scale examined times to the times of all steps.
+
+    Returns:
+        The factors by phase, and whether the GPU set the pace. And the time of each phase that no
+        examined step shows, GPU-paced and host-paced.
+    """
+    examined: dict[tuple[str, bool], float] = defaultdict(float)
+    for step, weight in zip(steps, weights, strict=True):
+        for cell, ms in step.cells_ms.items():
+            examined[cell.phase, cell.kind == GPU] += weight * ms
+    factors: dict[tuple[str, bool], float] = {}
+    rest: dict[str, tuple[float, float]] = {}
+    for phase in dict.fromkeys([*targets.gpu_ms, *targets.host_ms]):
+        gpu_ms, host_ms = targets.gpu_ms.get(phase, 0.0), targets.host_ms.get(phase, 0.0)
+        seen_gpu, seen_host = examined[phase, True], examined[phase, False]
+        is_split = seen_gpu >= _MIN_EVIDENCE * gpu_ms and seen_host >= _MIN_EVIDENCE * host_ms
+        if is_split:
+            factors[phase, True] = gpu_ms / seen_gpu if seen_gpu else 0.0
+            factors[phase, False] = host_ms / seen_host if seen_host else 0.0
+            continue
+        # Marks slow the host down, so time that is GPU-paced in other steps may be host-paced.
+        seen = seen_gpu + seen_host
+        factor = min((gpu_ms + host_ms) / seen, 1 / _MIN_EVIDENCE) if seen else 0.0
+        factors[phase, True] = factors[phase, False] = factor
+        missing = max(gpu_ms + host_ms - factor * seen, 0.0)
+        if missing:
+            share = missing / (gpu_ms + host_ms)
+            rest[phase] = share * gpu_ms, share * host_ms
+    return factors, rest
+
+
+def _mean_calls(steps: Sequence[ExaminedStep], weights: Sequence[float]) -> dict[Line, float]:
+    calls: dict[Line, float] = defaultdict(float)
+    for step, weight in zip(steps, weights, strict=True):
+        for line, n in step.calls.items():
+            calls[line] += weight * n
+    return calls
+
+
+class _Owners:
+    """Choice of the function and the line that a row names, for the time of each line.
+
+    From the training loop inwards, the first function that does not need a row is left out: its
+    time belongs to the line that calls it. A function gets a row if it takes enough time, and if
+
+    - it is called by the loop: by a function in which more than one phase passes,
+    - or it is part of the model,
+    - or it takes most of the time of its caller.
+
+    Args:
+        cells_ms: Time of each cell.
+    """
+
+    def __init__(self, cells_ms: Mapping[Cell, float]) -> None:
+        self._ms: dict[Any, float] = defaultdict(float)  # Of each function, with those it calls.
+        self._of_callers: dict[Any, float] = defaultdict(float)  # By function and its caller.
+        self._phases: dict[Any, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._own: dict[Any, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        self._all_ms = sum(cells_ms.values())
+        for cell, ms in cells_ms.items():
+            top = cell.phase.partition("/")[0]
+            chain = _chain(cell.place)
+            for key in {function.key for function in chain}:
+                self._ms[key] += ms
+                if top != BACKWARD:
+                    self._phases[key][top] += ms
+            for outer, inner in pairwise(chain):
+                self._of_callers[outer.key, inner.key] += ms
+        for cell, ms in cells_ms.items():
+            function, number = self._function_of(cell.place)
+            if function is not None:
+                self._own[function.key][number] += ms
+
+    def of(self, place: Line) -> tuple[Function | None, int]:
+        """Return the function and the line that the time at a place belongs to.
+
+        The line is 0 for all lines of the function.
+        """
+        function, number = self._function_of(place)
+        if function is None:
+            return None, 0
+        own = self._own[function.key]
+        total_ms = sum(own.values())
+        longest = max(own, key=own.__getitem__)
+        if self._splits_lines(function):
+            if own[number] >= _MIN_ROW * self._all_ms:
+                return function, number
+            is_rest_short = total_ms - own[longest] < (1 - _MIN_LINE) * total_ms
+            has_row = own[longest] >= _MIN_ROW * self._all_ms
+            return function, longest if has_row and is_rest_short and not self._is_loop(
+                function
+            ) else 0
+        return function, longest if own[longest] >= _MIN_LINE * total_ms else 0
+
+    def _function_of(self, place: Line) -> tuple[Function | None, int]:
+        """Return the innermost function with a row, and its line that leads to a place."""
+        owner: Function | None = None
+        number = 0
+        chain = _chain(place)
+        lines = [*(function.caller.number for function in chain[1:]), place.number]
+        for function, line in zip(chain, lines, strict=True):
+            if owner is not None and not self._needs_row(function, owner):
+                break
+            owner, number = function, line
+        return owner, number
+
+    def _needs_row(self, function: Function, caller: Function) -> bool:
+        if self._is_loop(function):
+            return True
+        if self._ms[function.key] < _MIN_ROW * self._all_ms:
+            return False
+        if self._is_loop(caller) or self._is_model(function):
+            return True
+        ms = self._of_callers[caller.key, function.key]
+        return ms >= _MIN_DEEPER * self._ms[caller.key]
+
+    def _splits_lines(self, function: Function) -> bool:
+        return self._is_loop(function) or self._is_model(function)
+
+    def _is_loop(self, function: Function) -> bool:
+        """Return True if more than one phase passes in a function."""
+        phases = self._phases[function.key]
+        total_ms = sum(phases.values())
+        return sum(ms >= _MIN_PHASE * total_ms for ms in phases.values()) > 1
+
+    def _is_model(self, function: Function) -> bool:
+        phases = self._phases[function.key]
+        return phases.get(FORWARD, 0.0) >= 0.5 * sum(phases.values()) > 0
+
+
+def _chain(place: Line) -> list[Function]:
+    """Return the functions that lead to a line, the outermost first."""
+    chain = []
+    function = place.function
+    while function is not None:
+        chain.append(function)
+        function = function.caller.function
+    return chain[::-1]
+
+
+class _Draft:
+    """A row that is being added up."""
+
+    def __init__(self, function: Function | None, number: int, entry: str) -> None:
+        self._function, self._number, self._entry = function, number, entry
+        self._kinds_ms: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._places: dict[Line, float] = defaultdict(float)
+        self.each_ms: list[float] = []
+        """Time in each examined step."""
+
+    def add(self, cell: Cell, ms: float) -> None:
+        self._kinds_ms[cell.phase][cell.kind] += ms
+        self._places[cell.place] += ms
+
+    def row(
+        self,
+        name: str,
+        calls: Mapping[Line, float],
+        modules: Mapping[tuple[str, int], str],
+        operations: Mapping[Line, tuple[int, int]],
+    ) -> LineRow:
+        """Return the row. `name` is that of the trainer or of its hook if there is no function."""
+        phases = {
+            phase: PhasePart(kinds[GPU], kinds[HOST] + kinds[IDLE], idle_ms=kinds[IDLE])
+            for phase, kinds in self._kinds_ms.items()
+        }
+        n = len(self.each_ms)
+        error_ms = 0.0
+        if n > 1:
+            t = _T95[min(n - 1, len(_T95)) - 1]
+            error_ms = t * stdev(self.each_ms) / math.sqrt(n)
+        convolutions, products = map(
+            sum,
+            zip((0, 0), *(operations.get(place, (0, 0)) for place in self._places), strict=False),
+        )
+        function = self._function
+        if function is None:
+            return LineRow(name, phases=phases, entry=self._entry, error_ms=error_ms)
+        longest = max(self._places, key=self._places.__getitem__)
+        numbers = [
+            line
+            for place in self._places
+            for inner, line in _lines_in(place)
+            if inner.key == function.key and line
+        ]
+        first, last = (
+            (self._number, self._number)
+            if self._number
+            else (
+                min(numbers, default=function.first_line),
+                max(numbers, default=function.first_line),
+            )
+        )
+        path = [
+            f"{outer.name} ({Path(outer.file).name}:{line})" for outer, line in _lines_in(longest)
+        ]
+        ends = [outer.key for outer, _ in _lines_in(longest)]
+        runs = [
+            n
+            for place, n in calls.items()
+            if place.function is not None
+            and place.function.key == function.key
+            and place.number == self._number
+        ]
+        return LineRow(
+            function.name,
+            function.file,
+            first,
+            last,
+            phases,
+            entry=self._entry,
+            error_ms=error_ms,
+            calls=sum(runs),
+            path=tuple(path[: ends.index(function.key)]) if function.key in ends else (),
+            modules=modules.get((function.file, function.first_line), ""),
+            is_library=function.is_library,
+            convolves=convolutions > 0,
+            multiplies_float32=products > 0,
+        )
+
+
+def _lines_in(place: Line) -> list[tuple[Function, int]]:
+    """Return the functions that lead to a line, each with its line on the way."""
+    chain = _chain(place)
+    numbers = [*(function.caller.number for function in chain[1:]), place.number]
+    return [*zip(chain, numbers, strict=True)]

@@ -1,0 +1,73 @@
+"""Schedule of the examined steps."""
+
+import math
+from collections.abc import Callable
+
+_FIRST = (12, 15, 18)  # Indices of the first examined steps. They follow the warm-up.
+_GROWTH = 1.6  # Later, a step is examined each time the run has grown by this factor.
+_MORE, _DISTANCE = 3, 3  # Number of steps that `examine_more` adds, and their distance.
+_MAX_SHARE = 0.002  # Marks in later examined steps may take this fraction of the time.
+_MAX_LONG = 3  # Number of examined steps that are expected to be long.
+
+
+class ExaminationSchedule:
+    """Choice of the steps that are examined, by their index, which counts all steps from 0.
+
+    Args:
+        next_long: Returns the index of a long step and the expected distance to the next; None if
+            no long step is expected.
+        is_distributed: True if all ranks must examine the same steps. Then only the index decides.
+    """
+
+    def __init__(
+        self, next_long: Callable[[], tuple[int, int] | None], *, is_distributed: bool
+    ) -> None:
+        self._next_long, self._is_distributed = next_long, is_distributed
+        self._more = 0  # Number of steps to examine soon.
+        self._long = 0  # Number of steps that were examined because they are expected to be long.
+        self._is_long = False  # True if the next examined step is expected to be long.
+        self.next_index: float = _FIRST[0]
+        """Index of the first step that may be examined next; infinity if there is none."""
+
+    def stop(self) -> None:
+        """Examine no further steps."""
+        self.next_index = math.inf
+
+    def examine_more(self) -> None:
+        """Examine three more steps soon."""
+        if not self._is_distributed and self.next_index < math.inf:
+            self._more, self.next_index = _MORE, 0
+
+    def step_examined(self, index: int, marks_share: float) -> None:
+        """Choose the next step, after that of this index was examined.
+
+        Args:
+            index: Index of the examined step.
+            marks_share: Time of all marks of lines so far, as a fraction of the time of all steps.
+        """
+        if self._is_long:
+            self._long += 1
+            self._is_long = False
+        if self._more:
+            self._more -= 1
+        if self._more:
+            self.next_index = index + _DISTANCE
+        else:
+            later = [first for first in _FIRST if first > index]
+            self.next_index = later[0] if later else self._next_after(index, marks_share)
+
+    def _next_after(self, index: int, marks_share: float) -> int:
+        following = int(index * _GROWTH) + 1
+        if self._is_distributed:
+            return following
+        # If marks have taken too much time, wait until their share has fallen.
+        following = max(following, int(index * marks_share / _MAX_SHARE) + 1)
+        recurrence = self._next_long()
+        if recurrence is not None and self._long < _MAX_LONG:
+            last, distance = recurrence
+            rounds = max(math.ceil((index + 2 - last) / max(distance, 1)), 1)
+            long_step = last + rounds * distance
+            if long_step < following:
+                self._is_long = True
+                return long_step
+        return following

@@ -1,0 +1,407 @@
+"""Follow the lines of the user's code that run in one thread, for the length of a step.
+
+Python 3.12 and later report lines by `sys.monitoring`, at no cost for code that is not the user's.
+Python 3.11 reports them by `sys.settrace`, which other tools, such as debuggers, may be using.
+"""
+
+import atexit
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from threading import get_ident
+from types import CodeType, FrameType
+from typing import Any, Protocol
+
+from lightning_gputime._compat.user_code import is_user_code, user_frames
+from lightning_gputime._ledger.places import CALLS, LINES, NOTHING, Function, Line
+
+_MIN_EVENTS = 64  # A line keeps its events for this many executions in a step, whatever they cost.
+
+
+class _Source(Protocol):
+    """Source of line events."""
+
+    def start(self, frames: list[FrameType]) -> None: ...
+    def follow(self, code: CodeType, detail: int) -> None: ...
+    def stop(self, thread: int) -> None: ...
+
+
+class LineWatch:
+    """The user's functions that are running in a thread, and the line that each is at.
+
+    Lines of other code belong to the line of the user's code that called it.
+
+    Args:
+        mark: Called with the line that is running from now on. Its time is taken as the cost of
+            following the code.
+        fail: Called with an error, after which nothing is followed any more.
+    """
+
+    def __init__(self, mark: Callable[[Line], None], fail: Callable[[Exception], None]) -> None:
+        self._mark, self._fail = mark, fail
+        self.root = Line(None, 0)
+        """Time outside of the user's code."""
+        self.base: frozenset[CodeType] = frozenset()
+        """Functions that were running at the start."""
+        # Detail of each function, by the id of its code: hashing code takes microseconds.
+        self._detail: dict[int, int] = {}
+        self._codes: list[CodeType] = []  # Keeps the codes alive, so that no id is used again.
+        self._stack: list[list[Any]] = []  # `Function` and `Line` of each running function.
+        self._thread = -1
+        self._n_events = 0
+        self._limit = 0  # Number of events after which lines may have to be ignored.
+        self._allow: Callable[[int], int] = int
+        # Number of events by id of the code and line; line 0 is a call.
+        self._events: Counter[tuple[int, int]] = Counter()
+        # Lines that run too often to be followed. Their time belongs to the line before them.
+        self._ignored: set[tuple[int, int]] = set()
+        self._source: _Source | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self._source is not None
+
+    @property
+    def line(self) -> Line:
+        """The line that is running."""
+        return self._stack[-1][1] if self._stack else self.root
+
+    def start(self, frame: FrameType | None, allow: Callable[[int], int]) -> str:
+        """Follow the code of the calling thread. Return why that is impossible; empty if it is not.
+
+        Args:
+            frame: Innermost frame that may be the user's.
+            allow: Returns how many more events may follow, after a number of events; with 0, the
+                most frequent line is ignored.
+        """
+        global _running
+        if _running is not None:
+            return "another timer follows the code"
+        if not _is_available():
+            return "another tool, such as a debugger, traces the code with sys.settrace"
+        self._thread, self._allow = get_ident(), allow
+        self._n_events = self._limit = 0
+        self._events.clear()
+        self._stack.clear()
+        # Do not keep frames: that would keep the local variables of functions that have returned.
+        frames = user_frames(frame)[::-1]
+        self.base = frozenset(frame.f_code for frame in frames)
+        for running in frames:
+            code = running.f_code
+            if self._detail.get(id(code)) is None:
+                self.set_detail(code, LINES)
+            self.enter(code)
+            if self._detail[id(code)] == LINES:
+                function = self._stack[-1][0]
+                self._stack[-1][1] = function.line_at(running.f_lineno or 0)
+        _running = self
+        self._source = source = _new_source(self)
+        try:
+            source.start(frames)
+            for running in frames:
+                source.follow(running.f_code, self._detail[id(running.f_code)])
+        except BaseException:
+            self.stop()
+            raise
+        return ""
+
+    def stop(self) -> None:
+        """Stop following the code. Safe to call twice, and from any thread."""
+        global _running
+        source, self._source = self._source, None
+        if source is not None:
+            _running = None
+            source.stop(self._thread)
+
+    def detail_of(self, code: CodeType, frame: FrameType) -> int:
+        """Return the detail of a function that has started in a frame."""
+        detail = self._detail.get(id(code))
+        if detail is None:
+            try:
+                is_user = is_user_code(code, frame.f_globals.get("__name__"))
+            except Exception as error:
+                self.give_up(error)
+                return NOTHING
+            detail = LINES if is_user else NOTHING
+            self.set_detail(code, detail)
+        return detail
+
+    def follow(self, functions: Iterable[CodeType]) -> None:
+        """Follow calls of these functions of libraries. Functions of the user are followed anyway."""
+        for code in functions:
+            if not is_user_code(code, ""):
+                self.set_detail(code, CALLS)
+
+    def set_detail(self, code: CodeType, detail: int) -> None:
+        """Follow a function with this detail, even if it is a library's."""
+        if id(code) not in self._detail:
+            self._codes.append(code)
+        self._detail[id(code)] = detail
+
+    def is_followed(self, code: CodeType) -> bool:
+        return self._detail.get(id(code), NOTHING) != NOTHING
+
+    def is_ignored(self, code: CodeType, number: int) -> bool:
+        """Return True if a line runs too often to be followed."""
+        return (id(code), number) in self._ignored
+
+    # Events, in the thread that is followed
+
+    def enter(self, code: CodeType) -> None:
+        """A function starts or resumes."""
+        # Merge the levels of a recursion, which could be deep.
+        node = next((entry[0] for entry in self._stack if entry[0].code is code), None)
+        if node is None:
+            caller = self.line
+            node = caller.calls.get(id(code))
+            if node is None:
+                node = caller.calls[id(code)] = Function(code, caller, self._detail[id(code)])
+        self._stack.append([node, node.whole])
+        if self._source is not None:
+            self._count(code, 0)
+            if self._detail[id(code)] == CALLS:
+                self._mark(node.whole)
+
+    def reach(self, code: CodeType, number: int) -> None:
+        """A function reaches a line."""
+        stack = self._stack
+        if not stack or stack[-1][0].code is not code:
+            depth = self._depth_of(code)
+            if depth:
+                del stack[depth:]  # The end of these functions was not reported.
+            else:  # Its start was not reported, as of a generator that had been suspended.
+                self.enter(code)
+        top = stack[-1]
+        line = top[0].line_at(number)
+        self._count(code, number)
+        if line is not top[1]:
+            top[1] = line
+            self._mark(line)
+
+    def leave(self, code: CodeType) -> None:
+        """A function returns, raises or is suspended. Its caller continues."""
+        depth = self._depth_of(code)
+        if depth:
+            del self._stack[depth - 1 :]  # Also functions whose end was not reported.
+            self._mark(self.line)
+
+    def _depth_of(self, code: CodeType) -> int:
+        """Return the place of a function on the stack, counted from 1; 0 if it does not run."""
+        stack = self._stack
+        return next((i for i in range(len(stack), 0, -1) if stack[i - 1][0].code is code), 0)
+
+    def forget_line(self, code: CodeType) -> None:
+        """From now on, the time of a running function belongs to none of its lines."""
+        if self._stack and self._stack[-1][0].code is code:
+            self._stack[-1][1] = self._stack[-1][0].whole
+            self._mark(self.line)
+
+    def _count(self, code: CodeType, number: int) -> None:
+        self._events[id(code), number] += 1
+        self._n_events += 1
+        if self._n_events > self._limit:
+            self._limit = self._n_events + self._allow(self._n_events)
+            if self._n_events >= self._limit:
+                self._ignore_most_frequent(code)
+
+    def _ignore_most_frequent(self, code: CodeType) -> None:
+        """Ignore the line with the most events, or the function with the most calls.
+
+        Events of `code` are still counted if it has fewer.
+        """
+        key, events = self._events.most_common(1)[0]
+        self._limit = self._n_events + _MIN_EVENTS
+        if events < _MIN_EVENTS or self._source is None:
+            return
+        self._n_events -= events
+        self._limit -= events
+        self._events[key] = 0
+        if key[1]:
+            self._ignored.add(key)
+        else:
+            self._detail[key[0]] = NOTHING
+            if key[0] == id(code):
+                self._source.follow(code, NOTHING)
+
+    def guard(self, event: Callable[..., Any], *args: Any) -> Any:
+        """Handle an event in the thread that is followed. An error never reaches the user's code."""
+        if get_ident() != self._thread:
+            return None
+        try:
+            return event(*args)
+        except Exception as error:
+            self.give_up(error)
+            return None
+
+    def give_up(self, error: Exception) -> None:
+        """Stop after an error."""
+        self.stop()
+        self._fail(error)
+
+
+_running: LineWatch | None = None
+"""The watch that is on. Module state, because Python reports lines to the whole process."""
+
+
+@atexit.register
+def _stop_at_exit() -> None:
+    # While the interpreter ends, the names of modules are no longer defined.
+    if _running is not None:
+        _running.stop()
+
+
+# sys.monitoring
+
+_MONITORING: Any = getattr(sys, "monitoring", None)
+_FREE_IDS = (4, 3)  # Ids that Python reserves for no kind of tool.
+
+
+def _is_available() -> bool:
+    if _MONITORING is None:
+        return sys.gettrace() is None
+    return any(_MONITORING.get_tool(tool) is None for tool in _FREE_IDS)
+
+
+class _Monitoring:
+    """Line events of Python 3.12 and later."""
+
+    def __init__(self, watch: LineWatch) -> None:
+        self._watch = watch
+        self._tool = -1
+        self._followed: dict[int, CodeType] = {}  # By id: equal codes have separate events.
+
+    def start(self, frames: list[FrameType]) -> None:
+        tools = _MONITORING
+        events = tools.events
+        self._tool = next(tool for tool in _FREE_IDS if tools.get_tool(tool) is None)
+        tools.use_tool_id(self._tool, "lightning_gputime")
+        handlers = {
+            events.PY_START: self._on_start,
+            events.PY_RESUME: self._on_start,
+            events.PY_THROW: self._on_throw,
+            events.LINE: self._on_line,
+            events.PY_RETURN: self._on_return,
+            events.PY_YIELD: self._on_return,
+            events.PY_UNWIND: self._on_return,
+        }
+        for event, handler in handlers.items():
+            tools.register_callback(self._tool, event, handler)
+        started = events.PY_START | events.PY_RESUME | events.PY_THROW
+        tools.set_events(self._tool, started | events.PY_UNWIND)
+
+    def follow(self, code: CodeType, detail: int) -> None:
+        events = _MONITORING.events
+        ends = events.PY_RETURN | events.PY_YIELD
+        wanted = (0, ends, ends | events.LINE)[detail]
+        self._followed[id(code)] = code
+        _MONITORING.set_local_events(self._tool, code, wanted)
+
+    def stop(self, _: int) -> None:
+        tools, tool = _MONITORING, self._tool
+        if tool < 0 or tools.get_tool(tool) != "lightning_gputime":
+            return
+        tools.set_events(tool, 0)
+        for code in self._followed.values():
+            tools.set_local_events(tool, code, 0)
+        events = tools.events
+        for event in (
+            *(events.PY_START, events.PY_RESUME, events.PY_THROW, events.LINE),
+            *(events.PY_RETURN, events.PY_YIELD, events.PY_UNWIND),
+        ):
+            tools.register_callback(tool, event, None)
+        tools.free_tool_id(tool)
+
+    def _on_start(self, code: CodeType, _: int) -> Any:
+        watch = self._watch
+        detail = watch.detail_of(code, sys._getframe(1))
+        if not detail:
+            return _MONITORING.DISABLE
+        return watch.guard(self._start, code, detail)
+
+    def _start(self, code: CodeType, detail: int) -> None:
+        if id(code) not in self._followed:
+            self.follow(code, detail)
+        self._watch.enter(code)
+
+    def _on_throw(self, code: CodeType, _: int, __: object) -> None:
+        # This event cannot be disabled.
+        detail = self._watch.detail_of(code, sys._getframe(1))
+        if detail:
+            self._watch.guard(self._start, code, detail)
+
+    def _on_line(self, code: CodeType, number: int) -> Any:
+        if self._watch.is_ignored(code, number):
+            return _MONITORING.DISABLE
+        return self._watch.guard(self._watch.reach, code, number)
+
+    def _on_return(self, code: CodeType, _: int, __: object) -> None:
+        if self._watch.is_followed(code):
+            self._watch.guard(self._watch.leave, code)
+
+
+# sys.settrace
+
+
+class _Tracing:
+    """Line events of Python 3.11. They are reported only to the thread that asks for them."""
+
+    def start(self, frames: list[FrameType]) -> None:
+        for frame in frames:
+            frame.f_trace = _trace_lines
+        sys.settrace(_trace)
+
+    def follow(self, code: CodeType, detail: int) -> None:
+        pass  # The trace functions look the detail up.
+
+    def stop(self, thread: int) -> None:
+        if sys.gettrace() is _trace:  # In another thread, `_trace` ends itself.
+            sys.settrace(None)
+        frame = sys._current_frames().get(thread)
+        while frame is not None:
+            _forget(frame)
+            frame = frame.f_back
+
+
+def _forget(frame: FrameType) -> None:
+    """Do not trace a frame any more."""
+    if frame.f_trace is _trace_lines:
+        frame.f_trace = None
+        frame.f_trace_lines = True
+
+
+def _trace(frame: FrameType, event: str, _: object) -> Any:
+    """Trace function of a thread. It is called when any function starts."""
+    watch = _running
+    if watch is None:
+        sys.settrace(None)
+        return None
+    code = frame.f_code
+    if not watch.detail_of(code, frame):
+        return None
+    watch.guard(watch.enter, code)
+    return _trace_lines(frame, "", None)
+
+
+def _trace_lines(frame: FrameType, event: str, _: object) -> Any:
+    """Trace function of a frame of the user's code."""
+    watch = _running
+    if watch is None:
+        _forget(frame)
+        return None
+    code = frame.f_code
+    if event == "line":
+        if watch.is_ignored(code, frame.f_lineno):
+            # Lines cannot be ignored one by one.
+            watch.guard(watch.forget_line, code)
+            frame.f_trace_lines = False
+        else:
+            watch.guard(watch.reach, code, frame.f_lineno)
+    elif event == "return":
+        watch.guard(watch.leave, code)
+    if watch.detail_of(code, frame) != LINES:
+        frame.f_trace_lines = False
+    return _trace_lines
+
+
+def _new_source(watch: LineWatch) -> _Source:
+    return _Tracing() if _MONITORING is None else _Monitoring(watch)
