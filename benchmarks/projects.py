@@ -27,10 +27,10 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, PhaseSummary
 try:
     import lightning.pytorch as pl
 except ImportError:
-    import pytorch_lightning as pl
+    import pytorch_lightning as pl  # type: ignore[no-redef]
 try:
     import transformers
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback as TrainerCallback
 
     from lightning_gputime.huggingface import TransformersPhaseTimer
 except ImportError:  # Programs that need transformers are skipped.
@@ -79,11 +79,9 @@ class Setup:
 
     @property
     def steps(self) -> int:
-        """Number of steps."""
         return SMALL_STEPS if self.small else STEPS
 
     def size(self, full: int, small: int) -> int:
-        """Return a size."""
         return min(full, small) if self.small else full
 
 
@@ -91,18 +89,13 @@ class Setup:
 class Project:
     """A program with a planted problem, and the answers that are expected of the timer.
 
-    Attributes:
-        device: Device for which the sizes are chosen, "cpu" or "cuda".
-        name: Front end and problem, such as "plain: EMA in a Python loop".
-        codes: Accepted verdict codes.
-        culprits: Names of functions ("Class.method" or "function"), options, or markers
-            "line:<tag>" of lines that end with `# line: <tag>`. Empty for a control, in which
-            nothing is planted.
-        program: Trains, given the variant and its parts.
-        planted: Parts of the program with the problem.
-        clean: Parts of the program without the problem.
-        is_removable: True if the clean program takes almost no time for the planted part.
-        packages: Optional packages that the program needs.
+    `name` starts with the front end. `device` is "cpu" or "cuda", for which the sizes are chosen.
+    `program` trains, given a variant and the parts `planted` or `clean`.
+
+    A culprit is the name of a function ("Class.method" or "function"), an option, or a marker
+    "line:<tag>" of the line that ends with `# line: <tag>`. A control has none, because nothing is
+    planted. `codes` are the accepted verdict codes. A problem is removable if the clean program
+    takes almost no time for it.
     """
 
     device: str
@@ -116,11 +109,6 @@ class Project:
     packages: tuple[str, ...] = ()
 
     @property
-    def front_end(self) -> str:
-        """One of "plain", "lightning" and "transformers"."""
-        return self.name.split(":")[0]
-
-    @property
     def paces(self) -> set[str]:
         """Accepted paces, "host" or "GPU". Empty on a CPU, where the host sets every pace."""
         return {PACES[code] for code in self.codes if code in PACES and self.device == "cuda"}
@@ -128,8 +116,8 @@ class Project:
     @property
     def missing(self) -> list[str]:
         """Packages that are not installed."""
-        front_end = ["transformers"] if self.front_end == "transformers" else []
-        return [name for name in (*self.packages, *front_end) if find_spec(name) is None]
+        needed = {*self.packages, self.name.split(":")[0]} - {"plain", "lightning"}
+        return [name for name in needed if find_spec(name) is None]
 
     def run(
         self, *, planted: bool, device: str = "", timed: bool = True, small: bool = False
@@ -191,11 +179,7 @@ def train(
     before_update: Callable[[nn.Module], Any] = do_nothing,
     after: Callable[[nn.Module], Callable[[int, Tensor, Any, Any], Any]] = lambda _: do_nothing,
 ) -> Run:
-    """Train in a plain loop.
-
-    `after(model)` returns a function that is called after each update, with the step, the loss,
-    the model and the optimizer.
-    """
+    """Train in a plain loop; `after(model)` returns a function that is called after each step."""
     updates, after_step = optimizer(model.parameters()), after(model)
     timer = GPUPhaseHooks(model, updates) if setup.timed else None
     watch = Stopwatch(setup.device)
@@ -285,40 +269,31 @@ def repeated(setup: Setup, *batch: Tensor) -> DataLoader[Any]:
 # Models, and programs that train them
 
 
-class Attention(nn.Module):
+class Block(nn.Module):
+    """Layer of a GPT."""
+
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.heads = max(dim // 64, 1)
+        self.norm1, self.norm2, self.heads = nn.LayerNorm(dim), nn.LayerNorm(dim), max(dim // 64, 1)
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def forward(self, x: Tensor) -> Any:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self, dim: int, attention: Attention) -> None:
-        super().__init__()
-        self.norm1, self.norm2, self.attention = nn.LayerNorm(dim), nn.LayerNorm(dim), attention
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(self.attend(*qkv).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
     """Language model, after nanoGPT. Returns logits of shape (batch, length, vocab)."""
 
-    def __init__(
-        self, vocab: int, dim: int, layers: int, attention: type[Attention] = Attention
-    ) -> None:
+    def __init__(self, vocab: int, dim: int, layers: int, block: type[Block] = Block) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocab, dim), nn.Embedding(1024, dim)
-        self.blocks = nn.Sequential(*(Block(dim, attention(dim)) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(block(dim) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=False)
 
     def encode_positions(self, length: int) -> Tensor:
@@ -337,15 +312,15 @@ def train_gpt(
     layers: int = 6,
     length: int = 512,
     model: Callable[..., GPT] = GPT,
-    change: Callable[[GPT], Any] = do_nothing,
     metric: Callable[[Tensor, Tensor], Any] = do_nothing,
+    precision: str = "high",
     has_autocast: bool = False,
     **parts: Any,
 ) -> Run:
-    """Train a GPT after `change(gpt)`; `metric` is computed in each step."""
+    """Train a GPT in a plain loop that computes a metric in each step."""
+    torch.set_float32_matmul_precision(precision)
     vocab, rows = setup.size(vocab, 64), setup.size(16, 2)
     gpt = model(vocab, setup.size(dim, 16), setup.size(layers, 2)).to(setup.device)
-    change(gpt)
     tokens, history = torch.randint(vocab, (rows, setup.size(length, 16))), []
 
     def loss_of(batch: Any) -> Tensor:
@@ -385,7 +360,8 @@ class Classifier(pl.LightningModule):
 
     def __init__(self, net: nn.Module, features: int, planted: bool) -> None:
         super().__init__()
-        self.net, self.head, self.planted = net, nn.Linear(features, 10), planted
+        self.net: Any = net
+        self.head, self.planted = nn.Linear(features, 10), planted
 
     def forward(self, x: Tensor) -> Any:
         return self.head(self.net(x))
@@ -424,7 +400,7 @@ def fit_images(
     **options: Any,
 ) -> Run:
     """Train a ResNet on small images with Lightning."""
-    width, n, side = setup.size(width, 4), setup.size(rows, 4), setup.size(side, 8)
+    width, n, side = setup.size(width, 16), setup.size(rows, 4), setup.size(side, 8)
     classifier = module(ResNet(width, setup.size(blocks, 1)), 4 * width, setup.planted)
     batches = repeated(setup, torch.rand(n, 3, side, side), torch.randint(10, (n,)))
     return fit(setup, classifier, batches, **options)
@@ -477,37 +453,31 @@ def train_denoiser(setup: Setup, *, dim: int, depth: int, rows: int, **parts: An
 class Net(nn.Module):
     """Base of networks around one layer."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, planted: bool) -> None:
         super().__init__()
         self.layer: Any = layer
+        self.planted = planted
+
+
+class RNN(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x)[1]
 
 
 def train_net(
     setup: Setup,
     *,
-    net: Callable[[nn.Module], nn.Module],
+    net: type[Net],
     layer: Callable[[], nn.Module],
     shape: Sequence[int],
     **parts: Any,
 ) -> Run:
     """Train a network on inputs of a shape, in a plain loop."""
-    model = net(layer()).to(setup.device)
+    with torch.device(setup.device):
+        model = net(layer(), setup.planted)
     inputs = torch.rand(*(setup.size(n, 8) for n in shape[:-1]), shape[-1])
     batches = repeated(setup, inputs)
     return train(setup, model, batches, lambda batch: model(batch[0]).square().mean(), **parts)
-
-
-class LoRA(nn.Module):
-    """Low-rank update of a frozen linear layer."""
-
-    def __init__(self, base: nn.Linear, rank: int = 8) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.base(x) + self.up(self.down(x))
 
 
 def llama(vocab: int, dim: int, layers: int, is_lora: bool) -> Any:
@@ -520,8 +490,9 @@ def llama(vocab: int, dim: int, layers: int, is_lora: bool) -> Any:
         num_attention_heads=dim // 64,
         use_cache=False,
     )
-    model: Any = transformers.LlamaForCausalLM(config).requires_grad_(not is_lora)
-    for layer in model.model.layers if is_lora else ():
-        attention = layer.self_attn
-        attention.q_proj, attention.v_proj = LoRA(attention.q_proj), LoRA(attention.v_proj)
-    return model
+    model = transformers.LlamaForCausalLM(config)
+    if not is_lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))

@@ -20,17 +20,11 @@ from projects import COMPUTE, HOST, INPUT, LOSS_CODE, OUTSIDE, Classifier, Net, 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
 
-# Digits, with Lightning
-
 
 class SpectralLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         norm = torch.linalg.matrix_norm(self.weight, 2)
         return F.linear(x, self.weight / norm, self.bias)
-
-
-def power_iteration(inputs: int, outputs: int) -> nn.Module:
-    return nn.utils.parametrizations.spectral_norm(nn.Linear(inputs, outputs))
 
 
 class TracksAUROC(Classifier):
@@ -74,9 +68,6 @@ def fit_digits(
     return base.fit(setup, classifier, batches, *loaders, **options)
 
 
-# Images
-
-
 def jitter(photo: Any) -> Any:
     photo = (photo / 255.0) ** random.uniform(0.8, 1.25)
     return np.clip((photo - photo.mean()) * random.uniform(0.8, 1.25) + 0.5, 0, 1)
@@ -92,14 +83,14 @@ def resize_then_jitter(photo: Any) -> Any:
 
 def box_blur(photo: Any) -> Any:
     blurred = np.zeros(photo.shape)
-    for y in range(-3, 4):
-        for x in range(-3, 4):
+    for y in range(-2, 3):
+        for x in range(-2, 3):
             blurred += np.roll(photo, (y, x), (0, 1))
-    return blurred[::4, ::4] / (49 * 255)
+    return blurred[::4, ::4] / (25 * 255)
 
 
 def pooled_blur(photo: Any) -> Any:
-    pooled = F.avg_pool2d(torch.from_numpy(photo).movedim(-1, 0).float(), 7, 4, 3)
+    pooled = F.avg_pool2d(torch.from_numpy(photo).movedim(-1, 0).float(), 5, 4, 2)
     return pooled.movedim(0, -1).numpy() / 255
 
 
@@ -138,28 +129,20 @@ class HungarianMatcher:
                 cost[i, j] = (box - target).abs().sum()
         return cost
 
-    @torch.no_grad()
-    def match(self, boxes: Tensor, targets: Tensor) -> Any:
-        from scipy.optimize import linear_sum_assignment
 
-        return linear_sum_assignment(self.cost(boxes, targets))
-
-
-class FastMatcher(HungarianMatcher):
-    def cost(self, boxes: Tensor, targets: Tensor) -> Tensor:
-        return torch.cdist(boxes, targets, p=1)
-
-
-def train_detector(setup: Setup, *, matcher: Callable[[], HungarianMatcher]) -> Run:
+def train_detector(setup: Setup) -> Run:
     """Train a set predictor, after DETR: 16 queries and 4 boxes per image."""
+    from scipy.optimize import linear_sum_assignment
+
     layers = [nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4)]
-    model, match = nn.Sequential(*layers), matcher().match
+    model = nn.Sequential(*layers)
+    cost: Any = HungarianMatcher().cost if setup.planted else partial(torch.cdist, p=1)
     batches = base.repeated(setup, torch.rand(8, 16, 128), torch.rand(8, 4, 4))
 
     def loss_of(batch: Any) -> Tensor:
         losses = []
         for boxes, targets in zip(model(batch[0]), batch[1], strict=True):
-            rows, columns = match(boxes, targets)
+            rows, columns = linear_sum_assignment(cost(boxes.detach(), targets))
             losses.append(F.l1_loss(boxes[rows], targets[columns]))
         return torch.stack(losses).mean()
 
@@ -199,22 +182,18 @@ def train_metric(setup: Setup, *, loss: Callable[[MemoryBank, Tensor, Tensor], T
     return base.train(setup, model, batches, loss_of)
 
 
-# Text
-
-
 def texts() -> list[str]:
     return [" ".join(f"mot\u00e9{random.randrange(200)}," for _ in range(800)) for _ in range(32)]
 
 
-@cache
-def word_ids() -> dict[str, int]:
-    return {",": 0, **{f"mote{number}": number + 1 for number in range(200)}}
+WORD_IDS: dict[str, int] = {}
 
 
 def tokenize(text: str) -> list[int]:
     plain = unicodedata.normalize("NFD", text.lower())
     plain = "".join(char for char in plain if not unicodedata.combining(char))
-    return [word_ids()[word] for word in re.findall(r"\w+|[^\w\s]", plain)][:32]
+    words = re.findall(r"\w+|[^\w\s]", plain)
+    return [WORD_IDS.setdefault(word, len(WORD_IDS)) for word in words][:32]
 
 
 def collate_texts(texts: list[str]) -> dict[str, Tensor]:
@@ -249,12 +228,9 @@ class BucketSampler(Sampler[list[int]]):
         order: list[int] = []
         for _ in range(self.setup.steps):
             if self.setup.planted or not order:
-                order = sorted(range(len(self.lengths)), key=self.key)
+                order = sorted(range(len(self.lengths)), key=lambda i: (self.lengths[i], i % 7))
             start = random.randrange(len(order) - 16)
             yield order[start : start + 16]
-
-    def key(self, index: int) -> tuple[int, float]:
-        return self.lengths[index], random.random()
 
 
 def train_sentences(setup: Setup) -> Run:
@@ -290,39 +266,25 @@ class CharRNN(Net):
         return encoded
 
     def forward(self, x: Tensor) -> Any:
-        return self.layer(self.one_hot((x * 32).long()))[1]
-
-
-class FastCharRNN(CharRNN):
-    def one_hot(self, chars: Tensor) -> Tensor:
-        return F.one_hot(chars, 32).float()
-
-
-# Other networks
+        chars = (x * 32).long()
+        return self.layer(self.one_hot(chars) if self.planted else F.one_hot(chars, 32).float())[1]
 
 
 class StatsPooling(Net):
-    """Mean and deviation of encoded frames, which runs the encoder twice."""
+    """Mean and deviation of encoded frames, for which the planted variant encodes twice."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.layer(x)[0].mean(1), self.layer(x)[0].std(1)], 1)
-
-
-class SingleEncoding(Net):
     def forward(self, x: Tensor) -> Tensor:
         frames = self.layer(x)[0]
-        return torch.cat([frames.mean(1), frames.std(1)], 1)
+        deviation = (self.layer(x)[0] if self.planted else frames).std(1)
+        return torch.cat([frames.mean(1), deviation], 1)
 
 
 class SlidingWindows(Net):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
+        if not self.planted:
+            return self.layer(x.unfold(1, 64, 4))
         starts = range(0, x.shape[1] - 63, 4)
         return torch.stack([self.layer(x[:, start : start + 64]) for start in starts], 1)
-
-
-class UnfoldedWindows(Net):
-    def forward(self, x: Tensor) -> Any:
-        return self.layer(x.unfold(1, 64, 4))
 
 
 class WeightNormRNN(Net):
@@ -330,17 +292,9 @@ class WeightNormRNN(Net):
         return self.layer.weight / self.layer.weight.norm(dim=1, keepdim=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        state = x[:, 0]
-        for frame in x.unbind(1):
-            state = torch.tanh(frame + state @ self.weight())
-        return state
-
-
-class CachedWeightNormRNN(WeightNormRNN):
-    def forward(self, x: Tensor) -> Tensor:
         state, weight = x[:, 0], self.weight()
         for frame in x.unbind(1):
-            state = torch.tanh(frame + state @ weight)
+            state = torch.tanh(frame + state @ (self.weight() if self.planted else weight))
         return state
 
 
@@ -354,17 +308,11 @@ class TreeNet(Net):
         return torch.tanh(self.layer(torch.cat([self.encode(left), self.encode(right)])))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([self.encode(leaves) for leaves in x])
-
-
-class LevelTreeNet(Net):
-    def forward(self, x: Tensor) -> Tensor:
+        if self.planted:
+            return torch.stack([self.encode(leaves) for leaves in x])
         while x.shape[1] > 1:
             x = torch.tanh(self.layer(x.unflatten(1, (-1, 2)).flatten(2)))
         return x[:, 0]
-
-
-# Code around updates
 
 
 class JsonLogger:
@@ -420,7 +368,7 @@ class HandAdam(torch.optim.Optimizer):
         super().__init__(weights, {"lr": 1e-4})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for weight in self.param_groups[0]["params"]:
             grad, state = weight.grad, self.state[weight]
             n = state["n"] = state.get("n", 0) + 1
@@ -446,7 +394,8 @@ on_digits = partial(cpu, packages=("sklearn",))
 removable_on_digits = partial(on_digits, is_removable=True)
 fit_images, train_net, train_denoiser = base.fit_images, base.train_net, base.train_denoiser
 tune = partial(base.fine_tune, vocab=256, dim=64, layers=2, length=32)
-gru = partial(nn.GRU, batch_first=True)
+gru, square = partial(nn.GRU, batch_first=True), partial(nn.Linear, 192, 192)
+spectral_norm = nn.utils.parametrizations.spectral_norm
 wide_denoiser = partial(train_denoiser, dim=384, depth=8, rows=8)
 
 
@@ -457,7 +406,8 @@ def mlp() -> nn.Module:
 # fmt: off
 PROJECTS = [
     removable_on_digits("lightning: SVD in forward", COMPUTE, ("SpectralLinear.forward",),
-                        fit_digits, {"layer": SpectralLinear}, {"layer": power_iteration}),
+                        fit_digits, {"layer": SpectralLinear},
+                        {"layer": lambda *sizes: spectral_norm(nn.Linear(*sizes))}),
     removable_on_digits("lightning: metric of all predictions so far", HOST,
                         ("TracksAUROC.auroc",), partial(fit_digits, module=TracksAUROC)),
     removable_on_digits("lightning: validation every 5 steps", OUTSIDE, ("validation",), fit_digits,
@@ -468,7 +418,6 @@ PROJECTS = [
         partial(fit_images, module=base.LinearProbe, width=8, rows=16, side=16)),
     removable("lightning: views augmented one by one", LOSS_CODE, ("augment_each",),
               partial(fit_images, module=SimCLR, width=2, blocks=1, rows=64, side=8)),
-
     removable("plain: photos augmented before resizing", INPUT,
               ("jitter", "jitter_then_resize", "Photos.__getitem__"), train_photos,
               {"transform": jitter_then_resize}, {"transform": resize_then_jitter}),
@@ -476,45 +425,35 @@ PROJECTS = [
               ("box_blur", "Photos.__getitem__", "num_workers"), partial(train_photos, workers=1),
               {"transform": box_blur}, {"transform": pooled_blur}),
     removable("plain: matching costs in Python loops", LOSS_CODE, ("HungarianMatcher.cost",),
-              train_detector, {"matcher": HungarianMatcher}, {"matcher": FastMatcher},
-              packages=("scipy",)),
+              train_detector, packages=("scipy",)),
     removable("plain: triplet loss sample by sample", LOSS_CODE, ("MemoryBank.loss_by_sample",),
               train_metric, {"loss": MemoryBank.loss_by_sample}, {"loss": MemoryBank.loss}),
-
     removable("transformers: texts tokenized in the collator", INPUT, ("tokenize", "collate_texts"),
               tune, {"rows": texts, "collate": collate_texts}, {"rows": tokenized_texts}),
     removable("transformers: copy of the training state", HOST, ("StepGuard.on_step_begin",),
-              partial(tune, vocab=4096, dim=256, layers=4, length=8, batch_size=2, is_lora=True),
-              {"callbacks": [StepGuard]}),
+              partial(tune, vocab=4096, dim=192, layers=4, length=8, batch_size=2, is_lora=True),
+              {"callbacks": [StepGuard]}, packages=("peft",)),
     removable("transformers: histograms of the weights", HOST, ("WeightHistograms.on_step_end",),
               partial(tune, vocab=4096, batch_size=2), {"callbacks": [WeightHistograms]}),
-    cpu("transformers: LoRA", COMPUTE, (), partial(tune, is_lora=True)),
-
+    cpu("transformers: LoRA", COMPUTE, (), partial(tune, is_lora=True), packages=("peft",)),
     removable("plain: sampler that sorts for each batch", INPUT,
-              ("BucketSampler.__iter__", "BucketSampler.key"), train_sentences),
+              ("BucketSampler.__iter__",), train_sentences),
     removable("plain: positional encoding in loops", COMPUTE, ("SineGPT.encode_positions",),
               partial(base.train_gpt, vocab=64, dim=64, layers=2, length=32), {"model": SineGPT},
               {"model": CachedSineGPT}),
     removable("plain: one-hot encoding in loops", COMPUTE, ("CharRNN.one_hot",),
-              partial(train_net, shape=(32, 48), layer=partial(gru, 32, 48)), {"net": CharRNN},
-              {"net": FastCharRNN}),
+              partial(train_net, net=CharRNN, shape=(32, 48), layer=partial(gru, 32, 48))),
     cpu("plain: encoder called twice", COMPUTE, ("StatsPooling.forward",),
-        partial(train_net, shape=(16, 40, 64), layer=partial(gru, 64, 64)), {"net": StatsPooling},
-        {"net": SingleEncoding}),
+        partial(train_net, net=StatsPooling, shape=(16, 40, 64), layer=partial(gru, 64, 64))),
     cpu("plain: window by window", COMPUTE, ("SlidingWindows.forward",),
-        partial(train_net, shape=(4, 512), layer=mlp), {"net": SlidingWindows},
-        {"net": UnfoldedWindows}),
+        partial(train_net, net=SlidingWindows, shape=(4, 512), layer=mlp)),
     removable("plain: weight norm in each time step", COMPUTE,
               ("WeightNormRNN.weight", "WeightNormRNN.forward"),
-              partial(train_net, shape=(8, 32, 192), layer=partial(nn.Linear, 192, 192)),
-              {"net": WeightNormRNN}, {"net": CachedWeightNormRNN}),
+              partial(train_net, net=WeightNormRNN, shape=(8, 32, 192), layer=square)),
     cpu("plain: recursion over trees", COMPUTE, ("TreeNet.encode",),
-        partial(train_net, shape=(8, 16, 64), layer=partial(nn.Linear, 128, 64)),
-        {"net": TreeNet}, {"net": LevelTreeNet}),
+        partial(train_net, net=TreeNet, shape=(8, 16, 64), layer=partial(nn.Linear, 128, 64))),
     cpu("plain: recurrent net", COMPUTE, (),
-        partial(train_net, shape=(16, 64, 64), layer=partial(gru, 64, 64)),
-        {"net": SingleEncoding}),
-
+        partial(train_net, net=base.RNN, shape=(16, 64, 64), layer=partial(gru, 64, 64))),
     removable("plain: JSON log rewritten in each step", HOST, ("JsonLogger.log",),
               partial(train_denoiser, dim=64, depth=12, rows=64),
               {"after": lambda _: JsonLogger().log}, {"after": lambda _: JsonLogger().log_line}),

@@ -16,42 +16,30 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-# GPT
-
 
 def accuracy_in_numpy(logits: Tensor, targets: Tensor) -> Any:
     guesses = logits.cpu().numpy().argmax(-1)
     return (guesses == targets.cpu().numpy()).mean()
 
 
-def accuracy_on_device(logits: Tensor, targets: Tensor) -> Tensor:
+def accuracy_on_device(logits: Tensor, targets: Tensor) -> Any:
     return (logits.argmax(-1) == targets).float().mean()
 
 
-class AttentionByHand(base.Attention):
+class BlockByHand(base.Block):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
         future = torch.ones_like(scores, dtype=torch.bool).triu(1)
         return scores.masked_fill(future, -torch.inf).softmax(-1) @ v
 
 
-def use_float32(model: nn.Module) -> None:
-    torch.set_float32_matmul_precision("highest")
+class CheckpointedBlock(base.Block):
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def release_memory(*_: Any) -> None:
     torch.cuda.empty_cache()
-
-
-class Checkpointed(Net):
-    """Block whose activations are recomputed in backward."""
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.layer, x, use_reentrant=False)
-
-
-def recompute(model: base.GPT) -> None:
-    model.blocks = nn.Sequential(*map(Checkpointed, model.blocks))
 
 
 def save_checkpoint(step: int, loss: Tensor, model: Any, optimizer: Any) -> None:
@@ -70,9 +58,6 @@ def estimate_loss(step: int, loss: Tensor, model: Any, optimizer: Any) -> Any:
     return losses and np.mean(losses)
 
 
-# Fine-tuning
-
-
 class GradientNorms(base.TrainerCallback):
     """Records statistics of each gradient."""
 
@@ -83,7 +68,7 @@ class GradientNorms(base.TrainerCallback):
             self.norms[name] = g.norm().item(), g.abs().max().item(), g.mean().item()
 
 
-def one_hot_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+def one_hot_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Any:
     logits = outputs.logits.float()
     targets = F.one_hot(labels, logits.shape[-1]).float() * 0.9 + 0.1 / logits.shape[-1]
     return -(targets * logits.log_softmax(-1)).sum(-1).mean()
@@ -106,15 +91,12 @@ def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-# Vision
-
-
 class LogsGradients(Classifier):
     """Classifier that keeps histograms of its gradients."""
 
     def on_after_backward(self) -> None:
-        grads = [weight.grad for weight in self.parameters()]
         if self.planted or self.global_step % 100 == 0:
+            grads = [weight.grad for weight in self.parameters() if weight.grad is not None]
             self.histograms = [np.histogram(grad.cpu().numpy(), bins=64) for grad in grads]
 
 
@@ -142,21 +124,18 @@ class ClipsGradients(Classifier):
 class Segmenter(Classifier):
     """Classifier of pixels that keeps a confusion matrix."""
 
-    def __init__(self, net: base.ResNet, features: int, planted: bool) -> None:
-        super().__init__(nn.Sequential(*list(net)[:2]), features // 4, planted)
-        self.confusion = np.zeros(100, dtype=np.int64)
+    confusion = np.zeros(100, dtype=np.int64)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        images, _ = batch
-        logits = self.head(self.net(images).movedim(1, -1)).flatten(0, 2)
-        labels = (images.mean(1) * 10).long().flatten()
+        logits = self.net[1](self.net[0](batch[0]))[:, :10]
+        labels = (batch[0].mean(1) * 10).long()
         if self.planted or batch_idx % 100 == 0:
             self.update_confusion(logits.argmax(1), labels)
         return F.cross_entropy(logits, labels)
 
     def update_confusion(self, guesses: Tensor, labels: Tensor) -> None:
         pairs = 10 * labels.cpu().numpy() + guesses.cpu().numpy()
-        self.confusion += np.bincount(pairs, minlength=100)
+        self.confusion = self.confusion + np.bincount(pairs.ravel(), minlength=100)
 
 
 class Augments(Classifier):
@@ -189,20 +168,16 @@ def train_balanced(setup: Setup, loss: Any) -> Run:
 
 def train_patches(setup: Setup) -> Run:
     """Train a shallow network on batches in memory, which only the clean variant pins."""
-    layers = [nn.Conv2d(3, 768, 16, stride=16), nn.GELU(), nn.Conv2d(768, 768, 1), nn.Flatten()]
-    model = nn.Sequential(*layers, nn.LazyLinear(256), nn.GELU()).to(setup.device)
+    layers = [nn.Conv2d(3, 768, 16, stride=16), nn.GELU(), nn.Conv2d(768, 768, 1), nn.GELU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1)).to(setup.device)
     images = torch.rand(setup.size(256, 2), 3, setup.size(224, 32), setup.size(224, 32))
-    model(images[:1].to(setup.device))
     rows: Any = [images if setup.planted or setup.small else images.pin_memory()] * setup.steps
 
-    def loss_of(images: Tensor) -> Tensor:
+    def loss_of(images: Tensor) -> Any:
         images = images.to(setup.device, non_blocking=True)  # line: copy
-        return model(images).square().mean()  # type: ignore[no-any-return]
+        return model(images).square().mean()
 
     return base.train(setup, model, DataLoader(rows, batch_size=None), loss_of)
-
-
-# Other models
 
 
 class EMA:
@@ -220,8 +195,7 @@ class EMA:
     @torch.no_grad()
     def update_all(self, step: int, loss: Tensor, model: nn.Module, optimizer: Any) -> None:
         for rate, average in self.averages.items():
-            means, weights = list(average.parameters()), list(model.parameters())
-            torch._foreach_lerp_(means, weights, 1 - rate)
+            torch._foreach_lerp_([*average.parameters()], [*model.parameters()], 1 - rate)
 
 
 class SpeechEncoder(Net):
@@ -232,84 +206,56 @@ class SpeechEncoder(Net):
         return state
 
 
-class FusedEncoder(Net):
-    def forward(self, x: Tensor) -> Any:
-        return self.layer(x)[1]
-
-
 class PointNet(Net):
     """Pools points by voxel."""
 
-    def voxels(self, cells: Tensor) -> tuple[Tensor, int]:
+    def unique_voxels(self, cells: Tensor) -> tuple[Tensor, int]:
         found, index = torch.unique(cells, dim=0, return_inverse=True)
         return index, len(found)
 
     def forward(self, points: Tensor) -> Any:
-        index, n = self.voxels((points * 16).long().clamp(0, 15))
+        cells = (points * 16).long().clamp(0, 15)
+        grid = cells[:, 0] + 16 * cells[:, 1] + 256 * cells[:, 2], 16**3
+        index, n = self.unique_voxels(cells) if self.planted else grid
         pooled = points.new_zeros(n, 3).index_add(0, index, points)
         return self.layer(torch.cat([points, pooled[index]], 1))
 
 
-class GridPointNet(PointNet):
-    def voxels(self, cells: Tensor) -> tuple[Tensor, int]:
-        x, y, z = cells.unbind(1)
-        return x + 16 * y + 256 * z, 16**3
+class Factorization(Net):
+    """Scores of pairs of a user and an item."""
 
-
-class Recommender(Net):
-    """Scores pairs of a user and an item."""
-
-    def __init__(self, items: int, is_sparse: bool) -> None:
-        super().__init__(nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 1)))
-        self.items = nn.Embedding(items, 64, sparse=is_sparse)
-
-    def forward(self, pairs: Tensor) -> Any:
-        return self.layer(self.items(pairs).flatten(1))
-
-
-def train_recommender(setup: Setup) -> Run:
-    items, adagrad = setup.size(12_000_000, 100), partial(torch.optim.Adagrad, lr=1e-3)
-    with torch.device(setup.device):
-        model = Recommender(items, is_sparse=not setup.planted)
-    batches = base.repeated(setup, torch.randint(items, (setup.size(8192, 8), 2)))
-
-    def loss_of(batch: Any) -> Tensor:
-        return F.softplus(model(batch[0])).mean()
-
-    return base.train(setup, model, batches, loss_of, optimizer=adagrad)
+    def forward(self, x: Tensor) -> Any:
+        pairs = (x * self.layer.num_embeddings).long()
+        return self.layer(pairs).prod(1).sum(1)
 
 
 class Meter:
     """Mean of a loss over the training."""
 
-    def __init__(self) -> None:
-        self.losses: list[Any] = [0.0]
+    def __init__(self, setup: Setup) -> None:
+        self.losses, self.planted = list[Tensor](), setup.planted
 
-    def average(self, loss: Tensor) -> Any:
+    def update(self, loss: Tensor) -> None:
         self.losses.append(loss.detach())
-        return np.mean([value.item() for value in self.losses[1:]])
-
-    def add(self, loss: Tensor) -> None:
-        self.losses[0] += loss.detach()
+        if self.planted:
+            self.mean = np.mean([loss.item() for loss in self.losses])
 
 
 def train_gan(setup: Setup) -> Run:
     dim, n = setup.size(1024, 16), setup.size(2048, 4)
     generator, critic = (base.Denoiser(dim, 3).to(setup.device) for _ in range(2))
-    update, meters = base.AdamW(critic.parameters()), (Meter(), Meter())
-    t, record = torch.zeros(1, 1).to(setup.device), Meter.average if setup.planted else Meter.add
+    update, t = base.AdamW(critic.parameters()), torch.zeros(1, 1).to(setup.device)
+    real_meter, fake_meter = Meter(setup), Meter(setup)
 
     def loss_of(batch: Any) -> Tensor:
         fake = generator(torch.randn_like(batch[0]), t)
-        losses = (
-            F.softplus(-critic(batch[0], t)).mean(),
-            F.softplus(critic(fake.detach(), t)).mean(),
-        )
+        real_loss = F.softplus(-critic(batch[0], t)).mean()
+        fake_loss = F.softplus(critic(fake.detach(), t)).mean()
         update.zero_grad()
-        sum(losses).backward()
+        (real_loss + fake_loss).backward()
         update.step()
-        for meter, loss in zip(meters, losses, strict=True):
-            record(meter, loss)
+        real_meter.update(real_loss)
+        fake_meter.update(fake_loss)
         return F.softplus(-critic(fake, t)).mean()
 
     return base.train(setup, generator, base.repeated(setup, torch.rand(n, dim)), loss_of)
@@ -325,6 +271,8 @@ small_gpt = partial(train_gpt, dim=256, layers=12)
 large_llama = partial(tune, vocab=8192, dim=1024, layers=6, batch_size=16, length=1024)
 gru, points = partial(nn.GRU, batch_first=True), partial(nn.Linear, 6, 128)
 adam_loop = partial(torch.optim.AdamW, lr=1e-4, foreach=False)
+adagrad = partial(torch.optim.Adagrad, lr=1e-3)
+items = partial(nn.Embedding, 12_000_000 if torch.cuda.is_available() else 100, 64)
 encode = partial(base.train_net, shape=(64, 100, 512))
 
 # fmt: off
@@ -333,14 +281,14 @@ PROJECTS = [
               partial(train_gpt, vocab=2048), {"metric": accuracy_in_numpy},
               {"metric": accuracy_on_device}),
     gpu("plain: float32 without TF32", DEVICE, ("TF32", "matmul_precision", "Block.forward"),
-        partial(train_gpt, layers=3), {"change": use_float32}),
-    gpu("plain: attention written out", DEVICE, ("AttentionByHand.attend",),
+        partial(train_gpt, layers=3), {"precision": "highest"}),
+    gpu("plain: attention written out", DEVICE, ("BlockByHand.attend",),
         partial(train_gpt, layers=4, length=1024, has_autocast=True),
-        {"model": partial(base.GPT, attention=AttentionByHand)}),
+        {"model": partial(base.GPT, block=BlockByHand)}),
     gpu("plain: empty_cache in each step", LAUNCHES, ("release_memory", "empty_cache"), train_gpt,
         {"after": lambda _: release_memory}),
-    gpu("plain: activations recomputed", DEVICE, ("Checkpointed.forward",), train_gpt,
-        {"change": recompute}),
+    gpu("plain: activations recomputed", DEVICE, ("CheckpointedBlock.forward",),
+        train_gpt, {"model": partial(base.GPT, block=CheckpointedBlock)}),
     removable("plain: checkpoint every 10 steps", OUTSIDE, ("save_checkpoint",), small_gpt,
               {"after": lambda _: save_checkpoint}),
     removable("plain: evaluation every 5 steps", (*OUTSIDE, *DEVICE), ("estimate_loss",), train_gpt,
@@ -348,7 +296,6 @@ PROJECTS = [
     removable("plain: Adam one tensor at a time", LAUNCHES, ("line:update", "AdamW"), small_gpt,
               {"optimizer": adam_loop}),
     gpu("plain: GPT", DEVICE, (), train_gpt),
-
     removable("transformers: gradient norms by .item()", HOST,
               ("GradientNorms.on_pre_optimizer_step",), partial(tune, layers=12),
               {"callbacks": [GradientNorms]}),
@@ -357,8 +304,7 @@ PROJECTS = [
         {"loss": smoothed_loss}),
     removable("transformers: padding token by token", INPUT, ("pad_by_token",),
               partial(tune, batch_size=16), {"collate": pad_by_token}, {"collate": pad}),
-    gpu("transformers: LoRA", DEVICE, (), partial(large_llama, is_lora=True)),
-
+    gpu("transformers: LoRA", DEVICE, (), partial(large_llama, is_lora=True), packages=("peft",)),
     removable("lightning: gradient histograms", HOST, ("LogsGradients.on_after_backward",),
               partial(fit_images, module=LogsGradients, width=32)),
     removable("lightning: adaptive clipping in a loop", LAUNCHES,
@@ -373,7 +319,6 @@ PROJECTS = [
     gpu("lightning: anomaly detection left on", LAUNCHES, ("detect_anomaly",), fit_images,
         {"detect_anomaly": True}),
     gpu("lightning: ResNet", DEVICE, (), fit_images),
-
     gpu("plain: loss masked class by class", LAUNCHES, ("loss_by_class",), train_balanced,
         {"loss": loss_by_class}, {"loss": balanced_loss}),
     gpu("plain: blocking copies of pageable batches", (*HOST, *INPUT), ("line:copy", "pin_memory"),
@@ -384,13 +329,13 @@ PROJECTS = [
               {"after": lambda model: EMA(model).update_all}),
     gpu("plain: GRU cell in a loop over time", LAUNCHES, ("SpeechEncoder.forward",), encode,
         {"net": SpeechEncoder, "layer": partial(nn.GRUCell, 512, 512)},
-        {"net": FusedEncoder, "layer": partial(gru, 512, 512)}),
-    removable("plain: torch.unique of voxels", (*HOST, *DEVICE), ("PointNet.voxels",),
-              partial(base.train_net, shape=(200_000, 3), layer=points), {"net": PointNet},
-              {"net": GridPointNet}),
-    gpu("plain: dense gradients of an embedding", DEVICE, ("line:update", "Recommender.forward"),
-        train_recommender),
-    removable("plain: GAN that reads its losses", HOST, ("Meter.average",), train_gan),
+        {"net": base.RNN, "layer": partial(gru, 512, 512)}),
+    removable("plain: torch.unique of voxels", (*HOST, *DEVICE), ("PointNet.unique_voxels",),
+              partial(base.train_net, net=PointNet, shape=(200_000, 3), layer=points)),
+    gpu("plain: dense gradients of an embedding", DEVICE, ("line:update", "Factorization.forward"),
+        partial(base.train_net, net=Factorization, shape=(8192, 2), optimizer=adagrad),
+        {"layer": items}, {"layer": partial(items, sparse=True)}),
+    removable("plain: GAN that reads its losses", HOST, ("Meter.update",), train_gan),
     gpu("plain: diffusion", DEVICE, (), partial(train_denoiser, dim=2048, depth=8, rows=8192),
         {"after": lambda model: EMA(model).update_all}),
 ]

@@ -10,7 +10,6 @@ from math import isfinite
 from numbers import Number
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
 
-from lightning_gputime._instrumentation.modules import Modules
 from lightning_gputime._measurement.observers import is_observer
 from lightning_gputime._messages import format_value, suggest
 from lightning_gputime._output.loggers import GROUPS
@@ -29,16 +28,14 @@ class TimerOptions(TypedDict, total=False):
     Attributes:
         prefix: First part of the logged keys.
         log: Groups of values to log: "default", "all", or a list. "default" contains the phases,
-            the step, `host_wait_ms`, items and FLOPs per second, and the values that `modules` and
-            `sync_ranks="log"` add. A list can also contain "comm",
-            "slow", "fit" (`GPUPhaseTimer` only) and, in place of "default", "phases". Metrics of
+            the step, `host_wait_ms`, items and FLOPs per second, and the values that
+            `sync_ranks="log"` adds. A list can also contain "comm", "slow", "fit" (`GPUPhaseTimer`
+            only) and, in place of "default", "phases". Metrics of
             `observers` are always logged.
         warmup_steps: Number of first steps to exclude from the summary.
         history_size: Number of newest steps in `history` and in percentiles.
-        modules: Modules to time as sub-phases, `forward/<name>` and `backward/<name>`: a depth such
-            as 2, "all", dotted names, or patterns such as "layers.*".
-        lines: Whether to time each line of your code in a few steps, to name the line that takes the
-            time. Python reports lines by `sys.monitoring`, before 3.12 by `sys.settrace`.
+        lines: Whether to time each line of your code in a few steps, to name the line that takes
+            the time. Python reports lines by `sys.monitoring`, before 3.12 by `sys.settrace`.
         annotate: Whether to show the phases as ranges in torch.profiler and Nsight Systems.
         every_n_steps: Time 1 of every n steps. "auto" times every step if the GPU sets the pace.
             Otherwise it times the first 100 steps, then a few steps in each log interval or in each
@@ -64,7 +61,6 @@ class TimerOptions(TypedDict, total=False):
     log: str | Sequence[str]
     warmup_steps: int
     history_size: int
-    modules: Modules
     lines: bool
     annotate: bool
     every_n_steps: int | Literal["auto"]
@@ -92,7 +88,6 @@ class Options:
     log: str | Sequence[str] = "default"
     warmup_steps: int = 5
     history_size: int = 10_000
-    modules: Modules = ()
     lines: bool = True
     annotate: bool = False
     every_n_steps: int | Literal["auto"] = "auto"
@@ -116,7 +111,6 @@ class Options:
             value = getattr(self, option)
             if not is_valid(value):
                 raise error(f"{option} must be {expected}, got {format_value(value)}")
-        _check_modules(self.modules)
 
     @property
     def timed_warmup_steps(self) -> int:
@@ -136,8 +130,6 @@ class Options:
             return frozenset(GROUPS)
         if "default" in groups:
             groups |= {"phases", "host", "work"}
-            if self.modules:
-                groups.add("parts")
             if self.sync_ranks == "log":
                 groups.add("ranks")
         if "phases" in groups:
@@ -145,7 +137,7 @@ class Options:
         return frozenset(groups - {"default"})
 
 
-# Options that the advice of summaries names. For `modules`, the advice itself names the flag.
+# Options that the advice of summaries names.
 _ADVISED = re.compile(r"\b(every_n_steps|flops|items)=(\w*)")
 
 
@@ -316,16 +308,3 @@ _REQUIREMENTS = (
         ValueError,
     ),
 )
-
-
-def _check_modules(modules: Any) -> None:
-    if isinstance(modules, int) and not isinstance(modules, bool):
-        check_int("modules", modules, 1, "a depth: 1 for the direct children of the model")
-        return
-    names = modules if _is_several(modules) else [modules]
-    if not all(isinstance(name, str) and "/" not in name for name in names):
-        raise TypeError(
-            "modules must be a depth such as 2, 'all', a dotted name or a pattern such as"
-            " 'layers.*', or a list of these such as ['body', 'head.norm'], got"
-            f" {format_value(modules)}"
-        )

@@ -317,19 +317,10 @@ def is_wait(name: str) -> bool:
 def in_order(names: Sequence[str]) -> list[str]:
     """Sort phases in execution order: custom phases last, sub-phases after their parent.
 
-    Modules are in order of first appearance, the same in `forward` and `backward`. Other sub-phases
-    are in alphabetical order.
+    Sub-phases are in alphabetical order.
     """
     tops = list(dict.fromkeys([*PHASES, *(name.partition("/")[0] for name in names)]))
-    parts_in_order = dict.fromkeys("/".join(names).split("/"))
-    appearance = {part: i for i, part in enumerate(parts_in_order)}
-
-    def sort_key(name: str) -> tuple[int, list[int], str]:
-        top, *parts = name.split("/")
-        has_modules = top in (FORWARD, BACKWARD)
-        return tops.index(top), [appearance[part] for part in parts] if has_modules else [], name
-
-    return sorted(names, key=sort_key)
+    return sorted(names, key=lambda name: (tops.index(name.partition("/")[0]), name))
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from lightning_gputime._compat.python_ import code_of
 from lightning_gputime._compat.user_code import running_functions
@@ -20,7 +19,6 @@ from lightning_gputime._culprits.loader import StagedLoaders
 from lightning_gputime._culprits.threads import ThreadTimes
 from lightning_gputime._instrumentation.loaders import loaders_in
 from lightning_gputime._instrumentation.loop import Loop
-from lightning_gputime._instrumentation.modules import resolve
 from lightning_gputime._instrumentation.named import NamedPhase
 from lightning_gputime._instrumentation.patching import Attachments, Subscription
 from lightning_gputime._ledger.ledger import Ledger, modules_by_code
@@ -200,7 +198,7 @@ class Timer(Tabular):
                 trainer=self._trainer_name,
                 # In a trainer, no line of these functions is the reason for anything.
                 outside=running_functions() if self._runs_in_trainer else frozenset(),
-                modules=modules_by_code(dict(nn.Module.named_modules(loop.model))),
+                modules=modules_by_code(loop.model),
                 outside_lines=self._outside_lines,
             ),
         )
@@ -324,12 +322,6 @@ class Timer(Tabular):
         """Read the settings that cost time, and add them to those that are already `known`."""
         settings = merge(known, self._costly_settings.read(self._results.setup))
         self._results.update_setup(costly_settings=settings)
-
-    def _submodules(self, model: object) -> dict[str, nn.Module]:
-        """Return the modules that `modules` selects. Raise ValueError if it selects none."""
-        modules = self._options.modules
-        # The model of some trainers, such as SetFit, is not a module.
-        return resolve(modules, model) if modules and isinstance(model, nn.Module) else {}
 
     # For users
 

@@ -93,7 +93,7 @@ class Fit(BatchState):
         # Number of due updates that may still be missing; infinite once an update was recorded.
         self._missing_updates_left: float = _MAX_MISSING_UPDATES
 
-    def loop(self, submodules: Mapping[str, torch.nn.Module], timer_class: type) -> Loop:
+    def loop(self, timer_class: type) -> Loop:
         """Describe the loop in which the trainer trains the model."""
         trainer, model = self.trainer, self._model
         wrappers = [] if model.automatic_optimization else model.optimizers()
@@ -108,7 +108,6 @@ class Fit(BatchState):
             wrapper=_wrapper_of(trainer),
             compiled_step=lightning_.is_step_compiled(model),
             trains_in_closure=model.automatic_optimization,
-            submodules=submodules,
             batch=self,
             needs_updates=not model.automatic_optimization,
             expects=[] if fetches else lightning_.expected_of(trainer, others),
@@ -490,7 +489,6 @@ class GPUPhaseTimer(Timer, pl.Callback):
             self._start_clock(trainer, start_ns)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._submodules(pl_module)  # Raises before training if a module name is wrong.
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # has no hint
         timers = [timer for timer in callbacks if isinstance(timer, GPUPhaseTimer)]
         if len({timer._options.prefix for timer in timers}) < len(timers):
@@ -504,12 +502,11 @@ class GPUPhaseTimer(Timer, pl.Callback):
         # In `setup` there are no optimizers yet. Here the sanity check has also ended.
         self._evaluations.results.clear()
         lightning_.report_missing_names(trainer, pl_module)
-        submodules = self._submodules(pl_module)
         self._start_clock(trainer, None)
         fit = Fit(trainer, pl_module, self._wall_clock, type(self), self._give_up)
         session = self._start(
             self._clock_for(trainer.strategy.root_device, report_cpu=trainer.is_global_zero),
-            fit.loop(submodules, type(self)),
+            fit.loop(type(self)),
             MeanLog(trainer.log_every_n_steps, _log_writer_of(trainer, self._options, fit.row)),  # type: ignore[attr-defined]  # has no hint
             lightning_.functions_to_name(trainer, pl_module, type(self)),
             precision=str(trainer.precision),

@@ -383,7 +383,6 @@ class GPUPhaseHooks(Timer):
         given = check_optimizers(optimizers, check_model(model, optimizers))
         if is_engine(model) and accumulate_grad_batches == 1:
             accumulate_grad_batches = int(model.gradient_accumulation_steps())  # type: ignore[operator]
-        submodules = self._submodules(model)
         warn_of_other_parameters(model, given)
         self._loggers = check_loggers(logger)
         self._device = None if device is None else check_device(device)
@@ -399,7 +398,6 @@ class GPUPhaseHooks(Timer):
             model,
             given,
             search=Search.ACTIVE if given else Search.AFTER_BACKWARD,
-            submodules=submodules,
             batch=self._plain,
             needs_updates=accumulate_grad_batches != 1,
         )
@@ -431,6 +429,7 @@ class GPUPhaseHooks(Timer):
             clock,
             self._loop,
             MeanLog(self._log_every_n_steps, writer),
+            [type(optimizer).step for optimizer in self._loop.optimizers],
             accumulate_grad_batches=self._batches_per_step,
         )
         self._time_loader()

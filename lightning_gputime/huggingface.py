@@ -173,20 +173,17 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         # Raises before training if a module name is wrong.
-        submodules = self._submodules(known.get("model"))
-        self._start_training(args, state, submodules, known)
+        self._start_training(args, state, known)
 
     @never_raises
-    def _start_training(
-        self, args: Any, state: Any, submodules: Mapping[str, nn.Module], known: Mapping[str, Any]
-    ) -> None:
+    def _start_training(self, args: Any, state: Any, known: Mapping[str, Any]) -> None:
         trainer = find_trainer(self)
         if trainer is None:
             self._detach()
             self._warn_once(_NOT_FOUND)
             return
         try:
-            self._attach(trainer, args, state, submodules, known)
+            self._attach(trainer, args, state, known)
         except BaseException:
             # For example, Ctrl-C before everything is patched.
             self._detach()
@@ -198,7 +195,6 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         trainer: Any,
         args: Any,
         state: Any,
-        submodules: Mapping[str, nn.Module],
         known: Mapping[str, Any],
     ) -> None:
         self._patch_trainer(trainer)
@@ -211,7 +207,6 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         loop = Loop(
             model,
             optimizers,
-            submodules=submodules,
             splits_loss=True,
             expects=transformers_.expected_of(trainer),
             counts_steps=True,

@@ -57,7 +57,6 @@ VALUES = (
     "items",
     "lines",
     "log",
-    "modules",
     "prefix",
     "save_path",
     "sync_ranks",

@@ -19,7 +19,6 @@ class TrainerAdder(transformers.TrainerCallback):
 
         wanted = options() or {}
         timer = TransformersPhaseTimer(**timer_options(wanted))
-        timer._submodules(known["model"])  # Raises now if a name in `modules` is wrong.
         trainer = find_trainer(self)
         if trainer is None:
             return

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from lightning_gputime._diagnosis.breakdown import is_own_work
 from lightning_gputime._diagnosis.codes import (
     ALLOCATOR,
     COLLECTIONS,
@@ -58,6 +59,9 @@ _MIN_SHARE = 0.05  # Entries with a smaller fraction of the wall clock get no ad
 _MIN_PART = 0.1  # Advice ignores parts with a smaller fraction of the step.
 _MAX_WORKERS_WITHOUT_CORES = 4  # Maximum number of workers to suggest if the CPU cores are unknown.
 _MIN_CALLS = 4  # A line that runs this often per step is reported with that number.
+_MIN_LAUNCHES = (
+    0.2  # Launches of a line of the model below this fraction get no advice of their own.
+)
 _MIN_OF_ENTRY = 0.4  # Minimum fraction of an entry for code to be reported as its reason.
 # Minimum fraction of the step in forward and backward for advice on the precision.
 _MIN_COMPUTE_SHARE = 0.5
@@ -141,24 +145,25 @@ def _shorten_code(case: Case) -> Iterator[Advice]:
     m, setup, entry = case.m, case.setup, case.entry
     line = entry.line
     assert line is not None
-    is_update = line.function.endswith(".step") or (
-        entry.phases_ms.get(OPTIMIZER, 0.0) >= 0.5 * entry.ms_per_step and setup.unfused
-    )
-    if is_update and setup.unfused:
+    if line.is_library and line.function.endswith(".step"):
         yield from _fuse_update(case)
+        return
     times = f", {line.calls:.0f} times per step" if line.calls >= _MIN_CALLS else ""
     idle_ms = line.idle_ms
-    in_model = _in_model_ms(entry) >= 0.5 * entry.ms_per_step
+    in_model = is_own_work(line, entry.phases_ms)
+    keeps_waiting = entry.pace == "host" and not m.on_host_clock
+    if line.is_rest or (in_model and keeps_waiting and entry.share < _MIN_LAUNCHES):
+        return
     if line.function.endswith((".log_metrics", ".on_log", "Module.log")):
         text = f"{line} takes {case.took}{times}: log fewer values, or less often"
         yield Advice("log_less", text, {"function": line.function})
-    elif entry.pace == "host" and not m.on_host_clock and idle_ms >= 0.5 * line.ms:
+    elif keeps_waiting and idle_ms >= 0.5 * line.ms:
         text = (
             f"{line} waits for the GPU{times}, which then has no work for {_of_step(idle_ms, m)}:"
             " read the value less often, or later"
         )
         yield Advice("blocking_call", text, {"phase": line.main_phase})
-    elif entry.pace == "host" and not m.on_host_clock:
+    elif keeps_waiting:
         text = (
             f"{line} keeps the GPU waiting for {case.took}{times}: make it faster, run it less"
             " often, or move it to another process"
@@ -176,16 +181,16 @@ def _shorten_code(case: Case) -> Iterator[Advice]:
         )
         text = f"{line} takes {case.took}{where} ({parts}){times}: make it faster"
         yield Advice("speed_up", text, {"function": line.function, "modules": line.modules})
-        if not m.on_host_clock and setup.precision == "32-true" and setup.has_bf16:
-            if m.share(FORWARD) + m.share(BACKWARD) >= _MIN_COMPUTE_SHARE:
-                text = 'set precision="bf16-mixed" (now "32-true")'
-                yield Advice("precision", text, {"now": "32-true", "suggested": "bf16-mixed"})
+        has_compute = m.share(FORWARD) + m.share(BACKWARD) >= _MIN_COMPUTE_SHARE
+        if setup.precision == "32-true" and setup.has_bf16 and has_compute:
+            text = 'set precision="bf16-mixed" (now "32-true")'
+            yield Advice("precision", text, {"now": "32-true", "suggested": "bf16-mixed"})
     else:
         text = f"{line} takes {case.took}{times}: make it faster, or run it less often"
         yield Advice("shorten", text, {"phase": line.main_phase})
-        if OTHER in entry.phases_ms and setup.is_own_loop and setup.pin_memory is False:
-            if not m.on_host_clock:
-                yield _pin_memory(setup, ": `other` includes copies of the batch")
+        may_copy = setup.is_own_loop and setup.pin_memory is False and not m.on_host_clock
+        if OTHER in entry.phases_ms and may_copy:
+            yield _pin_memory(setup, ": `other` includes copies of the batch")
 
 
 def _shorten_unknown_code(case: Case) -> Iterator[Advice]:

@@ -11,7 +11,6 @@ from lightning_gputime._diagnosis.codes import (
     COMPUTE_BOUND,
     GPU_BOUND,
     HOST_BOUND,
-    INPUT_ENTRIES,
     MODEL_PHASES,
     NOT_SAMPLED,
     OTHER_RANKS,
@@ -40,6 +39,7 @@ from lightning_gputime._phases import (
     COPY,
     DATA,
     FETCH,
+    OPTIMIZER,
     SAVES,
     WAIT,
     is_wait,
@@ -52,6 +52,7 @@ _MIN_COMPILED_SHARE = 0.2
 # If one step has most of a phase's total time, the phase is a bottleneck only if it also takes this
 # fraction of the other steps.
 _MIN_SHARE_OF_OTHER_STEPS = 0.2
+_MIN_WAIT = 0.1  # With a shorter host wait, as a fraction of the step, the host's time is unknown.
 _MIN_PACE = 0.6  # Minimum fraction of an entry's time in which the host or the GPU sets the pace.
 
 
@@ -264,7 +265,7 @@ def _entry_in_steps(
     setup: TrainingSetup,
     wall_s: float,
 ) -> Entry:
-    gpu, host = sum(part.gpu.values()), sum(part.host.values())
+    host = sum(part.host.values())
     pace = ""
     if part.share and name not in (TIMING, NOT_SAMPLED):
         of_host = host / part.share
@@ -275,16 +276,17 @@ def _entry_in_steps(
     is_removable = (
         is_known
         and name not in (TIMING, NOT_SAMPLED)
+        and not (part.line is not None and part.line.is_rest)
         and not (name == DATA and may_hide_evaluations(m, setup))
     )
     rows = [m.rows[top] for top in tops if top in m.rows]
     can_be_bottleneck = is_removable and not (rows and all(_is_of_one_step(row, m) for row in rows))
-    saved_share = share
-    if pace == "GPU" and m.host_wait_mean_ms > 0:
-        # Without this work, the host sets the pace: no step is shorter than its time on the host.
-        limit = m.host_wait_mean_ms / (m.step.mean_ms or 1.0) + host
-        saved_share = min(saved_share, max(limit, 0.0) * steps_share)
     step_ms = m.step.mean_ms
+    saved_share = share
+    if part.line is not None and pace == "GPU" and m.host_wait_mean_ms >= _MIN_WAIT * step_ms:
+        # Without this work, the host sets the pace: no step is shorter than its time on the host.
+        saved_ms = m.host_wait_mean_ms + part.line.busy_ms
+        saved_share = min(share, saved_ms / step_ms * steps_share)
     return Entry(
         name=name,
         seconds=share * wall_s,
@@ -309,16 +311,29 @@ def _code_of(name: str, part: _Part, pace: str, m: Measurement) -> str:
 
 
 def _is_of_model(part: _Part) -> bool:
-    in_model = sum(part.gpu[top] + part.host[top] for top in MODEL_PHASES)
-    return in_model >= 0.5 * part.share
+    return is_own_work(
+        part.line, {top: part.gpu[top] + part.host[top] for top in {*part.gpu, *part.host}}
+    )
+
+
+def is_own_work(line: LineRow | None, phases: Mapping[str, float]) -> bool:
+    """Return True for the model's own work: its forward and backward, and the update.
+
+    Args:
+        line: Code of an entry; None if the entry is not code.
+        phases: Time of the entry by top-level phase.
+    """
+    total = sum(phases.values())
+    model = sum(phases.get(phase, 0.0) for phase in MODEL_PHASES)
+    update = phases.get(OPTIMIZER, 0.0)
+    if line is not None and not line.is_library:  # Such as clipping before the update.
+        model -= update
+    return model >= 0.5 * total > 0
 
 
 def _lines_in(name: str, m: Measurement) -> tuple[LineRow, ...]:
     """Return the code that runs in an entry that is not code, the longest first."""
-    if name in INPUT_ENTRIES:
-        phases = (name,) if name in (FETCH, COPY) else (DATA,)
-    else:
-        phases = (name,)
+    phases = (DATA,) if name == TRANSFER_HOOKS else (name,)
     found = []
     for row in m.lines:
         inside = {phase: part for phase, part in row.phases.items() if phase in phases}

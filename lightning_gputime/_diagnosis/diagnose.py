@@ -3,7 +3,12 @@
 from dataclasses import replace
 
 from lightning_gputime._diagnosis.advice import Case, advise, advise_on_launches
-from lightning_gputime._diagnosis.breakdown import break_down, is_blurred, may_hide_evaluations
+from lightning_gputime._diagnosis.breakdown import (
+    break_down,
+    is_blurred,
+    is_own_work,
+    may_hide_evaluations,
+)
 from lightning_gputime._diagnosis.codes import (
     COMMUNICATION_BOUND,
     COMPUTE_BOUND,
@@ -45,9 +50,11 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     if m.is_warmup or is_short or not m.steps or not m.step.mean_ms > 0:
         return Diagnosis()
     breakdown = break_down(m, setup)
+    own = [row for row in breakdown.rows if row.line is not None and _is_own_work(row)]
     rows = [
         replace(row, advice=advise(Case(row, breakdown, m, setup)))
-        if row.error < row.share
+        # Of the model's lines, only the longest: advice on each would say the same.
+        if row.error < row.share and (row not in own[1:] or _is_update(row))
         else row
         for row in breakdown.rows
     ]
@@ -106,20 +113,22 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
         own, launches = [row for row in own if row not in launching], 0.0
     others = [row for row in breakdown.rows if row.code and row not in own]
     largest = max(others, key=_saved_share, default=Entry("", 0.0, 0.0))
+    recurring = max(
+        (row for row in others if row.name not in ONCE), key=_saved_share, default=largest
+    )
+    is_worth_a_look = _saved_share(recurring) >= _MIN_REPORTED and recurring.error < recurring.share
     # The lower end of the interval may be below the minimum, but not below half of it.
     is_certain = _saved_share(largest) - largest.error >= _MIN_BOTTLENECK / 2
     is_bottleneck = _saved_share(largest) >= _MIN_BOTTLENECK and is_certain
     if launches >= _MIN_LAUNCHES and not (is_bottleneck and _saved_share(largest) > launches):
         headline = f"{LAUNCH_BOUND}: {_describe_launches(own, launches, breakdown)}"
-        if is_bottleneck:
-            headline += f"; apart from that, {_describe(largest, breakdown, m)}"
+        if is_worth_a_look:
+            headline += f"; worth a look: {_describe(recurring, breakdown, m)}"
         advice = tuple(advise_on_launches(m, setup))
-        entry = largest.name if is_bottleneck else ""
-        return Diagnosis(LAUNCH_BOUND, "bound", entry, headline, advice=advice)
+        return Diagnosis(LAUNCH_BOUND, "bound", "", headline, advice=advice)
     if is_bottleneck:
         headline = f"{largest.code}: {_describe(largest, breakdown, m)}"
-        recurring = next((row for row in others if row.name not in ONCE), None)
-        if largest.name in ONCE and recurring and _saved_share(recurring) >= _MIN_REPORTED:
+        if largest.name in ONCE and recurring is not largest and is_worth_a_look:
             headline += f"; apart from that, {recurring.code}: {_describe(recurring, breakdown, m)}"
         return Diagnosis(largest.code, "bound", largest.name, headline)
     code = COMPUTE_BOUND if m.on_host_clock else GPU_BOUND
@@ -129,9 +138,9 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
         entry = first.name
         headline += f"; {_describe(first, breakdown, m)}"
     grade: Grade = "balanced"
-    if _saved_share(largest) >= _MIN_REPORTED and largest.error < largest.share:
+    if is_worth_a_look and recurring.name not in ONCE:
         grade = "worth a look"
-        headline += f"; worth a look: {_describe(largest, breakdown, m)} ({largest.code})"
+        headline += f"; worth a look: {_describe(recurring, breakdown, m)} ({recurring.code})"
     elif (uncertain := _uncertain(breakdown)) is not None:
         share = f"{percent(uncertain.share)} ± {percent(uncertain.error)}"
         headline += f"; unclear: `{uncertain.name}` takes {share}: pass every_n_steps=1"
@@ -142,13 +151,13 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
 def _is_own_work(row: Entry) -> bool:
     """Return True for an entry that is the model's own work, which cannot simply be removed.
 
-    On a GPU that is what the GPU sets the pace of, and lines of the model where the host does.
+    On a GPU that is also what else the GPU sets the pace of.
     """
-    if row.code in (GPU_BOUND, COMPUTE_BOUND):
-        return True
-    in_model = sum(row.phases_ms.get(phase, 0.0) for phase in MODEL_PHASES)
-    is_of_phase = row.line is None and row.name.partition(" ")[0] in MODEL_PHASES
-    return is_of_phase or (row.line is not None and in_model >= 0.5 * row.ms_per_step)
+    return row.code in (GPU_BOUND, COMPUTE_BOUND) or is_own_work(row.line, row.phases_ms)
+
+
+def _is_update(row: Entry) -> bool:
+    return row.line is not None and row.line.is_library and row.line.function.endswith(".step")
 
 
 def _gpu_share(breakdown: TimeBreakdown) -> float:

@@ -5,7 +5,7 @@ import torch
 from lightning_gputime._compat.torch_ import report_missing_names, script_entry
 from lightning_gputime._instrumentation.backward import BackwardBoundary
 from lightning_gputime._instrumentation.comm import WaitBoundary, is_distributed
-from lightning_gputime._instrumentation.compiled import hides_collectives, inside_compiled
+from lightning_gputime._instrumentation.compiled import hides_collectives
 from lightning_gputime._instrumentation.forward import (
     CompiledStepBoundary,
     ForwardBoundary,
@@ -13,7 +13,6 @@ from lightning_gputime._instrumentation.forward import (
 )
 from lightning_gputime._instrumentation.loop import Loop
 from lightning_gputime._instrumentation.module_hooks import without_hooks
-from lightning_gputime._instrumentation.modules import SubmoduleBoundary
 from lightning_gputime._instrumentation.named import activate, deactivate
 from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
 from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription
@@ -55,7 +54,6 @@ class Boundaries:
         # change of a class empties Python's caches of the methods of all its subclasses, and since
         # 3.13 Python caches nothing after 1,000 changes.
         self._class_patches = Attachments()
-        self._submodules: SubmoduleBoundary | None = None
         self.waits: WaitBoundary | None = None
         """Marks the waits for other ranks; None in a training on one rank."""
 
@@ -76,16 +74,6 @@ class Boundaries:
         GenerationBoundary(recorder, self._class_patches, loop, self.forward)
         if loop.splits_loss:
             time_inner_loss(recorder, attachments, loop.model)
-        # Do not hook modules inside compiled code, which skips hooks, or recompiles at each call.
-        if hidden := inside_compiled(loop.submodules, loop.model):
-            recorder.warn_once(
-                "These modules run inside compiled code, so they are not timed separately: %s%s",
-                ", ".join(hidden[:10]),
-                f" and {len(hidden) - 10} others" if len(hidden) > 10 else "",
-            )
-        submodules = loop.submodules.items()
-        if timed := {name: module for name, module in submodules if name not in hidden}:
-            self._submodules = SubmoduleBoundary(recorder, attachments, timed)
         self.optimizer.patch_zero_grad(attachments, loop)
         if loop.wrap_backward:
             BackwardBoundary(
@@ -113,11 +101,6 @@ class Boundaries:
         """True if the open step contains a model call or an optimizer update."""
         return self.forward.calls > 0 or self.optimizer.updates > 0
 
-    @property
-    def sees_no_modules(self) -> bool:
-        """True if submodules should be timed, but no call inside `forward` was recorded."""
-        return self._submodules is not None and not self._submodules.labels
-
     def step_ended(self, *, timed: bool = True, is_dropped: bool = False) -> bool:
         """End a step. Return True if the loop has optimizers but the step had no update.
 
@@ -133,8 +116,6 @@ class Boundaries:
         optimizer.reset()
         if self.waits is not None:
             self.waits.step_ended()
-        if timed and self._submodules is not None:
-            self._submodules.step_ended()
         return optimizer.optimizers.has_any and not has_updated
 
     def suspend(self, *, keep_updates: bool = False) -> None:
@@ -147,8 +128,6 @@ class Boundaries:
         self._attachments.suspend()
         if not keep_updates:
             self._update_hooks.suspend()
-        if self._submodules is not None:
-            self._submodules.step_ended()
 
     def reattach(self) -> None:
         self._attachments.reattach()
@@ -158,5 +137,3 @@ class Boundaries:
         deactivate(self._recorder)
         for attachments in (self._attachments, self._update_hooks, self._class_patches):
             attachments.remove()
-        if self._submodules is not None:
-            self._submodules.step_ended()

@@ -1,6 +1,6 @@
 """Boundaries around compiled code. Hooks inside it would not run."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
@@ -37,12 +37,6 @@ def around_calls(
         lambda result: leave(module, (), result),
     )
     return (Subscription(module, COMPILED_CALL, calls),)
-
-
-def inside_compiled(parts: Mapping[str, nn.Module], model: nn.Module) -> list[str]:
-    """Return the names of the modules that run inside compiled code, where no hook fires."""
-    inside = {id(module) for root, module in _in_compiled(model) if module is not root}
-    return [name for name, module in parts.items() if id(module) in inside]
 
 
 def hides_collectives(model: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """Description of a training loop, which a front end passes to its timer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -52,7 +52,6 @@ class Loop:
         compiled_step: True if the model's `training_step` is compiled.
         trains_in_closure: True if the trainer runs the training step in the closure of the update.
         search: Initial state of the search for evaluations.
-        submodules: Modules to time as sub-phases, by name.
         wrap_backward: True to patch the function that runs the autograd engine.
         splits_loss: True to time the loss that a transformers model computes inside `forward`.
         batch: State of the current batch.
@@ -71,7 +70,6 @@ class Loop:
     compiled_step: bool = False
     trains_in_closure: bool = False
     search: Search = Search.NEVER
-    submodules: Mapping[str, nn.Module] = field(default_factory=dict)
     wrap_backward: bool = True
     splits_loss: bool = False
     batch: BatchState = field(default_factory=BatchState)

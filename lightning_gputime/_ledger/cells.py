@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from lightning_gputime._ledger.pace import MAX_IDLE_LAG_MS, Bounds, lags_ms
@@ -14,6 +14,7 @@ GPU, HOST, IDLE = "gpu", "host", "idle"
 """Kinds of time: the device set the pace, the host set it while the line ran, and the host set it
 after the line, because the line had waited until the device had nothing left to do."""
 
+_MAX_AFTER_WAIT = 0.3  # Device time in a wait of the host, as a fraction of the lag before it.
 _MIN_DRAINED_MS = 0.2  # Smaller amounts of queued work, when the queue runs dry, are ignored.
 
 
@@ -39,11 +40,13 @@ class ExaminedStep:
         index: Number that the step is logged under.
         cells_ms: Time of each cell (in milliseconds), without the time that marks took.
         calls: Number of times that each line started.
+        busy_ms: Host time of each line without waits for the device (in milliseconds).
     """
 
     index: int
     cells_ms: Mapping[Cell, float]
     calls: Mapping[Line, int]
+    busy_ms: Mapping[Line, float]
 
     @property
     def step_ms(self) -> float:
@@ -72,6 +75,10 @@ class _Interval(NamedTuple):
     phase: str
     line: Line
 
+    @property
+    def host_ms(self) -> float:
+        return max(self.end_ns - self.start_ns, 0) / 1e6
+
 
 def examined_step(step: StepRecord, *, on_host_clock: bool) -> ExaminedStep:
     """Return the cells of a step that was examined."""
@@ -79,18 +86,19 @@ def examined_step(step: StepRecord, *, on_host_clock: bool) -> ExaminedStep:
     calls: dict[Line, int] = defaultdict(int)
     for line in lines:
         calls[line.line] += 1
-    intervals = [*_intervals(step, on_host_clock=on_host_clock)]
+    intervals = [*_intervals(step)]
+    busy_ms: dict[Line, float] = defaultdict(float)
     if on_host_clock:
         cells: dict[Cell, float] = defaultdict(float)
         for interval in intervals:
-            ms = max(interval.end_ns - interval.start_ns, 0) / 1e6
-            cells[Cell(interval.line, interval.phase, HOST)] += ms
+            cells[Cell(interval.line, interval.phase, HOST)] += interval.host_ms
     else:
-        cells = _paced_cells(intervals, step)
-    return ExaminedStep(step.number, {cell: ms for cell, ms in cells.items() if cell.phase}, calls)
+        cells = _paced_cells(intervals, step, busy_ms)
+    in_steps = {cell: ms for cell, ms in cells.items() if cell.phase}
+    return ExaminedStep(step.number, in_steps, calls, busy_ms)
 
 
-def _intervals(step: StepRecord, *, on_host_clock: bool) -> Iterator[_Interval]:
+def _intervals(step: StepRecord) -> Iterator[_Interval]:
     """Yield the intervals of a step, in order."""
     marks_ms = [*accumulate(step.device_ms, initial=0.0)]
     phases = [
@@ -108,7 +116,7 @@ def _intervals(step: StepRecord, *, on_host_clock: bool) -> Iterator[_Interval]:
     # The first line mark follows the first mark of the step.
     running = next((line for *_, line in marks if line is not None), None)
     label = 0
-    for first, second in zip(marks, marks[1:], strict=False):
+    for first, second in pairwise(marks):
         if first[4] is None:
             label = first[3]
         else:
@@ -119,12 +127,18 @@ def _intervals(step: StepRecord, *, on_host_clock: bool) -> Iterator[_Interval]:
             )
 
 
-def _paced_cells(intervals: Sequence[_Interval], step: StepRecord) -> dict[Cell, float]:
-    """Return the cells of a step on a device."""
+def _paced_cells(
+    intervals: Sequence[_Interval], step: StepRecord, busy_ms: dict[Line, float]
+) -> dict[Cell, float]:
+    """Return the cells of a step on a device, and add the host time of each line to `busy_ms`."""
     device_ms = [intervals[0].start_ms, *(interval.end_ms for interval in intervals)]
     host_ns = [intervals[0].start_ns, *(interval.marked_ns for interval in intervals)]
     reached = [(device_ms[-1], step.reached_ns)] if step.reached_ns else []
     lags = lags_ms(device_ms, host_ns, Bounds(device_ms, host_ns, reached).offset_ms)
+    for i, interval in enumerate(intervals):
+        ms = interval.end_ms - interval.start_ms
+        has_waited = lags[i + 1] < MAX_IDLE_LAG_MS and ms < _MAX_AFTER_WAIT * lags[i]
+        busy_ms[interval.line] += max(interval.host_ms - lags[i] * has_waited, 0.0)
     waiting: Line | None = None  # Line after which the device ran out of work.
     left_ms = 0.0  # Amount of work that was queued before it.
     # Twice, because what ran dry at the end of a step explains the start of the next one.

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
-from typing import Any
+
+from torch import nn
 
 from lightning_gputime._ledger.cells import ExaminedStep, examined_step
 from lightning_gputime._ledger.outside import OutsideLines
@@ -120,14 +121,16 @@ class Ledger:
         )
 
 
-def modules_by_code(named_modules: Mapping[str, Any]) -> dict[tuple[str, int], str]:
-    """Return the modules by file and first line of their forward.
+def modules_by_code(model: object) -> dict[tuple[str, int], str]:
+    """Return the modules of a model by file and first line of their forward.
 
     The text is the name of a single module, such as "blocks.3.att", or the number and the class of
     several, such as "8 x Block". The model itself, whose name is empty, has none.
     """
     names: dict[tuple[str, int], list[tuple[str, str]]] = {}
-    for name, module in named_modules.items():
+    # The model of some trainers, such as SetFit, is not a module.
+    modules = nn.Module.named_modules(model) if isinstance(model, nn.Module) else ()
+    for name, module in modules:
         code = getattr(getattr(type(module), "forward", None), "__code__", None)
         if name and code is not None:
             key = code.co_filename, code.co_firstlineno

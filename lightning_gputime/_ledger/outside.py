@@ -79,7 +79,7 @@ class OutsideLines:
         if self._line is not None and self._now_ns is not None:
             self._ms[self._line] += (self._now_ns() - self._since_ns) / 1e6
         cells = {Cell(line, self._entry, HOST): ms for line, ms in self._ms.items()}
-        self.occurrences.append(ExaminedStep(self._n[self._entry], cells, dict(self._calls)))
+        self.occurrences.append(ExaminedStep(self._n[self._entry], cells, dict(self._calls), {}))
 
     def _mark(self, line: Line) -> None:
         assert self._now_ns is not None

@@ -67,6 +67,8 @@ class LineRow:
         path: Lines that led to this one, the outermost first, such as "main (train.py:12)".
         modules: Modules whose forward this is, such as "8 x Block" or "blocks.3.att".
         is_library: True for a function of a library.
+        is_rest: True for the lines of a training loop that are too short for a row each.
+        busy_ms: Host time per step without waits for the GPU (in milliseconds).
         convolves: True if the line runs convolutions.
         multiplies_float32: True if the line multiplies matrices in float32, without autocast.
     """
@@ -82,6 +84,8 @@ class LineRow:
     path: tuple[str, ...] = ()
     modules: str = ""
     is_library: bool = False
+    is_rest: bool = False
+    busy_ms: float = 0.0
     convolves: bool = False
     multiplies_float32: bool = False
 
@@ -127,6 +131,9 @@ class LineRow:
 
     def __str__(self) -> str:
         """Return the code, such as "`EMA.update` (ema.py:12)"."""
+        if self.is_library:
+            called = f" (called by {self.path[-1]})" if self.path else ""
+            return f"`{self.function}`{called}"
         if not self.where or self.function == "<module>":
             return f"`{self.where or self.function}`"
         modules = f"{self.modules}, " if self.modules else ""
@@ -198,7 +205,14 @@ def line_rows(
         for key, draft in drafts.items():
             draft.each_ms.append(totals[key])
     rows = [
-        draft.row(str(key[0]), _mean_calls(steps, weights), modules or {}, operations or {})
+        draft.row(
+            str(key[0]),
+            _mean([step.calls for step in steps], weights),
+            _mean([step.busy_ms for step in steps], weights),
+            modules or {},
+            operations or {},
+            is_loop=draft.function is not None and owners.is_loop(draft.function),
+        )
         for key, draft in drafts.items()
     ]
     rows += [
@@ -255,12 +269,13 @@ def _factors(
     return factors, rest
 
 
-def _mean_calls(steps: Sequence[ExaminedStep], weights: Sequence[float]) -> dict[Line, float]:
-    calls: dict[Line, float] = defaultdict(float)
-    for step, weight in zip(steps, weights, strict=True):
-        for line, n in step.calls.items():
-            calls[line] += weight * n
-    return calls
+def _mean(values: Sequence[Mapping[Line, float]], weights: Sequence[float]) -> dict[Line, float]:
+    """Return the weighted mean of a number of each line."""
+    means: dict[Line, float] = defaultdict(float)
+    for by_line, weight in zip(values, weights, strict=True):
+        for line, value in by_line.items():
+            means[line] += weight * value
+    return means
 
 
 class _Owners:
@@ -313,7 +328,7 @@ class _Owners:
                 return function, number
             is_rest_short = total_ms - own[longest] < (1 - _MIN_LINE) * total_ms
             has_row = own[longest] >= _MIN_ROW * self._all_ms
-            return function, longest if has_row and is_rest_short and not self._is_loop(
+            return function, longest if has_row and is_rest_short and not self.is_loop(
                 function
             ) else 0
         return function, longest if own[longest] >= _MIN_LINE * total_ms else 0
@@ -331,19 +346,19 @@ class _Owners:
         return owner, number
 
     def _needs_row(self, function: Function, caller: Function) -> bool:
-        if self._is_loop(function):
+        if self.is_loop(function):
             return True
         if self._ms[function.key] < _MIN_ROW * self._all_ms:
             return False
-        if self._is_loop(caller) or self._is_model(function):
+        if self.is_loop(caller) or self._is_model(function):
             return True
         ms = self._of_callers[caller.key, function.key]
         return ms >= _MIN_DEEPER * self._ms[caller.key]
 
     def _splits_lines(self, function: Function) -> bool:
-        return self._is_loop(function) or self._is_model(function)
+        return self.is_loop(function) or self._is_model(function)
 
-    def _is_loop(self, function: Function) -> bool:
+    def is_loop(self, function: Function) -> bool:
         """Return True if more than one phase passes in a function."""
         phases = self._phases[function.key]
         total_ms = sum(phases.values())
@@ -368,7 +383,7 @@ class _Draft:
     """A row that is being added up."""
 
     def __init__(self, function: Function | None, number: int, entry: str) -> None:
-        self._function, self._number, self._entry = function, number, entry
+        self.function, self._number, self._entry = function, number, entry
         self._kinds_ms: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._places: dict[Line, float] = defaultdict(float)
         self.each_ms: list[float] = []
@@ -382,8 +397,11 @@ class _Draft:
         self,
         name: str,
         calls: Mapping[Line, float],
+        busy_ms: Mapping[Line, float],
         modules: Mapping[tuple[str, int], str],
         operations: Mapping[Line, tuple[int, int]],
+        *,
+        is_loop: bool,
     ) -> LineRow:
         """Return the row. `name` is that of the trainer or of its hook if there is no function."""
         phases = {
@@ -399,7 +417,7 @@ class _Draft:
             sum,
             zip((0, 0), *(operations.get(place, (0, 0)) for place in self._places), strict=False),
         )
-        function = self._function
+        function = self.function
         if function is None:
             return LineRow(name, phases=phases, entry=self._entry, error_ms=error_ms)
         longest = max(self._places, key=self._places.__getitem__)
@@ -440,6 +458,8 @@ class _Draft:
             path=tuple(path[: ends.index(function.key)]) if function.key in ends else (),
             modules=modules.get((function.file, function.first_line), ""),
             is_library=function.is_library,
+            is_rest=is_loop and not self._number and not function.is_library,
+            busy_ms=sum(busy_ms.get(place, 0.0) for place in self._places),
             convolves=convolutions > 0,
             multiplies_float32=products > 0,
         )

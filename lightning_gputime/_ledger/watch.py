@@ -127,7 +127,7 @@ class LineWatch:
         return detail
 
     def follow(self, functions: Iterable[CodeType]) -> None:
-        """Follow calls of these functions of libraries. Functions of the user are followed anyway."""
+        """Follow calls of these functions of libraries. Those of the user are followed anyway."""
         for code in functions:
             if not is_user_code(code, ""):
                 self.set_detail(code, CALLS)
@@ -224,7 +224,7 @@ class LineWatch:
                 self._source.follow(code, NOTHING)
 
     def guard(self, event: Callable[..., Any], *args: Any) -> Any:
-        """Handle an event in the thread that is followed. An error never reaches the user's code."""
+        """Handle an event in the thread that is followed. No error reaches the user's code."""
         if get_ident() != self._thread:
             return None
         try:

@@ -1,7 +1,6 @@
 """Setup of a training run: loader, precision, compilation, and settings that may cost time."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +35,4 @@ class TrainingSetup:
     has_bf16: bool = False  # The device multiplies bfloat16 faster than float32.
     compiled: bool = False  # torch compiles at least a part of the model.
     unfused: str = ""  # Class of optimizers that could be fused but are not.
-    has_parts: bool = True  # The model has submodules.
-    classes: Mapping[str, str] = field(default_factory=dict)  # Class names of modules, by path.
     costly_settings: tuple[CostlySetting, ...] = ()

@@ -3,12 +3,10 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 
-from lightning_gputime._phases import BACKWARD, FORWARD, SAVES, is_wait, of_one_callback
+from lightning_gputime._phases import SAVES, of_one_callback
 
 _MIN_PART = 0.5  # A sub-phase that takes more than this fraction of its phase replaces the phase.
-_MAX_MODULES = 10  # Maximum number of modules in the table, plus a row for the others.
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,56 +73,8 @@ def largest_part(of_phases: Mapping[str, float], parent: str = "", sign: float =
 
 
 def table_rows(rows: Mapping[str, PhaseStats]) -> Iterator[tuple[str, str, PhaseStats]]:
-    """Yield the name, the title and the statistics of each row of the table.
-
-    `forward` and `backward` show the same modules: the modules that take longest in both together.
-    An additional row has the number of all other modules.
-    """
-    chosen = _longest_modules(rows)
-    for top, of_phase in groupby(rows, lambda name: name.partition("/")[0]):
-        hidden = 0
-        for name in of_phase:
-            if _is_module(name) and name.partition("/")[2] not in chosen:
-                hidden += 1
-            elif name == SAVES or not of_one_callback(name):
-                yield name, _title(name, chosen), rows[name]
-        if hidden:
-            yield f"{top}/<others>", f"  {hidden} others", PhaseStats(0)
-
-
-def _is_module(name: str) -> bool:
-    top, slash, _ = name.partition("/")
-    return bool(slash) and top in (FORWARD, BACKWARD) and not is_wait(name)
-
-
-def _longest_modules(rows: Mapping[str, PhaseStats]) -> set[str]:
-    """Return the modules to show, by their path below `forward` and `backward`."""
-    took: dict[str, float] = {}
+    """Yield the name, the title and the statistics of each row of the table."""
     for name, row in rows.items():
-        if _is_module(name):
-            module = name.partition("/")[2]
-            took[module] = took.get(module, 0.0) + row.n * row.mean_ms
-    # At equal times, the outer module comes first.
-    longest = sorted(took, key=lambda module: (-took[module], module.count("/")))
-    # Do not replace a single module by a row for the other modules, which takes as much space.
-    return {*(longest if len(longest) <= _MAX_MODULES + 1 else longest[:_MAX_MODULES])}
-
-
-def _title(name: str, chosen: set[str]) -> str:
-    """Return a name indented below its parent row, without the name of the parent.
-
-    Args:
-        name: Name of a phase, sub-phase or module.
-        chosen: Modules that have a row.
-    """
-    top, *parts = name.split("/")
-    if not parts:
-        return top
-    if not _is_module(name):
-        return f"  {'/'.join(parts)}"
-    title = parts[-1]
-    # Enclosing modules that have a row, the innermost last.
-    shown = [parts[i - 1] for i in range(1, len(parts)) if "/".join(parts[:i]) in chosen]
-    if shown and title.startswith(f"{shown[-1]}."):
-        title = title.removeprefix(shown[-1])
-    return f"{'  ' * (len(shown) + 1)}{title}"
+        top, _, part = name.partition("/")
+        if name == SAVES or not of_one_callback(name):
+            yield name, f"  {part}" if part else top, row

@@ -199,8 +199,6 @@ def setup_of(environment: Environment, loop: Loop, has_precision: bool) -> Train
         has_bf16=is_cuda and torch.cuda.get_device_capability() >= (8, 0),
         compiled=environment.compiled,
         unfused=_unfused(loop.optimizers, environment.device_type),
-        has_parts=any(True for _ in nn.Module.children(loop.model)),
-        classes={name: type(module).__name__ for name, module in loop.submodules.items()},
     )
 
 

@@ -63,10 +63,6 @@ _NO_UPDATE = (
     "No update of an optimizer was recorded in %d steps, so its time is in `other`. If the"
     ' optimizer is not a torch optimizer, wrap the update in `with phase("optimizer")`.'
 )
-_NO_MODULES = (
-    "None of the modules that `modules` selects was called inside `forward`, so they have no rows."
-    " Select modules that the model calls, not modules of a copy or inside scripted code."
-)
 _ATTACHED_TOO_EARLY = (
     "The process group was created after the timer was attached: waits for other ranks are not"
     " separated, and ranks are not compared. Attach the timer after init_process_group()."
@@ -289,7 +285,6 @@ class SelfCheck:
         sums, boundaries, is_own_loop = self._results.sums, self._boundaries, self._is_own_loop
         ran, n, step_ms = sums.phases, sums.step.n, sums.step.device_ms
         trains = boundaries.optimizer.has_any
-        self._report_if(FORWARD in ran and boundaries.sees_no_modules, _NO_MODULES)
         self._report_if(trains and BACKWARD not in ran, _NO_BACKWARD)
         # Backward usually takes 2 times as long as forward and loss, or 3 times with checkpointing.
         # If it takes over 5 times as long, some work of `forward` is in another phase: in `other`,
