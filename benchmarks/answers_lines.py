@@ -23,7 +23,6 @@ import re
 import subprocess
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -107,12 +106,11 @@ def run(project: Project, **variant: Any) -> Run:
 
 def check(project: Project, rounds: int, *, show: bool, **variant: Any) -> dict[str, Any]:
     """Measure the true speed-up of a program, then judge its diagnosis."""
-    start_s, times = time.perf_counter(), list[list[float]]()
+    start_s, times = time.perf_counter(), {True: list[float](), False: list[float]()}
     # Without a timer first, which also loads the libraries. A control has no clean variant.
-    for planted in (False, True) if project.culprits else (True,):
-        runs = [run(project, planted=planted, timed=False, **variant) for _ in range(rounds)]
-        times.append([found.wall_s for found in runs])
-    speed_up = min(times[1]) / min(times[0]) if project.culprits and rounds else None
+    for planted in (False, True) * rounds if project.culprits else (True,):
+        times[planted].append(run(project, planted=planted, timed=False, **variant).wall_s)
+    speed_up = min(times[True]) / min(times[False]) if times[False] else None
     summary = run(project, planted=True, **variant).summary
     assert summary is not None
     if show:
@@ -142,9 +140,9 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
     parser.add_argument("--only", action="append", help="programs with this in the name")
     parser.add_argument("--list", action="store_true", help="list the programs, and run none")
-    parser.add_argument("--rounds", type=int, default=1, help="runs per true speed-up, or 0")
+    parser.add_argument("--rounds", type=int, default=1, help="pairs of runs for the true speed-up")
     parser.add_argument("--load", type=int, default=0, help="number of busy processes")
-    parser.add_argument("--small", action="store_true", help="GPU programs at tiny sizes on a CPU")
+    parser.add_argument("--small", action="store_true", help="test the GPU programs on a CPU")
     parser.add_argument("--show", action="store_true", help="print the summaries")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
@@ -157,9 +155,8 @@ def main() -> None:
     if arguments.list:
         print(*(project.name for project in chosen), sep="\n")
         return
-    for name in ("lightning", "pytorch_lightning", "transformers", "lightning_gputime"):
-        for logger in (name, f"{name}.pytorch", f"{name}.fabric", f"{name}.utilities"):
-            logging.getLogger(logger).setLevel(logging.ERROR)
+    for name in ("lightning.pytorch", "pytorch_lightning", "transformers", "lightning_gputime"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
     variant = {"device": arguments.device, "small": arguments.small, "show": arguments.show}
     answers, skipped = dict[str, dict[str, Any]](), dict[str, str]()
@@ -169,12 +166,10 @@ def main() -> None:
                 assert not project.missing, f"{project.missing} not installed"
                 answer = answers[project.name] = check(project, arguments.rounds, **variant)
             except Exception as error:
-                traceback.print_exc()
+                print(f"{project.name:<50} skipped: {error!r}", flush=True)
                 skipped[project.name] = repr(error)
                 continue
-            checks = [
-                word if is_true else f"no {word}" for word, is_true in answer["checks"].items()
-            ]
+            checks = [name if right else f"no {name}" for name, right in answer["checks"].items()]
             print(
                 f"{project.name:<50} {answer['code']:<16} {answer['grade']:<12}",
                 f"{answer['promised']} of {answer['speed-up']}: {', '.join(checks)}",

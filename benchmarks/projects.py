@@ -53,12 +53,9 @@ AdamW = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 @dataclass(frozen=True)
 class Run:
-    """Result of a program.
+    """Result of a program: the summary of its timer, and the wall-clock time per step (in seconds).
 
-    Attributes:
-        summary: Summary of the timer; None without a timer.
-        wall_s: Wall-clock time per step (in seconds) in the steady state, including the time
-            between steps, such as validation.
+    The latter is that of the steady state, and includes validations and the like between steps.
     """
 
     summary: PhaseSummary | None
@@ -67,10 +64,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Setup:
-    """Variant of a program: with its problem or clean, timed or not.
-
-    `small` means few steps at tiny sizes, to test programs for a GPU on a CPU.
-    """
+    """Variant of a program; `small` means tiny sizes, to test programs for a GPU on a CPU."""
 
     planted: bool
     device: str
@@ -119,15 +113,13 @@ class Project:
         needed = {*self.packages, self.name.split(":")[0]} - {"plain", "lightning"}
         return [name for name in needed if find_spec(name) is None]
 
-    def run(
-        self, *, planted: bool, device: str = "", timed: bool = True, small: bool = False
-    ) -> Run:
+    def run(self, *, planted: bool, device: str, timed: bool = True, small: bool = False) -> Run:
         """Train once, with fixed seeds and the default settings."""
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)
         torch.set_float32_matmul_precision("high")
         gc.freeze()  # Otherwise, each collection traverses all imported objects.
-        setup = Setup(planted, device or self.device, timed, small)
+        setup = Setup(planted, device, timed, small)
         try:
             return self.program(setup, **(self.planted if planted else self.clean))
         finally:

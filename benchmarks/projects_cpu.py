@@ -74,11 +74,11 @@ def jitter(photo: Any) -> Any:
 
 
 def jitter_then_resize(photo: Any) -> Any:
-    return jitter(photo)[::4, ::4]
+    return jitter(photo)[::8, ::8]
 
 
 def resize_then_jitter(photo: Any) -> Any:
-    return jitter(photo[::4, ::4])
+    return jitter(photo[::8, ::8])
 
 
 def box_blur(photo: Any) -> Any:
@@ -86,18 +86,18 @@ def box_blur(photo: Any) -> Any:
     for y in range(-2, 3):
         for x in range(-2, 3):
             blurred += np.roll(photo, (y, x), (0, 1))
-    return blurred[::4, ::4] / (25 * 255)
+    return blurred[::8, ::8] / (25 * 255)
 
 
 def pooled_blur(photo: Any) -> Any:
-    pooled = F.avg_pool2d(torch.from_numpy(photo).movedim(-1, 0).float(), 5, 4, 2)
+    pooled = F.avg_pool2d(torch.from_numpy(photo).movedim(-1, 0).float(), 5, 8, 2)
     return pooled.movedim(0, -1).numpy() / 255
 
 
 class Photos(Dataset[Tensor]):
     def __init__(self, n: int, transform: Callable[[Any], Any]) -> None:
         self.n, self.transform = n, transform
-        self.photos = np.random.default_rng(0).integers(256, size=(32, 96, 96, 3), dtype=np.uint8)
+        self.photos = np.random.default_rng(0).integers(256, size=(32, 112, 112, 3), dtype=np.uint8)
 
     def __len__(self) -> int:
         return self.n
@@ -267,7 +267,8 @@ class CharRNN(Net):
 
     def forward(self, x: Tensor) -> Any:
         chars = (x * 32).long()
-        return self.layer(self.one_hot(chars) if self.planted else F.one_hot(chars, 32).float())[1]
+        encoded = self.one_hot(chars) if self.planted else F.one_hot(chars, 32)  # line: one-hot
+        return self.layer(encoded.float())[1]
 
 
 class StatsPooling(Net):
@@ -417,7 +418,7 @@ PROJECTS = [
         ("LinearProbe.forward", "Residual.forward"),
         partial(fit_images, module=base.LinearProbe, width=8, rows=16, side=16)),
     removable("lightning: views augmented one by one", LOSS_CODE, ("augment_each",),
-              partial(fit_images, module=SimCLR, width=2, blocks=1, rows=64, side=8)),
+              partial(fit_images, module=SimCLR, width=8, blocks=1, rows=96, side=4)),
     removable("plain: photos augmented before resizing", INPUT,
               ("jitter", "jitter_then_resize", "Photos.__getitem__"), train_photos,
               {"transform": jitter_then_resize}, {"transform": resize_then_jitter}),
@@ -441,7 +442,7 @@ PROJECTS = [
     removable("plain: positional encoding in loops", COMPUTE, ("SineGPT.encode_positions",),
               partial(base.train_gpt, vocab=64, dim=64, layers=2, length=32), {"model": SineGPT},
               {"model": CachedSineGPT}),
-    removable("plain: one-hot encoding in loops", COMPUTE, ("CharRNN.one_hot",),
+    removable("plain: one-hot encoding in loops", COMPUTE, ("CharRNN.one_hot", "line:one-hot"),
               partial(train_net, net=CharRNN, shape=(32, 48), layer=partial(gru, 32, 48))),
     cpu("plain: encoder called twice", COMPUTE, ("StatsPooling.forward",),
         partial(train_net, net=StatsPooling, shape=(16, 40, 64), layer=partial(gru, 64, 64))),
@@ -455,18 +456,18 @@ PROJECTS = [
     cpu("plain: recurrent net", COMPUTE, (),
         partial(train_net, net=base.RNN, shape=(16, 64, 64), layer=partial(gru, 64, 64))),
     removable("plain: JSON log rewritten in each step", HOST, ("JsonLogger.log",),
-              partial(train_denoiser, dim=64, depth=12, rows=64),
+              partial(train_denoiser, dim=64, depth=12, rows=192),
               {"after": lambda _: JsonLogger().log}, {"after": lambda _: JsonLogger().log_line}),
     removable("plain: EMA of copies", HOST, ("ModelEMA.update",), wide_denoiser,
               {"after": lambda model: ModelEMA(model).update},
               {"after": lambda model: ModelEMA(model).update_in_place}),
     removable("plain: gradients clipped row by row", LOSS_CODE, ("clip_rows",),
-              partial(train_denoiser, dim=96, depth=4, rows=128), {"before_update": clip_rows},
+              partial(train_denoiser, dim=96, depth=4, rows=384), {"before_update": clip_rows},
               {"before_update": clip_all_rows}),
     cpu("plain: Adam written by hand", LOSS_CODE, ("HandAdam.step",), wide_denoiser,
         {"optimizer": HandAdam}),
     removable("plain: garbage collected in each step", HOST, ("free_memory", "gc.collect"),
-              partial(train_denoiser, dim=128, depth=8, rows=64),
+              partial(train_denoiser, dim=128, depth=8, rows=192),
               {"after": lambda _: partial(free_memory, corpus())},
               {"after": lambda _: partial(base.do_nothing, corpus())}),
     cpu("plain: diffusion", COMPUTE, (), partial(train_denoiser, dim=256, depth=6, rows=64)),

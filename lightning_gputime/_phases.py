@@ -171,12 +171,14 @@ class LineTime(NamedTuple):
         end_ns: Host time after it, when the line started.
         device_ms: Device time since the first mark of the step (in milliseconds).
         line: The line, see `_ledger.places`.
+        starts: False if the line continues after a call, or if its backward runs.
     """
 
     start_ns: int
     end_ns: int
     device_ms: float
     line: Any
+    starts: bool
 
 
 class StepRecord(NamedTuple):

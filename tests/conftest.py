@@ -15,6 +15,7 @@ from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_gputime.__main__ import main
+from lightning_gputime._compat import user_code
 from lightning_gputime._instrumentation import named
 from lightning_gputime._instrumentation.patching import FunctionPatch, patch_of
 from lightning_gputime._messages import WarnOnce
@@ -23,6 +24,9 @@ from lightning_gputime._record import clock
 # In a background job of a shell, SIGINT is ignored, and child processes inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The fakes are what libraries are to users.
+user_code._LIBRARIES += ("fake_gpu", "fake_loop", "fake_lightning", "fake_ranks")
 
 # Typed as Any, because the function that runs its engine is private.
 AUTOGRAD: Any = torch.autograd

@@ -28,7 +28,7 @@ class FakeGPU:
         self.free_at = 0  # time in ns at which the device finishes its queue
         self.created = 0  # number of events
         self.waits: list[float] = []  # ms of each wait of the host
-        self.spins: list[float] = []  # ms of each spin kernel
+        self.drift = 0.0  # how much faster the device's clock runs than the host's
         self.read_ms = 0.0  # host time to read the time between two events
         self.capturing = False
         self.capture_broken = False
@@ -58,12 +58,6 @@ class FakeGPU:
             self.graph.append(device_ms)
             return
         self.free_at = max(self.free_at, self.now) + round(device_ms * MS)
-
-    def spin(self, cycles: int) -> None:
-        """Keep the device busy, at a rate of a gigahertz."""
-        assert not self.capturing
-        self.spins.append(cycles / MS)
-        self.work(cycles / MS)
 
     def host_work(self, ms: float) -> None:
         """Keep the host busy while the device works."""
@@ -114,7 +108,7 @@ class FakeEvent:
         if not (self.query() and end_event.query()):
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
         self._gpu.host_work(self._gpu.read_ms)
-        return (end_event._at - self._at) / MS
+        return (end_event._at - self._at) / MS * (1.0 + self._gpu.drift)
 
 
 class _Work(torch.autograd.Function):

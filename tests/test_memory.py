@@ -1,18 +1,19 @@
 """Peak memory of a run: read at logs and at the end, kept as a value, and considered by advice."""
 
 import pickle
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from fake_loop import Loop, hooks, train
-from test_diagnosis import LOADER, STEP, measurement
 
 import lightning_gputime
 from lightning_gputime import MemorySummary
-from lightning_gputime._diagnosis.diagnose import diagnose
+from lightning_gputime._diagnosis.advice import advise_on_launches
+from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.memory import MemoryWatch
+from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._record.clock import DeviceClock
 
 MIB = 2**20
@@ -72,11 +73,9 @@ def test_pickled_memory_watch_keeps_its_peaks_and_reads_no_more() -> None:
 
 @pytest.mark.parametrize(("peak_mib", "is_advised"), [(0.0, True), (80.0, True), (81.0, False)])
 def test_larger_batch_is_advised_if_memory_is_left(peak_mib: float, is_advised: bool) -> None:
-    memory = MemorySummary(peak_mib, peak_mib, 100.0)
-    launch_bound = replace(measurement(STEP, wait_ms=0.0), memory=memory)
-    codes = [advice.code for advice in diagnose(launch_bound, LOADER).advice]
-    assert ("batch_size" in codes) == is_advised
-    assert "compile" in codes
+    launch_bound = Measurement(memory=MemorySummary(peak_mib, peak_mib, 100.0))
+    codes = [advice.code for advice in advise_on_launches(launch_bound, TrainingSetup())]
+    assert codes == ["batch_size", "compile", "cuda_graphs"][not is_advised :]
 
 
 def test_memory_counters_of_torch_are_read_if_a_device_has_them(

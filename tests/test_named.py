@@ -1,11 +1,12 @@
-"""`phase(name)` as a context manager and as a decorator."""
+"""`phase(name)` as a context manager and as a decorator, and phases in other profilers."""
 
 import threading
 
 import pytest
 import torch
-from fake_gpu import FakeGPU, steps
-from fake_loop import Loop, hooks
+from fake_gpu import STEP_MS, FakeGPU, Layer, steps
+from fake_loop import Loop, hooks, train
+from torch import Tensor, nn
 
 from lightning_gputime import GPUPhaseHooks, phase
 
@@ -37,6 +38,27 @@ def test_phase_decorates_a_recursive_function(gpu: FakeGPU, timer: GPUPhaseHooks
         gpu.work(0.5)
         timer.step()
     assert steps(timer) == [{"data": 0.5, "augment": 3.0}]
+
+
+class HasBody(nn.Module):
+    """A model whose forward takes 1 ms and a named body of 4 ms."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__()
+        self.gpu, self.body = gpu, Layer(gpu, 4.0, 7.75)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gpu.work(1.0)
+        with phase("forward/body"):
+            result: Tensor = self.body(x)
+        return result
+
+
+def test_sub_phase_is_a_part_of_its_phase_and_indented_in_the_table(gpu: FakeGPU) -> None:
+    timer = train(Loop(gpu, HasBody(gpu)), 3)
+    assert steps(timer) == [{**STEP_MS, "forward": 5.0, "forward/body": 4.0}] * 3
+    assert "\nforward     5.000   30.1%" in str(timer.summary())
+    assert "\n  body      4.000   24.1%" in str(timer.summary())
 
 
 def test_phase_without_a_timer_runs_its_code(gpu: FakeGPU) -> None:
@@ -91,3 +113,11 @@ def test_phase_adds_no_graph_break_to_compiled_code(timer: GPUPhaseHooks) -> Non
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 4.0))
         timer.step()
+
+
+def test_annotated_phases_are_ranges_in_the_profiler(loop: Loop) -> None:
+    with torch.profiler.profile() as profiler:
+        train(loop, 2, annotate=True)
+    names = [event.name for event in profiler.events() or ()]
+    for name in STEP_MS:
+        assert names.count(f"phase/{name}") >= 2, name

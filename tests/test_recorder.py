@@ -8,8 +8,9 @@ import pytest
 from fake_gpu import FakeEvent, FakeGPU, raw
 
 from lightning_gputime import StepTimes
-from lightning_gputime._phases import EXCLUDED, StepRecord
+from lightning_gputime._phases import EXCLUDED, LineTime, StepRecord
 from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.step_marks import LineMark
 from lightning_gputime._record.waits import begin_wait, end_wait
 
 
@@ -43,8 +44,6 @@ class StoringRecorder(Recorder):
             arguments = [word for word in text.split(", ") if word]
             if name == "end":
                 self.end_step(number)
-            elif name == "probe":
-                self.start_probe(lambda: self.gpu.spin(1_000_000))
             elif name[0].isdigit():
                 self.gpu.work(float(name))
             elif name == "wait":
@@ -102,7 +101,7 @@ SCRIPTS: dict[str, tuple[str, list[dict[str, float]]]] = {
         [{"data": 0, "forward": 4, "backward": 6}] * 2,
     ),
     "paused time is not part of any step": (
-        f"{STEP}; 3; pause; mark forward; probe; 70; resume; resume other; 1; {STEP}",
+        f"{STEP}; 3; pause; mark forward; 70; resume; resume other; 1; {STEP}",
         [{"data": 0, "forward": 4, "backward": 6}, {"data": 1, "forward": 4, "backward": 6}],
     ),
     "a pause keeps the time before it": (
@@ -215,7 +214,6 @@ def test_marks_divide_a_step_into_phases(
 ) -> None:
     recorder.play(script)
     assert recorder.phases() == phases
-    assert recorder.gpu.spins == []
 
 
 def test_host_waits_once_per_step_for_the_previous(gpu: FakeGPU, recorder: StoringRecorder) -> None:
@@ -235,11 +233,12 @@ def test_host_wait_is_divided_by_the_untimed_steps(gpu: FakeGPU) -> None:
     assert [times.host_wait_ms for times in recorder.emitted] == [3.0, 9.0]
 
 
-def test_probed_step_is_resolved_at_its_end_with_all_earlier_steps(gpu: FakeGPU) -> None:
-    recorder = StoringRecorder(gpu, lag=3, batch=9)
+def test_step_can_be_waited_for_at_its_end_with_all_earlier_steps(gpu: FakeGPU) -> None:
+    recorder = StoringRecorder(gpu, lag=3)
     recorder.step(0)
-    recorder.start_probe(lambda: gpu.spin(3_000_000))
-    recorder.step(1)
+    recorder.mark("forward")
+    gpu.work(10.0)
+    recorder.end_step(1, waits_now=True)
     assert [(times.step, times.step_ms) for times in recorder.emitted] == [(0, 11.0), (1, 10.0)]
     recorder.step(2)
     assert recorder.numbers() == [0, 1]
@@ -345,10 +344,9 @@ def test_failed_mark_stops_recording_until_the_step_ends(
     assert recorder.label is None
     created = gpu.created
     recorder.play("mark backward; mark_instead backward, loss; mark_in_backward backward/comm")
-    recorder.play("enter_phase augment; leave_phase augment; pause; resume; probe")
+    recorder.play("enter_phase augment; leave_phase augment; pause; resume")
     assert recorder.label is None
     assert gpu.created == created
-    assert gpu.spins == []
     recorder.end_step(0)
     assert recorder.label == "data"
     recorder.step(1)
@@ -360,9 +358,9 @@ def test_annotator_gets_each_label_and_none_between_timed_steps(gpu: FakeGPU) ->
     recorder.play(
         "mark backward; mark_in_backward backward/comm; mark forward; pause; resume other"
     )
-    recorder.play("probe; pause; end; stop; stop")
-    paused, filled = ["forward", None, "other"], [None, "other"]
-    assert recorder.labels == ["data", "backward", *paused, *filled, None, "data", None]
+    recorder.play("pause; end; stop; stop")
+    paused = ["forward", None, "other"]
+    assert recorder.labels == ["data", "backward", *paused, None, "data", None]
 
 
 def test_failing_annotator_is_reported_once_and_dropped(
@@ -389,20 +387,25 @@ def test_emitted_step_has_every_field(gpu: FakeGPU) -> None:
     recorder.mark("forward")
     gpu.work(4.0, host_ms=1.0)
     recorder.end_step(0)
-    recorder.start_probe(lambda: gpu.spin(3_000_000))
+    lines: list[LineMark] = []
+    recorder.examine(lines)
+    recorder.mark("other")
+    event = gpu.event()
+    event.record()
+    lines.append(LineMark(gpu.now, gpu.now + 1, event, "train:3", starts=True))
     gpu.work(2.0)
-    recorder.end_step(1, skipped_update=True)
+    recorder.end_step(1, skipped_update=True, index=7, items=3.0)
     gpu.host_work(1.0)
-    recorder.end_step(2)
+    recorder.end_step(2, items=0.0)
     ms = 1_000_000
-    # The host waits for the first step until 6 ms, and for the second until 11 ms.
+    # The host waits for the first step until 6 ms, and for the second until 8 ms.
     first = raw(0, 4.0, data=1.0, forward=5.0)
-    first = first._replace(host_ns=(0, ms, 2 * ms), finished_ns=6 * ms)
-    labels, host_ns = (EXCLUDED, EXCLUDED, "data"), (2 * ms, 6 * ms, 6 * ms, 6 * ms)
-    second = raw(1, 5.0)._replace(labels=labels, device_ms=(0.0, 3.0, 2.0), host_ns=host_ns)
-    second = second._replace(finished_ns=11 * ms, skipped_update=True)
-    second = second._replace(was_fully_queued=True, post_spin_index=2)
-    third = raw(2, data=1.0)._replace(host_ns=(6 * ms, 12 * ms))
+    first = first._replace(host_ns=(0, ms, 2 * ms), finished_ns=6 * ms, reached_ns=6 * ms)
+    second = raw(1, 2.0, data=0.0, other=2.0)._replace(host_ns=(2 * ms, 6 * ms, 6 * ms))
+    second = second._replace(finished_ns=8 * ms, reached_ns=8 * ms, skipped_update=True)
+    line = LineTime(6 * ms, 6 * ms + 1, 0.0, "train:3", starts=True)
+    second = second._replace(step_index=7, items=3.0, lines=(line,))
+    third = raw(2, data=1.0)._replace(host_ns=(6 * ms, 9 * ms), items=0.0)
     assert recorder.records == [first, second, third]
 
 
@@ -440,7 +443,7 @@ def test_short_host_wait_has_no_finish_time(gpu: FakeGPU, wait_ms: float, finish
 @pytest.mark.parametrize(("lag", "n_read"), [(0, 2), (2, 0)])
 def test_step_can_end_at_its_update_during_a_pause(gpu: FakeGPU, lag: int, n_read: int) -> None:
     recorder = StoringRecorder(gpu, lag=lag)
-    recorder.play("probe; mark forward; 4; mark <after update>; mark other; 16; pause")
+    recorder.play("mark forward; 4; mark <after update>; mark other; 16; pause")
     ended: list[bool] = []
     in_thread(lambda: ended.append(recorder.end_at("<after update>", 0)))
     ended.append(recorder.end_at("<after update>", 0))
@@ -449,7 +452,6 @@ def test_step_can_end_at_its_update_during_a_pause(gpu: FakeGPU, lag: int, n_rea
     gpu.work(1.0)
     assert gpu.waits == []
     recorder.end_step(1)
-    # The probe ended with the first step, so the second is read only when its lag has passed.
     assert len(recorder.emitted) == n_read
     assert recorder.phases() == [{"data": 0.0, "forward": 4.0}, {"data": 1.0}]
     assert recorder.numbers() == [0, 1]

@@ -9,6 +9,7 @@ from fake_gpu import FakeGPU
 
 from lightning_gputime._phases import EXCLUDED, StepRecord
 from lightning_gputime._record.recorder import Recorder
+from lightning_gputime._record.step_marks import LineMark
 
 SEEDS = range(150)
 """Seeds of the sequences of each kind. A failed test names the seeds that break it: `Played(KIND,
@@ -22,7 +23,7 @@ CALLS = [*LOOP, "enter_phase", "leave_phase", "pause", "resume", "drain", "begin
 MORE = ["flush", "end_untimed", "mark_instead"]
 KINDS = {
     "a loop": LOOP,
-    "all without graphs": [*CALLS, *MORE, "start_probe", "mark_in_backward"],
+    "all without graphs": [*CALLS, *MORE, "examine", "mark_in_backward"],
     "graphs": [*CALLS, "begin_or_end_capture", "replay"],
     "a device that fails": [*CALLS, *MORE, "fail"],
 }
@@ -113,15 +114,20 @@ class Played:
 
     def end_step(self) -> None:
         self.recorder.end_step(
-            self.number, skipped_update=self.random.random() < 0.1, read=self.random.random() < 0.1
+            self.number,
+            skipped_update=self.random.random() < 0.1,
+            read=self.random.random() < 0.1,
+            waits_now=self.random.random() < 0.1,
         )
         self.number += 1
 
     def end_untimed(self) -> None:
         self.recorder.pending.end_untimed(read=self.random.random() < 0.3)
 
-    def start_probe(self) -> None:
-        self.recorder.start_probe(lambda: self.gpu.spin(3_000_000))
+    def examine(self) -> None:
+        event = self.gpu.event()
+        event.record()
+        self.recorder.examine([LineMark(self.gpu.now, self.gpu.now, event, None, starts=True)])
 
     def begin_or_end_capture(self) -> None:
         if self.capture is None:

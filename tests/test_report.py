@@ -18,6 +18,7 @@ from test_compare import run, saved_to
 from test_runs import timer_after
 
 from lightning_gputime import Cause, Run, SlowStep, compare, load
+from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.history import list_top_phases
 from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.units import unit_of
@@ -39,7 +40,7 @@ def full() -> Run:
         evil.summary(),
         ranks=RankSummary({"forward": stats}, (0, 1), 1, 2.0, "forward", f"rank 1 {EVIL}"),
         wall_clock=WallClockBreakdown({"steps": 71.0, "validation": 20.0, EVIL: 9.0}),
-        probed_steps=3,
+        lines=(LineRow(f"f{EVIL}", f"{EVIL}.py", 7, phases={"forward": PhasePart(5.0)}),),
     )
     cause = Cause("garbage_collection", 75.5, 70.25, EVIL)
     slow = SlowStep(
@@ -96,9 +97,7 @@ def test_page_shows_the_time_breakdown_as_a_waterfall() -> None:
     found = bars(body_of(shown))
     assert len(found) == len(breakdown.rows) > 3
     end = 0.0
-    work = breakdown[breakdown.work]
-    rows = [*(row for row in breakdown.rows if row is not work), work]
-    for (_, start, length), row in zip(found, rows, strict=True):
+    for (_, start, length), row in zip(found, breakdown.rows, strict=True):
         assert start == pytest.approx(end, abs=1e-3)
         assert length == pytest.approx(100 * row.share, abs=1e-4)
         end = start + length
@@ -176,10 +175,9 @@ def test_page_leaves_out_what_a_run_does_not_have() -> None:
     body = body_of(forward(4, warmup_steps=1))
     for absent in ("Slowest steps", "Evaluation", "of the fit"):
         assert absent not in body
-    # All time of this run is GPU work.
-    [work] = table_rows(body, "fall")[1:]
-    assert work[:4] == ["GPU work", "3.00 ms", "100.0%", ""]
-    assert bars(body) == [("GPU work", 0.0, 100.0)]
+    [entry] = table_rows(body, "fall")[1:]
+    assert entry == ["forward", "3.00 ms", "100.0%", "", "host", ""]
+    assert bars(body) == [("forward", 0.0, 100.0)]
 
 
 def test_run_without_steps_has_a_page() -> None:

@@ -125,7 +125,7 @@ def test_saving_a_run_without_steps_warns(path: Path, caplog: pytest.LogCaptureF
 
 
 def test_environment_describes_the_run() -> None:
-    found = timer_after(2, modules=[], _lag=0, accumulate_grad_batches=2)._run().environment
+    found = timer_after(2, _lag=0, accumulate_grad_batches=2)._run().environment
     assert (found.device_type, found.world_size, found.rank) == ("cpu", 1, 0)
     assert (found.precision, found.parameters) == ("float32", 6)
     assert (found.accumulate_grad_batches, found.batch_size, found.compiled) == (2, None, False)
@@ -219,7 +219,7 @@ FORWARD_MS = "summary/rows/forward/mean_ms"
     ("place", "value", "message"),
     [
         ("format", "other", "its format is not 'lightning_gputime run'"),
-        ("version", 3, "its version is 3, .* reads version 5: update"),
+        ("version", 3, "its version is 3, .* reads versions 5 and 6: update"),
         ("history", REMOVED, "it has no 'history'"),
         ("history/phases", REMOVED, "it has no 'phases'"),
         ("summary", REMOVED, "it has no 'summary'"),

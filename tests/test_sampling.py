@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import MS, Adder, FakeEvent, FakeGPU, Layer
+from fake_gpu import MS, STEP_MS, Adder, FakeEvent, FakeGPU, Layer
 from fake_loop import Logger, Loop, hooks, timed_indices
+from fake_loop import train as train_loop
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseHooks, phase
@@ -173,6 +174,13 @@ def test_pauses_between_untimed_steps_belong_to_no_step() -> None:
     assert found.step.max_ms < 2.0
     assert found.wall_clock is not None
     assert found.wall_clock.entries_s["paused"] == pytest.approx(29 * 0.05, rel=0.001)
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+@pytest.mark.parametrize("n", [1, 2, 3, 10])
+def test_host_wait_does_not_grow_with_untimed_steps(n: int, lag: int, loop: Loop) -> None:
+    summary = train_loop(loop, 100, every_n_steps=n, _lag=lag).summary()
+    assert summary.host_wait_mean_ms == sum(STEP_MS.values())
 
 
 @pytest.mark.parametrize("every_n_steps", [7, 10, 50])

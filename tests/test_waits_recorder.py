@@ -35,13 +35,6 @@ def test_wait_in_another_thread_counts_only_if_the_thread_runs_backward(
     assert recorder.phases() == [{"data": 0.0, label: 7.0, **comm}]
 
 
-def test_probed_step_keeps_waits_after_the_spin(recorder: StoringRecorder, gpu: FakeGPU) -> None:
-    recorder.play("1; wait")
-    recorder.start_probe(lambda: gpu.spin(2_000_000))
-    recorder.play("wait; mark forward; 4; end")
-    assert recorder.phases() == [{"data": 3.0, "data/comm": 3.0, "forward": 4.0}]
-
-
 def test_wait_whose_mark_fails_drops_only_its_step(
     recorder: StoringRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

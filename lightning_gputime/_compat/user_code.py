@@ -16,6 +16,9 @@ _LIBRARIES = (
 _INTERACTIVE = ("<stdin>", "<input>", "<ipython-input", "<console>")
 """Names of files of code that was typed in."""
 
+_INLINED = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+"""Names of functions that Python makes from expressions: their time belongs to the expression."""
+
 _commands: set[str] = set()
 """Folders of installed packages whose command runs the training: their code is the user's."""
 
@@ -28,6 +31,8 @@ def is_user_code(code: CodeType, module: object) -> bool:
         module: Name of its module, from its globals.
     """
     file = code.co_filename
+    if code.co_name in _INLINED:
+        return False
     if file.startswith("<"):
         # Libraries generate code, too, such as the methods of dataclasses. Only code that runs in
         # the main module was written by the user.
@@ -53,19 +58,19 @@ _SCRIPTS = sysconfig.get_paths()["scripts"]
 
 @lru_cache(maxsize=16)
 def _roots(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the folders of libraries, each with a separator at its end."""
-    folders = {
-        sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    }
+    """Return the files of libraries, and their folders, each with a separator at its end."""
+    roots = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     # A folder of `path` into which packages were installed, as with `pip install --target`.
-    folders |= {folder for folder in path if folder and _has_installed_packages(folder)}
+    roots |= {folder for folder in path if folder and _has_installed_packages(folder)}
     for name in _LIBRARIES:
         file = getattr(sys.modules.get(name), "__file__", None)
         if file:
-            folders.add(os.path.dirname(file))
+            # A library may be a single file.
+            is_package = os.path.basename(file) == "__init__.py"
+            roots.add(os.path.dirname(file) if is_package else file)
     if cache := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        folders.add(os.path.abspath(cache))
-    return tuple(os.path.join(folder, "") for folder in folders)
+        roots.add(os.path.abspath(cache))
+    return tuple(root if root.endswith(".py") else os.path.join(root, "") for root in roots)
 
 
 def _has_installed_packages(folder: str) -> bool:

@@ -6,6 +6,7 @@ stage. The main process reads the sums for a summary.
 """
 
 import contextlib
+import json
 import os
 import platform
 import time
@@ -22,7 +23,9 @@ from torch.utils.data import get_worker_info
 from lightning_gputime._compat.torch_ import fetcher_classes
 from lightning_gputime._culprits.pin_memory import PinTimes
 from lightning_gputime._culprits.threads import core_times
-from lightning_gputime._measurement.culprits import Culprit, Stage
+from lightning_gputime._ledger.outside import OutsideLines
+from lightning_gputime._ledger.rows import LineRow, PhasePart, Targets, line_rows
+from lightning_gputime._measurement.culprits import WORKERS, Culprit, Stage
 from lightning_gputime._measurement.loader import (
     BATCHES,
     BUSY_SINCE,
@@ -58,6 +61,9 @@ _LONG_FACTOR = 4  # A batch is long if it takes this many times the mean of its 
 _MAX_LOOKS = 400  # Maximum number of reads of /proc by the main process, about 20 us each.
 _CPU_INTERVAL_NS = 1_000_000_000  # Interval of reads of CPU time in a worker.
 _MAX_CHECKED_VALUES = 1 << 16  # Maximum number of values of a tensor in a checksum.
+# The lines of these batches of a worker are timed. The first batches may fill caches.
+_FIRST_EXAMINED, _EXAMINED = 3, 3
+_MAX_LINES, _MAX_LINE_BYTES = 5, 4096  # Number and size of the lines that a worker reports.
 
 
 class WorkerInit:
@@ -65,16 +71,22 @@ class WorkerInit:
 
     Args:
         times: Shared memory with a row of `FIELDS` numbers per worker.
+        lines: Shared memory with a row of bytes per worker, for the lines that take its time.
         init: The user's `worker_init_fn`, or None.
         iter_ns: Creation time of the loader's iterator (`time.perf_counter_ns`).
     """
 
-    def __init__(self, times: Tensor, init: Callable[[int], object] | None, iter_ns: int) -> None:
-        self._times, self._init, self._iter_ns = times, init, iter_ns
+    def __init__(
+        self, times: Tensor, lines: Tensor, init: Callable[[int], object] | None, iter_ns: int
+    ) -> None:
+        self._times, self._lines, self._init, self._iter_ns = times, lines, init, iter_ns
 
     def __call__(self, worker: int) -> None:
         with contextlib.suppress(Exception):  # Training continues, without times.
-            timer = WorkerTimer(memoryview(self._times.numpy()[worker]), self._iter_ns)
+            row, lines = (
+                memoryview(shared.numpy()[worker]) for shared in (self._times, self._lines)
+            )
+            timer = WorkerTimer(row, self._iter_ns, lines=lines)
             # The method `fetch` of torch's fetchers makes a batch.
             for kind in fetcher_classes():
                 type.__setattr__(kind, "fetch", timed_fetch(kind, timer))
@@ -117,6 +129,7 @@ class WorkerTimer:
         iter_ns: Creation time of the loader's iterator (in nanoseconds).
         now_ns: Clock that all processes of a machine share.
         cpu_ns: CPU time of this thread (in nanoseconds).
+        lines: The worker's bytes of the shared memory for lines; None to time no lines.
     """
 
     def __init__(
@@ -125,6 +138,7 @@ class WorkerTimer:
         iter_ns: int,
         now_ns: Callable[[], int] = time.perf_counter_ns,
         cpu_ns: Callable[[], int] = time.thread_time_ns,
+        lines: Any = None,
     ) -> None:
         self.fetcher: Any = None
         """Fetcher whose batches are timed; None before the first batch."""
@@ -139,6 +153,8 @@ class WorkerTimer:
         self._read_cpu_ns, self._read_delay_ns = cpu_ns(), _run_delay_ns()
         self._cpu_read_due_ns = now_ns() + _CPU_INTERVAL_NS // 10
         self._iter_ns = iter_ns  # 0 after the first batch.
+        self._shared_lines = lines
+        self._lines = None if lines is None else OutsideLines(now_ns)
         row[PID] = os.getpid()
 
     @staticmethod
@@ -179,18 +195,26 @@ class WorkerTimer:
             if row[DATASET_NS] / n >= _MIN_SAMPLE_NS * size:
                 vars(self.fetcher)["dataset"] = samples  # Time each sample from now on.
         self._collate_ns = 0
+        if self._lines is not None and n >= _FIRST_EXAMINED:
+            self._lines.switch_to(WORKERS)
         start_ns = self._start_ns = row[BUSY_SINCE] = self._now_ns()
         if self._last_end_ns:
             row[WAIT_NS] += start_ns - self._last_end_ns
 
     def stop(self) -> None:
         """Drop a batch whose fetch raised."""
+        if self._lines is not None:
+            self._lines.switch_to("")
         self._row[BUSY_SINCE] = 0
         self._last_end_ns = 0
 
     def end(self, batch: Any) -> None:
         """Add the times of a batch to the worker's row."""
         row, end_ns = self._row, self._now_ns()
+        if self._lines is not None and row[BATCHES] >= _FIRST_EXAMINED:
+            self._lines.switch_to("")
+            if len(self._lines.occurrences) >= _EXAMINED:
+                self._report_lines(self._lines)
         start_ns, collate_ns = self._start_ns, self._collate_ns
         batch_ns = end_ns - start_ns
         self._last_end_ns = end_ns
@@ -218,6 +242,23 @@ class WorkerTimer:
         row[NEWEST] += 1
         if end_ns >= self._cpu_read_due_ns:
             self._add_cpu_time(end_ns)
+
+    def _report_lines(self, lines: OutsideLines) -> None:
+        """Write the lines with most of the time to the shared memory, as JSON."""
+        self._lines = None
+        rows = line_rows(
+            lines.occurrences,
+            Targets({}, {}),
+            median_ms=0.0,
+            long_share=0.0,
+            trainer="",
+            entry=WORKERS,
+        )
+        named = [row for row in rows if row.file][:_MAX_LINES]
+        found = [(row.function, row.file, row.line, row.last_line, row.ms) for row in named]
+        text = json.dumps(found).encode()
+        if len(text) < len(self._shared_lines):
+            self._shared_lines[: len(text)] = text
 
     def _add_cpu_time(self, now_ns: int) -> None:
         """Add the CPU time since the last read. Call it rarely: a read takes microseconds."""
@@ -302,13 +343,14 @@ class LoaderWorkers:
     def __init__(self, num_workers: int, *stages: Stage) -> None:
         self.num_workers, self.stages = num_workers, stages
         self._times = torch.zeros((num_workers, FIELDS), dtype=torch.int64).share_memory_()
+        self._lines = torch.zeros((num_workers, _MAX_LINE_BYTES), dtype=torch.uint8).share_memory_()
         self._looks = 0  # Number of times that a busy worker was looked at.
         self._locked = 0  # Number of times that it was waiting for a lock.
         self.pin_times = PinTimes()
 
     def init(self, user_init: Callable[[int], object] | None) -> WorkerInit:
         """Return a replacement for `worker_init_fn`, for workers that start now."""
-        return WorkerInit(self._times, user_init, time.perf_counter_ns())
+        return WorkerInit(self._times, self._lines, user_init, time.perf_counter_ns())
 
     def look(self) -> None:
         """Count the workers that are making a batch now, and those that wait for a lock in it."""
@@ -327,6 +369,20 @@ class LoaderWorkers:
         rows = self._times.tolist()
         looks = self._looks, self._locked
         return loader_times(rows, dataset, collate, looks, self.pin_times.mean_ms)
+
+    def lines(self) -> tuple[LineRow, ...]:
+        """Return the lines that take the time of a batch, the longest first."""
+        texts = [bytes(row).rstrip(b"\0") for row in self._lines.numpy()]
+        found = [json.loads(text) for text in texts if text]
+        ms: dict[tuple[str, str, int, int], float] = {}
+        for function, file, first, last, line_ms in (row for rows in found for row in rows):
+            key = function, file, first, last
+            ms[key] = ms.get(key, 0.0) + line_ms / len(found)
+        rows = [
+            LineRow(*line, phases={WORKERS: PhasePart(host_ms=line_ms)}, entry=WORKERS)
+            for line, line_ms in ms.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: -row.ms))
 
     def newest_batches(self) -> Iterator[MadeBatch]:
         """Yield the newest batches of each worker."""

@@ -62,7 +62,7 @@ _MIN_CALLS = 4  # A line that runs this often per step is reported with that num
 _MIN_LAUNCHES = (
     0.2  # Launches of a line of the model below this fraction get no advice of their own.
 )
-_MIN_OF_ENTRY = 0.4  # Minimum fraction of an entry for code to be reported as its reason.
+_MIN_OF_ENTRY = 0.25  # Minimum fraction of an entry for code to be reported as its reason.
 # Minimum fraction of the step in forward and backward for advice on the precision.
 _MIN_COMPUTE_SHARE = 0.5
 _MAX_MEMORY_SHARE = 0.8  # Above this fraction of the GPU memory, suggest no larger batch.
@@ -85,10 +85,10 @@ class Case:
 
     @property
     def line(self) -> LineRow | None:
-        """Code that takes at least 40 % of the entry."""
-        lines = self.entry.lines
-        all_ms = sum(line.ms for line in lines)
-        return lines[0] if lines and lines[0].ms >= _MIN_OF_ENTRY * all_ms else None
+        """Longest code of the user in the entry; None if all of it takes little of the entry."""
+        all_ms = sum(line.ms for line in self.entry.lines)
+        lines = (line for line in self.entry.lines if line.file)
+        return next((line for line in lines if line.ms >= _MIN_OF_ENTRY * all_ms), None)
 
     @property
     def took(self) -> str:

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from statistics import median_high
 
 from lightning_gputime._diagnosis.diagnosis import Advice
-from lightning_gputime._measurement.culprits import STAGES
+from lightning_gputime._ledger.rows import LineRow
+from lightning_gputime._measurement.culprits import STAGES, WORKERS
 from lightning_gputime._measurement.loader import LoaderTimes
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._phases import DATA, FETCH
 
+_MIN_LINE = 0.5  # Minimum fraction of the time of a batch for a line to be named.
 _MIN_SHARE = 0.2  # Minimum fraction of the workers' time or of the wait for a cause to be reported.
 _MIN_STARTS_SHARE = 0.5  # Starts of workers that take this fraction of the first step are reported.
 # Restarts of workers explain the wait if their measured time is this fraction of it. The time to
@@ -44,6 +46,7 @@ class LoaderCase:
         cores: Number of CPU cores of this rank; None if unknown.
         prefix: Prefix of the loader's options, as in transformers.
         is_persistent: True if the workers outlive an epoch, as long as the loader exists.
+        line: Code that takes most of the time of a batch; None if there is none, or if unknown.
     """
 
     times: LoaderTimes
@@ -54,6 +57,7 @@ class LoaderCase:
     cores: int | None = None
     prefix: str = ""
     is_persistent: bool = False
+    line: LineRow | None = None
 
     @property
     def busy_ms(self) -> float:
@@ -93,6 +97,14 @@ class LoaderCase:
             cores=setup.cores,
             prefix=setup.loader_prefix,
             is_persistent=setup.persistent_workers is True,
+            line=next(
+                (
+                    line
+                    for line in m.lines
+                    if line.entry == WORKERS and line.ms >= _MIN_LINE * times.mean("busy_ms")
+                ),
+                None,
+            ),
         )
 
     def is_large_part_of_wait(self, ms: float) -> bool:
@@ -304,8 +316,9 @@ def _add_workers(case: LoaderCase) -> Iterator[Advice]:
             return
     stage = max(("dataset", "collate"), key=lambda stage: case.times.mean(f"{stage}_ms"))
     function = case.times.dataset if stage == "dataset" else case.times.collate
+    code = f"`{function}`" if case.line is None else f"{case.line}"
     reason = f": more workers cannot help on {case.cores} CPU cores" if needed > now else ""
-    yield Advice("cheaper_transforms", f"make `{function}` faster{reason}", {"stage": stage})
+    yield Advice("cheaper_transforms", f"make {code} faster{reason}", {"stage": stage})
 
 
 # The first rule that applies explains the wait.

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ class Cell(NamedTuple):
     Attributes:
         place: Line that is the reason for the time.
         phase: Phase in which the time passed, with its sub-phase; `EVALUATED` for an evaluation.
+            Outside of steps, the entry of the wall clock.
         kind: `GPU`, `HOST` or `IDLE`.
     """
 
@@ -34,24 +35,35 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExaminedStep:
-    """An examined step.
+    """An examined step, or an examined occurrence of an entry outside of steps.
 
     Attributes:
-        index: Number that the step is logged under.
+        index: Number that the step is logged under, or of the occurrence.
         cells_ms: Time of each cell (in milliseconds), without the time that marks took.
         calls: Number of times that each line started.
+        base: Keys of the functions that were running at the start.
         busy_ms: Host time of each line without waits for the device (in milliseconds).
     """
 
     index: int
     cells_ms: Mapping[Cell, float]
     calls: Mapping[Line, int]
-    busy_ms: Mapping[Line, float]
+    base: frozenset[tuple[str, str, int]] = frozenset()
+    busy_ms: Mapping[Line, float] = field(default_factory=dict)
 
     @property
     def step_ms(self) -> float:
         """Time of the step, without evaluations (in milliseconds)."""
         return sum(ms for cell, ms in self.cells_ms.items() if cell.phase != EVALUATED)
+
+    def evaluation(self, entry: str) -> "ExaminedStep | None":
+        """Return the evaluation inside this step, as an occurrence of an entry, or None."""
+        cells = {
+            cell._replace(phase=entry): ms
+            for cell, ms in self.cells_ms.items()
+            if cell.phase == EVALUATED
+        }
+        return replace(self, cells_ms=cells) if cells else None
 
 
 class _Interval(NamedTuple):
@@ -85,7 +97,7 @@ def examined_step(step: StepRecord, *, on_host_clock: bool) -> ExaminedStep:
     lines = sorted(step.lines or (), key=lambda line: line.end_ns)
     calls: dict[Line, int] = defaultdict(int)
     for line in lines:
-        calls[line.line] += 1
+        calls[line.line] += line.starts
     intervals = [*_intervals(step)]
     busy_ms: dict[Line, float] = defaultdict(float)
     if on_host_clock:
@@ -95,7 +107,14 @@ def examined_step(step: StepRecord, *, on_host_clock: bool) -> ExaminedStep:
     else:
         cells = _paced_cells(intervals, step, busy_ms)
     in_steps = {cell: ms for cell, ms in cells.items() if cell.phase}
-    return ExaminedStep(step.number, in_steps, calls, busy_ms)
+    # The first mark shows what was running.
+    first = lines[0].line if lines else None
+    return ExaminedStep(step.number, in_steps, calls, base_of(first), busy_ms)
+
+
+def base_of(line: Line | None) -> frozenset[tuple[str, str, int]]:
+    """Return the keys of the functions that lead to a line."""
+    return frozenset(function.key for function, _ in line.path) if line is not None else frozenset()
 
 
 def _intervals(step: StepRecord) -> Iterator[_Interval]:
@@ -112,7 +131,7 @@ def _intervals(step: StepRecord) -> Iterator[_Interval]:
     marks += [
         (line.start_ns, line.end_ns, line.device_ms, -1, line.line) for line in step.lines or ()
     ]
-    marks.sort(key=lambda mark: mark[1])
+    marks.sort(key=lambda mark: (mark[1], mark[2]))  # Host times may be equal.
     # The first line mark follows the first mark of the step.
     running = next((line for *_, line in marks if line is not None), None)
     label = 0

@@ -97,8 +97,8 @@ class Examiner:
         self.unavailable = f"following the code failed: {error!r}"
         self._warn_once("Lines of code are no longer timed: %r", error)
 
-    def _mark(self, line: Line) -> None:
-        """Record that a line runs from now on."""
+    def _mark(self, line: Line, starts: bool = False) -> None:
+        """Record that a line starts, or continues, now."""
         start_ns = self._now()
         event = None
         if self._has_events:
@@ -108,7 +108,7 @@ class Examiner:
             event = self._free.pop() if self._free else self._new_event()
             event.record()
         end_ns = self._now()
-        self._marks.append(LineMark(start_ns, end_ns, event, line))
+        self._marks.append(LineMark(start_ns, end_ns, event, line, starts))
         self._sequences.append(next_sequence())
         self._lines.append(line)
         self.marks_ns += end_ns - start_ns
@@ -171,7 +171,7 @@ class Examiner:
                     event = self._free.pop() if self._free else self._new_event()
                     event.record()
                 end_ns = now()
-                marks.append(LineMark(start_ns, end_ns, event, line))
+                marks.append(LineMark(start_ns, end_ns, event, line, False))
                 self.marks_ns += end_ns - start_ns
 
         return before_node

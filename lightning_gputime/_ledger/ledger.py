@@ -1,11 +1,13 @@
 """The ledger of a run: who sets the pace of each millisecond of a step, and at which line."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from statistics import mean, stdev
 
 from torch import nn
 
-from lightning_gputime._ledger.cells import ExaminedStep, examined_step
+from lightning_gputime._ledger.cells import GPU, ExaminedStep, examined_step
 from lightning_gputime._ledger.outside import OutsideLines
 from lightning_gputime._ledger.pace import PaceSums
 from lightning_gputime._ledger.places import Line
@@ -44,7 +46,7 @@ class Ledger:
         self.operations: Mapping[Line, tuple[int, int]] = {}
         """Convolutions and float32 matrix products of each line; set by the session."""
         self.unavailable = ""
-        """Reason why lines cannot be followed; empty if they can."""
+        """Reason why lines cannot be followed; empty if they can. Set by the session."""
 
     def add(self, steps: Sequence[StepRecord]) -> None:
         """Add timed steps that were read, in order."""
@@ -78,24 +80,36 @@ class Ledger:
                 return True
         return False
 
+    def host_shares(self) -> dict[str, float]:
+        """Return the fraction of each phase in which the host set the pace; empty on the host."""
+        host_ms: dict[str, float] = {}
+        all_ms: dict[str, float] = {}
+        for step in self.steps:
+            for cell, ms in step.cells_ms.items():
+                # A sub-phase is part of its parents.
+                for name in accumulate(cell.phase.split("/"), "{}/{}".format):
+                    all_ms[name] = all_ms.get(name, 0.0) + ms
+                    host_ms[name] = host_ms.get(name, 0.0) + ms * (cell.kind != GPU)
+        examined = {name: host_ms[name] / ms for name, ms in all_ms.items() if ms}
+        return {name: self.pace.share(name, examined.get(name)) for name in self.pace.all_ms}
+
     def rows(
         self,
         phases_ms: Mapping[str, float],
         *,
         median_ms: float,
         long_share: float,
+        evaluation: str,
     ) -> tuple[LineRow, ...]:
-        """Return the lines and functions with their times per step; empty without examined steps.
+        """Return the lines and functions with their times: per step, or per occurrence of an entry.
 
         Args:
             phases_ms: Mean time per step of each phase and sub-phase, over all steps.
             median_ms: Median time of a step.
             long_share: Fraction of all steps that take at least 1.5 times the median.
+            evaluation: Entry of the time breakdown for evaluations inside steps.
         """
-        steps = [step for step in self.steps if step.step_ms > 0]
-        if not steps:
-            return ()
-        host_shares = self.pace.shares()
+        host_shares = self.host_shares()
         gpu_ms, host_ms = {}, {}
         for phase, ms in phases_ms.items():
             # Without its sub-phases, which are separate.
@@ -109,9 +123,8 @@ class Ledger:
                 )
                 share = min(max(own_share / own_ms, 0.0), 1.0) if own_ms else 0.0
             gpu_ms[phase], host_ms[phase] = (1 - share) * own_ms, share * own_ms
-        return line_rows(
-            steps,
-            Targets(gpu_ms, host_ms),
+        make_rows = partial(
+            line_rows,
             median_ms=median_ms,
             long_share=long_share,
             trainer=self._trainer,
@@ -119,6 +132,16 @@ class Ledger:
             modules=self._modules,
             operations=self.operations,
         )
+        steps = [step for step in self.steps if step.step_ms > 0]
+        rows = make_rows(steps, Targets(gpu_ms, host_ms)) if steps else ()
+        occurrences: dict[str, list[ExaminedStep]] = {}
+        evaluations = [step.evaluation(evaluation) for step in self.steps]
+        for occurrence in (*self.outside_lines.occurrences, *filter(None, evaluations)):
+            for entry in {cell.phase for cell in occurrence.cells_ms}:
+                occurrences.setdefault(entry, []).append(occurrence)
+        for entry, found in occurrences.items():
+            rows += make_rows(found, Targets({}, {}), entry=entry)
+        return rows
 
 
 def modules_by_code(model: object) -> dict[tuple[str, int], str]:

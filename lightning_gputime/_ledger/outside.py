@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
-from lightning_gputime._ledger.cells import HOST, Cell, ExaminedStep
+from lightning_gputime._ledger.cells import HOST, Cell, ExaminedStep, base_of
 from lightning_gputime._ledger.places import Line
 from lightning_gputime._ledger.watch import LineWatch
 
@@ -36,12 +36,13 @@ class OutsideLines:
         self._entry = ""
         self._since_ns = 0  # Host time after the newest mark.
         self._line: Line | None = None  # Line that has run since.
+        self._first: Line | None = None  # Line that ran at the start.
         self._ms: dict[Line, float] = defaultdict(float)
         self._calls: Counter[Line] = Counter()
         self._start_ns = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        cleared = {"_now_ns": None, "_watch": None, "_line": None, "_functions": ()}
+        cleared = {"_now_ns": None, "_watch": None, "_line": None, "_first": None, "_functions": ()}
         return {**self.__dict__, **cleared}
 
     def switch_to(self, entry: str) -> None:
@@ -68,7 +69,7 @@ class OutsideLines:
         assert self._now_ns is not None
         self._start_ns = self._now_ns()
         if not watch.start(sys._getframe(1), self._allowed_events):
-            self._watch, self._line = watch, watch.line
+            self._watch, self._line, self._first = watch, watch.line, watch.line
             self._since_ns = self._now_ns()
 
     def _end(self) -> None:
@@ -79,14 +80,15 @@ class OutsideLines:
         if self._line is not None and self._now_ns is not None:
             self._ms[self._line] += (self._now_ns() - self._since_ns) / 1e6
         cells = {Cell(line, self._entry, HOST): ms for line, ms in self._ms.items()}
-        self.occurrences.append(ExaminedStep(self._n[self._entry], cells, dict(self._calls), {}))
+        number, base = self._n[self._entry], base_of(self._first)
+        self.occurrences.append(ExaminedStep(number, cells, dict(self._calls), base))
 
-    def _mark(self, line: Line) -> None:
+    def _mark(self, line: Line, starts: bool) -> None:
         assert self._now_ns is not None
         now_ns = self._now_ns()
         if self._line is not None:
             self._ms[self._line] += (now_ns - self._since_ns) / 1e6
-            self._calls[line] += 1
+            self._calls[line] += starts
         self._line = line
         self._since_ns = self._now_ns()
         if now_ns - self._start_ns > _MAX_NS:

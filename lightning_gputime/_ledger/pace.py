@@ -16,7 +16,7 @@ The clocks drift by 25 us per second, as measured on an H100, and each bound is 
 truth. So a block of steps for which the offset is estimated spans at most a second.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from lightning_gputime._phases import StepRecord, resolve_labels
@@ -25,6 +25,7 @@ MAX_IDLE_LAG_MS = 0.08
 """Below this lag at a mark, the device had caught up with the host."""
 _MAX_GAP_MS = 0.1  # Maximum distance of the two bounds if the device was idle at some mark.
 _MAX_BLOCK_NS = 1e9  # Maximum length of a block of steps.
+_COMPLETE_NS = 10e9  # After this time without complete bounds, the host waits for a step's end.
 
 
 def lags_ms(device_ms: Sequence[float], host_ns: Sequence[int], offset_ms: float) -> list[float]:
@@ -73,18 +74,27 @@ class Bounds:
 
 
 class PaceSums:
-    """Host-paced time of each phase, over the timed steps."""
+    """Bounds of the host-paced time of each phase, over the timed steps.
+
+    A phase has few marks, so its host-paced time has two bounds. If the device has work left at the
+    end of an interval, the host may have launched it in time, and the device set the pace. Or the
+    host was late, and launched all of this work at the end. Examined steps, which have a mark at
+    each line, decide between the two.
+    """
 
     def __init__(self) -> None:
         self.steps = 0
         """Number of steps whose pace is known."""
         self.all_ms: dict[str, float] = {}
         """Device time of each phase in these steps."""
-        self.host_ms: dict[str, float] = {}
-        """Host-paced part of it."""
+        self.least_ms: dict[str, float] = {}
+        """Time that the host set the pace of, at least."""
+        self.most_ms: dict[str, float] = {}
+        """Time that the host set the pace of, at most."""
         self.wants_wait = False
         """True if the host should wait for the end of the next timed step, to bound the offset."""
-        self._was_idle = True  # In the newest block whose bounds are complete.
+        # In the newest block whose bounds are complete, and the host time of its end.
+        self._was_idle, self._complete_ns = True, 0
 
     def add(self, steps: Sequence[StepRecord]) -> None:
         """Add timed steps that were read together, in order."""
@@ -100,7 +110,7 @@ class PaceSums:
             self._add_block(block)
 
     def _add_block(self, steps: Sequence[StepRecord]) -> None:
-        """Add consecutive steps."""
+        """Add consecutive steps. Examined steps only help to set the clocks side by side."""
         device_ms, host_ns = [0.0], [steps[0].host_ns[0]]
         reached = []
         for step in steps:
@@ -109,27 +119,40 @@ class PaceSums:
             if step.reached_ns:
                 reached.append((device_ms[-1], step.reached_ns))
         bounds = Bounds(device_ms, host_ns, reached)
-        self.wants_wait = not bounds.is_complete
         if bounds.is_complete:
-            self._was_idle = bounds.was_idle
-        elif not self._was_idle:
+            self._was_idle, self._complete_ns = bounds.was_idle, host_ns[-1]
+        self.wants_wait = host_ns[-1] - self._complete_ns > _COMPLETE_NS
+        if not (bounds.is_complete or self._was_idle):
             return  # The device may be far behind, so the lower bound may be far off.
         lags = lags_ms(device_ms, host_ns, bounds.offset_ms)
-        all_ms, host_ms = self.all_ms, self.host_ms
         mark = 0
         for step in steps:
-            self.steps += 1
-            for names, ms in zip(resolve_labels(step.labels), step.device_ms, strict=True):
-                mark += 1
-                is_host_paced = lags[mark] < MAX_IDLE_LAG_MS
-                for name in names:
-                    all_ms[name] = all_ms.get(name, 0.0) + ms
-                    if is_host_paced:
-                        host_ms[name] = host_ms.get(name, 0.0) + ms
+            first, mark = mark, mark + len(step.device_ms)
+            if step.lines is None:
+                self._add_step(step, lags[first : mark + 1])
 
-    def shares(self) -> Mapping[str, float]:
-        """Return the host-paced fraction of each phase."""
-        return {
-            name: self.host_ms.get(name, 0.0) / ms if ms else 0.0
-            for name, ms in self.all_ms.items()
-        }
+    def _add_step(self, step: StepRecord, lags: Sequence[float]) -> None:
+        self.steps += 1
+        all_ms, least_ms, most_ms = self.all_ms, self.least_ms, self.most_ms
+        for names, ms, lag in zip(
+            resolve_labels(step.labels), step.device_ms, lags[1:], strict=True
+        ):
+            least = ms if lag < MAX_IDLE_LAG_MS else 0.0
+            most = max(ms - max(lag, 0.0), least)
+            for name in names:
+                all_ms[name] = all_ms.get(name, 0.0) + ms
+                least_ms[name] = least_ms.get(name, 0.0) + least
+                most_ms[name] = most_ms.get(name, 0.0) + most
+
+    def share(self, phase: str, examined: float | None) -> float:
+        """Return the host-paced fraction of a phase.
+
+        Args:
+            phase: The phase.
+            examined: Its host-paced fraction in examined steps; None if unknown.
+        """
+        ms = self.all_ms.get(phase, 0.0)
+        if not ms:
+            return 1.0 if examined is None else examined
+        least, most = self.least_ms[phase] / ms, self.most_ms[phase] / ms
+        return least if examined is None else min(max(examined, least), most)

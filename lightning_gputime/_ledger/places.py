@@ -23,6 +23,16 @@ class Line:
         self.function, self.number = function, number
         self.calls: dict[int, Function] = {}
 
+    @property
+    def path(self) -> list[tuple["Function", int]]:
+        """Functions that lead to this line, the outermost first, each with its line on the way."""
+        path = []
+        line = self
+        while line.function is not None:
+            path.append((line.function, line.number))
+            line = line.function.caller
+        return path[::-1]
+
 
 class Function:
     """A function, in the context of its callers.

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import stdev
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ _MIN_EVIDENCE = 0.5  # Examined steps must show this fraction of a phase's time 
 LONG_STEP = 1.5
 """A step is long if it takes at least this multiple of the median."""
 _MAX_ROWS = 60
+_MIN_MS = 0.0005  # Shorter times are left out.
 # Quantiles of Student's t for a 95 % interval, from 1 degree of freedom on.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
@@ -62,7 +63,7 @@ class LineRow:
         entry: Entry of the time breakdown if the code ran outside of steps; else empty. Then the
             times are those of one occurrence.
         error_ms: Half the width of the 95 % interval of the time per step (in milliseconds), from
-            the differences between the examined steps.
+            the differences between the examined steps, without the error of the phases' times.
         calls: Number of times that the line ran per step.
         path: Lines that led to this one, the outermost first, such as "main (train.py:12)".
         modules: Modules whose forward this is, such as "8 x Block" or "blocks.3.att".
@@ -157,11 +158,12 @@ def line_rows(
     outside: frozenset[tuple[str, str]] = frozenset(),
     modules: Mapping[tuple[str, int], str] | None = None,
     operations: Mapping[Line, tuple[int, int]] | None = None,
+    entry: str = "",
 ) -> tuple[LineRow, ...]:
     """Return the rows of the examined steps, scaled to the times of all steps, the longest first.
 
     Args:
-        steps: Examined steps.
+        steps: Examined steps, or occurrences of `entry`.
         targets: Mean times per step over all steps.
         median_ms: Median time of a step.
         long_share: Fraction of all steps that take at least 1.5 times the median.
@@ -169,6 +171,7 @@ def line_rows(
         outside: File and name of the functions around the training, such as the caller of `fit`.
         modules: Modules by file and first line of their forward.
         operations: Number of convolutions and of float32 matrix products of each line.
+        entry: Entry of the time breakdown outside of steps; empty for steps.
     """
     weights = _weights(steps, median_ms, long_share)
     factors, rest = _factors(steps, weights, targets)
@@ -176,6 +179,7 @@ def line_rows(
         {
             cell: ms * factors.get((cell.phase, cell.kind == GPU), 1.0)
             for cell, ms in step.cells_ms.items()
+            if cell.phase != EVALUATED
         }
         for step in steps
     ]
@@ -183,27 +187,35 @@ def line_rows(
     for cells, weight in zip(scaled, weights, strict=True):
         for cell, ms in cells.items():
             mean_ms[cell] += weight * ms
-    owners = _Owners(mean_ms)
+    owners = _Owners(mean_ms, frozenset().union(*(step.base for step in steps)))
     drafts: dict[Any, _Draft] = {}
     keys: dict[Cell, Any] = {}
     for cell, ms in mean_ms.items():
         function, number = owners.of(cell.place)
         is_trainer = function is None or (function.file, function.name) in outside
-        entry = cell.phase if cell.phase == EVALUATED else ""
-        key: Any = (of_one_callback(cell.phase) or trainer, entry)
+        key: Any = (of_one_callback(cell.phase) or trainer,)
         if function is not None and not is_trainer:
-            key = (function.key, number, entry)
+            key = (function.key, number)
         draft = drafts.get(key)
         if draft is None:
             draft = drafts[key] = _Draft(None if is_trainer else function, number, entry)
         keys[cell] = key
         draft.add(cell, ms)
+    all_ms: dict[tuple[str, bool], float] = defaultdict(float)
+    for cell, ms in mean_ms.items():
+        all_ms[cell.phase, cell.kind == GPU] += ms
     for cells in scaled:
-        totals: dict[Any, float] = defaultdict(float)
+        step_ms: dict[tuple[str, bool], float] = defaultdict(float)
         for cell, ms in cells.items():
-            totals[keys[cell]] += ms
+            step_ms[cell.phase, cell.kind == GPU] += ms
+        # The time of a phase has its own error. Here, only the row's fraction of it matters.
+        excess_ms: dict[Any, float] = defaultdict(float)
+        for cell, ms in mean_ms.items():
+            pace = cell.phase, cell.kind == GPU
+            usual_ms = ms * step_ms[pace] / all_ms[pace] if all_ms[pace] else 0.0
+            excess_ms[keys[cell]] += cells.get(cell, 0.0) - usual_ms
         for key, draft in drafts.items():
-            draft.each_ms.append(totals[key])
+            draft.excess_ms.append(excess_ms[key])
     rows = [
         draft.row(
             str(key[0]),
@@ -219,6 +231,7 @@ def line_rows(
         LineRow("", phases={phase: PhasePart(gpu_ms, host_ms)})
         for phase, (gpu_ms, host_ms) in rest.items()
     ]
+    rows = [row for row in rows if row.phases]
     return tuple(sorted(rows, key=lambda row: -row.ms)[:_MAX_ROWS])
 
 
@@ -290,9 +303,13 @@ class _Owners:
 
     Args:
         cells_ms: Time of each cell.
+        base: Functions that were running at the start: the loop, and what has called it.
     """
 
-    def __init__(self, cells_ms: Mapping[Cell, float]) -> None:
+    def __init__(
+        self, cells_ms: Mapping[Cell, float], base: frozenset[tuple[str, str, int]]
+    ) -> None:
+        self._base = base
         self._ms: dict[Any, float] = defaultdict(float)  # Of each function, with those it calls.
         self._of_callers: dict[Any, float] = defaultdict(float)  # By function and its caller.
         self._phases: dict[Any, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -300,7 +317,7 @@ class _Owners:
         self._all_ms = sum(cells_ms.values())
         for cell, ms in cells_ms.items():
             top = cell.phase.partition("/")[0]
-            chain = _chain(cell.place)
+            chain = [function for function, _ in cell.place.path]
             for key in {function.key for function in chain}:
                 self._ms[key] += ms
                 if top != BACKWARD:
@@ -337,9 +354,7 @@ class _Owners:
         """Return the innermost function with a row, and its line that leads to a place."""
         owner: Function | None = None
         number = 0
-        chain = _chain(place)
-        lines = [*(function.caller.number for function in chain[1:]), place.number]
-        for function, line in zip(chain, lines, strict=True):
+        for function, line in place.path:
             if owner is not None and not self._needs_row(function, owner):
                 break
             owner, number = function, line
@@ -359,7 +374,9 @@ class _Owners:
         return self.is_loop(function) or self._is_model(function)
 
     def is_loop(self, function: Function) -> bool:
-        """Return True if more than one phase passes in a function."""
+        """Return True if a function contains the loop, or more than one phase passes in it."""
+        if function.key in self._base:
+            return True
         phases = self._phases[function.key]
         total_ms = sum(phases.values())
         return sum(ms >= _MIN_PHASE * total_ms for ms in phases.values()) > 1
@@ -369,16 +386,6 @@ class _Owners:
         return phases.get(FORWARD, 0.0) >= 0.5 * sum(phases.values()) > 0
 
 
-def _chain(place: Line) -> list[Function]:
-    """Return the functions that lead to a line, the outermost first."""
-    chain = []
-    function = place.function
-    while function is not None:
-        chain.append(function)
-        function = function.caller.function
-    return chain[::-1]
-
-
 class _Draft:
     """A row that is being added up."""
 
@@ -386,8 +393,8 @@ class _Draft:
         self.function, self._number, self._entry = function, number, entry
         self._kinds_ms: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._places: dict[Line, float] = defaultdict(float)
-        self.each_ms: list[float] = []
-        """Time in each examined step."""
+        self.excess_ms: list[float] = []
+        """Time in each examined step, minus the usual fraction of the phases in this step."""
 
     def add(self, cell: Cell, ms: float) -> None:
         self._kinds_ms[cell.phase][cell.kind] += ms
@@ -407,38 +414,27 @@ class _Draft:
         phases = {
             phase: PhasePart(kinds[GPU], kinds[HOST] + kinds[IDLE], idle_ms=kinds[IDLE])
             for phase, kinds in self._kinds_ms.items()
+            if sum(kinds.values()) >= _MIN_MS
         }
-        n = len(self.each_ms)
+        n = len(self.excess_ms)
         error_ms = 0.0
         if n > 1:
             t = _T95[min(n - 1, len(_T95)) - 1]
-            error_ms = t * stdev(self.each_ms) / math.sqrt(n)
-        convolutions, products = map(
-            sum,
-            zip((0, 0), *(operations.get(place, (0, 0)) for place in self._places), strict=False),
-        )
+            error_ms = t * stdev(self.excess_ms) / math.sqrt(n)
         function = self.function
         if function is None:
             return LineRow(name, phases=phases, entry=self._entry, error_ms=error_ms)
+        first = last = self._number
+        if not first:
+            key = function.key
+            inside = [step for place in self._places for step in place.path if step[0].key == key]
+            numbers = [number for _, number in inside if number] or [function.first_line]
+            first, last = min(numbers), max(numbers)
         longest = max(self._places, key=self._places.__getitem__)
-        numbers = [
-            line
-            for place in self._places
-            for inner, line in _lines_in(place)
-            if inner.key == function.key and line
-        ]
-        first, last = (
-            (self._number, self._number)
-            if self._number
-            else (
-                min(numbers, default=function.first_line),
-                max(numbers, default=function.first_line),
-            )
-        )
         path = [
-            f"{outer.name} ({Path(outer.file).name}:{line})" for outer, line in _lines_in(longest)
+            f"{outer.name} ({Path(outer.file).name}:{line})" if line else outer.name
+            for outer, line in takewhile(lambda step: step[0].key != function.key, longest.path)
         ]
-        ends = [outer.key for outer, _ in _lines_in(longest)]
         runs = [
             n
             for place, n in calls.items()
@@ -446,6 +442,7 @@ class _Draft:
             and place.function.key == function.key
             and place.number == self._number
         ]
+        kinds = [operations.get(place, (0, 0)) for place in self._places]
         return LineRow(
             function.name,
             function.file,
@@ -455,18 +452,11 @@ class _Draft:
             entry=self._entry,
             error_ms=error_ms,
             calls=sum(runs),
-            path=tuple(path[: ends.index(function.key)]) if function.key in ends else (),
+            path=tuple(path),
             modules=modules.get((function.file, function.first_line), ""),
             is_library=function.is_library,
             is_rest=is_loop and not self._number and not function.is_library,
             busy_ms=sum(busy_ms.get(place, 0.0) for place in self._places),
-            convolves=convolutions > 0,
-            multiplies_float32=products > 0,
+            convolves=any(convolutions for convolutions, _ in kinds),
+            multiplies_float32=any(products for _, products in kinds),
         )
-
-
-def _lines_in(place: Line) -> list[tuple[Function, int]]:
-    """Return the functions that lead to a line, each with its line on the way."""
-    chain = _chain(place)
-    numbers = [*(function.caller.number for function in chain[1:]), place.number]
-    return [*zip(chain, numbers, strict=True)]

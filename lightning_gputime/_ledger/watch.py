@@ -32,12 +32,14 @@ class LineWatch:
     Lines of other code belong to the line of the user's code that called it.
 
     Args:
-        mark: Called with the line that is running from now on. Its time is taken as the cost of
-            following the code.
+        mark: Called with the line that is running from now on, and True if it starts or False if
+            it continues after a call.
         fail: Called with an error, after which nothing is followed any more.
     """
 
-    def __init__(self, mark: Callable[[Line], None], fail: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, mark: Callable[[Line, bool], None], fail: Callable[[Exception], None]
+    ) -> None:
         self._mark, self._fail = mark, fail
         self.root = Line(None, 0)
         """Time outside of the user's code."""
@@ -160,7 +162,7 @@ class LineWatch:
         if self._source is not None:
             self._count(code, 0)
             if self._detail[id(code)] == CALLS:
-                self._mark(node.whole)
+                self._mark(node.whole, True)
 
     def reach(self, code: CodeType, number: int) -> None:
         """A function reaches a line."""
@@ -176,14 +178,14 @@ class LineWatch:
         self._count(code, number)
         if line is not top[1]:
             top[1] = line
-            self._mark(line)
+            self._mark(line, True)
 
     def leave(self, code: CodeType) -> None:
         """A function returns, raises or is suspended. Its caller continues."""
         depth = self._depth_of(code)
         if depth:
             del self._stack[depth - 1 :]  # Also functions whose end was not reported.
-            self._mark(self.line)
+            self._mark(self.line, False)
 
     def _depth_of(self, code: CodeType) -> int:
         """Return the place of a function on the stack, counted from 1; 0 if it does not run."""
@@ -194,7 +196,7 @@ class LineWatch:
         """From now on, the time of a running function belongs to none of its lines."""
         if self._stack and self._stack[-1][0].code is code:
             self._stack[-1][1] = self._stack[-1][0].whole
-            self._mark(self.line)
+            self._mark(self.line, False)
 
     def _count(self, code: CodeType, number: int) -> None:
         self._events[id(code), number] += 1

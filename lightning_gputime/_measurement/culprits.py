@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar, cast, runtime_checkable
 
+from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.loader import LoaderTimes, MadeBatch
 from lightning_gputime._phases import FETCH
 
 CODE = "code"
 SAMPLER, DATASET, COLLATE = STAGES = ("sampler", "dataset", "collate")
+WORKERS = "workers"
+"""Entry of lines that run in a loader's workers. Their times are those of a batch."""
 GC_COLLECT = "gc.collect"
 """Name of the code that starts a garbage collection explicitly."""
 _MAX_CODES = 100  # Further code is not recorded, to limit memory.
@@ -90,6 +93,9 @@ class TimedWorkers(TimedLoader, Protocol):
 
     def newest_batches(self) -> Iterator[MadeBatch]:
         """Yield the newest batches of the workers."""
+
+    def lines(self) -> tuple[LineRow, ...]:
+        """Return the lines that take the time of a batch, the longest first."""
 
 
 Loader = TypeVar("Loader", bound=TimedLoader)

@@ -33,7 +33,7 @@ from lightning_gputime._measurement.slow import SlowLog
 from lightning_gputime._measurement.stats import PhaseStats
 from lightning_gputime._measurement.sums import Sums, ThroughputReference
 from lightning_gputime._measurement.untimed import Estimate, Totals, UntimedSteps
-from lightning_gputime._measurement.wall_clock import WallClock
+from lightning_gputime._measurement.wall_clock import EVALUATION, WallClock
 from lightning_gputime._messages import Named
 from lightning_gputime._phases import DATA, FETCH, StepRecord, StepTimes, of_one_callback
 
@@ -291,13 +291,17 @@ class Results:
         if not len(weights):
             weights = np.ones(len(is_long))
         return {
-            "host_paced": Named(ledger.pace.shares()),
+            "host_paced": Named(ledger.host_shares()),
             "examined_steps": len(ledger.steps),
             "lines_unavailable": ledger.unavailable,
-            "lines": ledger.rows(
-                {name: row.share * step.mean_ms for name, row in rows.items()},
-                median_ms=step.p50_ms,
-                long_share=float(weights[is_long].sum() / (weights.sum() or 1.0)),
+            "lines": (
+                *ledger.rows(
+                    {name: row.share * step.mean_ms for name, row in rows.items()},
+                    median_ms=step.p50_ms,
+                    long_share=float(weights[is_long].sum() / (weights.sum() or 1.0)),
+                    evaluation=EVALUATION,
+                ),
+                *(line for workers in self.culprits.workers for line in workers.lines()),
             ),
         }
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import groupby
 from math import isnan, nan
 from operator import attrgetter, sub
+from typing import Any
 
 from lightning_gputime._measurement.units import percent
 from lightning_gputime._phases import BACKWARD, FORWARD, StepRecord, resolve_labels
@@ -30,30 +31,28 @@ class Sums:
     def _add_steps(self, labels: tuple[str, ...], steps: Iterable[StepRecord]) -> None:
         """Add steps with the same labels, column by column."""
         # A loop over the steps is slower, and so is NumPy, whose code is not in the CPU caches
-        # while a training loop runs. The columns have the order of the fields of `StepRecord`.
-        _, _, device_ms, host_ns, waits_ms, _, skipped_updates, _, _, items, *_ = zip(
-            *steps, strict=True
-        )
-        n = len(device_ms)
-        marks_ms = [*zip(*device_ms, strict=True)]  # Device time of each step, by mark.
+        # while a training loop runs.
+        columns: Any = StepRecord._make(zip(*steps, strict=True))
+        n = len(columns.number)
+        marks_ms = [*zip(*columns.device_ms, strict=True)]  # Device time of each step, by mark.
         # Host time of all steps, by mark: the sum over the next mark minus the sum over this mark.
-        starts_ns = [*map(sum, zip(*host_ns, strict=True))]
+        starts_ns = [*map(sum, zip(*columns.host_ns, strict=True))]
         marks_ns = [*map(sub, starts_ns[1:], starts_ns)]
         for name, marks in _marks_of(labels):
             if len(marks) == 1:
                 steps_ms: Sequence[float] = marks_ms[marks[0]]
             else:
-                columns = map(marks_ms.__getitem__, marks)
-                # Without marks, there are no columns to add.
-                steps_ms = [*map(sum, zip(*columns, strict=True))] or [0.0] * n
+                times = map(marks_ms.__getitem__, marks)
+                # Without marks, there are no times to add.
+                steps_ms = [*map(sum, zip(*times, strict=True))] or [0.0] * n
             if name is None:
                 self.each_ms += steps_ms
-                self._add_items(items, steps_ms)
+                self._add_items(columns.items, steps_ms)
             phase = self.step if name is None else self.phases[name]
             host_ms = sum(map(marks_ns.__getitem__, marks)) / 1e6
             phase.add(n, sum(steps_ms), host_ms, max(steps_ms))
-        self.wait_ms += sum(waits_ms)
-        self.skipped_updates += sum(skipped_updates)
+        self.wait_ms += sum(columns.wait_ms)
+        self.skipped_updates += sum(columns.skipped_update)
 
     def _add_items(self, items: Sequence[float], each_ms: Sequence[float]) -> None:
         """Add the items and the device time of the steps with a known number of items."""

@@ -273,12 +273,12 @@ class PendingSteps:
             first: First event of the step.
         """
         times = []
-        for start_ns, end_ns, event, line in marks:
+        for start_ns, end_ns, event, line, starts in marks:
             ms = nan
             if event is not None:
                 ms = first.elapsed_time(event)
                 self.free.append(event)
-            times.append(LineTime(start_ns, end_ns, ms, line))
+            times.append(LineTime(start_ns, end_ns, ms, line, starts))
         return tuple(times)
 
     def _elapsed_ms_after_wait(self, events: Sequence[TimingEvent]) -> Sequence[float]:

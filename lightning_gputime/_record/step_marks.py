@@ -35,12 +35,14 @@ class LineMark(NamedTuple):
         end_ns: Host time at which it ended. The line runs from then on.
         event: Event between the two; None on the host's clock.
         line: Line that runs after the mark.
+        starts: False if the line continues, or if its backward runs.
     """
 
     start_ns: int
     end_ns: int
     event: TimingEvent | None
     line: Any
+    starts: bool
 
 
 @dataclass(slots=True)

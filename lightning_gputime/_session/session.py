@@ -130,7 +130,7 @@ class Session:
                 work=work,
                 analyzer=analyzer,
                 examiner=self._examiner,
-                pace=results.ledger.pace,
+                ledger=results.ledger,
                 plan=plan,
                 hooks_off=HooksOff(
                     plan,

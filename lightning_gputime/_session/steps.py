@@ -8,7 +8,7 @@ from lightning_gputime._causes.analyzer import SlowStepAnalyzer
 from lightning_gputime._instrumentation.boundaries import Boundaries
 from lightning_gputime._instrumentation.work import WorkCounter
 from lightning_gputime._ledger.examiner import Examiner
-from lightning_gputime._ledger.pace import PaceSums
+from lightning_gputime._ledger.ledger import Ledger
 from lightning_gputime._measurement.untimed import UntimedSteps
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._phases import DATA
@@ -40,7 +40,7 @@ class StepParts:
     work: WorkCounter
     analyzer: SlowStepAnalyzer
     examiner: Examiner
-    pace: PaceSums
+    ledger: Ledger
     plan: TimingPlan
     hooks_off: HooksOff
     logs: LogSchedule
@@ -124,7 +124,7 @@ class Steps:
                 log_is_due,
                 label,
                 items=items,
-                waits_now=is_examined or parts.pace.wants_wait,
+                waits_now=is_examined or parts.ledger.pace.wants_wait,
             )
             if is_examined:
                 self.enter(TIMED)
@@ -208,7 +208,7 @@ class Steps:
                 self._first_label,
                 index=self.index,
                 items=items,
-                waits_now=state is EXAMINED or parts.pace.wants_wait,
+                waits_now=state is EXAMINED or parts.ledger.pace.wants_wait,
             )
         else:
             parts.recorder.pending.end_untimed(log_is_due)
@@ -249,6 +249,7 @@ class Steps:
         parts, plan = self._parts, self.plan
         steps_ns = parts.wall_clock.steps_ns(parts.host_ns())
         lines = parts.examiner.start(steps_ns / max(self._ended, 1))
+        parts.ledger.unavailable = parts.examiner.unavailable
         if lines is None:
             plan.examinations.stop()
             self.enter(TIMED)
@@ -261,6 +262,7 @@ class Steps:
         parts = self._parts
         steps_ns = parts.wall_clock.steps_ns(parts.host_ns())
         share = parts.examiner.marks_ns / max(steps_ns, 1)
+        parts.ledger.unavailable = parts.examiner.unavailable
         self.plan.examinations.step_examined(self._ended - 1, share)
 
     def _decide(self) -> None:

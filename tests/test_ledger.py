@@ -1,0 +1,494 @@
+"""Pace and lines of examined steps, with exact times on the fake GPU."""
+
+import asyncio
+import functools
+import inspect
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import FakeGPU, batches, work
+from fake_loop import Loop, hooks
+from torch import Tensor, nn
+
+N = 40
+
+
+class Net(nn.Module):
+    """A model whose two lines take the device different times in both directions."""
+
+    def __init__(self, gpu: FakeGPU, host_ms: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self._gpu, self._host_ms = gpu, host_ms
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._launch(self.linear(x), 3.0, 6.0)
+        return self._launch(x, 1.0, 2.0)
+
+    def _launch(self, x: Tensor, forward_ms: float, backward_ms: float) -> Tensor:
+        self._gpu.host_work(self._host_ms)
+        return work(x, self._gpu, forward_ms, backward_ms)
+
+
+Body = Callable[[Loop, Tensor], None]
+
+
+def train(body: Body, gpu: FakeGPU, *, model: Any = None, n: int = N, **options: Any) -> Any:
+    """Return the summary of a timer of a loop that runs `body` on each batch."""
+    loop = Loop(gpu, model or Net(gpu))
+    with hooks(loop, **{"lines": True, "every_n_steps": 1, **options}) as timer:
+        for loop.number, x in enumerate(timer.steps(batches(gpu, n, copy_ms=0.0))):
+            body(loop, x)
+    return timer.summary()
+
+
+def wait(gpu: FakeGPU) -> None:
+    """Block the host until the device has no work left, as `.item()` does."""
+    gpu.now = max(gpu.now, gpu.free_at)
+
+
+# Pace
+
+
+def gpu_bound(loop: Loop, x: Tensor) -> None:
+    loop.model(x).sum().backward()
+    loop.update()
+
+
+def blocking_copy(loop: Loop, x: Tensor) -> None:
+    loop.model(x).sum().backward()
+    loop.update()
+    wait(loop.gpu)
+    loop.gpu.host_work(0.75)
+
+
+def waits_twice(loop: Loop, x: Tensor) -> None:
+    out = loop.model(x)
+    wait(loop.gpu)
+    loop.gpu.host_work(0.5)
+    out.sum().backward()
+    loop.update()
+    wait(loop.gpu)
+
+
+def host_bound(loop: Loop, x: Tensor) -> None:
+    loop.gpu.host_work(30.0)
+    loop.model(x).sum().backward()
+    loop.gpu.host_work(20.0)
+    loop.update()
+
+
+def accumulates(loop: Loop, x: Tensor) -> None:
+    for _ in range(2):
+        loop.model(x).sum().backward()
+    loop.gpu.host_work(40.0)
+    loop.update()
+
+
+def alternates(loop: Loop, x: Tensor) -> None:
+    loop.model(x).sum().backward()
+    if loop.number % 2:
+        loop.gpu.host_work(50.0)
+    loop.update()
+
+
+def replays_graph(loop: Loop, x: Tensor) -> None:
+    loop.gpu.host_work(0.5)
+    if not loop.other:
+        with loop.gpu.capture() as replay:
+            loop.gpu.work(9.0)
+        loop.other = replay
+    loop.other()
+    loop.model(x).sum().backward()
+    loop.update()
+
+
+PACED = [
+    (gpu_bound, {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}),
+    # The device idles for 0.75 ms in each step, before the next forward.
+    (blocking_copy, {"other": 1.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}),
+    (waits_twice, {"loss": 1.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}),
+    # Of 20 ms before the update, the device works for 12 ms and waits for 8.
+    (host_bound, {"other": 1.0, "forward": 0.0, "optimizer": 0.8}),
+    # The device works for 26 of 40 ms, and waits for 14 ms before the update.
+    (accumulates, {"forward": 0.0, "backward": 0.0, "optimizer": 14 / 16}),
+    (replays_graph, {"other": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}),
+]
+
+
+@pytest.mark.parametrize("drift", [0.0, 25e-6, -25e-6])
+@pytest.mark.parametrize(("body", "host_paced"), PACED)
+def test_pace_of_each_phase_is_exact(
+    body: Body, host_paced: dict[str, float], drift: float, gpu: FakeGPU
+) -> None:
+    gpu.drift = drift
+    summary = train(body, gpu)
+    found = {name: summary.host_paced[name] for name in host_paced}
+    assert found == pytest.approx(host_paced, abs=1e-3)
+
+
+def test_steps_that_alternate_have_the_mean_pace(gpu: FakeGPU) -> None:
+    # Two steps take 50 ms, in which the device works for 28.
+    summary = train(alternates, gpu, n=400)
+    idle_ms = summary.host_paced["optimizer"] * summary.rows["optimizer"].mean_ms
+    assert idle_ms == pytest.approx(11.0, rel=0.05)
+
+
+@pytest.mark.parametrize("every", [1, 7, "auto"])
+def test_the_device_is_not_idle_behind_a_long_backlog(every: Any, gpu: FakeGPU) -> None:
+    gpu.work(5_000.0)  # The host runs far ahead.
+    summary = train(gpu_bound, gpu, n=200, every_n_steps=every)
+    assert summary.host_paced == pytest.approx(
+        {name: 0.0 if summary.rows[name].mean_ms else 1.0 for name in summary.host_paced}
+    )
+    assert summary.diagnosis.code == "GPU-bound"
+
+
+def test_communication_that_the_device_waits_for_is_not_paced_by_the_host(
+    gpu: FakeGPU, ranks: Any
+) -> None:
+    def body(loop: Loop, x: Tensor) -> None:
+        loss = loop.model(x).sum()
+        loss.backward()
+        for parameter in loop.model.parameters():
+            torch.distributed.all_reduce(parameter.grad)
+        loop.update()
+
+    summary = train(body, gpu, sync_ranks=False)
+    assert summary.host_paced["optimizer/comm"] == 0.0
+
+
+def test_the_host_waits_once_per_step_and_once_more_after_an_examined_step(gpu: FakeGPU) -> None:
+    train(gpu_bound, gpu, n=30)
+    # Steps 12, 15, 18 and 29 are examined; each wait is for one step.
+    assert len(gpu.waits) <= 30
+
+
+# Lines
+
+
+def times_of(summary: Any, least_ms: float = 0.1) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return GPU-paced and host-paced time of the rows in steps, by function and phase."""
+    return {
+        row.function: {
+            phase: (round(part.gpu_ms, 2), round(part.host_ms, 2))
+            for phase, part in row.phases.items()
+            if part.ms >= least_ms
+        }
+        for row in summary.lines
+        if not row.entry and row.ms >= least_ms
+    }
+
+
+def line_of(function: Any, text: str) -> int:
+    """Return the number of the line of a function with this text."""
+    lines, first = inspect.getsourcelines(function)
+    return next(first + i for i, line in enumerate(lines) if text in line)
+
+
+def test_lines_of_forward_have_their_backward(gpu: FakeGPU) -> None:
+    class Two(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = work(self.linear(x), self._gpu, 3.0, 6.0)
+            return work(x, self._gpu, 1.0, 2.0)
+
+    summary = train(gpu_bound, gpu, model=Two(gpu))
+    rows = {row.line: row.phases for row in summary.lines if row.function == "Two.forward"}
+    found = {
+        line: {phase: part.gpu_ms for phase, part in phases.items()}
+        for line, phases in rows.items()
+    }
+    assert found == {
+        line_of(Two.forward, "3.0, 6.0"): pytest.approx({"forward": 3.0, "backward": 6.0}),
+        line_of(Two.forward, "1.0, 2.0"): pytest.approx({"forward": 1.0, "backward": 2.0}),
+    }
+
+
+def test_the_headline_names_line_pace_and_gain(gpu: FakeGPU) -> None:
+    summary = train(host_bound, gpu, n=400, every_n_steps="auto")
+    number = line_of(host_bound, "30.0")
+    assert summary.verdict == (
+        f"host-bound: `host_bound` (test_ledger.py:{number}) keeps the GPU waiting for 28 ms of"
+        " 50 ms per step (56 % of the training); without it the training is up to 2.27x as fast"
+    )
+
+
+def test_a_wait_counts_by_the_time_in_which_the_device_then_idles(gpu: FakeGPU) -> None:
+    summary = train(blocking_copy, gpu, n=400, every_n_steps="auto")
+    (row,) = (row for row in summary.lines if row.function == "wait" and not row.entry)
+    # The wait itself takes the host 14 ms.
+    assert (row.ms, row.idle_ms) == pytest.approx((0.75, 0.75), abs=1e-3)
+    (advice,) = (item.text for item in summary.diagnosis.advice if item.code == "blocking_call")
+    assert advice.endswith(
+        "waits for the GPU, which then has no work for 0.75 ms of 14.8 ms per step: read the value"
+        " less often, or later"
+    )
+
+
+class Kinds:
+    """Code of many kinds that takes the host 20 ms."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        self.gpu = gpu
+
+    def busy(self, ms: float = 20.0) -> float:
+        self.gpu.host_work(ms)
+        return ms
+
+    def parts(self) -> Iterator[int]:
+        for i in range(4):
+            self.gpu.host_work(5.0)
+            yield i
+
+    def descend(self, depth: int = 4) -> None:
+        self.gpu.host_work(4.0)
+        if depth:
+            self.descend(depth - 1)
+
+    async def answer(self) -> None:
+        await asyncio.sleep(0)
+        self.gpu.host_work(20.0)
+
+    @functools.wraps(busy)
+    def decorated(self) -> float:
+        return self.busy()
+
+    def __call__(self) -> float:
+        return self.busy()
+
+    def fails(self) -> None:
+        self.gpu.host_work(20.0)
+        raise ValueError
+
+    def delegates(self) -> Iterator[int]:
+        yield from self.parts()
+
+    @property
+    def value(self) -> float:
+        return self.busy()
+
+
+def catches(kinds: Kinds) -> None:
+    with suppress(ValueError):
+        kinds.fails()
+
+
+def throws(kinds: Kinds) -> None:
+    def waits() -> Iterator[None]:
+        try:
+            yield
+        except ValueError:
+            kinds.busy()
+
+    generator = waits()
+    next(generator)
+    with pytest.raises(StopIteration):
+        generator.throw(ValueError())  # type: ignore[attr-defined]
+
+
+def in_a_thread(kinds: Kinds) -> None:
+    thread = threading.Thread(target=kinds.parts)
+    thread.start()
+    thread.join()
+    kinds.busy()
+
+
+KINDS: list[tuple[str, Callable[[Kinds], object], str]] = [
+    ("method", lambda kinds: kinds.busy(), "Kinds.busy"),
+    ("generator", lambda kinds: sum(kinds.parts()), "Kinds.parts"),
+    ("yield from", lambda kinds: [*kinds.delegates()], "Kinds.parts"),
+    ("recursion", lambda kinds: kinds.descend(), "Kinds.descend"),
+    ("async", lambda kinds: asyncio.run(kinds.answer()), "Kinds.answer"),
+    ("decorator", lambda kinds: kinds.decorated(), "Kinds.busy"),
+    ("callable object", lambda kinds: kinds(), "Kinds.busy"),
+    ("property", lambda kinds: kinds.value, "Kinds.busy"),
+    ("partial", lambda kinds: functools.partial(kinds.busy, 20.0)(), "Kinds.busy"),
+    ("map, in C", lambda kinds: [*map(kinds.busy, (5.0, 15.0))], "Kinds.busy"),
+    ("key function", lambda kinds: sorted((5.0, 15.0), key=kinds.busy), "Kinds.busy"),
+    ("comprehension", lambda kinds: [kinds.gpu.host_work(5.0) for _ in range(4)], "<lambda>"),
+    ("generator expression", lambda k: sum(k.gpu.host_work(5) or 1 for _ in "abcd"), "<lambda>"),
+    ("exception", catches, "Kinds.fails"),
+    ("throw", throws, "Kinds.busy"),
+    ("another thread runs", in_a_thread, "Kinds.busy"),
+    ("exec", lambda kinds: exec("kinds.busy()", {"kinds": kinds}), "Kinds.busy"),
+    ("eval of own work", lambda kinds: eval("k.gpu.host_work(20)", {"k": kinds}), "<lambda>"),
+]
+
+
+@pytest.mark.parametrize(
+    ("run", "function"), [case[1:] for case in KINDS], ids=[c[0] for c in KINDS]
+)
+def test_code_of_any_kind_is_named(
+    run: Callable[[Kinds], object], function: str, gpu: FakeGPU
+) -> None:
+    kinds = Kinds(gpu)
+
+    def body(loop: Loop, x: Tensor) -> None:
+        loop.model(x).sum().backward()
+        run(kinds)
+        loop.update()
+
+    summary = train(body, gpu)
+    (row,) = (row for row in summary.lines if not row.entry and row.host_ms > 1)
+    assert (row.function, row.host_ms) == (function, pytest.approx(6.0, abs=0.5))
+    assert row.path[-1].startswith(("body", "<lambda>", "Kinds", "catches", "waits", "in_a"))
+    assert sys.gettrace() is None
+
+
+SOURCE = """
+def slow(gpu):
+    gpu.host_work(1.0)
+    gpu.host_work(20.0)
+"""
+
+
+def from_zip(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    with zipfile.ZipFile(folder / "code.zip", "w") as archive:
+        archive.writestr("zipped_user_code.py", SOURCE)
+    monkeypatch.syspath_prepend(str(folder / "code.zip"))
+    import zipped_user_code  # type: ignore[import-not-found]
+
+    return zipped_user_code.slow
+
+
+def from_cell(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(SOURCE, str(folder / "ipykernel_71" / "37.py"), "exec"), scope)
+    return scope["slow"]
+
+
+def from_relative_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(folder)
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(SOURCE, "relative.py", "exec"), scope)
+    return scope["slow"]
+
+
+def typed_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(SOURCE, "<stdin>", "exec"), scope)
+    return scope["slow"]
+
+
+FILES = [
+    (from_zip, "zipped_user_code.py:4"),
+    (from_cell, "cell:4"),
+    (from_relative_path, "relative.py:4"),
+    (typed_in, "<stdin>:4"),
+]
+
+
+@pytest.mark.parametrize(("make", "where"), FILES)
+def test_code_from_anywhere_is_named(
+    make: Callable[..., Any],
+    where: str,
+    gpu: FakeGPU,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = make(tmp_path, monkeypatch)
+
+    def body(loop: Loop, x: Tensor) -> None:
+        loop.model(x).sum().backward()
+        slow(gpu)
+        loop.update()
+
+    summary = train(body, gpu)
+    (row,) = (row for row in summary.lines if not row.entry and row.host_ms > 1)
+    assert (row.function, row.where) == ("slow", where)
+
+
+def test_modules_are_named_with_their_number(gpu: FakeGPU) -> None:
+    class Block(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return work(self.linear(x), self._gpu, 3.0, 6.0)
+
+    class Head(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return work(self.linear(x), self._gpu, 2.0, 4.0)
+
+    model = nn.Sequential(Block(gpu), Block(gpu), Block(gpu), Head(gpu))
+    summary = train(gpu_bound, gpu, model=model)
+    assert {row.modules: round(row.ms, 2) for row in summary.lines if row.modules} == {
+        "3 x Block": 27.0,
+        "3": 6.0,
+    }
+    assert str(summary.lines[0]).startswith("`Block.forward` (3 x Block, test_ledger.py:")
+
+
+def test_time_of_a_library_is_named_by_its_function(gpu: FakeGPU) -> None:
+    summary = train(gpu_bound, gpu)
+    number = line_of(gpu_bound, "update")
+    row = next(row for row in summary.lines if row.function == "Adder.step")
+    assert str(row) == f"`Adder.step` (called by gpu_bound (test_ledger.py:{number}))"
+    assert times_of(summary)["Adder.step"] == {"optimizer": (2.0, 0.0)}
+
+
+def test_code_outside_of_steps_is_named(gpu: FakeGPU) -> None:
+    def evaluate() -> None:
+        gpu.host_work(30.0)
+
+    loop = Loop(gpu, Net(gpu))
+    with hooks(loop, lines=True) as timer:
+        for _ in range(3):
+            for x in timer.steps([torch.ones(1, 2)] * 20):
+                gpu_bound(loop, x)
+            evaluate()
+    between = [row for row in timer.summary().lines if row.entry == "between loops"]
+    assert (between[0].function, between[0].ms) == ("evaluate", pytest.approx(30.0))
+
+
+def test_rows_say_how_often_they_run(gpu: FakeGPU) -> None:
+    def body(loop: Loop, x: Tensor) -> None:
+        loop.model(x).sum().backward()
+        for _ in range(10):
+            loop.gpu.host_work(2.0)
+        loop.update()
+
+    summary = train(body, gpu)
+    row = next(row for row in summary.lines if row.function.endswith("body") and row.host_ms > 1)
+    assert row.calls == 10
+
+
+def test_short_lines_of_the_loop_are_one_row(gpu: FakeGPU) -> None:
+    def body(loop: Loop, x: Tensor) -> None:
+        loop.model(x).sum().backward()
+        loop.gpu.work(0.1)
+        loop.gpu.work(0.1)
+        loop.gpu.work(0.1)
+        loop.update()
+
+    summary = train(body, gpu)
+    (row,) = (row for row in summary.lines if row.is_rest)
+    assert times_of(summary)[row.function] == {"optimizer": (0.3, 0.0)}
+
+
+# Which steps
+
+
+def test_without_lines_no_step_is_examined(gpu: FakeGPU) -> None:
+    assert train(gpu_bound, gpu, lines=False).lines == ()
+
+
+def test_another_tool_that_traces_is_left_alone(gpu: FakeGPU) -> None:
+    if sys.version_info >= (3, 12):
+        pytest.skip("lines come from sys.monitoring")
+
+    def trace(*_: object) -> None:
+        pass
+
+    sys.settrace(trace)
+    try:
+        summary = train(host_bound, gpu)
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(None)
+    assert summary.lines == ()
+    assert "not timed, because another tool, such as a debugger, traces the code" in str(summary)
