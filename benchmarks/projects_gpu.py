@@ -51,7 +51,7 @@ def save_checkpoint(step: int, loss: Tensor, model: Any, optimizer: Any) -> None
 @torch.no_grad()
 def estimate_loss(step: int, loss: Tensor, model: Any, optimizer: Any) -> Any:
     losses = []
-    for _ in range(40 if step % 5 == 4 else 0):
+    for _ in range(20 if step % 5 == 4 else 0):
         tokens = torch.randint(64, (16, 257), device=loss.device)
         logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
         losses.append(F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item())
@@ -225,8 +225,8 @@ class Factorization(Net):
     """Scores of pairs of a user and an item."""
 
     def forward(self, x: Tensor) -> Any:
-        pairs = (x * self.layer.num_embeddings).long()
-        return self.layer(pairs).prod(1).sum(1)
+        users, items = self.layer((x * self.layer.num_embeddings).long()).unbind(1)
+        return (users * items).sum(1)
 
 
 class Meter:
@@ -289,8 +289,8 @@ PROJECTS = [
         {"after": lambda _: release_memory}),
     gpu("plain: activations recomputed", DEVICE, ("CheckpointedBlock.forward",),
         train_gpt, {"model": partial(base.GPT, block=CheckpointedBlock)}),
-    removable("plain: checkpoint every 10 steps", OUTSIDE, ("save_checkpoint",), small_gpt,
-              {"after": lambda _: save_checkpoint}),
+    removable("plain: checkpoint every 10 steps", OUTSIDE, ("save_checkpoint",),
+              partial(small_gpt, layers=4), {"after": lambda _: save_checkpoint}),
     removable("plain: evaluation every 5 steps", (*OUTSIDE, *DEVICE), ("estimate_loss",), train_gpt,
               {"after": lambda _: estimate_loss}),
     removable("plain: Adam one tensor at a time", LAUNCHES, ("line:update", "AdamW"), small_gpt,
@@ -315,7 +315,7 @@ PROJECTS = [
     gpu("lightning: gradients of a frozen backbone", DEVICE,
         ("LinearProbe.forward", "Residual.forward"), partial(fit_images, module=base.LinearProbe)),
     removable("lightning: augmentation image by image", LAUNCHES, ("augment_each",),
-              partial(fit_images, module=Augments)),
+              partial(fit_images, module=Augments, rows=256)),
     gpu("lightning: anomaly detection left on", LAUNCHES, ("detect_anomaly",), fit_images,
         {"detect_anomaly": True}),
     gpu("lightning: ResNet", DEVICE, (), fit_images),

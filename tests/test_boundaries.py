@@ -141,7 +141,6 @@ def test_timed_model_saves_the_same_state_dict(time_step: TimeStep) -> None:
     model = small_model()
     model.register_forward_hook(print)
     bare = saved(model.state_dict())
-    time_step(model, modules=["0"])
     time_step(model)
     assert saved(model.state_dict()) == bare
 
@@ -153,7 +152,7 @@ def test_copy_of_a_timed_model_has_no_hooks(
     model = small_model()
     for entry in (model, torch.fx.symbolic_trace(model)):
         bare = duplicate(entry)
-        time_step(entry, modules=["0"])
+        time_step(entry)
         assert hooks_of(entry) != hooks_of(bare)
         copied = duplicate(entry)
         assert hooks_of(copied) == hooks_of(bare)
@@ -184,7 +183,7 @@ def test_copy_keeps_foreign_hooks_and_handles(time_step: TimeStep) -> None:
     model = nn.Linear(2, 2)
     model.handle = model.register_forward_hook(lambda *_: torch.zeros(1))  # type: ignore[assignment]
     net = nn.Sequential(model)
-    timed = time_step(net, modules=["0"])
+    timed = time_step(net)
     copied: Any = copy.deepcopy(net)[0]
     assert torch.equal(copied(X), torch.zeros(1))
     copied.handle.remove()
@@ -197,7 +196,7 @@ def test_copy_keeps_foreign_hooks_and_handles(time_step: TimeStep) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated.*:DeprecationWarning")
 def test_model_is_traced_while_it_is_timed(time_step: TimeStep) -> None:
     model = small_model()
-    time_step(model, modules=["0"])
+    time_step(model)
     assert torch.equal(torch.jit.trace(model, X)(X), model(X))
 
 

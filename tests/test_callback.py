@@ -34,7 +34,7 @@ def test_means_are_logged_under_the_number_of_their_newest_step(gpu: FakeGPU) ->
 
 PHASES = {f"{name}_ms" for name in (*STEP_MS, "callbacks", "step")}
 DEFAULT = PHASES | {"host_wait_ms", "items_per_sec"}
-FETCH, NET = {"data/fetch_ms", "data/copy_ms"}, {"forward/net_ms", "backward/net_ms"}
+FETCH = {"data/fetch_ms", "data/copy_ms"}
 FIT = {"fit/wall_s", "fit/steps_share"}  # Keys that each fit has; others depend on the fit.
 
 
@@ -42,7 +42,6 @@ FIT = {"fit/wall_s", "fit/steps_share"}  # Keys that each fit has; others depend
     ("options", "logged"),
     [
         ({}, DEFAULT),
-        ({"modules": 1}, DEFAULT | FETCH | NET),
         ({"log": ["default", "fit"]}, DEFAULT | FIT),
         ({"log": ["phases", "comm"]}, PHASES),
         ({"log": "all"}, DEFAULT | FETCH | FIT | {"slow_excess_ms"}),
@@ -203,7 +202,6 @@ def test_skipped_batches_and_none_batches_end_no_step(gpu: FakeGPU) -> None:
         ({"flops": "3e9"}, 3_000_000_000),
         ({"flops": UserList(["1.5", 2])}, [1.5, 2]),
         ({"log": UserList(["default", "slow"])}, ["default", "slow"]),
-        ({"modules": UserList(["net"])}, ["net"]),
     ],
 )
 def test_options_of_config_files_are_converted(option: dict[str, Any], converted: Any) -> None:

@@ -61,16 +61,16 @@ class Module(pl.LightningModule):
         return self.loop.optimizers or self.loop.optimizer
 
 
-def run_lightning(case: Case, loop: Loop, front_end: str) -> GPUPhaseTimer:
-    timer = timer_of(loop.gpu)
+def run_lightning(case: Case, loop: Loop, front_end: str, **options: Any) -> GPUPhaseTimer:
+    timer = timer_of(loop.gpu, **options)
     micro_batches = case.micro_batches if front_end == LIGHTNING else 1
     runner = trainer(timer, accumulate_grad_batches=micro_batches)
     runner.fit(Module(case, loop, front_end), Loader(loop.gpu, case.batches))
     return timer
 
 
-def run_plain(case: Case, loop: Loop, front_end: str) -> GPUPhaseHooks:
-    options: dict[str, Any] = {"accumulate_grad_batches": case.micro_batches, **case.options}
+def run_plain(case: Case, loop: Loop, front_end: str, **options: Any) -> GPUPhaseHooks:
+    options = {"accumulate_grad_batches": case.micro_batches, **case.options, **options}
     if front_end == SAMPLED:
         options["every_n_steps"] = 4
     optimizers = loop.optimizers or loop.optimizer

@@ -13,9 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import FakeGPU, batches, work
+from conformance import CASES, PLAIN, SAMPLED, TRANSFORMERS, Case
+from conftest import hooks_of, installed
+from fake_gpu import FakeGPU, batches, steps, work
 from fake_loop import Loop, hooks
+from test_conformance import expected_steps, run_lightning, run_plain
 from torch import Tensor, nn
+
+from lightning_gputime._ledger import schedule
 
 N = 40
 
@@ -492,3 +497,34 @@ def test_another_tool_that_traces_is_left_alone(gpu: FakeGPU) -> None:
         sys.settrace(None)
     assert summary.lines == ()
     assert "not timed, because another tool, such as a debugger, traces the code" in str(summary)
+
+
+# Nothing changes
+
+
+EXAMINED = [
+    pytest.param(case, front_end, id=f"{case.name}, {front_end}")
+    for case in CASES
+    for front_end in case.front_ends
+    if front_end not in (SAMPLED, TRANSFORMERS)
+]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True", "ignore:`torch.jit")
+@pytest.mark.parametrize(("case", "front_end"), EXAMINED)
+def test_examined_steps_have_the_same_phases(
+    case: Case, front_end: str, gpu: FakeGPU, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule, "_FIRST", (*range(2, 100),))
+    loop = case.build(gpu)
+    optimizers = loop.optimizers or [loop.optimizer]
+    bare = hooks_of(loop.model), installed(*optimizers)
+    run = run_plain if front_end in PLAIN else run_lightning
+    timer: Any = run(case, loop, front_end, lines=True, every_n_steps=1)
+    found = steps(timer)
+    assert [{name: ms for name, ms in row.items() if ms} for row in found] == expected_steps(
+        case, front_end
+    )
+    assert timer.summary().examined_steps or len(found) < 3
+    assert (hooks_of(loop.model), installed(*optimizers)) == bare
+    assert sys.gettrace() is None

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_loop import with_facts
 from processes import ENVIRONMENT
 from test_compare import run
 from test_schema import GOLDEN, filled_run
 
-from lightning_gputime import compare, load
+from lightning_gputime import Run, compare, load
 from lightning_gputime.__main__ import main
+from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._runs import saved
 from lightning_gputime._runs.result import comparison_result, result_of
 
@@ -43,6 +45,12 @@ def paths_of(value: Any, path: str = "") -> set[str]:
     return {path}
 
 
+def with_line() -> Run:
+    """Return a run in which a line takes all of forward."""
+    measured, line = run(1, 300), LineRow("f", "a.py", 7, phases={"forward": PhasePart(5.0)})
+    return replace(measured, _summary=with_facts(measured.summary(), lines=(line,)))
+
+
 @each_format
 @pytest.mark.parametrize("name", [path.name for path in sorted(GOLDEN.glob("run-*.json"))])
 def test_result_of_each_version_of_a_file_follows_the_schema(
@@ -54,7 +62,7 @@ def test_result_of_each_version_of_a_file_follows_the_schema(
 
 
 def test_brief_result_is_short_and_its_keys_are_all_in_the_full_result() -> None:
-    for measured in (run(1, 300), filled_run(), load(GOLDEN / "run-5.1.json")):
+    for measured in (run(1, 300), with_line(), filled_run(), load(GOLDEN / "run-5.1.json")):
         full, brief = result_of(measured), result_of(measured, brief=True)
         assert paths_of(json.loads(json.dumps(brief))) <= paths_of(json.loads(json.dumps(full)))
         assert len(json.dumps(brief)) < MAX_BRIEF_CHARS

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import STEP_MS, FakeGPU, Layer, steps
+from fake_gpu import STEP_MS, FakeGPU, Layer, batches, steps
 from fake_lightning import Loader, Model, callback, fit, timer_of, trainer
 from fake_loop import Loop, hooks, train
 from test_nothing_stays import left_on
@@ -29,8 +29,7 @@ from lightning_gputime import GPUPhaseHooks, phase
 def test_attribute_of_a_model_changes_no_phase(gpu: FakeGPU, name: str, value: Any) -> None:
     model = Model(gpu)
     setattr(model, name, value)
-    timer = fit(gpu, model, 2, timer=timer_of(gpu, modules=["net"]))
-    assert [step["forward/net"] for step in steps(timer)] == [4.0, 4.0]
+    assert steps(fit(gpu, model, 2)) == [STEP_MS] * 2
 
 
 def test_submodule_called_module_is_not_a_wrapper(gpu: FakeGPU) -> None:
@@ -43,14 +42,22 @@ def test_submodule_called_module_is_not_a_wrapper(gpu: FakeGPU) -> None:
             out: Tensor = self.head(self.module(x))
             return out
 
-    timer = train(Loop(gpu, Outer()), 2, modules=["module", "head"])
-    assert [(step["forward/module"], step["forward/head"]) for step in steps(timer)] == [(4, 1)] * 2
+    timer = train(Loop(gpu, Outer()), 2)
+    assert steps(timer) == [{**STEP_MS, "forward": 5.0, "backward": 9.0}] * 2
 
 
-def test_module_names_are_relative_to_the_model_inside_ddp(gpu: FakeGPU, two_ranks: None) -> None:
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(Layer(gpu, 4.0)))
-    timer = GPUPhaseHooks(model, _clock=gpu, modules=["0"])
-    assert [*timer._loop.submodules] == ["0"]
+@pytest.mark.usefixtures("two_ranks")
+def test_module_of_a_line_is_named_relative_to_the_model_inside_ddp(gpu: FakeGPU) -> None:
+    class Body(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(Body(gpu, 4.0)))
+    with GPUPhaseHooks(model, _clock=gpu, sync_ranks=False) as timer:
+        for x in timer.steps(batches(gpu, 20)):
+            model(x)
+    names = {line.function: line.modules for line in timer.summary().lines}
+    assert names["Body.forward"] == "0"
 
 
 def test_model_whose_getattr_answers_anything_is_timed(gpu: FakeGPU) -> None:

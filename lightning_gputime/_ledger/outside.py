@@ -68,15 +68,22 @@ class OutsideLines:
         self._ms, self._calls = defaultdict(float), Counter()
         assert self._now_ns is not None
         self._start_ns = self._now_ns()
-        if not watch.start(sys._getframe(1), self._allowed_events):
-            self._watch, self._line, self._first = watch, watch.line, watch.line
-            self._since_ns = self._now_ns()
+        self._watch = watch  # Ctrl-C may come at any line.
+        try:
+            reason = watch.start(sys._getframe(1), self._allowed_events)
+        except Exception as error:
+            reason = repr(error)
+        if reason:
+            self._watch = None
+            return
+        self._line = self._first = watch.line
+        self._since_ns = self._now_ns()
 
     def _end(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is None:
+        if self._watch is None:
             return
-        watch.stop()
+        self._watch.stop()
+        self._watch = None
         if self._line is not None and self._now_ns is not None:
             self._ms[self._line] += (self._now_ns() - self._since_ns) / 1e6
         cells = {Cell(line, self._entry, HOST): ms for line, ms in self._ms.items()}

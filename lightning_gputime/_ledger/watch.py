@@ -96,9 +96,10 @@ class LineWatch:
             if self._detail[id(code)] == LINES:
                 function = self._stack[-1][0]
                 self._stack[-1][1] = function.line_at(running.f_lineno or 0)
-        _running = self
-        self._source = source = _new_source(self)
+        source = _new_source(self)
         try:
+            # Ctrl-C may come at any line.
+            self._source, _running = source, self
             source.start(frames)
             for running in frames:
                 source.follow(running.f_code, self._detail[id(running.f_code)])
@@ -110,10 +111,13 @@ class LineWatch:
     def stop(self) -> None:
         """Stop following the code. Safe to call twice, and from any thread."""
         global _running
-        source, self._source = self._source, None
-        if source is not None:
+        if _running is self:
             _running = None
+        source = self._source
+        if source is not None:
             source.stop(self._thread)
+            # After an interruption of the line above, the next call of this function stops it.
+            self._source = None
 
     def detail_of(self, code: CodeType, frame: FrameType) -> int:
         """Return the detail of a function that has started in a frame."""
