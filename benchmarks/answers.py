@@ -1,339 +1,196 @@
-"""Plant bottlenecks in small projects, and check the answers of a timer with default options.
+"""Check the answers of a timer with default options on programs with a planted problem.
 
-    python benchmarks/answers.py --list
-    python benchmarks/answers.py --only "slow loss" --only lightning
-    python benchmarks/answers.py --json benchmarks/results/answers.json
+    python benchmarks/answers.py --device cpu --list
+    python benchmarks/answers.py --device cpu --only EMA --only lightning --load 2
+    python benchmarks/answers.py --device cuda --json benchmarks/results/answers.json
 
-Each program of `planted_projects.py` runs alternately with and without the bottleneck. The checks:
+The true speed-up is the time per step with the problem divided by the time without, both without a
+timer. Then the program runs with its problem and a timer, whose diagnosis is judged:
 
-- code: the verdict code, and the grade of a bottleneck that is worth a look
-- entry: the entry of the time breakdown that the diagnosis is about
-- speed-up: the maximum speed-up of that entry, compared with the measured speed-up. The latter is
-  the wall clock with the bottleneck divided by the wall clock without it and without the rest of
-  the entry, such as a cheap loss. They must agree within 10 %, or within their errors if these are
-  larger, but at most 20 %
-- slowdown: reported where steps get slower, and nowhere else
-- culprit: a hook, class, function or line that the output of the first run names
-
-An answer is confidently wrong if it names a different bottleneck, or if the promised speed-up
-exceeds the cost of the bottleneck by more than the errors and 10 %.
+- named: the headline or the first piece of advice names a culprit, or its file and line
+- code, pace: the verdict code is accepted, and so is, on a GPU, the pace that it implies
+- promise: the promised speed-up is within 20 % of the truth, if the problem is removable
+- wrong: the grade is "bound", and neither a culprit is named nor the code accepted
+- false alarm: a control, in which nothing is planted, is "bound" with another code
 """
 
 import argparse
 import contextlib
-import gc
+import inspect
 import io
-import json
 import logging
-import math
 import re
-import statistics
+import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import planted_projects
+import projects
+import projects_cpu
+import projects_gpu
 import torch
-from planted_projects import PLANTS, Plant, Run
-from record import environment
+from projects import PACES, Project, Run
+from record import environment, save
 
-from lightning_gputime import PhaseSummary
-
-PAIRS, MAX_PAIRS = 3, 6
-"""Pairs of runs with and without the bottleneck. More than three if their times vary."""
-TOLERANCE, MAX_TOLERANCE = 0.1, 0.2
-"""Tolerances of the speed-up, as fractions of the measured gain."""
-T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
-"""Student's t for a 95 % interval, by degrees of freedom."""
-SOURCE = Path(planted_projects.__file__)
+CHECKS = ("named", "code", "pace", "promise", "wrong", "false alarm")
+TOLERANCE = 0.2
+"""Maximum error of a promised speed-up, as a fraction of the true speed-up."""
+ONCE = ("set-up", "sanity check", "first step", "tear-down")
+"""Entries of the time breakdown that occur once."""
+BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
+"""Program of a busy process, which ends with its parent."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Conclusions of the timer from one run.
-
-    Attributes:
-        code: Verdict code.
-        grade: "bound", "worth a look", "balanced" or "unknown".
-        entry: Entry of the time breakdown that the code is about.
-        speed_up: Maximum speed-up if the entry is removed; else None.
-        error: Half-width of its 95 % interval.
-        has_slowdown: True if a slowdown is reported.
-        text: Everything that is printed.
-    """
-
-    code: str
-    grade: str
-    entry: str
-    speed_up: float | None
-    error: float
-    has_slowdown: bool
-    text: str
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Answers about a plant, and the measured gain of removing it."""
-
-    plant: Plant
-    answers: tuple[Answer, ...]
-    gain: float
-    gain_error: float
-    seconds: float
-
-    @property
-    def answer(self) -> Answer:
-        """The answer of the first run."""
-        return self.answers[0]
-
-    @property
-    def speed_up(self) -> float | None:
-        """Mean of the reported speed-ups."""
-        found = [answer.speed_up for answer in self.answers if answer.speed_up is not None]
-        return statistics.mean(found) if found else None
-
-    @property
-    def tolerance(self) -> float:
-        """Maximum difference between the reported and the measured speed-up."""
-        error = statistics.mean(answer.error for answer in self.answers) + self.gain_error
-        return min(max(error, TOLERANCE * self.gain), MAX_TOLERANCE * self.gain)
-
-    @property
-    def failures(self) -> list[str]:
-        """Checks that failed in any of the runs."""
-        plant = self.plant
-        checks = {
-            "code": all(answer.code in plant.codes for answer in self.answers),
-            "grade": all(answer.grade == plant.grade for answer in self.answers),
-            "entry": all(is_about(plant, answer.entry) for answer in self.answers),
-            "speed-up": self._is_speed_up_right(),
-            "slowdown": all(answer.has_slowdown == plant.has_slowdown for answer in self.answers),
-        }
-        return [name for name, is_right in checks.items() if not is_right]
-
-    @property
-    def is_confidently_wrong(self) -> bool:
-        """True if an answer names a wrong cause as certain, or promises too much."""
-        is_misled = any(
-            answer.grade == "bound" and answer.code not in self.plant.codes
-            for answer in self.answers
-        )
-        promised = self.speed_up
-        promises_too_much = promised is not None and promised - self.gain > self.tolerance
-        return is_misled or (promises_too_much and not self.plant.is_balanced)
-
-    @property
-    def is_culprit_named(self) -> bool:
-        """True if the first run names the culprit."""
-        return not self.plant.culprits or any(
-            names(self.answer.text, culprit) for culprit in self.plant.culprits
-        )
-
-    def _is_speed_up_right(self) -> bool:
-        if self.plant.is_balanced:
-            return True
-        if self.speed_up is None:
-            return self.plant.is_once
-        return abs(self.speed_up - self.gain) <= self.tolerance
-
-    def __str__(self) -> str:
-        answer, failures = self.answer, self.failures
-        promised = "no speed-up" if self.speed_up is None else f"{self.speed_up:.2f}x"
-        verdict = "right" if not failures else f"wrong: {', '.join(failures)}"
-        if self.is_confidently_wrong:
-            verdict = f"CONFIDENTLY {verdict}"
-        codes = ", ".join(sorted({answer.code or "nothing" for answer in self.answers}))
-        culprit = f", culprit {'named' if self.is_culprit_named else 'not named'}"
-        gain = f"{self.gain:.2f}x ± {self.gain_error:.2f}"
-        return (
-            f"{codes} ({answer.grade}; {answer.entry or 'no entry'}), {promised} of {gain}"
-            f"{culprit if self.plant.culprits else ''}: {verdict}"
-        )
-
-
-def is_about(plant: Plant, entry: str) -> bool:
-    """Return whether an entry of the time breakdown is expected, or part of an expected entry."""
-    return not plant.entries or any(
-        entry == expected or entry.startswith((f"{expected}/", f"{expected} ("))
-        for expected in plant.entries
-    )
+def judge(project: Project, diagnosis: Any, speed_up: float | None) -> dict[str, Any]:
+    """Return the answer to a program, and the results of the checks that apply."""
+    rows = diagnosis.time_breakdown.rows if diagnosis.time_breakdown else ()
+    promise = next((row.speed_up for row in rows if row.name == diagnosis.entry), None)
+    if promise is not None:
+        # The true speed-up is that of a long training, in which set-up takes no time.
+        recurring_share = 1 - sum(row.share for row in rows if row.name in ONCE)
+        promise = 1 / max(1 - (1 - 1 / promise) / recurring_share, 0.01)
+    answer = {
+        "code": diagnosis.code,
+        "grade": diagnosis.grade,
+        "headline": diagnosis.headline,
+        "advice": [advice.text for advice in diagnosis.advice[:1]],
+        "speed-up": speed_up and round(speed_up, 2),
+        "promised": promise and round(promise, 2),
+    }
+    has_code, is_bound = diagnosis.code in project.codes, diagnosis.grade == "bound"
+    if not project.culprits:
+        return {**answer, "checks": {"false alarm": is_bound and not has_code}}
+    text = "\n".join([diagnosis.headline, *answer["advice"]])
+    is_named = any(names(text, culprit) for culprit in project.culprits)
+    checks = {"named": is_named, "code": has_code}
+    if project.paces:
+        checks["pace"] = PACES.get(diagnosis.code) in project.paces
+    if project.is_removable and speed_up is not None:
+        checks["promise"] = abs((promise or 1.0) / speed_up - 1) <= TOLERANCE
+    return {**answer, "checks": {**checks, "wrong": is_bound and not is_named and not has_code}}
 
 
 def names(text: str, culprit: str) -> bool:
-    """Return whether a text names a culprit; "line:<code>" is a line of the projects."""
-    if not culprit.startswith("line:"):
-        return culprit in text
-    code = culprit.removeprefix("line:")
-    numbers = [
-        number
-        for number, line in enumerate(SOURCE.read_text().splitlines(), start=1)
-        if code in line and culprit not in line and not line.startswith("def ")
-    ]
-    ranges = re.findall(rf"{SOURCE.name}:(\d+)(?:-(\d+))?", text)
-    return any(
-        int(first) <= number <= int(last or first) for first, last in ranges for number in numbers
-    )
+    """Return whether a text names a culprit, or lines of it."""
+    if re.search(rf"(?<!\w){re.escape(culprit)}(?!\w)", text):
+        return True
+    file, lines = lines_of(culprit)
+    places = re.findall(rf"{re.escape(file)}:(\d+)(?:-(\d+))?", text) if file else []
+    return any(int(a) < lines.stop and lines.start <= int(b or a) for a, b in places)
 
 
-def answer_of(summary: PhaseSummary) -> Answer:
-    """Return the conclusions of a summary."""
-    diagnosis = summary.diagnosis
-    breakdown = diagnosis.time_breakdown
-    entry = breakdown[diagnosis.entry] if breakdown is not None else None
-    speed_up = entry.speed_up if entry is not None else None
-    return Answer(
-        code=diagnosis.code,
-        grade=diagnosis.grade,
-        entry=diagnosis.entry,
-        speed_up=speed_up,
-        # Propagate the error of the share to 1 / (1 - share).
-        error=entry.error * speed_up**2 if entry is not None and speed_up is not None else 0.0,
-        has_slowdown=summary.slowdown is not None,
-        text="\n".join((str(summary), *summary.advice)),
-    )
+def lines_of(culprit: str) -> tuple[str, range]:
+    """Return the file and the lines of a function or a marked line; no file for an option."""
+    for module in (projects, projects_cpu, projects_gpu):
+        source = Path(inspect.getfile(module))
+        for number, line in enumerate(source.read_text().splitlines(), start=1):
+            if culprit.startswith("line:") and line.endswith(culprit.replace("line:", "# line: ")):
+                return source.name, range(number, number + 1)
+        with contextlib.suppress(AttributeError):
+            function = attrgetter(culprit)(module)
+            if inspect.isfunction(function):
+                lines, first = inspect.getsourcelines(function)
+                return source.name, range(first, first + len(lines))
+    return "", range(0)
 
 
-def run(plant: Plant, *, planted: bool) -> Run:
+def run(project: Project, **variant: Any) -> Run:
     """Run a program once, without its output."""
-    parts = plant.planted if planted else plant.clean
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        return plant.program(**parts)
+        return project.run(**variant)
 
 
-def check(plant: Plant, pairs: int = PAIRS) -> Outcome:
-    """Run a program alternately with and without its bottleneck, more often on a busy machine."""
-    start_s = time.perf_counter()
-    summaries: list[PhaseSummary] = []
-    gains: list[float] = []
-    while len(gains) < pairs or (
-        pairs > 1 and len(gains) < MAX_PAIRS and error_of_mean(gains) > TOLERANCE * gains[0]
-    ):
-        slow = run(plant, planted=True)
-        # A control has no bottleneck to remove.
-        fast = slow if plant.is_balanced else run(plant, planted=False)
-        summaries.append(slow.summary)
-        # Removing the bottleneck leaves the part of the entry that the program needs.
-        rest_s = 0.0 if fast is slow else seconds_of(slow.summary.diagnosis.entry, fast.summary)
-        gains.append(slow.wall_s / (fast.wall_s - rest_s))
-    return Outcome(
-        plant,
-        tuple(map(answer_of, summaries)),
-        statistics.mean(gains),
-        error_of_mean(gains),
-        time.perf_counter() - start_s,
-    )
+def check(project: Project, rounds: int, *, show: bool, **variant: Any) -> dict[str, Any]:
+    """Measure the true speed-up of a program, then judge its diagnosis."""
+    start_s, times = time.perf_counter(), {True: list[float](), False: list[float]()}
+    # Without a timer first, which also loads the libraries. A control has no clean variant.
+    for planted in (False, True) * rounds if project.culprits else (True,):
+        times[planted].append(run(project, planted=planted, timed=False, **variant).wall_s)
+    speed_up = min(times[True]) / min(times[False]) if times[False] else None
+    summary = run(project, planted=True, **variant).summary
+    assert summary is not None
+    if show:
+        print(summary, *summary.advice, sep="\n")
+    answer = judge(project, summary.diagnosis, speed_up)
+    return {**answer, "seconds": round(time.perf_counter() - start_s, 1)}
 
 
-def seconds_of(entry: str, summary: PhaseSummary) -> float:
-    """Return the time of an entry in a run; 0 if it cannot be removed."""
-    breakdown = summary.time_breakdown
-    if breakdown is None or breakdown[entry].speed_up is None:
-        return 0.0
-    return breakdown[entry].seconds
-
-
-def error_of_mean(values: Sequence[float]) -> float:
-    """Return the half-width of the 95 % interval of a mean; 0 for a single value."""
-    n = len(values)
-    return T_95[n - 1] * statistics.stdev(values) / math.sqrt(n) if n > 1 else 0.0
-
-
-def warm_up(plants: Sequence[Plant]) -> None:
-    """Run each program once, because first runs spend time on imports and initialization."""
-    for program in dict.fromkeys(plant.program for plant in plants):
-        run(next(plant for plant in plants if plant.program is program), planted=False)
-    gc.freeze()  # Otherwise, each collection traverses all imported objects.
-
-
-def prepare() -> None:
-    """Silence the libraries."""
-    for name in ("lightning.pytorch", "lightning.fabric", "transformers", "lightning_gputime"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-
-
-def selected(plants: Sequence[Plant], words: Sequence[str]) -> list[Plant]:
-    """Return the plants that can run here and whose names contain any of the words."""
-    return [
-        plant
-        for plant in plants
-        if (torch.cuda.is_available() or not plant.needs_gpu)
-        and (not words or any(word in plant.name for word in words))
-    ]
-
-
-def result(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the counts, and a line for each plant with a failed check or an unnamed culprit.
-
-    `reported_by_measured` is the reported speed-up divided by the measured speed-up: minimum,
-    median and maximum.
-    """
-    ratios = [
-        outcome.speed_up / outcome.gain
-        for outcome in outcomes
-        if outcome.speed_up is not None and not outcome.plant.is_balanced
-    ]
-    spread = (min(ratios), statistics.median(ratios), max(ratios)) if ratios else ()
-    has_culprit = [outcome for outcome in outcomes if outcome.plant.culprits]
-    return {
-        **environment(
-            *(["gpu"] if torch.cuda.is_available() else []), "host", "torch", "lightning"
-        ),
-        "plants": len(outcomes),
-        "right": sum(not outcome.failures for outcome in outcomes),
-        "confidently_wrong": sum(outcome.is_confidently_wrong for outcome in outcomes),
-        "culprits": len(has_culprit),
-        "culprits_named": sum(outcome.is_culprit_named for outcome in has_culprit),
-        "seconds": round(sum(outcome.seconds for outcome in outcomes)),
-        "reported_by_measured": [round(ratio, 3) for ratio in spread],
-        "others": {
-            outcome.plant.name: str(outcome)
-            for outcome in outcomes
-            if outcome.failures or not outcome.is_culprit_named
-        },
-    }
+@contextlib.contextmanager
+def load(n: int) -> Iterator[None]:
+    """Run n busy processes."""
+    processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(n)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def main() -> None:
-    """Check the selected plants."""
+    """Check the selected programs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", action="append", default=[], help="plants with this in the name")
-    parser.add_argument("--list", action="store_true", help="list the plants, and run none")
-    parser.add_argument("--pairs", type=int, default=PAIRS, choices=range(1, MAX_PAIRS + 1))
-    parser.add_argument("--show", action="store_true", help="print the output of each first run")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
+    parser.add_argument("--only", action="append", help="programs with this in the name")
+    parser.add_argument("--list", action="store_true", help="list the programs, and run none")
+    parser.add_argument("--rounds", type=int, default=1, help="pairs of runs for the true speed-up")
+    parser.add_argument("--load", type=int, default=0, help="number of busy processes")
+    parser.add_argument("--small", action="store_true", help="test the GPU programs on a CPU")
+    parser.add_argument("--show", action="store_true", help="print the summaries")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
-    plants = selected(PLANTS, arguments.only)
+    chosen = [
+        project
+        for project in (*projects_cpu.PROJECTS, *projects_gpu.PROJECTS)
+        if project.device == ("cuda" if arguments.small else arguments.device)
+        and any(word in project.name for word in arguments.only or [""])
+    ]
     if arguments.list:
-        print(*(plant.name for plant in plants), sep="\n")
+        print(*(project.name for project in chosen), sep="\n")
         return
-    prepare()
-    warm_up(plants)
-    outcomes = []
-    for plant in plants:
-        outcomes.append(check(plant, arguments.pairs))
-        if arguments.show:
-            print(outcomes[-1].answer.text)
-        print(f"{plant.name} ({outcomes[-1].seconds:.1f} s)\n    {outcomes[-1]}", flush=True)
-    found = result(outcomes)
-    print(
-        f"{found['right']} of {found['plants']} right, {found['confidently_wrong']} confidently"
-        f" wrong; {found['culprits_named']} of {found['culprits']} culprits named"
-    )
+    for name in ("lightning.pytorch", "pytorch_lightning", "transformers", "lightning_gputime"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    variant = {"device": arguments.device, "small": arguments.small, "show": arguments.show}
+    answers, skipped = dict[str, dict[str, Any]](), dict[str, str]()
+    with load(arguments.load):
+        for project in chosen:
+            try:
+                assert not project.missing, f"{project.missing} not installed"
+                answer = answers[project.name] = check(project, arguments.rounds, **variant)
+            except Exception as error:
+                print(f"{project.name:<50} skipped: {error!r}", flush=True)
+                skipped[project.name] = repr(error)
+                continue
+            checks = [name if right else f"no {name}" for name, right in answer["checks"].items()]
+            print(
+                f"{project.name:<50} {answer['code']:<16} {answer['grade']:<12}",
+                f"{answer['promised']} of {answer['speed-up']}: {', '.join(checks)}",
+                f"({answer['seconds']} s)\n    {answer['headline']}",
+                flush=True,
+            )
+    found = [answer["checks"] for answer in answers.values()]
+    columns = {name: [checks[name] for checks in found if name in checks] for name in CHECKS}
+    counts = {name: f"{sum(values)} of {len(values)}" for name, values in columns.items()}
+    print(*(f"{name}: {count}" for name, count in counts.items()), sep="\n")
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
-    sys.exit(found["right"] < len(plants))
+        packages = [name for name in ("torch", "lightning") if find_spec(name)]
+        header = environment(*["gpu"] * torch.cuda.is_available(), "host", "python", *packages)
+        header |= {"load": arguments.load, **environment("command"), **counts}
+        save(arguments.json, {**header, "skipped": skipped, "answers": answers})
 
 
 if __name__ == "__main__":

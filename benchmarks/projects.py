@@ -1,6 +1,6 @@
 """Programs in the style of real repositories with one planted problem each, and their loops.
 
-`projects_gpu.py` and `projects_cpu.py` list the programs, and `answers_lines.py` runs them. Each
+`projects_gpu.py` and `projects_cpu.py` list the programs, and `answers.py` runs them. Each
 trains with `train` (a plain loop), `fit` (Lightning) or `fine_tune` (transformers). No program
 sleeps: a problem is real work that a competent engineer would remove.
 """

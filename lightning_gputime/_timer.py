@@ -21,7 +21,7 @@ from lightning_gputime._instrumentation.loaders import loaders_in
 from lightning_gputime._instrumentation.loop import Loop
 from lightning_gputime._instrumentation.named import NamedPhase
 from lightning_gputime._instrumentation.patching import Attachments, Subscription
-from lightning_gputime._ledger.ledger import Ledger, modules_by_code
+from lightning_gputime._ledger.ledger import Ledger, forwards_of
 from lightning_gputime._ledger.outside import OutsideLines
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
@@ -50,6 +50,8 @@ from lightning_gputime._session.null import NEVER_ATTACHED, REMOVED, NullSession
 from lightning_gputime._session.session import Session
 
 Hook = TypeVar("Hook", bound=Callable[..., None])
+
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 _NO_INSTANCE = (
     "callbacks must be instances, got the class of a timer: write it with parentheses, as in"
@@ -181,6 +183,11 @@ class Timer(Tabular):
             self._detach()
         options = self._options
         on_host = isinstance(clock, HostClock)
+        forwards = forwards_of(loop.model)
+        codes = [*filter(None, map(code_of, functions))]
+        # Name the modules of models from other libraries, such as transformers.
+        codes += [code for code in forwards if not code.co_filename.startswith(_TORCH)]
+        self._outside_lines.functions = codes
         n = options.every_n_steps
         hint = "" if n in (1, AUTO) else f"1 of every {n:,} steps is timed (every_n_steps)."
         self._environment = environment_of(loop, options, **known)
@@ -198,7 +205,7 @@ class Timer(Tabular):
                 trainer=self._trainer_name,
                 # In a trainer, no line of these functions is the reason for anything.
                 outside=running_functions() if self._runs_in_trainer else frozenset(),
-                modules=modules_by_code(loop.model),
+                forwards=forwards,
                 outside_lines=self._outside_lines,
             ),
         )
@@ -209,9 +216,7 @@ class Timer(Tabular):
         self._costly_settings = CostlySettings.of(self._environment, loop, threads)
         self._read_costly_settings()
         # Set `_session` before `attach`, so that `_detach` finds it if `attach` is interrupted.
-        self._session = session = Session(
-            options, clock, loop, self._results, means, [*filter(None, map(code_of, functions))]
-        )
+        self._session = session = Session(options, clock, loop, self._results, means, codes)
         try:
             session.attach()
         except BaseException:

@@ -73,7 +73,7 @@ class Engine(nn.Module):
 
 def train(loop: Loop, engine: Engine, n: int, *given: Any, overflows_at: int = -1) -> GPUPhaseHooks:
     """Train the engine with a timer that is given these optimizers."""
-    with GPUPhaseHooks(engine, *given, _clock=loop.gpu, warmup_steps=0) as timer:
+    with GPUPhaseHooks(engine, *given, _clock=loop.gpu, warmup_steps=0, lines=False) as timer:
         for number, x in enumerate(timer.steps(loop.batches(n))):
             engine.optimizer.overflows = number == overflows_at
             loop.gpu.work(0.125)

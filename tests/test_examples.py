@@ -41,7 +41,8 @@ def test_quickstart_example_logs_to_csv_and_tensorboard(
     example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timer = example("quickstart.py", max_epochs=2, log_dir=str(tmp_path))
-    assert len(timer.history()) == 48
+    found = timer.summary()
+    assert found.warmup_steps + found.steps + found.untimed_steps == 48
     # The table was printed before the time of the fit was complete.
     breakdown, title, printed = str(timer.summary()).partition("Time per step")
     assert "Time breakdown of the fit" in breakdown
@@ -215,13 +216,6 @@ def test_tutorial_makes_one_change_after_another(
     assert checks[1] > 2 * checks[2] > 0
     printed = capsys.readouterr().out.splitlines()[-5:]
     assert all(result["verdict"] in line for result, line in zip(results, printed, strict=True))
-
-
-def test_modules_example_shows_sub_phases(example: Any) -> None:
-    rows = example("modules.py", width=8, epochs=2).summary().rows
-    for phase in ("forward", "backward"):
-        parts = rows[f"{phase}/body"].mean_ms + rows[f"{phase}/head"].mean_ms
-        assert 0 < parts <= rows[phase].mean_ms
 
 
 def test_evaluation_example_logs_all_loops(example: Any, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import torch
 from fake_gpu import steps
 from fake_loop import Logger, Loop
 from lightning.fabric import Fabric
-from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_gputime import GPUPhaseHooks
@@ -77,10 +76,3 @@ def test_fabric_evaluation_belongs_to_no_step(loop: Loop, fabric: Fabric) -> Non
                     model(x)
             model.train()
     assert [step["forward"] for step in steps(timer)] == [4.0] * 6
-
-
-def test_wrong_module_name_raises_before_the_loop(fabric: Fabric) -> None:
-    net = nn.Linear(2, 2)
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="no module 'head'"):
-        GPUPhaseHooks(model, optimizer, modules=["head"])

@@ -71,7 +71,7 @@ def train(
     """Train on steps of a rollout, 0.25 ms of other work, and one call of the model."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = dict(vars(transformers.GenerationMixin))
-    options = {"_clock": model.gpu, "warmup_steps": 0, **options}
+    options = {"_clock": model.gpu, "warmup_steps": 0, "lines": False, **options}
     with GPUPhaseHooks(model, optimizer, **options) as timer:
         for number in timer.steps(range(n)):
             rollout(number)

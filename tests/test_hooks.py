@@ -155,19 +155,14 @@ def test_step_and_steps_require_attach(loop: Loop, call: str) -> None:
         ({"every_n_steps": 0}, "every_n_steps must be 1 or more"),
         ({"first_step": -1}, "first_step must be 0 or more .* got -1"),
         ({"log_every_n_steps": 0}, "log_every_n_steps must be 1 or more .* got 0"),
-        ({"probe_every_n_steps": 2}, "probe_every_n_steps must be 0 or .*, got 2"),
-        ({"probe_every_n_steps": -1}, "probe_every_n_steps must be 0 or .*, got -1"),
         ({"log": "phase"}, "log must be one of, or a list of, default, all, phases, .*'phase'"),
         ({"log": ["all", "steps"]}, r"log must be .* phases, comm, .* got \['all', 'steps'\]"),
-        ({"modules": True}, "modules must be a depth such as 2, 'all', a dotted name .* got True"),
-        ({"modules": [1]}, r"modules must be a depth .* got \[1\]"),
-        ({"modules": {"body"}}, "modules must be a depth .* got {'body'}"),
-        ({"modules": "a/b"}, "modules must be a depth .* got 'a/b'"),
         ({"prefix": 3}, "prefix must be a string .* got 3"),
         ({"prefix": ""}, "prefix must be a key .* got ''"),
         ({"prefix": "/"}, "prefix must be a key .* got '/'"),
         ({"device": "gpu"}, "device 'gpu' is unknown"),
         ({"device": "cuda:99"}, "device 'cuda:99' cannot be timed here"),
+        ({"lines": 1}, "lines must be True or False, got 1"),
         ({"annotate": "yes"}, "annotate must be True or False, got 'yes'"),
         ({"sync_ranks": 1}, "sync_ranks must be True .* got 1"),
         ({"observers": print}, "observers must be a list of functions .* got <built-in"),
@@ -187,7 +182,7 @@ def test_warning_if_no_step_ends(loop: Loop, caplog: pytest.LogCaptureFixture) -
     assert "No step has ended: iterate over steps(loader), or call step()" in caplog.text
 
 
-def calls_in_a_step(gpu: FakeGPU, modules: int, after_steps: int = 100) -> float:
+def calls_in_a_step(gpu: FakeGPU, modules: int, after_steps: int = 100, **options: Any) -> float:
     """Return the mean number of package functions called per step.
 
     Steps are read 25 at a time and logged every 50 steps, so 100 steps have their share of both.
@@ -202,7 +197,7 @@ def calls_in_a_step(gpu: FakeGPU, modules: int, after_steps: int = 100) -> float
         nonlocal calls
         calls += event == "call" and package in frame.f_code.co_filename
 
-    with GPUPhaseHooks(model, optimizer, _clock=gpu) as timer:
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, **options) as timer:
         for i, x in enumerate(timer.steps(batches(gpu, after_steps + 100))):
             if i == after_steps:
                 sys.setprofile(count)
@@ -214,11 +209,11 @@ def calls_in_a_step(gpu: FakeGPU, modules: int, after_steps: int = 100) -> float
 
 
 def test_calls_per_step_grow_neither_with_modules_nor_with_steps(gpu: FakeGPU) -> None:
-    cost = calls_in_a_step(gpu, 10, after_steps=250)  # No step is searched for culprits.
+    cost = calls_in_a_step(gpu, 10, lines=False)
     assert 0 < cost < 100
-    assert calls_in_a_step(gpu, 100, after_steps=250) == pytest.approx(cost, abs=1.0)
-    assert calls_in_a_step(gpu, 10, after_steps=1000) == pytest.approx(cost, abs=1.0)
-    assert calls_in_a_step(gpu, 10) < cost + 10.0  # 15 steps are searched for culprits.
+    assert calls_in_a_step(gpu, 100, lines=False) == pytest.approx(cost, abs=1.0)
+    assert calls_in_a_step(gpu, 10, after_steps=1000, lines=False) == pytest.approx(cost, abs=1.0)
+    assert calls_in_a_step(gpu, 10) < cost + 10.0  # 2 steps are examined.
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -259,7 +254,7 @@ def train_or_replay(loop: Loop, number: int, replays: list[Callable[[], None]]) 
         replays[0]()
 
 
-@pytest.mark.parametrize("options", [{}, {"every_n_steps": 10}, {"probe_every_n_steps": 5}])
+@pytest.mark.parametrize("options", [{}, {"every_n_steps": 10}])
 @pytest.mark.parametrize("is_named", [True, False])
 def test_graph_replay_belongs_to_its_launching_phase(
     loop: Loop, options: dict[str, Any], is_named: bool, caplog: pytest.LogCaptureFixture
@@ -273,10 +268,10 @@ def test_graph_replay_belongs_to_its_launching_phase(
             timer.step()
     assert not loop.gpu.capture_broken
     graph_ms = sum(STEP_MS.values()) - STEP_MS["data"]
-    # Unnamed replays cannot be separated from fetches, so the loader is not blamed.
     named = {"data": 1.0, "replay": graph_ms}
     assert steps(timer)[-1] == (named if is_named else {"other": 1.0 + graph_ms})
-    assert "input-bound" not in timer.summary().verdict
+    # Unnamed replays cannot be separated from fetches, so the loader is not blamed.
+    assert is_named or "input-bound" not in timer.summary().verdict
     assert timer.summary().skipped_updates == 0
     assert caplog.text.count("Phases inside a captured graph cannot be timed. Its replays") == 1
 

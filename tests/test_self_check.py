@@ -49,17 +49,6 @@ def test_self_check_reports_20_steps_after_the_warm_up(loop: Loop, warnings: War
     assert len(warnings()) == 3  # No model call, no backward and no update.
 
 
-@pytest.mark.parametrize("only_unused", [True, False])
-def test_self_check_finds_selected_modules_that_are_never_called(
-    loop: Loop, only_unused: bool, warnings: Warnings
-) -> None:
-    loop.model.add_module("unused", nn.Linear(1, 1))
-    modules = ["unused"] if only_unused else ["unused", "linear"]
-    train_loop(loop, 60, warmup_steps=WARMUP, modules=modules)
-    start = "None of the modules that `modules` selects"
-    assert [message[: len(start)] for message in warnings()] == [start] * only_unused
-
-
 def test_self_check_finds_a_model_that_is_never_called(loop: Loop, warnings: Warnings) -> None:
     with GPUPhaseHooks(nn.Linear(1, 1), loop.optimizer, _clock=loop.gpu) as timer:
         for x in timer.steps(loop.batches(60)):

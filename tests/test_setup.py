@@ -11,21 +11,11 @@ from fake_loop import Loop, hooks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from lightning_gputime._instrumentation import loop as boundaries
 from lightning_gputime._runs.environment import (
-    Environment,
     _unfused,
     cores_of_rank,
     loader_settings,
-    setup_of,
 )
-
-
-@pytest.mark.parametrize(("inside", "has_parts"), [(1, True), (0, False)])
-def test_setup_knows_if_the_model_has_modules(inside: int, has_parts: bool) -> None:
-    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(inside)))
-    setup = setup_of(Environment(), boundaries.Loop(model), has_precision=False)
-    assert setup.has_parts == has_parts
 
 
 def test_cores_are_shared_by_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,8 @@ def test_two_timers_on_two_models_do_not_mix(gpu: FakeGPU) -> None:
         ({"every_n_steps": 4}, {}),
         ({"every_n_steps": 2}, {"every_n_steps": 2}),
         ({"every_n_steps": 3}, {"every_n_steps": 2}),
-        ({}, {"probe_every_n_steps": 5}),
+        ({}, {"lines": True}),
+        ({"lines": True}, {"lines": True}),
     ],
 )
 def test_two_timers_with_sampled_steps_do_not_mix(

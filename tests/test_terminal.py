@@ -28,11 +28,10 @@ def summary_of_ranks(scale: float = 1.0) -> PhaseSummary:
     results = Results(10, warmup_steps=0)
     phases = dict.fromkeys(("data", "forward", "backward", "optimizer"), 22.375 * scale)
     results.add([raw(i, 4.0 * scale, **phases, **{"backward/comm": scale}) for i in range(4)])
-    results.add_probed(raw(5, **phases))
     row = RankStats(21.125 * scale, 22.5 * scale, 1322.75 * scale, 11)
     names = [*phases, "backward/comm", "step"]
     ranks = RankSummary(dict.fromkeys(names, row), (0, 1), 1, 5.0, "forward", sentence="a " * 90)
-    return with_facts(summary_of(results), ranks=ranks)
+    return with_facts(summary_of(results), ranks=ranks, host_paced=dict.fromkeys(phases, 0.5))
 
 
 def on_console(table: Any, width: int) -> list[str]:
@@ -190,11 +189,10 @@ def test_table_fits_long_names_and_aligns_wide_characters(with_rich: bool) -> No
 
 
 def test_table_of_ranks_fits_into_80_columns() -> None:
-    names = ["phase", "mean", "share", "p50", "p95", "max", "host", "steps", "busy"]
+    names = ["phase", "mean", "share", "p50", "p95", "max", "host", "steps", "host-paced"]
     assert header(str(summary_of_ranks()).splitlines()) == [*names, "min - max (rank)"]
-    left_out = ("max", "host", "steps")
-    names = [name for name in names if name not in left_out]
-    assert header(summary_of_ranks()._table().text(80).splitlines()) == [*names, "min - max (rank)"]
+    names = ["phase", "mean", "share", "p50", "p95", "host-paced", "min - max (rank)"]
+    assert header(summary_of_ranks()._table().text(80).splitlines()) == names
 
 
 @pytest.mark.parametrize(
@@ -241,7 +239,7 @@ def test_table_without_rich_has_the_width_of_the_terminal(
     assert max(map(len, lines)) <= 60
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
     show(summary_of_ranks())
-    assert header(capsys.readouterr().out.splitlines())[-2:] == ["busy", "min - max (rank)"]
+    assert header(capsys.readouterr().out.splitlines())[-2:] == ["host-paced", "min - max (rank)"]
 
 
 @pytest.mark.parametrize(("width", "name"), [(80, "layers.0.attention.output"), (45, "body")])

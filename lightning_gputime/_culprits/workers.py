@@ -254,8 +254,12 @@ class WorkerTimer:
             trainer="",
             entry=WORKERS,
         )
-        named = [row for row in rows if row.file][:_MAX_LINES]
-        found = [(row.function, row.file, row.line, row.last_line, row.ms) for row in named]
+        # Forked workers start below the line that has created the iterator.
+        base = {(file, name) for file, name, _ in lines.occurrences[0].base}
+        named = [row for row in rows if row.file and (row.file, row.function) not in base]
+        found = [
+            (row.function, row.file, row.line, row.last_line, row.ms) for row in named[:_MAX_LINES]
+        ]
         text = json.dumps(found).encode()
         if len(text) < len(self._shared_lines):
             self._shared_lines[: len(text)] = text

@@ -53,15 +53,14 @@ from lightning_gputime._phases import (
     FORWARD,
     OPTIMIZER,
     OTHER,
+    of_one_callback,
 )
 
 _MIN_SHARE = 0.05  # Entries with a smaller fraction of the wall clock get no advice.
 _MIN_PART = 0.1  # Advice ignores parts with a smaller fraction of the step.
 _MAX_WORKERS_WITHOUT_CORES = 4  # Maximum number of workers to suggest if the CPU cores are unknown.
 _MIN_CALLS = 4  # A line that runs this often per step is reported with that number.
-_MIN_LAUNCHES = (
-    0.2  # Launches of a line of the model below this fraction get no advice of their own.
-)
+_MIN_LAUNCHES = 0.2  # Below this fraction, launches of a line of the model get no advice.
 _MIN_OF_ENTRY = 0.25  # Minimum fraction of an entry for code to be reported as its reason.
 # Minimum fraction of the step in forward and backward for advice on the precision.
 _MIN_COMPUTE_SHARE = 0.5
@@ -152,7 +151,9 @@ def _shorten_code(case: Case) -> Iterator[Advice]:
     idle_ms = line.idle_ms
     in_model = is_own_work(line, entry.phases_ms)
     keeps_waiting = entry.pace == "host" and not m.on_host_clock
-    if line.is_rest or (in_model and keeps_waiting and entry.share < _MIN_LAUNCHES):
+    is_of_trainer = not line.file and not of_one_callback(line.main_phase)
+    is_launch = in_model and keeps_waiting and entry.share < _MIN_LAUNCHES
+    if line.is_rest or is_of_trainer or is_launch:
         return
     if line.function.endswith((".log_metrics", ".on_log", "Module.log")):
         text = f"{line} takes {case.took}{times}: log fewer values, or less often"

@@ -22,7 +22,7 @@ from lightning_gputime._diagnosis.codes import (
 )
 from lightning_gputime._diagnosis.diagnosis import Entry, TimeBreakdown
 from lightning_gputime._ledger.rows import LineRow, PhasePart
-from lightning_gputime._measurement.culprits import of_entry
+from lightning_gputime._measurement.culprits import WORKERS, of_entry
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import UNEXPLAINED
@@ -334,6 +334,8 @@ def is_own_work(line: LineRow | None, phases: Mapping[str, float]) -> bool:
 def _lines_in(name: str, m: Measurement) -> tuple[LineRow, ...]:
     """Return the code that runs in an entry that is not code, the longest first."""
     phases = (DATA,) if name == TRANSFER_HOOKS else (name,)
+    if name in (DATA, FETCH) and m.loaders:  # The loop only waits for what workers run.
+        return tuple(row for row in m.lines if row.entry == WORKERS)
     found = []
     for row in m.lines:
         inside = {phase: part for phase, part in row.phases.items() if phase in phases}

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from statistics import mean, stdev
+from types import CodeType
 
 from torch import nn
 
+from lightning_gputime._compat.python_ import code_of
 from lightning_gputime._ledger.cells import GPU, ExaminedStep, examined_step
 from lightning_gputime._ledger.outside import OutsideLines
 from lightning_gputime._ledger.pace import PaceSums
@@ -25,7 +27,7 @@ class Ledger:
         on_host_clock: True if all times are from the host's clock, which then sets the pace.
         trainer: Name of the trainer; "the loop's libraries" for a plain loop.
         outside: File and name of the functions around the training.
-        modules: Modules by file and first line of their forward.
+        forwards: Modules by the code of their forward, see `forwards_of`.
         outside_lines: Lines that ran outside of steps.
     """
 
@@ -35,12 +37,15 @@ class Ledger:
         on_host_clock: bool = False,
         trainer: str = "",
         outside: frozenset[tuple[str, str]] = frozenset(),
-        modules: Mapping[tuple[str, int], str] | None = None,
+        forwards: Mapping[CodeType, str] | None = None,
         outside_lines: OutsideLines | None = None,
     ) -> None:
         self._on_host_clock = on_host_clock
         self.outside_lines = outside_lines or OutsideLines()
-        self._trainer, self._outside, self._modules = trainer, outside, modules or {}
+        self._trainer, self._outside = trainer, outside
+        self._modules = {
+            (code.co_filename, code.co_firstlineno): text for code, text in (forwards or {}).items()
+        }
         self.pace = PaceSums()
         self.steps: list[ExaminedStep] = []
         self.operations: Mapping[Line, tuple[int, int]] = {}
@@ -144,21 +149,21 @@ class Ledger:
         return rows
 
 
-def modules_by_code(model: object) -> dict[tuple[str, int], str]:
-    """Return the modules of a model by file and first line of their forward.
+def forwards_of(model: object) -> dict[CodeType, str]:
+    """Return the code of each forward in a model, and the modules that run it.
 
     The text is the name of a single module, such as "blocks.3.att", or the number and the class of
-    several, such as "8 x Block". The model itself, whose name is empty, has none.
+    several, such as "8 x Block"; empty for the model itself.
     """
-    names: dict[tuple[str, int], list[tuple[str, str]]] = {}
+    names: dict[CodeType, list[tuple[str, str]]] = {}
     # The model of some trainers, such as SetFit, is not a module.
     modules = nn.Module.named_modules(model) if isinstance(model, nn.Module) else ()
     for name, module in modules:
-        code = getattr(getattr(type(module), "forward", None), "__code__", None)
-        if name and code is not None:
-            key = code.co_filename, code.co_firstlineno
-            names.setdefault(key, []).append((name, type(module).__name__))
+        code = code_of(getattr(type(module), "forward", None))
+        if code is not None:
+            path = [part for part in name.split(".") if part != "_orig_mod"]
+            names.setdefault(code, []).append((".".join(path), type(module).__name__))
     return {
-        key: found[0][0] if len(found) == 1 else f"{len(found)} x {found[0][1]}"
-        for key, found in names.items()
+        code: found[0][0] if len(found) == 1 else f"{len(found)} x {found[0][1]}"
+        for code, found in names.items()
     }

@@ -28,7 +28,7 @@ class OutsideLines:
     def __init__(
         self, now_ns: Callable[[], int] | None = None, functions: Sequence[CodeType] = ()
     ) -> None:
-        self._now_ns, self._functions = now_ns, functions
+        self._now_ns, self.functions = now_ns, functions
         self.occurrences: list[ExaminedStep] = []
         """Examined occurrences of all entries. The phase of their cells is the entry."""
         self._n: Counter[str] = Counter()  # Number of occurrences by entry.
@@ -42,7 +42,7 @@ class OutsideLines:
         self._start_ns = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        cleared = {"_now_ns": None, "_watch": None, "_line": None, "_first": None, "_functions": ()}
+        cleared = {"_now_ns": None, "_watch": None, "_line": None, "_first": None, "functions": ()}
         return {**self.__dict__, **cleared}
 
     def switch_to(self, entry: str) -> None:
@@ -63,7 +63,7 @@ class OutsideLines:
 
     def _start(self, entry: str) -> None:
         watch = LineWatch(self._mark, lambda _: None)
-        watch.follow(self._functions)
+        watch.follow(self.functions)
         self._entry, self._line = entry, None
         self._ms, self._calls = defaultdict(float), Counter()
         assert self._now_ns is not None

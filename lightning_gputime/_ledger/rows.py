@@ -132,13 +132,13 @@ class LineRow:
 
     def __str__(self) -> str:
         """Return the code, such as "`EMA.update` (ema.py:12)"."""
+        if self.function == "<module>":
+            return f"`{self.where}`"
+        where = self.where
         if self.is_library:
-            called = f" (called by {self.path[-1]})" if self.path else ""
-            return f"`{self.function}`{called}"
-        if not self.where or self.function == "<module>":
-            return f"`{self.where or self.function}`"
-        modules = f"{self.modules}, " if self.modules else ""
-        return f"`{self.function}` ({modules}{self.where})"
+            where = f"called by {self.path[-1]}" if self.path else ""
+        details = ", ".join(filter(None, (self.modules, where)))
+        return f"`{self.function}` ({details})" if details else f"`{self.function}`"
 
 
 class Targets(NamedTuple):

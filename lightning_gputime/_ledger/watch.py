@@ -5,6 +5,7 @@ Python 3.11 reports them by `sys.settrace`, which other tools, such as debuggers
 """
 
 import atexit
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -249,11 +250,14 @@ _running: LineWatch | None = None
 """The watch that is on. Module state, because Python reports lines to the whole process."""
 
 
-@atexit.register
-def _stop_at_exit() -> None:
-    # While the interpreter ends, the names of modules are no longer defined.
+@atexit.register  # While the interpreter ends, the names of modules are no longer defined.
+def _stop_running() -> None:
     if _running is not None:
         _running.stop()
+
+
+if hasattr(os, "register_at_fork"):  # Not on Windows. Workers of loaders are forked, for example.
+    os.register_at_fork(after_in_child=_stop_running)
 
 
 # sys.monitoring
