@@ -77,8 +77,12 @@ def plain_with_workers(package: Any, folder: Path) -> tuple[Any, Losses]:
     return plain(package, folder, workers=1)
 
 
+def compiled_net() -> Any:
+    return torch.compile(net(), backend="eager")
+
+
 def compiled(package: Any, folder: Path) -> tuple[Any, Losses]:
-    return plain(package, folder, torch.compile(net(), backend="eager"))
+    return plain(package, folder, compiled_net())
 
 
 def ranks(package: Any, folder: Path) -> tuple[Any, Losses]:
@@ -161,7 +165,6 @@ USES: dict[str, tuple[Training, ...]] = {
     "lightning": (lightning, lightning_manual),
     "transformers": (hugging_face,),
     "torch._dynamo.utils.counters": (plain, ranks, compiled),
-    "torch._dynamo.eval_frame.OptimizedModule._orig_mod": (compiled,),
     "torch.autograd.Variable._execution_engine": (ranks,),
     "torch.distributed.ProcessGroup.allreduce": (ranks,),
     "torch.distributed.Work.wait": (ranks,),
@@ -181,6 +184,7 @@ TESTED_ALONE = {
     BROADCAST,
     REWARDS,
     VLLM,
+    "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
     "torch.autocast._enabled",
     "torch.utils.data._utils.pin_memory._pin_memory_loop",
     "torch.utils.data.dataloader._BaseDataLoaderIter",
@@ -309,9 +313,13 @@ def test_autocast_is_assumed_on_if_its_state_is_unreadable(request: pytest.Fixtu
     [
         (torch_.loader_next, "the fetches of a plain loop"),
         (torch_.pin_loop, "the pin-memory thread"),
+        (
+            lambda: torch_.compiled_module(compiled_net()),
+            "the modules inside a compiled model",
+        ),
     ],
 )
-def test_missing_internals_of_loaders_are_reported(
+def test_missing_internals_are_reported_when_they_are_needed(
     no_names: None, find: Callable[[], object], missing: str
 ) -> None:
     assert find() is None

@@ -14,7 +14,7 @@ from fake_gpu import FakeGPU
 from fake_lightning import MemoryLogger, Model, fit
 from fake_loop import Loop, hooks, train
 from lightning.pytorch.callbacks import LambdaCallback
-from test_diagnosis import STEP, measurement
+from test_diagnosis import on_gpu, timed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
@@ -23,8 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_gputime import GPUPhaseHooks, load
 from lightning_gputime._culprits.threads import ThreadTimes
 from lightning_gputime._diagnosis.diagnose import diagnose
-from lightning_gputime._diagnosis.diagnosis import Diagnosis
+from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis
 from lightning_gputime._instrumentation import loop as boundaries
+from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import PhaseSummary
@@ -69,7 +70,6 @@ class Training:
         reader = CostlySettings.of(
             Environment(**{**defaults, **self.environment}),
             boundaries.Loop(model, **self.loop),
-            "GPU work",
             self.threads,
         )
         return reader.read(replace(TrainingSetup(), **self.setup))
@@ -81,6 +81,7 @@ PRECISION = {"torch.get_float32_matmul_precision": "highest"}
 UNPINNED = {"pin_memory": False, "loader_prefix": "dataloader_"}
 DYNAMO = Training(variables={"TORCH_LOGS": "+dynamo"}, environment={"compiled": True})
 LIGHTNING_PRECISION = Training(PRECISION, environment={"precision": "32-true"})
+LOGS_EACH_STEP = Training(loop={"every_step_log": "log_every_n_steps"})
 CPU = {"device_type": "cpu"}
 THREADS = {"torch.get_num_threads": 16}
 
@@ -96,62 +97,90 @@ def variables(**values: str) -> Training:
     return Training(variables=values)
 
 
+MODEL = "Net.forward (net.py:3)"
 CASES = [
-    (Training({"torch.is_anomaly_enabled": True}), "detect_anomaly", "GPU work"),
-    (Training(DETERMINISTIC), "deterministic_algorithms", "GPU work"),
+    (Training({"torch.is_anomaly_enabled": True}), "detect_anomaly", MODEL),
+    (Training(DETERMINISTIC), "deterministic_algorithms", MODEL),
     # `cudnn.benchmark` is not advised for deterministic training.
-    (Training({**DETERMINISTIC, **BENCHMARK}), "deterministic_algorithms", "GPU work"),
-    (Training({"torch.version.debug": True}), "debug_build", "GPU work"),
-    (Training(BENCHMARK), "cudnn.benchmark", "GPU work"),
-    (Training(PRECISION), "float32_matmul_precision", "GPU work"),
-    (LIGHTNING_PRECISION, "float32_matmul_precision", "GPU work"),
+    (Training({**DETERMINISTIC, **BENCHMARK}), "deterministic_algorithms", MODEL),
+    (Training({"torch.version.debug": True}), "debug_build", MODEL),
+    (Training(BENCHMARK), "cudnn.benchmark", MODEL),
+    (Training(PRECISION), "float32_matmul_precision", MODEL),
+    (LIGHTNING_PRECISION, "float32_matmul_precision", MODEL),
     (Training(setup=UNPINNED), "dataloader_pin_memory", "data/fetch"),
-    (Training(marks_module=True), "gradient_checkpointing", "GPU work"),
-    (Training(loop={"every_step_log": "log_every_n_steps"}), "log_every_n_steps", "callbacks"),
-    (variables(CUDA_LAUNCH_BLOCKING="1"), "CUDA_LAUNCH_BLOCKING", "GPU work"),
-    (variables(TORCH_LOGS="+autograd"), "TORCH_LOGS", "GPU work"),
-    (variables(TORCH_SHOW_CPP_STACKTRACES="1"), "TORCH_SHOW_CPP_STACKTRACES", "GPU work"),
+    (Training(marks_module=True), "gradient_checkpointing", MODEL),
+    (LOGS_EACH_STEP, "log_every_n_steps", "callbacks"),
+    (variables(CUDA_LAUNCH_BLOCKING="1"), "CUDA_LAUNCH_BLOCKING", MODEL),
+    (variables(TORCH_LOGS="+autograd"), "TORCH_LOGS", MODEL),
+    (variables(TORCH_SHOW_CPP_STACKTRACES="1"), "TORCH_SHOW_CPP_STACKTRACES", MODEL),
     (variables(TORCH_DISTRIBUTED_DEBUG="detail"), "TORCH_DISTRIBUTED_DEBUG", "communication"),
     (variables(NCCL_DEBUG="INFO"), "NCCL_DEBUG", "communication"),
     (DYNAMO, "TORCH_LOGS", "first step"),
-    (Training(THREADS, environment=CPU, setup={"cores": 2}), "num_threads", "GPU work"),
-    (Training(threads=threads(core_wait=0.91), setup={"cores": 2}), "busy_cores", "GPU work"),
-    (Training(threads=threads(busiest=0.9)), "busy_thread", "GPU work"),
+    (Training(THREADS, environment=CPU, setup={"cores": 2}), "num_threads", MODEL),
+    (Training(threads=threads(core_wait=0.91), setup={"cores": 2}), "busy_cores", MODEL),
+    (Training(threads=threads(busiest=0.9)), "busy_thread", MODEL),
 ]
 
 
-def diagnosis_of(settings: tuple[CostlySetting, ...], **entries_s: float) -> Diagnosis:
+NET = timed("Net.forward", "net.py:3", gpu={"forward": 4.0, "backward": 3.0}, convolves=True)
+HEAD = timed("Head.forward", "net.py:9", gpu={"forward": 4.0, "backward": 5.0})
+
+
+def diagnosis_of(
+    settings: tuple[CostlySetting, ...], *lines: LineRow, **entries_s: float
+) -> Diagnosis:
     """Return the diagnosis of a fit whose first step takes as long as all other steps."""
-    phases_ms = STEP | {"data": 7.0, "data/fetch": 7.0, "callbacks": 7.0, "backward/comm": 5.0}
+    phases_ms = {"data": 7.0, "data/fetch": 7.0, "callbacks": 7.0, "backward/comm": 5.0}
     clock = WallClockBreakdown({"steps": 10.0, "first step": 10.0, **entries_s})
-    measured = measurement(phases_ms, wall_clock=clock)
+    measured = on_gpu(phases_ms, *lines, wall_clock=clock)
     setup = TrainingSetup(has_loader=True, num_workers=2, costly_settings=settings)
     return diagnose(measured, setup)
+
+
+def entries_with(setting: CostlySetting, diagnosis: Diagnosis) -> list[str]:
+    """Return the entries of the time breakdown that have advice on a setting."""
+    assert diagnosis.time_breakdown is not None
+    advice = Advice("costly_setting", setting.text, {"setting": setting.name})
+    return [row.name for row in diagnosis.time_breakdown.rows if advice in row.advice]
 
 
 @pytest.mark.parametrize(("training", "name", "entry"), CASES)
 def test_costly_setting_is_reported_under_the_entry_it_inflates(
     training: Training, name: str, entry: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = training.settings(monkeypatch)
-    assert [(setting.name, setting.entry) for setting in settings] == [(name, entry)]
-    found = diagnosis_of(settings)
-    assert found.time_breakdown is not None
-    rows = {row.name: row.advice for row in found.time_breakdown.rows}
-    *others, last = rows[entry]
-    assert (last.code, last.parameters) == ("costly_setting", {"setting": name})
-    assert last.text == settings[0].text
-    assert "may cost time" in last.text
-    assert last in found.advice
-    assert not [advice for advice in others if advice.code == last.code]
-    assert [name for name, advice in rows.items() if last in advice] == [entry]
+    [setting] = training.settings(monkeypatch)
+    assert setting.name == name
+    assert "may cost time" in setting.text
+    found = diagnosis_of((setting,), replace(NET, multiplies_float32=True))
+    assert entries_with(setting, found) == [entry]
+    assert [advice.text for advice in found.advice].count(setting.text) == 1
+
+
+@pytest.mark.parametrize(
+    ("training", "lines", "is_reported"),
+    [
+        (Training(BENCHMARK), [NET], True),
+        # Another line of the model takes longer.
+        (Training(BENCHMARK), [NET, HEAD], True),
+        # The line multiplies no float32 matrices, or waits for the host.
+        (Training(PRECISION), [NET], False),
+        (Training(BENCHMARK), [timed("Net.forward", host={"forward": 4.0}, convolves=True)], False),
+        # Logs are code of callbacks.
+        (LOGS_EACH_STEP, [timed("Uploads.log_metrics", host={"callbacks": 7.0})], True),
+    ],
+)
+def test_costly_setting_is_reported_at_the_line_that_it_slows_down(
+    training: Training, lines: list[LineRow], is_reported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [setting] = training.settings(monkeypatch)
+    names = [str(lines[0]).replace("`", "")]
+    assert entries_with(setting, diagnosis_of((setting,), *lines)) == names * is_reported
 
 
 def test_costly_setting_is_not_reported_below_five_percent(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Training(BENCHMARK).settings(monkeypatch)
-    found = diagnosis_of(settings, validation=1000.0)
+    found = diagnosis_of(Training(BENCHMARK).settings(monkeypatch), NET, validation=1000.0)
     assert found.time_breakdown is not None
-    assert 0 < found.time_breakdown["GPU work"].share < 0.05
+    assert 0 < found.time_breakdown[MODEL].share < 0.05
     assert [advice.code for advice in found.advice] == ["evaluate_less"]
 
 
@@ -234,7 +263,7 @@ def test_tf32_is_read_from_the_newer_torch_setting(monkeypatch: pytest.MonkeyPat
     def fail() -> str:
         raise RuntimeError("mix of the legacy and new APIs")
 
-    reader = CostlySettings(Environment(device_type="cuda", precision="float32"), "GPU work")
+    reader = CostlySettings(Environment(device_type="cuda", precision="float32"))
     monkeypatch.setattr("torch.get_float32_matmul_precision", fail)
     names = []
     for precision in ("ieee", "tf32"):
@@ -249,7 +278,7 @@ def test_ddp_that_finds_unused_parameters_is_reported(finds_unused: bool, two_ra
     model = nn.Linear(1, 1)
     ddp = DistributedDataParallel(model, find_unused_parameters=finds_unused)
     for loop in (boundaries.Loop(ddp), boundaries.Loop(model, wrapper=ddp)):
-        reader = CostlySettings.of(Environment(device_type="cpu"), loop, "CPU work")
+        reader = CostlySettings.of(Environment(device_type="cpu"), loop)
         settings = reader.read(TrainingSetup())
         assert [setting.name for setting in settings] == finds_unused * ["find_unused_parameters"]
         assert all("if no parameter is unused" in setting.text for setting in settings)
@@ -257,8 +286,8 @@ def test_ddp_that_finds_unused_parameters_is_reported(finds_unused: bool, two_ra
 
 def test_checkpoint_wrapper_of_torch_is_reported() -> None:
     loop = boundaries.Loop(nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1))))
-    [setting] = CostlySettings.of(Environment(), loop, "CPU work").read(TrainingSetup())
-    assert (setting.name, setting.entry) == ("gradient_checkpointing", "CPU work")
+    [setting] = CostlySettings.of(Environment(), loop).read(TrainingSetup())
+    assert (setting.name, setting.entry) == ("gradient_checkpointing", "")
 
 
 def test_unreadable_setting_has_no_advice(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,8 @@ def test_timer_does_not_keep_the_model_alive(fake: Make, timer: Timer) -> None:
 
 
 @since_5
-def test_micro_batches_are_one_step_even_at_the_end_of_an_epoch(fake: Make, timer: Timer) -> None:
+def test_micro_batches_are_one_step_even_at_the_end_of_an_epoch(fake: Make, gpu: FakeGPU) -> None:
+    timer = Timer(_clock=gpu, warmup_steps=0, lines=False, print_summary=False)
     # Each epoch has 40 batches: 13 updates of three, and one of the last batch.
     fake([timer], gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=2).train()
     thrice = {**{name: 3 * ms for name, ms in STEP.items()}, "optimizer": 2.0}
@@ -818,7 +819,7 @@ def test_time_breakdown_covers_training_and_evaluations(
     assert breakdown.scope == "fit"
     assert breakdown.rows[0].name == "evaluation"
     assert summary.wall_clock.after_batches_s == pytest.approx(0.3)
-    place = f"`compute` (test_huggingface.py:{compute.__code__.co_firstlineno})"
+    place = f"`compute` (test_huggingface.py:{compute.__code__.co_firstlineno + 1})"
     advice = f"{place} takes 300 ms of {sum(evaluations_ms):.0f} ms: make it faster"
     assert breakdown.rows[0].advice[0].text == advice
     assert breakdown["checkpoints"].share == pytest.approx(60.0 / sum(entries_ms.values()))

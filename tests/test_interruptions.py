@@ -202,7 +202,7 @@ _NOT_ITERATED = "Please call `iter(combined_loader)` first."
 
 CASES: dict[str, tuple[int, Callable[[bool, Path], Training]]] = {
     "steps": (300, plain(iterate_with_evaluations, logger=Logger(), log_every_n_steps=1)),
-    "step": (300, plain(step_by_hand, every_n_steps=2, modules=1, observers=[print])),
+    "step": (300, plain(step_by_hand, every_n_steps=2, observers=[print])),
     "accumulated": (250, plain(leave_loops, accumulate_grad_batches="auto")),
     "off": (100, plain(train_for_long, every_n_steps=30)),
     "lightning": (150, lightning),

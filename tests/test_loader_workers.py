@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import batches
+from fake_gpu import FakeGPU, batches
 from fake_lightning import trainer
 from fake_loop import Loop, hooks
 from lightning.pytorch import LightningModule
-from test_diagnosis import constant
+from test_diagnosis import constant, timed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 from torch.utils.data._utils import pin_memory
@@ -25,12 +25,12 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._compat.torch_ import fetcher_classes
 from lightning_gputime._culprits import workers
 from lightning_gputime._culprits.pin_memory import PinTimes
-from lightning_gputime._culprits.workers import WorkerTimer
+from lightning_gputime._culprits.workers import LoaderWorkers, WorkerTimer
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Advice
 from lightning_gputime._diagnosis.loader import LoaderCase, advise_on_loader
 from lightning_gputime._measurement import loader as layout
-from lightning_gputime._measurement.culprits import Culprit
+from lightning_gputime._measurement.culprits import Culprit, Stage
 from lightning_gputime._measurement.loader import (
     FIELDS,
     LoaderTimes,
@@ -46,17 +46,14 @@ from lightning_gputime._output.loader import loader_table
 # The loop of a worker, in this process and on a fake clock
 
 
-class Clock:
-    """A clock that only tests advance."""
+class Clock(FakeGPU):
+    """A clock of the host that only tests advance."""
+
+    __call__, pass_ms = FakeGPU.host_ns, FakeGPU.host_work
 
     def __init__(self) -> None:
-        self.ns = 1_000
-
-    def __call__(self) -> int:
-        return self.ns
-
-    def pass_ms(self, ms: float) -> None:
-        self.ns += round(1e6 * ms)
+        super().__init__()
+        self.now = 1_000
 
 
 class OnClock:
@@ -91,14 +88,17 @@ class Stream(OnClock, IterableDataset[Tensor]):
             yield torch.arange(3.0) + index
 
 
+MakeBatches = Callable[..., None]
 TimesOf = Callable[..., LoaderTimes]
 
 
 @pytest.fixture
-def times_of(monkeypatch: pytest.MonkeyPatch) -> TimesOf:
+def make_batches(monkeypatch: pytest.MonkeyPatch) -> MakeBatches:
     """Return a function that makes batches of four samples as a worker does, and times them."""
 
-    def times_of(dataset: Any, batches: int = 10, batch_type: Any = list) -> LoaderTimes:
+    def make_batches(
+        row: Any, dataset: Any, batches: int = 10, batch_type: Any = list, lines: Any = None
+    ) -> None:
         clock = dataset.clock
 
         def collate(samples: Any) -> Any:
@@ -106,18 +106,28 @@ def times_of(monkeypatch: pytest.MonkeyPatch) -> TimesOf:
             return default_collate(samples)
 
         monkeypatch.setattr(workers, "get_worker_info", lambda: SimpleNamespace(dataset=dataset))
-        rows = torch.zeros((2, FIELDS), dtype=torch.int64)  # Worker 0 has made no batch yet.
-        timer = WorkerTimer(memoryview(rows.numpy()[1]), clock(), clock, lambda: 0)
-        for kind in fetcher_classes():
-            monkeypatch.setattr(kind, "fetch", workers.timed_fetch(kind, timer))
+        timer = WorkerTimer(memoryview(row), clock(), clock, lambda: 0, lines=lines)
         clock.pass_ms(20.0)  # The worker starts.
         map_style, iterable = fetcher_classes()
-        kind = iterable if isinstance(dataset, IterableDataset) else map_style
-        fetcher: Any = kind(dataset, True, collate, False)
-        for start in range(0, 4 * batches, 4):
-            fetcher.fetch(batch_type(range(start, start + 4)))
-            clock.pass_ms(3.0)  # The worker waits.
+        kind: Any = iterable if isinstance(dataset, IterableDataset) else map_style
+        fetcher = kind(dataset, True, collate, False)
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "fetch", workers.timed_fetch(kind, timer))
+            for start in range(0, 4 * batches, 4):
+                fetcher.fetch(batch_type(range(start, start + 4)))
+                clock.pass_ms(3.0)  # The worker waits.
         assert timer.fetcher is fetcher
+
+    return make_batches
+
+
+@pytest.fixture
+def times_of(make_batches: MakeBatches) -> TimesOf:
+    """Return a function that makes batches as a worker does, and returns their times."""
+
+    def times_of(*arguments: Any, **options: Any) -> LoaderTimes:
+        rows = torch.zeros((2, FIELDS), dtype=torch.int64)  # Worker 0 has made no batch yet.
+        make_batches(rows.numpy()[1], *arguments, **options)
         times = loader_times(rows.tolist(), "Photos", "pad", (0, 0))
         assert times is not None
         return times
@@ -135,6 +145,19 @@ def test_worker_stages_have_exact_times(times_of: TimesOf, kind: Any, dataset_ms
     assert times.workers == (WITHOUT_BATCH, expected)
     assert (times.starts, times.startup_s) == (1, (22 + dataset_ms) / 1e3)
     assert (times.lock_share, times.repeats) == (None, False)
+
+
+def test_lines_of_workers_have_exact_times_even_if_workers_start_again(
+    make_batches: MakeBatches,
+) -> None:
+    loader = LoaderWorkers(2, Stage("dataset", "Photos"), Stage("collate", "pad"))
+    for kind in (BatchedPhotos, Photos):
+        for row, lines in zip(loader._times.numpy(), loader._lines.numpy(), strict=True):
+            make_batches(row, kind(Clock()), lines=memoryview(lines))
+    line = Photos.__getitem__.__code__.co_firstlineno + 1
+    found = [(row.function, row.line, row.ms, row.entry) for row in loader.lines()]
+    assert found[0] == ("Photos.__getitem__", line, 4.0, "workers")
+    assert [(function, ms) for function, _, ms, _ in found[1:]] == [("collate", 2.0)]
 
 
 def test_slowest_sample_of_a_worker_is_found(times_of: TimesOf) -> None:
@@ -277,12 +300,33 @@ def test_advice_on_a_loader_follows_from_its_workers(
 )
 def test_advice_on_workers_that_start_again(setup: dict[str, Any], text: str) -> None:
     rows = {"data": constant(20.0, n=200, share=0.5)}
-    collate = Culprit("data/fetch", "pad", 1.8, calls=200, observed_s=2.0, kind="collate")
+    collate = Culprit("data/fetch", "pad", 1.8, calls=200, share=0.9, kind="collate")
     loaders = (replace(TIMES, starts=4, startup_s=1.0),)
     step = PhaseStats(200, mean_ms=40.0)
     measured = Measurement(rows, step, 200, culprits=(collate,), loaders=loaders)
     advice = diagnose(measured, TrainingSetup(has_loader=True, num_workers=2, **setup)).advice
     assert [item.text for item in advice][:1] == [text]
+
+
+@pytest.mark.parametrize(
+    ("ms", "code", "place"),
+    [
+        (15.0, "`Photos.crop` (data.py:7)", ", most of it at `Photos.crop` (data.py:7)"),
+        (8.0, "`Photos.__getitem__`", ""),  # Only 40 % of a batch.
+    ],
+)
+def test_line_with_most_of_the_time_of_a_batch_is_named(ms: float, code: str, place: str) -> None:
+    others = {"pad": 0.4 * (20.0 - ms), "Photos.flip": 0.6 * (20.0 - ms)}
+    lines = [
+        timed(function, "data.py:7", host={"workers": part}, entry="workers")
+        for function, part in {"Photos.crop": ms, **others}.items()
+    ]
+    rows, times = {"data": constant(20.0, n=200, share=0.5)}, replace(TIMES, cpu_share=1.0)
+    measured = Measurement(rows, PhaseStats(200, mean_ms=40.0), 200, loaders=(times,))
+    measured = replace(measured, lines=(*sorted(lines, key=lambda line: -line.ms),))
+    found = diagnose(measured, TrainingSetup(has_loader=True, num_workers=2, cores=2))
+    assert f" 20 ms of 40 ms per step (50 % of the timed steps){place}; " in found.headline
+    assert [item.text for item in found.advice] == [f"make {code} faster"]
 
 
 @pytest.mark.parametrize(

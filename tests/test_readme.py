@@ -26,7 +26,7 @@ from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, MemorySummary, Phase
 from lightning_gputime.__main__ import _new_parser
 from lightning_gputime._diagnosis import advice, codes
 from lightning_gputime._diagnosis.diagnose import diagnose
-from lightning_gputime._diagnosis.pace import Pace
+from lightning_gputime._diagnosis.diagnosis import Entry, TimeBreakdown
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
@@ -289,8 +289,8 @@ def stats(ms: float, share: float, host_ms: float = math.nan) -> PhaseStats:
 
 
 def test_tables_of_verdicts_groups_and_causes_are_complete() -> None:
-    verdicts = {codes.GPU_BOUND, codes.LAUNCH_BOUND, codes.SYNC_BOUND, codes.COMPUTE_BOUND}
-    verdicts |= {codes.PHASE_BOUND, *codes.CODES.values()}
+    verdicts = {codes.GPU_BOUND, codes.LAUNCH_BOUND, codes.COMPUTE_BOUND, *codes.CODES.values()}
+    assert len(verdicts) == 8
     text = READMES["docs/reference/verdicts.md"]
     assert {code for code in verdicts if f"`{code}`" not in text} == set()
     assert set(re.findall(r"`([\w-]+-bound)`", README)) <= verdicts
@@ -343,11 +343,12 @@ def test_manual_quotes_sentences_that_are_printed(page: str, sentence: object) -
 
 def test_manual_quotes_the_advice() -> None:
     fetches = Measurement({"data/fetch": stats(7.0, 0.7)}, stats(10.0, 1.0))
-    case = ("data/fetch", 1.0, fetches)
-    no_workers = advice.Case(*case, TrainingSetup(num_workers=0), Pace("GPU-bound", ""))
-    small_batch = advice.Case(*case, TrainingSetup(batch_size=32), Pace("launch-bound", ""))
+    entry = Entry("data/fetch", 7.0, 0.7, phases_ms={"data": 7.0})
+    breakdown = TimeBreakdown((entry,), 10.0, "fit")
+    no_workers = advice.Case(entry, breakdown, fetches, TrainingSetup(num_workers=0))
     load_faster = next(advice._load_faster(no_workers)).text
-    launch_less = next(advice._launch_less(small_batch)).text
+    small_batch = TrainingSetup(batch_size=32)
+    launch_less = next(advice.advise_on_launches(fetches, small_batch)).text
     quotes = [("how-to/input-bound", load_faster), ("tutorial", load_faster)]
     for page, text in [*quotes, ("tutorial", launch_less)]:
         assert f"`{text}" in READMES[f"docs/{page}.md"].replace("`` ", "``").replace("``", "`")

@@ -150,9 +150,7 @@ class FakeScript(Script):
         entries_s = {"set-up": 5.0, "first step": 2.0, "steps": 0.9 * seconds}
         summary = SimpleNamespace(
             wall_clock=SimpleNamespace(entries_s={**entries_s, "validation": 0.1 * seconds}),
-            diagnosis=SimpleNamespace(
-                time_breakdown=TimeBreakdown(rows, 1.0, "training", "CPU work")
-            ),
+            diagnosis=SimpleNamespace(time_breakdown=TimeBreakdown(rows, 1.0, "training")),
             verdict="input-bound",
         )
         report = replace(

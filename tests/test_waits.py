@@ -90,13 +90,20 @@ def test_gathering_loss_module_waits_in_loss(ranks: Ranks, gpu: FakeGPU, scale: 
     assert train(Scaled(gpu, model)) == [waiting("loss")] * 3
 
 
-def test_submodule_times_exclude_waits_for_other_ranks(ranks: Ranks, gpu: FakeGPU) -> None:
-    for place in ("forward", "backward"):
-        loop = Shared(gpu, place)
-        model: Any = nn.Sequential(loop.model)
-        loop.model = model
-        expected = {**waiting(place), "forward/0": 4.0, "backward/0": 7.75}
-        assert train(loop, modules=["0"]) == [expected] * 3
+def test_sub_phase_excludes_waits_for_other_ranks(ranks: Ranks, gpu: FakeGPU) -> None:
+    class HasPart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = loop.model
+
+        def forward(self, x: Tensor) -> Tensor:
+            with phase("forward/part"):
+                result: Tensor = self.part(x)
+            return result
+
+    loop = Shared(gpu, "forward")
+    loop.model = HasPart()
+    assert train(loop) == [{**waiting("forward"), "forward/part": 4.0}] * 3
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
-from lightning_gputime._diagnosis.codes import LAUNCH_GAPS
 from lightning_gputime._instrumentation import work as counting
 from lightning_gputime._instrumentation.peaks import peaks_tflops, precision_of
 from lightning_gputime._instrumentation.work import Items
@@ -100,7 +99,7 @@ def test_pause_does_not_lower_the_item_rate(loop: Loop) -> None:
     assert timer.summary().items_per_sec == 1000 / STEP
 
 
-def test_items_are_counted_neither_in_untimed_nor_in_probed_steps(loop: Loop) -> None:
+def test_items_are_counted_neither_in_untimed_nor_in_examined_steps(loop: Loop) -> None:
     counted = []
 
     def items(batch: Tensor) -> int:
@@ -110,9 +109,9 @@ def test_items_are_counted_neither_in_untimed_nor_in_probed_steps(loop: Loop) ->
     timer = train(loop, 40, items=items, every_n_steps=4)
     assert len(counted) == timer.summary().steps == 10
     assert timer.summary().items_per_sec == 4000 / STEP
-    timer = train(loop, 40, items=4, probe_every_n_steps=5)
-    assert timer.summary().probed_steps > 4
-    assert len(items_of(timer)) == timer.summary().steps < 36
+    timer = train(loop, 40, items=4, lines=True)
+    assert timer.summary().examined_steps == 4
+    assert len(items_of(timer)) == timer.summary().steps == 32
     assert set(items_of(timer)) == {4.0}
 
 
@@ -467,9 +466,8 @@ def test_time_breakdown_to_the_peak_adds_up(gpu: FakeGPU) -> None:
     model = Net(gpu)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: gpu.work(1.0))
-    with GPUPhaseHooks(
-        model, optimizer, _clock=gpu, flops=1e6 / 8, items=8, warmup_steps=0, probe_every_n_steps=5
-    ) as timer:
+    options: dict[str, Any] = {"flops": 1e6 / 8, "items": 8, "warmup_steps": 0, "lines": False}
+    with GPUPhaseHooks(model, optimizer, _clock=gpu, **options) as timer:
         for _ in timer.steps(range(40)):
             gpu.work(1.0)
             gpu.host_work(10.0)  # Meanwhile the device becomes idle.
@@ -480,19 +478,15 @@ def test_time_breakdown_to_the_peak_adds_up(gpu: FakeGPU) -> None:
     breakdown = summary.time_breakdown
     assert breakdown is not None
     assert sum(row.share for row in breakdown.rows) == pytest.approx(1.0, abs=1e-12)
-    step_ms = summary.step.mean_ms
-    # A step has 1 ms of other work, 6 ms in the model and 1 ms in the update, so the device idles
-    # for 2 ms, but in the first step for 9 ms.
-    shares = {row.name: row.share for row in breakdown.rows}
-    assert shares[LAUNCH_GAPS] == pytest.approx((2.0 + 7.0 / summary.steps) / step_ms)
-    assert breakdown.peak_share == summary.mfu
+    assert summary.mfu is not None
+    assert breakdown.peak_share == summary.mfu * breakdown.steps_share
     assert breakdown.unknown == ""
     assert "  at peak FLOP/s  " in str(summary)
 
 
 @pytest.mark.usefixtures("h200")
 def test_rate_above_the_peak_has_no_mfu(gpu: FakeGPU) -> None:
-    timer = train_net(Net(gpu), [torch.ones(8, 64)] * 9, gpu, flops=1e9, probe_every_n_steps=4)
+    timer = train_net(Net(gpu), [torch.ones(8, 64)] * 9, gpu, flops=1e9)
     breakdown = timer.summary().time_breakdown
     assert breakdown is not None
     assert breakdown.peak_share is None
@@ -501,7 +495,7 @@ def test_rate_above_the_peak_has_no_mfu(gpu: FakeGPU) -> None:
 
 @pytest.mark.usefixtures("h200")
 def test_saved_run_and_its_page_keep_items_and_flops(gpu: FakeGPU, tmp_path: Any) -> None:
-    timer = train_net(Net(gpu), [torch.ones(8, 64)] * 40, gpu, probe_every_n_steps=5)
+    timer = train_net(Net(gpu), [torch.ones(8, 64)] * 40, gpu)
     timer.save(tmp_path / "run.json")
     run = lightning_gputime.load(tmp_path / "run.json")
     assert run.summary().work == timer.summary().work

@@ -221,7 +221,7 @@ def _describe(entry: Entry, breakdown: TimeBreakdown, m: Measurement) -> str:
     if entry.lines and entry.code in (OVERHEAD_BOUND, INPUT_BOUND):
         longest = entry.lines[0]
         all_ms = sum(line.ms for line in entry.lines)
-        if all_ms and longest.ms >= _MIN_OF_LAUNCHES * all_ms:
+        if longest.file and longest.ms >= _MIN_OF_LAUNCHES * all_ms:
             cost += f", most of it at {longest}"
     if entry.speed_up is None:
         return cost

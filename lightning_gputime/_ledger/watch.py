@@ -81,7 +81,8 @@ class LineWatch:
         if _running is not None:
             return "another timer follows the code"
         if not _is_available():
-            return "another tool, such as a debugger, traces the code with sys.settrace"
+            by = "sys.settrace" if _MONITORING is None else "each free id of sys.monitoring"
+            return f"another tool, such as a debugger, traces the code with {by}"
         self._thread, self._allow = get_ident(), allow
         self._n_events = self._limit = 0
         self._events.clear()

@@ -458,7 +458,8 @@ class _Stratum:
         self.last: _Block | None = None  # Newest block.
         self._represented = Sums()  # Estimate for the untimed steps before the last block.
         # Sums of squared differences between successive blocks, by phase: of fractions of the step,
-        # and of times per step.
+        # and of times per step. Each is divided by its variance if that of a step is 1.
+        self._differences = 0  # Number of differences.
         self._squared_share_changes = defaultdict[str, float](float)
         self._squared_time_changes = defaultdict[str, float](float)
         self._scale = _Scale()
@@ -472,18 +473,22 @@ class _Stratum:
         """Let a block represent the untimed steps since the last block."""
         if math.isnan(block.ms):
             return
-        if self.blocks and self.last is not None:
-            for name, change, change_ms in block.differences(self.last):
-                self._squared_share_changes[name] += change * change
-                self._squared_time_changes[name] += change_ms * change_ms
+        self.replace_last(block)
         self.blocks += 1
-        self.last = block
         self._represented.merge(self._pending.divided_like(block))
         self._scale = self._scale.plus(self._pending, block)
         self._pending = _Gap()
 
     def replace_last(self, block: _Block) -> None:
         """Set the block that represents later untimed steps until `add_block` adds a block."""
+        if math.isnan(block.ms):
+            return
+        if self.last is not None:
+            variance = 1 / block.n + 1 / self.last.n
+            self._differences += 1
+            for name, change, change_ms in block.differences(self.last):
+                self._squared_share_changes[name] += change * change / variance
+                self._squared_time_changes[name] += change_ms * change_ms / variance
         self.last = block
 
     def estimate(self, block: _Block | None) -> Estimate:
@@ -499,18 +504,16 @@ class _Stratum:
         last = self.last
         if last is None or not (scale.for_shares or scale.for_times):
             return {}
-        if self.blocks < 2:
+        if not self._differences:
             # A single block does not show how much blocks differ: use the maximum variance of a
             # fraction.
             variances = {name: share * max(1 - share, 0.0) for name, share in last.device.items()}
             ms2 = scale.for_shares + scale.for_times * (last.ms / last.n) ** 2
             return {name: 2 * math.sqrt(ms2 * variance) for name, variance in variances.items()}
         # Successive differences have about two thirds of the degrees of freedom.
-        differences = self.blocks - 1
-        freedom = max(round(2 * differences / 3), 1)
+        freedom = max(round(2 * self._differences / 3), 1)
         t = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.5 / freedom
-        # The variance of blocks is half the mean squared difference of two blocks.
-        per_square = t * t / (2 * differences)
+        per_square = t * t / self._differences
         return {
             name: math.sqrt(
                 per_square
@@ -524,7 +527,7 @@ class _Stratum:
 
 
 class _Scale(NamedTuple):
-    """Factors that turn the variance of a block into the variance of the estimate for all gaps."""
+    """Factors that turn the variance of a step into the variance of the estimate for all gaps."""
 
     for_shares: float = 0.0  # For fractions of the step, in gaps of known duration (in ms²).
     for_times: float = 0.0  # For times per step, in gaps of unknown duration (in steps²).
@@ -533,7 +536,7 @@ class _Scale(NamedTuple):
         """Add the variance of a gap, and the variance of the block that represents it."""
         ms2 = gap.ms * (gap.ms + block.ms) if gap.ms else 0.0
         n2 = gap.uncertain * (gap.uncertain + block.n)
-        return _Scale(self.for_shares + ms2, self.for_times + n2)
+        return _Scale(self.for_shares + ms2 / block.n, self.for_times + n2 / block.n)
 
 
 def _combine(estimates: Sequence[Estimate]) -> Estimate:
