@@ -413,7 +413,7 @@ PROJECTS = [
                         ("TracksAUROC.auroc",), partial(fit_digits, module=TracksAUROC)),
     removable_on_digits("lightning: validation every 5 steps", OUTSIDE, ("validation",), fit_digits,
                         {"val_check_interval": 5}, {"val_check_interval": 100}),
-    on_digits("lightning: MLP", COMPUTE, (), partial(fit_digits, width=512)),
+    on_digits("lightning: MLP", COMPUTE, (), partial(fit_digits, width=2048)),
     cpu("lightning: gradients of a frozen backbone", COMPUTE,
         ("LinearProbe.forward", "Residual.forward"),
         partial(fit_images, module=base.LinearProbe, width=8, rows=16, side=16)),

@@ -1,4 +1,4 @@
-"""Tests on a real GPU: times, host waits, graphs, probes and strategies."""
+"""Tests on a real GPU: times, host waits, graphs, lines, pace and strategies."""
 
 import json
 from collections import Counter
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, PhaseSummary
+from lightning_gputime._timer import Timer
 
 pytestmark = pytest.mark.gpu
 
@@ -144,6 +145,12 @@ def test_timer_adds_one_event_wait_per_step() -> None:
     assert not added
 
 
+def all_steps(timer: Timer) -> int:
+    """Return the number of all steps, timed or not."""
+    found = timer.summary()
+    return found.warmup_steps + found.steps + found.untimed_steps
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_loader_workers_can_be_forked_inside_the_loop() -> None:
     model = nn.Linear(8, 8, device="cuda")
@@ -155,7 +162,7 @@ def test_loader_workers_can_be_forked_inside_the_loop() -> None:
             for (x,) in timer.steps(loader):
                 model(x.cuda()).sum().backward()
                 optimizer.step()
-    assert len(timer.history()) == 24
+    assert all_steps(timer) == 24
 
 
 def train(timed: bool) -> list[Tensor]:
@@ -243,7 +250,7 @@ def test_graph_replay_is_timed_in_its_phase() -> None:
         model(x).pow(2).mean().backward()
         optimizer.step()
 
-    with GPUPhaseHooks(model, optimizer, warmup_steps=8) as timer:
+    with GPUPhaseHooks(model, optimizer, warmup_steps=8, lines=False) as timer:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -266,33 +273,60 @@ def test_graph_replay_is_timed_in_its_phase() -> None:
     assert len(timer.history()) == 23
 
 
-def test_backward_is_split_by_module_in_the_backward_thread() -> None:
-    class Parts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(3)))
-            self.head = nn.Linear(4096, 4096)
+class Parts(nn.Module):
+    """A model whose body has three of its four equal layers."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.head(self.body(x))
-            return result
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(3)))
+        self.head = nn.Linear(4096, 4096)
 
-    model = Parts().cuda()
-    x = torch.randn(4096, 4096, device="cuda")  # Needs no gradient.
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with GPUPhaseHooks(model, optimizer, modules=["body", "head"]) as timer:
-        for _ in timer.steps(range(20)):
-            model(x).pow(2).mean().backward()
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        return self.head(x)  # type: ignore[no-any-return]  # modules have no types
+
+
+def train_net(net: nn.Module, x: Tensor, *, reads_loss: bool = False) -> PhaseSummary:
+    """Train with default options, and return the summary."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with GPUPhaseHooks(net, optimizer) as timer:
+        for _ in timer.steps(range(60)):
+            loss = net(x).pow(2).mean()
+            if reads_loss:
+                loss.item()
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    found = rows(timer)
-    for phase in ("forward", "backward"):
-        parts_ms = found[f"{phase}/body"] + found[f"{phase}/head"]
-        assert parts_ms == pytest.approx(found[phase], rel=0.1)
-    assert found["forward/body"] == pytest.approx(3 * found["forward/head"], rel=0.2)
+    return timer.summary()
+
+
+def test_backward_is_split_by_line_of_forward_in_the_backward_thread() -> None:
+    x = torch.randn(4096, 4096, device="cuda")  # Needs no gradient.
+    lines = {row.line: row for row in train_net(Parts().cuda(), x).lines if not row.entry}
+    first = Parts.forward.__code__.co_firstlineno
+    body, head = lines[first + 1].phases, lines[first + 2].phases
+    assert body["forward"].gpu_ms == pytest.approx(3 * head["forward"].gpu_ms, rel=0.2)
     # Backward of the body has five matrix products, because its input needs no gradient. The head
     # has two.
-    assert found["backward/body"] == pytest.approx(2.5 * found["backward/head"], rel=0.25)
+    assert body["backward"].gpu_ms == pytest.approx(2.5 * head["backward"].gpu_ms, rel=0.25)
+
+
+def test_net_of_small_layers_is_paced_by_the_host() -> None:
+    layers = [layer for _ in range(24) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    summary = train_net(nn.Sequential(*layers).cuda(), torch.randn(64, 64, device="cuda"))
+    paced = summary.measurement.host_paced
+    assert min(paced["forward"], paced["backward"]) > 0.9
+    assert summary.code in ("launch-bound", "host-bound")
+
+
+@pytest.mark.parametrize("reads_loss", [False, True])
+def test_net_of_large_layers_is_paced_by_the_gpu(reads_loss: bool) -> None:
+    # The host waits in `.item()`, but the GPU idles only for the launch of the next kernel.
+    net = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(4))).cuda()
+    summary = train_net(net, torch.randn(8192, 8192, device="cuda"), reads_loss=reads_loss)
+    paced = summary.measurement.host_paced
+    assert max(paced["forward"], paced["backward"]) < 0.05
+    assert summary.code == "GPU-bound"
 
 
 def test_phases_are_ranges_in_the_profiler_of_a_gpu() -> None:
@@ -334,53 +368,7 @@ def test_net_compiled_with_reduce_overhead_is_timed() -> None:
     fit(Compiled(), timer)
     phases = {"data", "callbacks", "other", "forward", "loss", "backward", "optimizer"}
     assert {name for name in timer.summary().rows if not name.startswith("data/")} == phases
-    assert len(timer.history()) == 20
-
-
-def probe(net: nn.Module, x: Tensor, wait: bool = False) -> PhaseSummary:
-    optimizer = torch.optim.AdamW(net.parameters())
-    with GPUPhaseHooks(net, optimizer, warmup_steps=10, probe_every_n_steps=5) as timer:
-        for _ in timer.steps(range(100)):
-            loss = net(x).pow(2).mean()
-            if wait:
-                loss.item()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return timer.summary()
-
-
-def test_net_of_small_layers_is_mostly_launch_gaps() -> None:
-    layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.ReLU())]
-    summary = probe(nn.Sequential(*layers).cuda(), torch.randn(64, 64, device="cuda"))
-    assert summary.probed_steps >= 10
-    assert summary.launch_gap_share is not None
-    assert summary.launch_gap_share > 0.5
-
-
-def test_net_of_large_layers_has_no_launch_gaps() -> None:
-    net = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4))).cuda()
-    summary = probe(net, torch.randn(4096, 4096, device="cuda"))
-    assert summary.probed_steps >= 10
-    assert summary.launch_gap_share is not None
-    assert summary.launch_gap_share < 0.05
-    busy_ms = summary.rows["forward"].gpu_busy_mean_ms
-    assert busy_ms == pytest.approx(summary.rows["forward"].mean_ms, rel=0.1)
-
-
-def test_step_with_a_host_wait_cannot_be_probed() -> None:
-    net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).cuda()
-    summary = probe(net, torch.randn(512, 512, device="cuda"), wait=True)
-    assert summary.probed_steps == 0
-    assert "the host waits for the GPU inside probed steps, in `loss`" in summary.probe_failure
-
-
-def test_probe_fails_if_the_launch_queue_is_full() -> None:
-    net = nn.Sequential(*(nn.ReLU() for _ in range(3000)), nn.Linear(64, 64)).cuda()
-    summary = probe(net, torch.randn(64, 64, device="cuda"))
-    assert summary.probed_steps == 0
-    assert "in `forward`" in summary.probe_failure
-    assert "or a full launch queue" in summary.probe_failure
+    assert all_steps(timer) == 20
 
 
 @pytest.mark.parametrize(

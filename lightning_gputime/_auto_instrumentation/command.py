@@ -30,7 +30,7 @@ that timer: --save-path saves its run, and the other options have no effect.
 Options precede the script. The manual describes them: docs/reference/options.md.
 
   run train.py --its own --args
-  run --modules 2 --save-path run.json.gz train.py
+  run --every-n-steps 1 --save-path run.json.gz train.py
   run -m package.module
   run torchrun --nproc-per-node 2 train.py
   run ./launch.sh
@@ -137,7 +137,7 @@ def _value(text: str) -> Any:
     if "," in text:
         return [_value(part) for part in text.split(",")]
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
     except (SyntaxError, ValueError):
         return text
 

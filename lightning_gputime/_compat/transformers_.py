@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from inspect import signature
+from inspect import isfunction, signature
 from typing import Any
 
 import torch
@@ -155,18 +155,17 @@ def patches(trainer: Any, calls: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
     return ((name, call) for name, call in names.items() if read(trainer, name) is not MISSING)
 
 
-NAMED_METHODS = ("save_model", "log", "create_optimizer_and_scheduler")
-
-
 def functions_to_name(trainer: Any) -> Iterator[Any]:
     """Yield functions that a Trainer calls, to name as the reason for time.
 
-    These are events of callbacks, methods that a class of the user overrides, and updates.
+    These are events of callbacks, methods of the Trainer and its accelerator, and updates.
     """
     for callback in callbacks_of(trainer):
         events = (name for name in dir(type(callback)) if name.startswith("on_"))
         yield from (getattr(callback, event) for event in events if _defines(callback, event))
-    yield from (getattr(trainer, method, None) for method in NAMED_METHODS)
+    for owner in (trainer, trainer.accelerator):
+        for kind in type(owner).__mro__:
+            yield from filter(isfunction, vars(kind).values())
     yield torch.nn.utils.clip_grad_norm_
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     yield getattr(type(optimizer), "step", None)

@@ -1,4 +1,4 @@
-"""Culprits: calls by name, places in the user's code, stages of a loader, blocking calls.
+"""Culprits: stages of a loader, collections of garbage, compilations, and other threads.
 
 The modules here only add to the sums of `_measurement.culprits`: they mark no phases, and draw no
 conclusions.

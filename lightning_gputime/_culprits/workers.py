@@ -262,7 +262,8 @@ class WorkerTimer:
         ]
         text = json.dumps(found).encode()
         if len(text) < len(self._shared_lines):
-            self._shared_lines[: len(text)] = text
+            # Overwrite all of the text of an earlier worker.
+            self._shared_lines[:] = text.ljust(len(self._shared_lines), b"\0")
 
     def _add_cpu_time(self, now_ns: int) -> None:
         """Add the CPU time since the last read. Call it rarely: a read takes microseconds."""
@@ -377,7 +378,10 @@ class LoaderWorkers:
     def lines(self) -> tuple[LineRow, ...]:
         """Return the lines that take the time of a batch, the longest first."""
         texts = [bytes(row).rstrip(b"\0") for row in self._lines.numpy()]
-        found = [json.loads(text) for text in texts if text]
+        found = []
+        for text in filter(None, texts):
+            with contextlib.suppress(ValueError):  # A worker is writing it.
+                found.append(json.loads(text))
         ms: dict[tuple[str, str, int, int], float] = {}
         for function, file, first, last, line_ms in (row for rows in found for row in rows):
             key = function, file, first, last

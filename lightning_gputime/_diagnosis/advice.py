@@ -12,6 +12,7 @@ from lightning_gputime._diagnosis.codes import (
     COMPILATIONS,
     CONTENTION,
     MODEL_PHASES,
+    NOT_EXAMINED,
     OTHER_RANKS,
     SLOWEST_RANK,
     STANDARD_PHASES,
@@ -53,7 +54,6 @@ from lightning_gputime._phases import (
     FORWARD,
     OPTIMIZER,
     OTHER,
-    of_one_callback,
 )
 
 _MIN_SHARE = 0.05  # Entries with a smaller fraction of the wall clock get no advice.
@@ -83,6 +83,11 @@ class Case:
         return self.entry.name
 
     @property
+    def phase(self) -> str:
+        """Name of the phase that the entry is, or is a part of."""
+        return self.name.removesuffix(NOT_EXAMINED)
+
+    @property
     def line(self) -> LineRow | None:
         """Longest code of the user in the entry; None if all of it takes little of the entry."""
         all_ms = sum(line.ms for line in self.entry.lines)
@@ -106,12 +111,12 @@ def advise(case: Case) -> tuple[Advice, ...]:
     rule = _RULES.get(entry.name)
     if entry.line is not None:
         rule = _shorten_code
-    elif rule is None and entry.name in case.m.rows:
-        is_standard = entry.name in STANDARD_PHASES
+    elif rule is None and case.phase in case.m.rows:
+        is_standard = case.phase in STANDARD_PHASES
         rule = _shorten_unknown_code if is_standard else _shorten_user_phase
-    found = [] if rule is None else [*rule(case)]
     settings = [setting for setting in case.setup.costly_settings if _is_costly(setting, case)]
-    found += [Advice("costly_setting", item.text, {"setting": item.name}) for item in settings]
+    found = [Advice("costly_setting", item.text, {"setting": item.name}) for item in settings]
+    found += [] if rule is None else rule(case)
     return tuple({advice.text: advice for advice in found}.values())  # Without duplicates.
 
 
@@ -145,17 +150,24 @@ def _shorten_code(case: Case) -> Iterator[Advice]:
     line = entry.line
     assert line is not None
     if line.is_library and line.function.endswith(".step"):
-        yield from _fuse_update(case)
+        yield from _fuse_update(m, case.setup)
         return
     times = f", {line.calls:.0f} times per step" if line.calls >= _MIN_CALLS else ""
     idle_ms = line.idle_ms
     in_model = is_own_work(line, entry.phases_ms)
     keeps_waiting = entry.pace == "host" and not m.on_host_clock
-    is_of_trainer = not line.file and not of_one_callback(line.main_phase)
     is_launch = in_model and keeps_waiting and entry.share < _MIN_LAUNCHES
-    if line.is_rest or is_of_trainer or is_launch:
+    is_short_library = line.is_library and CALLBACKS not in entry.phases_ms and entry.share < 0.1
+    if line.is_rest or is_launch or is_short_library:
         return
-    if line.function.endswith((".log_metrics", ".on_log", "Module.log")):
+    if line.is_recomputed:
+        memory = f" (now {percent(m.memory.share)} of the GPU's)" if m.memory is not None else ""
+        text = (
+            f"{line} takes {case.took}: turn activation checkpointing off there, if the memory is"
+            f" large enough{memory}"
+        )
+        yield Advice("recomputation", text, {"function": line.function})
+    elif line.function.endswith((".log_metrics", ".on_log", "Module.log")):
         text = f"{line} takes {case.took}{times}: log fewer values, or less often"
         yield Advice("log_less", text, {"function": line.function})
     elif keeps_waiting and idle_ms >= 0.5 * line.ms:
@@ -196,16 +208,19 @@ def _shorten_code(case: Case) -> Iterator[Advice]:
 
 def _shorten_unknown_code(case: Case) -> Iterator[Advice]:
     """Yield advice on a phase whose code is unknown."""
-    name, m = case.name, case.m
+    name, m = case.phase, case.m
     if name == OPTIMIZER and case.setup.unfused:
-        yield from _fuse_update(case)
+        yield from _fuse_update(m, case.setup)
         return
+    may_pause = case.setup.is_own_loop and name in m.rows and is_rare(m.rows[name])
     if name in MODEL_PHASES:
+        if may_pause:
+            yield _pause(name)
         return
     why = f" ({m.lines_unavailable})" if m.lines_unavailable else ""
     text = f'`{name}` takes {case.took}, at unknown lines{why}: name its parts with phase("name")'
     yield Advice("name_phase", text, {"phase": name})
-    if case.setup.is_own_loop and is_rare(m.rows[name]):
+    if may_pause:
         yield _pause(name)
 
 
@@ -218,23 +233,22 @@ def _shorten_user_phase(case: Case) -> Iterator[Advice]:
 
 def advise_on_launches(m: Measurement, setup: TrainingSetup) -> Iterator[Advice]:
     """Yield advice if launches of the model's work set the pace."""
+    if m.share(OPTIMIZER) >= max(m.share(FORWARD), m.share(BACKWARD)):
+        yield from _fuse_update(m, setup)
     if m.memory is None or m.memory.share <= _MAX_MEMORY_SHARE:
         now = f" (now {setup.batch_size})" if setup.batch_size is not None else ""
         yield Advice("batch_size", f"use a larger batch{now}", {"now": setup.batch_size})
     mode = '(mode="reduce-overhead")' if setup.compiled else ""
     yield Advice("compile", f"use torch.compile{mode}")
     yield Advice("cuda_graphs", "use CUDA graphs")
+    yield from _fuse_update(m, setup)
+
+
+def _fuse_update(m: Measurement, setup: TrainingSetup) -> Iterator[Advice]:
     share = m.share(OPTIMIZER)
     if setup.unfused and share >= _MIN_PART:
         text = f"use {setup.unfused}(fused=True): `optimizer` takes {percent(share)} of the step"
         yield Advice("fused", text, {"optimizer": setup.unfused})
-
-
-def _fuse_update(case: Case) -> Iterator[Advice]:
-    unfused, share = case.setup.unfused, case.m.share(OPTIMIZER)
-    if unfused and share >= _MIN_PART:
-        text = f"use {unfused}(fused=True): `optimizer` takes {percent(share)} of the step"
-        yield Advice("fused", text, {"optimizer": unfused})
 
 
 # Data

@@ -12,6 +12,7 @@ from lightning_gputime._diagnosis.codes import (
     GPU_BOUND,
     HOST_BOUND,
     MODEL_PHASES,
+    NOT_EXAMINED,
     NOT_SAMPLED,
     OTHER_RANKS,
     SLOW,
@@ -232,7 +233,7 @@ def _parts(m: Measurement, groups: Mapping[str, _Group]) -> dict[str, _Part]:
         for phase, own in group.phases.items():
             share, top = group.share * own / known, phase.partition("/")[0]
             error = group.error * own / known
-            host_paced = 1.0 if m.on_host_clock else m.host_paced.get(phase, 1.0)
+            host_paced = _host_paced(phase, m)
             rows = [row for row in m.lines if not row.entry and phase in row.phases]
             all_ms = sum(row.phases[phase].ms for row in rows)
             if not all_ms:
@@ -245,8 +246,7 @@ def _parts(m: Measurement, groups: Mapping[str, _Group]) -> dict[str, _Part]:
                 factor = share / all_ms
                 part = parts[name]
                 if not is_whole(name):
-                    # Without a function, it is time in steps that were not examined.
-                    part = part_of(row) if row.function else parts[f"{top} (not examined)"]
+                    part = part_of(row) if row.function else parts[f"{top}{NOT_EXAMINED}"]
                 estimate = row.error_ms * found.ms / (row.ms or 1.0) / (m.step.mean_ms or 1.0)
                 total_error = ((error * of_phase) ** 2 + estimate**2) ** 0.5
                 own_host_ms = found.host_ms - found.idle_ms
@@ -254,6 +254,14 @@ def _parts(m: Measurement, groups: Mapping[str, _Group]) -> dict[str, _Part]:
                 if found.idle_ms:
                     part_of(row).add(top, 0.0, factor * found.idle_ms, 0.0)
     return {name: part for name, part in parts.items() if part.share > 0}
+
+
+def _host_paced(phase: str, m: Measurement) -> float:
+    """Return the fraction of a phase in which the host sets the pace."""
+    if m.on_host_clock or m.host_paced:
+        return m.host_paced.get(phase, 1.0)
+    # A run of version 5. The host waits for the GPU only if the GPU sets the pace.
+    return float(m.host_wait_mean_ms < _MIN_WAIT * m.step.mean_ms)
 
 
 def _entry_in_steps(
@@ -319,10 +327,14 @@ def _is_of_model(part: _Part) -> bool:
 def is_own_work(line: LineRow | None, phases: Mapping[str, float]) -> bool:
     """Return True for the model's own work: its forward and backward, and the update.
 
+    A recomputation in backward is not: it is exchanged for memory.
+
     Args:
         line: Code of an entry; None if the entry is not code.
         phases: Time of the entry by top-level phase.
     """
+    if line is not None and line.is_recomputed:
+        return False
     total = sum(phases.values())
     model = sum(phases.get(phase, 0.0) for phase in MODEL_PHASES)
     update = phases.get(OPTIMIZER, 0.0)

@@ -45,6 +45,7 @@ COLLECTIONS, COMPILATIONS = f"{SLOW}garbage collection", f"{SLOW}compilation"
 ALLOCATOR, CONTENTION = f"{SLOW}the allocator", f"{SLOW}{OFF_CPU}"
 TIMING = "timing itself"
 NOT_SAMPLED = "not sampled"
+NOT_EXAMINED = " (not examined)"  # Follows the name of a phase: its time in no examined step.
 
 STANDARD_PHASES = (*PHASES, GENERATE, REWARD, TRAINING_STEP)  # All except phases named by the user.
 MODEL_PHASES = (FORWARD, BACKWARD, OPTIMIZER, TRAINING_STEP)  # Phases of the model's own work.

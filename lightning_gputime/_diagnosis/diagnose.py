@@ -24,14 +24,15 @@ from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import ONCE
-from lightning_gputime._phases import DATA
+from lightning_gputime._phases import DATA, FORWARD
 
 # Minimum fraction of the wall clock for an entry to be the bottleneck, and to be reported. XProf
 # uses the same thresholds to grade input pipelines.
 _MIN_BOTTLENECK = 0.2
 _MIN_REPORTED = 0.05
 _MIN_LAUNCHES = 0.3  # The same for launches at many lines, which cannot all be removed.
-_MIN_OF_LAUNCHES = 0.5  # With this fraction of all launches, a line is the bottleneck itself.
+_MIN_OF_ALL = 0.5  # With this fraction of an entry or of all launches, a line is named.
+_MAX_LAUNCH_MS = 0.1  # Host time of an operation in forward, including Python's; it is 5 to 50 us.
 _MIN_BATCHES = 20  # Shorter evaluations get no diagnosis.
 _MAX_LOST = 0.99  # Maximum lost fraction of a run, which caps the promised speed-up at 100x.
 _MIN_SLOWDOWN = 0.1  # A slowdown that costs this fraction of the run is in the headline.
@@ -54,7 +55,8 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     rows = [
         replace(row, advice=advise(Case(row, breakdown, m, setup)))
         # Of the model's lines, only the longest: advice on each would say the same.
-        if row.error < row.share and (row not in own[1:] or _is_update(row))
+        if row.error < row.share
+        and (row not in own[1:] or _is_update(row) or row.share >= _MIN_BOTTLENECK)
         else row
         for row in breakdown.rows
     ]
@@ -106,11 +108,10 @@ def _advice_on(slowdown: Slowdown) -> Advice:
 def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) -> Diagnosis:
     """Return the diagnosis, with advice that belongs to no entry."""
     own = [row for row in breakdown.rows if _is_own_work(row)]
+    if not m.on_host_clock:
+        # Code in the model at which the host does something else than launch the model's work.
+        own = [row for row in own if row.pace != "host" or _launches(row)]
     launches = 0.0 if m.on_host_clock else sum(row.host_share for row in own)
-    # A line with most of the launches is no longer the model's usual work.
-    launching = [row for row in own if row.host_share >= _MIN_OF_LAUNCHES * launches > 0]
-    if launching:
-        own, launches = [row for row in own if row not in launching], 0.0
     others = [row for row in breakdown.rows if row.code and row not in own]
     largest = max(others, key=_saved_share, default=Entry("", 0.0, 0.0))
     recurring = max(
@@ -124,7 +125,9 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
         headline = f"{LAUNCH_BOUND}: {_describe_launches(own, launches, breakdown)}"
         if is_worth_a_look:
             headline += f"; worth a look: {_describe(recurring, breakdown, m)}"
-        advice = tuple(advise_on_launches(m, setup))
+        # A setting may be the reason for slow launches.
+        settings = [item for item in _advice_of(breakdown, "") if item.code == "costly_setting"]
+        advice = (*settings, *advise_on_launches(m, setup))
         return Diagnosis(LAUNCH_BOUND, "bound", "", headline, advice=advice)
     if is_bottleneck:
         headline = f"{largest.code}: {_describe(largest, breakdown, m)}"
@@ -154,6 +157,16 @@ def _is_own_work(row: Entry) -> bool:
     On a GPU that is also what else the GPU sets the pace of.
     """
     return row.code in (GPU_BOUND, COMPUTE_BOUND) or is_own_work(row.line, row.phases_ms)
+
+
+def _launches(row: Entry) -> bool:
+    """Return True if the host's time in an entry of the model is that of launching operations."""
+    line = row.line
+    if line is None or line.is_library:
+        return True
+    # Backward launches its operations in C++.
+    host_ms = sum(part.host_ms for name, part in line.phases.items() if name.startswith(FORWARD))
+    return line.is_forward and host_ms <= _MAX_LAUNCH_MS * line.operations
 
 
 def _is_update(row: Entry) -> bool:
@@ -189,7 +202,11 @@ def _describe_launches(own: list[Entry], share: float, breakdown: TimeBreakdown)
         if part >= _MIN_REPORTED * share
     )
     of_step = percent(share / breakdown.steps_share)
-    return f"the GPU waits for launches for {of_step} of the step ({parts}), at many lines"
+    longest = max(own, key=lambda row: row.host_share)
+    where = "at many lines"
+    if longest.line is not None and longest.host_share >= _MIN_OF_ALL * share:
+        where = f"most of it at {longest.line}"
+    return f"the GPU waits for launches for {of_step} of the step ({parts}), {where}"
 
 
 def _uncertain(breakdown: TimeBreakdown) -> Entry | None:
@@ -221,7 +238,7 @@ def _describe(entry: Entry, breakdown: TimeBreakdown, m: Measurement) -> str:
     if entry.lines and entry.code in (OVERHEAD_BOUND, INPUT_BOUND):
         longest = entry.lines[0]
         all_ms = sum(line.ms for line in entry.lines)
-        if longest.file and longest.ms >= _MIN_OF_LAUNCHES * all_ms:
+        if longest.file and longest.ms >= _MIN_OF_ALL * all_ms:
             cost += f", most of it at {longest}"
     if entry.speed_up is None:
         return cost

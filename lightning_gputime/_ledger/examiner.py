@@ -5,10 +5,10 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_gputime._compat.torch_ import graph_nodes, is_autograd_compiled, next_sequence
-from lightning_gputime._ledger.places import Line
+from lightning_gputime._ledger.places import Line, Operations
 from lightning_gputime._ledger.watch import LineWatch
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._record.clock import Clock, HostClock, TimingEvent
@@ -20,13 +20,6 @@ _MAX_MARKS_SHARE = 0.2
 _FIRST_MARK_NS = 10_000  # Cost of a mark before it was measured.
 _MIN_MARK_NS = 2_000  # Minimum cost of a mark, with the call of its trace function.
 _MIN_EVENTS = 300  # Number of events at which lines may be ignored, however short the step is.
-
-
-class Operations(NamedTuple):
-    """Number of operations of a line that some settings speed up."""
-
-    convolutions: int = 0
-    float32_products: int = 0  # Matrix products in float32, without autocast.
 
 
 class Examiner:
@@ -51,6 +44,7 @@ class Examiner:
         """Reason why lines cannot be followed; empty if they can, or if that is not known."""
         self.operations: dict[Line, Operations] = {}
         """Operations of each line, as found in the graphs of the backwards of a step."""
+        self._operations: dict[Line, Counter[str]] = {}  # The same, in the open step.
         self.marks_ns = 0
         """Time that all marks so far have taken."""
         self._n_marks = 0
@@ -70,6 +64,7 @@ class Examiner:
         """
         self._start_ns, self._step_ns = self._now(), step_ns
         self._marks, self._sequences, self._lines, self._is_backward_known = [], [], [], True
+        self._operations.clear()
         try:
             self.unavailable = self.watch.start(sys._getframe(1), self._allowed_events)
         except Exception as error:
@@ -143,7 +138,6 @@ class Examiner:
         """
         start_ns = self._now()
         previous: Line | None = None
-        operations: dict[Line, Counter[str]] = {}
         for node in graph_nodes(tensors, _MAX_NODES):
             index = bisect_right(self._sequences, node.sequence) - 1
             if index < 0:
@@ -152,9 +146,12 @@ class Examiner:
             if line is not previous:
                 self._handles.append(node.node.register_prehook(self._hook(line)))
                 previous = line
+            counts = self._operations.setdefault(line, Counter())
+            counts["all"] += 1
             if kind := _kind_of(node.kind, is_float32=node.is_float32):
-                operations.setdefault(line, Counter())[kind] += 1
-        self.operations |= {line: Operations(**counts) for line, counts in operations.items()}
+                counts[kind] += 1
+        found = self._operations.items()
+        self.operations |= {line: Operations(**counts) for line, counts in found}
         # Exclude the time of the search from the step.
         self._mark(self.watch.line)
         self._marks[-1] = self._marks[-1]._replace(start_ns=start_ns)

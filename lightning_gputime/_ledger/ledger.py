@@ -12,7 +12,7 @@ from lightning_gputime._compat.python_ import code_of
 from lightning_gputime._ledger.cells import GPU, ExaminedStep, examined_step
 from lightning_gputime._ledger.outside import OutsideLines
 from lightning_gputime._ledger.pace import PaceSums
-from lightning_gputime._ledger.places import Line
+from lightning_gputime._ledger.places import Line, Operations
 from lightning_gputime._ledger.rows import LineRow, Targets, line_rows
 from lightning_gputime._phases import StepRecord
 
@@ -48,8 +48,10 @@ class Ledger:
         }
         self.pace = PaceSums()
         self.steps: list[ExaminedStep] = []
-        self.operations: Mapping[Line, tuple[int, int]] = {}
-        """Convolutions and float32 matrix products of each line; set by the session."""
+        self.operations: Mapping[Line, Operations] = {}
+        """Differentiable operations of each line; set by the session."""
+        self.busy_functions: set[tuple[str, str, int]] = set()
+        """Keys of functions with lines that run too often to be followed; set by the session."""
         self.unavailable = ""
         """Reason why lines cannot be followed; empty if they can. Set by the session."""
 
@@ -136,6 +138,7 @@ class Ledger:
             outside=self._outside,
             modules=self._modules,
             operations=self.operations,
+            busy_functions=self.busy_functions,
         )
         steps = [step for step in self.steps if step.step_ms > 0]
         rows = make_rows(steps, Targets(gpu_ms, host_ms)) if steps else ()

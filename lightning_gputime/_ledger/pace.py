@@ -19,7 +19,7 @@ truth. So a block of steps for which the offset is estimated spans at most a sec
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from lightning_gputime._phases import StepRecord, resolve_labels
+from lightning_gputime._phases import BETWEEN_BATCHES, StepRecord, resolve_labels
 
 MAX_IDLE_LAG_MS = 0.08
 """Below this lag at a mark, the device had caught up with the host."""
@@ -155,4 +155,7 @@ class PaceSums:
         if not ms:
             return 1.0 if examined is None else examined
         least, most = self.least_ms[phase] / ms, self.most_ms[phase] / ms
-        return least if examined is None else min(max(examined, least), most)
+        if examined is None:
+            # A fetch ends with a copy to the device, while a forward launches work all the time.
+            examined = most if phase.partition("/")[0] in BETWEEN_BATCHES else least
+        return min(max(examined, least), most)

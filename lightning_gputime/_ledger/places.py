@@ -1,11 +1,29 @@
 """Places in the user's code: functions in the context of their callers, and their lines."""
 
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 LINES, CALLS, NOTHING = 2, 1, 0
 """Detail with which a function is followed. With `CALLS`, its lines are not told apart; with
 `NOTHING`, its time belongs to the line that calls it."""
+
+
+class Operations(NamedTuple):
+    """Number of differentiable operations that a line runs per step, and of some kinds."""
+
+    all: int = 0
+    convolutions: int = 0
+    float32_products: int = 0  # Matrix products in float32, without autocast.
+
+
+def name_of(code: CodeType) -> str:
+    """Return the qualified name of a function, without the functions around its definition."""
+    return code.co_qualname.rpartition("<locals>.")[2]
+
+
+def key_of(code: CodeType) -> tuple[str, str, int]:
+    """Return the identity of a function in any context: its file, its name and its first line."""
+    return code.co_filename, name_of(code), code.co_firstlineno
 
 
 class Line:
@@ -54,7 +72,7 @@ class Function:
         self.code: CodeType | None = code
         self.caller = caller
         self.file, self.first_line = code.co_filename, code.co_firstlineno
-        self.name = code.co_qualname.rpartition("<locals>.")[2]
+        self.name = name_of(code)
         self.is_library = detail == CALLS
         self.whole = Line(self, 0)
         self.lines: dict[int, Line] = {}
@@ -65,7 +83,7 @@ class Function:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Identity of the function in any context: its file, its name and its first line."""
+        """See `key_of`."""
         return self.file, self.name, self.first_line
 
     def line_at(self, number: int) -> Line:

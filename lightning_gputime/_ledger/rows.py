@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -10,7 +11,7 @@ from statistics import stdev
 from typing import Any, NamedTuple
 
 from lightning_gputime._ledger.cells import GPU, HOST, IDLE, Cell, ExaminedStep
-from lightning_gputime._ledger.places import Function, Line
+from lightning_gputime._ledger.places import Function, Line, Operations
 from lightning_gputime._phases import BACKWARD, EVALUATED, FORWARD, of_one_callback
 
 _MIN_ROW = 0.04  # A line or function with this fraction of the time has its own row.
@@ -68,7 +69,12 @@ class LineRow:
         path: Lines that led to this one, the outermost first, such as "main (train.py:12)".
         modules: Modules whose forward this is, such as "8 x Block" or "blocks.3.att".
         is_library: True for a function of a library.
-        is_rest: True for the lines of a training loop that are too short for a row each.
+        is_rest: True for the lines of a training loop that are too short for a row each, and for
+            time in which a trainer ran no code of the user.
+        is_recomputed: True for time in which backward runs these lines of forward again, because of
+            activation checkpointing. It is estimated from their time in forward.
+        is_forward: True for the forward of a module.
+        operations: Number of differentiable operations per step.
         busy_ms: Host time per step without waits for the GPU (in milliseconds).
         convolves: True if the line runs convolutions.
         multiplies_float32: True if the line multiplies matrices in float32, without autocast.
@@ -86,6 +92,9 @@ class LineRow:
     modules: str = ""
     is_library: bool = False
     is_rest: bool = False
+    is_recomputed: bool = False
+    is_forward: bool = False
+    operations: int = 0
     busy_ms: float = 0.0
     convolves: bool = False
     multiplies_float32: bool = False
@@ -138,7 +147,8 @@ class LineRow:
         if self.is_library:
             where = f"called by {self.path[-1]}" if self.path else ""
         details = ", ".join(filter(None, (self.modules, where)))
-        return f"`{self.function}` ({details})" if details else f"`{self.function}`"
+        text = f"`{self.function}` ({details})" if details else f"`{self.function}`"
+        return f"recomputation of {text}" if self.is_recomputed else text
 
 
 class Targets(NamedTuple):
@@ -157,7 +167,8 @@ def line_rows(
     trainer: str,
     outside: frozenset[tuple[str, str]] = frozenset(),
     modules: Mapping[tuple[str, int], str] | None = None,
-    operations: Mapping[Line, tuple[int, int]] | None = None,
+    operations: Mapping[Line, Operations] | None = None,
+    busy_functions: AbstractSet[tuple[str, str, int]] = frozenset(),
     entry: str = "",
 ) -> tuple[LineRow, ...]:
     """Return the rows of the examined steps, scaled to the times of all steps, the longest first.
@@ -170,7 +181,8 @@ def line_rows(
         trainer: Name of the trainer, for time in which it ran none of the user's code.
         outside: File and name of the functions around the training, such as the caller of `fit`.
         modules: Modules by file and first line of their forward.
-        operations: Number of convolutions and of float32 matrix products of each line.
+        operations: Differentiable operations of each line.
+        busy_functions: Keys of functions with lines that run too often to be followed.
         entry: Entry of the time breakdown outside of steps; empty for steps.
     """
     weights = _weights(steps, median_ms, long_share)
@@ -187,18 +199,25 @@ def line_rows(
     for cells, weight in zip(scaled, weights, strict=True):
         for cell, ms in cells.items():
             mean_ms[cell] += weight * ms
-    owners = _Owners(mean_ms, frozenset().union(*(step.base for step in steps)))
+    _move_recomputation(mean_ms)
+    owners = _Owners(mean_ms, frozenset().union(*(step.base for step in steps)), busy_functions)
     drafts: dict[Any, _Draft] = {}
     keys: dict[Cell, Any] = {}
     for cell, ms in mean_ms.items():
         function, number = owners.of(cell.place)
         is_trainer = function is None or (function.file, function.name) in outside
-        key: Any = (of_one_callback(cell.phase) or trainer,)
+        name = of_one_callback(cell.phase) or trainer
+        key: Any = (name,)
         if function is not None and not is_trainer:
-            key = (function.key, number)
+            key = (function.key, number, _is_recomputed(cell))
         draft = drafts.get(key)
         if draft is None:
             draft = drafts[key] = _Draft(None if is_trainer else function, number, entry)
+            draft.is_recomputed = _is_recomputed(cell)
+            draft.is_rest = name == trainer
+            if draft.function is not None:
+                is_loop = owners.is_loop(draft.function) and not draft.function.is_library
+                draft.is_rest = is_loop and not number
         keys[cell] = key
         draft.add(cell, ms)
     all_ms: dict[tuple[str, bool], float] = defaultdict(float)
@@ -223,7 +242,6 @@ def line_rows(
             _mean([step.busy_ms for step in steps], weights),
             modules or {},
             operations or {},
-            is_loop=draft.function is not None and owners.is_loop(draft.function),
         )
         for key, draft in drafts.items()
     ]
@@ -233,6 +251,47 @@ def line_rows(
     ]
     rows = [row for row in rows if row.phases]
     return tuple(sorted(rows, key=lambda row: -row.ms)[:_MAX_ROWS])
+
+
+def _is_checkpoint(function: Function) -> bool:
+    return function.name == "checkpoint" and function.is_library
+
+
+def _is_recomputed(cell: Cell) -> bool:
+    function = cell.place.function
+    is_checkpoint = function is not None and _is_checkpoint(function)
+    return is_checkpoint and cell.phase.partition("/")[0] == BACKWARD
+
+
+def _move_recomputation(cells_ms: dict[Cell, float]) -> None:
+    """Move time of backward to where activation checkpointing runs forward again.
+
+    Backward runs each checkpointed function a second time, which takes as long as in forward. Its
+    marks do not tell both apart.
+    """
+    forward_ms: dict[Line, float] = defaultdict(float)
+    functions: dict[Any, Line] = {}  # Checkpoint of each function by its key.
+    for cell, ms in cells_ms.items():
+        if cell.phase.partition("/")[0] == FORWARD and cell.place.function is not None:
+            for function, _ in cell.place.path:
+                if _is_checkpoint(function):
+                    forward_ms[function.whole] += ms
+                    functions[cell.place.function.key] = function.whole
+    for checkpoint, ms in forward_ms.items():
+        cells = [
+            cell
+            for cell in cells_ms
+            if cell.phase.partition("/")[0] == BACKWARD
+            and cell.place.function is not None
+            and functions.get(cell.place.function.key) is checkpoint
+        ]
+        all_ms = sum(cells_ms[cell] for cell in cells)
+        factor = min(ms / all_ms, 1.0) if all_ms else 0.0
+        for cell in cells:
+            moved_ms = factor * cells_ms[cell]
+            cells_ms[cell] -= moved_ms
+            moved = cell._replace(place=checkpoint)
+            cells_ms[moved] = cells_ms.get(moved, 0.0) + moved_ms
 
 
 def _weights(steps: Sequence[ExaminedStep], median_ms: float, long_share: float) -> list[float]:
@@ -304,12 +363,18 @@ class _Owners:
     Args:
         cells_ms: Time of each cell.
         base: Functions that were running at the start: the loop, and what has called it.
+        busy: Functions with lines that run too often to be followed.
     """
 
     def __init__(
-        self, cells_ms: Mapping[Cell, float], base: frozenset[tuple[str, str, int]]
+        self,
+        cells_ms: Mapping[Cell, float],
+        base: AbstractSet[tuple[str, str, int]],
+        busy: AbstractSet[tuple[str, str, int]],
     ) -> None:
-        self._base = base
+        self._base, self._busy = base, busy
+        # Functions that have a backward, in some context and in each context.
+        self._trained: set[Any] = set()
         self._ms: dict[Any, float] = defaultdict(float)  # Of each function, with those it calls.
         self._of_callers: dict[Any, float] = defaultdict(float)  # By function and its caller.
         self._phases: dict[Any, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -318,6 +383,8 @@ class _Owners:
         for cell, ms in cells_ms.items():
             top = cell.phase.partition("/")[0]
             chain = [function for function, _ in cell.place.path]
+            if top == BACKWARD and ms:
+                self._trained.update(chain, (function.key for function in chain))
             for key in {function.key for function in chain}:
                 self._ms[key] += ms
                 if top != BACKWARD:
@@ -355,7 +422,11 @@ class _Owners:
         owner: Function | None = None
         number = 0
         for function, line in place.path:
-            if owner is not None and not self._needs_row(function, owner):
+            if _is_checkpoint(function):
+                continue
+            # A model that elsewhere has a backward, but not here: in an evaluation, for example.
+            is_evaluated = function.key in self._trained and function not in self._trained
+            if owner is not None and (is_evaluated or not self._needs_row(function, owner)):
                 break
             owner, number = function, line
         return owner, number
@@ -371,6 +442,8 @@ class _Owners:
         return ms >= _MIN_DEEPER * self._ms[caller.key]
 
     def _splits_lines(self, function: Function) -> bool:
+        if function.key in self._busy:
+            return False  # Some of its lines have the time of other lines.
         return self.is_loop(function) or self._is_model(function)
 
     def is_loop(self, function: Function) -> bool:
@@ -393,6 +466,7 @@ class _Draft:
         self.function, self._number, self._entry = function, number, entry
         self._kinds_ms: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._places: dict[Line, float] = defaultdict(float)
+        self.is_recomputed = self.is_rest = False  # See `LineRow`.
         self.excess_ms: list[float] = []
         """Time in each examined step, minus the usual fraction of the phases in this step."""
 
@@ -406,9 +480,7 @@ class _Draft:
         calls: Mapping[Line, float],
         busy_ms: Mapping[Line, float],
         modules: Mapping[tuple[str, int], str],
-        operations: Mapping[Line, tuple[int, int]],
-        *,
-        is_loop: bool,
+        operations: Mapping[Line, Operations],
     ) -> LineRow:
         """Return the row. `name` is that of the trainer or of its hook if there is no function."""
         phases = {
@@ -423,7 +495,9 @@ class _Draft:
             error_ms = t * stdev(self.excess_ms) / math.sqrt(n)
         function = self.function
         if function is None:
-            return LineRow(name, phases=phases, entry=self._entry, error_ms=error_ms)
+            return LineRow(
+                name, phases=phases, entry=self._entry, error_ms=error_ms, is_rest=self.is_rest
+            )
         first = last = self._number
         if not first:
             key = function.key
@@ -442,7 +516,7 @@ class _Draft:
             and place.function.key == function.key
             and place.number == self._number
         ]
-        kinds = [operations.get(place, (0, 0)) for place in self._places]
+        kinds = [operations[place] for place in self._places if place in operations]
         return LineRow(
             function.name,
             function.file,
@@ -455,8 +529,11 @@ class _Draft:
             path=tuple(path),
             modules=modules.get((function.file, function.first_line), ""),
             is_library=function.is_library,
-            is_rest=is_loop and not self._number and not function.is_library,
+            is_rest=self.is_rest,
+            is_recomputed=self.is_recomputed,
+            is_forward=(function.file, function.first_line) in modules,
+            operations=sum(kind.all for kind in kinds),
             busy_ms=sum(busy_ms.get(place, 0.0) for place in self._places),
-            convolves=any(convolutions for convolutions, _ in kinds),
-            multiplies_float32=any(products for _, products in kinds),
+            convolves=any(kind.convolutions for kind in kinds),
+            multiplies_float32=any(kind.float32_products for kind in kinds),
         )

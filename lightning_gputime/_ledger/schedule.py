@@ -25,7 +25,8 @@ class ExaminationSchedule:
         self._next_long, self._is_distributed = next_long, is_distributed
         self._more = 0  # Number of steps to examine soon.
         self._long = 0  # Number of steps that were examined because they are expected to be long.
-        self._is_long = False  # True if the next examined step is expected to be long.
+        self.expects_long = False
+        """True if the next examined step is expected to be long."""
         self.next_index: float = _FIRST[0]
         """Index of the first step that may be examined next; infinity if there is none."""
 
@@ -45,9 +46,9 @@ class ExaminationSchedule:
             index: Index of the examined step.
             marks_share: Time of all marks of lines so far, as a fraction of the time of all steps.
         """
-        if self._is_long:
+        if self.expects_long:
             self._long += 1
-            self._is_long = False
+            self.expects_long = False
         if self._more:
             self._more -= 1
         if self._more:
@@ -68,6 +69,6 @@ class ExaminationSchedule:
             rounds = max(math.ceil((index + 2 - last) / max(distance, 1)), 1)
             long_step = last + rounds * distance
             if long_step < following:
-                self._is_long = True
+                self.expects_long = True
                 return long_step
         return following

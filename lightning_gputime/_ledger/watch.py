@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 from typing import Any, Protocol
 
 from lightning_gputime._compat.user_code import is_user_code, user_frames
-from lightning_gputime._ledger.places import CALLS, LINES, NOTHING, Function, Line
+from lightning_gputime._ledger.places import CALLS, LINES, NOTHING, Function, Line, key_of
 
 _MIN_EVENTS = 64  # A line keeps its events for this many executions in a step, whatever they cost.
 
@@ -58,6 +58,8 @@ class LineWatch:
         self._events: Counter[tuple[int, int]] = Counter()
         # Lines that run too often to be followed. Their time belongs to the line before them.
         self._ignored: set[tuple[int, int]] = set()
+        self.busy_functions: set[tuple[str, str, int]] = set()
+        """Keys of the functions of these lines."""
         self._source: _Source | None = None
 
     @property
@@ -226,6 +228,7 @@ class LineWatch:
         self._events[key] = 0
         if key[1]:
             self._ignored.add(key)
+            self.busy_functions |= {key_of(code) for code in self._codes if id(code) == key[0]}
         else:
             self._detail[key[0]] = NOTHING
             if key[0] == id(code):

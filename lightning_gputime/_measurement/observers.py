@@ -75,7 +75,7 @@ class StepObserver(Protocol):
         """Start a measurement."""
 
     def on_step(self, times: StepTimes) -> None:
-        """Receive a timed step as soon as it is read; probed steps are excluded."""
+        """Receive a timed step as soon as it is read; examined steps are excluded."""
 
     def on_slow_step(self, step: SlowStep) -> None:
         """Receive a step that took much longer than the steps before it, with its causes."""

@@ -48,7 +48,7 @@ class Results:
         warmup_steps: Number of first steps to exclude from the summary.
         on_host_clock: True if the steps are timed on the host clock.
         hint: Advice if no step was timed.
-        culprits: Time of calls and places in the code; empty by default.
+        culprits: Time of code that runs in no line of the user; empty by default.
         libraries: Libraries whose missing private names affect this run.
         wall_clock: Wall clock of the training run; None for evaluations.
         setup: Known setup of the training run, which `update_setup` completes.

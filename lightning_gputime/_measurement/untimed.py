@@ -250,7 +250,7 @@ class UntimedSteps:
         self.since_ns = now_ns
 
     def leave_out(self, now_ns: int) -> None:
-        """End a step that no statistic includes, such as a probed step."""
+        """End a step that no statistic includes, such as an examined step."""
         self._durations_ns.append(-1)
         self.since_ns = now_ns
 

@@ -100,7 +100,7 @@ class Recorder:
             if is_rare or (self._may_capture() and self.clock.is_capturing()):
                 self._record(label)
                 return
-            event = self._free.pop()
+            event = self._free.pop() if self._free else self.clock.event()
             event.record()
             self.open.marks.append((label, event, self._host_ns()))
             self.label = label

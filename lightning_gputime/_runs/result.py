@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_gputime._diagnosis.diagnosis import Entry
+from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.plain import plain
 from lightning_gputime._runs.compare import RunComparison
 from lightning_gputime._runs.environment import Environment
@@ -96,10 +97,14 @@ def _selected(content: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]
 
 def _brief_entry(entry: Entry) -> dict[str, Any]:
     keys = ("name", "seconds", "share", "error", "speed_up", "code", "pace", "phases_ms")
-    line_keys = ("function", "file", "line", "last_line", "modules", "ms")
-    lines = [entry.line] if entry.line is not None else entry.lines
-    code = [{key: getattr(line, key) for key in line_keys} for line in lines[:_MAX_ITEMS]]
-    return {**{key: getattr(entry, key) for key in keys}, "lines": code}
+    brief = {key: getattr(entry, key) for key in keys}
+    line = entry.line and _brief_line(entry.line)
+    return {**brief, "line": line, "lines": [*map(_brief_line, entry.lines[:_MAX_ITEMS])]}
+
+
+def _brief_line(line: LineRow) -> dict[str, Any]:
+    keys = ("function", "file", "line", "last_line", "modules", "phases")
+    return {key: getattr(line, key) for key in keys}
 
 
 def _brief_environment(environment: Environment) -> dict[str, Any]:

@@ -91,7 +91,8 @@ def from_json(data: bytes, name: str) -> tuple[Run, list[str]]:
     content["_summary"] = {"measurement": content["summary"], "setup": content["setup"]}
     unknown: list[str] = []
     run: Run = _read(Run, content, "run", unknown)
-    return run, sorted(unknown) if content.get("minor", 0) > MINOR else []
+    is_newer = (content["version"], content.get("minor", 0)) > (VERSION, MINOR)
+    return run, sorted(unknown) if is_newer else []
 
 
 def _convert_from_5(content: dict[str, Any]) -> None:

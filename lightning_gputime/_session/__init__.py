@@ -8,9 +8,8 @@ belong in `_instrumentation`, marks in `_record`, statistics in `_measurement`.
 - `steps` starts and ends steps. `open_step` knows what the open step has done so far. `state` lists
   the states of a session, and `hooks_off` removes the hooks from untimed steps.
 - `timing_plan` chooses the state of each step: `schedule` places timing windows, `timing_cost`
-  decides how many, `agreement` makes all ranks follow rank zero, and `probe` runs some steps
-  without launch gaps.
-- `reading` passes steps to statistics, observers, `logs`, `rank_comparer`, `self_check` and
-  `culprit_search`, once the times of their events have been read.
+  decides how many, and `agreement` makes all ranks follow rank zero.
+- `reading` passes steps to statistics, observers, `logs`, `rank_comparer` and `self_check`, once
+  the times of their events have been read.
 - `evaluation` times the evaluation loops of a trainer, without a session.
 """

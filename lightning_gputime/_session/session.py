@@ -93,6 +93,7 @@ class Session:
         self._examiner = Examiner(clock, recorder.pending.free, recorder.warn_once)
         self._examiner.watch.follow(functions)
         results.ledger.operations = self._examiner.operations
+        results.ledger.busy_functions = self._examiner.watch.busy_functions
         self._boundaries = Boundaries(recorder, loop, work.on_call, wall_clock, self._examiner)
         self.open_step = OpenStep(
             recorder, self._boundaries, work, needs_updates=loop.needs_updates

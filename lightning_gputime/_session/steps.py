@@ -194,12 +194,9 @@ class Steps:
     def _end_planned_step(self, number: int, items: float, log_is_due: bool) -> None:
         """End the open step. If a log is due, read all finished steps."""
         parts, state, plan = self._parts, self.state, self.plan
-        # An examined step takes longer, and the step after it starts with an empty queue.
-        is_usual = state is not EXAMINED and not self._follows_examined
-        self._follows_examined = state is EXAMINED
         is_timed = state in (TIMED, EXAMINED)
         skipped_update = parts.boundaries.step_ended(timed=is_timed)
-        self._add_duration(is_usual=is_usual)
+        self._add_duration()
         if is_timed:
             parts.recorder.end_step(
                 number,
@@ -218,14 +215,19 @@ class Steps:
         if state is EXAMINED:
             self._step_examined()
 
-    def _add_duration(self, *, is_usual: bool = True) -> None:
-        """Add the duration of the step that ends now to the statistics, if it is usual."""
-        parts = self._parts
+    def _add_duration(self) -> None:
+        """Add the duration of the step that ends now to the statistics."""
+        parts, state = self._parts, self.state
         now_ns = parts.host_ns() - parts.wall_clock.outside_ns
-        if is_usual:
-            parts.untimed.end_step(now_ns)
-        else:
+        # An examined step takes longer, and the step after it starts with an empty queue. Leave
+        # both out, unless the step was examined because it was expected to be long: then long steps
+        # would be too rare.
+        is_unusual = state is EXAMINED and not self.plan.examinations.expects_long
+        if is_unusual or self._follows_examined:
             parts.untimed.leave_out(now_ns)
+        else:
+            parts.untimed.end_step(now_ns)
+        self._follows_examined = state is EXAMINED
 
     def _start_planned_step(self) -> None:
         """Start a step, which the plan may time or examine."""

@@ -79,14 +79,20 @@ class Tuning(Tabular):
     def _proposed(self, best: Result) -> Iterator[Trial]:
         """Yield trials that the advice on a run suggests, without those already made."""
         tried = {trial.change.code for trial in self.trials}
-        breakdown = best.run.summary().diagnosis.time_breakdown
-        rows = () if breakdown is None else breakdown.rows
-        for row in sorted(rows, key=lambda row: -(row.speed_up or 0.0)):
-            for advice in row.advice:
-                for propose in PROPOSALS:
-                    for change in propose(advice, best.report):
-                        if change.code not in tried:
-                            yield Trial(change, row.speed_up, row.name)
+        diagnosis = best.run.summary().diagnosis
+        rows = () if diagnosis.time_breakdown is None else diagnosis.time_breakdown.rows
+        found = [
+            (advice, row.speed_up, row.name)
+            for row in sorted(rows, key=lambda row: -(row.speed_up or 0.0))
+            for advice in row.advice
+        ]
+        # Advice on launches belongs to no row.
+        found += [(advice, None, diagnosis.entry) for advice in diagnosis.advice]
+        for advice, speed_up, entry in found:
+            for propose in PROPOSALS:
+                for change in propose(advice, best.report):
+                    if change.code not in tried:
+                        yield Trial(change, speed_up, entry)
 
     def _try(self, trial: Trial) -> None:
         kept = self.kept
