@@ -19,6 +19,7 @@ from fake_gpu import FakeGPU, batches, steps, work
 from fake_loop import Loop, hooks
 from test_conformance import expected_steps, run_lightning, run_plain
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_gputime._ledger import schedule
 
@@ -426,6 +427,51 @@ def test_modules_are_named_with_their_number(gpu: FakeGPU) -> None:
         "3": 6.0,
     }
     assert str(summary.lines[0]).startswith("`Block.forward` (3 x Block, test_ledger.py:")
+
+
+class Block(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return work(self.linear(x), self._gpu, 3.0, 6.0)
+
+
+class Checkpointed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return result
+
+
+def test_recomputation_of_checkpointed_activations_is_a_row(gpu: FakeGPU) -> None:
+    model = nn.Sequential(*[Checkpointed(gpu) for _ in range(4)])
+    summary = train(gpu_bound, gpu, model=model)
+    row = next(row for row in summary.lines if row.is_recomputed)
+    number = line_of(Checkpointed.forward, "checkpoint(")
+    assert str(row) == (
+        f"recomputation of `Checkpointed.forward` (4 x Checkpointed, test_ledger.py:{number})"
+    )
+    assert (row.ms, row.main_phase) == (pytest.approx(12.0, rel=0.01), "backward")
+    # A step takes 4 times 3 + 3 + 6 ms, and the update 2 ms.
+    assert summary.verdict == (
+        f"GPU-bound: {row} takes 12 ms of 50 ms per step (23 % of the training); without it the"
+        " training is up to 1.31x as fast"
+    )
+    advice = summary.diagnosis.advice[0]
+    assert advice.code == "recomputation"
+    assert "turn activation checkpointing off there" in advice.text
+
+
+def test_evaluation_inside_a_step_is_named_by_its_own_line(gpu: FakeGPU) -> None:
+    def estimate(model: nn.Module, x: Tensor) -> None:
+        with torch.no_grad():
+            for _ in range(5):
+                model(x)
+
+    def body(loop: Loop, x: Tensor) -> None:
+        gpu_bound(loop, x)
+        estimate(loop.model, x)
+
+    summary = train(body, gpu, model=nn.Sequential(Block(gpu), Block(gpu)))
+    assert times_of(summary)["estimate"] == {"forward": (30.0, 0.0)}
+    assert times_of(summary)["Block.forward"] == {"forward": (6.0, 0.0), "backward": (12.0, 0.0)}
 
 
 def test_time_of_a_library_is_named_by_its_function(gpu: FakeGPU) -> None:

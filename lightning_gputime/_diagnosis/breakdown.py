@@ -35,6 +35,7 @@ from lightning_gputime._measurement.wall_clock import (
     WallClockBreakdown,
 )
 from lightning_gputime._phases import (
+    BACKWARD,
     CALLBACK_WAIT,
     CALLBACKS,
     COPY,
@@ -327,7 +328,8 @@ def _is_of_model(part: _Part) -> bool:
 def is_own_work(line: LineRow | None, phases: Mapping[str, float]) -> bool:
     """Return True for the model's own work: its forward and backward, and the update.
 
-    A recomputation in backward is not: it is exchanged for memory.
+    A recomputation in backward is not: it is exchanged for memory. Neither is code that the model
+    calls if nothing in it is differentiable, such as a search in NumPy.
 
     Args:
         line: Code of an entry; None if the entry is not code.
@@ -335,6 +337,10 @@ def is_own_work(line: LineRow | None, phases: Mapping[str, float]) -> bool:
     """
     if line is not None and line.is_recomputed:
         return False
+    if line is not None and line.file and not line.is_library and not line.is_forward:
+        has_backward = phases.get(BACKWARD, 0.0) > 0
+        if line.operations == 0 and not has_backward:
+            return False
     total = sum(phases.values())
     model = sum(phases.get(phase, 0.0) for phase in MODEL_PHASES)
     update = phases.get(OPTIMIZER, 0.0)

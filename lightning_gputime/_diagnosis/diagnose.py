@@ -156,7 +156,9 @@ def _is_own_work(row: Entry) -> bool:
 
     On a GPU that is also what else the GPU sets the pace of.
     """
-    return row.code in (GPU_BOUND, COMPUTE_BOUND) or is_own_work(row.line, row.phases_ms)
+    is_recomputed = row.line is not None and row.line.is_recomputed
+    is_paced = row.code in (GPU_BOUND, COMPUTE_BOUND) and not is_recomputed
+    return is_paced or is_own_work(row.line, row.phases_ms)
 
 
 def _launches(row: Entry) -> bool:
@@ -166,7 +168,7 @@ def _launches(row: Entry) -> bool:
         return True
     # Backward launches its operations in C++.
     host_ms = sum(part.host_ms for name, part in line.phases.items() if name.startswith(FORWARD))
-    return line.is_forward and host_ms <= _MAX_LAUNCH_MS * line.operations
+    return line.is_forward and host_ms <= _MAX_LAUNCH_MS * (line.operations or 0)
 
 
 def _is_update(row: Entry) -> bool:

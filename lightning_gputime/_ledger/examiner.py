@@ -55,6 +55,8 @@ class Examiner:
         self._sequences: list[int] = []
         self._lines: list[Line] = []
         self._handles: list[Any] = []  # Hooks on nodes of the running backward.
+        self._backward_line: Line | None = None  # Line that runs a backward.
+        self._node_line: Line | None = None  # Line of forward whose nodes run.
         self._is_backward_known = True  # False if nodes of other threads are in the graph.
 
     def start(self, step_ns: float) -> list[LineMark] | None:
@@ -85,6 +87,7 @@ class Examiner:
         """End the examined step. Safe to call twice, and in any thread."""
         self.watch.stop()
         self._remove_hooks()
+        self._backward_line = self._node_line = None
         # The recorder owns the marks.
         self._marks, self._sequences, self._lines = [], [], []
 
@@ -94,6 +97,8 @@ class Examiner:
 
     def _mark(self, line: Line, starts: bool = False) -> None:
         """Record that a line starts, or continues, now."""
+        if line is self._backward_line and self._node_line is not None:
+            line = self._node_line  # Code that a node has called, such as a hook, has returned.
         start_ns = self._now()
         event = None
         if self._has_events:
@@ -127,6 +132,7 @@ class Examiner:
             self._warn_once("The time of backward by line of forward is unknown: %r", error)
 
     def backward_ends(self) -> None:
+        self._backward_line = self._node_line = None
         if self.watch.is_on:
             self._remove_hooks()
             self._mark(self.watch.line)
@@ -154,6 +160,7 @@ class Examiner:
         self.operations |= {line: Operations(**counts) for line, counts in found}
         # Exclude the time of the search from the step.
         self._mark(self.watch.line)
+        self._backward_line = self.watch.line
         self._marks[-1] = self._marks[-1]._replace(start_ns=start_ns)
 
     def _hook(self, line: Line) -> Callable[[Any], None]:
@@ -169,6 +176,7 @@ class Examiner:
                     event.record()
                 end_ns = now()
                 marks.append(LineMark(start_ns, end_ns, event, line, False))
+                self._node_line = line
                 self.marks_ns += end_ns - start_ns
 
         return before_node

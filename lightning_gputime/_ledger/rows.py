@@ -74,7 +74,7 @@ class LineRow:
         is_recomputed: True for time in which backward runs these lines of forward again, because of
             activation checkpointing. It is estimated from their time in forward.
         is_forward: True for the forward of a module.
-        operations: Number of differentiable operations per step.
+        operations: Number of differentiable operations per step; None if unknown.
         busy_ms: Host time per step without waits for the GPU (in milliseconds).
         convolves: True if the line runs convolutions.
         multiplies_float32: True if the line multiplies matrices in float32, without autocast.
@@ -94,7 +94,7 @@ class LineRow:
     is_rest: bool = False
     is_recomputed: bool = False
     is_forward: bool = False
-    operations: int = 0
+    operations: int | None = None
     busy_ms: float = 0.0
     convolves: bool = False
     multiplies_float32: bool = False
@@ -532,7 +532,7 @@ class _Draft:
             is_rest=self.is_rest,
             is_recomputed=self.is_recomputed,
             is_forward=(function.file, function.first_line) in modules,
-            operations=sum(kind.all for kind in kinds),
+            operations=sum(kind.all for kind in kinds) if operations else None,
             busy_ms=sum(busy_ms.get(place, 0.0) for place in self._places),
             convolves=any(kind.convolutions for kind in kinds),
             multiplies_float32=any(kind.float32_products for kind in kinds),
