@@ -62,12 +62,15 @@ class Figure:
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" {look}/>'
         )
 
-    def phase(self, name: str, x: float, y: float, width: float, height: float = 26) -> None:
-        """Add a box of a phase, with its name if that fits."""
-        self.rect(x, y, width, height, name)
+    def phase(
+        self, name: str, x: float, y: float, width: float, height: float = 26, color: str = ""
+    ) -> None:
+        """Add a box with a text if that fits, in the color of a phase: by default of `name`."""
+        color = color or name
+        self.rect(x, y, width, height, color)
         if width >= 8 * len(name):
-            color = "black" if name in DARK_TEXT else "white"
-            self.text(x + width / 2, y + height / 2 + 4, name, f"small mid {color}")
+            ink = "black" if color in DARK_TEXT else "white"
+            self.text(x + width / 2, y + height / 2 + 4, name, f"small mid {ink}")
 
     def box(self, x: float, y: float, width: float, lines: list[str], style: str = "small") -> None:
         """Add a box with centered lines of text."""
@@ -132,6 +135,88 @@ def draw_marks() -> None:
     figure.save("marks", "One step on the CPU and on the GPU")
 
 
+def draw_pace() -> None:
+    """Draw how the lag at marks tells the pace, and how backward gets the lines of forward."""
+    figure = Figure(560)
+    figure.text(24, 30, "1  The lag at the end of an interval tells its pace", "title")
+    lines = (
+        ("augment(x)", 110, 110),
+        ("net(x)", 220, 84),
+        ("f(y)", 304, 50),
+        ("loss.item()", 354, 226),
+        ("log(loss)", 580, 130),
+    )
+    figure.text(24, 68, "host", "title")
+    figure.text(24, 148, "GPU", "title")
+    for name, x, width in lines:
+        figure.rect(x, 50, width, 26, "idle" if name == "loss.item()" else "box")
+        figure.text(x + width / 2, 67, name, "small mid")
+    for name, x, width in (("net(x)", 220, 292), ("f(y)", 512, 68)):
+        figure.phase(name, x, 130, width, color="forward")
+    for host, device in ((110, 110), (220, 220), (304, 512), (354, 580), (580, 580), (710, 710)):
+        figure.path(f"M{host} 44v38")
+        figure.path(f"M{device} 124v38")
+        figure.path(f"M{host} 84L{device} 120", arrow=True)
+    figure.text(318, 112, "lag", "small mute end")
+    figure.text(722, 112, "no lag", "small mute")
+    figure.text(24, 206, "pace", "title")
+    paces = (
+        ("host", 110, 110, "data"),
+        ("GPU", 220, 292, "backward"),
+        ("GPU", 512, 68, "backward"),
+        ("host", 580, 130, "data"),
+    )
+    for name, x, width, color in paces:
+        figure.phase(name, x, 188, width - 2, color=color)
+    labels = (
+        (165, "augment(x)"),
+        (366, "net(x)"),
+        (546, "f(y)"),
+        (645, "loss.item(): it has"),
+    )
+    for x, label in labels:
+        figure.text(x, 232, label, "small mid")
+    figure.text(645, 250, "emptied the queue", "small mid")
+    figure.text(
+        24,
+        284,
+        "loss.item() itself takes no time: the GPU works meanwhile. What it costs is that the GPU"
+        " then has no work.",
+        "small mute",
+    )
+
+    figure.text(24, 326, "2  Backward gets the lines of forward", "title")
+    parts = (("h = body(x)", 4, "data"), ("y = head(h)", 2, "optimizer"), ("f(y)", 1, "loss"))
+    figure.text(24, 370, "forward", "title")
+    figure.text(24, 470, "backward", "title")
+    x, number = 110, 1
+    for name, count, color in parts:
+        figure.text(x, 348, name, "small")
+        figure.path(f"M{x} 344v38")
+        for _ in range(count):
+            figure.phase(str(number), x + 2, 354, 96, color=color)
+            x, number = x + 100, number + 1
+    x = 110
+    for _, count, color in reversed(parts):
+        figure.path(f"M{x} 446v38")
+        for _ in range(count):
+            number -= 1
+            figure.phase(str(number), x + 2, 452, 96, color=color)
+            x += 100
+    figure.path(f"M{x} 446v38")
+    figure.text(110, 412, "Autograd numbers the operations in order.", "small mute")
+    figure.text(110, 432, "Hooks mark those nodes at which the line changes.", "small mute")
+    figure.text(24, 516, "3  Scale the lines to all steps", "title")
+    figure.text(
+        24,
+        540,
+        "Marks slow the host down, so each phase and pace of the examined steps is scaled to that"
+        " of ordinary steps.",
+        "small mute",
+    )
+    figure.save("pace", "How lines get their time and pace")
+
+
 def draw_sampling() -> None:
     """Draw how timed steps represent all steps."""
     figure = Figure(430)
@@ -178,14 +263,14 @@ def draw_sampling() -> None:
 
 def draw_diagnosis() -> None:
     """Draw how the bottleneck is chosen."""
-    figure = Figure(510)
-    figure.text(24, 30, "1  Break down the wall clock of the whole training", "title")
+    figure = Figure(470)
+    figure.text(24, 30, "1  Break down the wall clock of the whole training by line", "title")
     entries = (
         ("data/fetch", 0.502, "data"),
         ("first step", 0.190, "idle"),
-        ("callbacks", 0.088, "callbacks"),
+        ("log:52", 0.088, "callbacks"),
         ("set-up", 0.055, "idle"),
-        ("GPU work", 0.165, "backward"),
+        ("Block.forward:20", 0.165, "backward"),
     )
     x = 24.0
     for name, share, style in entries:
@@ -195,43 +280,44 @@ def draw_diagnosis() -> None:
         x += share * 812
     figure.text(24, 94, "50 %: 2.01x without it", "small mute")
     figure.text(181 + 406 - 24, 94, "9 %: 1.10x", "small mute")
-    figure.text(24, 136, "2  Find what limits the step's own work", "title")
-    figure.text(452, 136, "3  Choose the bottleneck", "title")
-    pace = (
-        (["no GPU?"], "compute-bound"),
-        (["the host waits for the GPU", "for 10 % of the step?"], "GPU-bound"),
-        (
-            ["the GPU lags the host by 20 %, which", "is blocked for 5 % in some phase?"],
-            "sync-bound",
-        ),
-        (["probes find launch gaps below 10 %?"], "GPU-bound"),
-    )
+    figure.text(702, 94, "the model's own work", "small mute")
+    figure.text(24, 136, "2  Choose the bottleneck", "title")
     choice = (
-        (["20 % or more is not separated,", "and the step is not GPU-bound?"], "no verdict"),
-        (["the largest entry takes 20 %?", "(30 % if sync-bound)"], "its code"),
-        (["the step is launch-bound", "or sync-bound?"], "the same"),
-        (["the largest entry takes 5 %?"], "worth a look"),
+        (
+            ["20 % of the time cannot be separated,", "and the GPU may wait in it?"],
+            "no verdict",
+        ),
+        (
+            ["the GPU waits for launches of the model", "for 30 %, and no other row saves more?"],
+            "launch-bound",
+        ),
+        (
+            ["removing a row saves 20 %,", "and it is not the model's own work?"],
+            "the row's code, such as input-bound",
+        ),
     )
-    bottom = 0
-    columns = ((24, 274, pace, "launch-bound"), (452, 230, choice, "balanced"))
-    for left, width, questions, otherwise in columns:
-        y = 152
-        for lines, answer in questions:
-            height = 18 * len(lines) + 12
-            figure.box(left, y, width, lines)
-            figure.path(f"M{left + width} {y + height / 2}h36", arrow=True)
-            figure.text(left + width + 6, y + height / 2 - 5, "yes", "small mute")
-            figure.text(left + width + 42, y + height / 2 + 4, answer, "small title")
-            figure.path(f"M{left + width / 2} {y + height}v26", arrow=True)
-            figure.text(left + width / 2 + 8, y + height + 17, "no", "small mute")
-            y += height + 28
-        figure.text(left + width / 2, y + 14, otherwise, "small title mid")
-        bottom = max(bottom, y)
+    y, left, width = 152, 24, 330
+    for lines, answer in choice:
+        height = 18 * len(lines) + 12
+        figure.box(left, y, width, lines)
+        figure.path(f"M{left + width} {y + height / 2}h46", arrow=True)
+        figure.text(left + width + 8, y + height / 2 - 5, "yes", "small mute")
+        figure.text(left + width + 54, y + height / 2 + 4, answer, "small title")
+        figure.path(f"M{left + width / 2} {y + height}v26", arrow=True)
+        figure.text(left + width / 2 + 8, y + height + 17, "no", "small mute")
+        y += height + 28
+    otherwise = "GPU-bound, or compute-bound on a CPU, with the longest line of the model"
+    figure.text(left, y + 14, otherwise, "small title")
+    figure.text(
+        left,
+        y + 40,
+        "Worth a look: the largest other row, if it saves 5 %.",
+        "small mute",
+    )
     figure.text(
         24,
-        bottom + 50,
-        "An entry counts by the time that its removal saves: 1 - 1 / speed-up. The model's own work"
-        " cannot be removed.",
+        y + 74,
+        "A row counts by the time that its removal saves: 1 - 1 / speed-up.",
         "small mute",
     )
     figure.save("diagnosis", "How the bottleneck is chosen")
@@ -275,7 +361,7 @@ def draw_self_check() -> None:
             x += width
     figure.rect(116, 242, 200, 30, "no")
     figure.text(
-        116, 292, "Without the check, this training would be called callback-bound.", "small mute"
+        116, 292, "Without the check, this training would be called host-bound.", "small mute"
     )
     figure.text(24, 334, "3  Say so, and let no verdict depend on it", "title")
     boxes = (
@@ -294,6 +380,7 @@ def draw_self_check() -> None:
 
 if __name__ == "__main__":
     draw_marks()
+    draw_pace()
     draw_sampling()
     draw_diagnosis()
     draw_self_check()

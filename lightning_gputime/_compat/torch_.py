@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -77,19 +78,26 @@ next_sequence: Callable[[], int] = _SEQUENCE.find(int)
 
 
 class GraphNode(NamedTuple):
-    """Node of an autograd graph, in the order in which forward created the nodes.
+    """Node of an autograd graph, which an operation in forward has created.
 
     Attributes:
         sequence: Its number, counted by the thread that ran forward.
         node: The node.
-        kind: Name of the operation, such as "AddmmBackward0".
-        is_float32: True if the gradient of its result is in float32.
     """
 
     sequence: int
     node: Any
-    kind: str
-    is_float32: bool
+
+    @property
+    def kind(self) -> str:
+        """Name of the operation, such as "AddmmBackward0"."""
+        return str(self.node.name())
+
+    @property
+    def is_float32(self) -> bool:
+        """True if the gradient of its result is in float32."""
+        metadata = _NODE_METADATA.of(self.node)
+        return bool(metadata) and metadata[0].dtype is torch.float32
 
 
 def graph_nodes(tensors: Iterable[Any], max_nodes: int) -> list[GraphNode]:
@@ -97,20 +105,20 @@ def graph_nodes(tensors: Iterable[Any], max_nodes: int) -> list[GraphNode]:
     waiting = [node for tensor in tensors if (node := getattr(tensor, "grad_fn", None)) is not None]
     seen = {*waiting}
     found = []
-    while waiting:
-        node = waiting.pop()
-        sequence = _NODE_SEQUENCE.of(node, int)()
+    # A large graph has thousands of nodes: look each up as few times as possible.
+    name = _NODE_SEQUENCE.attribute
+    for node in waiting:
+        sequence = getattr(node, name)()
         if sequence < _MAX_SEQUENCE:
-            metadata = _NODE_METADATA.of(node)
-            is_float32 = bool(metadata) and metadata[0].dtype is torch.float32
-            found.append(GraphNode(sequence, node, node.name(), is_float32))
-        for inner, _ in node.next_functions:
-            if inner is not None and inner not in seen:
-                seen.add(inner)
-                waiting.append(inner)
+            found.append(GraphNode(sequence, node))
+            for inner, _ in node.next_functions:
+                if inner is not None and inner not in seen:
+                    seen.add(inner)
+                    waiting.append(inner)
         if len(seen) > max_nodes:
             return []
-    return sorted(found, key=lambda found: -found.sequence)
+    found.sort(key=itemgetter(0), reverse=True)
+    return found
 
 
 # Modules

@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from lightning_gputime._compat.torch_ import graph_nodes, is_autograd_compiled, next_sequence
+from lightning_gputime._compat.torch_ import (
+    GraphNode,
+    graph_nodes,
+    is_autograd_compiled,
+    next_sequence,
+)
 from lightning_gputime._ledger.places import Line, Operations
 from lightning_gputime._ledger.watch import LineWatch
 from lightning_gputime._messages import WarnOnce
@@ -144,20 +149,21 @@ class Examiner:
         """
         start_ns = self._now()
         previous: Line | None = None
-        for node in graph_nodes(tensors, _MAX_NODES):
-            index = bisect_right(self._sequences, node.sequence) - 1
-            if index < 0:
-                continue  # Created before this step.
-            line = self._lines[index]
-            if line is not previous:
-                self._handles.append(node.node.register_prehook(self._hook(line)))
-                previous = line
-            counts = self._operations.setdefault(line, Counter())
-            counts["all"] += 1
-            if kind := _kind_of(node.kind, is_float32=node.is_float32):
-                counts[kind] += 1
-        found = self._operations.items()
-        self.operations |= {line: Operations(**counts) for line, counts in found}
+        with self.watch.paused():
+            for node in graph_nodes(tensors, _MAX_NODES):
+                index = bisect_right(self._sequences, node.sequence) - 1
+                if index < 0:
+                    continue  # Created before this step.
+                line = self._lines[index]
+                if line is not previous:
+                    self._handles.append(node.node.register_prehook(self._hook(line)))
+                    previous = line
+                counts = self._operations.setdefault(line, Counter())
+                counts["all"] += 1
+                if kind := _kind_of(node):
+                    counts[kind] += 1
+            found = self._operations.items()
+            self.operations |= {line: Operations(**counts) for line, counts in found}
         # Exclude the time of the search from the step.
         self._mark(self.watch.line)
         self._backward_line = self.watch.line
@@ -186,9 +192,10 @@ class Examiner:
             self._handles.pop().remove()
 
 
-def _kind_of(operation: str, *, is_float32: bool) -> str:
-    """Return the field of `Operations` for an operation; empty if there is none."""
+def _kind_of(node: GraphNode) -> str:
+    """Return the field of `Operations` for the operation of a node; empty if there is none."""
+    operation = node.kind
     if operation.startswith("Convolution"):
         return "convolutions"
     is_product = operation.startswith(("Mm", "Addmm", "Bmm", "Baddbmm", "Linear"))
-    return "float32_products" if is_product and is_float32 else ""
+    return "float32_products" if is_product and node.is_float32 else ""

@@ -90,15 +90,12 @@ class Ledger:
     def host_shares(self) -> dict[str, float]:
         """Return the fraction of each phase in which the host set the pace; empty on the host."""
         host_ms: dict[str, float] = {}
-        all_ms: dict[str, float] = {}
         for step in self.steps:
             for cell, ms in step.cells_ms.items():
                 # A sub-phase is part of its parents.
                 for name in accumulate(cell.phase.split("/"), "{}/{}".format):
-                    all_ms[name] = all_ms.get(name, 0.0) + ms
                     host_ms[name] = host_ms.get(name, 0.0) + ms * (cell.kind != GPU)
-        examined = {name: host_ms[name] / ms for name, ms in all_ms.items() if ms}
-        return {name: self.pace.share(name, examined.get(name)) for name in self.pace.all_ms}
+        return {name: self.pace.share(name, host_ms.get(name)) for name in self.pace.phases}
 
     def rows(
         self,

@@ -18,6 +18,7 @@ truth. So a block of steps for which the offset is estimated spans at most a sec
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from lightning_gputime._phases import BETWEEN_BATCHES, StepRecord, resolve_labels
 
@@ -25,7 +26,6 @@ MAX_IDLE_LAG_MS = 0.08
 """Below this lag at a mark, the device had caught up with the host."""
 _MAX_GAP_MS = 0.1  # Maximum distance of the two bounds if the device was idle at some mark.
 _MAX_BLOCK_NS = 1e9  # Maximum length of a block of steps.
-_COMPLETE_NS = 10e9  # After this time without complete bounds, the host waits for a step's end.
 
 
 def lags_ms(device_ms: Sequence[float], host_ns: Sequence[int], offset_ms: float) -> list[float]:
@@ -73,6 +73,17 @@ class Bounds:
         return self._low if self._high is None or self.was_idle else self._high
 
 
+class _Sums(NamedTuple):
+    """Times of a phase."""
+
+    all_ms: float = 0.0  # Device time.
+    least_ms: float = 0.0  # Time that the host set the pace of, at least.
+    most_ms: float = 0.0  # Time that the host set the pace of, at most.
+
+
+_NOTHING = _Sums()
+
+
 class PaceSums:
     """Bounds of the host-paced time of each phase, over the timed steps.
 
@@ -83,18 +94,12 @@ class PaceSums:
     """
 
     def __init__(self) -> None:
-        self.steps = 0
-        """Number of steps whose pace is known."""
-        self.all_ms: dict[str, float] = {}
-        """Device time of each phase in these steps."""
-        self.least_ms: dict[str, float] = {}
-        """Time that the host set the pace of, at least."""
-        self.most_ms: dict[str, float] = {}
-        """Time that the host set the pace of, at most."""
-        self.wants_wait = False
-        """True if the host should wait for the end of the next timed step, to bound the offset."""
-        # In the newest block whose bounds are complete, and the host time of its end.
-        self._was_idle, self._complete_ns = True, 0
+        self.phases: dict[str, _Sums] = {}
+        """Sums over the steps that were not examined."""
+        self._examined: dict[str, _Sums] = {}  # Sums over the examined steps.
+        # In the newest block whose bounds are complete. Without any, the host has never waited for
+        # the device, which therefore has kept up with the host.
+        self._was_idle = True
 
     def add(self, steps: Sequence[StepRecord]) -> None:
         """Add timed steps that were read together, in order."""
@@ -110,7 +115,7 @@ class PaceSums:
             self._add_block(block)
 
     def _add_block(self, steps: Sequence[StepRecord]) -> None:
-        """Add consecutive steps. Examined steps only help to set the clocks side by side."""
+        """Add consecutive steps."""
         device_ms, host_ns = [0.0], [steps[0].host_ns[0]]
         reached = []
         for step in steps:
@@ -120,42 +125,40 @@ class PaceSums:
                 reached.append((device_ms[-1], step.reached_ns))
         bounds = Bounds(device_ms, host_ns, reached)
         if bounds.is_complete:
-            self._was_idle, self._complete_ns = bounds.was_idle, host_ns[-1]
-        self.wants_wait = host_ns[-1] - self._complete_ns > _COMPLETE_NS
+            self._was_idle = bounds.was_idle
         if not (bounds.is_complete or self._was_idle):
             return  # The device may be far behind, so the lower bound may be far off.
         lags = lags_ms(device_ms, host_ns, bounds.offset_ms)
         mark = 0
         for step in steps:
             first, mark = mark, mark + len(step.device_ms)
-            if step.lines is None:
-                self._add_step(step, lags[first : mark + 1])
+            sums = self.phases if step.lines is None else self._examined
+            for names, ms, lag in zip(
+                resolve_labels(step.labels), step.device_ms, lags[first + 1 : mark + 1], strict=True
+            ):
+                least_ms = ms if lag < MAX_IDLE_LAG_MS else 0.0
+                most_ms = max(ms - max(lag, 0.0), least_ms)
+                for name in names:
+                    before = sums.get(name, _NOTHING)
+                    sums[name] = _Sums(
+                        before.all_ms + ms, before.least_ms + least_ms, before.most_ms + most_ms
+                    )
 
-    def _add_step(self, step: StepRecord, lags: Sequence[float]) -> None:
-        self.steps += 1
-        all_ms, least_ms, most_ms = self.all_ms, self.least_ms, self.most_ms
-        for names, ms, lag in zip(
-            resolve_labels(step.labels), step.device_ms, lags[1:], strict=True
-        ):
-            least = ms if lag < MAX_IDLE_LAG_MS else 0.0
-            most = max(ms - max(lag, 0.0), least)
-            for name in names:
-                all_ms[name] = all_ms.get(name, 0.0) + ms
-                least_ms[name] = least_ms.get(name, 0.0) + least
-                most_ms[name] = most_ms.get(name, 0.0) + most
-
-    def share(self, phase: str, examined: float | None) -> float:
+    def share(self, phase: str, examined_ms: float | None) -> float:
         """Return the host-paced fraction of a phase.
 
         Args:
             phase: The phase.
-            examined: Its host-paced fraction in examined steps; None if unknown.
+            examined_ms: Its host-paced time in the examined steps; None if there are none.
         """
-        ms = self.all_ms.get(phase, 0.0)
-        if not ms:
-            return 1.0 if examined is None else examined
-        least, most = self.least_ms[phase] / ms, self.most_ms[phase] / ms
-        if examined is None:
-            # A fetch ends with a copy to the device, while a forward launches work all the time.
-            examined = most if phase.partition("/")[0] in BETWEEN_BATCHES else least
-        return min(max(examined, least), most)
+        found, examined = self.phases.get(phase, _NOTHING), self._examined.get(phase, _NOTHING)
+        if not found.all_ms:
+            return 1.0
+        # Position between the two bounds. By default, a fetch ends with a copy to the device, while
+        # a forward launches work all the time.
+        position = float(phase.partition("/")[0] in BETWEEN_BATCHES)
+        if examined_ms is not None and examined.most_ms > examined.least_ms:
+            position = (examined_ms - examined.least_ms) / (examined.most_ms - examined.least_ms)
+        position = min(max(position, 0.0), 1.0)
+        host_ms = found.least_ms + position * (found.most_ms - found.least_ms)
+        return host_ms / found.all_ms

@@ -8,7 +8,8 @@ import atexit
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -46,8 +47,8 @@ class LineWatch:
         """Time outside of the user's code."""
         self.base: frozenset[CodeType] = frozenset()
         """Functions that were running at the start."""
-        # Detail of each function, by the id of its code: hashing code takes microseconds.
-        self._detail: dict[int, int] = {}
+        self.details: dict[int, int] = {}
+        """Detail of each function, by the id of its code: hashing code takes microseconds."""
         self._codes: list[CodeType] = []  # Keeps the codes alive, so that no id is used again.
         self._stack: list[list[Any]] = []  # `Function` and `Line` of each running function.
         self._thread = -1
@@ -94,10 +95,10 @@ class LineWatch:
         self.base = frozenset(frame.f_code for frame in frames)
         for running in frames:
             code = running.f_code
-            if self._detail.get(id(code)) is None:
+            if self.details.get(id(code)) is None:
                 self.set_detail(code, LINES)
             self.enter(code)
-            if self._detail[id(code)] == LINES:
+            if self.details[id(code)] == LINES:
                 function = self._stack[-1][0]
                 self._stack[-1][1] = function.line_at(running.f_lineno or 0)
         source = _new_source(self)
@@ -106,7 +107,7 @@ class LineWatch:
             self._source, _running = source, self
             source.start(frames)
             for running in frames:
-                source.follow(running.f_code, self._detail[id(running.f_code)])
+                source.follow(running.f_code, self.details[id(running.f_code)])
         except BaseException:
             self.stop()
             raise
@@ -123,9 +124,21 @@ class LineWatch:
             # After an interruption of the line above, the next call of this function stops it.
             self._source = None
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Follow no code in the thread that is followed, at no cost for the code that runs."""
+        traces = _MONITORING is None and self.is_on
+        if traces:
+            sys.settrace(None)
+        try:
+            yield
+        finally:
+            if traces and self.is_on:
+                sys.settrace(_trace)
+
     def detail_of(self, code: CodeType, frame: FrameType) -> int:
         """Return the detail of a function that has started in a frame."""
-        detail = self._detail.get(id(code))
+        detail = self.details.get(id(code))
         if detail is None:
             try:
                 is_user = is_user_code(code, frame.f_globals.get("__name__"))
@@ -144,12 +157,12 @@ class LineWatch:
 
     def set_detail(self, code: CodeType, detail: int) -> None:
         """Follow a function with this detail, even if it is a library's."""
-        if id(code) not in self._detail:
+        if id(code) not in self.details:
             self._codes.append(code)
-        self._detail[id(code)] = detail
+        self.details[id(code)] = detail
 
     def is_followed(self, code: CodeType) -> bool:
-        return self._detail.get(id(code), NOTHING) != NOTHING
+        return self.details.get(id(code), NOTHING) != NOTHING
 
     def is_ignored(self, code: CodeType, number: int) -> bool:
         """Return True if a line runs too often to be followed."""
@@ -165,11 +178,11 @@ class LineWatch:
             caller = self.line
             node = caller.calls.get(id(code))
             if node is None:
-                node = caller.calls[id(code)] = Function(code, caller, self._detail[id(code)])
+                node = caller.calls[id(code)] = Function(code, caller, self.details[id(code)])
         self._stack.append([node, node.whole])
         if self._source is not None:
             self._count(code, 0)
-            if self._detail[id(code)] == CALLS:
+            if self.details[id(code)] == CALLS:
                 self._mark(node.whole, True)
 
     def reach(self, code: CodeType, number: int) -> None:
@@ -230,7 +243,7 @@ class LineWatch:
             self._ignored.add(key)
             self.busy_functions |= {key_of(code) for code in self._codes if id(code) == key[0]}
         else:
-            self._detail[key[0]] = NOTHING
+            self.details[key[0]] = NOTHING
             if key[0] == id(code):
                 self._source.follow(code, NOTHING)
 
@@ -390,7 +403,8 @@ def _trace(frame: FrameType, event: str, _: object) -> Any:
         sys.settrace(None)
         return None
     code = frame.f_code
-    if not watch.detail_of(code, frame):
+    # Most calls are those of libraries.
+    if watch.details.get(id(code)) == NOTHING or not watch.detail_of(code, frame):
         return None
     watch.guard(watch.enter, code)
     return _trace_lines(frame, "", None)

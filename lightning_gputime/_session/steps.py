@@ -67,7 +67,9 @@ class Steps:
         # Cumulative time of all steps, updated at the end of each step that runs with hooks.
         self._ended_ns = 0
         self._first_label = DATA  # First label of the open step.
-        self._follows_examined = False  # True in the step after an examined step.
+        # True in a step after which the host waited for the device, so that its queue was empty.
+        self._starts_drained = False
+        self._examined_ns = 0.0  # Time of all steps at the start of the examined step.
         self.plan = parts.plan
         self.times_all = parts.plan.times_all
 
@@ -88,6 +90,7 @@ class Steps:
         if self.state is OFF:
             parts.recorder.stop()  # Also makes the calling thread the timed thread.
             return
+        self._starts_drained = False
         # Do not examine this step, because the first fetch of an epoch may take long.
         self.enter(UNTIMED if parts.plan.kind_at(self.index) is UNTIMED else TIMED)
         if self.state is TIMED:
@@ -104,8 +107,10 @@ class Steps:
             return self._end_step_without_hooks(number)
         parts = self._parts
         is_examined = self.state is EXAMINED
+        cost = 0.0
         if is_examined:
             parts.examiner.stop()
+            cost = self._cost_of_examined()
         self.newest = number
         self._ended += 1
         now_ns = parts.host_ns()
@@ -124,15 +129,15 @@ class Steps:
                 log_is_due,
                 label,
                 items=items,
-                waits_now=is_examined or parts.ledger.pace.wants_wait,
+                waits_now=is_examined,
             )
             if is_examined:
                 self.enter(TIMED)
-                self._step_examined()
+                self._step_examined(cost)
             elif self._ended >= self.plan.examinations.next_index and self.state is TIMED:
                 self._examine()
         else:
-            self._end_planned_step(number, items, log_is_due)
+            self._end_planned_step(number, items, log_is_due, cost)
             self._ended_ns = now_ns - parts.wall_clock.outside_ns
             if log_is_due:
                 parts.logs.log_finished()
@@ -191,12 +196,13 @@ class Steps:
 
     # Loops in which not every step is timed
 
-    def _end_planned_step(self, number: int, items: float, log_is_due: bool) -> None:
+    def _end_planned_step(self, number: int, items: float, log_is_due: bool, cost: float) -> None:
         """End the open step. If a log is due, read all finished steps."""
         parts, state, plan = self._parts, self.state, self.plan
         is_timed = state in (TIMED, EXAMINED)
         skipped_update = parts.boundaries.step_ended(timed=is_timed)
         self._add_duration()
+        self._starts_drained = state is EXAMINED
         if is_timed:
             parts.recorder.end_step(
                 number,
@@ -205,7 +211,7 @@ class Steps:
                 self._first_label,
                 index=self.index,
                 items=items,
-                waits_now=state is EXAMINED or parts.ledger.pace.wants_wait,
+                waits_now=state is EXAMINED,
             )
         else:
             parts.recorder.pending.end_untimed(log_is_due)
@@ -213,28 +219,27 @@ class Steps:
         if plan.is_auto:
             plan.cost.end_span(self.index, is_untimed=state is UNTIMED)
         if state is EXAMINED:
-            self._step_examined()
+            self._step_examined(cost)
 
     def _add_duration(self) -> None:
         """Add the duration of the step that ends now to the statistics."""
         parts, state = self._parts, self.state
         now_ns = parts.host_ns() - parts.wall_clock.outside_ns
-        # An examined step takes longer, and the step after it starts with an empty queue. Leave
+        # An examined step takes longer, and so may a step that starts with an empty queue. Leave
         # both out, unless the step was examined because it was expected to be long: then long steps
         # would be too rare.
         is_unusual = state is EXAMINED and not self.plan.examinations.expects_long
-        if is_unusual or self._follows_examined:
+        if is_unusual or self._starts_drained:
             parts.untimed.leave_out(now_ns)
         else:
             parts.untimed.end_step(now_ns)
-        self._follows_examined = state is EXAMINED
 
     def _start_planned_step(self) -> None:
         """Start a step, which the plan may time or examine."""
         parts, plan, before = self._parts, self.plan, self.state
         if plan.is_auto and self.index >= plan.cost.due:
             self._decide()
-        self.enter(plan.next_kind(before, self.index))
+        self.enter(UNTIMED if self._starts_drained else plan.kind_at(self.index))
         if self.state is UNTIMED:
             parts.recorder.stop()
             if parts.hooks_off.is_due(self.index):
@@ -249,8 +254,8 @@ class Steps:
     def _examine(self) -> None:
         """Examine the step that has just started."""
         parts, plan = self._parts, self.plan
-        steps_ns = parts.wall_clock.steps_ns(parts.host_ns())
-        lines = parts.examiner.start(steps_ns / max(self._ended, 1))
+        self._examined_ns = parts.wall_clock.steps_ns(parts.host_ns())
+        lines = parts.examiner.start(self._examined_ns / max(self._ended, 1))
         parts.ledger.unavailable = parts.examiner.unavailable
         if lines is None:
             plan.examinations.stop()
@@ -260,12 +265,15 @@ class Steps:
             self.enter(EXAMINED)
         parts.recorder.examine(lines)
 
-    def _step_examined(self) -> None:
-        parts = self._parts
-        steps_ns = parts.wall_clock.steps_ns(parts.host_ns())
-        share = parts.examiner.marks_ns / max(steps_ns, 1)
-        parts.ledger.unavailable = parts.examiner.unavailable
-        self.plan.examinations.step_examined(self._ended - 1, share)
+    def _cost_of_examined(self) -> float:
+        """Return how much longer the examined step took, as a fraction of the mean step before."""
+        steps_ns = self._parts.wall_clock.steps_ns(self._parts.host_ns())
+        mean_ns = self._examined_ns / max(self._ended, 1)
+        return max((steps_ns - self._examined_ns) / mean_ns - 1, 0.0) if mean_ns else 0.0
+
+    def _step_examined(self, cost: float) -> None:
+        self._parts.ledger.unavailable = self._parts.examiner.unavailable
+        self.plan.examinations.step_examined(self._ended - 1, cost)
 
     def _decide(self) -> None:
         """Choose anew which steps are timed."""

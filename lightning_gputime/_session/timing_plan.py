@@ -58,13 +58,6 @@ class TimingPlan:
             return EXAMINED
         return TIMED if self.schedule.next_timed(index) == index else UNTIMED
 
-    def next_kind(self, kind: State, index: int) -> State:
-        """Return the state of the step of this index, which follows a step of `kind`."""
-        if kind is EXAMINED:
-            # The host has waited for that step, so the device's queue is empty, unlike usual.
-            return UNTIMED
-        return self.kind_at(index)
-
     def next_marked(self, index: int) -> int:
         """Return the index of the next step from `index` on that is timed or examined."""
         examined = max(self.examinations.next_index, index)
