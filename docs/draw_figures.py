@@ -187,14 +187,14 @@ def draw_pace() -> None:
 
     figure.text(24, 326, "2  Backward gets the lines of forward", "title")
     parts = (("h = body(x)", 4, "data"), ("y = head(h)", 2, "optimizer"), ("f(y)", 1, "loss"))
-    figure.text(24, 370, "forward", "title")
+    figure.text(24, 376, "forward", "title")
     figure.text(24, 470, "backward", "title")
     x, number = 110, 1
     for name, count, color in parts:
-        figure.text(x, 348, name, "small")
-        figure.path(f"M{x} 344v38")
+        figure.text(x + 6, 350, name, "small")
+        figure.path(f"M{x} 340v46")
         for _ in range(count):
-            figure.phase(str(number), x + 2, 354, 96, color=color)
+            figure.phase(str(number), x + 2, 358, 96, color=color)
             x, number = x + 100, number + 1
     x = 110
     for _, count, color in reversed(parts):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_gputime._compat.python_ import code_of
-from lightning_gputime._compat.torch_ import unwrapped
+from lightning_gputime._compat.torch_ import CHECKPOINT, unwrapped
 from lightning_gputime._compat.user_code import running_functions
 from lightning_gputime._culprits.loader import StagedLoaders
 from lightning_gputime._culprits.threads import ThreadTimes
@@ -185,9 +185,7 @@ class Timer(Tabular):
         options = self._options
         on_host = isinstance(clock, HostClock)
         forwards = forwards_of(unwrapped(loop.model))
-        codes = [*filter(None, map(code_of, functions))]
-        if checkpointing := sys.modules.get("torch.utils.checkpoint"):
-            codes += filter(None, [code_of(checkpointing.checkpoint)])
+        codes = [*filter(None, [*map(code_of, functions), CHECKPOINT])]
         # Name the modules of models from other libraries, such as transformers.
         codes += [code for code in forwards if not code.co_filename.startswith(_TORCH)]
         self._outside_lines.functions = codes

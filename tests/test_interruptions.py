@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, phase
 from lightning_gputime._instrumentation import named
+from lightning_gputime._ledger import schedule, watch
 from lightning_gputime._session import attached
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
@@ -32,20 +34,39 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one
 PACKAGE = str(Path(lightning_gputime.__file__).parent)
 DATA = [torch.full((2, 2), float(i + 1)) for i in range(4)]
 AUTOGRAD: Any = torch.autograd
+MONITORING: Any = getattr(sys, "monitoring", None)
 
 
 class Interrupter:
-    """Counts the executed lines of the package, and raises KeyboardInterrupt at one of them."""
+    """Counts the executed lines of the package, and raises KeyboardInterrupt at one of them.
 
-    def __init__(self, at: int | None = None) -> None:
+    With `of_calls`, count starts and ends of calls instead, which leaves the trace function alone.
+    """
+
+    def __init__(self, at: int | None = None, *, of_calls: bool = False) -> None:
         self.lines, self.place, self._at = 0, "", at
+        self._of_calls = of_calls
 
     def __enter__(self) -> "Interrupter":
-        sys.settrace(self._trace_call)
+        if self._of_calls:
+            sys.setprofile(self._profile_call)
+        else:
+            sys.settrace(self._trace_call)
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
+        if self._of_calls:
+            sys.setprofile(None)
+        else:
+            sys.settrace(None)
+
+    def _profile_call(self, frame: FrameType, event: str, arg: object) -> None:
+        if self._trace_call(frame, event, arg) is not None:
+            self.lines += 1
+            if self.lines == self._at:
+                sys.setprofile(None)
+                self.place = f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"
+                raise KeyboardInterrupt
 
     def _trace_call(self, frame: FrameType, event: str, arg: object) -> Any:
         code = frame.f_code
@@ -147,6 +168,14 @@ def train_for_long(timer: Any, update: Any, model: nn.Module) -> None:
             update(x)
 
 
+def examine(timer: Any, update: Any, model: nn.Module) -> None:
+    with timer:
+        for x in timer.steps(DATA * 2):
+            update(x)
+        for x in timer.steps(DATA[:3]):
+            update(x)
+
+
 class Module(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -204,6 +233,7 @@ CASES: dict[str, tuple[int, Callable[[bool, Path], Training]]] = {
     "steps": (300, plain(iterate_with_evaluations, logger=Logger(), log_every_n_steps=1)),
     "step": (300, plain(step_by_hand, every_n_steps=2, observers=[print])),
     "accumulated": (250, plain(leave_loops, accumulate_grad_batches="auto")),
+    "examined": (300, plain(examine, every_n_steps=1)),
     "off": (100, plain(train_for_long, every_n_steps=30)),
     "lightning": (150, lightning),
     "huggingface": (60, huggingface),
@@ -244,12 +274,20 @@ def shared() -> list[Any]:
         [*attached._attached],
         [*named._active],
         vars(DataLoader)["__iter__"],
+        watch._running,
+        [MONITORING.get_tool(number) for number in range(6)] if MONITORING else [],
     ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_interrupt_at_any_line_leaves_no_hooks(case: str, tmp_path: Path) -> None:
+def test_interrupt_at_any_line_leaves_no_hooks(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case == "examined":
+        monkeypatch.setattr(schedule, "_FIRST", (*range(2, 100),))
+    # On Python 3.11, lines are followed with the trace function.
+    interrupter_at = partial(Interrupter, of_calls=case == "examined" and MONITORING is None)
     if case == "huggingface":
         pytest.importorskip("transformers")
     n, make = CASES[case]
@@ -258,13 +296,13 @@ def test_interrupt_at_any_line_leaves_no_hooks(case: str, tmp_path: Path) -> Non
     untimed.optimizer.register_step_post_hook(lambda *_: states.add(state_of(untimed.model)))
     untimed.run()
     make(True, tmp_path).run()  # Now libraries have imported their modules and filled caches.
-    with Interrupter() as counter:
+    with interrupter_at() as counter:
         make(True, tmp_path).run()
     before, wrong = shared(), []
     for at in range(1, counter.lines + 1, max(counter.lines // n, 1)):
         training = make(True, tmp_path)
         ended: BaseException | None = None
-        with Interrupter(at) as interrupter:
+        with interrupter_at(at) as interrupter:
             try:
                 training.run()
             except BaseException as error:

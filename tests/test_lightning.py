@@ -464,8 +464,8 @@ def test_slow_callback_is_named_in_the_advice(gpu: FakeGPU) -> None:
     fit(gpu, Model(gpu), timer=timer, callbacks=[slow_callback(gpu)], logger=logger)
     summary = timer.summary()
     assert summary.verdict == (
-        "GPU-bound: the GPU sets the pace for 100 % of the step; `callbacks` takes 10 ms of 25.6 ms"
-        " per step (39 % of the fit); without it the training is up to 1.64x as fast"
+        "GPU-bound: `Slow.on_train_batch_end` takes 10 ms of 25.6 ms per step (39 % of the fit);"
+        " without it the training is up to 1.64x as fast"
     )
     assert any("`Slow.on_train_batch_end` takes 10" in advice for advice in summary.advice)
     assert "callbacks/" not in str(summary)
@@ -503,7 +503,7 @@ def test_checkpoint_in_every_step_should_be_saved_less_often(gpu: FakeGPU, tmp_p
     timer = timer_of(gpu, warmup_steps=1)
     fit(gpu, model, timer=timer, callbacks=[save], enable_checkpointing=True)
     summary = timer.summary()
-    assert "`callbacks` takes 20 ms of 35.6 ms per step (56 % of the fit)" in summary.verdict
+    assert "`checkpoints` takes 20 ms of 35.6 ms per step (56 % of the fit)" in summary.verdict
     assert summary.advice[0].startswith("save less often: every_n_train_steps")
     # The table of phases has a row for checkpoints, like the time breakdown.
     assert re.search(r"^  checkpoints +20\.000 ", str(summary), re.MULTILINE)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gputime._diagnosis.diagnosis import Advice, Entry, TimeBreakdown
+from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, TimeBreakdown
 from lightning_gputime._tuning.change import LIGHTNING, LOADER, TRANSFORMERS, Change, Report
 from lightning_gputime._tuning.changes import PROPOSALS
 from lightning_gputime._tuning.command import add_arguments
@@ -150,7 +150,7 @@ class FakeScript(Script):
         entries_s = {"set-up": 5.0, "first step": 2.0, "steps": 0.9 * seconds}
         summary = SimpleNamespace(
             wall_clock=SimpleNamespace(entries_s={**entries_s, "validation": 0.1 * seconds}),
-            diagnosis=SimpleNamespace(time_breakdown=TimeBreakdown(rows, 1.0, "training")),
+            diagnosis=Diagnosis(time_breakdown=TimeBreakdown(rows, 1.0, "training")),
             verdict="input-bound",
         )
         report = replace(

@@ -3,7 +3,6 @@
 A kernel benchmark needs no special timer, only the right loop:
 
 - Warm-up: `warmup_steps`.
-- A full queue, if kernels are shorter than their launches: `probe_every_n_steps`.
 - Inputs that are in no cache: iterate over fresh inputs.
 - A cold L2 cache: overwrite it in a named phase.
 - A CUDA graph: replay it.
@@ -68,23 +67,17 @@ class Replay(nn.Module):
 
 
 def time_as_steps(
-    model: nn.Module, inputs: Iterable[Tensor], warmup: int, probe: int = 0, flush: bool = False
+    model: nn.Module, inputs: Iterable[Tensor], warmup: int, flush: bool = False
 ) -> dict[str, float]:
-    """Return the mean time of a call and, with probes, its GPU busy time (in milliseconds)."""
+    """Return the mean time of a call (in milliseconds)."""
     device = find_device()
     cache = torch.empty(L2_BYTES if flush else 0, dtype=torch.int8, device=device)
-    with GPUPhaseHooks(
-        model, device=device, warmup_steps=warmup, probe_every_n_steps=probe
-    ) as timer:
+    with GPUPhaseHooks(model, device=device, warmup_steps=warmup) as timer:
         for x in timer.steps(inputs):
             with timer.phase("flush") if flush else nullcontext():
                 cache.zero_()
             model(x)
-    row = timer.summary().rows["forward"]
-    times = {"as run": row.mean_ms}
-    if row.gpu_busy_mean_ms is not None:
-        times["the work alone"] = row.gpu_busy_mean_ms
-    return times
+    return {"as run": timer.summary().rows["forward"].mean_ms}
 
 
 @torch.inference_mode()
@@ -100,11 +93,10 @@ def main(width: int = 512, batch: int = 64, n: int = 100) -> dict[str, dict[str,
     if device.type != "cpu":
         rows["device's clock"] = {"as run": time_on_the_device(model, x, n, warmup)}
     rows["steps"] = time_as_steps(model, same, warmup)
-    rows["full queue"] = time_as_steps(model, same, warmup, probe=3)
-    rows["fresh inputs"] = time_as_steps(model, fresh, warmup, probe=3)
-    rows["cold L2 cache"] = time_as_steps(model, same, warmup, probe=3, flush=True)
+    rows["fresh inputs"] = time_as_steps(model, fresh, warmup)
+    rows["cold L2 cache"] = time_as_steps(model, same, warmup, flush=True)
     if device.type == "cuda":
-        rows["CUDA graph"] = time_as_steps(Replay(model, x), same, warmup, probe=3)
+        rows["CUDA graph"] = time_as_steps(Replay(model, x), same, warmup)
     show("One call", rows)
     return rows
 

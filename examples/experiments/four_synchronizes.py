@@ -73,9 +73,13 @@ class Training:
     def with_one_wait(self, n: int) -> dict[str, float]:
         """Train, and return the time of each part on the device clock (in milliseconds)."""
         models = {"body": self.body, "head": self.head}
-        with GPUPhaseHooks(nn.ModuleDict(models), self.optimizer, modules=[*models]) as timer:
+        with GPUPhaseHooks(nn.ModuleDict(models), self.optimizer) as timer:
             for _ in timer.steps(range(n)):
-                self.loss(self.head(self.body(self.inputs))).backward()
+                with timer.phase("forward/body"):
+                    hidden = self.body(self.inputs)
+                with timer.phase("forward/head"):
+                    outputs = self.head(hidden)
+                self.loss(outputs).backward()
                 self.update()
         rows = timer.summary().rows
         phases = ("forward/body", "forward/head", "loss", "backward")

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_gputime._compat.names import MISSING, Name, look_up, report, report_missing
-from lightning_gputime._compat.python_ import calling_module, calls_on_stack
+from lightning_gputime._compat.python_ import calling_module, calls_on_stack, code_of
 from lightning_gputime._phases import BACKWARD, COMM, FORWARD, LOSS, OTHER
 
 # Autograd
@@ -62,6 +63,12 @@ queue_after_backward: Callable[[Callable[[], object]], object] = getattr(
 """Call a function at the end of the running backward. Without `CAN_QUEUE`, do nothing."""
 
 
+def creates_graph(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return the argument `create_graph` of a backward, as torch passes it to its engine."""
+    # By position: grad_tensors, retain_graph and create_graph.
+    return bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
+
+
 def is_autograd_compiled() -> bool:
     """Return whether compiled autograd is on, which would trace hooks on tensors."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
@@ -72,6 +79,9 @@ _SEQUENCE = Name("torch._C._autograd._get_sequence_nr", "the time of backward by
 _NODE_SEQUENCE = Name("torch.autograd.graph.Node._sequence_nr")
 _NODE_METADATA = Name("torch.autograd.graph.Node._input_metadata")
 _MAX_SEQUENCE = 1 << 62  # Nodes that accumulate gradients have larger numbers.
+
+CHECKPOINT = code_of(checkpoint)
+"""Code of the function that checkpoints activations."""
 
 next_sequence: Callable[[], int] = _SEQUENCE.find(int)
 """Return the number of the next autograd node that this thread creates. It does not advance."""
@@ -182,6 +192,11 @@ COMPILED_CALL = _COMPILED_CALL.attribute
 def compiled_call(module: nn.Module) -> Any:
     """Return the compiled call of a module that was compiled in place, else None."""
     return _COMPILED_CALL.of(module)
+
+
+def without_wrappers(name: str) -> str:
+    """Return the name of a module without the compiled modules around it."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED_MODULE.attribute)
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
@@ -517,7 +532,7 @@ def settings_of_iterator(iterator: object) -> SimpleNamespace:
 
 def report_missing_names(*, shared: bool) -> None:
     """Report the features that cannot be measured. `shared`: the training has several ranks."""
-    report_missing(GRAPH_TASK, _ENGINE, _COMPILED_CALL, *_HOOKS, _STEP_WRAPPER, _SCRIPT)
+    report_missing(GRAPH_TASK, _ENGINE, _SEQUENCE, _COMPILED_CALL, *_HOOKS, _STEP_WRAPPER, _SCRIPT)
     if shared:
         report_missing(_QUEUE, _COLLECTIVE, _WAIT, _SYNCS_BUFFERS)
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 
-_LIBRARIES = (
+_LIBRARIES: tuple[str, ...] = (
     *("lightning_gputime", "torch", "torchmetrics", "lightning", "pytorch_lightning"),
     *("lightning_fabric", "transformers", "accelerate", "deepspeed", "trl"),
 )

@@ -24,7 +24,7 @@ from lightning_gputime._compat.torch_ import fetcher_classes
 from lightning_gputime._culprits.pin_memory import PinTimes
 from lightning_gputime._culprits.threads import core_times
 from lightning_gputime._ledger.outside import OutsideLines
-from lightning_gputime._ledger.rows import LineRow, PhasePart, Targets, line_rows
+from lightning_gputime._ledger.rows import LineRow, PhasePart, line_rows
 from lightning_gputime._measurement.culprits import WORKERS, Culprit, Stage
 from lightning_gputime._measurement.loader import (
     BATCHES,
@@ -246,14 +246,7 @@ class WorkerTimer:
     def _report_lines(self, lines: OutsideLines) -> None:
         """Write the lines with most of the time to the shared memory, as JSON."""
         self._lines = None
-        rows = line_rows(
-            lines.occurrences,
-            Targets({}, {}),
-            median_ms=0.0,
-            long_share=0.0,
-            trainer="",
-            entry=WORKERS,
-        )
+        rows = line_rows(lines.occurrences, trainer="", entry=WORKERS)
         # Forked workers start below the line that has created the iterator.
         base = {(file, name) for file, name, _ in lines.occurrences[0].base}
         named = [row for row in rows if row.file and (row.file, row.function) not in base]

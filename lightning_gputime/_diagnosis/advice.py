@@ -103,8 +103,13 @@ class Case:
 Rule = Callable[[Case], Iterator[Advice]]
 
 
-def advise(case: Case) -> tuple[Advice, ...]:
-    """Return advice on an entry; empty if it takes less than 5 % of the wall clock."""
+def advise(case: Case, *, only_settings: bool = False) -> tuple[Advice, ...]:
+    """Return advice on an entry; empty if it takes less than 5 % of the wall clock.
+
+    Args:
+        case: The entry.
+        only_settings: True for advice on settings only.
+    """
     entry = case.entry
     if entry.share < _MIN_SHARE and (entry.speed_up or 1.0) < 1 + _MIN_SHARE:
         return ()
@@ -114,9 +119,11 @@ def advise(case: Case) -> tuple[Advice, ...]:
     elif rule is None and case.phase in case.m.rows:
         is_standard = case.phase in STANDARD_PHASES
         rule = _shorten_unknown_code if is_standard else _shorten_user_phase
+    elif rule is None and CALLBACKS in entry.phases_ms:
+        rule = _shorten_user_phase
     settings = [setting for setting in case.setup.costly_settings if _is_costly(setting, case)]
     found = [Advice("costly_setting", item.text, {"setting": item.name}) for item in settings]
-    found += [] if rule is None else rule(case)
+    found += [] if rule is None or only_settings else rule(case)
     return tuple({advice.text: advice for advice in found}.values())  # Without duplicates.
 
 
@@ -127,7 +134,8 @@ def _is_costly(setting: CostlySetting, case: Case) -> bool:
         has_operation = line is not None and getattr(line, setting.operation)
         return has_operation and case.entry.pace == "GPU"
     if setting.entry:
-        return setting.entry == case.name
+        top = line.main_phase.partition("/")[0] if line is not None else case.name
+        return setting.entry in (top, *case.entry.phases_ms)
     # Settings that cost time in all of the model's work belong to the entry with most of it.
     model = [row for row in case.breakdown.rows if _in_model_ms(row)]
     return bool(model) and case.entry is max(model, key=_in_model_ms)
@@ -177,10 +185,10 @@ def _shorten_code(case: Case) -> Iterator[Advice]:
         )
         yield Advice("blocking_call", text, {"phase": line.main_phase})
     elif keeps_waiting:
-        text = (
-            f"{line} keeps the GPU waiting for {case.took}{times}: make it faster, run it less"
-            " often, or move it to another process"
-        )
+        how = "run it less often, or move it to another process"
+        if in_model:
+            how = "or launch fewer operations there"
+        text = f"{line} keeps the GPU waiting for {case.took}{times}: make it faster, {how}"
         yield Advice("shorten", text, {"phase": line.main_phase})
     elif CALLBACKS in entry.phases_ms:
         text = f"{line} takes {case.took}{times}: run it less often, or make it faster"

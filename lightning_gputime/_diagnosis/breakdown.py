@@ -29,6 +29,7 @@ from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import UNEXPLAINED
 from lightning_gputime._measurement.stats import PhaseStats, is_uneven
 from lightning_gputime._measurement.wall_clock import (
+    CHECKPOINTS,
     FIRST_STEP,
     ONCE,
     STEPS,
@@ -45,6 +46,7 @@ from lightning_gputime._phases import (
     SAVES,
     WAIT,
     is_wait,
+    of_one_callback,
 )
 
 # Frequent compilations get an entry from these fractions on: of the number of all steps, and of the
@@ -216,9 +218,9 @@ def _parts(m: Measurement, groups: Mapping[str, _Group]) -> dict[str, _Part]:
     def is_whole(name: str) -> bool:
         return name in CODES or name not in STANDARD_PHASES or name in (TIMING, NOT_SAMPLED)
 
-    def part_of(row: LineRow) -> _Part:
-        """Return the entry of some code: its own, or that of the group in which it runs."""
-        name = group_of_phase.get(row.main_phase, "")
+    def part_of(row: LineRow, *, is_idle: bool = False) -> _Part:
+        """Return the entry of some code; of idle time, the group in which the code waited."""
+        name = group_of_phase.get(row.main_phase, "") if is_idle else ""
         if name and is_whole(name):
             return parts[name]
         part = parts[str(row).replace("`", "")]
@@ -238,7 +240,9 @@ def _parts(m: Measurement, groups: Mapping[str, _Group]) -> dict[str, _Part]:
             rows = [row for row in m.lines if not row.entry and phase in row.phases]
             all_ms = sum(row.phases[phase].ms for row in rows)
             if not all_ms:
-                part = parts[name if is_whole(name) else top]
+                # Without lines, a trainer's callbacks are known.
+                callback = CHECKPOINTS if phase == SAVES else of_one_callback(phase)
+                part = parts[name if is_whole(name) else callback or top]
                 part.add(top, (1 - host_paced) * share, host_paced * share, error)
                 continue
             for row in rows:
@@ -253,7 +257,8 @@ def _parts(m: Measurement, groups: Mapping[str, _Group]) -> dict[str, _Part]:
                 own_host_ms = found.host_ms - found.idle_ms
                 part.add(top, factor * found.gpu_ms, factor * own_host_ms, total_error)
                 if found.idle_ms:
-                    part_of(row).add(top, 0.0, factor * found.idle_ms, 0.0)
+                    idle = part_of(row, is_idle=True)
+                    idle.add(top, 0.0, factor * found.idle_ms, 0.0)
     return {name: part for name, part in parts.items() if part.share > 0}
 
 
@@ -292,9 +297,11 @@ def _entry_in_steps(
     can_be_bottleneck = is_removable and not (rows and all(_is_of_one_step(row, m) for row in rows))
     step_ms = m.step.mean_ms
     saved_share = share
-    if part.line is not None and pace == "GPU" and m.host_wait_mean_ms >= _MIN_WAIT * step_ms:
+    if pace == "GPU" and name not in CODES and m.host_wait_mean_ms >= _MIN_WAIT * step_ms:
         # Without this work, the host sets the pace: no step is shorter than its time on the host.
-        saved_ms = m.host_wait_mean_ms + part.line.busy_ms
+        of_phases_ms = sum(row.host_mean_ms * row.frequency for row in rows)
+        busy_ms = of_phases_ms if part.line is None else part.line.busy_ms
+        saved_ms = m.host_wait_mean_ms + busy_ms
         saved_share = min(share, saved_ms / step_ms * steps_share)
     return Entry(
         name=name,

@@ -10,9 +10,11 @@ from lightning_gputime._diagnosis.breakdown import (
     may_hide_evaluations,
 )
 from lightning_gputime._diagnosis.codes import (
+    CODES,
     COMMUNICATION_BOUND,
     COMPUTE_BOUND,
     GPU_BOUND,
+    HOST_BOUND,
     INPUT_BOUND,
     LAUNCH_BOUND,
     MODEL_PHASES,
@@ -52,17 +54,17 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
         return Diagnosis()
     breakdown = break_down(m, setup)
     own = [row for row in breakdown.rows if row.line is not None and _is_own_work(row)]
-    rows = [
-        replace(row, advice=advise(Case(row, breakdown, m, setup)))
-        # Of the model's lines, only the longest: advice on each would say the same.
-        if row.error < row.share
-        and (row not in own[1:] or _is_update(row) or row.share >= _MIN_BOTTLENECK)
-        else row
-        for row in breakdown.rows
-    ]
+    rows = []
+    for row in breakdown.rows:
+        case = Case(row, breakdown, m, setup)
+        # Of the model's short lines, only the longest: advice on each would say the same.
+        is_short = row.share < _MIN_BOTTLENECK and not _is_update(row)
+        if row.error < row.share and not any(is_blurred(name, m) for name in _names(row)):
+            row = replace(row, advice=advise(case, only_settings=row in own[1:] and is_short))
+        rows.append(row)
     breakdown = replace(breakdown, rows=tuple(rows))
     blurred_share = sum(
-        row.share for row in rows if any(is_blurred(name, m) for name in (row.name, *row.phases_ms))
+        row.share for row in rows if any(is_blurred(name, m) for name in _names(row))
     )
     if blurred_share >= _MIN_BOTTLENECK and _gpu_share(breakdown) < 1 - _MIN_BOTTLENECK:
         # The bottleneck may be in phases whose times cannot be separated.
@@ -86,6 +88,10 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
         advice = (on_slowdown, *advice) if is_first else (*advice, on_slowdown)
     unique = tuple({item.text: item for item in advice}.values())
     return replace(found, headline=headline, time_breakdown=breakdown, advice=unique)
+
+
+def _names(row: Entry) -> tuple[str, ...]:
+    return row.name, *row.phases_ms
 
 
 def _advice_on(slowdown: Slowdown) -> Advice:
@@ -135,30 +141,37 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
             headline += f"; apart from that, {recurring.code}: {_describe(recurring, breakdown, m)}"
         return Diagnosis(largest.code, "bound", largest.name, headline)
     code = COMPUTE_BOUND if m.on_host_clock else GPU_BOUND
+    if code == GPU_BOUND and _gpu_share(breakdown) < _MIN_OF_ALL:
+        code = HOST_BOUND
     first = max(own, key=lambda row: row.share, default=None)
     headline, entry = f"{code}: {_describe_pace(breakdown, m)}", ""
     if first is not None and first.share >= _MIN_REPORTED:
         entry = first.name
         headline += f"; {_describe(first, breakdown, m)}"
+    rest = max(
+        (row for row in breakdown.rows if _is_rest(row)), key=lambda row: row.share, default=None
+    )
+    if rest is not None and rest.share >= _MIN_BOTTLENECK:
+        headline += f"; many short lines of {rest.line} take {percent(rest.share)}"
     grade: Grade = "balanced"
     if is_worth_a_look and recurring.name not in ONCE:
         grade = "worth a look"
         headline += f"; worth a look: {_describe(recurring, breakdown, m)} ({recurring.code})"
     elif (uncertain := _uncertain(breakdown)) is not None:
         share = f"{percent(uncertain.share)} ± {percent(uncertain.error)}"
-        headline += f"; unclear: `{uncertain.name}` takes {share}: pass every_n_steps=1"
+        how = "train for longer" if uncertain.line is not None else "pass every_n_steps=1"
+        headline += f"; unclear: `{uncertain.name}` takes {share}: {how}"
         grade = "unknown"
     return Diagnosis(code, grade, entry, headline)
 
 
 def _is_own_work(row: Entry) -> bool:
-    """Return True for an entry that is the model's own work, which cannot simply be removed.
+    """Return True for an entry that is the model's own work, which cannot simply be removed."""
+    return row.name not in CODES and is_own_work(row.line, row.phases_ms)
 
-    On a GPU that is also what else the GPU sets the pace of.
-    """
-    is_recomputed = row.line is not None and row.line.is_recomputed
-    is_paced = row.code in (GPU_BOUND, COMPUTE_BOUND) and not is_recomputed
-    return is_paced or is_own_work(row.line, row.phases_ms)
+
+def _is_rest(row: Entry) -> bool:
+    return row.line is not None and row.line.is_rest
 
 
 def _launches(row: Entry) -> bool:
@@ -185,7 +198,10 @@ def _gpu_share(breakdown: TimeBreakdown) -> float:
 def _describe_pace(breakdown: TimeBreakdown, m: Measurement) -> str:
     if m.on_host_clock:
         return "the CPU computes the step"
-    return f"the GPU sets the pace for {percent(_gpu_share(breakdown))} of the step"
+    gpu = _gpu_share(breakdown)
+    if gpu < _MIN_OF_ALL:
+        return f"the host sets the pace for {percent(1 - gpu)} of the step, at many lines"
+    return f"the GPU sets the pace for {percent(gpu)} of the step"
 
 
 def _describe_launches(own: list[Entry], share: float, breakdown: TimeBreakdown) -> str:

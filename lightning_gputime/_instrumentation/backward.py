@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gputime._compat.torch_ import (
     CAN_QUEUE,
     backward_entry,
+    creates_graph,
     is_autograd_compiled,
     queue_after_backward,
     runs_for_pipeline,
@@ -115,15 +116,9 @@ class BackwardBoundary:
         recorder.mark(BACKWARD)
         if self._marks_comm:
             self._hook_loss_tensors(tensors)
-        self._examine(tensors, args, kwargs)
+        if self._examiner is not None and self._examiner.is_on:
+            self._examiner.backward_begins(tensors, creates_graph=creates_graph(args, kwargs))
         return True
-
-    def _examine(self, tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Mark the lines of forward in the backward that begins, if the step is examined."""
-        if self._examiner is not None and self._examiner.watch.is_on:
-            # torch passes grad_tensors, retain_graph and create_graph by position.
-            creates_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
-            self._examiner.backward_begins(tensors, creates_graph=bool(creates_graph))
 
     def _on_untimed_backward(self) -> None:
         """Handle a backward in an untimed step.
@@ -148,7 +143,8 @@ class BackwardBoundary:
             return False
         self._label_after = AFTER_GRAD
         self._recorder.mark(GRAD)
-        self._examine(tensors, args, kwargs)
+        if self._examiner is not None and self._examiner.is_on:
+            self._examiner.backward_begins(tensors, creates_graph=creates_graph(args, kwargs))
         return True
 
     def on_call_end(self, result: Any = None) -> None:
@@ -159,7 +155,7 @@ class BackwardBoundary:
         # After a backward in the closure of an update, the update continues.
         is_in_update = self._optimizer.depth > 0 and label == AFTER_BACKWARD
         self._recorder.mark(OPTIMIZER if is_in_update else label)
-        if self._examiner is not None:
+        if self._examiner is not None and self._examiner.is_on:
             self._examiner.backward_ends()
 
     def _was_other_model_called(self) -> bool:

@@ -45,6 +45,8 @@ class Examiner:
         self._has_events = not isinstance(clock, HostClock)
         self._warn_once = warn_once
         self.watch = LineWatch(self._mark, self._fail)
+        self.is_on = False
+        """True in an examined step. A plain attribute, because each backward reads it."""
         self.unavailable = ""
         """Reason why lines cannot be followed; empty if they can, or if that is not known."""
         self.operations: dict[Line, Operations] = {}
@@ -78,6 +80,7 @@ class Examiner:
             self._fail(error)
         if not self.watch.is_on:
             return None
+        self.is_on = True
         self._mark(self.watch.line)
         return self._marks
 
@@ -92,6 +95,7 @@ class Examiner:
         """End the examined step. Safe to call twice, and in any thread."""
         self.watch.stop()
         self._remove_hooks()
+        self.is_on = False
         self._backward_line = self._node_line = None
         # The recorder owns the marks.
         self._marks, self._sequences, self._lines = [], [], []

@@ -9,6 +9,7 @@ from types import CodeType
 from torch import nn
 
 from lightning_gputime._compat.python_ import code_of
+from lightning_gputime._compat.torch_ import without_wrappers
 from lightning_gputime._ledger.cells import GPU, ExaminedStep, examined_step
 from lightning_gputime._ledger.outside import OutsideLines
 from lightning_gputime._ledger.pace import PaceSums
@@ -129,8 +130,6 @@ class Ledger:
             gpu_ms[phase], host_ms[phase] = (1 - share) * own_ms, share * own_ms
         make_rows = partial(
             line_rows,
-            median_ms=median_ms,
-            long_share=long_share,
             trainer=self._trainer,
             outside=self._outside,
             modules=self._modules,
@@ -138,14 +137,17 @@ class Ledger:
             busy_functions=self.busy_functions,
         )
         steps = [step for step in self.steps if step.step_ms > 0]
-        rows = make_rows(steps, Targets(gpu_ms, host_ms)) if steps else ()
+        targets = Targets(gpu_ms, host_ms)
+        rows: tuple[LineRow, ...] = ()
+        if steps:
+            rows = make_rows(steps, targets, median_ms=median_ms, long_share=long_share)
         occurrences: dict[str, list[ExaminedStep]] = {}
         evaluations = [step.evaluation(evaluation) for step in self.steps]
         for occurrence in (*self.outside_lines.occurrences, *filter(None, evaluations)):
             for entry in {cell.phase for cell in occurrence.cells_ms}:
                 occurrences.setdefault(entry, []).append(occurrence)
         for entry, found in occurrences.items():
-            rows += make_rows(found, Targets({}, {}), entry=entry)
+            rows += make_rows(found, entry=entry)
         return rows
 
 
@@ -161,8 +163,7 @@ def forwards_of(model: object) -> dict[CodeType, str]:
     for name, module in modules:
         code = code_of(getattr(type(module), "forward", None))
         if code is not None:
-            path = [part for part in name.split(".") if part != "_orig_mod"]
-            names.setdefault(code, []).append((".".join(path), type(module).__name__))
+            names.setdefault(code, []).append((without_wrappers(name), type(module).__name__))
     return {
         code: found[0][0] if len(found) == 1 else f"{len(found)} x {found[0][1]}"
         for code, found in names.items()

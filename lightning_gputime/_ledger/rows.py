@@ -158,13 +158,16 @@ class Targets(NamedTuple):
     host_ms: Mapping[str, float]
 
 
+_NO_TARGETS = Targets({}, {})
+
+
 def line_rows(
     steps: Sequence[ExaminedStep],
-    targets: Targets,
+    targets: Targets = _NO_TARGETS,
     *,
-    median_ms: float,
-    long_share: float,
     trainer: str,
+    median_ms: float = 0.0,
+    long_share: float = 0.0,
     outside: frozenset[tuple[str, str]] = frozenset(),
     modules: Mapping[tuple[str, int], str] | None = None,
     operations: Mapping[Line, Operations] | None = None,
@@ -175,10 +178,10 @@ def line_rows(
 
     Args:
         steps: Examined steps, or occurrences of `entry`.
-        targets: Mean times per step over all steps.
-        median_ms: Median time of a step.
-        long_share: Fraction of all steps that take at least 1.5 times the median.
+        targets: Mean times per step over all steps; none for an entry.
         trainer: Name of the trainer, for time in which it ran none of the user's code.
+        median_ms: Median time of a step; 0 if all `steps` count alike.
+        long_share: Fraction of all steps that take at least 1.5 times the median.
         outside: File and name of the functions around the training, such as the caller of `fit`.
         modules: Modules by file and first line of their forward.
         operations: Differentiable operations of each line.

@@ -104,7 +104,8 @@ def _brief_entry(entry: Entry) -> dict[str, Any]:
 
 def _brief_line(line: LineRow) -> dict[str, Any]:
     keys = ("function", "file", "line", "last_line", "modules", "phases")
-    return {key: getattr(line, key) for key in keys}
+    found: dict[str, Any] = plain({key: asdict(line)[key] for key in keys})
+    return found
 
 
 def _brief_environment(environment: Environment) -> dict[str, Any]:
