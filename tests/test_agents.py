@@ -16,7 +16,7 @@ SKILL = (DOCS / "agents/SKILL.md").read_text()
 SLOW = """
 import time, torch
 class Data(torch.utils.data.Dataset):
-    def __len__(self): return 320
+    def __len__(self): return 640
     def __getitem__(self, i):
         time.sleep(0.002)
         return torch.ones(8)

@@ -30,6 +30,9 @@ from lightning_gputime._session.state import (
 from lightning_gputime._session.timing_plan import TimingPlan
 
 
+_FIRST_STEPS = 5  # Number of steps that may take longer than the others.
+
+
 @dataclass(frozen=True, slots=True)
 class StepParts:
     """Parts of a session that `Steps` calls."""
@@ -69,7 +72,8 @@ class Steps:
         self._first_label = DATA  # First label of the open step.
         # True in a step after which the host waited for the device, so that its queue was empty.
         self._starts_drained = False
-        self._examined_ns = 0.0  # Time of all steps at the start of the examined step.
+        # Time of all steps at the end of the first steps, and at the start of the examined step.
+        self._first_ns = self._examined_ns = 0.0
         self.plan = parts.plan
         self.times_all = parts.plan.times_all
 
@@ -114,6 +118,8 @@ class Steps:
         self.newest = number
         self._ended += 1
         now_ns = parts.host_ns()
+        if self._ended == _FIRST_STEPS:
+            self._first_ns = parts.wall_clock.steps_ns(now_ns)
         parts.analyzer.sampler.end_step(now_ns)
         items = parts.work.take_items()
         if number >= parts.logs.due_at:
@@ -268,7 +274,8 @@ class Steps:
     def _cost_of_examined(self) -> float:
         """Return how much longer the examined step took, as a fraction of the mean step before."""
         steps_ns = self._parts.wall_clock.steps_ns(self._parts.host_ns())
-        mean_ns = self._examined_ns / max(self._ended, 1)
+        n = max(self._ended - _FIRST_STEPS, 1)
+        mean_ns = (self._examined_ns - self._first_ns) / n
         return max((steps_ns - self._examined_ns) / mean_ns - 1, 0.0) if mean_ns else 0.0
 
     def _step_examined(self, cost: float) -> None:
