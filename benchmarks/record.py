@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-LINE_LENGTH = 200
+LINE_LENGTH = 600  # An answer of `answers.py` fits.
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:

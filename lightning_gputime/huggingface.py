@@ -172,7 +172,6 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._leave_trainer()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        # Raises before training if a module name is wrong.
         self._start_training(args, state, known)
 
     @never_raises

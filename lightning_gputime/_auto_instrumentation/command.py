@@ -189,7 +189,8 @@ def bench(args: argparse.Namespace) -> "RunComparison":
 def _save_run(command: str, path: Path) -> None:
     """Run a command and save its training. Exit this process if the command fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if code := _run_and_save(shlex.split(command), path):
+    # Examined steps would not be compared.
+    if code := _run_and_save(["--lines", "false", *shlex.split(command)], path):
         _report(f"`{command}` failed with exit code {code}, so the bench stopped")
         # Exit codes 1 and 3 are outcomes of a comparison, so do not pass them on. Codes above 128
         # are signals.

@@ -133,7 +133,9 @@ class SlowStepAnalyzer:
             (step, ms)
             for step, ms in zip(steps, each_ms, strict=True)
             # Most steps fail the first condition, which is cheap.
-            if ms > threshold_ms and ms - self._timer_time.reading_ms(step) > threshold_ms
+            if ms > threshold_ms
+            and step.lines is None
+            and ms - self._timer_time.reading_ms(step) > threshold_ms
         ]
         if not slow:
             return []

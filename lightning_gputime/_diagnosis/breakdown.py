@@ -119,7 +119,7 @@ def break_down(m: Measurement, setup: TrainingSetup) -> TimeBreakdown:
     wall_s = sum(entries_s.values()) + share_without_saves * all_steps_s
     steps_share = all_steps_s / wall_s
     rows = []
-    parts = _parts(m, groups)
+    parts = _parts(m, groups, setup)
     for name, part in parts.items():
         # A phase may share its name with an entry outside of steps: add both.
         seconds = entries_s.pop(name, 0.0) + part.share * all_steps_s
@@ -206,7 +206,7 @@ def _groups(m: Measurement, saves_share: float) -> dict[str, _Group]:
     return {name: group for name, group in groups.items() if group.share > 0}
 
 
-def _parts(m: Measurement, groups: Mapping[str, _Group]) -> dict[str, _Part]:
+def _parts(m: Measurement, groups: Mapping[str, _Group], setup: TrainingSetup) -> dict[str, _Part]:
     """Divide the groups into the entries of a step.
 
     Groups that a verdict names stay whole. The phases of the model, callbacks and other code are
@@ -214,8 +214,12 @@ def _parts(m: Measurement, groups: Mapping[str, _Group]) -> dict[str, _Part]:
     """
     parts = defaultdict[str, _Part](_Part)
     group_of_phase = {phase: name for name, group in groups.items() for phase in group.phases}
+    # In a loop that only calls `step()`, `data` is all the time before forward.
+    has_data = not setup.is_own_loop or setup.has_loader or FETCH in m.rows
 
     def is_whole(name: str) -> bool:
+        if name == DATA and m.examined_steps and not has_data:
+            return False
         return name in CODES or name not in STANDARD_PHASES or name in (TIMING, NOT_SAMPLED)
 
     def part_of(row: LineRow, *, is_idle: bool = False) -> _Part:
@@ -281,7 +285,7 @@ def _entry_in_steps(
 ) -> Entry:
     host = sum(part.host.values())
     pace = ""
-    if part.share and name not in (TIMING, NOT_SAMPLED):
+    if part.share and name not in (TIMING, NOT_SAMPLED) and not m.on_host_clock:
         of_host = host / part.share
         pace = "host" if of_host >= _MIN_PACE else "GPU" if of_host <= 1 - _MIN_PACE else "both"
     error = part.error * steps_share

@@ -66,7 +66,8 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     blurred_share = sum(
         row.share for row in rows if any(is_blurred(name, m) for name in _names(row))
     )
-    if blurred_share >= _MIN_BOTTLENECK and _gpu_share(breakdown) < 1 - _MIN_BOTTLENECK:
+    is_gpu_bound = not m.on_host_clock and _gpu_share(breakdown) >= 1 - _MIN_BOTTLENECK
+    if blurred_share >= _MIN_BOTTLENECK and not is_gpu_bound:
         # The bottleneck may be in phases whose times cannot be separated.
         return Diagnosis(time_breakdown=breakdown)
     unclear_share = breakdown[DATA].share if may_hide_evaluations(m, setup) else 0.0

@@ -37,7 +37,7 @@ class Entry:
             cannot be removed, occurs once, or is unknown.
         code: Verdict code if this is the bottleneck; empty if it cannot be the bottleneck.
         pace: "host" or "GPU" if one of them sets the pace for most of the time in steps, else
-            "both"; empty outside of steps.
+            "both"; empty outside of steps, and on the host's clock.
         phases_ms: Time per step by top-level phase, for entries in steps.
         host_share: Part of `share` in which the host sets the pace.
         line: Code that the entry is about; None for a phase, or time outside of steps.

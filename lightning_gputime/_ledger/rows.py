@@ -512,13 +512,13 @@ class _Draft:
             f"{outer.name} ({Path(outer.file).name}:{line})" if line else outer.name
             for outer, line in takewhile(lambda step: step[0].key != function.key, longest.path)
         ]
-        runs = [
-            n
+        runs = {
+            place: n
             for place, n in calls.items()
-            if place.function is not None
-            and place.function.key == function.key
-            and place.number == self._number
-        ]
+            if place.function is not None and place.function.key == function.key
+        }
+        # A function runs as often as its first line.
+        number = self._number or min((place.number for place in runs), default=0)
         kinds = [operations[place] for place in self._places if place in operations]
         return LineRow(
             function.name,
@@ -528,7 +528,7 @@ class _Draft:
             phases,
             entry=self._entry,
             error_ms=error_ms,
-            calls=sum(runs),
+            calls=sum(n for place, n in runs.items() if place.number == number),
             path=tuple(path),
             modules=modules.get((function.file, function.first_line), ""),
             is_library=function.is_library,

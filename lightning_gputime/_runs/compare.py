@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,7 @@ _MIN_PHASE_SHARE = 0.01  # Shorter phases get an outcome only if the user names 
 _MAX_ERROR = 0.1  # With a larger error, as a fraction of the step, the runs are too noisy.
 _MIN_OUTSIDE_SHARE = 0.05  # Smaller changes outside of the steps are not reported.
 _MIN_NOT_SAMPLED_SHARE = 0.01
+_MIN_LINE, _MAX_LINES = 0.02, 5  # Change as a fraction of the step, and number of functions.
 _MIN_PAIRS = 5  # Minimum number of pairs to estimate their spread.
 _DROPPED_COLUMNS = ("change", "95 %")  # Dropped in a narrow terminal, in this order.
 MEAN = "the mean of all steps"
@@ -60,6 +62,31 @@ class Side(NamedTuple):
 
     name: str  # Such as "before".
     runs: Sequence[Run]
+
+
+@dataclass(frozen=True, slots=True)
+class LineChange:
+    """Change of the time of a function, from the examined steps of both sides.
+
+    Attributes:
+        function: Name of the function.
+        file: Name of its file; empty for a function of a library or of a trainer.
+        before_ms: Time per step on the first side (in milliseconds).
+        after_ms: Time per step on the second side.
+        error_ms: Half the width of the 95 % interval of the change.
+    """
+
+    function: str
+    file: str
+    before_ms: float
+    after_ms: float
+    error_ms: float
+
+    def __str__(self) -> str:
+        where = f" ({self.file})" if self.file else ""
+        name = f"`{self.function}`{where}" if self.function != "<module>" else f"`{self.file}`"
+        before, after = duration(self.before_ms), duration(self.after_ms)
+        return f"{name} takes {after} per step instead of {before}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -90,6 +117,8 @@ class RunComparison(Tabular):
         wall_clock: Total time of each entry of the wall clock that both sides have, such as
             "validation". Entries get an outcome only if `phase` names them and there are several
             runs.
+        lines: Functions whose time changed by more than its error, and by 2 % of the step; the
+            largest changes first.
     """
 
     rows: Mapping[str, Difference]
@@ -104,6 +133,7 @@ class RunComparison(Tabular):
     others: tuple["RunComparison", ...] = ()
     is_sampled: bool = False
     wall_clock: Mapping[str, Difference] = field(default_factory=dict)
+    lines: tuple[LineChange, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -281,7 +311,8 @@ class RunComparison(Tabular):
         sentences = [next(filter(None, (pair.caution for pair in pairs)), "")]
         for pair in pairs:
             prefix = f"{pair.names[1]}: " if self.others else ""
-            sentences += [f"{prefix}{sentence}" for sentence in (pair.finding, *pair.notes)]
+            found = (pair.finding, *map(str, pair.lines), *pair.notes)
+            sentences += [f"{prefix}{sentence}" for sentence in found]
         step = "Mean of all steps" if self.is_sampled else "A typical step"
         counts = ", ".join([self.describe_side(0), *(pair.describe_side(1) for pair in pairs)])
         drops = [name for name in _DROPPED_COLUMNS for _ in pairs]
@@ -434,7 +465,39 @@ def _compare_two(
         in_turns=in_turns,
         is_sampled=is_sampled,
         wall_clock=_compare_wall_clocks(runs, tests, in_turns),
+        lines=_line_changes(runs[0], runs[1], min_ms=_MIN_LINE * step.before_ms),
     )
+
+
+def _line_changes(
+    before: Sequence[Run], after: Sequence[Run], min_ms: float
+) -> tuple[LineChange, ...]:
+    """Return the largest changes of functions that are larger than `min_ms`."""
+    sides = [[_functions_of(run) for run in side] for side in (before, after)]
+    if not all(functions for side in sides for functions in side):
+        return ()  # A run without examined steps.
+    changes = []
+    for key in dict.fromkeys(key for side in sides for functions in side for key in functions):
+        means, squares = [], 0.0
+        for side in sides:
+            each = [functions.get(key, (0.0, 0.0)) for functions in side]
+            means.append(fmean(ms for ms, _ in each))
+            squares += sum(error_ms**2 for _, error_ms in each) / len(each) ** 2
+        if abs(means[1] - means[0]) > max(math.sqrt(squares), min_ms):
+            changes.append(LineChange(key[0], key[1], means[0], means[1], math.sqrt(squares)))
+    changes.sort(key=lambda change: -abs(change.after_ms - change.before_ms))
+    return tuple(changes[:_MAX_LINES])
+
+
+def _functions_of(run: Run) -> dict[tuple[str, str], tuple[float, float]]:
+    """Return time per step and its error of each function, by name and file."""
+    found: dict[tuple[str, str], tuple[float, float]] = {}
+    for row in run.summary().lines:
+        if row.function and not row.entry:
+            key = row.function, Path(row.file).name if not row.is_library else ""
+            ms, error_ms = found.get(key, (0.0, 0.0))
+            found[key] = ms + row.ms, math.hypot(error_ms, row.error_ms)
+    return found
 
 
 def _boundaries(phases: Sequence[str]) -> list[int]:

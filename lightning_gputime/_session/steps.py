@@ -29,7 +29,6 @@ from lightning_gputime._session.state import (
 )
 from lightning_gputime._session.timing_plan import TimingPlan
 
-
 _FIRST_STEPS = 5  # Number of steps that may take longer than the others.
 
 
