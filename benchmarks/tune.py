@@ -16,6 +16,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,6 @@ arguments = TrainingArguments(
 Trainer(Net(), arguments, data_collator=collate, train_dataset=data, callbacks=[{callback}]).train()
 """
 
-ADAM = "torch.optim.Adam({}.parameters(), lr=1e-5)"
 LOADER = "loader = DataLoader(Data({data}), batch_size={batch}, shuffle=True, {options})\n"
 
 
@@ -133,25 +133,8 @@ class Plant:
     gpu: bool = False
 
 
-def plain(
-    *kept: str,
-    data: str = "",
-    batch: int = 32,
-    loader: str = "",
-    gpu: bool = False,
-    setting: str = "pass",
-    model: str = "mlp()",
-    optimizer: str = ADAM.format("model"),
-    **known: Any,
-) -> Plant:
-    text = HEAD.format(gpu=gpu, setting=setting) + LOADER.format(
-        data=data, batch=batch, options=loader
-    )
-    text += PLAIN.format(model=model, optimizer=optimizer)
-    return Plant(text, kept, gpu=gpu, **known)
-
-
-def lightning(
+def script(
+    loop: str,
     *kept: str,
     data: str = "",
     batch: int = 32,
@@ -160,14 +143,17 @@ def lightning(
     gpu: bool = False,
     setting: str = "pass",
     model: str = "mlp()",
-    optimizer: str = ADAM.format("self"),
-    **known: Any,
+    optimizer: str = "torch.optim.Adam({owner}.parameters(), lr=1e-5)",
+    tune: tuple[str, ...] = (),
 ) -> Plant:
-    text = HEAD.format(gpu=gpu, setting=setting) + LOADER.format(
-        data=data, batch=batch, options=loader
-    )
-    text += LIGHTNING.format(model=model, options=options, optimizer=optimizer)
-    return Plant(text, kept, gpu=gpu, **known)
+    optimizer = optimizer.format(owner="self" if loop == LIGHTNING else "model")
+    text = HEAD.format(gpu=gpu, setting=setting)
+    text += LOADER.format(data=data, batch=batch, options=loader)
+    text += loop.format(model=model, optimizer=optimizer, options=options)
+    return Plant(text, kept, tune, gpu)
+
+
+plain, lightning = partial(script, PLAIN), partial(script, LIGHTNING)
 
 
 def transformers(*kept: str, data: str = "", options: str = "", callback: str = "") -> Plant:
