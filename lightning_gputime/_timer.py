@@ -47,8 +47,7 @@ from lightning_gputime._runs.environment import (
 from lightning_gputime._runs.live_file import LiveFile
 from lightning_gputime._runs.run import Run
 from lightning_gputime._session.evaluation import Evaluations
-from lightning_gputime._session.null import NEVER_ATTACHED, REMOVED, NullSession
-from lightning_gputime._session.session import Session
+from lightning_gputime._session.session import NEVER_ATTACHED, REMOVED, AnySession, Session
 
 Hook = TypeVar("Hook", bound=Callable[..., None])
 
@@ -119,7 +118,7 @@ class Timer(Tabular):
         self._options = options
         self._prints_table = print_summary
         self._results = Results(options.history_size, options.timed_warmup_steps, hint=self._USE)
-        self._session: Session | NullSession = NEVER_ATTACHED
+        self._session: AnySession = NEVER_ATTACHED
         self._patches = Attachments()  # Patches of the trainer and of objects that belong to it.
         self._warn_once = WarnOnce()
         self._environment = Environment()
@@ -268,7 +267,7 @@ class Timer(Tabular):
         """End the measurement: read the last steps, compare the ranks, and remove the hooks."""
         session = self._session
         try:
-            if session.open_step.repeats_forward:
+            if session.forward.repeats_forward:
                 self._costly_settings = replace(self._costly_settings, repeats_forward=True)
             # The training may have enabled some settings.
             self._read_costly_settings(self._results.setup.costly_settings)
@@ -284,7 +283,7 @@ class Timer(Tabular):
         finally:
             self._forget(session)
 
-    def _forget(self, session: Session | NullSession) -> None:
+    def _forget(self, session: AnySession) -> None:
         """Remove a session that has ended, and drop the reference to it."""
         session.remove()
         if self._session is session:  # Otherwise an observer has attached the timer again.

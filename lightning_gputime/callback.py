@@ -38,9 +38,7 @@ from lightning_gputime._phases import CALLBACKS, DATA, FETCH, OTHER
 from lightning_gputime._record.state import PAUSED
 from lightning_gputime._runs.environment import cores_of_rank, loader_settings
 from lightning_gputime._runs.paths import check_save_path
-from lightning_gputime._session.null import NEVER_ATTACHED, REMOVED, NullSession
-from lightning_gputime._session.session import Session
-from lightning_gputime._session.state import OFF
+from lightning_gputime._session.session import NEVER_ATTACHED, OFF, REMOVED, AnySession, Session
 from lightning_gputime._timer import Timer, never_raises
 
 # Methods of the model that Lightning sets on every callback. They must not keep the model alive in
@@ -79,7 +77,7 @@ class Fit(BatchState):
         fail: Callable[[Exception], None],
     ) -> None:
         self.trainer, self._model, self._wall_clock, self._fail = trainer, model, wall_clock, fail
-        self._session: Session | NullSession = NEVER_ATTACHED
+        self._session: AnySession = NEVER_ATTACHED
         self.start_update: Callable[[], None] = do_nothing
         self._actions = FitActions(trainer, model, wall_clock, timer_class, fail)
         self._step_number = lightning_.step_counter(trainer)
@@ -122,7 +120,7 @@ class Fit(BatchState):
         """Notify a session of the trainer's loops and actions until `remove`."""
         self._session = session
         # An alias, because the Trainer calls it in every step.
-        self.start_update = session.open_step.update_begins
+        self.start_update = session.optimizer.update_begins
         self._actions.listen(self, session.recorder)
 
     def remove(self) -> None:
@@ -143,9 +141,9 @@ class Fit(BatchState):
         self._session.start_epoch(self._step_number(), epoch)
         if self._accumulates:
             # The time between two epochs is not part of any step.
-            self._session.open_step.continue_in_loop()
+            self._session.continue_in_loop()
         else:
-            self._session.steps.begin()
+            self._session.begin_step()
         self._session.recorder.mark_instead(DATA, CALLBACKS)
         self._session.recorder.mark(FETCH)  # The loader's workers start next.
 
@@ -158,12 +156,12 @@ class Fit(BatchState):
     def end_late_step(self) -> None:
         """End a step of manual optimization whose update came after its last batch."""
         session = self._session
-        if self._accumulates and session.open_step.has_updated:
+        if self._accumulates and session.optimizer.has_updated:
             self._accumulates = False
             number = self._step_number() - 1  # The trainer has already counted the last batch.
-            has_ended = session.steps.leave(number)
+            has_ended = session.leave_loop(number)
             if not has_ended:
-                session.steps.end_step(number)
+                session.end_step(number)
 
     # Batches. The next two methods run in every batch, so they avoid the extra call of
     # `never_raises`.
@@ -177,9 +175,9 @@ class Fit(BatchState):
             self._in_batch = True
             if self._wall_clock.entry is not STEPS:
                 self._wall_clock.resume_steps()
-            if session.steps.state is not OFF:
+            if session.mode is not OFF:
                 self.is_open = True
-                session.open_step.batch_begins(batch)
+                session.batch_begins(batch)
         except Exception as error:
             self._fail(error)
 
@@ -191,20 +189,20 @@ class Fit(BatchState):
             if batch is None and not self._in_batch:
                 return
             session = self._session
-            if session.steps.state is OFF:
+            if session.mode is OFF:
                 self._end_batch_without_hooks(batch_idx)
                 return
             self._in_batch = self.is_open = False
-            has_updated = session.open_step.optimizer.updates > 0
-            if has_updated and session.steps.times_all and self._model.automatic_optimization:
+            has_updated = session.optimizer.updates > 0
+            if has_updated and session.times_all and self._model.automatic_optimization:
                 self._accumulates = False
                 self._missing_updates_left = math.inf
             else:
                 self._accumulates = not self._ends_step(batch_idx)
             if self._accumulates:
-                session.open_step.batch_ends(CALLBACKS)
+                session.batch_ends(CALLBACKS)
             else:
-                has_hooks = session.steps.end_step(self._step_number(), CALLBACKS)
+                has_hooks = session.end_step(self._step_number(), CALLBACKS)
                 if not has_hooks:
                     self._actions.attachments.suspend()
                 if not self._wall_clock.has_stepped:
@@ -219,12 +217,12 @@ class Fit(BatchState):
         """
         session = self._session
         self._in_batch = False
-        if session.open_step.needs_updates:
+        if session.needs_updates:
             ends = self._ends_step(batch_idx)
         else:
             ends = _ends_update(self.trainer, batch_idx)
         if ends:
-            has_hooks = session.steps.end_step(self._step_number(), CALLBACKS)
+            has_hooks = session.end_step(self._step_number(), CALLBACKS)
             if has_hooks:
                 self.is_open = False
                 self._actions.attachments.reattach()
@@ -253,7 +251,7 @@ class Fit(BatchState):
     def end_validation(self, *_: Any) -> None:
         self._wall_clock.leave_phase(VALIDATION)
         if self._in_batch:
-            self._session.open_step.batch_begins()  # A callback ran the validation inside a step.
+            self._session.batch_begins()  # A callback ran the validation inside a step.
         else:
             self._session.recorder.resume(CALLBACKS)
 
@@ -264,25 +262,25 @@ class Fit(BatchState):
 
         If the trainer's count of batches gives another result, stop using that count.
         """
-        open_step = self._session.open_step
+        session = self._session
         if not self._model.automatic_optimization:
             # With manual optimization, only updates show where a step ends.
-            return open_step.has_updated or not open_step.has_optimizer
+            return session.optimizer.has_updated or not session.optimizer.has_any
         is_due = _ends_update(self.trainer, batch_idx)
-        if open_step.optimizer.updates:
+        if session.optimizer.updates:
             self._missing_updates_left = math.inf
             ends = True
         else:
             ends = is_due and self._ends_without_update()
         if ends != is_due:
-            open_step.rely_on_updates()
+            session.rely_on_updates()
         return ends
 
     def _ends_without_update(self) -> bool:
         """Return True if the step ends although no update was counted. Count missing updates."""
-        open_step = self._session.open_step
+        optimizer = self._session.optimizer
         # `has_updated` is also True for an update that was tried and skipped.
-        if open_step.has_updated or not open_step.has_optimizer or self.trainer.is_last_batch:
+        if optimizer.has_updated or not optimizer.has_any or self.trainer.is_last_batch:
             return True
         # An overridden `optimizer_step` may skip updates. If no update is ever recorded, fall back
         # to the trainer's count.
@@ -301,11 +299,11 @@ class Fit(BatchState):
         if self._wall_clock.entry is not STEPS:
             self._wall_clock.resume_steps()
         is_manual = not self._model.automatic_optimization
-        if self._accumulates and is_manual and session.open_step.has_updated:
+        if self._accumulates and is_manual and session.optimizer.has_updated:
             # A hook at the end of the last batch ran the update. The trainer has already counted
             # that batch.
             self._accumulates = False
-            has_hooks = session.steps.end_step(self._step_number() - 1, CALLBACKS)
+            has_hooks = session.end_step(self._step_number() - 1, CALLBACKS)
             if not has_hooks:
                 self._actions.attachments.suspend()
         if recorder.state is PAUSED:

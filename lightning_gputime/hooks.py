@@ -17,27 +17,20 @@ from lightning_gputime._instrumentation.arguments import (
 )
 from lightning_gputime._instrumentation.loop import BatchState, Loop, Search, is_engine, is_training
 from lightning_gputime._measurement.means import MeanLog
-from lightning_gputime._measurement.wall_clock import (
-    EVALUATION,
-    STEPS,
-    WallClock,
-)
+from lightning_gputime._measurement.wall_clock import EVALUATION, STEPS, WallClock
 from lightning_gputime._messages import HOMES, messages
 from lightning_gputime._options import AllOptions, Options, check_int, takes_options
 from lightning_gputime._output.loggers import LogWriter, MetricsLogger, check_loggers
-from lightning_gputime._phases import DATA, OTHER
+from lightning_gputime._phases import BACKWARD, BETWEEN, DATA, OTHER
 from lightning_gputime._record.clock import check_device, device_of
-from lightning_gputime._session.null import NullSession
 from lightning_gputime._session.self_check import (
     warn_of_other_parameters,
     warn_of_several_devices,
 )
-from lightning_gputime._session.session import Session
-from lightning_gputime._session.state import NEW, NOT_ATTACHED, OFF
+from lightning_gputime._session.session import NEW, OFF, AnySession
 from lightning_gputime._timer import Timer, never_raises
 
 T = TypeVar("T")
-AnySession = Session | NullSession
 
 _NO_STEP = "iterate over steps(loader), or call step() at the end of the loop's body. " + HOMES
 
@@ -148,16 +141,23 @@ class _PlainLoop(BatchState):
 
     def iterate(self, timer: "GPUPhaseHooks", iterable: Iterable[T]) -> Generator[T, None, None]:
         """Yield the items of a loader, and end a batch after each."""
-        timer._start_loop(iterable, other_is_open=self._body is not None)
+        if not timer._session.was_attached:
+            raise RuntimeError(f"steps() needs an attached timer. {timer._USE}")
+        if self._body is not None:
+            # A loop runs in the body of another loop over `steps`. Only with hooks can `has_idled`
+            # tell which of the two loops trains.
+            timer._session.keep_hooks()
+        timer._safely(self.begin)
+        timer._read_loader(iterable, in_data=True)
         seen, wall_clock = _Seen.NOTHING, self._wall_clock
         self.is_fetched = True
         wall_clock.start_loop()
         try:
             for item in iterable:
                 self.is_fetched = False
-                if timer._session.steps.state is not OFF:
+                if timer._session.mode is not OFF:
                     try:
-                        timer._session.open_step.batch_begins(item)
+                        timer._session.batch_begins(item)
                     except Exception as error:
                         timer._give_up(error)
                 if self._body is None:
@@ -177,9 +177,8 @@ class _PlainLoop(BatchState):
                     is_usual = label != OTHER if seen is _Seen.TRAINING else label is None
                     if is_usual and seen is not _Seen.NOTHING and self._body is body:
                         self._body = None
-                        is_attached = session.steps.state not in NOT_ATTACHED
                         has_ended = body != (self._step, self._micro_batches)
-                        if is_attached and not has_ended:
+                        if session.is_attached and not has_ended:
                             self.end_batch(timer)
                     else:
                         seen = self._end_unusual_batch(timer, seen)
@@ -194,17 +193,17 @@ class _PlainLoop(BatchState):
     def _end_unusual_batch(self, timer: "GPUPhaseHooks", seen: _Seen) -> _Seen:
         """End a batch that may be an evaluation, or skipped. Return the new state of the loop."""
         session = timer._session
-        if _has_idled(session, is_first=seen is _Seen.NOTHING):
+        if session.has_idled(is_first=seen is _Seen.NOTHING):
             # The loop looks ahead, groups or zips batches, or skips this batch. Its time belongs to
             # the next step.
-            session.open_step.batch_ends()
+            session.batch_ends()
             return _Seen.AHEAD if seen is _Seen.NOTHING else seen
         has_ended = self._body != (self._step, self._micro_batches)
         self._body = None
         is_timed = session.recorder.label is not None
-        is_evaluation = session.open_step.has_evaluated
+        is_evaluation = session.has_evaluated
         if is_evaluation and seen is not _Seen.TRAINING:
-            session.steps.begin()  # Drops the evaluation.
+            session.begin_step()  # Drops the evaluation.
         elif session.is_attached and not has_ended:
             self.end_batch(timer)
         if seen in (_Seen.AHEAD, _Seen.TRAINING):
@@ -219,16 +218,16 @@ class _PlainLoop(BatchState):
             is_last = self._micro_batches >= self._accumulate_grad_batches
         else:
             is_last = self._gradient_state is None or self._gradient_state.sync_gradients
-        if not (is_last or session.open_step.has_updated):
-            session.open_step.batch_ends()
+        if not (is_last or session.optimizer.has_updated):
+            session.batch_ends()
             return
-        if timer._evaluating.is_evaluating:
-            timer._end_evaluation()  # Its loop was left early, or will continue later.
-        session.steps.end_step(self._step)
+        if timer._is_evaluating:
+            timer._safely(timer._end_evaluation)  # Its loop was left early, or continues later.
+        session.end_step(self._step)
         wall_clock = self._wall_clock
         if not wall_clock.has_stepped:
             wall_clock.end_first_step()
-            session.steps.first_step_ended()
+            session.first_step_ended()
         elif wall_clock.entry is not STEPS:
             wall_clock.resume_steps()  # A loop that calls `step()` follows loops over `steps()`.
         self._step += 1
@@ -240,35 +239,39 @@ class _PlainLoop(BatchState):
 
     def begin(self, session: AnySession) -> None:
         """Start a loop, which may continue the open step of the loop before it."""
-        self.leave(session)
-        # Batches that were only read, such as to compute a mean, are not part of any step.
-        has_gradients = self._micro_batches and not _has_idled(session, is_first=True)
-        if has_gradients and session.recorder.threads.home == get_ident():
-            session.open_step.continue_in_loop()
-        elif session.is_attached:
-            session.steps.begin()
-        self._micro_batches = 0
+        if session.is_attached:
+            self.leave(session)
+            # Batches that were only read, such as to compute a mean, are not part of any step.
+            has_gradients = self._micro_batches and not session.has_idled(is_first=True)
+            if has_gradients and session.recorder.threads.home == get_ident():
+                session.continue_in_loop()
+            elif session.is_attached:  # An observer may have removed the timer meanwhile.
+                session.begin_step()
+        self._body, self._micro_batches = None, 0
 
     def _end_loop(self, session: AnySession, seen: _Seen) -> None:
         if seen is _Seen.AHEAD and self._body is None:
             # The work on the last batch is still to come.
             self._body = self._step, self._micro_batches
         if self._body is not None:
-            session.open_step.batch_begins()
+            session.batch_begins()
         if self._micro_batches:
-            session.open_step.wait_for_loop()
+            session.recorder.mark_instead(DATA, BETWEEN)
         session.compare_ranks()
 
     def _leave_body(self, session: AnySession) -> None:
         """End the step in which the loop was left, if its work was complete."""
         is_in_batch = self._body == (self._step, self._micro_batches)
         self._body = None
-        may_end = is_in_batch or (self._micro_batches > 0 and session.open_step.has_updated)
-        if may_end and session.steps.leave(self._step):  # `leave` ends the step if it can.
+        may_end = is_in_batch or (self._micro_batches > 0 and session.optimizer.has_updated)
+        if may_end and session.leave_loop(self._step):  # This ends the step if it can.
             self._step += 1
             self._micro_batches = 0
-        elif is_in_batch and session.open_step.leave_gradients():
+            return
+        has_gradients = BACKWARD in session.recorder.open.phases
+        if is_in_batch and session.needs_updates and has_gradients:
             # A later loop may run the update that uses the gradients of this batch.
+            session.batch_ends(BETWEEN)
             self._micro_batches += 1
 
     def leave(self, session: AnySession) -> None:
@@ -276,7 +279,7 @@ class _PlainLoop(BatchState):
 
         With a fixed `accumulate_grad_batches`, leftover micro-batches are dropped.
         """
-        updates = session.open_step.optimizer.updates
+        updates = session.optimizer.updates
         # A step that was left early may contain two updates of each optimizer, and of an optimizer
         # that was not passed. With more updates, the loop has run steps that were not counted.
         max_updates = 2 * (self._n_optimizers + 1)
@@ -287,42 +290,12 @@ class _PlainLoop(BatchState):
         # A batch that is not trained on has two marks, `data/fetch` and `other`. The last mark is
         # the end of the loop.
         untrained = (len(session.recorder.open.labels) - 1) // 2 if self._body else 0
-        if untrained >= _MIN_UNTRAINED and _has_idled(session, is_first=True):
+        if untrained >= _MIN_UNTRAINED and session.has_idled(is_first=True):
             session.recorder.warn_once(_UNTRAINED, untrained)
         self._leave_body(session)
         if self._micro_batches and 1 < self._accumulate_grad_batches < sys.maxsize:
             left, self._micro_batches = self._micro_batches, 0
             session.recorder.warn_once(_LEFT_OVER, left, self._accumulate_grad_batches)
-
-
-def _has_idled(session: AnySession, *, is_first: bool) -> bool:
-    """Return `OpenStep.has_idled`, or False while the hooks are detached."""
-    return session.steps.state is not OFF and session.open_step.has_idled(is_first=is_first)
-
-
-class _EvaluationLoops:
-    """Loops over `steps` that evaluate the model. They are part of no step."""
-
-    def __init__(self, batch: BatchState, wall_clock: WallClock) -> None:
-        self._batch, self._wall_clock = batch, wall_clock
-        self.is_evaluating = False
-        self._interrupts_batch = False  # True if the running evaluation has interrupted a batch.
-
-    def start(self, session: AnySession) -> None:
-        self.is_evaluating = True
-        self._interrupts_batch = self._batch.is_open
-        self._batch.close()
-        self._wall_clock.enter_phase(EVALUATION)
-        session.recorder.pause(now=True)
-
-    def end(self, session: AnySession, label: str) -> None:
-        """End the running evaluation, if any. The training continues with `label`."""
-        if self.is_evaluating:
-            self.is_evaluating = False
-            if self._interrupts_batch:
-                self._batch.open()
-            self._wall_clock.leave_phase(EVALUATION)
-            session.recorder.resume(label)
 
 
 @takes_options
@@ -401,7 +374,9 @@ class GPUPhaseHooks(Timer):
             batch=self._plain,
             needs_updates=accumulate_grad_batches != 1,
         )
-        self._evaluating = _EvaluationLoops(self._plain, self._wall_clock)
+        # True in a loop over `steps` that evaluates the model, and is part of no step.
+        self._is_evaluating = False
+        self._interrupts_batch = False  # True if that loop has interrupted a batch.
 
     def attach(self) -> Self:
         """Attach the hooks and start a new measurement. Safe to call twice."""
@@ -423,7 +398,7 @@ class GPUPhaseHooks(Timer):
         clock, options = self._clock_for(device, report_cpu=True), self._options
         self._start_wall_clock()
         self._plain.start(self._wall_clock)
-        self._evaluating = _EvaluationLoops(self._plain, self._wall_clock)
+        self._is_evaluating = False
         writer = LogWriter(options.prefix, self._loggers, groups=options.logged_groups)
         self._start(
             clock,
@@ -434,7 +409,7 @@ class GPUPhaseHooks(Timer):
         )
         self._time_loader()
         self._results.update_setup(is_own_loop=True)
-        self._session.steps.begin()
+        self._session.begin_step()
 
     def __enter__(self) -> Self:
         return self.attach()
@@ -501,9 +476,10 @@ class GPUPhaseHooks(Timer):
         return Steps(partial(self._iterate, iterable), iterable)
 
     def _iterate(self, iterable: Iterable[T]) -> Iterator[T]:
-        if self._is_evaluation():
-            return self._evaluate(iterable)
-        return self._plain.iterate(self, iterable)
+        may_train = torch.is_grad_enabled() or not self._session.forward.has_trained
+        if may_train or is_training(self._loop.model):
+            return self._plain.iterate(self, iterable)
+        return self._evaluate(iterable)
 
     def step(self) -> None:
         """End a step (or a micro-batch). Call it at the end of the loop's body.
@@ -512,7 +488,7 @@ class GPUPhaseHooks(Timer):
             RuntimeError: If the timer was never attached. After `remove` it does nothing.
         """
         session = self._session
-        if session.steps.state is NEW:
+        if session.mode is NEW:
             raise RuntimeError(f"step() needs an attached timer. {self._USE}")
         try:
             if get_ident() == session.recorder.threads.home:
@@ -532,43 +508,41 @@ class GPUPhaseHooks(Timer):
         except Exception as error:
             self._give_up(error)
 
-    def _start_loop(self, loader: object, *, other_is_open: bool) -> None:
-        if not self._session.was_attached:
-            raise RuntimeError(f"steps() needs an attached timer. {self._USE}")
-        if other_is_open:
-            # A loop runs in the body of another loop over `steps`. Only with hooks can `has_idled`
-            # tell which of the two loops trains.
-            self._session.steps.keep_hooks()
-        self._safely(self._plain.begin)
-        self._read_loader(loader, in_data=True)
-
-    def _is_evaluation(self) -> bool:
-        if torch.is_grad_enabled() or not self._session.open_step.has_trained:
-            return False
-        return not is_training(self._loop.model)
-
     def _evaluate(self, iterable: Iterable[T]) -> Generator[T, None, None]:
         """Yield the items of an evaluation, which is not part of any step."""
-        if self._evaluating.is_evaluating:
+        if self._is_evaluating:
             yield from iterable  # The outer evaluation already excludes this time.
             return
-        self._safely(self._evaluating.start)
+        self._safely(self._start_evaluation)
         try:
             for item in iterable:
                 yield item
-                if self._evaluating.is_evaluating:
+                if self._is_evaluating:
                     self._session.recorder.pause(now=True)
                 else:
                     # Training steps ran in between.
-                    self._safely(self._evaluating.start)
+                    self._safely(self._start_evaluation)
         finally:
-            self._end_evaluation()
+            self._safely(self._end_evaluation)
 
-    def _end_evaluation(self) -> None:
-        self._safely(self._evaluating.end, OTHER if self._plain.has_body else DATA)
+    def _start_evaluation(self, session: AnySession) -> None:
+        self._is_evaluating = True
+        self._interrupts_batch = self._plain.is_open
+        self._plain.close()
+        self._wall_clock.enter_phase(EVALUATION)
+        session.recorder.pause(now=True)
+
+    def _end_evaluation(self, session: AnySession) -> None:
+        """End the running evaluation, if any. The training continues."""
+        if self._is_evaluating:
+            self._is_evaluating = False
+            if self._interrupts_batch:
+                self._plain.open()
+            self._wall_clock.leave_phase(EVALUATION)
+            session.recorder.resume(OTHER if self._plain.has_body else DATA)
 
     def _forget(self, session: AnySession) -> None:
-        self._wall_clock.stop(session.steps.ended_ns)
+        self._wall_clock.stop(session.ended_ns)
         super()._forget(session)
 
     def _forget_loop(self) -> None:

@@ -237,7 +237,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         if loader is not None:
             self._read_loader(loader, prefix="dataloader_")
             self._time_loader()
-        self._session.steps.begin()
+        self._session.begin_step()
 
     @never_raises
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
@@ -248,9 +248,9 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._session.start_epoch(state.global_step + 1, int(state.epoch or 0))
         # The time between two epochs is not part of any step.
         if self._is_in_step:
-            self._session.open_step.continue_in_loop()
+            self._session.continue_in_loop()
         else:
-            self._session.steps.begin()
+            self._session.begin_step()
         # This is the last callback before the loader's workers start.
         self._session.recorder.mark_instead(DATA, FETCH)
 
@@ -272,7 +272,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     def _end_fetch(self, fetched: Any = None) -> None:
         if isinstance(fetched, tuple):  # The micro-batches of a step, and their number of items.
-            self._session.open_step.add_batches(fetched[0])
+            self._session.add_batches(fetched[0])
 
     @never_raises
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -280,23 +280,23 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         self._batch.open()
         if self._wall_clock.entry is not STEPS:
             self._wall_clock.resume_steps()
-        self._session.open_step.batch_begins()
+        self._session.batch_begins()
 
     @never_raises
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._session.open_step.update_begins()
+        self._session.optimizer.update_begins()
 
     @never_raises
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         # This runs before all other callbacks. Their time counts for the next step.
         if self._is_in_step:
-            if not self._session.open_step.has_optimizer:
+            if not self._session.optimizer.has_any:
                 self._session.recorder.mark(AFTER_UPDATE)
             self._batch.close()
         else:
             self._batch.open()  # An overridden training loop may report only the ends of steps.
         self._is_in_step = False
-        self._session.steps.end_step(state.global_step)
+        self._session.end_step(state.global_step)
         if not self._wall_clock.has_stepped:
             self._wall_clock.end_first_step()
         if self._has_fetched:

@@ -6,13 +6,13 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from lightning_gputime._session.agreement import Agreement
+from lightning_gputime._session.ranks import Agreement
 
 
 @pytest.fixture
 def agreements(monkeypatch: pytest.MonkeyPatch) -> list[Agreement]:
     """Return the agreements of three ranks."""
-    monkeypatch.setattr("lightning_gputime._session.agreement._TIMEOUT_S", 0.01)
+    monkeypatch.setattr("lightning_gputime._session.ranks._AGREEMENT_TIMEOUT_S", 0.01)
     store = HashStore()
     return [Agreement(store, rank) for rank in range(3)]
 
@@ -51,7 +51,7 @@ def test_agreement_waits_at_most_a_third_of_the_timeout_of_collectives(
         waits.append(deadline - time.monotonic())
         return []
 
-    monkeypatch.setattr("lightning_gputime._session.agreement.wait_for", wait)
+    monkeypatch.setattr("lightning_gputime._session.ranks.wait_for", wait)
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.9))
     alone = Agreement(store, 1)

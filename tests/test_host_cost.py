@@ -15,7 +15,7 @@ RECORDED = json.loads((BENCHMARKS / "host_bounds.json").read_text())
 def counted() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         # Ignore code that other tests compiled, which would keep hooks attached.
-        patch.setattr("lightning_gputime._session.hooks_off.has_compiled", lambda: False)
+        patch.setattr("lightning_gputime._session.session.has_compiled", lambda: False)
         patch.syspath_prepend(str(BENCHMARKS))
         return runpy.run_path(str(BENCHMARKS / "host_counts.py"))["count_all"]()
 

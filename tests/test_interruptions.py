@@ -27,7 +27,7 @@ import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, phase
 from lightning_gputime._instrumentation import named
 from lightning_gputime._ledger import schedule, watch
-from lightning_gputime._session import attached
+from lightning_gputime._session import session
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
@@ -271,7 +271,7 @@ def shared() -> list[Any]:
         [*torch_optimizer._global_optimizer_pre_hooks],
         [*torch_optimizer._global_optimizer_post_hooks],
         [*gc.callbacks],
-        [*attached._attached],
+        [*session._attached],
         [*named._active],
         vars(DataLoader)["__iter__"],
         watch._running,

@@ -29,8 +29,7 @@ from lightning_gputime._measurement.ranks import (
     totals_of,
 )
 from lightning_gputime._measurement.sums import Sums
-from lightning_gputime._session import rank_comparer, rank_store
-from lightning_gputime._session.rank_comparer import Exchange
+from lightning_gputime._session.ranks import Exchange
 
 SCRIPT = Path(__file__).parent / "rank_run.py"
 
@@ -289,7 +288,7 @@ class HostTime:
 def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
     """The clock of waits in rank zero."""
     host_time = HostTime()
-    monkeypatch.setattr(rank_store, "time", host_time)
+    monkeypatch.setattr("lightning_gputime._session.ranks.time", host_time)
     return host_time
 
 
@@ -430,7 +429,7 @@ def slower_forward(own: RankTotals) -> RankTotals:
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> FakeExchange:
     fake = FakeExchange(slower_forward)
-    monkeypatch.setattr(rank_comparer, "open_exchange", lambda: fake)
+    monkeypatch.setattr("lightning_gputime._session.ranks.open_exchange", lambda: fake)
     return fake
 
 

@@ -53,7 +53,7 @@ def test_pause_inside_a_step_has_no_phase_in_its_timeline(loop: Loop) -> None:
         for number, x in enumerate(timer.steps(loop.batches(2))):
             loop.micro_batch(x)
             if number == 0:
-                timer._session.open_step.batch_ends()
+                timer._session.batch_ends()
                 timer._session.recorder.pause()
                 loop.gpu.work(50.0)
                 timer._session.recorder.resume()

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from fake_gpu import raw
 
-from lightning_gputime._session.schedule import Schedule, Windows
-from lightning_gputime._session.timing_cost import TimingCost
+from lightning_gputime._session.schedule import Schedule, TimingCost, Windows
 
 
 def timed_steps(schedule: Schedule, n: int) -> list[int]:

@@ -170,7 +170,7 @@ def test_detaching_between_timed_steps_changes_no_result(
     path = "lightning_gputime._measurement.untimed.UntimedSteps.next_long"
     monkeypatch.setattr(path, lambda self: None)
     detached = results()
-    monkeypatch.setattr("lightning_gputime._session.hooks_off.has_compiled", lambda: True)
+    monkeypatch.setattr("lightning_gputime._session.session.has_compiled", lambda: True)
     assert results() == detached
     assert len(detached[0]) > 1
 

@@ -21,7 +21,7 @@ from lightning_gputime._instrumentation.patching import Calls, Subscription, do_
 from lightning_gputime._measurement.culprits import CulpritSums, Loader
 from lightning_gputime._phases import DATA, OTHER
 from lightning_gputime._record.state import PAUSED
-from lightning_gputime._session.state import OFF
+from lightning_gputime._session.session import OFF
 from lightning_gputime.hooks import GPUPhaseHooks
 
 
@@ -165,7 +165,7 @@ class Fetches:
             return False
         if not self._is_timed(dataset_of_iterator(iterator)):
             return False
-        self._timer._session.open_step.fetch_begins()
+        self._timer._session.fetch_begins()
         if recorder.state is PAUSED:
             recorder.resume(DATA)
         elif not self._has_started:
@@ -180,12 +180,12 @@ class Fetches:
         if batch is None:  # The epoch has ended, or the loader has raised.
             self._timer._session.recorder.mark(OTHER)
         else:
-            self._timer._session.open_step.batch_begins(batch)
+            self._timer._session.batch_begins(batch)
 
     def _is_timed(self, dataset: object) -> bool:
         """Return True for a training dataset whose fetch can be timed now."""
         session = self._timer._session
-        if not self._datasets or session.steps.state is OFF or not torch.is_grad_enabled():
+        if not self._datasets or session.mode is OFF or not torch.is_grad_enabled():
             return False
         if get_ident() != session.recorder.threads.home:
             return False

@@ -274,7 +274,7 @@ class _TimedLoop:
         else:
             # The timer was attached inside this step, so the next is the first to be timed.
             self._has_begun = True
-            self._timer._session.steps.begin()
+            self._timer._session.begin_step()
             self._fetches.attach()
 
     def end(self) -> bool:

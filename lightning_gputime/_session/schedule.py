@@ -1,12 +1,32 @@
-"""Schedule of the timed steps. It depends only on their index, so that all ranks agree."""
+"""Choice of the timed steps: their windows, and the cost of timing, which decides how many.
+
+The schedule depends only on the index of steps, so that all ranks agree.
+"""
 
 import math
-from collections.abc import Callable
+import statistics
+from bisect import bisect
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+
+from lightning_gputime._phases import FIRST_STEPS, MAX_STEPS_PER_TIMED, StepRecord
 
 GOLDEN = 0.6180339887498949
 """Golden ratio minus 1. Its multiples, modulo 1, are spread as evenly as possible."""
 _LOG_EVERY_N_WINDOWS = 8  # 1 of this many windows covers a step that writes logs.
+# Target cost of timing, as a fraction of the step. Below 1 %, because the cost is only estimated.
+# Lower with windows: cold CPU caches at their start cost nearly as much again, as measured on an
+# H200 (`benchmarks/cold_cost.py`).
+_MAX_COST_SHARE, _MAX_COST_SHARE_IN_WINDOWS = 0.008, 0.005
+_WINDOW_STEPS = 5  # Maximum number of steps in a timing window.
+# Bounds of the host time of a mark in a busy loop. Values outside are noise.
+_MIN_PER_MARK_NS, _MAX_PER_MARK_NS = 3_000, 40_000
+_N_NEWEST = 100  # Number of timed steps, spans of untimed steps, and reads that are kept.
+_TRIAL_EVERY_N_STEPS = 2  # To measure the cost of timing, 1 of this many steps is timed.
+# The minimum is lower if logs are less than 50 steps apart.
+_MIN_STEPS_BETWEEN_DECISIONS, _MAX_STEPS_BETWEEN_DECISIONS = 100, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +148,208 @@ def _next_long_step(last: int, distance: int, first: int) -> int:
     """Return the index of the next expected long step after `last`, from step `first` on."""
     distances = max(math.ceil((first - last) / distance), 1)
     return last + distances * distance
+
+
+class _Reads:
+    """Time that reading the timed steps takes. A read takes one or more steps together.
+
+    A read also updates the statistics of all untimed steps, at the same cost for 1 timed step as
+    for 25. So the time per step falls with the size of a read: its number of steps.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        """Number of all steps that were read."""
+        # Size and duration (in nanoseconds) of reads: of the newest, and of the newest with the
+        # largest size.
+        self._newest = deque[tuple[int, int]](maxlen=_N_NEWEST)
+        self._largest = deque[tuple[int, int]](maxlen=_N_NEWEST)
+
+    def add(self, steps: int, ns: int) -> None:
+        """Add a read of this number of steps."""
+        if not steps:
+            return
+        self.steps += steps
+        self._newest.append((steps, ns))
+        largest = self._largest[0][0] if self._largest else 0
+        if steps > largest:
+            self._largest.clear()
+        if steps >= largest:
+            self._largest.append((steps, ns))
+
+    def mean_ns(self) -> float:
+        """Return the time per step of the newest reads."""
+        steps, ns = map(sum, zip(*self._newest, strict=True))
+        return ns / steps
+
+    def mean_if_large_ns(self) -> float:
+        """Return the time per step of the largest reads, as if every step were timed."""
+        return statistics.median(ns / steps for steps, ns in self._largest)
+
+
+class TimingCost:
+    """Cost of timing. It chooses `n` for timing 1 of `n` steps in less than 1 % of the time.
+
+    If the GPU sets the pace, timing costs nothing, because the host waits anyway. Otherwise the
+    cost is measured in the loop itself, as the host time of timed steps minus the host time of the
+    untimed steps just before and after. A benchmark of an empty loop would show less, because there
+    the hooks stay in the CPU caches.
+
+    The host time of untimed steps is measured in spans of one or more steps, without hooks where
+    possible: a span ends where the session next reads the clock.
+
+    Args:
+        host_ns: Clock of the host.
+        log_every_n_steps: Number of steps between two logs, with at least one timing window in
+            between. None if unknown, or without logs.
+    """
+
+    def __init__(self, host_ns: Callable[[], int], log_every_n_steps: int | None) -> None:
+        self._host_ns, self._log_every_n_steps = host_ns, log_every_n_steps
+        self.due = FIRST_STEPS
+        """Index of the step before which `decide` and `follow` must be called."""
+        self.share: float | None = None
+        """Cost of timing every step, as a fraction of an untimed step; None if unknown."""
+        self._step_ns = 0.0  # Duration of an untimed step; 0 if the cost is not measured.
+        self._cost_ns = 0.0  # Cost of a timed step, with its reading.
+        self._span = (0, 0)  # Start (in nanoseconds) and first index of the current span.
+        # Start and duration of timed steps; start and time per step of spans of untimed steps.
+        self._timed_ns: deque[tuple[int, int]] = deque(maxlen=_N_NEWEST)
+        self._untimed_ns: deque[tuple[int, float]] = deque(maxlen=_N_NEWEST)
+        self._n_consecutive = 0  # Number of newest spans of untimed steps without a gap.
+        self._span_end_ns = 0  # End of the last span of untimed steps.
+        self._switches_ns: deque[int] = deque(maxlen=_N_NEWEST)  # Time to attach or remove hooks.
+        self._reads = _Reads()
+        self._n_marks = 0  # In all steps that were read.
+        self._wait_ms = 0.0  # Host wait in all steps that were read.
+
+    # Measurements
+
+    def start_span(self, index: int) -> None:
+        """Start a span before the step of this index."""
+        self._span = self._host_ns(), index
+
+    def end_span(self, index: int, *, is_untimed: bool = True) -> None:
+        """End the span before the step of this index, and start the next.
+
+        Between two timed steps, only the first and the last span of untimed steps are kept, because
+        the others are not next to a timed step.
+        """
+        (start_ns, first), end_ns = self._span, self._host_ns()
+        self._span = end_ns, index
+        if not is_untimed:
+            return
+        follows_untimed = start_ns == self._span_end_ns
+        self._n_consecutive = self._n_consecutive + 1 if follows_untimed else 1
+        if self._n_consecutive > 2:
+            self._untimed_ns.pop()  # The span before this is neither the first nor the last.
+        self._untimed_ns.append((start_ns, (end_ns - start_ns) / (index - first)))
+        self._span_end_ns = end_ns
+
+    def time_switch(self, switch: Callable[[], None], index: int) -> None:
+        """Attach or remove hooks by calling `switch`, record its duration, and start a span."""
+        start_ns = self._host_ns()
+        switch()
+        self.start_span(index)
+        self._switches_ns.append(self._span[0] - start_ns)
+
+    def add_timed(self, steps: Sequence[StepRecord], since_ns: int) -> None:
+        """Add timed steps whose reading took from the host time `since_ns` until now."""
+        reading_ns = self._host_ns() - since_ns
+        self._reads.add(len(steps), reading_ns)
+        for step in steps:
+            start_ns, *_, end_ns = step.host_ns
+            self._timed_ns.append((start_ns, end_ns - start_ns))
+        self._n_marks += sum(len(step.labels) for step in steps)
+        self._wait_ms += sum(step.wait_ms for step in steps)
+        # Reading is part of the cost of timing, so exclude it from the current span.
+        start_ns, first = self._span
+        self._span = start_ns + reading_ns, first
+
+    # Decisions
+
+    def decide(self) -> int:
+        """Return `n` if 1 of `n` steps should be timed from now on."""
+        if not self._reads.steps:
+            return 1
+        n_marks = self._n_marks / self._reads.steps
+        wait_ns = self._wait_ms / self._reads.steps * 1e6
+        step_ns = statistics.median([ns for _, ns in self._untimed_ns or self._timed_ns])
+        min_marks_ns, max_marks_ns = n_marks * _MIN_PER_MARK_NS, n_marks * _MAX_PER_MARK_NS
+        is_free = wait_ns >= max_marks_ns  # The host waits longer than the marks can take.
+        if is_free or max_marks_ns < _MAX_COST_SHARE * step_ns:
+            self._step_ns = 0.0  # The cost is not measured.
+            return 1
+        excess_ns = self._excess_ns()
+        if not excess_ns:
+            return _TRIAL_EVERY_N_STEPS
+        marks_ns = min(max(statistics.median(excess_ns), min_marks_ns), max_marks_ns)
+        self.share = (marks_ns + self._reads.mean_if_large_ns()) / step_ns
+        self._step_ns, self._cost_ns = step_ns, marks_ns + self._reads.mean_ns()
+        return self._smallest_n()
+
+    def added_share(self, n: int) -> float | None:
+        """Return the cost of timing 1 of n steps, as a fraction of an untimed step.
+
+        Return None if the cost is not measured, because it is low enough to time every step.
+        """
+        return self._added_ns_per_step(n) / self._step_ns if self._step_ns else None
+
+    def schedule_decision(self, n: int, index: int) -> Windows:
+        """Schedule the next decision: set `due`. Return the windows that time 1 of n steps.
+
+        All ranks must pass the same arguments, so that they decide at the same steps.
+
+        Args:
+            n: Number of steps of which 1 is timed from now on.
+            index: Index of the next step.
+        """
+        # Decide often at first: with several ranks, each decision takes effect at the next.
+        steps = index // 16 if n == _TRIAL_EVERY_N_STEPS else index // 2
+        min_steps = min(2 * self._max_n, _MIN_STEPS_BETWEEN_DECISIONS)
+        self.due = index + min(max(steps, min_steps), _MAX_STEPS_BETWEEN_DECISIONS)
+        return self.windows(n)
+
+    def _excess_ns(self) -> list[float]:
+        """Return the excess of each timed step over the untimed steps before and after it."""
+        spans = [*self._untimed_ns]
+        excess_ns = []
+        for start_ns, took_ns in self._timed_ns:
+            next_ = bisect(spans, start_ns, key=itemgetter(0))
+            if 0 < next_ < len(spans):
+                (_, before_ns), (_, after_ns) = spans[next_ - 1 : next_ + 1]
+                excess_ns.append(took_ns - (before_ns + after_ns) / 2)
+        return excess_ns
+
+    def _smallest_n(self) -> int:
+        """Return the smallest `n` whose mean cost per step is within the target."""
+        if self._cost_ns < _MAX_COST_SHARE * self._step_ns:
+            return 1
+        target_ns = _MAX_COST_SHARE_IN_WINDOWS * self._step_ns
+        for n in range(2, self._max_n):
+            if self._added_ns_per_step(n) <= target_ns:
+                # `windows` may time fewer steps, because an interval has whole windows.
+                return round(self.windows(n).every_n_steps)
+        return self._max_n
+
+    def _added_ns_per_step(self, n: int) -> float:
+        """Return the mean cost per step, timed or not, of timing 1 of n steps."""
+        windows = self.windows(n)
+        # Hooks are attached and removed once per window.
+        switch_ns = 2 * statistics.median(self._switches_ns or [0]) if n > 1 else 0.0
+        return (self._cost_ns + switch_ns / windows.size) / windows.every_n_steps
+
+    def windows(self, n: int) -> Windows:
+        """Return the windows that time 1 of n steps, or fewer. All ranks get the same windows."""
+        if n == 1:
+            return Windows()
+        size = max(min(_WINDOW_STEPS, self._max_n // n), 1)
+        interval = max(self._log_every_n_steps or 0, size * n)
+        # If unknown, logs may be written at any step.
+        end_in_log = self._log_every_n_steps in (None, interval)
+        return Windows(size, interval, count=interval // (size * n), end_in_log=end_in_log)
+
+    @property
+    def _max_n(self) -> int:
+        """Largest `n` with a timing window in each log interval; at least 2."""
+        return max(min(self._log_every_n_steps or MAX_STEPS_PER_TIMED, MAX_STEPS_PER_TIMED), 2)

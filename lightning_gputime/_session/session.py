@@ -1,44 +1,108 @@
 """Session of a timer: from attaching it to a loop until its removal."""
 
+import os
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import Enum
 from functools import partial
 from threading import get_ident
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
+from weakref import WeakSet
+
+import torch.distributed
 
 from lightning_gputime._causes.analyzer import SlowStepAnalyzer
+from lightning_gputime._compat.torch_ import has_compiled
 from lightning_gputime._instrumentation import named
 from lightning_gputime._instrumentation.boundaries import Boundaries
+from lightning_gputime._instrumentation.comm import is_distributed
 from lightning_gputime._instrumentation.loop import Loop, Search
-from lightning_gputime._instrumentation.patching import Attachment, Attachments
+from lightning_gputime._instrumentation.patching import Attachment, Attachments, do_nothing
 from lightning_gputime._instrumentation.work import WorkCounter
 from lightning_gputime._ledger.examiner import Examiner
+from lightning_gputime._ledger.schedule import ExaminationSchedule
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.memory import MemoryWatch
-from lightning_gputime._measurement.observers import call_safely, methods
+from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._options import Options
+from lightning_gputime._measurement.wall_clock import EVALUATION, FIRST_STEP, STEPS
+from lightning_gputime._options import AUTO, Options
+from lightning_gputime._phases import (
+    AFTER_BACKWARD,
+    AFTER_FORWARD,
+    AFTER_UPDATE,
+    BACKWARD,
+    BETWEEN,
+    BETWEEN_BATCHES,
+    DATA,
+    EVALUATED,
+    EVALUATES,
+    OTHER,
+    StepRecord,
+)
 from lightning_gputime._record.annotator import Annotator
-from lightning_gputime._record.clock import Clock
+from lightning_gputime._record.clock import Clock, HostClock
+from lightning_gputime._record.pending_steps import BATCH
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._session import attached
-from lightning_gputime._session.hooks_off import HooksOff
-from lightning_gputime._session.logs import LogSchedule
-from lightning_gputime._session.open_step import OpenStep
-from lightning_gputime._session.rank_comparer import RankComparer
-from lightning_gputime._session.reading import StepReader, UserCalls
+from lightning_gputime._record.state import PAUSED
+from lightning_gputime._session.ranks import Agreement, RankComparer, open_store
+from lightning_gputime._session.schedule import Schedule, TimingCost, Windows
 from lightning_gputime._session.self_check import SelfCheck
-from lightning_gputime._session.state import ENDED, IDLE, NEW, NOT_ATTACHED
-from lightning_gputime._session.steps import StepParts, Steps
-from lightning_gputime._session.timing_plan import TimingPlan
+
+_FIRST_STEPS = 5  # Number of steps that may take longer than the others.
+_MIN_EXAMINED, _MIN_COMPARED = 3, 50  # Numbers of examined steps, and of others to compare with.
+_MIN_INDEX_OFF = 20  # Index of the first step that may run without hooks.
+_CHECK_STEPS = 10  # Number of steps without hooks between two checks.
+_NO_BATCH = object()
+
+
+class Mode(Enum):
+    """Mode of a session: whether it is attached, and how it records the open step."""
+
+    NEW = "not attached"
+    ATTACHED = "attached, no step is open"
+    TIMED = "the step is timed"
+    EXAMINED = "the step is timed, with a mark at each line of the user's code"
+    UNTIMED = "the step is counted"
+    OFF = "the step is counted, without hooks"
+    ENDED = "removed"
+
+
+# Globals, because every step compares modes.
+NEW, ATTACHED, TIMED, EXAMINED, UNTIMED, OFF, ENDED = Mode
+
+_MAY_FOLLOW = {
+    NEW: {ATTACHED},
+    ATTACHED: {TIMED, EXAMINED, UNTIMED, ENDED},
+    TIMED: {TIMED, EXAMINED, UNTIMED, ENDED},
+    EXAMINED: {TIMED, EXAMINED, UNTIMED, ENDED},
+    UNTIMED: {TIMED, EXAMINED, UNTIMED, OFF, ENDED},
+    OFF: {TIMED, EXAMINED, UNTIMED, ENDED},
+    ENDED: set[Mode](),
+}
 
 
 class Session:
-    """Session of a timer: attaches it to a loop, reads its steps, and removes it.
+    """Session of a timer: attaches it to a loop, times the steps of the loop, and removes it.
 
-    Front ends report the events of the loop to `steps`, `open_step` and `recorder`, in the timed
-    thread: the thread that runs the loop. `flush`, `drain` and the methods that end the session can
+    Front ends report the events of the loop to the session and its `recorder`, in the timed thread:
+    the thread that called `begin_step`. `flush`, `drain` and the methods that end the session can
     be called from any thread.
+
+    In most loops only some steps are timed, in windows of a few consecutive steps. Between the
+    windows, hooks that record nothing would still cost 24 Python calls per step, and 33 under
+    Lightning. So the hooks are removed at the end of a step if the next window is at least one step
+    away, and return at the first step of that window. In a plain loop they return one step earlier,
+    because only the previous step shows which calls in eval mode are an evaluation. Without hooks,
+    the end of each step only reads the clock, and every 10th step also reads the timed steps that
+    are still to be read. The hooks stay attached:
+
+    - in the first 20 steps, which show what the loop calls and captures,
+    - with compiled code, which would recompile,
+    - in loops that evaluate the model inside steps, because hooks measure the time of evaluations,
+    - with several timers or nested loops over `steps()`, which must see all calls of a model.
 
     Args:
         options: Options of the timer.
@@ -58,49 +122,68 @@ class Session:
         means: MeanLog,
         functions: Sequence[CodeType] = (),
     ) -> None:
-        self._results, self._observers = results, options.observers
-        wall_clock = results.wall_clock
-        assert wall_clock is not None  # Only evaluations lack it.
-        self._analyzer = analyzer = SlowStepAnalyzer(clock, results.slow, results.culprits)
+        assert results.wall_clock is not None  # Only evaluations lack it.
+        self._options, self._results, self._means = options, results, means
+        self._wall_clock, self._untimed = results.wall_clock, results.untimed
+        self._host_ns = clock.host_ns
+        self._analyzer = SlowStepAnalyzer(clock, results.slow, results.culprits)
         self._comparison = RankComparer(results, means, options)
-        user_calls = UserCalls(options.observers, analyzer)
+        self._on_step = step_calls(options.observers)
+        self._on_slow_step = methods(options.observers, "on_slow_step")
 
         # Choose the timed steps. Each log interval needs some of them.
         is_logged = means.writer.has_destination or len(options.observers) > 0
         has_logs = is_logged or self._comparison.is_on
-        plan = TimingPlan(
-            options,
-            clock,
-            results,
-            log_every_n_steps=means.every_n_steps if has_logs else None,
-            each_timed_for=_option_that_times_every_step(
-                options, user_calls, logs_every_step=is_logged and means.every_n_steps == 1
-            ),
-        )
+        requires_all = {
+            "observers=": len(self._on_step) > 0,
+            "annotate=True": options.annotate,
+            "lag=0": options._lag == 0,
+            "a log at each step": is_logged and means.every_n_steps == 1,
+        }
+        each_timed_for = next((option for option, is_set in requires_all.items() if is_set), "")
+        n = options.every_n_steps
+        # True if the cost of timing determines `n`, to time 1 of `n` steps.
+        self._is_auto = n == AUTO and not each_timed_for
+        if n == AUTO:
+            results.update_facts(each_timed_for=each_timed_for)
+        # Each rank would predict other long steps, but all ranks must time the same steps. So all
+        # use the prediction of rank zero; see `_decide`.
+        has_ranks, next_long = is_distributed(), self._untimed.next_long
+        windows = Windows(interval=1 if n == AUTO else int(n))
+        self.schedule = Schedule(windows, (lambda: None) if has_ranks else next_long)
+        self._cost = TimingCost(clock.host_ns, means.every_n_steps if has_logs else None)
+        store = open_store("agreement") if self._is_auto and options.sync_ranks else None
+        rank = torch.distributed.get_rank() if store is not None else 0
+        self._agreement = Agreement(store, rank) if store is not None else None
+        self._examinations = ExaminationSchedule(next_long, is_distributed=has_ranks)
+        if not options.lines:
+            self._examinations.stop()
+        self.times_all = not self._is_auto and self.schedule.windows.cover_all
+        """True if every step is timed. Then examined steps count in all statistics."""
 
-        # Record them: hooks call the recorder, which passes the steps that were read to `reader`.
-        reader = StepReader(plan, results, wall_clock, options.timed_warmup_steps)
+        # Record them: hooks call the recorder, which passes the steps to `_take` once it has read
+        # the times of their events.
         self.recorder = recorder = Recorder(
             clock,
             lag=options._lag,
-            emit=reader.take,
-            batch=user_calls.batch,
+            emit=self._take,
+            batch=1 if self._on_step else BATCH,
             annotate=Annotator() if options.annotate else None,
         )
         self.recorders = [recorder]
         """Recorders for the phases that users name."""
-        work = WorkCounter(options.items, options.flops, loop, recorder)
+        self._work = work = WorkCounter(options.items, options.flops, loop, recorder)
         self._examiner = Examiner(clock, recorder.pending.free, recorder.warn_once)
         self._examiner.watch.follow(functions)
-        results.ledger.operations = self._examiner.operations
-        results.ledger.busy_functions = self._examiner.watch.busy_functions
-        self._boundaries = Boundaries(recorder, loop, work.on_call, wall_clock, self._examiner)
-        self.open_step = OpenStep(
-            recorder, self._boundaries, work, needs_updates=loop.needs_updates
+        self._ledger = results.ledger
+        self._ledger.operations = self._examiner.operations
+        self._ledger.busy_functions = self._examiner.watch.busy_functions
+        self._boundaries = Boundaries(
+            recorder, loop, work.on_call, self._wall_clock, self._examiner
         )
 
         # Process the steps that were read.
-        means.connect(results, is_sampled=not plan.times_all, is_logged=is_logged)
+        means.connect(results, is_sampled=not self.times_all, is_logged=is_logged)
         read_peaks = getattr(clock, "peak_memory", None)
         self._memory = MemoryWatch(read_peaks) if read_peaks is not None else None
         results.connect(
@@ -110,69 +193,77 @@ class Session:
             memory=self._memory,
         )
         self._self_check = SelfCheck(results, self._boundaries, recorder, loop, options)
-        self._logs = LogSchedule(
-            means,
-            results,
-            self._comparison,
-            analyzer,
-            lag=options._lag,
-            is_sampled=not plan.times_all,
-        )
         # Collectors come first, because the others use what they have collected.
-        collectors = [results, self._comparison, analyzer]
-        reader.connect([*collectors, user_calls, self._logs, self._self_check])
-
-        # Start and end the steps.
-        self.steps = Steps(
-            StepParts(
-                recorder=recorder,
-                boundaries=self._boundaries,
-                open_step=self.open_step,
-                work=work,
-                analyzer=analyzer,
-                examiner=self._examiner,
-                ledger=results.ledger,
-                plan=plan,
-                hooks_off=HooksOff(
-                    plan,
-                    self._boundaries,
-                    # A plain loop needs hooks in the step before, to tell evaluations from steps.
-                    margin=int(loop.search is not Search.NEVER),
-                    lag=options._lag,
-                ),
-                logs=self._logs,
-                comparison=self._comparison,
-                untimed=results.untimed,
-                wall_clock=wall_clock,
-                host_ns=clock.host_ns,
-            )
-        )
+        self._readers: list[Callable[[ReadSteps], None]] = [
+            results.steps_read,
+            self._comparison.steps_read,
+            self._analyzer.steps_read,  # Starts a "callback" span for observers and loggers.
+            self._call_observers,
+            self._log,
+            self._self_check.steps_read,
+        ]
+        self._warmup_left = options.timed_warmup_steps  # Warm-up steps still to be read.
+        self._has_read = False  # True once the first step was read.
+        self._may_examine_more = True
+        self._has_slowed_down = False
         self._until_end = Attachments()
-        self._to_remove = [self._comparison, analyzer, *options.observers]
+        self._to_remove = [self._comparison, self._analyzer, *options.observers]
+
+        # The steps.
+        self.mode = NEW
+        self.is_attached = False
+        self.index = 0
+        """Number of steps that have ended, timed or not; stays 0 if every step is timed."""
+        self._ended = 0  # The same, also if every step is timed.
+        self._newest: int | None = None  # Number of the last step that ended.
+        # Cumulative time of all steps, updated at the end of each step that runs with hooks.
+        self._ended_ns = 0
+        self._first_label = DATA  # First label of the open step.
+        self.needs_updates = loop.needs_updates
+        """True if a step ends with an update, whatever its number of batches."""
+        # True in a step after which the host waited for the device, so that its queue was empty.
+        self._starts_drained = False
+        # Time of all steps at the end of the first steps, and at the start of the examined step.
+        self._first_ns = self._examined_ns = 0.0
+
+        # The hooks in untimed steps. A plain loop needs hooks in the step before a window, to tell
+        # evaluations from steps.
+        self._margin = int(loop.search is not Search.NEVER)
+        self._may_suspend = True
+        self._hooks_return_at = 0  # Index of the first step that has hooks again.
+        self._check_at = 0  # Index of the step before which the next check is due.
+        self._checked_at = 0  # Index of the step before which the last check was.
+
+        # The logs. All ranks must log means of the same steps, so a log is written `lag` steps
+        # after its last step: by then, every rank has read that step. Number and index of each of
+        # the newest steps; loggers use the number, which may start at any value.
+        self._recent = deque[tuple[int, int]](maxlen=options._lag + 1)
+        self._has_logs_started = False
+        self._log_due_at = 0.0  # Number of the step from which `_step_may_log` must be called.
 
     # Attach
 
     @property
-    def is_attached(self) -> bool:
-        return self.steps.state not in NOT_ATTACHED
-
-    @property
     def was_attached(self) -> bool:
         """True from the first successful `attach` on."""
-        return self.steps.state is not NEW
+        return self.mode is not NEW
 
     def attach(self) -> None:
         """Attach the hooks. If that fails or is interrupted, remove all of them."""
         try:
             self._boundaries.attach()
-            self.open_step.attach()
+            self.forward, self.optimizer = self._boundaries.forward, self._boundaries.optimizer
             self._analyzer.attach()
-            call_safely(methods(self._observers, "attach"))
+            call_safely(methods(self._options.observers, "attach"))
             # Python may delete a timer at any moment, even inside a hook, so its hooks are only
             # removed here.
-            attached.remove_lost()
-            attached.add(self)
-            self.steps.enter(IDLE)
+            _remove_lost()
+            # With several timers, each needs its hooks in all steps, to tell which backward is its
+            # own.
+            for other in _attached:
+                other.wake()
+            _attached.add(self)
+            self._enter(ATTACHED)
         except BaseException:
             self.remove()
             raise
@@ -181,11 +272,491 @@ class Session:
         """Attach something until the timer is removed. It also stays attached in untimed steps."""
         self._until_end.add(attachment)
 
-    def wake(self) -> None:
-        """Attach the hooks again at the end of the open step, for another timer."""
-        self.steps.wake()
+    def _enter(self, mode: Mode) -> None:
+        if mode not in _MAY_FOLLOW[self.mode]:
+            raise RuntimeError(f"a session cannot change from {self.mode.name} to {mode.name}")
+        self.mode, self.is_attached = mode, mode is not ENDED
 
-    # Events outside of steps
+    # Batches of the open step
+
+    def batch_begins(self, batch: Any = _NO_BATCH) -> None:
+        """End the fetch of a batch, and any pause. Count the items of the batch."""
+        recorder = self.recorder
+        if recorder.named.names:
+            recorder.named.end_fetch()
+        if recorder.state is PAUSED:
+            recorder.resume(OTHER)
+        else:
+            recorder.mark(OTHER)
+        if batch is not _NO_BATCH:
+            self._work.add_batch(batch)
+
+    def fetch_begins(self) -> None:
+        """End an evaluation before a fetch in an untimed step, in a loop without `steps()`."""
+        self.forward.evaluation.untimed_spans.end()
+
+    def add_batches(self, batches: Sequence[Any]) -> None:
+        """Count the items of micro-batches that were fetched together."""
+        for i, batch in enumerate(batches):
+            if i:
+                self._work.end_batch()
+            self._work.add_batch(batch)
+
+    def batch_ends(self, label: str = DATA) -> None:
+        """End a micro-batch that does not end the step."""
+        self._work.end_batch()
+        recorder = self.recorder
+        if recorder.state is PAUSED:  # A validation at the end of the loop body may have paused it.
+            recorder.resume(label)
+        else:
+            recorder.mark(label)
+
+    def continue_in_loop(self) -> None:
+        """Continue the open step in another loop, without the time between the loops."""
+        self.recorder.pause(since=BETWEEN)
+        self.recorder.resume()
+
+    def rely_on_updates(self) -> None:
+        """From now on, end steps with updates: the trainer's count of batches was wrong."""
+        self.needs_updates = True
+
+    def has_idled(self, *, is_first: bool) -> bool:
+        """Return True if the open step has certainly only fetched batches.
+
+        Return False while the hooks are detached, or if they may have missed training, for example
+        in compiled code. From the second batch of a loop on, also return False until a backward has
+        run.
+
+        Args:
+            is_first: True for the first batch of a loop.
+        """
+        recorder = self.recorder
+        if self.mode is OFF or has_compiled() or recorder.captures.has_captured:
+            return False
+        if recorder.threads.was_elsewhere or not self.optimizer.has_any:
+            return False
+        is_idle = (is_first or self.forward.has_trained) and not self._boundaries.has_worked
+        return is_idle and recorder.open.phases <= {*BETWEEN_BATCHES, OTHER, BETWEEN}
+
+    @property
+    def has_evaluated(self) -> bool:
+        """True if the open step has only evaluated a model that was trained before."""
+        if self.recorder.label not in EVALUATES or not self.forward.has_trained:
+            return False
+        is_idle = not self._boundaries.has_worked
+        return is_idle and self.recorder.open.phases <= {*BETWEEN_BATCHES, OTHER, *EVALUATES}
+
+    # Steps
+
+    def begin_step(self) -> None:
+        """Drop the open step, and start a step in the calling thread."""
+        self._examiner.stop()
+        self._boundaries.step_ended(timed=False, is_dropped=True)
+        self._work.reset()
+        self._analyzer.loop_begins()
+        self._untimed.restart(self._wall_clock.steps_ns(self._host_ns()))
+        if self.mode is OFF:
+            self.recorder.stop()  # Also makes the calling thread the timed thread.
+            return
+        self._starts_drained = False
+        # Do not examine this step, because the first fetch of an epoch may take long.
+        self._enter(UNTIMED if self._next_mode() is UNTIMED else TIMED)
+        if self.mode is TIMED:
+            self.recorder.begin()
+        else:
+            self.recorder.stop()
+
+    def end_step(self, number: int, label: str = DATA) -> bool:
+        """End the open step, and start the next with `label`. Return True if hooks are attached."""
+        self._first_label = label
+        if self.mode is OFF:
+            return self._end_step_without_hooks(number)
+        recorder, wall_clock, mode = self.recorder, self._wall_clock, self.mode
+        is_examined, cost = mode is EXAMINED, 0.0
+        if is_examined:
+            self._examiner.stop()
+            # How much longer the step took, as a fraction of the mean step before.
+            took_ns = wall_clock.steps_ns(self._host_ns()) - self._examined_ns
+            mean_ns = (self._examined_ns - self._first_ns) / max(self._ended - _FIRST_STEPS, 1)
+            cost = max(took_ns / mean_ns - 1, 0.0) if mean_ns else 0.0
+        self._newest = number
+        self._ended += 1
+        now_ns = self._host_ns()
+        if self._ended == _FIRST_STEPS:
+            self._first_ns = wall_clock.steps_ns(now_ns)
+        self._analyzer.sampler.end_step(now_ns)
+        items = self._work.take_items()
+        if number >= self._log_due_at:
+            self._step_may_log(number, self.index)
+        log_is_due = self._means.is_due
+        if self.times_all:
+            skipped_update = self._boundaries.step_ended()
+            self._ended_ns = now_ns - wall_clock.outside_ns
+            # Read all finished steps if a log is due. That also writes the log.
+            recorder.end_step(
+                number, skipped_update, log_is_due, label, items=items, waits_now=is_examined
+            )
+            if is_examined:
+                self._enter(TIMED)
+                self._step_examined(cost)
+            elif self._ended >= self._examinations.next_index and self.mode is TIMED:
+                self._examine()
+        else:
+            is_timed = mode in (TIMED, EXAMINED)
+            skipped_update = self._boundaries.step_ended(timed=is_timed)
+            self._add_duration()
+            self._starts_drained = is_examined
+            if is_timed:
+                recorder.end_step(
+                    number,
+                    skipped_update,
+                    log_is_due,
+                    label,
+                    index=self.index,
+                    items=items,
+                    waits_now=is_examined,
+                )
+            else:
+                recorder.pending.end_untimed(log_is_due)
+            self.index += 1
+            if self._is_auto:
+                self._cost.end_span(self.index, is_untimed=mode is UNTIMED)
+            if is_examined:
+                self._step_examined(cost)
+            self._ended_ns = now_ns - wall_clock.outside_ns
+            if log_is_due:
+                self._write_log()
+        if self._comparison.due_step is not None:
+            # The next step has started, so exclude the exchange between ranks from it.
+            recorder.pause()
+            self._comparison.compare_if_due()
+            recorder.resume(label)
+        # An observer may have removed the timer while steps were read.
+        if not self.times_all and self.mode is not ENDED:
+            self._start_planned_step()
+        return self.mode is not OFF
+
+    @property
+    def ended_ns(self) -> int:
+        """Cumulative time of all steps that have ended (in nanoseconds)."""
+        return max(self._ended_ns, self._untimed.since_ns)
+
+    def first_step_ended(self) -> None:
+        """Start the second step now. Call it when the wall clock has ended the first step.
+
+        The wall clock may have counted the time before the loop as a part of the first step.
+        """
+        self._ended_ns = self._wall_clock.steps_ns(self._host_ns())
+        self._untimed.restart(self._ended_ns)
+
+    def leave_loop(self, number: int) -> bool:
+        """Handle an exit from the loop inside the step of this number.
+
+        Return True if the exit ends the step, at its last update. It does not if a model was called
+        after that update. In inference, the step ends at the last model call. The host does not
+        wait for the device, because the loop may have raised.
+        """
+        recorder = self.recorder
+        if get_ident() != recorder.threads.home:
+            return False
+        self._examiner.stop()
+        items = self._work.take_items()
+        if self.mode is OFF:
+            has_ended = self.optimizer.has_updated or not self.needs_updates
+        else:
+            if self.forward.evaluation.is_pending:  # Calls in eval mode that may be an evaluation.
+                self.forward.exclude_evaluations()
+            has_ended = self.optimizer.has_updated
+        if self.mode in (TIMED, EXAMINED):
+            last = AFTER_UPDATE
+            if not self.optimizer.has_any:
+                last = AFTER_FORWARD
+                if BACKWARD in recorder.open.phases:
+                    # No hook has marked the update, because the timer has no optimizer. It counts
+                    # as `other`.
+                    recorder.mark_instead(AFTER_BACKWARD, OTHER)
+                    recorder.mark(AFTER_UPDATE)
+                    last = AFTER_UPDATE
+            index = -1 if self.times_all else self.index  # `Recorder.end_step` explains -1.
+            has_ended = recorder.end_at(last, number, index, items)
+        if not has_ended:
+            return False
+        self._newest = number
+        if self.times_all:
+            self._ended_ns = self._host_ns() - self._wall_clock.outside_ns
+        else:
+            self._add_duration()
+        self._step_may_log(number, self.index)
+        self._boundaries.step_ended()
+        if not self.times_all:
+            self.index += 1
+            if self.mode is not OFF:
+                self._start_planned_step()
+            elif self.index >= self._hooks_return_at:
+                self._reattach_hooks()
+        return True
+
+    # Loops in which not every step is timed
+
+    def _next_mode(self) -> Mode:
+        """Return the mode of the step that starts next."""
+        if self.index >= self._examinations.next_index:
+            return EXAMINED
+        return TIMED if self.schedule.next_timed(self.index) == self.index else UNTIMED
+
+    def _add_duration(self) -> None:
+        """Add the duration of the step that ends now to the statistics."""
+        now_ns = self._host_ns() - self._wall_clock.outside_ns
+        # An examined step takes longer, and so may a step that starts with an empty queue. Leave
+        # both out, unless the step was examined because it was expected to be long: then long steps
+        # would be too rare.
+        is_unusual = self.mode is EXAMINED and not self._examinations.expects_long
+        if is_unusual or self._starts_drained:
+            self._untimed.leave_out(now_ns)
+        else:
+            self._untimed.end_step(now_ns)
+
+    def _start_planned_step(self) -> None:
+        """Start a step, which may be timed or examined."""
+        recorder, index, before = self.recorder, self.index, self.mode
+        if self._is_auto and index >= self._cost.due:
+            if self._agreement is None:
+                self._decide()
+            else:
+                # The next step has started, so exclude the wait for other ranks from it.
+                recorder.pause()
+                self._decide()
+                recorder.resume(self._first_label)
+        self._enter(UNTIMED if self._starts_drained else self._next_mode())
+        if self.mode is UNTIMED:
+            recorder.stop()
+            if self._may_suspend and index >= _MIN_INDEX_OFF:
+                is_far = self._next_marked() - self._margin > index
+                has_evaluated = self.forward.evaluation.has_found
+                if is_far and not has_evaluated and len(_attached) <= 1 and not has_compiled():
+                    self._remove_hooks()
+        elif before is UNTIMED:  # After a timed step, its last mark has started this step.
+            recorder.begin(self._first_label)
+        if self.mode is EXAMINED:
+            self._examine()
+
+    def _decide(self) -> None:
+        """Choose the windows from the next step on. May wait for other ranks."""
+        n = self._cost.decide()
+        recurrence = None  # See `Windows`.
+        if self._agreement is not None:
+            n, *long_steps = self._agreement.agree([n, *(self._untimed.next_long() or ())])
+            if long_steps:
+                recurrence = (long_steps[0], long_steps[1])
+        windows = replace(self._cost.schedule_decision(n, self.index), recurrence=recurrence)
+        if windows != self.schedule.windows:
+            self.schedule.follow(windows, self.index)
+        self._results.update_facts(
+            timed_every_n_steps=n,
+            timing_share=self._cost.share,
+            added_share=self._cost.added_share(n),
+        )
+
+    # Examined steps
+
+    def _examine(self) -> None:
+        """Examine the step that has just started."""
+        self._examined_ns = self._wall_clock.steps_ns(self._host_ns())
+        lines = self._examiner.start(self._examined_ns / max(self._ended, 1))
+        self._ledger.unavailable = self._examiner.unavailable
+        if lines is None:
+            self._examinations.stop()
+            self._enter(TIMED)
+            return
+        if self.mode is TIMED:
+            self._enter(EXAMINED)
+        self.recorder.examine(lines)
+
+    def _step_examined(self, cost: float) -> None:
+        self._ledger.unavailable = self._examiner.unavailable
+        self._examinations.step_examined(self._ended - 1, cost)
+
+    # Steps without hooks
+
+    def _next_marked(self) -> int:
+        """Return the index of the next step that is timed or examined."""
+        examined = max(self._examinations.next_index, self.index)
+        return int(min(self.schedule.next_timed(self.index), examined))
+
+    def _remove_hooks(self) -> None:
+        """Remove the hooks before the next step."""
+        self._enter(OFF)
+        suspend = partial(self._boundaries.suspend, keep_updates=self.needs_updates)
+        self._cost.time_switch(suspend, self.index)
+        self._hooks_return_at = self._next_marked() - self._margin
+        self._checked_at = self.index
+        # The first check is due when the timed steps before can be read.
+        first_check = self.index + min(self._options._lag, _CHECK_STEPS)
+        self._check_at = min(first_check, self._hooks_return_at)
+
+    def _end_step_without_hooks(self, number: int) -> bool:
+        """End a step that ran without hooks. Return True if the hooks are attached again."""
+        self.index += 1
+        self._newest = number
+        self._ended += 1
+        self._untimed.end_step(self._host_ns() - self._wall_clock.outside_ns)
+        if self.needs_updates:
+            self.optimizer.reset()
+        if self.index < self._check_at and number < self._log_due_at:
+            return False
+        steps_since_check, self._checked_at = self.index - self._checked_at, self.index
+        self._check_at = min(self.index + _CHECK_STEPS, self._hooks_return_at)
+        if self._is_auto:
+            self._cost.end_span(self.index)
+        if number >= self._log_due_at:
+            self._step_may_log(number, self.index - 1)
+        log_is_due = self._means.is_due
+        self.recorder.pending.end_untimed(log_is_due, steps=steps_since_check)
+        if log_is_due:
+            self._write_log()
+            self._cost.start_span(self.index)  # Exclude the log from the measured host time.
+        if self.mode is ENDED:  # An observer has removed the timer.
+            return False
+        if self.index >= self._hooks_return_at:
+            self._reattach_hooks()
+            return True
+        return False
+
+    def _reattach_hooks(self) -> None:
+        """Attach the hooks again, and start a step."""
+        self._cost.time_switch(self._boundaries.reattach, self.index)
+        self._enter(self._next_mode())
+        self._analyzer.timing_resumes()
+        self._work.reset()
+        if self.mode is not UNTIMED:
+            self.recorder.begin(self._first_label)
+        if self.mode is EXAMINED:
+            self._examine()
+
+    def keep_hooks(self) -> None:
+        """Keep the hooks in untimed steps from now on, because `has_idled` needs them."""
+        self._may_suspend = False
+        self.wake()
+
+    def wake(self) -> None:
+        """Attach the hooks again at the end of the open step."""
+        if self.mode is OFF:
+            self._hooks_return_at = self._check_at = self.index + 1
+
+    # Steps that were read, in order and in the thread of the loop
+
+    def _take(self, records: list[StepRecord], since_ns: int) -> None:
+        """Take steps whose reading started at the host time `since_ns` (in nanoseconds)."""
+        for record in records:
+            if EVALUATED in record.labels:
+                # The wall clock has counted the evaluation as part of the step.
+                is_first = not self._has_read and record is records[0]
+                source = FIRST_STEP if is_first else STEPS
+                self._wall_clock.move(source, EVALUATION, record.evaluation_ms)
+        self._has_read = True
+        self._ledger.add(records)
+        usual = records
+        if not self.times_all and any(record.lines for record in records):
+            usual = [record for record in records if not record.lines]
+        if usual:
+            warmup = min(self._warmup_left, len(usual))
+            self._warmup_left -= warmup
+            call_safely(self._readers, ReadSteps(usual, warmup, since_ns))
+        if self._is_auto:
+            self._cost.add_timed(usual, since_ns)
+
+        # Examine more steps if the examined ones lack something, or after a slowdown.
+        if self._results.slowdowns.found is not None and not self._has_slowed_down:
+            self._has_slowed_down = True
+            self._examinations.examine_more()
+        sums = self._results.sums
+        n = sums.step.n
+        if self._may_examine_more and n >= _MIN_COMPARED:
+            phases_ms = {
+                name: phase.device_ms / n for name, phase in sums.phases.items() if "/" not in name
+            }
+            if len(self._ledger.steps) >= _MIN_EXAMINED:
+                self._may_examine_more = False
+                if self._ledger.differs_from(phases_ms, sums.step.device_ms / n):
+                    self._examinations.examine_more()
+
+    def _call_observers(self, steps: ReadSteps) -> None:
+        """Call the user's observers. An observer may read or remove the timer."""
+        slow_steps = self._analyzer.newest
+        if not self._on_step and not slow_steps:
+            return
+        for step in steps if self._on_step else ():
+            call_safely(self._on_step, step.times())
+        for slow_step in slow_steps:
+            call_safely(self._on_slow_step, slow_step)
+        # End the span that the analyzer has started, and start another for the loggers.
+        self._analyzer.end_callback("observers")
+        self._analyzer.start_callback()
+
+    # Logs
+
+    def _log(self, steps: ReadSteps) -> None:
+        """Add steps to the means. If every step is timed, also write the logs that are due."""
+        has_logged = self._means.take(steps)
+        if has_logged:
+            self._analyzer.end_callback("the timer's logging")
+
+    def _step_may_log(self, number: int, index: int) -> None:
+        """End a step in the schedule of logs. Only needed at first, and from `_log_due_at` on."""
+        if not self._has_logs_started:
+            self._has_logs_started = True
+            self._means.start(number - 1)
+            self._log_due_at = self._means.next_due(number - 1)
+        self._recent.append((number, index))
+        # This step ended `lag` steps ago, so all ranks have read it.
+        oldest, _ = self._recent[0]
+        if len(self._recent) == self._recent.maxlen and oldest >= self._log_due_at:
+            self._log_due_at = self._means.next_due(oldest)
+            self._means.step_finished(oldest)
+            self._comparison.log_is_due(oldest)
+
+    def _write_log(self) -> None:
+        """Log the steps up to the step at which a log is due, if not every step is timed.
+
+        Call it once the timed steps among them have been read.
+        """
+        number, index = self._recent[0]
+        if self._means.is_logged:
+            self._results.settle(number, until=index + 1)
+        self._analyzer.start_callback()
+        self._means.log_at(number)
+        self._analyzer.end_callback("the timer's logging")
+
+    def publish(self) -> None:
+        """Read the steps that have ended, and publish their means to other callbacks.
+
+        Write a log if it is due.
+        """
+        self.recorder.pending.flush()
+        newest = self._newest
+        if not self.times_all and newest is not None:
+            self._results.settle(newest, until=self.index)
+            if self._has_logs_started and newest >= self._log_due_at:
+                # Log now: loggers would add a later log to their row of the next epoch.
+                self._log_due_at = self._means.next_due(newest)
+                self._means.log_at(newest)
+        self._means.log_means(only_publish=True)
+
+    def log_means(self) -> None:
+        """Log the steps since the last log, as far as they can be read without waiting."""
+        self.drain()
+        self._means.log_means()
+
+    def _log_last_steps(self) -> None:
+        newest = self._newest
+        if newest is not None:
+            self._results.settle(newest, until=self.index)
+        if not self.times_all and newest is not None:
+            self._means.log_at(newest)
+        else:
+            self._means.log_means()
+
+    # Other events
 
     def set_loader(self, loader: object, in_data: bool = False) -> None:
         """Set the loader of the batches. With `in_data`, fetches are `data`, not `data/fetch`."""
@@ -195,21 +766,11 @@ class Session:
         """Record that an epoch starts with the step `first_step`. Call it before that step ends."""
         self._results.slowdowns.series.start_epoch(first_step, epoch)
 
-    def publish(self) -> None:
-        """Read the steps that have ended, and publish their means to other callbacks."""
-        self.recorder.pending.flush()
-        self._logs.publish(self.steps.newest, self.steps.index)
-
-    def log_means(self) -> None:
-        """Log the steps since the last log, as far as they can be read without waiting."""
-        self.drain()
-        self._logs.means.log_means()
-
     def compare_ranks(self) -> None:
         """Compare the ranks over all steps so far. All ranks must call it."""
         if self._comparison.is_on:
             self.flush()
-            self._comparison.compare_all(self.steps.newest)
+            self._comparison.compare_all(self._newest)
 
     def call_own(self, function: Callable[[], None], name: str) -> None:
         """Call a function of this package. If a step is slow, its time is named as a cause."""
@@ -229,8 +790,7 @@ class Session:
         if self._may_read():
             self.recorder.pending.drain()
             self._comparison.compare_arrived()
-            ended_steps = self.steps.index - self.recorder.pending.count
-            self._results.count_ended(ended_steps)
+            self._results.count_ended(self.index - self.recorder.pending.count)
 
     def _may_read(self) -> bool:
         # Two threads would read steps out of order. `home` is -1 once the thread of the loop ended.
@@ -262,8 +822,8 @@ class Session:
 
         Safe to call twice, even if the first call was interrupted.
         """
-        attached.discard(self)
-        attached.remove_lost()
+        _attached.discard(self)
+        _remove_lost()
         self._until_end.remove()
         self._examiner.stop()
         self._boundaries.remove()
@@ -272,14 +832,15 @@ class Session:
             if self.is_attached:
                 if self._memory is not None:
                     self._memory.end()
-                self._results.count_ended(self.steps.index)
-                self.steps.enter(ENDED)
-                log = partial(self._logs.finish, self.steps.newest, self.steps.index)
-                call_safely([log, self._self_check.end])
+                self._results.count_ended(self.index)
+                self._enter(ENDED)
+                call_safely([self._log_last_steps, self._self_check.end])
         finally:
             while self._to_remove:
                 call_safely(methods(self._to_remove[:1], "remove"))
                 del self._to_remove[:1]
+            # These refer to the session: without them, the model is freed with its last reference.
+            self._readers = []
             self.recorder.pending.end()
 
     def abandon(self) -> list[Any]:
@@ -289,9 +850,9 @@ class Session:
         """
         # Neither read events nor compare ranks: in a forked process, both belong to the parent,
         # which may have forked at any moment.
-        attached.discard(self)
+        _attached.discard(self)
         if self.is_attached:
-            self.steps.enter(ENDED)
+            self._enter(ENDED)
         named.deactivate(self.recorder)
         self._examiner.stop()
         self._analyzer.remove()
@@ -301,17 +862,70 @@ class Session:
 
     def lose(self) -> None:
         """End all timing, because the timer was deleted. The next session removes the hooks."""
-        attached.lose(self)
+        # Python may delete a timer at any moment, even while hooks run, so they stay for now.
+        self.abandon()
+        _lost.append(self)
 
 
-def _option_that_times_every_step(
-    options: Options, user_calls: UserCalls, *, logs_every_step: bool
-) -> str:
-    """Return the first option that requires timing every step; empty if none."""
-    requires = {
-        "observers=": user_calls.takes_steps,
-        "annotate=True": options.annotate,
-        "lag=0": options._lag == 0,
-        "a log at each step": logs_every_step,
-    }
-    return next((option for option, is_set in requires.items() if is_set), "")
+# Forks and garbage collection affect all sessions of a process.
+_attached = WeakSet[Session]()
+_lost: list[Session] = []  # Sessions whose timer was deleted, and that still have hooks.
+_kept: list[Any] = []  # Events of the parent process, in a forked process.
+
+
+def _remove_lost() -> None:
+    while _lost:
+        _lost.pop().remove()
+
+
+def _abandon_all() -> None:
+    """End all timing in a forked process."""
+    # Keep the events: destroying an event calls CUDA, which aborts a forked process. Iterate over
+    # a copy, because each session removes itself from the set.
+    _kept.extend(session.abandon() for session in [*_attached])
+    _kept.append(named.abandon_all())  # The recorders of evaluations belong to no session.
+    _lost.clear()
+
+
+# Forked processes, such as workers of a data loader, inherit the hooks but must not time anything.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)
+
+
+class NoSession:
+    """Session of a timer that is not attached. It ignores all events of the loop.
+
+    Args:
+        mode: `ENDED` if the timer was attached before. Its loop may continue, untimed.
+    """
+
+    is_attached = times_all = needs_updates = has_evaluated = False
+    ended_ns = 0
+    recorders: Sequence[Recorder] = ()
+    recorder = Recorder(HostClock(), lag=0, emit=do_nothing)  # It never begins a step.
+    forward = SimpleNamespace(has_trained=False, repeats_forward=False)
+    optimizer = SimpleNamespace(
+        updates=0, has_updated=False, has_any=False, update_begins=do_nothing
+    )
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode, self.was_attached = mode, mode is ENDED
+
+    def __reduce__(self) -> str:
+        # A copy is the same object.
+        return "REMOVED" if self.was_attached else "NEVER_ATTACHED"
+
+    def end_step(self, number: int, label: str = DATA) -> bool:
+        return True
+
+    def _ignore(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    attach_until_end = batch_begins = fetch_begins = add_batches = batch_ends = _ignore
+    continue_in_loop = rely_on_updates = has_idled = begin_step = first_step_ended = _ignore
+    leave_loop = keep_hooks = publish = log_means = set_loader = start_epoch = _ignore
+    compare_ranks = call_own = flush = drain = finish = abort = remove = lose = _ignore
+
+
+NEVER_ATTACHED, REMOVED = NoSession(NEW), NoSession(ENDED)
+AnySession = Session | NoSession

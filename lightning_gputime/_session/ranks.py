@@ -1,19 +1,23 @@
-"""Comparison of ranks, and the exchange of their times.
+"""Exchange between the ranks: their times, and which steps they time.
 
-In each round, every rank sends its totals to rank zero: sums of times over all its steps so far.
+All goes through the store of the process group. A missing rank would block a collective, whose
+timeout ends the process group. With the store, each rank writes its values and continues.
 """
 
 import itertools
 import json
 import math
-from collections import deque
-from collections.abc import Iterator
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch.distributed
 
+from lightning_gputime._compat.torch_ import default_store
+from lightning_gputime._instrumentation.comm import is_distributed
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.ranks import BatchMeans, RankTotals, compare, since, totals_of
@@ -22,7 +26,6 @@ from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import StepRecord
-from lightning_gputime._session.rank_store import deadline_in, open_store, wait_for
 
 _TIMEOUT_S = 3.0
 """Maximum time to wait for late ranks at the end. When a process dies, Lightning's launcher ends
@@ -36,6 +39,53 @@ _ABSENT = (
     "The times of these ranks did not arrive, and are left out until they do: %s. Attach the same"
     " timers on all ranks, in the same order, and run the same number of steps."
 )
+# Maximum wait for rank zero. Rarely needed, because ranks in training are less than a round apart.
+_AGREEMENT_TIMEOUT_S = 1.0
+
+_NO_AGREEMENT = (
+    "The ranks no longer agree on which steps are timed: %r. This rank times %s from now on, so the"
+    " ranks may be compared over different steps. Attach the same timer on all ranks, or pass"
+    " sync_ranks=False."
+)
+
+# Numbers for the stores that are opened, by purpose.
+_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+def open_store(purpose: str) -> Any:
+    """Return a store for one purpose, which all ranks share; None for a single rank."""
+    if not is_distributed():
+        return None
+    try:
+        # Imported here, because torch can be built without it.
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        # Ranks attach their timers in the same order, so their numbers agree.
+        prefix = f"lightning_gputime/{purpose}/{next(_numbers[purpose])}"
+        store = default_store()
+        return None if store is None else PrefixStore(prefix, store)
+    except Exception as error:
+        messages.warning("The times of the ranks are not compared: %r", error)
+        return None
+
+
+def deadline_in(timeout_s: float, store: Any) -> float:
+    """Return the time in `timeout_s`, or in a third of the store's timeout if that is shorter.
+
+    Other ranks may be waiting for this rank in a collective, which has the timeout of the store.
+    """
+    timeout_of_store_s: float = store.timeout.total_seconds()
+    return time.monotonic() + min(timeout_s, timeout_of_store_s / 3)
+
+
+def wait_for(store: Any, keys: list[str], deadline: float) -> list[str]:
+    """Wait for all keys until the deadline of `deadline_in`. Return the keys that are written."""
+    # Poll, because `store.wait` prints a message after a timeout.
+    while keys and not store.check(keys):
+        if time.monotonic() >= deadline:
+            return [key for key in keys if store.check([key])]
+        time.sleep(0.001)
+    return keys
 
 
 class RankComparer:
@@ -232,3 +282,43 @@ def open_exchange() -> Exchange | None:
     if store is None:
         return None
     return Exchange(store, torch.distributed.get_rank(), torch.distributed.get_world_size())
+
+
+class Agreement:
+    """Agreement of the ranks: all follow rank zero. All ranks must call `agree` equally often.
+
+    Args:
+        store: Store of the process group for this purpose.
+        rank: Number of this rank.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._rounds = itertools.count()
+        self._agreed = [1]  # Result of the newest round: at first, time every step.
+        self._has_failed = False  # True once an exchange has failed: keep the last agreement.
+
+    def agree(self, wish: Sequence[int]) -> list[int]:
+        """Start a round. Return the wish of rank zero in the round before, which all ranks follow.
+
+        The first number of a wish is `n` to time 1 of `n` steps. No rank waits as long as the ranks
+        are less than one round apart.
+        """
+        if self._has_failed:
+            return self._agreed
+        round_ = next(self._rounds)
+        try:
+            if self._rank == 0:
+                self._store.set(f"{round_}/agreed", json.dumps([*wish]))
+            if round_:
+                agreed = f"{round_ - 1}/agreed"
+                if not wait_for(
+                    self._store, [agreed], deadline_in(_AGREEMENT_TIMEOUT_S, self._store)
+                ):
+                    raise TimeoutError("rank 0 has not answered")
+                self._agreed = [*map(int, json.loads(self._store.get(agreed)))]
+        except Exception as error:
+            self._has_failed, n = True, self._agreed[0]
+            timed = "every step" if n == 1 else f"1 of every {n} steps"
+            messages.warning(_NO_AGREEMENT, error, timed)
+        return self._agreed
