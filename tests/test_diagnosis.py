@@ -634,17 +634,14 @@ def test_pause_is_advised_for_a_phase_long_in_few_steps(p95_ms: float, is_rare: 
 
 STRETCH = {"kind": "stretch", "until_step": 1500}
 FIND = "find what takes longer in `forward`"
-THROTTLES = (
-    "find what runs since step 1,000 and slows down all phases, such as another thread, another"
-    " process or a GPU that throttles"
-)
+IN_ALL_PHASES = "find what slows down all phases since step 1,000"
 
 
 @pytest.mark.parametrize(
     ("changes", "lost_share", "is_first", "text", "speed_up"),
     [
         ({}, 0.4, True, f"{FIND} since step 1,000", "1.67"),
-        ({"phase_change_ms": 2.0}, 0.11, False, THROTTLES, "1.12"),
+        ({"phase_change_ms": 2.0}, 0.11, False, IN_ALL_PHASES, "1.12"),
         ({"phase_change_ms": 2.0}, 0.09, False, "", ""),
         (STRETCH, 1.0, True, f"{FIND} from step 1,000 to 1,500", "100.00"),
     ],
@@ -661,6 +658,41 @@ def test_slowdown_has_advice_with_a_speed_up(
     assert (diagnosis.advice[0].code == "slowdown") == is_first
     assert (str(slowdown) in diagnosis.headline) == bool(text)
     assert str(slowdown) in str(PhaseSummary(measured, LOADER))
+
+
+def test_line_that_has_grown_explains_a_slowdown() -> None:
+    line = timed("Bank.forward", "bank.py:4", host={"forward": 5.0}, is_forward=True)
+    grown = replace(line, grew_from_ms=1.6, grew_to_ms=14.6)
+    slowdown = Slowdown("drift", 1000, 1.0, 0.1, 10.0, "forward", 9.0)
+    m = on_host({"forward": 8.0}, grown, slowdown=replace(slowdown, lost_share=0.4))
+    diagnosis, _ = diagnosed(m)
+    growth = "`Bank.forward` (bank.py:4) grew from 1.6 ms to 14.6 ms per step"
+    assert diagnosis.advice[0].text == (
+        f"{growth}: keep the data that it processes from growing; without this the training is up"
+        " to 1.67x as fast"
+    )
+    assert not texts(diagnosis, "growth")
+    diagnosis, _ = diagnosed(replace(m, slowdown=None))
+    assert texts(diagnosis, "growth") == [f"{growth}: keep the data that it processes from growing"]
+
+
+@pytest.mark.parametrize(
+    ("least_share", "slowdown", "grade"),
+    [
+        (0.25, None, "bound"),
+        (0.1, None, "worth a look"),
+        (0.02, None, "unknown"),
+        (0.02, Slowdown("jump", 1000, 1.0, 0.1, 10.0, "forward", 9.0), "bound"),
+    ],
+)
+def test_verdict_holds_in_both_halves_of_the_run(
+    least_share: float, slowdown: Slowdown | None, grade: str
+) -> None:
+    m = on_host({"data/fetch": 6.0, "data": 6.0}, slowdown=slowdown)
+    diagnosis, _ = diagnosed(replace(m, least_shares={"data": least_share}))
+    assert diagnosis.grade == grade
+    doubt = f"unclear: `data/fetch` takes {m.share('data'):.0%}, but".replace("%", " %")
+    assert (doubt in diagnosis.headline) == (grade == "unknown")
 
 
 def measured_with(entry: str) -> Measurement:

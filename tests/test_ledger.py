@@ -239,6 +239,27 @@ def test_a_wait_counts_by_the_time_in_which_the_device_then_idles(gpu: FakeGPU) 
     )
 
 
+@pytest.mark.parametrize("every_ms", [0.1, 0.0])
+def test_line_whose_time_grows_is_named(gpu: FakeGPU, every_ms: float) -> None:
+    def body(loop: Loop, x: Tensor) -> None:
+        loop.gpu.host_work(5.0)
+        loop.gpu.host_work(10.0 + every_ms * loop.number)
+        loop.model(x).sum().backward()
+        loop.update()
+
+    summary = train(body, gpu, n=200, every_n_steps="auto")
+    grown = {line.line: line for line in summary.lines if line.grew_to_ms}
+    if not every_ms:
+        assert not grown
+        return
+    (row,) = grown.values()
+    assert row.line == line_of(body, "every_ms * loop.number")
+    # From 11.5 ms in the steps 12, 15 and 18, in part of which the host may have waited.
+    assert 5.0 < row.grew_from_ms < 12.0
+    assert 20.0 < row.grew_to_ms < 30.0
+    assert summary.diagnosis.advice[0].text.startswith(f"{row} grew from ")
+
+
 call: Any = FakeGPU.host_work
 
 

@@ -123,6 +123,9 @@ def advise(case: Case, *, only_settings: bool = False) -> tuple[Advice, ...]:
         rule = _shorten_user_phase
     settings = [setting for setting in case.setup.costly_settings if _is_costly(setting, case)]
     found = [Advice("costly_setting", item.text, {"setting": item.name}) for item in settings]
+    line = entry.line or case.line
+    if line is not None and line.grew_to_ms:
+        found.append(advise_on_growth(line))
     found += [] if rule is None or only_settings else rule(case)
     return tuple({advice.text: advice for advice in found}.values())  # Without duplicates.
 
@@ -143,6 +146,16 @@ def _is_costly(setting: CostlySetting, case: Case) -> bool:
 
 def _in_model_ms(row: Entry) -> float:
     return sum(row.phases_ms.get(phase, 0.0) for phase in MODEL_PHASES)
+
+
+def growth_of(line: LineRow) -> str:
+    """Return how a line's time has grown since the start: "grew from 1.6 ms to 14.6 ms"."""
+    return f"grew from {duration(line.grew_from_ms)} to {duration(line.grew_to_ms)}"
+
+
+def advise_on_growth(line: LineRow) -> Advice:
+    text = f"{line} {growth_of(line)} per step: keep the data that it processes from growing"
+    return Advice("growth", text, {"function": line.function})
 
 
 def _of_step(ms: float, m: Measurement) -> str:

@@ -295,6 +295,7 @@ def _entry_in_steps(
         is_known
         and name not in (TIMING, NOT_SAMPLED)
         and not (part.line is not None and part.line.is_rest)
+        and not (part.line is None and name.removesuffix(NOT_EXAMINED) in MODEL_PHASES)
         and not (name == DATA and may_hide_evaluations(m, setup))
     )
     rows = [m.rows[top] for top in tops if top in m.rows]

@@ -2,7 +2,13 @@
 
 from dataclasses import replace
 
-from lightning_gputime._diagnosis.advice import Case, advise, advise_on_launches
+from lightning_gputime._diagnosis.advice import (
+    Case,
+    advise,
+    advise_on_growth,
+    advise_on_launches,
+    growth_of,
+)
 from lightning_gputime._diagnosis.breakdown import (
     break_down,
     is_blurred,
@@ -21,9 +27,11 @@ from lightning_gputime._diagnosis.codes import (
     OVERHEAD_BOUND,
 )
 from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, Grade, TimeBreakdown
+from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
+from lightning_gputime._measurement.stats import is_uneven
 from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import ONCE
 from lightning_gputime._phases import DATA, FORWARD
@@ -37,6 +45,8 @@ _MIN_OF_ALL = 0.5  # With this fraction of an entry or of all launches, a line i
 _MAX_LAUNCH_MS = 0.1  # Host time of an operation in forward, including Python's; it is 5 to 50 us.
 _MIN_BATCHES = 20  # Shorter evaluations get no diagnosis.
 _MAX_LOST = 0.99  # Maximum lost fraction of a run, which caps the promised speed-up at 100x.
+# A verdict must hold in both halves of the run. There, this fraction of the minimum is enough.
+_MIN_HALF = 0.75
 _MIN_SLOWDOWN = 0.1  # A slowdown that costs this fraction of the run is in the headline.
 _UNCLEAR = "unclear: `data` takes {} of the {}, mostly in a few steps, which may be evaluations"
 
@@ -84,8 +94,11 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     advice = (*found.advice, *_advice_of(breakdown, first=found.entry))
     if (slowdown := m.slowdown) is not None and slowdown.lost_share >= _MIN_SLOWDOWN:
         headline += f"; {slowdown}"
-        on_slowdown = _advice_on(slowdown)
-        is_first = slowdown.lost_share > _saved_share(breakdown[found.entry])
+        grown, on_slowdown = _grown(slowdown, breakdown), _advice_on(slowdown, breakdown)
+        # Advice on the line that has grown says the same.
+        advice = tuple(item for item in advice if grown is None or item != advise_on_growth(grown))
+        row = breakdown[found.entry]
+        is_first = slowdown.lost_share > _saved_share(row) or (grown and grown == row.line)
         advice = (on_slowdown, *advice) if is_first else (*advice, on_slowdown)
     unique = tuple({item.text: item for item in advice}.values())
     return replace(found, headline=headline, time_breakdown=breakdown, advice=unique)
@@ -95,20 +108,27 @@ def _names(row: Entry) -> tuple[str, ...]:
     return row.name, *row.phases_ms
 
 
-def _advice_on(slowdown: Slowdown) -> Advice:
+def _grown(slowdown: Slowdown, breakdown: TimeBreakdown) -> LineRow | None:
+    """Return the line whose time has grown the most, if the slowdown lasts."""
+    lines = [line for row in breakdown.rows for line in filter(None, (row.line, *row.lines))]
+    grown = max(lines, key=lambda line: line.grew_to_ms - line.grew_from_ms, default=None)
+    is_cause = grown is not None and grown.grew_to_ms > 0 and slowdown.until_step is None
+    return grown if is_cause else None
+
+
+def _advice_on(slowdown: Slowdown, breakdown: TimeBreakdown) -> Advice:
     lost_share = min(slowdown.lost_share, _MAX_LOST)
     without = f"without this the training is up to {1 / (1 - lost_share):.2f}x as fast"
     if slowdown.until_step is None:
         when = f"since step {slowdown.since_step:,}"
     else:
         when = f"from step {slowdown.since_step:,} to {slowdown.until_step:,}"
-    if slowdown.phase and slowdown.is_most_in_phase:
+    if (grown := _grown(slowdown, breakdown)) is not None:
+        text = f"{advise_on_growth(grown).text}; {without}"
+    elif slowdown.phase and slowdown.is_most_in_phase:
         text = f"find what takes longer in `{slowdown.phase}` {when}: {without}"
     else:
-        text = (
-            f"find what runs {when} and slows down all phases, such as another thread, another"
-            f" process or a GPU that throttles: {without}"
-        )
+        text = f"find what slows down all phases {when}: {without}"
     return Advice("slowdown", text, {"step": slowdown.since_step, "phase": slowdown.phase})
 
 
@@ -125,8 +145,10 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
         (row for row in others if row.name not in ONCE), key=_saved_share, default=largest
     )
     is_worth_a_look = _saved_share(recurring) >= _MIN_REPORTED and recurring.error < recurring.share
+    is_worth_a_look = is_worth_a_look and _least_share(recurring, m) >= _MIN_HALF * _MIN_REPORTED
     # The lower end of the interval may be below the minimum, but not below half of it.
     is_certain = _saved_share(largest) - largest.error >= _MIN_BOTTLENECK / 2
+    is_certain = is_certain and _least_share(largest, m) >= _MIN_HALF * _MIN_BOTTLENECK
     is_bottleneck = _saved_share(largest) >= _MIN_BOTTLENECK and is_certain
     if launches >= _MIN_LAUNCHES and not (is_bottleneck and _saved_share(largest) > launches):
         headline = f"{LAUNCH_BOUND}: {_describe_launches(own, launches, breakdown)}"
@@ -158,9 +180,13 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
     if is_worth_a_look and recurring.name not in ONCE:
         grade = "worth a look"
         headline += f"; worth a look: {_describe(recurring, breakdown, m)} ({recurring.code})"
-    elif (uncertain := _uncertain(breakdown)) is not None:
+    elif (uncertain := _uncertain(breakdown, m)) is not None:
         share = f"{percent(uncertain.share)} ± {percent(uncertain.error)}"
         how = "train for longer" if uncertain.line is not None else "pass every_n_steps=1"
+        if uncertain.error < uncertain.share:
+            share = f"{percent(uncertain.share)}, but {percent(_least_share(uncertain, m))} in half"
+            share += " of the run"
+            how = "train for longer"
         headline += f"; unclear: `{uncertain.name}` takes {share}: {how}"
         grade = "unknown"
     return Diagnosis(code, grade, entry, headline)
@@ -228,10 +254,36 @@ def _describe_launches(own: list[Entry], share: float, breakdown: TimeBreakdown)
     return f"the GPU waits for launches for {of_step} of the step ({parts}), {where}"
 
 
-def _uncertain(breakdown: TimeBreakdown) -> Entry | None:
-    """Return the largest entry with an error of at least its share, or None."""
-    rows = [row for row in breakdown.rows if row.error >= row.share >= _MIN_REPORTED]
+def _uncertain(breakdown: TimeBreakdown, m: Measurement) -> Entry | None:
+    """Return the largest entry that is uncertain, or None.
+
+    Its error is at least its share, or it takes much less in one half of the run.
+    """
+    rows = [
+        row
+        for row in breakdown.rows
+        if row.share >= _MIN_REPORTED
+        and (row.error >= row.share or _least_share(row, m) < _MIN_HALF * _MIN_REPORTED)
+    ]
     return next((row for row in rows if not _is_own_work(row)), None)
+
+
+def _least_share(entry: Entry, m: Measurement) -> float:
+    """Return what removing an entry would save in that half of the run in which it takes less.
+
+    A slowdown explains why the halves differ, and phases that are long in few steps always do.
+    """
+    saved = _saved_share(entry)
+    is_uneven_phase = any(is_uneven(m.rows[name]) for name in entry.phases_ms if name in m.rows)
+    if m.slowdown is not None or is_uneven_phase or not entry.ms_per_step:
+        return saved
+    least_ms = sum(
+        ms * min(m.least_shares.get(name, m.share(name)) / m.share(name), 1.0)
+        for name, ms in entry.phases_ms.items()
+        if m.share(name)
+    )
+    unknown_ms = sum(ms for name, ms in entry.phases_ms.items() if not m.share(name))
+    return saved * (least_ms + unknown_ms) / entry.ms_per_step
 
 
 def _saved_share(entry: Entry) -> float:
@@ -254,11 +306,14 @@ def _describe(entry: Entry, breakdown: TimeBreakdown, m: Measurement) -> str:
         cost = f"{name} {does} {ms} of {step_ms} per step ({share})"
     else:
         cost = f"{name} takes {share}"
+    if entry.line is not None and entry.line.grew_to_ms:
+        cost += f"; it {growth_of(entry.line)}"
     if entry.lines and entry.code in (OVERHEAD_BOUND, INPUT_BOUND):
         longest = entry.lines[0]
         all_ms = sum(line.ms for line in entry.lines)
         if longest.file and longest.ms >= _MIN_OF_ALL * all_ms:
             cost += f", most of it at {longest}"
+            cost += f", which {growth_of(longest)}" if longest.grew_to_ms else ""
     if entry.speed_up is None:
         return cost
     return f"{cost}; without it the training is up to {entry.speed_up:.2f}x as fast"

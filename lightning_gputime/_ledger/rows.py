@@ -7,8 +7,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from lightning_gputime._ledger.cells import GPU, HOST, IDLE, Cell, ExaminedStep
 from lightning_gputime._ledger.places import Function, Line, Operations
@@ -23,6 +25,10 @@ LONG_STEP = 1.5
 """A step is long if it takes at least this multiple of the median."""
 _MAX_ROWS = 60
 _MIN_MS = 0.0005  # Shorter times are left out.
+# A line has grown if each of the last examined steps has this multiple of its time in the first.
+_MIN_GROWTH = 1.25
+_FIRST, _LAST = 3, 2  # Number of the first and of the last examined steps to compare.
+_MIN_RANK_CORRELATION = 0.7  # Of the time and the number of the step, over all examined steps.
 # Quantiles of Student's t for a 95 % interval, from 1 degree of freedom on.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
@@ -78,6 +84,9 @@ class LineRow:
         busy_ms: Host time per step without waits for the GPU (in milliseconds).
         convolves: True if the line runs convolutions.
         multiplies_float32: True if the line multiplies matrices in float32, without autocast.
+        grew_from_ms: Time in the first examined steps, if it has certainly grown since then, and
+            by more than the rest of the step; else 0.0.
+        grew_to_ms: Time in the last examined steps, if it has certainly grown; else 0.0.
     """
 
     function: str
@@ -98,6 +107,8 @@ class LineRow:
     busy_ms: float = 0.0
     convolves: bool = False
     multiplies_float32: bool = False
+    grew_from_ms: float = 0.0
+    grew_to_ms: float = 0.0
 
     @property
     def ms(self) -> float:
@@ -226,7 +237,7 @@ def line_rows(
     all_ms: dict[tuple[str, bool], float] = defaultdict(float)
     for cell, ms in mean_ms.items():
         all_ms[cell.phase, cell.kind == GPU] += ms
-    for cells in scaled:
+    for step, cells in zip(steps, scaled, strict=True):
         step_ms: dict[tuple[str, bool], float] = defaultdict(float)
         for cell, ms in cells.items():
             step_ms[cell.phase, cell.kind == GPU] += ms
@@ -236,13 +247,25 @@ def line_rows(
             pace = cell.phase, cell.kind == GPU
             usual_ms = ms * step_ms[pace] / all_ms[pace] if all_ms[pace] else 0.0
             excess_ms[keys[cell]] += cells.get(cell, 0.0) - usual_ms
+        # Which line keeps the device waiting also depends on the other lines, its own time does not.
+        own_ms: dict[Any, float] = defaultdict(float)
+        places = {cell.place: key for cell, key in keys.items()}
+        for cell, ms in cells.items():
+            if cell in keys and (cell.kind == GPU or not step.busy_ms):
+                own_ms[keys[cell]] += ms
+        for place, ms in step.busy_ms.items():
+            if place in places:
+                own_ms[places[place]] += ms
         for key, draft in drafts.items():
             draft.excess_ms.append(excess_ms[key])
+            draft.each_ms.append(own_ms[key])
+    steps_ms = [sum(cells.values()) for cells in scaled]
     rows = [
         draft.row(
             str(key[0]),
             _mean([step.calls for step in steps], weights),
             _mean([step.busy_ms for step in steps], weights),
+            _growth(draft.each_ms, steps_ms),
             modules or {},
             operations or {},
         )
@@ -254,6 +277,29 @@ def line_rows(
     ]
     rows = [row for row in rows if row.phases]
     return tuple(sorted(rows, key=lambda row: -row.ms)[:_MAX_ROWS])
+
+
+def _growth(each_ms: Sequence[float], steps_ms: Sequence[float]) -> tuple[float, float]:
+    """Return the time of a row in the first and in the last steps if it has certainly grown.
+
+    Args:
+        each_ms: Time of the row in each examined step.
+        steps_ms: Time of each examined step.
+
+    Returns:
+        The two times (in milliseconds); zeros if the time has not grown by more than the rest.
+    """
+    if len(each_ms) < _FIRST + _LAST or not min(each_ms) > 0:
+        return 0.0, 0.0
+    first_ms, last_ms = fmean(each_ms[:_FIRST]), fmean(each_ms[-_LAST:])
+    others_ms = [all_ms - ms for all_ms, ms in zip(steps_ms, each_ms, strict=True)]
+    others_first_ms = fmean(others_ms[:_FIRST])
+    slower = max(fmean(others_ms[-_LAST:]) / others_first_ms, 1.0) if others_first_ms > 0 else 1.0
+    is_longer = min(each_ms[-_LAST:]) >= _MIN_GROWTH * slower * max(each_ms[:_FIRST])
+    is_large = last_ms - first_ms >= _MIN_ROW * fmean(steps_ms[-_LAST:])
+    ranks = np.argsort(np.argsort(each_ms))
+    is_steady = np.corrcoef(ranks, np.arange(len(ranks)))[0, 1] >= _MIN_RANK_CORRELATION
+    return (first_ms, last_ms) if is_longer and is_large and is_steady else (0.0, 0.0)
 
 
 def _is_checkpoint(function: Function) -> bool:
@@ -472,6 +518,8 @@ class _Draft:
         self.is_recomputed = self.is_rest = False  # See `LineRow`.
         self.excess_ms: list[float] = []
         """Time in each examined step, minus the usual fraction of the phases in this step."""
+        self.each_ms: list[float] = []
+        """Time in each examined step: that of the device, and that of the host without waits."""
 
     def add(self, cell: Cell, ms: float) -> None:
         self._kinds_ms[cell.phase][cell.kind] += ms
@@ -482,6 +530,7 @@ class _Draft:
         name: str,
         calls: Mapping[Line, float],
         busy_ms: Mapping[Line, float],
+        growth: tuple[float, float],
         modules: Mapping[tuple[str, int], str],
         operations: Mapping[Line, Operations],
     ) -> LineRow:
@@ -539,4 +588,6 @@ class _Draft:
             busy_ms=sum(busy_ms.get(place, 0.0) for place in self._places),
             convolves=any(kind.convolutions for kind in kinds),
             multiplies_float32=any(kind.float32_products for kind in kinds),
+            grew_from_ms=growth[0],
+            grew_to_ms=growth[1],
         )

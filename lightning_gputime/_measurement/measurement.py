@@ -30,6 +30,9 @@ class Measurement:
     # Mean time per step that the host waited for the GPU to finish a step (in milliseconds). Near
     # zero, the host cannot keep the GPU busy.
     host_wait_mean_ms: float = math.nan
+    # Fraction of the step that each phase takes in that half of the timed steps in which it takes
+    # less; empty if there are too few.
+    least_shares: Mapping[str, float] = field(default_factory=dict)
     skipped_updates: int = 0  # Number of steps without an update, including the warm-up.
     on_host_clock: bool = False  # All times are from the host clock, because there was no GPU.
     ranks: RankSummary | None = None  # Comparison of all ranks, on rank zero.

@@ -27,7 +27,7 @@ from lightning_gputime._measurement.observers import (
     sections_of,
 )
 from lightning_gputime._measurement.ranks import STEP, RankResults
-from lightning_gputime._measurement.rows import phase_rows
+from lightning_gputime._measurement.rows import least_shares, phase_rows
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import SlowLog
 from lightning_gputime._measurement.stats import PhaseStats
@@ -254,6 +254,7 @@ class Results:
             rows=Named(rows),
             step=step,
             steps=n,
+            least_shares=Named(least_shares(times, weights)),
             host_wait_mean_ms=sums.wait_ms / n if n else math.nan,
             skipped_updates=sums.skipped_updates,
             hint="" if n else self._facts.hint,

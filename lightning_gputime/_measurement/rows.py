@@ -8,11 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._measurement.durations import Percentiles, percentiles
+from lightning_gputime._measurement.history import list_phases
 from lightning_gputime._measurement.ranks import STEP
 from lightning_gputime._measurement.stats import PhaseStats
 from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._measurement.untimed import Estimate
 from lightning_gputime._phases import in_order
+
+_MIN_HALF = 10  # Number of timed steps in half of a run.
 
 
 def phase_rows(
@@ -57,6 +60,32 @@ def phase_rows(
             frequency=phase.n / steps if name != STEP and steps else 1.0,
         )
     return rows
+
+
+def least_shares(times: npt.NDArray[Any], weights: npt.NDArray[np.float64]) -> dict[str, float]:
+    """Return the fraction of the step that each phase takes in the half in which it takes less.
+
+    Empty with fewer than 10 timed steps per half.
+
+    Args:
+        times: History of the timed steps, as `history` returns it.
+        weights: Number of steps that each step of the history represents.
+    """
+    half = len(times) // 2
+    if half < _MIN_HALF:
+        return {}
+    if not len(weights):
+        weights = np.ones(len(times))
+
+    def shares(of: slice) -> dict[str, float]:
+        all_ms = float(np.sum(times["step_ms"][of] * weights[of])) or math.nan
+        return {
+            name: float(np.nansum(times[f"{name}_ms"][of] * weights[of])) / all_ms
+            for name in list_phases(times)
+        }
+
+    first, second = shares(slice(half)), shares(slice(half, None))
+    return {name: min(first[name], second[name]) for name in first}
 
 
 def _percentiles(times_ms: npt.ArrayLike, weights: npt.NDArray[np.float64]) -> Percentiles:

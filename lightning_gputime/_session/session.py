@@ -53,6 +53,9 @@ from lightning_gputime._session.self_check import SelfCheck
 
 _FIRST_STEPS = 5  # Number of steps that may take longer than the others.
 _MIN_EXAMINED, _MIN_COMPARED = 3, 50  # Numbers of examined steps, and of others to compare with.
+# Examine more steps once the newest timed steps take this multiple of the first, on average. Each
+# time, the next multiple is twice as large.
+_SLOWER, _N_NEWEST = 1.5, 20
 _MIN_INDEX_OFF = 20  # Index of the first step that may run without hooks.
 _CHECK_STEPS = 10  # Number of steps without hooks between two checks.
 _NO_BATCH = object()
@@ -205,7 +208,8 @@ class Session:
         self._warmup_left = options.timed_warmup_steps  # Warm-up steps still to be read.
         self._has_read = False  # True once the first step was read.
         self._may_examine_more = True
-        self._has_slowed_down = False
+        self._newest_ms = deque[float](maxlen=_N_NEWEST)  # Time of the newest timed steps.
+        self._slower_ms = 0.0  # Mean time from which on more steps are examined.
         self._until_end = Attachments()
         self._to_remove = [self._comparison, self._analyzer, *options.observers]
 
@@ -665,10 +669,15 @@ class Session:
         if self._is_auto:
             self._cost.add_timed(usual, since_ns)
 
-        # Examine more steps if the examined ones lack something, or after a slowdown.
-        if self._results.slowdowns.found is not None and not self._has_slowed_down:
-            self._has_slowed_down = True
-            self._examinations.examine_more()
+        # Examine more steps after a slowdown, or if the examined ones lack something.
+        self._newest_ms.extend([sum(record.device_ms) for record in usual])
+        if len(self._newest_ms) == _N_NEWEST:
+            newest_ms = sum(self._newest_ms) / _N_NEWEST
+            if not self._slower_ms:
+                self._slower_ms = _SLOWER * newest_ms
+            elif newest_ms >= self._slower_ms:
+                self._slower_ms *= 2
+                self._examinations.examine_more()
         sums = self._results.sums
         n = sums.step.n
         if self._may_examine_more and n >= _MIN_COMPARED:
