@@ -21,6 +21,7 @@ from test_conformance import expected_steps, run_lightning, run_plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_gputime import GPUPhaseHooks
 from lightning_gputime._ledger import schedule
 
 N = 40
@@ -258,6 +259,40 @@ def test_line_whose_time_grows_is_named(gpu: FakeGPU, every_ms: float) -> None:
     assert 5.0 < row.grew_from_ms < 12.0
     assert 20.0 < row.grew_to_ms < 30.0
     assert summary.diagnosis.advice[0].text.startswith(f"{row} grew from ")
+
+
+@pytest.mark.parametrize(
+    ("held", "named"),
+    [
+        ("", ""),
+        ("head", "`backbone`"),
+        ("head backbone.0", "`backbone.1`"),
+        ("head backbone.0 backbone.1.weight", "`backbone.1.bias`"),
+        ("head backbone", ""),
+    ],
+)
+def test_gradients_that_no_optimizer_uses_are_named(gpu: FakeGPU, held: str, named: str) -> None:
+    backbone = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = nn.Sequential()
+    model.add_module("backbone", backbone)
+    model.add_module("head", nn.Linear(2, 2))
+    kept = tuple(held.split())
+    parameters = [value for name, value in model.named_parameters() if name.startswith(kept)]
+    optimizer = torch.optim.SGD(parameters or [nn.Parameter(torch.zeros(1))], lr=0.0)
+
+    def body(loop: Loop, x: Tensor) -> None:
+        work(model(x), gpu, 1.0, 5.0).sum().backward()
+        optimizer.step()
+
+    loop = Loop(gpu, model)
+    with GPUPhaseHooks(model, optimizer, lines=True, _clock=gpu) as timer:
+        for x in timer.steps(batches(gpu, N, copy_ms=0.0)):
+            body(loop, x)
+    texts = [item.text for item in timer.summary().diagnosis.advice if "no optimizer" in item.text]
+    assert texts == [
+        f"backward computes gradients of {named}, which no optimizer has updated: call"
+        " requires_grad_(False) on them before training"
+    ] * bool(named)
 
 
 call: Any = FakeGPU.host_work

@@ -1,7 +1,8 @@
 """`optimizer`: marks at the updates of optimizers."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,37 @@ class LoopOptimizers:
             self._others[id(optimizer)] = found
             self.has_any |= updates_model
         return found.updates_model
+
+    def not_updated(self, trained: Set[int]) -> tuple[str, ...]:
+        """Return the modules and parameters that have gradients, and that no optimizer updates.
+
+        Empty if none of these parameters is in an optimizer, because it then has other tensors.
+
+        Args:
+            trained: Ids of the tensors that have gradients.
+        """
+        others = (other.reference() for other in self._others.values() if other.updates_model)
+        updated = {
+            id(parameter)
+            for optimizer in (*self.given.values(), *others)
+            for parameter in parameters_of(optimizer)
+        }
+        if updated.isdisjoint(trained):
+            return ()
+        names = {
+            name: id(parameter) in updated
+            for name, parameter in nn.Module.named_parameters(self._model)
+            if id(parameter) in trained
+        }
+        # Each parameter, and the modules that contain it, the outermost first.
+        paths = {name: [*accumulate(name.split("."), "{}.{}".format)] for name in names}
+        kept = {path for name in names if names[name] for path in paths[name]}
+        found = [
+            next(path for path in paths[name] if path not in kept)
+            for name in names
+            if not names[name]
+        ]
+        return tuple(dict.fromkeys(found))
 
     def _updates_model(self, optimizer: Any) -> bool:
         updated = {id(parameter) for parameter in parameters_of(optimizer)}

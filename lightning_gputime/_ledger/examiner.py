@@ -52,6 +52,8 @@ class Examiner:
         self.operations: dict[Line, Operations] = {}
         """Operations of each line, as found in the graphs of the backwards of a step."""
         self._operations: dict[Line, Counter[str]] = {}  # The same, in the open step.
+        self.trained: set[int] = set()
+        """Ids of the tensors of which a backward has computed gradients, in the first step."""
         self.marks_ns = 0
         """Time that all marks so far have taken."""
         self._n_marks = 0
@@ -166,6 +168,9 @@ class Examiner:
                 counts["all"] += 1
                 if kind := _kind_of(node):
                     counts[kind] += 1
+                for inner, _ in node.node.next_functions:
+                    if (variable := getattr(inner, "variable", None)) is not None:
+                        self.trained.add(id(variable))
             found = self._operations.items()
             self.operations |= {line: Operations(**counts) for line, counts in found}
         # Exclude the time of the search from the step.

@@ -247,7 +247,7 @@ def line_rows(
             pace = cell.phase, cell.kind == GPU
             usual_ms = ms * step_ms[pace] / all_ms[pace] if all_ms[pace] else 0.0
             excess_ms[keys[cell]] += cells.get(cell, 0.0) - usual_ms
-        # Which line keeps the device waiting also depends on the other lines, its own time does not.
+        # The line that keeps the device waiting depends on other lines, but its own time does not.
         own_ms: dict[Any, float] = defaultdict(float)
         places = {cell.place: key for cell, key in keys.items()}
         for cell, ms in cells.items():

@@ -19,7 +19,7 @@ from lightning_gputime._instrumentation.loop import Loop
 from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
 from lightning_gputime._measurement.units import percent
 from lightning_gputime._measurement.wall_clock import FIRST_STEP
-from lightning_gputime._phases import CALLBACKS, FETCH
+from lightning_gputime._phases import BACKWARD, CALLBACKS, FETCH
 from lightning_gputime._runs.environment import Environment
 
 _CONVOLUTIONS = (
@@ -29,6 +29,7 @@ _CONVOLUTIONS = (
 _FLOAT32 = ("float32", "32-true")  # Precisions without autocast, as far as the timer can tell.
 _TF32_CAPABILITY = (8, 0)  # The first compute capability of CUDA with TF32.
 _MIN_CORE_WAIT = 0.2  # Shorter waits for a CPU core, as a fraction of the time, are not reported.
+_MAX_NAMES = 3  # Number of modules to name.
 _MIN_THREAD = 0.3  # Other Python threads that run a smaller fraction of the time are ignored.
 
 
@@ -43,6 +44,7 @@ class CostlySettings:
         repeats_forward: True if a part of the model uses gradient checkpointing.
         finds_unused: True if DDP searches for unused parameters.
         threads: CPU time of the Python threads; None if not measured.
+        not_updated: Modules and parameters that have gradients, and that no optimizer has updated.
     """
 
     environment: Environment = field(default_factory=Environment)
@@ -51,6 +53,7 @@ class CostlySettings:
     repeats_forward: bool = False
     finds_unused: bool = False
     threads: ThreadTimes | None = None
+    not_updated: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, environment: Environment, loop: Loop, threads: ThreadTimes | None = None) -> Self:
@@ -95,6 +98,15 @@ class CostlySettings:
                 "gradient_checkpointing",
                 "gradient checkpointing may cost time in backward, which repeats parts of forward:"
                 " turn it off if memory suffices",
+            )
+        if names := self.not_updated:
+            shown = ", ".join(f"`{name}`" for name in names[:_MAX_NAMES])
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            yield CostlySetting(
+                "unused_gradients",
+                f"backward computes gradients of {shown}{more}, which no optimizer has updated:"
+                " call requires_grad_(False) on them before training",
+                BACKWARD,
             )
         if self.finds_unused:
             yield CostlySetting(

@@ -781,6 +781,13 @@ class Session:
             self.flush()
             self._comparison.compare_all(self._newest)
 
+    @property
+    def not_updated(self) -> tuple[str, ...]:
+        """Modules and parameters that have gradients, and that no optimizer updates."""
+        if is_distributed():  # An optimizer may have only a part of the parameters.
+            return ()
+        return self.optimizer.optimizers.not_updated(self._examiner.trained)
+
     def call_own(self, function: Callable[[], None], name: str) -> None:
         """Call a function of this package. If a step is slow, its time is named as a cause."""
         self._analyzer.start_callback()
@@ -910,6 +917,7 @@ class NoSession:
 
     is_attached = times_all = needs_updates = has_evaluated = False
     ended_ns = 0
+    not_updated: tuple[str, ...] = ()
     recorders: Sequence[Recorder] = ()
     recorder = Recorder(HostClock(), lag=0, emit=do_nothing)  # It never begins a step.
     forward = SimpleNamespace(has_trained=False, repeats_forward=False)
