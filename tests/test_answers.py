@@ -1,12 +1,19 @@
 """Programs of `benchmarks/answers.py` with a planted problem, judged with default options."""
 
 import importlib
+import json
 import re
+import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+
+from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, TimeBreakdown
 
 pytest.importorskip("transformers")
 
@@ -62,3 +69,124 @@ def test_culprit_is_matched_by_its_name_or_its_lines(answers: Any) -> None:
     assert not answers.names(f"{file}:{number + 1}-{number + 3}", "line:one-hot")
     assert answers.names("`Photos` takes 2 ms", "Photos")
     assert not answers.names("`PhotosOfCats` takes 2 ms", "Photos")
+
+
+NAMED = "host-bound: `EMA.update` takes 1 ms of 2 ms per step"
+OTHER = "host-bound: `Net.forward` takes 1 ms of 2 ms per step"
+
+
+def judged(
+    answers: Any,
+    diagnosis: Diagnosis,
+    *codes: str,
+    device: str = "cpu",
+    culprits: tuple[str, ...] = ("EMA.update",),
+    speed_up: float | None = None,
+) -> Any:
+    """Return the checks of a diagnosis of a removable problem, by name."""
+    project = answers.Project(device, "plain: test", codes, culprits, print, is_removable=True)
+    return answers.judge(project, diagnosis, speed_up)["checks"]
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "is_named", "has_code", "is_wrong"),
+    [
+        (Diagnosis("host-bound", "bound", headline=NAMED), True, True, False),
+        (Diagnosis("host-bound", "bound", headline=OTHER), False, True, False),
+        (Diagnosis("input-bound", "bound", headline=NAMED), True, False, False),
+        (Diagnosis("input-bound", "bound", headline=OTHER), False, False, True),
+        (Diagnosis("input-bound", "worth a look", headline=OTHER), False, False, False),
+        (Diagnosis("input-bound", "bound", advice=(Advice("", NAMED),)), True, False, False),
+        # Only the first piece of advice counts.
+        (
+            Diagnosis("input-bound", "bound", advice=(Advice("", OTHER), Advice("", NAMED))),
+            *(False, False, True),
+        ),
+    ],
+)
+def test_diagnosis_of_a_planted_problem_is_judged(
+    answers: Any, diagnosis: Diagnosis, is_named: bool, has_code: bool, is_wrong: bool
+) -> None:
+    checks = judged(answers, diagnosis, "host-bound")
+    assert checks == {"named": is_named, "code": has_code, "wrong": is_wrong}
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "is_false_alarm"),
+    [
+        (Diagnosis("host-bound", "bound"), True),
+        (Diagnosis("host-bound", "worth a look"), False),
+        (Diagnosis("compute-bound", "balanced"), False),
+        (Diagnosis("compute-bound", "bound"), False),  # The accepted code.
+    ],
+)
+def test_diagnosis_of_a_control_is_judged(
+    answers: Any, diagnosis: Diagnosis, is_false_alarm: bool
+) -> None:
+    checks = judged(answers, diagnosis, "compute-bound", culprits=())
+    assert checks == {"false alarm": is_false_alarm}
+
+
+@pytest.mark.parametrize(
+    ("code", "has_pace"),
+    [("host-bound", True), ("launch-bound", True), ("GPU-bound", False), ("compute-bound", False)],
+)
+def test_pace_is_judged_on_a_gpu_only(answers: Any, code: str, has_pace: bool) -> None:
+    diagnosis = Diagnosis(code, "bound", headline=NAMED)
+    assert judged(answers, diagnosis, "host-bound", device="cuda")["pace"] == has_pace
+    assert "pace" not in judged(answers, diagnosis, "host-bound")
+
+
+@pytest.mark.parametrize(
+    ("promised", "set_up_share", "true", "is_kept"),
+    [
+        (2.0, 0.0, 2.0, True),
+        (2.35, 0.0, 2.0, True),
+        (2.45, 0.0, 2.0, False),
+        (1.55, 0.0, 2.0, False),
+        (4 / 3, 0.0, 2.0, False),
+        (4 / 3, 0.5, 2.0, True),  # Half of the recurring time is saved.
+        (None, 0.0, 1.1, True),
+        (None, 0.0, 2.0, False),
+    ],
+)
+def test_promise_is_compared_with_the_true_speed_up(
+    answers: Any, promised: float | None, set_up_share: float, true: float, is_kept: bool
+) -> None:
+    set_up = Entry("set-up", 1.0, set_up_share)
+    found = Entry("EMA.update", 1.0, 1 - set_up_share, speed_up=promised)
+    breakdown = TimeBreakdown((set_up, found), 2.0, "fit")
+    diagnosis = Diagnosis("host-bound", "bound", "EMA.update", NAMED, breakdown)
+    assert judged(answers, diagnosis, "host-bound", speed_up=true)["promise"] == is_kept
+    assert "promise" not in judged(answers, diagnosis, "host-bound")
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_answers_are_counted_and_saved(
+    answers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: Mapping[str, Mapping[str, bool]] = {
+        "plain: right": {"named": True, "code": True, "wrong": False},
+        "plain: wrong": {"named": False, "code": False, "wrong": True},
+        "plain: control": {"false alarm": False},
+    }
+
+    answer = dict.fromkeys(("code", "grade", "headline", "promised", "speed-up", "seconds"), "")
+
+    def check(project: Any, rounds: int, **variant: Any) -> dict[str, Any]:
+        return {**answer, "checks": checks[project.name]}  # Raises for the broken program.
+
+    programs = [
+        SimpleNamespace(device="cpu", name=name, missing=[]) for name in (*checks, "plain: broken")
+    ]
+    monkeypatch.setattr(answers, "check", check)
+    monkeypatch.setattr(answers, "logging", MagicMock())  # Keep the levels of the loggers.
+    monkeypatch.setattr(answers.projects_cpu, "PROJECTS", programs)
+    path = tmp_path / "answers.json"
+    monkeypatch.setattr(sys, "argv", ["answers.py", "--device", "cpu", "--json", str(path)])
+    answers.main()
+    saved = json.loads(path.read_text())
+    counts = {"named": "1 of 2", "code": "1 of 2", "wrong": "1 of 2", "false alarm": "0 of 1"}
+    assert {name: saved[name] for name in counts} == counts
+    assert [*saved["answers"]] == [*checks]
+    assert [*saved["skipped"]] == ["plain: broken"]

@@ -306,8 +306,8 @@ def headline(
     /,
     *lines: LineRow,
     host_paced: float = 1.0,
+    phases_ms: Mapping[str, float] = MappingProxyType({}),
     outside_s: Mapping[str, float] = MappingProxyType({}),
-    **phases_ms: float,
 ) -> str:
     """Return the headline of a fit on a GPU whose remaining time is `forward`.
 
@@ -315,8 +315,8 @@ def headline(
         step_ms: Time of a step.
         lines: Code that takes the time.
         host_paced: Fraction of each phase in which the host sets the pace.
-        outside_s: Time outside of steps, by entry.
         phases_ms: Time of the other phases.
+        outside_s: Time outside of steps, by entry.
     """
     top_ms = sum(ms for name, ms in phases_ms.items() if "/" not in name)
     every_ms = {**phases_ms, "forward": step_ms - top_ms}
@@ -367,14 +367,14 @@ JUMP = Slowdown("jump", 2_500, 0.342, 0.012, 30.0, "forward", 10.0, since_epoch=
 @pytest.mark.parametrize(
     ("page", "sentence"),
     [
-        ("input-bound", headline(22.0, LOADS, data=15.4, **{"data/fetch": 15.3})),
-        ("host-bound", headline(6.66, CHECKS, host_paced=0.4, callbacks=2.33)),
+        ("input-bound", headline(22.0, LOADS, phases_ms={"data": 15.4, "data/fetch": 15.3})),
+        ("host-bound", headline(6.66, CHECKS, host_paced=0.4, phases_ms={"callbacks": 2.33})),
         (
             "communication-bound",
-            headline(22.8, host_paced=0.0, backward=21.8, **{"backward/comm": 21.2}),
+            headline(22.8, host_paced=0.0, phases_ms={"backward": 21.8, "backward/comm": 21.2}),
         ),
-        ("launch-bound", headline(4.69, backward=3.05)),
-        ("gpu-bound", headline(20.2, BLOCK, REST, host_paced=0.0, backward=15.37)),
+        ("launch-bound", headline(4.69, phases_ms={"backward": 3.05})),
+        ("gpu-bound", headline(20.2, BLOCK, REST, host_paced=0.0, phases_ms={"backward": 15.37})),
         ("overhead-bound", headline(10.0, outside_s={"validation": 2.13})),
         ("out-of-memory", MEMORY.sentences[0]),
         ("slow-steps", JUMP),
@@ -506,6 +506,11 @@ def test_manual_states_the_measured_accuracy(path: str) -> None:
     ranks = json.loads((ROOT / "benchmarks/results/ranks.json").read_text())
     for key in ("named_rightly", "agree_with_trace"):
         assert "{} of {}".format(*ranks[key]) in page
+    sampling = json.loads((ROOT / "benchmarks/results/sampling.json").read_text())
+    loops = f"{sampling['within_3_points_or_error']} of {sampling['loops']} loops within 3 points"
+    assert loops in page
+    largest = f"largest error {sampling['max_off_points']:.1f} points"
+    assert largest in READMES["benchmarks/README.md"]
 
 
 def test_manual_has_the_figures_of_the_benchmarks() -> None:
