@@ -185,12 +185,21 @@ def added_by_least(training: Training) -> Added:
 
 def use_schedule(timer: Any, schedule: Alternating) -> None:
     """Replace the schedule of an attached timer."""
-    timer._session.steps.plan.schedule = schedule
+    timer._session.schedule = schedule
+
+
+def examine_no_pauses(timer: Any) -> None:
+    """Do not time lines in pauses, which would slow down the training without a timer there."""
+    timer._outside_lines.stop()
 
 
 def added_by_timed(training: Training) -> Added:
     with GPUPhaseHooks(
-        training.net, training.optimizer, every_n_steps=2 * BLOCK, log_every_n_steps=10**6
+        training.net,
+        training.optimizer,
+        every_n_steps=2 * BLOCK,
+        log_every_n_steps=10**6,
+        lines=False,  # An examined step would distort its block.
     ) as timer:
         # Remove hooks between blocks, as "auto" does between timing windows.
         use_schedule(timer, Alternating())
@@ -211,6 +220,7 @@ def added_by_default(training: Training, layers: int, chunks: int) -> Iterator[f
     """Yield the mean of a chunk of steps minus that of the same training without a timer."""
     bare = Training(layers)
     with GPUPhaseHooks(training.net, training.optimizer) as timer:
+        examine_no_pauses(timer)
         batches = iter(timer.steps(repeat(training.x)))
         next(batches)
 
@@ -271,8 +281,10 @@ class Stopwatch(pl.Callback):
         now = time.perf_counter()
         if self._start:
             self.steps_us.append((now - self._start) * 1e6)
-        elif self._timer is not None and self._schedule is not None:
-            use_schedule(self._timer, self._schedule)
+        elif self._timer is not None:
+            examine_no_pauses(self._timer)
+            if self._schedule is not None:
+                use_schedule(self._timer, self._schedule)
         if self._turns is not None and len(self.steps_us) % RUN == 0:
             with self._timer.paused() if self._timer is not None else nullcontext():
                 mine, other = self._turns
@@ -312,7 +324,7 @@ def added_by_default_in_lightning(layers: int, chunks: int) -> list[float]:
 
 def in_lightning(layers: int, rounds: int) -> dict[str, list[float]]:
     """Return the microseconds that each way adds to a step in Lightning, and the bare step."""
-    timer = GPUPhaseTimer(every_n_steps=2 * BLOCK, print_summary=False)
+    timer = GPUPhaseTimer(every_n_steps=2 * BLOCK, print_summary=False, lines=False)
     steps_us = fit(layers, 4 * rounds * BLOCK, Stopwatch(timer, Alternating()))
     blocks = [statistics.mean(block) for block in batched(steps_us[4 * BLOCK :], BLOCK)]
     found = {"step": blocks[::2]}

@@ -5,7 +5,7 @@ place in the step. The `comm` of each phase is compared with the trace of the sa
 with the time in which the timed stream ran a collective or waited for another stream.
 
     torchrun --nproc-per-node 2 benchmarks/ranks.py --batch 32768 --traced 8 --out FILE
-    torchrun --nproc-per-node 2 benchmarks/ranks.py --device cpu --width 64 --batch 32 --steps 12
+    torchrun --nproc-per-node 2 benchmarks/ranks.py --device cpu --width 64 --batch 32 --steps 60
 """
 
 import argparse

@@ -62,9 +62,10 @@ def save(out: Path | None, results: Mapping[str, Any]) -> None:
 
 
 def as_lines(value: Any, indent: str = "") -> str:
-    """Return JSON with each object and array on a single line if it fits."""
+    """Return JSON with each object and array inside `value` on a single line if it fits."""
     line = json.dumps(value)
-    if len(indent + line) <= LINE_LENGTH or not value or not isinstance(value, dict | list):
+    fits = len(indent + line) <= LINE_LENGTH and indent
+    if fits or not value or not isinstance(value, dict | list):
         return line
     inner = indent + "  "
     if isinstance(value, dict):
