@@ -51,8 +51,9 @@ _STAGES_BY_NAME = {name: stage for stage, name in _STAGES.items()}
 
 _SAVED = "The run up to the exception is saved in %s"
 
-# If the first 100 due updates are all missing, the trainer's count of batches ends steps.
-_MAX_MISSING_UPDATES = 100
+# If the first 100 due updates are all missing, the trainer's count of batches ends steps. With
+# manual optimization, batches end steps if no update was found in the first 20.
+_MAX_MISSING_UPDATES, _MAX_MISSING_MANUAL = 100, 20
 
 
 class Fit(BatchState):
@@ -89,7 +90,9 @@ class Fit(BatchState):
         # Exception that was already being handled when the epoch began.
         self._handled: BaseException | None = None
         # Number of due updates that may still be missing; infinite once an update was recorded.
-        self._missing_updates_left: float = _MAX_MISSING_UPDATES
+        self._missing_updates_left: float = (
+            _MAX_MISSING_UPDATES if model.automatic_optimization else _MAX_MISSING_MANUAL
+        )
 
     def loop(self, timer_class: type) -> Loop:
         """Describe the loop in which the trainer trains the model."""
@@ -265,7 +268,12 @@ class Fit(BatchState):
         session = self._session
         if not self._model.automatic_optimization:
             # With manual optimization, only updates show where a step ends.
-            return session.optimizer.has_updated or not session.optimizer.has_any
+            if session.optimizer.has_updated:
+                self._missing_updates_left = math.inf
+            elif session.optimizer.has_any:
+                self._missing_updates_left -= 1
+                return self._missing_updates_left < 0
+            return True
         is_due = _ends_update(self.trainer, batch_idx)
         if session.optimizer.updates:
             self._missing_updates_left = math.inf

@@ -636,6 +636,17 @@ def test_manual_accumulation_continues_across_epochs(gpu: FakeGPU) -> None:
     assert timer.history()["step_ms"].max() < 100.0
 
 
+def test_batches_end_steps_if_manual_updates_call_no_hooks(gpu: FakeGPU) -> None:
+    def training_step(model: Model, batch: Tensor, batch_idx: int) -> None:
+        model.manual_backward(model.loss(batch))
+        optimizer: Any = model.optimizers()
+        type(optimizer.optimizer).step.__wrapped__(optimizer.optimizer)
+
+    timer = fit(gpu, changed(gpu, automatic_optimization=False, training_step=training_step), n=60)
+    # The first step has all batches before that is clear.
+    assert [step["forward"] for step in steps(timer)] == [84.0, *[4.0] * 39]
+
+
 # Several timers of one Trainer
 
 

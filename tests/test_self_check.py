@@ -112,18 +112,23 @@ def test_self_check_finds_missing_updates(loop: Loop, warnings: Warnings) -> Non
     assert message.startswith("No update of an optimizer was recorded in 25 steps, so its time is")
 
 
-@pytest.mark.parametrize(("loss_ms", "warns"), [(0.5, True), (1.25, False)])
+@pytest.mark.parametrize(
+    ("loss_ms", "other_ms", "every", "warns"),
+    [(0.5, 4.0, 1, True), (1.25, 4.0, 1, False), (0.5, 400.0, 20, False)],
+)
 def test_self_check_finds_a_long_other_next_to_a_short_forward(
-    gpu: FakeGPU, loss_ms: float, warns: bool, warnings: Warnings
+    gpu: FakeGPU, loss_ms: float, other_ms: float, every: int, warns: bool, warnings: Warnings
 ) -> None:
     loop = Loop(gpu, Layer(gpu, 0.5, 7.75))
     with hooks(loop) as timer:
-        for x in timer.steps(loop.batches(60)):
-            gpu.work(4.0)  # A method of another module, or code of a trainer.
+        for number, x in enumerate(timer.steps(loop.batches(60))):
+            if number % every == 0:
+                gpu.work(other_ms)  # A method of another module, or code of a trainer.
             work(loop.model(x), gpu, loss_ms, 0.25).sum().backward()
             loop.update()
     start = "`other` takes 4 ms per step, and `forward` is short compared with `backward`"
     assert [message[: len(start)] for message in warnings()] == [start] * warns
+    assert any("forward, because the loop" in gap for gap in timer.summary().not_measured) == warns
 
 
 @pytest.mark.parametrize("n", [2, 4])

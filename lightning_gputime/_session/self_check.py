@@ -1,8 +1,9 @@
 """Self-check: compare the first steps with the actions that each step of the loop must contain."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import islice, pairwise
+from statistics import median
 
 import torch
 from torch import nn
@@ -137,6 +138,10 @@ _NOT_MEASURED = {
     _NO_BACKWARD: ("backward, because no backward was recorded", (BACKWARD, OTHER)),
     _MAY_EVALUATE: ("evaluations, because they may be a part of the steps", (OTHER,)),
     _NO_UPDATE: ("updates, because no update was recorded", (OPTIMIZER, OTHER)),
+    _FORWARD_MISSES_WORK: (
+        "forward, because the loop may call a method of the model",
+        (FORWARD, LOSS, OTHER),
+    ),
 }
 """By message: the quantity that is not measured, and the phases that may contain its time."""
 
@@ -181,6 +186,7 @@ class SelfCheck:
         self._n_untrained = 0  # Number of steps before the first backward.
         self._idle_ms = 0.0  # Time of batches that do not call the model or end a step.
         self._maybe_evaluated_ms = 0.0  # Time of eval-mode calls before the training part.
+        self._phases_ms: list[Mapping[str, float]] = []  # Of each step after the warm-up.
 
     def steps_read(self, steps: ReadSteps) -> None:
         """Check the steps that were read, once there are enough."""
@@ -195,6 +201,7 @@ class SelfCheck:
         if self._stage is _Stage.DONE or self._recorder.captures.has_captured:
             return
         for step in steps.measured:
+            self._phases_ms.append(step.times().phase_ms)
             if EVALUATION in step.labels:
                 self._maybe_evaluated_ms += _ms_before_training(step)
         for step in steps:
@@ -288,13 +295,16 @@ class SelfCheck:
         self._report_if(trains and BACKWARD not in ran, _NO_BACKWARD)
         # Backward usually takes 2 times as long as forward and loss, or 3 times with checkpointing.
         # If it takes over 5 times as long, some work of `forward` is in another phase: in `other`,
-        # or in `loss`.
-        ms = {name: ran[name].device_ms if name in ran else 0.0 for name in PHASES}
+        # or in `loss`. Use medians: in short steps, one hiccup exceeds the rest of 20 steps.
+        ms = {
+            name: median(phases.get(name, 0.0) for phases in self._phases_ms) for name in PHASES
+        }
+        self._phases_ms.clear()
         is_in_other = 0 < 5 * (ms[FORWARD] + ms[LOSS]) < ms[BACKWARD] < 5 * ms[OTHER]
         is_in_loss = FORWARD in ran and 50 * ms[FORWARD] < ms[BACKWARD] < 5 * ms[LOSS]
         phase = OTHER if is_in_other else LOSS
         is_too_short = trains and (is_in_other or is_in_loss)
-        self._report_if(is_too_short, _FORWARD_MISSES_WORK, phase, ms[phase] / n)
+        self._report_if(is_too_short, _FORWARD_MISSES_WORK, phase, ms[phase])
         evaluated_ms, idle_ms = self._maybe_evaluated_ms, self._idle_ms
         self._report_if(evaluated_ms > 0.05 * step_ms, _MAY_EVALUATE, evaluated_ms / n)
         has_idled = is_own_loop and idle_ms > 0.1 * step_ms
