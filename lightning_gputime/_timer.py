@@ -16,19 +16,19 @@ import torch
 from lightning_gputime._compat.python_ import code_of
 from lightning_gputime._compat.torch_ import CHECKPOINT, unwrapped
 from lightning_gputime._compat.user_code import running_functions
-from lightning_gputime._culprits.loader import StagedLoaders
-from lightning_gputime._culprits.threads import ThreadTimes
 from lightning_gputime._instrumentation.loaders import loaders_in
 from lightning_gputime._instrumentation.loop import Loop
 from lightning_gputime._instrumentation.named import NamedPhase
 from lightning_gputime._instrumentation.patching import Attachments, Subscription
 from lightning_gputime._ledger.ledger import Ledger, forwards_of
 from lightning_gputime._ledger.outside import OutsideLines
+from lightning_gputime._loader import StagedLoaders
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.setup import CostlySetting
 from lightning_gputime._measurement.slow import SlowStep
+from lightning_gputime._measurement.threads import ThreadTimes
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._messages import HOMES, WarnOnce, messages
 from lightning_gputime._options import AUTO, Options, check_bool, check_int, flag_note

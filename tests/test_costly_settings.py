@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gputime import GPUPhaseHooks, load
-from lightning_gputime._culprits.threads import ThreadTimes
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis
 from lightning_gputime._instrumentation import loop as boundaries
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
+from lightning_gputime._measurement.threads import ThreadTimes
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._runs.costly import CostlySettings
@@ -224,15 +224,19 @@ def test_cpu_times_of_threads_are_fractions_of_the_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     clock = Mock(return_value=0)
-    monkeypatch.setattr("lightning_gputime._culprits.threads.time.perf_counter_ns", clock)
-    names = {threading.get_native_id(): "MainThread", 2: "monitor", 3: "Dummy-1"}
+    module = "lightning_gputime._measurement.threads"
+    monkeypatch.setattr(f"{module}.time.perf_counter_ns", clock)
+    names = {threading.get_native_id(): "MainThread", 2: "Dummy-1", 3: "lightning_gputime-1"}
+    names[4] = "monitor"
     threads = []
     for native_id, name in names.items():
         threads.append(Mock(native_id=native_id))
         threads[-1].name = name
         (tmp_path / f"{native_id}").mkdir()
-    monkeypatch.setattr("lightning_gputime._culprits.threads.threading.enumerate", lambda: threads)
-    path = "lightning_gputime._culprits.threads.Path"
+    monkeypatch.setattr(
+        "lightning_gputime._measurement.threads.threading.enumerate", lambda: threads
+    )
+    path = "lightning_gputime._measurement.threads.Path"
     monkeypatch.setattr(path, lambda name: tmp_path / Path(name).parent.name / "schedstat")
 
     def write_counters(text: str) -> None:

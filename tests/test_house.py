@@ -33,7 +33,7 @@ FLOORS = [
     "_diagnosis",
     "_output",
     "_options",
-    "_culprits",
+    "_loader",
     "_causes",
     "_runs _session",
     "_timer",

@@ -21,23 +21,20 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data._utils import pin_memory
 from worker_data import Numbers, Repeated, announce
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, _loader
 from lightning_gputime._compat.torch_ import fetcher_classes
-from lightning_gputime._culprits import workers
-from lightning_gputime._culprits.pin_memory import PinTimes
-from lightning_gputime._culprits.workers import LoaderWorkers, WorkerTimer
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Advice
 from lightning_gputime._diagnosis.loader import LoaderCase, advise_on_loader
-from lightning_gputime._measurement import loader as layout
-from lightning_gputime._measurement.culprits import Culprit, Stage
-from lightning_gputime._measurement.loader import (
+from lightning_gputime._loader import (
     FIELDS,
-    LoaderTimes,
-    WorkerTimes,
-    describe_slowdown,
+    LoaderWorkers,
+    StagedLoaders,
+    WorkerTimer,
     loader_times,
 )
+from lightning_gputime._measurement.culprits import Culprit, CulpritSums, Stage
+from lightning_gputime._measurement.loader import LoaderTimes, WorkerTimes, describe_slowdown
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.stats import PhaseStats
@@ -105,14 +102,14 @@ def make_batches(monkeypatch: pytest.MonkeyPatch) -> MakeBatches:
             clock.pass_ms(2.0)
             return default_collate(samples)
 
-        monkeypatch.setattr(workers, "get_worker_info", lambda: SimpleNamespace(dataset=dataset))
+        monkeypatch.setattr(_loader, "get_worker_info", lambda: SimpleNamespace(dataset=dataset))
         timer = WorkerTimer(memoryview(row), clock(), clock, lambda: 0, lines=lines)
         clock.pass_ms(20.0)  # The worker starts.
         map_style, iterable = fetcher_classes()
         kind: Any = iterable if isinstance(dataset, IterableDataset) else map_style
         fetcher = kind(dataset, True, collate, False)
         with monkeypatch.context() as patch:
-            patch.setattr(kind, "fetch", workers.timed_fetch(kind, timer))
+            patch.setattr(kind, "fetch", _loader.timed_fetch(kind, timer))
             for start in range(0, 4 * batches, 4):
                 fetcher.fetch(batch_type(range(start, start + 4)))
                 clock.pass_ms(3.0)  # The worker waits.
@@ -456,10 +453,27 @@ def test_pin_times_are_exact_and_a_full_queue_counts_once() -> None:
                 continue
             pinned.put(batch)
 
-    times = PinTimes(clock)
-    assert times.mean_ms is None
-    times.timed(loop)(Queue(), Queue())
-    assert times.mean_ms == 3.0
+    stages = Stage("dataset", "Photos"), Stage("collate", "pad")
+    workers = LoaderWorkers(1, *stages, now_ns=clock)
+    assert workers.pin_ms is None
+    workers.timed_pin_loop(loop)(Queue(), Queue())
+    assert workers.pin_ms == 3.0
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_two_timers_of_a_loader_blame_the_same_code_and_restore_it(num_workers: int) -> None:
+    loader = DataLoader(Numbers(), 4, num_workers=num_workers, worker_init_fn=announce)
+    before = dict(vars(loader))
+    sums = [CulpritSums(), CulpritSums()]
+    timers = [StagedLoaders(bool, time.perf_counter_ns, each.add_loader) for each in sums]
+    for timer in timers:
+        timer.attach()
+    batches = [*loader]
+    for timer in timers:
+        timer.remove()
+    assert vars(loader) == before
+    names = [{(code.name, code.calls) for code in each.summary()} for each in sums]
+    assert names[0] == names[1] >= {("Numbers.__getitem__", len(batches))}
 
 
 @pytest.mark.gpu
@@ -543,10 +557,10 @@ def test_workers_of_several_loaders_are_timed_separately() -> None:
 
 
 def test_worker_shares_are_fractions_of_the_observed_or_elapsed_time() -> None:
-    row = [0] * layout.FIELDS
-    row[layout.BATCHES] = 10
-    row[layout.CPU_NS], row[layout.RUN_DELAY_NS] = 150, 100
-    row[layout.OBSERVED_NS], row[layout.ELAPSED_NS] = 200, 400  # Idle for half of the time.
-    times = layout.loader_times([row], "Photos", "collate", (0, 0))
+    row = [0] * _loader.FIELDS
+    row[_loader.BATCHES] = 10
+    row[_loader.CPU_NS], row[_loader.RUN_DELAY_NS] = 150, 100
+    row[_loader.OBSERVED_NS], row[_loader.ELAPSED_NS] = 200, 400  # Idle for half of the time.
+    times = _loader.loader_times([row], "Photos", "collate", (0, 0))
     assert times is not None
     assert (times.cpu_share, times.run_delay_share) == (0.75, 0.25)

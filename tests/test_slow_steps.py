@@ -11,8 +11,7 @@ from fake_gpu import FakeGPU
 from fake_loop import Logger, Loop, evidence, hooks
 from torch import Tensor
 
-from lightning_gputime import Cause, GPUPhaseHooks, SlowStep, phase
-from lightning_gputime._causes import analyzer, attribution
+from lightning_gputime import Cause, GPUPhaseHooks, SlowStep, _causes, phase
 from lightning_gputime._measurement.slow import SlowEvidence, SlowLog
 
 STEPS, SLOW = 60, 40  # Number of steps, and the slow step.
@@ -272,12 +271,13 @@ def test_slow_steps_are_explained_once_and_only_on_request(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     explained: list[int] = []
+    explain = _causes.explain
 
-    def explain(step: Any, *args: Any) -> SlowStep:
+    def counted(step: Any, *args: Any) -> SlowStep:
         explained.append(step.number)
-        return attribution.explain(step, *args)
+        return explain(step, *args)
 
-    monkeypatch.setattr(analyzer, "explain", explain)
+    monkeypatch.setattr(_causes, "explain", counted)
     delays = collections(loop, {n: 40.0 + n % 3 for n in range(3, STEPS, 4)})
     timer = train(loop, delays, logger=Logger(), log_every_n_steps=10)
     assert explained == []

@@ -20,16 +20,8 @@ from fake_lightning import Model, fit, timer_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gputime import Cause, GPUPhaseHooks, SlowStep
-from lightning_gputime._causes import detectors, sampler
-from lightning_gputime._causes.analyzer import SlowStepAnalyzer
-from lightning_gputime._causes.detectors import (
-    Allocator,
-    Loader,
-    Preemption,
-    allocator_of,
-    collect_phases,
-)
+from lightning_gputime import Cause, GPUPhaseHooks, SlowStep, _causes
+from lightning_gputime._causes import SlowStepAnalyzer, allocator_counters, thread_usage
 from lightning_gputime._measurement.culprits import CulpritSums, of_entry
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.slow import SlowLog
@@ -42,25 +34,28 @@ SLOW = 30
 
 
 class Bench:
-    """Steps of any length, and the detectors that search for the causes of slow steps."""
+    """Steps of any length, and an analyzer with only some collectors of evidence.
 
-    def __init__(self, gpu: FakeGPU, *enabled: Any) -> None:
+    Args:
+        collector: Name of a collector, such as "phases".
+        usage: Replaces `getrusage`.
+        counters: Replaces the counters of torch's allocator.
+    """
+
+    def __init__(
+        self, gpu: FakeGPU, collector: str, *, usage: Any = None, counters: Any = None
+    ) -> None:
         self.gpu = gpu
         log = SlowLog()
         log.follow()
-        self.analyzer = SlowStepAnalyzer(gpu, log, CulpritSums())
-        self.analyzer.collectors = [getattr(item, "collect", item) for item in enabled]
-        for detector in enabled:
-            if isinstance(detector, Loader):
-                self.analyzer._loader = detector
-            elif isinstance(detector, Preemption):
-                self.analyzer.sampler._preemption = detector
-            elif isinstance(detector, Allocator):
-                self.analyzer.sampler._allocator = detector
+        self.analyzer = analyzer = SlowStepAnalyzer(gpu, log, CulpritSums())
+        analyzer.sampler._usage, analyzer.sampler._counters = usage, counters
+        [collect] = [item for item in analyzer.collectors if item.__name__.endswith(collector)]
+        analyzer.collectors = [collect]
         # Ignore garbage collections of the test itself.
-        setattr(self.analyzer._spans, "_callbacks", list)  # noqa: B010
-        self.analyzer.attach()
-        self.analyzer.loop_begins()
+        setattr(analyzer._spans, "_callbacks", list)  # noqa: B010
+        analyzer.attach()
+        analyzer.loop_begins()
         self.found: list[SlowStep] = []
 
     @property
@@ -99,7 +94,7 @@ class Thread(Bench):
         self.off_ns = 0  # Time without a processor.
         self.losses = self.waits = 0  # Number of times the processor was taken, and given up.
         self.samples = 0  # Number of calls of `usage`.
-        super().__init__(gpu, Preemption(self.usage))
+        super().__init__(gpu, "off_cpu", usage=self.usage)
 
     def usage(self) -> Any:
         self.samples += 1
@@ -211,7 +206,7 @@ def test_slow_step_before_the_first_baseline_has_no_cause(thread: Thread) -> Non
 
 
 def test_short_steps_read_no_scheduler(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "_MIN_SAMPLED_MS", 1e3)
+    monkeypatch.setattr(_causes, "_MIN_SAMPLED_MS", 1e3)
     thread.usual()
     thread.queue(30, 8)
     thread.step(SLOW, {"data": 40.0}, {"data": 35.0})
@@ -233,13 +228,13 @@ def test_off_cpu_time_of_untimed_steps_is_not_counted(thread: Thread) -> None:
 
 def test_system_without_thread_usage_has_no_off_cpu_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(resource, "RUSAGE_THREAD", raising=False)
-    assert detectors.thread_usage() is None
+    assert thread_usage() is None
     analyzer = SlowStepAnalyzer(HostClock(), SlowLog(), CulpritSums())
-    assert analyzer.sampler._preemption.usage is None
+    assert analyzer.sampler._usage is None
 
 
 def test_thread_usage_is_that_of_the_calling_thread() -> None:
-    usage = detectors.thread_usage()
+    usage = thread_usage()
     if usage is None:
         pytest.skip("this system does not count for a thread")
 
@@ -261,15 +256,15 @@ def test_thread_usage_is_that_of_the_calling_thread() -> None:
 
 
 def test_wait_for_other_ranks_is_a_cause(gpu: FakeGPU) -> None:
-    causes = Bench(gpu, collect_phases).slow({}, {"backward/comm": 20.0})
+    causes = Bench(gpu, "phases").slow({}, {"backward/comm": 20.0})
     assert causes == (Cause("ranks", 0.0, 20.0, "in backward/comm"),)
 
 
 def iterating(gpu: FakeGPU, items: object) -> Bench:
     """Return a bench of a loop that iterates over items."""
-    loader = Loader()
-    loader.set_loader(items, in_data=True)
-    return Bench(gpu, loader)
+    bench = Bench(gpu, "fetches")
+    bench.analyzer.set_loader(items, in_data=True)
+    return bench
 
 
 WORKERS = SimpleNamespace(num_workers=4)
@@ -289,11 +284,7 @@ def test_slow_fetch_is_a_cause(items: object, detail: str, gpu: FakeGPU) -> None
 
 @pytest.mark.parametrize("items", [range(9), itertools.count(1), itertools.repeat(1), [1], (1,)])
 def test_iterable_without_loading_is_not_a_cause(items: object, gpu: FakeGPU) -> None:
-    loader = Loader()
-    loader.set_loader(items, in_data=True)
-    assert Bench(gpu, loader).slow({"data": 20.0}, {"data": 10.0}) == ()
-    loader.set_loader(iter([1]), in_data=True)
-    assert Bench(gpu, loader).slow({"data": 20.0}, {"data": 10.0}) != ()
+    assert iterating(gpu, items).slow({"data": 20.0}, {"data": 10.0}) == ()
 
 
 def test_slow_first_fetch_of_an_epoch_is_the_start_of_workers(gpu: FakeGPU) -> None:
@@ -306,12 +297,12 @@ def test_slow_first_fetch_of_an_epoch_is_the_start_of_workers(gpu: FakeGPU) -> N
 
 
 def test_data_without_a_loader_is_not_a_cause(gpu: FakeGPU) -> None:
-    assert Bench(gpu, Loader()).slow({"data": 20.0}, {"data": 20.0}) == ()
+    assert Bench(gpu, "fetches").slow({"data": 20.0}, {"data": 20.0}) == ()
 
 
 def test_allocator_is_read_every_10_steps_and_after_a_long_step(gpu: FakeGPU) -> None:
     memory = Mock(return_value=(0, 100, 0, 0))
-    bench = Bench(gpu, Allocator(memory))
+    bench = Bench(gpu, "counters", counters=memory)
     bench.usual()
     # At the start of the loop, and after 10 steps.
     assert memory.call_count == 2
@@ -324,16 +315,16 @@ def test_allocator_is_read_every_10_steps_and_after_a_long_step(gpu: FakeGPU) ->
 
 @pytest.mark.parametrize("counters", [{"return_value": (0,) * 4}, {"side_effect": RuntimeError}])
 def test_unchanged_or_failing_allocator_is_not_a_cause(gpu: FakeGPU, counters: Any) -> None:
-    bench = Bench(gpu, Allocator(Mock(**counters)))
+    bench = Bench(gpu, "counters", counters=Mock(**counters))
     assert bench.slow({"forward": 30.0}, {"forward": 30.0}) == ()
 
 
 def test_device_without_an_allocator_has_no_counters() -> None:
-    assert allocator_of(None) is allocator_of(torch.device("cpu")) is None
+    assert allocator_counters(None) is allocator_counters(torch.device("cpu")) is None
 
 
 def test_small_causes_stay_unexplained(gpu: FakeGPU) -> None:
-    causes = Bench(gpu, collect_phases).slow({}, {"forward": 40.0, "backward/comm": 2.0})
+    causes = Bench(gpu, "phases").slow({}, {"forward": 40.0, "backward/comm": 2.0})
     assert causes == ()
 
 

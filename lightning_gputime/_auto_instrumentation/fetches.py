@@ -16,8 +16,8 @@ from lightning_gputime._compat.torch_ import (
     loader_next,
     settings_of_iterator,
 )
-from lightning_gputime._culprits.loader import StagedLoaders
 from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
+from lightning_gputime._loader import StagedLoaders
 from lightning_gputime._measurement.culprits import CulpritSums, Loader
 from lightning_gputime._phases import DATA, OTHER
 from lightning_gputime._record.state import PAUSED

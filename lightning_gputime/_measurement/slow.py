@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
@@ -164,9 +164,11 @@ class _Sums:
 
     def plus(self, steps: Iterable[tuple[SlowStep, float]]) -> "_Sums":
         """Return the sums including more steps, each with a weight."""
-        n, excess_ms, unexplained_ms = 0, 0.0, 0.0
-        kinds_ms, names_ms = defaultdict(float, self.kinds_ms), defaultdict(float, self.names_ms)
-        lost_ms = defaultdict(float, self.lost_ms)
+        n, excess_ms, unexplained_ms = self.n, self.excess_ms, self.unexplained_ms
+        kinds_ms, names_ms, lost_ms = (
+            defaultdict[Any, float](float, sums_ms)
+            for sums_ms in (self.kinds_ms, self.names_ms, self.lost_ms)
+        )
         for step, weight in steps:
             n += 1
             excess_ms += weight * step.excess_ms
@@ -177,14 +179,7 @@ class _Sums:
             for phase, causes_ms in step.lost_ms.items():
                 for name, ms in causes_ms.items():
                     lost_ms[phase, name] += weight * ms
-        return _Sums(
-            n=self.n + n,
-            excess_ms=self.excess_ms + excess_ms,
-            unexplained_ms=self.unexplained_ms + unexplained_ms,
-            kinds_ms=kinds_ms,
-            names_ms=names_ms,
-            lost_ms=lost_ms,
-        )
+        return _Sums(n, excess_ms, unexplained_ms, kinds_ms, names_ms, lost_ms)
 
 
 class SlowEvidence:
@@ -220,44 +215,9 @@ class _Kept(NamedTuple):
     n: int = 0  # Number of all slow steps.
     excess_ms: float = 0.0  # Excess of all slow steps.
 
-    def plus(self, steps: Sequence[SlowEvidence]) -> "_Kept":
-        """Return the kept steps after adding the next steps."""
-        kept = _Kept(
-            steps=[*self.steps, *zip(steps, repeat(1.0))],
-            summed=self.summed,
-            n=self.n + len(steps),
-            excess_ms=self.excess_ms + sum([step.excess_ms for step in steps]),
-        )
-        return kept if len(kept.steps) <= 2 * _MAX_KEPT else kept._thinned()
-
-    def _thinned(self) -> "_Kept":
-        """Return the steps with the largest excess, and a sample of the others.
-
-        The explained steps among the others are only summed. Every second unexplained step is
-        dropped: its weight is added to the unexplained step with the next larger excess.
-        """
-        steps = [*self.steps]
-        order = sorted(range(len(steps)), key=lambda i: steps[i][0].excess_ms, reverse=True)
-        smaller = order[_MAX_KEPT:]
-        explained = [steps[i] for i in sorted(smaller) if steps[i][0].is_explained]
-        unexplained = [i for i in smaller if not steps[i][0].is_explained]
-        for i, dropped in zip(unexplained[::2], unexplained[1::2], strict=False):
-            (evidence, weight), (_, dropped_weight) = steps[i], steps[dropped]
-            steps[i] = evidence, weight + dropped_weight
-        return self._replace(
-            steps=[steps[i] for i in sorted([*order[:_MAX_KEPT], *unexplained[::2]])],
-            summed=self.summed.plus((step.explained(), weight) for step, weight in explained),
-        )
-
-    def largest(self, n: int) -> list[SlowStep]:
-        """Return the steps with the largest excess, the largest first."""
-        ordered = sorted(self.steps, key=lambda kept: kept[0].excess_ms, reverse=True)
-        return [step.explained() for step, _ in ordered[: min(n, _MAX_KEPT)]]
-
     def sums(self) -> _Sums:
         """Return the sums over all slow steps. Causes are estimates if steps were dropped."""
-        sums = self.summed.plus((step.explained(), weight) for step, weight in self.steps)
-        return replace(sums, n=self.n)
+        return self.summed.plus((step.explained(), weight) for step, weight in self.steps)
 
 
 class SlowLog:
@@ -298,18 +258,36 @@ class SlowLog:
         self._has_baseline = has_baseline
         if not found:
             return ()
-        steps = [step.explained() for step in found] if self.is_followed else []
-        self._kept = self._kept.plus(found)
+        explained = [step.explained() for step in found] if self.is_followed else []
         # Logs that exclude some of the pending steps have been written by now, so the next log
         # includes all of them.
         self._before = self._before.plus(zip(self._pending, repeat(1.0)))
         # The first steps are compared late. Drop steps that an earlier log has already covered.
-        self._pending = [step for step in steps if step.step > self._logged]
-        return steps
+        self._pending = [step for step in explained if step.step > self._logged]
+
+        kept = self._kept
+        steps, summed = [*kept.steps, *zip(found, repeat(1.0))], kept.summed
+        if len(steps) > 2 * _MAX_KEPT:
+            order = sorted(range(len(steps)), key=lambda i: steps[i][0].excess_ms, reverse=True)
+            smaller = order[_MAX_KEPT:]
+            summed = summed.plus(
+                (step.explained(), weight)
+                for step, weight in (steps[i] for i in sorted(smaller))
+                if step.is_explained
+            )
+            unexplained = [i for i in smaller if not steps[i][0].is_explained]
+            for i, dropped in zip(unexplained[::2], unexplained[1::2], strict=False):
+                # Add its weight to the unexplained step with the next larger excess.
+                steps[i] = steps[i][0], steps[i][1] + steps[dropped][1]
+            steps = [steps[i] for i in sorted([*order[:_MAX_KEPT], *unexplained[::2]])]
+        excess_ms = kept.excess_ms + sum([step.excess_ms for step in found])
+        self._kept = _Kept(steps, summed, kept.n + len(found), excess_ms)
+        return explained
 
     def slow_steps(self, n: int) -> list[SlowStep]:
         """Return the steps with the largest excess, the largest first."""
-        return self._kept.largest(n)
+        ordered = sorted(self._kept.steps, key=lambda kept: kept[0].excess_ms, reverse=True)
+        return [step.explained() for step, _ in ordered[: min(n, _MAX_KEPT)]]
 
     def metrics(self, newest: int, n: int, *, keep: bool = False) -> dict[str, float]:
         """Return the excess per timed step since the last log, in total and by kind.
@@ -356,6 +334,6 @@ class SlowLog:
             share=kept.excess_ms / all_ms,
             cause_shares={name: ms / total_ms for name, ms in causes},
             unexplained_share=sums.unexplained_ms / total_ms,
-            worst=kept.largest(1)[0],
+            worst=max(kept.steps, key=lambda step: step[0].excess_ms)[0].explained(),
             lost_shares=dict(lost),
         )

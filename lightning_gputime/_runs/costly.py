@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gputime._compat.torch_ import is_checkpointed
-from lightning_gputime._culprits.threads import ThreadTimes
 from lightning_gputime._diagnosis.codes import COMMUNICATION
 from lightning_gputime._instrumentation.loaders import attribute
 from lightning_gputime._instrumentation.loop import Loop
 from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
+from lightning_gputime._measurement.threads import ThreadTimes
 from lightning_gputime._measurement.units import percent
 from lightning_gputime._measurement.wall_clock import FIRST_STEP
 from lightning_gputime._phases import BACKWARD, CALLBACKS, FETCH

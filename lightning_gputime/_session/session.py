@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import torch.distributed
 
-from lightning_gputime._causes.analyzer import SlowStepAnalyzer
+from lightning_gputime._causes import SlowStepAnalyzer
 from lightning_gputime._compat.torch_ import has_compiled
 from lightning_gputime._instrumentation import named
 from lightning_gputime._instrumentation.boundaries import Boundaries

@@ -1,0 +1,678 @@
+"""Stages of a DataLoader: in the main process, or in its workers.
+
+`StagedLoaders` replaces attributes of a loader while `iter(loader)` runs. Without workers, these
+are the sampler and `collate_fn`. With workers, it is `worker_init_fn`: each worker times its
+batches in shared memory, at the cost of two clock reads per batch and stage. The main process reads
+the sums for a summary.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from functools import partial, wraps
+from inspect import unwrap
+from pathlib import Path
+from statistics import fmean
+from threading import get_native_id
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_gputime._compat.names import report_missing
+from lightning_gputime._compat.python_ import definition_of
+from lightning_gputime._compat.torch_ import FETCHERS, fetcher_classes, pin_loop
+from lightning_gputime._instrumentation.loaders import dataset_of
+from lightning_gputime._instrumentation.patching import Subscription, do_nothing
+from lightning_gputime._ledger.outside import OutsideLines
+from lightning_gputime._ledger.rows import LineRow, PhasePart, line_rows
+from lightning_gputime._measurement.culprits import (
+    COLLATE,
+    DATASET,
+    SAMPLER,
+    WORKERS,
+    Culprit,
+    LoaderStages,
+    Source,
+    Stage,
+    short_name,
+)
+from lightning_gputime._measurement.loader import LoaderTimes, MadeBatch, WorkerTimes
+from lightning_gputime._measurement.threads import core_times
+from lightning_gputime._phases import FETCH
+
+# Minimum mean time to load a sample for timing each sample. Timing a sample costs 0.4 us.
+_MIN_SAMPLE_NS = 100_000
+_LONG_FACTOR = 4  # A batch is long if it takes this many times the mean of its worker.
+_MAX_LOOKS = 400  # Maximum number of reads of /proc by the main process, about 20 us each.
+_CPU_INTERVAL_NS = 1_000_000_000  # Interval of reads of CPU time in a worker.
+_MAX_CHECKED_VALUES = 1 << 16  # Maximum number of values of a tensor in a checksum.
+# The lines of these batches of a worker are timed. The first batches may fill caches.
+_FIRST_EXAMINED, _EXAMINED = 3, 3
+_MAX_LINES, _MAX_LINE_BYTES = 5, 4096  # Number and size of the lines that a worker reports.
+_MIN_LOOKS = 8  # Minimum number of reads of /proc to estimate waits for locks.
+# Numbers of the Linux system calls that wait for locks: futex, flock and fcntl.
+_LOCKS = {"x86_64": ("202", "73", "72"), "aarch64": ("98", "32", "25")}.get(platform.machine(), ())
+
+
+# Columns of a worker's row in shared memory: counts, and total times (in nanoseconds).
+(
+    PID,
+    BUSY_SINCE,  # Start of the current batch; 0 between batches.
+    BATCHES,
+    WAIT_NS,  # Between two batches.
+    DATASET_NS,
+    COLLATE_NS,
+    CPU_NS,  # CPU time of the worker's main thread.
+    RUN_DELAY_NS,  # Time that this thread waited for a core.
+    OBSERVED_NS,  # Time to make the batches that `CPU_NS` and `RUN_DELAY_NS` cover.
+    ELAPSED_NS,  # `OBSERVED_NS` and the time between these batches.
+    STARTS,  # Number of times that the worker was started.
+    STARTUP_NS,  # From the start of the loop to the end of the worker's first batch.
+    LONG_BATCHES,
+    LONG_NS,
+    MAX_NS,  # Time of the slowest batch.
+    SLOWEST_INDEX,  # Index of the slowest sample in that batch; -1 if unknown.
+) = range(16)
+CHECKSUMS = range(16, 19)
+"""Columns of checksums of the first batches; 0 if unknown."""
+NEWEST = 19
+"""Column of the number of batches written to the ring buffer, whose columns follow."""
+RING, RING_FIELDS = 32, 4
+"""Size of the ring buffer of a worker's newest batches, and number of fields per batch: the fields
+of `MadeBatch` after the worker, in order."""
+FIELDS = NEWEST + 1 + RING * RING_FIELDS
+"""Number of columns."""
+
+
+class StagedLoaders:
+    """Timer of the stages of loaders whose iterators are created while it is attached.
+
+    While `iter(loader)` runs, it replaces the sampler and `collate_fn` of a loader without workers,
+    or the `worker_init_fn` of a loader with workers. Only the iterator keeps the replacements.
+
+    Args:
+        includes: Function that returns True for a loader to time.
+        now_ns: The host's clock.
+        add_loader: Takes new, empty sums for a loader. Returns the sums to add its times to: those
+            of an earlier iterator of the same loader, or the new sums.
+    """
+
+    def __init__(
+        self,
+        includes: Callable[[object], bool | None],
+        now_ns: Callable[[], int],
+        add_loader: Callable[[Any], Any],
+    ) -> None:
+        self._includes, self._now_ns, self._add_loader = includes, now_ns, add_loader
+        # For each running call of `iter`, the objects whose attributes were replaced, and the
+        # original attributes.
+        self._replaced: list[list[tuple[Any, dict[str, Any]]]] = []
+        self._iter = Subscription(DataLoader, "__iter__", self)
+
+    def attach(self) -> None:
+        self._iter.attach()
+
+    def remove(self) -> None:
+        self._iter.remove()
+        self._includes = do_nothing  # The original function may refer to the timer.
+
+    # Listener of `DataLoader.__iter__`, see `Calls`
+
+    def on_call_start(self, loader: Any, *_: Any, **__: Any) -> bool:
+        if not self._includes(loader):
+            return False
+        attributes = vars(loader)
+        if loader.num_workers:
+            report_missing(*FETCHERS)
+            worker_stages = [*_stages_of(loader)][1:]  # The sampler runs in the main process.
+            workers = self._add_loader(LoaderWorkers(loader.num_workers, *worker_stages))
+            user_init = attributes.get("worker_init_fn")
+            originals: list[tuple[Any, dict[str, Any]]] = [
+                (loader, {"worker_init_fn": _original(user_init)})
+            ]
+            self._replaced.append(originals)
+            attributes["worker_init_fn"] = workers.init(user_init)
+            if loader.pin_memory and (found := pin_loop()) is not None:
+                module, name = found
+                loop = getattr(module, name)
+                originals.append((module, {name: unwrap(loop)}))
+                setattr(module, name, workers.timed_pin_loop(loop))
+            return True
+        sampler_name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        sampler, collate = attributes.get(sampler_name), attributes.get("collate_fn")
+        if sampler is None or not callable(collate):
+            return False  # A subclass of `DataLoader` stores these objects elsewhere.
+        sums = self._add_loader(LoaderStages(*_stages_of(loader)))
+        stages = _Stages(sampler, collate, self._now_ns, sums)
+        restored = {sampler_name: _original(sampler), "collate_fn": _original(collate)}
+        self._replaced.append([(loader, restored)])
+        attributes.update({sampler_name: stages, "collate_fn": stages.collate})
+        return True
+
+    def on_call_end(self, _: Any) -> None:
+        if self._replaced:  # It is empty if Ctrl-C interrupted `on_call_start`.
+            for owner, originals in self._replaced.pop():
+                vars(owner).update(originals)
+
+
+class _Stages:
+    """Replacement for a loader's sampler. Its method `collate` replaces `collate_fn`."""
+
+    def __init__(
+        self, indices: Any, collate: Any, now_ns: Callable[[], int], sums: LoaderStages
+    ) -> None:
+        self.indices, self.collate_fn = indices, collate
+        self._now_ns, self._sums = now_ns, sums
+        self._sampler_ns = 0  # Time in the sampler for the current batch.
+        self._indices_ready_ns = 0  # Host time when the sampler returned its indices.
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        now_ns = self._now_ns
+        self._sums.start_iterator()
+        start_ns = now_ns()
+        for index in self.indices:
+            self._indices_ready_ns = now_ns()
+            self._sampler_ns = self._indices_ready_ns - start_ns
+            yield index
+            start_ns = now_ns()
+        self._sums.end_iterator()
+
+    def collate(self, examples: Any) -> Any:
+        start_ns = self._now_ns()
+        collated = self.collate_fn(examples)
+        end_ns = self._now_ns()
+        # The loader reads the dataset between the sampler and `collate_fn`.
+        dataset_ns = start_ns - self._indices_ready_ns
+        self._sums.add(self._sampler_ns, dataset_ns, end_ns - start_ns)
+        return collated
+
+
+def _original(value: Any) -> Any:
+    """Return an attribute of a loader without the replacements of timers.
+
+    Several timers may time a loader. The first to replace an attribute is also the first to restore
+    it, so each restores the original. No timer blames the replacements of another.
+    """
+    while True:
+        if isinstance(value, _Stages):
+            value = value.indices
+        elif isinstance(stages := getattr(value, "__self__", None), _Stages):
+            value = stages.collate_fn
+        elif isinstance(value, partial) and value.func is _init_worker:
+            value = value.args[2]
+        else:
+            return value
+
+
+def _source_of(function: Any) -> Source | None:
+    """Return where a function or method is defined; None if that is unknown."""
+    found = definition_of(function)
+    if found is None:
+        return None
+    file, line, name = found
+    return Source(file, line, line, short_name(name))
+
+
+def _stages_of(loader: Any) -> Iterator[Stage]:
+    """Yield the sampler, the dataset and `collate_fn` of a loader, with the function of each."""
+    sampler, collate = _original(loader.batch_sampler), _original(loader.collate_fn)
+    if sampler is None or type(sampler).__module__.partition(".")[0] == "torch":
+        # The batch samplers of torch only group the indices that the sampler yields.
+        sampler = _original(loader.sampler)
+    yield Stage(SAMPLER, type(sampler).__name__, _source_of(type(sampler).__iter__))
+    dataset = dataset_of(loader)
+    kind = type(dataset)
+    if isinstance(dataset, IterableDataset):
+        method = "__iter__"
+    else:
+        method = "__getitems__" if hasattr(kind, "__getitems__") else "__getitem__"
+    yield Stage(DATASET, f"{kind.__name__}.{method}", _source_of(getattr(kind, method, None)))
+    # The transformers Trainer wraps its collator to remove columns.
+    collate = getattr(collate, "data_collator", collate)
+    is_function = hasattr(collate, "__qualname__")
+    name = short_name(collate.__qualname__) if is_function else type(collate).__name__
+    yield Stage(COLLATE, name, _source_of(collate if is_function else type(collate).__call__))
+
+
+# In a worker
+
+
+def _init_worker(
+    times: Tensor,
+    lines: Tensor,
+    user_init: Callable[[int], object] | None,
+    iter_ns: int,
+    worker: int,
+) -> None:
+    """Start to time the batches of this worker, then call the user's `worker_init_fn`.
+
+    Args:
+        times: Shared memory with a row of `FIELDS` numbers per worker.
+        lines: Shared memory with a row of bytes per worker, for the lines that take its time.
+        user_init: The user's `worker_init_fn`, or None.
+        iter_ns: Creation time of the loader's iterator (`time.perf_counter_ns`).
+        worker: Number of the worker.
+    """
+    with contextlib.suppress(Exception):  # Training continues, without times.
+        row, line_row = (memoryview(shared.numpy()[worker]) for shared in (times, lines))
+        timer = WorkerTimer(row, iter_ns, lines=line_row)
+        # The method `fetch` of torch's fetchers makes a batch.
+        for kind in fetcher_classes():
+            type.__setattr__(kind, "fetch", timed_fetch(kind, timer))
+    if user_init is not None:
+        user_init(worker)
+
+
+def timed_fetch(kind: type, timer: "WorkerTimer") -> Callable[[Any, Any], Any]:
+    """Return a fetcher class's method `fetch`, wrapped to time the batches that a worker makes."""
+    fetch = kind.fetch  # type: ignore[attr-defined]
+
+    def timed(fetcher: Any, indices: Any) -> Any:
+        # The dataset may itself iterate over loaders, which have other fetchers: time only the
+        # fetcher of this worker.
+        if fetcher is not timer.fetcher:
+            info = get_worker_info()
+            if info is None or fetcher.dataset is not info.dataset:
+                return fetch(fetcher, indices)
+            timer.follow(fetcher)
+        try:
+            timer.start(indices)
+        except Exception:  # Never break the loader.
+            return fetch(fetcher, indices)
+        try:
+            batch = fetch(fetcher, indices)
+        except BaseException:  # An iterable dataset has ended, or the dataset raised an error.
+            timer.stop()
+            raise
+        with contextlib.suppress(Exception):
+            timer.end(batch)
+        return batch
+
+    return timed
+
+
+class WorkerTimer:
+    """Time the batches of a worker.
+
+    Args:
+        row: The worker's row of the shared memory.
+        iter_ns: Creation time of the loader's iterator (in nanoseconds).
+        now_ns: Clock that all processes of a machine share.
+        cpu_ns: CPU time of this thread (in nanoseconds).
+        lines: The worker's bytes of the shared memory for lines; None to time no lines.
+    """
+
+    def __init__(
+        self,
+        row: Any,
+        iter_ns: int,
+        now_ns: Callable[[], int] = time.perf_counter_ns,
+        cpu_ns: Callable[[], int] = time.thread_time_ns,
+        lines: Any = None,
+    ) -> None:
+        self.fetcher: Any = None
+        """Fetcher whose batches are timed; None before the first batch."""
+        self._row, self._now_ns, self._cpu_ns = row, now_ns, cpu_ns
+        # Timed dataset; None for a dataset that is not read one sample at a time.
+        self._samples: _TimedSamples | None = None
+        self._last_end_ns = 0  # End of the previous batch; 0 if the time since is not counted.
+        self._start_ns = 0  # Start of the current batch.
+        self._collate_ns = 0  # Time in `collate_fn` for the current batch.
+        # Last read of the CPU time and of the time without a core. The next read comes early, for
+        # short runs.
+        self._read_cpu_ns, self._read_delay_ns = cpu_ns(), _run_delay_ns()
+        self._cpu_read_due_ns = now_ns() + _CPU_INTERVAL_NS // 10
+        self._iter_ns = iter_ns  # 0 after the first batch.
+        self._shared_lines = lines
+        self._lines = None if lines is None else OutsideLines(now_ns)
+        row[PID] = os.getpid()
+
+    def follow(self, fetcher: Any) -> None:
+        """Time the batches of a fetcher from now on."""
+        self.fetcher = fetcher
+        # Persistent workers get a new fetcher in each epoch. Do not count the time between epochs.
+        self._last_end_ns = 0
+        collate, now_ns = fetcher.collate_fn, self._now_ns
+
+        def timed_collate(samples: Any) -> Any:
+            start_ns = now_ns()
+            collated = collate(samples)
+            self._collate_ns += now_ns() - start_ns
+            return collated
+
+        vars(fetcher)["collate_fn"] = timed_collate
+        dataset = fetcher.dataset
+        gets_items = fetcher.auto_collation and hasattr(type(dataset), "__getitem__")
+        if gets_items and not getattr(dataset, "__getitems__", None):
+            self._samples = _TimedSamples(dataset, now_ns)
+
+    def start(self, indices: Any) -> None:
+        """Start a batch of the samples with these indices."""
+        row, samples = self._row, self._samples
+        n = row[BATCHES]
+        if samples is not None and n:
+            # A batch sampler may yield iterators, which have no length.
+            size = len(indices) if isinstance(indices, Sized) else 1
+            if row[DATASET_NS] / n >= _MIN_SAMPLE_NS * size:
+                vars(self.fetcher)["dataset"] = samples  # Time each sample from now on.
+        self._collate_ns = 0
+        if self._lines is not None and n >= _FIRST_EXAMINED:
+            self._lines.switch_to(WORKERS)
+        start_ns = self._start_ns = row[BUSY_SINCE] = self._now_ns()
+        if self._last_end_ns:
+            row[WAIT_NS] += start_ns - self._last_end_ns
+
+    def stop(self) -> None:
+        """Drop a batch whose fetch raised."""
+        if self._lines is not None:
+            self._lines.switch_to("")
+        self._row[BUSY_SINCE] = 0
+        self._last_end_ns = 0
+
+    def end(self, batch: Any) -> None:
+        """Add the times of a batch to the worker's row."""
+        row, end_ns = self._row, self._now_ns()
+        if self._lines is not None and row[BATCHES] >= _FIRST_EXAMINED:
+            self._lines.switch_to("")
+            if len(self._lines.occurrences) >= _EXAMINED:
+                self._report_lines(self._lines)
+        start_ns, collate_ns = self._start_ns, self._collate_ns
+        batch_ns = end_ns - start_ns
+        self._last_end_ns = end_ns
+        row[BUSY_SINCE] = 0
+        n = row[BATCHES] = row[BATCHES] + 1
+        row[DATASET_NS] += batch_ns - collate_ns
+        row[COLLATE_NS] += collate_ns
+        if self._iter_ns:
+            row[STARTS] += 1
+            row[STARTUP_NS] += end_ns - self._iter_ns
+            self._iter_ns = 0
+        slowest_index = -1 if self._samples is None else self._samples.take_slowest()
+        if n <= len(CHECKSUMS):
+            row[CHECKSUMS[n - 1]] = _checksum(batch)
+        mean_ns = (row[DATASET_NS] + row[COLLATE_NS]) / n
+        if batch_ns > _LONG_FACTOR * mean_ns:
+            row[LONG_BATCHES] += 1
+            row[LONG_NS] += batch_ns
+        if batch_ns > row[MAX_NS]:
+            row[MAX_NS], row[SLOWEST_INDEX] = batch_ns, slowest_index
+        # Overwrite the oldest batch in the ring buffer.
+        first_field = NEWEST + 1 + RING_FIELDS * (row[NEWEST] % RING)
+        for field, value in enumerate((start_ns, end_ns, collate_ns, slowest_index), first_field):
+            row[field] = value
+        row[NEWEST] += 1
+        if end_ns >= self._cpu_read_due_ns:
+            # Rarely, because a read takes microseconds.
+            cpu_ns, delay_ns = self._cpu_ns(), _run_delay_ns()
+            row[CPU_NS] += cpu_ns - self._read_cpu_ns
+            row[RUN_DELAY_NS] += delay_ns - self._read_delay_ns
+            # Time of the batches that the CPU time covers.
+            row[OBSERVED_NS] = row[DATASET_NS] + row[COLLATE_NS]
+            row[ELAPSED_NS] = row[OBSERVED_NS] + row[WAIT_NS]
+            self._read_cpu_ns, self._read_delay_ns = cpu_ns, delay_ns
+            self._cpu_read_due_ns = end_ns + _CPU_INTERVAL_NS
+
+    def _report_lines(self, lines: OutsideLines) -> None:
+        """Write the lines with most of the time to the shared memory, as JSON."""
+        self._lines = None
+        rows = line_rows(lines.occurrences, trainer="", entry=WORKERS)
+        # Forked workers start below the line that has created the iterator.
+        base = {(file, name) for file, name, _ in lines.occurrences[0].base}
+        named = [row for row in rows if row.file and (row.file, row.function) not in base]
+        found = [
+            (row.function, row.file, row.line, row.last_line, row.ms) for row in named[:_MAX_LINES]
+        ]
+        text = json.dumps(found).encode()
+        if len(text) < len(self._shared_lines):
+            # Overwrite all of the text of an earlier worker.
+            self._shared_lines[:] = text.ljust(len(self._shared_lines), b"\0")
+
+
+class _TimedSamples:
+    """Replacement for the dataset of a fetcher, which finds the slowest sample of a batch."""
+
+    def __init__(self, dataset: Any, now_ns: Callable[[], int]) -> None:
+        self._dataset, self._now_ns = dataset, now_ns
+        self._slowest_ns = 0
+        self._slowest_index: Any = None
+
+    def __getitem__(self, index: Any) -> Any:
+        start_ns = self._now_ns()
+        sample = self._dataset[index]
+        ns = self._now_ns() - start_ns
+        if ns > self._slowest_ns:
+            self._slowest_ns, self._slowest_index = ns, index
+        return sample
+
+    def take_slowest(self) -> int:
+        """Return the index of the slowest sample since the last call; -1 if unknown."""
+        index = self._slowest_index
+        self._slowest_ns, self._slowest_index = 0, None
+        return int(index) if isinstance(index, int | Tensor) else -1
+
+
+def _run_delay_ns() -> int:
+    """Return how long this thread has waited for a core (in nanoseconds); 0 if unknown."""
+    times = core_times(get_native_id())
+    return 0 if times is None else times[1]
+
+
+def _checksum(batch: Any) -> int:
+    """Return a checksum of the tensors of a batch; 0 if all of them are constant."""
+    checksum = 0
+    for tensor in _tensors_of(batch):
+        with contextlib.suppress(Exception):  # A sparse tensor, for example, has no view.
+            data = tensor.detach().cpu().contiguous().view(-1)[:_MAX_CHECKED_VALUES]
+            # Skip constant tensors, because they are the same in different batches.
+            if data.numel() > 1 and bool((data != data[0]).any()):
+                # NumPy has no bfloat16, so pass bytes.
+                checksum = zlib.crc32(data.view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum
+
+
+def _tensors_of(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for part in batch.values():
+            yield from _tensors_of(part)
+    elif isinstance(batch, list | tuple):
+        for part in batch[:8]:
+            yield from _tensors_of(part)
+
+
+# Times of the workers, in the main process
+
+
+class LoaderWorkers:
+    """Times of the workers of a loader, for the main process.
+
+    Args:
+        num_workers: Number of workers.
+        stages: Two stages: the dataset and `collate_fn`.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        *stages: Stage,
+        now_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self.num_workers, self.stages, self._now_ns = num_workers, stages, now_ns
+        self._times = torch.zeros((num_workers, FIELDS), dtype=torch.int64).share_memory_()
+        self._lines = torch.zeros((num_workers, _MAX_LINE_BYTES), dtype=torch.uint8).share_memory_()
+        self._looks = 0  # Number of times that a busy worker was looked at.
+        self._locked = 0  # Number of times that it was waiting for a lock.
+        self._pin_ns = self._pinned = 0  # Time and number of the copies to pinned memory.
+
+    def init(self, user_init: Callable[[int], object] | None) -> Callable[[int], None]:
+        """Return a replacement for `worker_init_fn`, for workers that start now."""
+        return partial(_init_worker, self._times, self._lines, user_init, time.perf_counter_ns())
+
+    @property
+    def pin_ms(self) -> float | None:
+        """Mean time to copy a batch to pinned memory (in milliseconds); None without a copy."""
+        return self._pin_ns / self._pinned / 1e6 if self._pinned else None
+
+    def timed_pin_loop(self, loop: Callable[..., None]) -> Callable[..., None]:
+        """Wrap the main loop of a pin-memory thread, to time its copies.
+
+        The thread takes a batch from a queue, copies it, and puts it into another queue. So the
+        time between the two calls is the time of the copy. Each epoch has a new thread.
+        """
+
+        @wraps(loop)
+        def timed_loop(batches: Any, pinned: Any, *args: Any, **kwargs: Any) -> None:
+            start_ns = 0
+
+            def get(*args: Any, **kwargs: Any) -> Any:
+                nonlocal start_ns
+                batch = batches.get(*args, **kwargs)
+                start_ns = self._now_ns()
+                return batch
+
+            def put(*args: Any, **kwargs: Any) -> None:
+                nonlocal start_ns
+                if start_ns:  # It is 0 if the queue was full and the thread calls `put` again.
+                    self._pin_ns += self._now_ns() - start_ns
+                    self._pinned += 1
+                    start_ns = 0
+                pinned.put(*args, **kwargs)
+
+            loop(SimpleNamespace(get=get), SimpleNamespace(put=put), *args, **kwargs)
+
+        return timed_loop
+
+    def look(self) -> None:
+        """Count the workers that are making a batch now, and those that wait for a lock in it."""
+        if self._looks >= _MAX_LOOKS:
+            return
+        for row in self._times.numpy():
+            if row[BUSY_SINCE]:
+                with contextlib.suppress(OSError, IndexError):
+                    call = Path(f"/proc/{row[PID]}/syscall").read_text().split()[0]
+                    self._looks += 1
+                    self._locked += int(call in _LOCKS)
+
+    def times(self) -> LoaderTimes | None:
+        """Return the times so far; None if no batch was made."""
+        dataset, collate = (stage.name for stage in self.stages)
+        rows = self._times.tolist()
+        looks = self._looks, self._locked
+        return loader_times(rows, dataset, collate, looks, self.pin_ms)
+
+    def lines(self) -> tuple[LineRow, ...]:
+        """Return the lines that take the time of a batch, the longest first."""
+        texts = [bytes(row).rstrip(b"\0") for row in self._lines.numpy()]
+        found = []
+        for text in filter(None, texts):
+            with contextlib.suppress(ValueError):  # A worker is writing it.
+                found.append(json.loads(text))
+        ms: dict[tuple[str, str, int, int], float] = {}
+        for function, file, first, last, line_ms in (row for rows in found for row in rows):
+            key = function, file, first, last
+            ms[key] = ms.get(key, 0.0) + line_ms / len(found)
+        rows = [
+            LineRow(*line, phases={WORKERS: PhasePart(host_ms=line_ms)}, entry=WORKERS)
+            for line, line_ms in ms.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: -row.ms))
+
+    def newest_batches(self) -> Iterator[MadeBatch]:
+        """Yield the newest batches of each worker."""
+        return newest_batches(self._times.tolist())
+
+    def culprits(self) -> Iterator[Culprit]:
+        if (times := self.times()) is not None:
+            n = times.batches
+            for stage, name in zip(self.stages, ("dataset_ms", "collate_ms"), strict=True):
+                yield Culprit(
+                    entry=FETCH,
+                    name=stage.name,
+                    seconds=n * times.mean(name) / 1e3,
+                    calls=n,
+                    share=times.mean(name) / (times.mean("busy_ms") or 1.0),
+                    source=stage.source,
+                    kind=stage.kind,
+                )
+
+
+def newest_batches(rows: Sequence[Sequence[int]]) -> Iterator[MadeBatch]:
+    """Yield the newest batches of each worker, from their rows of shared memory."""
+    for worker, row in enumerate(rows):
+        for i in range(min(row[NEWEST], RING)):
+            start = NEWEST + 1 + i * RING_FIELDS
+            yield MadeBatch(worker, *row[start : start + RING_FIELDS])
+
+
+def loader_times(
+    rows: Sequence[Sequence[int]],
+    dataset: str,
+    collate: str,
+    looks: tuple[int, int],
+    pin_ms: float | None = None,
+) -> LoaderTimes | None:
+    """Return the times of a loader's workers; None if they made no batch.
+
+    Args:
+        rows: The workers' rows of shared memory.
+        dataset: Name of the dataset's class and method.
+        collate: Name of the collate function.
+        looks: Number of reads of /proc while a worker made a batch, and number of these reads that
+            found the worker waiting for a lock.
+        pin_ms: Time of the pin-memory thread per batch (in milliseconds); None if unknown.
+    """
+    used = [row for row in rows if row[BATCHES]]
+    if not used:
+        return None
+
+    def total(column: int) -> int:
+        return sum(row[column] for row in used)
+
+    observed_ns, elapsed_ns = total(OBSERVED_NS), total(ELAPSED_NS)
+    busy_ns = total(DATASET_NS) + total(COLLATE_NS)
+    slowest = max(range(len(rows)), key=lambda worker: rows[worker][MAX_NS])
+    index = int(rows[slowest][SLOWEST_INDEX])
+    workers = []
+    for row in rows:
+        n = int(row[BATCHES])
+        newest_ns = [batch.end_ns - batch.start_ns for batch in newest_batches([row])]
+        dataset_ms, collate_ms, wait_ms = (
+            row[column] / (n or 1) / 1e6 for column in (DATASET_NS, COLLATE_NS, WAIT_NS)
+        )
+        newest_ms = fmean(newest_ns) / 1e6 if newest_ns else 0.0
+        workers.append(
+            WorkerTimes(n, dataset_ms, collate_ms, wait_ms, newest_ms)
+            if n
+            else WorkerTimes(0, 0.0, 0.0, 0.0)
+        )
+    checksums = {tuple(row[column] for column in CHECKSUMS) for row in used}
+    busy_looks, locked_looks = looks
+    return LoaderTimes(
+        dataset,
+        collate,
+        workers=tuple(workers),
+        cpu_share=min(total(CPU_NS) / observed_ns, 1.0) if observed_ns else None,
+        lock_share=locked_looks / busy_looks if busy_looks >= _MIN_LOOKS else None,
+        run_delay_share=min(total(RUN_DELAY_NS) / elapsed_ns, 1.0) if elapsed_ns else None,
+        startup_s=total(STARTUP_NS) / max(total(STARTS), 1) / 1e9,
+        starts=max(row[STARTS] for row in used),
+        long_batches=int(total(LONG_BATCHES)),
+        long_share=total(LONG_NS) / busy_ns if busy_ns else 0.0,
+        slowest_ms=rows[slowest][MAX_NS] / 1e6,
+        slowest_worker=slowest,
+        slowest_index=index if index >= 0 else None,
+        # A checksum of 0 is unknown, so it does not show a repeat.
+        repeats=len(used) > 1 and len(checksums) == 1 and all(next(iter(checksums))),
+        pin_ms=pin_ms,
+    )
