@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning_gputime as package  # Imports torch only when a name is used.
 from lightning_gputime._auto_instrumentation import command
-from lightning_gputime._tuning import command as tuning
 
 if TYPE_CHECKING:
     from lightning_gputime._output.table import Tabular
@@ -52,6 +51,15 @@ side several times, alternately, as bench does.
 _REPORT = """\
 Make one page of a run, or of two side by side, to send to others: it needs no network and no other
 file. Needs bokeh: python -m pip install bokeh.
+"""
+_TUNE = """\
+Run a script with a timer, try the changes that its advice suggests, and keep those that
+measurably speed it up. The script is not edited: tune applies one change at a time from outside,
+and alternates runs with and without it. Each run ends after --steps updates. The script
+writes its checkpoints and logs in every run.
+
+  tune train.py --its --args
+  tune --budget 30m --steps 500 --allow-numerics train.py
 """
 _CODES = """\
 exit code: 0, passed: nothing exceeds its bound of --fail-above, or no bound was given;
@@ -124,9 +132,19 @@ def _new_parser() -> argparse.ArgumentParser:
     _add_bounds(bench)
     bench.add_argument("--markdown", action="store_true", help=markdown)
 
-    tune = new("tune", help="try the advice, and measure its effect", description=tuning.ABOUT)
+    tune = new("tune", help="try the advice, and measure its effect", description=_TUNE)
     tune.set_defaults(command=_tune)
-    tuning.add_arguments(tune)
+    tune.allow_abbrev = False  # Unknown options may be the script's.
+    budget = "time for all runs, as 90s, 15m or 1h; a number alone is in minutes (default: 15m)"
+    tune.add_argument("--budget", type=_seconds, default=900.0, help=budget)
+    tune.add_argument("--steps", type=int, default=300, help="updates per run (default: 300)")
+    numerics = "also try bfloat16 and torch.compile"
+    tune.add_argument("--allow-numerics", action="store_true", help=numerics)
+    tune.add_argument("--json", action="store_true", help="print JSON")
+    folder = "new folder for the runs (default: a temporary folder)"
+    tune.add_argument("-o", "--out", help=folder)
+    script = "the script and its arguments"
+    tune.add_argument("script", nargs=argparse.REMAINDER, help=script)
 
     report = new("report", help="make a page of a run, or of two", description=_REPORT)
     report.set_defaults(command=_report)
@@ -158,6 +176,13 @@ def _bound(text: str) -> tuple[float, str]:
             f"must be a percentage such as 2%, or with a phase loss:5%, got {text!r}"
         )
     return float(found[2]) / 100, found[1] or ""
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"must be a time such as 90s, 15m or 1h, got {text!r}")
+    return float(found[1]) * {"": 60, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -244,7 +269,9 @@ def _show_comparison(found: "package.RunComparison", args: argparse.Namespace) -
 
 
 def _tune(args: argparse.Namespace) -> int:
-    found = tuning.tune(args)
+    from lightning_gputime._tuning.tuning import tune  # Imports torch.
+
+    found = tune(args)
     _print(json.dumps(found.to_dict(), indent=2, allow_nan=False) if args.json else found)
     return SUCCEEDED
 

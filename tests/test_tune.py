@@ -1,6 +1,5 @@
 """`tune`, which keeps the changes that alternating runs prove to be faster."""
 
-import argparse
 import itertools
 import json
 import math
@@ -14,12 +13,20 @@ from typing import Any
 
 import pytest
 
+from lightning_gputime.__main__ import _new_parser
 from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, TimeBreakdown
-from lightning_gputime._tuning.change import LIGHTNING, LOADER, TRANSFORMERS, Change, Report
-from lightning_gputime._tuning.changes import PROPOSALS
-from lightning_gputime._tuning.command import add_arguments
-from lightning_gputime._tuning.trials import Parity, Result, RunError, Script, SpeedUp
-from lightning_gputime._tuning.tuning import Tuning
+from lightning_gputime._tuning.child import LIGHTNING, LOADER, TRANSFORMERS
+from lightning_gputime._tuning.tuning import (
+    Change,
+    Parity,
+    Report,
+    Result,
+    RunError,
+    Script,
+    SpeedUp,
+    Tuning,
+    propose,
+)
 
 REPORT = Report(
     sites={LOADER: ["train.py:7", "train.py:9"], "torch.optim:Adam": ["train.py:5"]},
@@ -40,10 +47,6 @@ def setting(name: str) -> Advice:
 PINNED = Advice("pin_memory", "", {"now": False, "suggested": True})
 PRECISION, BENCHMARK = setting("float32_matmul_precision"), setting("cudnn.benchmark")
 LOG, COMPILE = Advice("log_less", ""), Advice("compile", "")
-
-
-def changes_of(advice: Advice, report: Report) -> list[Change]:
-    return [change for propose in PROPOSALS for change in propose(advice, report)]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,7 @@ def changes_of(advice: Advice, report: Report) -> list[Change]:
 )
 def test_tuning_proposes_changes_for_advice(advice: Advice, target: str, codes: list[str]) -> None:
     report = Report({target: ["train.py:1"]} if target else {}, loader=REPORT.loader)
-    assert [change.code for change in changes_of(advice, report)] == codes
+    assert [change.code for change in propose(advice, report)] == codes
 
 
 @pytest.mark.parametrize(("now", "more"), [(0, [4]), (2, [4]), (4, [6]), (6, [])])
@@ -78,7 +81,7 @@ def test_proposed_workers_are_limited_by_the_cores(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(6)})
     report = Report(loader={"num_workers": now, "persistent_workers": True})
-    changes = changes_of(Advice("iterate_over_steps", ""), report)
+    changes = propose(Advice("iterate_over_steps", ""), report)
     assert [change.arguments for change in changes] == [{"num_workers": n} for n in more]
 
 
@@ -286,9 +289,7 @@ def test_tuning_without_a_budget_tries_nothing() -> None:
     ("text", "seconds"), [("90s", 90), ("15m", 900), ("1h", 3600), ("2", 120), ("0.5h", 1800)]
 )
 def test_budget_is_parsed_as_a_time(text: str, seconds: float) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    args = parser.parse_args(["--budget", text, "train.py", "--lr", "1"])
+    args = _new_parser().parse_args(["tune", "--budget", text, "train.py", "--lr", "1"])
     assert (args.budget, args.script) == (seconds, ["train.py", "--lr", "1"])
 
 

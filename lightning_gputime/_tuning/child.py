@@ -5,11 +5,9 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,16 +16,11 @@ from torch.utils.data import DataLoader
 
 from lightning_gputime._auto_instrumentation import TUNE
 from lightning_gputime._compat.user_code import running_line
-from lightning_gputime._tuning.change import LIGHTNING, LOADER, TRANSFORMERS
 
+LOADER = "torch.utils.data:DataLoader"
+LIGHTNING = "lightning.pytorch:Trainer"
+TRANSFORMERS = "transformers:TrainingArguments"
 _OPTIONS = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
-
-
-class _Loader(NamedTuple):
-    """A loader that was iterated. Its options are copied, because the loader may be temporary."""
-
-    site: str = ""  # Place where it was constructed; empty if unknown.
-    options: Mapping[str, Any] = MappingProxyType({})
 
 
 class TunedProcess:
@@ -40,14 +33,12 @@ class TunedProcess:
     """
 
     def __init__(self, orders: dict[str, Any]) -> None:
-        self._changes = orders["changes"]
-        self._max_updates: int = orders["steps"]
-        self._report: str = orders["report"]
-        self._loader_site: str = orders["loader_site"]
+        self._orders, self._changes = orders, orders["changes"]
         self._sites: dict[str, list[str]] = {}
         self._site_of = WeakKeyDictionary[Any, str]()
-        self._newest_loader = _Loader()
-        self._training_loader = _Loader()
+        # Sites and options of two loaders. Copied, because a loader may be temporary.
+        self._newest_loader: tuple[str, dict[str, Any]] = ("", {})
+        self._training_loader = self._newest_loader
         self._losses: list[torch.Tensor] = []
         # Ids of objects under construction. The patched `__init__` of a derived class may call the
         # patched `__init__` of its base class for the same object.
@@ -59,17 +50,32 @@ class TunedProcess:
     def start(self) -> None:
         """Patch torch. Call once it is imported."""
         self._patch(LOADER, DataLoader)
-        _replace(DataLoader, "__iter__", self._watched_iter(DataLoader.__iter__))
         for name, kind in vars(torch.optim).items():
             if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
                 self._patch(f"torch.optim:{name}", kind)
-        _replace(torch.autograd, "backward", self._watched_backward(torch.autograd.backward))
+        iterate, backward = DataLoader.__iter__, torch.autograd.backward
+
+        @functools.wraps(iterate)
+        def watched_iter(loader: Any) -> Any:
+            options = {name: getattr(loader, name) for name in _OPTIONS}
+            self._newest_loader = self._site_of.get(loader, ""), options
+            return iterate(loader)
+
+        @functools.wraps(backward)
+        def watched_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
+                self._losses.append(tensors.detach().clone())
+            return backward(tensors, *args, **kwargs)
+
+        loader: Any = DataLoader
+        loader.__iter__ = watched_iter
+        torch.autograd.backward = watched_backward
         register_optimizer_step_post_hook(self._end_update)
         for change in self._changes:
             if value := change["settings"].get("float32_matmul_precision"):
                 torch.set_float32_matmul_precision(value)
             if change["settings"].get("cudnn.benchmark"):
-                _replace(torch.backends.cudnn, "benchmark", True)
+                torch.backends.cudnn.benchmark = True
             if change["settings"]:
                 self._applied.add(change["code"])
         # Report only from the process whose run is saved.
@@ -80,8 +86,15 @@ class TunedProcess:
         """Patch Lightning's Trainer. Call once it is imported."""
         trainer: Any = sys.modules["lightning.pytorch"].Trainer
         self._patch(LIGHTNING, trainer)
-        if any(change["settings"].get("compile") for change in self._changes):
-            _replace(trainer, "fit", _compiling(trainer.fit))
+        if not any(change["settings"].get("compile") for change in self._changes):
+            return
+        fit = trainer.fit
+
+        @functools.wraps(fit)
+        def compiling(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            return fit(trainer, torch.compile(model), *args, **kwargs)
+
+        trainer.fit = compiling
 
     def patch_transformers(self) -> None:
         """Patch `TrainingArguments` of transformers. Call once they are imported."""
@@ -94,7 +107,7 @@ class TunedProcess:
             vars(instance).update(self._new_arguments(TRANSFORMERS, self._add_site(TRANSFORMERS)))
             post_init(instance)
 
-        _replace(kind, "__post_init__", patched)
+        kind.__post_init__ = patched
 
     def _patch(self, target: str, kind: Any) -> None:
         """Patch a class to record where it is constructed, and to replace arguments."""
@@ -119,7 +132,7 @@ class TunedProcess:
             finally:
                 self._under_construction.discard(id(instance))
 
-        _replace(kind, "__init__", patched)
+        kind.__init__ = patched
 
     def _add_site(self, target: str) -> str:
         """Record the line of the script that constructs an object of the target; return it."""
@@ -132,31 +145,14 @@ class TunedProcess:
 
     def _new_arguments(self, target: str, site: str) -> dict[str, Any]:
         """Return the arguments that replace those of the script, and record their changes."""
-        is_other_loader = target == LOADER and self._loader_site not in ("", site)
         found: dict[str, Any] = {}
+        if target == LOADER and self._orders["loader_site"] not in ("", site):
+            return found
         for change in self._changes:
-            if change["target"] == target and not is_other_loader:
+            if change["target"] == target:
                 found |= change["arguments"]
                 self._applied.add(change["code"])
         return found
-
-    def _watched_iter(self, iterate: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(iterate)
-        def watched(loader: Any) -> Any:
-            options = {name: getattr(loader, name) for name in _OPTIONS}
-            self._newest_loader = _Loader(self._site_of.get(loader, ""), options)
-            return iterate(loader)
-
-        return watched
-
-    def _watched_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(backward)
-        def watched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
-                self._losses.append(tensors.detach().clone())
-            return backward(tensors, *args, **kwargs)
-
-        return watched
 
     def _end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._optimizer is None:
@@ -164,33 +160,22 @@ class TunedProcess:
             self._training_loader = self._newest_loader  # It has fetched the first batch.
         if optimizer is self._optimizer:
             self._updates += 1
-            if self._updates == self._max_updates:
+            if self._updates == self._orders["steps"]:
                 raise SystemExit(0)  # Let the script clean up, as at its normal end.
 
     def _write_report(self) -> None:
         if not self._updates:  # A launcher, or a worker of a loader.
             return
+        site, options = self._training_loader
         report = {
             "sites": self._sites,
-            "loader_site": self._training_loader.site,
-            "loader": dict(self._training_loader.options),
+            "loader_site": site,
+            "loader": options,
             "applied": sorted(self._applied),
             "losses": [float(loss) for loss in self._losses],
             "steps": self._updates,
         }
-        Path(self._report).write_text(json.dumps(report))
-
-
-def _replace(owner: Any, name: str, value: Any) -> None:
-    setattr(owner, name, value)
-
-
-def _compiling(fit: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fit)
-    def compiled(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return fit(trainer, torch.compile(model), *args, **kwargs)
-
-    return compiled
+        Path(self._orders["report"]).write_text(json.dumps(report))
 
 
 @functools.cache

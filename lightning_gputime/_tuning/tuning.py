@@ -1,31 +1,356 @@
-"""Trials of changes, one after another, and their table."""
+"""Changes that the advice suggests, and the alternating runs that show their effect.
 
+`child` applies a change inside the script's process. The advice itself belongs to `_diagnosis`. A
+change that cannot be applied from outside stays advice.
+"""
+
+import argparse
+import json
 import math
+import os
 import shlex
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
+
+from lightning_gputime._auto_instrumentation import TUNE
+from lightning_gputime._diagnosis.diagnosis import Advice
 from lightning_gputime._measurement.plain import plain
 from lightning_gputime._measurement.units import duration
+from lightning_gputime._measurement.wall_clock import ONCE
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._runs.compare import compare_groups
-from lightning_gputime._tuning.change import Change
-from lightning_gputime._tuning.changes import PROPOSALS
-from lightning_gputime._tuning.trials import MIN_SPEED_UP, Result, RunError, Script, Trial
+from lightning_gputime._runs.estimates import quantile_of_t
+from lightning_gputime._runs.run import Run
+from lightning_gputime._runs.saved import load
+from lightning_gputime._tuning.child import LIGHTNING, LOADER, TRANSFORMERS
 
-_HEADER = ("change", "promised", "measured", "phase", "losses", "result", "where")
-_NOTHING = (
+Effect = Literal["none", "rounding", "random numbers", "numerics"]
+"""Effect of a change on the losses, which decides how far the mean loss may move.
+
+"none": no further than between runs without the change. "rounding": twice as far, or by 0.1 %.
+"random numbers": also by 3 standard errors. "numerics": any distance, so the change is tried only
+with `--allow-numerics`.
+"""
+
+_FIRST_WORKERS = 4  # Proposed number of workers of a loader that has none.
+_LOOKS = (3, 5, 8, 12)  # Numbers of pairs after which a trial may end.
+_CONFIDENCE = 1 - 0.01 / len(_LOOKS)  # Per look, so that at most 1 % of useless changes pass.
+_MIN_SPEED_UP = 1.01
+_MAX_DRIFT = 1e-3  # Relative difference of the mean loss that different rounding may cause.
+_RESERVE = 0.5  # Fraction of the remaining budget that a trial leaves to later trials.
+_MIN_PAIRS = 3  # Number of pairs of runs before a trial must respect the reserve.
+_MIN_STEPS = 50  # The first steps are warm-up.
+_NO_ADVICE = (
     "No advice on this training can be applied without editing the script. To read the advice, run"
     " `lightning-gputime show` on 001.json.gz in this folder"
 )
-_NEEDS_PERMISSION = "needs --allow-numerics"
-_RESERVE = 0.5  # Fraction of the remaining budget that a trial leaves to later trials.
-_MIN_PAIRS = 3  # Number of pairs of runs before a trial must respect the reserve.
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change that can be applied without editing the script."""
+
+    code: str  # Text to write into the script, such as "num_workers=4".
+    target: str = ""  # Class that gets the arguments, as "module:Class"; empty for none.
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)  # Global settings of torch.
+    effect: Effect = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Observations of the script's process in one run."""
+
+    # Places where objects of each target were constructed, as "file:line".
+    sites: Mapping[str, list[str]] = field(default_factory=dict)
+    loader_site: str = ""  # Place where the training loader was constructed; empty if unknown.
+    loader: Mapping[str, Any] = field(default_factory=dict)  # Its options; empty if unknown.
+    applied: list[str] = field(default_factory=list)  # Codes of the changes that were applied.
+    losses: list[float] = field(default_factory=list)  # Scalars on which backward was called.
+    steps: int = 0  # Number of updates of the first optimizer.
+
+    def where(self, change: Change) -> str:
+        """Return the place in the script where a change belongs; empty if it can go anywhere."""
+        if change.target == LOADER and self.loader_site:
+            return self.loader_site
+        return next(iter(self.sites.get(change.target, ())), "")
+
+
+# Lightning's default. Loggers then get fewer values.
+_LOG_LESS = {
+    LIGHTNING: Change("log_every_n_steps=50", LIGHTNING, {"log_every_n_steps": 50}),
+    TRANSFORMERS: Change("logging_steps=50", TRANSFORMERS, {"logging_steps": 50}),
+}
+_BF16 = {"precision": "bf16-mixed"}
+_COMPILE = "fit(torch.compile(model))"
+_HIGH = 'torch.set_float32_matmul_precision("high")'
+_BENCHMARK = "torch.backends.cudnn.benchmark = True"
+_CHANGES: Mapping[str, Mapping[str, Change]] = {
+    "log_less": _LOG_LESS,
+    "log_every_n_steps": _LOG_LESS,
+    "logging_steps": _LOG_LESS,
+    "precision": {
+        LIGHTNING: Change('precision="bf16-mixed"', LIGHTNING, _BF16, effect="numerics"),
+        TRANSFORMERS: Change("bf16=True", TRANSFORMERS, {"bf16": True}, effect="numerics"),
+    },
+    "compile": {
+        LIGHTNING: Change(_COMPILE, settings={"compile": True}, effect="numerics"),
+        TRANSFORMERS: Change(
+            "torch_compile=True", TRANSFORMERS, {"torch_compile": True}, effect="numerics"
+        ),
+    },
+    "float32_matmul_precision": {
+        "": Change(_HIGH, settings={"float32_matmul_precision": "high"}, effect="rounding")
+    },
+    "cudnn.benchmark": {
+        "": Change(_BENCHMARK, settings={"cudnn.benchmark": True}, effect="rounding")
+    },
+}
+"""Changes by the code of an advice or the setting that it names, then by the class that the script
+must construct; empty for none."""
+
+_LOADER_OPTIONS: Mapping[str, Effect] = {
+    "num_workers": "random numbers",  # Random transforms draw different numbers in other workers.
+    "persistent_workers": "random numbers",
+    "pin_memory": "none",
+    "prefetch_factor": "none",
+}
+_SLOW_LOADER = ("iterate_over_steps", "workers", "num_workers", "cheaper_transforms")
+"""Codes of advice for a slow loader. If it suggests no number, propose to double the workers."""
+
+
+def propose(advice: Advice, report: Report) -> Iterator[Change]:
+    """Yield the changes that a piece of advice on a run suggests."""
+    for kind, change in _CHANGES.get(advice.parameters.get("setting", advice.code), {}).items():
+        if not kind or kind in report.sites:
+            yield change
+    if advice.code == "fused":
+        name = str(advice.parameters["optimizer"]).rpartition(".")[2]
+        if (target := f"torch.optim:{name}") in report.sites:
+            yield Change(f"{name}(fused=True)", target, {"fused": True}, effect="rounding")
+    options: dict[str, Any] = {}
+    suggested = advice.parameters.get("suggested")
+    if advice.code in _LOADER_OPTIONS and suggested is not None:
+        options[advice.code] = suggested
+    if advice.code in _SLOW_LOADER and report.loader:
+        workers, cores = report.loader["num_workers"], len(os.sched_getaffinity(0))
+        if suggested is None and workers < cores:
+            options["num_workers"] = min(2 * workers or _FIRST_WORKERS, cores)
+        if workers and not report.loader["persistent_workers"]:
+            options["persistent_workers"] = True
+    # The transformers Trainer constructs its loader from `TrainingArguments`.
+    is_transformers = TRANSFORMERS in report.sites
+    target, prefix = (TRANSFORMERS, "dataloader_") if is_transformers else (LOADER, "")
+    for name, value in options.items():
+        option = f"{prefix}{name}"
+        yield Change(f"{option}={value}", target, {option: value}, effect=_LOADER_OPTIONS[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One run of the script: its saved run, and the report of its process."""
+
+    run: Run
+    report: Report
+
+    @property
+    def pace_s(self) -> float:
+        """Wall-clock time without entries that occur once, such as set-up (in seconds)."""
+        wall_clock = self.run.summary().wall_clock
+        assert wall_clock is not None
+        return sum(s for name, s in wall_clock.entries_s.items() if name not in ONCE)
+
+
+class RunError(Exception):
+    """The script failed, or trained nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """The script to tune. Each run applies changes to it in a new process.
+
+    Attributes:
+        command: The script and its arguments, or a command that starts it.
+        folder: Folder for the saved runs.
+        steps: Number of steps after which the script is ended.
+    """
+
+    command: Sequence[str]
+    folder: Path
+    steps: int
+
+    def run(self, number: int, changes: Sequence[Change], loader_site: str) -> Result:
+        """Run the script with changes, until its last step.
+
+        Raises:
+            RunError: If the script fails, or no step was timed.
+        """
+        path, report, output = (
+            self.folder / f"{number:03}{end}" for end in (".json.gz", "-report.json", ".txt")
+        )
+        orders = {
+            "steps": self.steps,
+            "report": str(report),
+            "changes": [asdict(change) for change in changes],
+            "loader_site": loader_site,
+        }
+        run = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
+        with output.open("w") as text:
+            code = subprocess.call(
+                [*run, *self.command],
+                stdout=text,
+                stderr=text,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, TUNE: json.dumps(orders)},
+            )
+        if code:
+            lines = output.read_text(errors="replace").split("\n")
+            last = next((line for line in reversed(lines) if line.strip()), "no output")
+            raise RunError(f"exit code {code}: {last.strip()} ({output})")
+        if not path.is_file() or not report.is_file():
+            raise RunError(
+                f"`{shlex.join(self.command)}` trained no step that was timed ({output})"
+            )
+        return Result(load(path), Report(**json.loads(report.read_text())))
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedUp:
+    """Ratio of the times without and with a change, with a confidence interval."""
+
+    value: float = 1.0
+    low: float = 0.0
+    high: float = math.inf
+
+    @classmethod
+    def of(cls, before_s: Sequence[float], after_s: Sequence[float]) -> "SpeedUp":
+        """Return the speed-up of pairs of runs, with Student's t interval of the log ratios."""
+        logs = np.log(before_s) - np.log(after_s)
+        n = len(logs)
+        if not n:
+            return cls()
+        mean = float(logs.mean())
+        if n == 1:
+            return cls(math.exp(mean))
+        error = float(quantile_of_t(n - 1, _CONFIDENCE) * logs.std(ddof=1) / math.sqrt(n))
+        return cls(math.exp(mean), math.exp(mean - error), math.exp(min(mean + error, 50)))
+
+    def __str__(self) -> str:
+        interval = f" ({self.low:.2f} to {self.high:.2f})" if math.isfinite(self.high) else ""
+        return f"{self.value:.2f}x{interval}"
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """Agreement of the losses of runs without and with a change.
+
+    Attributes:
+        drift: Difference of the mean losses, relative to the mean without the change.
+        noise: Difference that chance explains, if the script sets no seed: the largest difference
+            between two runs without the change, or the 95 % bound for the difference between the
+            mean losses of both sides. Infinite if each side has only one run.
+        error: Standard error of the drift, from the spread over steps.
+        is_bitwise: True if all runs have exactly the same losses.
+    """
+
+    drift: float
+    noise: float
+    error: float
+    is_bitwise: bool
+
+    @classmethod
+    def of(cls, before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> "Parity":
+        n = min(map(len, (*before, *after)))
+        if not n:
+            return cls(0.0, 0.0, 0.0, is_bitwise=False)
+        first, second = (np.array([losses[:n] for losses in runs]) for runs in (before, after))
+        means = first.mean(axis=1), second.mean(axis=1)  # Of each run.
+        chance = math.inf
+        if freedom := len(before) + len(after) - 2:
+            variance = sum(((runs - runs.mean()) ** 2).sum() for runs in means) / freedom
+            error = math.sqrt(variance * (1 / len(before) + 1 / len(after)))
+            chance = float(quantile_of_t(freedom, 0.95)) * error
+        scale = abs(float(first.mean())) or 1.0
+        difference = (second.mean(axis=0) - first.mean(axis=0)) / scale
+        return cls(
+            drift=float(difference.mean()),
+            noise=max(float(np.ptp(means[0])), chance) / scale,
+            error=float(difference.std()) / math.sqrt(n),
+            is_bitwise=bool((first == first[0]).all() and (second == first[0]).all()),
+        )
+
+    def is_good(self, change: Change) -> bool:
+        """Return True if the losses differ no more than the effect of the change allows."""
+        limits = {
+            "none": self.noise,
+            "rounding": max(2 * self.noise, _MAX_DRIFT),
+            "random numbers": max(2 * self.noise, 3 * self.error, _MAX_DRIFT),
+        }
+        return change.effect == "numerics" or abs(self.drift) <= limits[change.effect]
+
+    def __str__(self) -> str:
+        return "bitwise equal" if self.is_bitwise else f"{self.drift:+.2%}"
+
+
+@dataclass(slots=True)
+class Trial:
+    """A change and the pairs of runs without and with it, one pair per index."""
+
+    change: Change
+    promise: float | None  # Maximum speed-up according to the time breakdown; None if unknown.
+    entry: str  # Entry of the time breakdown that the change should shorten.
+    before: list[Result] = field(default_factory=list)
+    after: list[Result] = field(default_factory=list)
+    error: str = ""  # Reason why the trial has no result.
+
+    @property
+    def speed_up(self) -> SpeedUp:
+        return SpeedUp.of([r.pace_s for r in self.before], [r.pace_s for r in self.after])
+
+    @property
+    def parity(self) -> Parity:
+        return Parity.of(
+            [r.report.losses for r in self.before], [r.report.losses for r in self.after]
+        )
+
+    @property
+    def is_kept(self) -> bool:
+        # Without a pair of runs, `low` is 0.
+        is_faster = not self.error and self.speed_up.low > _MIN_SPEED_UP
+        return is_faster and self.parity.is_good(self.change)
+
+    @property
+    def is_decided(self) -> bool:
+        n = len(self.after)
+        if n and not self.parity.is_good(self.change):
+            return True
+        speed_up = self.speed_up
+        # A change that seems to gain nothing is not worth further runs.
+        is_certain = speed_up.low > _MIN_SPEED_UP or speed_up.value < _MIN_SPEED_UP
+        return n >= _LOOKS[-1] or (n in _LOOKS and is_certain)
+
+    @property
+    def outcome(self) -> str:
+        if self.error or not self.after:
+            return self.error or "not tried: the budget ended"
+        if not self.parity.is_good(self.change):
+            return "rejected: the losses differ"
+        if self.is_kept:
+            return "kept"
+        if not self.is_decided:
+            return "uncertain: the budget ended"
+        is_slower = self.speed_up.value < _MIN_SPEED_UP
+        return "rejected: not faster" if is_slower else "uncertain: the gain is within the noise"
 
 
 @dataclass(slots=True)
@@ -64,14 +389,17 @@ class Tuning(Tabular):
         """
         best = self.baseline = self._result([])
         steps, headline = best.report.steps, best.run.summary().verdict
-        print_progress(f"{steps} steps in {duration(1e3 * best.pace_s)}: {headline}")
+        _print_progress(f"{steps} steps in {duration(1e3 * best.pace_s)}: {headline}")
         while trial := next(self._proposed(best), None):
             self.trials.append(trial)
             if trial.change.effect == "numerics" and not self.allow_numerics:
-                trial.give_up(_NEEDS_PERMISSION)
+                trial.error = "needs --allow-numerics"
                 continue
-            self._try(trial)
-            print_progress(f"{trial.change.code}: {self._outcome(trial)}, {trial.speed_up}")
+            try:
+                self._try(trial)
+            except RunError as error:
+                trial.error = f"failed: {error}"
+            _print_progress(f"{trial.change.code}: {trial.outcome}, {trial.speed_up}")
             if trial.is_kept:
                 best = trial.after[-1]
         self.is_complete = True
@@ -89,29 +417,28 @@ class Tuning(Tabular):
         # Advice on launches belongs to no row.
         found += [(advice, None, diagnosis.entry) for advice in diagnosis.advice]
         for advice, speed_up, entry in found:
-            for propose in PROPOSALS:
-                for change in propose(advice, best.report):
-                    if change.code not in tried:
-                        yield Trial(change, speed_up, entry)
+            for change in propose(advice, best.report):
+                if change.code not in tried:
+                    yield Trial(change, speed_up, entry)
 
     def _try(self, trial: Trial) -> None:
-        kept = self.kept
+        sides = {"before": self.kept, "after": [*self.kept, trial.change]}
         reserve_s = self._left_s() * _RESERVE
         cost_s = 0.0  # Duration of the newest pair of runs.
-        try:
-            while not trial.is_decided and self._left_s() > cost_s:
-                if len(trial.after) >= _MIN_PAIRS and self._left_s() < reserve_s + cost_s:
-                    return
-                start = time.monotonic()
-                trial.add_pair(
-                    lambda: self._result(kept), lambda: self._result([*kept, trial.change])
-                )
-                cost_s = time.monotonic() - start
-                if trial.change.code not in trial.after[-1].report.applied:
-                    trial.give_up("not applied: the script does not construct the object to change")
-                    return
-        except RunError as error:
-            trial.give_up(f"failed: {error}")
+        while not trial.is_decided and self._left_s() > cost_s:
+            if len(trial.after) >= _MIN_PAIRS and self._left_s() < reserve_s + cost_s:
+                return
+            start = time.monotonic()
+            # The first pair starts with the change, the next without it.
+            order = sides if len(trial.after) % 2 else reversed(sides)
+            pair = {side: self._result(sides[side]) for side in order}
+            # Add both at once: if a run fails or is interrupted, the other has no counterpart.
+            trial.before.append(pair["before"])
+            trial.after.append(pair["after"])
+            cost_s = time.monotonic() - start
+            if trial.change.code not in pair["after"].report.applied:
+                trial.error = "not applied: the script does not construct the object to change"
+                return
 
     def _result(self, changes: list[Change]) -> Result:
         site = "" if self.baseline is None else self.baseline.report.loader_site
@@ -120,30 +447,19 @@ class Tuning(Tabular):
     def _left_s(self) -> float:
         return self.budget_s - (time.monotonic() - self._started)
 
-    def _outcome(self, trial: Trial) -> str:
-        if trial.error or not trial.after:
-            return trial.error or "not tried: the budget ended"
-        if not trial.parity.is_good(trial.change):
-            return "rejected: the losses differ"
-        if trial.is_kept:
-            return "kept"
-        if not trial.is_decided:
-            return "uncertain: the budget ended"
-        is_slower = trial.speed_up.value < MIN_SPEED_UP
-        return "rejected: not faster" if is_slower else "uncertain: the gain is within the noise"
-
     def _table(self) -> Table:
-        lines = [_HEADER]
+        lines = [("change", "promised", "measured", "phase", "losses", "result", "where")]
         for trial in self.trials:
-            effect = "" if trial.change.effect == "none" else f"; changes {trial.change.effect}"
+            change, is_tried = trial.change, bool(trial.after)
+            is_changing = trial.is_kept and change.effect != "none"
             cells = (
-                trial.change.code,
+                change.code,
                 "" if trial.promise is None else f"{trial.promise:.2f}x",
-                str(trial.speed_up) if trial.after else "",
+                str(trial.speed_up) if is_tried else "",
                 _changed_phase(trial),
-                str(trial.parity) if trial.after else "",
-                f"{self._outcome(trial)}{effect if trial.is_kept else ''}",
-                self._where(trial.change),
+                str(trial.parity) if is_tried else "",
+                trial.outcome + (f"; changes {change.effect}" if is_changing else ""),
+                self._where(change),
             )
             lines.append(cells)
         total = f"{self.speed_up:.2f}x"
@@ -154,7 +470,7 @@ class Tuning(Tabular):
         if not self.is_complete:
             notes.insert(0, "Interrupted: further changes were not tried")
         elif not self.trials:
-            notes.insert(0, _NOTHING)
+            notes.insert(0, _NO_ADVICE)
         return Table(title, lines, notes, left=(0, 3, 5, 6))
 
     def to_dict(self) -> dict[str, Any]:
@@ -171,7 +487,7 @@ class Tuning(Tabular):
                 "loss_drift": trial.parity.drift if trial.after else None,
                 "moved": _changed_phase(trial),
                 "is_kept": trial.is_kept,
-                "outcome": self._outcome(trial),
+                "outcome": trial.outcome,
                 "effect": trial.change.effect,
             }
             for trial in self.trials
@@ -197,5 +513,31 @@ def _changed_phase(trial: Trial) -> str:
     return ""
 
 
-def print_progress(text: str) -> None:
+def _print_progress(text: str) -> None:
     print(f"tune: {text}", file=sys.stderr, flush=True)
+
+
+def tune(args: argparse.Namespace) -> Tuning:
+    """Run the trials of a script; on Ctrl-C, return the trials so far.
+
+    Raises:
+        ValueError: If an argument is invalid, or the script fails without changes.
+    """
+    if not args.script:
+        raise ValueError("no script is given: write tune train.py")
+    if args.steps < _MIN_STEPS:
+        raise ValueError(
+            f"--steps must be {_MIN_STEPS} or more, got {args.steps}: the first steps are warm-up"
+        )
+    folder = Path(args.out or tempfile.mkdtemp(prefix="tune-")).expanduser()
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"--out must be a new folder: {folder} has files. Choose another name")
+    folder.mkdir(parents=True, exist_ok=True)
+    tuning = Tuning(Script(args.script, folder, args.steps), args.budget, args.allow_numerics)
+    try:
+        tuning.run()
+    except RunError as error:
+        raise ValueError(f"the script failed without any change: {error}") from None
+    except KeyboardInterrupt:
+        _print_progress("interrupted")
+    return tuning
