@@ -26,7 +26,7 @@ from lightning.pytorch.loggers import (
     WandbLogger,
 )
 
-from lightning_gputime._output.loggers import send
+from lightning_gputime._output.loggers import LogWriter
 
 LOGGED = [1, 3, 4]  # Steps at which the means of `MEANS_MS` are logged.
 MEANS_MS = {f"phase_time/{name}_ms": ms for name, ms in STEP_MS.items()}
@@ -127,13 +127,13 @@ def test_tensorboard_shows_phases_and_step_in_the_first_group(gpu: FakeGPU, tmp_
 )
 def test_tensorboard_group_precedes_the_first_slash(name: str, tag: str) -> None:
     writer = Writer()
-    send(writer, "a/b", "", {name: 1.0}, 3, {"epoch": 0})
+    LogWriter("a/b", [writer], row={"epoch": 0}).write({name: 1.0}, 3)
     assert writer.logged == [({tag: 1.0}, 3)]
 
 
 def test_logger_gets_the_keyword_arguments_of_lightning() -> None:
     logger = Mock(spec=["log_metrics"])
-    send(logger, "a", "", {"step_ms": 1.0}, 3, {"epoch": 0})
+    LogWriter("a", [logger], row={"epoch": 0}).write({"step_ms": 1.0}, 3)
     logger.log_metrics.assert_called_once_with(metrics={"a/step_ms": 1.0, "epoch": 0}, step=3)
 
 

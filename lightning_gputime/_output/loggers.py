@@ -2,8 +2,9 @@
 
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -66,9 +67,20 @@ class LogWriter:
         return bool(self._loggers) or self._publish is not None or self._kept is not None
 
     def begin(self) -> None:
-        """Prepare the loggers at the start of training."""
+        """Add charts of the phases and the step to TensorBoard.
+
+        Call it when training begins: TensorBoard shows only the last layout, which may be the
+        user's.
+        """
+        pattern = re.escape(self._prefix)  # TensorBoard matches tags by regular expressions.
+        charts = {
+            "phases (ms)": ["Multiline", [rf"^{pattern}/(?!step_ms$)[^/]+_ms$"]],
+            "step (ms)": ["Multiline", [rf"^{pattern}/step_ms$"]],
+        }
         for logger in self._loggers:
-            self._try(partial(add_charts, logger, self._prefix))
+            with self._reported_errors():
+                if (writer := _tensorboard_writer(logger)) is not None:
+                    writer.add_custom_scalars({self._prefix: charts})
 
     def write(
         self,
@@ -89,21 +101,51 @@ class LogWriter:
         wanted |= added
         if not wanted:
             return
+        metrics = {_key(self._prefix, self._stage, name): value for name, value in wanted.items()}
         if not only_publish:
             # Some loggers drop values whose step is smaller than the last step.
             step = self._last_step = max(step, self._last_step)
-            # Call each logger once, because a call is a row of CSV, or a request to MLflow.
             for logger in self._loggers:
-                self._try(partial(send, logger, self._prefix, self._stage, wanted, step, self._row))
+                with self._reported_errors():
+                    self._send(logger, wanted, metrics, step)
         if self._publish is not None:
-            metrics = {
-                key(self._prefix, self._stage, name): value for name, value in wanted.items()
-            }
-            self._try(partial(self._publish, metrics))
+            with self._reported_errors():
+                self._publish(metrics)
 
-    def _try(self, call: Callable[[], Any]) -> None:
+    def _send(
+        self,
+        logger: MetricsLogger,
+        values: Mapping[str, float],
+        metrics: Mapping[str, float],
+        step: int,
+    ) -> None:
+        """Call the logger once, because a call is a row of CSV, or a request to MLflow."""
+        if _tensorboard_writer(logger) is not None:
+            # Lightning itself adds the values of `row` to TensorBoard.
+            logged = {self._tag(name): value for name, value in values.items()}
+        else:
+            separator = getattr(logger, "group_separator", "/")
+            logged = {name.replace("/", separator): value for name, value in metrics.items()}
+            logged |= self._row
+        # Pass keywords, as Lightning does: a wrapper of a logger may look up arguments by name.
+        logger.log_metrics(metrics=logged, step=step)
+
+    def _tag(self, name: str) -> str:
+        """Return a tag for TensorBoard, such as "phase_time_val/forward_ms".
+
+        TensorBoard groups charts by the part of a tag before the first "/". So values other than
+        phases get a group of their stage or kind: "phase_time_val" or "phase_time_ranks".
+        """
+        group = self._stage or group_of(name)
+        if group in ("phases", "step"):
+            return _key(self._prefix, "", name)
+        first, slash, rest = self._prefix.partition("/")
+        return f"{first}_{group}{slash}{rest}/{name.removeprefix(f'{group}/')}"
+
+    @contextmanager
+    def _reported_errors(self) -> Iterator[None]:
         try:
-            call()
+            yield
         except Exception as error:  # Keep training, for example if the server is down.
             if not self._has_failed:
                 messages.warning("Cannot log phase times: %r", error)
@@ -115,57 +157,7 @@ def group_of(name: str) -> str:
     return next((group for pattern, group in _GROUPS if pattern.match(name)), "phases")
 
 
-def add_charts(logger: MetricsLogger, prefix: str) -> None:
-    """Add a layout with charts of the phases and the step to TensorBoard.
-
-    Call it when training begins: TensorBoard shows only the last layout, which may be the user's.
-    """
-    writer = _tensorboard_writer(logger)
-    if writer is not None:
-        pattern = re.escape(prefix)  # TensorBoard matches tags by regular expressions.
-        charts = {
-            "phases (ms)": ["Multiline", [rf"^{pattern}/(?!step_ms$)[^/]+_ms$"]],
-            "step (ms)": ["Multiline", [rf"^{pattern}/step_ms$"]],
-        }
-        writer.add_custom_scalars({prefix: charts})
-
-
-def send(
-    logger: MetricsLogger,
-    prefix: str,
-    stage: str,
-    values: Mapping[str, float],
-    step: int,
-    row: Mapping[str, float],
-) -> None:
-    """Log `values` under keys with the prefix, and `row` under unchanged keys, in one row.
-
-    TensorBoard groups charts by the part of a tag before the first "/". There, values other than
-    phases get a group of their stage or kind: "phase_time_val" or "phase_time_ranks".
-    """
-    if _tensorboard_writer(logger) is None:
-        separator = getattr(logger, "group_separator", "/")
-        metrics = {
-            key(prefix, stage, name).replace("/", separator): value
-            for name, value in values.items()
-        } | {**row}
-    else:
-        # Lightning itself adds the values of `row` to TensorBoard.
-        metrics = {_tag(prefix, stage, name): value for name, value in values.items()}
-    # Pass keywords, as Lightning does: a wrapper of a logger may look up arguments by name.
-    logger.log_metrics(metrics=metrics, step=step)
-
-
-def _tag(prefix: str, stage: str, name: str) -> str:
-    """Return a tag for TensorBoard, such as "phase_time_val/forward_ms"."""
-    group = stage or group_of(name)
-    if group in ("phases", "step"):
-        return key(prefix, "", name)
-    first, slash, rest = prefix.partition("/")
-    return f"{first}_{group}{slash}{rest}/{name.removeprefix(f'{group}/')}"
-
-
-def key(prefix: str, stage: str, name: str) -> str:
+def _key(prefix: str, stage: str, name: str) -> str:
     return "/".join(filter(None, (prefix, stage, name)))
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +79,10 @@ def page(runs: Sequence[Run], comparison: Any = None) -> str:
         ),
         "marked": lambda text: Markup(marked(text)),
         "share": lambda part: f"{100 * part:.4f}%",
-        "timed": _with_local_times,
+        # A script converts the content of `<time>` tags to the local time zone.
+        "timed": lambda text: Markup(
+            _TIME.sub(r'<time datetime="\g<0>">\g<0></time>', str(Markup.escape(text)))
+        ),
         "table": lambda run: run._table(),
         "three_digits": lambda ms: unit_of(ms).fitted(ms),
         "unit": unit_of,
@@ -95,7 +98,7 @@ def page(runs: Sequence[Run], comparison: Any = None) -> str:
         runs=runs,
         title=" and ".join(run.about or "run" for run in runs),
         comparison=comparison,
-        charts=[_charts(run, limit_ms) for run in runs],
+        charts=[_charts(run, limit_ms) if len(run.history) else None for run in runs],
         limit_ms=limit_ms,
         terms=_TERMS,
         wall_ms=max((1e3 * part.wall_s for part in breakdowns if part), default=0.0),
@@ -103,13 +106,7 @@ def page(runs: Sequence[Run], comparison: Any = None) -> str:
     )
 
 
-def _with_local_times(text: str) -> Markup:
-    """Return escaped text with `<time>` tags, which a script converts to the local time zone."""
-    return Markup(_TIME.sub(r'<time datetime="\g<0>">\g<0></time>', str(Markup.escape(text))))
-
-
 def _bokeh() -> Any:
-    """Import and return bokeh."""
     try:
         import bokeh.embed
         import bokeh.models
@@ -119,6 +116,16 @@ def _bokeh() -> Any:
     except ImportError as error:
         raise ImportError("the page of a run needs bokeh: python -m pip install bokeh") from error
     return bokeh
+
+
+def _charts(run: Run, limit_ms: float) -> tuple[Markup, Markup, int]:
+    """Return charts of the phases in ms and in percent, and the number of steps per point."""
+    points, steps_per_point = thin_out(run.history)
+    in_ms, in_percent = (
+        Markup("".join(_bokeh().embed.components(phases_over_steps(run, points, limit_ms, share))))
+        for share in (False, True)
+    )
+    return in_ms, in_percent, steps_per_point
 
 
 def thin_out(history: npt.NDArray[Any]) -> tuple[Columns, int]:
@@ -133,23 +140,18 @@ def thin_out(history: npt.NDArray[Any]) -> tuple[Columns, int]:
     return {**columns, "step": history["step"][starts]}, steps_per_point
 
 
-class Trend(NamedTuple):
-    """Medians of consecutive groups of points."""
+def trend(columns: Columns) -> tuple[Floats, Floats, int]:
+    """Return step numbers, medians of consecutive groups of points, and the points per group.
 
-    steps: Floats  # Mean step number of each group.
-    medians_ms: Floats  # NaN separates the groups on the two sides of a gap.
-    group_size: int  # Number of points in each group.
-
-
-def trend(columns: Columns) -> Trend:
-    """Return the trend of the time per step."""
+    NaN separates the medians on the two sides of a gap.
+    """
     steps, times_ms = columns["step"].astype(float), columns["step_ms"]
     size = max(len(steps) // _TREND_POINTS, 1)
-    starts = np.arange(0, len(steps), size)
-    medians_ms = [float(np.median(times_ms[start : start + size])) for start in starts]
-    centers = [float(np.mean(steps[start : start + size])) for start in starts]
-    gapped = with_gaps({"step": np.array(centers), "step_ms": np.array(medians_ms)}, math.nan)
-    return Trend(gapped["step"], gapped["step_ms"], size)
+    starts = range(0, len(steps), size)
+    medians_ms = np.array([np.median(times_ms[start : start + size]) for start in starts])
+    centers = np.array([np.mean(steps[start : start + size]) for start in starts])
+    gapped = with_gaps({"step": centers, "step_ms": medians_ms}, math.nan)
+    return gapped["step"], gapped["step_ms"], size
 
 
 def with_gaps(columns: Columns, fill: float = 0.0) -> Columns:
@@ -169,34 +171,11 @@ def with_gaps(columns: Columns, fill: float = 0.0) -> Columns:
     return {**gapped, "step": np.insert(steps, rows, ends)}
 
 
-class _Charts(NamedTuple):
-    in_ms: Markup
-    in_percent: Markup
-    steps_per_point: int
-
-
-def _charts(run: Run, limit_ms: float) -> _Charts | None:
-    """Return the charts of the phases over the steps; None without steps."""
-    if not len(run.history):
-        return None
-    columns, steps_per_point = thin_out(run.history)
-    figures = (
-        phases_over_steps(run, columns, limit_ms, in_percent) for in_percent in (False, True)
-    )
-    in_ms, in_percent = (Markup("".join(_bokeh().embed.components(figure))) for figure in figures)
-    return _Charts(in_ms, in_percent, steps_per_point)
-
-
 def phases_over_steps(run: Run, points: Columns, limit_ms: float, in_percent: bool = False) -> Any:
     """Return a stacked chart of the phases of each step.
 
-    A chart in milliseconds also shows the trend and the slow steps.
-
-    Args:
-        run: The run.
-        points: Columns of the run's history, from `thin_out`.
-        limit_ms: Largest time that the y-axis shows (in milliseconds).
-        in_percent: True for shares of the step in place of milliseconds.
+    A chart in milliseconds also shows the trend and the slow steps. Its y-axis ends at `limit_ms`.
+    The `points` are from `thin_out`.
     """
     models, stack = _bokeh().models, _bokeh().transform.stack
     colours = colours_of(list_top_phases(run.history))
@@ -208,7 +187,18 @@ def phases_over_steps(run: Run, points: Columns, limit_ms: float, in_percent: bo
     shown |= {"whole": "step_ms", "wait": "host_wait_ms"}
     data = {key: np.round(columns[name] * scale, 4) for key, name in shown.items()}
     source = models.ColumnDataSource({"step": columns["step"], **data})
-    figure = _new_figure("step", f"time per step ({unit})")
+    figure = _bokeh().plotting.figure(
+        tools="xpan,xwheel_zoom,box_zoom,reset",
+        x_axis_label="step",
+        y_axis_label=f"time per step ({unit})",
+        height=320,
+        sizing_mode="stretch_width",
+        toolbar_location="above",
+        y_range=models.Range1d(0, 100 if in_percent else 1.1 * limit_ms or 1.0),
+        outline_line_color=_INK,
+        background_fill_alpha=0.0,
+        border_fill_alpha=0.0,
+    )
     tips = [("step", "@step"), (f"step ({unit})", "@whole{0.000}")]
     tips += [(f"{name} ({unit})", f"@p{i}{{0.000}}") for i, name in enumerate(colours)]
     tips += [(f"host waited ({unit})", "@wait{0.000}")]
@@ -220,48 +210,37 @@ def phases_over_steps(run: Run, points: Columns, limit_ms: float, in_percent: bo
     whole = figure.line("step", "whole", source=source, line_alpha=0.0)
     figure.add_tools(models.HoverTool(renderers=[whole], tooltips=tips, mode="vline"))
     if not in_percent:
-        medians = trend(points)
-        if medians.group_size > 1:
-            line = figure.line(medians.steps, medians.medians_ms, color=_INK, line_width=2)
-            items.append((f"median of {medians.group_size} points", [line]))
+        steps, medians_ms, size = trend(points)
+        if size > 1:
+            line = figure.line(steps, medians_ms, color=_INK, line_width=2)
+            items.append((f"median of {size} points", [line]))
         if slow_steps := [step for step in run.slow_steps if step.step in run.history["step"]]:
-            items.append(("slow steps", [_draw_slow_steps(figure, slow_steps, limit_ms)]))
-    _add_legend(figure, items)
-    figure.y_range = models.Range1d(0, 100 if in_percent else 1.1 * limit_ms or 1.0)
-    return figure
+            # Draw slow steps above the limit at the upper end of the axis.
+            places = {
+                "step": [step.step for step in slow_steps],
+                "ms": [min(step.step_ms, 1.06 * limit_ms) for step in slow_steps],
+                "why": [str(step) for step in slow_steps],
+            }
+            ring = {"color": "white", "line_color": "black", "size": 7}
+            dots = figure.scatter("step", "ms", source=models.ColumnDataSource(places), **ring)
+            figure.add_tools(models.HoverTool(renderers=[dots], tooltips="@why"))
+            items.append(("slow steps", [dots]))
 
-
-def _draw_slow_steps(figure: Any, steps: Sequence[SlowStep], limit_ms: float) -> Any:
-    """Draw slow steps as points; steps above the limit are drawn at the upper end of the axis."""
-    models = _bokeh().models
-    places = {
-        "step": [step.step for step in steps],
-        "ms": [min(step.step_ms, 1.06 * limit_ms) for step in steps],
-        "why": [str(step) for step in steps],
-    }
-    ring = {"color": "white", "line_color": "black", "size": 7}
-    dots = figure.scatter("step", "ms", source=models.ColumnDataSource(places), **ring)
-    figure.add_tools(models.HoverTool(renderers=[dots], tooltips="@why"))
-    return dots
-
-
-def _add_legend(figure: Any, items: Sequence[tuple[str, Any]]) -> None:
-    """Add a legend below a chart, and increase the height of the chart accordingly."""
+    legend = models.Legend(
+        items=items,
+        click_policy="hide",
+        location="center",
+        orientation="horizontal",
+        ncols=_LEGEND_COLUMNS,
+        spacing=6,
+        label_text_color=_INK,
+        background_fill_alpha=0.0,
+        border_line_alpha=0.0,
+    )
+    figure.add_layout(legend, "below")
     figure.height += _LEGEND_ROW_PX * math.ceil(len(items) / _LEGEND_COLUMNS)
-    grid = {"orientation": "horizontal", "ncols": _LEGEND_COLUMNS, "spacing": 6}
-    clear = {"background_fill_alpha": 0.0, "border_line_alpha": 0.0, "label_text_color": _INK}
-    legend = {"items": items, "click_policy": "hide", "location": "center"}
-    figure.add_layout(_bokeh().models.Legend(**legend, **grid, **clear), "below")
-
-
-def _new_figure(x: str, y: str) -> Any:
-    """Return an empty chart that is readable in light and dark mode."""
-    wide = {"height": 320, "sizing_mode": "stretch_width", "toolbar_location": "above"}
-    clear = {"background_fill_alpha": 0.0, "border_fill_alpha": 0.0, "outline_line_color": _INK}
-    tools = "xpan,xwheel_zoom,box_zoom,reset"
-    figure = _bokeh().plotting.figure(tools=tools, x_axis_label=x, y_axis_label=y, **wide, **clear)
     figure.toolbar.logo = None
-    figure.toolbar.active_scroll = figure.select_one(_bokeh().models.WheelZoomTool)
+    figure.toolbar.active_scroll = figure.select_one(models.WheelZoomTool)
     figure.xaxis.formatter.use_scientific = False
     for part in ("axis_line", "axis_label_text", "major_label_text", "major_tick_line"):
         setattr(figure.axis, f"{part}_color", _INK)
