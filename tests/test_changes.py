@@ -12,7 +12,7 @@ import torch
 from fake_gpu import FakeGPU
 from fake_lightning import Model, fit, timer_of
 from fake_loop import Logger, Loop, hooks
-from simulated_runs import PLANTED, STEADY
+from simulated_runs import PLANTED, STEADY, correlated, white
 
 import lightning_gputime
 from lightning_gputime._measurement.changes import Slowdown, StepSeries
@@ -69,6 +69,18 @@ def test_slowdown_has_its_kind_start_and_size(
     assert found.before_ms == pytest.approx(10.0, rel=0.01)
     assert found.change == pytest.approx(change, abs=max(found.error, 1e-6))
     assert found.error < 0.1
+
+
+@pytest.mark.parametrize("n", [20, 26, 29, 40])
+@pytest.mark.parametrize("noise", [white, correlated(0.8)])
+def test_change_far_above_the_noise_is_found_at_any_length(
+    n: int, noise: simulated_runs.Make
+) -> None:
+    random = np.random.default_rng(n)
+    for changed in (ramp(n, 0, n, 0.24), level(10.0, 11.5, n // 2, n)):
+        # Noise of 0.5 %.
+        found = found_in(windows(changed * noise(random, n) ** 0.1))
+        assert found.change == pytest.approx(max(changed) / 10.0 - 1.0, abs=0.04)
 
 
 @pytest.mark.parametrize(

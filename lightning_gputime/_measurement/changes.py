@@ -1,18 +1,17 @@
 """Slowdowns: lasting changes of the step time since the start of a run.
 
 `StepSeries` keeps the mean step time of windows of 25 steps or more. `StepSeries.find` drops the
-warm-up, clips outliers, and fits three models by weighted least squares: a jump, a trend (gradual
-change) and a stretch (change that has ended). It reports the best fit if the change is larger than
-drifts of the noise, and far more likely than correlated noise alone (AR(1)).
+warm-up, clips outliers, and fits a jump, a trend (gradual change) and a stretch (change that has
+ended) by weighted least squares. It reports the best fit if the change is large, and far more
+likely than correlated noise alone (AR(1)).
 
 Positions are indices of windows. `edges` are the numbers of steps before each window and after the
 last.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -38,27 +37,27 @@ _WARMUP_FACTOR, _MAX_WARMUP_SHARE = 1.25, 0.4
 # Minimum length of the first level and of later levels: number of windows and fraction of the run.
 _MIN_START, _MIN_START_SHARE = 2, 0.05
 _MIN_LEVEL, _MIN_LEVEL_SHARE = 3, 0.1
-# Minimum length of a trend that starts with the run, as a fraction of the run.
-_MIN_RISE_SHARE = 0.25
+_MIN_RISE_SHARE = 0.25  # Minimum length of a trend that starts with the run.
+_JUMP_SHARE = 0.1  # Maximum length of the rise of a jump, as a fraction of the run.
 # Minimum number of windows of a stretch, which distinguishes it from outliers, and of a run that is
 # searched for stretches.
 _MIN_STRETCH, _MIN_WINDOWS_OF_STRETCH = 6, 20
-# Smallest reported changes, as logarithms of the ratio of step times. A GPU that warms up gets a
-# few percent slower or faster, so a change in the first 15 minutes must be larger. Correlated noise
-# drifts by up to 4.5 / n in n windows, and at most by 0.19.
-_MIN_CHANGE, _MIN_EARLY_CHANGE, _EARLY_MS = 0.05, 0.1, 900e3
-_MIN_CHANGE_IN_SHORT_RUN = 0.6
-_MAX_DRIFT, _DRIFT = 0.19, 4.5
-# Minimum of twice the log likelihood ratio of a change with noise to noise alone: 4 + 0.5 n for n
-# windows, up to 22.
-_MIN_RATIO_INTERCEPT, _MIN_RATIO_PER_WINDOW, _MAX_MIN_RATIO = 4.0, 0.5, 22.0
-_MIN_ORDERED = 0.85  # Minimum fraction of (before, after) pairs of windows that show the change.
-_JUMP_SHARE = 0.1  # Maximum length of the rise of a jump, as a fraction of the run.
 # Penalties on twice the log likelihood: per free position, and for a stretch per window of the run.
 _POSITION_COST, _STRETCH_COST_PER_WINDOW = 6.0, math.log(2.0)
 _GRID = 40  # Number of positions in the coarse search for the start and the end of a change.
 _NOISE_FLOOR = 1e-3  # Minimum relative noise of a series.
 _CORRELATIONS = np.linspace(0.0, 0.95, 20)
+# Smallest reported changes, as logarithms of the ratio of step times. A GPU that warms up gets a
+# few percent slower or faster, so a change in the first 15 minutes must be larger.
+_MIN_CHANGE, _MIN_EARLY_CHANGE, _EARLY_MS = 0.05, 0.1, 900e3
+_MIN_CHANGE_IN_SHORT_RUN = 0.6
+# Minimum of twice the log likelihood ratio of a change with noise to noise alone: 6 + 0.5 n for n
+# windows, up to 22.
+_MIN_RATIO_INTERCEPT, _MIN_RATIO_PER_WINDOW, _MAX_MIN_RATIO = 6.0, 0.5, 22.0
+# Correlated noise drifts by up to 4.5 / n in n windows, and at most by 0.19. Smaller changes need
+# this ratio.
+_DRIFT, _MAX_DRIFT, _MIN_RATIO_IN_DRIFT = 4.5, 0.19, 28.0
+_MIN_ORDERED = 0.85  # Minimum fraction of (before, after) pairs of windows that show the change.
 _MIN_TIMED_WINDOWS = 5  # Minimum number of windows with timed steps to name a phase.
 
 
@@ -209,34 +208,62 @@ class StepSeries:
 
         Any thread may call it while another thread adds windows.
         """
-        windows = _merge_short(self._windows.copy())
+        if not (all_windows := self._windows.copy()):
+            return None
+        # Merge small windows with their neighbors, up to about the median size (weighted by steps).
+        # Windows are smaller while every step is timed. A small window often contains no outlier,
+        # so clipping outliers would bias the means of small and large windows differently.
+        sizes = np.sort([window.steps for window in all_windows])
+        ends = np.cumsum(sizes)
+        min_size = 0.8 * sizes[np.searchsorted(ends, ends[-1] / 2)]
+        windows = all_windows[:1]
+        for window in all_windows[1:]:
+            if windows[-1].steps < min_size:
+                windows[-1] = windows[-1].merge(window)
+            else:
+                windows.append(window)
         if len(windows) < _MIN_WINDOWS:
             return None
-        all_ms = sum(window.wall_ms for window in windows)
-        windows = windows[_count_warmup(windows) :]
+
+        # Drop the warm-up, such as compilation.
+        means_ms = [window.wall_ms / window.steps for window in windows]
+        max_n = max(1, min(int(_MAX_WARMUP_SHARE * len(windows)), len(windows) - _MIN_WINDOWS))
+        n = 0
+        while n < max_n and means_ms[n] > _WARMUP_FACTOR * means_ms[n + 1]:
+            n += 1
+        windows, values_ms = windows[n:], np.array(means_ms[n:])
+        if values_ms.min() <= 0.0:
+            return None
+        values_ms = _clip_outliers(values_ms, _local_medians(values_ms))
         steps = np.array([window.steps for window in windows], dtype=float)
-        step_ms = np.array([window.wall_ms for window in windows]) / steps
-        if step_ms.min() <= 0.0:
-            return None
-        values_ms = _clip_outliers(step_ms, _local_medians(step_ms))
         edges = np.append(0.0, np.cumsum(steps))
-        change, levels = _fit(edges, values_ms)
-        if not _is_certain(edges, values_ms, change, levels):
+        found = _fit(edges, values_ms)
+        if not _is_certain(edges, values_ms, found):
             return None
-        phase, phase_change_ms = _largest_phase(windows, change.shape, levels.change_ms)
-        lost_ms = levels.change_ms * float(change.shape @ steps)
-        start = windows[change.start]
+
+        # Name the phase that changed most, if enough windows with timed steps cover the change.
+        timed = [i for i, window in enumerate(windows) if window.phases_ms]
+        shape, changes_ms = found.shape[timed], dict[str, float]()
+        if len(timed) >= _MIN_TIMED_WINDOWS and np.ptp(shape) >= 0.5:
+            for name in dict.fromkeys(name for i in timed for name in windows[i].phases_ms):
+                of_phase = np.array([windows[i].phases_ms.get(name, 0.0) for i in timed])
+                before_ms, change_ms = _levels(of_phase, shape, steps[timed])
+                of_phase = _clip_outliers(of_phase, before_ms + change_ms * shape)
+                _, changes_ms[name] = _levels(of_phase, shape, steps[timed])
+        phase = largest_part(changes_ms, sign=found.change_ms)
+        lost_ms = found.change_ms * float(found.shape @ steps)
+        start = windows[found.start]
         return Slowdown(
-            kind=change.kind,
+            kind=found.kind,
             since_step=start.first_step,
-            change=levels.change_ms / levels.before_ms,
-            error=levels.error,
-            before_ms=levels.before_ms,
+            change=found.change_ms / found.before_ms,
+            error=_relative_error(edges, values_ms, found),
+            before_ms=found.before_ms,
             phase=phase,
-            phase_change_ms=phase_change_ms,
-            until_step=windows[change.until].first_step if change.kind == "stretch" else None,
+            phase_change_ms=changes_ms.get(phase, 0.0),
+            until_step=windows[found.until].first_step if found.kind == "stretch" else None,
             since_epoch=start.epoch,
-            lost_share=max(lost_ms / all_ms, 0.0),
+            lost_share=max(lost_ms / sum(window.wall_ms for window in all_windows), 0.0),
         )
 
 
@@ -290,66 +317,6 @@ class SlowdownSearch:
         return is_first and self.found is not None
 
 
-class _Change(NamedTuple):
-    """Change of the step time."""
-
-    start: int  # First window of the change.
-    full: int  # First window in which the change is complete.
-    until: int  # First window after the change; the number of windows if it lasts.
-    shape: Floats  # Fraction of the change in each window.
-    cost: float  # Minus twice the log likelihood, plus penalties.
-
-    @property
-    def kind(self) -> str:
-        n = len(self.shape)
-        if self.until < n:
-            return "stretch"
-        return "jump" if self.full - self.start <= max(3, _JUMP_SHARE * n) else "trend"
-
-
-class _Levels(NamedTuple):
-    """Step time before a change, and the size of the change, as fitted to the windows."""
-
-    before_ms: float
-    change_ms: float
-    error: float  # Half the width of the 95 % interval of `change_ms / before_ms`.
-
-    def at(self, shape: Floats) -> Floats:
-        """Return the step time of each window, given its fraction of the change."""
-        return self.before_ms + self.change_ms * shape
-
-
-def _merge_short(windows: Sequence[_Window]) -> list[_Window]:
-    """Merge small windows with their neighbors, up to about the median size (weighted by steps).
-
-    Windows are smaller while every step is timed. A small window often contains no outlier, so
-    clipping outliers would bias the means of small and large windows differently.
-    """
-    if not windows:
-        return []
-    sizes = np.array([window.steps for window in windows])
-    ordered = np.sort(sizes)
-    ends = np.cumsum(ordered)
-    min_size = 0.8 * ordered[np.searchsorted(ends, ends[-1] / 2)]
-    merged = [windows[0]]
-    for window in windows[1:]:
-        if merged[-1].steps < min_size:
-            merged[-1] = merged[-1].merge(window)
-        else:
-            merged.append(window)
-    return merged
-
-
-def _count_warmup(windows: Sequence[_Window]) -> int:
-    """Return the number of first windows that are warm-up, such as compilation."""
-    means_ms = [window.wall_ms / window.steps for window in windows]
-    max_n = max(1, min(int(_MAX_WARMUP_SHARE * len(windows)), len(windows) - _MIN_WINDOWS))
-    n = 0
-    while n < max_n and means_ms[n] > _WARMUP_FACTOR * means_ms[n + 1]:
-        n += 1
-    return n
-
-
 def _local_medians(values: Floats) -> Floats:
     """Return the running median over five windows."""
     medians = np.median(np.lib.stride_tricks.sliding_window_view(values, 5), axis=1)
@@ -371,78 +338,93 @@ def _clip_outliers(values: Floats, expected: Floats) -> Floats:
     return clipped
 
 
-def _fit(edges: Floats, values: Floats) -> tuple[_Change, _Levels]:
-    """Return the jump, trend or stretch with the best fit, significant or not.
+class _Change(NamedTuple):
+    """Change of the step time, as fitted to the windows."""
 
-    Args:
-        edges: Number of steps at the start of each window and at the end of the last.
-        values: Step time of each window.
+    start: int  # First window of the change.
+    full: int  # First window in which the change is complete.
+    until: int  # First window after the change; the number of windows if it lasts.
+    shape: Floats  # Fraction of the change in each window.
+    weights: Floats
+    before_ms: float
+    change_ms: float
+
+    @property
+    def kind(self) -> str:
+        n = len(self.shape)
+        if self.until < n:
+            return "stretch"
+        return "jump" if self.full - self.start <= max(3, _JUMP_SHARE * n) else "trend"
+
+    @property
+    def fitted(self) -> Floats:
+        """Step time of each window."""
+        return self.before_ms + self.change_ms * self.shape
+
+
+def _fit(edges: Floats, values: Floats) -> _Change:
+    """Return the jump, trend or stretch with the best fit, significant or not."""
+    n, steps = len(values), np.diff(edges)
+    weights = steps
+    # The second fit weights windows by the levels of the first, as noise grows with the step time.
+    for _ in range(2):
+        # Search a coarse grid, then all positions near the best lasting change and stretch.
+        grid = np.unique(np.linspace(0, n, min(n, _GRID) + 1).astype(int))
+        candidates, shapes = _candidates(edges, grid, grid)
+        costs = _costs(values, weights, candidates, shapes)
+        if n > _GRID:
+            near = np.arange(-(n // _GRID) - 1, n // _GRID + 2)
+            is_stretch = candidates[2] < n
+            centers = [
+                candidates[:, np.argmin(np.where(is_excluded, np.inf, costs))]
+                for is_excluded in (is_stretch, ~is_stretch)
+            ]
+            found = [
+                _candidates(edges, start + near, near + (until if until < n else full))
+                for start, full, until in centers
+            ]
+            candidates = np.concatenate([positions for positions, _ in found], axis=1)
+            shapes = np.concatenate([rows for _, rows in found])
+            costs = _costs(values, weights, candidates, shapes)
+        best = int(np.argmin(costs))
+        start, full, until = candidates[:, best].tolist()
+        shape = shapes[best]
+        change = _Change(start, full, until, shape, weights, *_levels(values, shape, weights))
+        weights = steps / np.maximum(change.fitted, _NOISE_FLOOR * change.fitted.max()) ** 2
+    return change
+
+
+def _candidates(edges: Floats, firsts: Ints, lasts: Ints) -> tuple[Ints, Floats]:
+    """Return changes as columns of start, full and until, and as rows of shapes.
+
+    Return all jumps, and the trends and stretches from one of `firsts` to one of `lasts`.
     """
-    steps = np.diff(edges)
-    change = _search(edges, values, steps)
-    # Noise grows with the step time: weight windows by the levels of a first fit.
-    fitted = _fit_levels(values, change.shape, steps).at(change.shape)
-    weights = steps / np.maximum(fitted, _NOISE_FLOOR * fitted.max()) ** 2
-    change = _search(edges, values, weights)
-    # The start and the end of a trend are estimates, which increases the error of its size. Account
-    # for it by also fitting trends whose start or end differs by one window.
-    start, full, n = change.start, change.full, len(values)
-    neighbors = []
-    if full > start > 0:
-        neighbors.append((start + 1, full, n))
-    if n > full > start:
-        neighbors.append((start, full - 1, n))
-    others = _shapes(edges, *np.array(neighbors).T) - change.shape if neighbors else None
-    return change, _fit_levels(values, change.shape, weights, others)
-
-
-def _search(edges: Floats, values: Floats, weights: Floats) -> _Change:
-    """Return the jump, trend or stretch with the lowest cost for these weights of the windows."""
-    n = len(values)
-    least_start = max(_MIN_START, math.ceil(_MIN_START_SHARE * n))
-    least_level = max(_MIN_LEVEL, math.ceil(_MIN_LEVEL_SHARE * n))
-
-    best = partial(_best, edges, values, weights)
-
-    def best_trend(starts: Ints, fulls: Ints) -> _Change:
-        rise, middle = fulls - starts, (starts + fulls) / 2
-        has_start = (starts >= least_start) | (rise >= _MIN_RISE_SHARE * n)
-        is_trend = (rise >= 2) & has_start & (middle <= n - _MIN_LEVEL) & (fulls <= n)
-        starts, fulls = starts[is_trend], fulls[is_trend]
-        return best(starts, fulls, np.full_like(starts, n))
-
-    def best_stretch(starts: Ints, untils: Ints) -> _Change:
-        is_long = untils - starts >= max(least_level, _MIN_STRETCH)
-        is_stretch = is_long & (starts >= least_start) & (untils <= n - least_level)
-        starts, untils = starts[is_stretch], untils[is_stretch]
-        return best(starts, starts, untils)
-
+    n = len(edges) - 1
+    min_start = max(_MIN_START, math.ceil(_MIN_START_SHARE * n))
+    min_level = max(_MIN_LEVEL, math.ceil(_MIN_LEVEL_SHARE * n))
     # Also fit changes that are too recent to report. Without them, the best fit to such a change
     # would be at an earlier position, and would be reported.
-    jumps = np.arange(least_start, n - _MIN_LEVEL + 1)
-    jump = best(jumps, jumps, np.full_like(jumps, n))
-    # Search a coarse grid, then all positions near the best.
-    grid = np.unique(np.linspace(0, n, min(n, _GRID) + 1).astype(int))
-    near = np.arange(-(n // _GRID) - 1, n // _GRID + 2)
-    trend = best_trend(*_pairs(grid, grid))
-    trend = best_trend(*_pairs(trend.start + near, trend.full + near))
-    lasting = min(jump, trend, key=lambda change: change.cost)
-    if n < _MIN_WINDOWS_OF_STRETCH:
-        return lasting
-    stretch = best_stretch(*_pairs(grid, grid))
-    stretch = best_stretch(*_pairs(stretch.start + near, stretch.until + near))
-    return stretch if stretch.cost + n * _STRETCH_COST_PER_WINDOW < lasting.cost else lasting
+    jumps = np.arange(min_start, n - _MIN_LEVEL + 1)
+    start, end = (positions.ravel() for positions in np.meshgrid(firsts, lasts))
+    start, end = (positions[(start >= 0) & (end <= n)] for positions in (start, end))
+    is_trend = (end - start >= 2) & ((start + end) / 2 <= n - _MIN_LEVEL)
+    is_trend &= (start >= min_start) | (end - start >= _MIN_RISE_SHARE * n)
+    is_stretch = (start >= min_start) & (end <= n - min_level)
+    is_stretch &= (end - start >= max(min_level, _MIN_STRETCH)) & (n >= _MIN_WINDOWS_OF_STRETCH)
+    candidates = np.concatenate(
+        [
+            (jumps, jumps, np.full_like(jumps, n)),
+            (start[is_trend], end[is_trend], np.full(is_trend.sum(), n)),
+            (start[is_stretch], start[is_stretch], end[is_stretch]),
+        ],
+        axis=1,
+    )
+    return candidates, _shapes(edges, candidates)
 
 
-def _pairs(first: Ints, second: Ints) -> tuple[Ints, Ints]:
-    """Return all pairs of positions, without negative positions."""
-    first, second = first[first >= 0], second[second >= 0]
-    return np.repeat(first, len(second)), np.tile(second, len(first))
-
-
-def _shapes(edges: Floats, starts: Ints, fulls: Ints, untils: Ints) -> Floats:
+def _shapes(edges: Floats, candidates: Ints) -> Floats:
     """Return for each change (row) its fraction in each window (column)."""
-    start, full, until = (edges[at][:, None] for at in (starts, fulls, untils))
+    start, full, until = (edges[at][:, None] for at in candidates)
     # Integral, up to each edge, of a change that grows from `start` to `full` and ends at `until`.
     rise = np.maximum(full - start, 1e-9)
     integral = np.clip(edges - start, 0.0, rise) ** 2 / (2.0 * rise)
@@ -451,91 +433,84 @@ def _shapes(edges: Floats, starts: Ints, fulls: Ints, untils: Ints) -> Floats:
     return shapes
 
 
-def _best(
-    edges: Floats, values: Floats, weights: Floats, starts: Ints, fulls: Ints, untils: Ints
-) -> _Change:
-    """Fit each change by weighted least squares, and return the change with the lowest cost."""
-    n, shapes = len(values), _shapes(edges, starts, fulls, untils)
+def _costs(values: Floats, weights: Floats, candidates: Ints, shapes: Floats) -> Floats:
+    """Return minus twice the log likelihood of each change, plus penalties."""
+    n, (start, full, until) = len(values), candidates
     weights = weights / weights.sum()
-    centered_shapes = shapes - (shapes @ weights)[:, None]
+    shapes = shapes - (shapes @ weights)[:, None]
     centered = values - values @ weights
     # Variance that each change explains, and the rest, which is noise.
-    explained = (centered_shapes @ (weights * centered)) ** 2 / (centered_shapes**2 @ weights)
+    explained = (shapes @ (weights * centered)) ** 2 / (shapes**2 @ weights)
     noise = np.maximum(weights @ centered**2 - explained, 0.0)
     floor = _NOISE_FLOOR**2 * float(weights @ values**2)
-    free_positions = (starts > 0).astype(float) + ((fulls > starts) & (fulls < n))
-    cost = n * np.log(noise + floor) + _POSITION_COST * free_positions
-    i = int(np.argmin(cost))
-    return _Change(
-        start=int(starts[i]),
-        full=int(fulls[i]),
-        until=int(untils[i]),
-        shape=shapes[i],
-        cost=float(cost[i]),
-    )
+    free_positions = (start > 0).astype(float) + ((full > start) & (full < n))
+    costs: Floats = n * np.log(noise + floor) + _POSITION_COST * free_positions
+    costs += n * _STRETCH_COST_PER_WINDOW * (until < n)
+    return costs
 
 
-def _fit_levels(
-    values: Floats, shape: Floats, weights: Floats, others: Floats | None = None
-) -> _Levels:
-    """Fit the level before a change and the change, with the error of their ratio.
+def _levels(values: Floats, shape: Floats, weights: Floats) -> tuple[float, float]:
+    """Return the level before a change and the change, by weighted least squares."""
+    weights = weights / weights.sum()
+    middle = float(shape @ weights)
+    change = float((weights * (shape - middle)) @ values / (weights @ (shape - middle) ** 2))
+    return float(values @ weights) - change * middle, change
 
-    Args:
-        values: Step time of each window.
-        shape: Fraction of the change in each window.
-        weights: Weight of each window.
-        others: Rows of differences between the shape at nearby positions and `shape`.
-    """
-    design = np.stack([np.ones_like(shape), shape], axis=1)
-    covariance = np.linalg.inv(design.T * weights @ design)
-    before_ms, change_ms = covariance @ (design.T @ (weights * values))
-    residuals = np.sqrt(weights) * (values - before_ms - change_ms * shape)
+
+def _relative_error(edges: Floats, values: Floats, found: _Change) -> float:
+    """Return half the width of the 95 % interval of the change relative to the level before."""
+    n, shape, weights = len(values), found.shape, found.weights
+    residuals = np.sqrt(weights) * (values - found.fitted)
     squares = float(residuals @ residuals)
-    n = len(values)
     # Correlated neighbors increase the error of the mean. The second term corrects the bias of the
     # estimate in short runs.
     correlation = float(residuals[1:] @ residuals[:-1]) / squares if squares else 0.0
     correlation = min(max(correlation + (1.0 + 3.0 * correlation) / n, 0.0), 0.95)
     variance = squares / (n - 3) * (1.0 + correlation) / (1.0 - correlation)
-    if others is not None:
-        design = np.append(design, others.T, axis=1)
-        covariance = np.linalg.pinv(design.T * weights @ design)[:2, :2]
-    if not before_ms:
-        return _Levels(0.0, float(change_ms), error=math.inf)
+    # The start and the end of a trend are estimates, which increases the error of its size. Account
+    # for it by also fitting trends whose start or end differs by one window.
+    start, full = found.start, found.full
+    neighbors = [(start + 1, full, n)] * (full > start > 0) + [(start, full - 1, n)] * (
+        n > full > start
+    )
+    columns = [np.ones(n), shape]
+    if neighbors:
+        columns += [*(_shapes(edges, np.array(neighbors).T) - shape)]
+    design = np.stack(columns, axis=1)
+    covariance = np.linalg.pinv(design.T * weights @ design)[:2, :2]
     # Gradient of `change_ms / before_ms` with respect to the two levels.
-    gradient = np.array([-change_ms / before_ms, 1.0]) / before_ms
+    gradient = np.array([-found.change_ms / found.before_ms, 1.0]) / found.before_ms
     # The last factor accounts for the estimated position of a jump.
     error = math.sqrt(variance * float(gradient @ covariance @ gradient)) * (1.0 + 6.0 / n)
-    return _Levels(float(before_ms), float(change_ms), error=1.96 * error)
+    return 1.96 * error
 
 
-def _is_certain(edges: Floats, values: Floats, change: _Change, levels: _Levels) -> bool:
+def _is_certain(edges: Floats, values: Floats, found: _Change) -> bool:
     """Return True if the change is large, and more likely than correlated noise."""
-    n, shape, fitted = len(values), change.shape, levels.at(change.shape)
-    middle = (change.start + change.full) / 2.0
-    if middle > n * (1.0 - _MIN_LEVEL_SHARE):
+    n, shape, fitted = len(values), found.shape, found.fitted
+    if (found.start + found.full) / 2.0 > n * (1.0 - _MIN_LEVEL_SHARE):
         return False  # Too recent.
-    after_ms = levels.before_ms + levels.change_ms
     # Logarithms require positive step times.
-    if min(levels.before_ms, after_ms, fitted.min(), values.min()) <= 0.0:
+    if min(found.before_ms, found.before_ms + found.change_ms, fitted.min(), values.min()) <= 0.0:
         return False
     before, after = values[shape <= 0.25], values[shape >= 0.75]
     size = math.log(after.mean() / before.mean())
-    full_at_ms = float(np.diff(edges)[: change.full] @ values[: change.full])
+    full_at_ms = float(np.diff(edges)[: found.full] @ values[: found.full])
     min_size = _MIN_EARLY_CHANGE if full_at_ms < _EARLY_MS else _MIN_CHANGE
-    min_size = max(min_size, min(_MAX_DRIFT, _DRIFT / n))
     min_ordered = _MIN_ORDERED
     if n < _SHORT_RUN:
-        min_size, min_ordered = max(min_size, _MIN_CHANGE_IN_SHORT_RUN), 1.0
+        min_size, min_ordered = _MIN_CHANGE_IN_SHORT_RUN, 1.0
     if abs(size) < min_size:
         return False
     # Compare each window before the change with each window after it.
-    shows_change = np.sign(size) * (after[:, None] - before) > 0.0
-    if np.mean(shows_change) < min_ordered:
+    if np.mean(np.sign(size) * (after[:, None] - before) > 0.0) < min_ordered:
         return False
+    min_ratio = min(_MIN_RATIO_INTERCEPT + _MIN_RATIO_PER_WINDOW * n, _MAX_MIN_RATIO)
+    if abs(size) < min(_MAX_DRIFT, _DRIFT / n):
+        min_ratio = _MIN_RATIO_IN_DRIFT
     logs = np.log(values)
     ratio = _autoregressive_cost(logs) - _autoregressive_cost(logs - np.log(fitted))
-    return ratio >= min(_MIN_RATIO_INTERCEPT + _MIN_RATIO_PER_WINDOW * n, _MAX_MIN_RATIO)
+    return ratio >= min_ratio
 
 
 def _autoregressive_cost(values: Floats) -> float:
@@ -548,25 +523,3 @@ def _autoregressive_cost(values: Floats) -> float:
     noise -= mean * ((noise * mean).sum(axis=1) / (mean**2).sum(axis=1))[:, None]
     variance = np.maximum((noise**2).mean(axis=1), _NOISE_FLOOR**2)
     return float((n * np.log(variance) - np.log(1.0 - _CORRELATIONS**2)).min())
-
-
-def _largest_phase(
-    windows: Sequence[_Window], shape: Floats, change_ms: float
-) -> tuple[str, float]:
-    """Return the phase with the largest part of the change, and the change of its time per step.
-
-    The name is empty if too few windows with timed steps cover the change.
-    """
-    timed = [i for i, window in enumerate(windows) if window.phases_ms]
-    shape = shape[timed]
-    if len(timed) < _MIN_TIMED_WINDOWS or np.ptp(shape) < 0.5:
-        return "", 0.0
-    weights = np.array([windows[i].steps for i in timed], dtype=float)
-    changes_ms = {}
-    for name in dict.fromkeys(name for i in timed for name in windows[i].phases_ms):
-        values = np.array([windows[i].phases_ms.get(name, 0.0) for i in timed])
-        expected = _fit_levels(values, shape, weights).at(shape)
-        levels = _fit_levels(_clip_outliers(values, expected), shape, weights)
-        changes_ms[name] = levels.change_ms
-    phase = largest_part(changes_ms, sign=change_ms)
-    return phase, changes_ms.get(phase, 0.0)
