@@ -164,6 +164,8 @@ WAYS: dict[str, Callable[[HostTime, Meter, int], None]] = {
 def count(way: str, every_n_steps: int = 1, *, is_noisy: bool = False) -> Calls:
     calls, time = Calls(), HostTime(is_noisy=is_noisy)
     with (
+        # The host's clock of a training on a GPU.
+        patch("lightning_gputime._timer.loop_time", lambda: time.read),
         patch("time.perf_counter_ns", time.read),
         # Examine steps only while settling: `lines` has its own benchmark, `cold_cost.py`.
         patch("lightning_gputime._ledger.schedule._GROWTH", NEVER),

@@ -35,7 +35,7 @@ from lightning_gputime._options import AUTO, Options, check_bool, check_int, fla
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._output.table import Table, Tabular, show
 from lightning_gputime._phases import EXCLUDED, SAVES, StepTimes
-from lightning_gputime._record.clock import Clock, HostClock, clock_for
+from lightning_gputime._record.clock import Clock, HostClock, clock_for, loop_time
 from lightning_gputime._runs import saved
 from lightning_gputime._runs.costly import CostlySettings, merge
 from lightning_gputime._runs.environment import (
@@ -129,6 +129,7 @@ class Timer(Tabular):
         self._outside_lines = OutsideLines()
         self._loader: object = None  # The newest loader.
         self._live_file = LiveFile()
+        self._loop_time: Callable[[], int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Events cannot be pickled, so a copy is not attached. `ddp_spawn` pickles before `setup`.
@@ -226,13 +227,17 @@ class Timer(Tabular):
 
     def _clock_for(self, device: torch.device, *, report_cpu: bool = False) -> Clock:
         """Return the clock of a device, or the clock that replaces it in tests."""
-        return self._options._clock or clock_for(device, report_cpu=report_cpu)
+        return self._options._clock or clock_for(device, self._host_ns, report_cpu=report_cpu)
 
     @property
     def _host_ns(self) -> Callable[[], int]:
         """The host's clock; available before there is a device."""
         clock = self._options._clock
-        return time.perf_counter_ns if clock is None else clock.host_ns
+        if clock is not None:
+            return clock.host_ns
+        if self._loop_time is None:
+            self._loop_time = loop_time()
+        return self._loop_time
 
     def _start_wall_clock(self, start_ns: int | None = None, functions: Iterable[Any] = ()) -> None:
         """Start the wall clock of a run, and examine what runs outside of its steps.
@@ -252,7 +257,9 @@ class Timer(Tabular):
         """Return a timer of the stages of the loader that is the attribute `name` of `owner`."""
         # All loaders of the process call `includes`, so it must not keep a timer or a model alive.
         includes = partial(_is_loader_of, weakref.ref(owner), name)
-        return StagedLoaders(includes, self._host_ns, self._culprits.add_loader)
+        # Workers of the loader compare their times with the system's clock.
+        now_ns = self._options._clock.host_ns if self._options._clock else time.perf_counter_ns
+        return StagedLoaders(includes, now_ns, self._culprits.add_loader)
 
     def _time_loader(self) -> None:
         """Time the stages of the newest loader."""

@@ -409,6 +409,9 @@ class GPUPhaseHooks(Timer):
         )
         self._time_loader()
         self._results.update_setup(is_own_loop=True)
+        # Attaching takes longer than many set-ups.
+        self._wall_clock.begin()
+        self._outside_lines.occurrences.clear()
         self._session.begin_step()
 
     def __enter__(self) -> Self:

@@ -1,5 +1,10 @@
 """The contract of a clock: the fake clock, the host clock and the clock of a real device."""
 
+import os
+import pickle
+from pathlib import Path
+from threading import Thread
+from time import perf_counter_ns
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -10,7 +15,14 @@ from fake_gpu import STEP_MS, FakeEvent, FakeGPU, steps
 from fake_loop import Loop
 
 from lightning_gputime import GPUPhaseHooks
-from lightning_gputime._record.clock import Clock, DeviceClock, HostClock, clock_for
+from lightning_gputime._record.clock import (
+    Clock,
+    DeviceClock,
+    HostClock,
+    LoopTime,
+    clock_for,
+    loop_time,
+)
 from lightning_gputime._record.recorder import Recorder
 
 CLOCKS = ["fake", "host", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -107,6 +119,41 @@ def test_capture_is_detected_on_any_stream() -> None:
         is_capturing = clock.is_capturing()
     assert is_capturing
     assert not clock.is_capturing()
+
+
+def test_loop_time_stops_while_the_thread_waits_for_a_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ns = 10**9
+    monkeypatch.setattr("time.perf_counter_ns", lambda: now_ns)
+    counts = tmp_path / "schedstat"
+    counts.write_text("0 7000 7\n")
+    time = LoopTime(os.open(counts, os.O_RDONLY))
+    found = list[int]()
+    for ms, waited_ms in [(0.0, 0.0), (5.0, 3.0), (0.06, 0.01), (0.06, 0.0), (2.0, 2.0), (1.0, 0)]:
+        now_ns += round(1e6 * ms)
+        waited_ns = int(counts.read_text().split()[1]) + round(1e6 * waited_ms)
+        counts.write_text(f"0 {waited_ns} 7\n")
+        found.append(time() - found[0] if found else time())
+    # The wait of 0.01 ms counts 0.06 ms later.
+    assert found[1:] == [2_000_000, 2_060_000, 2_110_000, 2_110_000, 3_110_000]
+    assert time.waited_ns == 5_010_000
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="not counted here")
+def test_loop_on_the_cpu_is_timed_without_waits_for_a_core() -> None:
+    time = loop_time()
+    assert isinstance(time, LoopTime)
+    begin_ns, wall_ns = time(), perf_counter_ns()
+    threads = [Thread(target=sum, args=(range(10**6),)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    elapsed_ns = time() - begin_ns
+    waited_ns = perf_counter_ns() - wall_ns - elapsed_ns
+    assert 0 <= waited_ns - time.waited_ns < 1_000_000
+    assert isinstance(pickle.loads(pickle.dumps(time)), LoopTime)
 
 
 @pytest.mark.parametrize(("stream", "queries"), [(0, 0), (7, 3)])  # 0: the default stream.

@@ -262,6 +262,42 @@ def test_line_whose_time_grows_is_named(gpu: FakeGPU, every_ms: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ("batches", "a step has 4 backwards since then, and 1 before"),
+        ("items", "a step has 8 items since then, and 2 before"),
+        ("frozen", "backward computes gradients of 2 tensors since then, and 1 before"),
+        ("nothing", ""),
+    ],
+)
+def test_more_work_per_step_explains_a_slowdown(gpu: FakeGPU, changes: str, text: str) -> None:
+    loop = Loop(gpu, Net(gpu))
+    loop.model.linear.bias.requires_grad_(changes != "frozen")
+
+    def next_batches() -> Iterator[Tensor]:
+        for loop.number in range(800):
+            is_late = loop.number >= 400
+            x = torch.zeros(8 if changes == "items" and is_late else 2, 2)
+            loop.left = 4 if changes == "batches" and is_late else 1
+            yield from [x] * loop.left
+
+    with hooks(loop, lines=True, accumulate_grad_batches="auto") as timer:
+        for x in timer.steps(next_batches()):
+            loop.model(x).sum().backward()
+            loop.left -= 1
+            if not loop.left:
+                if loop.number >= 400:
+                    gpu.work(30.0)
+                    loop.model.linear.bias.requires_grad_(True)
+                loop.update()
+    summary = timer.summary()
+    assert summary.slowdown is not None
+    assert summary.measurement.work_change == text
+    assert f": {text}\n" in str(summary) or not text
+    assert ("steps got slower" in summary.verdict) == (not text)
+
+
+@pytest.mark.parametrize(
     ("held", "named"),
     [
         ("", ""),

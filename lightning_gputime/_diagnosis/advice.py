@@ -39,6 +39,7 @@ from lightning_gputime._measurement.wall_clock import (
     EPOCH_ENDS,
     EVALUATION,
     FIRST_STEP,
+    ONCE,
     PAUSED,
     SANITY_CHECK,
     SET_UP,
@@ -57,6 +58,7 @@ from lightning_gputime._phases import (
 )
 
 _MIN_SHARE = 0.05  # Entries with a smaller fraction of the wall clock get no advice.
+_MIN_ONCE_S = 5.0  # What occurs once, and takes less time, is not worth a change.
 _MIN_PART = 0.1  # Advice ignores parts with a smaller fraction of the step.
 _MAX_WORKERS_WITHOUT_CORES = 4  # Maximum number of workers to suggest if the CPU cores are unknown.
 _MIN_CALLS = 4  # A line that runs this often per step is reported with that number.
@@ -113,6 +115,8 @@ def advise(case: Case, *, only_settings: bool = False) -> tuple[Advice, ...]:
     entry = case.entry
     if entry.share < _MIN_SHARE and (entry.speed_up or 1.0) < 1 + _MIN_SHARE:
         return ()
+    if is_short_once(entry):
+        return ()
     rule = _RULES.get(entry.name)
     if entry.line is not None:
         rule = _shorten_code
@@ -128,6 +132,11 @@ def advise(case: Case, *, only_settings: bool = False) -> tuple[Advice, ...]:
         found.append(advise_on_growth(line))
     found += [] if rule is None or only_settings else rule(case)
     return tuple({advice.text: advice for advice in found}.values())  # Without duplicates.
+
+
+def is_short_once(entry: Entry) -> bool:
+    """Return True if an entry occurs once, and would not matter in a longer training."""
+    return entry.name in ONCE and entry.seconds < _MIN_ONCE_S
 
 
 def _is_costly(setting: CostlySetting, case: Case) -> bool:
@@ -340,7 +349,8 @@ def _use_workers(case: Case, reason: str, fetch_ms: float) -> Iterator[Advice]:
     split = "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
     per_rank = "" if cores is None else f"; {cores} CPU cores per rank"
     off_cpu = m.slow.cause_shares.get(OFF_CPU, 0.0) if m.slow is not None else 0.0
-    is_cpu_busy = off_cpu >= _MIN_SHARE
+    waited = m.wall_clock.core_wait_share if m.wall_clock is not None else 0.0
+    is_cpu_busy = max(off_cpu, waited) >= _MIN_SHARE
     loader = LoaderCase.of(m, setup)
     if workers and loader is not None:
         yield from advise_on_loader(loader)
@@ -352,6 +362,10 @@ def _use_workers(case: Case, reason: str, fetch_ms: float) -> Iterator[Advice]:
                 ' DataLoader: put `with phase("data/decode")` around a part to time it'
             )
         yield Advice("workers", text)
+    elif workers == 0 and is_cpu_busy:
+        faster = f"{reason}make it faster" if reason else "use faster transforms"
+        text = f"{faster}: workers would need CPU cores, and all are busy"
+        yield Advice("cheaper_transforms", text)
     elif workers == 0:
         needed = workers_for(fetch_ms, m.step.mean_ms - fetch_ms)
         n = min(needed, cores or _MAX_WORKERS_WITHOUT_CORES)

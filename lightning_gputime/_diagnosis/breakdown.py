@@ -350,7 +350,8 @@ def is_own_work(line: LineRow | None, phases: Mapping[str, float]) -> bool:
     if line is not None and line.is_recomputed:
         return False
     if line is not None and line.file and not line.is_library and not line.is_forward:
-        has_backward = phases.get(BACKWARD, 0.0) > 0
+        # Code that only runs in backward is not the reason for nodes of the graph.
+        has_backward = 0 < phases.get(BACKWARD, 0.0) < sum(phases.values())
         if line.operations == 0 and not has_backward:
             return False
     total = sum(phases.values())

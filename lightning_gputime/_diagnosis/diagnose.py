@@ -8,6 +8,7 @@ from lightning_gputime._diagnosis.advice import (
     advise_on_growth,
     advise_on_launches,
     growth_of,
+    is_short_once,
 )
 from lightning_gputime._diagnosis.breakdown import (
     break_down,
@@ -92,7 +93,8 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     if unclear_share >= _MIN_REPORTED:
         headline += f"; {unclear}"
     advice = (*found.advice, *_advice_of(breakdown, first=found.entry))
-    if (slowdown := m.slowdown) is not None and slowdown.lost_share >= _MIN_SLOWDOWN:
+    slowdown = m.slowdown
+    if slowdown is not None and slowdown.lost_share >= _MIN_SLOWDOWN and not m.work_change:
         headline += f"; {slowdown}"
         grown, on_slowdown = _grown(slowdown, breakdown), _advice_on(slowdown, breakdown)
         # Advice on the line that has grown says the same.
@@ -139,7 +141,9 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
         # Code in the model at which the host does something else than launch the model's work.
         own = [row for row in own if row.pace != "host" or _launches(row)]
     launches = 0.0 if m.on_host_clock else sum(row.host_share for row in own)
-    others = [row for row in breakdown.rows if row.code and row not in own]
+    others = [
+        row for row in breakdown.rows if row.code and row not in own and not is_short_once(row)
+    ]
     largest = max(others, key=_saved_share, default=Entry("", 0.0, 0.0))
     recurring = max(
         (row for row in others if row.name not in ONCE), key=_saved_share, default=largest
@@ -166,7 +170,8 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
     code = COMPUTE_BOUND if m.on_host_clock else GPU_BOUND
     if code == GPU_BOUND and _gpu_share(breakdown) < _MIN_OF_ALL:
         code = HOST_BOUND
-    first = max(own, key=lambda row: row.share, default=None)
+    known = [row for row in own if not any(is_blurred(name, m) for name in _names(row))]
+    first = max(known, key=lambda row: row.share, default=None)
     headline, entry = f"{code}: {_describe_pace(breakdown, m)}", ""
     if first is not None and first.share >= _MIN_REPORTED:
         entry = first.name

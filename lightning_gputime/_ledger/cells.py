@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lightning_gputime._ledger.pace import MAX_IDLE_LAG_MS, Bounds, lags_ms
 from lightning_gputime._ledger.places import Line
-from lightning_gputime._phases import EVALUATED, StepRecord, resolve_labels
+from lightning_gputime._phases import BACKWARD, EVALUATED, StepRecord, resolve_labels
 
 GPU, HOST, IDLE = "gpu", "host", "idle"
 """Kinds of time: the device set the pace, the host set it while the line ran, and the host set it
@@ -43,6 +43,7 @@ class ExaminedStep:
         calls: Number of times that each line started.
         base: Keys of the functions that were running at the start.
         busy_ms: Host time of each line without waits for the device (in milliseconds).
+        spans: Keys of the functions that were running while one phase ended and another began.
     """
 
     index: int
@@ -50,6 +51,7 @@ class ExaminedStep:
     calls: Mapping[Line, int]
     base: frozenset[tuple[str, str, int]] = frozenset()
     busy_ms: Mapping[Line, float] = field(default_factory=dict)
+    spans: frozenset[tuple[str, str, int]] = frozenset()
 
     @property
     def step_ms(self) -> float:
@@ -109,7 +111,18 @@ def examined_step(step: StepRecord, *, on_host_clock: bool) -> ExaminedStep:
     in_steps = {cell: ms for cell, ms in cells.items() if cell.phase}
     # The first mark shows what was running.
     first = lines[0].line if lines else None
-    return ExaminedStep(step.number, in_steps, calls, base_of(first), busy_ms)
+    return ExaminedStep(step.number, in_steps, calls, base_of(first), busy_ms, _spans_of(intervals))
+
+
+def _spans_of(intervals: Sequence[_Interval]) -> frozenset[tuple[str, str, int]]:
+    """Return the keys of the functions in which one phase ends and another begins."""
+    found: set[tuple[str, str, int]] = set()
+    for before, after in pairwise(intervals):
+        phases = {before.phase.partition("/")[0], after.phase.partition("/")[0]}
+        # In backward, the lines are those of forward, which have already returned.
+        if len(phases) > 1 and BACKWARD not in phases:
+            found |= base_of(before.line) & base_of(after.line)
+    return frozenset(found)
 
 
 def base_of(line: Line | None) -> frozenset[tuple[str, str, int]]:

@@ -23,7 +23,7 @@ _MAX_NODES = 20_000  # The graphs of backwards with more nodes are not searched.
 # Of a step's time, marks may take this fraction before frequent lines are ignored.
 _MAX_MARKS_SHARE = 0.2
 _FIRST_MARK_NS = 10_000  # Cost of a mark before it was measured.
-_MIN_MARK_NS = 2_000  # Minimum cost of a mark, with the call of its trace function.
+_EVENT_NS = 3_000  # Cost of an event apart from its mark.
 _MIN_EVENTS = 300  # Number of events at which lines may be ignored, however short the step is.
 
 
@@ -53,7 +53,7 @@ class Examiner:
         """Operations of each line, as found in the graphs of the backwards of a step."""
         self._operations: dict[Line, Counter[str]] = {}  # The same, in the open step.
         self.trained: set[int] = set()
-        """Ids of the tensors of which a backward has computed gradients, in the first step."""
+        """Ids of the tensors of which a backward has computed gradients in the newest step."""
         self.marks_ns = 0
         """Time that all marks so far have taken."""
         self._n_marks = 0
@@ -76,6 +76,7 @@ class Examiner:
         self._start_ns, self._step_ns = self._now(), step_ns
         self._marks, self._sequences, self._lines, self._is_backward_known = [], [], [], True
         self._operations.clear()
+        self.trained.clear()
         try:
             self.unavailable = self.watch.start(sys._getframe(1), self._allowed_events)
         except Exception as error:
@@ -88,9 +89,11 @@ class Examiner:
 
     def _allowed_events(self, events: int) -> int:
         """Return how many more events may follow after this many; 0 to ignore frequent lines."""
-        mark_ns = self.marks_ns / self._n_marks if self._n_marks else _FIRST_MARK_NS
-        step_ns = max(self._now() - self._start_ns, self._step_ns)
-        allowed = int(_MAX_MARKS_SHARE * step_ns / max(mark_ns, _MIN_MARK_NS))
+        event_ns = self.marks_ns / self._n_marks if self._n_marks else _FIRST_MARK_NS
+        event_ns += _EVENT_NS
+        # Without its events, the step may already have taken longer than expected.
+        step_ns = max(self._now() - self._start_ns - events * event_ns, self._step_ns)
+        allowed = int(_MAX_MARKS_SHARE * step_ns / event_ns)
         return max(allowed, _MIN_EVENTS) - events
 
     def stop(self) -> None:

@@ -48,9 +48,16 @@ class Ledger:
             (code.co_filename, code.co_firstlineno): text for code, text in (forwards or {}).items()
         }
         self.pace = PaceSums()
+        self.n = 0
+        """Number of examined steps."""
         self.steps: list[ExaminedStep] = []
+        """Examined steps whose marks were evaluated."""
+        # Examined steps whose marks were not yet evaluated: this takes longer than many steps.
+        self._raw: list[StepRecord] = []
         self.operations: Mapping[Line, Operations] = {}
         """Differentiable operations of each line; set by the session."""
+        self.trained_tensors: dict[int, int] = {}
+        """Number of tensors whose gradients backward computes, by the number of examined steps."""
         self.busy_functions: set[tuple[str, str, int]] = set()
         """Keys of functions with lines that run too often to be followed; set by the session."""
         self.unavailable = ""
@@ -60,9 +67,17 @@ class Ledger:
         """Add timed steps that were read, in order."""
         if not self._on_host_clock:
             self.pace.add(steps)
-        for step in steps:
-            if step.lines:
-                self.steps.append(examined_step(step, on_host_clock=self._on_host_clock))
+        examined = [step for step in steps if step.lines]
+        self._raw += examined
+        self.n += len(examined)
+
+    def evaluate(self) -> list[ExaminedStep]:
+        """Return the examined steps. Not in the loop, and in one thread at a time."""
+        while self._raw:
+            step = examined_step(self._raw[0], on_host_clock=self._on_host_clock)
+            self.steps.append(step)
+            del self._raw[0]
+        return self.steps
 
     def differs_from(self, phases_ms: Mapping[str, float], step_ms: float) -> bool:
         """Return True if the examined steps are certainly not like the other steps.
@@ -71,17 +86,11 @@ class Ledger:
             phases_ms: Mean time per step of each top-level phase, over the other steps.
             step_ms: Mean time of these steps.
         """
-        if len(self.steps) < _MIN_STEPS:
+        if len(self._raw) < _MIN_STEPS:
             return False
+        times = [step.times().phase_ms for step in self._raw]
         for phase, ms in phases_ms.items():
-            each = [
-                sum(
-                    cell_ms
-                    for cell, cell_ms in step.cells_ms.items()
-                    if cell.phase.partition("/")[0] == phase
-                )
-                for step in self.steps
-            ]
+            each = [phases.get(phase, 0.0) for phases in times]
             # Marks only lengthen a phase, so the examined steps lack something if it is short.
             missing_ms = ms - mean(each) - 2 * stdev(each)
             if missing_ms > max(_MAX_DIFFERENCE * ms, _MIN_PHASE * step_ms):

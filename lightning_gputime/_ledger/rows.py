@@ -19,7 +19,6 @@ from lightning_gputime._phases import BACKWARD, EVALUATED, FORWARD, of_one_callb
 _MIN_ROW = 0.04  # A line or function with this fraction of the time has its own row.
 _MIN_DEEPER = 0.7  # A function that takes this fraction of its caller explains the caller's time.
 _MIN_LINE = 0.6  # A line that takes this fraction of a function stands for the function.
-_MIN_PHASE = 0.05  # A function is part of a phase with this fraction of the function's time.
 _MIN_EVIDENCE = 0.5  # Examined steps must show this fraction of a phase's time to divide all of it.
 LONG_STEP = 1.5
 """A step is long if it takes at least this multiple of the median."""
@@ -214,7 +213,8 @@ def line_rows(
         for cell, ms in cells.items():
             mean_ms[cell] += weight * ms
     _move_recomputation(mean_ms)
-    owners = _Owners(mean_ms, frozenset().union(*(step.base for step in steps)), busy_functions)
+    loops = frozenset().union(*(step.base | step.spans for step in steps))
+    owners = _Owners(mean_ms, loops, busy_functions)
     drafts: dict[Any, _Draft] = {}
     keys: dict[Cell, Any] = {}
     for cell, ms in mean_ms.items():
@@ -348,6 +348,19 @@ def _weights(steps: Sequence[ExaminedStep], median_ms: float, long_share: float)
 
     Steps that are expected to be long are examined more often than they occur.
     """
+    each_ms = [step.step_ms for step in steps]
+    if len(steps) >= _FIRST + _LAST:
+        first_ms = fmean(each_ms[:_FIRST])
+        if median_ms and min(each_ms[-_LAST:]) >= LONG_STEP * first_ms:
+            # The steps have grown, so each examined step counts for those around it. Early steps
+            # are examined more often.
+            at = [step.index for step in steps]
+            limits = [
+                1.5 * at[0] - 0.5 * at[1],
+                *(0.5 * (a + b) for a, b in pairwise(at)),
+                1.5 * at[-1] - 0.5 * at[-2],
+            ]
+            return [(b - a) / (limits[-1] - limits[0]) for a, b in pairwise(limits)]
     is_long = [step.step_ms >= LONG_STEP * median_ms > 0 for step in steps]
     n_long = sum(is_long)
     if n_long in (0, len(steps)):
@@ -405,23 +418,23 @@ class _Owners:
     From the training loop inwards, the first function that does not need a row is left out: its
     time belongs to the line that calls it. A function gets a row if it takes enough time, and if
 
-    - it is called by the loop: by a function in which more than one phase passes,
+    - it is called by the loop: by a function in which one phase ends and another begins,
     - or it is part of the model,
     - or it takes most of the time of its caller.
 
     Args:
         cells_ms: Time of each cell.
-        base: Functions that were running at the start: the loop, and what has called it.
+        loops: Functions that contain the loop, or parts of more than one phase.
         busy: Functions with lines that run too often to be followed.
     """
 
     def __init__(
         self,
         cells_ms: Mapping[Cell, float],
-        base: AbstractSet[tuple[str, str, int]],
+        loops: AbstractSet[tuple[str, str, int]],
         busy: AbstractSet[tuple[str, str, int]],
     ) -> None:
-        self._base, self._busy = base, busy
+        self._loops, self._busy = loops, busy
         # Functions that have a backward, in some context and in each context.
         self._trained: set[Any] = set()
         self._ms: dict[Any, float] = defaultdict(float)  # Of each function, with those it calls.
@@ -496,12 +509,8 @@ class _Owners:
         return self.is_loop(function) or self._is_model(function)
 
     def is_loop(self, function: Function) -> bool:
-        """Return True if a function contains the loop, or more than one phase passes in it."""
-        if function.key in self._base:
-            return True
-        phases = self._phases[function.key]
-        total_ms = sum(phases.values())
-        return sum(ms >= _MIN_PHASE * total_ms for ms in phases.values()) > 1
+        """Return True if a function contains the loop, or parts of more than one phase."""
+        return function.key in self._loops
 
     def _is_model(self, function: Function) -> bool:
         phases = self._phases[function.key]

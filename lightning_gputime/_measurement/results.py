@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from operator import attrgetter
+from statistics import median
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -35,7 +37,14 @@ from lightning_gputime._measurement.sums import Sums, ThroughputReference
 from lightning_gputime._measurement.untimed import Estimate, Totals, UntimedSteps
 from lightning_gputime._measurement.wall_clock import EVALUATION, WallClock
 from lightning_gputime._messages import Named
-from lightning_gputime._phases import DATA, FETCH, StepRecord, StepTimes, of_one_callback
+from lightning_gputime._phases import (
+    AFTER_BACKWARD,
+    DATA,
+    FETCH,
+    StepRecord,
+    StepTimes,
+    of_one_callback,
+)
 
 
 class Results:
@@ -225,9 +234,11 @@ class Results:
         steps = log.unpacked()
         if steps and not log.sums.step.n:
             return replace(self._measurement_of(steps, Sums(steps)), is_warmup=True)
+        slowdown = _with_detail(self.slowdowns.series.find(), self.culprits)
         return replace(
             self._measurement_of(steps[log.warmup_in_history :], log.sums),
-            slowdown=_with_detail(self.slowdowns.series.find(), self.culprits),
+            slowdown=slowdown,
+            work_change=_work_change(steps, slowdown) or self._trained_change(slowdown),
             warmup_steps=log.warmup_steps,
             untimed_steps=max(self._ended_steps - log.n, 0),
             skipped_updates=log.skipped_warmup_updates + log.sums.skipped_updates,
@@ -241,6 +252,7 @@ class Results:
             estimate, weights = untimed.estimate(), untimed.weights(len(steps))
             durations_ms = untimed.durations.statistics_ms() if untimed.knows_durations else {}
             slow_correction = untimed.slow_correction or 1.0
+            self.ledger.evaluate()
         every = sums.plus(estimate.sums)
         all_ms = every.step.device_ms + estimate.unsampled_ms
         tflops = sources.throughput.tflops_of_phases(every)
@@ -272,6 +284,18 @@ class Results:
             loaders=self.culprits.loaders(),
         )
 
+    def _trained_change(self, slowdown: Slowdown | None) -> str:
+        """Return how the number of trained tensors has changed when steps got slower."""
+        if slowdown is None or slowdown.until_step is not None:
+            return ""
+        counts = self.ledger.trained_tensors
+        before = [n for number, n in counts.items() if number < slowdown.since_step]
+        after = [n for number, n in counts.items() if number >= slowdown.since_step]
+        if not before or not after or after[-1] <= before[-1]:
+            return ""
+        change = f"{after[-1]} tensors since then, and {before[-1]} before"
+        return f"backward computes gradients of {change}"
+
     def _ledger_facts(
         self,
         rows: Mapping[str, PhaseStats],
@@ -293,7 +317,7 @@ class Results:
             weights = np.ones(len(is_long))
         return {
             "host_paced": Named(ledger.host_shares()),
-            "examined_steps": len(ledger.steps),
+            "examined_steps": ledger.n,
             "lines_unavailable": ledger.unavailable,
             "lines": (
                 *ledger.rows(
@@ -305,6 +329,26 @@ class Results:
                 *(line for workers in self.culprits.workers for line in workers.lines()),
             ),
         }
+
+
+def _work_change(steps: Sequence[StepRecord], slowdown: Slowdown | None) -> str:
+    """Return how the work of a step has changed when steps got slower; empty if it has not."""
+    if slowdown is None or slowdown.until_step is not None:
+        return ""
+    since = slowdown.since_step
+    before = [step for step in steps if step.number < since]
+    after = [step for step in steps if step.number >= since]
+    if not before or not after:
+        return ""
+    for works, work_of in (("backwards", _backwards_in), ("items", attrgetter("items"))):
+        first, last = median(map(work_of, before)), median(map(work_of, after))
+        if last > first > 0:
+            return f"a step has {last:.0f} {works} since then, and {first:.0f} before"
+    return ""
+
+
+def _backwards_in(step: StepRecord) -> int:
+    return step.labels.count(AFTER_BACKWARD)
 
 
 class _Sources(NamedTuple):

@@ -48,11 +48,14 @@ class WallClockBreakdown:
         saves_in_steps_s: Part of `checkpoints` inside `steps` (in seconds).
         after_batches_s: Part of `validation` or `evaluation` after its last batch, such as metrics
             (in seconds).
+        core_wait_share: Fraction of the elapsed time in which the loop's thread was ready to run,
+            but had no CPU core; 0.0 if unknown. All other times exclude it.
     """
 
     entries_s: Mapping[str, float]
     saves_in_steps_s: float = 0.0
     after_batches_s: float = 0.0
+    core_wait_share: float = 0.0
 
     @property
     def wall_s(self) -> float:
@@ -113,6 +116,9 @@ class WallClock:
 
     def __init__(self, now_ns: Callable[[], int] | None, since_ns: int | None = None) -> None:
         self._now_ns = now_ns  # None once stopped.
+        # Waits for a core, which a `LoopTime` counts: before the start, and from then on.
+        self._waited_before_ns: int = getattr(now_ns, "waited_ns", 0)
+        self._waited_ns = 0
         self._thread = get_ident()  # Training thread.
         self.entry = SET_UP
         """Entry that is open, disregarding nested entries such as checkpoints."""
@@ -133,6 +139,13 @@ class WallClock:
     def __getstate__(self) -> dict[str, Any]:
         # The clock cannot be pickled, so a copy is stopped.
         return {**self.__dict__, "_account": self._current(), "_now_ns": None, "_follow": None}
+
+    def begin(self) -> None:
+        """Start the run now: no entry includes the time so far."""
+        if self._now_ns is not None:
+            self._put(_Account(self._now_ns(), SET_UP, is_step=False))
+            if self._follow is not None:
+                self._follow(self.entry_outside)
 
     def follow(self, switch_to: Callable[[str], object]) -> None:
         """Call a function now and at each change, with the open entry; empty inside steps."""
@@ -257,8 +270,10 @@ class WallClock:
         account = self._current()
         if self._started_loops == 1:  # Time after the only loop is not between loops.
             account = account.with_moved(BETWEEN_LOOPS, TEAR_DOWN)
+        elapsed_ns = sum(account.entries_ns.values()) + self._waited_ns
         return WallClockBreakdown(
             {name: ns / 1e9 for name, ns in account.entries_ns.items() if ns},
+            core_wait_share=self._waited_ns / elapsed_ns if elapsed_ns else 0.0,
             saves_in_steps_s=account.saves_in_steps_ns / 1e9,
             after_batches_s=self._after_batches_ns / 1e9,
         )
@@ -266,7 +281,11 @@ class WallClock:
     def _current(self) -> _Account:
         """Return the account until now, or until the clock was stopped."""
         now_ns, account = self._now_ns, self._account
-        return account if now_ns is None else account.until(now_ns())
+        if now_ns is None:
+            return account
+        account = account.until(now_ns())
+        self._waited_ns = getattr(now_ns, "waited_ns", 0) - self._waited_before_ns
+        return account
 
     def _update(self) -> None:
         """Attribute time from now on to the entry that is open."""

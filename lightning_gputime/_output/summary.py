@@ -31,6 +31,7 @@ _DROPS = ("max", "steps", "host", "p95", "p50", "share", "host-paced", _RANKS)
 _SPEED_UP = "speed-up if removed"
 _MIN_ROW = 0.01  # Entries of the time breakdown with a smaller share are combined in one row.
 _MAX_ROWS = 12  # So are the smallest entries beyond this number.
+_MIN_CORE_WAIT = 0.05  # Minimum fraction of the elapsed time that is reported.
 _MIN_VARIATION = 0.05  # Minimum share of unexplained slow steps that is reported.
 
 _BOUNDARY_MS = 0.02
@@ -140,7 +141,9 @@ class PhaseSummary(Tabular):
         """Sentences on the measurement, such as steps that were not timed."""
         if not self.steps:
             return (self._title(),)
-        return () if self.is_warmup else tuple(filter(None, self._sentences()))
+        if self.is_warmup:
+            return ("all of these steps are warm-up: a diagnosis needs more steps",)
+        return tuple(filter(None, self._sentences()))
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts of numbers for JSON, with None for NaN."""
@@ -294,9 +297,16 @@ class PhaseSummary(Tabular):
         if self.slow is not None and self.slow.unexplained_share >= _MIN_VARIATION:
             spread = f"{unit.of(self.step.p5_ms)} to {unit.of(self.step.p95_ms)}"
             yield f"step times vary: 90 % of the steps take {spread}"
+        waited = 0.0 if self.wall_clock is None else self.wall_clock.core_wait_share
+        if waited >= _MIN_CORE_WAIT:
+            yield (
+                f"the loop waited {percent(waited)} of the elapsed time for a CPU core, which other"
+                " threads or processes used: all times above are without these waits"
+            )
         # If the slowdown is expensive, the verdict already mentions it.
-        slowdown = str(self.slowdown or "")
-        yield slowdown if slowdown not in self.verdict else ""
+        slowdown, change = str(self.slowdown or ""), self.measurement.work_change
+        if slowdown not in self.verdict:
+            yield f"{slowdown}: {change}" if change else slowdown
         yield from self.slow.sentences if self.slow is not None else ()
         yield self.ranks.sentence if self.ranks is not None else ""
         for section in self.sections:

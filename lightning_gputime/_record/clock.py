@@ -1,9 +1,13 @@
 """Clocks: sources of timing events."""
 
 import functools
+import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from operator import attrgetter, sub
+from threading import get_native_id
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -14,6 +18,8 @@ from lightning_gputime._compat.torch_ import raw_stream
 from lightning_gputime._messages import WarnOnce
 
 _warn_once = WarnOnce()
+
+_MIN_CORE_WAIT_NS = 100_000
 
 
 class TimingEvent(Protocol):
@@ -145,15 +151,70 @@ class _EventOnOtherDevice:
         return self._event.elapsed_time(end_event._event)
 
 
-class HostClock:
-    """Host clock with the interface of a device clock, for models on the CPU."""
+class LoopTime:
+    """Time of a thread without its waits for a CPU core, which other threads or processes used.
 
-    def __init__(self) -> None:
-        self.host_ns = time.perf_counter_ns
+    Any thread may call it.
+
+    Args:
+        file: Descriptor of the file in which Linux counts these waits, see
+            `Documentation/scheduler/sched-stats.rst`. It is closed with this object.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        weakref.finalize(self, os.close, file)
+        self.waited_ns = 0
+        """All waits for a core so far (in nanoseconds)."""
+        self._start_ns = 0
+        self._start_ns = self._read()
+        self._read_ns = self._last_ns = 0  # Time of the last reading, and newest result.
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[[], int]], tuple[()]]:
+        return loop_time, ()
+
+    def __call__(self) -> int:
+        """Return the time (in nanoseconds)."""
+        now_ns = time.perf_counter_ns()
+        # The system gives a core to another thread for longer than this, so no wait is missed.
+        if now_ns - self._read_ns > _MIN_CORE_WAIT_NS:
+            self._read_ns, self.waited_ns = now_ns, self._read()
+        self._last_ns = max(now_ns - self.waited_ns, self._last_ns)
+        return self._last_ns
+
+    def _read(self) -> int:
+        try:
+            return int(os.pread(self._file, 64, 0).split()[1]) - self._start_ns
+        except (OSError, ValueError, IndexError):  # The thread has ended, for example.
+            return self.waited_ns
+
+
+def loop_time() -> Callable[[], int]:
+    """Return the time of the calling thread, in which its loop runs on the CPU (in nanoseconds).
+
+    It is that of `time.perf_counter_ns` with an accelerator, whose time passes while the host waits
+    for a core, and on systems that do not count these waits.
+    """
+    if not torch.accelerator.is_available():
+        with suppress(OSError):
+            path = f"/proc/self/task/{get_native_id()}/schedstat"
+            return LoopTime(os.open(path, os.O_RDONLY))
+    return time.perf_counter_ns
+
+
+class HostClock:
+    """Host clock with the interface of a device clock, for models on the CPU.
+
+    Args:
+        host_ns: Time of the host (in nanoseconds); that of the calling thread by default.
+    """
+
+    def __init__(self, host_ns: Callable[[], int] | None = None) -> None:
+        self.host_ns = host_ns or loop_time()
         self.is_capturing = self.may_capture = _NEVER
 
     def event(self) -> TimingEvent:
-        return _HostEvent()
+        return _HostEvent(self.host_ns)
 
     def elapsed_ms(self, events: "Sequence[_HostEvent]") -> tuple[float, ...]:
         """Return the time from each event to the next (in milliseconds)."""
@@ -164,13 +225,14 @@ class HostClock:
 class _HostEvent:
     """Point in host time. It is reached as soon as it is recorded."""
 
-    __slots__ = ("ns",)
+    __slots__ = ("_now_ns", "ns")
 
-    def __init__(self) -> None:
+    def __init__(self, now_ns: Callable[[], int]) -> None:
         self.ns: int | None = None
+        self._now_ns = now_ns
 
     def record(self) -> None:
-        self.ns = time.perf_counter_ns()
+        self.ns = self._now_ns()
 
     query = staticmethod(_ALWAYS)
 
@@ -187,8 +249,18 @@ _TIME_OF = attrgetter("ns")
 _TO_MS = (1e6).__rtruediv__  # Divides by 1e6, without calling a Python function.
 
 
-def clock_for(device: torch.device, *, report_cpu: bool = False) -> Clock:
-    """Return the clock of a device. With `report_cpu`, warn once about a model on the CPU.
+def clock_for(
+    device: torch.device,
+    host_ns: Callable[[], int] | None = None,
+    *,
+    report_cpu: bool = False,
+) -> Clock:
+    """Return the clock of a device.
+
+    Args:
+        device: The device.
+        host_ns: Time of the host, for models on the CPU; see `HostClock`.
+        report_cpu: True to warn once about a model on the CPU.
 
     Raises:
         ValueError: If the device is not available or has no timing events.
@@ -197,7 +269,7 @@ def clock_for(device: torch.device, *, report_cpu: bool = False) -> Clock:
         return DeviceClock(device)
     if report_cpu:
         _warn_once("The model is on the CPU: its phases are timed on the host's clock.")
-    return HostClock()
+    return HostClock(host_ns)
 
 
 def check_device(device: Any) -> torch.device:

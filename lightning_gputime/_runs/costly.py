@@ -136,7 +136,10 @@ class CostlySettings:
                 f"{threads} threads of torch may cost time in every operation on {cores} CPU cores:"
                 f" call torch.set_num_threads({cores}), or set OMP_NUM_THREADS={cores}",
             )
-        share = 0.0 if self.threads is None else self.threads.core_wait_share()
+        # On a CPU, all times exclude these waits; see `LoopTime`.
+        share = 0.0
+        if self.threads is not None and self.environment.device_type != "cpu":
+            share = self.threads.core_wait_share()
         if share >= _MIN_CORE_WAIT:
             yield CostlySetting(
                 "busy_cores",

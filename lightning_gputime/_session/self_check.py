@@ -296,9 +296,7 @@ class SelfCheck:
         # Backward usually takes 2 times as long as forward and loss, or 3 times with checkpointing.
         # If it takes over 5 times as long, some work of `forward` is in another phase: in `other`,
         # or in `loss`. Use medians: in short steps, one hiccup exceeds the rest of 20 steps.
-        ms = {
-            name: median(phases.get(name, 0.0) for phases in self._phases_ms) for name in PHASES
-        }
+        ms = {name: median(phases.get(name, 0.0) for phases in self._phases_ms) for name in PHASES}
         self._phases_ms.clear()
         is_in_other = 0 < 5 * (ms[FORWARD] + ms[LOSS]) < ms[BACKWARD] < 5 * ms[OTHER]
         is_in_loss = FORWARD in ran and 50 * ms[FORWARD] < ms[BACKWARD] < 5 * ms[LOSS]

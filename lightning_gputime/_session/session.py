@@ -208,7 +208,8 @@ class Session:
         self._warmup_left = options.timed_warmup_steps  # Warm-up steps still to be read.
         self._has_read = False  # True once the first step was read.
         self._may_examine_more = True
-        self._newest_ms = deque[float](maxlen=_N_NEWEST)  # Time of the newest timed steps.
+        # Number and time of the timed steps whose mean was compared.
+        self._compared_n = self._compared_ms = 0.0
         self._slower_ms = 0.0  # Mean time from which on more steps are examined.
         self._until_end = Attachments()
         self._to_remove = [self._comparison, self._analyzer, *options.observers]
@@ -578,6 +579,7 @@ class Session:
 
     def _step_examined(self, cost: float) -> None:
         self._ledger.unavailable = self._examiner.unavailable
+        self._ledger.trained_tensors[self._newest or 0] = len(self._examiner.trained)
         self._examinations.step_examined(self._ended - 1, cost)
 
     # Steps without hooks
@@ -670,9 +672,11 @@ class Session:
             self._cost.add_timed(usual, since_ns)
 
         # Examine more steps after a slowdown, or if the examined ones lack something.
-        self._newest_ms.extend([sum(record.device_ms) for record in usual])
-        if len(self._newest_ms) == _N_NEWEST:
-            newest_ms = sum(self._newest_ms) / _N_NEWEST
+        step = self._results.sums.step
+        n_newest = step.n - self._compared_n
+        if n_newest >= _N_NEWEST:
+            newest_ms = (step.device_ms - self._compared_ms) / n_newest
+            self._compared_n, self._compared_ms = step.n, step.device_ms
             if not self._slower_ms:
                 self._slower_ms = _SLOWER * newest_ms
             elif newest_ms >= self._slower_ms:
@@ -684,7 +688,7 @@ class Session:
             phases_ms = {
                 name: phase.device_ms / n for name, phase in sums.phases.items() if "/" not in name
             }
-            if len(self._ledger.steps) >= _MIN_EXAMINED:
+            if self._ledger.n >= _MIN_EXAMINED:
                 self._may_examine_more = False
                 if self._ledger.differs_from(phases_ms, sums.step.device_ms / n):
                     self._examinations.examine_more()
