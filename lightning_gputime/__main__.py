@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning_gputime as package  # Imports torch only when a name is used.
 from lightning_gputime._auto_instrumentation import command
@@ -204,10 +204,10 @@ def _show(args: argparse.Namespace) -> int:
 def _show_once(args: argparse.Namespace) -> None:
     run = package.load(args.run)
     if args.json or args.brief:
-        _print(_result_text(run, args))
-        return
-    slow = [f"\n{run.slow_table.text(_WIDTH)}"] if run.slow_steps else []
-    _print(run.summary(), f"\n{run.about}", *slow)
+        _print_result(run, args)
+    else:
+        slow = [f"\n{run.slow_table.text(_WIDTH)}"] if run.slow_steps else []
+        _print(run.summary(), f"\n{run.about}", *slow)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -218,7 +218,7 @@ def _run(args: argparse.Namespace) -> int:
     code = command.run_to_file(args, folder / "run.json.gz")
     saved = sorted(folder.iterdir())
     for path in saved:
-        _print(_result_text(package.load(path), args))
+        _print_result(package.load(path), args)
     if saved and args.save_path:
         shutil.copyfile(saved[0], Path(args.save_path).expanduser())
     if not (is_saved := (folder / "run.json.gz").exists()):
@@ -228,14 +228,13 @@ def _run(args: argparse.Namespace) -> int:
     return code if is_saved else code or FAILED
 
 
-def _result_text(run: "package.Run", args: argparse.Namespace) -> str:
+def _print_result(
+    found: "package.Run | package.RunComparison", args: argparse.Namespace, **added: str
+) -> None:
     from lightning_gputime._runs.result import result_of
 
-    return _as_json(result_of(run, brief=args.brief), args)
-
-
-def _as_json(result: dict[str, Any], args: argparse.Namespace) -> str:
-    return json.dumps(result, indent=None if args.brief else 2, allow_nan=False)
+    content = result_of(found, brief=args.brief, **added)
+    _print(json.dumps(content, indent=None if args.brief else 2, allow_nan=False))
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -254,11 +253,8 @@ def _show_comparison(found: "package.RunComparison", args: argparse.Namespace) -
             lines += [f"{name}{line}" for line in group.explain(bound, phase)]
     worst = next(outcome for outcome in _CODE_OF_OUTCOME if outcome in outcomes)
     if args.json or args.brief:
-        from lightning_gputime._runs.result import comparison_result
-
         # Without a bound there is no outcome.
-        outcome = {"outcome": worst} if args.fail_above else {}
-        _print(_as_json(comparison_result(found, outcome, brief=args.brief), args))
+        _print_result(found, args, **({"outcome": worst} if args.fail_above else {}))
     elif args.markdown:
         _print(found.markdown(lines))
     else:

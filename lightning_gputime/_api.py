@@ -17,7 +17,7 @@ from lightning_gputime._runs.compare import RunComparison as RunComparison
 from lightning_gputime._runs.compare import compare as compare
 from lightning_gputime._runs.environment import Environment as Environment
 from lightning_gputime._runs.estimates import Difference as Difference
-from lightning_gputime._runs.run import Run as Run
+from lightning_gputime._runs.saved import Run as Run
 from lightning_gputime._runs.saved import load as load
 from lightning_gputime.hooks import GPUPhaseHooks as GPUPhaseHooks
 

@@ -37,15 +37,15 @@ from lightning_gputime._output.table import Table, Tabular, show
 from lightning_gputime._phases import EXCLUDED, SAVES, StepTimes
 from lightning_gputime._record.clock import Clock, HostClock, clock_for, loop_time
 from lightning_gputime._runs import saved
-from lightning_gputime._runs.costly import CostlySettings, merge
 from lightning_gputime._runs.environment import (
+    CostlySettings,
     Environment,
     environment_of,
     loader_settings,
+    merge,
     setup_of,
 )
-from lightning_gputime._runs.live_file import LiveFile
-from lightning_gputime._runs.run import Run
+from lightning_gputime._runs.saved import LiveFile, Run
 from lightning_gputime._session.evaluation import Evaluations
 from lightning_gputime._session.session import NEVER_ATTACHED, REMOVED, AnySession, Session
 

@@ -36,8 +36,8 @@ from lightning_gputime._output.loggers import LogWriter
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._phases import CALLBACKS, DATA, FETCH, OTHER
 from lightning_gputime._record.state import PAUSED
+from lightning_gputime._runs import check_save_path
 from lightning_gputime._runs.environment import cores_of_rank, loader_settings
-from lightning_gputime._runs.paths import check_save_path
 from lightning_gputime._session.session import NEVER_ATTACHED, OFF, REMOVED, AnySession, Session
 from lightning_gputime._timer import Timer, never_raises
 

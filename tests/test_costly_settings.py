@@ -29,8 +29,7 @@ from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
 from lightning_gputime._measurement.threads import ThreadTimes
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import PhaseSummary
-from lightning_gputime._runs.costly import CostlySettings
-from lightning_gputime._runs.environment import Environment
+from lightning_gputime._runs.environment import CostlySettings, Environment
 
 VARIABLES = ["CUDA_LAUNCH_BLOCKING", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES"]
 VARIABLES += ["TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG"]

@@ -311,7 +311,7 @@ ALLOWED = {
     ("_auto_instrumentation.__init__", "transformers.trainer"),
     ("_auto_instrumentation.__init__", "transformers.training_args"),
     # The fields of a saved run, which is a dataclass of another module.
-    ("_runs.schema", "_summary"),
+    ("_runs.saved", "_summary"),
 }
 
 

@@ -20,15 +20,15 @@ from processes import ENVIRONMENT, start
 from test_compare import run as simulated_run
 
 from lightning_gputime import GPUPhaseTimer, load
-from lightning_gputime._runs import live_file, saved
-from lightning_gputime._runs.run import Run
+from lightning_gputime._runs import saved
+from lightning_gputime._runs.saved import Run
 
 TRAIN = """
 import os, time, torch
 net = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-from lightning_gputime._runs import live_file
-live_file._MIN_INTERVAL_S = 0.05
+from lightning_gputime._runs import saved
+saved._MIN_INTERVAL_S = 0.05
 while True:
     net(torch.ones(2, 4)).square().mean().backward()
     optimizer.step()
@@ -67,8 +67,8 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write a file after each step."""
-    monkeypatch.setattr(live_file, "_MIN_INTERVAL_S", 0.0)
-    monkeypatch.setattr(live_file, "_MIN_INTERVAL_RATIO", 0)
+    monkeypatch.setattr(saved, "_MIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(saved, "_MIN_INTERVAL_RATIO", 0)
 
 
 def run_fit(gpu: FakeGPU, folder: Path) -> GPUPhaseTimer:
@@ -93,7 +93,7 @@ def test_live_file_waits_ten_seconds_or_a_hundred_times_its_cost(
     assert len(writes) == 2  # At the end of the epoch and of the training.
     for cost_s, next_s in ((0.01, 10.0), (0.5, 50.0)):
         times = iter((100.0, 100.0 + cost_s))
-        monkeypatch.setattr("lightning_gputime._runs.live_file.time.perf_counter", times.__next__)
+        monkeypatch.setattr("lightning_gputime._runs.saved.time.perf_counter", times.__next__)
         timer._live_file.rewrite(timer.save)
         monkeypatch.undo()
         assert timer._live_file._due_s == pytest.approx(100.0 + cost_s + next_s)
@@ -103,7 +103,7 @@ def test_live_file_waits_ten_seconds_or_a_hundred_times_its_cost(
 def test_live_file_adds_no_host_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     often, never = FakeGPU(), FakeGPU()
     run_fit(often, tmp_path)
-    monkeypatch.setattr(live_file, "_MIN_INTERVAL_S", 1e9)
+    monkeypatch.setattr(saved, "_MIN_INTERVAL_S", 1e9)
     run_fit(never, tmp_path)
     assert len(often.waits) == len(never.waits)
 
@@ -119,7 +119,7 @@ def test_failing_disk_is_reported_once_and_training_continues(
 
 def test_live_file_recognizes_only_the_file_that_it_wrote(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    file = live_file.LiveFile()
+    file = saved.LiveFile()
     assert not file.wrote(str(path))
     assert file.try_to_save(str(path), lambda name: Path(name).touch())
     assert file.wrote(str(path))

@@ -17,7 +17,7 @@ from lightning_gputime import Run, compare, load
 from lightning_gputime.__main__ import main
 from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._runs import saved
-from lightning_gputime._runs.result import comparison_result, result_of
+from lightning_gputime._runs.result import result_of
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -87,7 +87,7 @@ def test_comparison_fits_the_schema(
     assert result["outcome"] == "regression"
     assert result["rows"]["backward"]["verdict"] == "slower"
     assert result["others"][0]["kind"] == "comparison"
-    full = comparison_result(compare(*paths), {})
+    full = result_of(compare(*paths))
     assert paths_of(result) - {".outcome"} <= paths_of(json.loads(json.dumps(full)))
 
 

@@ -25,7 +25,7 @@ from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import summary_of
-from lightning_gputime._runs import environment, saved, schema
+from lightning_gputime._runs import environment, saved
 from lightning_gputime._runs.environment import Environment
 
 
@@ -276,7 +276,7 @@ def test_saved_unexplained_time_may_be_negative(path: Path) -> None:
     assert load(path).slow_steps[0].unexplained_ms == -0.5
 
 
-@pytest.mark.parametrize("minor", [REMOVED, 0, schema.MINOR, 99])
+@pytest.mark.parametrize("minor", [REMOVED, 0, saved.MINOR, 99])
 def test_unknown_fields_are_named_only_for_later_minor_versions(
     minor: Any, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from lightning_gputime import load
 from lightning_gputime._measurement.history import structured
-from lightning_gputime._runs import schema
-from lightning_gputime._runs.run import Run
+from lightning_gputime._runs import saved
+from lightning_gputime._runs.saved import Run
 
 GOLDEN = Path(__file__).parent / "golden"
-NEWEST = GOLDEN / f"run-{schema.VERSION}.{schema.MINOR}.json"
+NEWEST = GOLDEN / f"run-{saved.VERSION}.{saved.MINOR}.json"
 
 DERIVED = {"verdict", "advice", "diagnosis", "sentence", "minor"}
 """Keys that are derived from others, and that readers ignore."""
@@ -91,7 +91,7 @@ def test_saved_file_of_each_version_is_read(
     with caplog.at_level(logging.WARNING):
         run = load(tmp_path / name)
     assert not caplog.messages
-    new = json.loads(json.dumps(without_derived(schema.to_json(run))))
+    new = json.loads(json.dumps(without_derived(saved.to_json(run))))
     removed = REMOVED.get(version, set()) | REMOVED.get(f"{version}.{minor}", set())
     assert {*differences(without_derived(old), new)} == removed
 
@@ -99,10 +99,10 @@ def test_saved_file_of_each_version_is_read(
 def test_newest_saved_file_has_every_field() -> None:
     """If this fails, raise `MINOR` (or `VERSION`) and write a new file. Keep the older files."""
     golden = without_derived(json.loads(NEWEST.read_text()))
-    current = json.loads(json.dumps(without_derived(schema.to_json(filled_run()))))
+    current = json.loads(json.dumps(without_derived(saved.to_json(filled_run()))))
     assert current == golden
 
 
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
-    NEWEST.write_text(json.dumps(without_derived(schema.to_json(filled_run())), indent=1) + "\n")
+    NEWEST.write_text(json.dumps(without_derived(saved.to_json(filled_run())), indent=1) + "\n")

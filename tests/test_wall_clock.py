@@ -403,7 +403,7 @@ def test_saving_at_epoch_ends_is_limited_to_a_small_share_of_the_time(
         [100.9, 101.0, 101.0, 101.5],
     )
     now = iter(sum(epochs, start))
-    monkeypatch.setattr("lightning_gputime._runs.live_file.time.perf_counter", now.__next__)
+    monkeypatch.setattr("lightning_gputime._runs.saved.time.perf_counter", now.__next__)
     fit(gpu, Model(gpu), 1, max_epochs=4, timer=timer_of(gpu, save_path=path))
     # After the first epoch (which takes 1 s), 100 s later after the fourth, and after the fit.
     assert len(saved) == 3

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, timer_options
 from lightning_gputime._auto_instrumentation.program import KEEPS_OUT, find_program
 from lightning_gputime._compat.python_ import interpreter_flags
-from lightning_gputime._runs.paths import check_save_path
+from lightning_gputime._runs import check_save_path
 
 if TYPE_CHECKING:
     from lightning_gputime import RunComparison

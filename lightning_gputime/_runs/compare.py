@@ -4,10 +4,9 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from lightning_gputime._runs.environment import Environment
 from lightning_gputime._runs.estimates import (
     MAX_RUNS,
     MIN_STEPS,
+    OUTCOMES,
     RESOLUTION_MS,
     Difference,
     Estimate,
@@ -35,8 +35,7 @@ from lightning_gputime._runs.estimates import (
     runs_needed,
     typical_step,
 )
-from lightning_gputime._runs.run import Run
-from lightning_gputime._runs.saved import load
+from lightning_gputime._runs.saved import Run, load
 
 # Environment fields that determine the work of a step. Compared runs must agree on them.
 MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_grad_batches")
@@ -57,30 +56,15 @@ Source = Run | str | os.PathLike[str]
 _PATHS = (str, os.PathLike)
 
 
-class Side(NamedTuple):
-    """One side of a comparison."""
-
-    name: str  # Such as "before".
-    runs: Sequence[Run]
-
-
 @dataclass(frozen=True, slots=True)
 class LineChange:
-    """Change of the time of a function, from the examined steps of both sides.
-
-    Attributes:
-        function: Name of the function.
-        file: Name of its file; empty for a function of a library or of a trainer.
-        before_ms: Time per step on the first side (in milliseconds).
-        after_ms: Time per step on the second side.
-        error_ms: Half the width of the 95 % interval of the change.
-    """
+    """Change of the time of a function, from the examined steps of both sides."""
 
     function: str
-    file: str
-    before_ms: float
+    file: str  # Empty for a function of a library or of a trainer.
+    before_ms: float  # Time per step on the first side (in milliseconds).
     after_ms: float
-    error_ms: float
+    error_ms: float  # Half the width of the 95 % interval of the change.
 
     def __str__(self) -> str:
         where = f" ({self.file})" if self.file else ""
@@ -165,9 +149,7 @@ class RunComparison(Tabular):
             is within the bound, even if its interval is not.
         """
         found = self.outcomes(bound, phase).values()
-        if "regression" in found:
-            return "regression"
-        return "cannot tell" if "cannot tell" in found else "passed"
+        return next(outcome for outcome in OUTCOMES if outcome in found)
 
     def outcomes(self, bound: float, phase: str = "") -> dict[str, Outcome]:
         """Return the outcome of each quantity that `outcome` considers, by name.
@@ -190,19 +172,17 @@ class RunComparison(Tabular):
 
     def explain(self, bound: float, phase: str = "") -> list[str]:
         """Return the outcome as sentences: one per regression, otherwise a single sentence."""
-        outcome = self.outcome(bound, phase)
-        percent = f"{100 * bound:g} %"
+        outcome, percent = self.outcome(bound, phase), f"{100 * bound:g} %"
+        names = [name for name, found in self.outcomes(bound, phase).items() if found == outcome]
         if outcome == "passed":
             return [f"Passed: {phase or 'the step'} is not slower by more than {percent}."]
-        names = [name for name, found in self.outcomes(bound, phase).items() if found == outcome]
         if outcome == "regression":
             return [f"Regression: {name} is slower by more than {percent}." for name in names]
         needed = self.runs_needed(bound, phase)
+        about = "at least" if max(self.runs) == 1 else "about"
+        remedy = f"{about} {needed} runs per side would decide"
         if needed is None:
             remedy = f"more than {MAX_RUNS} runs per side would be needed"
-        else:
-            about = "at least" if max(self.runs) == 1 else "about"
-            remedy = f"{about} {needed} runs per side would decide"
         are = "is" if len(names) == 1 else "are"
         question = f"whether {', '.join(names)} {are} slower by more than {percent}"
         return [f"Cannot tell {question}: {remedy}."]
@@ -237,14 +217,14 @@ class RunComparison(Tabular):
     @property
     def sentence(self) -> str:
         """Significant changes of the step, its phases and other time; a caution for single runs."""
-        return " ".join(filter(None, (self.caution, self.finding)))
+        return " ".join(filter(None, (self._caution, self._finding)))
 
     @property
-    def caution(self) -> str:
+    def _caution(self) -> str:
         return _ONE_RUN if max(self.runs) == 1 else ""
 
     @property
-    def finding(self) -> str:
+    def _finding(self) -> str:
         parts = [self._claim, self.outside]
         # If the step did not change significantly, the time outside of the steps comes first.
         return "; ".join(filter(None, parts if self.step.is_significant else reversed(parts)))
@@ -252,7 +232,12 @@ class RunComparison(Tabular):
     @property
     def _claim(self) -> str:
         unit = unit_of(self.step.before_ms)
-        changed = [(self._with_largest_part(name), self.rows[name]) for name in self.judged]
+        changes_ms = {name: row.change_ms for name, row in self.rows.items()}
+        changed = []
+        for name in self.judged:
+            # Such as "backward (backward/comm)" if most of the change is in a part.
+            part = largest_part(changes_ms, name, sign=changes_ms[name])
+            changed.append((name if part == name else f"{name} ({part})", self.rows[name]))
         # The mean includes slow steps. Report it if the typical step did not change, or if slow
         # steps shift the mean by more than the error of the mean.
         change_by_slow_steps = abs(self.mean.relative_change - self.step.relative_change)
@@ -263,22 +248,18 @@ class RunComparison(Tabular):
             for name, row in sorted(changed, key=lambda item: -abs(item[1].change_ms))
             if row.is_significant
         )
+        error = self.step.error_ms / self.step.before_ms
+        digits = 1 if error >= 0.001 else 2
+        change = f"{100 * self.step.relative_change:+.{digits}f} % ± {100 * error:.{digits}f} %"
         if self.step.is_significant:
-            percent = format_change(self.step).lstrip("+-")
-            return f"{percent} {self.verdict}: {phases or 'no single phase changed significantly'}"
+            phases = phases or "no single phase changed significantly"
+            return f"{change.lstrip('+-')} {self.verdict}: {phases}"
         if phases:
             step = "mean step" if self.is_sampled else "typical step"
-            return f"{phases}; {step}: no significant change ({format_change(self.step)})"
-        if self.step.error_ms > _MAX_ERROR * self.step.before_ms:
-            change = format_change(self.step)
+            return f"{phases}; {step}: no significant change ({change})"
+        if error > _MAX_ERROR:
             return f"too noisy to tell ({change}): record longer runs, or more runs per side"
-        return f"no significant change of the step: {format_change(self.step)}"
-
-    def _with_largest_part(self, name: str) -> str:
-        """Return a phase, such as "backward (backward/comm)" if most of the change is in a part."""
-        changes_ms = {part: row.change_ms for part, row in self.rows.items()}
-        part = largest_part(changes_ms, name, sign=changes_ms[name])
-        return name if part == name else f"{name} ({part})"
+        return f"no significant change of the step: {change}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts of numbers for JSON, with None for NaN."""
@@ -288,12 +269,8 @@ class RunComparison(Tabular):
         return result
 
     def markdown(self, outcomes: Sequence[str] = ()) -> str:
-        """Return the comparison as Markdown, for a comment on a pull request.
-
-        Args:
-            outcomes: Sentences to show at the top, such as those of `explain`.
-        """
-        lead = [f"**{outcome}**" for outcome in outcomes] or [f"**{self.finding}**"]
+        """Return Markdown for a pull request, with the sentences of `explain` at its top."""
+        lead = [f"**{outcome}**" for outcome in outcomes or (self._finding,)]
         return "\n\n".join(["### Step time", *lead, self._table().markdown()])
 
     def __repr__(self) -> str:
@@ -301,47 +278,39 @@ class RunComparison(Tabular):
 
     def _table(self) -> Table:
         unit = unit_of(self.step.before_ms)
-        pairs = (self, *self.others)  # Comparisons with the same first side.
-        columns = [(pair.names[1], "change", "95 %", "change in %", "") for pair in pairs]
-        lines = [("phase", self.names[0], *chain(*columns))]
+        compared = (self, *self.others)  # Comparisons with the same first side.
+        header, counts = ["phase", self.names[0]], [self._count(0)]
+        sentences = [next(filter(None, (other._caution for other in compared)), "")]
+        for other in compared:
+            header += [other.names[1], "change", "95 %", "change in %", ""]
+            counts.append(f"{other._count(1)}{', alternating' if other.in_turns else ''}")
+            prefix = f"{other.names[1]}: " if self.others else ""
+            found = (other._finding, *map(str, other.lines), *other.notes)
+            sentences += [f"{prefix}{sentence}" for sentence in found]
+        lines = [tuple(header)]
         for name, row in {**self.rows, "step": self.step}.items():
             _, slash, part = name.partition("/")
-            after = chain(*(pair.cells(name, unit) for pair in pairs))
+            after = [cell for other in compared for cell in other._cells(name, unit)]
             lines.append((f"  {part}" if slash else name, unit.cell(row.before_ms), *after))
-        sentences = [next(filter(None, (pair.caution for pair in pairs)), "")]
-        for pair in pairs:
-            prefix = f"{pair.names[1]}: " if self.others else ""
-            found = (pair.finding, *map(str, pair.lines), *pair.notes)
-            sentences += [f"{prefix}{sentence}" for sentence in found]
         step = "Mean of all steps" if self.is_sampled else "A typical step"
-        counts = ", ".join([self.describe_side(0), *(pair.describe_side(1) for pair in pairs)])
-        drops = [name for name in _DROPPED_COLUMNS for _ in pairs]
-        return Table(f"{step} in {unit.name}: {counts}", lines, sentences, drops=drops)
+        drops = [name for name in _DROPPED_COLUMNS for _ in compared]
+        title = f"{step} in {unit.name}: {', '.join(counts)}"
+        return Table(title, lines, sentences, drops=drops)
 
-    def cells(self, name: str, unit: Unit) -> tuple[str, ...]:
+    def _count(self, side: int) -> str:
+        runs = f" of {self.runs[side]} runs" if self.runs[side] > 1 else ""
+        return f"{self.names[side]} {self.steps[side]} steps{runs}"
+
+    def _cells(self, name: str, unit: Unit) -> tuple[str, ...]:
         """Return the cells of the second side in the line of a phase, or of "step"."""
         row = self.step if name == "step" else self.rows[name]
         note = row.verdict if row.is_significant and name in ("step", *self.judged) else ""
         percent = "" if math.isnan(row.relative_change) else f"{row.relative_change:+.1%}"
         if "/" in name and not (row.before_ms and row.after_ms):
             # The other side may not have timed it, for example with different `modules`.
-            side = self.names[0] if row.before_ms else self.names[1]
-            note, percent = f"only {side}", ""
+            note, percent = f"only {self.names[0 if row.before_ms else 1]}", ""
         change = f"{row.change_ms / unit.ms:+.{unit.digits}f}"
         return unit.cell(row.after_ms), change, f"± {unit.cell(row.error_ms)}", percent, note
-
-    def describe_side(self, side: int) -> str:
-        """Return the name of a side (0 or 1) with its numbers of steps and runs."""
-        runs = f" of {self.runs[side]} runs" if self.runs[side] > 1 else ""
-        turns = ", alternating" if side and self.in_turns else ""
-        return f"{self.names[side]} {self.steps[side]} steps{runs}{turns}"
-
-
-def format_change(row: Difference) -> str:
-    """Return a change in percent with its error."""
-    error = row.error_ms / row.before_ms
-    digits = 1 if error >= 0.001 else 2
-    return f"{100 * row.relative_change:+.{digits}f} % ± {100 * error:.{digits}f} %"
 
 
 def compare(
@@ -379,11 +348,7 @@ def compare_groups(
 ) -> RunComparison:
     """Compare each group with the first.
 
-    Args:
-        groups: Groups of runs.
-        allow_mismatch: See `compare`.
-        looks: Number of times that the comparison is repeated as runs are added. More looks widen
-            the intervals.
+    If the comparison is repeated as runs are added, more `looks` widen the intervals.
     """
     names = ["before", "after"]
     if len(groups) > 2:
@@ -391,8 +356,8 @@ def compare_groups(
             str(group) if isinstance(group, _PATHS) else f"group {i}"
             for i, group in enumerate(groups, 1)
         ]
-    base, *others = map(Side, names, map(_runs_of, names, groups))
-    runs = [run for side in (base, *others) for run in side.runs]
+    sides = [_runs_of(name, group) for name, group in zip(names, groups, strict=True)]
+    runs = [run for side in sides for run in side]
     for run in runs:
         if len(run.measured) < MIN_STEPS:
             raise ValueError(
@@ -407,79 +372,125 @@ def compare_groups(
     # Keep the order of the files: it is the only order that user-defined phases have.
     found = dict.fromkeys(name for run in runs for name in list_phases(run.history))
     phases = in_order([name for name in found if not of_one_callback(name)])
-    tests = looks * len(others)
-    first, *more = (_compare_two((base, side), phases, tests, allow_mismatch) for side in others)
+    tests = looks * (len(sides) - 1)
+    first, *more = (
+        _compare_two((names[0], name), (sides[0], side), phases, tests, allow_mismatch)
+        for name, side in zip(names[1:], sides[1:], strict=True)
+    )
     return replace(first, others=tuple(more))
 
 
+def _runs_of(name: str, given: Source | Sequence[Source]) -> list[Run]:
+    """Return the runs of a side, in the order in which they started."""
+    sources: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
+    if isinstance(given, _PATHS) and os.path.isdir(given):
+        sources = sorted(Path(given).glob("*.json*"))
+    if not sources:
+        raise ValueError(f"{name} must be one or more runs, got none in {given}")
+    for source in sources:
+        if not isinstance(source, (Run, *_PATHS)):
+            expected = "a run as load() returns it, its file, or a list of these"
+            raise TypeError(f"{name} must be {expected}, got {format_value(source)}")
+    runs = [source if isinstance(source, Run) else load(source) for source in sources]
+    return sorted(runs, key=lambda run: run.environment.started)
+
+
 def _compare_two(
-    sides: tuple[Side, Side], phases: Sequence[str], tests: int, allow_mismatch: bool
+    names: tuple[str, str],
+    sides: tuple[Sequence[Run], Sequence[Run]],
+    phases: Sequence[str],
+    tests: int,
+    allow_mismatch: bool,
 ) -> RunComparison:
     """Compare two sides. Divide the probability of an error among this number of `tests`."""
-    notes = _environment_notes(sides)
+    notes = _environment_notes(names, sides)
     mismatches = [note for name, note in notes.items() if name in MUST_AGREE]
     if mismatches and not allow_mismatch:
         raise ValueError(
             f"the runs cannot be compared: {'; '.join(mismatches)}. Pass allow_mismatch=True"
             " (--allow-mismatch) to compare them anyway"
         )
-    runs = [side.runs for side in sides]
-    in_turns = _took_turns(*runs)
-    is_sampled = any(_is_sampled(run.summary()) for side in runs for run in side)
-    top_phases = sum("/" not in name for name in phases)
-    false_alarms = [
-        _FALSE_ALARMS["step"],
-        *[_FALSE_ALARMS["phases"] / max(top_phases, 1)] * len(phases),
+    in_turns = _took_turns(*sides)
+    is_sampled = any(_is_sampled(run.summary()) for side in sides for run in side)
+    chance = _FALSE_ALARMS["phases"] / max(sum("/" not in name for name in phases), 1)
+    false_alarms = np.array([_FALSE_ALARMS["step"], *[chance] * len(phases)])
+    # A step has a boundary at each phase and at its end, and a phase at each of its parts.
+    parts = [
+        sum(name == phase or name.startswith(f"{phase}/") for name in phases) for phase in phases
     ]
-    estimates = [[_estimate(run, phases, is_sampled) for run in side] for side in runs]
+    estimates = [[_estimate(run, phases, is_sampled) for run in side] for side in sides]
     step, *rows = differences(
         *estimates,
-        confidence=1 - np.array(false_alarms) / tests,
+        confidence=1 - false_alarms / tests,
         in_turns=in_turns,
-        resolution_ms=[RESOLUTION_MS * n for n in _boundaries(phases)],
+        resolution_ms=[RESOLUTION_MS * (n + 1) for n in (len(phases), *parts)],
     )
     mean = step
     if not is_sampled:
-        means = [[mean_step(_times(run, ())) for run in side] for side in runs]
+        means = [[mean_step(_times(run, ())) for run in side] for side in sides]
         [mean] = differences(
             *means,
             confidence=1 - _FALSE_ALARMS["mean"] / tests,
             in_turns=in_turns,
             resolution_ms=[step.resolution_ms],
         )
-    for side, of_side in zip(sides, estimates, strict=True):
+    found = [*notes.values()]
+    for name, of_side in zip(names, estimates, strict=True):
         share = np.mean([estimate.not_sampled_ms / estimate.values[0] for estimate in of_side])
         if share > _MIN_NOT_SAMPLED_SHARE:
-            unsampled = f"{100 * share:.0f} % of the time was not sampled ({side.name})"
-            note = f"{unsampled}: pass every_n_steps=1"
-            notes[f"not sampled {side.name}"] = note
+            unsampled = f"{100 * share:.0f} % of the time was not sampled ({name})"
+            found.append(f"{unsampled}: pass every_n_steps=1")
+    before, after = sides
     return RunComparison(
         rows=Named(zip(phases, rows, strict=True)),
         step=step,
         mean=mean,
-        runs=(len(runs[0]), len(runs[1])),
-        steps=(sum(map(_count_steps, runs[0])), sum(map(_count_steps, runs[1]))),
-        notes=tuple(notes.values()),
-        outside=_outside(sides),
-        names=(sides[0].name, sides[1].name),
+        runs=(len(before), len(after)),
+        steps=(sum(map(_count_steps, before)), sum(map(_count_steps, after))),
+        notes=tuple(found),
+        outside=_outside(names, sides),
+        names=names,
         in_turns=in_turns,
         is_sampled=is_sampled,
-        wall_clock=_compare_wall_clocks(runs, tests, in_turns),
-        lines=_line_changes(runs[0], runs[1], min_ms=_MIN_LINE * step.before_ms),
+        wall_clock=_compare_wall_clocks(sides, tests, in_turns),
+        lines=_line_changes(sides, min_ms=_MIN_LINE * step.before_ms),
     )
 
 
-def _line_changes(
-    before: Sequence[Run], after: Sequence[Run], min_ms: float
-) -> tuple[LineChange, ...]:
+def _environment_notes(names: Sequence[str], sides: Sequence[Sequence[Run]]) -> dict[str, str]:
+    """Return a sentence on each field in which the environments differ, by field."""
+    notes = {}
+    for name in (item.name for item in fields(Environment) if item.name not in _NOT_COMPARED):
+        # Unknown values do not count as differences.
+        values = [{getattr(run.environment, name) for run in side} - {"", None} for side in sides]
+        if len(set().union(*values)) > 1:
+            parts = (
+                f"{' or '.join(sorted(map(str, known))) or 'unknown'} ({side})"
+                for side, known in zip(names, values, strict=True)
+            )
+            notes[name] = f"{name} is {' and '.join(parts)}"
+    return notes
+
+
+def _took_turns(before: Sequence[Run], after: Sequence[Run]) -> bool:
+    """Return True if the sides alternated, in at least 5 pairs of runs in any order."""
+    if not len(before) == len(after) >= _MIN_PAIRS:
+        return False
+    starts = [[run.environment.started for run in side] for side in (before, after)]
+    started = [time for pair in zip(*starts, strict=True) for time in sorted(pair)]
+    # If each pair started before the next pair, these times increase.
+    return started == sorted(set(started))
+
+
+def _line_changes(sides: Sequence[Sequence[Run]], min_ms: float) -> tuple[LineChange, ...]:
     """Return the largest changes of functions that are larger than `min_ms`."""
-    sides = [[_functions_of(run) for run in side] for side in (before, after)]
-    if not all(functions for side in sides for functions in side):
+    found = [[_functions_of(run) for run in side] for side in sides]
+    if not all(functions for side in found for functions in side):
         return ()  # A run without examined steps.
     changes = []
-    for key in dict.fromkeys(key for side in sides for functions in side for key in functions):
+    for key in dict.fromkeys(key for side in found for functions in side for key in functions):
         means, squares = [], 0.0
-        for side in sides:
+        for side in found:
             each = [functions.get(key, (0.0, 0.0)) for functions in side]
             means.append(fmean(ms for ms, _ in each))
             squares += sum(error_ms**2 for _, error_ms in each) / len(each) ** 2
@@ -498,14 +509,6 @@ def _functions_of(run: Run) -> dict[tuple[str, str], tuple[float, float]]:
             ms, error_ms = found.get(key, (0.0, 0.0))
             found[key] = ms + row.ms, math.hypot(error_ms, row.error_ms)
     return found
-
-
-def _boundaries(phases: Sequence[str]) -> list[int]:
-    """Return the number of phase boundaries in a step, and in each phase."""
-    parts = [
-        sum(name == phase or name.startswith(f"{phase}/") for name in phases) for phase in phases
-    ]
-    return [n + 1 for n in (len(phases), *parts)]
 
 
 def _estimate(run: Run, phases: Sequence[str], is_any_sampled: bool) -> Estimate:
@@ -576,11 +579,11 @@ def _compare_wall_clocks(
     return Named(zip(names, rows, strict=True))
 
 
-def _outside(sides: Sequence[Side]) -> str:
+def _outside(names: Sequence[str], sides: Sequence[Sequence[Run]]) -> str:
     """Return a sentence on the time outside of the steps; empty if it hardly differs."""
     outside_s, wall_s = [], []  # Means over the runs of each side.
     for side in sides:
-        entries = [_wall_clock_s(run) for run in side.runs]
+        entries = [_wall_clock_s(run) for run in side]
         if not all(entries):
             return ""
         steps_s = [run.get(STEPS, 0.0) for run in entries]
@@ -589,50 +592,7 @@ def _outside(sides: Sequence[Side]) -> str:
     if abs(outside_s[1] - outside_s[0]) < _MIN_OUTSIDE_SHARE * max(wall_s):
         return ""
     before, after = (
-        f"{duration(1e3 * outside)} of {duration(1e3 * wall)} ({side.name})"
-        for side, outside, wall in zip(sides, outside_s, wall_s, strict=True)
+        f"{duration(1e3 * outside)} of {duration(1e3 * wall)} ({name})"
+        for name, outside, wall in zip(names, outside_s, wall_s, strict=True)
     )
     return f"time outside of the steps (not tested for significance): {before} and {after}"
-
-
-def _took_turns(before: Sequence[Run], after: Sequence[Run]) -> bool:
-    """Return True if the sides alternated, in at least 5 pairs of runs in any order."""
-    if not len(before) == len(after) >= _MIN_PAIRS:
-        return False
-    pairs = zip(before, after, strict=True)
-    started = [time for pair in pairs for time in sorted(run.environment.started for run in pair)]
-    # If each pair started before the next pair, these times increase.
-    return started == sorted(set(started))
-
-
-def _runs_of(name: str, given: Source | Sequence[Source]) -> list[Run]:
-    """Return the runs of a side, in the order in which they started."""
-    sources: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
-    if isinstance(given, _PATHS) and os.path.isdir(given):
-        sources = sorted(Path(given).glob("*.json*"))
-    if not sources:
-        raise ValueError(f"{name} must be one or more runs, got none in {given}")
-    for source in sources:
-        if not isinstance(source, (Run, *_PATHS)):
-            expected = "a run as load() returns it, its file, or a list of these"
-            raise TypeError(f"{name} must be {expected}, got {format_value(source)}")
-    runs = [source if isinstance(source, Run) else load(source) for source in sources]
-    return sorted(runs, key=lambda run: run.environment.started)
-
-
-def _environment_notes(sides: Sequence[Side]) -> dict[str, str]:
-    """Return a sentence on each field in which the environments differ, by field."""
-    notes = {}
-    for name in (item.name for item in fields(Environment) if item.name not in _NOT_COMPARED):
-        # Unknown values do not count as differences.
-        values = {
-            side.name: {getattr(run.environment, name) for run in side.runs} - {"", None}
-            for side in sides
-        }
-        if len(set().union(*values.values())) > 1:
-            parts = (
-                f"{' or '.join(sorted(map(str, known))) or 'unknown'} ({side})"
-                for side, known in values.items()
-            )
-            notes[name] = f"{name} is {' and '.join(parts)}"
-    return notes

@@ -1,42 +1,53 @@
-"""Environment and setup of a training run, read at its start without importing Lightning."""
+"""Environment, setup and costly settings of a training run, read without importing Lightning."""
 
 import json
 import os
 import platform
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_gputime._compat.torch_ import is_compiled
+from lightning_gputime._compat.torch_ import is_checkpointed, is_compiled
+from lightning_gputime._diagnosis.codes import COMMUNICATION
 from lightning_gputime._instrumentation.comm import is_distributed
 from lightning_gputime._instrumentation.loaders import attribute, dataset_of, loaders_in
 from lightning_gputime._instrumentation.loop import Loop
 from lightning_gputime._instrumentation.peaks import device_name
-from lightning_gputime._measurement.setup import TrainingSetup
+from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
+from lightning_gputime._measurement.threads import ThreadTimes
+from lightning_gputime._measurement.units import percent
+from lightning_gputime._measurement.wall_clock import FIRST_STEP
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, TimerOptions
+from lightning_gputime._phases import BACKWARD, CALLBACKS, FETCH
 
 # torch optimizers that are 2 to 7 times faster on a CPU if fused. Fusing SGD makes no difference.
 _FASTER_ON_CPU = ("Adam", "AdamW", "Adagrad")
-_LOADER_OPTIONS = (
-    "num_workers",
-    "prefetch_factor",
-    "batch_size",
-    "pin_memory",
-    "persistent_workers",
+_COPIED = ("num_workers", "prefetch_factor", "batch_size", "pin_memory", "persistent_workers")
+"""Attributes of a DataLoader that are fields of `TrainingSetup`."""
+
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
+_FLOAT32 = ("float32", "32-true")  # Precisions without autocast, as far as the timer can tell.
+_AMPERE = (8, 0)  # The first compute capability of CUDA with TF32 and fast bfloat16.
+_MIN_CORE_WAIT = 0.2  # Shorter waits for a CPU core, as a fraction of the time, are not reported.
+_MAX_NAMES = 3  # Number of modules to name.
+_MIN_THREAD = 0.3  # Other Python threads that run a smaller fraction of the time are ignored.
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +94,8 @@ class Environment:
 def environment_of(loop: Loop, options: Options, **known: Any) -> Environment:
     """Return the environment of a measurement.
 
-    If the lookup fails, warn, and return only the known fields.
-
-    Args:
-        loop: Loop to measure, with its model.
-        options: Options of the timer.
-        known: Fields that the front end knows. They override the lookup, unless they are None.
+    If the lookup fails, warn, and return only the fields that the front end knows. They override
+    the lookup, unless they are None.
     """
     try:
         found = _look_up(loop, options)
@@ -101,7 +108,6 @@ def environment_of(loop: Loop, options: Options, **known: Any) -> Environment:
 
 
 def _look_up(loop: Loop, options: Options) -> dict[str, Any]:
-    """Return the fields of the environment that do not depend on the front end."""
     parameters = list(nn.Module.parameters(loop.model))
     device = parameters[0].device if parameters else torch.device("cpu")
     has_ranks = is_distributed()
@@ -125,7 +131,6 @@ def _look_up(loop: Loop, options: Options) -> dict[str, Any]:
 
 
 def _options_to_save(options: Options) -> dict[str, Any]:
-    """Return the options that differ from their defaults, if JSON can store them."""
     changed: dict[str, Any] = {}
     defaults = Options()
     for name in TimerOptions.__annotations__:
@@ -141,7 +146,6 @@ def _options_to_save(options: Options) -> dict[str, Any]:
 
 @lru_cache
 def _processor() -> str:
-    """Return the name of the CPU."""
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(errors="replace")
         if found := re.search(r"^model name\s*: (.+)$", text, re.MULTILINE):
@@ -186,17 +190,14 @@ def head_of(folder: Path) -> str:
 def setup_of(environment: Environment, loop: Loop, has_precision: bool) -> TrainingSetup:
     """Return the training setup, without the fields of its loader.
 
-    Args:
-        environment: Environment of the run.
-        loop: Loop to measure, with its model and optimizers.
-        has_precision: True if the trainer reports its precision. Otherwise the precision is
-            unknown, because the dtype of the parameters does not reveal autocast.
+    Unless the trainer reports its precision, it is unknown: the dtype of the parameters does not
+    reveal autocast.
     """
     is_cuda = environment.device_type == "cuda"
     return TrainingSetup(
         cores=cores_of_rank(environment.world_size),
         precision=environment.precision if has_precision else "",
-        has_bf16=is_cuda and torch.cuda.get_device_capability() >= (8, 0),
+        has_bf16=is_cuda and torch.cuda.get_device_capability() >= _AMPERE,
         compiled=environment.compiled,
         unfused=_unfused(loop.optimizers, environment.device_type),
     )
@@ -206,26 +207,22 @@ def loader_settings(loader: object) -> dict[str, Any]:
     """Return the `TrainingSetup` fields of a loader: any iterable, or a collection of loaders."""
     loaders = loaders_in(loader)
     datasets = [*map(dataset_of, loaders)]
-    return {
+    found: dict[str, Any] = {
         "has_loader": True,
-        "foreign_loader": next(filter(None, map(_foreign_class, loaders)), ""),
+        "foreign_loader": "",
         "is_iterable": any(isinstance(dataset, IterableDataset) for dataset in datasets),
         "is_in_memory": all(isinstance(dataset, TensorDataset) for dataset in datasets),
-        **{name: _common_value(loaders, name) for name in _LOADER_OPTIONS},
     }
-
-
-def _foreign_class(loader: object) -> str:
-    """Return the class of a loader that is not a DataLoader of torch, else an empty string."""
-    # A loader of accelerate has the loader that it wraps in `base_dataloader`.
-    is_torch = isinstance(attribute(loader, "base_dataloader") or loader, DataLoader)
-    return "" if is_torch else type(loader).__name__
-
-
-def _common_value(loaders: Sequence[object], name: str) -> Any:
-    """Return an integer or boolean attribute on which all loaders agree; None if they differ."""
-    first, *others = [attribute(loader, name) for loader in loaders]
-    return first if isinstance(first, int) and all(other == first for other in others) else None
+    for candidate in loaders:
+        # A loader of accelerate has the loader that it wraps in `base_dataloader`.
+        wrapped = attribute(candidate, "base_dataloader") or candidate
+        if not isinstance(wrapped, DataLoader):
+            found["foreign_loader"] = found["foreign_loader"] or type(candidate).__name__
+    for name in _COPIED:
+        first, *others = [attribute(loader, name) for loader in loaders]
+        is_common = isinstance(first, int) and all(other == first for other in others)
+        found[name] = first if is_common else None
+    return found
 
 
 def cores_of_rank(world_size: int) -> int | None:
@@ -246,11 +243,208 @@ def _unfused(optimizers: Sequence[Any], device_type: str) -> str:
     for optimizer in optimizers:
         groups, name = attribute(optimizer, "param_groups"), type(optimizer).__name__
         is_faster = device_type == "cuda" or (device_type == "cpu" and name in _FASTER_ON_CPU)
-        if is_faster and isinstance(groups, list) and groups and all(map(_is_unfused, groups)):
+        if not (is_faster and isinstance(groups, list) and groups):
+            continue
+        # Each group has an option `fused` that is off.
+        if all(isinstance(group, dict) and not group.get("fused", True) for group in groups):
             return name
     return ""
 
 
-def _is_unfused(group: object) -> bool:
-    """Return True if a parameter group has an option `fused` that is off."""
-    return isinstance(group, dict) and not group.get("fused", True)
+@dataclass(frozen=True, slots=True)
+class CostlySettings:
+    """Facts about a training with which `read` finds costly settings. Keeps no model alive."""
+
+    environment: Environment = field(default_factory=Environment)
+    logging: str = ""  # Option that makes the trainer log every step; empty if none.
+    has_convolutions: bool = False
+    repeats_forward: bool = False  # A part of the model uses gradient checkpointing.
+    finds_unused: bool = False  # DDP searches for unused parameters.
+    threads: ThreadTimes | None = None  # CPU time of the Python threads; None if not measured.
+    # Modules and parameters that have gradients, and that no optimizer has updated.
+    not_updated: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, environment: Environment, loop: Loop, threads: ThreadTimes | None = None) -> Self:
+        modules = [*nn.Module.modules(loop.called)]
+        return cls(
+            environment=environment,
+            logging=loop.every_step_log,
+            has_convolutions=any(isinstance(module, _CONVOLUTIONS) for module in modules),
+            repeats_forward=any(map(is_checkpointed, modules)),
+            finds_unused=any(
+                isinstance(module, DistributedDataParallel)
+                and attribute(module, "find_unused_parameters") is True
+                for module in modules
+            ),
+            threads=threads,
+        )
+
+    def read(self, setup: TrainingSetup) -> tuple[CostlySetting, ...]:
+        """Return the settings that may cost time now.
+
+        Never raise: after an error, return the settings found so far, because only advice is lost.
+        """
+        found: list[CostlySetting] = []
+        with suppress(Exception):
+            for setting in self._find(setup):
+                found.append(setting)
+        return tuple(found)
+
+    def _find(self, setup: TrainingSetup) -> Iterator[CostlySetting]:
+        environment, is_cuda = self.environment, self.environment.device_type == "cuda"
+        if option := self.logging:
+            text = f"{option}=1 may cost time in loggers: log every 50 steps, for example"
+            yield CostlySetting(option, text, CALLBACKS)
+        if self.repeats_forward:
+            yield CostlySetting(
+                "gradient_checkpointing",
+                "gradient checkpointing may cost time in backward, which repeats parts of forward:"
+                " turn it off if memory suffices",
+            )
+        if names := self.not_updated:
+            shown = ", ".join(f"`{name}`" for name in names[:_MAX_NAMES])
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            yield CostlySetting(
+                "unused_gradients",
+                f"backward computes gradients of {shown}{more}, which no optimizer has updated:"
+                " call requires_grad_(False) on them before training",
+                BACKWARD,
+            )
+        if self.finds_unused:
+            yield CostlySetting(
+                "find_unused_parameters",
+                "find_unused_parameters=True may cost time after forward, in a search of the"
+                " autograd graph: set it to False if no parameter is unused",
+            )
+        # Only loaders of transformers have a prefix. They copy to the GPU inside the fetch. Copies
+        # of other loaders are in `data/copy`, which has its own advice.
+        if is_cuda and setup.pin_memory is False and setup.loader_prefix:
+            option = f"{setup.loader_prefix}pin_memory"
+            yield CostlySetting(
+                option,
+                f"{option}=False may cost time in copies to the GPU, which `{FETCH}` includes:"
+                " set it to True",
+                FETCH,
+            )
+        threads, cores = torch.get_num_threads(), setup.cores
+        # Only check the threads of torch on a CPU: with a GPU, few operations use them.
+        if cores is not None and threads > cores and environment.device_type == "cpu":
+            yield CostlySetting(
+                "num_threads",
+                f"{threads} threads of torch may cost time in every operation on {cores} CPU cores:"
+                f" call torch.set_num_threads({cores}), or set OMP_NUM_THREADS={cores}",
+            )
+        if self.threads is not None:
+            # On a CPU, all times exclude these waits; see `LoopTime`.
+            is_cpu = environment.device_type == "cpu"
+            share = 0.0 if is_cpu else self.threads.core_wait_share()
+            if cores is not None and share >= _MIN_CORE_WAIT:
+                yield CostlySetting(
+                    "busy_cores",
+                    f"busy CPU cores may cost time in all phases: the loop's thread waited"
+                    f" {percent(share)} of the time for one of {cores} CPU cores; run fewer"
+                    " threads, workers and other processes",
+                )
+            thread, share = self.threads.busiest_other()
+            if share >= _MIN_THREAD:
+                yield CostlySetting(
+                    "busy_thread",
+                    f"the Python thread `{thread}` may cost time in all phases: it ran"
+                    f" {percent(share)} of the time, and only one thread at a time runs Python"
+                    " code; move its work to a process",
+                )
+        if torch.is_anomaly_enabled():
+            yield CostlySetting(
+                "detect_anomaly",
+                "detect_anomaly=True may cost time in forward and backward: turn it off after"
+                " debugging",
+            )
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        if is_deterministic:
+            yield CostlySetting(
+                "deterministic_algorithms",
+                "deterministic algorithms may cost time in forward and backward: turn them off if"
+                " results do not have to be bitwise reproducible",
+            )
+        if torch.version.debug:
+            yield CostlySetting(
+                "debug_build",
+                "a debug build of torch may cost time in every operation: install a release build",
+            )
+        cudnn = torch.backends.cudnn
+        # The benchmark may choose a different algorithm in each run, so a training that must be
+        # repeatable cannot use it.
+        must_be_repeatable = is_deterministic or cudnn.deterministic
+        can_benchmark = cudnn.enabled and not (cudnn.benchmark or must_be_repeatable)
+        if is_cuda and self.has_convolutions and can_benchmark:
+            yield CostlySetting(
+                "cudnn.benchmark",
+                "cudnn.benchmark=False may cost time in convolutions: set"
+                " torch.backends.cudnn.benchmark = True if inputs have fixed shapes",
+                operation="convolves",
+            )
+        if is_cuda and environment.precision in _FLOAT32 and _has_unused_tf32():
+            yield CostlySetting(
+                "float32_matmul_precision",
+                'float32 matmul precision "highest" may cost time in matrix products outside of'
+                ' autocast: torch.set_float32_matmul_precision("high") uses TF32',
+                operation="multiplies_float32",
+            )
+        if is_cuda and _is_on("CUDA_LAUNCH_BLOCKING"):
+            yield CostlySetting(
+                "CUDA_LAUNCH_BLOCKING",
+                "CUDA_LAUNCH_BLOCKING=1 may cost time in all phases, and distorts all times, as the"
+                " CPU waits for each kernel: unset it and time again",
+            )
+        if _is_on("TORCH_LOGS"):
+            # The compiler writes most of these logs, in the first step.
+            entry = FIRST_STEP if environment.compiled else ""
+            text = "TORCH_LOGS may cost time for each log of torch: unset it after debugging"
+            yield CostlySetting("TORCH_LOGS", text, entry)
+        if _is_on("TORCH_SHOW_CPP_STACKTRACES"):
+            yield CostlySetting(
+                "TORCH_SHOW_CPP_STACKTRACES",
+                "TORCH_SHOW_CPP_STACKTRACES=1 may cost time for each error of torch, even if it is"
+                " caught: unset it after debugging",
+            )
+        if environment.world_size == 1:
+            return
+        if _value("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
+            yield CostlySetting(
+                "TORCH_DISTRIBUTED_DEBUG",
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL may cost time in each collective, because it checks"
+                " them: unset it after debugging",
+                COMMUNICATION,
+            )
+        level = _value("NCCL_DEBUG")
+        if is_cuda and level in ("INFO", "TRACE"):
+            text = f"NCCL_DEBUG={level} may cost time in collectives: unset it after debugging"
+            yield CostlySetting("NCCL_DEBUG", text, COMMUNICATION)
+
+
+def merge(*readings: Iterable[CostlySetting]) -> tuple[CostlySetting, ...]:
+    """Return the settings of several readings without duplicates."""
+    return tuple({setting.name: setting for found in readings for setting in found}.values())
+
+
+def _has_unused_tf32() -> bool:
+    """Return True if the current GPU has TF32, but float32 matrix products do not use it."""
+    if torch.version.hip or torch.cuda.get_device_capability() < _AMPERE:
+        return False
+    # torch 2.9 added this attribute. If it is set, `get_float32_matmul_precision` may raise.
+    if attribute(torch.backends.cuda.matmul, "fp32_precision") == "tf32":
+        return False
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:
+        return True
+
+
+def _value(variable: str) -> str:
+    """Return an environment variable in upper case; empty if it is not set."""
+    return os.environ.get(variable, "").strip().upper()
+
+
+def _is_on(variable: str) -> bool:
+    return _value(variable) not in ("", "0", "FALSE", "OFF")

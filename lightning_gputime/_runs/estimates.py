@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Outcome = Literal["passed", "regression", "cannot tell"]
+OUTCOMES: tuple[Outcome, ...] = ("regression", "cannot tell", "passed")
+"""Outcomes, worst first."""
 
 MIN_STEPS = 24  # Minimum number of steps to estimate their variance.
 RESOLUTION_MS = 0.002  # Resolution of the clock at each phase boundary.
@@ -25,17 +27,11 @@ _MIN_RUNS, MAX_RUNS = 3, 100  # Range of suggested numbers of runs per side.
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Times of one run: the step in the first column, its phases in the others.
+    """Times of one run: the step in the first column, its phases in the others."""
 
-    Attributes:
-        values: Time of each column per step (in milliseconds).
-        variances: Variance of each value due to the noise within the run.
-        not_sampled_ms: Time per step that no timed step represents, and that may be in any phase.
-    """
-
-    values: Floats
-    variances: Floats
-    not_sampled_ms: float = 0.0
+    values: Floats  # Time of each column per step (in milliseconds).
+    variances: Floats  # Variance of each value due to the noise within the run.
+    not_sampled_ms: float = 0.0  # Time per step that no timed step represents, in any phase.
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +101,6 @@ def typical_step(times: Floats) -> Estimate:
 
     All columns are averaged over the same steps, so the phases still add up to the step. The
     estimate is robust: a step of one second has no more influence than a slightly slow step.
-
-    Args:
-        times: Times of consecutive steps, of shape (steps, columns). The first column is the step.
     """
     n = len(times)
     cut = int(n * _TRIMMED_SHARE)
@@ -125,7 +118,6 @@ def typical_step(times: Floats) -> Estimate:
 
 
 def mean_step(times: Floats) -> Estimate:
-    """Return the mean of each column of `times` over all steps."""
     values = times.mean(axis=0)
     return Estimate(values, variance(times - values))
 
@@ -146,14 +138,8 @@ def mean_of_all_steps(
     or too rarely. The mean of the timed steps varies at least as much as the mean of all steps,
     unless long steps recur with a fixed period: then equal runs differ by at most one long step.
 
-    Args:
-        numbers: Numbers of the timed steps.
-        times: Times of the timed steps, of shape (timed steps, columns).
-        means: Estimates for all steps, one per column (in milliseconds).
-        errors: Half-widths of the 95 % intervals of `means` due to sampling (in milliseconds).
-        all_steps: Number of steps.
-        max_ms: Duration of the longest step (in milliseconds).
-        not_sampled_ms: See `Estimate`.
+    `numbers` and `times` are those of the timed steps. `means` are estimates for all steps, and
+    `errors` the half-widths of their 95 % intervals. The longest step takes `max_ms`.
     """
     step_ms = times[:, 0]
     is_long = step_ms > _LONG_STEP * np.median(step_ms)
@@ -186,24 +172,23 @@ def variance(influence: Floats) -> Floats:
     period may last for hundreds of steps. So there are only 12 blocks, and few degrees of freedom
     for `quantile_of_t`.
 
-    Args:
-        influence: Influence of each step on the estimate, times the number of steps, with a mean of
-            zero, of shape (steps, columns). For a mean, this is the time minus the mean time.
+    The `influence` of a step on the estimate is multiplied by the number of steps, and has a mean
+    of zero. For a mean, it is the time minus the mean time.
     """
+    sums = np.vstack((np.zeros(influence.shape[1]), np.cumsum(influence, axis=0)))
+
+    def variance_by(length: int) -> Floats:
+        """Return the variance from all overlapping blocks of this length."""
+        means = (sums[length:] - sums[:-length]) / length
+        return np.asarray(means.var(axis=0) / (len(influence) / length - 1))
+
     length = len(influence) // _BLOCKS
-    full, half = _variance_by(influence, length), _variance_by(influence, length // 2)
+    full, half = variance_by(length), variance_by(length // 2)
     # If slow steps recur with a fixed period, all blocks have the same number of slow steps, but
     # another run may have one more.
     one_more = (np.abs(influence).max(axis=0) / len(influence)) ** 2
     # Longer blocks preserve more correlation. Extrapolate: add the growth from half to full length.
     return np.asarray(np.maximum(full + np.maximum(full - half, 0), one_more))
-
-
-def _variance_by(influence: Floats, length: int) -> Floats:
-    """Return the variance from all overlapping blocks of this length."""
-    sums = np.vstack((np.zeros(influence.shape[1]), np.cumsum(influence, axis=0)))
-    means = (sums[length:] - sums[:-length]) / length
-    return np.asarray(means.var(axis=0) / (len(influence) / length - 1))
 
 
 def differences(
@@ -217,14 +202,8 @@ def differences(
     """Return the difference of each column between two sides.
 
     The interval covers the noise within the runs and, if a side has several runs, the spread
-    between them. Time that was not sampled widens the intervals of the phases.
-
-    Args:
-        before: Runs of one side.
-        after: Runs of the other side.
-        confidence: Confidence of the intervals, or of the interval of each column.
-        in_turns: True if the sides alternated, so that their runs form pairs.
-        resolution_ms: Resolution of each column; 0 if empty.
+    between them; if the sides alternated (`in_turns`), between their pairs. Time that was not
+    sampled widens the intervals of the phases. Each column may have its own `confidence`.
     """
     n, m = len(before), len(after)
     values = [np.array([run.values for run in runs]) for runs in (before, after)]
@@ -264,15 +243,9 @@ def differences(
         out=np.full_like(before_ms, np.nan),
         where=exists,
     )
-    fields = {
-        "before_ms": before_ms,
-        "after_ms": after_ms,
-        "error_ms": error_of(1.0),
-        "relative_error": relative_error,
-        "resolution_ms": resolution_ms or np.zeros_like(before_ms),
-    }
-    rows = np.stack([*fields.values()], axis=1).tolist()
-    return [Difference(**dict(zip(fields, row, strict=True))) for row in rows]
+    resolution = resolution_ms or np.zeros_like(before_ms)
+    columns = (before_ms, after_ms, error_of(1.0), relative_error, resolution)
+    return [Difference(*row) for row in np.stack(columns, axis=1).tolist()]
 
 
 def runs_needed(
@@ -290,12 +263,9 @@ def runs_needed(
 
     def quantile(n: float) -> float:
         """Return the half-width of the interval with n runs per side, in standard errors."""
+        freedom = n - 1 if in_turns else 2 * n - 2
         if sum(runs) == 2:
             freedom = (_BLOCKS - 1) * n  # Only noise within the runs.
-        elif in_turns:
-            freedom = n - 1
-        else:
-            freedom = 2 * n - 2
         return float(quantile_of_t(max(freedom, 1), confidence))
 
     # Standard error of `relative_change` with a single run per side.

@@ -30,8 +30,7 @@ from lightning_gputime._measurement.wall_clock import ONCE
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._runs.compare import compare_groups
 from lightning_gputime._runs.estimates import quantile_of_t
-from lightning_gputime._runs.run import Run
-from lightning_gputime._runs.saved import load
+from lightning_gputime._runs.saved import Run, load
 from lightning_gputime._tuning.child import LIGHTNING, LOADER, TRANSFORMERS
 
 Effect = Literal["none", "rounding", "random numbers", "numerics"]
