@@ -38,7 +38,7 @@ from lightning_gputime._measurement.loader import LoaderTimes, WorkerTimes, desc
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.stats import PhaseStats
-from lightning_gputime._output.loader import loader_table
+from lightning_gputime._output.summary import loader_table
 
 # The loop of a worker, in this process and on a fake clock
 

@@ -1,19 +1,21 @@
 """Summary of a run: a measurement and its diagnosis, as tables and as JSON."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Diagnosis, Entry, TimeBreakdown
+from lightning_gputime._diagnosis.loader import LoaderCase
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.changes import Slowdown
+from lightning_gputime._measurement.culprits import STAGES
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.memory import MemorySummary
 from lightning_gputime._measurement.observers import Section
 from lightning_gputime._measurement.plain import plain
-from lightning_gputime._measurement.ranks import STEP, RankStats, RankSummary
+from lightning_gputime._measurement.ranks import STEP, RankSummary
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import SlowSummary
@@ -21,7 +23,6 @@ from lightning_gputime._measurement.stats import PhaseStats, table_rows
 from lightning_gputime._measurement.sums import WorkSummary
 from lightning_gputime._measurement.units import duration, percent, unit_of
 from lightning_gputime._measurement.wall_clock import ONCE, WallClockBreakdown
-from lightning_gputime._output.loader import loader_table
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._phases import BACKWARD, FIRST_STEPS, FORWARD, MAX_STEPS_PER_TIMED
 
@@ -29,29 +30,19 @@ _RANKS = "min - max (rank)"  # Title of the column with the means of the ranks.
 # Columns to drop from a table that is too wide, in this order.
 _DROPS = ("max", "steps", "host", "p95", "p50", "share", "host-paced", _RANKS)
 _SPEED_UP = "speed-up if removed"
+_WAITING = "waiting for work"
 _MIN_ROW = 0.01  # Entries of the time breakdown with a smaller share are combined in one row.
 _MAX_ROWS = 12  # So are the smallest entries beyond this number.
 _MIN_CORE_WAIT = 0.05  # Minimum fraction of the elapsed time that is reported.
 _MIN_VARIATION = 0.05  # Minimum share of unexplained slow steps that is reported.
-
+# Host time that the timer takes at a phase boundary, from `benchmarks/cold_cost.py`.
 _BOUNDARY_MS = 0.02
-"""Host time that the timer takes at a phase boundary, from `benchmarks/cold_cost.py`."""
-_MIN_COST = 0.01
-"""Minimum cost of timing that is reported, as a fraction of the step."""
-
+_MIN_COST = 0.01  # Minimum cost of timing that is reported, as a fraction of the step.
 # Fields of the measurement that the JSON omits if they are empty or zero.
 _OMITTED_IF_EMPTY = (
-    "sections",
-    "loaders",
-    "untimed_steps",
-    "each_timed_for",
-    "slowdown",
-    "not_measured",
-    "blurred",
-    "not_sampled_steps",
-    "not_sampled_share",
+    *("sections", "loaders", "untimed_steps", "each_timed_for", "slowdown", "not_measured"),
+    *("blurred", "not_sampled_steps", "not_sampled_share"),
 )
-
 
 T = TypeVar("T")
 
@@ -158,35 +149,25 @@ class PhaseSummary(Tabular):
         return found
 
     def _table(self) -> Table:
-        m = self.measurement
-        if not m.steps:
+        if not self.steps:
             return Table(self._title(), [], [])
-        below = self.notes
         diagnosis = self.diagnosis
         above = None
         if diagnosis.time_breakdown is not None:
-            advice = _advice_lines(diagnosis)
-            above = diagnosis.headline, _breakdown_table(diagnosis.time_breakdown, advice)
-        loader = None if m.is_warmup else loader_table(m, self.setup)
+            above = diagnosis.headline, _breakdown_table(diagnosis.time_breakdown, diagnosis)
+        rows = {name: row for name, row in self.rows.items() if "/" not in name}
+        # Mean over all steps: `mean_ms` is that over steps with the phase, `frequency` their share.
+        device_ms = {name: row.frequency * row.mean_ms for name, row in rows.items()}
+        host_ms = {name: row.frequency * row.host_mean_ms for name, row in rows.items()}
         return Table(
             self._title(),
             self._lines(),
-            below,
+            self.notes,
             above=above,
             drops=_DROPS,
-            lanes=self._lanes(),
-            below=loader,
+            lanes={"CPU": device_ms} if self.on_host_clock else {"GPU": device_ms, "host": host_ms},
+            below=None if self.is_warmup else loader_table(self.measurement, self.setup),
         )
-
-    def _lanes(self) -> dict[str, dict[str, float]]:
-        """Return the mean time of each phase over all steps (in milliseconds), per device."""
-        rows = {name: row for name, row in self.rows.items() if "/" not in name}
-        # `mean_ms` is the mean over steps with the phase, `frequency` the fraction of such steps.
-        device_ms = {name: row.frequency * row.mean_ms for name, row in rows.items()}
-        if self.on_host_clock:
-            return {"CPU": device_ms}
-        host_ms = {name: row.frequency * row.host_mean_ms for name, row in rows.items()}
-        return {"GPU": device_ms, "host": host_ms}
 
     def _title(self) -> str:
         n = self.warmup_steps
@@ -208,56 +189,50 @@ class PhaseSummary(Tabular):
 
     def _lines(self) -> list[tuple[str, ...]]:
         """Return the header and the rows of the phase table, the step last."""
-        names, titles, rows = zip(*table_rows(self.rows), (STEP, STEP, self.step), strict=True)
-        columns: dict[str, Sequence[str]] = {
-            "phase": titles,
-            "mean": [self._with_error(row.mean_ms, row.error_ms) for row in rows],
-            "share": [_percent_with_error(row.share, row.share_error) for row in rows],
-            "p50": self._times(row.p50_ms for row in rows),
-            "p95": self._times(row.p95_ms for row in rows),
-            "max": self._times(row.max_ms for row in rows),
-            "host": self._times(row.host_mean_ms for row in rows),
-            "steps": [str(row.n or "") for row in rows],
-        }
-        if self.on_host_clock:
-            del columns["host"]  # It equals the mean.
-        if self.host_paced:
-            columns["host-paced"] = [
-                f"{self.host_paced[name]:.0%}" if name in self.host_paced else "" for name in names
-            ]
-        if self.ranks is not None:
-            of_ranks = self.ranks.rows
-            columns[_RANKS] = [self._range_of_ranks(of_ranks.get(name)) for name in names]
-        return [tuple(columns), *zip(*columns.values(), strict=True)]
-
-    def _times(self, times_ms: Iterable[float | None]) -> list[str]:
         unit = unit_of(self.step.mean_ms)
-        return ["" if ms is None or math.isnan(ms) else unit.cell(ms) for ms in times_ms]
 
-    def _with_error(self, mean_ms: float, error_ms: float) -> str:
-        unit = unit_of(self.step.mean_ms)
-        mean = self._times([mean_ms])[0]
-        error = unit.cell(error_ms) if error_ms else ""
-        is_visible = error.strip("0.") != ""  # Not rounded to zero.
-        return f"{mean} ± {error}" if mean and is_visible else mean
+        def time(ms: float | None) -> str:
+            return "" if ms is None or math.isnan(ms) else unit.cell(ms)
 
-    def _range_of_ranks(self, row: RankStats | None) -> str:
-        if row is None:
-            return ""
-        shortest, longest = self._times((row.min_ms, row.max_ms))
-        return f"{shortest} - {longest} ({row.slowest_rank})"
+        cells: dict[str, str] = {}
+        lines = []
+        for name, title, row in (*table_rows(self.rows), (STEP, STEP, self.step)):
+            mean, error = time(row.mean_ms), time(row.error_ms)
+            is_visible = error.strip("0.") != ""  # Not rounded to zero.
+            cells = {
+                "phase": title,
+                "mean": f"{mean} ± {error}" if mean and is_visible else mean,
+                "share": _percent_with_error(row.share, row.share_error),
+                "p50": time(row.p50_ms),
+                "p95": time(row.p95_ms),
+                "max": time(row.max_ms),
+                "host": time(row.host_mean_ms),
+                "steps": str(row.n or ""),
+            }
+            if self.on_host_clock:
+                del cells["host"]  # It equals the mean.
+            if self.host_paced:
+                share = self.host_paced.get(name)
+                cells["host-paced"] = "" if share is None else f"{share:.0%}"
+            if self.ranks is not None:
+                times = self.ranks.rows.get(name)
+                cells[_RANKS] = (
+                    f"{time(times.min_ms)} - {time(times.max_ms)} ({times.slowest_rank})"
+                    if times is not None
+                    else ""
+                )
+            lines.append(tuple(cells.values()))
+        return [tuple(cells), *lines]
 
     def _sentences(self) -> Iterator[str]:
-        step_ms = self.step.mean_ms
-        unit = unit_of(step_ms)
+        step_ms, unit = self.step.mean_ms, unit_of(self.step.mean_ms)
         step = unit.of(step_ms)
         if any(2 * row.n <= self.steps for name, row in self.rows.items() if "/" not in name):
             yield (
                 "share: fraction of the time of all steps; other columns: only steps in which the"
                 " phase ran"
             )
-        if self.examined_steps:
-            n = self.examined_steps
+        if n := self.examined_steps:
             yield f"lines: timed in {n} step{'s' * (n != 1)}, and scaled to the phases of all steps"
         elif self.lines_unavailable:
             yield f"lines of code are not timed, because {self.lines_unavailable}"
@@ -277,13 +252,11 @@ class PhaseSummary(Tabular):
             )
         elif cost is not None and self.untimed_steps:
             yield f"{self.untimed_steps} steps were not timed, to measure the cost of timing"
-        if self.not_sampled_steps:
-            n = self.not_sampled_steps
+        if n := self.not_sampled_steps:
             long = "1 long step" if n == 1 else f"{n} long steps"
-            share = percent(self.not_sampled_share)
+            text = f"{long} ({percent(self.not_sampled_share)} of the time)"
             was = "was" if n == 1 else "were"
-            text = f"{long} ({share} of the time) {was} not sampled"
-            yield f"{text}: pass every_n_steps=1 to time all steps"
+            yield f"{text} {was} not sampled: pass every_n_steps=1 to time all steps"
 
         # Each phase has a boundary at its start, and the step has another at its end.
         timing_ms = (len(self.rows) + 1) * _BOUNDARY_MS
@@ -325,69 +298,84 @@ def _percent_with_error(share: float, error: float) -> str:
     return f"{share:.1%} ± {error:.1%}" if error >= 0.0005 else f"{share:.1%}"
 
 
-def _breakdown_table(breakdown: TimeBreakdown, advice: Sequence[str]) -> Table:
-    """Return the time breakdown as a table. Combine small entries in one row."""
-    small = [row for row in breakdown.rows if row.share < _MIN_ROW]
+def _breakdown_table(breakdown: TimeBreakdown, diagnosis: Diagnosis) -> Table:
+    """Return the time breakdown and the advice. Combine small entries in one row."""
     shown = [row for row in breakdown.rows if row.share >= _MIN_ROW][:_MAX_ROWS]
-    small += [row for row in breakdown.rows if row.share >= _MIN_ROW][_MAX_ROWS:]
+    small = [row for row in breakdown.rows if row not in shown]
     if len(small) == 1:
         shown, small = [*shown, *small], []
-    lines: list[tuple[str, ...]] = [
-        ("where", "per step", "time", "share", FORWARD, BACKWARD, "pace", _SPEED_UP)
-    ]
-    lines += [_entry_line(row) for row in shown]
+    header = ("where", "per step", "time", "share", FORWARD, BACKWARD, "pace", _SPEED_UP)
+    lines = [header, *map(_entry_line, shown)]
+    rest = [""] * 4
     if small:
         seconds, share = sum(row.seconds for row in small), sum(row.share for row in small)
-        lines.append(
-            (f"{len(small)} others", "", duration(1e3 * seconds), f"{share:.1%}", *[""] * 4)
-        )
+        others = f"{len(small)} others", "", duration(1e3 * seconds), f"{share:.1%}"
+        lines.append((*others, *rest))
     if breakdown.peak_share is not None:
-        lines.append(("  at peak FLOP/s", "", "", f"{breakdown.peak_share:.1%}", *[""] * 4))
+        lines.append(("  at peak FLOP/s", "", "", f"{breakdown.peak_share:.1%}", *rest))
     wall = duration(1e3 * breakdown.wall_s)
-    lines.append(("total", duration(breakdown.step_ms), wall, "100.0%", *[""] * 4))
-    below = [f"Not measured: {breakdown.unknown}"] if breakdown.unknown else []
-    title = f"Time breakdown of the {breakdown.scope}"
-    drops = (FORWARD, BACKWARD, "time", "pace", _SPEED_UP)
-    return Table(title, _without_empty_columns(lines), below, drops=drops, steps=advice)
-
-
-def _without_empty_columns(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Drop columns without any content below the header."""
+    lines.append(("total", duration(breakdown.step_ms), wall, "100.0%", *rest))
+    # Drop columns without any content below the header.
     columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
-    return [*zip(*columns, strict=True)]
+
+    # Advice starts with its entry, the largest if it has several. Reversed, so that it counts.
+    rows = breakdown.rows
+    entries = {advice.text: row.name for row in reversed(rows) for advice in row.advice}
+    in_code = {row.name for row in rows if row.line is not None}
+    steps = []
+    for advice in diagnosis.advice:
+        # Advice on code contains its name. Advice on a slowdown or on launches has no entry.
+        entry = entries.get(advice.text, "slowdown" if advice.code == "slowdown" else "launches")
+        steps.append(advice.text if entry in in_code else f"{entry}: {advice.text}")
+    return Table(
+        f"Time breakdown of the {breakdown.scope}",
+        [*zip(*columns, strict=True)],
+        [f"Not measured: {breakdown.unknown}"] if breakdown.unknown else [],
+        drops=(FORWARD, BACKWARD, "time", "pace", _SPEED_UP),
+        steps=steps,
+    )
 
 
 def _entry_line(row: Entry) -> tuple[str, ...]:
     speed_up = f"up to {row.speed_up:.2f}x" if row.speed_up is not None else ""
-    if row.name in ONCE:
-        speed_up = "occurs once"
-    forward, backward = (
-        duration(row.phases_ms[name]) if row.phases_ms.get(name, 0.0) > 0 else ""
-        for name in (FORWARD, BACKWARD)
-    )
     modules = row.line.modules if row.line is not None else ""
+    phases_ms = [row.phases_ms.get(name, 0.0) for name in (FORWARD, BACKWARD)]
     return (
         row.name.replace(f"({modules}, ", "(") if modules else row.name,
         duration(row.ms_per_step) if row.ms_per_step else "",
         duration(1e3 * row.seconds),
         _percent_with_error(row.share, row.error),
-        forward,
-        backward,
+        *(duration(ms) if ms > 0 else "" for ms in phases_ms),
         row.pace,
-        speed_up,
+        "occurs once" if row.name in ONCE else speed_up,
     )
 
 
-def _advice_lines(diagnosis: Diagnosis) -> list[str]:
-    """Return the advice as lines that start with the name of an entry of the time breakdown."""
-    breakdown = diagnosis.time_breakdown
-    rows = breakdown.rows if breakdown is not None else ()
-    # Reversed, so that the largest entry with an advice is its prefix.
-    entries = {advice.text: row.name for row in reversed(rows) for advice in row.advice}
-    in_code = {row.name for row in rows if row.line is not None}
-    lines = []
-    for advice in diagnosis.advice:
-        # Advice on code contains its name. Advice on a slowdown or on launches has no entry.
-        entry = entries.get(advice.text, "slowdown" if advice.code == "slowdown" else "launches")
-        lines.append(advice.text if entry in in_code else f"{entry}: {advice.text}")
-    return lines
+def loader_table(m: Measurement, setup: TrainingSetup) -> Table | None:
+    """Return a table of the stages of the loader with the most batches; None if not timed."""
+    case = LoaderCase.of(m, setup)
+    if case is None:
+        # Without workers, the stages are timed in the main process.
+        timed = [culprit for culprit in m.culprits if culprit.kind in STAGES]
+        if setup.num_workers or not timed:
+            return None
+        all_s = sum(stage.seconds for stage in timed)
+        lines: list[tuple[str, ...]] = [("loader", "per batch", "share")]
+        for stage in timed:
+            per_batch = duration(1e3 * stage.seconds / stage.calls)
+            lines.append((stage.name, per_batch, percent(stage.seconds / all_s if all_s else 0.0)))
+        lines.append(("batch", duration(1e3 * all_s / timed[0].calls), "100 %"))
+        return Table("DataLoader without workers: stages in the main process", lines, [])
+    times, n = case.times, len(case.times.workers)
+    stages = {"dataset_ms": times.dataset, "collate_ms": times.collate, "wait_ms": _WAITING}
+    all_ms = sum(map(times.mean, stages))
+    lines = [("loader", "per batch", "share", "slowest worker")]
+    for name, title in stages.items():
+        ms_by_worker = [getattr(worker, name) for worker in times.workers]
+        slowest_ms = max(ms_by_worker)
+        slowest = f"{duration(slowest_ms)} ({ms_by_worker.index(slowest_ms)})" if n > 1 else ""
+        share = percent(times.mean(name) / all_ms if all_ms else 0.0)
+        lines.append((title, duration(times.mean(name)), share, slowest))
+    lines.append(("batch", duration(all_ms), "100 %", ""))
+    title = f"DataLoader with {n} worker{'s' * (n > 1)}: stages in a worker"
+    return Table(title, lines, [case.describe()])
