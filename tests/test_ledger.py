@@ -278,14 +278,14 @@ def test_more_work_per_step_explains_a_slowdown(gpu: FakeGPU, changes: str, text
         for loop.number in range(800):
             is_late = loop.number >= 400
             x = torch.zeros(8 if changes == "items" and is_late else 2, 2)
-            loop.left = 4 if changes == "batches" and is_late else 1
-            yield from [x] * loop.left
+            left = 4 if changes == "batches" and is_late else 1
+            for loop.other in reversed(range(left)):  # Number of batches that follow in this step.
+                yield x
 
     with hooks(loop, lines=True, accumulate_grad_batches="auto") as timer:
         for x in timer.steps(next_batches()):
             loop.model(x).sum().backward()
-            loop.left -= 1
-            if not loop.left:
+            if not loop.other:
                 if loop.number >= 400:
                     gpu.work(30.0)
                     loop.model.linear.bias.requires_grad_(True)
