@@ -1,6 +1,6 @@
 """Public names that need torch but not Lightning. `__init__` imports them lazily."""
 
-from lightning_gputime._instrumentation.named import phase as phase
+from lightning_gputime._instrumentation.traced import phase as phase
 from lightning_gputime._measurement.memory import MemorySummary as MemorySummary
 from lightning_gputime._measurement.observers import Section as Section
 from lightning_gputime._measurement.observers import StepObserver as StepObserver

@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightning_gputime._compat.python_ import running_line
 from lightning_gputime._compat.torch_ import compile_callbacks
-from lightning_gputime._compat.user_code import running_line
-from lightning_gputime._instrumentation.loaders import attribute
+from lightning_gputime._instrumentation.loop import attribute
 from lightning_gputime._measurement.culprits import GC_COLLECT, CulpritSums, Source
 from lightning_gputime._measurement.history import MIN_PACKED_MARKS, pack, unpack
 from lightning_gputime._measurement.loader import MadeBatch

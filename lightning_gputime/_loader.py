@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_gputime._compat.names import report_missing
 from lightning_gputime._compat.python_ import definition_of
 from lightning_gputime._compat.torch_ import FETCHERS, fetcher_classes, pin_loop
-from lightning_gputime._instrumentation.loaders import dataset_of
+from lightning_gputime._instrumentation.loop import dataset_of
 from lightning_gputime._instrumentation.patching import Subscription, do_nothing
 from lightning_gputime._ledger.outside import OutsideLines
 from lightning_gputime._ledger.rows import LineRow, PhasePart, line_rows

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy.typing as npt
 import torch
 
-from lightning_gputime._compat.python_ import code_of
+from lightning_gputime._compat.python_ import code_of, running_functions
 from lightning_gputime._compat.torch_ import CHECKPOINT, unwrapped
-from lightning_gputime._compat.user_code import running_functions
-from lightning_gputime._instrumentation.loaders import loaders_in
-from lightning_gputime._instrumentation.loop import Loop
-from lightning_gputime._instrumentation.named import NamedPhase
+from lightning_gputime._instrumentation.loop import Loop, loaders_in
 from lightning_gputime._instrumentation.patching import Attachments, Subscription
+from lightning_gputime._instrumentation.traced import NamedPhase
 from lightning_gputime._ledger.ledger import Ledger, forwards_of
 from lightning_gputime._ledger.outside import OutsideLines
 from lightning_gputime._loader import StagedLoaders

@@ -14,8 +14,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_gputime._compat import lightning_
-from lightning_gputime._instrumentation.loop import BatchState, Loop
-from lightning_gputime._instrumentation.optimizer import is_optimizer, parameters_of
+from lightning_gputime._instrumentation.loop import BatchState, Loop, is_optimizer, parameters_of
 from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
 from lightning_gputime._instrumentation.trainer_actions import FitActions
 from lightning_gputime._measurement.means import MeanLog
@@ -35,7 +34,7 @@ from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._output.loggers import LogWriter
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._phases import CALLBACKS, DATA, FETCH, OTHER
-from lightning_gputime._record.state import PAUSED
+from lightning_gputime._record.recorder import PAUSED
 from lightning_gputime._runs import check_save_path
 from lightning_gputime._runs.environment import cores_of_rank, loader_settings
 from lightning_gputime._session.session import NEVER_ATTACHED, OFF, REMOVED, AnySession, Session

@@ -10,12 +10,16 @@ from typing import Any, Generic, Literal, Self, TypeVar, Unpack
 import torch
 from torch import nn
 
-from lightning_gputime._instrumentation.arguments import (
+from lightning_gputime._instrumentation.loop import (
+    BatchState,
+    Loop,
+    Search,
     check_loader,
     check_model,
     check_optimizers,
+    is_engine,
+    is_training,
 )
-from lightning_gputime._instrumentation.loop import BatchState, Loop, Search, is_engine, is_training
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.wall_clock import EVALUATION, STEPS, WallClock
 from lightning_gputime._messages import HOMES, messages

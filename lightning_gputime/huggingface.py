@@ -20,8 +20,8 @@ except ImportError as error:
 from lightning_gputime._compat import transformers_
 from lightning_gputime._compat.python_ import variables_of_callers
 from lightning_gputime._instrumentation.loop import BatchState, Loop
-from lightning_gputime._instrumentation.named import phase
 from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
+from lightning_gputime._instrumentation.traced import phase
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.wall_clock import (
     EPOCH_ENDS,
@@ -41,7 +41,7 @@ from lightning_gputime._phases import (
     REWARD,
     label_of_callback,
 )
-from lightning_gputime._record.state import PAUSED
+from lightning_gputime._record.recorder import PAUSED
 from lightning_gputime._timer import Timer, never_raises
 
 # Events during a training in which the time of callbacks is recorded.

@@ -15,8 +15,8 @@ from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_gputime.__main__ import main
-from lightning_gputime._compat import user_code
-from lightning_gputime._instrumentation import named
+from lightning_gputime._compat import python_
+from lightning_gputime._instrumentation import traced
 from lightning_gputime._instrumentation.patching import FunctionPatch, patch_of
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._record import clock
@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The fakes are what libraries are to users.
-user_code._LIBRARIES += ("fake_gpu", "fake_loop", "fake_lightning", "fake_ranks")
+python_._LIBRARIES += ("fake_gpu", "fake_loop", "fake_lightning", "fake_ranks")
 
 # Typed as Any, because the function that runs its engine is private.
 AUTOGRAD: Any = torch.autograd
@@ -112,7 +112,7 @@ def _nothing_stays_installed() -> Iterator[None]:
     yield
     assert places() == before
     assert gc.callbacks == collections
-    left, named._active[:] = [*named._active], []
+    left, traced._active[:] = [*traced._active], []
     assert not left
     assert AUTOGRAD._engine_run_backward is engine
     assert not optimizer._global_optimizer_pre_hooks

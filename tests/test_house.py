@@ -72,8 +72,26 @@ def imports(module: str) -> set[str]:
 
 
 def own_imports(module: str) -> set[str]:
-    """Return the modules of the package that a module imports."""
-    return {name.removeprefix("lightning_gputime.") for name in imports(module)} & {*MODULES}
+    """Return the modules of the package that a module imports.
+
+    A name that is imported from a package is defined in its `__init__`, unless it is a module.
+    """
+    found = set()
+    for node in ast.walk(MODULES[module]):
+        if isinstance(node, ast.Import):
+            names = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(str(node.module), alias.name) for alias in node.names]
+        else:
+            continue
+        for package, name in names:
+            root, _, path = package.partition(".")
+            if root == "lightning_gputime":
+                paths = [
+                    ".".join(filter(None, (path, *ends))) for ends in ([name], [], ["__init__"])
+                ]
+                found.add(next(path for path in paths if path in MODULES))
+    return found
 
 
 def test_modules_import_only_from_lower_floors_without_cycles() -> None:
@@ -89,6 +107,10 @@ def test_modules_import_only_from_lower_floors_without_cycles() -> None:
     assert not wrong
     # Raises CycleError if there is an import cycle.
     assert {*TopologicalSorter(imported).static_order()} == {*MODULES}
+
+
+def test_imports_of_a_package_are_seen_in_its_init() -> None:
+    assert own_imports("__main__") >= {"__init__", "_auto_instrumentation.command"}
 
 
 def test_torch_and_lightning_are_imported_only_where_allowed() -> None:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, phase
-from lightning_gputime._instrumentation import named
+from lightning_gputime._instrumentation import traced
 from lightning_gputime._ledger import schedule, watch
 from lightning_gputime._session import session
 
@@ -272,7 +272,7 @@ def shared() -> list[Any]:
         [*torch_optimizer._global_optimizer_post_hooks],
         [*gc.callbacks],
         [*session._attached],
-        [*named._active],
+        [*traced._active],
         vars(DataLoader)["__iter__"],
         watch._running,
         [MONITORING.get_tool(number) for number in range(6)] if MONITORING else [],

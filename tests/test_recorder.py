@@ -9,9 +9,8 @@ from fake_gpu import FakeEvent, FakeGPU, raw
 
 from lightning_gputime import StepTimes
 from lightning_gputime._phases import EXCLUDED, LineTime, StepRecord
+from lightning_gputime._record.pending_steps import LineMark
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.step_marks import LineMark
-from lightning_gputime._record.waits import begin_wait, end_wait
 
 
 class StoringRecorder(Recorder):
@@ -47,14 +46,14 @@ class StoringRecorder(Recorder):
             elif name[0].isdigit():
                 self.gpu.work(float(name))
             elif name == "wait":
-                has_begun = begin_wait(self, "<waits>")
+                has_begun = self.begin_wait("<waits>")
                 self.gpu.work(3.0)
                 if has_begun:
-                    end_wait(self)
+                    self.end_wait()
             elif name == "wait_begins":
-                begin_wait(self, *arguments)
+                self.begin_wait(*arguments)
             elif name == "wait_ends":
-                end_wait(self)
+                self.end_wait()
             else:
                 owners = [self, self.open, self.named, self.pending]
                 method = next(getattr(owner, name) for owner in owners if hasattr(owner, name))

@@ -8,8 +8,8 @@ import pytest
 from fake_gpu import FakeGPU
 
 from lightning_gputime._phases import EXCLUDED, StepRecord
+from lightning_gputime._record.pending_steps import LineMark
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.step_marks import LineMark
 
 SEEDS = range(150)
 """Seeds of the sequences of each kind. A failed test names the seeds that break it: `Played(KIND,

@@ -28,9 +28,10 @@ from processes import ENVIRONMENT, PACKAGE
 
 from lightning_gputime import GPUPhaseTimer, PhaseSummary, TimerOptions, __main__, load
 from lightning_gputime import _auto_instrumentation as auto
-from lightning_gputime._auto_instrumentation import BEGAN, VARIABLE, adding, options, program
+from lightning_gputime._auto_instrumentation import adding
 from lightning_gputime._auto_instrumentation import lightning as auto_lightning
-from lightning_gputime._auto_instrumentation.command import SWITCHES, VALUES
+from lightning_gputime._auto_instrumentation.command import SWITCHES, VALUES, _flags, find_program
+from lightning_gputime._auto_instrumentation.environment import BEGAN, VARIABLE, options
 from lightning_gputime._auto_instrumentation.plain import _models_of
 from lightning_gputime._measurement.culprits import STAGES
 from lightning_gputime._runs.saved import LiveFile
@@ -302,7 +303,7 @@ def test_find_program_distinguishes_python_scripts_from_programs(
     write_executable(path, text)
     if not is_executable:
         path.chmod(0o644)
-    assert program.find_program([str(path), "-I"]) == (None if is_python else str(path))
+    assert find_program([str(path), "-I"]) == (None if is_python else str(path))
 
 
 def test_find_program_takes_folders_archives_and_pipes_for_python(tmp_path: Path) -> None:
@@ -311,8 +312,8 @@ def test_find_program_takes_folders_archives_and_pipes_for_python(tmp_path: Path
     zipapp.create_archive(tmp_path / "package", tmp_path / "archive")
     os.mkfifo(tmp_path / "pipe")
     for name in ("package", "archive", "pipe"):
-        assert program.find_program([str(tmp_path / name)]) is None
-    assert program.find_program(["-"]) is None
+        assert find_program([str(tmp_path / name)]) is None
+    assert find_program(["-"]) is None
 
 
 @pytest.mark.parametrize(
@@ -368,7 +369,7 @@ def test_run_refuses_commands_that_it_cannot_time(
     ],
 )
 def test_python_flags_end_at_the_script(command: str, flags: str) -> None:
-    assert program._flags(command.split()) == flags
+    assert _flags(command.split()) == flags
 
 
 @pytest.mark.parametrize(

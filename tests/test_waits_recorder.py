@@ -26,7 +26,7 @@ def test_wait_in_another_thread_counts_only_if_the_thread_runs_backward(
     is_timed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = "lightning_gputime._record.waits.current_graph_task_id"
+    path = "lightning_gputime._record.recorder.current_graph_task_id"
     monkeypatch.setattr(path, lambda: graph_task_id)  # -1 outside a backward.
     recorder.play(f"mark {label}; 4")
     in_thread(lambda: recorder.play("wait"))

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._instrumentation import work as counting
-from lightning_gputime._instrumentation.peaks import peaks_tflops, precision_of
-from lightning_gputime._instrumentation.work import Items
+from lightning_gputime._instrumentation.work import Items, peaks_tflops, precision_of
 from lightning_gputime._output.page import page
 
 STEP = sum(STEP_MS.values())

@@ -3,63 +3,26 @@
 Lightning's Trainer and Fabric load callbacks from the entry points of installed packages, see
 `callbacks_factory` in their documentation. A Fabric loop is timed as a plain loop. For plain loops
 and the transformers Trainer, `run` adds the folder `site` to PYTHONPATH. The `sitecustomize` in it
-calls `watch_imports` when Python starts. `plain` then finds plain loops by their first update, and
-`fetches` separates the fetches of a plain loop from its other code.
+calls `watch_imports` when Python starts. `plain` then finds plain loops by their first update.
 """
 
 import atexit
-import contextlib
 import functools
-import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from typing import Any, cast
 
-from lightning_gputime._messages import WarnOnce, messages
-
-# Environment variable: unset, empty or "0" for no timer, "1" for the defaults, or options as JSON.
-VARIABLE = "LIGHTNING_GPUTIME"
-TUNE = f"{VARIABLE}_TUNE"  # Environment variable with the instructions of `tune`, as JSON.
-BEGAN = f"{VARIABLE}_BEGAN"  # Environment variable with the start time of `run`, as `time.time()`.
+from lightning_gputime._auto_instrumentation.environment import options, suppress_errors
+from lightning_gputime._compat.python_ import TUNE
+from lightning_gputime._messages import messages
 
 _MISSED = (
     "No step is timed: another import hook imported %s before lightning_gputime could watch it."
     " Add a timer to the script."
 )
-
-warn_once = WarnOnce()
-
-
-def options() -> dict[str, Any] | None:
-    """Return the options of the timer to add, or None to add no timer."""
-    text = os.environ.get(VARIABLE, "")
-    if text in ("", "0"):
-        return None
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if found == 1 or isinstance(found, dict):
-        return {} if found == 1 else found
-    warn_once("%s must be 1, or options as JSON; no timer is added for %r", VARIABLE, text)
-    return None
-
-
-def timer_options(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that every timer takes: all except `save_path`."""
-    return {name: value for name, value in wanted.items() if name != "save_path"}
-
-
-@contextlib.contextmanager
-def suppress_errors() -> Iterator[None]:
-    """Suppress an exception and warn once, so that the script runs without a timer."""
-    try:
-        yield
-    except Exception as error:
-        warn_once("The timer could not be added: %r. The script runs without it.", error)
 
 
 # Every Trainer and Fabric calls these two functions, also without `run`, so they import lazily.

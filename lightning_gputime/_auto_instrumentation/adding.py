@@ -1,24 +1,49 @@
-"""Helpers for timers that are added to a script from outside."""
+"""Timers that are added to a script from outside, and the timer of a plain loop."""
 
 import os
 import sys
 import time
+import weakref
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from pathlib import Path
+from threading import get_ident
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
-from torch import distributed
+import torch
+from torch import distributed, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_gputime._auto_instrumentation import BEGAN, warn_once
+from lightning_gputime._auto_instrumentation.environment import BEGAN, timer_options, warn_once
+from lightning_gputime._compat.torch_ import (
+    dataset_of_iterator,
+    loader_next,
+    settings_of_iterator,
+)
+from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
+from lightning_gputime._loader import StagedLoaders
+from lightning_gputime._measurement.culprits import CulpritSums, Loader
 from lightning_gputime._messages import messages
+from lightning_gputime._phases import BACKWARD, DATA, OTHER
+from lightning_gputime._record.recorder import PAUSED
+from lightning_gputime._session.session import OFF
 from lightning_gputime._timer import Timer
+from lightning_gputime.hooks import GPUPhaseHooks
 
 _HAS_TIMER = (
     "The script has a timer, so `run` adds none and uses the timer of the script. Of the options of"
     " `run`, only save_path has an effect."
+)
+_MIN_OTHER_UPDATES = 3  # Minimum number of updates by other optimizers that end a timed loop.
+_MICRO_BATCHES = (
+    "One update has %d calls of backward: time between them, such as the fetch of a batch,"
+    " counts as `other` or `loss`. If you accumulate gradients, add GPUPhaseHooks with"
+    ' steps(loader) and accumulate_grad_batches="auto" to the script.'
 )
 _SAVED = "The run up to the error is saved in %s"
 
@@ -98,7 +123,7 @@ def path_to_save(wanted: dict[str, Any]) -> str | None:
 
 
 def _unused(path: str) -> str:
-    """Return the path; if a file was saved there since `run` began, add the process id."""
+    # If a file was saved there since `run` began, add the process id.
     if not os.path.exists(path) or os.path.getmtime(path) < _began_s:
         return path
     unused = _extended(path, os.getpid())
@@ -109,13 +134,13 @@ def _unused(path: str) -> str:
 
 
 def _extended(path: str, *parts: object) -> str:
-    """Return a path with parts added to its name, such as "run-2.json.gz" for "run.json.gz"."""
+    # Such as "run-2.json.gz" for "run.json.gz".
     name, dot, endings = Path(path).name.partition(".")
     return str(Path(path).with_name("-".join([name, *map(str, parts)]) + dot + endings))
 
 
 def _print_and_save(timer: Any, path: str | None, *, prints: bool) -> None:
-    """End the timer, and save its run. Print its table if `prints`, or if the training failed."""
+    # Also print the table if the training failed.
     try:
         has_failed = hasattr(sys, "last_value")  # An error has ended the script.
         is_unfinished = timer._session.is_attached or timer._is_aborted
@@ -133,3 +158,224 @@ def _print_and_save(timer: Any, path: str | None, *, prints: bool) -> None:
                 messages.warning(_SAVED, path)
     except Exception as error:
         messages.warning("The table could not be shown, or the run could not be saved: %r", error)
+
+
+class _Dataset:
+    """Reference to a dataset of the training, weak if possible.
+
+    Once the dataset is gone, the next dataset of its class replaces it: a script may create a new
+    dataset for each epoch.
+    """
+
+    def __init__(self, dataset: object) -> None:
+        self._refer_to(dataset)
+
+    def _refer_to(self, dataset: object) -> None:
+        self._kind = type(dataset)
+        try:
+            self._dataset: Callable[[], object | None] = weakref.ref(dataset)
+        except TypeError:  # Some objects, such as a list, have no weak references.
+            self._dataset = lambda: dataset
+
+    def accepts(self, dataset: object) -> bool:
+        """Return True for the dataset. Also accept its replacement, which then is the dataset."""
+        current = self._dataset()
+        if current is None and type(dataset) is self._kind:
+            self._refer_to(dataset)
+            return True
+        return current is dataset
+
+
+class EarlyStages(StagedLoaders):
+    """Timer of the stages of all loaders (sampler, dataset, collate), while no timer is attached.
+
+    It keeps the times by iterator. `move` adds them to the sums of a timer, once the timer knows
+    which iterators belong to its training.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self._is_included, time.perf_counter_ns, self._add_loader)
+        # Adds the times of the iterator under construction to the sums of a timer.
+        self._add_newest: Callable[[CulpritSums], object] = do_nothing
+        # The same for each iterator that was constructed.
+        self._add_by_iterator = WeakKeyDictionary[Any, Callable[[CulpritSums], object]]()
+
+    def remove(self) -> None:
+        """Stop timing, and forget all times. Unlike the base class, this can be attached again."""
+        self._iter.remove()
+        self._add_by_iterator.clear()
+
+    def move(self, iterator: Any, sums: CulpritSums) -> None:
+        """Move the times of an iterator to the sums of a timer."""
+        if (add := self._add_by_iterator.pop(iterator, None)) is not None:
+            add(sums)
+
+    def on_call_end(self, iterator: Any) -> None:
+        super().on_call_end(iterator)
+        if iterator is not None:
+            self._add_by_iterator[iterator] = self._add_newest
+        self._add_newest = do_nothing
+
+    def _is_included(self, _: object) -> bool:
+        # An attached timer, such as a Trainer's, times its loaders itself.
+        others = (listener for listener in self._iter.patch.listeners if listener is not self)
+        is_attached = any(isinstance(other, StagedLoaders) for other in others)
+        return get_worker_info() is None and not is_attached
+
+    def _add_loader(self, loader: Loader) -> Loader:
+        self._add_newest = partial(CulpritSums.add_loader, loader=loader)
+        return loader
+
+
+class Fetches:
+    """Listener that splits a loop as `steps(loader)` does: a fetch is `data`, other code `other`.
+
+    The training datasets are all datasets from which the first timed step fetches with gradients
+    enabled. Fetches from other datasets, such as a validation's, are ignored.
+
+    Args:
+        timer: The timer of the loop.
+        early: Stages of the iterators that were created before the timer was attached.
+    """
+
+    def __init__(self, timer: GPUPhaseHooks, early: EarlyStages) -> None:
+        self._timer = timer
+        self._early = early
+        self._iterators: list[Any] = []  # Iterators of the first step.
+        self._datasets: list[_Dataset] = []  # Training datasets; empty in the first step.
+        self._has_started = False  # True from `iter(loader)` until the first fetch.
+        # The timer also listens to `iter(loader)`, but needs `_start_epoch` to have passed it the
+        # loader. So subscribe first.
+        self.starts = Subscription(
+            DataLoader, "__iter__", Calls(self._start_epoch, self._read_settings)
+        )
+        self.starts.attach()
+
+    def attach(self) -> None:
+        """Listen to the iterators of all loaders until the timer is removed."""
+        if (entry := loader_next()) is not None:
+            self._timer._session.attach_until_end(Subscription(*entry, self))
+
+    @property
+    def are_timed(self) -> bool:
+        """True once the training datasets are found."""
+        return bool(self._datasets)
+
+    def end_first_step(self) -> None:
+        """Use the datasets of the first step as the training datasets."""
+        for iterator in self._iterators:
+            self._datasets.append(_Dataset(dataset_of_iterator(iterator)))
+            self._early.move(iterator, self._timer._culprits)
+        self._early.remove()
+        if self._iterators:
+            self._read_settings(self._iterators[-1])
+        self._iterators = []
+
+    def _start_epoch(self, loader: DataLoader[Any], *_: Any) -> bool:
+        """Start `data` if a training loader starts an epoch. Return True if it does."""
+        if not self._is_timed(loader.dataset):
+            return False
+        self._timer._session.recorder.mark(DATA)
+        self._has_started = True
+        # While the iterator is created, the timer keeps the loader, to time its stages.
+        self._timer._read_loader(loader, in_data=True)
+        return True
+
+    def _read_settings(self, iterator: Any) -> None:
+        """Let the timer keep the loader's settings instead of the loader.
+
+        A script may create a loader for each epoch, whose workers exit once it is deleted.
+        """
+        self._timer._read_loader(settings_of_iterator(iterator), in_data=True)
+
+    # Listener of loader iterators, see `Calls`
+
+    def on_call_start(self, iterator: Any, *_: Any, **__: Any) -> bool:
+        recorder = self._timer._session.recorder
+        if not self._datasets:  # In the first step: remember what it fetches from.
+            is_training = get_ident() == recorder.threads.home and torch.is_grad_enabled()
+            if is_training and iterator not in self._iterators:
+                self._iterators.append(iterator)
+            return False
+        if not self._is_timed(dataset_of_iterator(iterator)):
+            return False
+        self._timer._session.fetch_begins()
+        if recorder.state is PAUSED:
+            recorder.resume(DATA)
+        elif not self._has_started:
+            # The end of the step has marked `data`, but the fetch only starts now: the time until
+            # now is `other`.
+            recorder.mark_instead(DATA, OTHER)
+            recorder.mark(DATA)
+        self._has_started = False
+        return True
+
+    def on_call_end(self, batch: Any) -> None:
+        if batch is None:  # The epoch has ended, or the loader has raised.
+            self._timer._session.recorder.mark(OTHER)
+        else:
+            self._timer._session.batch_begins(batch)
+
+    def _is_timed(self, dataset: object) -> bool:
+        session = self._timer._session
+        if not self._datasets or session.mode is OFF or not torch.is_grad_enabled():
+            return False
+        if get_ident() != session.recorder.threads.home:
+            return False
+        return any(training.accepts(dataset) for training in self._datasets)
+
+
+class TimedLoop:
+    """A loop whose steps end with the updates of one optimizer."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        models: list[nn.Module],
+        wanted: dict[str, Any],
+        early: EarlyStages,
+    ) -> None:
+        self.optimizer = optimizer
+        # Number of consecutive updates by other optimizers after which the loop is over.
+        self.ends_after = _MIN_OTHER_UPDATES
+        model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        self._timer = GPUPhaseHooks(model, optimizer, **timer_options(wanted))
+        self._fetches = Fetches(self._timer, early)
+        self._timer.attach()
+        self._timer._session.attach_until_end(self._fetches.starts)
+        self._hook = optimizer.register_step_post_hook(self._step_ends)
+        self._has_begun = False  # True after the first update.
+        self._show = finish_at_exit(self._timer, wanted)
+        self.is_shown = self._show is not None
+
+    def tolerate(self, n: int) -> None:
+        """Allow more than `n` updates of other optimizers between two updates of this loop."""
+        self.ends_after = max(self.ends_after, 2 * n + _MIN_OTHER_UPDATES)
+
+    def _step_ends(self, *_: Any) -> None:
+        if self._has_begun:
+            if not self._fetches.are_timed:
+                self._fetches.end_first_step()
+            calls = self._timer._session.recorder.open.labels.count(BACKWARD)
+            if calls > 1 and not self._fetches.are_timed:
+                self._timer._warn_once(_MICRO_BATCHES, calls)
+            self._timer.step()
+        else:
+            # The timer was attached inside this step, so the next is the first to be timed.
+            self._has_begun = True
+            self._timer._session.begin_step()
+            self._fetches.attach()
+
+    def end(self) -> bool:
+        """Stop timing. Show the result and return True, if more than warm-up steps were timed."""
+        timer = self._timer
+        self._hook.remove()
+        timer._finish()
+        timer._forget_loop()  # Release the model, which the script may no longer need.
+        has_steps = len(timer.history()) > timer._options.timed_warmup_steps
+        if self._show is not None:
+            if has_steps:
+                self._show()
+            else:
+                self._show.cancel()
+        return has_steps

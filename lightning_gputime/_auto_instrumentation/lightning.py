@@ -5,7 +5,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_gputime._auto_instrumentation import adding, suppress_errors, timer_options
+from lightning_gputime._auto_instrumentation import adding
+from lightning_gputime._auto_instrumentation.environment import suppress_errors, timer_options
 from lightning_gputime.callback import GPUPhaseTimer
 
 

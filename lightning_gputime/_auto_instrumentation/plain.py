@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from lightning_gputime._auto_instrumentation import suppress_errors, timer_options, warn_once
+from lightning_gputime._auto_instrumentation.environment import suppress_errors, warn_once
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import BACKWARD
 
 if TYPE_CHECKING:
-    from lightning_gputime._auto_instrumentation.fetches import EarlyStages
+    from lightning_gputime._auto_instrumentation.adding import EarlyStages, TimedLoop
 
 # Import nothing else of this package here. `import torch` loads this module, perhaps while the
 # script is importing this package. And a process without updates, such as a loader's worker, does
@@ -33,11 +33,6 @@ _NOT_FOUND = (
     "No step is timed: %s. Write timer = GPUPhaseHooks(%s).attach() before the loop, and"
     " timer.step() at the end of its body."
 )
-_MICRO_BATCHES = (
-    "One update has %d calls of backward: time between them, such as the fetch of a batch,"
-    " counts as `other` or `loss`. If you accumulate gradients, add GPUPhaseHooks with"
-    ' steps(loader) and accumulate_grad_batches="auto" to the script.'
-)
 _FOUND_NEXT = "Timing the loop that trains %s, the next training loop of this process."
 _MISSED = (
     "%d more training loops are not shown, because they are too short or come after many other"
@@ -50,7 +45,6 @@ _NO_CALLBACK = (
 _MAX_LOOPS = 20
 # After this many short loops in a row, no loop is timed: to find the model of each takes 0.1 s.
 _MAX_SHORT_LOOPS = 3
-_MIN_OTHER_UPDATES = 3  # Minimum number of updates by other optimizers that end the timed loop.
 _PROCESS = "LIGHTNING_GPUTIME_PROCESS"  # Environment variable with the id of the first process.
 
 
@@ -66,7 +60,7 @@ class PlainLoops:
 
     def __init__(self, wanted: dict[str, Any]) -> None:
         self._wanted = wanted
-        self._loop: _TimedLoop | None = None
+        self._loop: TimedLoop | None = None
         self._n_loops = 0  # Number of loops that were found.
         self._shows = False  # True on rank zero once a loop has been found.
         self._n_short_loops = 0  # Number of consecutive loops with only warm-up steps.
@@ -84,10 +78,9 @@ class PlainLoops:
         Finalize(None, self._report, exitpriority=0)
 
     def _update_ends(self, optimizer: Optimizer, *_: Any) -> None:
-        """Handle an update of any optimizer. After other optimizers, switch to their loop."""
         loop = self._loop
         if loop is not None and loop.optimizer is optimizer:
-            # The loop continues. `_TimedLoop._step_ends` has already ended the step.
+            # The loop continues. `TimedLoop._step_ends` has already ended the step.
             if self._n_other_updates:
                 loop.tolerate(self._n_other_updates)
                 self._n_other_updates = 0
@@ -137,8 +130,9 @@ class PlainLoops:
             self._attach(optimizer)
 
     def _attach(self, optimizer: Optimizer) -> None:
-        """Time the loop of an optimizer, unless the script's or a Trainer's timer times it."""
         from lightning_gputime._auto_instrumentation import adding
+        from lightning_gputime._compat import lightning_, transformers_
+        from lightning_gputime._compat.python_ import running_module
         from lightning_gputime._timer import Timer
 
         timers = _instances_of(Timer)
@@ -159,8 +153,9 @@ class PlainLoops:
         kind = type(optimizer).__name__
         names = " and ".join(sorted({type(model).__name__ for model in models}))
         parameters = [id(p) for model in models for p in nn.Module.parameters(model)]
-        if trainer := _trainer_at_work():
-            warn_once(_NO_CALLBACK, trainer)
+        module = running_module(lightning_.TRAINING | transformers_.TRAINING)
+        if module:  # Such as "lightning.pytorch.trainer.trainer" or "transformers.trainer".
+            warn_once(_NO_CALLBACK, module.rpartition(".trainer")[0].removesuffix(".trainer"))
         elif not models:
             why = f"no module has parameters that {kind} updates"
             warn_once(_NOT_FOUND, why, "model, optimizer")
@@ -168,7 +163,7 @@ class PlainLoops:
             why = f"several modules that {kind} updates share parameters: {names}"
             warn_once(_NOT_FOUND, why, "model, optimizer")
         else:
-            self._loop = _TimedLoop(optimizer, models, self._wanted, self._early_stages())
+            self._loop = adding.TimedLoop(optimizer, models, self._wanted, self._early_stages())
             self._untimeable.discard(optimizer)
             self._census.begin(optimizer)
             self._shows = self._loop.is_shown
@@ -181,7 +176,7 @@ class PlainLoops:
         """Return the timer of the stages of loaders that are read between the timed loops."""
         if self._early is None:
             self._cancel_first_iter()
-            from lightning_gputime._auto_instrumentation.fetches import EarlyStages
+            from lightning_gputime._auto_instrumentation.adding import EarlyStages
 
             self._early = EarlyStages()
         return self._early
@@ -232,66 +227,6 @@ def _at_first_iter(call: Callable[[], object]) -> Callable[[], None]:
     return cancel
 
 
-class _TimedLoop:
-    """A loop whose steps end with the updates of one optimizer."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        models: list[nn.Module],
-        wanted: dict[str, Any],
-        early: "EarlyStages",
-    ) -> None:
-        from lightning_gputime._auto_instrumentation import adding
-        from lightning_gputime._auto_instrumentation.fetches import Fetches
-        from lightning_gputime.hooks import GPUPhaseHooks
-
-        self.optimizer = optimizer
-        # Number of consecutive updates by other optimizers after which the loop is over.
-        self.ends_after = _MIN_OTHER_UPDATES
-        model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        self._timer = GPUPhaseHooks(model, optimizer, **timer_options(wanted))
-        self._fetches = Fetches(self._timer, early)
-        self._timer.attach()
-        self._timer._session.attach_until_end(self._fetches.starts)
-        self._hook = optimizer.register_step_post_hook(self._step_ends)
-        self._has_begun = False  # True after the first update.
-        self._show = adding.finish_at_exit(self._timer, wanted)
-        self.is_shown = self._show is not None
-
-    def tolerate(self, n: int) -> None:
-        """Allow more than `n` updates of other optimizers between two updates of this loop."""
-        self.ends_after = max(self.ends_after, 2 * n + _MIN_OTHER_UPDATES)
-
-    def _step_ends(self, *_: Any) -> None:
-        if self._has_begun:
-            if not self._fetches.are_timed:
-                self._fetches.end_first_step()
-            calls = self._timer._session.recorder.open.labels.count(BACKWARD)
-            if calls > 1 and not self._fetches.are_timed:
-                self._timer._warn_once(_MICRO_BATCHES, calls)
-            self._timer.step()
-        else:
-            # The timer was attached inside this step, so the next is the first to be timed.
-            self._has_begun = True
-            self._timer._session.begin_step()
-            self._fetches.attach()
-
-    def end(self) -> bool:
-        """Stop timing. Show the result and return True, if more than warm-up steps were timed."""
-        timer = self._timer
-        self._hook.remove()
-        timer._finish()
-        timer._forget_loop()  # Release the model, which the script may no longer need.
-        has_steps = len(timer.history()) > timer._options.timed_warmup_steps
-        if self._show is not None:
-            if has_steps:
-                self._show()
-            else:
-                self._show.cancel()
-        return has_steps
-
-
 class _Census:
     """Count of the training loops that are not shown.
 
@@ -335,37 +270,22 @@ class _Census:
         return self._numbers[optimizer]
 
 
-def _trainer_at_work() -> str:
-    """Return the package of the Trainer that is running, such as "transformers"; empty if none."""
-    from lightning_gputime._compat import lightning_, transformers_
-    from lightning_gputime._compat.python_ import running_module
-
-    module = running_module(lightning_.TRAINING | transformers_.TRAINING)
-    # "lightning.pytorch.trainer.trainer" and "transformers.trainer" are names of modules.
-    return module.rpartition(".trainer")[0].removesuffix(".trainer")
-
-
 def _models_of(optimizer: Optimizer) -> list[nn.Module]:
-    """Return the outermost modules that have parameters of an optimizer."""
-    from lightning_gputime._instrumentation.optimizer import parameters_of
+    # The outermost modules that have parameters of the optimizer.
+    from lightning_gputime._compat.torch_ import is_compiled_graph
+    from lightning_gputime._instrumentation.loop import parameters_of
 
     updated = {id(p) for p in parameters_of(optimizer)}
-    modules = [*filter(_is_model, _instances_of(nn.Module))]
+    modules = []
+    for module in _instances_of(nn.Module):
+        with suppress(AttributeError):  # Its `__init__` has not run.
+            next(nn.Module.children(module), None)
+            if not is_compiled_graph(module):
+                modules.append(module)
     # Call methods of `nn.Module`, because a user's module may redefine them.
     inner = {id(child) for module in modules for child in nn.Module.children(module)}
     outermost = [module for module in modules if id(module) not in inner]
     return [m for m in outermost if any(id(p) in updated for p in nn.Module.parameters(m))]
-
-
-def _is_model(module: nn.Module) -> bool:
-    """Return False for an uninitialized module, and for the graph of a compiled optimizer."""
-    from lightning_gputime._compat.torch_ import is_compiled_graph
-
-    try:
-        next(nn.Module.children(module), None)
-    except AttributeError:
-        return False  # Its `__init__` has not run.
-    return not is_compiled_graph(module)
 
 
 def _instances_of(kind: type) -> list[Any]:

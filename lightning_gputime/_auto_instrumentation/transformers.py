@@ -4,7 +4,11 @@ from typing import Any
 
 import transformers
 
-from lightning_gputime._auto_instrumentation import options, suppress_errors, timer_options
+from lightning_gputime._auto_instrumentation.environment import (
+    options,
+    suppress_errors,
+    timer_options,
+)
 from lightning_gputime._compat.transformers_ import callbacks_of
 
 

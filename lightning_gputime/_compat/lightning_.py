@@ -13,7 +13,6 @@ from lightning_gputime._compat.names import (
     report_missing_of,
     version_of,
 )
-from lightning_gputime._compat.torch_ import is_compiled
 from lightning_gputime._phases import CALLBACKS, COPY, DATA, FETCH, is_metric, label_of_callback
 
 TRAINING = {
@@ -47,7 +46,10 @@ def report_missing_names(trainer: Any, model: Any) -> None:
         report(_EPOCH_LOOP, library=_package_of(trainer))
     else:
         report_missing_of(loop, _STEPS, _VALIDATION)
-        if trainer.world_size > 1 and _broadcasts(_package_of(trainer)):
+        numbers = version_of(_package_of(trainer)).split(".")[:2]
+        # Since 2.6 Lightning broadcasts a flag; see `sigterm_broadcast`.
+        is_new = all(map(str.isdigit, numbers)) and [*map(int, numbers)] >= [2, 6]
+        if trainer.world_size > 1 and is_new:
             report_missing_of(loop, _BROADCAST)
     # `publish` updates this dict in place, so each access must return the same dict.
     live = _LIVE_METRICS.of(trainer)
@@ -61,15 +63,8 @@ def _epoch_loop(trainer: Any) -> Any:
 
 
 def _package_of(trainer: Any) -> str:
-    """Return the name of the package that defines the class of a trainer, or its base class."""
     roots = [kind.__module__.partition(".")[0] for kind in type(trainer).__mro__]
     return next((root for root in roots if root in _PACKAGES), _PACKAGES[0])
-
-
-def _broadcasts(package: str) -> bool:
-    """Return whether this version waits for other ranks at each batch, as 2.6 and later do."""
-    numbers = version_of(package).split(".")[:2]
-    return all(map(str.isdigit, numbers)) and [*map(int, numbers)] >= [2, 6]
 
 
 def step_counter(trainer: Any) -> Callable[[], int]:
@@ -180,11 +175,6 @@ LOGGER_METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "finali
 METRIC_METHODS = ("update", "compute")
 
 
-def is_compiled_module(model: Any) -> bool:
-    """Return whether a LightningModule or its `training_step` is compiled."""
-    return is_step_compiled(model) or is_compiled(model)
-
-
 def functions_to_name(trainer: Any, model: Any, timer_class: type) -> Iterator[Any]:
     """Yield functions that a Trainer calls, to name as the reason for time.
 
@@ -209,28 +199,19 @@ def expected_of(trainer: Any, callbacks: list[Any]) -> list[Expected]:
     """Return the labels of each step if the trainer reports its actions and callback hooks."""
     package = _package_of(trainer)
     reports = f"{package} {version_of(package)} reported no"
-    found = [
-        Expected(
-            frozenset({FETCH}),
-            "separate times of data/fetch and callbacks",
-            f"{reports} `{_FETCH_ACTION}`",
-            (DATA, CALLBACKS),
-        ),
-        Expected(
-            frozenset({COPY}),
-            "separate times of data/copy and data/fetch",
-            f"{reports} `{_COPY_ACTION}`",
-            (DATA,),
-        ),
-    ]
-    labels = frozenset(
+    labels = [
         label_of_callback(callback, hook)
         for callback in callbacks
         for hook in _PER_BATCH
         if defines(callback, hook)
-    )
-    if labels:
-        feature = "separate times of callbacks and data"
-        reason = f"{reports} hook of a callback"
-        found.append(Expected(labels, feature, reason, (DATA, CALLBACKS)))
-    return found
+    ]
+    separate = [
+        ([FETCH], "data/fetch and callbacks", f"`{_FETCH_ACTION}`", (DATA, CALLBACKS)),
+        ([COPY], "data/copy and data/fetch", f"`{_COPY_ACTION}`", (DATA,)),
+        (labels, "callbacks and data", "hook of a callback", (DATA, CALLBACKS)),
+    ]
+    return [
+        Expected(frozenset(any_of), f"separate times of {phases}", f"{reports} {reason}", blurred)
+        for any_of, phases, reason, blurred in separate
+        if any_of
+    ]

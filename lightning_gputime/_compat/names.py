@@ -14,48 +14,30 @@ MISSING: Any = object()
 
 @dataclass(frozen=True, slots=True)
 class NotMeasured:
-    """Something that cannot be measured in this process.
+    """Something that cannot be measured in this process."""
 
-    Attributes:
-        text: A sentence for users, with the reason.
-        blurred: Phases whose times are not separated from each other. No verdict may use them.
-    """
-
-    text: str
-    blurred: tuple[str, ...] = ()
+    text: str  # A sentence for users, with the reason.
+    blurred: tuple[str, ...] = ()  # Phases that are not separated. No verdict may use them.
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Labels that appear in the steps of a trainer if its version works as this package expects.
+    """Labels that appear in the steps of a trainer if its version works as this package expects."""
 
-    Attributes:
-        labels: At least one of these must appear.
-        feature: Measurement that is missing otherwise, for the report.
-        otherwise: Reason for the report, as in "lightning 2.7 reported no ...".
-        blurred: Phases whose times are not separated without these labels.
-    """
-
-    labels: frozenset[str]
-    feature: str
-    otherwise: str
-    blurred: tuple[str, ...] = ()
+    labels: frozenset[str]  # At least one of these must appear.
+    feature: str  # Measurement that is missing otherwise, for the report.
+    otherwise: str  # Reason for the report, as in "lightning 2.7 reported no ...".
+    blurred: tuple[str, ...] = ()  # Phases that are not separated without these labels.
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A private name of another library.
+    """A private name of another library."""
 
-    Attributes:
-        path: The dotted name, module first, such as "torch._C._current_graph_task_id".
-        feature: Measurement that is missing without it. Empty if a public name can replace it.
-        blurred: Phases that cannot be separated without it.
-        sample: Function that returns an object with the attribute, if the class lacks it.
-    """
-
-    path: str
-    feature: str = ""
-    blurred: tuple[str, ...] = ()
+    path: str  # The dotted name, module first, such as "torch._C._current_graph_task_id".
+    feature: str = ""  # Measurement that is missing without it. Empty if a public name replaces it.
+    blurred: tuple[str, ...] = ()  # Phases that cannot be separated without it.
+    # Function that returns an object with the attribute, if the class lacks it.
     sample: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:

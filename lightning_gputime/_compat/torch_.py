@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from types import CodeType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +70,7 @@ def creates_graph(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def is_autograd_compiled() -> bool:
-    """Return whether compiled autograd is on, which would trace hooks on tensors."""
+    # It would trace hooks on tensors.
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     return getattr(compiled, "compiled_autograd_enabled", False) is True
 
@@ -88,14 +88,9 @@ next_sequence: Callable[[], int] = _SEQUENCE.find(int)
 
 
 class GraphNode(NamedTuple):
-    """Node of an autograd graph, which an operation in forward has created.
+    """Node of an autograd graph, which an operation in forward has created."""
 
-    Attributes:
-        sequence: Its number, counted by the thread that ran forward.
-        node: The node.
-    """
-
-    sequence: int
+    sequence: int  # Counted by the thread that ran forward.
     node: Any
 
     @property
@@ -158,18 +153,6 @@ def hooks_of_calls(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
         yield name.attribute, f"{name.attribute}_with_kwargs", name.of(module)
 
 
-# Packages of modules that wrap a module: FSDP, checkpoint wrappers, results of `torch.compile`.
-_WRAPPERS = ("torch.distributed.", "torch._dynamo.")
-
-
-def is_wrapper(module: nn.Module) -> bool:
-    """Return whether this is a wrapper module of torch around its only child."""
-    # FSDP2 derives a new class from the user's class, so check all bases.
-    kinds = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
-    is_of_torch = all(kind.__module__.startswith(_WRAPPERS) for kind in kinds[:-1])
-    return len(kinds) > 1 and is_of_torch and len([*module.children()]) == 1
-
-
 def is_checkpointed(module: nn.Module) -> bool:
     """Return whether a module recomputes its forward in backward.
 
@@ -190,7 +173,6 @@ COMPILED_CALL = _COMPILED_CALL.attribute
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """Return the compiled call of a module that was compiled in place, else None."""
     return _COMPILED_CALL.of(module)
 
 
@@ -247,20 +229,13 @@ _STEP_WRAPPER = Name(
 )
 
 
-def _code_of_step() -> CodeType | None:
-    # torch wraps the `step` of every optimizer class in this function.
-    wrap = _STEP_WRAPPER.find()
-    return None if wrap is None else getattr(wrap(lambda optimizer: None), "__code__", None)
-
-
-_STEP_CODE = _code_of_step()
+# torch wraps the `step` of every optimizer class in this function.
+_STEP_CODE = getattr(_STEP_WRAPPER.find(bool)(lambda optimizer: None), "__code__", None)
 
 
 def steps_on_stack() -> int | None:
     """Return the number of running `step` calls of optimizers with hooks; None if unknown."""
-    if _STEP_CODE is None:
-        return None
-    return sum(1 for _ in calls_on_stack(_STEP_CODE))
+    return None if _STEP_CODE is None else sum(1 for _ in calls_on_stack(_STEP_CODE))
 
 
 def has_step_hooks(optimizer: Any) -> bool:
@@ -303,10 +278,7 @@ def skip_in_compilation(files: set[Path]) -> None:
         report(_SKIPPED)
 
 
-_COUNTERS = Name(
-    "torch._dynamo.utils.counters",
-    "untimed steps without the cost of hooks",
-)
+_COUNTERS = Name("torch._dynamo.utils.counters", "untimed steps without the cost of hooks")
 
 
 def has_compiled() -> bool:
@@ -433,7 +405,6 @@ def async_tensor() -> Any:
 
 
 def is_complete(tensor: Any) -> bool:
-    """Return whether an asynchronous tensor is ready."""
     return bool(getattr(tensor, "completed", False))
 
 
@@ -505,7 +476,6 @@ _ITERATOR = Name("torch.utils.data.dataloader._BaseDataLoaderIter", "the fetches
 
 
 def loader_next() -> tuple[type, str] | None:
-    """Return the class and the name of the method by which loaders yield a batch."""
     report_missing(_ITERATOR)
     kind = _ITERATOR.find()
     return None if kind is None else (kind, "__next__")

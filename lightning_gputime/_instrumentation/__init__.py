@@ -4,5 +4,5 @@ Code that notices an event of the training loop and calls the recorder belongs h
 timed steps belongs in `_session`, statistics in `_measurement`, private names in `_compat`.
 
 `boundaries` attaches all boundaries of the training loop that `loop` describes. Each boundary calls
-`Recorder.mark` from hooks (`module_hooks`) and patched functions (`patching`).
+`Recorder.mark` from hooks (`traced`) and patched functions (`patching`).
 """

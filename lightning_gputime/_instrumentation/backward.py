@@ -19,9 +19,9 @@ from lightning_gputime._compat.torch_ import (
 from lightning_gputime._instrumentation.comm import is_sharded
 from lightning_gputime._instrumentation.forward import ForwardBoundary
 from lightning_gputime._instrumentation.loop import Loop, is_engine
-from lightning_gputime._instrumentation.module_hooks import hook_before
 from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
 from lightning_gputime._instrumentation.patching import Attachments, Subscription
+from lightning_gputime._instrumentation.traced import hook_before
 from lightning_gputime._ledger.examiner import Examiner
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
@@ -33,7 +33,6 @@ from lightning_gputime._phases import (
     OPTIMIZER,
 )
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.waits import begin_wait, end_wait
 
 
 class BackwardBoundary:
@@ -96,53 +95,42 @@ class BackwardBoundary:
         if is_inner or get_ident() != recorder.threads.timed:
             is_step_untimed = recorder.threads.timed == -1
             if is_step_untimed and not self._forward.has_trained:
-                self._on_untimed_backward()
+                # This backward shows that the loop trains. So from now on, model calls in eval mode
+                # without gradients may be an evaluation.
+                is_in_loop = get_ident() == recorder.threads.home and self._batch.is_open
+                is_of_model = self._forward.calls > 0 or not self._was_other_model_called()
+                if is_in_loop and is_of_model and self._optimizer.has_any:
+                    self._forward.backward_begins()
             return False
         if not self._batch.is_open:
             return False
+        label = recorder.label
         # `torch.autograd.grad` does not accumulate gradients. It is a backward only in a pipeline
         # stage, which calls it for the gradients of its inputs, and later for those of its weights.
         if not accumulate_grad and not runs_for_pipeline():
-            return self._grad_begins(tensors, args, kwargs)
-        if not self._forward.calls and self._was_other_model_called():
-            return False  # The backward of another timer's model.
-        if not self._forward.has_trained:
-            self._forward.backward_begins()
-        # After a backward inside a model call, that call continues.
-        self._label_after = FORWARD if recorder.label == FORWARD else AFTER_BACKWARD
-        # Mark around the call, in the calling thread. When the call returns, the caller's stream
-        # waits for all work of the engine, including communication of DDP and FSDP. A gradient hook
-        # would run before that. A `full_backward_pre_hook` runs too late, and costs 15 us.
-        recorder.mark(BACKWARD)
-        if self._marks_comm:
-            self._hook_loss_tensors(tensors)
-        if self._examiner is not None and self._examiner.is_on:
-            self._examiner.backward_begins(tensors, creates_graph=creates_graph(args, kwargs))
-        return True
-
-    def _on_untimed_backward(self) -> None:
-        """Handle a backward in an untimed step.
-
-        It shows that the loop trains. So from now on, model calls in eval mode without gradients
-        may be an evaluation.
-        """
-        is_in_loop = get_ident() == self._recorder.threads.home and self._batch.is_open
-        is_of_model = self._forward.calls > 0 or not self._was_other_model_called()
-        if is_in_loop and is_of_model and self._optimizer.has_any:
-            self._forward.backward_begins()
-
-    def _grad_begins(self, tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Mark the start of `torch.autograd.grad`. Its phase depends on the next label."""
-        # Ignore a gradient inside a model call, which the model needs for its output, and a
-        # gradient without a model call, such as a compiler's.
-        label = self._recorder.label
-        if not self._forward.calls or label == FORWARD:
-            return False
-        # Ignore a gradient inside an update, for example for a Hessian-vector product.
-        if self._optimizer.depth and label in (AFTER_BACKWARD, OPTIMIZER):
-            return False
-        self._label_after = AFTER_GRAD
-        self._recorder.mark(GRAD)
+            # Ignore a gradient inside a model call, which the model needs for its output, and a
+            # gradient without a model call, such as a compiler's.
+            if not self._forward.calls or label == FORWARD:
+                return False
+            # Ignore a gradient inside an update, for example for a Hessian-vector product.
+            if self._optimizer.depth and label in (AFTER_BACKWARD, OPTIMIZER):
+                return False
+            self._label_after = AFTER_GRAD
+            recorder.mark(GRAD)  # Its phase depends on the next label.
+        else:
+            if not self._forward.calls and self._was_other_model_called():
+                return False  # The backward of another timer's model.
+            if not self._forward.has_trained:
+                self._forward.backward_begins()
+            # After a backward inside a model call, that call continues.
+            self._label_after = FORWARD if label == FORWARD else AFTER_BACKWARD
+            # Mark around the call, in the calling thread. When the call returns, the caller's
+            # stream waits for all work of the engine, including communication of DDP and FSDP. A
+            # gradient hook would run before that. A `full_backward_pre_hook` runs too late, and
+            # costs 15 us.
+            recorder.mark(BACKWARD)
+            if self._marks_comm:
+                self._hook_loss_tensors(tensors)
         if self._examiner is not None and self._examiner.is_on:
             self._examiner.backward_begins(tensors, creates_graph=creates_graph(args, kwargs))
         return True
@@ -159,7 +147,7 @@ class BackwardBoundary:
             self._examiner.backward_ends()
 
     def _was_other_model_called(self) -> bool:
-        """Return whether another timer's model was called. Only valid if ours was not called."""
+        # Whether another timer's model was called: only valid if ours was not called.
         listeners = self._patch.listeners
         boundaries = [other for other in listeners if isinstance(other, BackwardBoundary)]
         return any(other._forward.calls for other in boundaries)
@@ -168,14 +156,14 @@ class BackwardBoundary:
         self._was_ddp_called = True
         # DDP broadcasts buffers before it calls the module: ranks wait for rank 0.
         if syncs_buffers(module):
-            begin_wait(self._recorder)
+            self._recorder.begin_wait()
 
     def _enter_inside_ddp(self, module: nn.Module, *_: Any) -> None:
         # A call of the module that bypasses DDP may be an evaluation.
         if not self._was_ddp_called:
             self._forward.on_inner_call(module)
         self._was_ddp_called = False
-        end_wait(self._recorder)
+        self._recorder.end_wait()
 
     def _hook_loss_tensors(self, tensors: Any) -> None:
         if self._ddp_modules and not any(map(syncs_gradients, self._ddp_modules)):

@@ -1,25 +1,22 @@
 """All hooks and patches of one training loop."""
 
-import torch
+from collections.abc import Callable
+
+from torch import nn
 
 from lightning_gputime._compat.torch_ import report_missing_names, script_entry
 from lightning_gputime._instrumentation.backward import BackwardBoundary
-from lightning_gputime._instrumentation.comm import WaitBoundary, is_distributed
-from lightning_gputime._instrumentation.compiled import hides_collectives
+from lightning_gputime._instrumentation.comm import WaitBoundary, hides_collectives, is_distributed
 from lightning_gputime._instrumentation.forward import (
     CompiledStepBoundary,
     ForwardBoundary,
-    OnCall,
-)
-from lightning_gputime._instrumentation.loop import Loop
-from lightning_gputime._instrumentation.module_hooks import without_hooks
-from lightning_gputime._instrumentation.named import activate, deactivate
-from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
-from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription
-from lightning_gputime._instrumentation.transformers_models import (
     GenerationBoundary,
     time_inner_loss,
 )
+from lightning_gputime._instrumentation.loop import Loop
+from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
+from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription
+from lightning_gputime._instrumentation.traced import activate, deactivate, without_hooks
 from lightning_gputime._ledger.examiner import Examiner
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._record.recorder import Recorder
@@ -33,15 +30,16 @@ _HIDDEN_COLLECTIVES = (
 class Boundaries:
     """Hooks and patches that mark the phases of a training loop, from `attach` until `remove`.
 
-    If `attach` is interrupted, `remove` removes what was attached so far. `wall_clock` excludes
-    evaluations from the open step. `examiner` marks the lines of forward in a backward.
+    If `attach` is interrupted, `remove` removes what was attached so far. `on_call` is called with
+    the module of each model call in a timed step. `wall_clock` excludes evaluations from the open
+    step. `examiner` marks the lines of forward in a backward.
     """
 
     def __init__(
         self,
         recorder: Recorder,
         loop: Loop,
-        on_call: OnCall = None,
+        on_call: Callable[[nn.Module], None] | None = None,
         wall_clock: WallClock | None = None,
         examiner: Examiner | None = None,
     ) -> None:
@@ -67,10 +65,12 @@ class Boundaries:
                 recorder.warn_once(_HIDDEN_COLLECTIVES)
         self.optimizer = OptimizerBoundary(recorder, self._update_hooks, loop)
         forward_class = CompiledStepBoundary if loop.compiled_step else ForwardBoundary
+        on_stream = None if self.waits is None else self.waits.note_stream
+        on_calls = [call for call in (on_stream, self._on_call) if call is not None]
+        wall_clock = self._wall_clock or WallClock(now_ns=None)
         self.forward = forward_class(
-            recorder, loop, self.optimizer, self.waits, self._on_call, self._wall_clock
+            recorder, attachments, loop, self.optimizer, wall_clock, on_calls
         )
-        self.forward.attach(attachments, loop)
         GenerationBoundary(recorder, self._class_patches, loop, self.forward)
         if loop.splits_loss:
             time_inner_loss(recorder, attachments, loop.model)
@@ -92,7 +92,7 @@ class Boundaries:
         )
         if entry := script_entry():
             attachments.add(Subscription(*entry, while_scripting))
-        getstate = Subscription(torch.nn.Module, "__getstate__", self, without_hooks)
+        getstate = Subscription(nn.Module, "__getstate__", self, without_hooks)
         self._class_patches.add(getstate)
         activate(recorder)
 
@@ -116,7 +116,7 @@ class Boundaries:
         optimizer.reset()
         if self.waits is not None:
             self.waits.step_ended()
-        return optimizer.optimizers.has_any and not has_updated
+        return optimizer.has_any and not has_updated
 
     def suspend(self, *, keep_updates: bool = False) -> None:
         """Remove the hooks and patches between two steps, until `reattach` adds the same again.

@@ -1,6 +1,5 @@
 """`comm`: marks where the timed stream waits for other ranks."""
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from lightning_gputime._compat.torch_ import (
     TENSOR_WAITS,
     WORK_WAITS,
     async_tensor,
+    compiled_call,
+    compiled_module,
     is_asynchronous,
     is_complete,
     launches,
@@ -20,7 +21,6 @@ from lightning_gputime._compat.torch_ import (
 from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription
 from lightning_gputime._phases import RECEIVES, WAITS
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.waits import begin_wait, end_wait, is_here
 
 
 class WaitBoundary:
@@ -41,29 +41,28 @@ class WaitBoundary:
         # True between a synchronous launch and the wait for its result, which follows immediately.
         self._is_launched = False
         self.note_stream()
-        for owner, names, listener in self._patched_functions():
-            for name in names:
-                if name in vars(owner):
-                    attachments.add(Subscription(owner, name, listener))
-
-    def _patched_functions(self) -> Iterator[tuple[Any, tuple[str, ...], Calls]]:
-        """Yield classes, the names of methods of each, and the listener of these methods."""
         # Import here, because torch may be built without `torch.distributed`.
         from torch.distributed import ProcessGroup, Work
 
         waits = Calls(self._wait_begins, self._wait_ends)
         # All collectives that Python calls go through `ProcessGroup`. A patch of
         # `torch.distributed.all_reduce` would break compiled code, and miss imports by name.
-        yield ProcessGroup, launches(ProcessGroup), Calls(self._launch_begins, self._launch_ends)
-        yield ProcessGroup, BLOCKING, waits
-        for kind in (Work, *Work.__subclasses__()):
-            yield kind, WORK_WAITS, waits
+        launched = Calls(self._launch_begins, self._launch_ends)
+        patched: list[tuple[Any, tuple[str, ...], Calls]] = [
+            (ProcessGroup, launches(ProcessGroup), launched),
+            (ProcessGroup, BLOCKING, waits),
+            *((kind, WORK_WAITS, waits) for kind in (Work, *Work.__subclasses__())),
+        ]
         if (tensor := async_tensor()) is not None:
             first_uses = Calls(self._tensor_wait_begins, self._wait_ends)
-            yield tensor, TENSOR_WAITS, first_uses
+            patched.append((tensor, TENSOR_WAITS, first_uses))
         if self._streams is not None and self._streams.kind is not None:
             stream_waits = Calls(self._stream_wait_begins, self._wait_ends)
-            yield self._streams.kind, ("wait_event", "wait_stream"), stream_waits
+            patched.append((self._streams.kind, ("wait_event", "wait_stream"), stream_waits))
+        for owner, names, listener in patched:
+            for name in names:
+                if name in vars(owner):
+                    attachments.add(Subscription(owner, name, listener))
 
     def step_ended(self) -> None:
         self._timed.clear()
@@ -84,7 +83,7 @@ class WaitBoundary:
 
     def _launch_ends(self, result: Any = None) -> None:
         if result is None:  # The call has raised, or returned nothing to wait for.
-            end_wait(self._recorder)
+            self._recorder.end_wait()
         else:
             # A synchronous function now calls `result.wait()`, whose return ends the wait.
             self._is_launched = True
@@ -93,7 +92,7 @@ class WaitBoundary:
         return self._begin(RECEIVES if waits_for_stage() else WAITS)
 
     def _wait_ends(self, result: Any = None) -> None:
-        end_wait(self._recorder)
+        self._recorder.end_wait()
 
     def _tensor_wait_begins(self, tensor: Any, *_: Any, **__: Any) -> bool:
         # The first use of the result of an asynchronous collective waits for it.
@@ -112,15 +111,12 @@ class WaitBoundary:
         return is_communication and self._begin()
 
     def _begin(self, label: str = WAITS) -> bool:
-        """Mark the start of a wait in the timed thread and stream. Return whether it is marked."""
-        is_timed = self._note_communication()
-        if not is_timed:
+        if not self._note_communication():
             return False
-        is_launched = self._is_launched
-        self._is_launched = False
+        is_launched, self._is_launched = self._is_launched, False
         if is_launched and self._recorder.open.is_waiting:
             return True  # The launch has marked the start of this wait.
-        return begin_wait(self._recorder, label)
+        return self._recorder.begin_wait(label)
 
     def _note_communication(self) -> bool:
         """Return True if the current collective or wait is in the timed thread and stream.
@@ -130,7 +126,7 @@ class WaitBoundary:
         """
         # Check the thread first: a background thread, such as a checkpoint writer, may use the same
         # stream.
-        if not is_here(self._recorder):
+        if not self._recorder.is_here():
             return False
         if self._streams is None:
             return True
@@ -157,11 +153,25 @@ def is_sharded(module: nn.Module) -> bool:
     return not names.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))
 
 
-def is_tensor_parallel(parameters: Iterable[nn.Parameter], model: nn.Module) -> bool:
-    """Return whether any parameter is sharded over ranks that work on the same batch."""
+def hides_collectives(model: nn.Module) -> bool:
+    """Return whether compiled code of a model runs collectives, which cannot be timed there.
+
+    This finds SyncBatchNorm and tensor parallelism. FSDP runs its collectives outside.
+    """
+    compiled = [
+        module if compiled_call(module) is not None else compiled_module(module)
+        for module in (model, *nn.Module.modules(model))
+    ]
+    inside = [
+        inner for module in compiled if module is not None for inner in nn.Module.modules(module)
+    ]
+    if any(isinstance(module, nn.SyncBatchNorm) for module in inside):
+        return True
     # FSDP shards over one mesh dimension, whose ranks work on different batches: do not count it.
+    # Tensor parallelism shards a parameter over ranks that work on the same batch.
     n_fsdp_dimensions = int(any(map(is_sharded, nn.Module.modules(model))))
     return any(
         sum(place.is_shard() for place in getattr(parameter, "placements", ())) > n_fsdp_dimensions
-        for parameter in parameters
+        for module in inside
+        for parameter in nn.Module.parameters(module, recurse=False)
     )

@@ -24,9 +24,8 @@ from lightning_gputime._phases import (
     OPTIMIZER,
     OTHER,
 )
-from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.state import IDLE
-from lightning_gputime._record.step_marks import is_fetch
+from lightning_gputime._record.pending_steps import is_fetch
+from lightning_gputime._record.recorder import IDLE, Recorder
 
 _N_COMPARED_STEPS = 10
 """Number of previous steps that a step with evaluation calls is compared with."""
@@ -83,7 +82,7 @@ class _UntimedSpans:
         return spans
 
     def _steps_ns(self) -> int:
-        """Return the cumulative time of all steps, which does not contain pauses."""
+        # The cumulative time of all steps, which does not contain pauses.
         return self._wall_clock.steps_ns(self._recorder.clock.host_ns())
 
 
@@ -104,11 +103,8 @@ class EvaluationSearch:
     The rules are applied when the step ends. Until then the calls have the label `EVALUATION`,
     which counts as `other` if no rule applies.
 
-    Args:
-        recorder: Recorder of the steps.
-        model: The model that is trained.
-        optimizer: Counts the updates of the open step.
-        wall_clock: Excludes the time of evaluations from the open step.
+    `optimizer` counts the updates of the open step. `wall_clock` excludes the time of evaluations
+    from it.
     """
 
     def __init__(
@@ -199,14 +195,6 @@ class EvaluationSearch:
                 self._wall_clock.shorten_step(ns)
                 # For a timed step, `StepReader` moves the time, once it has read the marks.
                 self._wall_clock.move(STEPS, EVALUATION_ENTRY, ns / 1e6)
-        self._remember(step, n_inner)
-        self.reset()
-
-    def had_inner_calls(self, step: int) -> bool:
-        """Return whether a recent step had calls in eval mode before its last update."""
-        return any(index == step for index, _ in self._inner_calls)
-
-    def _remember(self, step: int, n_inner: int) -> None:
         if self.had_inner_calls(step):
             # The step was remembered when it seemed to end, but continued. Replace its number.
             self._inner_calls.pop()
@@ -215,6 +203,11 @@ class EvaluationSearch:
             self._first_had_inner_calls |= step == 0
             self._inner_calls.append((step, n_inner))
             self._n_steps_with_inner_calls += 1
+        self.reset()
+
+    def had_inner_calls(self, step: int) -> bool:
+        """Return whether a recent step had calls in eval mode before its last update."""
+        return any(index == step for index, _ in self._inner_calls)
 
     def _is_exception(self, n_inner: int, spans: Sequence[_Span], step: int) -> bool:
         """Return whether the inner calls of a step are an exception, compared with earlier steps.

@@ -1,36 +1,55 @@
-"""`forward` and `loss`: marks at the calls of models and losses."""
+"""`forward`, `loss` and `generate`: marks at the calls of models and losses."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from enum import Enum
 from threading import get_ident
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
-from lightning_gputime._compat.torch_ import current_graph_task_id
-from lightning_gputime._instrumentation.call_stack import CallStack
-from lightning_gputime._instrumentation.called_modules import CalledModules, Handlers
-from lightning_gputime._instrumentation.comm import WaitBoundary
+from lightning_gputime._compat.torch_ import (
+    COMPILED_CALL,
+    LOSSES,
+    compiled_call,
+    current_graph_task_id,
+    is_compiled,
+    modules_on_stack,
+)
+from lightning_gputime._compat.transformers_ import (
+    GENERATES,
+    INNER_LOSS,
+    check_inner_loss,
+    generation_class,
+    has_inner_loss,
+    lacks_inner_loss,
+)
 from lightning_gputime._instrumentation.evaluations import EvaluationSearch
 from lightning_gputime._instrumentation.loop import Loop, Search, is_training
-from lightning_gputime._instrumentation.module_hooks import hook_before
 from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
-from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription
+from lightning_gputime._instrumentation.patching import (
+    Attachment,
+    Attachments,
+    Calls,
+    Subscription,
+)
+from lightning_gputime._instrumentation.traced import NamedPhase, hook_after, hook_before
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._phases import (
     AFTER_FORWARD,
+    DATA,
     FORWARD,
     GENERATE,
     LOSS,
     OTHER,
     TRAINING_STEP,
+    is_metric,
 )
-from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.state import PAUSED
+from lightning_gputime._record.recorder import OPEN, PAUSED, Recorder
 
-OnCall = Callable[[nn.Module], None] | None
-"""Function to call with the module of each outermost call in timed steps, or None."""
+_MAX_HOOK_FRAMES = 50  # Upper bound of the stack frames that one hook needs.
 
 
 class _Modes(Enum):
@@ -47,24 +66,32 @@ _ACTIVE = Search.ACTIVE  # A global, because every model call looks it up.
 class ForwardBoundary:
     """`forward`: from the call of a module to its return, for outermost calls only.
 
-    `waits` notes the stream of each call. `wall_clock` excludes evaluations from the open step.
+    A loop may call the model, or only parts of it. At first all modules have hooks. When a step
+    ends, modules that were only called by other modules lose their hooks, because hooks cost time.
+    The model keeps its hooks.
+
+    Args:
+        recorder: Recorder of the steps.
+        attachments: Own the hooks.
+        loop: The loop, with the model.
+        optimizer: Counts the updates of the open step.
+        wall_clock: Excludes evaluations from the open step.
+        on_calls: Called with the module of each outermost call in timed steps.
     """
 
     def __init__(
         self,
         recorder: Recorder,
+        attachments: Attachments,
         loop: Loop,
         optimizer: OptimizerBoundary,
-        waits: WaitBoundary | None = None,
-        on_call: OnCall = None,
-        wall_clock: WallClock | None = None,
+        wall_clock: WallClock,
+        on_calls: list[Callable[[nn.Module], None]],
     ) -> None:
-        self._recorder, self._model, self._batch = recorder, loop.model, loop.batch
-        self._has_optimizers = bool(loop.optimizers)
-        on_stream = None if waits is None else waits.note_stream
-        self._on_calls = [call for call in (on_stream, on_call) if call is not None]
+        self._recorder, self._attachments = recorder, attachments
+        self._model, self._batch = loop.model, loop.batch
+        self._has_optimizers, self._on_calls = bool(loop.optimizers), on_calls
         self._evaluation_search = loop.search
-        wall_clock = wall_clock or WallClock(now_ns=None)
         self.evaluation = EvaluationSearch(recorder, loop.model, optimizer, wall_clock)
         # True if the running outermost call is in eval mode without grad, or inside a fetch.
         self._is_no_training_call = False
@@ -74,30 +101,36 @@ class ForwardBoundary:
         self.was_ever_called = False
         self.has_trained = False
         """True once a backward has run."""
-        self._steps = 0  # Number of steps that have ended.
-        self._stack = CallStack()
+        self.repeats_forward = False
+        """True once a module was called inside a backward, as activation checkpointing does."""
+        self._n_steps = 0  # Number of steps that have ended.
+        # Ids of modules whose calls have begun and not ended, outermost first.
+        self._running: list[int] = []
+        # True if a wrapper is about to call the model to run the training step.
+        self._is_redirected = False
+        # Recursion limits before and after the last raise; None unless a module is called inside
+        # its own call.
+        self._limits: tuple[int, int] | None = None
+        # All of these collections contain ids of modules.
+        self._called = set[int]()  # Modules that the loop has called directly, in any step.
+        self._nested = set[int]()  # Modules that other modules called in this step.
+        self._losses = set[int]()  # Modules that `_is_loss` has found to be losses.
+        self._not_losses = set[int]()  # Called modules that are certainly no losses.
+        self._hooked: dict[int, list[Attachment]] = {}  # Hooks of each module except the model.
+        self._is_searching = False  # True until a step has shown which modules the loop calls.
+        self._attach(loop)
 
-    def attach(self, attachments: Attachments, loop: Loop) -> None:
-        self._modules = CalledModules(loop.model, attachments)
-        self._modules.hook_model(self._handlers)
+    def _attach(self, loop: Loop) -> None:
+        self._hook(loop.model)
         if loop.wrapper is not None:
             # The wrapper calls the model to run the training step, not to compute an output.
-            attachments.add(hook_before(loop.wrapper, self._stack.redirect))
-        self._modules.search(self._handlers)
-
-    @property
-    def _handlers(self) -> Handlers:
-        return Handlers(self._enter, self._exit, self._enter_loss)
+            self._attachments.add(hook_before(loop.wrapper, self._redirect))
+        self._search()
 
     @property
     def is_running(self) -> bool:
         """True while a module with hooks is being called."""
-        return bool(self._stack.running)
-
-    @property
-    def repeats_forward(self) -> bool:
-        """True once a module was called inside a backward, as activation checkpointing does."""
-        return self._stack.was_in_backward
+        return bool(self._running)
 
     @property
     def is_evaluated(self) -> bool:
@@ -105,8 +138,16 @@ class ForwardBoundary:
         return self._modes is _Modes.TRAINING_THEN_EVAL
 
     def find_bypassed(self) -> nn.Module | None:
-        """Return a module whose class overrides `__call__`, so that its hooks are not called."""
-        return self._modules.find_bypassed()
+        """Return a module whose class overrides `__call__`, so that its hooks are not called.
+
+        Return None unless the loop seems to call a module inside it directly.
+        """
+        for module in self._model.modules():
+            if type(module).__call__ is nn.Module.__call__ or id(module) in self._called:
+                continue
+            if any(id(inner) in self._called for inner in module.modules()):
+                return module
+        return None
 
     def backward_begins(self) -> None:
         """Note that the model is trained. Start the search for evaluations if it waits for that."""
@@ -117,7 +158,7 @@ class ForwardBoundary:
     def on_inner_call(self, module: nn.Module) -> None:
         """Handle a call of the module inside DDP that bypasses DDP, as evaluations do."""
         is_evaluation = not (module.training or torch.is_grad_enabled())
-        if self._evaluation_search is _ACTIVE and is_evaluation and not self._stack.running:
+        if self._evaluation_search is _ACTIVE and is_evaluation and not self._running:
             self.evaluation.on_call_start(self.calls)
 
     def generation_begins(self) -> None:
@@ -127,7 +168,7 @@ class ForwardBoundary:
 
     def exclude_evaluations(self) -> None:
         """Exclude the evaluations in the step that ends."""
-        self.evaluation.exclude_evaluations(self.calls, self._steps)
+        self.evaluation.exclude_evaluations(self.calls, self._n_steps)
 
     def step_ended(self, timed: bool, *, is_dropped: bool = False) -> None:
         """End a step. If it had calls, remove the hooks of modules that only other modules call.
@@ -135,58 +176,102 @@ class ForwardBoundary:
         If a timed step had no call, hook all modules again. To find evaluations, a step that
         `is_dropped` is not compared with others.
         """
-        stack, evaluation = self._stack, self.evaluation
-        if stack.running or stack.is_recursive:
-            stack.clear()
+        evaluation = self.evaluation
+        self._running.clear()
+        if self._limits is not None:
+            self._restore_limit()
         if evaluation.is_pending:
             if is_dropped:
                 evaluation.reset()
             else:
                 self.exclude_evaluations()
-        modules = self._modules
         if self.calls:
             self.was_ever_called = True
             self.calls = 0
-            if modules.is_searching or modules.nested:
-                modules.end_search()
-        elif self._trains_without_backward(is_dropped):
-            # These calls are not evaluations: stop the search, and count the calls as training.
+            self._is_searching = False
+            if self._nested:
+                self._remove_hooks([*(self._hooked.keys() & self._nested) - self._called])
+                self._nested.clear()
+        elif (
+            self._evaluation_search is _ACTIVE
+            and not self.has_trained
+            and not is_dropped
+            and evaluation.had_inner_calls(self._n_steps)
+        ):
+            # Zeroth-order training calls the model in eval mode, and has no backward. So these
+            # calls are not evaluations: stop the search, and count the calls as training.
             self._evaluation_search = Search.AFTER_BACKWARD
             self._is_no_training_call = False
         elif timed:
-            modules.search(self._handlers, everywhere=True)
+            self._search(everywhere=True)
         if not is_dropped:
-            self._steps += 1
+            self._n_steps += 1
 
-    def _trains_without_backward(self, is_dropped: bool) -> bool:
-        """Return whether training is zeroth-order: calls in eval mode, and never a backward."""
-        had_calls = not is_dropped and self.evaluation.had_inner_calls(self._steps)
-        return self._evaluation_search is _ACTIVE and not self.has_trained and had_calls
+    # Modules with hooks
+
+    def _search(self, *, everywhere: bool = False) -> None:
+        """Add hooks to the modules inside the model; for `everywhere`, see `_modules_inside`."""
+        # Do not use torch's global module hooks: they run for every module of the process (with 500
+        # modules a forward took 925 us instead of 297 us), and disable torch.compile.
+        self._is_searching = True
+        for module in _modules_inside(self._model, everywhere, self._losses):
+            if id(module) in self._hooked:
+                continue
+            if isinstance(module, LOSSES):
+                self._hook_loss(module)
+            else:
+                self._hooked[id(module)] = self._hook(module)
+
+    def _hook(self, module: nn.Module) -> list[Attachment]:
+        if compiled_call(module) is None:
+            hooks = [hook_before(module, self._enter), hook_after(module, self._exit)]
+            return [*map(self._attachments.add, hooks)]
+        # `module.compile()` would trace a hook into the graph. Patch the compiled call instead: the
+        # patch stays outside the graph, works with `fullgraph=True`, and runs at each call.
+        calls = Calls(
+            lambda *_, **__: self._enter(module), lambda result: self._exit(module, (), result)
+        )
+        return [self._attachments.add(Subscription(module, COMPILED_CALL, calls))]
+
+    def _hook_loss(self, module: nn.Module) -> None:
+        hook = hook_before(module, self._enter_loss)
+        self._hooked[id(module)] = [self._attachments.add(hook)]
+
+    def _remove_hooks(self, keys: list[int]) -> None:
+        for key in keys:
+            for hook in self._hooked.pop(key, ()):
+                self._attachments.drop(hook)
 
     # Hooks on modules
+
+    def _redirect(self, *_: object) -> None:
+        self._is_redirected = True
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         if not self._batch.is_open:
             return
-        recorder, stack = self._recorder, self._stack
+        recorder = self._recorder
         # Activation checkpointing calls modules again inside backward, on a GPU in another thread.
         # Ignore these calls: they are part of backward, and if checkpointing is not reentrant, no
         # hook runs at their end.
         if current_graph_task_id() != -1:
-            stack.note_backward()
+            self.repeats_forward = True
             return
         is_ignored = get_ident() != recorder.threads.timed and not self._enter_untimed(module)
         if is_ignored:
             return
-        is_inner = (stack.running or stack.is_redirected) and self._enter_inner(module)
+        is_inner = (self._running or self._is_redirected) and self._enter_inner(module)
         if is_inner:
             return
-        stack.running.append(id(module))
+        self._running.append(id(module))
         self._is_no_training_call = False
         searches = self._evaluation_search is _ACTIVE
         if searches and not torch.is_grad_enabled():
-            self._is_no_training_call = self._enter_without_grad(module)
+            # In a fetch, the loader calls the model, for example to choose samples.
+            self._is_no_training_call = self._batch.is_fetched or not module.training
             if self._is_no_training_call:
+                if not self._batch.is_fetched:
+                    self.evaluation.on_call_start(self.calls)
                 return
         # An excluded evaluation at the end of the recorded marks has paused the recorder.
         if searches and recorder.state is PAUSED:
@@ -198,7 +283,7 @@ class ForwardBoundary:
             elif not module.training and self._modes is _Modes.TRAINING and searches:
                 self._modes = _Modes.TRAINING_THEN_EVAL
         self.calls += 1
-        self._modules.called.add(id(module))
+        self._called.add(id(module))
         recorder.mark(FORWARD)
         for call in self._on_calls:
             call(module)
@@ -218,7 +303,7 @@ class ForwardBoundary:
         if self.evaluation.is_pending:
             self.evaluation.untimed_spans.end()
         recorder.captures.detect()  # Later replays of a graph captured here call no hooks.
-        if self._modules.is_searching:
+        if self._is_searching:
             return True
         self.calls += 1  # Another timer may ask which model a backward belongs to.
         return False
@@ -228,34 +313,42 @@ class ForwardBoundary:
 
         Return False if it is an outermost call, because all calls before it have raised.
         """
-        stack = self._stack
-        if stack.is_redirected and module is self._model:
-            stack.end_redirect()
+        if self._is_redirected and module is self._model:
+            self._is_redirected = False
             return True
-        if stack.running:
-            stack.remove_ended(module)
-        if stack.running:
-            stack.running.append(id(module))
-            self._modules.nested.add(id(module))
-            return True
-        return False
-
-    def _enter_without_grad(self, module: nn.Module) -> bool:
-        """Handle an outermost call without grad. Return False if it is a training call."""
-        if self._batch.is_fetched:
-            return True  # The loader calls the model, for example to choose samples.
-        if module.training:
+        if not self._running:
             return False
-        self.evaluation.on_call_start(self.calls)
+        # Remove the calls that raised: their exit hooks did not run. If the module is not called
+        # through `nn.Module.__call__`, the stack does not show its callers.
+        on_stack = modules_on_stack()
+        if id(module) in on_stack:
+            callers = {*on_stack[on_stack.index(id(module)) + 1 :]}
+            self._running[:] = [key for key in self._running if key in callers]
+        if id(module) in self._running:
+            # Torch calls modules with hooks in an inner function, so a module that calls itself
+            # would reach Python's recursion limit earlier than without a timer. Raise the limit by
+            # a frame for each running call, and by the frames of a hook.
+            original = sys.getrecursionlimit() if self._limits is None else self._limits[0]
+            self._limits = original, original + _MAX_HOOK_FRAMES + len(self._running)
+            sys.setrecursionlimit(self._limits[1])
+        if not self._running:
+            return False
+        self._running.append(id(module))
+        self._nested.add(id(module))
         return True
 
+    def _restore_limit(self) -> None:
+        if self._limits is not None and sys.getrecursionlimit() == self._limits[1]:
+            # Otherwise other code has changed it. Raises if the stack is still too deep.
+            sys.setrecursionlimit(self._limits[0])
+        self._limits = None
+
     def _exit(self, module: nn.Module, _: Any = None, output: Any = None) -> None:
-        stack, recorder = self._stack, self._recorder
-        running = stack.running
+        recorder, running = self._recorder, self._running
         if not running:
             return  # End of a training step that the wrapper runs: its start was not stored.
         is_timed = get_ident() == recorder.threads.timed
-        if not (is_timed or (self._modules.is_searching and recorder.threads.is_idle_here())):
+        if not (is_timed or (self._is_searching and recorder.threads.is_idle_here())):
             return
         if current_graph_task_id() != -1:
             return
@@ -265,33 +358,71 @@ class ForwardBoundary:
             pass
         if running:
             return
-        if stack.is_recursive:
-            stack.end_recursion()
+        if self._limits is not None:
+            self._restore_limit()
         if not self._is_no_training_call:
             recorder.mark(AFTER_FORWARD)
-            if key not in self._modules.not_losses:
-                self._relabel_if_loss(module, output)
+            if key not in self._not_losses and self._is_loss(module, output):
+                # Its call was marked as `forward`, and its end by the last mark.
+                recorder.open.rename_before(FORWARD, LOSS)
+                # Modules inside a loss are part of it.
+                self._losses.add(key)
+                self._remove_hooks([id(inner) for inner in nn.Module.modules(module)])
+                self._hook_loss(module)
 
-    def _relabel_if_loss(self, module: nn.Module, output: Any) -> None:
-        is_first = self.calls == 1
-        is_loss = self._modules.hook_if_loss(module, output, self._handlers, is_first=is_first)
-        if is_loss:
-            # Its call was marked as `forward`, and its end by the last mark.
-            self._recorder.open.rename_before(FORWARD, LOSS)
+    def _is_loss(self, module: nn.Module, output: Any) -> bool:
+        """Return whether a module that the loop has called is a loss.
+
+        A loss of any class returns a scalar with gradients, and is called after another module. A
+        model that returns its loss also returns such a scalar, but it is the first module called
+        in a step, or it contains a module that the loop has called.
+        """
+        is_scalar = isinstance(output, Tensor) and output.dim() == 0
+        if self.calls == 1 or not is_scalar or module is self._model:
+            self._not_losses.add(id(module))
+            return False
+        inside = (id(inner) for inner in nn.Module.modules(module) if inner is not module)
+        if not self._called.isdisjoint(inside):
+            self._not_losses.add(id(module))
+            return False
+        # A scalar without gradients may be a loss, too. Then check its next call.
+        return output.grad_fn is not None
 
     def _enter_loss(self, module: nn.Module, *_: Any) -> None:
         # A loss inside a model call is part of that call.
-        if not self._stack.running and current_graph_task_id() == -1:
+        if not self._running and current_graph_task_id() == -1:
             self._recorder.mark_instead(AFTER_FORWARD, LOSS)
+
+
+def _modules_inside(model: nn.Module, everywhere: bool, losses: set[int]) -> Iterator[nn.Module]:
+    """Yield the modules inside a model whose hooks would be called, except ids in `losses`.
+
+    With `everywhere`, include modules whose hooks make torch use a slower implementation.
+    """
+    # Hooks on children of a compiled module would be compiled, too. A scripted module does not call
+    # its children in Python.
+    if is_compiled(model) or isinstance(model, torch.jit.ScriptModule):
+        return
+    for child in nn.Module.children(model):
+        # In eval mode, hooks disable the fast path of this layer. That would change the output of a
+        # teacher model in the last bits.
+        has_fast_path = isinstance(child, nn.TransformerEncoderLayer)
+        is_excluded = isinstance(child, ParametrizationList) or is_metric(child)
+        if is_excluded or id(child) in losses or (has_fast_path and not everywhere):
+            continue
+        yield child
+        # Modules inside a loss are part of it.
+        if not isinstance(child, LOSSES):
+            yield from _modules_inside(child, everywhere, losses)
 
 
 class CompiledStepBoundary(ForwardBoundary):
     """`training_step`: forward and loss in one phase, because compiled code has no hooks."""
 
-    def attach(self, attachments: Attachments, loop: Loop) -> None:
+    def _attach(self, loop: Loop) -> None:
         mark = self._recorder.mark
         calls = Calls(lambda *_, **__: mark(TRAINING_STEP), lambda _: mark(OTHER))
-        attachments.add(Subscription(loop.model, TRAINING_STEP, calls))
+        self._attachments.add(Subscription(loop.model, TRAINING_STEP, calls))
         # Each step counts as a step with a call, so that its backward is attributed to this model.
         self.calls = 1
         self.was_ever_called = True
@@ -304,3 +435,54 @@ class CompiledStepBoundary(ForwardBoundary):
 
     def step_ended(self, timed: bool, *, is_dropped: bool = False) -> None:
         pass
+
+
+class GenerationBoundary:
+    """`generate`: the calls of the methods of transformers models that generate text."""
+
+    def __init__(
+        self, recorder: Recorder, attachments: Attachments, loop: Loop, forward: ForwardBoundary
+    ) -> None:
+        self._recorder, self._batch, self._forward = recorder, loop.batch, forward
+        self._label_after = OTHER  # Label that continues after the generation.
+        owner = generation_class()
+        for name in GENERATES:
+            if hasattr(owner, name):
+                attachments.add(Subscription(owner, name, self))
+
+    def on_call_start(self, *_: Any, **__: Any) -> bool | None:
+        recorder, batch = self._recorder, self._batch
+        is_timed = recorder.state is OPEN and get_ident() == recorder.threads.timed
+        if not is_timed or recorder.named.names:
+            return False
+        is_inside = self._forward.is_running or current_graph_task_id() != -1
+        if not batch.is_open or batch.is_fetched or is_inside:
+            return False
+        label = recorder.label or OTHER
+        # The first generation in a step ends `data`.
+        self._label_after = OTHER if label.startswith(DATA) else label
+        batch.close()  # Model calls inside are part of the generation.
+        self._forward.generation_begins()
+        recorder.mark(GENERATE)
+        return None
+
+    def on_call_end(self, _: Any) -> None:
+        self._batch.open()
+        self._recorder.mark(self._label_after)
+
+
+def time_inner_loss(recorder: Recorder, attachments: Attachments, model: nn.Module) -> None:
+    """Time the loss function that a transformers model calls in `forward`.
+
+    A transformers model computes its loss if its inputs contain labels. It may be `model` itself
+    or, for example in a LightningModule, a module inside it: use the first that is found.
+    """
+    for module in nn.Module.modules(model):
+        if is_compiled(module):
+            return  # Compiled code does not call the loss function.
+        if has_inner_loss(module):
+            # The class supports a loss, but this model may lack it.
+            if not lacks_inner_loss(module):
+                attachments.add(Subscription(module, INNER_LOSS, NamedPhase(LOSS, [recorder])))
+                check_inner_loss(module, vars(module).get(INNER_LOSS))
+            return

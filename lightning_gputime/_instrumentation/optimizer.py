@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterator, Sequence, Set
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from lightning_gputime._compat.torch_ import (
     is_step_compiled,
     steps_on_stack,
 )
-from lightning_gputime._instrumentation.loop import Loop
+from lightning_gputime._instrumentation.loop import Loop, parameters_of
 from lightning_gputime._instrumentation.patching import (
     Attachments,
     Calls,
@@ -35,97 +35,30 @@ from lightning_gputime._phases import (
     OPTIMIZER,
     OTHER,
 )
-from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.state import IDLE, OPEN
+from lightning_gputime._record.recorder import IDLE, OPEN, Recorder
 
-
-class _OtherOptimizer(NamedTuple):
-    """An optimizer that was not given to the loop."""
-
-    reference: weakref.ref[Any]  # Shows whether the id of the optimizer was reused.
-    updates_model: bool
-
-
-class LoopOptimizers:
-    """Optimizers of a loop: `Loop.optimizers`, and others that update its model."""
-
-    def __init__(self, loop: Loop) -> None:
-        self._model, self._batch = loop.model, loop.batch
-        # By id. The references prevent an id from being reused.
-        self.given = {id(optimizer): optimizer for optimizer in _updating(loop.optimizers)}
-        self.has_any = bool(self.given)
-        """True once the loop has an optimizer whose updates call our hooks."""
-        self._parameters: set[int] = set()  # Ids of the model's parameters.
-        self._others: dict[int, _OtherOptimizer] = {}  # By the id of the optimizer.
-
-    def includes(self, optimizer: Any) -> bool:
-        """Return whether an optimizer belongs to the loop."""
-        return id(optimizer) in self.given or self.includes_other(optimizer)
-
-    def includes_other(self, optimizer: Any) -> bool:
-        """Return whether an optimizer that was not given belongs to the loop."""
-        # Outside of a batch, ignore it: a callback may train a part of the model with it.
-        if not self._batch.is_open:
-            return False
-        found = self._others.get(id(optimizer))
-        if found is None or found.reference() is not optimizer:
-            updates_model = self._updates_model(optimizer)
-            found = _OtherOptimizer(weakref.ref(optimizer), updates_model)
-            self._others[id(optimizer)] = found
-            self.has_any |= updates_model
-        return found.updates_model
-
-    def not_updated(self, trained: Set[int]) -> tuple[str, ...]:
-        """Return the modules and parameters that have gradients, and that no optimizer updates.
-
-        Empty if none of these parameters is in an optimizer, because it then has other tensors.
-
-        Args:
-            trained: Ids of the tensors that have gradients.
-        """
-        others = (other.reference() for other in self._others.values() if other.updates_model)
-        updated = {
-            id(parameter)
-            for optimizer in (*self.given.values(), *others)
-            for parameter in parameters_of(optimizer)
-        }
-        if updated.isdisjoint(trained):
-            return ()
-        names = {
-            name: id(parameter) in updated
-            for name, parameter in nn.Module.named_parameters(self._model)
-            if id(parameter) in trained
-        }
-        # Each parameter, and the modules that contain it, the outermost first.
-        paths = {name: [*accumulate(name.split("."), "{}.{}".format)] for name in names}
-        kept = {path for name in names if names[name] for path in paths[name]}
-        found = [
-            next(path for path in paths[name] if path not in kept)
-            for name in names
-            if not names[name]
-        ]
-        return tuple(dict.fromkeys(found))
-
-    def _updates_model(self, optimizer: Any) -> bool:
-        updated = {id(parameter) for parameter in parameters_of(optimizer)}
-        if not updated & self._parameters:
-            # Collect the ids again, because the model may have new parameters.
-            self._parameters = {id(parameter) for parameter in nn.Module.parameters(self._model)}
-        return not updated.isdisjoint(self._parameters)
+_FAILED = "An update of an optimizer could not be timed: %r"
 
 
 class OptimizerBoundary:
     """Marks the end of the phase `optimizer`, and the start if no backward precedes it.
 
-    Time between a backward and an update already counts as `optimizer`, see `resolve_labels`.
-    torch's global optimizer hooks also run for optimizers that are created later, or that are
-    inside wrappers without hooks.
+    The optimizers of a loop are those given to it, and others that update its model. Time between a
+    backward and an update already counts as `optimizer`, see `resolve_labels`. torch's global
+    optimizer hooks also run for optimizers that are created later, or that are inside wrappers
+    without hooks.
     """
 
     def __init__(self, recorder: Recorder, attachments: Attachments, loop: Loop) -> None:
-        self._recorder = recorder
-        self.optimizers = LoopOptimizers(loop)
-        self._given = self.optimizers.given
+        self._recorder, self._model, self._batch = recorder, loop.model, loop.batch
+        # By id. The references prevent an id from being reused.
+        self._given = {id(optimizer): optimizer for optimizer in _updating(loop.optimizers)}
+        self.has_any = bool(self._given)
+        """True once the loop has an optimizer whose updates call our hooks."""
+        self._parameters: set[int] = set()  # Ids of the model's parameters.
+        # For optimizers that were not given, by id: a reference, which shows whether the id was
+        # reused, and whether they update the model.
+        self._others: dict[int, tuple[weakref.ref[Any], bool]] = {}
         self.depth = 0
         """Number of running calls of `step`. A `step` that calls `super().step()` counts as 2."""
         self.updates = 0
@@ -171,11 +104,6 @@ class OptimizerBoundary:
             attachments.add(Registration(before, self._before_step))
             attachments.add(Registration(after, self._after_step))
 
-    @property
-    def has_any(self) -> bool:
-        """True once the loop has an optimizer whose updates call our hooks."""
-        return self.optimizers.has_any
-
     def patch_zero_grad(self, attachments: Attachments, loop: Loop) -> None:
         """Patch `zero_grad`, which has no hook. Its call ends `loss`, and starts `other`."""
         for optimizer in (*loop.optimizers, *loop.optimizer_wrappers):
@@ -183,6 +111,37 @@ class OptimizerBoundary:
             # clear the gradients of the original.
             updating = [*_updating([optimizer])][-1]
             attachments.add(Subscription(updating, "zero_grad", Calls(self._zero_grad_begins)))
+
+    def not_updated(self, trained: Set[int]) -> tuple[str, ...]:
+        """Return the modules and parameters that have gradients, and that no optimizer updates.
+
+        Empty if none of these parameters is in an optimizer, because it then has other tensors.
+
+        Args:
+            trained: Ids of the tensors that have gradients.
+        """
+        others = (reference() for reference, updates in self._others.values() if updates)
+        updated = {
+            id(parameter)
+            for optimizer in (*self._given.values(), *others)
+            for parameter in parameters_of(optimizer)
+        }
+        if updated.isdisjoint(trained):
+            return ()
+        names = {
+            name: id(parameter) in updated
+            for name, parameter in nn.Module.named_parameters(self._model)
+            if id(parameter) in trained
+        }
+        # Each parameter, and the modules that contain it, the outermost first.
+        paths = {name: [*accumulate(name.split("."), "{}.{}".format)] for name in names}
+        kept = {path for name in names if names[name] for path in paths[name]}
+        found = [
+            next(path for path in paths[name] if path not in kept)
+            for name in names
+            if not names[name]
+        ]
+        return tuple(dict.fromkeys(found))
 
     def update_begins(self) -> None:
         """Start an update that a trainer has announced, and may still skip."""
@@ -199,9 +158,26 @@ class OptimizerBoundary:
 
     def _scaler_begins(self, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> bool:
         updating = [*_updating([optimizer])][-1]
-        if self.optimizers.includes(updating):
+        if id(updating) in self._given or self._includes_other(updating):
             self.was_tried = True
         return False
+
+    def _includes_other(self, optimizer: Any) -> bool:
+        """Return whether an optimizer that was not given belongs to the loop."""
+        # Outside of a batch, ignore it: a callback may train a part of the model with it.
+        if not self._batch.is_open:
+            return False
+        reference, updates_model = self._others.get(id(optimizer), (None, False))
+        if reference is None or reference() is not optimizer:
+            updated = {id(parameter) for parameter in parameters_of(optimizer)}
+            if not updated & self._parameters:
+                # Collect the ids again, because the model may have new parameters.
+                parameters = nn.Module.parameters(self._model)
+                self._parameters = {id(parameter) for parameter in parameters}
+            updates_model = not updated.isdisjoint(self._parameters)
+            self._others[id(optimizer)] = weakref.ref(optimizer), updates_model
+            self.has_any |= updates_model
+        return updates_model
 
     def _zero_grad_begins(self, *_: Any, **__: Any) -> bool:
         recorder = self._recorder
@@ -228,7 +204,7 @@ class OptimizerBoundary:
             # Between timed steps only `_after_step` counts updates.
             if recorder.state is IDLE:
                 return
-            if id(optimizer) not in self._given and not self.optimizers.includes_other(optimizer):
+            if id(optimizer) not in self._given and not self._includes_other(optimizer):
                 return
             if self.depth and (running := steps_on_stack()) is not None:
                 # A `step` that raised has called no hook at its end: count the calls on the stack,
@@ -241,12 +217,12 @@ class OptimizerBoundary:
             else:
                 self._begin(closure)
         except Exception as error:
-            self._fail(error)
+            self._recorder.warn_once(_FAILED, error)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         recorder = self._recorder
         try:
-            if id(optimizer) not in self._given and not self.optimizers.includes_other(optimizer):
+            if id(optimizer) not in self._given and not self._includes_other(optimizer):
                 return
             is_simple = self.depth == 1 and self._interrupted is None and not self._is_wrapped
             if is_simple and recorder.state is not IDLE:
@@ -257,10 +233,7 @@ class OptimizerBoundary:
             else:
                 self._end()
         except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        self._recorder.warn_once("An update of an optimizer could not be timed: %r", error)
+            self._recorder.warn_once(_FAILED, error)
 
     @property
     def has_updated(self) -> bool:
@@ -303,7 +276,7 @@ class OptimizerBoundary:
             self._recorder.mark(OPTIMIZER)
 
     def _interrupt(self, label: str) -> None:
-        """Mark an update inside a model call: local learning, where a layer updates itself."""
+        # Mark an update inside a model call: local learning, where a layer updates itself.
         self._interrupted = label
         self._interrupted_depth = self.depth
         self._recorder.mark(OPTIMIZER)
@@ -325,22 +298,6 @@ class OptimizerBoundary:
             self._recorder.mark_in_backward(interrupted or BACKWARD)
         else:
             self._recorder.mark(interrupted or AFTER_UPDATE)
-
-
-def parameters_of(optimizer: Any) -> list[Any]:
-    """Return the parameters that an optimizer updates; empty without torch-style groups."""
-    try:
-        return [item for group in optimizer.param_groups for item in group["params"]]
-    except (AttributeError, KeyError, TypeError, IndexError):
-        return []
-
-
-def is_optimizer(value: Any) -> bool:
-    """Return whether a value is a torch optimizer or a wrapper, such as DeepSpeed's."""
-    if isinstance(value, Optimizer):
-        return True
-    inner = getattr(value, "__dict__", {}).get("optimizer")
-    return isinstance(inner, Optimizer) and hasattr(value, "zero_grad")
 
 
 def _updating(optimizers: Sequence[Any]) -> Iterator[Any]:

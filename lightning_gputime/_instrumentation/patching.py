@@ -19,12 +19,7 @@ from lightning_gputime._messages import messages
 _MISSING = object()
 # Files of this package that dynamo traces, because compiled code may contain calls to them. Dynamo
 # skips all other files.
-_TRACED = (
-    "__init__.py",
-    "_timer.py",
-    "_instrumentation/module_hooks.py",
-    "_instrumentation/named.py",
-)
+_TRACED = ("__init__.py", "_timer.py", "_instrumentation/traced.py")
 
 
 @functools.cache
@@ -57,8 +52,7 @@ Wrap = Callable[[Callable[..., Any], list[Any]], Callable[..., Any]]
 
 
 def _object_of(function: Any) -> Any:
-    """Return the object of a bound method, or the function itself."""
-    return getattr(function, "__self__", function)
+    return getattr(function, "__self__", function)  # The object of a bound method.
 
 
 class FunctionPatch:
@@ -101,7 +95,14 @@ class FunctionPatch:
             # If the owner is an instance, this must be picklable, such as a bound method.
             self.replacement = wrap(self._call, self.listeners)
         elif isinstance(owner, type):
-            self.replacement = self._as_method()
+            # Python binds only functions to the instances of a class.
+            @functools.wraps(self._call, updated=())
+            def method(*args: Any, **kwargs: Any) -> Any:
+                return self(*args, **kwargs)
+
+            # Other code may read attributes of the original function.
+            vars(method).update(attributes_of(self._call))
+            self.replacement = method
         _patches[id(_object_of(self.replacement or self))] = self
         # Compiled code calls this package only through patches, so the first patch is early enough.
         apply_compile_skips()
@@ -194,18 +195,8 @@ class FunctionPatch:
         else:
             setattr(owner, name, value)
 
-    def _as_method(self) -> Callable[..., Any]:
-        # Python binds only functions to the instances of a class.
-        @functools.wraps(self._call, updated=())
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return self(*args, **kwargs)
-
-        # Other code may read attributes of the original function.
-        vars(method).update(attributes_of(self._call))
-        return method
-
     def _drop_listener(self, listener: Any, error: Exception) -> None:
-        """Remove a listener that raised. Report the error instead of raising it in the training."""
+        # Report the error of a listener instead of raising it in the training.
         self.remove_listener(listener)
         messages.warning("A phase is no longer timed, because its hook failed: %r", error)
 
@@ -246,7 +237,6 @@ class Subscription:
         self.patch.remove_listener(self._listener)
 
     def _find_patch(self) -> FunctionPatch:
-        """Return the patch that replaces the function now, or a new patch."""
         applied = patch_of(vars(self._owner).get(self._name))
         return applied or FunctionPatch(self._owner, self._name, self._wrap)
 

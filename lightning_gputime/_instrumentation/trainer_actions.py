@@ -5,7 +5,7 @@ The Trainer reports each action to its profiler when the action starts.
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_gputime._compat import lightning_
 from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription
@@ -14,23 +14,7 @@ from lightning_gputime._phases import CALLBACKS, COPY, DATA, WAIT, label_of_call
 from lightning_gputime._record.recorder import Recorder
 
 _EPOCH_START = "on_train_epoch_start"
-
-Action = tuple[str, Callable[[], object]]
-"""Name of an action, and the function to call when it starts."""
-
-
-class ListeningFit(Protocol):
-    """A fit that is notified of the Trainer's loops and actions."""
-
-    start_update: Callable[[], None]
-
-    def start_epoch(self, *_: Any, **__: Any) -> None: ...
-    def end_epoch(self, result: Any) -> None: ...
-    def start_fetch(self) -> None: ...
-    def start_callback(self, label: str) -> None: ...
-    def start_step(self) -> None: ...
-    def start_validation(self, *_: Any, **__: Any) -> None: ...
-    def end_validation(self, result: Any) -> None: ...
+_MAX_IGNORED = 1000  # Limits the actions to remember, because their names may contain numbers.
 
 
 class FitActions:
@@ -53,7 +37,7 @@ class FitActions:
         self._recorder: Recorder  # Set by `listen`.
         # Functions to call when an action starts, by the name of the action.
         self._calls: dict[str, Callable[[], object]] = {}
-        self._listener = ActionListener(trainer.profiler, self._calls, fail)
+        self._listener = _ActionListener(trainer.profiler, self._calls, fail)
         self.attachments = Attachments()
         """Attachments that are removed while no step is timed."""
         self._loops = Attachments()  # Around whole loops of the trainer, at no cost per step.
@@ -65,7 +49,7 @@ class FitActions:
         """True if the Trainer reports the exact start and end of its validations."""
         return self._validation_entry is not None
 
-    def listen(self, fit: ListeningFit, recorder: Recorder) -> None:
+    def listen(self, fit: Any, recorder: Recorder) -> None:
         """Notify a fit until `remove`. Mark actions that do not need the fit in `recorder`."""
         trainer, self._recorder = self._trainer, recorder
         self._calls.update(self._actions(fit))
@@ -81,7 +65,7 @@ class FitActions:
         if entry := lightning_.sigterm_broadcast(trainer):
             self.attachments.add(_call_at_start(*entry, partial(recorder.mark, WAIT)))
 
-    def refresh(self, fit: ListeningFit) -> None:
+    def refresh(self, fit: Any) -> None:
         """Add changed names of actions, which contain, for example, a callback's `state_key`."""
         self._calls.update(self._actions(fit))
         self._listener.refresh()
@@ -91,52 +75,49 @@ class FitActions:
         self._loops.remove()
         self._calls.clear()  # They refer to the fit.
 
-    def _actions(self, fit: ListeningFit) -> dict[str, Callable[[], object]]:
-        action_of = partial(lightning_.module_action, self._trainer, self._model)
-        calls = dict([*self._actions_of_data(fit), *self._actions_of_callbacks(fit)])
-        # The hooks at the start of the first epoch end the entry `set-up`.
-        start_epoch = partial(self._wall_clock.switch_to, EPOCH_ENDS)
-        for callback in self._trainer.callbacks:
-            calls[lightning_.callback_action(callback, _EPOCH_START)] = start_epoch
-        calls[action_of(_EPOCH_START)] = start_epoch
-        # Use the action instead of a hook of our callback, because a Trainer needs 2 us to call it.
-        update = action_of("on_before_optimizer_step")
-        # If callbacks have this hook, `calls` already ends their phases at this action.
-        has_callbacks = update in calls
-        calls[update] = partial(self._end_callbacks, fit) if has_callbacks else fit.start_update
-        # Lightning clears gradients just before a validation, unless they accumulate. Exclude the
-        # time from there on.
-        calls[action_of("on_validation_model_zero_grad")] = partial(self._recorder.pause, now=True)
-        return calls
+    def _actions(self, fit: Any) -> Iterator[tuple[str, Callable[[], object]]]:
+        """Yield the names of actions, and the function to call when each starts.
 
-    def _actions_of_data(self, fit: ListeningFit) -> Iterator[Action]:
+        A later function of the same action replaces an earlier one.
+        """
         trainer, mark = self._trainer, self._recorder.mark
+        action_of = partial(lightning_.module_action, trainer, self._model)
         yield lightning_.fetch_action(trainer), fit.start_fetch
         yield lightning_.copy_action(trainer), partial(mark, COPY)
         for module in (self._model, trainer.datamodule):
             for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
                 if module is not None and lightning_.defines(module, hook):
                     yield lightning_.module_action(trainer, module, hook), partial(mark, DATA)
-
-    def _actions_of_callbacks(self, fit: ListeningFit) -> Iterator[Action]:
-        callbacks = self._trainer.callbacks
-        others = [item for item in callbacks if not isinstance(item, self._timer_class)]
-        # For each hook, the function to call after the callbacks.
+        # For each hook, the function to call after the callbacks. After all callbacks, the trainer
+        # calls the same hook of the model.
         ends: dict[str, Callable[[], object]] = {
             "on_train_batch_start": fit.start_step,
-            "on_train_batch_end": partial(self._recorder.mark, CALLBACKS),
+            "on_train_batch_end": partial(mark, CALLBACKS),
             **dict.fromkeys(lightning_.IN_STEP, self._leave_callback),
         }
+        # Use the action instead of a hook of our callback, because a Trainer needs 2 us to call it.
+        start_update = fit.start_update
         for hook, end in ends.items():
-            active = [callback for callback in others if lightning_.defines(callback, hook)]
-            for callback in active:
-                label = label_of_callback(callback, hook)
-                in_step = hook in lightning_.IN_STEP
-                start = self._enter_callback if in_step else fit.start_callback
-                yield lightning_.callback_action(callback, hook), partial(start, label)
-            if active:
-                # After all callbacks, the trainer calls the same hook of the model.
-                yield lightning_.module_action(self._trainer, self._model, hook), end
+            start = self._enter_callback if hook in lightning_.IN_STEP else fit.start_callback
+            for callback in trainer.callbacks:
+                if isinstance(callback, self._timer_class):
+                    continue
+                if lightning_.defines(callback, hook):
+                    label = label_of_callback(callback, hook)
+                    yield lightning_.callback_action(callback, hook), partial(start, label)
+                    yield action_of(hook), end
+                    if hook == "on_before_optimizer_step":
+                        start_update = partial(self._end_callbacks, fit)
+        yield action_of("on_before_optimizer_step"), start_update
+        # The hooks at the start of the first epoch end the entry `set-up`.
+        start_epoch = partial(self._wall_clock.switch_to, EPOCH_ENDS)
+        for callback in trainer.callbacks:
+            yield lightning_.callback_action(callback, _EPOCH_START), start_epoch
+        yield action_of(_EPOCH_START), start_epoch
+        # Lightning clears gradients just before a validation, unless they accumulate. Exclude the
+        # time from there on.
+        pause = partial(self._recorder.pause, now=True)
+        yield action_of("on_validation_model_zero_grad"), pause
 
     def _enter_callback(self, label: str) -> None:
         self._leave_callback()
@@ -146,12 +127,12 @@ class FitActions:
     def _leave_callback(self) -> None:
         self._recorder.leave_phase(self._callback)
 
-    def _end_callbacks(self, fit: ListeningFit) -> None:
+    def _end_callbacks(self, fit: Any) -> None:
         self._leave_callback()
         fit.start_update()
 
 
-class ActionListener:
+class _ActionListener:
     """Attachment that calls functions when a trainer starts certain actions.
 
     A Trainer notifies its profiler before every action, such as the call of one callback, even if
@@ -183,10 +164,6 @@ class ActionListener:
         getattr(replacement, "__self__", replacement).clear()
 
 
-# Maximum number of actions to remember. Limited, because the names may contain numbers.
-_MAX_IGNORED = 1000
-
-
 class _ActionCalls(dict[str, None]):
     """Replacement of `start` of an idle profiler: a dict of the actions without a listener.
 
@@ -198,7 +175,7 @@ class _ActionCalls(dict[str, None]):
 
     def __init__(self, _: Callable[[str], Any] | None = None, listeners: Any = ()) -> None:
         super().__init__()
-        self._listeners: list[Any] = listeners  # `calls` and `fail` of each `ActionListener`.
+        self._listeners: list[Any] = listeners  # `calls` and `fail` of each `_ActionListener`.
 
     __call__ = dict.__getitem__
 
@@ -248,8 +225,6 @@ class _Relay:
 
 
 def _call_at_start(owner: Any, name: str, call: Callable[[], object]) -> Subscription:
-    """Return a subscription that calls `call()` whenever `owner.name` is called."""
-
     def begins(*_: Any, **__: Any) -> bool:
         call()
         return False

@@ -1,29 +1,109 @@
-"""The work of each step: number of items, FLOPs per item, and the precision for the MFU."""
+"""The work of each step: number of items, FLOPs per item, precision, and peak FLOP/s of GPUs."""
 
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from importlib.resources import files
 from math import isfinite, isnan, nan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gputime._instrumentation.forward import OnCall
+from lightning_gputime._compat.torch_ import is_autocast_on, unwrapped
 from lightning_gputime._instrumentation.loop import Loop
-from lightning_gputime._instrumentation.peaks import (
-    device_name,
-    dtype_of,
-    dtype_of_call,
-    peaks_tflops,
-    precision_of,
-)
 from lightning_gputime._measurement.sums import ThroughputReference
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import IN_NO_STEP
 from lightning_gputime._record.clock import device_of
-from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.state import IDLE, OPEN
+from lightning_gputime._record.recorder import IDLE, OPEN, Recorder
+
+# Parts of device names that the names in `peaks.json` do not contain.
+_MAKER = re.compile(r"^(NVIDIA |AMD |Tesla |GeForce |Instinct )+")
+_MEMORY = re.compile(r"([ -](\d+GB|HBM\d\w*|SXM[45]|OAM|(?<=A100-)PCIE|(?<=GB )PCIe))+$")
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_SHORT_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def dtype_of_call(model: nn.Module, device: torch.device) -> torch.dtype:
+    """Return the dtype that a model call would compute in if it began now."""
+    kind = device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    # Accelerate stores its autocast in a closure variable of a function that wraps `forward`.
+    forward: Any = unwrapped(model).forward
+    while forward is not None:
+        forward = getattr(forward, "__func__", forward)
+        for cell in getattr(forward, "__closure__", None) or ():
+            with suppress(ValueError):  # The cell is empty.
+                value = cell.cell_contents
+                is_on_device = isinstance(value, torch.autocast) and value.device == kind
+                if is_on_device and is_autocast_on(value):
+                    dtype: torch.dtype = value.fast_dtype
+                    return dtype
+        forward = getattr(forward, "__wrapped__", None)
+    return dtype_of(model)
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the first floating-point parameter, or the default dtype of torch."""
+    parameters = nn.Module.parameters(model)
+    dtypes = (parameter.dtype for parameter in parameters if parameter.is_floating_point())
+    return next(dtypes, torch.get_default_dtype())
+
+
+def precision_of(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str:
+    """Return the name of a precision: "bf16", "fp16", "tf32", "fp32", or another dtype's name."""
+    if dtype is torch.float32 and device.type == "cuda" and _allows_tf32(model, device):
+        return "tf32"  # Tensors have the dtype float32, but the peak is higher.
+    name = str(dtype).removeprefix("torch.")
+    return _SHORT_NAMES.get(name, name)
+
+
+def _allows_tf32(model: nn.Module, device: torch.device) -> bool:
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+
+    # By default torch allows TF32 in convolutions but not in matrix products. Follow the setting
+    # of the kind of layer that has most of the parameters.
+    def n_parameters(module: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in nn.Module.parameters(module))
+
+    modules = nn.Module.modules(model)
+    convolutions = [module for module in modules if isinstance(module, _CONVOLUTIONS)]
+    if 2 * sum(map(n_parameters, convolutions)) > n_parameters(model):
+        setting = getattr(torch.backends.cudnn, "conv", None)
+        if setting is not None:
+            return bool(setting.fp32_precision == "tf32")
+        return bool(torch.backends.cudnn.allow_tf32)
+    try:
+        # Raises if the setting was changed through the newer `fp32_precision`.
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def peaks_tflops(device_name: str) -> Mapping[str, float]:
+    """Return the dense peak of a GPU for each precision (in TFLOP/s); empty if unknown."""
+    known = json.loads(files(__package__).joinpath("peaks.json").read_text(encoding="utf-8"))
+    # Without maker and memory size, match the full name. A suffix means a different GPU, such as a
+    # laptop GPU, a "Ti" or a MIG slice.
+    peaks: Mapping[str, float]
+    peaks = known["peaks"].get(_MAKER.sub("", _MEMORY.sub("", device_name)), {})
+    return peaks
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "a CPU"
+    get_name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if get_name is None else str(get_name(device))
+
 
 FIRST_DIMENSION = "the first dimension of the batch's first tensor"
 _BATCH_TYPES = (Tensor, Mapping, list, tuple)
@@ -41,8 +121,14 @@ class WorkCounter:
         self._items = Items(items)
         self._step_items = 0.0  # Items of the earlier batches of the open step; NaN if unknown.
         self._batch_items = self._items.fixed  # Items of the current batch; NaN if unknown.
-        self.reference = ThroughputReference(self._items.source, flops=_flops_of(flops))
         self._has_flops = flops is not None
+        # FLOPs per item of a step, of forward and of backward; NaN if unknown.
+        per_item = nan, nan, nan
+        if isinstance(flops, list | tuple):
+            per_item = sum(flops), *flops
+        elif flops is not None:
+            per_item = float(flops), nan, nan
+        self.reference = ThroughputReference(self._items.source, flops=per_item)
         self._unknown_steps = 0  # Number of consecutive steps with unknown items.
         if not self._has_flops:
             return
@@ -54,7 +140,7 @@ class WorkCounter:
             self._set_precision(loop.model, dtype)
 
     @property
-    def on_call(self) -> OnCall:
+    def on_call(self) -> Callable[[nn.Module], None] | None:
         """Function to call with the module of each model call in a timed step, or None."""
         return self._find_precision if self._has_flops else None
 
@@ -110,16 +196,6 @@ class WorkCounter:
             self.reference.set_note(f"{why}, so the MFU is unavailable")
 
 
-def _flops_of(option: Any) -> tuple[float, float, float]:
-    """Return FLOPs per item of a step, of forward and of backward; NaN if unknown."""
-    if option is None:
-        return nan, nan, nan
-    if isinstance(option, list | tuple):
-        forward, backward = option
-        return forward + backward, forward, backward
-    return float(option), nan, nan
-
-
 class Items:
     """Number of items in a batch, from the option `items` or the size of the first tensor."""
 
@@ -146,7 +222,7 @@ class Items:
         return self._search(batch) if isinstance(batch, _BATCH_TYPES) else nan
 
     def _search(self, batch: Any) -> float:
-        """Return the size of the first dimension if it is the same in all tensors, else NaN."""
+        # The size of the first dimension if it is the same in all tensors, else NaN.
         self.kind = None
         # A list of dicts contains rows that were not collated. The number of rows is then not the
         # size of a tensor.
@@ -182,7 +258,6 @@ def _unknown_number(_: object) -> float:
 
 
 def _checked_number(value: Any) -> float:
-    """Return the number of items that a user's function returned. Raise if it is not usable."""
     if isinstance(value, Tensor):
         if value.device.type != "cpu":
             raise TypeError(
@@ -199,7 +274,7 @@ def _checked_number(value: Any) -> float:
 
 
 def _tensors(batch: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """Yield the tensors in a batch, except scalars, each after the keys that lead to it."""
+    # Yield the tensors in a batch, except scalars, each after the keys that lead to it.
     if isinstance(batch, Tensor):
         if batch.dim():
             yield keys, batch

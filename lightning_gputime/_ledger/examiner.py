@@ -17,7 +17,7 @@ from lightning_gputime._ledger.places import Line, Operations
 from lightning_gputime._ledger.watch import LineWatch
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._record.clock import Clock, HostClock, TimingEvent
-from lightning_gputime._record.step_marks import LineMark
+from lightning_gputime._record.pending_steps import LineMark
 
 _MAX_NODES = 20_000  # The graphs of backwards with more nodes are not searched.
 # Of a step's time, marks may take this fraction before frequent lines are ignored.

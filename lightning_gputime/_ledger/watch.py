@@ -14,7 +14,7 @@ from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
-from lightning_gputime._compat.user_code import is_user_code, user_frames
+from lightning_gputime._compat.python_ import is_user_code, user_frames
 from lightning_gputime._ledger.places import CALLS, LINES, NOTHING, Function, Line, key_of
 
 _MIN_EVENTS = 64  # A line keeps its events for this many executions in a step, whatever they cost.

@@ -1,4 +1,4 @@
-"""Steps that have ended: wait for the device to finish them, and read their times.
+"""Steps: the marks of the open step, and the steps that have ended but have not been read.
 
 The host waits only here. A step is *pending* until the device has finished it, then *finished*
 until its times are read.
@@ -6,15 +6,28 @@ until its times are read.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import nan
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_gputime._messages import WarnOnce
-from lightning_gputime._phases import LineTime, StepRecord
+from lightning_gputime._phases import (
+    BACKWARD,
+    DATA,
+    EVALUATED,
+    EXCLUDED,
+    FORWARD,
+    INTERRUPTIONS,
+    LEFT,
+    LOSS,
+    OTHER,
+    RECEIVES,
+    WAITS,
+    LineTime,
+    StepRecord,
+)
 from lightning_gputime._record.clock import Clock, Mark, TimingEvent, elapsed_ms
-from lightning_gputime._record.step_marks import LineMark, StepMarks
 
 BATCH = 25
 """Number of finished steps that are read together. It divides the 50 steps between two logs of a
@@ -26,40 +39,133 @@ Emit = Callable[[list[StepRecord], int], object]
 """Receives the steps that were read, and the host time when reading started (in nanoseconds)."""
 
 _MIN_BLOCKED_NS = 20_000  # If a wait is shorter, the device had already finished the step.
+_IN_NO_STEP = {EXCLUDED, EVALUATED, *INTERRUPTIONS}
+
+
+def is_fetch(labels: Sequence[str]) -> bool:
+    """Return True if a step with these labels has only fetched data so far."""
+    return {*labels} <= {DATA, *_IN_NO_STEP}
+
+
+class LineMark(NamedTuple):
+    """Mark of a line of the user's code, in an examined step."""
+
+    start_ns: int  # Host time at which the mark started.
+    end_ns: int  # Host time at which it ended. The line runs from then on.
+    event: TimingEvent | None  # Event between the two; None on the host's clock.
+    line: Any  # Line that runs after the mark.
+    starts: bool  # False if the line continues, or if its backward runs.
+
+
+@dataclass(slots=True)
+class StepMarks:
+    """Marks of a step."""
+
+    marks: list[Mark] = field(default_factory=list)
+    lines: list[LineMark] | None = None  # Marks of lines, if the step is examined.
+    _phases: set[str] = field(default_factory=set)  # Phases of the first marks.
+    _n_cached: int = 0  # Number of marks in `_phases`; -1 if it is outdated.
+
+    @property
+    def labels(self) -> list[str]:
+        return [label for label, _, _ in self.marks]
+
+    @property
+    def phases(self) -> set[str]:
+        """Top-level phases of the marks."""
+        # Cached, because loops that skip batches read this many times per step. The labels of the
+        # last two marks may still change.
+        marks, n = self.marks, self._n_cached
+        last = max(len(marks) - 2, 0)
+        if not 0 <= n <= last:
+            self._phases, n = set(), 0
+        self._phases.update(label.partition("/")[0] for label, _, _ in marks[n:last])
+        self._n_cached = last
+        return self._phases.union(label.partition("/")[0] for label, _, _ in marks[last:])
+
+    @property
+    def is_empty(self) -> bool:
+        """True if all time is in pauses and evaluations."""
+        return {*self.labels} <= _IN_NO_STEP
+
+    @property
+    def is_waiting(self) -> bool:
+        """True during a wait for other ranks."""
+        return bool(self.marks) and self.marks[-1][0] in (WAITS, RECEIVES)
+
+    def relabel(self, label: str) -> None:
+        """Replace the label of the last mark that is not part of a wait."""
+        self._rename(self._uninterrupted(len(self.marks) - 1), label)
+
+    def rename_before(self, old: str, label: str) -> None:
+        """Replace the label of the mark before the last mark, skipping waits, if it is `old`."""
+        place = self._uninterrupted(len(self.marks) - 2)
+        if place >= 0 and self.marks[place][0] == old:
+            self._rename(place, label)
+
+    def exclude(self, first: int, stop: int | None = None, *, label: str = EXCLUDED) -> None:
+        """Attribute the marks from `first` to `stop` to a pause or an evaluation.
+
+        Marks that already belong to a pause or an evaluation keep their label.
+        """
+        self.marks[first:stop] = [
+            mark if mark[0] in (EXCLUDED, EVALUATED) else (label, *mark[1:])
+            for mark in self.marks[first:stop]
+        ]
+        self._n_cached = -1
+
+    def exclude_after(self, label: str) -> bool:
+        """Exclude the time from the last mark of `label` on.
+
+        Return False, without any change, if there is no such mark or if that time includes work.
+        """
+        labels = self.labels
+        if label not in labels:
+            return False
+        last = len(labels) - 1 - labels[::-1].index(label)
+        if {name.partition("/")[0] for name in labels[last:]} & {FORWARD, LOSS, BACKWARD}:
+            return False
+        self.exclude(last)
+        # `LEFT` is also excluded, but shows that an update precedes it.
+        self.marks[last] = (LEFT, *self.marks[last][1:])
+        return True
+
+    def name_replay(self) -> None:
+        """Relabel a step without inner marks: a replay of a CUDA graph, which calls no hooks."""
+        if len(self.marks) == 2 and self.marks[0][0] == DATA:
+            self._rename(0, OTHER)
+
+    def _rename(self, place: int, label: str) -> None:
+        self.marks[place] = (label, *self.marks[place][1:])
+        if place < self._n_cached:
+            self._n_cached = -1
+
+    def _uninterrupted(self, place: int) -> int:
+        # If a mark is part of a wait, return the place of the interrupted mark instead.
+        while place > 0 and self.marks[place][0] in INTERRUPTIONS:
+            place -= 1
+        return place
 
 
 @dataclass(slots=True, eq=False)
 class _PendingStep:
-    """Step that has ended, but has not been read; see `StepRecord` for the other fields.
+    """Step that has ended, but has not been read; see `StepRecord` for the other fields."""
 
-    Attributes:
-        marks: Marks of the step. The last mark is the end of the step, and has the first label of
-            the next step.
-        ended: Number of steps that had ended with this step, timed or not.
-        untimed: Number of untimed steps between the previous timed step and this step.
-        wait_ms: Time for which the host waited for this step, per step since the previous timed
-            step.
-        finished_ns: Host time at which the device finished this step; 0 if the host did not block.
-        reached_ns: See `StepRecord`.
-        lines: Marks of lines, if the step was examined; else None.
-        owns_end: True if the next step does not use the event of the last mark.
-    """
-
-    marks: list[Mark]
+    marks: StepMarks  # The last mark ends the step, and has the first label of the next step.
     number: int
-    skipped_update: bool
-    items: float
     step_index: int
-    ended: int
-    untimed: int
-    lines: list[LineMark] | None = None
-    wait_ms: float = 0.0
+    items: float
+    skipped_update: bool
+    ended: int  # Number of steps that had ended with this step, timed or not.
+    untimed: int  # Number of untimed steps between the previous timed step and this step.
+    wait_ms: float = 0.0  # Wait of the host, per step since the previous timed step.
     finished_ns: int = 0
     reached_ns: int = 0
-    owns_end: bool = False
+    owns_end: bool = False  # True if the next step does not use the event of the last mark.
 
-    def own_end(self) -> None:
-        self.owns_end = True
+    @property
+    def end(self) -> TimingEvent:
+        return self.marks.marks[-1][1]
 
     def wait(self, host_ns: Callable[[], int]) -> None:
         """Block the host until the device has finished the step."""
@@ -67,7 +173,7 @@ class _PendingStep:
         # Wait for one event, never for the device. With `lag=1` another step is queued after this
         # event, so the GPU does not run dry. A step of a ResNet-50 on an H200 takes 1.0006 times as
         # long as without a timer, and 1.1445 times with four `torch.cuda.synchronize` calls.
-        self.marks[-1][1].synchronize()
+        self.end.synchronize()
         now = self.reached_ns = host_ns()
         # Divide by the number of steps since the previous timed step, so that the wait does not
         # grow with `every_n_steps`.
@@ -121,37 +227,31 @@ class PendingSteps:
     def add(
         self,
         step: StepMarks,
-        *,
         number: int,
-        skipped_update: bool,
+        index: int,
         items: float,
-        step_index: int,
+        skipped_update: bool,
+        *,
         read: bool,
         may_wait: bool,
-        waits_now: bool,
+        now: bool,
     ) -> None:
         """Add a timed step that has ended; see `Recorder.end_step` for the arguments.
 
-        If the host may wait, finish the steps that ended `lag` steps ago or earlier.
+        If the host may wait, finish the steps that ended `lag` steps ago or earlier; with `now`,
+        also this step.
         """
         self.ended += 1
         try:
             ended = _PendingStep(
-                marks=step.marks,
-                number=number,
-                skipped_update=skipped_update,
-                items=items,
-                step_index=step_index,
-                ended=self.ended,
-                untimed=self._untimed,
-                lines=step.lines,
+                step, number, index, items, skipped_update, self.ended, self._untimed
             )
             self._pending.append(ended)
             self._untimed = 0
-            if may_wait and waits_now:
+            if may_wait and now:
                 ended.wait(self._host_ns)
             if may_wait:
-                self._finish(0 if waits_now else self._lag, read)
+                self._finish(0 if now else self._lag, read)
         except Exception as error:
             self.give_up(error)
 
@@ -176,8 +276,8 @@ class PendingSteps:
         events = [mark[1] for mark in step.marks]
         unread = [*self._finished[-1:], *self._pending]
         # The first event may be the end of the previous step, which still has to be read.
-        if events and unread and unread[-1].marks[-1][1] is events[0]:
-            unread[-1].own_end()
+        if events and unread and unread[-1].end is events[0]:
+            unread[-1].owns_end = True
             del events[0]
         self.free.extend(events)
 
@@ -215,7 +315,7 @@ class PendingSteps:
         """
         while self._pending and self._pending[0].ended <= self.ended - lag:
             step = self._pending[0]
-            if not step.marks[-1][1].query():
+            if not step.marks.marks[-1][1].query():
                 if not may_wait:
                     break
                 step.wait(self._host_ns)
@@ -227,22 +327,20 @@ class PendingSteps:
         # Empty the list first: `emit` may remove the timer, which reads again.
         finished, self._finished = self._finished, []
         since_ns = self._host_ns()
-        records = self._records_of(finished)
-        if records:
-            self._emit(records, since_ns)
-
-    def _records_of(self, steps: Sequence[_PendingStep]) -> list[StepRecord]:
-        """Read finished steps, and reclaim their events. Skip steps that cannot be read."""
-        # No function per step, because this runs for every timed step.
         records = []
-        for step in steps:
+        # No function per step, because this runs for every timed step.
+        for step in finished:
             try:
-                labels, events, host_ns = zip(*step.marks, strict=True)
+                labels, events, host_ns = zip(*step.marks.marks, strict=True)
                 try:
                     device_ms = self._elapsed_ms(events)
                 except RuntimeError:
-                    device_ms = self._elapsed_ms_after_wait(events)
-                lines = None if step.lines is None else self._line_times(step.lines, events[0])
+                    # The device has reached the last event, but maybe not one on another stream.
+                    for event in events:
+                        event.synchronize()
+                    device_ms = self._elapsed_ms(events)
+                lines = step.marks.lines
+                times = None if lines is None else self._line_times(lines, events[0])
                 # The last event is also the first event of the next step, which still needs it.
                 self.free.extend(events if step.owns_end else events[:-1])
                 records.append(
@@ -257,21 +355,17 @@ class PendingSteps:
                         reached_ns=step.reached_ns,
                         items=step.items,
                         step_index=step.step_index,
-                        lines=lines,
+                        lines=times,
                     )
                 )
             except Exception as error:
                 # The other steps are still read.
                 self.warn_once(LEFT_OUT, error)
-        return records
+        if records:
+            self._emit(records, since_ns)
 
     def _line_times(self, marks: Sequence[LineMark], first: TimingEvent) -> tuple[LineTime, ...]:
-        """Read the marks of lines, and reclaim their events.
-
-        Args:
-            marks: Marks of lines of a step.
-            first: First event of the step.
-        """
+        # Read the marks of lines from the first event of the step on, and reclaim their events.
         times = []
         for start_ns, end_ns, event, line, starts in marks:
             ms = nan
@@ -281,15 +375,8 @@ class PendingSteps:
             times.append(LineTime(start_ns, end_ns, ms, line, starts))
         return tuple(times)
 
-    def _elapsed_ms_after_wait(self, events: Sequence[TimingEvent]) -> Sequence[float]:
-        """Wait for all events of a finished step, and return the time from each to the next."""
-        # The device has reached the last event, but maybe not an event on another stream.
-        for event in events:
-            event.synchronize()
-        return self._elapsed_ms(events)
-
 
 @lru_cache(maxsize=256)
 def _shared(labels: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the tuple of an earlier step with equal labels, so that memory has it only once."""
-    return labels  # The cache returns the first tuple that was passed.
+    # The cache returns the tuple of an earlier step with equal labels: memory has it only once.
+    return labels

@@ -1,33 +1,44 @@
 """Record marks on a timeline, and divide it into steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from enum import Enum
 from math import nan
-from threading import get_ident
+from threading import get_ident, local
 from typing import Any
+from weakref import ref
+
+import torch
 
 from lightning_gputime._compat.torch_ import current_graph_task_id
+from lightning_gputime._messages import WarnOnce
 from lightning_gputime._phases import (
     BACKWARD,
+    COMM,
+    CONTINUES,
     DATA,
     EVALUATED,
     EXCLUDED,
+    FOLLOWED_BY,
+    LIKELY,
     OPTIMIZER,
+    WAITS,
 )
-from lightning_gputime._record.annotator import Annotations
-from lightning_gputime._record.captures import Captures
 from lightning_gputime._record.clock import Clock, Mark
-from lightning_gputime._record.named_phases import NamedPhases
-from lightning_gputime._record.pending_steps import LEFT_OUT, Emit, PendingSteps
-from lightning_gputime._record.state import IDLE, LOST, OPEN, PAUSED, TRANSITIONS, State
-from lightning_gputime._record.step_marks import LineMark, StepMarks, is_fetch
-from lightning_gputime._record.timed_thread import TimedThread
+from lightning_gputime._record.pending_steps import (
+    LEFT_OUT,
+    Emit,
+    LineMark,
+    PendingSteps,
+    StepMarks,
+    is_fetch,
+)
 
 MAX_MARKS = 100_000
 """Maximum number of marks in a step. A step with more marks is dropped, to limit memory: it may be
 the step of a loop that never ends a step."""
 
-IN_BACKWARD = (BACKWARD, OPTIMIZER)
-"""Phases during a backward pass, which may also run updates of an optimizer."""
+_IN_BACKWARD = (BACKWARD, OPTIMIZER)  # A backward pass may also run updates of an optimizer.
 
 _NEVER_ENDS = (
     "A step with more than %d boundaries between phases is dropped: it is in no result. If no step"
@@ -35,6 +46,167 @@ _NEVER_ENDS = (
     " timer that is no longer used. With manual optimization in Lightning, a step ends with the"
     " update of an optimizer that configure_optimizers returned."
 )
+_CAPTURES = (
+    "Phases inside a captured graph cannot be timed. Its replays count for the phase that launches"
+    ' them: name that phase, as in `with phase("forward"): graph.replay()`.'
+)
+
+
+class State(Enum):
+    """State of a recorder."""
+
+    IDLE = 0  # No step is timed. Only named phases are tracked.
+    OPEN = 1  # A step is timed: time is attributed to `Recorder.label`.
+    PAUSED = 2  # Time is excluded from the step. A step with only such time is dropped at its end.
+    LOST = 3  # An error or a graph capture has spoiled the step, which is dropped at its end.
+
+
+# Globals, because every mark looks them up.
+IDLE, OPEN, PAUSED, LOST = State
+
+_TRANSITIONS: Mapping[State, frozenset[State]] = {
+    IDLE: frozenset({IDLE, OPEN}),  # begin
+    OPEN: frozenset({IDLE, OPEN, PAUSED, LOST}),  # stop, begin, pause, error or capture
+    PAUSED: frozenset({IDLE, OPEN, PAUSED, LOST}),  # stop, resume or end, pause, error
+    LOST: frozenset({IDLE, OPEN, LOST}),  # stop, end, error
+}
+
+
+class Captures:
+    """Captures of CUDA graphs in the timed thread. Recording an event would break a capture."""
+
+    def __init__(self, clock: Clock, warn_once: WarnOnce) -> None:
+        self._is_capturing, self._warn_once = clock.is_capturing, warn_once
+        self.has_captured = False
+        """True once a graph was captured. From then on, a step may be a replay without hooks."""
+
+    def detect(self) -> bool:
+        """Return True if a graph is being captured. If so, set `has_captured` and warn once."""
+        if not self._is_capturing():
+            return False
+        self.has_captured = True
+        self._warn_once(_CAPTURES)
+        return True
+
+
+class Annotator:
+    """Show each phase in traces of torch.profiler, and as an NVTX range in traces of Nsight."""
+
+    def __init__(self) -> None:
+        self._ranges = ExitStack()
+        self._has_nvtx = torch.cuda.is_available()
+
+    def __call__(self, label: str | None) -> None:
+        """End the range of the last label, and start a range for this label unless it is None."""
+        self._ranges.close()
+        if label is not None:
+            name = f"phase/{LIKELY.get(label, label)}"
+            self._ranges.enter_context(torch.autograd.profiler.record_function(name))
+            if self._has_nvtx:
+                # Unlike `nvtx.range`, ranges with a number may overlap with the user's ranges.
+                number = torch.cuda.nvtx.range_start(name)
+                self._ranges.callback(torch.cuda.nvtx.range_end, number)
+
+
+class NamedPhases:
+    """Phases that the user named and that are open, and the label of the time outside of them."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        """Open phases, outermost first. `EXCLUDED` is a pause, which overrides all others."""
+        self._n_outer = 0  # Number of open phases that started before the current step.
+        self._base = DATA  # Label outside of the phases, which applies when the outermost ends.
+
+    @property
+    def label(self) -> str:
+        """Label that the time is attributed to: the innermost phase, unless a pause is open."""
+        if EXCLUDED in self.names:
+            return EXCLUDED
+        return self.names[-1] if self.names else self._base
+
+    def enter(self, name: str, label: str) -> None:
+        """Start a phase. `label` is the current label, used only for the outermost phase."""
+        if not self.names:
+            self._base = label
+        self.names.append(name)
+
+    def leave(self, name: str) -> bool:
+        """End a phase if it is open. Return True if it was the innermost phase."""
+        if name not in self.names:
+            return False
+        is_innermost = name == self.names[-1]
+        # Phases may end out of order if a generator is suspended inside its phase.
+        del self.names[max(i for i, open_name in enumerate(self.names) if open_name == name)]
+        self._n_outer = min(self._n_outer, len(self.names))
+        if is_innermost and not self.names:
+            # After a phase named "forward", the time is labeled as after the model's own forward.
+            self._base = FOLLOWED_BY.get(name, self._base)
+        return is_innermost
+
+    def follow_with(self, label: str) -> None:
+        """Use `label` when the outermost phase ends. In a pause, do nothing."""
+        if EXCLUDED not in self.names:
+            self._base = label
+
+    def start_step(self, label: str) -> str:
+        """Start a step. Return its first label: a phase that is still open, or else `label`."""
+        self._base, self._n_outer = label, len(self.names)
+        return self.label
+
+    def end_fetch(self) -> None:
+        """End phases that started in this step: a loader may have yielded a batch inside them."""
+        del self.names[self._n_outer :]
+
+
+class TimedThread:
+    """Thread of the training loop: the thread that last called `start` or `stop`.
+
+    Its id is forgotten when the thread ends, because a new thread may get the same id.
+    """
+
+    def __init__(self) -> None:
+        self.home = -1
+        """Id of the thread; -1 before the first call, and after the thread has ended."""
+        self.timed = -1
+        """Id of the same thread while a step is timed; -1 between timed steps."""
+        self.was_elsewhere = False
+        """True once a hook was called in another thread while a step was timed."""
+        self._local = local()
+        self._end_watch: Any = None  # Weak reference that calls `forget` when the thread ends.
+
+    def start(self) -> None:
+        """Time the calling thread, which becomes the thread of the loop."""
+        if get_ident() != self.home:
+            self._follow_calling_thread()
+        self.timed = self.home
+
+    def stop(self) -> None:
+        """Time no thread until `start`. The calling thread becomes the thread of the loop."""
+        if get_ident() != self.home:
+            self._follow_calling_thread()
+        self.timed = -1
+
+    def _follow_calling_thread(self) -> None:
+        # Python deletes this thread-local set when the thread ends. That calls `forget`.
+        alive = set[None]()
+        vars(self._local)["alive"] = alive
+        self._end_watch = ref(alive, self.forget)
+        self.home = get_ident()
+
+    def is_idle_here(self) -> bool:
+        """Return True in the thread of the loop while no step is timed.
+
+        Call it only where `timed` is not the calling thread. If another thread is timed, set
+        `was_elsewhere`.
+        """
+        if self.timed == -1:
+            return get_ident() == self.home
+        self.was_elsewhere = True
+        return False
+
+    def forget(self, _: object = None) -> None:
+        """Forget the thread, because it has ended, or because this process was forked."""
+        self.timed = self.home = -1
 
 
 class Recorder:
@@ -42,7 +214,7 @@ class Recorder:
 
     The time from a mark to the next mark belongs to the label of the first. The last mark of a step
     is also the first mark of the next step. `PendingSteps` reads the steps that have ended. `state`
-    determines how time is attributed, and changes only by the transitions of `_record.state`.
+    determines how time is attributed, and changes only by `_TRANSITIONS`.
 
     Nothing here raises into the training loop: an error drops the step, with one warning. Only the
     thread that last called `begin` is timed; calls from other threads do nothing. There is no lock:
@@ -76,10 +248,12 @@ class Recorder:
         self.pending = PendingSteps(clock, lag=lag, batch=batch, emit=emit, fail=self._lose)
         self.warn_once = self.pending.warn_once
         self.captures = Captures(clock, self.warn_once)
-        self._annotations = Annotations(annotate, self.warn_once)
+        self._annotate = annotate
         # Aliases, because every mark needs them.
-        self._host_ns, self._may_capture = clock.host_ns, self.captures.may_run
-        self._free = self.pending.free
+        self._host_ns, self._free = clock.host_ns, self.pending.free
+        # Cheaper than `is_capturing`, so every mark calls it first. May return True without a
+        # capture.
+        self._may_capture = getattr(clock, "may_capture", clock.is_capturing)
 
     # Marks
 
@@ -96,11 +270,11 @@ class Recorder:
             return
         try:
             # Same as `_record` in the most common case, without another call.
-            is_rare = self._annotations.are_shown or not self._free
+            is_rare = self._annotate is not None or not self._free
             if is_rare or (self._may_capture() and self.clock.is_capturing()):
                 self._record(label)
                 return
-            event = self._free.pop() if self._free else self.clock.event()
+            event = self._free.pop()
             event.record()
             self.open.marks.append((label, event, self._host_ns()))
             self.label = label
@@ -111,7 +285,7 @@ class Recorder:
         """Mark from the thread that runs a backward pass while the timed thread waits for it."""
         # A named phase around the backward pass includes all of it, unless its name is "backward".
         may_mark = self.state is OPEN and self.named.names in ([], [BACKWARD])
-        if may_mark and (self.label or "").startswith(IN_BACKWARD) and label != self.label:
+        if may_mark and (self.label or "").startswith(_IN_BACKWARD) and label != self.label:
             # Ranges of profilers must start and end in the same thread.
             self._record(label, annotate=False)
 
@@ -123,8 +297,35 @@ class Recorder:
         else:
             self.mark(label)
 
-    def interrupt(self, label: str) -> None:
-        """Record a mark of a wait, but keep the label of the interrupted phase."""
+    # Waits for other ranks
+
+    def begin_wait(self, label: str = WAITS) -> bool:
+        """Start a wait for other ranks, which interrupts the current phase until `end_wait`.
+
+        The wait is part of that phase, even if the phase is relabeled later. With the label
+        `RECEIVES`, it is part of the next phase. Return False and do nothing if no step is timed in
+        this thread, or during another wait.
+        """
+        if self.state is not OPEN or not self.is_here() or self.open.is_waiting:
+            return False
+        if self.label is None or self.label.endswith(f"/{COMM}"):
+            return False  # The current phase, such as `data/comm`, is itself a wait.
+        self._interrupt(label)
+        return True
+
+    def end_wait(self) -> None:
+        """End a wait. The interrupted phase continues."""
+        if self.state is OPEN and self.is_here() and self.open.is_waiting:
+            self._interrupt(CONTINUES)
+
+    def is_here(self) -> bool:
+        """Return True if this thread is timed, or runs a backward pass for the timed thread."""
+        if get_ident() == self.threads.timed:
+            return True
+        return current_graph_task_id() != -1 and (self.label or "").startswith(_IN_BACKWARD)
+
+    def _interrupt(self, label: str) -> None:
+        # Record a mark of a wait, but keep the label of the interrupted phase.
         interrupted = self.label
         self._record(label, annotate=False)
         if self.state is OPEN:  # Otherwise the mark has failed.
@@ -170,7 +371,7 @@ class Recorder:
             self.open.relabel(EXCLUDED)
         self.label = EXCLUDED
         self._go_to(PAUSED)
-        self._annotations.show(None)
+        self._show(None)
 
     def resume(self, label: str = DATA) -> None:
         """End a `pause`, and attribute the time to `label` from now on."""
@@ -197,7 +398,7 @@ class Recorder:
         if stop == len(marks):
             self.label = EVALUATED
             self._go_to(PAUSED)
-            self._annotations.show(None)
+            self._show(None)
         return ns
 
     # Steps
@@ -258,14 +459,7 @@ class Recorder:
             skipped_update = False  # Graph replays do not call optimizer hooks.
             step.name_replay()
         self.pending.add(
-            step,
-            number=number,
-            skipped_update=skipped_update,
-            items=items,
-            step_index=index,
-            read=read,
-            may_wait=may_wait,
-            waits_now=waits_now,
+            step, number, index, items, skipped_update, read=read, may_wait=may_wait, now=waits_now
         )
 
     def end_at(self, label: str, number: int, index: int = -1, items: float = nan) -> bool:
@@ -290,7 +484,7 @@ class Recorder:
         if self.state is not IDLE:
             self.pending.take_back(self._clear())
             self._go_to(IDLE)
-            self._annotations.show(None)
+            self._show(None)
 
     def examine(self, lines: list[LineMark]) -> None:
         """Keep the list of marks of lines with the open step, which has just started."""
@@ -309,7 +503,6 @@ class Recorder:
     # Transitions
 
     def _record(self, label: str, *, annotate: bool = True) -> None:
-        """Record a mark; without `annotate`, do not show it in other profilers."""
         try:
             if self._may_capture() and self.captures.detect():
                 self.pending.take_back(self._clear())
@@ -327,11 +520,20 @@ class Recorder:
             return
         self.open.marks.append(mark)
         self.label = label
-        if annotate and self._annotations.are_shown:
-            self._annotations.show(None if label == EXCLUDED else label)
+        if annotate and self._annotate is not None:
+            self._show(None if label == EXCLUDED else label)
+
+    def _show(self, label: str | None) -> None:
+        # Show the start of a label in other profilers; with None, the end of the last label.
+        if self._annotate is not None:
+            try:
+                self._annotate(label)
+            except Exception as error:
+                self._annotate = None
+                self.warn_once("Phases are no longer shown in other profilers: %r", error)
 
     def _go_to(self, state: State) -> None:
-        if state not in TRANSITIONS[self.state]:
+        if state not in _TRANSITIONS[self.state]:
             raise RuntimeError(f"A recorder cannot go from {self.state.name} to {state.name}.")
         self.state = state
 
@@ -344,6 +546,5 @@ class Recorder:
             self._go_to(LOST)
 
     def _clear(self) -> StepMarks:
-        """Remove the open step, and return it."""
         step, self.open, self.label = self.open, StepMarks(), None
         return step

@@ -11,8 +11,7 @@ from torch import nn
 from lightning_gputime._compat.names import NotMeasured
 from lightning_gputime._instrumentation.boundaries import Boundaries
 from lightning_gputime._instrumentation.comm import is_distributed
-from lightning_gputime._instrumentation.loop import Loop, Search, is_engine
-from lightning_gputime._instrumentation.optimizer import parameters_of
+from lightning_gputime._instrumentation.loop import Loop, Search, is_engine, parameters_of
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._messages import WarnOnce, messages
@@ -30,8 +29,8 @@ from lightning_gputime._phases import (
     PHASES,
     StepRecord,
 )
+from lightning_gputime._record.pending_steps import is_fetch
 from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.step_marks import is_fetch
 
 _FIRST_STEPS = 5  # Number of first steps to check, including the warm-up.
 _MIN_FIRST_STEPS = 3  # With fewer, a trainer may have fetched all batches before the first step.

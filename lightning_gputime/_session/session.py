@@ -15,7 +15,7 @@ import torch.distributed
 
 from lightning_gputime._causes import SlowStepAnalyzer
 from lightning_gputime._compat.torch_ import has_compiled
-from lightning_gputime._instrumentation import named
+from lightning_gputime._instrumentation import traced
 from lightning_gputime._instrumentation.boundaries import Boundaries
 from lightning_gputime._instrumentation.comm import is_distributed
 from lightning_gputime._instrumentation.loop import Loop, Search
@@ -42,11 +42,9 @@ from lightning_gputime._phases import (
     OTHER,
     StepRecord,
 )
-from lightning_gputime._record.annotator import Annotator
 from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._record.pending_steps import BATCH
-from lightning_gputime._record.recorder import Recorder
-from lightning_gputime._record.state import PAUSED
+from lightning_gputime._record.recorder import PAUSED, Annotator, Recorder
 from lightning_gputime._session.ranks import Agreement, RankComparer, open_store
 from lightning_gputime._session.schedule import Schedule, TimingCost, Windows
 from lightning_gputime._session.self_check import SelfCheck
@@ -790,7 +788,7 @@ class Session:
         """Modules and parameters that have gradients, and that no optimizer updates."""
         if is_distributed():  # An optimizer may have only a part of the parameters.
             return ()
-        return self.optimizer.optimizers.not_updated(self._examiner.trained)
+        return self.optimizer.not_updated(self._examiner.trained)
 
     def call_own(self, function: Callable[[], None], name: str) -> None:
         """Call a function of this package. If a step is slow, its time is named as a cause."""
@@ -873,7 +871,7 @@ class Session:
         _attached.discard(self)
         if self.is_attached:
             self._enter(ENDED)
-        named.deactivate(self.recorder)
+        traced.deactivate(self.recorder)
         self._examiner.stop()
         self._analyzer.remove()
         self._comparison.remove()
@@ -903,7 +901,7 @@ def _abandon_all() -> None:
     # Keep the events: destroying an event calls CUDA, which aborts a forked process. Iterate over
     # a copy, because each session removes itself from the set.
     _kept.extend(session.abandon() for session in [*_attached])
-    _kept.append(named.abandon_all())  # The recorders of evaluations belong to no session.
+    _kept.append(traced.abandon_all())  # The recorders of evaluations belong to no session.
     _lost.clear()
 
 

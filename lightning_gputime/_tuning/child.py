@@ -14,8 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from lightning_gputime._auto_instrumentation import TUNE
-from lightning_gputime._compat.user_code import running_line
+from lightning_gputime._compat.python_ import TUNE, running_line
 
 LOADER = "torch.utils.data:DataLoader"
 LIGHTNING = "lightning.pytorch:Trainer"
