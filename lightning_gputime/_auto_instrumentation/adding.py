@@ -227,49 +227,85 @@ class EarlyStages(StagedLoaders):
         return loader
 
 
-class Fetches:
-    """Listener that splits a loop as `steps(loader)` does: a fetch is `data`, other code `other`.
+class TimedLoop:
+    """A loop whose steps end with the updates of one optimizer.
 
-    The training datasets are all datasets from which the first timed step fetches with gradients
-    enabled. Fetches from other datasets, such as a validation's, are ignored.
+    It is split as `steps(loader)` does: a fetch is `data`, other code `other`. The training
+    datasets are all datasets from which the first timed step fetches with gradients enabled.
+    Fetches from other datasets, such as a validation's, are ignored.
 
     Args:
-        timer: The timer of the loop.
+        optimizer: The optimizer.
+        models: The models that it updates.
+        wanted: Options of the timer, and `save_path`.
         early: Stages of the iterators that were created before the timer was attached.
     """
 
-    def __init__(self, timer: GPUPhaseHooks, early: EarlyStages) -> None:
-        self._timer = timer
-        self._early = early
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        models: list[nn.Module],
+        wanted: dict[str, Any],
+        early: EarlyStages,
+    ) -> None:
+        self.optimizer, self._early = optimizer, early
+        # Number of consecutive updates by other optimizers after which the loop is over.
+        self.ends_after = _MIN_OTHER_UPDATES
+        model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        self._timer = GPUPhaseHooks(model, optimizer, **timer_options(wanted))
         self._iterators: list[Any] = []  # Iterators of the first step.
         self._datasets: list[_Dataset] = []  # Training datasets; empty in the first step.
         self._has_started = False  # True from `iter(loader)` until the first fetch.
         # The timer also listens to `iter(loader)`, but needs `_start_epoch` to have passed it the
         # loader. So subscribe first.
-        self.starts = Subscription(
-            DataLoader, "__iter__", Calls(self._start_epoch, self._read_settings)
-        )
-        self.starts.attach()
+        starts = Subscription(DataLoader, "__iter__", Calls(self._start_epoch, self._read_settings))
+        starts.attach()
+        self._timer.attach()
+        self._timer._session.attach_until_end(starts)
+        self._hook = optimizer.register_step_post_hook(self._step_ends)
+        self._has_begun = False  # True after the first update.
+        self._show = finish_at_exit(self._timer, wanted)
+        self.is_shown = self._show is not None
 
-    def attach(self) -> None:
-        """Listen to the iterators of all loaders until the timer is removed."""
-        if (entry := loader_next()) is not None:
-            self._timer._session.attach_until_end(Subscription(*entry, self))
+    def tolerate(self, n: int) -> None:
+        """Allow more than `n` updates of other optimizers between two updates of this loop."""
+        self.ends_after = max(self.ends_after, 2 * n + _MIN_OTHER_UPDATES)
 
-    @property
-    def are_timed(self) -> bool:
-        """True once the training datasets are found."""
-        return bool(self._datasets)
+    def end(self) -> bool:
+        """Stop timing. Show the result and return True, if more than warm-up steps were timed."""
+        timer = self._timer
+        self._hook.remove()
+        timer._finish()
+        timer._forget_loop()  # Release the model, which the script may no longer need.
+        has_steps = len(timer.history()) > timer._options.timed_warmup_steps
+        if self._show is not None:
+            if has_steps:
+                self._show()
+            else:
+                self._show.cancel()
+        return has_steps
 
-    def end_first_step(self) -> None:
-        """Use the datasets of the first step as the training datasets."""
-        for iterator in self._iterators:
-            self._datasets.append(_Dataset(dataset_of_iterator(iterator)))
-            self._early.move(iterator, self._timer._culprits)
-        self._early.remove()
-        if self._iterators:
-            self._read_settings(self._iterators[-1])
-        self._iterators = []
+    def _step_ends(self, *_: Any) -> None:
+        session = self._timer._session
+        if not self._has_begun:
+            # The timer was attached inside this step, so the next is the first to be timed.
+            self._has_begun = True
+            session.begin_step()
+            if (entry := loader_next()) is not None:
+                session.attach_until_end(Subscription(*entry, self))
+            return
+        if not self._datasets:  # The datasets of the first step are the training datasets.
+            for iterator in self._iterators:
+                self._datasets.append(_Dataset(dataset_of_iterator(iterator)))
+                self._early.move(iterator, self._timer._culprits)
+            self._early.remove()
+            if self._iterators:
+                self._read_settings(self._iterators[-1])
+            self._iterators = []
+            calls = session.recorder.open.labels.count(BACKWARD)
+            if calls > 1 and not self._datasets:
+                self._timer._warn_once(_MICRO_BATCHES, calls)
+        self._timer.step()
 
     def _start_epoch(self, loader: DataLoader[Any], *_: Any) -> bool:
         """Start `data` if a training loader starts an epoch. Return True if it does."""
@@ -282,10 +318,8 @@ class Fetches:
         return True
 
     def _read_settings(self, iterator: Any) -> None:
-        """Let the timer keep the loader's settings instead of the loader.
-
-        A script may create a loader for each epoch, whose workers exit once it is deleted.
-        """
+        # Let the timer keep the loader's settings instead of the loader: a script may create a
+        # loader for each epoch, whose workers exit once it is deleted.
         self._timer._read_loader(settings_of_iterator(iterator), in_data=True)
 
     # Listener of loader iterators, see `Calls`
@@ -323,59 +357,3 @@ class Fetches:
         if get_ident() != session.recorder.threads.home:
             return False
         return any(training.accepts(dataset) for training in self._datasets)
-
-
-class TimedLoop:
-    """A loop whose steps end with the updates of one optimizer."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        models: list[nn.Module],
-        wanted: dict[str, Any],
-        early: EarlyStages,
-    ) -> None:
-        self.optimizer = optimizer
-        # Number of consecutive updates by other optimizers after which the loop is over.
-        self.ends_after = _MIN_OTHER_UPDATES
-        model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        self._timer = GPUPhaseHooks(model, optimizer, **timer_options(wanted))
-        self._fetches = Fetches(self._timer, early)
-        self._timer.attach()
-        self._timer._session.attach_until_end(self._fetches.starts)
-        self._hook = optimizer.register_step_post_hook(self._step_ends)
-        self._has_begun = False  # True after the first update.
-        self._show = finish_at_exit(self._timer, wanted)
-        self.is_shown = self._show is not None
-
-    def tolerate(self, n: int) -> None:
-        """Allow more than `n` updates of other optimizers between two updates of this loop."""
-        self.ends_after = max(self.ends_after, 2 * n + _MIN_OTHER_UPDATES)
-
-    def _step_ends(self, *_: Any) -> None:
-        if self._has_begun:
-            if not self._fetches.are_timed:
-                self._fetches.end_first_step()
-            calls = self._timer._session.recorder.open.labels.count(BACKWARD)
-            if calls > 1 and not self._fetches.are_timed:
-                self._timer._warn_once(_MICRO_BATCHES, calls)
-            self._timer.step()
-        else:
-            # The timer was attached inside this step, so the next is the first to be timed.
-            self._has_begun = True
-            self._timer._session.begin_step()
-            self._fetches.attach()
-
-    def end(self) -> bool:
-        """Stop timing. Show the result and return True, if more than warm-up steps were timed."""
-        timer = self._timer
-        self._hook.remove()
-        timer._finish()
-        timer._forget_loop()  # Release the model, which the script may no longer need.
-        has_steps = len(timer.history()) > timer._options.timed_warmup_steps
-        if self._show is not None:
-            if has_steps:
-                self._show()
-            else:
-                self._show.cancel()
-        return has_steps

@@ -66,7 +66,13 @@ class PlainLoops:
         self._n_short_loops = 0  # Number of consecutive loops with only warm-up steps.
         # Number of updates of other optimizers since the last update of the timed loop.
         self._n_other_updates = 0
-        self._census = _Census()
+        # Optimizers, counted to report loops that are not shown, by number: the script may delete
+        # them.
+        self._numbers = WeakKeyDictionary[Optimizer, int]()
+        self._n_optimizers = 0  # Number of all optimizers that updated.
+        self._n_not_shown = 0  # Number of timed loops without a result.
+        self._timed = set[int]()  # Optimizers that updated in a timed loop.
+        self._since_update = set[int]()  # Others that updated since the timed loop's last update.
         self._untimeable = WeakSet[Optimizer]()  # Optimizers whose updates start no loop.
         # Weak reference to the timer of a running Trainer, which times its own loop.
         self._trainer_timer: Callable[[], Any] = lambda: None
@@ -84,13 +90,15 @@ class PlainLoops:
             if self._n_other_updates:
                 loop.tolerate(self._n_other_updates)
                 self._n_other_updates = 0
-                self._census.join()
+                # The optimizers that updated meanwhile belong to this loop.
+                self._timed |= self._since_update
+                self._since_update.clear()
             return
         timer = self._trainer_timer()
         if optimizer in self._untimeable or (timer is not None and timer._session.is_attached):
             return
         self._n_other_updates += 1
-        self._census.add(optimizer)
+        self._since_update.add(self._number_of(optimizer))
         is_due = self._n_other_updates == (1 if loop is None else loop.ends_after)
         if is_due and self._n_loops < _MAX_LOOPS and self._n_short_loops < _MAX_SHORT_LOOPS:
             self._switch_at_backward(ref(optimizer))
@@ -121,7 +129,7 @@ class PlainLoops:
             self._untimeable.add(self._loop.optimizer)
             is_shown = self._loop.end()
             self._early_stages().attach()
-            self._census.end(is_shown)
+            self._n_not_shown += not is_shown
             self._n_short_loops = 0 if is_shown else self._n_short_loops + 1
             self._loop = None
         self._n_other_updates = 0
@@ -145,8 +153,7 @@ class PlainLoops:
             return
         if attached:
             self._trainer_timer = ref(attached[0])
-            self._untimeable.discard(optimizer)
-            self._census.begin(optimizer)
+            self._begin_loop_of(optimizer)
             return
         self._n_loops += 1
         models = _models_of(optimizer)
@@ -164,13 +171,23 @@ class PlainLoops:
             warn_once(_NOT_FOUND, why, "model, optimizer")
         else:
             self._loop = adding.TimedLoop(optimizer, models, self._wanted, self._early_stages())
-            self._untimeable.discard(optimizer)
-            self._census.begin(optimizer)
+            self._begin_loop_of(optimizer)
             self._shows = self._loop.is_shown
             if self._shows and self._n_loops == 1:
                 messages.warning(_FOUND, names, kind)
             elif self._shows:
                 messages.warning(_FOUND_NEXT, names)
+
+    def _number_of(self, optimizer: Optimizer) -> int:
+        if optimizer not in self._numbers:
+            self._numbers[optimizer] = self._n_optimizers
+            self._n_optimizers += 1
+        return self._numbers[optimizer]
+
+    def _begin_loop_of(self, optimizer: Optimizer) -> None:
+        self._untimeable.discard(optimizer)
+        self._timed.add(self._number_of(optimizer))
+        self._since_update.clear()
 
     def _early_stages(self) -> "EarlyStages":
         """Return the timer of the stages of loaders that are read between the timed loops."""
@@ -183,8 +200,10 @@ class PlainLoops:
 
     def _report(self) -> None:
         """Warn at exit if no loop, or not every loop, was timed."""
-        if self._shows and self._census.missed:
-            messages.warning(_MISSED, self._census.missed)
+        # Optimizers that never updated in a timed loop, and timed loops without a result.
+        n_missed = self._n_optimizers - len(self._timed) + self._n_not_shown
+        if self._shows and n_missed:
+            messages.warning(_MISSED, n_missed)
         times = os.times()
         # A process whose children took CPU time (in seconds) is a launcher: the children train.
         is_launcher = times.children_user + times.children_system > 0.5
@@ -198,7 +217,7 @@ class PlainLoops:
         if misplaced := FLAGS.keys() & {text.partition("=")[0] for text in sys.argv[1:]}:
             messages.warning("Options of run must precede the script: %s", ", ".join(misplaced))
         else:
-            why = "no second update" if self._census.missed else "no update"
+            why = "no second update" if n_missed else "no update"
             messages.warning(_NOT_FOUND, f"{why} by a torch optimizer was found", "model")
 
 
@@ -225,49 +244,6 @@ def _at_first_iter(call: Callable[[], object]) -> Callable[[], None]:
 
     type.__setattr__(DataLoader, "__iter__", first_iter)
     return cancel
-
-
-class _Census:
-    """Count of the training loops that are not shown.
-
-    It counts optimizers that never updated in a timed loop, and timed loops without a result.
-    """
-
-    def __init__(self) -> None:
-        # The script may delete optimizers, so keep their numbers.
-        self._numbers = WeakKeyDictionary[Optimizer, int]()
-        self._n_optimizers = 0  # Number of all optimizers that updated.
-        self._n_not_shown = 0  # Number of timed loops without a result.
-        self._timed = set[int]()  # Optimizers that updated in a timed loop.
-        self._since_update = set[int]()  # Others that updated since the timed loop's last update.
-
-    @property
-    def missed(self) -> int:
-        return self._n_optimizers - len(self._timed) + self._n_not_shown
-
-    def add(self, optimizer: Optimizer) -> None:
-        """Count an optimizer that has updated, but does not define the steps of the timed loop."""
-        self._since_update.add(self._number_of(optimizer))
-
-    def join(self) -> None:
-        """Add the optimizers that updated meanwhile to the timed loop, which continues."""
-        self._timed |= self._since_update
-        self._since_update.clear()
-
-    def begin(self, optimizer: Optimizer) -> None:
-        """Start the timed loop of an optimizer."""
-        self._timed.add(self._number_of(optimizer))
-        self._since_update.clear()
-
-    def end(self, is_shown: bool) -> None:
-        """End the timed loop, and count it as missed unless it is shown."""
-        self._n_not_shown += not is_shown
-
-    def _number_of(self, optimizer: Optimizer) -> int:
-        if optimizer not in self._numbers:
-            self._numbers[optimizer] = self._n_optimizers
-            self._n_optimizers += 1
-        return self._numbers[optimizer]
 
 
 def _models_of(optimizer: Optimizer) -> list[nn.Module]:
