@@ -52,7 +52,13 @@ REGISTER = (
         OBJECT,
         frozenset({"_compiled_call_impl", "training_step"}),
         _COMPILED,
-        notes="a new `compile()` ends the timing of this module",
+    ),
+    Replaced(
+        "`compile` of `torch` and of `torch.nn.Module`",
+        f"{MODULE}, {CLASS}",
+        frozenset({"compile"}),
+        "the hooks of a module must not be compiled",
+        when=_IN_TRAINING,
     ),
     Replaced(
         "`torch.jit._recursive.create_script_module`, and `__getstate__` of `torch.nn.Module`",

@@ -56,6 +56,7 @@ _MIN_COMPILED_SHARE = 0.2
 # If one step has most of a phase's total time, the phase is a bottleneck only if it also takes this
 # fraction of the other steps.
 _MIN_SHARE_OF_OTHER_STEPS = 0.2
+_MIN_COMPILATIONS = 5  # Fewer compilations in slow steps are not recurring.
 _MIN_WAIT = 0.1  # With a shorter host wait, as a fraction of the step, the host's time is unknown.
 _MIN_PACE = 0.6  # Minimum fraction of an entry's time in which the host or the GPU sets the pace.
 
@@ -293,6 +294,7 @@ def _entry_in_steps(
     is_known = error < share and not any(is_blurred(top, m) for top in tops)
     is_removable = (
         is_known
+        and not _is_in_few_steps(name, part, tops, m)
         and name not in (TIMING, NOT_SAMPLED)
         and not (part.line is not None and part.line.is_rest)
         and not (part.line is None and name.removesuffix(NOT_EXAMINED) in MODEL_PHASES)
@@ -417,6 +419,19 @@ def _is_of_one_step(row: PhaseStats, m: Measurement) -> bool:
     other_steps_ms = n * m.step.mean_ms - row.max_ms
     is_rest_short = rest_ms < _MIN_SHARE_OF_OTHER_STEPS * other_steps_ms
     return n > 1 and row.max_ms > rest_ms and is_rest_short
+
+
+def _is_in_few_steps(name: str, part: _Part, tops: set[str], m: Measurement) -> bool:
+    """Return True if most of an entry passes in one step, which the examined steps are not like.
+
+    Also for compilations, if there are few: the first of each graph is necessary.
+    """
+    if name == COMPILATIONS:
+        compilations = sum(code.calls for code in of_entry(m.culprits, COMPILATIONS))
+        return 0 < compilations < _MIN_COMPILATIONS
+    total_ms = part.share * m.step.mean_ms * (m.steps + m.untimed_steps)
+    longest_ms = max((m.rows[top].max_ms for top in tops if top in m.rows), default=0.0)
+    return name.endswith(NOT_EXAMINED) and longest_ms >= 0.5 * total_ms
 
 
 def is_blurred(name: str, m: Measurement) -> bool:

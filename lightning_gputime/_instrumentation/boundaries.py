@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from lightning_gputime._compat.torch_ import report_missing_names, script_entry
@@ -71,6 +72,9 @@ class Boundaries:
         self.forward = forward_class(
             recorder, attachments, loop, self.optimizer, wall_clock, on_calls
         )
+        compilation = Calls(self.forward.compilation_begins, self.forward.compilation_ends)
+        for owner in (torch, nn.Module):
+            self._class_patches.add(Subscription(owner, "compile", compilation))
         GenerationBoundary(recorder, self._class_patches, loop, self.forward)
         if loop.splits_loss:
             time_inner_loss(recorder, attachments, loop.model)

@@ -118,10 +118,11 @@ class ForwardBoundary:
         self._not_losses = set[int]()  # Called modules that are certainly no losses.
         self._hooked: dict[int, list[Attachment]] = {}  # Hooks of each module except the model.
         self._is_searching = False  # True until a step has shown which modules the loop calls.
+        self._compiled: nn.Module | None = None  # Module that is being compiled.
         self._attach(loop)
 
     def _attach(self, loop: Loop) -> None:
-        self._hook(loop.model)
+        self._model_hooks = self._hook(loop.model)
         if loop.wrapper is not None:
             # The wrapper calls the model to run the training step, not to compute an output.
             self._attachments.add(hook_before(loop.wrapper, self._redirect))
@@ -232,6 +233,33 @@ class ForwardBoundary:
             lambda *_, **__: self._enter(module), lambda result: self._exit(module, (), result)
         )
         return [self._attachments.add(Subscription(module, COMPILED_CALL, calls))]
+
+    def compilation_begins(self, module: Any = None, *_: Any, **__: Any) -> bool:
+        """Remove the hooks of a module that is about to be compiled, and of all inside it.
+
+        They would be compiled, too, and their removal would recompile the module.
+        """
+        if not isinstance(module, nn.Module):
+            return False
+        inside = {id(each) for each in nn.Module.modules(module)}
+        hooked = [key for key in self._hooked if key in inside]
+        is_of_model = id(self._model) in inside
+        if not hooked and not is_of_model:
+            return False
+        self._remove_hooks(hooked)
+        while is_of_model and self._model_hooks:
+            self._attachments.drop(self._model_hooks.pop())
+        self._compiled = module
+        return True
+
+    def compilation_ends(self, result: Any) -> None:
+        """Hook the compiled module, which `nn.Module.compile` has changed or `result` is."""
+        module = result if isinstance(result, nn.Module) else self._compiled
+        if module is self._model:
+            self._model_hooks = self._hook(module)
+        elif module is not None:
+            self._hooked[id(module)] = self._hook(module)
+        self._compiled = None
 
     def _hook_loss(self, module: nn.Module) -> None:
         hook = hook_before(module, self._enter_loss)
