@@ -1,6 +1,5 @@
 """`GPUPhaseTimer`: what it logs, errors, options, and evaluations."""
 
-import copy
 import pickle
 from collections import UserList
 from pathlib import Path
@@ -157,17 +156,6 @@ def test_exception_keeps_the_measurement_and_leaves_no_hooks(
     assert "zero_grad" not in vars(optimizer)
     # The timer can be used again.
     assert steps(fit(gpu, Model(gpu), timer=timer)) == [STEP_MS] * 3
-
-
-@pytest.mark.parametrize("trained", [False, True])
-def test_timer_pickles_and_clones_before_and_after_training(gpu: FakeGPU, trained: bool) -> None:
-    timer = GPUPhaseTimer(prefix="gpu", print_summary=False, warmup_steps=0)
-    if trained:
-        fit(gpu, Model(gpu), timer=timer)
-    for twin in (pickle.loads(pickle.dumps(timer)), copy.deepcopy(timer)):
-        assert len(timer.history()) == 3 * trained
-        assert steps(twin) == steps(timer)
-        assert twin._options.prefix == "gpu"
 
 
 def test_checkpoint_contains_no_state_of_the_timer(gpu: FakeGPU, tmp_path: Any) -> None:

@@ -25,7 +25,7 @@ from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._phases import StepRecord
 from lightning_gputime._runs import saved
 from lightning_gputime._runs.environment import Environment
-from lightning_gputime._runs.estimates import quantile_of_t, typical_step, variance
+from lightning_gputime._runs.estimates import quantile_of_t
 
 PHASES = ("data", "forward", "backward")
 H200 = Environment(device="H200", device_type="cuda", world_size=1, batch_size=32, torch="2.13.0")
@@ -97,24 +97,6 @@ def saved_to(folder: Path, *runs: Run) -> list[str]:
 
 
 # Estimates
-
-
-def test_typical_step_is_the_mean_of_the_middle_half_and_its_phases_add_up() -> None:
-    step = np.repeat([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 800.0], 3)
-    found = typical_step(np.stack([step, step / 4, 3 * step / 4], axis=1))
-    assert found.values.tolist() == [4.5, 1.125, 3.375]
-    # The length of a trimmed step does not matter.
-    longer = np.where(step > 7, 8e6, step)
-    assert typical_step(longer[:, np.newaxis]).variances[0] == pytest.approx(found.variances[0])
-
-
-@pytest.mark.parametrize("correlation", [0.0, 0.9])
-def test_variance_of_a_mean_agrees_with_the_means_of_many_series(correlation: float) -> None:
-    series = [noise(seed, correlation=correlation)[:, np.newaxis] for seed in range(300)]
-    means = [float(times.mean()) for times in series]
-    found = np.mean([variance(times)[0] for times in series])
-    # The estimate may be too large, but not too small.
-    assert 1.0 <= found / np.var(means) < 1.4
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 11, 50])

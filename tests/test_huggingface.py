@@ -593,16 +593,6 @@ def test_timer_shared_by_nested_trainings_times_the_inner_one_and_warns(
     assert "trainer a separate timer" in caplog.text
 
 
-def test_table_is_printed_once_per_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    timer = TransformersPhaseTimer(warmup_steps=0)
-    trainer = gpt_trainer([timer], tmp_path, disable_tqdm=False)
-    for _ in range(2):
-        trainer.train()
-        assert capsys.readouterr().out.count("Time per step in ms") == 1
-
-
 @pytest.mark.slow
 def test_two_ranks_are_compared_in_the_table_and_in_the_log(tmp_path: Path) -> None:
     script = Path(__file__).with_name("huggingface_run.py")

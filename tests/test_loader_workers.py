@@ -133,10 +133,13 @@ def times_of(make_batches: MakeBatches) -> TimesOf:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dataset_ms"), [(Photos, 4.0), (BatchedPhotos, 6.0), (Stream, 4.0)]
+    ("kind", "batch_type", "dataset_ms"),
+    [(Photos, list, 4.0), (Photos, iter, 4.0), (BatchedPhotos, list, 6.0), (Stream, list, 4.0)],
 )
-def test_worker_stages_have_exact_times(times_of: TimesOf, kind: Any, dataset_ms: float) -> None:
-    times = times_of(kind(Clock()))
+def test_worker_stages_have_exact_times(
+    times_of: TimesOf, kind: Any, batch_type: Any, dataset_ms: float
+) -> None:
+    times = times_of(kind(Clock()), batch_type=batch_type)
     # The worker waits 9 times for 3 ms.
     expected = WorkerTimes(10, dataset_ms, collate_ms=2.0, wait_ms=2.7, newest_ms=dataset_ms + 2.0)
     assert times.workers == (WITHOUT_BATCH, expected)
@@ -162,6 +165,8 @@ def test_slowest_sample_of_a_worker_is_found(times_of: TimesOf) -> None:
     assert (times.slowest_index, times.slowest_ms, times.slowest_worker) == (42, 55.0, 1)
     assert times.long_batches == 1
     assert times.long_share == pytest.approx(55.0 / (19 * 6.0 + 55.0))
+    with pytest.raises(StopIteration):
+        times_of(Stream(Clock()), 11)
 
 
 @pytest.mark.parametrize(
@@ -175,15 +180,6 @@ def test_worker_times_samples_of_any_dtype_and_device(
             return convert(super().__getitem__(index))
 
     assert times_of(Converted(Clock())).batches == 10
-
-
-def test_worker_times_index_batches_without_a_length(times_of: TimesOf) -> None:
-    assert times_of(Photos(Clock()), batch_type=iter).workers[1].dataset_ms == 4.0
-
-
-def test_end_of_an_iterable_dataset_reaches_the_worker(times_of: TimesOf) -> None:
-    with pytest.raises(StopIteration):
-        times_of(Stream(Clock()), 11)
 
 
 # The advice
@@ -358,7 +354,7 @@ def test_advice_on_a_foreign_loader_says_that_stages_are_not_measured(loop: Loop
     )
 
 
-def test_table_shows_the_stages_of_workers() -> None:
+def test_table_shows_the_stages_of_a_loader() -> None:
     rows = {"data": constant(6.0, n=40, share=0.5)}
     workers = WORKER, replace(WORKER, dataset_ms=20.0, wait_ms=0.5)
     times = replace(TIMES, workers=workers, pin_ms=1.5)
@@ -378,21 +374,16 @@ def test_table_shows_the_stages_of_workers() -> None:
         " the step takes 6 ms. So the loop waits 6 ms per batch, and 15 ms overlap with training."
         " The pin-memory thread takes 1.5 ms"
     ]
-
-
-def test_table_without_workers_shows_the_main_process() -> None:
+    seconds = {"dataset": ("Photos.__getitem__", 0.9), "collate": ("pad", 0.1)}
     culprits = (
-        Culprit("data/fetch", "Photos.__getitem__", seconds=0.9, calls=100, kind="dataset"),
-        Culprit("data/fetch", "pad", seconds=0.1, calls=100, kind="collate"),
+        Culprit("data/fetch", name, s, calls=100, kind=kind) for kind, (name, s) in seconds.items()
     )
-    table = loader_table(Measurement(culprits=culprits), TrainingSetup(num_workers=0))
+    table = loader_table(Measurement(culprits=(*culprits,)), TrainingSetup(num_workers=0))
     assert table is not None
-    assert table.lines == [
-        ("loader", "per batch", "share"),
-        ("Photos.__getitem__", "9 ms", "90 %"),
-        ("pad", "1 ms", "10 %"),
-        ("batch", "10 ms", "100 %"),
-    ]
+    names, times_ms, shares = zip(*table.lines, strict=True)
+    assert names == ("loader", "Photos.__getitem__", "pad", "batch")
+    assert times_ms[1:] == ("9 ms", "1 ms", "10 ms")
+    assert shares[1:] == ("90 %", "10 %", "100 %")
 
 
 def test_workers_that_repeat_each_other_are_reported_first() -> None:

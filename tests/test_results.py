@@ -1,11 +1,8 @@
 """`Results`: the history and the summary of steps, and the table of a summary."""
 
-import gc
 import io
 import json
 import math
-import pickle
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -47,29 +44,6 @@ def test_history_keeps_the_newest_steps() -> None:
     results = filled(*(raw(step, forward=1.0) for step in range(10)), capacity=3)
     assert results.history_and_warmup()[0]["step"].tolist() == [7, 8, 9]
     assert results.last == raw(9, forward=1.0).times()
-
-
-@pytest.mark.slow
-def test_step_takes_16_bytes_per_mark() -> None:
-    marks = {"data": 0.5} | {f"forward/{i}": 1.25 + i for i in range(399)}
-    labels = raw(0, **marks).labels
-
-    def add(results: Results, steps: range) -> None:
-        for number in steps:
-            results.add([raw(number, **marks)._replace(labels=labels)])
-
-    add(Results(400, warmup_steps=0), range(100))  # Creates objects that are not part of a step.
-    results = Results(400, warmup_steps=0)
-    tracemalloc.start()
-    try:
-        add(results, range(400))
-        gc.collect()
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert held < 400 * (400 * 16 + 800)  # 400 steps of 400 marks, and 800 bytes per step.
-    assert results.last == raw(399, **marks).times()
-    assert pickle.loads(pickle.dumps(results)).last == results.last
 
 
 def test_summary_has_the_statistics_of_each_phase_and_of_the_step() -> None:

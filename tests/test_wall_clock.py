@@ -207,6 +207,25 @@ def test_wall_clock_of_a_loop_that_calls_step_has_a_tear_down() -> None:
     assert entries_ms(loop.timer) == {"first step": 81.0, "steps": 18.0, "tear-down": 40.0}
 
 
+@pytest.mark.parametrize("every_n_steps", [1, 2, "auto"])
+def test_wall_clock_of_a_loop_that_calls_step_counts_each_step(every_n_steps: Any) -> None:
+    loop = HostLoop(every_n_steps=every_n_steps)
+    with loop.timer:
+        loop.train_calling_step(20)
+    assert entries_ms(loop.timer) == {"first step": 51.0, "steps": 114.0}
+    # The last step counts without its call of `step()`.
+    loop = HostLoop(every_n_steps=every_n_steps, accumulate_grad_batches=2)
+    with loop.timer:
+        for micro_batch in range(20):
+            loop.gpu.host_work(5.0)
+            loop.net(torch.ones(1, 2)).sum().backward()
+            if micro_batch % 2:
+                loop.optimizer.step()
+            if micro_batch < 19:
+                loop.timer.step()
+    assert entries_ms(loop.timer) == {"first step": 10.0, "steps": 90.0}
+
+
 @pytest.mark.parametrize("every_n_steps", [1, 20, "auto"])
 @pytest.mark.parametrize(
     # With `step()`, the fetch and the work before the model call count as evaluation.
@@ -238,28 +257,6 @@ def test_evaluations_in_untimed_steps_are_not_part_of_the_steps(
     assert summary.time_breakdown["not sampled"].share < 0.01  # At most the first step.
     assert (summary.diagnosis.entry, summary.code) == ("evaluation", "overhead-bound")
     assert summary.slowdown is None
-
-
-@pytest.mark.parametrize("every_n_steps", [1, 2, "auto"])
-def test_wall_clock_of_a_loop_that_calls_step_counts_each_step(every_n_steps: Any) -> None:
-    loop = HostLoop(every_n_steps=every_n_steps)
-    with loop.timer:
-        loop.train_calling_step(20)
-    assert entries_ms(loop.timer) == {"first step": 51.0, "steps": 114.0}
-
-
-@pytest.mark.parametrize("every_n_steps", [1, 2, "auto"])
-def test_wall_clock_counts_the_last_step_without_its_call_of_step(every_n_steps: Any) -> None:
-    loop = HostLoop(every_n_steps=every_n_steps, accumulate_grad_batches=2)
-    with loop.timer:
-        for micro_batch in range(20):
-            loop.gpu.host_work(5.0)
-            loop.net(torch.ones(1, 2)).sum().backward()
-            if micro_batch % 2:
-                loop.optimizer.step()
-            if micro_batch < 19:
-                loop.timer.step()
-    assert entries_ms(loop.timer) == {"first step": 10.0, "steps": 90.0}
 
 
 def test_summary_taken_earlier_keeps_its_wall_clock() -> None:
@@ -327,25 +324,27 @@ class Fails(Model):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
-def test_failed_run_saves_its_steps(gpu: FakeGPU, error: BaseException, path: Path) -> None:
-    with pytest.raises((RuntimeError, SystemExit, KeyboardInterrupt)):
-        fit(gpu, Fails(gpu, error), 9, timer=timer_of(gpu, save_path=path, _lag=0))
-    assert load(path).history["step"].tolist() == [0, 1, 2, 3]
-    assert load(path).summary().wall_clock is not None
-
-
-def test_run_is_saved_even_if_stdout_is_closed(
-    gpu: FakeGPU, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_open", [True, False])
+def test_failed_run_saves_its_steps_even_if_stdout_is_closed(
+    gpu: FakeGPU,
+    error: BaseException,
+    is_open: bool,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    closed = io.StringIO()
-    monkeypatch.setattr(closed, "write", Mock(side_effect=BrokenPipeError))
-    monkeypatch.setattr("lightning_gputime._output.table.sys.stdout", closed)
-    timer = GPUPhaseTimer(_clock=gpu, save_path=path, _lag=0)
-    with pytest.raises((SystemExit, KeyboardInterrupt)):
-        fit(gpu, Fails(gpu, KeyboardInterrupt()), 9, timer=timer)
+    if not is_open:
+        closed = io.StringIO()
+        monkeypatch.setattr(closed, "write", Mock(side_effect=BrokenPipeError))
+        monkeypatch.setattr("lightning_gputime._output.table.sys.stdout", closed)
+    timer = GPUPhaseTimer(_clock=gpu, save_path=path, warmup_steps=0, _lag=0)
+    with pytest.raises((RuntimeError, SystemExit, KeyboardInterrupt)):
+        fit(gpu, Fails(gpu, error), 9, timer=timer)
     monkeypatch.undo()
     assert load(path).history["step"].tolist() == [0, 1, 2, 3]
-    assert "The table could not be shown: BrokenPipeError()" in caplog.text
+    assert load(path).summary().wall_clock is not None
+    message = "The table could not be shown: BrokenPipeError()"
+    assert (message in caplog.text) is not is_open
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_start"])
