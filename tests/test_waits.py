@@ -1,22 +1,40 @@
 """`<phase>/comm`: waits for other ranks, in the phase in which they are called."""
 
+import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.pipelining._backward as _backward
 from fake_gpu import STEP_MS, FakeGPU, Layer, steps, work
 from fake_lightning import Loader, MemoryLogger, Model, timer_of, trainer
-from fake_loop import Loop
+from fake_loop import Loop, hooks
 from fake_loop import train as train_loop
-from fake_ranks import COMM_MS, OWN, Ranks, Shared, launch, reduce, train, waiting
+from fake_ranks import (
+    COMM_MS,
+    OWN,
+    Event,
+    FakeStreams,
+    Ranks,
+    Shared,
+    from_module,
+    launch,
+    phases,
+    reduce,
+    train,
+    waiting,
+)
+from processes import finish, start
 from test_recorder import in_thread
 from torch import Tensor, distributed, nn
 from torch._C._distributed_c10d import AllreduceOptions, FakeWork
 from torch.distributed import ProcessGroup, _functional_collectives
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gputime import phase
+from lightning_gputime import GPUPhaseHooks, phase
 
 
 def launch_and_wait() -> None:
@@ -238,3 +256,171 @@ def test_evaluation_under_lightning_has_separate_comm(ranks: Ranks, gpu: FakeGPU
     metrics = {name: ms for _, found in logger.phase_times() for name, ms in found.items()}
     assert metrics["phase_time/val/forward_ms"] == 7.0
     assert metrics["phase_time/val/forward/comm_ms"] == COMM_MS
+
+
+# Several streams: only waits of the timed stream count
+
+
+FSDP = from_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+
+WAITS = waiting("loss")
+WAITS_FOR_NO_RANK = {**OWN, "loss": OWN["loss"] + COMM_MS}
+
+
+@pytest.fixture
+def streams(ranks: Ranks, gpu: FakeGPU) -> FakeStreams:
+    return FakeStreams(gpu)
+
+
+def in_loss(gpu: FakeGPU, call: Callable[[], object]) -> dict[str, float]:
+    """Return the phases of steps that make a call in `loss`, which must all be equal."""
+    first, *others = train(Shared(gpu, "loss", call))
+    assert others == [first] * 2
+    return first
+
+
+def reduce_on_side(streams: FakeStreams) -> None:
+    with streams.on(streams.side):
+        reduce()
+
+
+@pytest.mark.parametrize("how", [reduce, lambda: launch().wait()])
+def test_collective_on_another_stream_is_not_a_wait(
+    streams: FakeStreams, gpu: FakeGPU, how: Callable[[], object]
+) -> None:
+    def call() -> None:
+        with streams.on(streams.side):
+            how()
+        # Nothing waits for the side stream.
+        streams.side.queued_ms = 0.0
+
+    assert in_loss(gpu, call) == OWN
+
+
+def test_only_waits_for_collectives_are_counted(streams: FakeStreams, gpu: FakeGPU) -> None:
+    def call() -> None:
+        reduce_on_side(streams)
+        streams.timed.wait_stream(streams.side)
+        # Like a batch that is copied in advance.
+        streams.copies.queued_ms += 2.0
+        streams.timed.wait_stream(streams.copies)
+
+    assert in_loss(gpu, call) == {**WAITS, "loss": WAITS["loss"] + 2.0}
+
+
+def test_waits_of_untimed_streams_are_not_counted(streams: FakeStreams, gpu: FakeGPU) -> None:
+    def call() -> None:
+        reduce_on_side(streams)
+        streams.copies.wait_stream(streams.side)
+        FSDP(streams.copies.wait_event, Event(streams.side))
+        # Even a wait of the timed stream does not count if another stream is current.
+        with streams.on(streams.copies):
+            streams.timed.wait_stream(streams.side)
+        streams.copies.queued_ms = 0.0
+
+    assert in_loss(gpu, call) == OWN
+
+
+@pytest.mark.parametrize(("inside_torch", "expected"), [(True, WAITS), (False, WAITS_FOR_NO_RANK)])
+def test_event_wait_is_counted_only_inside_torch(
+    streams: FakeStreams, gpu: FakeGPU, inside_torch: bool, expected: dict[str, float]
+) -> None:
+    def call() -> None:
+        # Like FSDP2, whose collectives run on separate streams.
+        with streams.on(streams.side):
+            FSDP(distributed.all_reduce, torch.ones(2))
+        if inside_torch:
+            FSDP(streams.timed.wait_event, Event(streams.side))
+        else:
+            streams.copies.queued_ms = COMM_MS
+            streams.timed.wait_event(Event(streams.copies))
+
+    assert in_loss(gpu, call) == expected
+
+
+def test_loop_on_a_side_stream_is_timed_there(streams: FakeStreams, gpu: FakeGPU) -> None:
+    streams.timed = streams.side
+    with streams.on(streams.side):
+        assert in_loss(gpu, reduce) == WAITS
+
+
+def test_stream_that_is_no_longer_timed_has_no_comm(streams: FakeStreams, gpu: FakeGPU) -> None:
+    loop, usual = Shared(gpu, ""), streams.timed
+    with hooks(loop, sync_ranks=False) as timer:
+        for number, x in enumerate(timer.steps(loop.batches(3))):
+            streams.timed = streams.here = streams.side if number == 0 else usual
+            loop.train(x)
+            streams.timed = streams.here = usual
+            reduce_on_side(streams)
+            streams.side.queued_ms = 0.0
+    assert phases(timer)[1:] == [OWN] * 2
+
+
+def test_collective_launched_on_a_side_stream_is_a_wait(
+    streams: FakeStreams, gpu: FakeGPU, ranks: Ranks
+) -> None:
+    def call() -> None:
+        with streams.on(streams.side):
+            launch()
+        ranks.pending = 0
+        streams.side.queued_ms = COMM_MS
+        streams.timed.wait_stream(streams.side)
+
+    assert in_loss(gpu, call) == WAITS
+
+
+def test_device_without_a_stream_class_is_timed(streams: FakeStreams, gpu: FakeGPU) -> None:
+    def call() -> None:
+        reduce_on_side(streams)
+        streams.timed.wait_stream(streams.side)
+
+    streams.kind = None  # type: ignore[assignment]
+    assert in_loss(gpu, call) == WAITS_FOR_NO_RANK
+    assert in_loss(gpu, reduce) == WAITS
+
+
+# Pipelines: a stage receives data for the next pass
+
+
+PIPELINE = from_module("torch.distributed.pipelining.stage")
+SCRIPT = Path(__file__).with_name("pipeline_run.py")
+MANUAL = Path(__file__).parents[1] / "docs/how-to/trainers/megatron-torchtitan.md"
+
+
+@pytest.mark.parametrize("place", ["data", "other", "forward", "loss", "backward", "optimizer"])
+def test_pipeline_receive_is_comm_of_the_next_pass(ranks: Ranks, gpu: FakeGPU, place: str) -> None:
+    loop = Shared(gpu, place, lambda: PIPELINE(launch().wait))
+    next_pass = "forward" if place in ("data", "other", "forward") else "backward"
+    assert train(loop) == [waiting(next_pass)] * 3
+
+
+def test_autograd_grad_of_a_pipeline_is_backward(ranks: Ranks, gpu: FakeGPU) -> None:
+    net = Layer(gpu, 4.0, 8.0)
+    call = from_module(_backward.__name__)
+    with GPUPhaseHooks(net, _clock=gpu, warmup_steps=0, sync_ranks=False) as timer:
+        for is_pipeline in (True, False):
+            x = torch.ones(1, 2, requires_grad=True)
+            y = net(x).sum()
+            grad = functools.partial(torch.autograd.grad, y, [x], retain_graph=True)
+            call(grad) if is_pipeline else grad()
+            y.backward()
+            timer.step()
+    of_pipeline, of_penalty = steps(timer)
+    assert of_pipeline["backward"] == 16.0
+    assert of_penalty["loss"] == 8.0
+
+
+@pytest.mark.slow
+def test_megatron_and_torchtitan_recipes_time_every_stage(tmp_path: Path) -> None:
+    ranks = finish(*(start(SCRIPT, MANUAL, tmp_path, rank) for rank in range(2)))
+    # Two stages, two micro-batches of 4 and 8 ms, an update of 2 ms, and two batches of 1 ms.
+    first = {"data": 2.0, "forward": 16.0, "loss": 0.0, "backward": 32.0, "optimizer": 2.0}
+    first |= {"other": 0.0, "forward/comm": 0.0, "backward/comm": 0.0}
+    # The last stage has the loss, of 0.5 and 0.25 ms. In Megatron, the loss between two model calls
+    # is `forward`.
+    last = first | {"loss": 1.0, "backward": 32.5}
+    between = last | {"forward": 16.5, "loss": 0.5}
+    assert [json.loads(printed) for printed in ranks] == [
+        {"megatron": [first] * 4, "torchtitan": [first] * 4},
+        {"megatron": [between] * 4, "torchtitan": [last] * 4},
+    ]
