@@ -41,14 +41,25 @@ def add(log: MeanLog, numbers: Sequence[int]) -> None:
         take(log, raw(number, forward=float(number)))
 
 
-def test_means_since_the_last_log_are_logged_in_one_call(logger: Logger) -> None:
-    log = mean_log(2, logger)
-    for step in range(4):
-        take(log, raw(step, 1.0, forward=float(step), backward=2.0))
-    means = {"p/backward_ms": 2.0, "p/host_wait_ms": 1.0}
-    assert logger.calls == [
-        (step, {**means, "p/forward_ms": step - 0.5, "p/step_ms": step + 1.5}) for step in (1, 3)
-    ]
+@pytest.mark.parametrize(
+    ("every", "numbers", "logged"),
+    [
+        (2, range(4), [(1, 0.5), (3, 2.5)]),
+        (50, (50, 52), [(52, 51.0)]),  # The remaining steps are logged under the newest number.
+        # A number that was skipped is logged at the next step.
+        (5, (101, 103, 105, 107, 109), [(105, 103.0), (109, 108.0)]),
+        (0, (0,), []),
+    ],
+)
+def test_means_since_the_last_log_are_logged_in_one_call(
+    logger: Logger, every: int, numbers: Sequence[int], logged: list[tuple[int, float]]
+) -> None:
+    log = mean_log(every, logger)
+    log.log_means()
+    add(log, numbers)
+    log.log_means()
+    log.log_means()
+    assert logger.logged() == logged
 
 
 def test_absent_phase_is_neither_logged_nor_averaged_as_zero(logger: Logger) -> None:
@@ -59,28 +70,6 @@ def test_absent_phase_is_neither_logged_nor_averaged_as_zero(logger: Logger) -> 
     assert metrics["p/ema_ms"] == 5.0
     assert metrics["p/forward_ms"] == 1.0
     assert "p/loss_ms" not in metrics
-
-
-def test_remaining_steps_are_logged_under_the_newest_number(logger: Logger) -> None:
-    log = mean_log(50, logger)
-    log.log_means()
-    assert logger.calls == []
-    add(log, (50, 52))
-    log.log_means()
-    log.log_means()
-    assert logger.logged() == [(52, 51.0)]
-
-
-def test_skipped_log_number_is_logged_at_the_next_step(logger: Logger) -> None:
-    add(mean_log(5, logger), (101, 103, 105, 107, 109, 111))
-    assert logger.logged() == [(105, 103.0), (109, 108.0)]
-
-
-def test_log_every_zero_steps_logs_nothing(logger: Logger) -> None:
-    log = mean_log(0, logger)
-    add(log, (0,))
-    log.log_means()
-    assert logger.calls == []
 
 
 def test_failing_logger_warns_once_and_training_continues(
