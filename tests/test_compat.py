@@ -313,10 +313,7 @@ def test_autocast_is_assumed_on_if_its_state_is_unreadable(request: pytest.Fixtu
     [
         (torch_.loader_next, "the fetches of a plain loop"),
         (torch_.pin_loop, "the pin-memory thread"),
-        (
-            lambda: torch_.compiled_module(compiled_net()),
-            "the modules inside a compiled model",
-        ),
+        (lambda: torch_.compiled_module(compiled_net()), "the modules inside a compiled model"),
     ],
 )
 def test_missing_internals_are_reported_when_they_are_needed(

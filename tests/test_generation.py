@@ -204,11 +204,7 @@ def test_trainer_times_generation_and_rewards(model: Gpt, tmp_path: Path, has_vl
     assert "_calculate_rewards" not in vars(trainer)
     assert "generate" not in vars(trainer.vllm_generation)
     assert dict(vars(transformers.GenerationMixin)) == before
-    micro_batch = {
-        "generate": 3.0 if has_vllm else GENERATE_MS,
-        "reward": 1.0,
-        "forward": CALL_MS,
-    }
+    micro_batch = {"generate": 3.0 if has_vllm else GENERATE_MS, "reward": 1.0, "forward": CALL_MS}
     twice = {name: 2 * ms for name, ms in micro_batch.items()}
     assert phases(timer) == [{**twice, "other": 0.5}] * 4
     logs = [log for log in trainer.state.log_history if "loss" in log]

@@ -11,11 +11,7 @@ from fake_loop import Loop, hooks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from lightning_gputime._runs.environment import (
-    _unfused,
-    cores_of_rank,
-    loader_settings,
-)
+from lightning_gputime._runs.environment import _unfused, cores_of_rank, loader_settings
 
 
 def test_cores_are_shared_by_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,10 +272,7 @@ WORKERS = SimpleNamespace(num_workers=4)
 
 @pytest.mark.parametrize(
     ("items", "detail"),
-    [
-        (WORKERS, "its 4 workers had no batch ready"),
-        (iter([1]), "it loads in the main process"),
-    ],
+    [(WORKERS, "its 4 workers had no batch ready"), (iter([1]), "it loads in the main process")],
 )
 def test_slow_fetch_is_a_cause(items: object, detail: str, gpu: FakeGPU) -> None:
     causes = iterating(gpu, items).slow({"data": 20.0}, {"data": 10.0})
