@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, PhaseSummary
+from lightning_gputime._record.clock import loop_time
 
 try:
     import lightning.pytorch as pl
@@ -140,11 +141,13 @@ class Stopwatch(pl.Callback, TrainerCallback):
 
     def __init__(self, device: str) -> None:
         self.device, self.step, self.start_s, self.wall_s = device, 0, 0.0, 0.0
+        # Other processes may use the CPU.
+        self.host_ns = loop_time() if device == "cpu" else time.perf_counter_ns
 
     def now(self) -> float:
         if self.device == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return self.host_ns() / 1e9
 
     def tick(self, step: int) -> None:
         self.step = step

@@ -81,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.reconfigure(errors="backslashreplace")
     parser = _new_parser()
     args = parser.parse_args(arguments or ["--help"])
+    if getattr(args, "script", None) and args.script[0] == "--":
+        del args.script[0]
     try:
         return int(args.command(args))
     except (ImportError, OSError, ValueError) as error:

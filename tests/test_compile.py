@@ -275,3 +275,43 @@ def test_detaching_hooks_recompiles_nothing(how: str, gpu: FakeGPU) -> None:
     without, with_timer = without_and_with(fit)
     assert with_timer == without
     assert timer.summary().steps == 6
+
+
+@pytest.mark.parametrize("how", ["compile(model)", "model.compile()", "compile(part)"])
+@pytest.mark.parametrize("every", ["auto", 1])
+def test_module_that_is_compiled_during_the_training_stays_timed(
+    gpu: FakeGPU, how: str, every: Any
+) -> None:
+    def train(timed: bool, backend: Count) -> None:
+        model = call = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        timer = GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0, every_n_steps=every)
+        if timed:
+            timers.append(timer.attach())
+        for number, x in enumerate(timer.steps(batches(gpu, 60)) if timed else batches(gpu, 60)):
+            if number == 40 and how == "model.compile()":
+                model.compile(backend=backend)
+            elif number == 40 and how == "compile(model)":
+                call = torch.compile(model, backend=backend)
+            elif number == 40:
+                model.inner = torch.compile(model.inner, backend=backend)
+            work(call(x), gpu, 1.0, 1.0).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    timers: list[GPUPhaseHooks] = []
+    without, with_timer = without_and_with(train)
+    assert with_timer == without
+    timers[0].remove()
+    assert timers[0].summary().rows["forward"].frequency == 1.0
+
+
+def test_error_of_a_compilation_reaches_the_training(gpu: FakeGPU) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GPUPhaseHooks(model, optimizer, _clock=gpu) as timer:
+        for x in timer.steps(batches(gpu, 3)):
+            model.compile(backend="eager", fullgraph=True)
+            # Torch does not trace its own containers.
+            with pytest.raises(RuntimeError, match="found no compiled frames"):
+                model(x)

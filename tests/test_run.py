@@ -131,6 +131,25 @@ for layers in range(3):
 SHORT_FOLDS = f"{FOLDS}train(4, 30, adversary=True)\ntrain(5, 8)\ntrain(6, 2)\ntrain(7, 30)"
 NO_UPDATE = "import torch"
 ONE_UPDATE = PLAIN.replace("range(30)", "range(1)")
+NO_BACKWARD = PLAIN.replace(
+    "net(torch.ones(2, 4)).square().mean().backward()",
+    "net.requires_grad_(False)[0].weight.grad = torch.ones(4, 4)",
+)
+LATE_RANK = """
+import time, torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+distributed.init_process_group("gloo")
+net = DistributedDataParallel(nn.Linear(4, 4))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(60):
+    if distributed.get_rank() == 1:
+        time.sleep(0.02)
+    net(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+distributed.destroy_process_group()
+"""
 OWN_TIMER = "from lightning_gputime import GPUPhaseHooks\n" + PLAIN.replace(
     "for _ in range(30):", "for _ in GPUPhaseHooks(net, optimizer).attach().steps([0] * 30):"
 )
@@ -272,7 +291,7 @@ def test_run_passes_arguments_to_the_program_and_options_in_the_environment(
     started = []
     monkeypatch.setattr(os, "execv", lambda _, arguments: started.append(arguments))
     monkeypatch.setattr(shutil, "which", lambda _: "/bin/torchrun")
-    __main__.main(["run", "--save-path", "1,2.json", "torchrun", "--", "--lag", "-m"])
+    __main__.main(["run", "--save-path", "1,2.json", "--", "torchrun", "--", "--lag", "-m"])
     assert started[0] == ["torchrun", "--", "--lag", "-m"]
     assert json.loads(os.environ[VARIABLE])["save_path"] == str(tmp_path / "1,2.json")
 
@@ -653,6 +672,7 @@ def test_run_names_a_loop_that_makes_an_iterator_for_each_batch(workers: int, ru
         ),
         pytest.param(NO_UPDATE, 0, "no update by a torch optimizer was found", id="no update"),
         pytest.param(ONE_UPDATE, 0, "no second update by a torch optimizer", id="one update"),
+        pytest.param(NO_BACKWARD, 0, "no backward between the updates of", id="no backward"),
         pytest.param(OWN_TIMER, 0, "The script has a timer", id="own timer"),
         pytest.param(LIGHTNING, 30, "", id="Lightning"),
         pytest.param(FABRIC, 28, "", id="Fabric"),
@@ -670,7 +690,9 @@ def test_script_gets_one_timer(script: str, steps: int, message: str, run: Runne
     assert "If no step ends" not in err
     assert "Time per step" not in out
     assert err.count("Time per step") == (2 if script is TWO_LOOPS else steps > 0)
-    assert err.count("No step is timed") == (script in (WITHOUT_MODULE, NO_UPDATE, ONE_UPDATE))
+    assert err.count("No step is timed") == (
+        script in (WITHOUT_MODULE, NO_UPDATE, ONE_UPDATE, NO_BACKWARD)
+    )
     is_saved = (run.folder / "run.json").exists()
     assert is_saved == (steps > 0 or script is OWN_TIMER)
     if steps:
@@ -678,6 +700,14 @@ def test_script_gets_one_timer(script: str, steps: int, message: str, run: Runne
         assert summary.steps == summary.rows["backward"].n == steps
         stages = [found.kind for found in summary.measurement.culprits if found.kind in STAGES]
         assert len(stages) == len({*stages})
+
+
+@pytest.mark.slow
+def test_run_compares_the_ranks_of_a_plain_loop(run: Runner) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "train.py")
+    _, err = run(LATE_RANK, *RUN, *torchrun)
+    assert "straggler-bound: `the slowest rank` takes" in err
+    assert "speed up rank 1 in `data`: all other ranks wait for it" in err
 
 
 FIRST_FOLDS = {"": 23, "-2": 21, "-3": 21}

@@ -29,7 +29,7 @@ from lightning_gputime._instrumentation.patching import Calls, Subscription, do_
 from lightning_gputime._loader import StagedLoaders
 from lightning_gputime._measurement.culprits import CulpritSums, Loader
 from lightning_gputime._messages import messages
-from lightning_gputime._phases import BACKWARD, DATA, OTHER
+from lightning_gputime._phases import AFTER_BACKWARD, DATA, OTHER
 from lightning_gputime._record.recorder import PAUSED
 from lightning_gputime._session.session import OFF
 from lightning_gputime._timer import Timer
@@ -80,10 +80,12 @@ def replace_with_timer(
 def finish_at_exit(timer: Timer, wanted: dict[str, Any], *, prints: bool = True) -> Finalize | None:
     """Print the table and save the run when Python exits, on rank zero.
 
-    Return a function that prints and saves now instead; None on other ranks.
+    Return a function that prints and saves now instead; None on other ranks, which send their times
+    to rank zero when Python exits.
     """
     timer._print_on_stderr()
     if _rank() not in (None, "0"):
+        Finalize(None, _finish, (timer,), exitpriority=0)
         return None
     path = path_to_save(wanted)
     timer._live_file.start(path)
@@ -158,6 +160,13 @@ def _print_and_save(timer: Any, path: str | None, *, prints: bool) -> None:
                 messages.warning(_SAVED, path)
     except Exception as error:
         messages.warning("The table could not be shown, or the run could not be saved: %r", error)
+
+
+def _finish(timer: Any) -> None:
+    try:
+        timer._finish()
+    except Exception as error:
+        messages.warning("The times of this rank could not be sent: %r", error)
 
 
 class _Dataset:
@@ -302,7 +311,7 @@ class TimedLoop:
             if self._iterators:
                 self._read_settings(self._iterators[-1])
             self._iterators = []
-            calls = session.recorder.open.labels.count(BACKWARD)
+            calls = session.recorder.open.labels.count(AFTER_BACKWARD)
             if calls > 1 and not self._datasets:
                 self._timer._warn_once(_MICRO_BATCHES, calls)
         self._timer.step()

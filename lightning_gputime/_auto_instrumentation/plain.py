@@ -217,8 +217,10 @@ class PlainLoops:
         if misplaced := FLAGS.keys() & {text.partition("=")[0] for text in sys.argv[1:]}:
             messages.warning("Options of run must precede the script: %s", ", ".join(misplaced))
         else:
-            why = "no second update" if n_missed else "no update"
-            messages.warning(_NOT_FOUND, f"{why} by a torch optimizer was found", "model")
+            why = f"no {'second ' if n_missed else ''}update by a torch optimizer"
+            if self._n_other_updates > 1:
+                why = "no backward between the updates of a torch optimizer"
+            messages.warning(_NOT_FOUND, f"{why} was found", "model")
 
 
 def _at_first_iter(call: Callable[[], object]) -> Callable[[], None]:

@@ -120,8 +120,10 @@ def is_optimizer(value: Any) -> bool:
     """Return whether a value is a torch optimizer or a wrapper, such as DeepSpeed's."""
     if isinstance(value, Optimizer):
         return True
-    inner = getattr(value, "__dict__", {}).get("optimizer")
-    return isinstance(inner, Optimizer) and hasattr(value, "zero_grad")
+    attributes = getattr(value, "__dict__", {})
+    inner = [attributes.get(name) for name in ("optimizer", "base")]  # `base`: schedulefree.
+    has_inner = any(isinstance(optimizer, Optimizer) for optimizer in inner)
+    return has_inner and hasattr(value, "zero_grad")
 
 
 def attribute(owner: object, name: str) -> Any:
