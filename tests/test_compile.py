@@ -283,7 +283,8 @@ def test_module_that_is_compiled_during_the_training_stays_timed(
     gpu: FakeGPU, how: str, every: Any
 ) -> None:
     def train(timed: bool, backend: Count) -> None:
-        model = call = Net()
+        model: Any = Net()
+        call = model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         timer = GPUPhaseHooks(model, optimizer, _clock=gpu, warmup_steps=0, every_n_steps=every)
         if timed:
