@@ -27,7 +27,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_gputime._compat.names import report_missing
 from lightning_gputime._compat.python_ import definition_of
-from lightning_gputime._compat.torch_ import FETCHERS, fetcher_classes, pin_loop
+from lightning_gputime._compat.torch_ import (
+    FETCHERS,
+    fetcher_classes,
+    leave_out_of_errors,
+    pin_loop,
+)
 from lightning_gputime._instrumentation.loop import dataset_of
 from lightning_gputime._instrumentation.patching import Subscription, do_nothing
 from lightning_gputime._ledger.outside import OutsideLines
@@ -269,6 +274,7 @@ def _init_worker(
         # The method `fetch` of torch's fetchers makes a batch.
         for kind in fetcher_classes():
             type.__setattr__(kind, "fetch", timed_fetch(kind, timer))
+        leave_out_of_errors(str(Path(__file__).parent))
     if user_init is not None:
         user_init(worker)
 

@@ -521,6 +521,34 @@ def test_training_is_bitwise_the_same_with_timed_workers(context: str, persisten
     assert not times.repeats
 
 
+class FailingSamples(Dataset[Tensor]):
+    """A dataset whose third batch fails."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 4:
+            raise ValueError("bad sample")
+        return torch.zeros(2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_error_of_a_worker_reads_as_without_a_timer(context: str) -> None:
+    def error_of(*, timed: bool) -> str:
+        loader = DataLoader(FailingSamples(), 2, num_workers=1, multiprocessing_context=context)
+        model = nn.Linear(2, 2)
+        timer = GPUPhaseHooks(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ValueError, match="bad sample") as error:
+            for x in timer.attach().steps(loader) if timed else loader:
+                model(x).sum().backward()
+        timer.remove()
+        return str(error.value)
+
+    assert error_of(timed=True) == error_of(timed=False)
+
+
 @pytest.mark.slow
 def test_workers_of_several_loaders_are_timed_separately() -> None:
     class Plain(LightningModule):

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -518,6 +518,31 @@ FETCHERS = (
 def fetcher_classes() -> list[type]:
     """Return the classes whose method `fetch` makes a batch, in a worker or in the main process."""
     return [kind for name in FETCHERS if (kind := name.find()) is not None]
+
+
+_WORKER_ERROR = Name("torch.utils.data._utils.worker.ExceptionWrapper")
+
+
+def leave_out_of_errors(folder: str) -> None:
+    """In a worker, leave the code in a folder out of the tracebacks that it sends to the loop."""
+    wrapper = _WORKER_ERROR.find()
+    if wrapper is None:
+        return
+
+    def without_folder(found: TracebackType | None) -> TracebackType | None:
+        if found is None:
+            return None
+        inner = without_folder(found.tb_next)
+        if found.tb_frame.f_code.co_filename.startswith(folder):
+            return inner
+        return TracebackType(inner, found.tb_frame, found.tb_lasti, found.tb_lineno)
+
+    def wrap(exc_info: Any = None, where: str = "in background") -> Any:
+        kind, error, found = exc_info or sys.exc_info()
+        return wrapper((kind, error, without_folder(found)), where)
+
+    module, _, name = _WORKER_ERROR.path.rpartition(".")
+    setattr(look_up(module), name, wrap)
 
 
 PIN_LOOP = Name("torch.utils.data._utils.pin_memory._pin_memory_loop", "the pin-memory thread")
