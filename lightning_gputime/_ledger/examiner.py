@@ -21,7 +21,7 @@ from lightning_gputime._record.pending_steps import LineMark
 
 _MAX_NODES = 20_000  # The graphs of backwards with more nodes are not searched.
 # Of a step's time, marks may take this fraction before frequent lines are ignored.
-_MAX_MARKS_SHARE = 0.2
+_MAX_MARKS_SHARE = 0.5
 _FIRST_MARK_NS = 10_000  # Cost of a mark before it was measured.
 _EVENT_NS = 3_000  # Cost of an event apart from its mark.
 _MIN_EVENTS = 300  # Number of events at which lines may be ignored, however short the step is.
