@@ -19,6 +19,7 @@ from fake_gpu import FakeGPU, batches, steps, work
 from fake_loop import Loop, hooks
 from test_conformance import expected_steps, run_lightning, run_plain
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gputime import GPUPhaseHooks
@@ -628,6 +629,41 @@ def test_short_lines_of_the_loop_are_one_row(gpu: FakeGPU) -> None:
 
 
 # Which steps
+
+
+class SeesCalls(TorchFunctionMode):
+    """A mode of the user, which is called in each call of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_of_the_user_see_no_call_of_the_timer(gpu: FakeGPU) -> None:
+    def calls(*, timed: bool) -> list[Any]:
+        model, criterion = nn.Linear(2, 2), nn.MSELoss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        timer = GPUPhaseHooks(model, optimizer, _clock=gpu, lines=True)
+        with SeesCalls() as mode:
+            if timed:
+                timer.attach()
+            mode.seen.clear()
+            for x in timer.steps(batches(gpu, N)) if timed else batches(gpu, N):
+                criterion(model(x), x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            seen = [*mode.seen]
+            timer.remove()
+        assert (timer.summary().examined_steps > 0) == timed
+        return seen
+
+    assert calls(timed=True) == calls(timed=False)
 
 
 def test_without_lines_no_step_is_examined(gpu: FakeGPU) -> None:

@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -505,6 +505,21 @@ def report_missing_names(*, shared: bool) -> None:
     report_missing(GRAPH_TASK, _ENGINE, _SEQUENCE, _COMPILED_CALL, *_HOOKS, _STEP_WRAPPER, _SCRIPT)
     if shared:
         report_missing(_QUEUE, _COLLECTIVE, _WAIT, _SYNCS_BUFFERS)
+
+
+# Modes of the user that see each call of torch
+
+_FUNCTION_MODES = Name("torch._C._len_torch_function_stack")
+function_modes: Callable[[], int] = _FUNCTION_MODES.find(int)
+"""Return the number of active modes, of class `TorchFunctionMode`."""
+
+_WITHOUT_MODES = Name("torch._C.DisableTorchFunction")
+
+
+def without_function_modes() -> AbstractContextManager[Any]:
+    """Hide calls of torch from the user's modes."""
+    found: AbstractContextManager[Any] = _WITHOUT_MODES.find(nullcontext)()
+    return found
 
 
 # Workers of a DataLoader, and the thread that pins their batches

@@ -17,6 +17,7 @@ from lightning_gputime._compat.torch_ import (
     current_graph_task_id,
     is_compiled,
     modules_on_stack,
+    without_function_modes,
 )
 from lightning_gputime._compat.transformers_ import (
     GENERATES,
@@ -390,7 +391,11 @@ class ForwardBoundary:
             self._restore_limit()
         if not self._is_no_training_call:
             recorder.mark(AFTER_FORWARD)
-            if key not in self._not_losses and self._is_loss(module, output):
+            if key in self._not_losses:
+                return
+            with without_function_modes():
+                is_loss = self._is_loss(module, output)
+            if is_loss:
                 # Its call was marked as `forward`, and its end by the last mark.
                 recorder.open.rename_before(FORWARD, LOSS)
                 # Modules inside a loss are part of it.

@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gputime._compat.torch_ import is_autocast_on, unwrapped
+from lightning_gputime._compat.torch_ import (
+    function_modes,
+    is_autocast_on,
+    unwrapped,
+    without_function_modes,
+)
 from lightning_gputime._instrumentation.loop import Loop
 from lightning_gputime._measurement.sums import ThroughputReference
 from lightning_gputime._messages import messages
@@ -147,6 +152,10 @@ class WorkCounter:
     def add_batch(self, batch: Any) -> None:
         if self._recorder.state is OPEN and self._recorder.label not in IN_NO_STEP:
             items = self._items
+            if function_modes():
+                with without_function_modes():
+                    self._batch_items = items.of(batch)
+                return
             if type(batch) is items.kind:
                 # Same as `Items.of` in the most common case, without another call.
                 try:

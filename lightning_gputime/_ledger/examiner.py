@@ -12,6 +12,7 @@ from lightning_gputime._compat.torch_ import (
     graph_nodes,
     is_autograd_compiled,
     next_sequence,
+    without_function_modes,
 )
 from lightning_gputime._ledger.places import Line, Operations
 from lightning_gputime._ledger.watch import LineWatch
@@ -158,7 +159,7 @@ class Examiner:
         """
         start_ns = self._now()
         previous: Line | None = None
-        with self.watch.paused():
+        with self.watch.paused(), without_function_modes():
             for node in graph_nodes(tensors, _MAX_NODES):
                 index = bisect_right(self._sequences, node.sequence) - 1
                 if index < 0:
