@@ -280,6 +280,20 @@ def test_drain_does_not_wait_for_unfinished_steps(gpu: FakeGPU, recorder: Storin
     assert (recorder.label, gpu.created) == ("forward", created)
 
 
+def test_reading_steps_breaks_no_capture_of_a_graph(gpu: FakeGPU) -> None:
+    recorder = StoringRecorder(gpu)
+    recorder.step(0)
+    with gpu.capture():
+        recorder.pending.drain()
+        recorder.pending.end_untimed(read=True)
+        recorder.step(1)
+    recorder.step(2)
+    recorder.step(3)
+    recorder.pending.flush()
+    assert not gpu.capture_broken
+    assert recorder.numbers() == [0, 3]  # The step after the capture had already begun in it.
+
+
 @pytest.mark.parametrize("end", ["end_step", "end_untimed"])
 def test_steps_are_emitted_in_full_batches_or_on_request(gpu: FakeGPU, end: str) -> None:
     recorder = StoringRecorder(gpu, batch=3)

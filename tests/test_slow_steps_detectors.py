@@ -124,12 +124,18 @@ def thread(gpu: FakeGPU) -> Thread:
     return Thread(gpu)
 
 
-def test_time_in_the_run_queue_is_off_cpu_in_any_phase(thread: Thread) -> None:
+@pytest.mark.parametrize("is_short", [False, True])
+def test_time_in_the_run_queue_is_off_cpu_in_any_phase_of_long_steps(
+    thread: Thread, is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_short:
+        monkeypatch.setattr(_causes, "_MIN_SAMPLED_MS", 1e3)
     thread.usual()
     thread.queue(30, 8)
     thread.step(SLOW, {"data": 40.0}, {"data": 35.0})
-    assert thread.only.causes == (Cause("off_cpu", 30.0, 30.0, "other threads had the CPU"),)
-    assert thread.only.unexplained_ms == 5.0
+    causes = (Cause("off_cpu", 30.0, 30.0, "other threads had the CPU"),)
+    assert (thread.only.causes, thread.samples > 0) == (() if is_short else causes, not is_short)
+    assert thread.only.unexplained_ms == (35.0 if is_short else 5.0)
 
 
 @pytest.mark.parametrize(
@@ -205,15 +211,6 @@ def test_slow_step_before_the_first_baseline_has_no_cause(thread: Thread) -> Non
     assert (slow.step, slow.causes, slow.unexplained_ms) == (5, (), 35.0)
 
 
-def test_short_steps_read_no_scheduler(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_causes, "_MIN_SAMPLED_MS", 1e3)
-    thread.usual()
-    thread.queue(30, 8)
-    thread.step(SLOW, {"data": 40.0}, {"data": 35.0})
-    assert thread.samples == 0
-    assert (thread.only.causes, thread.only.unexplained_ms) == ((), 35.0)
-
-
 def test_off_cpu_time_of_untimed_steps_is_not_counted(thread: Thread) -> None:
     for number in range(SLOW):
         thread.step(number, {}, {})
@@ -255,33 +252,46 @@ def test_thread_usage_is_that_of_the_calling_thread() -> None:
     assert reads[1].ru_nvcsw < reads[2].ru_nvcsw
 
 
-def test_wait_for_other_ranks_is_a_cause(gpu: FakeGPU) -> None:
-    causes = Bench(gpu, "phases").slow({}, {"backward/comm": 20.0})
-    assert causes == (Cause("ranks", 0.0, 20.0, "in backward/comm"),)
+WORKERS = SimpleNamespace(num_workers=4)
+NOT_LOADING: tuple[Any, ...] = (range(9), itertools.count(1), itertools.repeat(1), [1], (1,), None)
+OF_WORKERS, OF_MAIN = "its 4 workers had no batch ready", "it loads in the main process"
+WITH_WAIT = {"forward": 40.0, "backward/comm": 2.0}
+ALLOCATORS = (Mock(return_value=(0,) * 4), Mock(side_effect=RuntimeError))
 
 
 def iterating(gpu: FakeGPU, items: object) -> Bench:
-    """Return a bench of a loop that iterates over items."""
+    """Return a bench of a loop that iterates over items, or whose loader is unknown (None)."""
     bench = Bench(gpu, "fetches")
-    bench.analyzer.set_loader(items, in_data=True)
+    if items is not None:
+        bench.analyzer.set_loader(items, in_data=True)
     return bench
 
 
-WORKERS = SimpleNamespace(num_workers=4)
+@pytest.mark.parametrize(
+    ("items", "causes"),
+    [
+        (WORKERS, (Cause("dataloader", 20.0, 10.0, OF_WORKERS),)),
+        (iter([1]), (Cause("dataloader", 20.0, 10.0, OF_MAIN),)),
+        *((items, ()) for items in NOT_LOADING),
+    ],
+)
+def test_slow_fetch_is_a_cause(items: object, causes: tuple[Cause, ...], gpu: FakeGPU) -> None:
+    assert iterating(gpu, items).slow({"data": 20.0}, {"data": 10.0}) == causes
 
 
 @pytest.mark.parametrize(
-    ("items", "detail"),
-    [(WORKERS, "its 4 workers had no batch ready"), (iter([1]), "it loads in the main process")],
+    ("collector", "counters", "device_ms", "causes"),
+    [
+        ("phases", None, {"backward/comm": 20.0}, (Cause("ranks", 0.0, 20.0, "in backward/comm"),)),
+        ("phases", None, WITH_WAIT, ()),  # Small causes stay unexplained.
+        *(("counters", counters, {"forward": 30.0}, ()) for counters in ALLOCATORS),
+    ],
 )
-def test_slow_fetch_is_a_cause(items: object, detail: str, gpu: FakeGPU) -> None:
-    causes = iterating(gpu, items).slow({"data": 20.0}, {"data": 10.0})
-    assert causes == (Cause("dataloader", 20.0, 10.0, detail),)
-
-
-@pytest.mark.parametrize("items", [range(9), itertools.count(1), itertools.repeat(1), [1], (1,)])
-def test_iterable_without_loading_is_not_a_cause(items: object, gpu: FakeGPU) -> None:
-    assert iterating(gpu, items).slow({"data": 20.0}, {"data": 10.0}) == ()
+def test_long_wait_is_a_cause_and_an_unchanged_or_failing_allocator_is_not(
+    gpu: FakeGPU, collector: str, counters: Any, device_ms: dict[str, float], causes: Any
+) -> None:
+    host_ms = {"forward": 30.0} if counters else {}
+    assert Bench(gpu, collector, counters=counters).slow(host_ms, device_ms) == causes
 
 
 def test_slow_first_fetch_of_an_epoch_is_the_start_of_workers(gpu: FakeGPU) -> None:
@@ -291,10 +301,6 @@ def test_slow_first_fetch_of_an_epoch_is_the_start_of_workers(gpu: FakeGPU) -> N
     bench.step(SLOW, {"data": 20.0}, {"data": 20.0})
     [cause] = bench.only.causes
     assert cause.detail == "starting its workers for the first batch"
-
-
-def test_data_without_a_loader_is_not_a_cause(gpu: FakeGPU) -> None:
-    assert Bench(gpu, "fetches").slow({"data": 20.0}, {"data": 20.0}) == ()
 
 
 def test_allocator_is_read_every_10_steps_and_after_a_long_step(gpu: FakeGPU) -> None:
@@ -310,19 +316,8 @@ def test_allocator_is_read_every_10_steps_and_after_a_long_step(gpu: FakeGPU) ->
     assert bench.only.causes == (Cause("allocator", 30.0, 28.0, detail),)
 
 
-@pytest.mark.parametrize("counters", [{"return_value": (0,) * 4}, {"side_effect": RuntimeError}])
-def test_unchanged_or_failing_allocator_is_not_a_cause(gpu: FakeGPU, counters: Any) -> None:
-    bench = Bench(gpu, "counters", counters=Mock(**counters))
-    assert bench.slow({"forward": 30.0}, {"forward": 30.0}) == ()
-
-
 def test_device_without_an_allocator_has_no_counters() -> None:
     assert allocator_counters(None) is allocator_counters(torch.device("cpu")) is None
-
-
-def test_small_causes_stay_unexplained(gpu: FakeGPU) -> None:
-    causes = Bench(gpu, "phases").slow({}, {"forward": 40.0, "backward/comm": 2.0})
-    assert causes == ()
 
 
 def test_slow_callback_under_lightning_is_a_cause(gpu: FakeGPU) -> None:

@@ -256,21 +256,16 @@ def test_title_shows_how_many_steps_were_timed(n: int, options: dict[str, Any], 
     assert untimed == n - len(timer.history())
 
 
-def test_timing_windows_may_be_far_apart_without_a_logger() -> None:
-    timer = train(CostlyGPU(40.0), 1000, host_ms=0.2)
+@pytest.mark.parametrize(("logger", "every"), [(None, 280), (Logger(), 50)])
+def test_timing_windows_are_far_apart_unless_a_logger_needs_them(logger: Any, every: int) -> None:
+    summary = train(CostlyGPU(40.0), 1000, host_ms=0.2, logger=logger).summary()
     # Timing every step would add 140 %, and may add 0.5 %.
-    assert timer.summary().timed_every_n_steps == 280
-    assert "log_every_n_steps" not in str(timer.summary())
-
-
-def test_too_expensive_timing_is_reported() -> None:
-    timer = train(CostlyGPU(40.0), 1000, host_ms=0.2, logger=Logger())
-    assert timer.summary().timed_every_n_steps == 50
+    assert summary.timed_every_n_steps == every
     text = (
         "then 1 of every 50, which adds 2.8 % to the training: timing every step would add 140 % to"
         " a step of 0.247 ms; increase log_every_n_steps to time fewer steps"
     )
-    assert text in str(timer.summary())
+    assert (text in str(summary)) == ("log_every_n_steps" in str(summary)) == (every == 50)
 
 
 @pytest.mark.parametrize(
