@@ -62,9 +62,14 @@ def save(out: Path | None, results: Mapping[str, Any]) -> None:
 
 
 def as_lines(value: Any, indent: str = "") -> str:
-    """Return JSON with each object and array inside `value` on a single line if it fits."""
+    """Return JSON with each object and array inside `value` on a single line if it fits.
+
+    An object with a text of any length, and no other objects or arrays, is also on a single line.
+    """
     line = json.dumps(value)
-    fits = len(indent + line) <= LINE_LENGTH and indent
+    items = [*value.values()] if isinstance(value, dict) else []
+    has_text = str in map(type, items) and not any(isinstance(item, dict | list) for item in items)
+    fits = (len(indent + line) <= LINE_LENGTH or has_text) and indent
     if fits or not value or not isinstance(value, dict | list):
         return line
     inner = indent + "  "

@@ -189,4 +189,7 @@ def test_answers_are_counted_and_saved(
     counts = {"named": "1 of 2", "code": "1 of 2", "wrong": "1 of 2", "false alarm": "0 of 1"}
     assert {name: saved[name] for name in counts} == counts
     assert [*saved["answers"]] == [*checks]
+    passed = {name: row["passed"].split(", ") for name, row in saved["answers"].items()}
+    expected = {name: [*filter(found.get, found)] or [""] for name, found in checks.items()}
+    assert passed == expected
     assert [*saved["skipped"]] == ["plain: broken"]
