@@ -109,6 +109,8 @@ def test_forward_agrees_with_events_by_hand() -> None:
     by_events_ms = []
     with GPUPhaseHooks(model, optimizer, _lag=0) as timer:
         for _ in timer.steps(range(10)):
+            # The host launches the forward while the GPU is busy, however slow it is.
+            torch.cuda._sleep(50_000_000)
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             events[0].record()
             out = model(x)

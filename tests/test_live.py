@@ -150,6 +150,18 @@ def test_callback_without_a_path_rewrites_the_file_of_run(
     assert len(writes) >= 10
 
 
+def test_file_of_a_training_that_has_not_ended_says_so(tmp_path: Path, loop: Loop) -> None:
+    path, cut = tmp_path / "run.json", "not finished when this was saved"
+    with hooks(loop) as timer:
+        for x in timer.steps(loop.batches(20)):
+            loop.micro_batch(x)
+            loop.update()
+        timer.save(path)
+        assert load(path).about.endswith(cut)
+    timer.save(path)
+    assert cut not in load(path).about
+
+
 @pytest.mark.usefixtures("no_interval")
 def test_plain_loop_rewrites_a_live_file(tmp_path: Path, writes: list[int], loop: Loop) -> None:
     with hooks(loop) as timer:

@@ -51,6 +51,8 @@ class Measurement:
     timing_share: float | None = None
     added_share: float | None = None
     each_timed_for: str = ""  # Option that requires timing every step; empty if none.
+    # The training was still running. A file that says so may be that of a process that was killed.
+    is_running: bool = False
     is_warmup: bool = False  # Only warm-up steps were timed. Then the statistics include them.
     hint: str = ""  # Advice if no step was timed.
     slow: SlowSummary | None = None  # Cost of slow steps; None if no step was slow.

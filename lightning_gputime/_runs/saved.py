@@ -115,7 +115,9 @@ class Run(Tabular):
         values = {"torch": env.torch, "batch": env.batch_size, "commit": env.commit[:10]}
         named = [f"{name} {value}" for name, value in values.items() if value]
         compiled = "compiled" if env.compiled else ""
-        parts = (self.name, device, *named, env.precision, compiled, env.started)
+        is_cut = self._summary.measurement.is_running
+        cut = "not finished when this was saved" if is_cut else ""
+        parts = (self.name, device, *named, env.precision, compiled, env.started, cut)
         return " · ".join(filter(None, parts))
 
     @property

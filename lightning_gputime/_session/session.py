@@ -267,6 +267,7 @@ class Session:
                 other.wake()
             _attached.add(self)
             self._enter(ATTACHED)
+            self._results.update_facts(is_running=True)
         except BaseException:
             self.remove()
             raise
@@ -851,6 +852,7 @@ class Session:
                 if self._memory is not None:
                     self._memory.end()
                 self._results.count_ended(self.index)
+                self._results.update_facts(is_running=False)
                 self._enter(ENDED)
                 call_safely([self._log_last_steps, self._self_check.end])
         finally:
