@@ -334,8 +334,7 @@ class Trial:
         if n and not self.parity.is_good(self.change):
             return True
         speed_up = self.speed_up
-        # A change that seems to gain nothing is not worth further runs.
-        is_certain = speed_up.low > _MIN_SPEED_UP or speed_up.value < _MIN_SPEED_UP
+        is_certain = speed_up.low > _MIN_SPEED_UP or speed_up.high < _MIN_SPEED_UP
         return n >= _LOOKS[-1] or (n in _LOOKS and is_certain)
 
     @property
@@ -348,7 +347,7 @@ class Trial:
             return "kept"
         if not self.is_decided:
             return "uncertain: the budget ended"
-        is_slower = self.speed_up.value < _MIN_SPEED_UP
+        is_slower = self.speed_up.high < _MIN_SPEED_UP
         return "rejected: not faster" if is_slower else "uncertain: the gain is within the noise"
 
 
