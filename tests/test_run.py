@@ -524,14 +524,17 @@ def test_table_of_run_names_the_flag_of_an_advised_option(
 
 def test_only_rank_zero_prints_and_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     finalized: list[object] = []
-    monkeypatch.setattr(
-        adding, "Finalize", lambda *args, **_: finalized.extend([*args[2], *args[3].values()])
-    )
+
+    def finalize(_: None, function: object, args: Any, kwargs: Any = None, **__: Any) -> None:
+        finalized.extend([*args, *(kwargs or {}).values()])
+
+    monkeypatch.setattr(adding, "Finalize", finalize)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     timer = GPUPhaseTimer()
     assert adding.finish_at_exit(timer, {"save_path": "run.json"}) is None
-    assert not finalized
+    assert finalized == [timer]  # It sends its times to rank zero.
+    finalized.clear()
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     adding.finish_at_exit(timer, {"save_path": "run.json"})
     assert finalized == [timer, "run.json", True]

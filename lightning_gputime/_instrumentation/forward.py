@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from threading import get_ident
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +124,7 @@ class ForwardBoundary:
         self._attach(loop)
 
     def _attach(self, loop: Loop) -> None:
-        self._model_hooks = self._hook(loop.model)
+        self._hook_model(loop.model)
         if loop.wrapper is not None:
             # The wrapper calls the model to run the training step, not to compute an output.
             self._attachments.add(hook_before(loop.wrapper, self._redirect))
@@ -224,6 +225,10 @@ class ForwardBoundary:
             else:
                 self._hooked[id(module)] = self._hook(module)
 
+    def _hook_model(self, model: nn.Module) -> None:
+        # The hooks refer to this object: after the end, nothing must keep the model alive.
+        self._model_hooks = WeakSet(self._hook(model))
+
     def _hook(self, module: nn.Module) -> list[Attachment]:
         if compiled_call(module) is None:
             hooks = [hook_before(module, self._enter), hook_after(module, self._exit)]
@@ -248,8 +253,8 @@ class ForwardBoundary:
         if not hooked and not is_of_model:
             return False
         self._remove_hooks(hooked)
-        while is_of_model and self._model_hooks:
-            self._attachments.drop(self._model_hooks.pop())
+        for hook in self._model_hooks if is_of_model else ():
+            self._attachments.drop(hook)
         self._compiled = module
         return True
 
@@ -257,7 +262,7 @@ class ForwardBoundary:
         """Hook the compiled module, which `nn.Module.compile` has changed or `result` is."""
         module = result if isinstance(result, nn.Module) else self._compiled
         if module is self._model:
-            self._model_hooks = self._hook(module)
+            self._hook_model(module)
         elif module is not None:
             self._hooked[id(module)] = self._hook(module)
         self._compiled = None
