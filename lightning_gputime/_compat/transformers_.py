@@ -172,7 +172,7 @@ def functions_to_name(trainer: Any) -> Iterator[Any]:
 
 
 def _defines(owner: object, method: str) -> bool:
-    # Whether a class outside transformers' trainer modules defines the method.
+    # Return True if a class outside transformers' trainer modules defines the method.
     for kind in type(owner).__mro__:
         if method in vars(kind):
             return kind.__module__ not in (MODULE, f"{MODULE}_callback")

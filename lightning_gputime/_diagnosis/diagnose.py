@@ -68,7 +68,7 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     rows = []
     for row in breakdown.rows:
         case = Case(row, breakdown, m, setup)
-        # Of the model's short lines, only the longest: advice on each would say the same.
+        # Advice on each of the model's short lines would say the same, so give it on the longest.
         is_short = row.share < _MIN_BOTTLENECK and not _is_update(row)
         if row.error < row.share and not any(is_blurred(name, m) for name in _names(row)):
             row = replace(row, advice=advise(case, only_settings=row in own[1:] and is_short))

@@ -147,7 +147,7 @@ class BackwardBoundary:
             self._examiner.backward_ends()
 
     def _was_other_model_called(self) -> bool:
-        # Whether another timer's model was called: only valid if ours was not called.
+        # True if another timer's model was called. Only valid if ours was not called.
         listeners = self._patch.listeners
         boundaries = [other for other in listeners if isinstance(other, BackwardBoundary)]
         return any(other._forward.calls for other in boundaries)

@@ -57,8 +57,8 @@ class Measurement:
     hint: str = ""  # Advice if no step was timed.
     slow: SlowSummary | None = None  # Cost of slow steps; None if no step was slow.
     slowdown: Slowdown | None = None  # Lasting change of the step time; None if it did not change.
-    # How the work of a step has changed when steps got slower, which explains it; empty if it has
-    # not, or if steps got no slower.
+    # Change of the work in a step that explains why steps got slower, such as more batches; empty
+    # if there is none.
     work_change: str = ""
     wall_clock: WallClockBreakdown | None = None  # Host time of the run by entry.
     memory: MemorySummary | None = None  # Peak memory of the device; None on a CPU.

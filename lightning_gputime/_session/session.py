@@ -379,7 +379,7 @@ class Session:
         is_examined, cost = mode is EXAMINED, 0.0
         if is_examined:
             self._examiner.stop()
-            # How much longer the step took, as a fraction of the mean step before.
+            # Time that the step took more than the mean step before, as a fraction of it.
             took_ns = wall_clock.steps_ns(self._host_ns()) - self._examined_ns
             mean_ns = (self._examined_ns - self._first_ns) / max(self._ended - _FIRST_STEPS, 1)
             cost = max(took_ns / mean_ns - 1, 0.0) if mean_ns else 0.0
