@@ -145,6 +145,8 @@ class Timer(Tabular):
         # The timer may still be attached, for example if a notebook cell ran twice. `_session` is
         # missing if `__init__` raised.
         vars(self).get("_session", NEVER_ATTACHED).lose()
+        if (lines := vars(self).get("_outside_lines")) is not None:
+            lines.stop()
 
     if not TYPE_CHECKING:  # Otherwise type checkers would accept any attribute.
 

@@ -18,6 +18,7 @@ from lightning_gputime.__main__ import main
 from lightning_gputime._compat import python_
 from lightning_gputime._instrumentation import traced
 from lightning_gputime._instrumentation.patching import FunctionPatch, patch_of
+from lightning_gputime._ledger import watch
 from lightning_gputime._messages import WarnOnce
 from lightning_gputime._record import clock
 
@@ -116,6 +117,8 @@ def _nothing_stays_installed() -> Iterator[None]:
     assert not left
     assert AUTOGRAD._engine_run_backward is engine
     assert not optimizer._global_optimizer_pre_hooks
+    running, watch._running = watch._running, None
+    assert running is None
     assert not optimizer._global_optimizer_post_hooks
 
 

@@ -134,7 +134,9 @@ def test_notebook_contains_the_outputs_of_one_run(notebook: str) -> None:
 def test_notebook_finds_slow_data_and_compares_the_fix(tmp_path: Path) -> None:
     printed = run(NOTEBOOK_RUN, EXAMPLES / NOTEBOOKS[0], cwd=tmp_path)
     assert printed.startswith("input-bound: ")
-    assert re.search(r"per step: set num_workers=\d+ \(now 0\), or make it faster$", printed, re.M)
+    # The second on a machine that other processes keep busy.
+    advice = r"set num_workers=\d+ \(now 0\), or make it faster|make it faster: workers would need"
+    assert re.search(rf"per step: ({advice})", printed, re.M)
     comparison = printed.splitlines()[-1]
     assert re.search(r"data \(data/fetch\) [\d.]+ ± [\d.]+ ms faster", comparison)
 

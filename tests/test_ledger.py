@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import inspect
 import sys
 import threading
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gputime import GPUPhaseHooks
-from lightning_gputime._ledger import schedule
+from lightning_gputime._ledger import schedule, watch
 
 N = 40
 
@@ -668,6 +669,19 @@ def test_modes_of_the_user_see_no_call_of_the_timer(gpu: FakeGPU) -> None:
 
 def test_without_lines_no_step_is_examined(gpu: FakeGPU) -> None:
     assert train(gpu_bound, gpu, lines=False).lines == ()
+
+
+@pytest.mark.parametrize("n", [0, 3])
+def test_deleted_timer_follows_no_code(gpu: FakeGPU, n: int) -> None:
+    loop = Loop(gpu)
+    timer = hooks(loop, lines=True).attach()
+    for x in timer.steps(loop.batches(n)):
+        loop.train(x)
+    assert watch._running is not None  # Outside of steps.
+    del timer
+    gc.collect()
+    assert watch._running is None
+    hooks(loop).attach().remove()  # Removes the hooks of the deleted timer.
 
 
 def test_another_tool_that_traces_is_left_alone(gpu: FakeGPU) -> None:

@@ -627,8 +627,10 @@ def test_run_times_the_loader_of_a_plain_loop(loop: str, samples: int, run: Runn
     assert summary.rows["other"].p50_ms >= 8.0
     assert summary.wall_clock is not None
     assert "evaluation" in summary.wall_clock.entries_s
-    advice = next(advice for advice in summary.advice if "num_workers" in advice)
-    assert "set num_workers=1 (now 0)" in advice
+    advice = next(advice for advice in summary.advice if advice.startswith("`Slow.__getitem__`"))
+    # The second on a machine that other processes keep busy.
+    found = ("set num_workers=1 (now 0)", "make it faster: workers would need CPU cores")
+    assert any(text in advice for text in found)
     assert advice.startswith("`Slow.__getitem__` (train.py:7)")
     assert "without a model call" not in err
 

@@ -60,6 +60,7 @@ from lightning_gputime._phases import (
 _MIN_SHARE = 0.05  # Entries with a smaller fraction of the wall clock get no advice.
 _MIN_ONCE_S = 5.0  # What occurs once, and takes less time, is not worth a change.
 _MIN_PART = 0.1  # Advice ignores parts with a smaller fraction of the step.
+_MIN_CORE_WAIT = 0.2  # From this fraction of the time on, no CPU core is free for workers.
 _MAX_WORKERS_WITHOUT_CORES = 4  # Maximum number of workers to suggest if the CPU cores are unknown.
 _MIN_CALLS = 4  # A line that runs this often per step is reported with that number.
 _MIN_LAUNCHES = 0.2  # Below this fraction, launches of a line of the model get no advice.
@@ -350,7 +351,7 @@ def _use_workers(case: Case, reason: str, fetch_ms: float) -> Iterator[Advice]:
     per_rank = "" if cores is None else f"; {cores} CPU cores per rank"
     off_cpu = m.slow.cause_shares.get(OFF_CPU, 0.0) if m.slow is not None else 0.0
     waited = m.wall_clock.core_wait_share if m.wall_clock is not None else 0.0
-    is_cpu_busy = max(off_cpu, waited) >= _MIN_SHARE
+    is_cpu_busy = off_cpu >= _MIN_SHARE or waited >= _MIN_CORE_WAIT
     loader = LoaderCase.of(m, setup)
     if workers and loader is not None:
         yield from advise_on_loader(loader)
