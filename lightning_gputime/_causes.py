@@ -801,7 +801,7 @@ class Excess:
         ordered = sorted(causes.values(), key=lambda cause: cause.exposed_ms, reverse=True)
         unexplained_ms = max(step_excess_ms - sum(cause.exposed_ms for cause in ordered), 0.0)
 
-        # Excess by phase and cause, without causes whose time has a phase of its own.
+        # Excess by phase and cause, except causes whose time is a separate phase.
         lost_ms: dict[str, dict[str, float]] = {}
         left_ms = {}
         for phase, causes_ms in phases_ms.items():

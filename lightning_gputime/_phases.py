@@ -103,15 +103,6 @@ LIKELY = {
 }
 
 
-def likely_phase(label: str) -> str:
-    """Return the phase that a label most often becomes.
-
-    A sub-phase is replaced by its top-level phase, except for the parts of `data`.
-    """
-    phase = LIKELY.get(label, label)
-    return phase if phase.startswith(f"{DATA}/") else phase.partition("/")[0]
-
-
 # Keys such as `step_ms` and `slow/ranks_ms` are taken, so no phase may have these names.
 _RESERVED = ("step", "host_wait", "slow", "slow_excess", "lasting_change", "local")
 # Characters that a part of a name must not contain, for a regular expression. Control characters

@@ -54,6 +54,7 @@ class Ledger:
         """Examined steps whose marks were evaluated."""
         # Examined steps whose marks were not yet evaluated: this takes longer than many steps.
         self._raw: list[StepRecord] = []
+        self._phases_ms: list[Mapping[str, float]] = []  # Of each examined step.
         self.operations: Mapping[Line, Operations] = {}
         """Differentiable operations of each line; set by the session."""
         self.trained_tensors: dict[int, int] = {}
@@ -69,6 +70,7 @@ class Ledger:
             self.pace.add(steps)
         examined = [step for step in steps if step.lines]
         self._raw += examined
+        self._phases_ms += [step.times().phase_ms for step in examined]
         self.n += len(examined)
 
     def evaluate(self) -> list[ExaminedStep]:
@@ -86,11 +88,10 @@ class Ledger:
             phases_ms: Mean time per step of each top-level phase, over the other steps.
             step_ms: Mean time of these steps.
         """
-        if len(self._raw) < _MIN_STEPS:
+        if self.n < _MIN_STEPS:
             return False
-        times = [step.times().phase_ms for step in self._raw]
         for phase, ms in phases_ms.items():
-            each = [phases.get(phase, 0.0) for phases in times]
+            each = [phases.get(phase, 0.0) for phases in self._phases_ms]
             # Marks only lengthen a phase, so the examined steps lack something if it is short.
             missing_ms = ms - mean(each) - 2 * stdev(each)
             if missing_ms > max(_MAX_DIFFERENCE * ms, _MIN_PHASE * step_ms):

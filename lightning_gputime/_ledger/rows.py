@@ -237,6 +237,7 @@ def line_rows(
     all_ms: dict[tuple[str, bool], float] = defaultdict(float)
     for cell, ms in mean_ms.items():
         all_ms[cell.phase, cell.kind == GPU] += ms
+    places = {cell.place: key for cell, key in keys.items()}
     for step, cells in zip(steps, scaled, strict=True):
         step_ms: dict[tuple[str, bool], float] = defaultdict(float)
         for cell, ms in cells.items():
@@ -249,7 +250,6 @@ def line_rows(
             excess_ms[keys[cell]] += cells.get(cell, 0.0) - usual_ms
         # The line that keeps the device waiting depends on other lines, but its own time does not.
         own_ms: dict[Any, float] = defaultdict(float)
-        places = {cell.place: key for cell, key in keys.items()}
         for cell, ms in cells.items():
             if cell in keys and (cell.kind == GPU or not step.busy_ms):
                 own_ms[keys[cell]] += ms

@@ -291,7 +291,8 @@ class Results:
         counts = self.ledger.trained_tensors
         before = [n for number, n in counts.items() if number < slowdown.since_step]
         after = [n for number, n in counts.items() if number >= slowdown.since_step]
-        if not before or not after or after[-1] <= before[-1]:
+        # Each step may train other tensors, as in a GAN.
+        if not before or not after or min(after) <= max(before):
             return ""
         change = f"{after[-1]} tensors since then, and {before[-1]} before"
         return f"backward computes gradients of {change}"

@@ -97,14 +97,11 @@ class Schedule:
         self._may_move = False
         # Index of the first step of the newest window, and of the first step after it.
         self._start, self._stop = 0, 0
-        self.moved_window_size = 0
-        """Size of the newest window if it was moved onto an expected long step; else 0."""
 
     def follow(self, windows: Windows, index: int) -> None:
         """Switch to other windows at the step of this index."""
         self.windows = windows
         self._start, self._stop = index, index
-        self.moved_window_size = 0
         part = index // windows.interval * windows.count
         while windows.part(part)[0] < index:
             part += 1
@@ -139,7 +136,6 @@ class Schedule:
             # Use squares: plain multiples of the golden ratio hit some periods twice as often.
             start = first + int((k + 1) ** 2 * GOLDEN % 1 * (end - first))
         self._may_move = not is_moved
-        self.moved_window_size = windows.size if is_moved else 0
         self._start = max(start, self._stop)
         self._stop = self._start + windows.size
 

@@ -671,7 +671,8 @@ class Session:
             self._cost.add_timed(usual, since_ns)
 
         # Examine more steps after a slowdown, or if the examined ones lack something.
-        step = self._results.sums.step
+        sums = self._results.sums
+        step, n = sums.step, sums.step.n
         n_newest = step.n - self._compared_n
         if n_newest >= _N_NEWEST:
             newest_ms = (step.device_ms - self._compared_ms) / n_newest
@@ -681,8 +682,6 @@ class Session:
             elif newest_ms >= self._slower_ms:
                 self._slower_ms *= 2
                 self._examinations.examine_more()
-        sums = self._results.sums
-        n = sums.step.n
         if self._may_examine_more and n >= _MIN_COMPARED:
             phases_ms = {
                 name: phase.device_ms / n for name, phase in sums.phases.items() if "/" not in name
