@@ -20,11 +20,8 @@ import inspect
 import io
 import logging
 import re
-import subprocess
-import sys
 import time
 import warnings
-from collections.abc import Iterator
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -34,6 +31,7 @@ import projects
 import projects_cpu
 import projects_gpu
 import torch
+from gates import load
 from projects import PACES, Project, Run
 from record import environment, save
 
@@ -42,8 +40,6 @@ TOLERANCE = 0.2
 """Maximum error of a promised speed-up, as a fraction of the true speed-up."""
 ONCE = ("set-up", "sanity check", "first step", "tear-down")
 """Entries of the time breakdown that occur once."""
-BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
-"""Program of a busy process, which ends with its parent."""
 
 
 def judge(project: Project, diagnosis: Any, speed_up: float | None) -> dict[str, Any]:
@@ -123,18 +119,6 @@ def check(project: Project, rounds: int, *, show: bool, **variant: Any) -> dict[
         print(summary, *summary.advice, sep="\n")
     answer = judge(project, summary.diagnosis, speed_up)
     return {**answer, "seconds": round(time.perf_counter() - start_s, 1)}
-
-
-@contextlib.contextmanager
-def load(n: int) -> Iterator[None]:
-    """Run n busy processes."""
-    processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(n)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def main() -> None:

@@ -1,23 +1,31 @@
 """Check the decisions of `bench` as a gate in CI, on an idle and on a busy machine.
 
     python benchmarks/gates.py --json benchmarks/results/gates.json
-    python benchmarks/gates.py --slower 0 --slower 15 --load 4 --rounds 10
+    python benchmarks/gates.py --slower 0 --slower 15 --load 4 --rounds 10 --cores 0-1
 
-The gate compares two versions of a training script, of which the second has slower steps by a known
-amount. It passes (exit code 0), fails (1), or cannot tell (3).
+Each gate has two cores, shared with a number of busy processes. It compares two versions of a
+training script, of which the second has slower steps by a known amount. It passes (exit code 0),
+fails (1), or cannot tell (3).
 """
 
 import argparse
+import os
+import queue
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
-from answers import load
 from record import environment, save
 
-BOUND = "8%"
+BOUND = "7.5%"
+BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
+"""Program of a busy process, which ends with its parent."""
 DECISIONS = {0: "passed", 1: "failed", 3: "could not tell"}
 
 
@@ -32,8 +40,8 @@ def train(slower: int) -> None:
     head = nn.Linear(192, 10)
     model = nn.Sequential(blocks, head)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    auxiliary = nn.Sequential(*[nn.Linear(192, 192) for _ in range(slower // 5)])
-    batches = [(torch.randn(128, 192), torch.randint(10, (128,))) for _ in range(400)]
+    auxiliary = nn.Sequential(*[nn.Linear(192, 192) for _ in range(round(slower / 4))])
+    batches = [(torch.randn(128, 192), torch.randint(10, (128,))) for _ in range(250)]
     for x, y in batches:
         loss = nn.functional.cross_entropy(model(x), y)
         if slower:
@@ -43,13 +51,27 @@ def train(slower: int) -> None:
         optimizer.zero_grad()
 
 
-def gate(slower: int) -> tuple[str, float]:
+@contextmanager
+def load(n: int, command: Sequence[str] = ()) -> Iterator[None]:
+    """Run n busy processes, with a command in front of each."""
+    processes = [subprocess.Popen([*command, sys.executable, "-c", BUSY]) for _ in range(n)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def gate(slower: int, busy: int, cores: set[int]) -> tuple[str, float]:
     """Return the decision on a version that is slower by a percentage, and its duration in s."""
+    on_cores = ["taskset", "--cpu-list", ",".join(map(str, sorted(cores)))]
     script = f"{Path(__file__)} --train"
-    command = [sys.executable, "-m", "lightning_gputime", "bench", f"{script} 0"]
-    command += [f"{script} {slower}", "--fail-above", f"step:{BOUND}"]
+    bench = [sys.executable, "-m", "lightning_gputime", "bench", f"{script} 0"]
+    bench += [f"{script} {slower}", "--fail-above", f"step:{BOUND}"]
     start_s = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True)
+    with load(busy, on_cores):
+        done = subprocess.run([*on_cores, *bench], capture_output=True, text=True)
     return DECISIONS.get(done.returncode, done.stderr), time.perf_counter() - start_s
 
 
@@ -58,23 +80,45 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--train", type=int, help="run the training script")
-    parser.add_argument("--slower", type=int, action="append", help="percentage; a multiple of 5")
-    parser.add_argument("--load", type=int, action="append", help="number of busy processes")
+    parser.add_argument("--slower", type=int, action="append", help="percentage")
+    parser.add_argument("--load", type=int, action="append", help="busy processes on two cores")
     parser.add_argument("--rounds", type=int, default=5, help="number of gates of each kind")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no gate afterwards")
+    parser.add_argument("--cores", help="such as 0-7, for a gate on each two; all by default")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     if arguments.train is not None:
         train(arguments.train)
         return
-    rows = []
-    for busy in arguments.load or [0, 4]:
-        for slower in arguments.slower or [0, 5, 15, 40]:
-            with load(busy):
-                found = [gate(slower) for _ in range(arguments.rounds)]
-            decisions = Counter(decision for decision, _ in found)
-            seconds = round(max(seconds for _, seconds in found))
-            rows.append({"load": busy, "slower_percent": slower, **decisions, "max_s": seconds})
-            print(rows[-1], flush=True)
+    first, _, last = (arguments.cores or f"0-{(os.cpu_count() or 1) - 1}").partition("-")
+    pairs = queue.SimpleQueue[set[int]]()
+    for core in range(int(first), int(last), 2):
+        pairs.put({core, core + 1})
+    end_s = time.monotonic() + 60 * arguments.minutes
+    found = dict[tuple[int, int], list[tuple[str, float]]]()
+
+    def decide(kind: tuple[int, int]) -> None:
+        if time.monotonic() > end_s:
+            return
+        cores = pairs.get()
+        decision = gate(kind[1], kind[0], cores)
+        pairs.put(cores)
+        found.setdefault(kind, []).append(decision)
+        print(*kind, *decision, flush=True)
+
+    kinds = [*product(arguments.load or [0, 4], arguments.slower or [0, 5, 15, 40])]
+    with ThreadPoolExecutor(pairs.qsize()) as pool:
+        list(pool.map(decide, kinds * arguments.rounds))
+    rows = [
+        {
+            "load": busy,
+            "slower_percent": slower,
+            **Counter(decision for decision, _ in found[busy, slower]),
+            "max_s": round(max(seconds for _, seconds in found[busy, slower])),
+        }
+        for busy, slower in sorted(found)
+    ]
+    print(*rows, sep="\n")
     if arguments.json:
         header = environment("host", "python", "torch", "command") | {"bound": BOUND}
         save(arguments.json, {**header, "gates": rows})

@@ -662,6 +662,54 @@ def test_regression_of_the_mean_alone_is_named(tmp_path: Path, command: Command)
     assert err == f"{REGRESSION.format('the mean of all steps', 5)}\n"
 
 
+# The speed of the host
+
+
+def at_speed(seed: int, slowness: float, trial_ms: float, **more: float) -> Run:
+    """Return a run on a host that was slow, and whose fixed calculation took `trial_ms`."""
+    timed = run(seed, more=more)
+    times_ms = timed.history
+    slowed = run_of(
+        StepRecord(
+            i,
+            PHASES,
+            tuple(slowness * step[f"{name}_ms"] for name in PHASES),
+            (0,) * 4,
+            0.0,
+            0,
+            False,
+        )
+        for i, step in enumerate(times_ms)
+    )
+    wall_clock = WallClockBreakdown({"steps": 15.0}, trial_ms=trial_ms)
+    summary = with_facts(slowed.summary(), wall_clock=wall_clock)
+    return replace(slowed, environment=H200, _summary=summary)
+
+
+@pytest.mark.parametrize(
+    ("follows", "outcome"), [(True, "regression"), (False, "cannot tell"), (None, "cannot tell")]
+)
+def test_times_are_adjusted_for_the_speed_of_the_host(follows: bool | None, outcome: str) -> None:
+    """The fixed calculation follows the speed, does not follow it, or is unknown."""
+    slowness = [1.0, 1.3, 1.1, 1.25, 0.9, 1.2, 1.15, 0.95]
+    trials_ms = [0.2 * (1 if follows is False else slow) for slow in slowness]
+    if follows is None:
+        trials_ms = [0.0] * len(slowness)
+    sides = [
+        [
+            at_speed(seed, slowness[seed], trials_ms[seed], forward=forward)
+            for seed in range(first, len(slowness), 2)
+        ]
+        for first, forward in ((0, 0.0), (1, 1.5))
+    ]
+    found = compare(*sides)
+    assert found.outcome(0.05, "step") == outcome
+    adjusted = "times are adjusted for the host, which varied by 44 % (`trial_ms`)"
+    assert (adjusted in found.notes) is bool(follows)
+    if follows:
+        assert found.step.relative_change == pytest.approx(0.1, abs=0.01)
+
+
 # The wall clock outside the steps
 
 

@@ -140,6 +140,33 @@ def test_loop_time_stops_while_the_thread_waits_for_a_core(
     assert time.waited_ns == 5_010_000
 
 
+def test_loop_time_stands_still_during_the_time_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial of 0.2 and of 0.4 ms is due every 0.1 s."""
+    now_ns, trial_ns = 10**9, 200_000
+
+    def full(*_: object) -> None:
+        nonlocal now_ns
+        now_ns += trial_ns // 20
+
+    monkeypatch.setattr("time.perf_counter_ns", lambda: now_ns)
+    monkeypatch.setattr("numpy.full", full)
+    counts = tmp_path / "schedstat"
+    counts.write_text("0 7000 7\n")
+    time = LoopTime(os.open(counts, os.O_RDONLY))
+    start_ns = time()
+    for _ in range(2):
+        time.time_trial()
+    assert (time(), time.trial_ms) == (start_ns, 0.2)
+    now_ns += 100_000_000
+    trial_ns = 400_000
+    time.time_trial()
+    assert time() == start_ns + 100_000_000
+    assert time.trial_ms == pytest.approx(0.3)
+    assert now_ns == 10**9 + 100_600_000
+
+
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="not counted here")
 def test_loop_on_the_cpu_is_timed_without_waits_for_a_core() -> None:
     time = loop_time()

@@ -50,12 +50,15 @@ class WallClockBreakdown:
             (in seconds).
         core_wait_share: Fraction of the elapsed time in which the loop's thread was ready to run,
             but had no CPU core; 0.0 if unknown. All other times exclude it.
+        trial_ms: Mean time of a fixed calculation, repeated every 0.1 s (in milliseconds): the
+            speed of the host, with which `compare` adjusts its times. 0.0 if unknown.
     """
 
     entries_s: Mapping[str, float]
     saves_in_steps_s: float = 0.0
     after_batches_s: float = 0.0
     core_wait_share: float = 0.0
+    trial_ms: float = 0.0
 
     @property
     def wall_s(self) -> float:
@@ -118,7 +121,7 @@ class WallClock:
         self._now_ns = now_ns  # None once stopped.
         # Waits for a core, which a `LoopTime` counts: before the start, and from then on.
         self._waited_before_ns: int = getattr(now_ns, "waited_ns", 0)
-        self._waited_ns = 0
+        self._waited_ns, self._trial_ms = 0, 0.0
         self._thread = get_ident()  # Training thread.
         self.entry = SET_UP
         """Entry that is open, disregarding nested entries such as checkpoints."""
@@ -276,6 +279,7 @@ class WallClock:
             core_wait_share=self._waited_ns / elapsed_ns if elapsed_ns else 0.0,
             saves_in_steps_s=account.saves_in_steps_ns / 1e9,
             after_batches_s=self._after_batches_ns / 1e9,
+            trial_ms=self._trial_ms,
         )
 
     def _current(self) -> _Account:
@@ -285,6 +289,7 @@ class WallClock:
             return account
         account = account.until(now_ns())
         self._waited_ns = getattr(now_ns, "waited_ns", 0) - self._waited_before_ns
+        self._trial_ms = getattr(now_ns, "trial_ms", 0.0)
         return account
 
     def _update(self) -> None:

@@ -11,6 +11,7 @@ from threading import get_native_id
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,6 +21,7 @@ from lightning_gputime._messages import WarnOnce
 _warn_once = WarnOnce()
 
 _MIN_CORE_WAIT_NS = 100_000
+_TRIAL_EVERY_NS = 100_000_000  # The speed of the host is measured this often, in 0.1 to 0.2 ms.
 
 
 class TimingEvent(Protocol):
@@ -169,6 +171,9 @@ class LoopTime:
         self._start_ns = 0
         self._start_ns = self._read()
         self._read_ns = self._last_ns = 0  # Time of the last reading, and newest result.
+        self.trial_ms = 0.0
+        """Mean time of a fixed calculation, which shows the speed of the host (in milliseconds)."""
+        self._trials, self._trial_due_ns, self._trials_ns = 0, 0, 0
 
     def __reduce__(self) -> tuple[Callable[[], Callable[[], int]], tuple[()]]:
         return loop_time, ()
@@ -179,8 +184,21 @@ class LoopTime:
         # The system gives a core to another thread for longer than this, so no wait is missed.
         if now_ns - self._read_ns > _MIN_CORE_WAIT_NS:
             self._read_ns, self.waited_ns = now_ns, self._read()
-        self._last_ns = max(now_ns - self.waited_ns, self._last_ns)
+        self._last_ns = max(now_ns - self.waited_ns - self._trials_ns, self._last_ns)
         return self._last_ns
+
+    def time_trial(self) -> None:
+        """Repeat the fixed calculation if it is due. This clock stands still meanwhile."""
+        start_ns = self()
+        if start_ns < self._trial_due_ns:
+            return
+        for _ in range(20):
+            np.full(24_576, 1.0, np.float32)  # As long as a small activation.
+        took_ns = self() - start_ns
+        self._trials_ns += took_ns
+        self._last_ns, self._trial_due_ns = start_ns, start_ns + _TRIAL_EVERY_NS
+        self._trials += 1
+        self.trial_ms += (took_ns / 1e6 - self.trial_ms) / self._trials
 
     def _read(self) -> int:
         try:

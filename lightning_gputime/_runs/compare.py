@@ -29,6 +29,7 @@ from lightning_gputime._runs.estimates import (
     Estimate,
     Floats,
     Outcome,
+    at_equal_speed,
     differences,
     mean_of_all_steps,
     mean_step,
@@ -48,6 +49,7 @@ _MIN_OUTSIDE_SHARE = 0.05  # Smaller changes outside of the steps are not report
 _MIN_NOT_SAMPLED_SHARE = 0.01
 _MIN_LINE, _MAX_LINES = 0.02, 5  # Change as a fraction of the step, and number of functions.
 _MIN_PAIRS = 5  # Minimum number of pairs to estimate their spread.
+_MIN_RUNS_TO_ADJUST = 3  # Minimum number of runs per side to adjust for the speed of the host.
 _DROPPED_COLUMNS = ("change", "95 %")  # Dropped in a narrow terminal, in this order.
 MEAN = "the mean of all steps"
 _ONE_RUN = "One run per side: the difference may be noise between runs."
@@ -344,11 +346,15 @@ def compare(
 
 
 def compare_groups(
-    groups: Sequence[Source | Sequence[Source]], *, allow_mismatch: bool = False, looks: int = 1
+    groups: Sequence[Source | Sequence[Source]],
+    *,
+    allow_mismatch: bool = False,
+    error_share: float = 1.0,
 ) -> RunComparison:
     """Compare each group with the first.
 
-    If the comparison is repeated as runs are added, more `looks` widen the intervals.
+    If the comparison is repeated as runs are added, each has an `error_share`: the fraction of the
+    probability of a false alarm that it may use. Smaller fractions widen the intervals.
     """
     names = ["before", "after"]
     if len(groups) > 2:
@@ -372,7 +378,7 @@ def compare_groups(
     # Keep the order of the files: it is the only order that user-defined phases have.
     found = dict.fromkeys(name for run in runs for name in list_phases(run.history))
     phases = in_order([name for name in found if not of_one_callback(name)])
-    tests = looks * (len(sides) - 1)
+    tests = (len(sides) - 1) / error_share
     first, *more = (
         _compare_two((names[0], name), (sides[0], side), phases, tests, allow_mismatch)
         for name, side in zip(names[1:], sides[1:], strict=True)
@@ -399,7 +405,7 @@ def _compare_two(
     names: tuple[str, str],
     sides: tuple[Sequence[Run], Sequence[Run]],
     phases: Sequence[str],
-    tests: int,
+    tests: float,
     allow_mismatch: bool,
 ) -> RunComparison:
     """Compare two sides. Divide the probability of an error among this number of `tests`."""
@@ -419,6 +425,19 @@ def _compare_two(
         sum(name == phase or name.startswith(f"{phase}/") for name in phases) for phase in phases
     ]
     estimates = [[_estimate(run, phases, is_sampled) for run in side] for side in sides]
+    means = [[mean_step(_times(run, ())) for run in side] for side in sides]
+    found = [*notes.values()]
+    if slowness := _slowness(sides, estimates):
+        estimates, means = (
+            [at_equal_speed(*side) for side in zip(runs, slowness, strict=True)]
+            for runs in (estimates, means)
+        )
+        spread = 100 * (max(map(max, slowness)) / min(map(min, slowness)) - 1)
+        found.append(
+            f"times are adjusted for the host, which varied by {spread:.0f} % (`trial_ms`)"
+        )
+        # The runs differ less than their neighbors do, so use all of them to estimate the spread.
+        in_turns = False
     step, *rows = differences(
         *estimates,
         confidence=1 - false_alarms / tests,
@@ -427,14 +446,12 @@ def _compare_two(
     )
     mean = step
     if not is_sampled:
-        means = [[mean_step(_times(run, ())) for run in side] for side in sides]
         [mean] = differences(
             *means,
             confidence=1 - _FALSE_ALARMS["mean"] / tests,
             in_turns=in_turns,
             resolution_ms=[step.resolution_ms],
         )
-    found = [*notes.values()]
     for name, of_side in zip(names, estimates, strict=True):
         share = np.mean([estimate.not_sampled_ms / estimate.values[0] for estimate in of_side])
         if share > _MIN_NOT_SAMPLED_SHARE:
@@ -535,6 +552,28 @@ def _estimate(run: Run, phases: Sequence[str], is_any_sampled: bool) -> Estimate
     )
 
 
+def _slowness(
+    sides: Sequence[Sequence[Run]], estimates: Sequence[Sequence[Estimate]]
+) -> list[list[float]]:
+    """Return how slow the host was in each run, relative to the mean of all runs.
+
+    Return nothing if it is unknown, or if it does not explain why the runs of a side differ.
+    """
+    clocks = [[run.summary().wall_clock for run in side] for side in sides]
+    trials_ms = [[clock.trial_ms if clock else 0.0 for clock in side] for side in clocks]
+    mean_ms = fmean(ms for side in trials_ms for ms in side)
+    if min(map(len, sides)) < _MIN_RUNS_TO_ADJUST or not all(map(all, trials_ms)):
+        return []
+    slowness = [[ms / mean_ms for ms in side] for side in trials_ms]
+    adjusted = [at_equal_speed(*side) for side in zip(estimates, slowness, strict=True)]
+    return slowness if _spread(adjusted) < _spread(estimates) else []
+
+
+def _spread(estimates: Sequence[Sequence[Estimate]]) -> float:
+    """Return the variance of the step among the runs of the same side, relative to the step."""
+    return sum(float(np.var([np.log(run.values[0]) for run in side])) for side in estimates)
+
+
 def _is_sampled(summary: PhaseSummary) -> bool:
     return summary.untimed_steps > 0 or summary.timed_every_n_steps > 1
 
@@ -561,7 +600,7 @@ def _wall_clock_s(run: Run) -> Mapping[str, float]:
 
 
 def _compare_wall_clocks(
-    sides: Sequence[Sequence[Run]], tests: int, in_turns: bool
+    sides: Sequence[Sequence[Run]], tests: float, in_turns: bool
 ) -> dict[str, Difference]:
     entries = [[_wall_clock_s(run) for run in side] for side in sides]
     names = [name for name in entries[0][0] if all(name in run for side in entries for run in side)]

@@ -96,6 +96,14 @@ class Difference:
         return "passed" if is_passed else "cannot tell"
 
 
+def at_equal_speed(runs: Sequence[Estimate], slowness: Sequence[float]) -> list[Estimate]:
+    """Return the times of runs as if the host had been equally fast in all of them."""
+    return [
+        Estimate(run.values / slow, run.variances / slow**2, run.not_sampled_ms / slow)
+        for run, slow in zip(runs, slowness, strict=True)
+    ]
+
+
 def typical_step(times: Floats) -> Estimate:
     """Return the mean of each column over the middle half of the steps by duration.
 

@@ -127,6 +127,7 @@ class Session:
         self._options, self._results, self._means = options, results, means
         self._wall_clock, self._untimed = results.wall_clock, results.untimed
         self._host_ns = clock.host_ns
+        self._time_trial: Callable[[], None] | None = getattr(clock.host_ns, "time_trial", None)
         self._analyzer = SlowStepAnalyzer(clock, results.slow, results.culprits)
         self._comparison = RankComparer(results, means, options)
         self._on_step = step_calls(options.observers)
@@ -383,6 +384,8 @@ class Session:
             took_ns = wall_clock.steps_ns(self._host_ns()) - self._examined_ns
             mean_ns = (self._examined_ns - self._first_ns) / max(self._ended - _FIRST_STEPS, 1)
             cost = max(took_ns / mean_ns - 1, 0.0) if mean_ns else 0.0
+        elif mode is TIMED and self._time_trial is not None:
+            self._time_trial()
         self._newest = number
         self._ended += 1
         now_ns = self._host_ns()
