@@ -40,7 +40,7 @@ def train(slower: int) -> None:
     head = nn.Linear(192, 10)
     model = nn.Sequential(blocks, head)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    auxiliary = nn.Sequential(*[nn.Linear(192, 192) for _ in range(round(slower / 4))])
+    auxiliary = nn.Sequential(*[nn.Linear(192, 192) for _ in range(round(slower / 3))])
     batches = [(torch.randn(128, 192), torch.randint(10, (128,))) for _ in range(250)]
     for x, y in batches:
         loss = nn.functional.cross_entropy(model(x), y)
@@ -101,8 +101,10 @@ def main() -> None:
         if time.monotonic() > end_s:
             return
         cores = pairs.get()
-        decision = gate(kind[1], kind[0], cores)
-        pairs.put(cores)
+        try:
+            decision = gate(kind[1], kind[0], cores)
+        finally:
+            pairs.put(cores)
         found.setdefault(kind, []).append(decision)
         print(*kind, *decision, flush=True)
 

@@ -104,7 +104,7 @@ class StagedLoaders:
 
     Args:
         includes: Function that returns True for a loader to time.
-        now_ns: The host's clock.
+        now_ns: The loop's clock, for loaders without workers. Workers use the system's clock.
         add_loader: Takes new, empty sums for a loader. Returns the sums to add its times to: those
             of an earlier iterator of the same loader, or the new sums.
     """

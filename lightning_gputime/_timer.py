@@ -3,7 +3,6 @@
 import functools
 import os
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -257,9 +256,7 @@ class Timer(Tabular):
         """Return a timer of the stages of the loader that is the attribute `name` of `owner`."""
         # All loaders of the process call `includes`, so it must not keep a timer or a model alive.
         includes = partial(_is_loader_of, weakref.ref(owner), name)
-        # Workers of the loader compare their times with the system's clock.
-        now_ns = self._options._clock.host_ns if self._options._clock else time.perf_counter_ns
-        return StagedLoaders(includes, now_ns, self._culprits.add_loader)
+        return StagedLoaders(includes, self._host_ns, self._culprits.add_loader)
 
     def _time_loader(self) -> None:
         """Time the stages of the newest loader."""

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from time import perf_counter_ns, sleep
 from typing import Any
 
 import lightning.pytorch as pl
@@ -142,6 +143,33 @@ def test_loader_stages_under_lightning_have_exact_times(name: str, gpu: FakeGPU)
     timer = timer_of(gpu)
     trainer(timer, max_epochs=2).fit(Model(gpu), loader)
     assert_stages(timer.summary(), expected)
+
+
+def test_loader_without_workers_is_timed_by_the_clock_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clock of the loop does not count its waits for a core: half of the time here."""
+    monkeypatch.setattr(
+        "lightning_gputime._timer.loop_time", lambda: lambda: perf_counter_ns() // 2
+    )
+
+    class Slow(Dataset[Tensor]):
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> Tensor:
+            sleep(0.002)
+            return torch.ones(4)
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with GPUPhaseHooks(model, optimizer, device="cpu", lines=False, every_n_steps=1) as timer:
+        for batch in timer.steps(DataLoader(Slow(), 2)):
+            model(batch).sum().backward()
+            optimizer.step()
+    summary = timer.summary()
+    (loader,) = [row for row in summary.measurement.culprits if "Slow" in row.name]
+    assert 1e3 * loader.seconds / loader.calls <= summary.rows["data"].mean_ms * 1.5
 
 
 def test_timed_loader_yields_the_same_batches(gpu: FakeGPU) -> None:
