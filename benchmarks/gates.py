@@ -13,6 +13,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -63,16 +64,16 @@ def load(n: int, command: Sequence[str] = ()) -> Iterator[None]:
             process.wait()
 
 
-def gate(slower: int, busy: int, cores: set[int]) -> tuple[str, float]:
+def gate(slower: int, busy: int, cores: set[int], log: Path) -> tuple[str, float]:
     """Return the decision on a version that is slower by a percentage, and its duration in s."""
     on_cores = ["taskset", "--cpu-list", ",".join(map(str, sorted(cores)))]
     script = f"{Path(__file__)} --train"
     bench = [sys.executable, "-m", "lightning_gputime", "bench", f"{script} 0"]
     bench += [f"{script} {slower}", "--fail-above", f"step:{BOUND}"]
     start_s = time.perf_counter()
-    with load(busy, on_cores):
-        done = subprocess.run([*on_cores, *bench], capture_output=True, text=True)
-    return DECISIONS.get(done.returncode, done.stderr), time.perf_counter() - start_s
+    with load(busy, on_cores), log.open("a") as output:
+        done = subprocess.run([*on_cores, *bench], stdout=output, stderr=output)
+    return DECISIONS[done.returncode], time.perf_counter() - start_s
 
 
 def main() -> None:
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="number of gates of each kind")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no gate afterwards")
     parser.add_argument("--cores", help="such as 0-7, for a gate on each two; all by default")
+    parser.add_argument("--logs", type=Path, default=tempfile.mkdtemp(), help="folder of outputs")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     if arguments.train is not None:
@@ -102,7 +104,8 @@ def main() -> None:
             return
         cores = pairs.get()
         try:
-            decision = gate(kind[1], kind[0], cores)
+            log = arguments.logs / f"cores-{min(cores)}.txt"
+            decision = gate(kind[1], kind[0], cores, log)
         finally:
             pairs.put(cores)
         found.setdefault(kind, []).append(decision)

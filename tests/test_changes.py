@@ -1,6 +1,7 @@
 """Slowdowns: lasting changes of the step time since the start of a run."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -203,6 +204,11 @@ STRETCH = Slowdown(
         (
             Slowdown("jump", since_step=500, change=-0.25, error=0.005, before_ms=4.0),
             "steps got faster: from 4 ms at the start to 3 ms (-25.0 % ± 0.5 %), since step 500",
+        ),
+        (
+            replace(JUMP, change=1.7, error=4.6, phase=""),
+            "steps got slower: from 10 ms at the start to 27 ms (about +170 %), since step 8,400"
+            " (epoch 3)",
         ),
         (
             STRETCH,

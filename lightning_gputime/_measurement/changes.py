@@ -94,6 +94,8 @@ class Slowdown:
         before, after = duration(self.before_ms), duration(self.after_ms)
         digits = 0 if self.error >= 0.01 else 1
         size = f"({100 * self.change:+.{digits}f} % ± {100 * self.error:.{digits}f} %)"
+        if self.error >= abs(self.change):  # The change is certain, its size is not.
+            size = f"(about {100 * self.change:+.0f} %)"
         since = f"step {self.since_step:,}"
         if self.since_epoch is not None:
             since += f" (epoch {self.since_epoch:,})"
