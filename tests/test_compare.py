@@ -703,11 +703,40 @@ def test_times_are_adjusted_for_the_speed_of_the_host(follows: bool | None, outc
         for first, forward in ((0, 0.0), (1, 1.5))
     ]
     found = compare(*sides)
-    assert found.outcome(0.05, "step") == outcome
+    assert found.step.outcome(0.05) == outcome
     adjusted = "times are adjusted for the host, which varied by 44 % (`trial_ms`)"
     assert (adjusted in found.notes) is bool(follows)
     if follows:
         assert found.step.relative_change == pytest.approx(0.1, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("more", "outcome", "change"),
+    [
+        ({}, "passed", 0.0),
+        ({"forward": 3.0}, "regression", 0.2),
+        # If a long phase becomes faster, the others are longer in proportion, but not the step.
+        ({"forward": -1.0}, "cannot tell", 0.167),
+    ],
+)
+def test_phases_in_proportion_decide_on_a_busy_host(
+    more: dict[str, float], outcome: str, change: float
+) -> None:
+    """The host makes all phases of a run up to 1.3 times as long, and the trial does not show it."""
+    slowness = [1.0, 1.3, 1.3, 1.0, 1.1, 1.2, 1.2, 1.1]
+    sides = [
+        [at_speed(seed, slowness[seed], 0.2, **changes) for seed in range(first, 8, 2)]
+        for first, changes in ((0, {}), (1, more))
+    ]
+    found = compare(*sides)
+    assert found.step.outcome(0.15) == "cannot tell"
+    assert found.outcome(0.15, "step") == outcome
+    assert found.proportional is not None
+    assert found.proportional.step.relative_change == pytest.approx(change, abs=0.01)
+    (sentence,) = found.explain(0.15, "step")
+    is_told = f"(in proportion to {found.proportional.phase}: " in sentence
+    assert is_told is (outcome != "cannot tell")
+    assert json.loads(json.dumps(found.to_dict()))["proportional"]["phase"]
 
 
 # The wall clock outside the steps

@@ -50,6 +50,7 @@ _MIN_NOT_SAMPLED_SHARE = 0.01
 _MIN_LINE, _MAX_LINES = 0.02, 5  # Change as a fraction of the step, and number of functions.
 _MIN_PAIRS = 5  # Minimum number of pairs to estimate their spread.
 _MIN_RUNS_TO_ADJUST = 3  # Minimum number of runs per side to adjust for the speed of the host.
+_MIN_SCALING_SHARE = 0.1  # Times are scaled by a phase that takes this fraction of the step.
 _DROPPED_COLUMNS = ("change", "95 %")  # Dropped in a narrow terminal, in this order.
 MEAN = "the mean of all steps"
 _ONE_RUN = "One run per side: the difference may be noise between runs."
@@ -73,6 +74,37 @@ class LineChange:
         name = f"`{self.function}`{where}" if self.function != "<module>" else f"`{self.file}`"
         before, after = duration(self.before_ms), duration(self.after_ms)
         return f"{name} takes {after} per step instead of {before}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProportionalStep:
+    """Difference of the step on a busy host, which makes all phases longer by the same factor.
+
+    The times of each run are scaled such that one phase takes the same time in all runs: of the
+    phases that take at least 10 % of the step, the one that changed least, in percent.
+    """
+
+    phase: str  # The phase by which times are scaled.
+    step: Difference  # Difference of the scaled step.
+    likely_error: float  # Half-width of the 60 % interval of the change of the step, not scaled.
+
+    def outcome(self, bound: float, step: Difference) -> Outcome:
+        """Return whether `step` is slower by more than a fraction of the time before.
+
+        A regression is certain if the scaled step exceeds the bound, unless the step does not. The
+        step passes if the scaled step does and if it is likely (80 %) that all phases together have
+        not become slower by more than the bound.
+        """
+        outcome = self.step.outcome(bound)
+        if outcome == "regression" and step.relative_change > bound:
+            return outcome
+        if outcome == "passed" and step.relative_change + self.likely_error <= bound:
+            return outcome
+        return step.outcome(bound)
+
+    def __str__(self) -> str:
+        change, error = self.step.relative_change, self.step.relative_error
+        return f"in proportion to {self.phase}: {100 * change:+.1f} % ± {100 * error:.1f} %"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -105,6 +137,8 @@ class RunComparison(Tabular):
             runs.
         lines: Functions whose time changed by more than its error, and by 2 % of the step; the
             largest changes first.
+        proportional: The step on a host that is shared with other work, if the model is on the CPU
+            and each side has three or more runs. It decides what `step` leaves open.
     """
 
     rows: Mapping[str, Difference]
@@ -120,6 +154,7 @@ class RunComparison(Tabular):
     is_sampled: bool = False
     wall_clock: Mapping[str, Difference] = field(default_factory=dict)
     lines: tuple[LineChange, ...] = ()
+    proportional: ProportionalStep | None = None
 
     @property
     def verdict(self) -> str:
@@ -163,6 +198,8 @@ class RunComparison(Tabular):
         found = {
             name: row.outcome(bound, tolerances_ms.get(name, 0.0)) for name, row in chosen.items()
         }
+        if "step" in chosen and self.proportional is not None:
+            found["step"] = self.proportional.outcome(bound, self.step)
         if "step" in chosen and not self.is_sampled:
             outcome = self.mean.outcome(bound)
             # Single slow steps make the mean uncertain in most runs, so a "cannot tell" passes if
@@ -176,10 +213,19 @@ class RunComparison(Tabular):
         """Return the outcome as sentences: one per regression, otherwise a single sentence."""
         outcome, percent = self.outcome(bound, phase), f"{100 * bound:g} %"
         names = [name for name, found in self.outcomes(bound, phase).items() if found == outcome]
+        proportion = ""
+        if self.proportional is not None and phase in ("", "step"):
+            proportion = f" ({self.proportional})"
         if outcome == "passed":
-            return [f"Passed: {phase or 'the step'} is not slower by more than {percent}."]
+            return [
+                f"Passed: {phase or 'the step'} is not slower by more than {percent}{proportion}."
+            ]
         if outcome == "regression":
-            return [f"Regression: {name} is slower by more than {percent}." for name in names]
+            of = {"step": proportion}
+            return [
+                f"Regression: {name} is slower by more than {percent}{of.get(name, '')}."
+                for name in names
+            ]
         needed = self.runs_needed(bound, phase)
         about = "at least" if max(self.runs) == 1 else "about"
         remedy = f"{about} {needed} runs per side would decide"
@@ -444,6 +490,10 @@ def _compare_two(
         in_turns=in_turns,
         resolution_ms=[RESOLUTION_MS * (n + 1) for n in (len(phases), *parts)],
     )
+    proportional = None
+    if all(map(all, _trials_ms(sides))) and min(map(len, sides)) >= _MIN_RUNS_TO_ADJUST:
+        confidence = 1 - _FALSE_ALARMS["step"] / tests
+        proportional = _proportional(phases, estimates, step, rows, confidence)
     mean = step
     if not is_sampled:
         [mean] = differences(
@@ -471,6 +521,7 @@ def _compare_two(
         is_sampled=is_sampled,
         wall_clock=_compare_wall_clocks(sides, tests, in_turns),
         lines=_line_changes(sides, min_ms=_MIN_LINE * step.before_ms),
+        proportional=proportional,
     )
 
 
@@ -559,14 +610,54 @@ def _slowness(
 
     Return nothing if it is unknown, or if it does not explain why the runs of a side differ.
     """
-    clocks = [[run.summary().wall_clock for run in side] for side in sides]
-    trials_ms = [[clock.trial_ms if clock else 0.0 for clock in side] for side in clocks]
+    trials_ms = _trials_ms(sides)
     mean_ms = fmean(ms for side in trials_ms for ms in side)
     if min(map(len, sides)) < _MIN_RUNS_TO_ADJUST or not all(map(all, trials_ms)):
         return []
     slowness = [[ms / mean_ms for ms in side] for side in trials_ms]
     adjusted = [at_equal_speed(*side) for side in zip(estimates, slowness, strict=True)]
     return slowness if _spread(adjusted) < _spread(estimates) else []
+
+
+def _trials_ms(sides: Sequence[Sequence[Run]]) -> list[list[float]]:
+    clocks = [[run.summary().wall_clock for run in side] for side in sides]
+    return [[clock.trial_ms if clock else 0.0 for clock in side] for side in clocks]
+
+
+def _proportional(
+    phases: Sequence[str],
+    estimates: Sequence[Sequence[Estimate]],
+    step: Difference,
+    rows: Sequence[Difference],
+    confidence: float,
+) -> ProportionalStep | None:
+    min_ms = _MIN_SCALING_SHARE * step.before_ms
+    changes = {
+        row.relative_change: column
+        for column, (name, row) in enumerate(zip(phases, rows, strict=True), start=1)
+        if "/" not in name and row.before_ms >= min_ms
+    }
+    if len(changes) < 2:
+        return None
+    column = changes[min(changes)]
+    scale = [[run.values[column] for run in side] for side in estimates]
+    mean_ms = np.mean(np.concatenate(scale))
+    if not min(map(min, scale)):
+        return None
+    # The noise within the runs is that of all phases together, so use the spread between runs only.
+    scaled = [
+        [
+            Estimate(run.values[:1] * mean_ms / ms, np.zeros(1))
+            for run, ms in zip(side, of, strict=True)
+        ]
+        for side, of in zip(estimates, scale, strict=True)
+    ]
+    [scaled_step] = differences(*scaled, confidence=confidence)
+    [likely] = differences(
+        *([Estimate(run.values[:1], run.variances[:1]) for run in side] for side in estimates),
+        confidence=0.6,
+    )
+    return ProportionalStep(phases[column - 1], scaled_step, likely.relative_error)
 
 
 def _spread(estimates: Sequence[Sequence[Estimate]]) -> float:
