@@ -8,29 +8,49 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_gputime._api import *
     from lightning_gputime.callback import GPUPhaseTimer
-    from lightning_gputime.huggingface import TransformersPhaseTimer as TransformersPhaseTimer
     from lightning_gputime.metric import PhaseTimeMetric
 
 __all__ = [
+    "Advice",
     "Cause",
+    "CostlySetting",
+    "Culprit",
+    "Diagnosis",
     "Difference",
+    "Entry",
     "Environment",
     "GPUPhaseHooks",
     "GPUPhaseTimer",
+    "LineChange",
+    "LineRow",
+    "LoaderTimes",
+    "Measurement",
     "MemorySummary",
     "MetricsLogger",
+    "PhasePart",
     "PhaseStats",
     "PhaseSummary",
     "PhaseTimeMetric",
+    "ProportionalStep",
     "RankStats",
     "RankSummary",
     "Run",
     "RunComparison",
     "Section",
     "SlowStep",
+    "SlowSummary",
+    "Slowdown",
+    "Source",
     "StepObserver",
     "StepTimes",
+    "Table",
+    "TimeBreakdown",
+    "Timeline",
     "TimerOptions",
+    "TrainingSetup",
+    "WallClockBreakdown",
+    "WorkSummary",
+    "WorkerTimes",
     "compare",
     "load",
     "phase",
@@ -38,11 +58,7 @@ __all__ = [
 
 __version__ = "0.2.0"
 
-_HEAVY = {
-    "GPUPhaseTimer": "callback",
-    "PhaseTimeMetric": "metric",
-    "TransformersPhaseTimer": "huggingface",
-}
+_HEAVY = {"GPUPhaseTimer": "callback", "PhaseTimeMetric": "metric"}
 """Modules of the names that need optional dependencies. All other names are in `_api`."""
 
 

@@ -722,7 +722,7 @@ def test_times_are_adjusted_for_the_speed_of_the_host(follows: bool | None, outc
 def test_phases_in_proportion_decide_on_a_busy_host(
     more: dict[str, float], outcome: str, change: float
 ) -> None:
-    """The host makes all phases of a run up to 1.3 times as long, and the trial does not show it."""
+    """The host makes the phases of a run up to 1.3 times as long. The trial does not show it."""
     slowness = [1.0, 1.3, 1.3, 1.0, 1.1, 1.2, 1.2, 1.1]
     sides = [
         [at_speed(seed, slowness[seed], 0.2, **changes) for seed in range(first, 8, 2)]
