@@ -107,7 +107,7 @@ PAGES = {
     "README.md": Page(2, tables=2),
     "docs/index.md": Page(2, tables=2),
     "examples/experiments/README.md": Page(1, tables=1),
-    "docs/how-to/outputs.md": Page(1),
+    "docs/how-to/outputs.md": Page(2),
     "docs/how-to/slower-than-yesterday.md": Page(1, text=torch.__version__),
     "docs/how-to/split-a-step.md": Page(2),
     "docs/how-to/trainers/fabric.md": Page(1, tables=1),
