@@ -192,7 +192,17 @@ class Fit(BatchState):
                 return
             session = self._session
             if session.mode is OFF:
-                self._end_batch_without_hooks(batch_idx)
+                self._in_batch = False
+                # Until the hooks return, the trainer's count of batches ends steps, unless it was
+                # wrong before. Without calls of functions, because most batches end here.
+                n, trainer = batch_idx + 1, self.trainer
+                if session.needs_updates:
+                    ends = self._ends_step(batch_idx)
+                else:
+                    ends = n % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+                if ends and session.end_step_without_hooks(self._step_number()):
+                    self.is_open = False
+                    self._actions.attachments.reattach()
                 return
             self._in_batch = self.is_open = False
             has_updated = session.optimizer.updates > 0
@@ -211,23 +221,6 @@ class Fit(BatchState):
                     self._wall_clock.end_first_step()
         except Exception as error:
             self._fail(error)
-
-    def _end_batch_without_hooks(self, batch_idx: int) -> None:
-        """End a batch while the hooks are detached.
-
-        The trainer's count of batches ends steps, unless it was wrong before.
-        """
-        session = self._session
-        self._in_batch = False
-        if session.needs_updates:
-            ends = self._ends_step(batch_idx)
-        else:
-            ends = _ends_update(self.trainer, batch_idx)
-        if ends:
-            has_hooks = session.end_step(self._step_number(), CALLBACKS)
-            if has_hooks:
-                self.is_open = False
-                self._actions.attachments.reattach()
 
     # Validations
 
@@ -273,7 +266,8 @@ class Fit(BatchState):
                 self._missing_updates_left -= 1
                 return self._missing_updates_left < 0
             return True
-        is_due = _ends_update(self.trainer, batch_idx)
+        n, trainer = batch_idx + 1, self.trainer
+        is_due = n % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         if session.optimizer.updates:
             self._missing_updates_left = math.inf
             ends = True
@@ -355,11 +349,6 @@ def _publish(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
     """Add metrics to `callback_metrics`, where other callbacks find them."""
     values = torch.tensor([*metrics.values()]).unbind()  # Faster than a call for each metric.
     lightning_.publish(trainer, dict(zip(metrics, values, strict=True)))
-
-
-def _ends_update(trainer: pl.Trainer, batch_idx: int) -> bool:
-    """Return whether the optimizers update after this batch, by the trainer's count of batches."""
-    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
 
 
 def _wrapper_of(trainer: pl.Trainer) -> torch.nn.Module | None:

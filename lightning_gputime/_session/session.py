@@ -375,7 +375,7 @@ class Session:
         """End the open step, and start the next with `label`. Return True if hooks are attached."""
         self._first_label = label
         if self.mode is OFF:
-            return self._end_step_without_hooks(number)
+            return self.end_step_without_hooks(number)
         recorder, wall_clock, mode = self.recorder, self._wall_clock, self.mode
         is_examined, cost = mode is EXAMINED, 0.0
         if is_examined:
@@ -602,7 +602,7 @@ class Session:
         first_check = self.index + min(self._options._lag, _CHECK_STEPS)
         self._check_at = min(first_check, self._hooks_return_at)
 
-    def _end_step_without_hooks(self, number: int) -> bool:
+    def end_step_without_hooks(self, number: int) -> bool:
         """End a step that ran without hooks. Return True if the hooks are attached again."""
         self.index += 1
         self._newest = number
@@ -940,6 +940,8 @@ class NoSession:
 
     def end_step(self, number: int, label: str = DATA) -> bool:
         return True
+
+    end_step_without_hooks = end_step
 
     def _ignore(self, *_: Any, **__: Any) -> bool:
         return False
