@@ -552,9 +552,7 @@ class Baseline:
         self._n_new += len(steps)
         if len(self.steps) < 10 or (self.is_ready and self._n_new < _BLOCK_STEPS):
             return False
-        self.is_ready = True
-        self._n_new = 0
-        self._medians = None
+        self.is_ready, self._n_new, self._medians = True, 0, None
         self.step_ms = median(self.each_ms)
         self.host_ms = median([step.host_ns[-1] - step.host_ns[0] for step in self.steps]) / 1e6
         self.host_threshold_ms = self.host_ms + max(
@@ -629,15 +627,12 @@ class _Part:
         self.name = name
         self.device_ms = self.host_ms = 0.0
         self.device_excess_ms = 0.0
+        # Time in which the device may have waited for the host; at most `device_excess_ms`.
         self.idle_ms = 0.0
-        """Time in which the device may have waited for the host; at most `device_excess_ms`."""
-        self.host_left_ms = 0.0
-        """Host excess without a cause so far; 0 if it may be noise."""
+        self.host_left_ms = 0.0  # Host excess without a cause so far; 0 if it may be noise.
         self.free: list[tuple[int, int]] = []  # Host spans of this part without a cause so far.
-        self.host_causes: _Causes = defaultdict(float)
-        """Delays of the host by cause."""
-        self.device_causes: _Causes = defaultdict(float)
-        """Delays of the device that are no delays of the host, by cause."""
+        self.host_causes: _Causes = defaultdict(float)  # Delays of the host.
+        self.device_causes: _Causes = defaultdict(float)  # Delays of the device but not the host.
 
     def take(self, start_ns: int, end_ns: int) -> float:
         """Remove a span from the free host time. Return the removed time (in milliseconds)."""
