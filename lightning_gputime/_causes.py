@@ -31,7 +31,6 @@ from lightning_gputime._compat.torch_ import compile_callbacks
 from lightning_gputime._instrumentation.loop import attribute
 from lightning_gputime._measurement.culprits import GC_COLLECT, CulpritSums, Source
 from lightning_gputime._measurement.history import MIN_PACKED_MARKS, pack, unpack
-from lightning_gputime._measurement.loader import MadeBatch
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.slow import (
     HAVE_PHASES,
@@ -64,14 +63,10 @@ from lightning_gputime._record.clock import Clock
 
 _BLOCK_STEPS = 25  # Number of steps that are compared with the same baseline.
 _BASELINE_STEPS = 50  # Maximum number of steps in a baseline: the newest steps.
-_MIN_BASELINE_STEPS = 10  # Minimum number of steps for a baseline.
 # A step is slow if its excess is larger than each of these:
 _MIN_EXCESS_DEVIATIONS = 5.0  # As a multiple of the median absolute deviation.
 _MIN_EXCESS_SHARE = 0.1  # As a fraction of the median.
 _MIN_EXCESS_MS = 0.5
-_MIN_CAUSE_SHARE = 0.05  # Causes of a smaller fraction of the excess count as unexplained.
-_MIN_SPAN_NS = 50_000  # Shorter spans cannot explain a slow step, and are dropped.
-_MIN_LOCATED_NS = 1_000_000  # The code that ran is not recorded for shorter spans.
 _NEAR_NS = 1_000_000  # Maximum distance of a sample from the mark that it belongs to.
 # Minimum host time of steps whose CPU time is sampled. A sample takes about 5 us, because the code
 # of the system call is not in the caches of a CPU that drives a GPU.
@@ -82,7 +77,6 @@ _MIN_OFF_CPU_MS = 6.0
 
 # Kinds of spans, innermost first. A span may contain spans of earlier kinds.
 _INSIDE_OUT: Sequence[CauseKind] = ("garbage_collection", "compilation", "callback")
-_NOT_LOADERS = (range, itertools.count, itertools.repeat, list, tuple)  # They load nothing.
 # Counters of torch's allocator that only grow when it calls the driver, and their names in texts.
 _COUNTERS: Mapping[str, str] = {
     "num_alloc_retries": "retries",
@@ -169,8 +163,8 @@ class SlowStepAnalyzer:
     def set_loader(self, loader: object, in_data: bool) -> None:
         """Set the loader of the next loop. With `in_data`, all of `data` is its fetch."""
         self._fetch_phase = DATA if in_data else FETCH
-        if type(loader) in _NOT_LOADERS:
-            self._fetch_phase = ""
+        if type(loader) in (range, itertools.count, itertools.repeat, list, tuple):
+            self._fetch_phase = ""  # They load nothing.
         workers = attribute(loader, "num_workers")
         self._workers = workers if isinstance(workers, int) else 0
 
@@ -232,8 +226,7 @@ class SlowStepAnalyzer:
         if not slow:
             return []
         records = [step for step, _ in slow]
-        collected = [collect(records, baseline) for collect in self.collectors]
-        detectors = [detector for detector in collected if detector is not None]
+        detectors = [*filter(None, (collect(records, baseline) for collect in self.collectors))]
         waits = _overlapping(self._waits, records[0].host_ns[0], records[-1].host_ns[-1])
         medians = baseline.medians()
         found = []
@@ -249,50 +242,44 @@ class SlowStepAnalyzer:
     ) -> Detector | None:
         if not self._fetch_phase:
             return None
-        batches = self._culprits.newest_batches() if self._workers else []
-        return partial(_detect_fetch, self._fetch_phase, self._workers, [*self._loops_ns], batches)
+        phase, workers, loops_ns = self._fetch_phase, self._workers, [*self._loops_ns]
+        batches = self._culprits.newest_batches() if workers else []
+
+        def detect(excess: "Excess") -> None:
+            start_ns, end_ns = excess.start_ns, excess.end_ns
+            starts_loop = any(start_ns - _NEAR_NS <= ns <= end_ns for ns in loops_ns)
+            # Batches that workers completed during this step: the loop has waited for one of them.
+            made = [batch for batch in batches if start_ns < batch.end_ns <= end_ns]
+            if not workers:
+                detail = "its start" if starts_loop else "it loads in the main process"
+            elif starts_loop:
+                detail = "starting its workers for the first batch"
+            elif made:
+                detail = str(max(made, key=lambda batch: batch.end_ns - batch.start_ns))
+            else:
+                detail = f"its {workers} workers had no batch ready"
+            excess.attribute_host("dataloader", detail, lambda part: part == phase)
+
+        return detect
 
 
-def _detect_fetch(
-    phase: str,
-    workers: int,
-    loops_ns: Sequence[int],
-    batches: Sequence[MadeBatch],
-    excess: "Excess",
-) -> None:
-    start_ns, end_ns = excess.start_ns, excess.end_ns
-    starts_loop = any(start_ns - _NEAR_NS <= ns <= end_ns for ns in loops_ns)
-    # Batches that workers completed during this step: the loop has waited for one of them.
-    made = [batch for batch in batches if start_ns < batch.end_ns <= end_ns]
-    if not workers:
-        detail = "its start" if starts_loop else "it loads in the main process"
-    elif starts_loop:
-        detail = "starting its workers for the first batch"
-    elif made:
-        detail = str(max(made, key=lambda batch: batch.end_ns - batch.start_ns))
-    else:
-        detail = f"its {workers} workers had no batch ready"
-    excess.attribute_host("dataloader", detail, lambda part: part == phase)
+def _collect_phases(*_: object) -> Detector:
+    def detect(excess: Excess) -> None:
+        """Attribute host excess in callbacks and phases, and device excess in waits for ranks."""
+        for part in excess.longest_parts():
+            name = part.name
+            if name == CALLBACKS:
+                detail = "other callbacks"
+            elif name.partition("/")[0] in (*PHASES, TRAINING_STEP):
+                detail = of_one_callback(name)  # Empty for phases of the training itself.
+            else:
+                detail = f"phase {name}"
+            if detail:
+                part.attribute_host("callback", detail)
+            if is_wait(name) and part.device_excess_ms:
+                part.device_causes["ranks", f"in {name}"] += part.device_excess_ms
 
-
-def _collect_phases(steps: Sequence[StepRecord], baseline: "Baseline") -> Detector:
-    return _detect_phases
-
-
-def _detect_phases(excess: "Excess") -> None:
-    """Attribute host excess in callbacks and named phases, and device excess in waits for ranks."""
-    for part in excess.longest_parts():
-        name = part.name
-        if name == CALLBACKS:
-            detail = "other callbacks"
-        elif name.partition("/")[0] in (*PHASES, TRAINING_STEP):
-            detail = of_one_callback(name)  # Empty for phases of the training itself.
-        else:
-            detail = f"phase {name}"
-        if detail:
-            part.attribute_host("callback", detail)
-        if is_wait(name) and part.device_excess_ms:
-            part.device_causes["ranks", f"in {name}"] += part.device_excess_ms
+    return detect
 
 
 class HostSpans:
@@ -352,15 +339,13 @@ class HostSpans:
     def end(self, kind: CauseKind, detail: str, name: str = "") -> None:
         """End the span of this kind. Keep it, and for long spans also the code that was running.
 
-        Args:
-            kind: Kind of the cause.
-            detail: Detail of the cause, for the log of slow steps.
-            name: Name of the code that was running; empty for its function.
+        `name` is the name of that code; empty for its function.
         """
         now_ns, started_ns = self._now_ns(), self._started_ns.pop(kind, None)
-        if started_ns is not None and now_ns - started_ns >= _MIN_SPAN_NS:
+        # Shorter spans cannot explain a slow step.
+        if started_ns is not None and now_ns - started_ns >= 50_000:
             self._newest.append((started_ns, now_ns, kind, detail))
-            if kind != "callback" and now_ns - started_ns >= _MIN_LOCATED_NS:
+            if kind != "callback" and now_ns - started_ns >= 1_000_000:
                 entry = f"slow steps: {kind.replace('_', ' ')}"
                 found = running_line()
                 source = None if found is None else Source(found[0], found[1], found[1], found[2])
@@ -369,40 +354,32 @@ class HostSpans:
     def collect_spans(self, steps: Sequence[StepRecord], baseline: "Baseline") -> Detector | None:
         # Copy the spans, because a garbage collection may add one at any time.
         spans = _overlapping([*self._newest], steps[0].host_ns[0], steps[-1].host_ns[-1])
-        return partial(_detect_spans, spans) if spans else None
 
+        def detect(excess: "Excess") -> None:
+            inside = _overlapping(spans, excess.start_ns, excess.end_ns)
+            # Inner spans come first, so that their time does not count again for the outer span.
+            inside.sort(key=lambda span: _INSIDE_OUT.index(span[2]))
+            for start_ns, end_ns, kind, detail in inside:
+                for part in excess.parts.values():
+                    if ms := part.take(start_ns, end_ns):
+                        part.host_causes[kind, detail] += ms
+                        part.host_left_ms = max(part.host_left_ms - ms, 0.0)
+            for part in excess.longest_parts():
+                for kind, detail in [*part.host_causes]:
+                    if kind == "compilation":
+                        # In the rest of the excess, the new code was loaded and run for the first
+                        # time.
+                        part.attribute_host(kind, detail)
 
-def _detect_spans(spans: Sequence[Span], excess: "Excess") -> None:
-    inside = _overlapping(spans, excess.start_ns, excess.end_ns)
-    # Inner spans come first, so that their time does not count again for the outer span.
-    for span in sorted(inside, key=lambda span: _INSIDE_OUT.index(span[2])):
-        for part in excess.parts.values():
-            part.attribute_span(span)
-    for part in excess.longest_parts():
-        for kind, detail in [*part.host_causes]:
-            if kind == "compilation":
-                # In the rest of the excess, the new code was loaded and run for the first time.
-                part.attribute_host(kind, detail)
-
-
-class _OffCpu(NamedTuple):
-    """Time of a step off the CPU (in milliseconds), and number of context switches."""
-
-    ms: float
-    voluntary: float  # Switches because the thread waited.
-    involuntary: float  # Switches because the system gave the CPU to another thread.
+        return detect if spans else None
 
 
 class HostSampler:
     """Samples at the ends of steps: CPU time of the thread, and counters of torch's allocator.
 
     The newest baseline determines what is sampled: CPU time after every step, if steps are long,
-    and the counters after steps with a long host time, and every 25 steps.
-
-    Args:
-        counters: Function that returns the counters; None for a device without counters.
-        usage: Function that returns the CPU time and the context switches of the thread, as
-            `getrusage` does. None if the system does not count them per thread.
+    and the counters after steps with a long host time, and every 25 steps. `counters` is None for a
+    device without counters, `usage` if the system does not count the CPU time of threads.
     """
 
     def __init__(
@@ -459,56 +436,53 @@ class HostSampler:
     ) -> Detector | None:
         start_ns, end_ns = steps[0].host_ns[0], steps[-1].host_ns[-1] + _NEAR_NS
         growths = [(ns, growth) for ns, growth in self._growths if start_ns <= ns <= end_ns]
-        return partial(_detect_growth, growths) if growths else None
+
+        def detect(excess: "Excess") -> None:
+            """Attribute the host excess without a cause if the allocator has called the driver."""
+            of_step = (growth for ns, growth in growths if abs(ns - excess.end_ns) <= _NEAR_NS)
+            growth = next(of_step, ())  # Empty if no counters were read at the end of this step.
+            counters = zip(_COUNTERS.values(), growth, strict=False)
+            if detail := ", ".join(f"{counter} {n}" for counter, n in counters if n > 0):
+                excess.attribute_host("allocator", detail, lambda part: not is_wait(part))
+
+        return detect if growths else None
 
     def collect_off_cpu(self, steps: Sequence[StepRecord], baseline: "Baseline") -> Detector | None:
         if not self._usages:
             return None
         samples = [*self._usages]
         slow = {step.host_ns[0]: _off_cpu(samples, step) for step in steps}
-        found = {ns: off for ns, off in slow.items() if off and off.ms >= _MIN_OFF_CPU_MS}
+        found = {ns: off for ns, off in slow.items() if off and off[0] >= _MIN_OFF_CPU_MS}
         if not found:
             return None  # Most slow steps have another cause: do not compute the usual values.
         others = filter(None, [_off_cpu(samples, step) for step in baseline.steps])
-        columns = [*zip(*others, strict=True)]
-        return partial(_detect_off_cpu, found, _OffCpu(*map(median, columns))) if columns else None
+        usual = [*map(median, zip(*others, strict=True))]
+
+        def detect(excess: "Excess") -> None:
+            """Attribute the time in which other threads ran, or in which the thread was stopped."""
+            off_cpu = zip(found.get(excess.start_ns, usual), usual, strict=True)
+            ms, voluntary, involuntary = (value - mid for value, mid in off_cpu)
+            if ms < _MIN_OFF_CPU_MS:
+                return
+            if involuntary > max(voluntary, 0.0):
+                excess.attribute_host("off_cpu", "other threads had the CPU", max_ms=ms)
+            elif ms >= _MIN_OFF_CPU_MS * voluntary:
+                # Each wait took long. Many short waits would only mean that threads alternate.
+                # Other phases may wait on purpose.
+                working = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
+                excess.attribute_host(
+                    "off_cpu", "stopped or blocked", lambda p: p.partition("/")[0] in working, ms
+                )
+
+        return detect if usual else None
 
 
-def _detect_growth(growths: Sequence[tuple[int, Sequence[int]]], excess: "Excess") -> None:
-    """Attribute the host excess without a cause if the allocator has called the driver."""
-    of_step = (growth for ns, growth in growths if abs(ns - excess.end_ns) <= _NEAR_NS)
-    growth = next(of_step, ())  # Empty if the counters were not read at the end of this step.
-    counters = zip(_COUNTERS.values(), growth, strict=False)
-    if detail := ", ".join(f"{counter} {n}" for counter, n in counters if n > 0):
-        excess.attribute_host("allocator", detail, lambda part: not is_wait(part))
+def _off_cpu(samples: Sequence[tuple[int, Any]], step: StepRecord) -> Sequence[float] | None:
+    """Return the time of a step off the CPU, and the number of context switches.
 
-
-def _detect_off_cpu(slow: Mapping[int, _OffCpu], usual: _OffCpu, excess: "Excess") -> None:
-    """Attribute the time in which other threads ran, or in which the thread was stopped.
-
-    Args:
-        slow: Values of slow steps, by the host time of the start of the step.
-        usual: Medians of the steps in the baseline.
-        excess: Excess of one of the slow steps.
+    They are voluntary if the thread waited, and involuntary if the system gave the CPU to another
+    thread. Return None without a sample at the start of the step.
     """
-    if (off_cpu := slow.get(excess.start_ns)) is None:
-        return
-    ms, voluntary, involuntary = (value - mid for value, mid in zip(off_cpu, usual, strict=True))
-    if ms < _MIN_OFF_CPU_MS:
-        return
-    if involuntary > max(voluntary, 0.0):
-        excess.attribute_host("off_cpu", "other threads had the CPU", max_ms=ms)
-    elif ms >= _MIN_OFF_CPU_MS * voluntary:
-        # Each wait took long. Many short waits would only mean that threads alternate. Phases
-        # outside of `working` may wait on purpose.
-        working = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
-        excess.attribute_host(
-            "off_cpu", "stopped or blocked", lambda part: part.partition("/")[0] in working, ms
-        )
-
-
-def _off_cpu(samples: Sequence[tuple[int, Any]], step: StepRecord) -> _OffCpu | None:
-    """Return off-CPU time and context switches of a step; None without a sample at its start."""
     start_ns, end_ns = step.host_ns[0], step.host_ns[-1]
     # Find the newest sample before the start and before the end of the step, because a sample is
     # taken just before the mark between two steps.
@@ -518,9 +492,8 @@ def _off_cpu(samples: Sequence[tuple[int, Any]], step: StepRecord) -> _OffCpu | 
         return None
     (before_ns, before), (after_ns, after) = samples[first], samples[last]
     ran_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-    off_us = round((after_ns - before_ns) / 1e3 - 1e6 * ran_s)
-    voluntary = after.ru_nvcsw - before.ru_nvcsw
-    return _OffCpu(off_us / 1e3, voluntary, after.ru_nivcsw - before.ru_nivcsw)
+    off_ms = round((after_ns - before_ns) / 1e3 - 1e6 * ran_s) / 1e3
+    return off_ms, after.ru_nvcsw - before.ru_nvcsw, after.ru_nivcsw - before.ru_nivcsw
 
 
 def thread_usage() -> Callable[[], Any] | None:
@@ -577,11 +550,9 @@ class Baseline:
         self.steps.extend(steps)
         self.each_ms.extend(each_ms)
         self._n_new += len(steps)
-        if len(self.steps) < _MIN_BASELINE_STEPS or (self.is_ready and self._n_new < _BLOCK_STEPS):
+        if len(self.steps) < 10 or (self.is_ready and self._n_new < _BLOCK_STEPS):
             return False
-        self.is_ready = True
-        self._n_new = 0
-        self._medians = None
+        self.is_ready, self._n_new, self._medians = True, 0, None
         self.step_ms = median(self.each_ms)
         self.host_ms = median([step.host_ns[-1] - step.host_ns[0] for step in self.steps]) / 1e6
         self.host_threshold_ms = self.host_ms + max(
@@ -656,15 +627,12 @@ class _Part:
         self.name = name
         self.device_ms = self.host_ms = 0.0
         self.device_excess_ms = 0.0
+        # Time in which the device may have waited for the host; at most `device_excess_ms`.
         self.idle_ms = 0.0
-        """Time in which the device may have waited for the host; at most `device_excess_ms`."""
-        self.host_left_ms = 0.0
-        """Host excess without a cause so far; 0 if it may be noise."""
+        self.host_left_ms = 0.0  # Host excess without a cause so far; 0 if it may be noise.
         self.free: list[tuple[int, int]] = []  # Host spans of this part without a cause so far.
-        self.host_causes: _Causes = defaultdict(float)
-        """Delays of the host by cause."""
-        self.device_causes: _Causes = defaultdict(float)
-        """Delays of the device that are no delays of the host, by cause."""
+        self.host_causes: _Causes = defaultdict(float)  # Delays of the host.
+        self.device_causes: _Causes = defaultdict(float)  # Delays of the device but not the host.
 
     def take(self, start_ns: int, end_ns: int) -> float:
         """Remove a span from the free host time. Return the removed time (in milliseconds)."""
@@ -681,13 +649,6 @@ class _Part:
                 free.append((end, free_end))
         self.free = free
         return taken_ns / 1e6
-
-    def attribute_span(self, span: Span) -> None:
-        """Attribute the time of a span inside this part, as far as that time has no cause yet."""
-        start_ns, end_ns, kind, detail = span
-        if ms := self.take(start_ns, end_ns):
-            self.host_causes[kind, detail] += ms
-            self.host_left_ms = max(self.host_left_ms - ms, 0.0)
 
     def attribute_host(self, kind: CauseKind, detail: str, max_ms: float = inf) -> float:
         """Attribute the rest of the host excess, at most `max_ms`. Return the attributed time."""
@@ -718,13 +679,8 @@ class Excess:
     A delay of the host delays the device in the same part of the step, unless queued work hides the
     delay. So a cause gets at most the delay of the host, and at most the excess of the device in
     that part. It gets nothing if the device had not reached the part when the host continued.
-    Causes in the same part share the excess of that part. No time is attributed twice.
-
-    Args:
-        step: The slow step.
-        step_ms: Duration of the slow step (in milliseconds).
-        baseline: Medians of earlier steps.
-        waits: Spans in which the timer blocked the host. They do not count as a cause.
+    Causes in the same part share the excess of that part. No time is attributed twice. `waits` are
+    spans in which the timer blocked the host. They do not count as a cause.
     """
 
     def __init__(
@@ -796,7 +752,7 @@ class Excess:
         causes = {
             key: Cause(key[0], host_ms[key], ms * share, key[1])
             for key, ms in exposed_ms.items()
-            if ms * share >= _MIN_CAUSE_SHARE * step_excess_ms
+            if ms * share >= 0.05 * step_excess_ms  # Smaller causes count as unexplained.
         }
         ordered = sorted(causes.values(), key=lambda cause: cause.exposed_ms, reverse=True)
         unexplained_ms = max(step_excess_ms - sum(cause.exposed_ms for cause in ordered), 0.0)
@@ -820,10 +776,7 @@ class Excess:
         excess_ms = {phase: sum(causes_ms.values()) for phase, causes_ms in phases_ms.items()}
         longest = max(excess_ms, key=excess_ms.__getitem__)
         times = self.step.times()
-        phase_ms, phase_host_ms = (
-            {name: all_ms[name] for name in in_order([*all_ms]) if "/" not in name}
-            for all_ms in (times.phase_ms, times.host_ms)
-        )
+        phases = [name for name in in_order([*times.phase_ms]) if "/" not in name]
         return SlowStep(
             step=times.step,
             step_ms=self.step_ms,
@@ -833,8 +786,8 @@ class Excess:
             unexplained_ms=unexplained_ms,
             phase_excess_ms=excess_ms[longest] * step_excess_ms / (sum(excess_ms.values()) or inf),
             lost_ms=lost_ms,
-            phase_ms=phase_ms,
-            host_ms=phase_host_ms,
+            phase_ms={name: times.phase_ms[name] for name in phases},
+            host_ms={name: times.host_ms[name] for name in phases},
         )
 
 

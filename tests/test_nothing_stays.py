@@ -281,7 +281,7 @@ def test_callback_does_not_keep_the_model_alive(gpu: FakeGPU) -> None:
 
         def on_validation_batch_end(self, *_: Any) -> None:
             evaluation: Any = timer._evaluations._running
-            references.extend(map(weakref.ref, (evaluation, evaluation._boundaries)))
+            references.extend(map(weakref.ref, (evaluation, evaluation.boundaries)))
 
     references = list[Any]()
     timer = GPUPhaseTimer(_clock=gpu, print_summary=False)

@@ -28,37 +28,11 @@ Ints = npt.NDArray[np.int64]
 MIN_STEPS = 25  # Smallest number of steps in a window.
 _MIN_WINDOWS = 7  # Runs with fewer windows are not searched.
 _SHORT_RUN = 10  # Runs with fewer windows need a larger change.
-_MAX_WINDOWS = 256  # Beyond this number, neighbors are merged.
-_MAX_PHASES = 64  # Beyond this number, sub-phases are dropped.
-_FIND_GROWTH = 1.25  # A search is due each time the run has grown by this factor.
-# Warm-up ends at the first window that takes at most this multiple of the next window, and at the
-# latest after this fraction of the run.
-_WARMUP_FACTOR, _MAX_WARMUP_SHARE = 1.25, 0.4
-# Minimum length of the first level and of later levels: number of windows and fraction of the run.
-_MIN_START, _MIN_START_SHARE = 2, 0.05
+# Minimum length of the levels after the start: number of windows, and fraction of the run.
 _MIN_LEVEL, _MIN_LEVEL_SHARE = 3, 0.1
-_MIN_RISE_SHARE = 0.25  # Minimum length of a trend that starts with the run.
-_JUMP_SHARE = 0.1  # Maximum length of the rise of a jump, as a fraction of the run.
-# Minimum number of windows of a stretch, which distinguishes it from outliers, and of a run that is
-# searched for stretches.
-_MIN_STRETCH, _MIN_WINDOWS_OF_STRETCH = 6, 20
-# Penalties on twice the log likelihood: per free position, and for a stretch per window of the run.
-_POSITION_COST, _STRETCH_COST_PER_WINDOW = 6.0, math.log(2.0)
 _GRID = 40  # Number of positions in the coarse search for the start and the end of a change.
 _NOISE_FLOOR = 1e-3  # Minimum relative noise of a series.
 _CORRELATIONS = np.linspace(0.0, 0.95, 20)
-# Smallest reported changes, as logarithms of the ratio of step times. A GPU that warms up gets a
-# few percent slower or faster, so a change in the first 15 minutes must be larger.
-_MIN_CHANGE, _MIN_EARLY_CHANGE, _EARLY_MS = 0.05, 0.1, 900e3
-_MIN_CHANGE_IN_SHORT_RUN = 0.6
-# Minimum of twice the log likelihood ratio of a change with noise to noise alone: 6 + 0.5 n for n
-# windows, up to 22.
-_MIN_RATIO_INTERCEPT, _MIN_RATIO_PER_WINDOW, _MAX_MIN_RATIO = 6.0, 0.5, 22.0
-# Correlated noise drifts by up to 4.5 / n in n windows, and at most by 0.19. Smaller changes need
-# this ratio.
-_DRIFT, _MAX_DRIFT, _MIN_RATIO_IN_DRIFT = 4.5, 0.19, 28.0
-_MIN_ORDERED = 0.85  # Minimum fraction of (before, after) pairs of windows that show the change.
-_MIN_TIMED_WINDOWS = 5  # Minimum number of windows with timed steps to name a phase.
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,24 +133,17 @@ class StepSeries:
         self._later_epochs.append((first_step, epoch))
 
     def add(self, number: int, steps: int, wall_ms: float, phases_ms: Mapping[str, float]) -> bool:
-        """Add the next window of steps.
+        """Add a window of steps, timed or not. Return True if a search is due.
 
-        Args:
-            number: Number of its last step.
-            steps: Number of steps, timed or not.
-            wall_ms: Time of all these steps (in milliseconds).
-            phases_ms: Mean time of each phase per step, estimated from the timed steps (in
-                milliseconds); empty if no step was timed.
-
-        Returns:
-            True if a search is due: call `find`, which takes milliseconds.
+        Then call `find`, which takes milliseconds. `number` is the number of the last step,
+        `phases_ms` the mean time of each phase per step; empty if no step was timed.
         """
         if steps <= 0:
             return False
         first_step = number - steps + 1 if self._next_step is None else self._next_step
         self._next_step = number + 1
         self._advance_epoch(first_step)
-        if len(phases_ms) > _MAX_PHASES:
+        if len(phases_ms) > 64:  # Drop sub-phases.
             phases_ms = {name: ms for name, ms in phases_ms.items() if "/" not in name}
         window = _Window(first_step, self._epoch, steps, wall_ms, phases_ms=dict(phases_ms))
         self._advance_epoch(number + 1)
@@ -187,8 +154,8 @@ class StepSeries:
             return False
         self._open = None
         self._windows.append(window)
-        if len(self._windows) > _MAX_WINDOWS:
-            # Create a new list, because another thread may be reading the old list.
+        if len(self._windows) > 256:
+            # Merge neighbors, in a new list, because another thread may be reading the old list.
             pairs = zip(self._windows[::2], self._windows[1::2], strict=False)
             last = self._windows[-1]
             self._windows = [first.merge(second) for first, second in pairs]
@@ -197,7 +164,7 @@ class StepSeries:
         self._steps += window.steps
         if len(self._windows) < _SHORT_RUN or self._steps < self._find_at:
             return False
-        self._find_at = int(self._steps * _FIND_GROWTH)
+        self._find_at = int(self._steps * 1.25)
         return True
 
     def _advance_epoch(self, step: int) -> None:
@@ -227,11 +194,11 @@ class StepSeries:
         if len(windows) < _MIN_WINDOWS:
             return None
 
-        # Drop the warm-up, such as compilation.
+        # Drop the warm-up, such as compilation: at most 40 % of the run.
         means_ms = [window.wall_ms / window.steps for window in windows]
-        max_n = max(1, min(int(_MAX_WARMUP_SHARE * len(windows)), len(windows) - _MIN_WINDOWS))
+        max_n = max(1, min(int(0.4 * len(windows)), len(windows) - _MIN_WINDOWS))
         n = 0
-        while n < max_n and means_ms[n] > _WARMUP_FACTOR * means_ms[n + 1]:
+        while n < max_n and means_ms[n] > 1.25 * means_ms[n + 1]:
             n += 1
         windows, values_ms = windows[n:], np.array(means_ms[n:])
         if values_ms.min() <= 0.0:
@@ -246,7 +213,7 @@ class StepSeries:
         # Name the phase that changed most, if enough windows with timed steps cover the change.
         timed = [i for i, window in enumerate(windows) if window.phases_ms]
         shape, changes_ms = found.shape[timed], dict[str, float]()
-        if len(timed) >= _MIN_TIMED_WINDOWS and np.ptp(shape) >= 0.5:
+        if len(timed) >= 5 and np.ptp(shape) >= 0.5:
             for name in dict.fromkeys(name for i in timed for name in windows[i].phases_ms):
                 of_phase = np.array([windows[i].phases_ms.get(name, 0.0) for i in timed])
                 before_ms, change_ms = _levels(of_phase, shape, steps[timed])
@@ -270,11 +237,7 @@ class StepSeries:
 
 
 class SlowdownSearch:
-    """Search a run for a slowdown while its steps are added.
-
-    Args:
-        untimed: Untimed steps of the run.
-    """
+    """Search a run for a slowdown while its steps are added."""
 
     def __init__(self, untimed: UntimedSteps) -> None:
         self.series = StepSeries()
@@ -291,12 +254,9 @@ class SlowdownSearch:
         self._is_followed = True
 
     def add(self, number: int, sums: Sums, *, is_settled: bool = True) -> bool:
-        """Add steps, timed or not. Return True if a search is due.
+        """Add steps up to this number, timed or not. Return True if a search is due.
 
-        Args:
-            number: Number of the last step.
-            sums: Sums over the timed steps among the added steps.
-            is_settled: False if the untimed steps do not include the last steps yet.
+        `sums` has the timed steps. `is_settled` is False if the untimed steps lack the last steps.
         """
         self._sums.merge(sums)
         n = int(self._sums.step.n) + self._untimed.n - self._n_before
@@ -334,8 +294,7 @@ def _clip_outliers(values: Floats, expected: Floats) -> Floats:
     away = values - expected
     # The 80 % quantile of normal noise is about 1.3 standard deviations. The median would be zero
     # if most windows are equal.
-    deviation = 0.75 * float(np.quantile(np.abs(away), 0.8))
-    max_away = 4.0 * deviation
+    max_away = 4.0 * 0.75 * float(np.quantile(np.abs(away), 0.8))
     clipped: Floats = expected + np.clip(away, -max_away, max_away)
     return clipped
 
@@ -356,7 +315,7 @@ class _Change(NamedTuple):
         n = len(self.shape)
         if self.until < n:
             return "stretch"
-        return "jump" if self.full - self.start <= max(3, _JUMP_SHARE * n) else "trend"
+        return "jump" if self.full - self.start <= max(3, 0.1 * n) else "trend"
 
     @property
     def fitted(self) -> Floats:
@@ -402,7 +361,7 @@ def _candidates(edges: Floats, firsts: Ints, lasts: Ints) -> tuple[Ints, Floats]
     Return all jumps, and the trends and stretches from one of `firsts` to one of `lasts`.
     """
     n = len(edges) - 1
-    min_start = max(_MIN_START, math.ceil(_MIN_START_SHARE * n))
+    min_start = max(2, math.ceil(0.05 * n))
     min_level = max(_MIN_LEVEL, math.ceil(_MIN_LEVEL_SHARE * n))
     # Also fit changes that are too recent to report. Without them, the best fit to such a change
     # would be at an earlier position, and would be reported.
@@ -410,9 +369,10 @@ def _candidates(edges: Floats, firsts: Ints, lasts: Ints) -> tuple[Ints, Floats]
     start, end = (positions.ravel() for positions in np.meshgrid(firsts, lasts))
     start, end = (positions[(start >= 0) & (end <= n)] for positions in (start, end))
     is_trend = (end - start >= 2) & ((start + end) / 2 <= n - _MIN_LEVEL)
-    is_trend &= (start >= min_start) | (end - start >= _MIN_RISE_SHARE * n)
+    is_trend &= (start >= min_start) | (end - start >= 0.25 * n)
     is_stretch = (start >= min_start) & (end <= n - min_level)
-    is_stretch &= (end - start >= max(min_level, _MIN_STRETCH)) & (n >= _MIN_WINDOWS_OF_STRETCH)
+    # A shorter stretch may be an outlier.
+    is_stretch &= (end - start >= max(min_level, 6)) & (n >= 20)
     candidates = np.concatenate(
         [
             (jumps, jumps, np.full_like(jumps, n)),
@@ -436,7 +396,10 @@ def _shapes(edges: Floats, candidates: Ints) -> Floats:
 
 
 def _costs(values: Floats, weights: Floats, candidates: Ints, shapes: Floats) -> Floats:
-    """Return minus twice the log likelihood of each change, plus penalties."""
+    """Return minus twice the log likelihood of each change, plus penalties.
+
+    The penalties are per free position, and for a stretch per window of the run.
+    """
     n, (start, full, until) = len(values), candidates
     weights = weights / weights.sum()
     shapes = shapes - (shapes @ weights)[:, None]
@@ -446,8 +409,8 @@ def _costs(values: Floats, weights: Floats, candidates: Ints, shapes: Floats) ->
     noise = np.maximum(weights @ centered**2 - explained, 0.0)
     floor = _NOISE_FLOOR**2 * float(weights @ values**2)
     free_positions = (start > 0).astype(float) + ((full > start) & (full < n))
-    costs: Floats = n * np.log(noise + floor) + _POSITION_COST * free_positions
-    costs += n * _STRETCH_COST_PER_WINDOW * (until < n)
+    costs: Floats = n * np.log(noise + floor) + 6.0 * free_positions
+    costs += n * math.log(2.0) * (until < n)
     return costs
 
 
@@ -497,19 +460,19 @@ def _is_certain(edges: Floats, values: Floats, found: _Change) -> bool:
         return False
     before, after = values[shape <= 0.25], values[shape >= 0.75]
     size = math.log(after.mean() / before.mean())
+    # A GPU that warms up gets a few percent slower or faster, so a change in the first 15 minutes
+    # must be larger.
     full_at_ms = float(np.diff(edges)[: found.full] @ values[: found.full])
-    min_size = _MIN_EARLY_CHANGE if full_at_ms < _EARLY_MS else _MIN_CHANGE
-    min_ordered = _MIN_ORDERED
+    min_size, min_ordered = 0.1 if full_at_ms < 900e3 else 0.05, 0.85
     if n < _SHORT_RUN:
-        min_size, min_ordered = _MIN_CHANGE_IN_SHORT_RUN, 1.0
-    if abs(size) < min_size:
-        return False
+        min_size, min_ordered = 0.6, 1.0
     # Compare each window before the change with each window after it.
-    if np.mean(np.sign(size) * (after[:, None] - before) > 0.0) < min_ordered:
+    is_ordered = np.sign(size) * (after[:, None] - before) > 0.0
+    if abs(size) < min_size or np.mean(is_ordered) < min_ordered:
         return False
-    min_ratio = min(_MIN_RATIO_INTERCEPT + _MIN_RATIO_PER_WINDOW * n, _MAX_MIN_RATIO)
-    if abs(size) < min(_MAX_DRIFT, _DRIFT / n):
-        min_ratio = _MIN_RATIO_IN_DRIFT
+    # Minimum of twice the log likelihood ratio of a change with noise to noise alone. Correlated
+    # noise drifts by up to 4.5 / n in n windows, and at most by 0.19.
+    min_ratio = 28.0 if abs(size) < min(0.19, 4.5 / n) else min(6.0 + 0.5 * n, 22.0)
     logs = np.log(values)
     ratio = _autoregressive_cost(logs) - _autoregressive_cost(logs - np.log(fitted))
     return ratio >= min_ratio

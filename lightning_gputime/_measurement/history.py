@@ -17,12 +17,7 @@ MIN_PACKED_MARKS = 40
 
 
 class StepLog:
-    """Newest timed steps, and sums over all timed steps.
-
-    Args:
-        capacity: Number of steps to keep.
-        warmup_steps: Number of first steps that the sums exclude.
-    """
+    """Newest timed steps, and sums over all timed steps but the first `warmup_steps`."""
 
     def __init__(self, capacity: int, warmup_steps: int) -> None:
         self.newest: deque[StepRecord] = deque(maxlen=capacity)

@@ -31,11 +31,8 @@ class Writer(Protocol):
 class MeanLog:
     """Write the means since the last log, every n steps. Call `connect` before all other methods.
 
-    Args:
-        every_n_steps: Log at steps `n - 1`, `2 n - 1` and so on, as Lightning does, or at the next
-            step if that number is skipped. With 0, nothing is logged; with None, only `log_means`
-            logs.
-        writer: Destination of the means.
+    It logs at steps `n - 1`, `2 n - 1` and so on, as Lightning does, or at the next step if that
+    number is skipped. If n is 0, nothing is logged; if it is None, only `log_means` logs.
     """
 
     def __init__(self, every_n_steps: int | None, writer: Writer) -> None:
@@ -52,12 +49,9 @@ class MeanLog:
         self._sums = Sums()  # Timed steps since the last log.
 
     def connect(self, results: Results, *, is_sampled: bool, is_logged: bool) -> None:
-        """Set the facts to log.
+        """Set the facts to log. Steps must be added to them before they are added here.
 
-        Args:
-            results: Facts of the run. Steps must be added to them before they are added here.
-            is_sampled: True if some steps are not timed. Then, `take` never logs; call `log_at`.
-            is_logged: False if no logger, observer or other destination receives the means.
+        `is_sampled` is True if some steps are not timed. Then, `take` never logs; call `log_at`.
         """
         self._results, self._is_sampled, self.is_logged = results, is_sampled, is_logged
         self._untimed_before = results.untimed.totals  # Untimed steps until the last log.
@@ -89,26 +83,21 @@ class MeanLog:
             if records[-1].number >= self._due_at:
                 for n, step in enumerate(records, 1):
                     if step.number >= self._due_at:
-                        self._add(steps, n_logged, n)
+                        is_all = n_logged == 0 and n == len(records)
+                        self._sums.merge(steps.sums if is_all else Sums(records[n_logged:n]))
                         self.log_at(step.number)
                         n_logged = n
         if n_logged < len(records):
-            self._add(steps, n_logged, len(records))
+            self._sums.merge(Sums(records[n_logged:]) if n_logged else steps.sums)
+            self.newest = records[-1].number
         return n_logged > 0
-
-    def _add(self, steps: ReadSteps, first: int, end: int) -> None:
-        """Add the steps from the index `first` to the index before `end`."""
-        is_all = end - first == len(steps.records)
-        self._sums.merge(steps.sums if is_all else Sums(steps.records[first:end]))
-        self.newest = steps.records[end - 1].number
 
     def log_means(self, *, only_publish: bool = False) -> None:
         """Log the means over the steps since the last log, under the number of the newest step.
 
         With `only_publish`, publish the means without a log, and keep the steps for the next log.
         """
-        sums, results = self._sums, self._results
-        untimed = Estimate()
+        sums, results, untimed = self._sums, self._results, Estimate()
         if not only_publish:
             self._sums = Sums()
             results.read_memory()

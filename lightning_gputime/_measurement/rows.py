@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gputime._measurement.durations import Percentiles, percentiles
 from lightning_gputime._measurement.history import list_phases
 from lightning_gputime._measurement.ranks import STEP
 from lightning_gputime._measurement.stats import PhaseStats
 from lightning_gputime._measurement.sums import Sums
-from lightning_gputime._measurement.untimed import Estimate
+from lightning_gputime._measurement.untimed import Estimate, Percentiles, percentiles
 from lightning_gputime._phases import in_order
 
 _MIN_HALF = 10  # Number of timed steps in half of a run.

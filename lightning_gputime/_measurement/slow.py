@@ -26,7 +26,6 @@ _WORDS: Mapping[str, str] = {
     "ranks": "other ranks",
 }
 
-_MAX_SHARE = 0.25  # Above this share of slow steps, step times simply vary: call no step slow.
 _MAX_KEPT = 1_000
 """Once more than twice as many slow steps are stored, keep this many with the largest excess. Then
 sum the other explained steps, and drop every second of the other unexplained steps."""
@@ -142,7 +141,7 @@ class SlowSummary:
             f"{percent(part / self.share)} {name}" for name, part in shares.items() if part > 0
         ]
         was = "was slow, and cost" if self.n == 1 else "were slow, and cost"
-        if self.n > _MAX_SHARE * self.steps:
+        if self.n > 0.25 * self.steps:  # Call no step slow.
             was = "took longer than their baseline (step times vary), and cost"
         return (
             f"{self.n:,} of {self.steps:,} steps {was} {percent(self.share)} of the time;"
@@ -185,25 +184,21 @@ class _Sums:
 class SlowEvidence:
     """Slow step whose causes are computed once, on request."""
 
-    __slots__ = ("_explain", "_explained", "excess_ms")
+    __slots__ = ("_step", "excess_ms")
 
     def __init__(self, excess_ms: float, explain: Callable[[], SlowStep]) -> None:
         self.excess_ms = excess_ms
-        self._explain: Callable[[], SlowStep] | None = explain
-        self._explained: SlowStep | None = None
+        self._step: SlowStep | Callable[[], SlowStep] = explain
 
     @property
     def is_explained(self) -> bool:
-        return self._explain is None
+        return isinstance(self._step, SlowStep)
 
     def explained(self) -> SlowStep:
-        # Several threads may call this: read `_explain` first, as it is cleared last.
-        explain = self._explain
-        if explain is not None:
-            self._explained = explain()
-            self._explain = None
-        assert self._explained is not None
-        return self._explained
+        step = self._step  # Read it once, because several threads may call this.
+        if not isinstance(step, SlowStep):
+            step = self._step = step()
+        return step
 
 
 class _Kept(NamedTuple):
@@ -251,9 +246,7 @@ class SlowLog:
     def add(self, found: Sequence[SlowEvidence], *, has_baseline: bool) -> Sequence[SlowStep]:
         """Add the next slow steps. Return them with their causes if the log is followed.
 
-        Args:
-            found: Slow steps.
-            has_baseline: True once steps were compared with a baseline.
+        `has_baseline` is True once steps were compared with a baseline.
         """
         self._has_baseline = has_baseline
         if not found:
@@ -290,12 +283,10 @@ class SlowLog:
         return [step.explained() for step, _ in ordered[: min(n, _MAX_KEPT)]]
 
     def metrics(self, newest: int, n: int, *, keep: bool = False) -> dict[str, float]:
-        """Return the excess per timed step since the last log, in total and by kind.
+        """Return the excess per step of the `n` timed steps since the last log, also by kind.
 
-        Args:
-            newest: Number of the newest step to include.
-            n: Number of timed steps since the last log.
-            keep: True to include these steps in the next log, too.
+        `newest` is the number of the newest step to include. With `keep`, the next log includes
+        these steps, too.
         """
         included = [step for step in self._pending if step.step <= newest]
         sums = self._before.plus(zip(included, repeat(1.0)))
@@ -311,10 +302,8 @@ class SlowLog:
     def summary(self, steps: int, all_ms: float) -> SlowSummary | None:
         """Return the cost of slow steps; None if no step was slow.
 
-        Args:
-            steps: Number of timed steps.
-            all_ms: Time of these steps (in milliseconds), increased if timed steps are slow more
-                often than untimed steps.
+        `all_ms` is the time of all timed steps, increased if they are slow more often than untimed
+        steps.
         """
         kept = self._kept
         if not kept.n or not all_ms:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from lightning_gputime._phases import SAVES, of_one_callback
 
-_MIN_PART = 0.5  # A sub-phase that takes more than this fraction of its phase replaces the phase.
-
 
 @dataclass(frozen=True, slots=True)
 class PhaseStats:
@@ -56,15 +54,12 @@ def is_rare(row: PhaseStats) -> bool:
 def largest_part(of_phases: Mapping[str, float], parent: str = "", sign: float = 1.0) -> str:
     """Return the phase with the most time, or its sub-phase with more than half of that time.
 
-    Args:
-        of_phases: Time of each phase, or its change.
-        parent: Phase to start from: return it or one of its sub-phases. If empty, consider all
-            phases, and return an empty string if no time is positive.
-        sign: Negative to search for the largest decrease instead.
+    With a `parent`, return that phase or one of its sub-phases. Without, return an empty string if
+    no time is positive. With a negative `sign`, search for the largest decrease instead.
     """
     signed_ms = {name: math.copysign(1.0, sign) * ms for name, ms in of_phases.items()}
     while True:
-        min_ms = _MIN_PART * signed_ms.get(parent, 0.0)
+        min_ms = 0.5 * signed_ms.get(parent, 0.0)
         inside = [name for name in signed_ms if name.rpartition("/")[0] == parent]
         large = [name for name in inside if signed_ms[name] > min_ms]
         if not large:

@@ -25,43 +25,35 @@ class Sums:
         self.skipped_updates = 0  # Number of steps without an update.
         self.items = 0.0  # Number of items in all steps that report it.
         self.items_ms = 0.0  # Device time of these steps.
+        # Add steps with the same labels column by column. A loop over the steps is slower, and so
+        # is NumPy, whose code is not in the CPU caches while a training loop runs.
         for labels, alike in groupby(steps, attrgetter("labels")):
-            self._add_steps(labels, alike)
-
-    def _add_steps(self, labels: tuple[str, ...], steps: Iterable[StepRecord]) -> None:
-        """Add steps with the same labels, column by column."""
-        # A loop over the steps is slower, and so is NumPy, whose code is not in the CPU caches
-        # while a training loop runs.
-        columns: Any = StepRecord._make(zip(*steps, strict=True))
-        n = len(columns.number)
-        marks_ms = [*zip(*columns.device_ms, strict=True)]  # Device time of each step, by mark.
-        # Host time of all steps, by mark: the sum over the next mark minus the sum over this mark.
-        starts_ns = [*map(sum, zip(*columns.host_ns, strict=True))]
-        marks_ns = [*map(sub, starts_ns[1:], starts_ns)]
-        for name, marks in _marks_of(labels):
-            if len(marks) == 1:
-                steps_ms: Sequence[float] = marks_ms[marks[0]]
-            else:
-                times = map(marks_ms.__getitem__, marks)
-                # Without marks, there are no times to add.
-                steps_ms = [*map(sum, zip(*times, strict=True))] or [0.0] * n
-            if name is None:
-                self.each_ms += steps_ms
-                self._add_items(columns.items, steps_ms)
-            phase = self.step if name is None else self.phases[name]
-            host_ms = sum(map(marks_ns.__getitem__, marks)) / 1e6
-            phase.add(n, sum(steps_ms), host_ms, max(steps_ms))
-        self.wait_ms += sum(columns.wait_ms)
-        self.skipped_updates += sum(columns.skipped_update)
-
-    def _add_items(self, items: Sequence[float], each_ms: Sequence[float]) -> None:
-        """Add the items and the device time of the steps with a known number of items."""
-        all_items = sum(items)
-        if isnan(all_items):
-            counted = [i for i, n in enumerate(items) if not isnan(n)]
-            all_items, each_ms = sum([items[i] for i in counted]), [each_ms[i] for i in counted]
-        self.items += all_items
-        self.items_ms += sum(each_ms)
+            columns: Any = StepRecord._make(zip(*alike, strict=True))
+            n = len(columns.number)
+            marks_ms = [*zip(*columns.device_ms, strict=True)]  # Device time of each step, by mark.
+            # Host time of all steps, by mark: the sum over the next mark minus that over this mark.
+            starts_ns = [*map(sum, zip(*columns.host_ns, strict=True))]
+            marks_ns = [*map(sub, starts_ns[1:], starts_ns)]
+            for name, marks in _marks_of(labels):
+                if len(marks) == 1:
+                    steps_ms: Sequence[float] = marks_ms[marks[0]]
+                else:
+                    times = map(marks_ms.__getitem__, marks)
+                    # Without marks, there are no times to add.
+                    steps_ms = [*map(sum, zip(*times, strict=True))] or [0.0] * n
+                host_ms = sum(map(marks_ns.__getitem__, marks)) / 1e6
+                phase = self.step if name is None else self.phases[name]
+                phase.add(n, sum(steps_ms), host_ms, max(steps_ms))
+            self.each_ms += steps_ms  # Of the whole step, which is last.
+            items = sum(columns.items)
+            if isnan(items):  # Some steps do not report it.
+                counted = [i for i, number in enumerate(columns.items) if not isnan(number)]
+                items = sum([columns.items[i] for i in counted])
+                steps_ms = [steps_ms[i] for i in counted]
+            self.items += items
+            self.items_ms += sum(steps_ms)
+            self.wait_ms += sum(columns.wait_ms)
+            self.skipped_updates += sum(columns.skipped_update)
 
     def merge(self, other: "Sums") -> None:
         """Add the sums over other steps."""
@@ -72,25 +64,6 @@ class Sums:
         self.skipped_updates += other.skipped_updates
         self.items += other.items
         self.items_ms += other.items_ms
-
-    def add_estimate(
-        self, n: float, ms: float, phases: Iterable[tuple[str, float, float, float]], items: float
-    ) -> None:
-        """Add an estimate of untimed steps.
-
-        Args:
-            n: Number of steps.
-            ms: Their total duration, on the device as on the host (in milliseconds).
-            phases: Name of each phase, the number of steps in which it ran, and its device and host
-                time (in milliseconds).
-            items: Number of items; NaN if unknown.
-        """
-        self.step.add(n, device_ms=ms, host_ms=ms)
-        for name, *sums in phases:
-            self.phases[name].add(*sums)
-        if not isnan(items):
-            self.items += items
-            self.items_ms += ms
 
     def copy(self) -> "Sums":
         copied = Sums()
@@ -142,9 +115,6 @@ def _marks_of(labels: tuple[str, ...]) -> Sequence[tuple[str | None, Sequence[in
     return [*marks_of, (None, [mark for mark, phases in enumerate(resolved) if phases])]
 
 
-_NO_PRECISION = "MFU is unknown, because the precision of the model could not be detected"
-
-
 @dataclass(slots=True)
 class ThroughputReference:
     """Peak throughput and FLOPs per item for a `WorkSummary`. Set during the first step."""
@@ -170,14 +140,15 @@ class ThroughputReference:
         return rates | {f"{name}_tflops": tflops for name, tflops in phases.items()}
 
     def summary(self, sums: Sums) -> "WorkSummary":
-        rates = self._rates(sums)
-        has_no_precision = "tflops" in rates and not self.precision
+        rates, note = self._rates(sums), self.note
+        if not note and "tflops" in rates and not self.precision:
+            note = "MFU is unknown, because the precision of the model could not be detected"
         return WorkSummary(
             **rates,
             items_by=self.items_by,
             precision=self.precision,
             peak_tflops=self.peak_tflops,
-            note=self.note or (_NO_PRECISION if has_no_precision else ""),
+            note=note,
         )
 
     def _rates(self, sums: Sums) -> dict[str, float]:

@@ -31,16 +31,11 @@ class Unit:
         return f"{self.number(ms)} {self.name}"
 
 
-_MICROSECONDS = Unit("us", ms=1e-3, digits=1)
-MILLISECONDS = Unit("ms", ms=1, digits=3)
-_SECONDS = Unit("s", ms=1e3, digits=4)
-
-
 def unit_of(ms: float) -> Unit:
     """Return the unit to show a time in."""
     if 0 < ms < 0.1:
-        return _MICROSECONDS
-    return _SECONDS if ms >= 1e3 else MILLISECONDS
+        return Unit("us", ms=1e-3, digits=1)
+    return Unit("s", ms=1e3, digits=4) if ms >= 1e3 else Unit("ms", ms=1, digits=3)
 
 
 def duration(ms: float) -> str:

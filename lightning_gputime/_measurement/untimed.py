@@ -9,37 +9,61 @@
 
 import math
 from array import array
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from statistics import median
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gputime._measurement.durations import Durations
 from lightning_gputime._measurement.ranks import STEP
 from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._phases import StepRecord
 
 _LONG_STEP = 1.5  # A step is long if it takes at least this multiple of the median.
 _STRATA = 13  # Number of strata, including the ordinary steps.
-_GROWTH = 2.0  # The durations in a stratum of long steps differ by up to this factor.
-_RECENT, _RECENT_TIMED = 500, 50  # Number of newest untimed and timed steps to compare with.
-# Estimate the median again once this fraction of the newest untimed steps is new.
-_NEW_SHARE = 0.2
-_MAX_TIMING_NS = 0.4e6  # Limit of the estimated time that timing adds to a step.
-_MIN_SETTLED = 50  # Collect fewer steps before settling them, unless at least half are timed.
-_MAX_BLOCK = 5  # Maximum number of steps in a block.
-_MAX_NEWEST = 8  # Number of newest long steps of a stratum that predict the next.
 # Quantiles of Student's t for a 95 % interval, from 1 degree of freedom on.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-_MIN_WAIT_SHARE = 0.1  # Minimum host wait of GPU-bound steps, as a fraction of device time.
+_BINS_PER_FACTOR_E = 50  # Bins of a histogram of durations are 2 % wide.
 
 _NO_STEPS = Sums()
+
+Percentiles = tuple[float, float, float]
+
+
+def percentiles(values: npt.NDArray[np.float64], weights: npt.NDArray[Any]) -> Percentiles:
+    """Return the 5th, 50th and 95th percentile of weighted values; NaN without values."""
+    if not len(values):
+        return math.nan, math.nan, math.nan
+    order = np.argsort(values)
+    ends = np.cumsum(weights[order])
+    places = np.searchsorted(ends, np.array([0.05, 0.5, 0.95]) * ends[-1])
+    p5, p50, p95 = values[order][np.minimum(places, len(values) - 1)].tolist()
+    return p5, p50, p95
+
+
+class Durations:
+    """Histogram of durations on a logarithmic scale."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[int]()  # Number of durations by bin.
+        self._max_ns = 0
+
+    def add(self, took_ns: Sequence[int]) -> None:
+        """Add durations. Negative values are unknown durations, and are left out."""
+        bins = [int(math.log(ns or 1) * _BINS_PER_FACTOR_E) for ns in took_ns if ns >= 0]
+        self._counts.update(bins)
+        self._max_ns = max(self._max_ns, *took_ns, 0)
+
+    def statistics_ms(self) -> dict[str, Any]:
+        """Return fields of a `PhaseStats`; percentiles are accurate to 1 %."""
+        centers_ms = [math.exp((bin_ + 0.5) / _BINS_PER_FACTOR_E) / 1e6 for bin_ in self._counts]
+        p5, p50, p95 = percentiles(np.array(centers_ms), np.array([*self._counts.values()]))
+        return {"p5_ms": p5, "p50_ms": p50, "p95_ms": p95, "max_ms": self._max_ns / 1e6}
 
 
 class Estimate(NamedTuple):
@@ -75,24 +99,6 @@ class _Block(NamedTuple):
             items=sums.items / ms if sums.items_ms else math.nan,
         )
 
-    def differences(self, other: "_Block") -> Iterator[tuple[str, float, float]]:
-        """Yield each phase, and the difference of its fraction and of its time per step (in ms).
-
-        Also yield "step", whose fraction does not differ.
-        """
-        step_ms, other_step_ms = self.ms / self.n, other.ms / other.n
-        for name in {*self.device, *other.device}:
-            here, there = self.device.get(name, 0.0), other.device.get(name, 0.0)
-            yield name, here - there, here * step_ms - there * other_step_ms
-        yield STEP, 0.0, step_ms - other_step_ms
-
-
-class _OpenBlock(NamedTuple):
-    """Consecutive timed steps of a stratum to which further steps may be added."""
-
-    stratum: int
-    steps: list[StepRecord]
-
 
 class _Gap(NamedTuple):
     """Untimed steps of a stratum."""
@@ -114,11 +120,11 @@ class _Gap(NamedTuple):
             return sums
         # Steps of unknown duration take as long as the mean step of the block.
         ms = self.ms + self.uncertain * block.ms / block.n
-        phases = [
-            (name, n * block.ran[name], ms * share, ms * block.host[name])
-            for name, share in block.device.items()
-        ]
-        sums.add_estimate(n, ms, phases, ms * block.items)
+        sums.step.add(n, device_ms=ms, host_ms=ms)
+        for name, share in block.device.items():
+            sums.phases[name].add(n * block.ran[name], ms * share, ms * block.host[name])
+        if not math.isnan(block.items):
+            sums.items, sums.items_ms = ms * block.items, ms
         return sums
 
     def represented_by(self, block: _Block | None) -> Estimate:
@@ -136,8 +142,8 @@ class _StepLengths:
     """Durations of the newest steps, to distinguish long steps from ordinary steps."""
 
     def __init__(self) -> None:
-        self._untimed = deque[float](maxlen=_RECENT)
-        self._timed = deque[float](maxlen=_RECENT_TIMED)
+        self._untimed = deque[float](maxlen=500)
+        self._timed = deque[float](maxlen=50)
         self._ordinary_ns = 0.0  # Median duration.
         self._added_ns = 0.0  # Time that timing adds to a step.
         self._new = math.inf  # Number of steps since the last estimate of the two.
@@ -145,39 +151,31 @@ class _StepLengths:
     def add(self, took_ns: Sequence[float], timed: AbstractSet[int]) -> list[int]:
         """Add steps, and return the stratum of each: 0 for ordinary steps and unknown durations.
 
-        Args:
-            took_ns: Durations; negative if unknown.
-            timed: Indices of the timed steps.
+        Durations are negative if unknown; `timed` has the indices of the timed steps.
         """
         self._untimed.extend([ns for i, ns in enumerate(took_ns) if ns >= 0 and i not in timed])
         if timed:
             self._timed.extend([took_ns[i] for i in timed if took_ns[i] >= 0])
         self._new += len(took_ns)
-        if self._new >= len(self._untimed) * _NEW_SHARE:
-            self._estimate()
+        if self._new >= 0.2 * len(self._untimed):  # Many are new: estimate again.
+            self._new = 0
+            median_ns, added_ns = _quantile(self._untimed or self._timed, 0.5), 0.0
+            if self._timed and self._untimed:
+                # Timing windows are moved onto long steps, so up to half of the timed steps may be
+                # long. The first quartile ignores them.
+                added_ns = _quantile(self._timed, 0.25) - median_ns
+            self._added_ns = min(max(added_ns, 0.0), 0.4e6)
+            self._ordinary_ns = max(median_ns, 1.0)
         corrected_ns = took_ns
-        if timed:
+        if timed:  # Do not mistake them for long steps.
             added_ns = self._added_ns
             corrected_ns = [ns - added_ns if i in timed else ns for i, ns in enumerate(took_ns)]
         long_ns = _LONG_STEP * self._ordinary_ns
+        # The durations in a stratum of long steps differ by up to a factor of 2.
         return [
-            0 if ns < long_ns else min(int(math.log(ns / long_ns, _GROWTH)) + 1, _STRATA - 1)
+            0 if ns < long_ns else min(int(math.log(ns / long_ns, 2.0)) + 1, _STRATA - 1)
             for ns in corrected_ns
         ]
-
-    def _estimate(self) -> None:
-        """Estimate the duration of ordinary steps, and the time that timing adds to a step.
-
-        `add` subtracts the added time, so that timed steps are not mistaken for long steps.
-        """
-        self._new = 0
-        timed, untimed = self._timed, self._untimed
-        median_ns = _quantile(untimed or timed, 0.5)
-        # Timing windows are moved onto long steps, so up to half of the timed steps may be long.
-        # The first quartile ignores them.
-        added_ns = _quantile(timed, 0.25) - median_ns if timed and untimed else 0.0
-        self._added_ns = min(max(added_ns, 0.0), _MAX_TIMING_NS)
-        self._ordinary_ns = max(median_ns, 1.0)
 
 
 def _quantile(values: Collection[float], q: float) -> float:
@@ -214,9 +212,7 @@ class UntimedSteps:
     This is post-stratification (Holt and Smith 1979, https://doi.org/10.2307/2344652). The variance
     within a stratum is estimated from the differences between successive blocks.
 
-    Args:
-        warmup_steps: Number of first steps to exclude.
-        history_size: Number of newest timed steps for which `weights` are available.
+    The first `warmup_steps` are excluded. `weights` knows the newest `history_size` timed steps.
     """
 
     def __init__(self, warmup_steps: int = 0, history_size: int = 0) -> None:
@@ -236,7 +232,8 @@ class UntimedSteps:
         """Number of settled untimed steps, without excluded steps."""
         self._read: list[StepRecord] = []  # Timed steps that were read, but are not yet settled.
         self._n_warmup_read = 0  # Number of steps at the start of `_read` that are warm-up.
-        self._open = _OpenBlock(stratum=0, steps=[])
+        # Consecutive timed steps of a stratum, to which further steps may be added.
+        self._open: tuple[int, list[StepRecord]] = (0, [])
 
     # At the end of each step. `now_ns` is the time of all steps so far, without pauses and
     # evaluations.
@@ -259,28 +256,20 @@ class UntimedSteps:
     def add_timed(self, steps: Sequence[StepRecord], warmup: int = 0) -> bool:
         """Add timed steps that were read, in order. Skipped step indices are untimed steps.
 
-        Args:
-            steps: Timed steps.
-            warmup: Number of first steps that are warm-up, and represent no other steps.
-
-        Returns:
-            True if the statistics include the steps, False if a later call will add them.
+        The first `warmup` steps represent no other steps. Return True if the statistics include the
+        steps, False if a later call will add them.
         """
         self._read += steps
         self._n_warmup_read += warmup
         n = self._read[-1].step_index + 1 - self._n_settled
         # Settling costs the same for one step and for a hundred, so collect steps.
-        if n < _MIN_SETTLED and 2 * len(self._read) < n:
+        if n < 50 and 2 * len(self._read) < n:
             return False
         self.settle()
         return True
 
     def settle(self, until: int = 0) -> None:
-        """Add all steps up to the last timed step that was read to the statistics.
-
-        Args:
-            until: Also add all steps before this index.
-        """
+        """Add all steps up to the last timed step that was read, and all before index `until`."""
         timed, n_warmup_read = self._read, self._n_warmup_read
         self._read, self._n_warmup_read = [], 0
         if timed:
@@ -302,36 +291,14 @@ class UntimedSteps:
             timed_at = [index - first for index in indices if first <= index < first + n]
             device_ms = sum([sum(step.device_ms) for step in timed])
             waited_ms = sum([step.wait_ms for step in timed])
-            self._is_gpu_bound = waited_ms >= _MIN_WAIT_SHARE * device_ms
-        strata = self._add_durations(took_ns, timed_at, first)
-        records = {step.step_index - first: step for step in timed[n_warmup_read:]}
-        # Add steps in order, because each block represents the untimed steps before it.
-        start = 0
-        for i in [*timed_at, n]:
-            if i > start:
-                self._add_untimed(took_ns[start:i], strata[start:i])
-            if i in records:
-                self._add_to_block(strata[i], records[i])
-            start = i + 1
-        self._end_block()
+            self._is_gpu_bound = waited_ms >= 0.1 * device_ms
 
-    def _add_durations(
-        self, took_ns: Sequence[int], timed_at: Sequence[int], first: int
-    ) -> list[int]:
-        """Add the durations of steps, and return the stratum of each.
-
-        Args:
-            took_ns: Durations of all steps from the index `first` on; -1 if excluded.
-            timed_at: Positions of the timed steps in `took_ns`.
-            first: Index of the first step.
-        """
         self.durations.add(took_ns)
         strata = self._lengths.add(took_ns, {*timed_at})
         if self._is_gpu_bound:
-            strata = [0] * len(strata)
+            strata = [0] * n
         self._strata_of_timed.extend(map(strata.__getitem__, timed_at))
-        for counts, at in ((self._all, range(len(took_ns))), (self._timed, timed_at)):
-            steps, ns = counts
+        for (steps, ns), at in ((self._all, range(n)), (self._timed, timed_at)):
             for i in at:
                 if took_ns[i] >= 0:
                     steps[strata[i]] += 1
@@ -339,27 +306,33 @@ class UntimedSteps:
         for i, stratum in enumerate(strata):
             if stratum:
                 self._strata[stratum].newest.append(first + i)
-        return strata
 
-    def _add_untimed(self, took_ns: Sequence[int], strata: Sequence[int]) -> None:
+        # Add steps in order, because each block represents the untimed steps before it.
+        records = {step.step_index - first: step for step in timed[n_warmup_read:]}
+        start = 0
+        for i in [*timed_at, n]:
+            if i > start:
+                self._end_block()
+                for k in sorted({*strata[start:i]}):
+                    each_ns = zip(took_ns[start:i], strata[start:i], strict=True)
+                    if known_ns := [ns for ns, stratum in each_ns if stratum == k and ns >= 0]:
+                        self.n += len(known_ns)
+                        gap = _Gap(len(known_ns), sum(known_ns) / 1e6)
+                        if self._is_gpu_bound:
+                            gap = _Gap(uncertain=len(known_ns))
+                        self._strata[k].add_untimed(gap)
+            if i in records:
+                if strata[i] != self._open[0] or len(self._open[1]) >= 5:
+                    self._end_block()
+                    self._open = strata[i], []
+                self._open[1].append(records[i])
+            start = i + 1
         self._end_block()
-        for k in sorted({*strata}):
-            steps = zip(took_ns, strata, strict=True)
-            if known_ns := [ns for ns, stratum in steps if stratum == k and ns >= 0]:
-                self.n += len(known_ns)
-                ms = math.nan if self._is_gpu_bound else sum(known_ns) / 1e6
-                self._strata[k].add_untimed(len(known_ns), ms)
-
-    def _add_to_block(self, stratum: int, step: StepRecord) -> None:
-        if stratum != self._open.stratum or len(self._open.steps) >= _MAX_BLOCK:
-            self._end_block()
-            self._open = _OpenBlock(stratum, [])
-        self._open.steps.append(step)
 
     def _end_block(self) -> None:
         stratum, steps = self._open
         if steps:
-            self._open = _OpenBlock(stratum, [])
+            self._open = stratum, []
             block = _Block.of(steps)
             if self.n:
                 self._strata[stratum].add_block(block)
@@ -397,7 +370,7 @@ class UntimedSteps:
         mean_ns = ns[k] / max(n[k], 1)
         for other in (k + 1, k - 1):
             # Stratum 0 is no neighbor, because ordinary steps do not represent long steps.
-            if 0 < other < len(strata) and strata[other].last is not None:
+            if 0 < other < _STRATA and strata[other].last is not None:
                 ratio = ns[other] / max(n[other], 1) / max(mean_ns, 1.0)
                 if 1 / _LONG_STEP < ratio < _LONG_STEP:
                     return strata[other].last
@@ -426,9 +399,8 @@ class UntimedSteps:
     def next_long(self) -> tuple[int, int] | None:
         """Return the index of the last long step, and the expected number of steps to the next.
 
-        Both refer to one stratum of long steps. If long steps recur in several strata, choose the
-        stratum in which a block of timed steps represents the most untimed time. None if no long
-        step has recurred.
+        If long steps recur in several strata, choose the stratum in which a block of timed steps
+        represents the most untimed time. None if no long step has recurred.
         """
         recurring = [stratum for stratum in self._strata[1:] if len(stratum.newest) >= 2]
         if not recurring:
@@ -451,7 +423,7 @@ class _Stratum:
     """Untimed steps of a stratum, and the blocks of timed steps that represent them."""
 
     def __init__(self) -> None:
-        self.newest = deque[int](maxlen=_MAX_NEWEST)  # Indices of steps, timed or not.
+        self.newest = deque[int](maxlen=8)  # Indices of steps, timed or not.
         self.blocks = 0  # Number of blocks that may represent untimed steps.
         self.total = _Gap()  # All untimed steps.
         self._pending = _Gap()  # Untimed steps since the last block.
@@ -464,9 +436,7 @@ class _Stratum:
         self._squared_time_changes = defaultdict[str, float](float)
         self._scale = _Scale()
 
-    def add_untimed(self, n: int, ms: float) -> None:
-        """Add steps that take `ms` in total; NaN if unknown."""
-        gap = _Gap(uncertain=n) if math.isnan(ms) else _Gap(n, ms)
+    def add_untimed(self, gap: _Gap) -> None:
         self._pending, self.total = self._pending.plus(gap), self.total.plus(gap)
 
     def add_block(self, block: _Block) -> None:
@@ -486,7 +456,11 @@ class _Stratum:
         if self.last is not None:
             variance = 1 / block.n + 1 / self.last.n
             self._differences += 1
-            for name, change, change_ms in block.differences(self.last):
+            here, there = ({**each.device, STEP: 1.0} for each in (block, self.last))
+            here_ms, there_ms = block.ms / block.n, self.last.ms / self.last.n
+            for name in {*here, *there}:
+                change = here.get(name, 0.0) - there.get(name, 0.0)
+                change_ms = here.get(name, 0.0) * here_ms - there.get(name, 0.0) * there_ms
                 self._squared_share_changes[name] += change * change / variance
                 self._squared_time_changes[name] += change_ms * change_ms / variance
         self.last = block
@@ -497,33 +471,25 @@ class _Stratum:
             return self._pending.represented_by(block)
         sums = self._represented.copy()
         sums.merge(self._pending.divided_like(self.last))
-        return Estimate(sums, self._errors_ms(self._scale.plus(self._pending, self.last)))
-
-    def _errors_ms(self, scale: "_Scale") -> dict[str, float]:
-        """Return half the width of the 95 % interval of the time of each phase and of the step."""
-        last = self.last
-        if last is None or not (scale.for_shares or scale.for_times):
-            return {}
+        last, scale = self.last, self._scale.plus(self._pending, self.last)
+        if not (scale.for_shares or scale.for_times):
+            return Estimate(sums)
+        errors_ms = {}
         if not self._differences:
             # A single block does not show how much blocks differ: use the maximum variance of a
             # fraction.
-            variances = {name: share * max(1 - share, 0.0) for name, share in last.device.items()}
             ms2 = scale.for_shares + scale.for_times * (last.ms / last.n) ** 2
-            return {name: 2 * math.sqrt(ms2 * variance) for name, variance in variances.items()}
+            for name, share in last.device.items():
+                errors_ms[name] = 2 * math.sqrt(ms2 * (share * max(1 - share, 0.0)))
+            return Estimate(sums, errors_ms)
         # Successive differences have about two thirds of the degrees of freedom.
         freedom = max(round(2 * self._differences / 3), 1)
         t = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.5 / freedom
-        per_square = t * t / self._differences
-        return {
-            name: math.sqrt(
-                per_square
-                * (
-                    scale.for_shares * self._squared_share_changes[name]
-                    + scale.for_times * self._squared_time_changes[name]
-                )
-            )
-            for name in self._squared_share_changes
-        }
+        for name, share_changes in self._squared_share_changes.items():
+            time_changes = self._squared_time_changes[name]
+            squares = scale.for_shares * share_changes + scale.for_times * time_changes
+            errors_ms[name] = math.sqrt(t * t / self._differences * squares)
+        return Estimate(sums, errors_ms)
 
 
 class _Scale(NamedTuple):

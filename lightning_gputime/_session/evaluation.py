@@ -2,12 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import nan
 from types import MappingProxyType
 from typing import Any
 
 from lightning_gputime._instrumentation.boundaries import Boundaries
-from lightning_gputime._instrumentation.loop import Loop
+from lightning_gputime._instrumentation.loop import BatchState, Loop
 from lightning_gputime._instrumentation.work import Items
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.observers import ReadSteps
@@ -22,52 +23,17 @@ from lightning_gputime._record.pending_steps import BATCH
 from lightning_gputime._record.recorder import Recorder
 
 
+@dataclass(eq=False)
 class _Evaluation:
-    """A running evaluation loop. Drop it at the end, because it keeps the model alive.
+    """A running evaluation loop. Drop it at the end, because it keeps the model alive."""
 
-    Args:
-        recorder: Records the batches.
-        loop: Model of the loop, and the state of its batch.
-        items: Counts the items of each batch.
-        number: Step number to log the means under.
-        log: Logs the means at the end.
-    """
-
-    def __init__(
-        self, recorder: Recorder, loop: Loop, items: Items, number: int, log: MeanLog
-    ) -> None:
-        self._recorder, self._number, self.log = recorder, number, log
-        self._boundaries = Boundaries(recorder, loop)
-        self._batch, self._items, self._now_ns = loop.batch, items, recorder.clock.host_ns
-        self._n_items = nan  # Number of items in the current batch.
-        self._batch_ended_ns = self._now_ns()
-        # Before the first batch and between batches, callbacks may call the model.
-        self._batch.close()
-
-    def attach(self) -> None:
-        self._boundaries.attach()
-        self._recorder.begin()
-
-    def batch_begins(self, batch: object) -> None:
-        self._batch.open()
-        self._recorder.mark(OTHER)
-        self._n_items = self._items.of(batch)
-
-    def batch_ends(self) -> None:
-        self._batch.close()
-        self._boundaries.step_ended()
-        self._recorder.end_step(self._number, items=self._n_items)
-        self._batch_ended_ns = self._now_ns()
-
-    def finish(self) -> int:
-        """Read the last batches. Return the time since the last of them (in nanoseconds)."""
-        since_ns = self._now_ns() - self._batch_ended_ns
-        self._recorder.pending.flush()
-        return since_ns
-
-    def remove(self) -> None:
-        self._boundaries.remove()
-        self._recorder.stop()
+    recorder: Recorder
+    boundaries: Boundaries
+    batch: BatchState
+    number: int  # Step number to log the means under.
+    log: MeanLog
+    batch_ended_ns: int  # Host time.
+    n_items: float = nan  # Number of items in the current batch.
 
 
 class Evaluations:
@@ -106,17 +72,9 @@ class Evaluations:
         row: Mapping[str, float] = MappingProxyType({}),
         setup: TrainingSetup | None = None,
     ) -> None:
-        """Start timing a loop. If another loop is running, abort it.
+        """Start timing a loop of a stage: "val", "test" or "predict". Abort a loop that runs.
 
-        Args:
-            stage: "val", "test" or "predict".
-            clock: Clock of the device.
-            loop: Model of the loop, and the state of its batch.
-            number: Step number to log the means under.
-            publish: See `LogWriter`.
-            loggers: Receive the means.
-            row: See `LogWriter`.
-            setup: Setup of the training.
+        Log the means under the step `number`. See `LogWriter` for `publish` and `row`.
         """
         self.abort()
         options = self._options
@@ -147,35 +105,48 @@ class Evaluations:
             means.take(steps)
 
         recorder = Recorder(clock, lag=options._lag, emit=steps_read, batch=BATCH)
+        boundaries = Boundaries(recorder, loop)
+        # Before the first batch and between batches, callbacks may call the model.
+        loop.batch.close()
         # Set before attaching, so that `abort` removes the hooks if attaching is interrupted.
-        self._running = _Evaluation(recorder, loop, self._items, number, means)
+        self._running = _Evaluation(
+            recorder, boundaries, loop.batch, number, means, batch_ended_ns=clock.host_ns()
+        )
         try:
-            self._running.attach()
+            boundaries.attach()
+            recorder.begin()
         except BaseException:
             self.abort()
             raise
 
     def batch_begins(self, batch: object) -> None:
-        if self._running is not None:
-            self._running.batch_begins(batch)
+        if (running := self._running) is not None:
+            running.batch.open()
+            running.recorder.mark(OTHER)
+            running.n_items = self._items.of(batch)
 
     def batch_ends(self) -> None:
-        if self._running is not None:
-            self._running.batch_ends()
+        if (running := self._running) is not None:
+            running.batch.close()
+            running.boundaries.step_ended()
+            running.recorder.end_step(running.number, items=running.n_items)
+            running.batch_ended_ns = running.recorder.clock.host_ns()
 
     def end(self) -> int:
         """End the loop, and log its means. Return the time since its last batch in nanoseconds."""
-        if (evaluation := self._running) is None:
+        if (running := self._running) is None:
             return 0
         try:
-            since_ns = evaluation.finish()
+            since_ns = running.recorder.clock.host_ns() - running.batch_ended_ns
+            running.recorder.pending.flush()
         finally:
             self.abort()
-        evaluation.log.log_means()
+        running.log.log_means()
         return since_ns
 
     def abort(self) -> None:
         """Remove all hooks without waiting for the device. Safe to call twice."""
         if self._running is not None:
-            self._running.remove()
+            self._running.boundaries.remove()
+            self._running.recorder.stop()
             self._running = None

@@ -15,18 +15,12 @@ from lightning_gputime._phases import FIRST_STEPS, MAX_STEPS_PER_TIMED, StepReco
 
 GOLDEN = 0.6180339887498949
 """Golden ratio minus 1. Its multiples, modulo 1, are spread as evenly as possible."""
-_LOG_EVERY_N_WINDOWS = 8  # 1 of this many windows covers a step that writes logs.
 # Target cost of timing, as a fraction of the step. Below 1 %, because the cost is only estimated.
 # Lower with windows: cold CPU caches at their start cost nearly as much again, as measured on an
 # H200 (`benchmarks/cold_cost.py`).
 _MAX_COST_SHARE, _MAX_COST_SHARE_IN_WINDOWS = 0.008, 0.005
-_WINDOW_STEPS = 5  # Maximum number of steps in a timing window.
-# Bounds of the host time of a mark in a busy loop. Values outside are noise.
-_MIN_PER_MARK_NS, _MAX_PER_MARK_NS = 3_000, 40_000
 _N_NEWEST = 100  # Number of timed steps, spans of untimed steps, and reads that are kept.
 _TRIAL_EVERY_N_STEPS = 2  # To measure the cost of timing, 1 of this many steps is timed.
-# The minimum is lower if logs are less than 50 steps apart.
-_MIN_STEPS_BETWEEN_DECISIONS, _MAX_STEPS_BETWEEN_DECISIONS = 100, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +28,14 @@ class Windows:
     """Number and size of timing windows: consecutive steps that are timed.
 
     Steps are divided into intervals, and each interval into `count` parts with one window each.
-
-    Attributes:
-        size: Number of timed steps in a window.
-        interval: Number of steps in an interval; usually the steps between two logs.
-        count: Number of windows in an interval.
-        end_in_log: True if logs may be written at the end of each interval.
-        recurrence: Index of a long step and the distance to the next, as agreed by all ranks; None
-            if each rank predicts its long steps.
     """
 
-    size: int = 1
-    interval: int = 1
-    count: int = 1
-    end_in_log: bool = False
+    size: int = 1  # Number of timed steps in a window.
+    interval: int = 1  # Number of steps in an interval; usually the steps between two logs.
+    count: int = 1  # Number of windows in an interval.
+    end_in_log: bool = False  # True if logs may be written at the end of each interval.
+    # Index of a long step and the distance to the next, as agreed by all ranks; None if each rank
+    # predicts its long steps.
     recurrence: tuple[int, int] | None = None
 
     @property
@@ -80,10 +68,8 @@ class Schedule:
     half of the windows are moved: from the usual offset onto an expected long step. Some windows
     cover the end of an interval, where logs are written. All ranks compute the same offsets.
 
-    Args:
-        windows: Number and size of timing windows.
-        next_long: Returns the index of a long step and the expected distance to the next; None if
-            no long step is expected.
+    `next_long` returns the index of a long step and the expected distance to the next; None if no
+    long step is expected.
     """
 
     def __init__(
@@ -124,63 +110,22 @@ class Schedule:
         self._next_part += 1
         first, end = windows.part(k)
         recurrence = (windows.recurrence or self._next_long()) if self._may_move else None
-        is_moved = False
-        if recurrence is not None and (long_step := _next_long_step(*recurrence, first)) < end:
-            is_moved = True
+        long_step = end  # Index of the next expected long step, if it is in this part.
+        if recurrence is not None:
+            last, distance = recurrence
+            long_step = last + max(math.ceil((first - last) / distance), 1) * distance
+        self._may_move = long_step >= end
+        if long_step < end:
             start = long_step - windows.size // 2
-        elif windows.end_in_log and (k - self._first_part) % _LOG_EVERY_N_WINDOWS == 0:
-            # Loggers run at the end of the last step of an interval, or at the start of the next
-            # step, so cover both.
+        elif windows.end_in_log and (k - self._first_part) % 8 == 0:
+            # 1 of 8 windows covers a step that writes logs. Loggers run at the end of the last step
+            # of an interval, or at the start of the next step, so cover both.
             start = end + 1 - windows.size
         else:
             # Use squares: plain multiples of the golden ratio hit some periods twice as often.
             start = first + int((k + 1) ** 2 * GOLDEN % 1 * (end - first))
-        self._may_move = not is_moved
         self._start = max(start, self._stop)
         self._stop = self._start + windows.size
-
-
-def _next_long_step(last: int, distance: int, first: int) -> int:
-    """Return the index of the next expected long step after `last`, from step `first` on."""
-    distances = max(math.ceil((first - last) / distance), 1)
-    return last + distances * distance
-
-
-class _Reads:
-    """Time that reading the timed steps takes. A read takes one or more steps together.
-
-    A read also updates the statistics of all untimed steps, at the same cost for 1 timed step as
-    for 25. So the time per step falls with the size of a read: its number of steps.
-    """
-
-    def __init__(self) -> None:
-        self.steps = 0
-        """Number of all steps that were read."""
-        # Size and duration (in nanoseconds) of reads: of the newest, and of the newest with the
-        # largest size.
-        self._newest = deque[tuple[int, int]](maxlen=_N_NEWEST)
-        self._largest = deque[tuple[int, int]](maxlen=_N_NEWEST)
-
-    def add(self, steps: int, ns: int) -> None:
-        """Add a read of this number of steps."""
-        if not steps:
-            return
-        self.steps += steps
-        self._newest.append((steps, ns))
-        largest = self._largest[0][0] if self._largest else 0
-        if steps > largest:
-            self._largest.clear()
-        if steps >= largest:
-            self._largest.append((steps, ns))
-
-    def mean_ns(self) -> float:
-        """Return the time per step of the newest reads."""
-        steps, ns = map(sum, zip(*self._newest, strict=True))
-        return ns / steps
-
-    def mean_if_large_ns(self) -> float:
-        """Return the time per step of the largest reads, as if every step were timed."""
-        return statistics.median(ns / steps for steps, ns in self._largest)
 
 
 class TimingCost:
@@ -194,14 +139,18 @@ class TimingCost:
     The host time of untimed steps is measured in spans of one or more steps, without hooks where
     possible: a span ends where the session next reads the clock.
 
-    Args:
-        host_ns: Clock of the host.
-        log_every_n_steps: Number of steps between two logs, with at least one timing window in
-            between. None if unknown, or without logs.
+    Reading the timed steps is part of the cost. A read also updates the statistics of all untimed
+    steps, at the same cost for 1 timed step as for 25. So the time per step falls with the size of
+    a read: its number of steps.
+
+    There is at least one timing window between two logs. Their distance `log_every_n_steps` is None
+    if unknown, or without logs.
     """
 
     def __init__(self, host_ns: Callable[[], int], log_every_n_steps: int | None) -> None:
         self._host_ns, self._log_every_n_steps = host_ns, log_every_n_steps
+        # Largest `n` with a timing window in each log interval.
+        self._max_n = max(min(log_every_n_steps or MAX_STEPS_PER_TIMED, MAX_STEPS_PER_TIMED), 2)
         self.due = FIRST_STEPS
         """Index of the step before which `decide` and `follow` must be called."""
         self.share: float | None = None
@@ -215,9 +164,12 @@ class TimingCost:
         self._n_consecutive = 0  # Number of newest spans of untimed steps without a gap.
         self._span_end_ns = 0  # End of the last span of untimed steps.
         self._switches_ns: deque[int] = deque(maxlen=_N_NEWEST)  # Time to attach or remove hooks.
-        self._reads = _Reads()
-        self._n_marks = 0  # In all steps that were read.
-        self._wait_ms = 0.0  # Host wait in all steps that were read.
+        # Size and duration (in nanoseconds) of reads: of the newest, and of the newest with the
+        # largest size.
+        self._reads = deque[tuple[int, int]](maxlen=_N_NEWEST)
+        self._largest_reads = deque[tuple[int, int]](maxlen=_N_NEWEST)
+        # Number of all steps that were read, their marks, and their host wait.
+        self._n_read, self._n_marks, self._wait_ms = 0, 0, 0.0
 
     # Measurements
 
@@ -251,8 +203,15 @@ class TimingCost:
 
     def add_timed(self, steps: Sequence[StepRecord], since_ns: int) -> None:
         """Add timed steps whose reading took from the host time `since_ns` until now."""
-        reading_ns = self._host_ns() - since_ns
-        self._reads.add(len(steps), reading_ns)
+        reading_ns, size = self._host_ns() - since_ns, len(steps)
+        if size:
+            self._n_read += size
+            self._reads.append((size, reading_ns))
+            largest = self._largest_reads[0][0] if self._largest_reads else 0
+            if size > largest:
+                self._largest_reads.clear()
+            if size >= largest:
+                self._largest_reads.append((size, reading_ns))
         for step in steps:
             start_ns, *_, end_ns = step.host_ns
             self._timed_ns.append((start_ns, end_ns - start_ns))
@@ -266,23 +225,40 @@ class TimingCost:
 
     def decide(self) -> int:
         """Return `n` if 1 of `n` steps should be timed from now on."""
-        if not self._reads.steps:
+        if not self._n_read:
             return 1
-        n_marks = self._n_marks / self._reads.steps
-        wait_ns = self._wait_ms / self._reads.steps * 1e6
+        n_marks = self._n_marks / self._n_read
+        wait_ns = self._wait_ms / self._n_read * 1e6
         step_ns = statistics.median([ns for _, ns in self._untimed_ns or self._timed_ns])
-        min_marks_ns, max_marks_ns = n_marks * _MIN_PER_MARK_NS, n_marks * _MAX_PER_MARK_NS
+        # Bounds of the host time of the marks in a busy loop. Values outside are noise.
+        min_marks_ns, max_marks_ns = n_marks * 3_000, n_marks * 40_000
         is_free = wait_ns >= max_marks_ns  # The host waits longer than the marks can take.
         if is_free or max_marks_ns < _MAX_COST_SHARE * step_ns:
             self._step_ns = 0.0  # The cost is not measured.
             return 1
-        excess_ns = self._excess_ns()
+        # Excess of each timed step over the untimed steps before and after it.
+        spans, excess_ns = [*self._untimed_ns], list[float]()
+        for start_ns, took_ns in self._timed_ns:
+            next_ = bisect(spans, start_ns, key=itemgetter(0))
+            if 0 < next_ < len(spans):
+                (_, before_ns), (_, after_ns) = spans[next_ - 1 : next_ + 1]
+                excess_ns.append(took_ns - (before_ns + after_ns) / 2)
         if not excess_ns:
             return _TRIAL_EVERY_N_STEPS
         marks_ns = min(max(statistics.median(excess_ns), min_marks_ns), max_marks_ns)
-        self.share = (marks_ns + self._reads.mean_if_large_ns()) / step_ns
-        self._step_ns, self._cost_ns = step_ns, marks_ns + self._reads.mean_ns()
-        return self._smallest_n()
+        # If every step were timed, all reads would be as large as the largest.
+        read_ns = statistics.median(ns / steps for steps, ns in self._largest_reads)
+        self.share = (marks_ns + read_ns) / step_ns
+        n_read, reading_ns = map(sum, zip(*self._reads, strict=True))
+        self._step_ns, self._cost_ns = step_ns, marks_ns + reading_ns / n_read
+        # Choose the smallest `n` whose mean cost per step is within the target.
+        if self._cost_ns < _MAX_COST_SHARE * step_ns:
+            return 1
+        for n in range(2, self._max_n):
+            if self._added_ns_per_step(n) <= _MAX_COST_SHARE_IN_WINDOWS * step_ns:
+                # `windows` may time fewer steps, because an interval has whole windows.
+                return round(self.windows(n).every_n_steps)
+        return self._max_n
 
     def added_share(self, n: int) -> float | None:
         """Return the cost of timing 1 of n steps, as a fraction of an untimed step.
@@ -294,39 +270,13 @@ class TimingCost:
     def schedule_decision(self, n: int, index: int) -> Windows:
         """Schedule the next decision: set `due`. Return the windows that time 1 of n steps.
 
-        All ranks must pass the same arguments, so that they decide at the same steps.
-
-        Args:
-            n: Number of steps of which 1 is timed from now on.
-            index: Index of the next step.
+        All ranks must pass the same `n` and index of the next step, so that they decide at the same
+        steps.
         """
         # Decide often at first: with several ranks, each decision takes effect at the next.
         steps = index // 16 if n == _TRIAL_EVERY_N_STEPS else index // 2
-        min_steps = min(2 * self._max_n, _MIN_STEPS_BETWEEN_DECISIONS)
-        self.due = index + min(max(steps, min_steps), _MAX_STEPS_BETWEEN_DECISIONS)
+        self.due = index + min(max(steps, min(2 * self._max_n, 100)), 4096)
         return self.windows(n)
-
-    def _excess_ns(self) -> list[float]:
-        """Return the excess of each timed step over the untimed steps before and after it."""
-        spans = [*self._untimed_ns]
-        excess_ns = []
-        for start_ns, took_ns in self._timed_ns:
-            next_ = bisect(spans, start_ns, key=itemgetter(0))
-            if 0 < next_ < len(spans):
-                (_, before_ns), (_, after_ns) = spans[next_ - 1 : next_ + 1]
-                excess_ns.append(took_ns - (before_ns + after_ns) / 2)
-        return excess_ns
-
-    def _smallest_n(self) -> int:
-        """Return the smallest `n` whose mean cost per step is within the target."""
-        if self._cost_ns < _MAX_COST_SHARE * self._step_ns:
-            return 1
-        target_ns = _MAX_COST_SHARE_IN_WINDOWS * self._step_ns
-        for n in range(2, self._max_n):
-            if self._added_ns_per_step(n) <= target_ns:
-                # `windows` may time fewer steps, because an interval has whole windows.
-                return round(self.windows(n).every_n_steps)
-        return self._max_n
 
     def _added_ns_per_step(self, n: int) -> float:
         """Return the mean cost per step, timed or not, of timing 1 of n steps."""
@@ -339,13 +289,8 @@ class TimingCost:
         """Return the windows that time 1 of n steps, or fewer. All ranks get the same windows."""
         if n == 1:
             return Windows()
-        size = max(min(_WINDOW_STEPS, self._max_n // n), 1)
+        size = max(min(5, self._max_n // n), 1)
         interval = max(self._log_every_n_steps or 0, size * n)
         # If unknown, logs may be written at any step.
         end_in_log = self._log_every_n_steps in (None, interval)
         return Windows(size, interval, count=interval // (size * n), end_in_log=end_in_log)
-
-    @property
-    def _max_n(self) -> int:
-        """Largest `n` with a timing window in each log interval; at least 2."""
-        return max(min(self._log_every_n_steps or MAX_STEPS_PER_TIMED, MAX_STEPS_PER_TIMED), 2)

@@ -1,7 +1,6 @@
 """Self-check: compare the first steps with the actions that each step of the loop must contain."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
 from itertools import islice, pairwise
 from statistics import median
 
@@ -31,10 +30,6 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._record.pending_steps import is_fetch
 from lightning_gputime._record.recorder import Recorder
-
-_FIRST_STEPS = 5  # Number of first steps to check, including the warm-up.
-_MIN_FIRST_STEPS = 3  # With fewer, a trainer may have fetched all batches before the first step.
-_MEAN_STEPS = 20  # Number of steps after the warm-up whose sums are checked.
 
 # Messages about the first steps
 
@@ -145,18 +140,10 @@ _NOT_MEASURED = {
 """By message: the quantity that is not measured, and the phases that may contain its time."""
 
 
-class _Stage(Enum):
-    """Steps that the self-check is waiting for."""
-
-    FIRST_STEPS = 0  # The first steps, whose actions are checked.
-    SUMS = 1  # Enough steps after the warm-up to check their sums.
-    DONE = 2
-
-
 class SelfCheck:
     """Comparison of steps with the actions that their loop must contain.
 
-    Each mismatch is reported once. The check reads the labels and numbers of the first steps, and
+    Each mismatch is reported once. The check reads the labels and numbers of the first 5 steps, and
     sums over the first 20 steps after the warm-up. Labels, numbers and sums are recorded anyway, so
     no step takes longer.
     """
@@ -172,14 +159,13 @@ class SelfCheck:
         self._results, self._boundaries, self._recorder = results, boundaries, recorder
         self._loop = loop
         # "auto" also times all of the first steps.
-        times_first = options.every_n_steps in (1, AUTO)
-        self._counts_steps = loop.counts_steps and times_first
+        self._counts_steps = loop.counts_steps and options.every_n_steps in (1, AUTO)
         self._is_own_loop = loop.search is not Search.NEVER
         # The user has passed no optimizer, but an optimizer may update the model.
         self._lacks_optimizer = loop.search is Search.AFTER_BACKWARD
         self._warn_once = WarnOnce()
-        self._stage = _Stage.FIRST_STEPS
-        self._first: list[StepRecord] = []
+        self._first: list[StepRecord] | None = []  # First steps; None once they were checked.
+        self._has_checked_sums = False
         # About all steps so far, except `_maybe_evaluated_ms`, which excludes the warm-up.
         self._has_trained = False  # True after the first backward.
         self._n_untrained = 0  # Number of steps before the first backward.
@@ -189,38 +175,44 @@ class SelfCheck:
 
     def steps_read(self, steps: ReadSteps) -> None:
         """Check the steps that were read, once there are enough."""
-        if self._stage is _Stage.FIRST_STEPS:
+        if self._first is not None:
             self._first += steps
-            if len(self._first) >= _FIRST_STEPS:
-                self._check_first_steps()
-        if self._lacks_optimizer:
-            self._check_optimizer()
+            if len(self._first) >= 5:
+                self._check_first_steps(self._first)
+        if self._lacks_optimizer and self._boundaries.optimizer.has_any:
+            self._warn_once(_NO_OPTIMIZER)
         # A captured graph calls no hooks when it is replayed, so checks by hooks would fail. The
         # recorder has already warned.
-        if self._stage is _Stage.DONE or self._recorder.captures.has_captured:
+        if self._has_checked_sums or self._recorder.captures.has_captured:
             return
         for step in steps.measured:
             self._phases_ms.append(step.times().phase_ms)
-            if EVALUATION in step.labels:
-                self._maybe_evaluated_ms += _ms_before_training(step)
+            labels = step.labels
+            # If `other` precedes eval-mode calls, as in a loop over `steps()`, they work on the
+            # fetched batch, so they are not an evaluation.
+            if EVALUATION in labels and is_fetch(labels[: labels.index(EVALUATION)]):
+                marks = zip(labels, step.device_ms, strict=True)
+                self._maybe_evaluated_ms += sum(ms for label, ms in marks if label == EVALUATION)
         for step in steps:
             self._idle_ms += _ms_of_idle_batches(step)
             self._has_trained |= BACKWARD in step.labels or GRAD in step.labels
             self._n_untrained += not self._has_trained
-        if self._results.sums.step.n >= _MEAN_STEPS:
-            self._stage = _Stage.DONE
+        if self._results.sums.step.n >= 20:
+            self._has_checked_sums = True
             self._check_calls()
             self._check_sums()
 
     def end(self) -> None:
         """Run the remaining checks at the end of the training, as far as it had enough steps."""
-        if self._stage is _Stage.FIRST_STEPS and len(self._first) >= _MIN_FIRST_STEPS:
-            self._check_first_steps()
+        # With fewer steps, a trainer may have fetched all batches before the first step.
+        if self._first is not None and len(self._first) >= 3:
+            self._check_first_steps(self._first)
         ran = self._results.sums.phases
-        self._check_optimizer()
+        if self._lacks_optimizer and self._boundaries.optimizer.has_any:
+            self._warn_once(_NO_OPTIMIZER)
         if self._recorder.captures.has_captured:
             return
-        if self._stage is not _Stage.DONE:
+        if not self._has_checked_sums:
             self._check_calls(trains=BACKWARD in ran and OPTIMIZER in ran)
         elif self._is_own_loop and BACKWARD in ran and FORWARD in ran:
             n = self._results.sums.step.n
@@ -230,11 +222,9 @@ class SelfCheck:
             is_often = 20 * unreported >= n  # In at least 5 % of the steps.
             self._report_if(is_often, _STEPS_WITHOUT_FORWARD, without_forward, n)
 
-    def _check_first_steps(self) -> None:
+    def _check_first_steps(self, steps: Sequence[StepRecord]) -> None:
         """Check the actions in each of the first steps, their order, and the number of steps."""
-        steps, self._first = self._first, []
-        self._stage = _Stage.SUMS
-        n = len(steps)
+        self._first, n = None, len(steps)
         for expected in self._loop.expects:
             n_with = sum(not expected.labels.isdisjoint(step.labels) for step in steps)
             # Accept half of the steps: a step may have fetched its batch in the step before.
@@ -250,32 +240,23 @@ class SelfCheck:
                 "single batches, because backward precedes forward", (FORWARD, BACKWARD)
             )
             self._warn_once(_BACKWARD_FIRST, n)
-        if self._counts_steps and (counted := self._steps_of_trainer(steps)) != n:
-            self._add_unmeasured(
-                f"single steps, because the trainer counts {counted}, and the timer {n}"
-            )
-            self._warn_once(_COUNTS_DIFFER, counted, n)
-
-    def _steps_of_trainer(self, steps: Sequence[StepRecord]) -> int:
-        """Return the number of steps that the trainer counts, without batches that it skips."""
-        n = 1
+        if not self._counts_steps:
+            return
+        counted = 1  # Number of steps that the trainer counts, without batches that it skips.
         for before, step in pairwise(steps):
             added = step.number - before.number
             # The timer has missed updates only if there was enough backward for all of them.
             # Otherwise, the trainer has skipped batches: they have no backward and no update.
             is_missed = _trained_batches(step.labels) >= added * self._loop.accumulate_grad_batches
-            n += added if is_missed else min(added, 1)
-        return n
-
-    def _check_optimizer(self) -> None:
-        self._report_if(self._lacks_optimizer and self._boundaries.optimizer.has_any, _NO_OPTIMIZER)
+            counted += added if is_missed else min(added, 1)
+        if counted != n:
+            self._add_unmeasured(
+                f"single steps, because the trainer counts {counted}, and the timer {n}"
+            )
+            self._warn_once(_COUNTS_DIFFER, counted, n)
 
     def _check_calls(self, *, trains: bool = True) -> None:
-        """Run the checks for which a few steps are enough.
-
-        Args:
-            trains: True if the loop trains the model; in inference, fewer calls are expected.
-        """
+        """Run the checks for which a few steps are enough: fewer if the loop does not train."""
         forward = self._boundaries.forward
         self._report_if(is_distributed() and self._boundaries.waits is None, _ATTACHED_TOO_EARLY)
         message = _OTHER_THREAD if self._recorder.threads.was_elsewhere else _NO_FORWARD
@@ -339,16 +320,6 @@ def _ms_of_idle_batches(step: StepRecord) -> float:
     return sum(
         ms for label, next_label, ms in marks_of_batches if (label, next_label) == (OTHER, DATA)
     )
-
-
-def _ms_before_training(step: StepRecord) -> float:
-    """Return the time of eval-mode calls at the start of a step, which may be an evaluation."""
-    # If `other` precedes these calls, as in a loop over `steps()`, they work on the fetched batch,
-    # so they are not an evaluation.
-    if not is_fetch(step.labels[: step.labels.index(EVALUATION)]):
-        return 0.0
-    labels_and_ms = zip(step.labels, step.device_ms, strict=True)
-    return sum(ms for label, ms in labels_and_ms if label == EVALUATION)
 
 
 def _ends_inside_batch(labels: tuple[str, ...]) -> bool:
