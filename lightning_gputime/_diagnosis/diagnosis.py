@@ -11,36 +11,51 @@ Grade = Literal["bound", "worth a look", "balanced", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Recommended action."""
+    """Recommended action.
 
-    code: str  # Machine-readable name, such as "num_workers".
-    text: str  # Advice as a sentence.
-    # Values such as `{"now": 0, "suggested": 4}`.
+    Attributes:
+        code: Machine-readable name, such as "num_workers".
+        text: Advice as a sentence.
+        parameters: Values such as `{"now": 0, "suggested": 4}`.
+    """
+
+    code: str
+    text: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row of the time breakdown."""
+    """A row of the time breakdown.
 
-    name: str  # Such as "data/fetch", "validation" or "EMA.update (ema.py:12)".
-    seconds: float  # Wall-clock time.
-    share: float  # Fraction of the wall clock, from 0 to 1.
-    # Half-width of the 95 % confidence interval of `share`; 0.0 if it was not estimated.
+    Attributes:
+        name: Name, such as "data/fetch", "validation" or "EMA.update (ema.py:12)".
+        seconds: Wall-clock time (in seconds).
+        share: Fraction of the wall clock, from 0 to 1.
+        error: Half-width of the 95 % confidence interval of `share`; 0.0 if it was not estimated.
+        speed_up: Maximum speed-up of the training if the entry is removed, such as 1.25; None if it
+            cannot be removed, occurs once, or is unknown.
+        code: Verdict code if this is the bottleneck; empty if it cannot be the bottleneck.
+        pace: "host" or "GPU" if one of them sets the pace for most of the time in steps, else
+            "both"; empty outside of steps, and on the host's clock.
+        phases_ms: Time per step by top-level phase, for entries in steps.
+        host_share: Part of `share` in which the host sets the pace.
+        line: Code that the entry is about; None for a phase, or time outside of steps.
+        lines: Code that runs in the entry, the longest first.
+        advice: Recommended actions.
+    """
+
+    name: str
+    seconds: float
+    share: float
     error: float = 0.0
-    # Maximum speed-up of the training if the entry is removed, such as 1.25; None if it cannot be
-    # removed, occurs once, or is unknown.
     speed_up: float | None = None
-    code: str = ""  # Verdict code if it is the bottleneck; empty if it cannot be the bottleneck.
-    # "host" or "GPU" if one of them sets the pace for most of the time in steps, else "both"; empty
-    # outside of steps, and on the host's clock.
+    code: str = ""
     pace: str = ""
-    # Time per step by top-level phase, for entries in steps.
     phases_ms: Mapping[str, float] = field(default_factory=dict)
-    host_share: float = 0.0  # Part of `share` in which the host sets the pace.
-    # Code that the entry is about; None for a phase, or time outside of steps.
+    host_share: float = 0.0
     line: LineRow | None = None
-    lines: tuple[LineRow, ...] = ()  # Code that runs in the entry, the longest first.
+    lines: tuple[LineRow, ...] = ()
     advice: tuple[Advice, ...] = ()
 
     @property
@@ -51,17 +66,26 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class TimeBreakdown:
-    """Wall clock of a training run, divided into entries. The shares of all rows add up to 1."""
+    """Wall clock of a training run, divided into entries. The shares of all rows add up to 1.
 
-    rows: tuple[Entry, ...]  # The largest first.
-    wall_s: float  # Total time (in seconds).
-    scope: str  # "fit" or "training" if the whole training is included, else "timed steps".
-    step_ms: float = 0.0  # Mean time of a step (in milliseconds).
-    steps_share: float = 1.0  # Fraction of the wall clock that all steps take.
-    # Fraction of the wall clock that the model's FLOPs would take at the GPU's peak FLOP/s, that
-    # is, MFU over the whole run; None if unknown.
+    Attributes:
+        rows: Entries, the largest first.
+        wall_s: Total time (in seconds).
+        scope: "fit" or "training" if the whole training is included, else "timed steps".
+        step_ms: Mean time of a step (in milliseconds).
+        steps_share: Fraction of the wall clock that all steps take.
+        peak_share: Fraction of the wall clock that the model's FLOPs would take at the GPU's peak
+            FLOP/s, that is, MFU over the whole run; None if unknown.
+        unknown: Quantities that were not measured, with the options that measure them.
+    """
+
+    rows: tuple[Entry, ...]
+    wall_s: float
+    scope: str
+    step_ms: float = 0.0
+    steps_share: float = 1.0
     peak_share: float | None = None
-    unknown: str = ""  # Quantities that were not measured, with the options that measure them.
+    unknown: str = ""
 
     def __getitem__(self, name: str) -> Entry:
         """Return the entry with this name, or an entry of zero seconds if it did not occur."""
@@ -80,15 +104,22 @@ class TimeBreakdown:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Bottleneck of a training run, and advice."""
+    """Bottleneck of a training run, and advice.
 
-    code: str = ""  # Verdict code, such as "input-bound"; empty if unknown.
-    # "bound" from 20 % of the wall clock on, "worth a look" from 5 %, "balanced" below and for the
-    # model's own work; "unknown" if it cannot be decided.
+    Attributes:
+        code: Verdict code, such as "input-bound"; empty if unknown.
+        grade: "bound" from 20 % of the wall clock on, "worth a look" from 5 %, "balanced" below and
+            for the model's own work; "unknown" if it cannot be decided.
+        entry: Name of the entry that is the bottleneck; empty if it is the model's work at many
+            lines, or unknown.
+        headline: Verdict as a sentence.
+        time_breakdown: Wall clock by entry; None if unknown.
+        advice: Recommended actions, on the bottleneck first.
+    """
+
+    code: str = ""
     grade: Grade = "unknown"
-    # Name of the entry that is the bottleneck; empty if it is the model's work at many lines, or
-    # unknown.
     entry: str = ""
-    headline: str = ""  # Verdict as a sentence.
-    time_breakdown: TimeBreakdown | None = None  # Wall clock by entry; None if unknown.
-    advice: tuple[Advice, ...] = ()  # Recommended actions, on the bottleneck first.
+    headline: str = ""
+    time_breakdown: TimeBreakdown | None = None
+    advice: tuple[Advice, ...] = ()

@@ -25,12 +25,16 @@ class Search(Enum):
 
 
 class BatchState:
-    """State of the current batch: always open, unless a front end reports its batches."""
+    """State of the current batch: always open, unless a front end reports its batches.
 
-    # True while the loop works on a batch. Model calls outside of it belong to other code, such as
-    # a callback that samples images.
+    Attributes:
+        is_open: True while the loop works on a batch. Model calls outside of it belong to other
+            code, such as a callback that samples images.
+        is_fetched: True while the loader fetches the next batch. A model call without grad is then
+            part of the fetch.
+    """
+
     is_open = True
-    # True while the loader fetches the next batch. A model call without grad is then part of that.
     is_fetched = False
 
     def open(self) -> None:

@@ -8,19 +8,16 @@ from typing import Any
 
 from lightning_gputime._phases import EXCLUDED, SAVES
 
-SET_UP = "set-up"  # Until the fetch of the first batch starts, without the sanity check.
+SET_UP = "set-up"
 SANITY_CHECK = "sanity check"
-# Includes compilation and first allocations. In a loop that only calls `step()`, also all time
-# before it.
 FIRST_STEP = "first step"
-STEPS = "steps"  # All other steps, including the fetch of their batches and their callbacks.
+STEPS = "steps"
 VALIDATION = "validation"
-EVALUATION = "evaluation"  # The same outside of Lightning.
-CHECKPOINTS = "checkpoints"  # Inside and outside of steps.
-EPOCH_ENDS = "epoch ends"  # Hooks at the start and the end of epochs.
-PAUSED = "paused"  # Code inside `timer.paused()`.
-BETWEEN_LOOPS = "between loops"  # Of loops over `steps()`, and after the last of several.
-# After the last epoch (trainers), after the only loop over `steps()`, or after the last `step()`.
+EVALUATION = "evaluation"
+CHECKPOINTS = "checkpoints"
+EPOCH_ENDS = "epoch ends"
+PAUSED = "paused"
+BETWEEN_LOOPS = "between loops"
 TEAR_DOWN = "tear-down"
 ONCE = (SET_UP, SANITY_CHECK, FIRST_STEP, TEAR_DOWN)
 """Entries that occur once, regardless of the length of the run."""
@@ -33,17 +30,34 @@ class WallClockBreakdown:
     """Host time of a training run by entry. The entries add up to the duration of the run.
 
     A run lasts from the call of `fit()` or `train()` to its return, or from `attach` to `remove`.
+
+    Attributes:
+        entries_s: Host time of each entry that occurred (in seconds).
+
+            - `set-up`: until the fetch of the first batch starts, without the `sanity check`
+            - `first step`: includes compilation and first allocations; in a loop that only calls
+              `step()`, also all time before it
+            - `steps`: all other steps, including the fetch of their batches and their callbacks
+            - `validation`, or `evaluation` outside of Lightning
+            - `checkpoints`: inside and outside of steps
+            - `epoch ends`: hooks at the start and the end of epochs
+            - `paused`: code inside `timer.paused()`
+            - `between loops`: between loops over `steps()`, and after the last of several loops
+            - `tear-down`: after the last epoch (trainers), after the only loop over `steps()`, or
+              after the last `step()`
+        saves_in_steps_s: Part of `checkpoints` inside `steps` (in seconds).
+        after_batches_s: Part of `validation` or `evaluation` after its last batch, such as metrics
+            (in seconds).
+        core_wait_share: Fraction of the elapsed time in which the loop's thread was ready to run,
+            but had no CPU core; 0.0 if unknown. All other times exclude it.
+        trial_ms: Mean time of a fixed calculation, repeated every 0.1 s (in milliseconds): the
+            speed of the host, with which `compare` adjusts its times. 0.0 if unknown.
     """
 
-    entries_s: Mapping[str, float]  # Host time of each entry that occurred (in seconds).
-    saves_in_steps_s: float = 0.0  # Part of `checkpoints` inside `steps` (in seconds).
-    # Part of `validation` or `evaluation` after its last batch, such as metrics (in seconds).
+    entries_s: Mapping[str, float]
+    saves_in_steps_s: float = 0.0
     after_batches_s: float = 0.0
-    # Fraction of the elapsed time in which the loop's thread was ready to run, but had no CPU core;
-    # 0.0 if unknown. All other times exclude it.
     core_wait_share: float = 0.0
-    # Mean time of a fixed calculation, repeated every 0.1 s (in milliseconds): the speed of the
-    # host, with which `compare` adjusts its times. 0.0 if unknown.
     trial_ms: float = 0.0
 
     @property
