@@ -52,19 +52,12 @@ from lightning_gputime._measurement.loader import LoaderTimes, MadeBatch, Worker
 from lightning_gputime._measurement.threads import core_times
 from lightning_gputime._phases import FETCH
 
-# Minimum mean time to load a sample for timing each sample. Timing a sample costs 0.4 us.
-_MIN_SAMPLE_NS = 100_000
-_LONG_FACTOR = 4  # A batch is long if it takes this many times the mean of its worker.
-_MAX_LOOKS = 400  # Maximum number of reads of /proc by the main process, about 20 us each.
 _CPU_INTERVAL_NS = 1_000_000_000  # Interval of reads of CPU time in a worker.
-_MAX_CHECKED_VALUES = 1 << 16  # Maximum number of values of a tensor in a checksum.
 # The lines of these batches of a worker are timed. The first batches may fill caches.
 _FIRST_EXAMINED, _EXAMINED = 3, 3
 _MAX_LINES, _MAX_LINE_BYTES = 5, 4096  # Number and size of the lines that a worker reports.
-_MIN_LOOKS = 8  # Minimum number of reads of /proc to estimate waits for locks.
 # Numbers of the Linux system calls that wait for locks: futex, flock and fcntl.
 _LOCKS = {"x86_64": ("202", "73", "72"), "aarch64": ("98", "32", "25")}.get(platform.machine(), ())
-
 
 # Columns of a worker's row in shared memory: counts, and total times (in nanoseconds).
 (
@@ -85,22 +78,18 @@ _LOCKS = {"x86_64": ("202", "73", "72"), "aarch64": ("98", "32", "25")}.get(plat
     MAX_NS,  # Time of the slowest batch.
     SLOWEST_INDEX,  # Index of the slowest sample in that batch; -1 if unknown.
 ) = range(16)
-CHECKSUMS = range(16, 19)
-"""Columns of checksums of the first batches; 0 if unknown."""
-NEWEST = 19
-"""Column of the number of batches written to the ring buffer, whose columns follow."""
+CHECKSUMS = range(16, 19)  # Columns of checksums of the first batches; 0 if unknown.
+NEWEST = 19  # Column of the number of batches written to the ring buffer, whose columns follow.
+# Size of the ring buffer of a worker's newest batches, and number of fields per batch: those of
+# `MadeBatch` after the worker, in order.
 RING, RING_FIELDS = 32, 4
-"""Size of the ring buffer of a worker's newest batches, and number of fields per batch: the fields
-of `MadeBatch` after the worker, in order."""
-FIELDS = NEWEST + 1 + RING * RING_FIELDS
-"""Number of columns."""
+FIELDS = NEWEST + 1 + RING * RING_FIELDS  # Number of columns.
 
 
 class StagedLoaders:
     """Timer of the stages of loaders whose iterators are created while it is attached.
 
-    While `iter(loader)` runs, it replaces the sampler and `collate_fn` of a loader without workers,
-    or the `worker_init_fn` of a loader with workers. Only the iterator keeps the replacements.
+    Only the iterator keeps the replacements.
 
     Args:
         includes: Function that returns True for a loader to time.
@@ -127,8 +116,6 @@ class StagedLoaders:
     def remove(self) -> None:
         self._iter.remove()
         self._includes = do_nothing  # The original function may refer to the timer.
-
-    # Listener of `DataLoader.__iter__`, see `Calls`
 
     def on_call_start(self, loader: Any, *_: Any, **__: Any) -> bool:
         if not self._includes(loader):
@@ -183,14 +170,14 @@ class _Stages:
 
     def __iter__(self) -> Iterator[Any]:
         now_ns = self._now_ns
-        self._sums.start_iterator()
+        self._sums.iterators += 1
         start_ns = now_ns()
         for index in self.indices:
             self._indices_ready_ns = now_ns()
             self._sampler_ns = self._indices_ready_ns - start_ns
             yield index
             start_ns = now_ns()
-        self._sums.end_iterator()
+        self._sums.exhausted += 1
 
     def collate(self, examples: Any) -> Any:
         start_ns = self._now_ns()
@@ -220,9 +207,7 @@ def _original(value: Any) -> Any:
 
 
 def _source_of(function: Any) -> Source | None:
-    """Return where a function or method is defined; None if that is unknown."""
-    found = definition_of(function)
-    if found is None:
+    if (found := definition_of(function)) is None:
         return None
     file, line, name = found
     return Source(file, line, line, short_name(name))
@@ -261,12 +246,8 @@ def _init_worker(
 ) -> None:
     """Start to time the batches of this worker, then call the user's `worker_init_fn`.
 
-    Args:
-        times: Shared memory with a row of `FIELDS` numbers per worker.
-        lines: Shared memory with a row of bytes per worker, for the lines that take its time.
-        user_init: The user's `worker_init_fn`, or None.
-        iter_ns: Creation time of the loader's iterator (`time.perf_counter_ns`).
-        worker: Number of the worker.
+    The shared memory has a row per worker: of `FIELDS` numbers in `times`, and of bytes in `lines`,
+    for the lines that take its time. The loader's iterator was created at `iter_ns`.
     """
     with contextlib.suppress(Exception):  # Training continues, without times.
         row, line_row = (memoryview(shared.numpy()[worker]) for shared in (times, lines))
@@ -312,9 +293,9 @@ class WorkerTimer:
 
     Args:
         row: The worker's row of the shared memory.
-        iter_ns: Creation time of the loader's iterator (in nanoseconds).
+        iter_ns: Creation time of the loader's iterator.
         now_ns: Clock that all processes of a machine share.
-        cpu_ns: CPU time of this thread (in nanoseconds).
+        cpu_ns: CPU time of this thread.
         lines: The worker's bytes of the shared memory for lines; None to time no lines.
     """
 
@@ -326,8 +307,7 @@ class WorkerTimer:
         cpu_ns: Callable[[], int] = time.thread_time_ns,
         lines: Any = None,
     ) -> None:
-        self.fetcher: Any = None
-        """Fetcher whose batches are timed; None before the first batch."""
+        self.fetcher: Any = None  # Its batches are timed; None before the first.
         self._row, self._now_ns, self._cpu_ns = row, now_ns, cpu_ns
         # Timed dataset; None for a dataset that is not read one sample at a time.
         self._samples: _TimedSamples | None = None
@@ -344,7 +324,6 @@ class WorkerTimer:
         row[PID] = os.getpid()
 
     def follow(self, fetcher: Any) -> None:
-        """Time the batches of a fetcher from now on."""
         self.fetcher = fetcher
         # Persistent workers get a new fetcher in each epoch. Do not count the time between epochs.
         self._last_end_ns = 0
@@ -363,13 +342,13 @@ class WorkerTimer:
             self._samples = _TimedSamples(dataset, now_ns)
 
     def start(self, indices: Any) -> None:
-        """Start a batch of the samples with these indices."""
         row, samples = self._row, self._samples
         n = row[BATCHES]
         if samples is not None and n:
             # A batch sampler may yield iterators, which have no length.
             size = len(indices) if isinstance(indices, Sized) else 1
-            if row[DATASET_NS] / n >= _MIN_SAMPLE_NS * size:
+            # Timing a sample costs 0.4 us, so time only those that take 100 us or more.
+            if row[DATASET_NS] / n >= 100_000 * size:
                 vars(self.fetcher)["dataset"] = samples  # Time each sample from now on.
         self._collate_ns = 0
         if self._lines is not None and n >= _FIRST_EXAMINED:
@@ -386,7 +365,6 @@ class WorkerTimer:
         self._last_end_ns = 0
 
     def end(self, batch: Any) -> None:
-        """Add the times of a batch to the worker's row."""
         row, end_ns = self._row, self._now_ns()
         if self._lines is not None and row[BATCHES] >= _FIRST_EXAMINED:
             self._lines.switch_to("")
@@ -407,7 +385,7 @@ class WorkerTimer:
         if n <= len(CHECKSUMS):
             row[CHECKSUMS[n - 1]] = _checksum(batch)
         mean_ns = (row[DATASET_NS] + row[COLLATE_NS]) / n
-        if batch_ns > _LONG_FACTOR * mean_ns:
+        if batch_ns > 4 * mean_ns:
             row[LONG_BATCHES] += 1
             row[LONG_NS] += batch_ns
         if batch_ns > row[MAX_NS]:
@@ -468,7 +446,7 @@ class _TimedSamples:
 
 
 def _run_delay_ns() -> int:
-    """Return how long this thread has waited for a core (in nanoseconds); 0 if unknown."""
+    """Return how long this thread has waited for a core; 0 if unknown."""
     times = core_times(get_native_id())
     return 0 if times is None else times[1]
 
@@ -478,7 +456,7 @@ def _checksum(batch: Any) -> int:
     checksum = 0
     for tensor in _tensors_of(batch):
         with contextlib.suppress(Exception):  # A sparse tensor, for example, has no view.
-            data = tensor.detach().cpu().contiguous().view(-1)[:_MAX_CHECKED_VALUES]
+            data = tensor.detach().cpu().contiguous().view(-1)[: 1 << 16]
             # Skip constant tensors, because they are the same in different batches.
             if data.numel() > 1 and bool((data != data[0]).any()):
                 # NumPy has no bfloat16, so pass bytes.
@@ -503,16 +481,11 @@ def _tensors_of(batch: Any) -> Iterator[Tensor]:
 class LoaderWorkers:
     """Times of the workers of a loader, for the main process.
 
-    Args:
-        num_workers: Number of workers.
-        stages: Two stages: the dataset and `collate_fn`.
+    The stages are the dataset and `collate_fn`.
     """
 
     def __init__(
-        self,
-        num_workers: int,
-        *stages: Stage,
-        now_ns: Callable[[], int] = time.perf_counter_ns,
+        self, num_workers: int, *stages: Stage, now_ns: Callable[[], int] = time.perf_counter_ns
     ) -> None:
         self.num_workers, self.stages, self._now_ns = num_workers, stages, now_ns
         self._times = torch.zeros((num_workers, FIELDS), dtype=torch.int64).share_memory_()
@@ -522,7 +495,6 @@ class LoaderWorkers:
         self._pin_ns = self._pinned = 0  # Time and number of the copies to pinned memory.
 
     def init(self, user_init: Callable[[int], object] | None) -> Callable[[int], None]:
-        """Return a replacement for `worker_init_fn`, for workers that start now."""
         return partial(_init_worker, self._times, self._lines, user_init, time.perf_counter_ns())
 
     @property
@@ -561,7 +533,7 @@ class LoaderWorkers:
 
     def look(self) -> None:
         """Count the workers that are making a batch now, and those that wait for a lock in it."""
-        if self._looks >= _MAX_LOOKS:
+        if self._looks >= 400:  # Each takes about 20 us.
             return
         for row in self._times.numpy():
             if row[BUSY_SINCE]:
@@ -573,17 +545,15 @@ class LoaderWorkers:
     def times(self) -> LoaderTimes | None:
         """Return the times so far; None if no batch was made."""
         dataset, collate = (stage.name for stage in self.stages)
-        rows = self._times.tolist()
         looks = self._looks, self._locked
-        return loader_times(rows, dataset, collate, looks, self.pin_ms)
+        return loader_times(self._times.tolist(), dataset, collate, looks, self.pin_ms)
 
     def lines(self) -> tuple[LineRow, ...]:
         """Return the lines that take the time of a batch, the longest first."""
-        texts = [bytes(row).rstrip(b"\0") for row in self._lines.numpy()]
         found = []
-        for text in filter(None, texts):
-            with contextlib.suppress(ValueError):  # A worker is writing it.
-                found.append(json.loads(text))
+        for row in self._lines.numpy():
+            with contextlib.suppress(ValueError):  # It is empty, or the worker is writing it.
+                found.append(json.loads(bytes(row).rstrip(b"\0")))
         ms: dict[tuple[str, str, int, int], float] = {}
         for function, file, first, last, line_ms in (row for rows in found for row in rows):
             key = function, file, first, last
@@ -595,22 +565,15 @@ class LoaderWorkers:
         return tuple(sorted(rows, key=lambda row: -row.ms))
 
     def newest_batches(self) -> Iterator[MadeBatch]:
-        """Yield the newest batches of each worker."""
         return newest_batches(self._times.tolist())
 
     def culprits(self) -> Iterator[Culprit]:
         if (times := self.times()) is not None:
             n = times.batches
             for stage, name in zip(self.stages, ("dataset_ms", "collate_ms"), strict=True):
-                yield Culprit(
-                    entry=FETCH,
-                    name=stage.name,
-                    seconds=n * times.mean(name) / 1e3,
-                    calls=n,
-                    share=times.mean(name) / (times.mean("busy_ms") or 1.0),
-                    source=stage.source,
-                    kind=stage.kind,
-                )
+                ms = times.mean(name)
+                share = ms / (times.mean("busy_ms") or 1.0)
+                yield Culprit(FETCH, stage.name, n * ms / 1e3, n, share, stage.source, stage.kind)
 
 
 def newest_batches(rows: Sequence[Sequence[int]]) -> Iterator[MadeBatch]:
@@ -628,15 +591,10 @@ def loader_times(
     looks: tuple[int, int],
     pin_ms: float | None = None,
 ) -> LoaderTimes | None:
-    """Return the times of a loader's workers; None if they made no batch.
+    """Return the times of a loader's workers, from their rows; None if they made no batch.
 
-    Args:
-        rows: The workers' rows of shared memory.
-        dataset: Name of the dataset's class and method.
-        collate: Name of the collate function.
-        looks: Number of reads of /proc while a worker made a batch, and number of these reads that
-            found the worker waiting for a lock.
-        pin_ms: Time of the pin-memory thread per batch (in milliseconds); None if unknown.
+    `looks` is the number of reads of /proc while a worker made a batch, and the number of these
+    reads that found the worker waiting for a lock. For other arguments, see `LoaderTimes`.
     """
     used = [row for row in rows if row[BATCHES]]
     if not used:
@@ -657,11 +615,7 @@ def loader_times(
             row[column] / (n or 1) / 1e6 for column in (DATASET_NS, COLLATE_NS, WAIT_NS)
         )
         newest_ms = fmean(newest_ns) / 1e6 if newest_ns else 0.0
-        workers.append(
-            WorkerTimes(n, dataset_ms, collate_ms, wait_ms, newest_ms)
-            if n
-            else WorkerTimes(0, 0.0, 0.0, 0.0)
-        )
+        workers.append(WorkerTimes(n, dataset_ms, collate_ms, wait_ms, newest_ms))
     checksums = {tuple(row[column] for column in CHECKSUMS) for row in used}
     busy_looks, locked_looks = looks
     return LoaderTimes(
@@ -669,7 +623,7 @@ def loader_times(
         collate,
         workers=tuple(workers),
         cpu_share=min(total(CPU_NS) / observed_ns, 1.0) if observed_ns else None,
-        lock_share=locked_looks / busy_looks if busy_looks >= _MIN_LOOKS else None,
+        lock_share=locked_looks / busy_looks if busy_looks >= 8 else None,
         run_delay_share=min(total(RUN_DELAY_NS) / elapsed_ns, 1.0) if elapsed_ns else None,
         startup_s=total(STARTUP_NS) / max(total(STARTS), 1) / 1e9,
         starts=max(row[STARTS] for row in used),

@@ -23,12 +23,7 @@ from lightning_gputime._instrumentation.loop import BatchState, Loop
 from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
 from lightning_gputime._instrumentation.traced import phase
 from lightning_gputime._measurement.means import MeanLog
-from lightning_gputime._measurement.wall_clock import (
-    EPOCH_ENDS,
-    EVALUATION,
-    STEPS,
-    TEAR_DOWN,
-)
+from lightning_gputime._measurement.wall_clock import EPOCH_ENDS, EVALUATION, STEPS, TEAR_DOWN
 from lightning_gputime._options import AllOptions, Options, takes_options
 from lightning_gputime._output.loggers import LogWriter
 from lightning_gputime._phases import (
@@ -48,11 +43,6 @@ from lightning_gputime._timer import Timer, never_raises
 _EVENTS = (
     *("on_epoch_begin", "on_step_begin", "on_substep_end", "on_pre_optimizer_step"),
     *("on_optimizer_step", "on_step_end", "on_epoch_end", "on_log", "on_save", "on_evaluate"),
-)
-
-_NOT_FOUND = (
-    "No Trainer was found, and no step is timed. Pass the timer itself:"
-    " transformers.Trainer(callbacks=[TransformersPhaseTimer()]), not a callback that calls it."
 )
 
 
@@ -114,16 +104,9 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is not attached to a training.
-        detached: dict[str, Any] = {
-            "_trainer": None,
-            "_handled": None,
-            "_before": None,
-            "_train_call": None,
-            "_is_table_due": False,
-            "_train_patches": {},
-            "_is_in_step": False,
-        }
-        return {**super().__getstate__(), **detached}
+        detached = dict.fromkeys(("_trainer", "_handled", "_before", "_train_call"))
+        flags = {"_is_table_due": False, "_is_in_step": False}
+        return {**super().__getstate__(), **detached, **flags, "_train_patches": {}}
 
     # A training
 
@@ -152,7 +135,6 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
         call.attach()
 
     def _start_train_call(self, trainer: Trainer, *_: Any, **__: Any) -> bool:
-        """Record the start of a call of `train`. Return False to ignore the call."""
         # `train` of a subclass may call `train` of its base class. Both are patched.
         is_running = self._train_call is not None and self._train_call[0]() is trainer
         is_ours = any(found is self for found in transformers_.callbacks_of(trainer))
@@ -171,15 +153,16 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._train_call = None
             self._leave_trainer()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        self._start_training(args, state, known)
-
     @never_raises
-    def _start_training(self, args: Any, state: Any, known: Mapping[str, Any]) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         trainer = find_trainer(self)
         if trainer is None:
             self._detach()
-            self._warn_once(_NOT_FOUND)
+            self._warn_once(
+                "No Trainer was found, and no step is timed. Pass the timer itself:"
+                " transformers.Trainer(callbacks=[TransformersPhaseTimer()]), not a callback that"
+                " calls it."
+            )
             return
         try:
             self._attach(trainer, args, state, known)
@@ -189,13 +172,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             self._leave_trainer()
             raise
 
-    def _attach(
-        self,
-        trainer: Any,
-        args: Any,
-        state: Any,
-        known: Mapping[str, Any],
-    ) -> None:
+    def _attach(self, trainer: Any, args: Any, state: Any, known: Mapping[str, Any]) -> None:
         self._patch_trainer(trainer)
         # The module that the Trainer calls, such as a DDP wrapper, a compiled or a sharded model.
         model = trainer.model_wrapped
@@ -480,8 +457,7 @@ class TransformersPhaseTimer(Timer, TrainerCallback):
             transformers_.put_callback_after(self._trainer, self, self._before)
             self._before = None
         self._trainer = self._handled = None
-        is_due = self._is_table_due
-        self._is_table_due = False
+        is_due, self._is_table_due = self._is_table_due, False
         self._show(is_due)
 
 

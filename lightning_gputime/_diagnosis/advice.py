@@ -58,18 +58,9 @@ from lightning_gputime._phases import (
 )
 
 _MIN_SHARE = 0.05  # Entries with a smaller fraction of the wall clock get no advice.
-_MIN_ONCE_S = 5.0  # What occurs once, and takes less time, is not worth a change.
 _MIN_PART = 0.1  # Advice ignores parts with a smaller fraction of the step.
-_MIN_CORE_WAIT = 0.2  # From this fraction of the time on, no CPU core is free for workers.
-_MAX_WORKERS_WITHOUT_CORES = 4  # Maximum number of workers to suggest if the CPU cores are unknown.
-_MIN_CALLS = 4  # A line that runs this often per step is reported with that number.
-_MIN_LAUNCHES = 0.2  # Below this fraction, launches of a line of the model get no advice.
 _MIN_OF_ENTRY = 0.25  # Minimum fraction of an entry for code to be reported as its reason.
-# Minimum fraction of the step in forward and backward for advice on the precision.
-_MIN_COMPUTE_SHARE = 0.5
 _MAX_MEMORY_SHARE = 0.8  # Above this fraction of the GPU memory, suggest no larger batch.
-# Minimum fraction of the evaluation time that is spent after the last batch, for advice on metrics.
-_MIN_AFTER_BATCHES = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +73,9 @@ class Case:
     setup: TrainingSetup
 
     @property
-    def name(self) -> str:
-        return self.entry.name
-
-    @property
     def phase(self) -> str:
         """Name of the phase that the entry is, or is a part of."""
-        return self.name.removesuffix(NOT_EXAMINED)
+        return self.entry.name.removesuffix(NOT_EXAMINED)
 
     @property
     def line(self) -> LineRow | None:
@@ -107,16 +94,10 @@ Rule = Callable[[Case], Iterator[Advice]]
 
 
 def advise(case: Case, *, only_settings: bool = False) -> tuple[Advice, ...]:
-    """Return advice on an entry; empty if it takes less than 5 % of the wall clock.
-
-    Args:
-        case: The entry.
-        only_settings: True for advice on settings only.
-    """
+    """Return advice on an entry; empty if it takes less than 5 % of the wall clock."""
     entry = case.entry
-    if entry.share < _MIN_SHARE and (entry.speed_up or 1.0) < 1 + _MIN_SHARE:
-        return ()
-    if is_short_once(entry):
+    is_small = entry.share < _MIN_SHARE and (entry.speed_up or 1.0) < 1 + _MIN_SHARE
+    if is_small or is_short_once(entry):
         return ()
     rule = _RULES.get(entry.name)
     if entry.line is not None:
@@ -137,7 +118,7 @@ def advise(case: Case, *, only_settings: bool = False) -> tuple[Advice, ...]:
 
 def is_short_once(entry: Entry) -> bool:
     """Return True if an entry occurs once, and would not matter in a longer training."""
-    return entry.name in ONCE and entry.seconds < _MIN_ONCE_S
+    return entry.name in ONCE and entry.seconds < 5.0
 
 
 def _is_costly(setting: CostlySetting, case: Case) -> bool:
@@ -147,15 +128,15 @@ def _is_costly(setting: CostlySetting, case: Case) -> bool:
         has_operation = line is not None and getattr(line, setting.operation)
         return has_operation and case.entry.pace == "GPU"
     if setting.entry:
-        top = line.main_phase.partition("/")[0] if line is not None else case.name
+        top = line.main_phase.partition("/")[0] if line is not None else case.entry.name
         return setting.entry in (top, *case.entry.phases_ms)
+
+    def in_model_ms(row: Entry) -> float:
+        return sum(row.phases_ms.get(phase, 0.0) for phase in MODEL_PHASES)
+
     # Settings that cost time in all of the model's work belong to the entry with most of it.
-    model = [row for row in case.breakdown.rows if _in_model_ms(row)]
-    return bool(model) and case.entry is max(model, key=_in_model_ms)
-
-
-def _in_model_ms(row: Entry) -> float:
-    return sum(row.phases_ms.get(phase, 0.0) for phase in MODEL_PHASES)
+    most = max(case.breakdown.rows, key=in_model_ms)
+    return case.entry is most and in_model_ms(most) > 0
 
 
 def growth_of(line: LineRow) -> str:
@@ -176,18 +157,16 @@ def _of_step(ms: float, m: Measurement) -> str:
 
 
 def _shorten_code(case: Case) -> Iterator[Advice]:
-    """Yield advice on code that an entry names."""
     m, setup, entry = case.m, case.setup, case.entry
     line = entry.line
     assert line is not None
     if line.is_library and line.function.endswith(".step"):
         yield from _fuse_update(m, case.setup)
         return
-    times = f", {line.calls:.0f} times per step" if line.calls >= _MIN_CALLS else ""
-    idle_ms = line.idle_ms
+    times = f", {line.calls:.0f} times per step" if line.calls >= 4 else ""
     in_model = is_own_work(line, entry.phases_ms)
     keeps_waiting = entry.pace == "host" and not m.on_host_clock
-    is_launch = in_model and keeps_waiting and entry.share < _MIN_LAUNCHES
+    is_launch = in_model and keeps_waiting and entry.share < 0.2
     is_short_library = line.is_library and CALLBACKS not in entry.phases_ms and entry.share < 0.1
     if line.is_rest or is_launch or is_short_library:
         return
@@ -201,16 +180,17 @@ def _shorten_code(case: Case) -> Iterator[Advice]:
     elif line.function.endswith((".log_metrics", ".on_log", "Module.log")):
         text = f"{line} takes {case.took}{times}: log fewer values, or less often"
         yield Advice("log_less", text, {"function": line.function})
-    elif keeps_waiting and idle_ms >= 0.5 * line.ms:
+    elif keeps_waiting and line.idle_ms >= 0.5 * line.ms:
+        idle = _of_step(line.idle_ms, m)
         text = (
-            f"{line} waits for the GPU{times}, which then has no work for {_of_step(idle_ms, m)}:"
-            " read the value less often, or later"
+            f"{line} waits for the GPU{times}, which then has no work for {idle}: read the value"
+            " less often, or later"
         )
         yield Advice("blocking_call", text, {"phase": line.main_phase})
     elif keeps_waiting:
-        how = "run it less often, or move it to another process"
-        if in_model:
-            how = "or launch fewer operations there"
+        how = "or launch fewer operations there"
+        if not in_model:
+            how = "run it less often, or move it to another process"
         text = f"{line} keeps the GPU waiting for {case.took}{times}: make it faster, {how}"
         yield Advice("shorten", text, {"phase": line.main_phase})
     elif CALLBACKS in entry.phases_ms:
@@ -225,7 +205,7 @@ def _shorten_code(case: Case) -> Iterator[Advice]:
         )
         text = f"{line} takes {case.took}{where} ({parts}){times}: make it faster"
         yield Advice("speed_up", text, {"function": line.function, "modules": line.modules})
-        has_compute = m.share(FORWARD) + m.share(BACKWARD) >= _MIN_COMPUTE_SHARE
+        has_compute = m.share(FORWARD) + m.share(BACKWARD) >= 0.5
         if setup.precision == "32-true" and setup.has_bf16 and has_compute:
             text = 'set precision="bf16-mixed" (now "32-true")'
             yield Advice("precision", text, {"now": "32-true", "suggested": "bf16-mixed"})
@@ -243,21 +223,17 @@ def _shorten_unknown_code(case: Case) -> Iterator[Advice]:
     if name == OPTIMIZER and case.setup.unfused:
         yield from _fuse_update(m, case.setup)
         return
-    may_pause = case.setup.is_own_loop and name in m.rows and is_rare(m.rows[name])
-    if name in MODEL_PHASES:
-        if may_pause:
-            yield _pause(name)
-        return
-    why = f" ({m.lines_unavailable})" if m.lines_unavailable else ""
-    text = f'`{name}` takes {case.took}, at unknown lines{why}: name its parts with phase("name")'
-    yield Advice("name_phase", text, {"phase": name})
-    if may_pause:
+    if name not in MODEL_PHASES:
+        why = f" ({m.lines_unavailable})" if m.lines_unavailable else ""
+        text = f"`{name}` takes {case.took}, at unknown lines{why}: name its parts with"
+        yield Advice("name_phase", f'{text} phase("name")', {"phase": name})
+    if case.setup.is_own_loop and name in m.rows and is_rare(m.rows[name]):
         yield _pause(name)
 
 
 def _shorten_user_phase(case: Case) -> Iterator[Advice]:
-    name, line = case.name, case.line
-    reason = f", most of it at {line}" if line is not None else ""
+    name = case.entry.name
+    reason = f", most of it at {case.line}" if case.line is not None else ""
     text = f"`{name}` takes {case.took}{reason}: run it less often, or make it faster"
     yield Advice("shorten", text, {"phase": name})
 
@@ -290,24 +266,30 @@ def _load_faster(case: Case) -> Iterator[Advice]:
     fetches = m.rows.get(FETCH, m.rows.get(DATA))
     if fetches is None:
         return
-    stages = [culprit for culprit in of_entry(m.culprits, FETCH) if culprit.kind in STAGES]
-    stage = stages[0] if stages and stages[0].share >= _MIN_OF_ENTRY else None
-    reason = ""
-    if stage is not None and stage.kind == SAMPLER:
-        reason = f"{stage} takes {_of_step(stage.share * case.entry.ms_per_step, m)}: "
-    elif case.line is not None and not setup.num_workers and case.line.calls:
-        reason = f"{case.line} takes {_of_step(case.line.ms, m)}: "
-    elif stage is not None:
-        reason = f"{stage} takes {_of_step(stage.share * case.entry.ms_per_step, m)}: "
     if (advice := advise_on_iterators(m)) is not None:
         yield advice
         return
-    if stage is not None and stage.kind == SAMPLER:
+    stages = [culprit for culprit in of_entry(m.culprits, FETCH) if culprit.kind in STAGES]
+    stage = stages[0] if stages and stages[0].share >= _MIN_OF_ENTRY else None
+    is_sampler = stage is not None and stage.kind == SAMPLER
+    reason = ""
+    if case.line is not None and not setup.num_workers and case.line.calls and not is_sampler:
+        reason = f"{case.line} takes {_of_step(case.line.ms, m)}: "
+    elif stage is not None:
+        reason = f"{stage} takes {_of_step(stage.share * case.entry.ms_per_step, m)}: "
+    if stage is not None and is_sampler:
         text = f"{reason}make it faster; it runs in the main process, even with workers"
         yield Advice("sampler", text, {"sampler": stage.name})
         return
     if setup.is_in_memory:
-        yield _index_batches(case, reason)
+        # Workers would copy each batch twice, and cannot read device tensors.
+        loader = LoaderCase.of(m, setup)
+        if loader is not None and (restarts := loader.describe_restarts()):
+            # The loop waits for the start of workers, not for the code in `reason`.
+            now = f"(now {setup.num_workers})"
+            reason = f"set {setup.loader_prefix}num_workers=0 {now}: {restarts}; "
+        text = f"{reason}index whole batches with dataset[indices]; the tensors are in memory"
+        yield Advice("index_batches", text)
         return
     if not setup.has_loader and FETCH not in m.rows:
         # In a loop that only calls `step()`, `data` is all the time before forward.
@@ -316,34 +298,24 @@ def _load_faster(case: Case) -> Iterator[Advice]:
         if setup.num_workers is None:
             text = "iterate over timer.steps(loader), so that `data` excludes your own code"
             yield Advice("iterate_over_steps", text)
-    if fetches.share >= _MIN_PART or case.entry.share >= _MIN_PART:
-        # For a shorter fetch, workers would cost about as much as they save.
-        yield from _use_workers(case, reason, fetches.frequency * fetches.mean_ms)
-        if setup.num_workers and not m.loaders and is_uneven(fetches):
-            yield from _load_ahead(setup)
-
-
-def _index_batches(case: Case, reason: str) -> Advice:
-    """Return advice on tensors in memory. It never suggests workers.
-
-    Workers would copy each batch twice, and cannot read device tensors.
-    """
-    setup, loader = case.setup, LoaderCase.of(case.m, case.setup)
-    if loader is not None and (restarts := loader.describe_restarts()):
-        # The loop waits for the start of workers, not for the code in `reason`.
-        reason = f"set {setup.loader_prefix}num_workers=0 (now {setup.num_workers}): {restarts}; "
-    text = f"{reason}index whole batches with dataset[indices]; the tensors are in memory"
-    return Advice("index_batches", text)
+    if fetches.share < _MIN_PART and case.entry.share < _MIN_PART:
+        return  # For a short fetch, workers would cost about as much as they save.
+    yield from _use_workers(case, reason, fetches.frequency * fetches.mean_ms)
+    if setup.num_workers and not m.loaders and is_uneven(fetches):
+        prefix, why = setup.loader_prefix, "a few batches cause most of the data wait"
+        if setup.persistent_workers is False:
+            text = f"set {prefix}persistent_workers=True (now False): {why}"
+            yield Advice("persistent_workers", text, {"now": False, "suggested": True})
+        if factor := setup.prefetch_factor:
+            text = f"set {prefix}prefetch_factor={2 * factor} (now {factor}): {why}"
+            yield Advice("prefetch_factor", text, {"now": factor, "suggested": 2 * factor})
 
 
 def _use_workers(case: Case, reason: str, fetch_ms: float) -> Iterator[Advice]:
     """Yield advice on the number of workers, or on faster transforms.
 
-    Args:
-        case: The entry of the data wait.
-        reason: Start of a sentence, such as "`Images` takes 4.1 ms of 9.8 ms per step: "; may be
-            empty.
-        fetch_ms: Data wait per step (in milliseconds).
+    `reason` is the start of a sentence, such as "`Images` takes 4.1 ms of 9.8 ms per step: ", or
+    empty. `fetch_ms` is the data wait per step.
     """
     m, setup = case.m, case.setup
     workers, cores, prefix = setup.num_workers, setup.cores, setup.loader_prefix
@@ -351,7 +323,7 @@ def _use_workers(case: Case, reason: str, fetch_ms: float) -> Iterator[Advice]:
     per_rank = "" if cores is None else f"; {cores} CPU cores per rank"
     off_cpu = m.slow.cause_shares.get(OFF_CPU, 0.0) if m.slow is not None else 0.0
     waited = m.wall_clock.core_wait_share if m.wall_clock is not None else 0.0
-    is_cpu_busy = off_cpu >= _MIN_SHARE or waited >= _MIN_CORE_WAIT
+    is_cpu_busy = off_cpu >= _MIN_SHARE or waited >= 0.2  # No core is free for workers.
     loader = LoaderCase.of(m, setup)
     if workers and loader is not None:
         yield from advise_on_loader(loader)
@@ -369,7 +341,7 @@ def _use_workers(case: Case, reason: str, fetch_ms: float) -> Iterator[Advice]:
         yield Advice("cheaper_transforms", text)
     elif workers == 0:
         needed = workers_for(fetch_ms, m.step.mean_ms - fetch_ms)
-        n = min(needed, cores or _MAX_WORKERS_WITHOUT_CORES)
+        n = min(needed, cores or 4)  # 4 if the CPU cores are unknown.
         faster = ", or make it faster" if reason else ""
         text = f"{reason}set {prefix}num_workers={n} (now 0){faster}{split}"
         yield Advice("num_workers", text, {"now": 0, "suggested": n})
@@ -384,16 +356,6 @@ def _use_workers(case: Case, reason: str, fetch_ms: float) -> Iterator[Advice]:
         yield Advice("cheaper_transforms", "use faster transforms")
 
 
-def _load_ahead(setup: TrainingSetup) -> Iterator[Advice]:
-    prefix, reason = setup.loader_prefix, "a few batches cause most of the data wait"
-    if setup.persistent_workers is False:
-        text = f"set {prefix}persistent_workers=True (now False): {reason}"
-        yield Advice("persistent_workers", text, {"now": False, "suggested": True})
-    if factor := setup.prefetch_factor:
-        text = f"set {prefix}prefetch_factor={2 * factor} (now {factor}): {reason}"
-        yield Advice("prefetch_factor", text, {"now": factor, "suggested": 2 * factor})
-
-
 def _pause(name: str) -> Advice:
     text = (
         f"`{name}` is long in only a few steps: wrap code that is not part of a step, such as"
@@ -404,8 +366,7 @@ def _pause(name: str) -> Advice:
 
 def _move_to_workers(case: Case) -> Iterator[Advice]:
     target = "into the dataset, so that the workers run it"
-    line = case.line
-    if line is not None:
+    if (line := case.line) is not None:
         text = f"{line} takes {_of_step(line.ms, case.m)}, on the CPU: move it {target}"
         yield Advice("transfer_hooks", text, {"hook": line.function})
     elif case.setup.is_own_loop:
@@ -470,30 +431,21 @@ def _save_less(case: Case) -> Iterator[Advice]:
 
 
 def _evaluate_less(how: str, metrics_hook: str, case: Case) -> Iterator[Advice]:
-    """Yield advice to shorten evaluations, then to evaluate less.
+    """Yield advice to shorten evaluations, then `how` to evaluate less.
 
-    Args:
-        how: Advice to evaluate less.
-        metrics_hook: Function in which metrics are usually computed.
-        case: The entry of evaluations.
+    `metrics_hook` is the function in which metrics are usually computed.
     """
-    line = case.line
+    line, clock = case.line, case.m.wall_clock
     if line is not None:
         took = f"{duration(line.ms)} of {duration(1e3 * case.entry.seconds)}"
         yield Advice("metrics", f"{line} takes {took}: make it faster")
-    yield from _speed_up_metrics(metrics_hook, case.m)
+    if clock is not None and (after_s := clock.after_batches_s):
+        all_s = clock.entries_s.get(VALIDATION, 0.0) + clock.entries_s.get(EVALUATION, 0.0)
+        if after_s >= 0.3 * all_s:
+            took = f"{duration(1e3 * after_s)} of {duration(1e3 * all_s)}"
+            text = f"use faster metrics: {took} are spent after the last batch, in {metrics_hook}"
+            yield Advice("metrics", text)
     yield Advice("evaluate_less", how)
-
-
-def _speed_up_metrics(metrics_hook: str, m: Measurement) -> Iterator[Advice]:
-    if m.wall_clock is None:
-        return
-    entries_s, after_s = m.wall_clock.entries_s, m.wall_clock.after_batches_s
-    all_s = entries_s.get(VALIDATION, 0.0) + entries_s.get(EVALUATION, 0.0)
-    if after_s and after_s >= _MIN_AFTER_BATCHES * all_s:
-        took = f"{duration(1e3 * after_s)} of {duration(1e3 * all_s)}"
-        text = f"use faster metrics: {took} are spent after the last batch, in {metrics_hook}"
-        yield Advice("metrics", text)
 
 
 def _shorten_first_step(case: Case) -> Iterator[Advice]:
@@ -504,24 +456,15 @@ def _shorten_first_step(case: Case) -> Iterator[Advice]:
 
 
 def _shorten_outside_steps(code: str, general: str, how: str, case: Case) -> Iterator[Advice]:
-    """Yield advice on an entry outside of steps.
-
-    Args:
-        code: Code of the advice.
-        general: Text of the advice without known code.
-        how: End of the text with known code: how to shorten it.
-        case: The entry.
-    """
-    line = case.line
-    if line is not None:
+    """Yield the advice `general` if the code of the entry is unknown, else `how` to shorten it."""
+    if (line := case.line) is None:
+        yield Advice(code, general)
+    else:
         text = f"{line} takes {duration(line.ms)}: {how}"
         yield Advice(code, text, {"name": line.function})
-    else:
-        yield Advice(code, general)
 
 
 def _always(code: str, text: str) -> Rule:
-    """Return a rule that gives the same advice in all cases."""
     return lambda _: iter([Advice(code, text)])
 
 
@@ -534,14 +477,13 @@ def _free_cores(case: Case) -> Iterator[Advice]:
 def _collect_less(case: Case) -> Iterator[Advice]:
     codes = of_entry(case.m.culprits, COLLECTIONS)
     if codes and codes[0].share >= _MIN_OF_ENTRY:
-        culprit = codes[0]
         todo = (
             "create fewer objects there, such as lists of numbers, or call gc.disable(), and"
             " gc.collect() every n steps"
         )
-        if culprit.name == GC_COLLECT:
+        if codes[0].name == GC_COLLECT:
             todo = "call it less often"
-        text = f"most garbage collections start in {culprit}: {todo}"
+        text = f"most garbage collections start in {codes[0]}: {todo}"
         yield Advice("collect_less", text)
     yield Advice(
         "gc_freeze",
@@ -566,8 +508,7 @@ _RULES: Mapping[str, Rule] = {
     COMMUNICATION: _communicate_less,
     SLOWEST_RANK: _speed_up_rank,
     OTHER_RANKS: _always(
-        "other_ranks",
-        "find the rank with the slowest loader or callbacks: all others wait for it",
+        "other_ranks", "find the rank with the slowest loader or callbacks: all others wait for it"
     ),
     VALIDATION: partial(
         _evaluate_less,

@@ -1,7 +1,7 @@
 """Time breakdown of a training run: its wall clock, divided into entries."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from lightning_gputime._diagnosis.codes import (
@@ -49,31 +49,17 @@ from lightning_gputime._phases import (
     of_one_callback,
 )
 
-# Frequent compilations get an entry from these fractions on: of the number of all steps, and of the
-# time of all steps.
-_MIN_COMPILED_STEPS = 0.1
-_MIN_COMPILED_SHARE = 0.2
-# If one step has most of a phase's total time, the phase is a bottleneck only if it also takes this
-# fraction of the other steps.
-_MIN_SHARE_OF_OTHER_STEPS = 0.2
-_MIN_COMPILATIONS = 5  # Fewer compilations in slow steps are not recurring.
 _MIN_WAIT = 0.1  # With a shorter host wait, as a fraction of the step, the host's time is unknown.
 _MIN_PACE = 0.6  # Minimum fraction of an entry's time in which the host or the GPU sets the pace.
 
 
 @dataclass(slots=True)
 class _Group:
-    """Time of some phases inside steps, as fractions of the step.
-
-    Attributes:
-        share: Time of the group.
-        error: Half-width of the 95 % confidence interval of `share`.
-        phases: Phases and sub-phases of the group, with their times.
-    """
+    """Time of some phases inside steps, as fractions of the step."""
 
     share: float = 0.0
-    error: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
+    error: float = 0.0  # Half-width of the 95 % confidence interval of `share`.
+    phases: dict[str, float] = field(default_factory=dict)  # With sub-phases.
 
 
 @dataclass(slots=True)
@@ -120,8 +106,7 @@ def break_down(m: Measurement, setup: TrainingSetup) -> TimeBreakdown:
     wall_s = sum(entries_s.values()) + share_without_saves * all_steps_s
     steps_share = all_steps_s / wall_s
     rows = []
-    parts = _parts(m, groups, setup)
-    for name, part in parts.items():
+    for name, part in _parts(m, groups, setup).items():
         # A phase may share its name with an entry outside of steps: add both.
         seconds = entries_s.pop(name, 0.0) + part.share * all_steps_s
         if seconds > 0:
@@ -150,9 +135,7 @@ def break_down(m: Measurement, setup: TrainingSetup) -> TimeBreakdown:
 def _groups(m: Measurement, saves_share: float) -> dict[str, _Group]:
     """Return the groups of phases of a step, whose shares add up to 1.
 
-    Args:
-        m: Measurement of the run.
-        saves_share: Fraction of the step that checkpoints take.
+    `saves_share` is the fraction of the step that checkpoints take.
     """
     groups = defaultdict[str, _Group](_Group)
     has_parts_of_data = not {FETCH, COPY}.isdisjoint(m.rows)
@@ -189,8 +172,16 @@ def _groups(m: Measurement, saves_share: float) -> dict[str, _Group]:
                 if cause != UNEXPLAINED:
                     move(group_of(name), f"{SLOW}{cause}", share)
     model = [name for name in MODEL_PHASES if name in groups]
+    compiled_code = of_entry(m.culprits, COMPILATIONS)
+    steps = m.steps + m.untimed_steps + m.warmup_steps
+    # Exclude compilations in the first step, which is a separate entry. Nearly all of that step is
+    # compilation, so subtract all of it.
+    first_s = m.wall_clock.entries_s.get(FIRST_STEP, 0.0) if m.wall_clock is not None else 0.0
+    compiled_s = sum(code.seconds for code in compiled_code) - first_s
+    is_frequent = steps and sum(code.calls for code in compiled_code) >= 0.1 * steps
+    compiled_share = 1e3 * compiled_s / (steps * m.step.mean_ms) if is_frequent else 0.0
     # Frequent compilations lengthen all steps, so they are not causes of slow steps.
-    missing_share = _frequent_compilations(m) - groups[COMPILATIONS].share
+    missing_share = (compiled_share if compiled_share >= 0.2 else 0.0) - groups[COMPILATIONS].share
     for name in model:
         missing_share -= move(name, COMPILATIONS, missing_share)
     if (ranks := m.ranks) is not None and ranks.slowest_rank is not None:
@@ -241,7 +232,10 @@ def _parts(m: Measurement, groups: Mapping[str, _Group], setup: TrainingSetup) -
         for phase, own in group.phases.items():
             share, top = group.share * own / known, phase.partition("/")[0]
             error = group.error * own / known
-            host_paced = _host_paced(phase, m)
+            if m.on_host_clock or m.host_paced:
+                host_paced = m.host_paced.get(phase, 1.0)
+            else:  # A run of version 5. The host waits for the GPU only if the GPU sets the pace.
+                host_paced = float(m.host_wait_mean_ms < _MIN_WAIT * m.step.mean_ms)
             rows = [row for row in m.lines if not row.entry and phase in row.phases]
             all_ms = sum(row.phases[phase].ms for row in rows)
             if not all_ms:
@@ -267,14 +261,6 @@ def _parts(m: Measurement, groups: Mapping[str, _Group], setup: TrainingSetup) -
     return {name: part for name, part in parts.items() if part.share > 0}
 
 
-def _host_paced(phase: str, m: Measurement) -> float:
-    """Return the fraction of a phase in which the host sets the pace."""
-    if m.on_host_clock or m.host_paced:
-        return m.host_paced.get(phase, 1.0)
-    # A run of version 5. The host waits for the GPU only if the GPU sets the pace.
-    return float(m.host_wait_mean_ms < _MIN_WAIT * m.step.mean_ms)
-
-
 def _entry_in_steps(
     name: str,
     part: _Part,
@@ -291,9 +277,9 @@ def _entry_in_steps(
         pace = "host" if of_host >= _MIN_PACE else "GPU" if of_host <= 1 - _MIN_PACE else "both"
     error = part.error * steps_share
     tops = {*part.gpu, *part.host}
-    is_known = error < share and not any(is_blurred(top, m) for top in tops)
     is_removable = (
-        is_known
+        error < share
+        and not is_blurred(tops, m)
         and not _is_in_few_steps(name, part, tops, m)
         and name not in (TIMING, NOT_SAMPLED)
         and not (part.line is not None and part.line.is_rest)
@@ -310,32 +296,22 @@ def _entry_in_steps(
         busy_ms = of_phases_ms if part.line is None else part.line.busy_ms
         saved_ms = m.host_wait_mean_ms + busy_ms
         saved_share = min(share, saved_ms / step_ms * steps_share)
+    phases_ms = {top: (part.gpu[top] + part.host[top]) * step_ms for top in sorted(tops)}
+    code = CODES.get(name, GPU_BOUND if pace == "GPU" else HOST_BOUND)
+    if name not in CODES and m.on_host_clock and is_own_work(part.line, phases_ms):
+        code = COMPUTE_BOUND
     return Entry(
         name=name,
         seconds=share * wall_s,
         share=share,
         error=error,
         speed_up=1 / (1 - saved_share) if is_removable and saved_share < 1 else None,
-        code=_code_of(name, part, pace, m) if can_be_bottleneck else "",
+        code=code if can_be_bottleneck else "",
         pace=pace,
-        phases_ms={top: (part.gpu[top] + part.host[top]) * step_ms for top in sorted(tops)},
+        phases_ms=phases_ms,
         host_share=host * steps_share,
         line=part.line,
         lines=_lines_in(name, m) if part.line is None else (),
-    )
-
-
-def _code_of(name: str, part: _Part, pace: str, m: Measurement) -> str:
-    if name in CODES:
-        return CODES[name]
-    if m.on_host_clock:
-        return COMPUTE_BOUND if _is_of_model(part) else HOST_BOUND
-    return GPU_BOUND if pace == "GPU" else HOST_BOUND
-
-
-def _is_of_model(part: _Part) -> bool:
-    return is_own_work(
-        part.line, {top: part.gpu[top] + part.host[top] for top in {*part.gpu, *part.host}}
     )
 
 
@@ -343,11 +319,8 @@ def is_own_work(line: LineRow | None, phases: Mapping[str, float]) -> bool:
     """Return True for the model's own work: its forward and backward, and the update.
 
     A recomputation in backward is not: it is exchanged for memory. Neither is code that the model
-    calls if nothing in it is differentiable, such as a search in NumPy.
-
-    Args:
-        line: Code of an entry; None if the entry is not code.
-        phases: Time of the entry by top-level phase.
+    calls if nothing in it is differentiable, such as a search in NumPy. `line` is None if the entry
+    is not code. `phases` has its time by top-level phase.
     """
     if line is not None and line.is_recomputed:
         return False
@@ -383,32 +356,24 @@ def _lines_in(name: str, m: Measurement) -> tuple[LineRow, ...]:
 def _entry_outside(name: str, seconds: float, wall_s: float, m: Measurement) -> Entry:
     share = seconds / wall_s
     rows = [row for row in m.lines if row.entry == name and row.function]
+    # Scale the times of examined occurrences to the time of all of them.
+    all_ms = sum(row.ms for row in rows)
+    factor = 1e3 * seconds / all_ms if all_ms else 0.0
+    lines = []
+    for row in rows:
+        phases = {
+            phase: PhasePart(factor * part.gpu_ms, factor * part.host_ms)
+            for phase, part in row.phases.items()
+        }
+        lines.append(replace(row, phases=phases, error_ms=factor * row.error_ms))
     return Entry(
         name=name,
         seconds=seconds,
         share=share,
         speed_up=1 / (1 - share) if name not in ONCE and share < 1 else None,
         code=CODES.get(name, ""),
-        lines=_scaled(rows, 1e3 * seconds),
+        lines=tuple(sorted(lines, key=lambda row: -row.ms)),
     )
-
-
-def _scaled(rows: Sequence[LineRow], entry_ms: float) -> tuple[LineRow, ...]:
-    """Return rows of examined occurrences, scaled to the time of all of them."""
-    all_ms = sum(row.ms for row in rows)
-    factor = entry_ms / all_ms if all_ms else 0.0
-    scaled = [
-        replace(
-            row,
-            phases={
-                phase: PhasePart(factor * part.gpu_ms, factor * part.host_ms)
-                for phase, part in row.phases.items()
-            },
-            error_ms=factor * row.error_ms,
-        )
-        for row in rows
-    ]
-    return tuple(sorted(scaled, key=lambda row: -row.ms))
 
 
 def _is_of_one_step(row: PhaseStats, m: Measurement) -> bool:
@@ -417,8 +382,7 @@ def _is_of_one_step(row: PhaseStats, m: Measurement) -> bool:
     # Without the step in which the phase is longest: time of the phase, and of all steps.
     rest_ms = n * row.share * m.step.mean_ms - row.max_ms
     other_steps_ms = n * m.step.mean_ms - row.max_ms
-    is_rest_short = rest_ms < _MIN_SHARE_OF_OTHER_STEPS * other_steps_ms
-    return n > 1 and row.max_ms > rest_ms and is_rest_short
+    return n > 1 and row.max_ms > rest_ms and rest_ms < 0.2 * other_steps_ms
 
 
 def _is_in_few_steps(name: str, part: _Part, tops: set[str], m: Measurement) -> bool:
@@ -428,16 +392,16 @@ def _is_in_few_steps(name: str, part: _Part, tops: set[str], m: Measurement) -> 
     """
     if name == COMPILATIONS:
         compilations = sum(code.calls for code in of_entry(m.culprits, COMPILATIONS))
-        return 0 < compilations < _MIN_COMPILATIONS
+        return 0 < compilations < 5
     total_ms = part.share * m.step.mean_ms * (m.steps + m.untimed_steps)
     longest_ms = max((m.rows[top].max_ms for top in tops if top in m.rows), default=0.0)
     return name.endswith(NOT_EXAMINED) and longest_ms >= 0.5 * total_ms
 
 
-def is_blurred(name: str, m: Measurement) -> bool:
-    """Return True if an entry includes a phase that cannot be separated from other phases."""
-    top = DATA if name == TRANSFER_HOOKS else name.partition("/")[0]
-    return top in {phase.partition("/")[0] for phase in m.blurred}
+def is_blurred(names: Iterable[str], m: Measurement) -> bool:
+    """Return True if an entry with these names and phases cannot be separated from others."""
+    tops = {DATA if name == TRANSFER_HOOKS else name.partition("/")[0] for name in names}
+    return not tops.isdisjoint(phase.partition("/")[0] for phase in m.blurred)
 
 
 def may_hide_evaluations(m: Measurement, setup: TrainingSetup) -> bool:
@@ -448,16 +412,3 @@ def may_hide_evaluations(m: Measurement, setup: TrainingSetup) -> bool:
     row = m.rows.get(DATA)
     is_time_before_forward = setup.is_own_loop and not setup.has_loader and FETCH not in m.rows
     return is_time_before_forward and row is not None and is_uneven(row)
-
-
-def _frequent_compilations(m: Measurement) -> float:
-    """Return the fraction of the steps' time in which torch compiles; 0 if low or if rare."""
-    compiled_code = of_entry(m.culprits, COMPILATIONS)
-    steps = m.steps + m.untimed_steps + m.warmup_steps
-    # Exclude compilations in the first step, which is a separate entry. Nearly all of that step is
-    # compilation, so subtract all of it.
-    first_s = m.wall_clock.entries_s.get(FIRST_STEP, 0.0) if m.wall_clock is not None else 0.0
-    compiled_s = sum(code.seconds for code in compiled_code) - first_s
-    is_frequent = sum(code.calls for code in compiled_code) >= _MIN_COMPILED_STEPS * steps
-    share = 1e3 * compiled_s / (steps * m.step.mean_ms) if is_frequent and steps else 0.0
-    return share if share >= _MIN_COMPILED_SHARE else 0.0

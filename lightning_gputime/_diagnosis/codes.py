@@ -49,11 +49,10 @@ NOT_EXAMINED = " (not examined)"  # Follows the name of a phase: its time in no 
 
 STANDARD_PHASES = (*PHASES, GENERATE, REWARD, TRAINING_STEP)  # All except phases named by the user.
 MODEL_PHASES = (FORWARD, BACKWARD, OPTIMIZER, TRAINING_STEP)  # Phases of the model's own work.
-INPUT_ENTRIES = (DATA, FETCH, TRANSFER_HOOKS, COPY)
 
 # Verdict code of each entry that is not code of the user.
 CODES: Mapping[str, str] = {
-    **dict.fromkeys(INPUT_ENTRIES, INPUT_BOUND),
+    **dict.fromkeys((DATA, FETCH, TRANSFER_HOOKS, COPY), INPUT_BOUND),
     COMMUNICATION: COMMUNICATION_BOUND,
     OTHER_RANKS: STRAGGLER_BOUND,
     SLOWEST_RANK: STRAGGLER_BOUND,

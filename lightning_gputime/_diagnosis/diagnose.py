@@ -43,13 +43,8 @@ _MIN_BOTTLENECK = 0.2
 _MIN_REPORTED = 0.05
 _MIN_LAUNCHES = 0.3  # The same for launches at many lines, which cannot all be removed.
 _MIN_OF_ALL = 0.5  # With this fraction of an entry or of all launches, a line is named.
-_MAX_LAUNCH_MS = 0.1  # Host time of an operation in forward, including Python's; it is 5 to 50 us.
-_MIN_BATCHES = 20  # Shorter evaluations get no diagnosis.
-_MAX_LOST = 0.99  # Maximum lost fraction of a run, which caps the promised speed-up at 100x.
 # A verdict must hold in both halves of the run. There, this fraction of the minimum is enough.
 _MIN_HALF = 0.75
-_MIN_SLOWDOWN = 0.1  # A slowdown that costs this fraction of the run is in the headline.
-_UNCLEAR = "unclear: `data` takes {} of the {}, mostly in a few steps, which may be evaluations"
 
 
 def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
@@ -60,7 +55,7 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     names the line with most of it.
     """
     m = measurement
-    is_short = m.stage and m.steps < _MIN_BATCHES
+    is_short = m.stage and m.steps < 20  # A short evaluation.
     if m.is_warmup or is_short or not m.steps or not m.step.mean_ms > 0:
         return Diagnosis()
     breakdown = break_down(m, setup)
@@ -69,20 +64,23 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
     for row in breakdown.rows:
         case = Case(row, breakdown, m, setup)
         # Advice on each of the model's short lines would say the same, so give it on the longest.
-        is_short = row.share < _MIN_BOTTLENECK and not _is_update(row)
-        if row.error < row.share and not any(is_blurred(name, m) for name in _names(row)):
+        line = row.line
+        is_update = line is not None and line.is_library and line.function.endswith(".step")
+        is_short = row.share < _MIN_BOTTLENECK and not is_update
+        if row.error < row.share and not is_blurred(_names(row), m):
             row = replace(row, advice=advise(case, only_settings=row in own[1:] and is_short))
         rows.append(row)
     breakdown = replace(breakdown, rows=tuple(rows))
-    blurred_share = sum(
-        row.share for row in rows if any(is_blurred(name, m) for name in _names(row))
-    )
+    blurred_share = sum(row.share for row in rows if is_blurred(_names(row), m))
     is_gpu_bound = not m.on_host_clock and _gpu_share(breakdown) >= 1 - _MIN_BOTTLENECK
     if blurred_share >= _MIN_BOTTLENECK and not is_gpu_bound:
         # The bottleneck may be in phases whose times cannot be separated.
         return Diagnosis(time_breakdown=breakdown)
     unclear_share = breakdown[DATA].share if may_hide_evaluations(m, setup) else 0.0
-    unclear = _UNCLEAR.format(percent(unclear_share), breakdown.scope)
+    unclear = (
+        f"unclear: `data` takes {percent(unclear_share)} of the {breakdown.scope}, mostly in a few"
+        " steps, which may be evaluations"
+    )
     if unclear_share >= _MIN_BOTTLENECK:
         advice = _advice_of(breakdown, first=DATA)
         return Diagnosis(headline=unclear, time_breakdown=breakdown, advice=advice)
@@ -94,9 +92,14 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
         headline += f"; {unclear}"
     advice = (*found.advice, *_advice_of(breakdown, first=found.entry))
     slowdown = m.slowdown
-    if slowdown is not None and slowdown.lost_share >= _MIN_SLOWDOWN and not m.work_change:
+    if slowdown is not None and slowdown.lost_share >= 0.1 and not m.work_change:
         headline += f"; {slowdown}"
-        grown, on_slowdown = _grown(slowdown, breakdown), _advice_on(slowdown, breakdown)
+        # Line whose time has grown the most, if the slowdown lasts.
+        lines = [line for row in breakdown.rows for line in filter(None, (row.line, *row.lines))]
+        grown = max(lines, key=lambda line: line.grew_to_ms - line.grew_from_ms, default=None)
+        if grown is not None and (grown.grew_to_ms <= 0 or slowdown.until_step is not None):
+            grown = None
+        on_slowdown = _advice_on(slowdown, grown)
         # Advice on the line that has grown says the same.
         advice = tuple(item for item in advice if grown is None or item != advise_on_growth(grown))
         row = breakdown[found.entry]
@@ -110,22 +113,14 @@ def _names(row: Entry) -> tuple[str, ...]:
     return row.name, *row.phases_ms
 
 
-def _grown(slowdown: Slowdown, breakdown: TimeBreakdown) -> LineRow | None:
-    """Return the line whose time has grown the most, if the slowdown lasts."""
-    lines = [line for row in breakdown.rows for line in filter(None, (row.line, *row.lines))]
-    grown = max(lines, key=lambda line: line.grew_to_ms - line.grew_from_ms, default=None)
-    is_cause = grown is not None and grown.grew_to_ms > 0 and slowdown.until_step is None
-    return grown if is_cause else None
-
-
-def _advice_on(slowdown: Slowdown, breakdown: TimeBreakdown) -> Advice:
-    lost_share = min(slowdown.lost_share, _MAX_LOST)
+def _advice_on(slowdown: Slowdown, grown: LineRow | None) -> Advice:
+    lost_share = min(slowdown.lost_share, 0.99)  # Promise a speed-up of at most 100x.
     without = f"without this the training is up to {1 / (1 - lost_share):.2f}x as fast"
     if slowdown.until_step is None:
         when = f"since step {slowdown.since_step:,}"
     else:
         when = f"from step {slowdown.since_step:,} to {slowdown.until_step:,}"
-    if (grown := _grown(slowdown, breakdown)) is not None:
+    if grown is not None:
         text = f"{advise_on_growth(grown).text}; {without}"
     elif slowdown.phase and slowdown.is_most_in_phase:
         text = f"find what takes longer in `{slowdown.phase}` {when}: {without}"
@@ -167,25 +162,40 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
         if largest.name in ONCE and recurring is not largest and is_worth_a_look:
             headline += f"; apart from that, {recurring.code}: {_describe(recurring, breakdown, m)}"
         return Diagnosis(largest.code, "bound", largest.name, headline)
-    code = COMPUTE_BOUND if m.on_host_clock else GPU_BOUND
-    if code == GPU_BOUND and _gpu_share(breakdown) < _MIN_OF_ALL:
+    gpu_share = _gpu_share(breakdown)
+    if m.on_host_clock:
+        code, pace = COMPUTE_BOUND, "the CPU computes the step"
+    elif gpu_share < _MIN_OF_ALL:
         code = HOST_BOUND
-    known = [row for row in own if not any(is_blurred(name, m) for name in _names(row))]
+        pace = f"the host sets the pace for {percent(1 - gpu_share)} of the step, at many lines"
+    else:
+        code, pace = GPU_BOUND, f"the GPU sets the pace for {percent(gpu_share)} of the step"
+    known = [row for row in own if not is_blurred(_names(row), m)]
     first = max(known, key=lambda row: row.share, default=None)
-    headline, entry = f"{code}: {_describe_pace(breakdown, m)}", ""
+    headline, entry = f"{code}: {pace}", ""
     if first is not None and first.share >= _MIN_REPORTED:
         entry = first.name
         headline += f"; {_describe(first, breakdown, m)}"
-    rest = max(
-        (row for row in breakdown.rows if _is_rest(row)), key=lambda row: row.share, default=None
-    )
+    rests = [row for row in breakdown.rows if row.line is not None and row.line.is_rest]
+    rest = max(rests, key=lambda row: row.share, default=None)
     if rest is not None and rest.share >= _MIN_BOTTLENECK:
         headline += f"; many short lines of {rest.line} take {percent(rest.share)}"
+    # Largest entry whose error is at least its share, or that takes much less in half of the run.
+    uncertain = next(
+        (
+            row
+            for row in breakdown.rows
+            if row.share >= _MIN_REPORTED
+            and (row.error >= row.share or _least_share(row, m) < _MIN_HALF * _MIN_REPORTED)
+            and not _is_own_work(row)
+        ),
+        None,
+    )
     grade: Grade = "balanced"
     if is_worth_a_look and recurring.name not in ONCE:
         grade = "worth a look"
         headline += f"; worth a look: {_describe(recurring, breakdown, m)} ({recurring.code})"
-    elif (uncertain := _uncertain(breakdown, m)) is not None:
+    elif uncertain is not None:
         share = f"{percent(uncertain.share)} ± {percent(uncertain.error)}"
         how = "train for longer" if uncertain.line is not None else "pass every_n_steps=1"
         if uncertain.error < uncertain.share:
@@ -202,38 +212,20 @@ def _is_own_work(row: Entry) -> bool:
     return row.name not in CODES and is_own_work(row.line, row.phases_ms)
 
 
-def _is_rest(row: Entry) -> bool:
-    return row.line is not None and row.line.is_rest
-
-
 def _launches(row: Entry) -> bool:
     """Return True if the host's time in an entry of the model is that of launching operations."""
     line = row.line
     if line is None or line.is_library:
         return True
-    # Backward launches its operations in C++.
+    # Backward launches its operations in C++. In forward, with Python, each takes 5 to 50 us.
     host_ms = sum(part.host_ms for name, part in line.phases.items() if name.startswith(FORWARD))
-    return line.is_forward and host_ms <= _MAX_LAUNCH_MS * (line.operations or 0)
-
-
-def _is_update(row: Entry) -> bool:
-    return row.line is not None and row.line.is_library and row.line.function.endswith(".step")
+    return line.is_forward and host_ms <= 0.1 * (line.operations or 0)
 
 
 def _gpu_share(breakdown: TimeBreakdown) -> float:
     """Return the fraction of the steps in which the GPU sets the pace."""
-    rows = [row for row in breakdown.rows if row.pace]
-    host = sum(row.host_share for row in rows)
+    host = sum(row.host_share for row in breakdown.rows if row.pace)
     return 1 - host / (breakdown.steps_share or 1.0)
-
-
-def _describe_pace(breakdown: TimeBreakdown, m: Measurement) -> str:
-    if m.on_host_clock:
-        return "the CPU computes the step"
-    gpu = _gpu_share(breakdown)
-    if gpu < _MIN_OF_ALL:
-        return f"the host sets the pace for {percent(1 - gpu)} of the step, at many lines"
-    return f"the GPU sets the pace for {percent(gpu)} of the step"
 
 
 def _describe_launches(own: list[Entry], share: float, breakdown: TimeBreakdown) -> str:
@@ -257,20 +249,6 @@ def _describe_launches(own: list[Entry], share: float, breakdown: TimeBreakdown)
     if longest.line is not None and longest.host_share >= _MIN_OF_ALL * share:
         where = f"most of it at {longest.line}"
     return f"the GPU waits for launches for {of_step} of the step ({parts}), {where}"
-
-
-def _uncertain(breakdown: TimeBreakdown, m: Measurement) -> Entry | None:
-    """Return the largest entry that is uncertain, or None.
-
-    Its error is at least its share, or it takes much less in one half of the run.
-    """
-    rows = [
-        row
-        for row in breakdown.rows
-        if row.share >= _MIN_REPORTED
-        and (row.error >= row.share or _least_share(row, m) < _MIN_HALF * _MIN_REPORTED)
-    ]
-    return next((row for row in rows if not _is_own_work(row)), None)
 
 
 def _least_share(entry: Entry, m: Measurement) -> float:

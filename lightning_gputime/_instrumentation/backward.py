@@ -1,5 +1,6 @@
 """`backward`: marks at the runs of the autograd engine, and at the waits of DDP."""
 
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -65,8 +66,7 @@ class BackwardBoundary:
     ) -> None:
         self._recorder, self._examiner = recorder, examiner
         self._batch, called = loop.batch, loop.called
-        self._forward = forward
-        self._optimizer = optimizer
+        self._forward, self._optimizer = forward, optimizer
         # Label that follows the running backward or `grad`; None while neither runs.
         self._label_after: str | None = None
         self._patch = attachments.add(Subscription(*backward_entry(), self)).patch
@@ -78,8 +78,7 @@ class BackwardBoundary:
         self._ddp_modules = [
             module for module in inside if isinstance(module, DistributedDataParallel)
         ]
-        # True from a call of DDP until DDP calls the module inside.
-        self._was_ddp_called = False
+        self._was_ddp_called = False  # True from a call of DDP until it calls the module inside.
         self._handles: list[Any] = []  # Hooks on the losses of the running backward.
         for module in self._ddp_modules:
             attachments.add(hook_before(module, self._enter_ddp, first=False))
@@ -185,14 +184,12 @@ class BackwardBoundary:
         if self._handles:
             self._remove_hooks()
             try:
-                queue_after_backward(self._mark_comm)
+                # Not called if the backward raises. Then `on_call_end` alone ends the phase.
+                mark = partial(self._recorder.mark_in_backward, f"{BACKWARD}/{COMM}")
+                queue_after_backward(mark)
             except Exception as error:
                 self._recorder.warn_once(
                     "The waits for other ranks are not timed, so in backward they count as"
                     " computation: %r",
                     error,
                 )
-
-    def _mark_comm(self) -> None:
-        # Not called if the backward raises. Then `on_call_end` alone ends the phase.
-        self._recorder.mark_in_backward(f"{BACKWARD}/{COMM}")

@@ -22,11 +22,6 @@ from lightning_gputime._ledger.examiner import Examiner
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._record.recorder import Recorder
 
-_HIDDEN_COLLECTIVES = (
-    "Collectives inside compiled code cannot be timed, so they count as computation. Compile only"
-    " the parts between them, or take their time from an uncompiled run."
-)
-
 
 class Boundaries:
     """Hooks and patches that mark the phases of a training loop, from `attach` until `remove`.
@@ -63,7 +58,11 @@ class Boundaries:
         if has_ranks:
             self.waits = WaitBoundary(recorder, attachments)
             if hides_collectives(loop.model):
-                recorder.warn_once(_HIDDEN_COLLECTIVES)
+                recorder.warn_once(
+                    "Collectives inside compiled code cannot be timed, so they count as"
+                    " computation. Compile only the parts between them, or take their time from an"
+                    " uncompiled run."
+                )
         self.optimizer = OptimizerBoundary(recorder, self._update_hooks, loop)
         forward_class = CompiledStepBoundary if loop.compiled_step else ForwardBoundary
         on_stream = None if self.waits is None else self.waits.note_stream
@@ -108,9 +107,7 @@ class Boundaries:
     def step_ended(self, *, timed: bool = True, is_dropped: bool = False) -> bool:
         """End a step. Return True if the loop has optimizers but the step had no update.
 
-        Args:
-            timed: True if the step was timed.
-            is_dropped: True if the step does not count, and the next step gets its index.
+        A step that `is_dropped` does not count, and the next step gets its index.
         """
         optimizer = self.optimizer
         if optimizer.depth:

@@ -147,8 +147,7 @@ def is_distributed() -> bool:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether a module is sharded by FSDP."""
-    # Compare names, because importing FSDP is slow.
+    # By FSDP. Compare names, because importing it is slow.
     names = {kind.__name__ for kind in type(module).__mro__}
     return not names.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))
 

@@ -27,22 +27,12 @@ from lightning_gputime._phases import (
 from lightning_gputime._record.pending_steps import is_fetch
 from lightning_gputime._record.recorder import IDLE, Recorder
 
+# Number of previous steps that a step with evaluation calls is compared with.
 _N_COMPARED_STEPS = 10
-"""Number of previous steps that a step with evaluation calls is compared with."""
-
-_MIN_STEPS_WITHOUT_CALLS = 2
-"""The calls of a step are an exception if at least this many of the compared steps, and at least
-half of them, have no calls."""
-
-_MIN_MORE_CALLS = 2
-"""They are also an exception if all compared steps with calls have equally many, and the step has
-at least this many more."""
-
+# Place of a call in its step: the number of training calls, and of updates, before it.
 _Place = tuple[int, int]
-"""Place of a call in its step: the number of training calls, and of updates, before it."""
-
+# Consecutive marks of a step: the index of the first mark, and the index after the last mark.
 _Span = tuple[int, int]
-"""Consecutive marks of a step: the index of the first mark, and the index after the last mark."""
 
 
 class _UntimedSpans:
@@ -168,9 +158,7 @@ class EvaluationSearch:
     def exclude_evaluations(self, forwards: int, step: int) -> None:
         """Exclude those calls of a step that are an evaluation. Call when the step ends.
 
-        Args:
-            forwards: Number of training calls of the step.
-            step: Index of the step, from 0.
+        `forwards` is its number of training calls.
         """
         updates = self._optimizer.updates
         # Final calls follow the last update, or the last backward in a loop without an optimizer.
@@ -212,19 +200,16 @@ class EvaluationSearch:
     def _is_exception(self, n_inner: int, spans: Sequence[_Span], step: int) -> bool:
         """Return whether the inner calls of a step are an exception, compared with earlier steps.
 
-        Args:
-            n_inner: Number of inner calls.
-            spans: Their marks.
-            step: Index of the step, which is also the number of earlier steps.
+        `spans` are their marks. The index `step` is also the number of earlier steps.
         """
         n_compared = min(step, _N_COMPARED_STEPS)
         counts = [n for index, n in self._inner_calls if step - n_compared <= index < step]
         n_without = n_compared - len(counts)
-        if n_without >= max(_MIN_STEPS_WITHOUT_CALLS, n_compared / 2):
+        if n_without >= max(2, n_compared / 2):
             return True  # Few steps have such calls.
         if len({*counts}) > 1:
             return False  # The number of calls varies between steps, as with rollouts.
-        if n_compared == _N_COMPARED_STEPS and n_inner >= max(counts, default=0) + _MIN_MORE_CALLS:
+        if n_compared == _N_COMPARED_STEPS and n_inner >= max(counts, default=0) + 2:
             return True  # All steps have such calls, and this step has more.
         # If the loop evaluates after `step()`, each step but the first begins with an evaluation.
         # In a loop over `steps()`, each step begins with its batch, so this cannot occur.
@@ -236,18 +221,10 @@ class EvaluationSearch:
         return self._was_at_start and only_first_without and {*counts} <= {n_inner}
 
 
-# Phases that separate two evaluations in a step.
-_WORK = (FORWARD, LOSS, BACKWARD, GRAD, OPTIMIZER)
-
-
 def _spans_of(searched: Sequence[str], labels: Sequence[str]) -> tuple[list[_Span], bool]:
     """Return the spans of marks with a searched label, and True if the last span is open.
 
     A span lasts until work of the step follows; until then it is open. Other marks may lie inside.
-
-    Args:
-        searched: Labels to search for.
-        labels: Labels of all marks of the step.
     """
     spans: list[_Span] = []
     is_open = False
@@ -259,6 +236,6 @@ def _spans_of(searched: Sequence[str], labels: Sequence[str]) -> tuple[list[_Spa
         elif is_open and label in INTERRUPTIONS and spans[-1][1] == index:
             # A wait for other ranks right after a call is part of the evaluation.
             spans[-1] = spans[-1][0], index + 1
-        elif label.partition("/")[0] in _WORK:
-            is_open = False
+        elif label.partition("/")[0] in (FORWARD, LOSS, BACKWARD, GRAD, OPTIMIZER):
+            is_open = False  # This phase separates two evaluations.
     return spans, is_open

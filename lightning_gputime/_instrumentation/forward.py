@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from enum import Enum
 from threading import get_ident
 from typing import Any
 from weakref import WeakSet
@@ -31,12 +30,7 @@ from lightning_gputime._compat.transformers_ import (
 from lightning_gputime._instrumentation.evaluations import EvaluationSearch
 from lightning_gputime._instrumentation.loop import Loop, Search, is_training
 from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
-from lightning_gputime._instrumentation.patching import (
-    Attachment,
-    Attachments,
-    Calls,
-    Subscription,
-)
+from lightning_gputime._instrumentation.patching import Attachment, Attachments, Calls, Subscription
 from lightning_gputime._instrumentation.traced import NamedPhase, hook_after, hook_before
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._phases import (
@@ -51,17 +45,6 @@ from lightning_gputime._phases import (
 )
 from lightning_gputime._record.recorder import OPEN, PAUSED, Recorder
 
-_MAX_HOOK_FRAMES = 50  # Upper bound of the stack frames that one hook needs.
-
-
-class _Modes(Enum):
-    """Modes in which the loop has called the model with gradients."""
-
-    NONE = 0
-    TRAINING = 1
-    TRAINING_THEN_EVAL = 2
-
-
 _ACTIVE = Search.ACTIVE  # A global, because every model call looks it up.
 
 
@@ -72,13 +55,7 @@ class ForwardBoundary:
     ends, modules that were only called by other modules lose their hooks, because hooks cost time.
     The model keeps its hooks.
 
-    Args:
-        recorder: Recorder of the steps.
-        attachments: Own the hooks.
-        loop: The loop, with the model.
-        optimizer: Counts the updates of the open step.
-        wall_clock: Excludes evaluations from the open step.
-        on_calls: Called with the module of each outermost call in timed steps.
+    `on_calls` are called with the module of each outermost call in timed steps.
     """
 
     def __init__(
@@ -97,7 +74,9 @@ class ForwardBoundary:
         self.evaluation = EvaluationSearch(recorder, loop.model, optimizer, wall_clock)
         # True if the running outermost call is in eval mode without grad, or inside a fetch.
         self._is_no_training_call = False
-        self._modes = _Modes.NONE
+        self._was_training = False  # True once the model was called in training mode.
+        self.is_evaluated = False
+        """True once the model was called in training mode, and then in eval mode with grad."""
         self.calls = 0
         """Number of training calls of the model or its parts in this step."""
         self.was_ever_called = False
@@ -106,8 +85,8 @@ class ForwardBoundary:
         self.repeats_forward = False
         """True once a module was called inside a backward, as activation checkpointing does."""
         self._n_steps = 0  # Number of steps that have ended.
-        # Ids of modules whose calls have begun and not ended, outermost first.
-        self._running: list[int] = []
+        self.running: list[int] = []
+        """Ids of modules with hooks whose calls have begun and not ended, outermost first."""
         # True if a wrapper is about to call the model to run the training step.
         self._is_redirected = False
         # Recursion limits before and after the last raise; None unless a module is called inside
@@ -130,16 +109,6 @@ class ForwardBoundary:
             self._attachments.add(hook_before(loop.wrapper, self._redirect))
         self._search()
 
-    @property
-    def is_running(self) -> bool:
-        """True while a module with hooks is being called."""
-        return bool(self._running)
-
-    @property
-    def is_evaluated(self) -> bool:
-        """True once the model was called in training mode, and then in eval mode with grad."""
-        return self._modes is _Modes.TRAINING_THEN_EVAL
-
     def find_bypassed(self) -> nn.Module | None:
         """Return a module whose class overrides `__call__`, so that its hooks are not called.
 
@@ -161,7 +130,7 @@ class ForwardBoundary:
     def on_inner_call(self, module: nn.Module) -> None:
         """Handle a call of the module inside DDP that bypasses DDP, as evaluations do."""
         is_evaluation = not (module.training or torch.is_grad_enabled())
-        if self._evaluation_search is _ACTIVE and is_evaluation and not self._running:
+        if self._evaluation_search is _ACTIVE and is_evaluation and not self.running:
             self.evaluation.on_call_start(self.calls)
 
     def generation_begins(self) -> None:
@@ -170,7 +139,6 @@ class ForwardBoundary:
             self.evaluation.on_call_start(self.calls, GENERATE)
 
     def exclude_evaluations(self) -> None:
-        """Exclude the evaluations in the step that ends."""
         self.evaluation.exclude_evaluations(self.calls, self._n_steps)
 
     def step_ended(self, timed: bool, *, is_dropped: bool = False) -> None:
@@ -180,7 +148,7 @@ class ForwardBoundary:
         `is_dropped` is not compared with others.
         """
         evaluation = self.evaluation
-        self._running.clear()
+        self.running.clear()
         if self._limits is not None:
             self._restore_limit()
         if evaluation.is_pending:
@@ -291,13 +259,11 @@ class ForwardBoundary:
         if current_graph_task_id() != -1:
             self.repeats_forward = True
             return
-        is_ignored = get_ident() != recorder.threads.timed and not self._enter_untimed(module)
-        if is_ignored:
+        if get_ident() != recorder.threads.timed and not self._enter_untimed(module):
             return
-        is_inner = (self._running or self._is_redirected) and self._enter_inner(module)
-        if is_inner:
+        if (self.running or self._is_redirected) and self._enter_inner(module):
             return
-        self._running.append(id(module))
+        self.running.append(id(module))
         self._is_no_training_call = False
         searches = self._evaluation_search is _ACTIVE
         if searches and not torch.is_grad_enabled():
@@ -311,11 +277,11 @@ class ForwardBoundary:
         if searches and recorder.state is PAUSED:
             recorder.resume(FORWARD)
         if module is self._model:
-            if module.training and self._modes is _Modes.NONE:
-                self._modes = _Modes.TRAINING
+            if module.training:
+                self._was_training = True
             # A model that was never in training mode may be trained in eval mode.
-            elif not module.training and self._modes is _Modes.TRAINING and searches:
-                self._modes = _Modes.TRAINING_THEN_EVAL
+            elif self._was_training and searches:
+                self.is_evaluated = True
         self.calls += 1
         self._called.add(id(module))
         recorder.mark(FORWARD)
@@ -350,24 +316,24 @@ class ForwardBoundary:
         if self._is_redirected and module is self._model:
             self._is_redirected = False
             return True
-        if not self._running:
+        if not self.running:
             return False
         # Remove the calls that raised: their exit hooks did not run. If the module is not called
         # through `nn.Module.__call__`, the stack does not show its callers.
         on_stack = modules_on_stack()
         if id(module) in on_stack:
             callers = {*on_stack[on_stack.index(id(module)) + 1 :]}
-            self._running[:] = [key for key in self._running if key in callers]
-        if id(module) in self._running:
+            self.running[:] = [key for key in self.running if key in callers]
+        if id(module) in self.running:
             # Torch calls modules with hooks in an inner function, so a module that calls itself
             # would reach Python's recursion limit earlier than without a timer. Raise the limit by
-            # a frame for each running call, and by the frames of a hook.
+            # a frame for each running call, and by the frames of a hook, which are fewer than 50.
             original = sys.getrecursionlimit() if self._limits is None else self._limits[0]
-            self._limits = original, original + _MAX_HOOK_FRAMES + len(self._running)
+            self._limits = original, original + 50 + len(self.running)
             sys.setrecursionlimit(self._limits[1])
-        if not self._running:
+        if not self.running:
             return False
-        self._running.append(id(module))
+        self.running.append(id(module))
         self._nested.add(id(module))
         return True
 
@@ -378,7 +344,7 @@ class ForwardBoundary:
         self._limits = None
 
     def _exit(self, module: nn.Module, _: Any = None, output: Any = None) -> None:
-        recorder, running = self._recorder, self._running
+        recorder, running = self._recorder, self.running
         if not running:
             return  # End of a training step that the wrapper runs: its start was not stored.
         is_timed = get_ident() == recorder.threads.timed
@@ -416,11 +382,9 @@ class ForwardBoundary:
         in a step, or it contains a module that the loop has called.
         """
         is_scalar = isinstance(output, Tensor) and output.dim() == 0
-        if self.calls == 1 or not is_scalar or module is self._model:
-            self._not_losses.add(id(module))
-            return False
         inside = (id(inner) for inner in nn.Module.modules(module) if inner is not module)
-        if not self._called.isdisjoint(inside):
+        is_model = self.calls == 1 or module is self._model
+        if not is_scalar or is_model or not self._called.isdisjoint(inside):
             self._not_losses.add(id(module))
             return False
         # A scalar without gradients may be a loss, too. Then check its next call.
@@ -428,7 +392,7 @@ class ForwardBoundary:
 
     def _enter_loss(self, module: nn.Module, *_: Any) -> None:
         # A loss inside a model call is part of that call.
-        if not self._running and current_graph_task_id() == -1:
+        if not self.running and current_graph_task_id() == -1:
             self._recorder.mark_instead(AFTER_FORWARD, LOSS)
 
 
@@ -493,7 +457,7 @@ class GenerationBoundary:
         is_timed = recorder.state is OPEN and get_ident() == recorder.threads.timed
         if not is_timed or recorder.named.names:
             return False
-        is_inside = self._forward.is_running or current_graph_task_id() != -1
+        is_inside = self._forward.running or current_graph_task_id() != -1
         if not batch.is_open or batch.is_fetched or is_inside:
             return False
         label = recorder.label or OTHER

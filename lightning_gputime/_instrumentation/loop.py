@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from lightning_gputime._compat.names import Expected
 from lightning_gputime._messages import format_value
 
-_MAX_LOADERS = 10  # A longer list is a list of batches, not of loaders.
 _CORRECT_CALL = "GPUPhaseHooks(model, optimizer)"
 
 
@@ -47,43 +46,26 @@ class BatchState:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Models, optimizers and properties of a training loop.
+    """Models, optimizers and properties of a training loop."""
 
-    Attributes:
-        model: Model whose calls are `forward`. If only modules inside it are called, these calls
-            are `forward`.
-        optimizers: Optimizers whose updates end the phase `optimizer`.
-        optimizer_wrappers: Other objects on which the loop may call `zero_grad`.
-        wrapper: Module, such as DDP, that a trainer calls instead of `model` to run the training
-            step.
-        compiled_step: True if the model's `training_step` is compiled.
-        trains_in_closure: True if the trainer runs the training step in the closure of the update.
-        search: Initial state of the search for evaluations.
-        wrap_backward: True to patch the function that runs the autograd engine.
-        splits_loss: True to time the loss that a transformers model computes inside `forward`.
-        batch: State of the current batch.
-        needs_updates: True if only optimizer updates show where steps end.
-        expects: Labels that the self-check looks for in the first steps.
-        counts_steps: True if the trainer numbers the steps, by updates.
-        accumulate_grad_batches: Micro-batches per step, used if `counts_steps` is set.
-        every_step_log: Name of the trainer's option that makes it log every step; empty if it does
-            not log every step.
-    """
-
+    # Its calls are `forward`. If only modules inside it are called, these calls are `forward`.
     model: nn.Module
-    optimizers: Sequence[Any] = ()
-    optimizer_wrappers: Sequence[Any] = ()
+    optimizers: Sequence[Any] = ()  # Their updates end the phase `optimizer`.
+    optimizer_wrappers: Sequence[Any] = ()  # Other objects on which it may call `zero_grad`.
+    # Module, such as DDP, that a trainer calls instead of `model` to run the training step.
     wrapper: nn.Module | None = None
-    compiled_step: bool = False
+    compiled_step: bool = False  # The model's `training_step` is compiled.
+    # The trainer runs the training step in the closure of the update.
     trains_in_closure: bool = False
-    search: Search = Search.NEVER
-    wrap_backward: bool = True
-    splits_loss: bool = False
+    search: Search = Search.NEVER  # Initial state of the search for evaluations.
+    wrap_backward: bool = True  # Patch the function that runs the autograd engine.
+    splits_loss: bool = False  # Time the loss that a transformers model computes inside `forward`.
     batch: BatchState = field(default_factory=BatchState)
-    needs_updates: bool = False
-    expects: Sequence[Expected] = ()
-    counts_steps: bool = False
-    accumulate_grad_batches: int = 1
+    needs_updates: bool = False  # Only optimizer updates show where steps end.
+    expects: Sequence[Expected] = ()  # Labels that the self-check looks for in the first steps.
+    counts_steps: bool = False  # The trainer numbers the steps, by updates.
+    accumulate_grad_batches: int = 1  # Micro-batches per step, used if `counts_steps` is set.
+    # Trainer's option that makes it log every step; empty if it does not log every step.
     every_step_log: str = ""
 
     @property
@@ -137,9 +119,8 @@ def attribute(owner: object, name: str) -> Any:
 def loaders_in(loader: object) -> list[object]:
     """Return a list of the loaders in a list, tuple or dict; for a single loader, a list of it."""
     inside = [*loader.values()] if isinstance(loader, dict) else loader
-    if isinstance(inside, list | tuple) and 0 < len(inside) <= _MAX_LOADERS:
-        return [*inside]
-    return [loader]
+    # A longer list is a list of batches, not of loaders.
+    return [*inside] if isinstance(inside, list | tuple) and 0 < len(inside) <= 10 else [loader]
 
 
 def dataset_of(loader: object) -> object:

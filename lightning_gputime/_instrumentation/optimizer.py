@@ -116,9 +116,7 @@ class OptimizerBoundary:
         """Return the modules and parameters that have gradients, and that no optimizer updates.
 
         Empty if none of these parameters is in an optimizer, because it then has other tensors.
-
-        Args:
-            trained: Ids of the tensors that have gradients.
+        `trained` has the ids of the tensors that have gradients.
         """
         others = (reference() for reference, updates in self._others.values() if updates)
         updated = {
@@ -128,19 +126,16 @@ class OptimizerBoundary:
         }
         if updated.isdisjoint(trained):
             return ()
-        names = {
-            name: id(parameter) in updated
-            for name, parameter in nn.Module.named_parameters(self._model)
-            if id(parameter) in trained
-        }
         # Each parameter, and the modules that contain it, the outermost first.
-        paths = {name: [*accumulate(name.split("."), "{}.{}".format)] for name in names}
-        kept = {path for name in names if names[name] for path in paths[name]}
-        found = [
-            next(path for path in paths[name] if path not in kept)
-            for name in names
-            if not names[name]
-        ]
+        kept, not_updated = set[str](), list[list[str]]()
+        for name, parameter in nn.Module.named_parameters(self._model):
+            if id(parameter) in trained:
+                paths = [*accumulate(name.split("."), "{}.{}".format)]
+                if id(parameter) in updated:
+                    kept.update(paths)
+                else:
+                    not_updated.append(paths)
+        found = (next(path for path in paths if path not in kept) for paths in not_updated)
         return tuple(dict.fromkeys(found))
 
     def update_begins(self) -> None:

@@ -14,7 +14,6 @@ from lightning_gputime._phases import CALLBACKS, COPY, DATA, WAIT, label_of_call
 from lightning_gputime._record.recorder import Recorder
 
 _EPOCH_START = "on_train_epoch_start"
-_MAX_IGNORED = 1000  # Limits the actions to remember, because their names may contain numbers.
 
 
 class FitActions:
@@ -132,7 +131,7 @@ class FitActions:
         fit.start_update()
 
 
-class _ActionListener:
+class _ActionListener(Subscription):
     """Attachment that calls functions when a trainer starts certain actions.
 
     A Trainer notifies its profiler before every action, such as the call of one callback, even if
@@ -148,19 +147,16 @@ class _ActionListener:
     ) -> None:
         # An idle profiler needs no call. Any other, or a patch by other code, must also be called.
         wrap = _ActionCalls if lightning_.is_idle(profiler) else _Relay.wrap
-        self._subscription = Subscription(profiler, "start", (calls, fail), wrap)
+        super().__init__(profiler, "start", (calls, fail), wrap)
 
     def attach(self) -> None:
-        self._subscription.attach()
+        super().attach()
         self.refresh()
-
-    def remove(self) -> None:
-        self._subscription.remove()
 
     def refresh(self) -> None:
         """Make changes of `calls` take effect: forget which actions had no listener."""
         # `_ActionCalls`, or the bound method `start` of a `_Relay`.
-        replacement = self._subscription.patch.replacement
+        replacement = self.patch.replacement
         getattr(replacement, "__self__", replacement).clear()
 
 
@@ -188,7 +184,8 @@ class _ActionCalls(dict[str, None]):
                     calls[action_name]()
                 except Exception as error:
                     fail(error)
-        if is_ignored and len(self) < _MAX_IGNORED:
+        # Limit the actions to remember, because their names may contain numbers.
+        if is_ignored and len(self) < 1000:
             self[action_name] = None
 
     def __bool__(self) -> bool:

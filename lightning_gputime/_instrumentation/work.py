@@ -32,7 +32,6 @@ _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-_SHORT_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
 def dtype_of_call(model: nn.Module, device: torch.device) -> torch.dtype:
@@ -67,7 +66,8 @@ def precision_of(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
     if dtype is torch.float32 and device.type == "cuda" and _allows_tf32(model, device):
         return "tf32"  # Tensors have the dtype float32, but the peak is higher.
     name = str(dtype).removeprefix("torch.")
-    return _SHORT_NAMES.get(name, name)
+    short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+    return short.get(name, name)
 
 
 def _allows_tf32(model: nn.Module, device: torch.device) -> bool:
@@ -109,11 +109,6 @@ def device_name(device: torch.device) -> str:
     get_name = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if get_name is None else str(get_name(device))
 
-
-FIRST_DIMENSION = "the first dimension of the batch's first tensor"
-_BATCH_TYPES = (Tensor, Mapping, list, tuple)
-# A batch with more fields, or deeper nesting, has a structure that this module does not understand.
-_MAX_FIELDS, _MAX_DEPTH = 64, 8
 
 _NO_ITEMS = "flops= is per item, but the number of items in a batch is unknown: pass items="
 
@@ -216,7 +211,7 @@ class Items:
         self.key: Any = None
         self.of: Callable[[Any], float] = self._of_first
         """Function that returns the number of items in a batch, or NaN if unknown."""
-        self.source = FIRST_DIMENSION
+        self.source = "the first dimension of the batch's first tensor"
         """Description of where the number comes from."""
         if callable(option):
             self.of, self.source = partial(self._of_function, option), "the function items="
@@ -228,7 +223,7 @@ class Items:
         if type(batch) is self.kind:
             with suppress(Exception):  # Its structure may differ from that of the last batch.
                 return float((batch if self.key is None else batch[self.key]).shape[0])
-        return self._search(batch) if isinstance(batch, _BATCH_TYPES) else nan
+        return self._search(batch) if isinstance(batch, (Tensor, Mapping, list, tuple)) else nan
 
     def _search(self, batch: Any) -> float:
         # The size of the first dimension if it is the same in all tensors, else NaN.
@@ -252,7 +247,21 @@ class Items:
 
     def _of_function(self, function: Callable[[Any], Any], batch: Any) -> float:
         try:
-            return _checked_number(function(batch))
+            value = function(batch)
+            if isinstance(value, Tensor):
+                if value.device.type != "cpu":
+                    raise TypeError(
+                        f"items returned a tensor on {value.device}, and reading it would make the"
+                        " host wait for the device: return a size, such as len(batch[0]) or"
+                        " batch[0].numel()"
+                    )
+                value = value.item()
+            if isinstance(value, bool) or not hasattr(value, "__float__"):
+                raise TypeError(f"items must return a number, got {value!r:.80}")
+            found = float(value)
+            if not isfinite(found) or found < 0:
+                raise ValueError(f"items must return a finite number of 0 or more, got {found}")
+            return found
         except Exception as error:
             self.of = _unknown_number
             messages.warning(
@@ -264,22 +273,6 @@ class Items:
 def _unknown_number(_: object) -> float:
     # Not a lambda, because a timer that is pickled contains this function.
     return nan
-
-
-def _checked_number(value: Any) -> float:
-    if isinstance(value, Tensor):
-        if value.device.type != "cpu":
-            raise TypeError(
-                f"items returned a tensor on {value.device}, and reading it would make the host"
-                " wait for the device: return a size, such as len(batch[0]) or batch[0].numel()"
-            )
-        value = value.item()
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise TypeError(f"items must return a number, got {value!r:.80}")
-    found = float(value)
-    if not isfinite(found) or found < 0:
-        raise ValueError(f"items must return a finite number of 0 or more, got {found}")
-    return found
 
 
 def _tensors(batch: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
@@ -295,7 +288,7 @@ def _tensors(batch: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...
         inside = range(len(batch))
     else:
         return
-    if len(keys) >= _MAX_DEPTH or len(inside) > _MAX_FIELDS:
+    if len(keys) >= 8 or len(inside) > 64:
         raise ValueError("unknown structure of a batch")
     for key in inside:
         yield from _tensors(batch[key], (*keys, key))

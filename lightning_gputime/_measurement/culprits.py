@@ -12,13 +12,11 @@ from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.loader import LoaderTimes, MadeBatch
 from lightning_gputime._phases import FETCH
 
-CODE = "code"
 SAMPLER, DATASET, COLLATE = STAGES = ("sampler", "dataset", "collate")
 WORKERS = "workers"
 """Entry of lines that run in a loader's workers. Their times are those of a batch."""
 GC_COLLECT = "gc.collect"
 """Name of the code that starts a garbage collection explicitly."""
-_MAX_CODES = 100  # Further code is not recorded, to limit memory.
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ class Culprit:
     share: float = 0.0  # Fraction of the time of all code of this entry, from 0 to 1.
     source: Source | None = None  # Place in the source; None if unknown.
     # "code", or a stage of a loader: "sampler", "dataset" or "collate".
-    kind: str = CODE
+    kind: str = "code"
     # Number of iterators of the loader that the loop left before their end; 0 for other code.
     abandoned: int = 0
 
@@ -77,25 +75,20 @@ class TimedLoader(Protocol):
     num_workers: int
     stages: tuple[Stage, ...]
 
-    def culprits(self) -> Iterator[Culprit]:
-        """Yield the code of each stage, with its time."""
+    def culprits(self) -> Iterator[Culprit]: ...
 
 
 @runtime_checkable
 class TimedWorkers(TimedLoader, Protocol):
     """Stages of a loader that run in its workers, and their times."""
 
-    def look(self) -> None:
-        """Sample whether workers wait for a lock."""
+    def look(self) -> None: ...
 
-    def times(self) -> LoaderTimes | None:
-        """Return the times of the workers; None before the first batch."""
+    def times(self) -> LoaderTimes | None: ...
 
-    def newest_batches(self) -> Iterator[MadeBatch]:
-        """Yield the newest batches of the workers."""
+    def newest_batches(self) -> Iterator[MadeBatch]: ...
 
-    def lines(self) -> tuple[LineRow, ...]:
-        """Return the lines that take the time of a batch, the longest first."""
+    def lines(self) -> tuple[LineRow, ...]: ...
 
 
 Loader = TypeVar("Loader", bound=TimedLoader)
@@ -110,16 +103,10 @@ class LoaderStages:
         self.stages = stages
         self._ns = [0] * len(stages)  # Time of each stage.
         self._batches = 0
-        self._iterators = 0  # Number of started iterators.
-        self._exhausted = 0  # Number of iterators that have yielded their last batch.
-
-    def start_iterator(self) -> None:
-        """Count a new iterator of the loader."""
-        self._iterators += 1
-
-    def end_iterator(self) -> None:
-        """Count an iterator that has yielded its last batch."""
-        self._exhausted += 1
+        self.iterators = 0
+        """Number of started iterators of the loader."""
+        self.exhausted = 0
+        """Number of iterators that have yielded their last batch."""
 
     def add(self, *ns: int) -> None:
         """Add the time of each stage for a batch (in nanoseconds), in the order of `stages`."""
@@ -128,20 +115,10 @@ class LoaderStages:
             self._ns[i] += stage_ns
 
     def culprits(self) -> Iterator[Culprit]:
-        if not self._batches:
-            return
-        all_ns = sum(self._ns)
-        for stage, ns in zip(self.stages, self._ns, strict=True):
-            yield Culprit(
-                FETCH,
-                stage.name,
-                seconds=ns / 1e9,
-                calls=self._batches,
-                share=ns / (all_ns or 1),
-                source=stage.source,
-                kind=stage.kind,
-                abandoned=self._iterators - self._exhausted,
-            )
+        n, all_ns, abandoned = self._batches, sum(self._ns), self.iterators - self.exhausted
+        for stage, ns in zip(self.stages, self._ns, strict=True) if n else ():
+            seconds, share = ns / 1e9, ns / (all_ns or 1)
+            yield Culprit(FETCH, stage.name, seconds, n, share, stage.source, stage.kind, abandoned)
 
 
 def short_name(qualified: str) -> str:
@@ -169,18 +146,16 @@ class CulpritSums:
         return loader
 
     def newest_batches(self) -> list[MadeBatch]:
-        """Return the newest batches of all workers."""
         return [batch for workers in self.workers for batch in workers.newest_batches()]
 
     def loaders(self) -> tuple[LoaderTimes, ...]:
-        """Return the times of the workers of each loader."""
         all_times = (workers.times() for workers in self.workers)
         return tuple(times for times in all_times if times is not None)
 
     def add(self, entry: str, name: str, ns: int, source: Source | None) -> None:
         """Add code that took `ns` nanoseconds."""
         key = entry, name, source
-        if key in self._codes or len(self._codes) < _MAX_CODES:
+        if key in self._codes or len(self._codes) < 100:  # To limit memory.
             sums = self._codes.setdefault(key, [0, 0])
             sums[0] += ns
             sums[1] += 1

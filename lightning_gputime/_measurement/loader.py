@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from lightning_gputime._measurement.units import duration
 
-_SLOWED_DOWN = 1.25  # A worker slows down if its newest batches take this multiple of its mean.
-
 
 class MadeBatch(NamedTuple):
     """A batch that a worker has made."""
@@ -83,7 +81,7 @@ def describe_slowdown(loaders: Sequence[LoaderTimes]) -> str:
     slower = [
         (number, worker)
         for number, worker in workers
-        if worker.batches and worker.newest_ms >= _SLOWED_DOWN * worker.busy_ms
+        if worker.batches and worker.newest_ms >= 1.25 * worker.busy_ms
     ]
     if not slower:
         return ""

@@ -84,10 +84,3 @@ class Measurement:
     def share(self, name: str) -> float:
         """Return the fraction of the step that a phase takes, from 0 to 1."""
         return self.rows[name].share if name in self.rows else 0.0
-
-    def host_share(self, name: str) -> float:
-        """Return the host time of a phase as a fraction of the step."""
-        row = self.rows.get(name)
-        if row is None or not self.step.mean_ms or math.isnan(row.host_mean_ms):
-            return 0.0
-        return row.frequency * row.host_mean_ms / self.step.mean_ms

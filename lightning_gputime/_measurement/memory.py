@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_MIB = 2**20
-
 Peaks = tuple[int, int, int]
 """Peak allocated, peak reserved and total memory of a device (in bytes)."""
 
@@ -46,10 +44,7 @@ class MemoryWatch:
     """Highest memory peaks of a run, read at each log and at the end.
 
     Code in the loop may reset torch's counters. Reading them at each log preserves earlier peaks.
-
-    Args:
-        read: Function that returns the peaks of the device, or None if the device does not count
-            them.
+    `read` returns None if the device does not count them.
     """
 
     def __init__(self, read: Callable[[], Peaks | None]) -> None:
@@ -61,18 +56,15 @@ class MemoryWatch:
         return {"_read": None, "_highest": self._highest}
 
     def read(self) -> None:
-        """Read the counters, and keep the highest peaks."""
         try:
             peaks = self._read() if self._read is not None else None
         except Exception:  # Some allocators have no counters. Training continues.
-            peaks = None
-            self._read = None
+            peaks = self._read = None
         if peaks is not None:
             allocated, reserved, device = map(max, peaks, self._highest or peaks)
             self._highest = allocated, reserved, device
 
     def end(self) -> None:
-        """Read the counters for the last time, at the end of the run."""
         self.read()
         self._read = None
 
@@ -80,5 +72,5 @@ class MemoryWatch:
         """Return the highest peaks so far; None if they are not measured."""
         if self._highest is None:
             return None
-        allocated_mib, reserved_mib, device_mib = (size / _MIB for size in self._highest)
+        allocated_mib, reserved_mib, device_mib = (size / 2**20 for size in self._highest)
         return MemorySummary(allocated_mib, reserved_mib, device_mib)

@@ -107,7 +107,6 @@ def is_observer(candidate: object) -> bool:
 
 
 def step_calls(observers: Sequence[Any]) -> list[Callable[[StepTimes], object]]:
-    """Return the functions of observers to call with each step."""
     # Call `update` of a metric, because calling the metric itself would also compute it.
     calls = (
         observer.update
@@ -120,16 +119,15 @@ def step_calls(observers: Sequence[Any]) -> list[Callable[[StepTimes], object]]:
 
 def sections_of(observers: Sequence[Any]) -> tuple[Section, ...]:
     """Return the sections that observers add to a summary. Skip observers that raise."""
-    return tuple(_ask(observers, "summary", _section))
 
+    def section(observer: object, found: object) -> Section:
+        if isinstance(found, str):
+            return Section(type(observer).__name__, (found,))
+        if not isinstance(found, Section):
+            raise TypeError(f"return a str, a Section or None, not {found!r:.60}")
+        return found
 
-def _section(observer: object, found: object) -> Section:
-    """Convert the result of an observer's `summary` to a section."""
-    if isinstance(found, str):
-        return Section(type(observer).__name__, (found,))
-    if not isinstance(found, Section):
-        raise TypeError(f"return a str, a Section or None, not {found!r:.60}")
-    return found
+    return tuple(_ask(observers, "summary", section))
 
 
 def metrics_of(observers: Sequence[Any], means: Mapping[str, float]) -> dict[str, float]:

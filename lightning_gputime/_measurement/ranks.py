@@ -40,19 +40,12 @@ class RankTotals:
 
     @property
     def steps(self) -> int:
-        """Number of timed steps."""
         return self.phases.get(STEP, (0.0, 0))[1]
 
     @property
     def error_ms(self) -> float:
         """Standard error of the mean local time (in milliseconds); infinite for a single step."""
         return self.deviation_ms / math.sqrt(self.steps) if self.steps > 1 else math.inf
-
-
-_MAX_BLOCKS = 64  # With this number of blocks, pairs are merged.
-_MIN_BLOCKS = 4  # Minimum number of blocks for an estimate, if blocks have several steps.
-# Delays of a rank last for several steps, so count at least this many steps as one sample.
-_CORRELATED_STEPS = 10
 
 
 class BatchMeans:
@@ -73,14 +66,14 @@ class BatchMeans:
             self.take(sum(map(step.device_ms.__getitem__, _local_marks(step.labels))))
 
     def take(self, local_ms: float) -> None:
-        """Add the local time of the next step (in milliseconds)."""
+        """Add the local time of the next step."""
         self._open_ms += local_ms
         self._n_open += 1
         if self._n_open < self._length:
             return
         self._means_ms.append(self._open_ms / self._length)
         self._open_ms, self._n_open = 0.0, 0
-        if len(self._means_ms) == _MAX_BLOCKS:
+        if len(self._means_ms) == 64:
             self._means_ms = _pair_means(self._means_ms)
             self._length *= 2
 
@@ -94,8 +87,9 @@ class BatchMeans:
         """
         means, length = self._means_ms, self._length
         largest_ms = 0.0
-        while (n := len(means)) >= (_MIN_BLOCKS if length > 1 else 2):
-            deviation_ms = statistics.stdev(means) * math.sqrt(max(length, _CORRELATED_STEPS))
+        while (n := len(means)) >= (4 if length > 1 else 2):
+            # Delays of a rank last for several steps, so count at least 10 steps as one sample.
+            deviation_ms = statistics.stdev(means) * math.sqrt(max(length, 10))
             # The deviation of a few blocks may be too small by chance.
             largest_ms = max(largest_ms, deviation_ms * (1 + 2 / (n - 1)))
             means, length = _pair_means(means), 2 * length
@@ -140,11 +134,6 @@ def since(now: RankTotals, before: RankTotals | None) -> RankTotals:
 
 
 # Comparison of all ranks
-
-# A straggler is slower than the other ranks by at least this fraction of their step, and by more
-# than this many standard errors of the difference.
-_MIN_DELAY, _STANDARD_ERRORS = 0.05, 4.0
-_MAX_NAMED = 8  # Maximum number of ranks in a sentence.
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +226,26 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     totals = {rank: total for rank, total in sorted(totals.items()) if total.steps}
     if not totals:
         return None
-    phases = {rank: _with_local(total) for rank, total in totals.items()}
-    local_ms = {rank: _local_ms(total) for rank, total in phases.items()}
+    phases: dict[int, PhaseTotals] = {}
+    # Time per step, without waits, of each top-level phase and sub-phase of `data`, and of "local".
+    # With waits included, a step takes equally long on all ranks, so compare local work. Example:
+    # under DDP with one slow rank, backward took 20.8 and 20.9 ms, of which 3.5 and 20.5 ms were
+    # local work.
+    local_ms: dict[int, dict[str, float]] = {}
+    for rank, total in totals.items():
+        step_ms, steps = total.phases[STEP]
+        waits_ms = sum(ms for name, (ms, _) in total.phases.items() if is_wait(name))
+        phases[rank] = {**total.phases, LOCAL: (step_ms - waits_ms, steps)}
+        # Divide by the number of all steps, even for a phase that ran in only a few of them, so
+        # that the phases add up to the local time.
+        ms = {name: total_ms / steps for name, (total_ms, _) in phases[rank].items()}
+        local_ms[rank] = {
+            name: mean
+            for name, mean in ms.items()
+            if ("/" not in name or name.startswith(f"{DATA}/")) and not is_wait(name)
+        }
+        for name in filter(is_wait, ms):
+            local_ms[rank][name.partition("/")[0]] -= ms[name]
     slowest = max(local_ms, key=lambda rank: local_ms[rank][LOCAL])
     # Exclude the slowest rank from the median. With two ranks, it would make up half of the median.
     others = [rank for rank in totals if rank != slowest] or [slowest]
@@ -253,14 +260,18 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
     error_ms = math.hypot(
         totals[slowest].error_ms, statistics.median(totals[rank].error_ms for rank in others)
     )
-    is_large = total_ms >= _MIN_DELAY * median_ms(STEP)
-    is_slow = is_large and total_ms > _STANDARD_ERRORS * error_ms
+    is_large = total_ms >= 0.05 * median_ms(STEP)
+    is_slow = is_large and total_ms > 4.0 * error_ms
     phase, rows = largest_part(excess_ms), _rows(phases)
     has_waits = f"{phase}/{COMM}" in rows and phase.partition("/")[0] not in BETWEEN_BATCHES
     where = f"{phase} compute" if has_waits else phase
     # Local time halfway between the slowest rank and the median of the others.
     threshold_ms = local_ms[slowest][LOCAL] - total_ms / 2
     slow = tuple(rank for rank in totals if is_slow and local_ms[rank][LOCAL] >= threshold_ms)
+    subject = f"rank {slowest} is"
+    if len(slow) > 1:
+        more = f" and {len(slow) - 8} more" if len(slow) > 8 else ""
+        subject = f"ranks {', '.join(map(str, slow[:8]))}{more} are up to"
     excess = f"{duration(total_ms)} per step slower than the median of the others, in {where}"
     return RankSummary(
         rows=rows,
@@ -268,47 +279,11 @@ def compare(totals: Mapping[int, RankTotals]) -> RankSummary | None:
         slowest_rank=slowest if is_slow else None,
         behind_median_ms=total_ms,
         phase=phase,
-        sentence=f"{_named(slow)} {excess}" if is_slow else "",
+        sentence=f"{subject} {excess}" if is_slow else "",
         slow=slow,
         suspect=slowest if is_large and not is_slow else None,
         error_ms=error_ms if math.isfinite(error_ms) else None,
     )
-
-
-def _local_ms(phases: PhaseTotals) -> dict[str, float]:
-    """Return the time per step, without waits, of each top-level phase and sub-phase of `data`.
-
-    Also return "step", which includes waits, and "local".
-    """
-    # Divide by the number of all steps, even for a phase that ran in only a few of them, so that
-    # the phases add up to the local time.
-    steps = phases[STEP][1]
-    ms = {name: total_ms / steps for name, (total_ms, _) in phases.items()}
-    local_ms = {
-        name: mean for name, mean in ms.items() if "/" not in name or name.startswith(f"{DATA}/")
-    }
-    for name in filter(is_wait, ms):
-        local_ms.pop(name, None)
-        local_ms[name.partition("/")[0]] -= ms[name]
-    return local_ms
-
-
-def _with_local(totals: RankTotals) -> PhaseTotals:
-    """Return the totals of all phases, of "step" and of "local", the step without waits."""
-    # With waits included, a step takes equally long on all ranks, so compare local work. Example:
-    # under DDP with one slow rank, backward took 20.8 and 20.9 ms, of which 3.5 and 20.5 ms were
-    # local work.
-    step_ms, steps = totals.phases[STEP]
-    waits_ms = sum(ms for name, (ms, _) in totals.phases.items() if is_wait(name))
-    return {**totals.phases, LOCAL: (step_ms - waits_ms, steps)}
-
-
-def _named(slow: tuple[int, ...]) -> str:
-    """Return the subject and the verb of a sentence on these ranks."""
-    if len(slow) == 1:
-        return f"rank {slow[0]} is"
-    more = f" and {len(slow) - _MAX_NAMED} more" if len(slow) > _MAX_NAMED else ""
-    return f"ranks {', '.join(map(str, slow[:_MAX_NAMED]))}{more} are up to"
 
 
 def _rows(phases: Mapping[int, PhaseTotals]) -> dict[str, RankStats]:

@@ -1,13 +1,13 @@
 """Collected facts of one run, and the `Measurement` made from them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from operator import attrgetter
 from statistics import median
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lightning_gputime._compat.names import NotMeasured, not_measured
 from lightning_gputime._ledger.ledger import Ledger
 from lightning_gputime._ledger.rows import LONG_STEP
-from lightning_gputime._measurement.changes import Slowdown, SlowdownSearch
+from lightning_gputime._measurement.changes import SlowdownSearch
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.history import StepLog, history
 from lightning_gputime._measurement.loader import describe_slowdown
@@ -32,7 +32,6 @@ from lightning_gputime._measurement.ranks import STEP, RankResults
 from lightning_gputime._measurement.rows import least_shares, phase_rows
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import SlowLog
-from lightning_gputime._measurement.stats import PhaseStats
 from lightning_gputime._measurement.sums import Sums, ThroughputReference
 from lightning_gputime._measurement.untimed import Estimate, Totals, UntimedSteps
 from lightning_gputime._measurement.wall_clock import EVALUATION, WallClock
@@ -57,10 +56,10 @@ class Results:
         warmup_steps: Number of first steps to exclude from the summary.
         on_host_clock: True if the steps are timed on the host clock.
         hint: Advice if no step was timed.
-        culprits: Time of code that runs in no line of the user; empty by default.
+        culprits: Time of code that runs in no line of the user.
         libraries: Libraries whose missing private names affect this run.
         wall_clock: Wall clock of the training run; None for evaluations.
-        setup: Known setup of the training run, which `update_setup` completes.
+        setup: Known setup, which `update_setup` completes.
         ledger: Pace and lines of the steps; without lines by default.
     """
 
@@ -93,7 +92,9 @@ class Results:
         self.ledger = ledger or Ledger(on_host_clock=on_host_clock)
         # Number of ended steps, timed or not; remains 0 if every step is timed.
         self._ended_steps = 0
-        self._sources = _Sources(ThroughputReference())
+        # See `connect`.
+        self._throughput, self._observers = ThroughputReference(), tuple[Any, ...]()
+        self._memory: MemoryWatch | None = None
         self._mismatches: list[NotMeasured] = []  # Found by the self-check.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,14 +119,8 @@ class Results:
         """Connect the sources of all results that do not follow from the times of steps.
 
         Collect slow steps and slowdowns only if they are logged or an observer receives them.
-
-        Args:
-            throughput: Reference for work per second.
-            observers: The user's observers.
-            logs_slow_steps: True if slow steps and slowdowns are logged.
-            memory: Peak memory of the device; None if it is not measured.
         """
-        self._sources = _Sources(throughput, tuple(observers), memory)
+        self._throughput, self._observers, self._memory = throughput, tuple(observers), memory
         receivers = [*methods(observers, "on_slow_step"), *methods(observers, "metrics")]
         if logs_slow_steps or receivers:
             self.slow.follow()
@@ -133,7 +128,6 @@ class Results:
             self.slowdowns.follow()
 
     def update_setup(self, **known: Any) -> None:
-        """Replace fields of the `TrainingSetup`."""
         self.setup = replace(self.setup, **known)
 
     def update_facts(self, **known: Any) -> None:
@@ -145,7 +139,6 @@ class Results:
         self._ended_steps = steps
 
     def add_mismatch(self, gap: NotMeasured) -> None:
-        """Add something that cannot be measured according to the self-check."""
         self._mismatches.append(gap)
 
     # Steps
@@ -163,7 +156,7 @@ class Results:
         """Add the next steps, and report the first slowdown to observers."""
         is_search_due = self.add(steps.records, steps.sums)
         if is_search_due and self.slowdowns.search():
-            call_safely(methods(self._sources.observers, "on_slowdown"), self.slowdowns.found)
+            call_safely(methods(self._observers, "on_slowdown"), self.slowdowns.found)
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> bool:
         """Add the next steps. Return True if a search for a slowdown is due."""
@@ -177,9 +170,7 @@ class Results:
     def settle(self, number: int, *, until: int) -> None:
         """Count all steps before the index `until` as untimed, unless they were read.
 
-        Args:
-            number: Number of the last of these steps.
-            until: Index of the step after it.
+        The last of these steps has this number.
         """
         with self._lock:
             self.untimed.settle(until)
@@ -209,13 +200,12 @@ class Results:
         if (change := self.slowdowns.found) is not None:
             means_ms["lasting_change"] = change.change * change.before_ms
         values = {f"{name}_ms": ms for name, ms in means_ms.items() if not of_one_callback(name)}
-        values |= self._sources.throughput.metrics(every)
-        return values, metrics_of(self._sources.observers, values)
+        values |= self._throughput.metrics(every)
+        return values, metrics_of(self._observers, values)
 
     def read_memory(self) -> None:
-        """Read the peak memory, which the loop may reset."""
-        if self._sources.memory is not None:
-            self._sources.memory.read()
+        if self._memory is not None:
+            self._memory.read()
 
     # Readings
 
@@ -234,11 +224,15 @@ class Results:
         steps = log.unpacked()
         if steps and not log.sums.step.n:
             return replace(self._measurement_of(steps, Sums(steps)), is_warmup=True)
-        slowdown = _with_detail(self.slowdowns.series.find(), self.culprits)
+        slowdown, work_change = self.slowdowns.series.find(), ""
+        if slowdown is not None and slowdown.until_step is None:  # The change lasts.
+            if slowdown.phase in (DATA, FETCH):
+                slowdown = replace(slowdown, detail=describe_slowdown(self.culprits.loaders()))
+            work_change = self._work_change(steps, slowdown.since_step)
         return replace(
             self._measurement_of(steps[log.warmup_in_history :], log.sums),
             slowdown=slowdown,
-            work_change=_work_change(steps, slowdown) or self._trained_change(slowdown),
+            work_change=work_change,
             warmup_steps=log.warmup_steps,
             untimed_steps=max(self._ended_steps - log.n, 0),
             skipped_updates=log.skipped_warmup_updates + log.sums.skipped_updates,
@@ -247,7 +241,7 @@ class Results:
         )
 
     def _measurement_of(self, steps: list[StepRecord], sums: Sums) -> Measurement:
-        times, untimed, sources = history(steps), self.untimed, self._sources
+        times, untimed = history(steps), self.untimed
         with self._lock:
             estimate, weights = untimed.estimate(), untimed.weights(len(steps))
             durations_ms = untimed.durations.statistics_ms() if untimed.knows_durations else {}
@@ -255,12 +249,21 @@ class Results:
             self.ledger.evaluate()
         every = sums.plus(estimate.sums)
         all_ms = every.step.device_ms + estimate.unsampled_ms
-        tflops = sources.throughput.tflops_of_phases(every)
+        tflops = self._throughput.tflops_of_phases(every)
         rows = phase_rows(sums, estimate, times, weights, tflops)
         n, step = int(sums.step.n), rows.pop(STEP)
         if estimate.sums.step.n:
             step = replace(step, **durations_ms)
         gaps = [*not_measured(self._libraries), *self._mismatches]
+        is_long = times["step_ms"] >= LONG_STEP * step.p50_ms
+        of_steps = weights if len(weights) else np.ones(len(is_long))
+        # Times per step that add up to those of the phases.
+        lines = self.ledger.rows(
+            {name: row.share * step.mean_ms for name, row in rows.items()},
+            median_ms=step.p50_ms,
+            long_share=float(of_steps[is_long].sum() / (of_steps.sum() or 1.0)),
+            evaluation=EVALUATION,
+        )
         return replace(
             self._facts,
             rows=Named(rows),
@@ -270,98 +273,40 @@ class Results:
             host_wait_mean_ms=sums.wait_ms / n if n else math.nan,
             skipped_updates=sums.skipped_updates,
             hint="" if n else self._facts.hint,
-            **self._ledger_facts(rows, step, times, weights),
+            host_paced=Named(self.ledger.host_shares()),
+            examined_steps=self.ledger.n,
+            lines_unavailable=self.ledger.unavailable,
+            lines=(*lines, *(row for each in self.culprits.workers for row in each.lines())),
             not_sampled_steps=estimate.unsampled_steps,
             not_sampled_share=estimate.unsampled_ms / (all_ms or 1.0),
             slow=self.slow.summary(n, sums.step.device_ms / slow_correction),
             wall_clock=self.wall_clock.summary() if self.wall_clock is not None else None,
-            memory=sources.memory.summary() if sources.memory is not None else None,
-            work=sources.throughput.summary(every),
-            sections=sections_of(sources.observers),
+            memory=self._memory.summary() if self._memory is not None else None,
+            work=self._throughput.summary(every),
+            sections=sections_of(self._observers),
             not_measured=tuple(gap.text for gap in gaps),
             blurred=tuple(dict.fromkeys(phase for gap in gaps for phase in gap.blurred)),
             culprits=self.culprits.summary(),
             loaders=self.culprits.loaders(),
         )
 
-    def _trained_change(self, slowdown: Slowdown | None) -> str:
-        """Return how the number of trained tensors has changed when steps got slower."""
-        if slowdown is None or slowdown.until_step is not None:
-            return ""
+    def _work_change(self, steps: Sequence[StepRecord], since: int) -> str:
+        """Return how the work of a step has changed at step `since`; empty if it has not."""
+        before = [step for step in steps if step.number < since]
+        after = [step for step in steps if step.number >= since]
+        works: tuple[tuple[str, Callable[[StepRecord], float]], ...] = (
+            ("backwards", lambda step: step.labels.count(AFTER_BACKWARD)),
+            ("items", attrgetter("items")),
+        )
+        for name, work_of in works if before and after else ():
+            first, last = median(map(work_of, before)), median(map(work_of, after))
+            if last > first > 0:
+                return f"a step has {last:.0f} {name} since then, and {first:.0f} before"
         counts = self.ledger.trained_tensors
-        before = [n for number, n in counts.items() if number < slowdown.since_step]
-        after = [n for number, n in counts.items() if number >= slowdown.since_step]
+        fewer = [n for number, n in counts.items() if number < since]
+        more = [n for number, n in counts.items() if number >= since]
         # Each step may train other tensors, as in a GAN.
-        if not before or not after or min(after) <= max(before):
-            return ""
-        change = f"{after[-1]} tensors since then, and {before[-1]} before"
-        return f"backward computes gradients of {change}"
-
-    def _ledger_facts(
-        self,
-        rows: Mapping[str, PhaseStats],
-        step: PhaseStats,
-        times: npt.NDArray[Any],
-        weights: npt.NDArray[Any],
-    ) -> dict[str, Any]:
-        """Return the facts of the ledger, with times per step that add up to those of the phases.
-
-        Args:
-            rows: Statistics of each phase.
-            step: Statistics of the step.
-            times: History of the timed steps.
-            weights: Number of steps that each step of the history represents.
-        """
-        ledger = self.ledger
-        is_long = times["step_ms"] >= LONG_STEP * step.p50_ms
-        if not len(weights):
-            weights = np.ones(len(is_long))
-        return {
-            "host_paced": Named(ledger.host_shares()),
-            "examined_steps": ledger.n,
-            "lines_unavailable": ledger.unavailable,
-            "lines": (
-                *ledger.rows(
-                    {name: row.share * step.mean_ms for name, row in rows.items()},
-                    median_ms=step.p50_ms,
-                    long_share=float(weights[is_long].sum() / (weights.sum() or 1.0)),
-                    evaluation=EVALUATION,
-                ),
-                *(line for workers in self.culprits.workers for line in workers.lines()),
-            ),
-        }
-
-
-def _work_change(steps: Sequence[StepRecord], slowdown: Slowdown | None) -> str:
-    """Return how the work of a step has changed when steps got slower; empty if it has not."""
-    if slowdown is None or slowdown.until_step is not None:
+        if fewer and more and min(more) > max(fewer):
+            change = f"{more[-1]} tensors since then, and {fewer[-1]} before"
+            return f"backward computes gradients of {change}"
         return ""
-    since = slowdown.since_step
-    before = [step for step in steps if step.number < since]
-    after = [step for step in steps if step.number >= since]
-    if not before or not after:
-        return ""
-    for works, work_of in (("backwards", _backwards_in), ("items", attrgetter("items"))):
-        first, last = median(map(work_of, before)), median(map(work_of, after))
-        if last > first > 0:
-            return f"a step has {last:.0f} {works} since then, and {first:.0f} before"
-    return ""
-
-
-def _backwards_in(step: StepRecord) -> int:
-    return step.labels.count(AFTER_BACKWARD)
-
-
-class _Sources(NamedTuple):
-    """Measurements other than steps; see `Results.connect`."""
-
-    throughput: ThroughputReference
-    observers: tuple[Any, ...] = ()
-    memory: MemoryWatch | None = None
-
-
-def _with_detail(found: Slowdown | None, culprits: CulpritSums) -> Slowdown | None:
-    """Add the workers that have slowed down, if the change lasts and is in the loader."""
-    if found is None or found.until_step is not None or found.phase not in (DATA, FETCH):
-        return found
-    return replace(found, detail=describe_slowdown(culprits.loaders()))

@@ -14,8 +14,6 @@ from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._measurement.untimed import Estimate, Percentiles, percentiles
 from lightning_gputime._phases import in_order
 
-_MIN_HALF = 10  # Number of timed steps in half of a run.
-
 
 def phase_rows(
     timed: Sums,
@@ -29,7 +27,7 @@ def phase_rows(
     Args:
         timed: Sums over the timed steps.
         untimed: Estimate for the untimed steps.
-        times: History of the timed steps, as `history` returns it.
+        times: History of the timed steps.
         weights: Number of steps that each step of the history represents.
         tflops: TFLOP/s of each phase, if known.
     """
@@ -64,14 +62,10 @@ def phase_rows(
 def least_shares(times: npt.NDArray[Any], weights: npt.NDArray[np.float64]) -> dict[str, float]:
     """Return the fraction of the step that each phase takes in the half in which it takes less.
 
-    Empty with fewer than 10 timed steps per half.
-
-    Args:
-        times: History of the timed steps, as `history` returns it.
-        weights: Number of steps that each step of the history represents.
+    Empty with fewer than 10 timed steps per half. The arguments are those of `phase_rows`.
     """
     half = len(times) // 2
-    if half < _MIN_HALF:
+    if half < 10:
         return {}
     if not len(weights):
         weights = np.ones(len(times))

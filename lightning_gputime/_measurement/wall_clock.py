@@ -110,11 +110,8 @@ class _Account:
 class WallClock:
     """Attribute all time of a training run to the entry that is open.
 
-    Only the training thread opens entries. Any thread may read.
-
-    Args:
-        now_ns: Clock of the host; None for a stopped clock.
-        since_ns: Start of the run on this clock; now by default.
+    Only the training thread opens entries. Any thread may read. The run starts at `since_ns`, now
+    by default.
     """
 
     def __init__(self, now_ns: Callable[[], int] | None, since_ns: int | None = None) -> None:
@@ -156,11 +153,6 @@ class WallClock:
         switch_to(self.entry_outside)
 
     @property
-    def is_here(self) -> bool:
-        """True in the training thread."""
-        return get_ident() == self._thread
-
-    @property
     def entry_outside(self) -> str:
         """Entry that is open now; empty inside all steps but the first."""
         entry = self._nested[-1] if self._nested else self.entry
@@ -170,13 +162,9 @@ class WallClock:
         """Return the time of all steps so far, including the first step and checkpoints in steps.
 
         Inside a step, `now_ns - outside_ns` has the same value, without a function call.
-
-        Args:
-            now_ns: Current time of the host's clock.
         """
         account = self._account
-        elapsed_ns = now_ns - account.since_ns if account.is_step else 0
-        return account.steps_ns + elapsed_ns
+        return account.steps_ns + (now_ns - account.since_ns if account.is_step else 0)
 
     # Events of a run
 
@@ -191,7 +179,6 @@ class WallClock:
         self.switch_to(STEPS if self.has_stepped else FIRST_STEP)
 
     def end_first_step(self) -> None:
-        """Record the end of the first step."""
         self.has_stepped, self._thread = True, get_ident()
         if self.entry == SET_UP:
             # In a loop without `steps()`, the start of the first step is unknown, so all time
@@ -252,9 +239,8 @@ class WallClock:
     def stop(self, ended_ns: int | None = None) -> None:
         """Stop the clock. Safe to call twice.
 
-        Args:
-            ended_ns: Value of `steps_ns` at the end of the last step. A loop that only calls
-                `step()` does not report its end, so time after its last step counts as tear-down.
+        `ended_ns` is the value of `steps_ns` at the end of the last step. A loop that only calls
+        `step()` does not report its end, so time after its last step counts as tear-down.
         """
         if self._now_ns is None:
             return
@@ -269,7 +255,6 @@ class WallClock:
     # Results
 
     def summary(self) -> WallClockBreakdown:
-        """Return the breakdown of the time so far."""
         account = self._current()
         if self._started_loops == 1:  # Time after the only loop is not between loops.
             account = account.with_moved(BETWEEN_LOOPS, TEAR_DOWN)

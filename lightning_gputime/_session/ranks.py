@@ -27,21 +27,17 @@ from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
 from lightning_gputime._phases import StepRecord
 
+# Maximum time to wait for late ranks at the end. When a process dies, Lightning's launcher ends the
+# others after 5 s. The timeout must be shorter, so that the next collective can raise an error that
+# helps more.
 _TIMEOUT_S = 3.0
-"""Maximum time to wait for late ranks at the end. When a process dies, Lightning's launcher ends
-the others after 5 s. The timeout must be shorter, so that the next collective can raise a more
-helpful error first."""
-
-_KEPT_ROUNDS = 10  # A rank deletes the totals that it sent this many rounds ago.
-_MAX_OPEN_ROUNDS = 5  # Rank zero compares older rounds without the ranks that are missing.
+# Maximum wait for rank zero. Rarely needed, because ranks in training are less than a round apart.
+_AGREEMENT_TIMEOUT_S = 1.0
 
 _ABSENT = (
     "The times of these ranks did not arrive, and are left out until they do: %s. Attach the same"
     " timers on all ranks, in the same order, and run the same number of steps."
 )
-# Maximum wait for rank zero. Rarely needed, because ranks in training are less than a round apart.
-_AGREEMENT_TIMEOUT_S = 1.0
-
 _NO_AGREEMENT = (
     "The ranks no longer agree on which steps are timed: %r. This rank times %s from now on, so the"
     " ranks may be compared over different steps. Attach the same timer on all ranks, or pass"
@@ -74,8 +70,7 @@ def deadline_in(timeout_s: float, store: Any) -> float:
 
     Other ranks may be waiting for this rank in a collective, which has the timeout of the store.
     """
-    timeout_of_store_s: float = store.timeout.total_seconds()
-    return time.monotonic() + min(timeout_s, timeout_of_store_s / 3)
+    return time.monotonic() + min(timeout_s, float(store.timeout.total_seconds()) / 3)
 
 
 def wait_for(store: Any, keys: list[str], deadline: float) -> list[str]:
@@ -137,8 +132,7 @@ class RankComparer:
     def compare_all(self, newest: int | None) -> None:
         """Compare the ranks over all steps that were read. All ranks must call it.
 
-        Args:
-            newest: Number of the last of these steps; None before the first.
+        `newest` is the number of the last of these steps; None before the first.
         """
         if newest is not None:
             self._compared = newest
@@ -164,7 +158,6 @@ class RankComparer:
             self._results.ranks.complete_later(partial(self._compare, exchange, wait=True))
 
     def remove(self) -> None:
-        """Stop sending and comparing."""
         self._exchange = None
 
     def _totals(self) -> RankTotals:
@@ -203,13 +196,8 @@ class RankComparer:
 class Exchange:
     """Exchange of totals: each rank sends its totals to rank zero, without waiting.
 
-    Each call of `send` is a round: all ranks must call it equally often.
-
-    Args:
-        store: Store of the process group for this purpose.
-        rank: Number of this rank.
-        world_size: Number of ranks.
-        timeout_s: Maximum time for which rank zero waits for late ranks (in seconds).
+    Each call of `send` is a round: all ranks must call it equally often. Rank zero waits for late
+    ranks for up to `timeout_s`.
     """
 
     def __init__(
@@ -230,14 +218,13 @@ class Exchange:
         return bool(self._open)
 
     def send(self, totals: RankTotals, number: int) -> None:
-        """Send the totals of the steps up to this number, without waiting."""
         round_ = next(self._rounds)
         if self._rank == 0:
             self._open[round_] = number, totals
             return
         self._store.set(f"{round_}/{self._rank}", json.dumps(asdict(totals)))
         # Rank zero has closed older rounds, and does not read their totals.
-        self._store.delete_key(f"{round_ - _KEPT_ROUNDS}/{self._rank}")
+        self._store.delete_key(f"{round_ - 10}/{self._rank}")
 
     def arrived(self, *, wait: bool) -> Iterator[tuple[int, dict[int, RankTotals]]]:
         """Yield and close the rounds of which all totals have arrived. Start with the oldest.
@@ -248,7 +235,7 @@ class Exchange:
         deadline = deadline_in(self._timeout_s, self._store) if wait else -math.inf
         newest = max(self._open, default=0)
         for round_, (number, totals) in [*self._open.items()]:
-            closes = wait or round_ <= newest - _MAX_OPEN_ROUNDS
+            closes = wait or round_ <= newest - 5
             ranks = self._arrived_ranks(round_, deadline, closes=closes)
             if ranks is None:
                 return
@@ -285,12 +272,7 @@ def open_exchange() -> Exchange | None:
 
 
 class Agreement:
-    """Agreement of the ranks: all follow rank zero. All ranks must call `agree` equally often.
-
-    Args:
-        store: Store of the process group for this purpose.
-        rank: Number of this rank.
-    """
+    """Agreement of the ranks: all follow rank zero. All ranks must call `agree` equally often."""
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
@@ -312,9 +294,8 @@ class Agreement:
                 self._store.set(f"{round_}/agreed", json.dumps([*wish]))
             if round_:
                 agreed = f"{round_ - 1}/agreed"
-                if not wait_for(
-                    self._store, [agreed], deadline_in(_AGREEMENT_TIMEOUT_S, self._store)
-                ):
+                deadline = deadline_in(_AGREEMENT_TIMEOUT_S, self._store)
+                if not wait_for(self._store, [agreed], deadline):
                     raise TimeoutError("rank 0 has not answered")
                 self._agreed = [*map(int, json.loads(self._store.get(agreed)))]
         except Exception as error:
