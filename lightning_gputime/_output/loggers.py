@@ -60,7 +60,7 @@ class LogWriter:
         return bool(self._loggers) or self._publish is not None or self._kept is not None
 
     def begin(self) -> None:
-        """Add charts to TensorBoard. It shows only the last layout, which may be the user's."""
+        """Add charts to TensorBoard. Call it early: a later layout, as the user's, replaces it."""
         pattern = re.escape(self._prefix)  # TensorBoard matches tags by regular expressions.
         charts = {
             "phases (ms)": ["Multiline", [rf"^{pattern}/(?!step_ms$)[^/]+_ms$"]],
