@@ -67,8 +67,6 @@ exit code: 0, passed: nothing exceeds its bound of --fail-above, or no bound was
 compared, or the arguments are wrong; 3, cannot tell: a confidence interval contains the bound.
 """
 
-_WIDTH = 120  # Width of the table of slow steps, in characters.
-_WATCH_INTERVAL_S = 1.0
 _RAW = argparse.RawDescriptionHelpFormatter
 
 
@@ -199,7 +197,7 @@ def _show(args: argparse.Namespace) -> int:
                 if sys.stdout.isatty():
                     _print("\x1b[H\x1b[2J")  # Clear the screen.
                 _show_once(args)
-            time.sleep(_WATCH_INTERVAL_S)
+            time.sleep(1.0)
     return SUCCEEDED
 
 
@@ -208,7 +206,7 @@ def _show_once(args: argparse.Namespace) -> None:
     if args.json or args.brief:
         _print_result(run, args)
     else:
-        slow = [f"\n{run.slow_table.text(_WIDTH)}"] if run.slow_steps else []
+        slow = [f"\n{run.slow_table.text(width=120)}"] if run.slow_steps else []
         _print(run.summary(), f"\n{run.about}", *slow)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 _MAX_SHOWN = 60  # Maximum length of values in messages, in characters.
-_MAX_WARNINGS = 20  # Number of warnings that are kept for saved runs.
 HOMES = (
     "GPUPhaseTimer is for the Trainer of Lightning,"
     " lightning_gputime.huggingface.TransformersPhaseTimer for that of transformers,"
@@ -19,27 +18,21 @@ HOMES = (
 messages = logging.getLogger("lightning_gputime")
 
 
-def _name_the_package(record: logging.LogRecord) -> bool:
+_numbers = itertools.count(1)
+# Numbers and texts of the newest warnings of this process. Number 0 precedes the first.
+_newest_warnings: deque[tuple[int, str]] = deque([(0, "")], maxlen=20)
+
+
+def _keep_and_name(record: logging.LogRecord) -> bool:
+    if record.levelno >= logging.WARNING:
+        _newest_warnings.append((next(_numbers), record.getMessage()))
     # Without configured logging, Python prints only the message, without the logger's name.
     if not messages.hasHandlers():
         record.msg = f"{messages.name}: {record.msg}"
     return True
 
 
-_numbers = itertools.count(1)
-_newest_warnings: deque[tuple[int, str]] = deque([(0, "")], maxlen=_MAX_WARNINGS)
-"""Numbers and texts of the newest warnings of this process. Number 0 precedes the first."""
-
-
-def _keep_warning(record: logging.LogRecord) -> bool:
-    if record.levelno >= logging.WARNING:
-        _newest_warnings.append((next(_numbers), record.getMessage()))
-    return True
-
-
-# In this order, so that the kept warnings do not start with the package's name.
-messages.addFilter(_keep_warning)
-messages.addFilter(_name_the_package)
+messages.addFilter(_keep_and_name)
 
 
 def format_value(value: object) -> str:
@@ -71,7 +64,6 @@ class WarnOnce:
         self._first_number = newest_number + 1
 
     def __call__(self, message: str, *args: object) -> None:
-        """Log a warning unless one with this `message` was logged before."""
         if message not in self._logged:
             self._logged.add(message)
             messages.warning(message, *args)

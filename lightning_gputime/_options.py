@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from math import isfinite
 from numbers import Number
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
+from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from lightning_gputime._measurement.observers import is_observer
 from lightning_gputime._messages import format_value, suggest
@@ -17,7 +17,7 @@ from lightning_gputime._phases import StepTimes
 from lightning_gputime._record.clock import Clock
 
 AUTO = "auto"
-
+LOG_GROUPS = ("default", "all", "phases", "comm", "slow", "fit")  # Accepted values of `log=`.
 SyncRanks = bool | Literal["log"]
 T = TypeVar("T")
 
@@ -99,7 +99,11 @@ class Options:
     _lag: int = 1
 
     def __post_init__(self) -> None:
-        for name, (minimum, meaning) in _INTEGERS.items():
+        for name, minimum, meaning in (
+            ("warmup_steps", 0, "number of first steps to exclude from the summary"),
+            ("history_size", 1, "number of newest steps to keep"),
+            ("every_n_steps", 1, "or 'auto'; 1 of every n steps is timed"),
+        ):
             value = getattr(self, name)
             if name != "every_n_steps" or value != AUTO:
                 object.__setattr__(self, name, check_int(name, value, minimum, meaning))
@@ -107,14 +111,58 @@ class Options:
             object.__setattr__(self, name, _to_number(getattr(self, name)))
         check_bool("annotate", self.annotate)
         check_bool("lines", self.lines)
-        for option, is_valid, expected, error in _REQUIREMENTS:
-            value = getattr(self, option)
-            if not is_valid(value):
-                raise error(f"{option} must be {expected}, got {format_value(value)}")
+
+        def require(
+            option: str, is_valid: bool, expected: str, error: type[Exception] = TypeError
+        ) -> None:
+            if not is_valid:
+                value = format_value(getattr(self, option))
+                raise error(f"{option} must be {expected}, got {value}")
+
+        items, flops, prefix, observers = self.items, self.flops, self.prefix, self.observers
+        # The type of an option is checked before its value.
+        require(
+            "items",
+            items is None or callable(items) or _is_positive(items),
+            "the number of items in a batch, a function that returns it for a batch, or None for"
+            " the size of the batch's first tensor",
+        )
+        are_two = _is_several(flops) and len(flops) == 2 and all(map(_is_positive, flops))
+        require(
+            "flops",
+            flops is None or _is_positive(flops) or are_two,
+            "None, or the FLOPs per item (per token if items= counts tokens), as one number or as"
+            " two (forward, backward). torch's FlopCounterMode counts them",
+        )
+        require("prefix", isinstance(prefix, str), "a string such as 'phase_time'")
+        require(
+            "observers",
+            _is_several(observers) and all(map(is_observer, observers)),
+            "a list of functions that take a StepTimes, metrics, or objects with methods of"
+            " StepObserver",
+        )
+        require(
+            "prefix",
+            prefix != "" and prefix == prefix.strip("/ "),
+            "a key such as 'phase_time', without '/' or spaces at its ends",
+            ValueError,
+        )
+        groups = self.log if _is_several(self.log) else [self.log]
+        require(
+            "log",
+            all(group in LOG_GROUPS for group in groups),
+            f"one of, or a list of, {', '.join(LOG_GROUPS)}",
+            ValueError,
+        )
+        require(
+            "sync_ranks",
+            isinstance(self.sync_ranks, bool) or self.sync_ranks == "log",
+            "True (compare the ranks at the end of each epoch), 'log' (at every log) or False",
+            ValueError,
+        )
 
     @property
     def timed_warmup_steps(self) -> int:
-        """Number of timed steps in the warm-up."""
         return self.warmup_steps // (1 if self.every_n_steps == AUTO else int(self.every_n_steps))
 
     @property
@@ -124,7 +172,6 @@ class Options:
 
     @property
     def logged_groups(self) -> frozenset[str]:
-        """Groups of the values that are logged, see `GROUPS`."""
         groups = {*self.asked_groups}
         if "all" in groups:
             return frozenset(GROUPS)
@@ -137,13 +184,11 @@ class Options:
         return frozenset(groups - {"default"})
 
 
-# Options that the advice of summaries names.
-_ADVISED = re.compile(r"\b(every_n_steps|flops|items)=(\w*)")
-
-
 def flag_note(text: str) -> str:
     """Return how to write the first option in a text as a flag of `run`; empty without options."""
-    if (found := _ADVISED.search(text)) is None:
+    # Options that the advice of summaries names.
+    found = re.search(r"\b(every_n_steps|flops|items)=(\w*)", text)
+    if found is None:
         return ""
     name, value = found.groups()
     flag = f"--{name.replace('_', '-')} {value or 'VALUE'}"
@@ -156,7 +201,15 @@ def takes_options(cls: type[T]) -> type[T]:
     Its signature and docstring then name each option, for `help()` and LightningCLI.
     """
     init: Any = cls.__init__
-    signature = _with_options(inspect.signature(init))
+    *named, last = inspect.signature(init).parameters.values()
+    hints = get_type_hints(TimerOptions)
+    option = last.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+    in_place_of_last = [
+        option.replace(name=field.name, default=field.default, annotation=hints[field.name])
+        for field in fields(Options)
+        if field.name in hints
+    ]
+    signature = inspect.signature(init).replace(parameters=[*named, *in_place_of_last])
     _, *known = signature.parameters  # Without `self`.
     is_positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
     _, *by_position = [p.name for p in signature.parameters.values() if p.kind is is_positional]
@@ -170,7 +223,9 @@ def takes_options(cls: type[T]) -> type[T]:
                 f" position: write {cls.__name__}({call})"
             )
         for option in options.keys() - known - AllOptions.__annotations__.keys():
-            fix = _INSTEAD.get(option) or suggest(option, known)
+            fix = suggest(option, known)
+            if option == "save_path":  # Only `GPUPhaseTimer` has it.
+                fix = "call timer.save(path) after the training"
             raise TypeError(f"{cls.__name__} has no option {option}: {fix}")
         init(self, *args, **options)
 
@@ -182,21 +237,7 @@ def takes_options(cls: type[T]) -> type[T]:
     return cls
 
 
-def _with_options(signature: inspect.Signature) -> inspect.Signature:
-    """Return the signature of a constructor with each option in place of `**options`."""
-    *named, last = signature.parameters.values()
-    hints = get_type_hints(TimerOptions)
-    option = last.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-    options = [
-        option.replace(name=field.name, default=field.default, annotation=hints[field.name])
-        for field in fields(Options)
-        if field.name in hints
-    ]
-    return signature.replace(parameters=[*named, *options])
-
-
 def check_bool(name: str, value: Any) -> None:
-    """Raise TypeError if a switch is neither True nor False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {format_value(value)}")
 
@@ -216,10 +257,7 @@ def _to_number(value: Any) -> Any:
 
 
 def check_int(name: str, value: Any, minimum: int, meaning: str) -> int:
-    """Return `value` as an int. Errors contain the `name` and the `meaning` of the option.
-
-    Raise TypeError if the value is not a whole number, and ValueError if it is below `minimum`.
-    """
+    """Return `value` as an int. Errors contain the `name` and the `meaning` of the option."""
     number = _to_number(value)
     if not isinstance(number, int) or isinstance(number, bool):
         raise TypeError(f"{name} must be an integer ({meaning}), got {format_value(number)}")
@@ -235,76 +273,3 @@ def _is_positive(value: Any) -> bool:
 
 def _is_several(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _is_log(value: Any) -> bool:
-    groups = value if _is_several(value) else [value]
-    return all(group in LOG_GROUPS for group in groups)
-
-
-def _are_observers(value: Any) -> bool:
-    return _is_several(value) and all(map(is_observer, value))
-
-
-def _is_flops(value: Any) -> bool:
-    if _is_several(value):
-        return len(value) == 2 and all(map(_is_positive, value))
-    return value is None or _is_positive(value)
-
-
-# Alternatives to options that only `GPUPhaseTimer` has.
-_INSTEAD = {"save_path": "call timer.save(path) after the training"}
-
-LOG_GROUPS = ("default", "all", "phases", "comm", "slow", "fit")
-"""Accepted values of `log=`."""
-
-# Minimum and meaning of the integer options.
-_INTEGERS = {
-    "warmup_steps": (0, "number of first steps to exclude from the summary"),
-    "history_size": (1, "number of newest steps to keep"),
-    "every_n_steps": (1, "or 'auto'; 1 of every n steps is timed"),
-}
-
-_EXPECTED_ITEMS = (
-    "the number of items in a batch, a function that returns it for a batch, or None for the"
-    " size of the batch's first tensor"
-)
-_EXPECTED_FLOPS = (
-    "None, or the FLOPs per item (per token if items= counts tokens), as one number or as two"
-    " (forward, backward). torch's FlopCounterMode counts them"
-)
-_EXPECTED_OBSERVERS = (
-    "a list of functions that take a StepTimes, metrics, or objects with methods of StepObserver"
-)
-_EXPECTED_SYNC = "True (compare the ranks at the end of each epoch), 'log' (at every log) or False"
-_EXPECTED_KEY = "a key such as 'phase_time', without '/' or spaces at its ends"
-
-
-class _Requirement(NamedTuple):
-    option: str
-    is_valid: Callable[[Any], bool]
-    expected: str  # Description of valid values, after "must be".
-    error: type[Exception]
-
-
-# Requirements of the other options. The type of an option is checked before its value.
-_REQUIREMENTS = (
-    _Requirement(
-        "items", lambda n: n is None or callable(n) or _is_positive(n), _EXPECTED_ITEMS, TypeError
-    ),
-    _Requirement("flops", _is_flops, _EXPECTED_FLOPS, TypeError),
-    _Requirement(
-        "prefix", lambda value: isinstance(value, str), "a string such as 'phase_time'", TypeError
-    ),
-    _Requirement("observers", _are_observers, _EXPECTED_OBSERVERS, TypeError),
-    _Requirement(
-        "prefix", lambda value: value and value == value.strip("/ "), _EXPECTED_KEY, ValueError
-    ),
-    _Requirement("log", _is_log, f"one of, or a list of, {', '.join(LOG_GROUPS)}", ValueError),
-    _Requirement(
-        "sync_ranks",
-        lambda value: isinstance(value, bool) or value == "log",
-        _EXPECTED_SYNC,
-        ValueError,
-    ),
-)

@@ -8,6 +8,7 @@ calls `watch_imports` when Python starts. `plain` then finds plain loops by thei
 
 import atexit
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -130,10 +131,11 @@ def _watch_loops() -> None:
     PlainLoops(options() or {})
 
 
+@functools.cache
 def _tuned_process() -> Any:
-    from lightning_gputime._tuning.child import tuned_process  # Imports torch.
+    from lightning_gputime._tuning.child import TunedProcess  # Imports torch.
 
-    return tuned_process()
+    return TunedProcess(json.loads(os.environ[TUNE]))
 
 
 def _tune_loops() -> None:

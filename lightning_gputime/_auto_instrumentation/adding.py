@@ -64,10 +64,7 @@ def use_timer_of_script(timer: Timer, wanted: dict[str, Any]) -> None:
 def replace_with_timer(
     adder: object, callbacks: list[Any], timer: Timer, wanted: dict[str, Any]
 ) -> bool:
-    """Replace the callback `adder` with a timer.
-
-    If the list already contains a timer, use that timer instead, and return False.
-    """
+    """Replace the callback `adder` with a timer, or use a timer in the list and return False."""
     if others := [callback for callback in callbacks if isinstance(callback, Timer)]:
         use_timer_of_script(others[0], wanted)
         return False
@@ -94,10 +91,7 @@ def finish_at_exit(timer: Timer, wanted: dict[str, Any], *, prints: bool = True)
 
 
 def _rank() -> str | None:
-    """Return the rank of this process; None if it is unknown.
-
-    Call it when a timer is added: the process group may be gone when Python exits.
-    """
+    # None if unknown. Call it when a timer is added: the process group may be gone at the exit.
     if distributed.is_available() and distributed.is_initialized():
         return str(distributed.get_rank())
     return os.environ.get("RANK")
@@ -108,11 +102,7 @@ _began_s = float(os.environ.get(BEGAN, time.time()))  # Unix time at which `run`
 
 
 def path_to_save(wanted: dict[str, Any]) -> str | None:
-    """Return a path to which no other timer of the script or its subprocesses saves.
-
-    The path is `save_path`, with a process id or a number if needed. Return None without
-    `save_path`.
-    """
+    """Return `save_path`, extended if another timer of the script or its subprocesses uses it."""
     if (path := wanted.get("save_path")) is None:
         return None
     number = next(_file_numbers)
@@ -170,11 +160,7 @@ def _finish(timer: Any) -> None:
 
 
 class _Dataset:
-    """Reference to a dataset of the training, weak if possible.
-
-    Once the dataset is gone, the next dataset of its class replaces it: a script may create a new
-    dataset for each epoch.
-    """
+    """Reference to a training dataset. Once that is gone, the next of its class replaces it."""
 
     def __init__(self, dataset: object) -> None:
         self._refer_to(dataset)
@@ -187,8 +173,8 @@ class _Dataset:
             self._dataset = lambda: dataset
 
     def accepts(self, dataset: object) -> bool:
-        """Return True for the dataset. Also accept its replacement, which then is the dataset."""
         current = self._dataset()
+        # A script may create a new dataset for each epoch.
         if current is None and type(dataset) is self._kind:
             self._refer_to(dataset)
             return True
@@ -215,7 +201,6 @@ class EarlyStages(StagedLoaders):
         self._add_by_iterator.clear()
 
     def move(self, iterator: Any, sums: CulpritSums) -> None:
-        """Move the times of an iterator to the sums of a timer."""
         if (add := self._add_by_iterator.pop(iterator, None)) is not None:
             add(sums)
 
@@ -242,20 +227,14 @@ class TimedLoop:
     It is split as `steps(loader)` does: a fetch is `data`, other code `other`. The training
     datasets are all datasets from which the first timed step fetches with gradients enabled.
     Fetches from other datasets, such as a validation's, are ignored.
-
-    Args:
-        optimizer: The optimizer.
-        models: The models that it updates.
-        wanted: Options of the timer, and `save_path`.
-        early: Stages of the iterators that were created before the timer was attached.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         models: list[nn.Module],
-        wanted: dict[str, Any],
-        early: EarlyStages,
+        wanted: dict[str, Any],  # Options of the timer, and `save_path`.
+        early: EarlyStages,  # Stages of the iterators that were created before the timer.
     ) -> None:
         self.optimizer, self._early = optimizer, early
         # Number of consecutive updates by other optimizers after which the loop is over.

@@ -48,22 +48,12 @@ because the runs are compared several times. If a script has a timer, its runs a
   bench "train.py" "train.py --new"
   bench "torchrun --nproc-per-node 2 old.py" "torchrun --nproc-per-node 2 new.py" --fail-above 2%
 """
-_FAILED = 2  # Exit code if a command fails.
-# Turns after which `bench` may stop.
-_LOOKS = (3, 5, 8, 12, 18, 27, 40)
+_LOOKS = (3, 5, 8, 12, 18, 27, 40)  # Turns after which `bench` may stop.
 
 SWITCHES = ("annotate",)
 VALUES = (
-    "every_n_steps",
-    "flops",
-    "history_size",
-    "items",
-    "lines",
-    "log",
-    "prefix",
-    "save_path",
-    "sync_ranks",
-    "warmup_steps",
+    *("every_n_steps", "flops", "history_size", "items", "lines", "log", "prefix", "save_path"),
+    *("sync_ranks", "warmup_steps"),
 )
 """Options with a value that `run` accepts. `TimerOptions` describes all except `save_path`."""
 FLAGS = {f"--{name.replace('_', '-')}": name for name in (*SWITCHES, *VALUES)}
@@ -91,10 +81,7 @@ def add_json_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_to_file(args: argparse.Namespace, path: Path) -> int:
-    """Run the script as `run` does, but in a subprocess, and save the run to a file.
-
-    The script's output goes to stderr. Return the exit code; 128 + n if signal n ended the script.
-    """
+    """Run the script as `run` does, but in a subprocess whose output goes to stderr."""
     # `_run_and_save` expects the options of `run` in front of the script.
     command = ["-m", *args.script] if args.is_module else [*args.script]
     for flag, name in FLAGS.items():
@@ -200,16 +187,13 @@ def _save_run(command: str, path: Path) -> None:
         _report(f"`{command}` failed with exit code {code}, so the bench stopped")
         # Exit codes 1 and 3 are outcomes of a comparison, so do not pass them on. Codes above 128
         # are signals.
-        raise SystemExit(code if code > 128 else _FAILED)
+        raise SystemExit(code if code > 128 else 2)
     if not path.is_file():
         raise ValueError(f"`{command}` saved no run: it must train for at least two steps")
 
 
 def _run_and_save(command: Sequence[str], path: Path) -> int:
-    """Run a command with the timer of `run`, and save its run to a file.
-
-    Return the exit code; 128 + n if signal n ended the command.
-    """
+    """Run a command with `run`. Return the exit code; 128 + n if signal n ended the command."""
     run = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
     # Send the command's output to stderr, because stdout is for results.
     process = subprocess.Popen([*run, *command], stdout=2)
@@ -229,21 +213,7 @@ def _report(text: str) -> None:
     print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
-_PYTHON = re.compile(r"(python|pypy)[0-9.]*(\.exe)?")
-_SUFFIXES = (".py", ".pyw", ".pyc", ".pyz")
-# Flags of Python that take their value from the next argument.
-_WITH_VALUE = "WX"
-
 KEEPS_OUT = "Python's flags -E, -I and -S prevent the timer from starting: remove them{}"
-_NOT_FOUND = "no such script or command: {!r}"
-_NOT_PYTHON = (
-    "{0} is neither a Python script nor executable. Name the program that runs it, as in"
-    " `run bash {0}`, or add a first line such as #!/bin/bash and run chmod +x {0}"
-)
-_NO_PACKAGE = (
-    "{0} has no lightning_gputime, so nothing would be timed: install it there by {0} -m pip"
-    " install lightning-gputime (Python 3.11 or newer), or write run train.py, without a Python"
-)
 # Unlike a script, `python -c` has the current folder ("") on sys.path: remove it.
 _FIND = """\
 import importlib.util, sys
@@ -255,9 +225,8 @@ sys.exit(sys.version_info < (3, 11) or not importlib.util.find_spec("lightning_g
 def find_program(command: Sequence[str]) -> str | None:
     """Return the path of the program that a command starts; None for a Python script.
 
-    Raises:
-        ValueError: If there is no such file or command, if it cannot be executed, or if the timer
-            would not reach the Python that it starts.
+    Raise ValueError if there is no such file or command, if it cannot be executed, or if the timer
+    would not reach the Python that it starts.
     """
     first = command[0]
     if first == "-" or _is_python_script(first):  # For "-", Python reads the script from stdin.
@@ -265,11 +234,15 @@ def find_program(command: Sequence[str]) -> str | None:
     if not os.path.isfile(first):
         path = shutil.which(first)
         if path is None:
-            raise ValueError(_NOT_FOUND.format(first))
+            raise ValueError(f"no such script or command: {first!r}")
     elif os.access(first, os.X_OK) and (_first_line(first) or _is_binary(first)):
         path = os.path.abspath(first)
     else:
-        raise ValueError(_NOT_PYTHON.format(first))
+        raise ValueError(
+            f"{first} is neither a Python script nor executable. Name the program that runs it, as"
+            f" in `run bash {first}`, or add a first line such as #!/bin/bash and run chmod +x"
+            f" {first}"
+        )
     _check_python(command)
     # Check the first line of a script, too. Even `python` may be a script, as with pyenv.
     _check_python([*_first_line(path), path, *command[1:]])
@@ -281,7 +254,7 @@ def _is_python_script(path: str) -> bool:
         return os.path.isfile(os.path.join(path, "__main__.py"))
     if not os.path.isfile(path):
         return os.path.exists(path)  # A pipe, such as a shell's `<(...)`.
-    if path.endswith(_SUFFIXES):
+    if path.endswith((".py", ".pyw", ".pyc", ".pyz")):
         return True
     if command := _first_line(path):
         # The kernel runs an executable script with the Python of its first line.
@@ -313,7 +286,8 @@ def _without_env(command: Sequence[str]) -> Sequence[str]:
 
 
 def _is_python(command: Sequence[str]) -> bool:
-    return bool(command) and _PYTHON.fullmatch(os.path.basename(command[0])) is not None
+    name = os.path.basename(command[0]) if command else ""
+    return re.fullmatch(r"(python|pypy)[0-9.]*(\.exe)?", name) is not None
 
 
 def _check_python(command: Sequence[str]) -> None:
@@ -329,7 +303,11 @@ def _check_python(command: Sequence[str]) -> None:
         return
     found = subprocess.run([python, "-c", _FIND], check=False, stderr=subprocess.DEVNULL)
     if found.returncode:
-        raise ValueError(_NO_PACKAGE.format(command[0]))
+        raise ValueError(
+            f"{command[0]} has no lightning_gputime, so nothing would be timed: install it there by"
+            f" {command[0]} -m pip install lightning-gputime (Python 3.11 or newer), or write run"
+            " train.py, without a Python"
+        )
 
 
 def _folder(path: str) -> str:
@@ -349,8 +327,7 @@ def _flags(arguments: Sequence[str]) -> str:
         for i, letter in enumerate(argument[1:], 2):
             if letter in "cm":
                 return letters
-            if letter in _WITH_VALUE:
-                # The value is the rest of this argument, or else the next argument.
+            if letter in "WX":  # Its value is the rest of this argument, or else the next.
                 if i == len(argument):
                     next(rest, None)
                 break

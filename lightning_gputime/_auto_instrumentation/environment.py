@@ -20,12 +20,10 @@ def options() -> dict[str, Any] | None:
     text = os.environ.get(VARIABLE, "")
     if text in ("", "0"):
         return None
-    try:
+    with contextlib.suppress(ValueError):
         found = json.loads(text)
-    except ValueError:
-        found = None
-    if found == 1 or isinstance(found, dict):
-        return {} if found == 1 else found
+        if found == 1 or isinstance(found, dict):
+            return {} if found == 1 else found
     warn_once("%s must be 1, or options as JSON; no timer is added for %r", VARIABLE, text)
     return None
 

@@ -43,8 +43,7 @@ _NO_CALLBACK = (
     " timer to the Trainer, or reinstall lightning-gputime."
 )
 _MAX_LOOPS = 20
-# After this many short loops in a row, no loop is timed: to find the model of each takes 0.1 s.
-_MAX_SHORT_LOOPS = 3
+_MAX_SHORT_LOOPS = 3  # After this many in a row, time no loop: to find each model takes 0.1 s.
 _PROCESS = "LIGHTNING_GPUTIME_PROCESS"  # Environment variable with the id of the first process.
 
 
@@ -53,9 +52,6 @@ class PlainLoops:
 
     The first optimizer that updates in a loop defines its steps. The loop is over once other
     optimizers have updated several times since the last update of that optimizer.
-
-    Args:
-        wanted: Options of the timers, and `save_path`.
     """
 
     def __init__(self, wanted: dict[str, Any]) -> None:
@@ -101,22 +97,19 @@ class PlainLoops:
         self._since_update.add(self._number_of(optimizer))
         is_due = self._n_other_updates == (1 if loop is None else loop.ends_after)
         if is_due and self._n_loops < _MAX_LOOPS and self._n_short_loops < _MAX_SHORT_LOOPS:
-            self._switch_at_backward(ref(optimizer))
+            from lightning_gputime._compat.torch_ import backward_entry
+            from lightning_gputime._instrumentation.patching import Calls, Subscription
 
-    def _switch_at_backward(self, optimizer: Callable[[], Optimizer | None]) -> None:
-        """Switch to the loop of an optimizer in the next backward.
+            reference = ref(optimizer)
 
-        Do not switch now: torch is iterating over its hooks, which must not be changed meanwhile.
-        """
-        from lightning_gputime._compat.torch_ import backward_entry
-        from lightning_gputime._instrumentation.patching import Calls, Subscription
+            def switch(*_: Any, **__: Any) -> None:
+                subscription.remove()
+                self._switch_to(reference())
 
-        def switch(*_: Any, **__: Any) -> None:
-            subscription.remove()
-            self._switch_to(optimizer())
-
-        subscription = Subscription(*backward_entry(), Calls(switch))
-        subscription.attach()
+            # Switch in the next backward. Now torch is iterating over its hooks, which must not be
+            # changed meanwhile.
+            subscription = Subscription(*backward_entry(), Calls(switch))
+            subscription.attach()
 
     @suppress_errors()
     def _switch_to(self, optimizer: Optimizer | None) -> None:
@@ -133,11 +126,9 @@ class PlainLoops:
             self._n_short_loops = 0 if is_shown else self._n_short_loops + 1
             self._loop = None
         self._n_other_updates = 0
-        if optimizer is not None and self._n_short_loops < _MAX_SHORT_LOOPS:
-            self._untimeable.add(optimizer)  # Do not try again if `_attach` fails.
-            self._attach(optimizer)
-
-    def _attach(self, optimizer: Optimizer) -> None:
+        if optimizer is None or self._n_short_loops >= _MAX_SHORT_LOOPS:
+            return
+        self._untimeable.add(optimizer)  # Do not try again if an error follows.
         from lightning_gputime._auto_instrumentation import adding
         from lightning_gputime._compat import lightning_, transformers_
         from lightning_gputime._compat.python_ import running_module

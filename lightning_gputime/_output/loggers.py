@@ -34,27 +34,20 @@ class MetricsLogger(Protocol):
 
 
 class LogWriter:
-    """Writer of values to loggers.
-
-    Args:
-        prefix: First part of each key.
-        loggers: Loggers; each gets keys with its own separator.
-        publish: Function that is also called with the values, under keys with "/".
-        groups: Groups of values to write.
-        stage: Second part of each key, such as "val"; empty for training.
-        row: Further values to log in the same row, under keys without the prefix.
-        kept: Queue that gets all values of each log, of any group, as one JSON object.
-    """
+    """Writer of values to loggers."""
 
     def __init__(
         self,
-        prefix: str,
-        loggers: Sequence[MetricsLogger],
+        prefix: str,  # First part of each key.
+        loggers: Sequence[MetricsLogger],  # Each gets keys with its own separator.
+        # Also called with the values, under keys with "/".
         publish: Callable[[Mapping[str, float]], None] | None = None,
         *,
-        groups: Collection[str] = GROUPS,
-        stage: str = "",
+        groups: Collection[str] = GROUPS,  # Groups of values to write.
+        stage: str = "",  # Second part of each key, such as "val"; empty for training.
+        # Further values to log in the same row, under keys without the prefix.
         row: Mapping[str, float] = MappingProxyType({}),
+        # Gets all values of each log, of any group, as one JSON object.
         kept: deque[dict[str, Any]] | None = None,
     ) -> None:
         self._prefix, self._stage, self._row, self._kept = prefix, stage, row, kept
@@ -67,11 +60,7 @@ class LogWriter:
         return bool(self._loggers) or self._publish is not None or self._kept is not None
 
     def begin(self) -> None:
-        """Add charts of the phases and the step to TensorBoard.
-
-        Call it when training begins: TensorBoard shows only the last layout, which may be the
-        user's.
-        """
+        """Add charts to TensorBoard. Call it early: a later layout, as the user's, replaces it."""
         pattern = re.escape(self._prefix)  # TensorBoard matches tags by regular expressions.
         charts = {
             "phases (ms)": ["Multiline", [rf"^{pattern}/(?!step_ms$)[^/]+_ms$"]],
@@ -90,11 +79,7 @@ class LogWriter:
         *,
         only_publish: bool = False,
     ) -> None:
-        """Log the `values` whose group is in `groups`, and all values that observers `added`.
-
-        The step number of the log is `step`, or that of the last log if it is larger. With
-        `only_publish`, call `publish`, but not the loggers.
-        """
+        """Log the `values` whose group is in `groups`, and all values that observers `added`."""
         if self._kept is not None:
             self._kept.append({"stage": self._stage, "step": step, **values, **added})
         wanted = {name: value for name, value in values.items() if group_of(name) in self._groups}
@@ -107,28 +92,21 @@ class LogWriter:
             step = self._last_step = max(step, self._last_step)
             for logger in self._loggers:
                 with self._reported_errors():
-                    self._send(logger, wanted, metrics, step)
+                    if _tensorboard_writer(logger) is not None:
+                        # Lightning itself adds the values of `row` to TensorBoard.
+                        logged = {self._tag(name): value for name, value in wanted.items()}
+                    else:
+                        separator = getattr(logger, "group_separator", "/")
+                        logged = {
+                            name.replace("/", separator): value for name, value in metrics.items()
+                        }
+                        logged |= self._row
+                    # Call it once, because a call is a row of CSV, or a request to MLflow. Pass
+                    # keywords, as Lightning does: a wrapper may look up arguments by name.
+                    logger.log_metrics(metrics=logged, step=step)
         if self._publish is not None:
             with self._reported_errors():
                 self._publish(metrics)
-
-    def _send(
-        self,
-        logger: MetricsLogger,
-        values: Mapping[str, float],
-        metrics: Mapping[str, float],
-        step: int,
-    ) -> None:
-        """Call the logger once, because a call is a row of CSV, or a request to MLflow."""
-        if _tensorboard_writer(logger) is not None:
-            # Lightning itself adds the values of `row` to TensorBoard.
-            logged = {self._tag(name): value for name, value in values.items()}
-        else:
-            separator = getattr(logger, "group_separator", "/")
-            logged = {name.replace("/", separator): value for name, value in metrics.items()}
-            logged |= self._row
-        # Pass keywords, as Lightning does: a wrapper of a logger may look up arguments by name.
-        logger.log_metrics(metrics=logged, step=step)
 
     def _tag(self, name: str) -> str:
         """Return a tag for TensorBoard, such as "phase_time_val/forward_ms".
@@ -162,18 +140,13 @@ def _key(prefix: str, stage: str, name: str) -> str:
 
 
 def _tensorboard_writer(logger: MetricsLogger) -> Any:
-    """Return the TensorBoard writer of a logger, or None."""
     experiment = getattr(logger, "experiment", None)
     # Check the class: on ranks that do not log, the experiment is a dummy with every attribute.
     return experiment if hasattr(type(experiment), "add_custom_scalars") else None
 
 
 def check_loggers(logger: Any) -> list[MetricsLogger]:
-    """Return the value of the option `logger` (None, a logger or several) as a list.
-
-    Raises:
-        TypeError: If a logger has no method `log_metrics`.
-    """
+    """Return the value of the option `logger` (None, a logger or several) as a list."""
     loggers = logger if isinstance(logger, list | tuple) else [logger]
     loggers = [] if logger is None else [*loggers]
     for candidate in loggers:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +13,7 @@ from jinja2 import Environment, StrictUndefined  # A dependency of torch.
 from markupsafe import Markup
 
 from lightning_gputime._measurement.history import list_top_phases
-from lightning_gputime._measurement.slow import SlowStep
 from lightning_gputime._measurement.units import duration, unit_of
-from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._output.table import marked
 from lightning_gputime._phases import colours_of
 
@@ -25,7 +23,6 @@ _TREND_POINTS = 40  # Approximate number of points of the trend line, each a med
 # distance and this fraction of the axis.
 _MIN_GAP_FACTOR, _MIN_GAP_SHARE = 3.0, 0.02
 _LEGEND_COLUMNS = 4
-_LEGEND_ROW_PX = 28  # Height of a row of the legend, in pixels.
 _TERMS = {
     "mean": "Mean over the steps in which the phase ran",
     "share": "Fraction of the device time of all steps",
@@ -41,31 +38,8 @@ Columns = dict[str, npt.NDArray[Any]]
 _INK = "#808890"  # Readable in light and dark mode.
 
 
-class Run(Protocol):
-    """A saved run, see `_runs.run.Run`."""
-
-    @property
-    def history(self) -> npt.NDArray[Any]: ...
-
-    @property
-    def slow_steps(self) -> Sequence[SlowStep]: ...
-
-    @property
-    def about(self) -> str: ...
-
-    def summary(self) -> PhaseSummary: ...
-
-
-def page(runs: Sequence[Run], comparison: Any = None) -> str:
-    """Return the page of one run, or of two side by side. All names and texts are escaped.
-
-    Args:
-        runs: One or two runs.
-        comparison: Their `RunComparison`, or None.
-
-    Raises:
-        ImportError: If bokeh is not installed.
-    """
+def page(runs: Sequence[Any], comparison: Any = None) -> str:
+    """Return the page of one run, or of two and their `RunComparison`. All texts are escaped."""
     resources = _bokeh().resources.Resources(mode="inline", components=["bokeh"])
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -118,7 +92,7 @@ def _bokeh() -> Any:
     return bokeh
 
 
-def _charts(run: Run, limit_ms: float) -> tuple[Markup, Markup, int]:
+def _charts(run: Any, limit_ms: float) -> tuple[Markup, Markup, int]:
     """Return charts of the phases in ms and in percent, and the number of steps per point."""
     points, steps_per_point = thin_out(run.history)
     in_ms, in_percent = (
@@ -141,10 +115,7 @@ def thin_out(history: npt.NDArray[Any]) -> tuple[Columns, int]:
 
 
 def trend(columns: Columns) -> tuple[Floats, Floats, int]:
-    """Return step numbers, medians of consecutive groups of points, and the points per group.
-
-    NaN separates the medians on the two sides of a gap.
-    """
+    """Return step numbers, medians of groups of points with NaN in gaps, and points per group."""
     steps, times_ms = columns["step"].astype(float), columns["step_ms"]
     size = max(len(steps) // _TREND_POINTS, 1)
     starts = range(0, len(steps), size)
@@ -171,12 +142,8 @@ def with_gaps(columns: Columns, fill: float = 0.0) -> Columns:
     return {**gapped, "step": np.insert(steps, rows, ends)}
 
 
-def phases_over_steps(run: Run, points: Columns, limit_ms: float, in_percent: bool = False) -> Any:
-    """Return a stacked chart of the phases of each step.
-
-    A chart in milliseconds also shows the trend and the slow steps. Its y-axis ends at `limit_ms`.
-    The `points` are from `thin_out`.
-    """
+def phases_over_steps(run: Any, points: Columns, limit_ms: float, in_percent: bool = False) -> Any:
+    """Return a stacked chart of the phases of each step; in ms, also of trend and slow steps."""
     models, stack = _bokeh().models, _bokeh().transform.stack
     colours = colours_of(list_top_phases(run.history))
     columns = with_gaps(points)
@@ -238,7 +205,7 @@ def phases_over_steps(run: Run, points: Columns, limit_ms: float, in_percent: bo
         border_line_alpha=0.0,
     )
     figure.add_layout(legend, "below")
-    figure.height += _LEGEND_ROW_PX * math.ceil(len(items) / _LEGEND_COLUMNS)
+    figure.height += 28 * math.ceil(len(items) / _LEGEND_COLUMNS)  # Of a row, in pixels.
     figure.toolbar.logo = None
     figure.toolbar.active_scroll = figure.select_one(models.WheelZoomTool)
     figure.xaxis.formatter.use_scientific = False

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
 from lightning_gputime._diagnosis.diagnose import diagnose
-from lightning_gputime._diagnosis.diagnosis import Diagnosis, Entry, TimeBreakdown
+from lightning_gputime._diagnosis.diagnosis import Diagnosis, TimeBreakdown
 from lightning_gputime._diagnosis.loader import LoaderCase
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.changes import Slowdown
@@ -188,7 +188,6 @@ class PhaseSummary(Tabular):
         return f"{title}{excluded}{skipped}"
 
     def _lines(self) -> list[tuple[str, ...]]:
-        """Return the header and the rows of the phase table, the step last."""
         unit = unit_of(self.step.mean_ms)
 
         def time(ms: float | None) -> str:
@@ -288,7 +287,6 @@ class PhaseSummary(Tabular):
 
 
 def summary_of(results: Results, stage: str = "") -> PhaseSummary:
-    """Return the summary of the steps so far."""
     return PhaseSummary(results.measurement(stage), results.setup)
 
 
@@ -305,7 +303,21 @@ def _breakdown_table(breakdown: TimeBreakdown, diagnosis: Diagnosis) -> Table:
     if len(small) == 1:
         shown, small = [*shown, *small], []
     header = ("where", "per step", "time", "share", FORWARD, BACKWARD, "pace", _SPEED_UP)
-    lines = [header, *map(_entry_line, shown)]
+    lines: list[tuple[str, ...]] = [header]
+    for row in shown:
+        speed_up = f"up to {row.speed_up:.2f}x" if row.speed_up is not None else ""
+        modules = row.line.modules if row.line is not None else ""
+        phases_ms = [row.phases_ms.get(name, 0.0) for name in (FORWARD, BACKWARD)]
+        cells = (
+            row.name.replace(f"({modules}, ", "(") if modules else row.name,
+            duration(row.ms_per_step) if row.ms_per_step else "",
+            duration(1e3 * row.seconds),
+            _percent_with_error(row.share, row.error),
+            *(duration(ms) if ms > 0 else "" for ms in phases_ms),
+            row.pace,
+            "occurs once" if row.name in ONCE else speed_up,
+        )
+        lines.append(cells)
     rest = [""] * 4
     if small:
         seconds, share = sum(row.seconds for row in small), sum(row.share for row in small)
@@ -333,21 +345,6 @@ def _breakdown_table(breakdown: TimeBreakdown, diagnosis: Diagnosis) -> Table:
         [f"Not measured: {breakdown.unknown}"] if breakdown.unknown else [],
         drops=(FORWARD, BACKWARD, "time", "pace", _SPEED_UP),
         steps=steps,
-    )
-
-
-def _entry_line(row: Entry) -> tuple[str, ...]:
-    speed_up = f"up to {row.speed_up:.2f}x" if row.speed_up is not None else ""
-    modules = row.line.modules if row.line is not None else ""
-    phases_ms = [row.phases_ms.get(name, 0.0) for name in (FORWARD, BACKWARD)]
-    return (
-        row.name.replace(f"({modules}, ", "(") if modules else row.name,
-        duration(row.ms_per_step) if row.ms_per_step else "",
-        duration(1e3 * row.seconds),
-        _percent_with_error(row.share, row.error),
-        *(duration(ms) if ms > 0 else "" for ms in phases_ms),
-        row.pace,
-        "occurs once" if row.name in ONCE else speed_up,
     )
 
 

@@ -7,11 +7,11 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import sub
-from typing import Any, TextIO
+from typing import Any
 from unicodedata import combining, east_asian_width
 
 from lightning_gputime._phases import colours_of
@@ -23,42 +23,34 @@ _TO_DO = "What to do, most important first:"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Table with names in the first column, and texts around it.
-
-    Attributes:
-        title: Caption.
-        lines: Header, body and a last line for the total. If empty, only the title is shown.
-        sentences: Sentences below the table.
-        left: Indices of columns that are aligned to the left.
-        above: Headline and another table, both above this table.
-        drops: Columns to drop from a table that is too wide, in this order. Cells are never cut.
-        lanes: Bars to draw above the table, by their names, such as "GPU". A bar consists of the
-            times of phases (in milliseconds).
-        steps: Recommended actions, as a numbered list below the table.
-        below: Another table below this table, before the sentences.
-    """
+    """Table with names in the first column, and texts around it."""
 
     title: str
-    lines: Sequence[tuple[str, ...]]
-    sentences: Sequence[str]
-    left: Sequence[int] = (0,)
-    above: tuple[str, "Table"] | None = None
-    drops: Sequence[str] = ()
+    lines: Sequence[tuple[str, ...]]  # Header, body and a total. If empty, only show the title.
+    sentences: Sequence[str]  # Below the table.
+    left: Sequence[int] = (0,)  # Indices of columns that are aligned to the left.
+    above: tuple[str, "Table"] | None = None  # Headline and another table, both above this table.
+    drops: Sequence[str] = ()  # Columns to drop if it is too wide, in order. Cells are never cut.
+    # Bars to draw above the table, such as "GPU": the times of their phases (in milliseconds).
     lanes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    steps: Sequence[str] = ()
-    below: "Table | None" = None
+    steps: Sequence[str] = ()  # Recommended actions, as a numbered list below the table.
+    below: "Table | None" = None  # Another table below this table, before the sentences.
 
     def text(self, width: int | None = None, *, in_colour: bool = False) -> str:
-        """Return the table as text.
+        """Return the table as text, with lines of at most `width`.
 
-        Args:
-            width: Maximum width of a line; None for no limit.
-            in_colour: Also draw the lanes, as colored bars. Requires a `width`.
+        With `in_colour`, which requires a width, also draw the lanes as colored bars.
         """
         if not self.lines:
             return self.title
         table = self if width is None else self._fitting(width)
-        header, *body, total = table._padded_lines()
+        columns = []
+        for i, column in enumerate(zip(*table.lines, strict=True)):
+            widest = max(map(_width_of, column))
+            spaces = [" " * (widest - _width_of(cell)) for cell in column]
+            parts = (column, spaces) if i in table.left else (spaces, column)
+            columns.append(map("".join, zip(*parts, strict=True)))
+        header, *body, total = (_BETWEEN.join(line).rstrip() for line in zip(*columns, strict=True))
         rule = "-" * max(map(_width_of, (header, *body, total)))
         grid = "\n".join([header, rule, *body, rule, total])
         headline, above = self.above or ("", None)
@@ -107,9 +99,14 @@ class Table:
 
     def _fitting(self, width: int) -> "Table":
         """Drop columns until the table is no wider than `width`."""
-        # With several columns aligned to the left, the last column contains text.
-        has_text = len(self.left) > 1
-        table = replace(self, lines=[*self._lines_with_wrapped_text()]) if has_text else self
+        table = self
+        if len(self.left) > 1:  # With several columns aligned to the left, the last has text.
+            lines: list[tuple[str, ...]] = []
+            for *cells, text in self.lines:
+                parts = textwrap.wrap(text, _MAX_TEXT_WIDTH, subsequent_indent="  ") or [""]
+                lines.append((*cells, parts[0]))
+                lines += [(*[""] * len(cells), part) for part in parts[1:]]
+            table = replace(self, lines=lines)
         for name in self.drops:
             widths = [max(map(_width_of, column)) for column in zip(*table.lines, strict=True)]
             if sum(widths) + len(_BETWEEN) * (len(widths) - 1) <= width:
@@ -120,22 +117,6 @@ class Table:
                 left = [i - 1 if i > dropped else i for i in table.left if i != dropped]
                 table = replace(table, lines=lines, left=left)
         return table
-
-    def _lines_with_wrapped_text(self) -> Iterator[tuple[str, ...]]:
-        """Yield the lines, with the last column wrapped."""
-        for *cells, text in self.lines:
-            first, *more = textwrap.wrap(text, _MAX_TEXT_WIDTH, subsequent_indent="  ") or [""]
-            yield (*cells, first)
-            yield from ((*[""] * len(cells), part) for part in more)
-
-    def _padded_lines(self) -> list[str]:
-        columns = []
-        for i, column in enumerate(zip(*self.lines, strict=True)):
-            width = max(map(_width_of, column))
-            spaces = [" " * (width - _width_of(cell)) for cell in column]
-            parts = (column, spaces) if i in self.left else (spaces, column)
-            columns.append(map("".join, zip(*parts, strict=True)))
-        return [_BETWEEN.join(line).rstrip() for line in zip(*columns, strict=True)]
 
     def _row(self, line: tuple[str, ...], tag: str) -> str:
         # Use inline styles: the style sheet of a notebook aligns all cells to the right.
@@ -230,17 +211,17 @@ def _wrapped(sentence: str, width: int | None, indent: str = "") -> str:
 
 
 def show(table: Tabular, *, on_stderr: bool = False, note: str = "") -> None:
-    """Show a table as HTML in a notebook, by rich in a terminal if it is installed, or as text.
-
-    A `note` follows the table if it is shown as text.
-    """
+    """Show a table as HTML in a notebook, by rich in a terminal, or as text with a `note`."""
     if in_notebook():
         sys.modules["IPython"].display.display(table)
         return
     stream = sys.stderr if on_stderr else sys.stdout
     if stream is None:
         return  # The process has no standard output.
-    with _below_bars(stream):
+    # Clear tqdm's progress bars while text is printed, then draw them again below.
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    write_mode: Any = getattr(bars, "external_write_mode", None)
+    with nullcontext() if write_mode is None else write_mode(file=stream):
         width = shutil.get_terminal_size().columns if stream.isatty() else None
         try:
             if width is not None and not on_stderr:
@@ -270,10 +251,3 @@ def in_notebook() -> bool:
         return kernel is not None and getattr(kernel.session, "pid", os.getpid()) == os.getpid()
     except Exception:
         return False
-
-
-def _below_bars(stream: TextIO) -> AbstractContextManager[Any]:
-    """Clear tqdm's progress bars while text is printed, then draw them again below."""
-    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    write_mode: Any = getattr(bars, "external_write_mode", None)
-    return nullcontext() if write_mode is None else write_mode(file=stream)

@@ -9,14 +9,8 @@ from typing import Any
 
 
 def check_save_path(path: Any) -> str | None:
-    """Return the absolute path, because training may change the working directory.
-
-    It is defined here, because `run` checks its option without importing torch.
-
-    Raises:
-        TypeError: If `path` is neither a path nor None.
-        ValueError: If `path` is a folder.
-    """
+    """Return the absolute path, because training may change the working directory."""
+    # Here, because `run` checks its option without importing torch.
     if path is None:
         return None
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):

@@ -13,7 +13,7 @@ import numpy as np
 from lightning_gputime._measurement.history import list_phases
 from lightning_gputime._measurement.plain import plain
 from lightning_gputime._measurement.stats import largest_part
-from lightning_gputime._measurement.units import Unit, duration, unit_of
+from lightning_gputime._measurement.units import duration, unit_of
 from lightning_gputime._measurement.wall_clock import STEPS
 from lightning_gputime._messages import Named, format_value
 from lightning_gputime._output.summary import PhaseSummary
@@ -40,7 +40,6 @@ from lightning_gputime._runs.saved import Run, load
 
 # Environment fields that determine the work of a step. Compared runs must agree on them.
 MUST_AGREE = ("device", "device_type", "world_size", "batch_size", "accumulate_grad_batches")
-_NOT_COMPARED = ("started", "rank", "options")
 # Probability that equal runs differ significantly in an interval, or in any phase; 5 % in total.
 _FALSE_ALARMS = {"step": 0.02, "mean": 0.005, "phases": 0.025}
 _MIN_PHASE_SHARE = 0.01  # Shorter phases get an outcome only if the user names them in a bound.
@@ -265,20 +264,10 @@ class RunComparison(Tabular):
     @property
     def sentence(self) -> str:
         """Significant changes of the step, its phases and other time; a caution for single runs."""
-        return " ".join(filter(None, (self._caution, self._finding)))
-
-    @property
-    def _caution(self) -> str:
-        return _ONE_RUN if max(self.runs) == 1 else ""
+        return f"{_ONE_RUN} {self._finding}" if max(self.runs) == 1 else self._finding
 
     @property
     def _finding(self) -> str:
-        parts = [self._claim, self.outside]
-        # If the step did not change significantly, the time outside of the steps comes first.
-        return "; ".join(filter(None, parts if self.step.is_significant else reversed(parts)))
-
-    @property
-    def _claim(self) -> str:
         unit = unit_of(self.step.before_ms)
         changes_ms = {name: row.change_ms for name, row in self.rows.items()}
         changed = []
@@ -301,13 +290,15 @@ class RunComparison(Tabular):
         change = f"{100 * self.step.relative_change:+.{digits}f} % ± {100 * error:.{digits}f} %"
         if self.step.is_significant:
             phases = phases or "no single phase changed significantly"
-            return f"{change.lstrip('+-')} {self.verdict}: {phases}"
+            claim = f"{change.lstrip('+-')} {self.verdict}: {phases}"
+            return f"{claim}; {self.outside}" if self.outside else claim
+        claim = f"no significant change of the step: {change}"
         if phases:
             step = "mean step" if self.is_sampled else "typical step"
-            return f"{phases}; {step}: no significant change ({change})"
-        if error > _MAX_ERROR:
-            return f"too noisy to tell ({change}): record longer runs, or more runs per side"
-        return f"no significant change of the step: {change}"
+            claim = f"{phases}; {step}: no significant change ({change})"
+        elif error > _MAX_ERROR:
+            claim = f"too noisy to tell ({change}): record longer runs, or more runs per side"
+        return f"{self.outside}; {claim}" if self.outside else claim
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts of numbers for JSON, with None for NaN."""
@@ -328,7 +319,7 @@ class RunComparison(Tabular):
         unit = unit_of(self.step.before_ms)
         compared = (self, *self.others)  # Comparisons with the same first side.
         header, counts = ["phase", self.names[0]], [self._count(0)]
-        sentences = [next(filter(None, (other._caution for other in compared)), "")]
+        sentences = [_ONE_RUN] if any(max(other.runs) == 1 for other in compared) else []
         for other in compared:
             header += [other.names[1], "change", "95 %", "change in %", ""]
             counts.append(f"{other._count(1)}{', alternating' if other.in_turns else ''}")
@@ -338,8 +329,20 @@ class RunComparison(Tabular):
         lines = [tuple(header)]
         for name, row in {**self.rows, "step": self.step}.items():
             _, slash, part = name.partition("/")
-            after = [cell for other in compared for cell in other._cells(name, unit)]
-            lines.append((f"  {part}" if slash else name, unit.cell(row.before_ms), *after))
+            cells = [f"  {part}" if slash else name, unit.cell(row.before_ms)]
+            for other in compared:
+                row = other.step if name == "step" else other.rows[name]
+                is_judged = name in ("step", *other.judged)
+                note = row.verdict if row.is_significant and is_judged else ""
+                relative = row.relative_change
+                percent = "" if math.isnan(relative) else f"{relative:+.1%}"
+                if slash and not (row.before_ms and row.after_ms):
+                    # The other side may not have timed it, for example with different `modules`.
+                    note, percent = f"only {other.names[0 if row.before_ms else 1]}", ""
+                change = f"{row.change_ms / unit.ms:+.{unit.digits}f}"
+                error = f"± {unit.cell(row.error_ms)}"
+                cells += [unit.cell(row.after_ms), change, error, percent, note]
+            lines.append(tuple(cells))
         step = "Mean of all steps" if self.is_sampled else "A typical step"
         drops = [name for name in _DROPPED_COLUMNS for _ in compared]
         title = f"{step} in {unit.name}: {', '.join(counts)}"
@@ -348,17 +351,6 @@ class RunComparison(Tabular):
     def _count(self, side: int) -> str:
         runs = f" of {self.runs[side]} runs" if self.runs[side] > 1 else ""
         return f"{self.names[side]} {self.steps[side]} steps{runs}"
-
-    def _cells(self, name: str, unit: Unit) -> tuple[str, ...]:
-        """Return the cells of the second side in the line of a phase, or of "step"."""
-        row = self.step if name == "step" else self.rows[name]
-        note = row.verdict if row.is_significant and name in ("step", *self.judged) else ""
-        percent = "" if math.isnan(row.relative_change) else f"{row.relative_change:+.1%}"
-        if "/" in name and not (row.before_ms and row.after_ms):
-            # The other side may not have timed it, for example with different `modules`.
-            note, percent = f"only {self.names[0 if row.before_ms else 1]}", ""
-        change = f"{row.change_ms / unit.ms:+.{unit.digits}f}"
-        return unit.cell(row.after_ms), change, f"± {unit.cell(row.error_ms)}", percent, note
 
 
 def compare(
@@ -408,7 +400,19 @@ def compare_groups(
             str(group) if isinstance(group, _PATHS) else f"group {i}"
             for i, group in enumerate(groups, 1)
         ]
-    sides = [_runs_of(name, group) for name, group in zip(names, groups, strict=True)]
+    sides = []
+    for name, group in zip(names, groups, strict=True):
+        sources: Sequence[Any] = group if isinstance(group, list | tuple) else [group]
+        if isinstance(group, _PATHS) and os.path.isdir(group):
+            sources = sorted(Path(group).glob("*.json*"))
+        if not sources:
+            raise ValueError(f"{name} must be one or more runs, got none in {group}")
+        for source in sources:
+            if not isinstance(source, (Run, *_PATHS)):
+                expected = "a run as load() returns it, its file, or a list of these"
+                raise TypeError(f"{name} must be {expected}, got {format_value(source)}")
+        loaded = [source if isinstance(source, Run) else load(source) for source in sources]
+        sides.append(sorted(loaded, key=lambda run: run.environment.started))
     runs = [run for side in sides for run in side]
     for run in runs:
         if len(run.measured) < MIN_STEPS:
@@ -432,21 +436,6 @@ def compare_groups(
     return replace(first, others=tuple(more))
 
 
-def _runs_of(name: str, given: Source | Sequence[Source]) -> list[Run]:
-    """Return the runs of a side, in the order in which they started."""
-    sources: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
-    if isinstance(given, _PATHS) and os.path.isdir(given):
-        sources = sorted(Path(given).glob("*.json*"))
-    if not sources:
-        raise ValueError(f"{name} must be one or more runs, got none in {given}")
-    for source in sources:
-        if not isinstance(source, (Run, *_PATHS)):
-            expected = "a run as load() returns it, its file, or a list of these"
-            raise TypeError(f"{name} must be {expected}, got {format_value(source)}")
-    runs = [source if isinstance(source, Run) else load(source) for source in sources]
-    return sorted(runs, key=lambda run: run.environment.started)
-
-
 def _compare_two(
     names: tuple[str, str],
     sides: tuple[Sequence[Run], Sequence[Run]],
@@ -455,14 +444,31 @@ def _compare_two(
     allow_mismatch: bool,
 ) -> RunComparison:
     """Compare two sides. Divide the probability of an error among this number of `tests`."""
-    notes = _environment_notes(names, sides)
+    notes = {}  # A sentence on each field in which the environments differ, by field.
+    for name in (item.name for item in fields(Environment)):
+        if name in ("started", "rank", "options"):
+            continue
+        # Unknown values do not count as differences.
+        values = [{getattr(run.environment, name) for run in side} - {"", None} for side in sides]
+        if len(set().union(*values)) > 1:
+            of_sides = (
+                f"{' or '.join(sorted(map(str, known))) or 'unknown'} ({side})"
+                for side, known in zip(names, values, strict=True)
+            )
+            notes[name] = f"{name} is {' and '.join(of_sides)}"
     mismatches = [note for name, note in notes.items() if name in MUST_AGREE]
     if mismatches and not allow_mismatch:
         raise ValueError(
             f"the runs cannot be compared: {'; '.join(mismatches)}. Pass allow_mismatch=True"
             " (--allow-mismatch) to compare them anyway"
         )
-    in_turns = _took_turns(*sides)
+    before, after = sides
+    in_turns = False
+    if len(before) == len(after) >= _MIN_PAIRS:
+        pairs = zip(*([run.environment.started for run in side] for side in sides), strict=True)
+        started = [time for pair in pairs for time in sorted(pair)]
+        # The pairs, of runs in any order, took turns if each started before the next pair.
+        in_turns = started == sorted(set(started))
     is_sampled = any(_is_sampled(run.summary()) for side in sides for run in side)
     chance = _FALSE_ALARMS["phases"] / max(sum("/" not in name for name in phases), 1)
     false_alarms = np.array([_FALSE_ALARMS["step"], *[chance] * len(phases)])
@@ -473,17 +479,26 @@ def _compare_two(
     estimates = [[_estimate(run, phases, is_sampled) for run in side] for side in sides]
     means = [[mean_step(_times(run, ())) for run in side] for side in sides]
     found = [*notes.values()]
-    if slowness := _slowness(sides, estimates):
-        estimates, means = (
+    # Duration of a short calculation in each run: how slow the host was.
+    clocks = [[run.summary().wall_clock for run in side] for side in sides]
+    trials_ms = [[clock.trial_ms if clock else 0.0 for clock in side] for side in clocks]
+    has_trials = all(map(all, trials_ms)) and min(map(len, sides)) >= _MIN_RUNS_TO_ADJUST
+    if has_trials:
+        mean_ms = fmean(ms for side in trials_ms for ms in side)
+        slowness = [[ms / mean_ms for ms in side] for side in trials_ms]
+        adjusted, adjusted_means = (
             [at_equal_speed(*side) for side in zip(runs, slowness, strict=True)]
             for runs in (estimates, means)
         )
-        spread = 100 * (max(map(max, slowness)) / min(map(min, slowness)) - 1)
-        found.append(
-            f"times are adjusted for the host, which varied by {spread:.0f} % (`trial_ms`)"
-        )
-        # The runs differ less than their neighbors do, so use all of them to estimate the spread.
-        in_turns = False
+        # Only adjust the times if that explains why the runs of a side differ.
+        if _spread(adjusted) < _spread(estimates):
+            estimates, means = adjusted, adjusted_means
+            spread = 100 * (max(map(max, slowness)) / min(map(min, slowness)) - 1)
+            found.append(
+                f"times are adjusted for the host, which varied by {spread:.0f} % (`trial_ms`)"
+            )
+            # The runs differ less than their neighbors do, so use all to estimate the spread.
+            in_turns = False
     step, *rows = differences(
         *estimates,
         confidence=1 - false_alarms / tests,
@@ -491,7 +506,7 @@ def _compare_two(
         resolution_ms=[RESOLUTION_MS * (n + 1) for n in (len(phases), *parts)],
     )
     proportional = None
-    if all(map(all, _trials_ms(sides))) and min(map(len, sides)) >= _MIN_RUNS_TO_ADJUST:
+    if has_trials:
         confidence = 1 - _FALSE_ALARMS["step"] / tests
         proportional = _proportional(phases, estimates, step, rows, confidence)
     mean = step
@@ -507,7 +522,8 @@ def _compare_two(
         if share > _MIN_NOT_SAMPLED_SHARE:
             unsampled = f"{100 * share:.0f} % of the time was not sampled ({name})"
             found.append(f"{unsampled}: pass every_n_steps=1")
-    before, after = sides
+    # Wall time of each entry of each run (in seconds); empty if it is unknown.
+    entries = [[clock.entries_s if clock else {} for clock in side] for side in clocks]
     return RunComparison(
         rows=Named(zip(phases, rows, strict=True)),
         step=step,
@@ -515,39 +531,14 @@ def _compare_two(
         runs=(len(before), len(after)),
         steps=(sum(map(_count_steps, before)), sum(map(_count_steps, after))),
         notes=tuple(found),
-        outside=_outside(names, sides),
+        outside=_outside(names, entries),
         names=names,
         in_turns=in_turns,
         is_sampled=is_sampled,
-        wall_clock=_compare_wall_clocks(sides, tests, in_turns),
+        wall_clock=_compare_wall_clocks(entries, tests, in_turns),
         lines=_line_changes(sides, min_ms=_MIN_LINE * step.before_ms),
         proportional=proportional,
     )
-
-
-def _environment_notes(names: Sequence[str], sides: Sequence[Sequence[Run]]) -> dict[str, str]:
-    """Return a sentence on each field in which the environments differ, by field."""
-    notes = {}
-    for name in (item.name for item in fields(Environment) if item.name not in _NOT_COMPARED):
-        # Unknown values do not count as differences.
-        values = [{getattr(run.environment, name) for run in side} - {"", None} for side in sides]
-        if len(set().union(*values)) > 1:
-            parts = (
-                f"{' or '.join(sorted(map(str, known))) or 'unknown'} ({side})"
-                for side, known in zip(names, values, strict=True)
-            )
-            notes[name] = f"{name} is {' and '.join(parts)}"
-    return notes
-
-
-def _took_turns(before: Sequence[Run], after: Sequence[Run]) -> bool:
-    """Return True if the sides alternated, in at least 5 pairs of runs in any order."""
-    if not len(before) == len(after) >= _MIN_PAIRS:
-        return False
-    starts = [[run.environment.started for run in side] for side in (before, after)]
-    started = [time for pair in zip(*starts, strict=True) for time in sorted(pair)]
-    # If each pair started before the next pair, these times increase.
-    return started == sorted(set(started))
 
 
 def _line_changes(sides: Sequence[Sequence[Run]], min_ms: float) -> tuple[LineChange, ...]:
@@ -601,27 +592,6 @@ def _estimate(run: Run, phases: Sequence[str], is_any_sampled: bool) -> Estimate
         max_ms=step.max_ms,
         not_sampled_ms=step.mean_ms * max(1.0 - sum(top_shares), 0.0),
     )
-
-
-def _slowness(
-    sides: Sequence[Sequence[Run]], estimates: Sequence[Sequence[Estimate]]
-) -> list[list[float]]:
-    """Return how slow the host was in each run, relative to the mean of all runs.
-
-    Return nothing if it is unknown, or if it does not explain why the runs of a side differ.
-    """
-    trials_ms = _trials_ms(sides)
-    mean_ms = fmean(ms for side in trials_ms for ms in side)
-    if min(map(len, sides)) < _MIN_RUNS_TO_ADJUST or not all(map(all, trials_ms)):
-        return []
-    slowness = [[ms / mean_ms for ms in side] for side in trials_ms]
-    adjusted = [at_equal_speed(*side) for side in zip(estimates, slowness, strict=True)]
-    return slowness if _spread(adjusted) < _spread(estimates) else []
-
-
-def _trials_ms(sides: Sequence[Sequence[Run]]) -> list[list[float]]:
-    clocks = [[run.summary().wall_clock for run in side] for side in sides]
-    return [[clock.trial_ms if clock else 0.0 for clock in side] for side in clocks]
 
 
 def _proportional(
@@ -684,16 +654,9 @@ def _times(run: Run, phases: Sequence[str]) -> Floats:
     return np.asarray(np.nan_to_num(np.stack([measured["step_ms"], *columns], axis=1)))
 
 
-def _wall_clock_s(run: Run) -> Mapping[str, float]:
-    """Return the wall time of each entry (in seconds); empty if it is unknown."""
-    wall_clock = run.summary().wall_clock
-    return {} if wall_clock is None else wall_clock.entries_s
-
-
 def _compare_wall_clocks(
-    sides: Sequence[Sequence[Run]], tests: float, in_turns: bool
+    entries: Sequence[Sequence[Mapping[str, float]]], tests: float, in_turns: bool
 ) -> dict[str, Difference]:
-    entries = [[_wall_clock_s(run) for run in side] for side in sides]
     names = [name for name in entries[0][0] if all(name in run for side in entries for run in side)]
     if not names:
         return {}
@@ -703,22 +666,20 @@ def _compare_wall_clocks(
         for side in entries
     ]
     rows = differences(*totals, confidence=1 - _FALSE_ALARMS["step"] / tests, in_turns=in_turns)
-    if max(map(len, sides)) == 1:
+    if max(map(len, entries)) == 1:
         # A single total per side does not show its noise, so the error is unknown.
         rows = [replace(row, error_ms=math.inf, relative_error=math.inf) for row in rows]
     return Named(zip(names, rows, strict=True))
 
 
-def _outside(names: Sequence[str], sides: Sequence[Sequence[Run]]) -> str:
+def _outside(names: Sequence[str], entries: Sequence[Sequence[Mapping[str, float]]]) -> str:
     """Return a sentence on the time outside of the steps; empty if it hardly differs."""
     outside_s, wall_s = [], []  # Means over the runs of each side.
-    for side in sides:
-        entries = [_wall_clock_s(run) for run in side]
-        if not all(entries):
+    for side in entries:
+        if not all(side):
             return ""
-        steps_s = [run.get(STEPS, 0.0) for run in entries]
-        wall_s.append(sum(sum(run.values()) for run in entries) / len(entries))
-        outside_s.append(wall_s[-1] - sum(steps_s) / len(entries))
+        wall_s.append(fmean(sum(run.values()) for run in side))
+        outside_s.append(wall_s[-1] - fmean(run.get(STEPS, 0.0) for run in side))
     if abs(outside_s[1] - outside_s[0]) < _MIN_OUTSIDE_SHARE * max(wall_s):
         return ""
     before, after = (

@@ -279,13 +279,12 @@ def runs_needed(
     # Standard error of `relative_change` with a single run per side.
     unit = difference.relative_error / quantile(runs_per_side) * math.sqrt(runs_per_side)
 
-    def detectable(n: int) -> float:
-        """Return the distance from the bound that n runs per side detect in 80 % of all cases."""
-        return (quantile(n) + _NORMAL_80) * unit / math.sqrt(n)
-
     distance = abs(difference.relative_change - bound)
-    candidates = range(max(math.floor(runs_per_side) + 1, _MIN_RUNS), MAX_RUNS + 1)
-    return next((n for n in candidates if detectable(n) < distance), None)
+    for n in range(max(math.floor(runs_per_side) + 1, _MIN_RUNS), MAX_RUNS + 1):
+        # In 80 % of all cases, n runs per side detect a distance from the bound above this.
+        if (quantile(n) + _NORMAL_80) * unit / math.sqrt(n) < distance:
+            return n
+    return None
 
 
 def quantile_of_t(freedom: float, confidence: float | Floats) -> Floats:

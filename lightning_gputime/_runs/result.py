@@ -24,15 +24,15 @@ def result_of(found: Run | RunComparison, *, brief: bool = False, **added: str) 
 
     A `brief` result has under 2,000 tokens, for coding agents.
     """
-    is_run = isinstance(found, Run)
+    content = _of_run(found, brief) if isinstance(found, Run) else _of_comparison(found, brief)
     return {
         "format": "lightning_gputime result",
         "version": VERSION,
         "minor": MINOR,
-        "kind": "run" if is_run else "comparison",
+        "kind": "run" if isinstance(found, Run) else "comparison",
         "brief": brief,
         **added,
-        **(_of_run(found, brief) if isinstance(found, Run) else _of_comparison(found, brief)),
+        **(_short(content) if brief else content),
     }
 
 
@@ -57,38 +57,36 @@ def _of_run(run: Run, brief: bool) -> dict[str, Any]:
         for row in (breakdown.rows if breakdown else ())
         if row.share >= _MIN_SHARE
     ]
-    return _shorten(
-        {
-            "diagnosis": {
-                "code": diagnosis.code,
-                "grade": diagnosis.grade,
-                "entry": diagnosis.entry,
-                "headline": diagnosis.headline,
-                "time_breakdown": breakdown
-                and {
-                    "scope": breakdown.scope,
-                    "wall_s": breakdown.wall_s,
-                    "unknown": breakdown.unknown,
-                    "rows": entries,
-                },
-                "advice": content["diagnosis"]["advice"],
+    return {
+        "diagnosis": {
+            "code": diagnosis.code,
+            "grade": diagnosis.grade,
+            "entry": diagnosis.entry,
+            "headline": diagnosis.headline,
+            "time_breakdown": breakdown
+            and {
+                "scope": breakdown.scope,
+                "wall_s": breakdown.wall_s,
+                "unknown": breakdown.unknown,
+                "rows": entries,
             },
-            "steps": summary.steps,
-            "step": _selected(content["step"], ("mean_ms", "p95_ms", "max_ms")),
-            "rows": {
-                name: _selected(row, ("mean_ms", "share"))
-                for name, row in content["rows"].items()
-                if (row["share"] or 0.0) >= _MIN_SHARE
-            },
-            "ranks": content["ranks"]
-            and _selected(content["ranks"], ("slowest_rank", "phase", "behind_median_ms")),
-            "notes": summary.notes,
-            "warnings": run.warnings,
-            "environment": {
-                name: value for name, value in environment.items() if value not in (None, "", False)
-            },
-        }
-    )
+            "advice": content["diagnosis"]["advice"],
+        },
+        "steps": summary.steps,
+        "step": _selected(content["step"], ("mean_ms", "p95_ms", "max_ms")),
+        "rows": {
+            name: _selected(row, ("mean_ms", "share"))
+            for name, row in content["rows"].items()
+            if (row["share"] or 0.0) >= _MIN_SHARE
+        },
+        "ranks": content["ranks"]
+        and _selected(content["ranks"], ("slowest_rank", "phase", "behind_median_ms")),
+        "notes": summary.notes,
+        "warnings": run.warnings,
+        "environment": {
+            name: value for name, value in environment.items() if value not in (None, "", False)
+        },
+    }
 
 
 def _of_comparison(comparison: RunComparison, brief: bool) -> dict[str, Any]:
@@ -101,8 +99,7 @@ def _of_comparison(comparison: RunComparison, brief: bool) -> dict[str, Any]:
     if not brief:
         return content
     keys = ("verdict", "sentence", "names", "runs", "steps", "step", "mean", "notes", "others")
-    rows = _selected(content["rows"], comparison.judged)
-    return _shorten(_selected(content, keys) | {"rows": rows})
+    return _selected(content, keys) | {"rows": _selected(content["rows"], comparison.judged)}
 
 
 def _selected(content: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
@@ -121,14 +118,10 @@ def _difference(row: Difference) -> dict[str, Any]:
     return found
 
 
-def _shorten(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with numbers rounded, and long texts, lists and objects truncated."""
-    return {name: _short(item) for name, item in [*content.items()][:_MAX_KEYS]}
-
-
 def _short(value: Any) -> Any:
+    """Return JSON with numbers rounded, and long texts, lists and objects truncated."""
     if isinstance(value, Mapping):
-        return _shorten(value)
+        return {name: _short(item) for name, item in [*value.items()][:_MAX_KEYS]}
     if isinstance(value, list | tuple):
         return [*map(_short, value[:_MAX_ITEMS])]
     if isinstance(value, str):

@@ -45,7 +45,6 @@ from lightning_gputime._runs.environment import Environment
 
 FORMAT = "lightning_gputime run"
 VERSION, MINOR = 6, 0
-_READABLE = (5, VERSION)
 _MAX_BYTES = 2**30  # Larger files are refused: a million steps take a tenth of this.
 _MIN_LEFTOVER_AGE_S = 60.0  # Another process may still write a younger temporary file.
 _MIN_INTERVAL_S = 10.0  # Minimum time between two files of a live run.
@@ -150,7 +149,6 @@ def save(run: Run, path: str | os.PathLike[str]) -> None:
 
 
 def to_json(run: Run) -> dict[str, Any]:
-    """Return the content of a file."""
     summary, history = run.summary(), run.history
     content = {
         "format": FORMAT,
@@ -215,13 +213,10 @@ class LiveFile:
     """File of a run, rewritten every 10 s and at the end of each epoch.
 
     It is rewritten less often if saving would take more than 1 % of the time.
-
-    Attributes:
-        path: Path of the file; None if no file is written.
     """
 
     def __init__(self) -> None:
-        self.path: str | None = None
+        self.path: str | None = None  # None if no file is written.
         # Earliest times of the next file (`time.perf_counter`): inside and at the end of an epoch.
         self._due_s = 0.0
         self._epoch_due_s = 0.0
@@ -236,7 +231,6 @@ class LiveFile:
             self._due_s = time.perf_counter() + _MIN_INTERVAL_S
 
     def is_due(self, *, is_epoch_end: bool = False) -> bool:
-        """Return True if it is time to rewrite the file."""
         due_s = self._epoch_due_s if is_epoch_end else self._due_s
         return self.path is not None and time.perf_counter() >= due_s
 
@@ -301,7 +295,21 @@ def load(path: str | os.PathLike[str]) -> Run:
             data = (gzip.GzipFile(fileobj=file) if is_compressed else file).read(_MAX_BYTES + 1)
             if len(data) > _MAX_BYTES:
                 raise ValueError(f"it unpacks to more than {_MAX_BYTES} bytes")
-            content = _parse(data)
+            content = json.loads(
+                data,
+                parse_constant=_finite,
+                parse_float=_finite,
+                # Without control characters in strings and lists of strings.
+                object_pairs_hook=lambda items: {_clean(key): _clean(item) for key, item in items},
+            )
+            if not isinstance(content, dict) or content.get("format") != FORMAT:
+                raise ValueError(f"its format is not {FORMAT!r}")
+            if content.get("version") not in (5, VERSION):
+                raise ValueError(
+                    f"its version is {content.get('version')!r:.60}, and this lightning_gputime"
+                    f" reads versions 5 and {VERSION}: update lightning_gputime, or save the run"
+                    " again"
+                )
             content |= {"history": _unpack(content["history"]), "name": os.path.basename(name)}
             if content["version"] == 5:  # Its facts about code and settings have other meanings.
                 content["summary"].pop("culprits", None)
@@ -318,32 +326,12 @@ def load(path: str | os.PathLike[str]) -> Run:
     return run
 
 
-def _parse(data: bytes) -> dict[str, Any]:
-    """Return the JSON object of a file, after a check of its format and version."""
-    content = json.loads(
-        data, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_printable
-    )
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"its format is not {FORMAT!r}")
-    if content.get("version") not in _READABLE:
-        raise ValueError(
-            f"its version is {content.get('version')!r:.60}, and this lightning_gputime reads"
-            f" versions 5 and {VERSION}: update lightning_gputime, or save the run again"
-        )
-    return content
-
-
 def _finite(text: str) -> float:
     """Return a JSON number, or raise ValueError for `NaN`, `Infinity` or an overflow."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text:.60} is not a finite number")
     return number
-
-
-def _printable(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object without control characters in strings and lists of strings."""
-    return {_clean(key): _clean(value) for key, value in pairs}
 
 
 def _clean(value: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from lightning_gputime._compat.python_ import TUNE, running_line
+from lightning_gputime._compat.python_ import running_line
 
 LOADER = "torch.utils.data:DataLoader"
 LIGHTNING = "lightning.pytorch:Trainer"
@@ -23,13 +23,7 @@ _OPTIONS = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor"
 
 
 class TunedProcess:
-    """The process of a script under `tune`: it applies changes, and reports what it observes.
-
-    Args:
-        orders: Dict with `steps` (number of updates after which the script ends), `report` (path
-            of the report to write), `changes`, and `loader_site` (place of the loader to change;
-            empty for all loaders).
-    """
+    """The process of a script under `tune`: it obeys the orders of `Script`, and reports."""
 
     def __init__(self, orders: dict[str, Any]) -> None:
         self._orders, self._changes = orders, orders["changes"]
@@ -85,15 +79,14 @@ class TunedProcess:
         """Patch Lightning's Trainer. Call once it is imported."""
         trainer: Any = sys.modules["lightning.pytorch"].Trainer
         self._patch(LIGHTNING, trainer)
-        if not any(change["settings"].get("compile") for change in self._changes):
-            return
-        fit = trainer.fit
+        if any(change["settings"].get("compile") for change in self._changes):
+            fit = trainer.fit
 
-        @functools.wraps(fit)
-        def compiling(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            return fit(trainer, torch.compile(model), *args, **kwargs)
+            @functools.wraps(fit)
+            def compiling(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+                return fit(trainer, torch.compile(model), *args, **kwargs)
 
-        trainer.fit = compiling
+            trainer.fit = compiling
 
     def patch_transformers(self) -> None:
         """Patch `TrainingArguments` of transformers. Call once they are imported."""
@@ -175,9 +168,3 @@ class TunedProcess:
             "steps": self._updates,
         }
         Path(self._orders["report"]).write_text(json.dumps(report))
-
-
-@functools.cache
-def tuned_process() -> TunedProcess:
-    """Return the only `TunedProcess`, created from the orders in the environment."""
-    return TunedProcess(json.loads(os.environ[TUNE]))

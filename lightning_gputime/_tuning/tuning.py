@@ -49,10 +49,6 @@ _MAX_DRIFT = 1e-3  # Relative difference of the mean loss that different roundin
 _RESERVE = 0.5  # Fraction of the remaining budget that a trial leaves to later trials.
 _MIN_PAIRS = 3  # Number of pairs of runs before a trial must respect the reserve.
 _MIN_STEPS = 50  # The first steps are warm-up.
-_NO_ADVICE = (
-    "No advice on this training can be applied without editing the script. To read the advice, run"
-    " `lightning-gputime show` on 001.json.gz in this folder"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +74,17 @@ class Report:
     losses: list[float] = field(default_factory=list)  # Scalars on which backward was called.
     steps: int = 0  # Number of updates of the first optimizer.
 
-    def where(self, change: Change) -> str:
-        """Return the place in the script where a change belongs; empty if it can go anywhere."""
-        if change.target == LOADER and self.loader_site:
-            return self.loader_site
-        return next(iter(self.sites.get(change.target, ())), "")
 
-
-# Lightning's default. Loggers then get fewer values.
-_LOG_LESS = {
+_LOG_LESS = {  # Lightning's default. Loggers then get fewer values.
     LIGHTNING: Change("log_every_n_steps=50", LIGHTNING, {"log_every_n_steps": 50}),
     TRANSFORMERS: Change("logging_steps=50", TRANSFORMERS, {"logging_steps": 50}),
 }
 _BF16 = {"precision": "bf16-mixed"}
-_COMPILE = "fit(torch.compile(model))"
+_COMPILED = {"torch_compile": True}
 _HIGH = 'torch.set_float32_matmul_precision("high")'
 _BENCHMARK = "torch.backends.cudnn.benchmark = True"
+# Changes by the code of an advice or the setting that it names, then by the class that the script
+# must construct; empty for none.
 _CHANGES: Mapping[str, Mapping[str, Change]] = {
     "log_less": _LOG_LESS,
     "log_every_n_steps": _LOG_LESS,
@@ -103,10 +94,10 @@ _CHANGES: Mapping[str, Mapping[str, Change]] = {
         TRANSFORMERS: Change("bf16=True", TRANSFORMERS, {"bf16": True}, effect="numerics"),
     },
     "compile": {
-        LIGHTNING: Change(_COMPILE, settings={"compile": True}, effect="numerics"),
-        TRANSFORMERS: Change(
-            "torch_compile=True", TRANSFORMERS, {"torch_compile": True}, effect="numerics"
+        LIGHTNING: Change(
+            "fit(torch.compile(model))", settings={"compile": True}, effect="numerics"
         ),
+        TRANSFORMERS: Change("torch_compile=True", TRANSFORMERS, _COMPILED, effect="numerics"),
     },
     "float32_matmul_precision": {
         "": Change(_HIGH, settings={"float32_matmul_precision": "high"}, effect="rounding")
@@ -115,9 +106,6 @@ _CHANGES: Mapping[str, Mapping[str, Change]] = {
         "": Change(_BENCHMARK, settings={"cudnn.benchmark": True}, effect="rounding")
     },
 }
-"""Changes by the code of an advice or the setting that it names, then by the class that the script
-must construct; empty for none."""
-
 _LOADER_OPTIONS: Mapping[str, Effect] = {
     "num_workers": "random numbers",  # Random transforms draw different numbers in other workers.
     "persistent_workers": "random numbers",
@@ -129,7 +117,6 @@ _SLOW_LOADER = ("iterate_over_steps", "workers", "num_workers", "cheaper_transfo
 
 
 def propose(advice: Advice, report: Report) -> Iterator[Change]:
-    """Yield the changes that a piece of advice on a run suggests."""
     for kind, change in _CHANGES.get(advice.parameters.get("setting", advice.code), {}).items():
         if not kind or kind in report.sites:
             yield change
@@ -176,24 +163,14 @@ class RunError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The script to tune. Each run applies changes to it in a new process.
+    """The script to tune. Each run applies changes to it in a new process."""
 
-    Attributes:
-        command: The script and its arguments, or a command that starts it.
-        folder: Folder for the saved runs.
-        steps: Number of steps after which the script is ended.
-    """
-
-    command: Sequence[str]
-    folder: Path
-    steps: int
+    command: Sequence[str]  # The script and its arguments, or a command that starts it.
+    folder: Path  # Folder for the saved runs.
+    steps: int  # Number of steps after which the script is ended.
 
     def run(self, number: int, changes: Sequence[Change], loader_site: str) -> Result:
-        """Run the script with changes, until its last step.
-
-        Raises:
-            RunError: If the script fails, or no step was timed.
-        """
+        """Run the script with changes. Raise RunError if it fails, or no step was timed."""
         path, report, output = (
             self.folder / f"{number:03}{end}" for end in (".json.gz", "-report.json", ".txt")
         )
@@ -201,7 +178,7 @@ class Script:
             "steps": self.steps,
             "report": str(report),
             "changes": [asdict(change) for change in changes],
-            "loader_site": loader_site,
+            "loader_site": loader_site,  # Place of the loader to change; empty for all.
         }
         run = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
         with output.open("w") as text:
@@ -251,21 +228,15 @@ class SpeedUp:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Agreement of the losses of runs without and with a change.
+    """Agreement of the losses of runs without and with a change."""
 
-    Attributes:
-        drift: Difference of the mean losses, relative to the mean without the change.
-        noise: Difference that chance explains, if the script sets no seed: the largest difference
-            between two runs without the change, or the 95 % bound for the difference between the
-            mean losses of both sides. Infinite if each side has only one run.
-        error: Standard error of the drift, from the spread over steps.
-        is_bitwise: True if all runs have exactly the same losses.
-    """
-
-    drift: float
+    drift: float  # Difference of the mean losses, relative to the mean without the change.
+    # Difference that chance explains, if the script sets no seed: the largest difference between
+    # two runs without the change, or the 95 % bound for the difference between the mean losses of
+    # both sides. Infinite if each side has only one run.
     noise: float
-    error: float
-    is_bitwise: bool
+    error: float  # Standard error of the drift, from the spread over steps.
+    is_bitwise: bool  # All runs have exactly the same losses.
 
     @classmethod
     def of(cls, before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> "Parity":
@@ -353,17 +324,11 @@ class Trial:
 
 @dataclass(slots=True)
 class Tuning(Tabular):
-    """Trials of changes to a script, one after another, largest promised speed-up first.
-
-    Args:
-        script: The script.
-        budget_s: Time for all runs (in seconds).
-        allow_numerics: Also try changes that alter the numerics of training.
-    """
+    """Trials of changes to a script, one after another, largest promised speed-up first."""
 
     script: Script
-    budget_s: float
-    allow_numerics: bool = False
+    budget_s: float  # Time for all runs (in seconds).
+    allow_numerics: bool = False  # Also try changes that alter the numerics of training.
     trials: list[Trial] = field(default_factory=list)
     baseline: Result | None = None
     is_complete: bool = False
@@ -380,11 +345,7 @@ class Tuning(Tabular):
         return math.prod(trial.speed_up.value for trial in self.trials if trial.is_kept)
 
     def run(self) -> None:
-        """Try changes until there are no more, or the budget ends.
-
-        Raises:
-            RunError: If the script fails without changes.
-        """
+        """Try changes until there are no more. Raise RunError if the script fails without any."""
         best = self.baseline = self._result([])
         steps, headline = best.report.steps, best.run.summary().verdict
         _print_progress(f"{steps} steps in {duration(1e3 * best.pace_s)}: {headline}")
@@ -468,11 +429,14 @@ class Tuning(Tabular):
         if not self.is_complete:
             notes.insert(0, "Interrupted: further changes were not tried")
         elif not self.trials:
-            notes.insert(0, _NO_ADVICE)
+            notes.insert(
+                0,
+                "No advice on this training can be applied without editing the script. To read the"
+                " advice, run `lightning-gputime show` on 001.json.gz in this folder",
+            )
         return Table(title, lines, notes, left=(0, 3, 5, 6))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the trials as nested dicts, ready for JSON."""
         trials = [
             {
                 "change": trial.change.code,
@@ -490,13 +454,16 @@ class Tuning(Tabular):
             }
             for trial in self.trials
         ]
-        found: dict[str, Any] = plain(
-            {"speed_up": self.speed_up, "is_complete": self.is_complete, "trials": trials}
-        )
+        kept = {"speed_up": self.speed_up, "is_complete": self.is_complete}
+        found: dict[str, Any] = plain({**kept, "trials": trials})
         return found
 
     def _where(self, change: Change) -> str:
-        return "" if self.baseline is None else self.baseline.report.where(change)
+        """Return the place in the script where a change belongs; empty if it can go anywhere."""
+        report = self.baseline.report if self.baseline else Report()
+        if change.target == LOADER and report.loader_site:
+            return report.loader_site
+        return next(iter(report.sites.get(change.target, ())), "")
 
 
 def _changed_phase(trial: Trial) -> str:
@@ -516,11 +483,7 @@ def _print_progress(text: str) -> None:
 
 
 def tune(args: argparse.Namespace) -> Tuning:
-    """Run the trials of a script; on Ctrl-C, return the trials so far.
-
-    Raises:
-        ValueError: If an argument is invalid, or the script fails without changes.
-    """
+    """Run the trials of a script; on Ctrl-C, return the trials so far."""
     if not args.script:
         raise ValueError("no script is given: write tune train.py")
     if args.steps < _MIN_STEPS:
