@@ -64,10 +64,10 @@ _HEAVY = {"GPUPhaseTimer": "callback", "PhaseTimeMetric": "metric"}
 
 def __getattr__(name: str) -> Any:
     # Import lazily: importing torch takes seconds, and the command line may not need it.
-    if name not in __all__ and name not in _HEAVY:
+    if name not in __all__:
         from lightning_gputime._messages import suggest
 
-        fix = "" if name.startswith("_") else f": {suggest(name, [*__all__, *_HEAVY])}"
+        fix = "" if name.startswith("_") else f": {suggest(name, __all__)}"
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{fix}")
     module = importlib.import_module(f"{__name__}.{_HEAVY.get(name, '_api')}")
     found = globals()[name] = getattr(module, name)

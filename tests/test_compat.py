@@ -147,7 +147,10 @@ class NetWithLoss(nn.Module):
 def hugging_face(package: Any, folder: Path) -> tuple[Any, Losses]:
     """Train in transformers' Trainer, with an evaluation and a checkpoint in the middle."""
     model, data = NetWithLoss(), [{"x": x, "labels": y} for x, y in rows()]
-    timers = [] if package is None else [package.TransformersPhaseTimer(warmup_steps=0)]
+    timers = []
+    if package is not None:
+        front = importlib.import_module(f"{package.__name__}.huggingface")
+        timers.append(front.TransformersPhaseTimer(warmup_steps=0))
     schedule = {"eval_strategy": "steps", "eval_steps": 6, "save_strategy": "steps"}
     arguments = training_arguments(
         folder, max_steps=12, per_device_train_batch_size=2, save_steps=6, **schedule

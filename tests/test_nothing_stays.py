@@ -80,7 +80,7 @@ def is_ours(value: object) -> bool:
     module = getattr(type(value), "__module__", "") or ""
     if isinstance(value, FunctionType):
         return "lightning_gputime" in value.__code__.co_filename.split(os.sep)
-    return module.startswith("lightning_gputime.")
+    return module.startswith("lightning_gputime.") and module != "lightning_gputime.testing"
 
 
 def left_on(*things: Any) -> list[str]:
