@@ -106,7 +106,9 @@ class Ledger:
                 # A sub-phase is part of its parents.
                 for name in accumulate(cell.phase.split("/"), "{}/{}".format):
                     host_ms[name] = host_ms.get(name, 0.0) + ms * (cell.kind != GPU)
-        return {name: self.pace.share(name, host_ms.get(name)) for name in self.pace.phases}
+        # A copy, because the loop may add phases while another thread reads.
+        phases = [*self.pace.phases]
+        return {name: self.pace.share(name, host_ms.get(name)) for name in phases}
 
     def rows(
         self,
