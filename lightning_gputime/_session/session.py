@@ -127,7 +127,10 @@ class Session:
         self._options, self._results, self._means = options, results, means
         self._wall_clock, self._untimed = results.wall_clock, results.untimed
         self._host_ns = clock.host_ns
-        self._time_trial: Callable[[], None] | None = getattr(clock.host_ns, "time_trial", None)
+        # Not with several ranks: other threads of the process read the clock while it stands still.
+        self._time_trial: Callable[[], None] | None = None
+        if not is_distributed():
+            self._time_trial = getattr(clock.host_ns, "time_trial", None)
         self._analyzer = SlowStepAnalyzer(clock, results.slow, results.culprits)
         self._comparison = RankComparer(results, means, options)
         self._on_step = step_calls(options.observers)
