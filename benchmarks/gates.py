@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="number of gates of each kind")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no gate afterwards")
     parser.add_argument("--cores", help="such as 0-7, for a gate on each two; all by default")
-    parser.add_argument("--logs", type=Path, default=tempfile.mkdtemp(), help="folder of outputs")
+    parser.add_argument("--logs", type=Path, help="folder of outputs")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     if arguments.train is not None:
@@ -96,6 +96,7 @@ def main() -> None:
     pairs = queue.SimpleQueue[set[int]]()
     for core in range(int(first), int(last), 2):
         pairs.put({core, core + 1})
+    logs = arguments.logs or Path(tempfile.mkdtemp())
     end_s = time.monotonic() + 60 * arguments.minutes
     found = dict[tuple[int, int], list[tuple[str, float]]]()
 
@@ -104,7 +105,7 @@ def main() -> None:
             return
         cores = pairs.get()
         try:
-            log = arguments.logs / f"cores-{min(cores)}.txt"
+            log = logs / f"cores-{min(cores)}.txt"
             decision = gate(kind[1], kind[0], cores, log)
         finally:
             pairs.put(cores)
