@@ -134,7 +134,8 @@ def cost_of(
         ({"reading_us": 20}, 12, 0.06),
         ({"switch_us": 100}, 17, 0.05),
         ({"timed_ms": 9.0}, 50, 0.14),
-        ({"untimed_ms": 0.1, "timed_ms": 0.2}, 50, 1.0),
+        # Four log intervals of 50 steps pay for a timed step.
+        ({"untimed_ms": 0.1, "timed_ms": 0.2}, 200, 1.0),
         # A mark is assumed to take at least 3 us.
         ({"timed_ms": 1.9}, 3, 0.0105),
         ({"untimed_ms": 2.625}, 2, 0.008),
@@ -191,9 +192,11 @@ def test_decisions_are_made_at_increasing_intervals() -> None:
         (50, 2, Windows(5, 50, 5, end_in_log=True)),
         (50, 18, Windows(2, 50, 1, end_in_log=True)),
         (50, 50, Windows(1, 50, 1, end_in_log=True)),
-        (1, 2, Windows(1, 2)),
+        (1, 2, Windows(1, 2, 1, end_in_log=True)),
+        (16, 40, Windows(1, 48, 1, end_in_log=True)),
+        (None, 40, Windows(5, 200, 1, end_in_log=True)),
         (2000, 500, Windows(1, 2000, 4, end_in_log=True)),
     ],
 )
-def test_timing_windows_have_at_most_5_steps(interval: int, n: int, windows: Windows) -> None:
+def test_timing_windows_have_at_most_5_steps(interval: int | None, n: int, windows: Windows) -> None:
     assert TimingCost(int, interval).windows(n) == windows

@@ -109,7 +109,7 @@ def test_self_check_finds_missing_updates(loop: Loop, warnings: Warnings) -> Non
             loop.micro_batch(x)
             loop.gpu.work(2.0)  # An update without an optimizer.
     [message] = warnings()
-    assert message.startswith("No update of an optimizer was recorded in 25 steps, so its time is")
+    assert message.startswith("No update of an optimizer was recorded in 50 steps, so its time is")
 
 
 @pytest.mark.parametrize(

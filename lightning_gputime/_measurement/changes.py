@@ -459,6 +459,8 @@ def _is_certain(edges: Floats, values: Floats, found: _Change) -> bool:
     if min(found.before_ms, found.before_ms + found.change_ms, fitted.min(), values.min()) <= 0.0:
         return False
     before, after = values[shape <= 0.25], values[shape >= 0.75]
+    if not len(before) or not len(after):  # The change is a single window in a few.
+        return False
     size = math.log(after.mean() / before.mean())
     # A GPU that warms up gets a few percent slower or faster, so a change in the first 15 minutes
     # must be larger.

@@ -123,4 +123,6 @@ class MeanLog:
         values, added = results.log_values(
             self.newest, timed_steps, every, means_ms, keep=only_publish
         )
+        if self._is_sampled:  # In all rows, because a CSV file has the columns of its first row.
+            values["estimated"] = float(not timed_steps)
         self.writer.write(values, self.newest, added, only_publish=only_publish)

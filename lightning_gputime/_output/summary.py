@@ -24,7 +24,7 @@ from lightning_gputime._measurement.sums import WorkSummary
 from lightning_gputime._measurement.units import duration, percent, unit_of
 from lightning_gputime._measurement.wall_clock import ONCE, WallClockBreakdown
 from lightning_gputime._output.table import Table, Tabular
-from lightning_gputime._phases import BACKWARD, FIRST_STEPS, FORWARD, MAX_STEPS_PER_TIMED
+from lightning_gputime._phases import BACKWARD, FIRST_STEPS, FORWARD
 
 _RANKS = "min - max (rank)"  # Title of the column with the means of the ranks.
 # Columns to drop from a table that is too wide, in this order.
@@ -241,13 +241,10 @@ class PhaseSummary(Tabular):
         cost = self.timing_share  # Cost of timing every step, as a fraction.
         if every > 1 and cost is not None:
             added = self.measurement.added_share or 0.0
-            is_added_much = added > _MIN_COST
-            now = f", which adds {percent(added)} to the training" if is_added_much else ""
-            can_time_fewer = is_added_much and every < MAX_STEPS_PER_TIMED
-            fewer = "; increase log_every_n_steps to time fewer steps" if can_time_fewer else ""
+            now = f", which adds {percent(added)} to the training" if added > _MIN_COST else ""
             yield (
                 f"timed the first {FIRST_STEPS} steps, then 1 of every {every}{now}: timing every"
-                f" step would add {percent(cost)} to a step of {step}{fewer}"
+                f" step would add {percent(cost)} to a step of {step}"
             )
         elif cost is not None and self.untimed_steps:
             yield f"{self.untimed_steps} steps were not timed, to measure the cost of timing"

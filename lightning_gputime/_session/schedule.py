@@ -143,14 +143,13 @@ class TimingCost:
     steps, at the same cost for 1 timed step as for 25. So the time per step falls with the size of
     a read: its number of steps.
 
-    There is at least one timing window between two logs. Their distance `log_every_n_steps` is None
+    A log interval has a timing window if its steps can pay for it; if not, its log divides the step
+    like the newest timed steps. The number of steps between two logs, `log_every_n_steps`, is None
     if unknown, or without logs.
     """
 
     def __init__(self, host_ns: Callable[[], int], log_every_n_steps: int | None) -> None:
         self._host_ns, self._log_every_n_steps = host_ns, log_every_n_steps
-        # Largest `n` with a timing window in each log interval.
-        self._max_n = max(min(log_every_n_steps or MAX_STEPS_PER_TIMED, MAX_STEPS_PER_TIMED), 2)
         self.due = FIRST_STEPS
         """Index of the step before which `decide` and `follow` must be called."""
         self.share: float | None = None
@@ -254,11 +253,11 @@ class TimingCost:
         # Choose the smallest `n` whose mean cost per step is within the target.
         if self._cost_ns < _MAX_COST_SHARE * step_ns:
             return 1
-        for n in range(2, self._max_n):
+        for n in range(2, MAX_STEPS_PER_TIMED):
             if self._added_ns_per_step(n) <= _MAX_COST_SHARE_IN_WINDOWS * step_ns:
                 # `windows` may time fewer steps, because an interval has whole windows.
                 return round(self.windows(n).every_n_steps)
-        return self._max_n
+        return MAX_STEPS_PER_TIMED
 
     def added_share(self, n: int) -> float | None:
         """Return the cost of timing 1 of n steps, as a fraction of an untimed step.
@@ -275,7 +274,7 @@ class TimingCost:
         """
         # Decide often at first: with several ranks, each decision takes effect at the next.
         steps = index // 16 if n == _TRIAL_EVERY_N_STEPS else index // 2
-        self.due = index + min(max(steps, min(2 * self._max_n, 100)), 4096)
+        self.due = index + min(max(steps, 100), 4096)
         return self.windows(n)
 
     def _added_ns_per_step(self, n: int) -> float:
@@ -289,8 +288,8 @@ class TimingCost:
         """Return the windows that time 1 of n steps, or fewer. All ranks get the same windows."""
         if n == 1:
             return Windows()
-        size = max(min(5, self._max_n // n), 1)
-        interval = max(self._log_every_n_steps or 0, size * n)
-        # If unknown, logs may be written at any step.
-        end_in_log = self._log_every_n_steps in (None, interval)
-        return Windows(size, interval, count=interval // (size * n), end_in_log=end_in_log)
+        every = self._log_every_n_steps
+        size = max(min(5, min(every or MAX_STEPS_PER_TIMED, MAX_STEPS_PER_TIMED) // n), 1)
+        # As many whole log intervals as pay for a window. Without logs, any number of steps.
+        interval = math.ceil(size * n / every) * every if every else size * n
+        return Windows(size, interval, count=interval // (size * n), end_in_log=True)
