@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gputime._measurement.stats import largest_part
-from lightning_gputime._measurement.sums import Sums
+from lightning_gputime._measurement.sums import Sums, largest_part
 from lightning_gputime._measurement.units import duration
 from lightning_gputime._measurement.untimed import UntimedSteps
 
