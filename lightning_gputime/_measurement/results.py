@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lightning_gputime._compat.names import NotMeasured, not_measured
 from lightning_gputime._ledger.ledger import Ledger
 from lightning_gputime._ledger.rows import LONG_STEP
-from lightning_gputime._measurement.changes import SlowdownSearch
+from lightning_gputime._measurement.changes import MIN_STEPS, Slowdown, StepSeries
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.history import StepLog, history, list_phases
 from lightning_gputime._measurement.loader import describe_slowdown
@@ -88,7 +88,12 @@ class Results:
         self._libraries = libraries
         self._steps = StepLog(capacity, warmup_steps)
         self.untimed = UntimedSteps(warmup_steps, capacity)
-        self.slowdowns = SlowdownSearch(self.untimed)
+        self.series = StepSeries()
+        self._window_sums = Sums()  # Timed steps since the newest window of `series`.
+        # Totals and number of the untimed steps until the end of that window.
+        self._window_totals, self._window_untimed = self.untimed.totals, 0
+        self._follows_slowdowns = False  # True if searches run during training.
+        self._slowdown: Slowdown | None = None  # Result of the newest search during training.
         self.slow = SlowLog()
         self.ranks = RankResults()
         self.culprits = culprits or CulpritSums()
@@ -130,7 +135,7 @@ class Results:
         if logs_slow_steps or receivers:
             self.slow.follow()
         if logs_slow_steps or methods(observers, "on_slowdown"):
-            self.slowdowns.follow()
+            self._follows_slowdowns = True
 
     def update_setup(self, **known: Any) -> None:
         self.setup = replace(self.setup, **known)
@@ -160,17 +165,21 @@ class Results:
     def steps_read(self, steps: ReadSteps) -> None:
         """Add the next steps, and report the first slowdown to observers."""
         is_search_due = self.add(steps.records, steps.sums)
-        if is_search_due and self.slowdowns.search():
-            call_safely(methods(self._observers, "on_slowdown"), self.slowdowns.found)
+        if is_search_due and self._follows_slowdowns:
+            is_first = self._slowdown is None
+            self._slowdown = self.series.find()
+            if is_first and self._slowdown is not None:
+                call_safely(methods(self._observers, "on_slowdown"), self._slowdown)
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> bool:
         """Add the next steps. Return True if a search for a slowdown is due."""
         with self._lock:
             warmup, measured = self._steps.add(steps, sums)
             # Without indices, every step is timed.
-            has_indices = steps[-1].step_index >= 0
-            is_settled = self.untimed.add_timed(steps, warmup) if has_indices else True
-            return self.slowdowns.add(steps[-1].number, measured, is_settled=is_settled)
+            self._window_sums.merge(measured)
+            if steps[-1].step_index >= 0 and not self.untimed.add_timed(steps, warmup):
+                return False  # The untimed steps before these are not settled yet.
+            return self._extend_series(steps[-1].number)
 
     def settle(self, number: int, *, until: int) -> None:
         """Count all steps before the index `until` as untimed, unless they were read.
@@ -179,7 +188,24 @@ class Results:
         """
         with self._lock:
             self.untimed.settle(until)
-            self.slowdowns.add(number, Sums())
+            self._extend_series(number)
+
+    def _extend_series(self, number: int) -> bool:
+        """Add the steps since the newest window, up to this number. Return True if a search is due.
+
+        Wait for more steps if there are few.
+        """
+        untimed, timed = self.untimed, self._window_sums
+        n = int(timed.step.n) + untimed.n - self._window_untimed
+        if n < MIN_STEPS:
+            return False
+        estimate = untimed.estimate_since(self._window_totals)
+        self._window_totals, self._window_untimed = untimed.totals, untimed.n
+        self._window_sums = Sums()
+        timed.merge(estimate.sums)
+        wall_ms = timed.step.device_ms + estimate.unsampled_ms
+        phases_ms = {name: phase.device_ms / n for name, phase in timed.phases.items()}
+        return self.series.add(number, n, wall_ms, phases_ms)
 
     # Logs
 
@@ -202,7 +228,7 @@ class Results:
         """
         if self.slow.is_followed:
             means_ms |= self.slow.metrics(newest, timed_steps or 1, keep=keep)
-        if (change := self.slowdowns.found) is not None:
+        if (change := self._slowdown) is not None:
             means_ms["lasting_change"] = change.change * change.before_ms
         values = {f"{name}_ms": ms for name, ms in means_ms.items() if not of_one_callback(name)}
         values |= self._throughput.metrics(every)
@@ -229,7 +255,7 @@ class Results:
         steps = log.unpacked()
         if steps and not log.sums.step.n:
             return replace(self._measurement_of(steps, Sums(steps)), is_warmup=True)
-        slowdown, work_change = self.slowdowns.series.find(), ""
+        slowdown, work_change = self.series.find(), ""
         if slowdown is not None and slowdown.until_step is None:  # The change lasts.
             if slowdown.phase in (DATA, FETCH):
                 slowdown = replace(slowdown, detail=describe_slowdown(self.culprits.loaders()))

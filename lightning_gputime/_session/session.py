@@ -781,7 +781,7 @@ class Session:
 
     def start_epoch(self, first_step: int, epoch: int) -> None:
         """Record that an epoch starts with the step `first_step`. Call it before that step ends."""
-        self._results.slowdowns.series.start_epoch(first_step, epoch)
+        self._results.series.start_epoch(first_step, epoch)
 
     def compare_ranks(self) -> None:
         """Compare the ranks over all steps so far. All ranks must call it."""
