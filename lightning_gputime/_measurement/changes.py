@@ -371,8 +371,9 @@ def _relative_error(values: Floats, found: _Change) -> float:
     covariance = np.linalg.inv(design.T * weights @ design)
     # Gradient of `change_ms / before_ms` with respect to the two levels.
     gradient = np.array([-found.change_ms / found.before_ms, 1.0]) / found.before_ms
-    # The last factor accounts for the estimated position of a change.
-    return 1.96 * math.sqrt(variance * float(gradient @ covariance @ gradient)) * (1.0 + 6.0 / n)
+    error = math.sqrt(variance * float(gradient @ covariance @ gradient))
+    # The positions of a change are estimates, too: a trend has two.
+    return 1.96 * error * (1.0 + 6.0 / n) * (1.2 if found.kind == "trend" else 1.0)
 
 
 def _is_certain(edges: Floats, values: Floats, found: _Change) -> bool:

@@ -275,7 +275,7 @@ class Results:
         times, untimed = history(steps), self.untimed
         with self._lock:
             estimate, weights = untimed.estimate(), untimed.weights(len(steps))
-            durations_ms = untimed.durations.statistics_ms() if untimed.knows_durations else {}
+            durations_ms = untimed.durations_ms()
             slow_correction = untimed.slow_correction or 1.0
             self.ledger.evaluate()
         every = sums.plus(estimate.sums)
