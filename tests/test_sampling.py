@@ -126,7 +126,7 @@ def test_sampled_shares_estimate_those_of_all_steps(case: str) -> None:
     assert summary.step.mean_ms == pytest.approx(trained.mean_ms, rel=0.02)
 
 
-@pytest.mark.parametrize(("period", "offset"), [(10, 1), (49, 1), (50, 0), (51, 13), (100, 1)])
+@pytest.mark.parametrize(("period", "offset"), [(10, 1), (50, 0), (51, 13)])
 def test_periodic_work_is_not_a_slowdown(period: int, offset: int) -> None:
     trained = train(600, "data", every(period, 0.64 * period, offset))
     assert trained.timer.summary().slowdown is None
