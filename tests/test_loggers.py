@@ -2,9 +2,13 @@
 
 import copy
 import csv
+import importlib
+import json
 import pickle
 import re
+import struct
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,6 +23,7 @@ from lightning.pytorch.loggers import (
     Logger,
     MLFlowLogger,
     TensorBoardLogger,
+    WandbLogger,
 )
 
 from lightning_gputime._output.loggers import LogWriter
@@ -204,6 +209,44 @@ def test_mlflow_stores_means(gpu: FakeGPU, tmp_path: Path, monkeypatch: pytest.M
     client: Any = logger.experiment
     logs = {key: client.get_metric_history(logger.run_id, key) for key in MEANS_MS}
     assert_means({key: [(log.step, log.value) for log in logs[key]] for key in MEANS_MS})
+
+
+def test_wandb_stores_every_mean_offline(gpu: FakeGPU, tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    logger = WandbLogger(offline=True, save_dir=tmp_path)
+    train(gpu, logger)
+    wandb.finish()
+    [path] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    proto: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    found = defaultdict(list)
+    for data in leveldb_log(path.read_bytes()):
+        record = proto.Record()
+        record.ParseFromString(data)
+        row = {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for item in record.history.item
+        }
+        for key in MEANS_MS.keys() & row.keys():
+            found[key].append((row["trainer/global_step"], row[key]))
+    assert_means(found)
+
+
+def leveldb_log(data: bytes) -> Iterator[bytes]:
+    """Yield the records of W&B's offline file: a header of 7 bytes, then LevelDB's log format.
+
+    Source: https://github.com/google/leveldb/blob/main/doc/log_format.md
+    """
+    block, position, record = 32768, 7, b""
+    while position + 7 <= len(data):
+        if block - position % block < 7:
+            position += block - position % block
+            continue
+        length, kind = struct.unpack_from("<HB", data, position + 4)
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # A complete record, or the last part.
+            yield record
+            record = b""
 
 
 def test_logger_is_copied_and_pickled_while_attached(loop: Loop, tmp_path: Path) -> None:
