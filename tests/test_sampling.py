@@ -150,6 +150,7 @@ def test_long_untimed_step_is_reported_as_not_sampled() -> None:
         long_share = (400.0 + SHORT_MS) / sum(run.steps_ms)
         assert summary.not_sampled_share == pytest.approx(long_share, rel=0.03)
         assert summary.step.mean_ms == pytest.approx(run.mean_ms, rel=0.02)
+        assert summary.step.max_ms == pytest.approx(400.0 + SHORT_MS, rel=0.02)
         shares = sum(row.share for name, row in summary.rows.items() if "/" not in name)
         assert shares + summary.not_sampled_share == pytest.approx(1.0)
 
