@@ -49,8 +49,8 @@ from lightning_gputime._measurement.culprits import (
     short_name,
 )
 from lightning_gputime._measurement.loader import LoaderTimes, MadeBatch, WorkerTimes
-from lightning_gputime._measurement.threads import core_times
 from lightning_gputime._phases import FETCH
+from lightning_gputime._record.clock import core_times
 
 _CPU_INTERVAL_NS = 1_000_000_000  # Interval of reads of CPU time in a worker.
 # The lines of these batches of a worker are timed. The first batches may fill caches.

@@ -21,18 +21,17 @@ from lightning_gputime._ledger.ledger import Ledger, forwards_of
 from lightning_gputime._ledger.outside import OutsideLines
 from lightning_gputime._loader import StagedLoaders
 from lightning_gputime._measurement.culprits import CulpritSums
-from lightning_gputime._measurement.means import MeanLog
+from lightning_gputime._measurement.measurement import CostlySetting
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._measurement.setup import CostlySetting
 from lightning_gputime._measurement.slow import SlowStep
-from lightning_gputime._measurement.threads import ThreadTimes
 from lightning_gputime._measurement.wall_clock import WallClock
 from lightning_gputime._messages import HOMES, WarnOnce, messages
 from lightning_gputime._options import AUTO, Options, check_bool, check_int, flag_note
+from lightning_gputime._output.loggers import MeanLog
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._output.table import Table, Tabular, show
 from lightning_gputime._phases import EXCLUDED, SAVES, StepTimes
-from lightning_gputime._record.clock import Clock, HostClock, clock_for, loop_time
+from lightning_gputime._record.clock import Clock, HostClock, ThreadTimes, clock_for, loop_time
 from lightning_gputime._runs import saved
 from lightning_gputime._runs.environment import (
     CostlySettings,

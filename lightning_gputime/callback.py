@@ -17,9 +17,8 @@ from lightning_gputime._compat import lightning_
 from lightning_gputime._instrumentation.loop import BatchState, Loop, is_optimizer, parameters_of
 from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
 from lightning_gputime._instrumentation.trainer_actions import FitActions
-from lightning_gputime._measurement.means import MeanLog
+from lightning_gputime._measurement.measurement import TrainingSetup
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.wall_clock import (
     EPOCH_ENDS,
     SANITY_CHECK,
@@ -31,7 +30,7 @@ from lightning_gputime._measurement.wall_clock import (
 )
 from lightning_gputime._messages import messages
 from lightning_gputime._options import AllOptions, Options, takes_options
-from lightning_gputime._output.loggers import LogWriter
+from lightning_gputime._output.loggers import LogWriter, MeanLog
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._phases import CALLBACKS, DATA, FETCH, OTHER
 from lightning_gputime._record.recorder import PAUSED

@@ -20,11 +20,10 @@ from lightning_gputime._instrumentation.loop import (
     is_engine,
     is_training,
 )
-from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.wall_clock import EVALUATION, STEPS, WallClock
 from lightning_gputime._messages import HOMES, messages
 from lightning_gputime._options import AllOptions, Options, check_int, takes_options
-from lightning_gputime._output.loggers import LogWriter, MetricsLogger, check_loggers
+from lightning_gputime._output.loggers import LogWriter, MeanLog, MetricsLogger, check_loggers
 from lightning_gputime._phases import BACKWARD, BETWEEN, DATA, OTHER
 from lightning_gputime._record.clock import check_device, device_of
 from lightning_gputime._session.self_check import (

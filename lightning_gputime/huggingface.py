@@ -22,10 +22,9 @@ from lightning_gputime._compat.python_ import variables_of_callers
 from lightning_gputime._instrumentation.loop import BatchState, Loop
 from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
 from lightning_gputime._instrumentation.traced import phase
-from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.wall_clock import EPOCH_ENDS, EVALUATION, STEPS, TEAR_DOWN
 from lightning_gputime._options import AllOptions, Options, takes_options
-from lightning_gputime._output.loggers import LogWriter
+from lightning_gputime._output.loggers import LogWriter, MeanLog
 from lightning_gputime._phases import (
     AFTER_UPDATE,
     CALLBACKS,

@@ -25,10 +25,10 @@ from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis
 from lightning_gputime._instrumentation import loop as boundaries
 from lightning_gputime._ledger.rows import LineRow
-from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
-from lightning_gputime._measurement.threads import ThreadTimes
+from lightning_gputime._measurement.measurement import CostlySetting, TrainingSetup
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import PhaseSummary
+from lightning_gputime._record.clock import ThreadTimes
 from lightning_gputime._runs.environment import CostlySettings, Environment
 
 VARIABLES = ["CUDA_LAUNCH_BLOCKING", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES"]
@@ -223,7 +223,7 @@ def test_cpu_times_of_threads_are_fractions_of_the_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     clock = Mock(return_value=0)
-    module = "lightning_gputime._measurement.threads"
+    module = "lightning_gputime._record.clock"
     monkeypatch.setattr(f"{module}.time.perf_counter_ns", clock)
     names = {threading.get_native_id(): "MainThread", 2: "Dummy-1", 3: "lightning_gputime-1"}
     names[4] = "monitor"
@@ -232,10 +232,8 @@ def test_cpu_times_of_threads_are_fractions_of_the_time(
         threads.append(Mock(native_id=native_id))
         threads[-1].name = name
         (tmp_path / f"{native_id}").mkdir()
-    monkeypatch.setattr(
-        "lightning_gputime._measurement.threads.threading.enumerate", lambda: threads
-    )
-    path = "lightning_gputime._measurement.threads.Path"
+    monkeypatch.setattr("lightning_gputime._record.clock.threading.enumerate", lambda: threads)
+    path = "lightning_gputime._record.clock.Path"
     monkeypatch.setattr(path, lambda name: tmp_path / Path(name).parent.name / "schedstat")
 
     def write_counters(text: str) -> None:

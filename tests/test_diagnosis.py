@@ -16,11 +16,10 @@ from lightning_gputime._diagnosis.diagnosis import Diagnosis, TimeBreakdown
 from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.culprits import SAMPLER, Culprit, Source
-from lightning_gputime._measurement.measurement import Measurement
+from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.ranks import RankSummary
-from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import SlowSummary
-from lightning_gputime._measurement.stats import PhaseStats
+from lightning_gputime._measurement.sums import PhaseStats
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import PhaseSummary
 

@@ -140,16 +140,6 @@ def test_temporary_files_of_a_killed_process_are_removed(tmp_path: Path) -> None
     assert {*os.listdir(tmp_path)} == {new, other}
 
 
-@pytest.mark.usefixtures("no_interval")
-def test_callback_without_a_path_rewrites_the_file_of_run(
-    tmp_path: Path, writes: list[int], gpu: FakeGPU
-) -> None:
-    timer = timer_of(gpu)
-    timer._live_file.start(str(tmp_path / "run.json"))
-    fit(gpu, Model(gpu), 12, timer=timer)
-    assert len(writes) >= 10
-
-
 def test_file_of_a_training_that_has_not_ended_says_so(tmp_path: Path, loop: Loop) -> None:
     path, cut = tmp_path / "run.json", "not finished when this was saved"
     with hooks(loop) as timer:
@@ -162,17 +152,21 @@ def test_file_of_a_training_that_has_not_ended_says_so(tmp_path: Path, loop: Loo
     assert cut not in load(path).about
 
 
-@pytest.mark.usefixtures("no_interval")
-def test_plain_loop_rewrites_a_live_file(tmp_path: Path, writes: list[int], loop: Loop) -> None:
+def fit_without_a_path(path: str, gpu: FakeGPU) -> None:
+    timer = timer_of(gpu)
+    timer._live_file.start(path)
+    fit(gpu, Model(gpu), 12, timer=timer)
+
+
+def train_plain_loop(path: str, gpu: FakeGPU) -> None:
+    loop = Loop(gpu)
     with hooks(loop) as timer:
-        timer._live_file.start(str(tmp_path / "run.json"))
+        timer._live_file.start(path)
         for x in timer.steps(loop.batches(12)):
             loop.train(x)
-    assert len(writes) >= 10
 
 
-@pytest.mark.usefixtures("no_interval")
-def test_transformers_rewrites_a_live_file(tmp_path: Path, writes: list[int]) -> None:
+def train_with_transformers(path: str, gpu: FakeGPU) -> None:
     transformers = pytest.importorskip("transformers")
     from lightning_gputime.huggingface import TransformersPhaseTimer
 
@@ -181,10 +175,18 @@ def test_transformers_rewrites_a_live_file(tmp_path: Path, writes: list[int]) ->
             return {"loss": super().forward(x).square().mean()}
 
     timer = TransformersPhaseTimer(print_summary=False, warmup_steps=0)
-    timer._live_file.start(str(tmp_path / "run.json"))
-    args = training_arguments(tmp_path, max_steps=12)
+    timer._live_file.start(path)
+    args = training_arguments(Path(path).parent, max_steps=12)
     data = [{"x": torch.ones(4)}] * 16
     transformers.Trainer(Squares(4, 4), args, train_dataset=data, callbacks=[timer]).train()
+
+
+@pytest.mark.usefixtures("no_interval")
+@pytest.mark.parametrize("train", [fit_without_a_path, train_plain_loop, train_with_transformers])
+def test_each_front_end_rewrites_the_file_of_run(
+    tmp_path: Path, writes: list[int], gpu: FakeGPU, train: Callable[[str, FakeGPU], None]
+) -> None:
+    train(str(tmp_path / "run.json"), gpu)
     assert len(writes) >= 10
 
 

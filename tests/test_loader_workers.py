@@ -35,9 +35,8 @@ from lightning_gputime._loader import (
 )
 from lightning_gputime._measurement.culprits import Culprit, CulpritSums, Stage
 from lightning_gputime._measurement.loader import LoaderTimes, WorkerTimes, describe_slowdown
-from lightning_gputime._measurement.measurement import Measurement
-from lightning_gputime._measurement.setup import TrainingSetup
-from lightning_gputime._measurement.stats import PhaseStats
+from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
+from lightning_gputime._measurement.sums import PhaseStats
 from lightning_gputime._output.summary import loader_table
 
 # The loop of a worker, in this process and on a fake clock

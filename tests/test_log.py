@@ -7,10 +7,9 @@ import fake_loop
 import pytest
 from fake_gpu import raw
 
-from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._output.loggers import LogWriter
+from lightning_gputime._output.loggers import LogWriter, MeanLog
 from lightning_gputime._phases import StepRecord
 
 

@@ -11,9 +11,8 @@ from fake_loop import Loop, hooks, train
 import lightning_gputime
 from lightning_gputime import MemorySummary
 from lightning_gputime._diagnosis.advice import advise_on_launches
-from lightning_gputime._measurement.measurement import Measurement
+from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.memory import MemoryWatch
-from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._record.clock import DeviceClock
 
 MIB = 2**20

@@ -1,6 +1,7 @@
 """`phase(name)` as a context manager and as a decorator, and phases in other profilers."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_UPDATE,
     EXCLUDED,
-    check_name,
     in_order,
     resolve_labels,
 )
@@ -69,13 +69,6 @@ def test_sub_phase_is_a_part_of_its_phase_and_indented_in_the_table(gpu: FakeGPU
     assert "\n  body      4.000   24.1%" in str(timer.summary())
 
 
-def test_phase_without_a_timer_runs_its_code(gpu: FakeGPU) -> None:
-    with phase("augment"):
-        gpu.work(3.0)
-    assert gpu.free_at == 3_000_000
-    assert gpu.created == 0
-
-
 def test_phase_can_be_reused_nested_and_in_threads(gpu: FakeGPU, timer: GPUPhaseHooks) -> None:
     augment = phase("augment")
 
@@ -104,11 +97,6 @@ def test_phase_ends_when_its_code_raises(gpu: FakeGPU, timer: GPUPhaseHooks) -> 
         gpu.work(1.0)
         timer.step()
     assert steps(timer) == [{"data": 1.0, "augment": 0.0}]
-
-
-def test_phase_refuses_a_name_that_cannot_be_a_key() -> None:
-    with pytest.raises(ValueError, match="phase name 'step' is taken"):
-        phase("step")
 
 
 def test_phase_adds_no_graph_break_to_compiled_code(timer: GPUPhaseHooks) -> None:
@@ -160,19 +148,13 @@ def test_phases_are_sorted_in_the_order_of_a_step() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        *((name, f"'{name}'") for name in ("", "/", "forward/", "/comm", "a//b", "<x>")),
-        *((name, f"'{name}'") for name in ("step", "host_wait", "step/x")),
-        ("a\x85b", "is not valid"),
-        ("a\x9bb", "is not valid"),
-        ("a\u2028b", "is not valid"),
+        *((name, f"'{name}'") for name in ("", "/", "forward/", "/comm", "a//b", "<x>", "step/x")),
+        *((name, f"'{name}' is taken") for name in ("step", "host_wait")),
+        *((name, "is not valid") for name in ("a\x85b", "a\x9bb", "a\u2028b", ["a"])),
         ("a\nb", r"'a\\nb' is not valid: .* control characters"),
-        (["a"], r"\['a'\] is not valid"),
+        ("my augment/part 1", ""),
     ],
 )
-def test_invalid_phase_name_is_refused(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_name(name)
-
-
-def test_valid_phase_name_is_returned() -> None:
-    assert check_name("my augment/part 1") == "my augment/part 1"
+def test_phase_refuses_a_name_that_cannot_be_a_key(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        phase(name)

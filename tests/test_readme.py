@@ -31,8 +31,7 @@ from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Entry, TimeBreakdown
 from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.changes import Slowdown
-from lightning_gputime._measurement.measurement import Measurement
-from lightning_gputime._measurement.setup import TrainingSetup
+from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.slow import CauseKind, SlowSummary
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._options import Options

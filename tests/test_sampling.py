@@ -126,7 +126,7 @@ def test_sampled_shares_estimate_those_of_all_steps(case: str) -> None:
     assert summary.step.mean_ms == pytest.approx(trained.mean_ms, rel=0.02)
 
 
-@pytest.mark.parametrize(("period", "offset"), [(10, 1), (49, 1), (50, 0), (51, 13), (100, 1)])
+@pytest.mark.parametrize(("period", "offset"), [(10, 1), (50, 0), (51, 13)])
 def test_periodic_work_is_not_a_slowdown(period: int, offset: int) -> None:
     trained = train(600, "data", every(period, 0.64 * period, offset))
     assert trained.timer.summary().slowdown is None
@@ -150,6 +150,7 @@ def test_long_untimed_step_is_reported_as_not_sampled() -> None:
         long_share = (400.0 + SHORT_MS) / sum(run.steps_ms)
         assert summary.not_sampled_share == pytest.approx(long_share, rel=0.03)
         assert summary.step.mean_ms == pytest.approx(run.mean_ms, rel=0.02)
+        assert summary.step.max_ms == pytest.approx(400.0 + SHORT_MS, rel=0.02)
         shares = sum(row.share for name, row in summary.rows.items() if "/" not in name)
         assert shares + summary.not_sampled_share == pytest.approx(1.0)
 

@@ -375,39 +375,6 @@ def test_save_path_is_relative_to_the_start_folder(
     assert {path.name for path in tmp_path.iterdir()} == {"other", "run.json.gz", "home.json.gz"}
 
 
-def test_run_is_saved_after_each_epoch(gpu: FakeGPU, path: Path) -> None:
-    saved_steps = []
-
-    def read_file(*_: Any) -> None:
-        # A process that is killed in this epoch would leave this file.
-        saved_steps.append(path.is_file() and len(load(path).history))
-
-    callback = pl.callbacks.LambdaCallback(on_train_epoch_start=read_file)
-    timer = timer_of(gpu, save_path=path, _lag=0)
-    fit(gpu, Model(gpu), 3, timer=timer, callbacks=[callback], max_epochs=2)
-    assert saved_steps == [False, 3]
-    assert len(load(path).history) == 6
-
-
-def test_saving_at_epoch_ends_is_limited_to_a_small_share_of_the_time(
-    gpu: FakeGPU, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved: list[int] = []
-    monkeypatch.setattr(GPUPhaseTimer, "save", lambda *_: saved.append(0))
-    start, *epochs = (
-        [0.0],
-        [0.0, 0.0, 0.0, 1.0],  # After the batch, after the epoch, before and after saving.
-        [50.0, 50.0],
-        [100.9, 100.9],
-        [100.9, 101.0, 101.0, 101.5],
-    )
-    now = iter(sum(epochs, start))
-    monkeypatch.setattr("lightning_gputime._runs.saved.time.perf_counter", now.__next__)
-    fit(gpu, Model(gpu), 1, max_epochs=4, timer=timer_of(gpu, save_path=path))
-    # After the first epoch (which takes 1 s), 100 s later after the fourth, and after the fit.
-    assert len(saved) == 3
-
-
 def test_epochs_without_saving_read_no_clock(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     # Tests of users may replace the clock with a list of times.
     clock = Mock(return_value=0.0)

@@ -156,18 +156,9 @@ WITHOUT_SIZE = [
 )
 def test_items_of_a_batch_are_its_size_or_nan(batch: Any, expected: float) -> None:
     items = Items(None)
-    found = [items.of(batch) for _ in range(3)]
-    assert found == pytest.approx([expected] * 3, abs=0.0, nan_ok=True)
-
-
-def test_items_follow_batches_whose_structure_changes() -> None:
-    items = Items(None)
-    x = torch.ones(8, 2)
-    batches = [(x, x), {"x": x[:4]}, x[:3], ((x[:2], x[:2]), x[:2]), [x, x]]
-    assert [items.of(batch) for batch in batches] == [8, 4, 3, 2, 8]
-    assert math.isnan(items.of(None))
-    assert math.isnan(items.of(None))
-    assert items.of((x[:5], x[:5])) == 5
+    # The structure of batches may change.
+    found = [items.of(each) for each in (batch, batch, {"other": X[:5]}, batch)]
+    assert found == pytest.approx([expected, expected, 5, expected], abs=0.0, nan_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -329,27 +320,23 @@ def precision_in(gpu: FakeGPU, model: nn.Module, call: Callable[[Any], Any]) -> 
     return work.precision
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_precision_follows_autocast_around_the_call(gpu: FakeGPU, is_on: bool) -> None:
-    model = Net(gpu)
-
-    def call(x: Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
-            return model(x)
-
-    # The loop has the opposite setting around it.
-    with torch.autocast("cpu", torch.bfloat16, enabled=not is_on):
-        assert precision_in(gpu, model, call) == ("bf16" if is_on else "fp32")
-
-
-def test_precision_is_that_of_the_first_call(gpu: FakeGPU) -> None:
-    model, is_on = Net(gpu), iter([True, False, False])
+@pytest.mark.parametrize(
+    ("calls", "precision"),
+    [([True] * 3, "bf16"), ([False] * 3, "fp32"), ([True, False, False], "bf16")],
+    ids=["autocast", "no autocast", "autocast in the first call"],
+)
+def test_precision_follows_autocast_around_the_first_call(
+    gpu: FakeGPU, calls: list[bool], precision: str
+) -> None:
+    model, is_on = Net(gpu), iter(calls)
 
     def call(x: Tensor) -> Any:
         with torch.autocast("cpu", torch.bfloat16, enabled=next(is_on)):
             return model(x)
 
-    assert precision_in(gpu, model, call) == "bf16"
+    # The loop has the opposite setting around it.
+    with torch.autocast("cpu", torch.bfloat16, enabled=not calls[0]):
+        assert precision_in(gpu, model, call) == precision
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

@@ -28,10 +28,9 @@ from lightning_gputime._diagnosis.loader import (
 )
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.culprits import GC_COLLECT, SAMPLER, STAGES, of_entry
-from lightning_gputime._measurement.measurement import Measurement
-from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
+from lightning_gputime._measurement.measurement import CostlySetting, Measurement, TrainingSetup
 from lightning_gputime._measurement.slow import OFF_CPU
-from lightning_gputime._measurement.stats import is_rare, is_uneven
+from lightning_gputime._measurement.sums import is_rare, is_uneven
 from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import (
     BETWEEN_LOOPS,

@@ -24,10 +24,9 @@ from lightning_gputime._diagnosis.codes import (
 from lightning_gputime._diagnosis.diagnosis import Entry, TimeBreakdown
 from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.culprits import WORKERS, of_entry
-from lightning_gputime._measurement.measurement import Measurement
-from lightning_gputime._measurement.setup import TrainingSetup
+from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.slow import UNEXPLAINED
-from lightning_gputime._measurement.stats import PhaseStats, is_uneven
+from lightning_gputime._measurement.sums import PhaseStats, is_uneven
 from lightning_gputime._measurement.wall_clock import (
     CHECKPOINTS,
     FIRST_STEP,

@@ -30,9 +30,8 @@ from lightning_gputime._diagnosis.codes import (
 from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, Grade, TimeBreakdown
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.changes import Slowdown
-from lightning_gputime._measurement.measurement import Measurement
-from lightning_gputime._measurement.setup import TrainingSetup
-from lightning_gputime._measurement.stats import is_uneven
+from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
+from lightning_gputime._measurement.sums import is_uneven
 from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import ONCE
 from lightning_gputime._phases import DATA, FORWARD

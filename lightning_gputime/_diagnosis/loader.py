@@ -9,8 +9,7 @@ from lightning_gputime._diagnosis.diagnosis import Advice
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.culprits import STAGES, WORKERS
 from lightning_gputime._measurement.loader import LoaderTimes
-from lightning_gputime._measurement.measurement import Measurement
-from lightning_gputime._measurement.setup import TrainingSetup
+from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._phases import DATA, FETCH
 

@@ -5,9 +5,9 @@ torch, and clocks are passed in. Thresholds that lead to advice belong in `_diag
 around numbers in `_output`.
 
 Start with `results`: `Results` passes the steps that were read to the other classes, and returns a
-`measurement.Measurement`. `means.MeanLog` logs the means since the last log.
+`measurement.Measurement`, with statistics of each phase.
 
-- Timed steps: `sums` adds them up, `history` keeps the newest, `rows` makes statistics of both.
+- Timed steps: `sums` adds them up, `history` keeps the newest.
 - All steps: `untimed` estimates the phases of untimed steps, `wall_clock` the rest of the run.
 - Conspicuous steps: `slow` sums single slow steps, `changes` finds lasting changes.
 - Causes: `culprits` sums the time of code, `loader` that of a loader's workers.

@@ -17,10 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gputime._measurement.stats import largest_part
-from lightning_gputime._measurement.sums import Sums
+from lightning_gputime._measurement.sums import largest_part
 from lightning_gputime._measurement.units import duration
-from lightning_gputime._measurement.untimed import UntimedSteps
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -122,8 +120,8 @@ class StepSeries:
         self._open: _Window | None = None  # Newest window, while it has too few steps.
         self._min_steps = MIN_STEPS  # Minimum number of steps in a window; grows with the run.
         self._next_step: int | None = None  # Number of the next step; None at first.
-        self._epoch: int | None = None  # Epoch of the next step.
-        # First step and number of epochs that start after the next step, in order.
+        self._epoch: int | None = None  # Epoch of the first step that was added last.
+        # First step and number of the epochs that start later, in order.
         self._later_epochs: list[tuple[int, int]] = []
         self._steps = 0  # Approximate number of steps in `_windows`.
         self._find_at = 0  # Value of `_steps` at which the next search is due.
@@ -138,15 +136,13 @@ class StepSeries:
         Then call `find`, which takes milliseconds. `number` is the number of the last step,
         `phases_ms` the mean time of each phase per step; empty if no step was timed.
         """
-        if steps <= 0:
-            return False
         first_step = number - steps + 1 if self._next_step is None else self._next_step
         self._next_step = number + 1
-        self._advance_epoch(first_step)
+        while self._later_epochs and self._later_epochs[0][0] <= first_step:
+            self._epoch = self._later_epochs.pop(0)[1]
         if len(phases_ms) > 64:  # Drop sub-phases.
             phases_ms = {name: ms for name, ms in phases_ms.items() if "/" not in name}
         window = _Window(first_step, self._epoch, steps, wall_ms, phases_ms=dict(phases_ms))
-        self._advance_epoch(number + 1)
         if self._open is not None:
             window = self._open.merge(window)
         if window.steps < self._min_steps:
@@ -166,11 +162,6 @@ class StepSeries:
             return False
         self._find_at = int(self._steps * 1.25)
         return True
-
-    def _advance_epoch(self, step: int) -> None:
-        """Set `_epoch` to the epoch of this step."""
-        while self._later_epochs and self._later_epochs[0][0] <= step:
-            self._epoch = self._later_epochs.pop(0)[1]
 
     def find(self) -> Slowdown | None:
         """Return the lasting change of the step time, or None.
@@ -226,7 +217,7 @@ class StepSeries:
             kind=found.kind,
             since_step=start.first_step,
             change=found.change_ms / found.before_ms,
-            error=_relative_error(edges, values_ms, found),
+            error=_relative_error(values_ms, found),
             before_ms=found.before_ms,
             phase=phase,
             phase_change_ms=changes_ms.get(phase, 0.0),
@@ -234,49 +225,6 @@ class StepSeries:
             since_epoch=start.epoch,
             lost_share=max(lost_ms / sum(window.wall_ms for window in all_windows), 0.0),
         )
-
-
-class SlowdownSearch:
-    """Search a run for a slowdown while its steps are added."""
-
-    def __init__(self, untimed: UntimedSteps) -> None:
-        self.series = StepSeries()
-        self._untimed = untimed
-        self._sums = Sums()  # Timed steps since the newest window.
-        # Totals and number of the untimed steps until the end of that window.
-        self._untimed_before, self._n_before = untimed.totals, untimed.n
-        self._is_followed = False  # True if searches run during training.
-        self.found: Slowdown | None = None
-        """Result of the newest search during training."""
-
-    def follow(self) -> None:
-        """Enable `search` during training, for logs and observers that report slowdowns."""
-        self._is_followed = True
-
-    def add(self, number: int, sums: Sums, *, is_settled: bool = True) -> bool:
-        """Add steps up to this number, timed or not. Return True if a search is due.
-
-        `sums` has the timed steps. `is_settled` is False if the untimed steps lack the last steps.
-        """
-        self._sums.merge(sums)
-        n = int(self._sums.step.n) + self._untimed.n - self._n_before
-        if n < MIN_STEPS or not is_settled:
-            return False
-        untimed = self._untimed.estimate_since(self._untimed_before)
-        self._untimed_before, self._n_before = self._untimed.totals, self._untimed.n
-        every, self._sums = self._sums, Sums()
-        every.merge(untimed.sums)
-        wall_ms = every.step.device_ms + untimed.unsampled_ms
-        phases_ms = {name: phase.device_ms / n for name, phase in every.phases.items()}
-        return self.series.add(number, n, wall_ms, phases_ms)
-
-    def search(self) -> bool:
-        """Search for a slowdown if `follow` was called. Return True at the first slowdown."""
-        if not self._is_followed:
-            return False
-        is_first = self.found is None
-        self.found = self.series.find()
-        return is_first and self.found is not None
 
 
 def _local_medians(values: Floats) -> Floats:
@@ -327,31 +275,18 @@ def _fit(edges: Floats, values: Floats) -> _Change:
     """Return the jump, trend or stretch with the best fit, significant or not."""
     n, steps = len(values), np.diff(edges)
     weights = steps
-    # The second fit weights windows by the levels of the first, as noise grows with the step time.
+    # Search a coarse grid, then all positions near the best change. The second search weights
+    # windows by the levels of the first, because noise grows with the step time.
+    firsts = lasts = np.unique(np.linspace(0, n, min(n, _GRID) + 1).astype(int))
+    near = np.arange(-(n // _GRID) - 1, n // _GRID + 2)
     for _ in range(2):
-        # Search a coarse grid, then all positions near the best lasting change and stretch.
-        grid = np.unique(np.linspace(0, n, min(n, _GRID) + 1).astype(int))
-        candidates, shapes = _candidates(edges, grid, grid)
-        costs = _costs(values, weights, candidates, shapes)
-        if n > _GRID:
-            near = np.arange(-(n // _GRID) - 1, n // _GRID + 2)
-            is_stretch = candidates[2] < n
-            centers = [
-                candidates[:, np.argmin(np.where(is_excluded, np.inf, costs))]
-                for is_excluded in (is_stretch, ~is_stretch)
-            ]
-            found = [
-                _candidates(edges, start + near, near + (until if until < n else full))
-                for start, full, until in centers
-            ]
-            candidates = np.concatenate([positions for positions, _ in found], axis=1)
-            shapes = np.concatenate([rows for _, rows in found])
-            costs = _costs(values, weights, candidates, shapes)
-        best = int(np.argmin(costs))
+        candidates, shapes = _candidates(edges, firsts, lasts)
+        best = int(np.argmin(_costs(values, weights, candidates, shapes)))
         start, full, until = candidates[:, best].tolist()
-        shape = shapes[best]
-        change = _Change(start, full, until, shape, weights, *_levels(values, shape, weights))
+        levels = _levels(values, shapes[best], weights)
+        change = _Change(start, full, until, shapes[best], weights, *levels)
         weights = steps / np.maximum(change.fitted, _NOISE_FLOOR * change.fitted.max()) ** 2
+        firsts, lasts = start + near, near + (until if until < n else full)
     return change
 
 
@@ -422,9 +357,9 @@ def _levels(values: Floats, shape: Floats, weights: Floats) -> tuple[float, floa
     return float(values @ weights) - change * middle, change
 
 
-def _relative_error(edges: Floats, values: Floats, found: _Change) -> float:
+def _relative_error(values: Floats, found: _Change) -> float:
     """Return half the width of the 95 % interval of the change relative to the level before."""
-    n, shape, weights = len(values), found.shape, found.weights
+    n, weights = len(values), found.weights
     residuals = np.sqrt(weights) * (values - found.fitted)
     squares = float(residuals @ residuals)
     # Correlated neighbors increase the error of the mean. The second term corrects the bias of the
@@ -432,22 +367,13 @@ def _relative_error(edges: Floats, values: Floats, found: _Change) -> float:
     correlation = float(residuals[1:] @ residuals[:-1]) / squares if squares else 0.0
     correlation = min(max(correlation + (1.0 + 3.0 * correlation) / n, 0.0), 0.95)
     variance = squares / (n - 3) * (1.0 + correlation) / (1.0 - correlation)
-    # The start and the end of a trend are estimates, which increases the error of its size. Account
-    # for it by also fitting trends whose start or end differs by one window.
-    start, full = found.start, found.full
-    neighbors = [(start + 1, full, n)] * (full > start > 0) + [(start, full - 1, n)] * (
-        n > full > start
-    )
-    columns = [np.ones(n), shape]
-    if neighbors:
-        columns += [*(_shapes(edges, np.array(neighbors).T) - shape)]
-    design = np.stack(columns, axis=1)
-    covariance = np.linalg.pinv(design.T * weights @ design)[:2, :2]
+    design = np.stack([np.ones(n), found.shape], axis=1)
+    covariance = np.linalg.inv(design.T * weights @ design)
     # Gradient of `change_ms / before_ms` with respect to the two levels.
     gradient = np.array([-found.change_ms / found.before_ms, 1.0]) / found.before_ms
-    # The last factor accounts for the estimated position of a jump.
-    error = math.sqrt(variance * float(gradient @ covariance @ gradient)) * (1.0 + 6.0 / n)
-    return 1.96 * error
+    error = math.sqrt(variance * float(gradient @ covariance @ gradient))
+    # The positions of a change are estimates, too: a trend has two.
+    return 1.96 * error * (1.0 + 6.0 / n) * (1.2 if found.kind == "trend" else 1.0)
 
 
 def _is_certain(edges: Floats, values: Floats, found: _Change) -> bool:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from lightning_gputime._measurement.stats import largest_part
-from lightning_gputime._measurement.sums import Sums
+from lightning_gputime._measurement.sums import Sums, largest_part
 from lightning_gputime._measurement.units import duration
 from lightning_gputime._phases import (
     BETWEEN_BATCHES,

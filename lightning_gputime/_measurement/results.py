@@ -1,7 +1,7 @@
 """Collected facts of one run, and the `Measurement` made from them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from operator import attrgetter
@@ -15,11 +15,11 @@ import numpy.typing as npt
 from lightning_gputime._compat.names import NotMeasured, not_measured
 from lightning_gputime._ledger.ledger import Ledger
 from lightning_gputime._ledger.rows import LONG_STEP
-from lightning_gputime._measurement.changes import SlowdownSearch
+from lightning_gputime._measurement.changes import MIN_STEPS, Slowdown, StepSeries
 from lightning_gputime._measurement.culprits import CulpritSums
-from lightning_gputime._measurement.history import StepLog, history
+from lightning_gputime._measurement.history import StepLog, history, list_phases
 from lightning_gputime._measurement.loader import describe_slowdown
-from lightning_gputime._measurement.measurement import Measurement
+from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.memory import MemoryWatch
 from lightning_gputime._measurement.observers import (
     ReadSteps,
@@ -29,11 +29,15 @@ from lightning_gputime._measurement.observers import (
     sections_of,
 )
 from lightning_gputime._measurement.ranks import STEP, RankResults
-from lightning_gputime._measurement.rows import least_shares, phase_rows
-from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import SlowLog
-from lightning_gputime._measurement.sums import Sums, ThroughputReference
-from lightning_gputime._measurement.untimed import Estimate, Totals, UntimedSteps
+from lightning_gputime._measurement.sums import PhaseStats, Sums, ThroughputReference
+from lightning_gputime._measurement.untimed import (
+    Estimate,
+    Percentiles,
+    Totals,
+    UntimedSteps,
+    percentiles,
+)
 from lightning_gputime._measurement.wall_clock import EVALUATION, WallClock
 from lightning_gputime._messages import Named
 from lightning_gputime._phases import (
@@ -42,6 +46,7 @@ from lightning_gputime._phases import (
     FETCH,
     StepRecord,
     StepTimes,
+    in_order,
     of_one_callback,
 )
 
@@ -83,7 +88,12 @@ class Results:
         self._libraries = libraries
         self._steps = StepLog(capacity, warmup_steps)
         self.untimed = UntimedSteps(warmup_steps, capacity)
-        self.slowdowns = SlowdownSearch(self.untimed)
+        self.series = StepSeries()
+        self._window_sums = Sums()  # Timed steps since the newest window of `series`.
+        # Totals and number of the untimed steps until the end of that window.
+        self._window_totals, self._window_untimed = self.untimed.totals, 0
+        self._follows_slowdowns = False  # True if searches run during training.
+        self._slowdown: Slowdown | None = None  # Result of the newest search during training.
         self.slow = SlowLog()
         self.ranks = RankResults()
         self.culprits = culprits or CulpritSums()
@@ -125,7 +135,7 @@ class Results:
         if logs_slow_steps or receivers:
             self.slow.follow()
         if logs_slow_steps or methods(observers, "on_slowdown"):
-            self.slowdowns.follow()
+            self._follows_slowdowns = True
 
     def update_setup(self, **known: Any) -> None:
         self.setup = replace(self.setup, **known)
@@ -155,17 +165,21 @@ class Results:
     def steps_read(self, steps: ReadSteps) -> None:
         """Add the next steps, and report the first slowdown to observers."""
         is_search_due = self.add(steps.records, steps.sums)
-        if is_search_due and self.slowdowns.search():
-            call_safely(methods(self._observers, "on_slowdown"), self.slowdowns.found)
+        if is_search_due and self._follows_slowdowns:
+            is_first = self._slowdown is None
+            self._slowdown = self.series.find()
+            if is_first and self._slowdown is not None:
+                call_safely(methods(self._observers, "on_slowdown"), self._slowdown)
 
     def add(self, steps: Sequence[StepRecord], sums: Sums | None = None) -> bool:
         """Add the next steps. Return True if a search for a slowdown is due."""
         with self._lock:
             warmup, measured = self._steps.add(steps, sums)
             # Without indices, every step is timed.
-            has_indices = steps[-1].step_index >= 0
-            is_settled = self.untimed.add_timed(steps, warmup) if has_indices else True
-            return self.slowdowns.add(steps[-1].number, measured, is_settled=is_settled)
+            self._window_sums.merge(measured)
+            if steps[-1].step_index >= 0 and not self.untimed.add_timed(steps, warmup):
+                return False  # The untimed steps before these are not settled yet.
+            return self._extend_series(steps[-1].number)
 
     def settle(self, number: int, *, until: int) -> None:
         """Count all steps before the index `until` as untimed, unless they were read.
@@ -174,7 +188,24 @@ class Results:
         """
         with self._lock:
             self.untimed.settle(until)
-            self.slowdowns.add(number, Sums())
+            self._extend_series(number)
+
+    def _extend_series(self, number: int) -> bool:
+        """Add the steps since the newest window, up to this number. Return True if a search is due.
+
+        Wait for more steps if there are few.
+        """
+        untimed, timed = self.untimed, self._window_sums
+        n = int(timed.step.n) + untimed.n - self._window_untimed
+        if n < MIN_STEPS:
+            return False
+        estimate = untimed.estimate_since(self._window_totals)
+        self._window_totals, self._window_untimed = untimed.totals, untimed.n
+        self._window_sums = Sums()
+        timed.merge(estimate.sums)
+        wall_ms = timed.step.device_ms + estimate.unsampled_ms
+        phases_ms = {name: phase.device_ms / n for name, phase in timed.phases.items()}
+        return self.series.add(number, n, wall_ms, phases_ms)
 
     # Logs
 
@@ -197,7 +228,7 @@ class Results:
         """
         if self.slow.is_followed:
             means_ms |= self.slow.metrics(newest, timed_steps or 1, keep=keep)
-        if (change := self.slowdowns.found) is not None:
+        if (change := self._slowdown) is not None:
             means_ms["lasting_change"] = change.change * change.before_ms
         values = {f"{name}_ms": ms for name, ms in means_ms.items() if not of_one_callback(name)}
         values |= self._throughput.metrics(every)
@@ -224,7 +255,7 @@ class Results:
         steps = log.unpacked()
         if steps and not log.sums.step.n:
             return replace(self._measurement_of(steps, Sums(steps)), is_warmup=True)
-        slowdown, work_change = self.slowdowns.series.find(), ""
+        slowdown, work_change = self.series.find(), ""
         if slowdown is not None and slowdown.until_step is None:  # The change lasts.
             if slowdown.phase in (DATA, FETCH):
                 slowdown = replace(slowdown, detail=describe_slowdown(self.culprits.loaders()))
@@ -244,7 +275,7 @@ class Results:
         times, untimed = history(steps), self.untimed
         with self._lock:
             estimate, weights = untimed.estimate(), untimed.weights(len(steps))
-            durations_ms = untimed.durations.statistics_ms() if untimed.knows_durations else {}
+            durations_ms = untimed.durations_ms()
             slow_correction = untimed.slow_correction or 1.0
             self.ledger.evaluate()
         every = sums.plus(estimate.sums)
@@ -310,3 +341,82 @@ class Results:
             change = f"{more[-1]} tensors since then, and {fewer[-1]} before"
             return f"backward computes gradients of {change}"
         return ""
+
+
+def phase_rows(
+    timed: Sums,
+    untimed: Estimate,
+    times: npt.NDArray[Any],
+    weights: npt.NDArray[np.float64],
+    tflops: Mapping[str, float],
+) -> dict[str, PhaseStats]:
+    """Return the statistics of each phase and of "step".
+
+    Args:
+        timed: Sums over the timed steps.
+        untimed: Estimate for the untimed steps.
+        times: History of the timed steps.
+        weights: Number of steps that each step of the history represents.
+        tflops: TFLOP/s of each phase, if known.
+    """
+    every = timed.plus(untimed.sums)
+    phases = {name: every.phases[name] for name in in_order([*every.phases])}
+    steps = every.step.n + untimed.unsampled_steps
+    all_ms = every.step.device_ms + untimed.unsampled_ms
+    rows = {}
+    for name, phase in {**phases, STEP: every.step}.items():
+        column = f"{name}_ms"
+        column_ms = times[column] if column in (times.dtype.names or ()) else ()
+        p5_ms, p50_ms, p95_ms = _percentiles(column_ms, weights)
+        timed_phase = timed.step if name == STEP else timed.phases.get(name)
+        error_ms = untimed.errors_ms.get(name, 0.0)
+        rows[name] = PhaseStats(
+            n=int(timed_phase.n) if timed_phase is not None else 0,
+            mean_ms=all_ms / steps if name == STEP and steps else phase.mean_ms,
+            p50_ms=p50_ms,
+            p95_ms=p95_ms,
+            max_ms=phase.max_ms if phase.n else math.nan,
+            share=(all_ms if name == STEP else phase.device_ms) / (all_ms or math.nan),
+            host_mean_ms=phase.host_ms / phase.n if phase.n else math.nan,
+            tflops=tflops.get(name),
+            error_ms=error_ms / phase.n if phase.n else 0.0,
+            share_error=error_ms / all_ms if all_ms and name != STEP else 0.0,
+            p5_ms=p5_ms,
+            frequency=phase.n / steps if name != STEP and steps else 1.0,
+        )
+    return rows
+
+
+def least_shares(times: npt.NDArray[Any], weights: npt.NDArray[np.float64]) -> dict[str, float]:
+    """Return the fraction of the step that each phase takes in the half in which it takes less.
+
+    Empty with fewer than 10 timed steps per half. The arguments are those of `phase_rows`.
+    """
+    half = len(times) // 2
+    if half < 10:
+        return {}
+    if not len(weights):
+        weights = np.ones(len(times))
+
+    def shares(of: slice) -> dict[str, float]:
+        all_ms = float(np.sum(times["step_ms"][of] * weights[of])) or math.nan
+        return {
+            name: float(np.nansum(times[f"{name}_ms"][of] * weights[of])) / all_ms
+            for name in list_phases(times)
+        }
+
+    first, second = shares(slice(half)), shares(slice(half, None))
+    return {name: min(first[name], second[name]) for name in first}
+
+
+def _percentiles(times_ms: npt.ArrayLike, weights: npt.NDArray[np.float64]) -> Percentiles:
+    """Return the percentiles over the steps in which a phase ran (NaN in all other steps)."""
+    every_ms = np.asarray(times_ms)
+    has_run = np.isfinite(every_ms)
+    ran_ms = every_ms[has_run]
+    if not len(ran_ms):
+        return math.nan, math.nan, math.nan
+    if len(weights) == len(every_ms) and np.ptp(weights):
+        return percentiles(ran_ms, weights[has_run])
+    p5_ms, p50_ms, p95_ms = np.percentile(ran_ms, (5, 50, 95)).tolist()
+    return p5_ms, p50_ms, p95_ms

@@ -1,16 +1,23 @@
-"""Sums over steps, and work per second."""
+"""Statistics of phases: sums over steps, and the rows of a table; and work per second."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
-from math import isnan, nan
+from math import copysign, isnan, nan
 from operator import attrgetter, sub
 from typing import Any
 
 from lightning_gputime._measurement.units import percent
-from lightning_gputime._phases import BACKWARD, FORWARD, StepRecord, resolve_labels
+from lightning_gputime._phases import (
+    BACKWARD,
+    FORWARD,
+    SAVES,
+    StepRecord,
+    of_one_callback,
+    resolve_labels,
+)
 
 
 class Sums:
@@ -197,3 +204,71 @@ class WorkSummary:
         elif self.tflops is not None:
             yield f"{self.tflops:.3g} TFLOP/s of the model's work"
         yield self.note
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseStats:
+    """Statistics of one phase over the steps in which it ran.
+
+    Attributes:
+        n: Number of timed steps in which the phase ran.
+        mean_ms: Mean device time per step (in milliseconds).
+        p50_ms: Median, over the steps in the history (in milliseconds).
+        p95_ms: 95th percentile, over the steps in the history (in milliseconds).
+        max_ms: Maximum (in milliseconds).
+        share: Fraction of the device time of all steps, from 0 to 1.
+        host_mean_ms: Mean host time per step between the same marks (in milliseconds).
+        tflops: FLOPs per second, including recomputation (in TFLOP/s); None if unknown.
+        error_ms: Half the width of the 95 % interval of `mean_ms` (in milliseconds); 0.0 if every
+            step was timed.
+        share_error: Half the width of the 95 % interval of `share`, from 0 to 1.
+        p5_ms: 5th percentile, over the steps in the history (in milliseconds).
+        frequency: Fraction of all steps in which the phase ran, from 0 to 1.
+    """
+
+    n: int
+    mean_ms: float = nan
+    p50_ms: float = nan
+    p95_ms: float = nan
+    max_ms: float = nan
+    share: float = nan
+    host_mean_ms: float = nan
+    tflops: float | None = None
+    error_ms: float = 0.0
+    share_error: float = 0.0
+    p5_ms: float = nan
+    frequency: float = 1.0
+
+
+def is_uneven(row: PhaseStats) -> bool:
+    """Return True if a minority of the steps takes most of a phase's time."""
+    return row.p50_ms < 0.5 * row.mean_ms
+
+
+def is_rare(row: PhaseStats) -> bool:
+    """Return True if a phase is uneven, and at most 5 % of the steps take longer than its mean."""
+    return is_uneven(row) and row.p95_ms < row.mean_ms
+
+
+def largest_part(of_phases: Mapping[str, float], parent: str = "", sign: float = 1.0) -> str:
+    """Return the phase with the most time, or its sub-phase with more than half of that time.
+
+    With a `parent`, return that phase or one of its sub-phases. Without, return an empty string if
+    no time is positive. With a negative `sign`, search for the largest decrease instead.
+    """
+    signed_ms = {name: copysign(1.0, sign) * ms for name, ms in of_phases.items()}
+    while True:
+        min_ms = 0.5 * signed_ms.get(parent, 0.0)
+        inside = [name for name in signed_ms if name.rpartition("/")[0] == parent]
+        large = [name for name in inside if signed_ms[name] > min_ms]
+        if not large:
+            return parent
+        parent = max(large, key=signed_ms.__getitem__)
+
+
+def table_rows(rows: Mapping[str, PhaseStats]) -> Iterator[tuple[str, str, PhaseStats]]:
+    """Yield the name, the title and the statistics of each row of the table."""
+    for name, row in rows.items():
+        top, _, part = name.partition("/")
+        if name == SAVES or not of_one_callback(name):
+            yield name, f"  {part}" if part else top, row

@@ -1,7 +1,9 @@
-"""Times with a suitable unit, and fractions in percent."""
+"""Times with a suitable unit, fractions in percent, and values for JSON."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +48,14 @@ def duration(ms: float) -> str:
 def percent(share: float) -> str:
     """Format a fraction as a percentage, with two significant digits below 10 %."""
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
+def plain(value: Any) -> Any:
+    """Convert `value` to JSON types, with None for NaN and infinity."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value))
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)

@@ -10,7 +10,7 @@
 import math
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from statistics import median
@@ -44,26 +44,6 @@ def percentiles(values: npt.NDArray[np.float64], weights: npt.NDArray[Any]) -> P
     places = np.searchsorted(ends, np.array([0.05, 0.5, 0.95]) * ends[-1])
     p5, p50, p95 = values[order][np.minimum(places, len(values) - 1)].tolist()
     return p5, p50, p95
-
-
-class Durations:
-    """Histogram of durations on a logarithmic scale."""
-
-    def __init__(self) -> None:
-        self._counts = Counter[int]()  # Number of durations by bin.
-        self._max_ns = 0
-
-    def add(self, took_ns: Sequence[int]) -> None:
-        """Add durations. Negative values are unknown durations, and are left out."""
-        bins = [int(math.log(ns or 1) * _BINS_PER_FACTOR_E) for ns in took_ns if ns >= 0]
-        self._counts.update(bins)
-        self._max_ns = max(self._max_ns, *took_ns, 0)
-
-    def statistics_ms(self) -> dict[str, Any]:
-        """Return fields of a `PhaseStats`; percentiles are accurate to 1 %."""
-        centers_ms = [math.exp((bin_ + 0.5) / _BINS_PER_FACTOR_E) / 1e6 for bin_ in self._counts]
-        p5, p50, p95 = percentiles(np.array(centers_ms), np.array([*self._counts.values()]))
-        return {"p5_ms": p5, "p50_ms": p50, "p95_ms": p95, "max_ms": self._max_ns / 1e6}
 
 
 class Estimate(NamedTuple):
@@ -159,11 +139,11 @@ class _StepLengths:
         self._new += len(took_ns)
         if self._new >= 0.2 * len(self._untimed):  # Many are new: estimate again.
             self._new = 0
-            median_ns, added_ns = _quantile(self._untimed or self._timed, 0.5), 0.0
+            median_ns, added_ns = median(self._untimed or self._timed or [0.0]), 0.0
             if self._timed and self._untimed:
                 # Timing windows are moved onto long steps, so up to half of the timed steps may be
                 # long. The first quartile ignores them.
-                added_ns = _quantile(self._timed, 0.25) - median_ns
+                added_ns = sorted(self._timed)[len(self._timed) // 4] - median_ns
             self._added_ns = min(max(added_ns, 0.0), 0.4e6)
             self._ordinary_ns = max(median_ns, 1.0)
         corrected_ns = took_ns
@@ -176,24 +156,6 @@ class _StepLengths:
             0 if ns < long_ns else min(int(math.log(ns / long_ns, 2.0)) + 1, _STRATA - 1)
             for ns in corrected_ns
         ]
-
-
-def _quantile(values: Collection[float], q: float) -> float:
-    """Return a quantile, interpolated between values; 1 if there are no values."""
-    if not values:
-        return 1.0
-    ordered = sorted(values)
-    place = q * (len(values) - 1)
-    below = int(place)
-    above = min(below + 1, len(values) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-
-class _Counts(NamedTuple):
-    """Number and total time (in nanoseconds) of the steps of each stratum."""
-
-    steps: list[int]
-    ns: list[int]
 
 
 class UntimedSteps:
@@ -218,15 +180,14 @@ class UntimedSteps:
     def __init__(self, warmup_steps: int = 0, history_size: int = 0) -> None:
         self._warmup_steps = warmup_steps
         self._strata_of_timed = deque[int](maxlen=history_size)  # Newest timed steps.
-        self._all = _Counts([0] * _STRATA, [0] * _STRATA)  # Timed or not.
-        self._timed = _Counts([0] * _STRATA, [0] * _STRATA)
         self.since_ns = 0
         """Cumulative time of all steps at the end of the last step (in nanoseconds)."""
         self._durations_ns = array("q")  # Steps that are not yet settled; -1 if excluded.
         self._n_settled = 0  # Number of settled steps, and index of the first other step.
         self._lengths = _StepLengths()
         self._strata = [_Stratum() for _ in range(_STRATA)]
-        self.durations = Durations()
+        # Histogram of all durations, on a logarithmic scale, and the longest.
+        self._durations, self._max_ns = Counter[int](), 0
         self._is_gpu_bound = False  # True while the host waits for the device.
         self.n = 0
         """Number of settled untimed steps, without excluded steps."""
@@ -293,19 +254,24 @@ class UntimedSteps:
             waited_ms = sum([step.wait_ms for step in timed])
             self._is_gpu_bound = waited_ms >= 0.1 * device_ms
 
-        self.durations.add(took_ns)
+        bins = [int(math.log(ns or 1) * _BINS_PER_FACTOR_E) for ns in took_ns if ns >= 0]
+        self._durations.update(bins)
+        self._max_ns = max(self._max_ns, *took_ns)
         strata = self._lengths.add(took_ns, {*timed_at})
         if self._is_gpu_bound:
             strata = [0] * n
         self._strata_of_timed.extend(map(strata.__getitem__, timed_at))
-        for (steps, ns), at in ((self._all, range(n)), (self._timed, timed_at)):
-            for i in at:
-                if took_ns[i] >= 0:
-                    steps[strata[i]] += 1
-                    ns[strata[i]] += took_ns[i]
-        for i, stratum in enumerate(strata):
-            if stratum:
-                self._strata[stratum].newest.append(first + i)
+        for i, k in enumerate(strata):
+            stratum = self._strata[k]
+            if took_ns[i] >= 0:
+                stratum.n += 1
+                stratum.ns += took_ns[i]
+            if k:
+                stratum.newest.append(first + i)
+        for i in timed_at:
+            if took_ns[i] >= 0:
+                self._strata[strata[i]].timed_n += 1
+                self._strata[strata[i]].timed_ns += took_ns[i]
 
         # Add steps in order, because each block represents the untimed steps before it.
         records = {step.step_index - first: step for step in timed[n_warmup_read:]}
@@ -366,19 +332,17 @@ class UntimedSteps:
         strata = self._strata
         if strata[k].last is not None or k == 0:
             return strata[k].last
-        n, ns = self._all
-        mean_ns = ns[k] / max(n[k], 1)
         for other in (k + 1, k - 1):
             # Stratum 0 is no neighbor, because ordinary steps do not represent long steps.
             if 0 < other < _STRATA and strata[other].last is not None:
-                ratio = ns[other] / max(n[other], 1) / max(mean_ns, 1.0)
+                ratio = strata[other].mean_ns / max(strata[k].mean_ns, 1.0)
                 if 1 / _LONG_STEP < ratio < _LONG_STEP:
                     return strata[other].last
         return None
 
     def weights(self, n: int) -> npt.NDArray[np.float64]:
         """Return the number of steps that each of the newest `n` timed steps represents."""
-        per_stratum = np.array(self._all.steps) / np.maximum(self._timed.steps, 1)
+        per_stratum = np.array([each.n / max(each.timed_n, 1) for each in self._strata])
         return per_stratum[[*self._strata_of_timed][-n:]] if n else np.zeros(0)
 
     @property
@@ -388,13 +352,21 @@ class UntimedSteps:
         It is the fraction of the time that long steps exceed ordinary steps by, in all steps,
         divided by the same fraction in timed steps; at most 1.
         """
-        of_all, of_timed = _excess_share(self._all), _excess_share(self._timed)
+        of_all = _excess_share([(each.n, each.ns) for each in self._strata])
+        of_timed = _excess_share([(each.timed_n, each.timed_ns) for each in self._strata])
         return min(of_all / of_timed, 1.0) if of_timed > 0 else 1.0
 
-    @property
-    def knows_durations(self) -> bool:
-        """True if the host time of each step is its duration, as training was never GPU-bound."""
-        return not any(stratum.total.uncertain for stratum in self._strata)
+    def durations_ms(self) -> dict[str, Any]:
+        """Return the percentiles (accurate to 1 %) and the maximum as fields of a `PhaseStats`.
+
+        Empty if training was GPU-bound: then the host time of a step is not its duration.
+        """
+        if any(stratum.total.uncertain for stratum in self._strata):
+            return {}
+        centers_ms = [math.exp((bin_ + 0.5) / _BINS_PER_FACTOR_E) / 1e6 for bin_ in self._durations]
+        counts = np.array([*self._durations.values()])
+        p5_ms, p50_ms, p95_ms = percentiles(np.array(centers_ms), counts)
+        return {"p5_ms": p5_ms, "p50_ms": p50_ms, "p95_ms": p95_ms, "max_ms": self._max_ns / 1e6}
 
     def next_long(self) -> tuple[int, int] | None:
         """Return the index of the last long step, and the expected number of steps to the next.
@@ -410,9 +382,12 @@ class UntimedSteps:
         return chosen.newest[-1], max(distance, 1)
 
 
-def _excess_share(counts: _Counts) -> float:
-    """Return the excess of long steps over ordinary steps, as a fraction of the time of all."""
-    n, ns = np.array(counts.steps), np.array(counts.ns)
+def _excess_share(strata: Sequence[tuple[int, int]]) -> float:
+    """Return the excess of long steps over ordinary steps, as a fraction of the time of all.
+
+    `strata` has the number of steps and their time (in nanoseconds) of each stratum.
+    """
+    n, ns = np.array(strata).T
     ordinary_ns = ns[0] / max(n[0], 1)
     # After a slowdown, steps that were long at first may be shorter than ordinary steps.
     excess_ns = np.maximum(ns - n * ordinary_ns, 0.0)[1:].sum()
@@ -423,6 +398,8 @@ class _Stratum:
     """Untimed steps of a stratum, and the blocks of timed steps that represent them."""
 
     def __init__(self) -> None:
+        # Number and time of all steps, and of the timed steps.
+        self.n = self.ns = self.timed_n = self.timed_ns = 0
         self.newest = deque[int](maxlen=8)  # Indices of steps, timed or not.
         self.blocks = 0  # Number of blocks that may represent untimed steps.
         self.total = _Gap()  # All untimed steps.
@@ -434,7 +411,14 @@ class _Stratum:
         self._differences = 0  # Number of differences.
         self._squared_share_changes = defaultdict[str, float](float)
         self._squared_time_changes = defaultdict[str, float](float)
-        self._scale = _Scale()
+        # Factors that turn the variance of a step into the variance of the estimate for all gaps:
+        # for fractions of the step, in gaps of known duration (in ms²), and for times per step, in
+        # gaps of unknown duration (in steps²).
+        self._share_factor = self._time_factor = 0.0
+
+    @property
+    def mean_ns(self) -> float:
+        return self.ns / max(self.n, 1)
 
     def add_untimed(self, gap: _Gap) -> None:
         self._pending, self.total = self._pending.plus(gap), self.total.plus(gap)
@@ -446,7 +430,7 @@ class _Stratum:
         self.replace_last(block)
         self.blocks += 1
         self._represented.merge(self._pending.divided_like(block))
-        self._scale = self._scale.plus(self._pending, block)
+        self._share_factor, self._time_factor = self._factors(block)
         self._pending = _Gap()
 
     def replace_last(self, block: _Block) -> None:
@@ -471,14 +455,14 @@ class _Stratum:
             return self._pending.represented_by(block)
         sums = self._represented.copy()
         sums.merge(self._pending.divided_like(self.last))
-        last, scale = self.last, self._scale.plus(self._pending, self.last)
-        if not (scale.for_shares or scale.for_times):
+        last, (share_factor, time_factor) = self.last, self._factors(self.last)
+        if not (share_factor or time_factor):
             return Estimate(sums)
         errors_ms = {}
         if not self._differences:
             # A single block does not show how much blocks differ: use the maximum variance of a
             # fraction.
-            ms2 = scale.for_shares + scale.for_times * (last.ms / last.n) ** 2
+            ms2 = share_factor + time_factor * (last.ms / last.n) ** 2
             for name, share in last.device.items():
                 errors_ms[name] = 2 * math.sqrt(ms2 * (share * max(1 - share, 0.0)))
             return Estimate(sums, errors_ms)
@@ -487,22 +471,16 @@ class _Stratum:
         t = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.5 / freedom
         for name, share_changes in self._squared_share_changes.items():
             time_changes = self._squared_time_changes[name]
-            squares = scale.for_shares * share_changes + scale.for_times * time_changes
+            squares = share_factor * share_changes + time_factor * time_changes
             errors_ms[name] = math.sqrt(t * t / self._differences * squares)
         return Estimate(sums, errors_ms)
 
-
-class _Scale(NamedTuple):
-    """Factors that turn the variance of a step into the variance of the estimate for all gaps."""
-
-    for_shares: float = 0.0  # For fractions of the step, in gaps of known duration (in ms²).
-    for_times: float = 0.0  # For times per step, in gaps of unknown duration (in steps²).
-
-    def plus(self, gap: _Gap, block: _Block) -> "_Scale":
-        """Add the variance of a gap, and the variance of the block that represents it."""
+    def _factors(self, block: _Block) -> tuple[float, float]:
+        """Return both factors with the pending gap, and with the block that represents it."""
+        gap = self._pending
         ms2 = gap.ms * (gap.ms + block.ms) if gap.ms else 0.0
         n2 = gap.uncertain * (gap.uncertain + block.n)
-        return _Scale(self.for_shares + ms2 / block.n, self.for_times + n2 / block.n)
+        return self._share_factor + ms2 / block.n, self._time_factor + n2 / block.n
 
 
 def _combine(estimates: Sequence[Estimate]) -> Estimate:

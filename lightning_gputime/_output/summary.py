@@ -11,17 +11,14 @@ from lightning_gputime._diagnosis.loader import LoaderCase
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.culprits import STAGES
-from lightning_gputime._measurement.measurement import Measurement
+from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.memory import MemorySummary
 from lightning_gputime._measurement.observers import Section
-from lightning_gputime._measurement.plain import plain
 from lightning_gputime._measurement.ranks import STEP, RankSummary
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.slow import SlowSummary
-from lightning_gputime._measurement.stats import PhaseStats, table_rows
-from lightning_gputime._measurement.sums import WorkSummary
-from lightning_gputime._measurement.units import duration, percent, unit_of
+from lightning_gputime._measurement.sums import PhaseStats, WorkSummary, table_rows
+from lightning_gputime._measurement.units import duration, percent, plain, unit_of
 from lightning_gputime._measurement.wall_clock import ONCE, WallClockBreakdown
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._phases import BACKWARD, FIRST_STEPS, FORWARD

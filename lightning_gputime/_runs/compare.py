@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from lightning_gputime._measurement.history import list_phases
-from lightning_gputime._measurement.plain import plain
-from lightning_gputime._measurement.stats import largest_part
-from lightning_gputime._measurement.units import duration, unit_of
+from lightning_gputime._measurement.sums import largest_part
+from lightning_gputime._measurement.units import duration, plain, unit_of
 from lightning_gputime._measurement.wall_clock import STEPS
 from lightning_gputime._messages import Named, format_value
 from lightning_gputime._output.summary import PhaseSummary

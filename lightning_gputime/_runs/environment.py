@@ -25,13 +25,13 @@ from lightning_gputime._diagnosis.codes import COMMUNICATION
 from lightning_gputime._instrumentation.comm import is_distributed
 from lightning_gputime._instrumentation.loop import Loop, attribute, dataset_of, loaders_in
 from lightning_gputime._instrumentation.work import device_name
-from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
-from lightning_gputime._measurement.threads import ThreadTimes
+from lightning_gputime._measurement.measurement import CostlySetting, TrainingSetup
 from lightning_gputime._measurement.units import percent
 from lightning_gputime._measurement.wall_clock import FIRST_STEP
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, TimerOptions
 from lightning_gputime._phases import BACKWARD, CALLBACKS, FETCH
+from lightning_gputime._record.clock import ThreadTimes
 
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),

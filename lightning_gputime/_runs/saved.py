@@ -35,9 +35,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_gputime._measurement.history import History, list_phases, structured
-from lightning_gputime._measurement.plain import plain
 from lightning_gputime._measurement.slow import SlowStep
-from lightning_gputime._measurement.units import unit_of
+from lightning_gputime._measurement.units import plain, unit_of
 from lightning_gputime._messages import Named, WarnOnce, messages
 from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._output.table import Table, Tabular

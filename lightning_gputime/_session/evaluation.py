@@ -10,13 +10,12 @@ from typing import Any
 from lightning_gputime._instrumentation.boundaries import Boundaries
 from lightning_gputime._instrumentation.loop import BatchState, Loop
 from lightning_gputime._instrumentation.work import Items
-from lightning_gputime._measurement.means import MeanLog
+from lightning_gputime._measurement.measurement import TrainingSetup
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.sums import ThroughputReference
 from lightning_gputime._options import Options
-from lightning_gputime._output.loggers import LogWriter, MetricsLogger
+from lightning_gputime._output.loggers import LogWriter, MeanLog, MetricsLogger
 from lightning_gputime._phases import OTHER, StepRecord
 from lightning_gputime._record.clock import Clock, HostClock
 from lightning_gputime._record.pending_steps import BATCH

@@ -18,13 +18,13 @@ import torch.distributed
 
 from lightning_gputime._compat.torch_ import default_store
 from lightning_gputime._instrumentation.comm import is_distributed
-from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.ranks import BatchMeans, RankTotals, compare, since, totals_of
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.sums import Sums
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options
+from lightning_gputime._output.loggers import MeanLog
 from lightning_gputime._phases import StepRecord
 
 # Maximum time to wait for late ranks at the end. When a process dies, Lightning's launcher ends the

@@ -23,12 +23,12 @@ from lightning_gputime._instrumentation.patching import Attachment, Attachments,
 from lightning_gputime._instrumentation.work import WorkCounter
 from lightning_gputime._ledger.examiner import Examiner
 from lightning_gputime._ledger.schedule import ExaminationSchedule
-from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.memory import MemoryWatch
 from lightning_gputime._measurement.observers import ReadSteps, call_safely, methods, step_calls
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.wall_clock import EVALUATION, FIRST_STEP, STEPS
 from lightning_gputime._options import AUTO, Options
+from lightning_gputime._output.loggers import MeanLog
 from lightning_gputime._phases import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
@@ -781,7 +781,7 @@ class Session:
 
     def start_epoch(self, first_step: int, epoch: int) -> None:
         """Record that an epoch starts with the step `first_step`. Call it before that step ends."""
-        self._results.slowdowns.series.start_epoch(first_step, epoch)
+        self._results.series.start_epoch(first_step, epoch)
 
     def compare_ranks(self) -> None:
         """Compare the ranks over all steps so far. All ranks must call it."""

@@ -24,8 +24,7 @@ import numpy as np
 
 from lightning_gputime._compat.python_ import TUNE
 from lightning_gputime._diagnosis.diagnosis import Advice
-from lightning_gputime._measurement.plain import plain
-from lightning_gputime._measurement.units import duration
+from lightning_gputime._measurement.units import duration, plain
 from lightning_gputime._measurement.wall_clock import ONCE
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._runs.compare import compare_groups
