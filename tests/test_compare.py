@@ -113,7 +113,7 @@ NO_FETCH, FETCH = {"data/fetch": 0.0}, {"data/fetch": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "verdict", "sentence"),
+    ("before", "after", "direction", "sentence"),
     [
         ({}, {"backward": 0.6}, "slower", r"4\.2 % ± 0\.\d % slower: backward 0\.6\d* ± 0\.\d* ms"),
         ({}, {"forward": -1.0}, "faster", r"6\.5 % ± 0\.\d % faster: forward 0\.99 ± 0\.\d* ms"),
@@ -122,10 +122,10 @@ NO_FETCH, FETCH = {"data/fetch": 0.0}, {"data/fetch": 2.0}
     ],
 )
 def test_comparison_names_the_changed_phase_and_the_size_of_the_change(
-    before: dict[str, float], after: dict[str, float], verdict: str, sentence: str
+    before: dict[str, float], after: dict[str, float], direction: str, sentence: str
 ) -> None:
     found = compare(run(1, more=before), run(2, more=after))
-    assert found.verdict == verdict
+    assert found.direction == direction
     assert found.step.change_ms == pytest.approx(
         sum(row.change_ms for name, row in found.rows.items() if "/" not in name)
     )
@@ -161,7 +161,7 @@ def test_slow_steps_are_a_change_of_the_mean_only_if_they_recur(
     for column in ("step_ms", "backward_ms"):
         slow.history[column][steps] += more_ms
     found = compare(run(1), slow)
-    assert found.verdict == "alike"
+    assert found.direction == "alike"
     assert found.mean.change_ms == pytest.approx(more_ms * len(range(1000)[steps]) / 1000, abs=0.1)
     assert found.sentence.startswith(f"{ONE_RUN} {sentence}")
     assert [found.outcome(bound) for bound in (0.05, 0.1)] == outcomes
@@ -172,7 +172,7 @@ def test_equal_runs_rarely_differ_and_a_slowdown_of_one_percent_is_found() -> No
         (run(2 * i), run(2 * i + 1), run(2 * i + 1, more={"backward": 0.15})) for i in range(50)
     ]
     equal = sum(has_difference(compare(a, b)) for a, b, _ in pairs)
-    found = sum(compare(a, c).verdict == "slower" for a, _, c in pairs)
+    found = sum(compare(a, c).direction == "slower" for a, _, c in pairs)
     # 2.5 of 50 are expected to differ by chance.
     assert equal <= 4
     assert found >= 45
@@ -220,7 +220,7 @@ def test_spread_between_runs_widens_the_interval() -> None:
         # The relative change is a quotient, in which the error of `before` counts 12/11 times.
         ratio = quantile * math.sqrt(1 / 3 + (12 / 11) ** 2 / 3) / 11
         assert row.relative_error == pytest.approx(ratio, rel=0.001)
-    assert (found.runs, found.steps, found.verdict) == ((3, 3), (72, 72), "alike")
+    assert (found.runs, found.steps, found.direction) == ((3, 3), (72, 72), "alike")
 
 
 # Outcomes
@@ -292,7 +292,7 @@ def test_phase_change_is_found_in_a_noisy_step() -> None:
         return [run(i + round(loss_ms), more=ms) for i, ms in enumerate(more)]
 
     found = compare(runs(0.8, 0.0, 3.0, -2.0), runs(2.8, 1.0, -1.0, 4.0))
-    assert found.verdict == "alike"
+    assert found.direction == "alike"
     assert found.sentence.startswith("loss 2 ± 0.")
     assert " ms slower; typical step: no significant change (+" in found.sentence
     assert found.outcome(0.5, "loss") == found.outcome(0.5) == "regression"
@@ -379,7 +379,7 @@ def test_unsampled_time_widens_the_interval_of_every_phase() -> None:
     rows = {**summary.rows, "callbacks": replace(summary.rows["callbacks"], share=0.01)}
     found = compare(before, replace(after, _summary=with_facts(summary, rows=rows)))
     assert found.rows["callbacks"].change_ms < -1.0
-    assert found.rows["callbacks"].verdict == "alike"
+    assert found.rows["callbacks"].direction == "alike"
     assert found.rows["forward"].error_ms > 1.0
     assert found.step.error_ms < 0.5
     assert found.notes == ("44 % of the time was not sampled (after): pass every_n_steps=1",)
@@ -420,7 +420,7 @@ def test_several_groups_are_compared_with_the_first_at_a_shared_confidence() -> 
     error = stats.t.ppf(1 - 0.01 / 2, 4) * math.sqrt(1 / 3 + 1 / 3)
     assert found.step.error_ms == pytest.approx(error, rel=0.001)
     assert other.step.error_ms == pytest.approx(error, rel=0.001)
-    assert (found.verdict, other.verdict) == ("alike", "slower")
+    assert (found.direction, other.direction) == ("alike", "slower")
     assert other.names == ("group 1", "group 3")
     head, *lines = str(found).splitlines()
     assert head.endswith(
@@ -430,7 +430,7 @@ def test_several_groups_are_compared_with_the_first_at_a_shared_confidence() -> 
     assert step[:4] == ["step", "11.000", "11.000", "+0.000"]
     assert step[-2:] == ["+90.9%", "slower"]
     assert lines[-1].startswith("group 3: 90.9 % ± ")
-    assert found.to_dict()["others"][0]["verdict"] == "slower"
+    assert found.to_dict()["others"][0]["direction"] == "slower"
 
 
 # Runs that cannot be compared

@@ -85,7 +85,7 @@ def test_comparison_fits_the_schema(
     assert main(["compare", *paths, "--fail-above", "step:1%", flag]) == 1
     result = parse_valid(capsys.readouterr().out)
     assert result["outcome"] == "regression"
-    assert result["rows"]["backward"]["verdict"] == "slower"
+    assert result["rows"]["backward"]["direction"] == "slower"
     assert result["others"][0]["kind"] == "comparison"
     full = result_of(compare(*paths))
     assert paths_of(result) - {".outcome"} <= paths_of(json.loads(json.dumps(full)))

@@ -156,9 +156,9 @@ class RunComparison(Tabular):
     proportional: ProportionalStep | None = None
 
     @property
-    def verdict(self) -> str:
+    def direction(self) -> str:
         """Either "slower" or "faster" if the step changed significantly, else "alike"."""
-        return self.step.verdict
+        return self.step.direction
 
     @property
     def judged(self) -> list[str]:
@@ -281,7 +281,7 @@ class RunComparison(Tabular):
         if not self.step.is_significant or change_by_slow_steps > self.mean.relative_error:
             changed.append((MEAN, self.mean))
         phases = ", ".join(
-            f"{name} {unit.number(abs(row.change_ms))} ± {unit.of(row.error_ms)} {row.verdict}"
+            f"{name} {unit.number(abs(row.change_ms))} ± {unit.of(row.error_ms)} {row.direction}"
             for name, row in sorted(changed, key=lambda item: -abs(item[1].change_ms))
             if row.is_significant
         )
@@ -290,7 +290,7 @@ class RunComparison(Tabular):
         change = f"{100 * self.step.relative_change:+.{digits}f} % ± {100 * error:.{digits}f} %"
         if self.step.is_significant:
             phases = phases or "no single phase changed significantly"
-            claim = f"{change.lstrip('+-')} {self.verdict}: {phases}"
+            claim = f"{change.lstrip('+-')} {self.direction}: {phases}"
             return f"{claim}; {self.outside}" if self.outside else claim
         claim = f"no significant change of the step: {change}"
         if phases:
@@ -302,7 +302,7 @@ class RunComparison(Tabular):
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dicts of numbers for JSON, with None for NaN."""
-        derived = {"verdict": self.verdict, "sentence": self.sentence}
+        derived = {"direction": self.direction, "sentence": self.sentence}
         others = [other.to_dict() for other in self.others]
         result: dict[str, Any] = plain({**asdict(self), **derived, "others": others})
         return result
@@ -333,7 +333,7 @@ class RunComparison(Tabular):
             for other in compared:
                 row = other.step if name == "step" else other.rows[name]
                 is_judged = name in ("step", *other.judged)
-                note = row.verdict if row.is_significant and is_judged else ""
+                note = row.direction if row.is_significant and is_judged else ""
                 relative = row.relative_change
                 percent = "" if math.isnan(relative) else f"{relative:+.1%}"
                 if slash and not (row.before_ms and row.after_ms):

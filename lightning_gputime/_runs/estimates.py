@@ -69,7 +69,7 @@ class Difference:
         return abs(self.change_ms) > max(self.error_ms, self.resolution_ms)
 
     @property
-    def verdict(self) -> str:
+    def direction(self) -> str:
         """Either "slower" or "faster" if the change is significant, else "alike"."""
         if not self.is_significant:
             return "alike"

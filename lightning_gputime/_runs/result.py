@@ -11,7 +11,7 @@ from lightning_gputime._runs.compare import RunComparison
 from lightning_gputime._runs.estimates import Difference
 from lightning_gputime._runs.saved import Run
 
-VERSION, MINOR = 2, 0
+VERSION, MINOR = 3, 0
 """Increment `MINOR` to add a key, and `VERSION` to rename or remove a key."""
 
 # Limits of a brief result.
@@ -98,7 +98,7 @@ def _of_comparison(comparison: RunComparison, brief: bool) -> dict[str, Any]:
     }
     if not brief:
         return content
-    keys = ("verdict", "sentence", "names", "runs", "steps", "step", "mean", "notes", "others")
+    keys = ("direction", "sentence", "names", "runs", "steps", "step", "mean", "notes", "others")
     return _selected(content, keys) | {"rows": _selected(content["rows"], comparison.judged)}
 
 
@@ -114,7 +114,7 @@ def _brief_line(line: LineRow) -> dict[str, Any]:
 
 def _difference(row: Difference) -> dict[str, Any]:
     derived = {"change_ms": row.change_ms, "relative_change": row.relative_change}
-    found: dict[str, Any] = plain({**asdict(row), **derived, "verdict": row.verdict})
+    found: dict[str, Any] = plain({**asdict(row), **derived, "direction": row.direction})
     return found
 
 
