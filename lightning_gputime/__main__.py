@@ -42,11 +42,10 @@ warm-up. The times are those of a typical step (the mean over the middle half of
 the mean of all steps if steps were sampled. All intervals hold together with 95 % confidence.
 
   compare before.json.gz after.json.gz
-  compare folder_before folder_after folder_other
+  compare folder_before folder_after
 
-A folder means all runs in it. With more than two, each is compared with the first. One run per
-side does not show how much equal runs differ (the machine, its temperature, other users): run each
-side several times, alternately, as bench does.
+A folder means all runs in it. One run per side does not show how much equal runs differ (the
+machine, its temperature, other users): run each side several times, alternately, as bench does.
 """
 _REPORT = """\
 Make one page of a run, or of two side by side, to send to others: it needs no network and no other
@@ -116,9 +115,8 @@ def _new_parser() -> argparse.ArgumentParser:
     about = "compare two runs, or two groups of runs"
     compare = new("compare", help=about, description=_COMPARE, epilog=_CODES)
     compare.set_defaults(command=_compare)
-    before, after = "baseline run, or a folder of runs", "run to compare, or folders of runs"
-    compare.add_argument("before", metavar="BEFORE", help=before)
-    compare.add_argument("after", nargs="+", metavar="AFTER", help=after)
+    compare.add_argument("before", metavar="BEFORE", help="baseline run, or a folder of runs")
+    compare.add_argument("after", metavar="AFTER", help="run to compare, or a folder of runs")
     _add_bounds(compare)
     markdown = "print the comparison as Markdown, such as for a comment on a pull request"
     compare.add_argument("--markdown", action="store_true", help=markdown)
@@ -238,19 +236,16 @@ def _print_result(
 
 
 def _compare(args: argparse.Namespace) -> int:
-    found = package.compare(args.before, *args.after, allow_mismatch=args.allow_mismatch)
+    found = package.compare(args.before, args.after, allow_mismatch=args.allow_mismatch)
     return _show_comparison(found, args)
 
 
 def _show_comparison(found: "package.RunComparison", args: argparse.Namespace) -> int:
     """Print a comparison and its outcome for each bound. Return the exit code."""
-    lines = []
-    outcomes = {"passed"}
-    for group in (found, *found.others):
-        name = f"{group.names[1]}: " if found.others else ""
-        for bound, phase in args.fail_above:
-            outcomes.add(group.outcome(bound, phase))  # Raises if there is no such phase.
-            lines += [f"{name}{line}" for line in group.explain(bound, phase)]
+    lines, outcomes = [], {"passed"}
+    for bound in args.fail_above:
+        outcomes.add(found.outcome(*bound))  # Raises if there is no such phase.
+        lines += found.explain(*bound)
     worst = next(outcome for outcome in _CODE_OF_OUTCOME if outcome in outcomes)
     if args.json or args.brief:
         # Without a bound there is no outcome.

@@ -412,27 +412,6 @@ def test_alternating_runs_are_compared_in_pairs() -> None:
     assert not compare(before, [steady(9.0)] * 5).in_turns
 
 
-def test_several_groups_are_compared_with_the_first_at_a_shared_confidence() -> None:
-    groups = [[steady(ms + i) for i in range(3)] for ms in (10.0, 10.0, 20.0)]
-    found = compare(*groups)
-    [other] = found.others
-    # Each group has a variance of 1, and the two comparisons share the 2 % of a step.
-    error = stats.t.ppf(1 - 0.01 / 2, 4) * math.sqrt(1 / 3 + 1 / 3)
-    assert found.step.error_ms == pytest.approx(error, rel=0.001)
-    assert other.step.error_ms == pytest.approx(error, rel=0.001)
-    assert (found.direction, other.direction) == ("alike", "slower")
-    assert other.names == ("group 1", "group 3")
-    head, *lines = str(found).splitlines()
-    assert head.endswith(
-        "group 1 72 steps of 3 runs, group 2 72 steps of 3 runs, group 3 72 steps of 3 runs"
-    )
-    [step] = [line.split() for line in lines if line.startswith("step ")]
-    assert step[:4] == ["step", "11.000", "11.000", "+0.000"]
-    assert step[-2:] == ["+90.9%", "slower"]
-    assert lines[-1].startswith("group 3: 90.9 % ± ")
-    assert found.to_dict()["others"][0]["direction"] == "slower"
-
-
 # Runs that cannot be compared
 
 
@@ -521,21 +500,20 @@ def test_compare_exit_code_and_message_follow_from_the_bound(
     assert found.get("outcome") == (outcomes[code] if bounds else None)
 
 
-def test_compare_takes_folders_as_groups(tmp_path: Path, command: Command) -> None:
-    first, second, third, empty = (tmp_path / name for name in ("a", "b", "c", "none"))
-    for i, folder in enumerate((first, second, third, empty)):
+def test_compare_takes_folders(tmp_path: Path, command: Command) -> None:
+    before, after, empty = (tmp_path / name for name in ("a", "b", "none"))
+    for folder, more, runs in ((before, {}, 2), (after, {"backward": 9.0}, 2), (empty, {}, 0)):
         folder.mkdir()
-        more = {"backward": 9.0} if folder == third else {}
-        saved_to(folder, *(run(10 * i + j, more=more) for j in range(2 if folder != empty else 0)))
-    bounds = ("--fail-above=step:20", "--fail-above=forward:1%")
-    out, err = command("compare", first, second, third, *bounds, code=1)
-    assert f"{second} 2000 steps of 2 runs, {third} 2000 steps of 2 runs\n" in out
-    assert f"{third}: Regression: step is slower by more than 20 %.\n" in err
-    assert f"{second}: Passed: step is not slower by more than 20 %.\n" in err
-    out, err = command("compare", first, second, "--fail-above", "lost:2", code=2)
+        saved_to(folder, *(run(10 * len(more) + i, more=more) for i in range(runs)))
+    bounds = ("--fail-above=step:20", "--fail-above=forward:9%")
+    out, err = command("compare", before, after, *bounds, code=1)
+    assert "before 2000 steps of 2 runs, after 2000 steps of 2 runs\n" in out
+    regression, passed = REGRESSION.format("step", 20), "Passed: forward is not slower by more than"
+    assert err == f"{regression}\n{passed} 9 %.\n"
+    out, err = command("compare", before, after, "--fail-above", "lost:2", code=2)
     assert "no phase 'lost'; they have step, data, " in err
     assert out == ""
-    _, err = command("compare", first, empty, code=2)
+    _, err = command("compare", before, empty, code=2)
     assert f"after must be one or more runs, got none in {tmp_path}" in err
 
 

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,10 @@ class Difference:
             return "alike"
         return "slower" if self.change_ms > 0 else "faster"
 
+    def to_dict(self) -> dict[str, Any]:
+        derived = {"change_ms": self.change_ms, "relative_change": self.relative_change}
+        return {**asdict(self), **derived, "direction": self.direction}
+
     def outcome(self, bound: float, tolerance_ms: float = 0.0) -> Outcome:
         """Return whether the time grew by more than a fraction of the time before.
 
@@ -94,14 +98,6 @@ class Difference:
         max_change_ms = self.change_ms + self.error_ms
         is_passed = is_below or max_change_ms <= max(self.resolution_ms, tolerance_ms)
         return "passed" if is_passed else "cannot tell"
-
-
-def at_equal_speed(runs: Sequence[Estimate], slowness: Sequence[float]) -> list[Estimate]:
-    """Return the times of runs as if the host had been equally fast in all of them."""
-    return [
-        Estimate(run.values / slow, run.variances / slow**2, run.not_sampled_ms / slow)
-        for run, slow in zip(runs, slowness, strict=True)
-    ]
 
 
 def typical_step(times: Floats) -> Estimate:

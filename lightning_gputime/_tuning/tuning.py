@@ -28,7 +28,7 @@ from lightning_gputime._measurement.plain import plain
 from lightning_gputime._measurement.units import duration
 from lightning_gputime._measurement.wall_clock import ONCE
 from lightning_gputime._output.table import Table, Tabular
-from lightning_gputime._runs.compare import compare_groups
+from lightning_gputime._runs.compare import compare
 from lightning_gputime._runs.estimates import quantile_of_t
 from lightning_gputime._runs.saved import Run, load
 from lightning_gputime._tuning.child import LIGHTNING, LOADER, TRANSFORMERS
@@ -469,7 +469,7 @@ class Tuning(Tabular):
 def _changed_phase(trial: Trial) -> str:
     """Return the phase that changed most, such as "data -4.1 ms"; empty if it may be noise."""
     with suppress(ValueError):  # Too few timed steps.
-        found = compare_groups([[r.run for r in trial.before], [r.run for r in trial.after]])
+        found = compare([r.run for r in trial.before], [r.run for r in trial.after])
         rows = {name: row for name, row in found.rows.items() if "/" not in name}
         name = max(rows, key=lambda name: abs(rows[name].change_ms))
         if rows[name].is_significant:
