@@ -260,7 +260,7 @@ def _show_comparison(found: "package.RunComparison", args: argparse.Namespace) -
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from lightning_gputime._tuning.tuning import tune  # Imports torch.
+    from lightning_gputime._tuning import tune  # Imports torch.
 
     found = tune(args)
     _print(json.dumps(found.to_dict(), indent=2, allow_nan=False) if args.json else found)

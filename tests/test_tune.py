@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from lightning_gputime.__main__ import _new_parser
+from lightning_gputime._auto_instrumentation.tuned import LIGHTNING, LOADER, TRANSFORMERS
 from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, TimeBreakdown
-from lightning_gputime._tuning.child import LIGHTNING, LOADER, TRANSFORMERS
-from lightning_gputime._tuning.tuning import (
+from lightning_gputime._tuning import (
     Change,
     Parity,
     Report,
@@ -178,9 +178,7 @@ def outcomes(tuning: Tuning) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _no_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "lightning_gputime._tuning.tuning._changed_phase", lambda trial: "data -5 ms"
-    )
+    monkeypatch.setattr("lightning_gputime._tuning._changed_phase", lambda trial: "data -5 ms")
 
 
 def test_tuning_combines_the_changes_that_pay_off() -> None:

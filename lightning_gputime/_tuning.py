@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_gputime._compat.python_ import TUNE
+from lightning_gputime._auto_instrumentation.environment import TUNE
+from lightning_gputime._auto_instrumentation.tuned import LIGHTNING, LOADER, TRANSFORMERS
 from lightning_gputime._diagnosis.diagnosis import Advice
 from lightning_gputime._measurement.plain import plain
 from lightning_gputime._measurement.units import duration
@@ -31,7 +32,6 @@ from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._runs.compare import compare
 from lightning_gputime._runs.estimates import quantile_of_t
 from lightning_gputime._runs.saved import Run, load
-from lightning_gputime._tuning.child import LIGHTNING, LOADER, TRANSFORMERS
 
 Effect = Literal["none", "rounding", "random numbers", "numerics"]
 """Effect of a change on the losses, which decides how far the mean loss may move.
