@@ -294,32 +294,34 @@ class Trial:
         )
 
     @property
-    def is_kept(self) -> bool:
-        # Without a pair of runs, `low` is 0.
-        is_faster = not self.error and self.speed_up.low > _MIN_SPEED_UP
-        return is_faster and self.parity.is_good(self.change)
-
-    @property
-    def is_decided(self) -> bool:
-        n = len(self.after)
-        if n and not self.parity.is_good(self.change):
-            return True
-        speed_up = self.speed_up
-        is_certain = speed_up.low > _MIN_SPEED_UP or speed_up.high < _MIN_SPEED_UP
-        return n >= _LOOKS[-1] or (n in _LOOKS and is_certain)
-
-    @property
     def outcome(self) -> str:
         if self.error or not self.after:
             return self.error or "not tried: the budget ended"
         if not self.parity.is_good(self.change):
             return "rejected: the losses differ"
-        if self.is_kept:
+        speed_up = self.speed_up
+        if speed_up.low > _MIN_SPEED_UP:
             return "kept"
-        if not self.is_decided:
-            return "uncertain: the budget ended"
-        is_slower = self.speed_up.high < _MIN_SPEED_UP
-        return "rejected: not faster" if is_slower else "uncertain: the gain is within the noise"
+        n = len(self.after)
+        if n in _LOOKS and speed_up.high < _MIN_SPEED_UP:
+            return "rejected: not faster"
+        if n == _LOOKS[-1]:
+            return "uncertain: the gain is within the noise"
+        return "uncertain: the budget ended"
+
+    @property
+    def is_kept(self) -> bool:
+        return self.outcome == "kept"
+
+    @property
+    def is_decided(self) -> bool:
+        """True if no further pair of runs is needed."""
+        is_look = len(self.after) in _LOOKS
+        return (
+            self.outcome.startswith("rejected")
+            or (self.is_kept and is_look)
+            or (len(self.after) == _LOOKS[-1])
+        )
 
 
 @dataclass(slots=True)

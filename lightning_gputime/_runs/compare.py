@@ -21,7 +21,6 @@ from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._phases import in_order, of_one_callback
 from lightning_gputime._runs.environment import Environment
 from lightning_gputime._runs.estimates import (
-    MAX_RUNS,
     MIN_STEPS,
     OUTCOMES,
     RESOLUTION_MS,
@@ -32,7 +31,6 @@ from lightning_gputime._runs.estimates import (
     differences,
     mean_of_all_steps,
     mean_step,
-    runs_needed,
     typical_step,
 )
 from lightning_gputime._runs.host_speed import (
@@ -53,6 +51,7 @@ _MIN_OUTSIDE_SHARE = 0.05  # Smaller changes outside of the steps are not report
 _MIN_NOT_SAMPLED_SHARE = 0.01
 _MIN_LINE, _MAX_LINES = 0.02, 5  # Change as a fraction of the step, and number of functions.
 _MIN_PAIRS = 5  # Minimum number of pairs to estimate their spread.
+_MIN_RUNS, _MAX_RUNS = 3, 100  # Range of suggested numbers of runs per side.
 MEAN = "the mean of all steps"
 _ONE_RUN = "One run per side: the difference may be noise between runs."
 
@@ -161,14 +160,17 @@ class RunComparison(Tabular):
 
         The mean of all steps is included only if it does not pass, and not with the step's outcome.
         """
+        known = self._known
+        if phase and phase not in known:
+            raise ValueError(f"the runs have no phase {phase!r}; they have {', '.join(known)}")
         tolerances_ms = {} if phase else dict.fromkeys(self.judged, bound * self.step.before_ms)
-        chosen = self._chosen(phase)
         found = {
-            name: row.outcome(bound, tolerances_ms.get(name, 0.0)) for name, row in chosen.items()
+            name: known[name].outcome(bound, tolerances_ms.get(name, 0.0))
+            for name in ([phase] if phase else ["step", *self.judged])
         }
-        if "step" in chosen and self.proportional is not None:
+        if "step" in found and self.proportional is not None:
             found["step"] = self.proportional.outcome(bound, self.step)
-        if "step" in chosen and not self.is_sampled:
+        if "step" in found and not self.is_sampled:
             outcome = self.mean.outcome(bound)
             # Single slow steps make the mean uncertain in most runs, so a "cannot tell" passes if
             # the estimate is within the bound.
@@ -189,46 +191,32 @@ class RunComparison(Tabular):
                 f"Passed: {phase or 'the step'} is not slower by more than {percent}{proportion}."
             ]
         if outcome == "regression":
-            of = {"step": proportion}
             return [
-                f"Regression: {name} is slower by more than {percent}{of.get(name, '')}."
+                f"Regression: {name} is slower by more than {percent}"
+                f"{proportion if name == 'step' else ''}."
                 for name in names
             ]
-        needed = self.runs_needed(bound, phase)
-        about = "at least" if max(self.runs) == 1 else "about"
-        remedy = f"{about} {needed} runs per side would decide"
-        if needed is None:
-            remedy = f"more than {MAX_RUNS} runs per side would be needed"
+        # The error falls with the square root of the number of runs.
+        runs, needed = 2 / (1 / self.runs[0] + 1 / self.runs[1]), float(_MIN_RUNS)
+        for row in ({**self._known, MEAN: self.mean}[name] for name in names):
+            distance = abs(row.relative_change - bound)
+            if math.isfinite(row.relative_error):
+                ratio = row.relative_error / distance if distance else math.inf
+                needed = max(needed, runs * ratio**2)
+        if needed > _MAX_RUNS:
+            remedy = f"more than {_MAX_RUNS} runs per side would be needed"
+        else:
+            about = "at least" if max(self.runs) == 1 else "about"
+            remedy = f"{about} {math.ceil(needed)} runs per side would decide"
         are = "is" if len(names) == 1 else "are"
         question = f"whether {', '.join(names)} {are} slower by more than {percent}"
         return [f"Cannot tell {question}: {remedy}."]
 
-    def runs_needed(self, bound: float, phase: str = "") -> int | None:
-        """Return the runs per side after which no outcome would be "cannot tell".
-
-        This is so in four of five cases, if the spread between runs stays as observed. At least 3;
-        None if more than 100 would be needed, or if no outcome is "cannot tell".
-        """
-        chosen = {MEAN: self.mean, **self._chosen(phase)}
-        confidence = 1 - _FALSE_ALARMS["step"]
-        needed = [
-            runs_needed(chosen[name], bound, self.runs, confidence, self.in_turns)
-            for name, outcome in self.outcomes(bound, phase).items()
-            if outcome == "cannot tell"
-        ]
-        if not all(needed):  # None: more than 100.
-            return None
-        return max(filter(None, needed), default=None)
-
-    def _chosen(self, phase: str) -> dict[str, Difference]:
-        """Return the named phase or entry; if `phase` is empty, the step and `judged` phases."""
+    @property
+    def _known(self) -> dict[str, Difference]:
+        """The step, phases and entries by name. A phase may share its name with an entry."""
         phases = {"step": self.step, **self.rows}
-        # A phase may share its name with an entry of the wall clock: use the phase.
-        known = phases | {name: row for name, row in self.wall_clock.items() if name not in phases}
-        if phase and phase not in known:
-            raise ValueError(f"the runs have no phase {phase!r}; they have {', '.join(known)}")
-        names = [phase] if phase else ["step", *self.judged]
-        return {name: known[name] for name in names}
+        return phases | {name: row for name, row in self.wall_clock.items() if name not in phases}
 
     @property
     def sentence(self) -> str:
