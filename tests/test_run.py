@@ -408,61 +408,51 @@ STUBS = {
     "lightning_fabric": "assert importlib.util.find_spec('stub_torch'); import stub_torch",
     "accelerate": "importlib.util.find_spec('stub_transformers'); import stub_torch",
 }
+Watch = tuple[auto._WatchingFinder, list[str]]
 
 
 @pytest.fixture
-def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Add `stub_torch` etc. to Python's path, and return the list of imports that `watch` saw."""
+def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    """Add `stub_torch` etc. to Python's path. Return a finder, and the imports that it noticed."""
     for name, text in STUBS.items():
         path = tmp_path / f"stub_{name}"
         path = path.with_suffix(".py") if "/" in name else path / "__init__.py"
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"import importlib.util\n{text}\nis_done = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield []
-    unload_stubs()
+    noticed: list[str] = []
 
+    def notice(name: str) -> None:
+        assert sys.modules[name].is_done
+        noticed.append(name)
 
-def unload_stubs() -> None:
+    names = ("stub_torch", "stub_transformers.trainer")
+    yield auto._WatchingFinder({name: partial(notice, name) for name in names}), noticed
     for name in [name for name in sys.modules if name.startswith("stub_")]:
         del sys.modules[name]
 
 
-def watch(imported: list[str]) -> auto._WatchingFinder:
-    """Return a finder that lists the watched stubs once they are imported."""
-
-    def notice(name: str) -> None:
-        assert sys.modules[name].is_done
-        imported.append(name)
-
-    names = ("stub_torch", "stub_transformers.trainer")
-    return auto._WatchingFinder({name: partial(notice, name) for name in names})
-
-
+@pytest.mark.parametrize("first", [*permutations(("torch", *LIBRARIES), 2)], ids="-".join)
 def test_imports_are_noticed_in_any_order(
-    stubs: list[str], monkeypatch: pytest.MonkeyPatch
+    first: tuple[str, str], watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for order in permutations(("torch", *LIBRARIES)):
-        unload_stubs()
-        stubs.clear()
-        finder = watch(stubs)
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-            for name in order:
-                importlib.import_module(f"stub_{name}")
-            assert stubs == ["stub_torch"], order
-            importlib.import_module("stub_transformers.trainer")
-        assert stubs == ["stub_torch", "stub_transformers.trainer"], order
-        # The finder leaves no trace on the module.
-        loader = sys.modules["stub_torch"].__spec__.loader  # type: ignore[union-attr]
-        assert type(loader) is SourceFileLoader
-        assert sys.modules["stub_torch"].__loader__ is loader
+    finder, noticed = watch
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    for name in (*first, "torch", *LIBRARIES):
+        importlib.import_module(f"stub_{name}")
+    assert noticed == ["stub_torch"]
+    importlib.import_module("stub_transformers.trainer")
+    assert noticed == ["stub_torch", "stub_transformers.trainer"]
+    # The finder leaves no trace on the module.
+    loader = sys.modules["stub_torch"].__loader__
+    assert type(loader) is SourceFileLoader
+    assert "exec_module" not in vars(loader)
 
 
 def test_watched_import_is_noticed_once_it_has_succeeded(
-    stubs: list[str], monkeypatch: pytest.MonkeyPatch
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finder = watch(stubs)
+    finder, noticed = watch
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     spec: Any = importlib.util.find_spec("stub_torch")
     assert copy.copy(spec.loader).get_source("stub_torch")
@@ -471,22 +461,22 @@ def test_watched_import_is_noticed_once_it_has_succeeded(
     source.write_text("raise KeyError(3)")
     with pytest.raises(KeyError, match="3"):
         importlib.import_module("stub_torch")
-    assert not stubs
+    assert not noticed
     source.write_text(text)
     # A lazy import runs the module when one of its attributes is first used.
     spec = importlib.util.find_spec("stub_torch")
     spec.loader = importlib.util.LazyLoader(spec.loader)
     module = sys.modules["stub_torch"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert not stubs
+    assert not noticed
     assert module.is_done
-    assert stubs == ["stub_torch"]
+    assert noticed == ["stub_torch"]
 
 
 def test_import_that_bypasses_the_finder_is_reported(
-    stubs: list[str], caplog: pytest.LogCaptureFixture
+    watch: Watch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    finder = watch(stubs)
+    finder, _ = watch
     auto._report_unwatched(finder, os.getpid())
     importlib.import_module("stub_torch")  # Bypasses the finder, which is not in sys.meta_path.
     auto._report_unwatched(finder, os.getpid() + 1)  # As if in a process that the script forked.
@@ -506,24 +496,6 @@ def test_table_of_run_names_the_flag_of_an_advised_option(
     assert capsys.readouterr().err.endswith(f"\n\n{note}\n")
     assert "Not measured: MFU (pass flops=)" in str(timer.summary())
     assert note not in str(timer.summary())
-
-
-def test_only_rank_zero_prints_and_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    finalized: list[object] = []
-
-    def finalize(_: None, function: object, args: Any, kwargs: Any = None, **__: Any) -> None:
-        finalized.extend([*args, *(kwargs or {}).values()])
-
-    monkeypatch.setattr(adding, "Finalize", finalize)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    timer = GPUPhaseTimer()
-    assert adding.finish_at_exit(timer, {"save_path": "run.json"}) is None
-    assert finalized == [timer]  # It sends its times to rank zero.
-    finalized.clear()
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    adding.finish_at_exit(timer, {"save_path": "run.json"})
-    assert finalized == [timer, "run.json", True]
 
 
 def test_each_timer_of_a_script_saves_to_a_separate_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -811,15 +783,15 @@ OLD_PYTHONS = ("python2.7", "python3.6", "python3.8", "python3.9", "python3.10",
 @pytest.mark.parametrize("name", OLD_PYTHONS)
 def test_python_without_the_package_ignores_the_variable(name: str, tmp_path: Path) -> None:
     found = [shutil.which(name), *Path.home().glob(f".pyenv/versions/*/bin/{name}")]
-    pythons = [str(path) for path in found if path and ".pyenv/shims" not in str(path)]
-    if not pythons:
+    python = next((path for path in found if path and ".pyenv/shims" not in str(path)), None)
+    if python is None:
         pytest.skip(f"needs {name}")
     site = PACKAGE / "lightning_gputime" / "_auto_instrumentation" / "site"
     (tmp_path / "sitecustomize.py").write_text("print('hidden')")
     for path, expected in (f"{site}", "trained\n"), (f"{site}:{tmp_path}", "hidden\ntrained\n"):
         variables = {VARIABLE: "1", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
-            [pythons[0], "-c", "print('trained')"],
+            [python, "-c", "print('trained')"],
             env={**os.environ, **variables},
             capture_output=True,
             text=True,
@@ -855,11 +827,12 @@ def test_interrupt_reaches_the_script(run: Runner) -> None:
 
 
 @pytest.mark.slow
-def test_each_rank_has_one_timer_and_only_rank_zero_prints(run: Runner) -> None:
+def test_each_rank_has_one_timer_and_only_rank_zero_prints_and_saves(run: Runner) -> None:
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
-    _, err = run(PLAIN, *RUN, "-m", *launcher)
+    _, err = run(PLAIN, *SAVED, "-m", *launcher)
     assert err.count("Time per step") == err.count("Timing the loop") == 1
     assert "No step is timed" not in err
+    assert [path.name for path in run.folder.glob("run*.json")] == ["run.json"]
 
 
 @pytest.mark.slow
