@@ -11,7 +11,6 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lightning_gputime._auto_instrumentation.command import new_folder
 from lightning_gputime._auto_instrumentation.environment import TUNE
 from lightning_gputime._auto_instrumentation.tuned import LIGHTNING, LOADER, TRANSFORMERS
 from lightning_gputime._diagnosis.diagnosis import Advice
@@ -492,11 +492,8 @@ def tune(args: argparse.Namespace) -> Tuning:
         raise ValueError(
             f"--steps must be {_MIN_STEPS} or more, got {args.steps}: the first steps are warm-up"
         )
-    folder = Path(args.out or tempfile.mkdtemp(prefix="tune-")).expanduser()
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"--out must be a new folder: {folder} has files. Choose another name")
-    folder.mkdir(parents=True, exist_ok=True)
-    tuning = Tuning(Script(args.script, folder, args.steps), args.budget, args.allow_numerics)
+    script = Script(args.script, new_folder(args.out, "tune"), args.steps)
+    tuning = Tuning(script, args.budget, args.allow_numerics)
     try:
         tuning.run()
     except RunError as error:

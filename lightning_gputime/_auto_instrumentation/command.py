@@ -79,20 +79,29 @@ def add_json_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--brief", action="store_true", help="print a short result as JSON")
 
 
-def run_to_file(args: argparse.Namespace, path: Path) -> int:
-    """Run the script as `run` does, but in a subprocess whose output goes to stderr."""
-    # `_run_and_save` expects the options of `run` in front of the script.
-    command = ["-m", *args.script] if args.is_module else [*args.script]
-    for flag, name in FLAGS.items():
-        value = getattr(args, name)
-        if value is not None and name != "save_path":
-            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            command.insert(0, flag if name in SWITCHES else f"{flag}={text}")
-    return _run_and_save(command, path)
-
-
 def run(args: argparse.Namespace) -> int:
     """Replace this process with the script. If an option is invalid, raise ValueError instead."""
+    program, arguments = _prepare(args)
+    # Replace this process, so that signals, exit code and tracebacks are those of the script.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; restore the default.
+    try:
+        os.execv(program, arguments)
+    except OSError as error:
+        raise ValueError(
+            f"{program} cannot be executed ({error.strerror}): name the program that runs it,"
+            f" as in `run bash {program}`, or add a first line such as #!/bin/bash"
+        ) from None
+
+
+def run_to_file(args: argparse.Namespace, path: Path) -> int:
+    """Run the script as `run` does, but in a subprocess whose output goes to stderr."""
+    args.save_path = str(path)
+    program, arguments = _prepare(args)
+    return _wait(subprocess.Popen(arguments, executable=program, stdout=2))
+
+
+def _prepare(args: argparse.Namespace) -> tuple[str, list[str]]:
+    """Write the options of `run` to the environment. Return the program to start, and its argv."""
     given = vars(args)
     if not args.script:
         raise ValueError("no script is given: write run train.py, or run -m package.module")
@@ -113,18 +122,10 @@ def run(args: argparse.Namespace) -> int:
     os.environ |= {VARIABLE: json.dumps(wanted), BEGAN: str(time.time())}
     paths = [os.path.join(os.path.dirname(__file__), "site"), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    # Replace this process, so that signals, exit code and tracebacks are those of the script.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; restore the default.
     if program is not None:
-        try:
-            os.execv(program, args.script)
-        except OSError as error:
-            raise ValueError(
-                f"{program} cannot be executed ({error.strerror}): name the program that runs it,"
-                f" as in `run bash {program}`, or add a first line such as #!/bin/bash"
-            ) from None
+        return program, args.script
     script = ["-m", *args.script] if args.is_module else args.script
-    os.execv(sys.executable, [sys.executable, *interpreter_flags(), *script])
+    return sys.executable, [sys.executable, *interpreter_flags(), *script]
 
 
 def _value(text: str) -> Any:
@@ -155,9 +156,7 @@ def bench(args: argparse.Namespace) -> "RunComparison":
             raise ValueError(f"{side} must be a command such as train.py, got {command!r}")
     if args.turns < 2:
         raise ValueError(f"--turns must be 2 or more, got {args.turns}: one run shows no noise")
-    folder = Path(args.out or tempfile.mkdtemp(prefix="bench-")).expanduser()
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"--out must be a new folder: {folder} has files. Choose another name")
+    folder = new_folder(args.out, "bench")
     looks = [*(n for n in _LOOKS if n < args.turns), args.turns]
     runs: dict[str, list[Path]] = {side: [] for side in commands}
     for turn in range(1, args.turns + 1):
@@ -199,20 +198,33 @@ def _save_run(command: str, path: Path) -> None:
 
 
 def _run_and_save(command: Sequence[str], path: Path) -> int:
-    """Run a command with `run`. Return the exit code; 128 + n if signal n ended the command."""
+    """Run a command with `run`, and return its exit code."""
     run = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
     # Send the command's output to stderr, because stdout is for results.
-    process = subprocess.Popen([*run, *command], stdout=2)
+    return _wait(subprocess.Popen([*run, *command], stdout=2))
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Return the exit code of a process; 128 + n if signal n ended it."""
     is_interrupted = False
     while True:
         try:
             code = process.wait()
             break
-        except KeyboardInterrupt:  # The command also got the signal, and may need time to exit.
+        except KeyboardInterrupt:  # The process also got the signal, and may need time to exit.
             is_interrupted = True
     if is_interrupted:
         return 128 + signal.SIGINT
     return code if code >= 0 else 128 - code
+
+
+def new_folder(path: str | None, command: str) -> Path:
+    """Return a new folder for the runs of a command; without a path, a temporary folder."""
+    folder = Path(path or tempfile.mkdtemp(prefix=f"{command}-")).expanduser()
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"--out must be a new folder: {folder} has files. Choose another name")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _report(text: str) -> None:

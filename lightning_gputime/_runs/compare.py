@@ -57,6 +57,7 @@ _ONE_RUN = "One run per side: the difference may be noise between runs."
 
 Source = Run | str | os.PathLike[str]
 _PATHS = (str, os.PathLike)
+_SIDES = ("before", "after")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,6 @@ class RunComparison(Tabular):
         steps: Number of steps on each side, timed or not.
         notes: Further differences, such as the version of torch.
         outside: Sentence on the time outside of the steps; empty if it hardly differs.
-        names: Names of the sides.
         in_turns: True if the runs alternated, so that each is compared with its neighbor.
         is_sampled: True if the times are estimates for all steps, timed or not.
         wall_clock: Total time of each entry of the wall clock that both sides have, such as
@@ -116,7 +116,6 @@ class RunComparison(Tabular):
     steps: tuple[int, int]
     notes: tuple[str, ...] = ()
     outside: str = ""
-    names: tuple[str, str] = ("before", "after")
     in_turns: bool = False
     is_sampled: bool = False
     wall_clock: Mapping[str, Difference] = field(default_factory=dict)
@@ -279,7 +278,7 @@ class RunComparison(Tabular):
 
     def _table(self) -> Table:
         unit = unit_of(self.step.before_ms)
-        lines = [("phase", *self.names, "change", "95 %", "change in %", "")]
+        lines = [("phase", *_SIDES, "change", "95 %", "change in %", "")]
         for name, row in {**self.rows, "step": self.step}.items():
             _, slash, part = name.partition("/")
             is_judged = name in ("step", *self.judged)
@@ -288,7 +287,7 @@ class RunComparison(Tabular):
             percent = "" if math.isnan(relative) else f"{relative:+.1%}"
             if slash and not (row.before_ms and row.after_ms):
                 # The other side may not have timed it, for example as its code has no such phase.
-                note, percent = f"only {self.names[0 if row.before_ms else 1]}", ""
+                note, percent = f"only {_SIDES[0 if row.before_ms else 1]}", ""
             cells = (
                 f"  {part}" if slash else name,
                 unit.cell(row.before_ms),
@@ -301,7 +300,7 @@ class RunComparison(Tabular):
             lines.append(cells)
         counts = [
             f"{name} {steps} steps" + (f" of {runs} runs" if runs > 1 else "")
-            for name, steps, runs in zip(self.names, self.steps, self.runs, strict=True)
+            for name, steps, runs in zip(_SIDES, self.steps, self.runs, strict=True)
         ]
         step = "Mean of all steps" if self.is_sampled else "A typical step"
         alternating = ", alternating" if self.in_turns else ""
@@ -352,10 +351,9 @@ def compare_sides(
     If the comparison is repeated as runs are added, each has an `error_share`: the fraction of the
     probability of a false alarm that it may use. Smaller fractions widen the intervals.
     """
-    names = ("before", "after")
-    before, after = sides = (_load_side(names[0], before), _load_side(names[1], after))
+    before, after = sides = (_load_side("before", before), _load_side("after", after))
     runs = [*before, *after]
-    notes = _differing_environments(names, sides, allow_mismatch)
+    notes = _differing_environments(sides, allow_mismatch)
     in_turns = _took_turns(before, after)
     is_sampled = any(_is_sampled(run.summary()) for run in runs)
 
@@ -398,7 +396,7 @@ def compare_sides(
             in_turns=in_turns,
             resolution_ms=[step.resolution_ms],
         )
-    for name, of_side in zip(names, estimates, strict=True):
+    for name, of_side in zip(_SIDES, estimates, strict=True):
         share = np.mean([estimate.not_sampled_ms / estimate.values[0] for estimate in of_side])
         if share > _MIN_NOT_SAMPLED_SHARE:
             unsampled = f"{100 * share:.0f} % of the time was not sampled ({name})"
@@ -412,7 +410,7 @@ def compare_sides(
         runs=(len(before), len(after)),
         steps=(sum(map(_count_steps, before)), sum(map(_count_steps, after))),
         notes=tuple(notes),
-        outside=_outside(names, entries),
+        outside=_outside(entries),
         in_turns=in_turns,
         is_sampled=is_sampled,
         wall_clock=_compare_wall_clocks(entries, step_confidence, in_turns),
@@ -448,9 +446,7 @@ def _load_side(name: str, group: Source | Sequence[Source]) -> list[Run]:
     return sorted(runs, key=lambda run: run.environment.started)
 
 
-def _differing_environments(
-    names: Sequence[str], sides: Sequence[Sequence[Run]], allow_mismatch: bool
-) -> list[str]:
+def _differing_environments(sides: Sequence[Sequence[Run]], allow_mismatch: bool) -> list[str]:
     """Return a sentence per field in which the environments differ. Raise if the work differs."""
     notes = {}
     for name in (item.name for item in fields(Environment)):
@@ -461,7 +457,7 @@ def _differing_environments(
         if len(set().union(*values)) > 1:
             of_sides = (
                 f"{' or '.join(sorted(map(str, known))) or 'unknown'} ({side})"
-                for side, known in zip(names, values, strict=True)
+                for side, known in zip(_SIDES, values, strict=True)
             )
             notes[name] = f"{name} is {' and '.join(of_sides)}"
     mismatches = [note for name, note in notes.items() if name in MUST_AGREE]
@@ -572,7 +568,7 @@ def _compare_wall_clocks(
     return Named(zip(names, rows, strict=True))
 
 
-def _outside(names: Sequence[str], entries: Sequence[Sequence[Mapping[str, float]]]) -> str:
+def _outside(entries: Sequence[Sequence[Mapping[str, float]]]) -> str:
     """Return a sentence on the time outside of the steps; empty if it hardly differs."""
     outside_s, wall_s = [], []  # Means over the runs of each side.
     for side in entries:
@@ -584,6 +580,6 @@ def _outside(names: Sequence[str], entries: Sequence[Sequence[Mapping[str, float
         return ""
     before, after = (
         f"{duration(1e3 * outside)} of {duration(1e3 * wall)} ({name})"
-        for name, outside, wall in zip(names, outside_s, wall_s, strict=True)
+        for name, outside, wall in zip(_SIDES, outside_s, wall_s, strict=True)
     )
     return f"time outside of the steps (not tested for significance): {before} and {after}"

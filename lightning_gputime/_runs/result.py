@@ -92,7 +92,7 @@ def _of_comparison(comparison: RunComparison, brief: bool) -> dict[str, Any]:
     content = comparison.to_dict()
     if not brief:
         return content
-    keys = ("direction", "sentence", "names", "runs", "steps", "step", "mean", "notes")
+    keys = ("direction", "sentence", "runs", "steps", "step", "mean", "notes")
     return _selected(content, keys) | {"rows": _selected(content["rows"], comparison.judged)}
 
 
