@@ -117,9 +117,7 @@ def _new_parser() -> argparse.ArgumentParser:
     compare.set_defaults(command=_compare)
     compare.add_argument("before", metavar="BEFORE", help="baseline run, or a folder of runs")
     compare.add_argument("after", metavar="AFTER", help="run to compare, or a folder of runs")
-    _add_bounds(compare)
-    markdown = "print the comparison as Markdown, such as for a comment on a pull request"
-    compare.add_argument("--markdown", action="store_true", help=markdown)
+    _add_comparison_arguments(compare)
 
     failed = f"{_CODES}If a command fails, bench exits with 2; 128 + n if signal n ended it."
     bench = new(
@@ -127,8 +125,7 @@ def _new_parser() -> argparse.ArgumentParser:
     )
     bench.set_defaults(command=lambda args: _show_comparison(command.bench(args), args))
     command.add_bench_arguments(bench)
-    _add_bounds(bench)
-    bench.add_argument("--markdown", action="store_true", help=markdown)
+    _add_comparison_arguments(bench)
 
     tune = new("tune", help="try the advice, and measure its effect", description=_TUNE)
     tune.set_defaults(command=_tune)
@@ -152,7 +149,7 @@ def _new_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_bounds(parser: argparse.ArgumentParser) -> None:
+def _add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
     above = (
         "largest allowed slowdown: exit with 1 if the step, or any phase of at least 1 %% of it, is"
         " slower by more, and with 3 if that cannot be decided. PHASE:5%% limits one phase,"
@@ -163,6 +160,8 @@ def _add_bounds(parser: argparse.ArgumentParser) -> None:
     )
     allow_mismatch = "also compare runs of another GPU, world size or batch size"
     parser.add_argument("--allow-mismatch", action="store_true", help=allow_mismatch)
+    markdown = "print the comparison as Markdown, such as for a comment on a pull request"
+    parser.add_argument("--markdown", action="store_true", help=markdown)
     command.add_json_arguments(parser)
 
 

@@ -59,7 +59,6 @@ FLAGS = {f"--{name.replace('_', '-')}": name for name in (*SWITCHES, *VALUES)}
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(command=run)
     parser.allow_abbrev = False  # Unknown options may be the script's.
     for flag, name in FLAGS.items():
         if name in SWITCHES:
