@@ -97,11 +97,8 @@ def environment_of(loop: Loop, options: Options, **known: Any) -> Environment:
         for name in TimerOptions.__annotations__:
             value = getattr(options, name)
             if value != getattr(defaults, name):
-                is_collection = isinstance(value, Mapping | Sequence) and not isinstance(value, str)
-                # A mapping, such as modules by name, is saved as its keys.
-                content = [*value] if is_collection else value
-                with suppress(TypeError):
-                    changed[name] = json.loads(json.dumps(content))
+                with suppress(TypeError):  # JSON cannot store functions and observers.
+                    changed[name] = json.loads(json.dumps(value))
         found = {
             "device": _processor() if device.type == "cpu" else device_name(device),
             "device_type": device.type,
