@@ -189,8 +189,8 @@ class EarlyStages(StagedLoaders):
 
     def __init__(self) -> None:
         super().__init__(self._is_included, time.perf_counter_ns, self._add_loader)
-        self._newest: Loader | None = None  # Times of the iterator under construction.
-        self._by_iterator = WeakKeyDictionary[Any, Loader]()
+        self._newest: Any = None  # Times of the loader whose iterator is under construction.
+        self._by_iterator = WeakKeyDictionary[Any, Any]()
 
     def remove(self) -> None:
         """Stop timing, and forget all times. Unlike the base class, this can be attached again."""
