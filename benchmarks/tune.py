@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from record import environment, new_parser, save
 
-from lightning_gputime._tuning.tuning import Script
+from lightning_gputime._tuning import Script
 
 HEAD = """
 import argparse, os, time

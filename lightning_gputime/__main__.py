@@ -42,11 +42,10 @@ warm-up. The times are those of a typical step (the mean over the middle half of
 the mean of all steps if steps were sampled. All intervals hold together with 95 % confidence.
 
   compare before.json.gz after.json.gz
-  compare folder_before folder_after folder_other
+  compare folder_before folder_after
 
-A folder means all runs in it. With more than two, each is compared with the first. One run per
-side does not show how much equal runs differ (the machine, its temperature, other users): run each
-side several times, alternately, as bench does.
+A folder means all runs in it. One run per side does not show how much equal runs differ (the
+machine, its temperature, other users): run each side several times, alternately, as bench does.
 """
 _REPORT = """\
 Make one page of a run, or of two side by side, to send to others: it needs no network and no other
@@ -116,12 +115,9 @@ def _new_parser() -> argparse.ArgumentParser:
     about = "compare two runs, or two groups of runs"
     compare = new("compare", help=about, description=_COMPARE, epilog=_CODES)
     compare.set_defaults(command=_compare)
-    before, after = "baseline run, or a folder of runs", "run to compare, or folders of runs"
-    compare.add_argument("before", metavar="BEFORE", help=before)
-    compare.add_argument("after", nargs="+", metavar="AFTER", help=after)
-    _add_bounds(compare)
-    markdown = "print the comparison as Markdown, such as for a comment on a pull request"
-    compare.add_argument("--markdown", action="store_true", help=markdown)
+    compare.add_argument("before", metavar="BEFORE", help="baseline run, or a folder of runs")
+    compare.add_argument("after", metavar="AFTER", help="run to compare, or a folder of runs")
+    _add_comparison_arguments(compare)
 
     failed = f"{_CODES}If a command fails, bench exits with 2; 128 + n if signal n ended it."
     bench = new(
@@ -129,8 +125,7 @@ def _new_parser() -> argparse.ArgumentParser:
     )
     bench.set_defaults(command=lambda args: _show_comparison(command.bench(args), args))
     command.add_bench_arguments(bench)
-    _add_bounds(bench)
-    bench.add_argument("--markdown", action="store_true", help=markdown)
+    _add_comparison_arguments(bench)
 
     tune = new("tune", help="try the advice, and measure its effect", description=_TUNE)
     tune.set_defaults(command=_tune)
@@ -154,7 +149,7 @@ def _new_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_bounds(parser: argparse.ArgumentParser) -> None:
+def _add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
     above = (
         "largest allowed slowdown: exit with 1 if the step, or any phase of at least 1 %% of it, is"
         " slower by more, and with 3 if that cannot be decided. PHASE:5%% limits one phase,"
@@ -165,6 +160,8 @@ def _add_bounds(parser: argparse.ArgumentParser) -> None:
     )
     allow_mismatch = "also compare runs of another GPU, world size or batch size"
     parser.add_argument("--allow-mismatch", action="store_true", help=allow_mismatch)
+    markdown = "print the comparison as Markdown, such as for a comment on a pull request"
+    parser.add_argument("--markdown", action="store_true", help=markdown)
     command.add_json_arguments(parser)
 
 
@@ -238,19 +235,16 @@ def _print_result(
 
 
 def _compare(args: argparse.Namespace) -> int:
-    found = package.compare(args.before, *args.after, allow_mismatch=args.allow_mismatch)
+    found = package.compare(args.before, args.after, allow_mismatch=args.allow_mismatch)
     return _show_comparison(found, args)
 
 
 def _show_comparison(found: "package.RunComparison", args: argparse.Namespace) -> int:
     """Print a comparison and its outcome for each bound. Return the exit code."""
-    lines = []
-    outcomes = {"passed"}
-    for group in (found, *found.others):
-        name = f"{group.names[1]}: " if found.others else ""
-        for bound, phase in args.fail_above:
-            outcomes.add(group.outcome(bound, phase))  # Raises if there is no such phase.
-            lines += [f"{name}{line}" for line in group.explain(bound, phase)]
+    lines, outcomes = [], {"passed"}
+    for bound in args.fail_above:
+        outcomes.add(found.outcome(*bound))  # Raises if there is no such phase.
+        lines += found.explain(*bound)
     worst = next(outcome for outcome in _CODE_OF_OUTCOME if outcome in outcomes)
     if args.json or args.brief:
         # Without a bound there is no outcome.
@@ -265,7 +259,7 @@ def _show_comparison(found: "package.RunComparison", args: argparse.Namespace) -
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from lightning_gputime._tuning.tuning import tune  # Imports torch.
+    from lightning_gputime._tuning import tune  # Imports torch.
 
     found = tune(args)
     _print(json.dumps(found.to_dict(), indent=2, allow_nan=False) if args.json else found)

@@ -33,11 +33,11 @@ from lightning_gputime._output.table import Table as Table
 from lightning_gputime._phases import StepTimes as StepTimes
 from lightning_gputime._phases import Timeline as Timeline
 from lightning_gputime._runs.compare import LineChange as LineChange
-from lightning_gputime._runs.compare import ProportionalStep as ProportionalStep
 from lightning_gputime._runs.compare import RunComparison as RunComparison
 from lightning_gputime._runs.compare import compare as compare
 from lightning_gputime._runs.environment import Environment as Environment
 from lightning_gputime._runs.estimates import Difference as Difference
+from lightning_gputime._runs.host_speed import ProportionalStep as ProportionalStep
 from lightning_gputime._runs.saved import Run as Run
 from lightning_gputime._runs.saved import load as load
 from lightning_gputime.hooks import GPUPhaseHooks as GPUPhaseHooks

@@ -60,4 +60,4 @@ def test_agent_commands_find_and_prove_the_fix_of_a_slow_loader(tmp_path: Path) 
     entry = next(row for row in diagnosis["time_breakdown"]["rows"] if row["name"] == "data")
     assert entry["speed_up"] > 2
     assert Path(entry["lines"][0]["file"]).name == "train.py"
-    assert json.loads(run(prove))["verdict"] == "faster"
+    assert json.loads(run(prove))["direction"] == "faster"

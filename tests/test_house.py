@@ -20,7 +20,7 @@ MODULES = {
 }
 FLOORS = """_messages _phases testing, _compat, _record, _ledger, _measurement, _instrumentation,
     _diagnosis, _output, _options, _loader, _causes, _runs _session, _timer,
-    callback hooks huggingface metric, _tuning, _api _auto_instrumentation, __init__, __main__"""
+    callback hooks huggingface metric, _api _auto_instrumentation, _tuning, __init__, __main__"""
 """Packages and modules (rooms) by floor, lowest first. A room imports only from lower floors."""
 
 FLOOR_OF = {room: n for n, rooms in enumerate(FLOORS.split(",")) for room in rooms.split()}

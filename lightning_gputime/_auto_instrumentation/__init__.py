@@ -12,12 +12,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from typing import Any, cast
 
-from lightning_gputime._auto_instrumentation.environment import options, suppress_errors
-from lightning_gputime._compat.python_ import TUNE
+from lightning_gputime._auto_instrumentation.environment import TUNE, options, suppress_errors
 from lightning_gputime._messages import messages
 
 _MISSED = (
@@ -88,33 +87,26 @@ class _WatchingFinder:
             find = getattr(finder, "find_spec", None)
             if finder is self or find is None or (spec := find(name, path, target)) is None:
                 continue
-            if hasattr(spec.loader, "exec_module"):
-                spec.loader = cast("Loader", _WatchedLoader(spec.loader, self))
+            with suppress(AttributeError):  # An unusual loader: the import is not noticed.
+                self._watch(spec.loader)
             return cast("ModuleSpec", spec)
         return None
+
+    def _watch(self, loader: Any) -> None:
+        """Replace a method of this loader until the loader has executed a module."""
+        execute = loader.exec_module
+
+        def execute_and_notice(module: Any) -> None:
+            vars(loader).pop("exec_module", None)
+            execute(module)
+            self.imported(module.__spec__.name)
+
+        loader.exec_module = execute_and_notice
 
     def imported(self, name: str) -> None:
         """Call the function for an imported module, once. Never raise an Exception."""
         with suppress_errors():
             self.calls.pop(name, lambda: None)()
-
-
-class _WatchedLoader:
-    """Wrapper of a module's loader until the module has been executed."""
-
-    def __init__(self, loader: Any, finder: _WatchingFinder) -> None:
-        self._loader, self._finder = loader, finder
-
-    def __getattr__(self, name: str) -> Any:
-        # `copy` reads attributes before `_loader` is set, so this lookup would recurse.
-        if name == "_loader":
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def exec_module(self, module: Any) -> None:
-        module.__loader__ = module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._finder.imported(module.__spec__.name)
 
 
 def _report_unwatched(finder: _WatchingFinder, process: int) -> None:
@@ -133,7 +125,7 @@ def _watch_loops() -> None:
 
 @functools.cache
 def _tuned_process() -> Any:
-    from lightning_gputime._tuning.child import TunedProcess  # Imports torch.
+    from lightning_gputime._auto_instrumentation.tuned import TunedProcess  # Imports torch.
 
     return TunedProcess(json.loads(os.environ[TUNE]))
 

@@ -5,7 +5,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
@@ -25,7 +24,7 @@ from lightning_gputime._compat.torch_ import (
     loader_next,
     settings_of_iterator,
 )
-from lightning_gputime._instrumentation.patching import Calls, Subscription, do_nothing
+from lightning_gputime._instrumentation.patching import Calls, Subscription
 from lightning_gputime._loader import StagedLoaders
 from lightning_gputime._measurement.culprits import CulpritSums, Loader
 from lightning_gputime._messages import messages
@@ -190,25 +189,23 @@ class EarlyStages(StagedLoaders):
 
     def __init__(self) -> None:
         super().__init__(self._is_included, time.perf_counter_ns, self._add_loader)
-        # Adds the times of the iterator under construction to the sums of a timer.
-        self._add_newest: Callable[[CulpritSums], object] = do_nothing
-        # The same for each iterator that was constructed.
-        self._add_by_iterator = WeakKeyDictionary[Any, Callable[[CulpritSums], object]]()
+        self._newest: Any = None  # Times of the loader whose iterator is under construction.
+        self._by_iterator = WeakKeyDictionary[Any, Any]()
 
     def remove(self) -> None:
         """Stop timing, and forget all times. Unlike the base class, this can be attached again."""
         self._iter.remove()
-        self._add_by_iterator.clear()
+        self._by_iterator.clear()
 
     def move(self, iterator: Any, sums: CulpritSums) -> None:
-        if (add := self._add_by_iterator.pop(iterator, None)) is not None:
-            add(sums)
+        if (loader := self._by_iterator.pop(iterator, None)) is not None:
+            sums.add_loader(loader)
 
     def on_call_end(self, iterator: Any) -> None:
         super().on_call_end(iterator)
-        if iterator is not None:
-            self._add_by_iterator[iterator] = self._add_newest
-        self._add_newest = do_nothing
+        if iterator is not None and self._newest is not None:
+            self._by_iterator[iterator] = self._newest
+        self._newest = None
 
     def _is_included(self, _: object) -> bool:
         # An attached timer, such as a Trainer's, times its loaders itself.
@@ -217,7 +214,7 @@ class EarlyStages(StagedLoaders):
         return get_worker_info() is None and not is_attached
 
     def _add_loader(self, loader: Loader) -> Loader:
-        self._add_newest = partial(CulpritSums.add_loader, loader=loader)
+        self._newest = loader
         return loader
 
 

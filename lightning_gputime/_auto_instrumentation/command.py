@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +59,6 @@ FLAGS = {f"--{name.replace('_', '-')}": name for name in (*SWITCHES, *VALUES)}
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(command=run)
     parser.allow_abbrev = False  # Unknown options may be the script's.
     for flag, name in FLAGS.items():
         if name in SWITCHES:
@@ -80,25 +78,34 @@ def add_json_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--brief", action="store_true", help="print a short result as JSON")
 
 
-def run_to_file(args: argparse.Namespace, path: Path) -> int:
-    """Run the script as `run` does, but in a subprocess whose output goes to stderr."""
-    # `_run_and_save` expects the options of `run` in front of the script.
-    command = ["-m", *args.script] if args.is_module else [*args.script]
-    for flag, name in FLAGS.items():
-        value = getattr(args, name)
-        if value is not None and name != "save_path":
-            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            command.insert(0, flag if name in SWITCHES else f"{flag}={text}")
-    return _run_and_save(command, path)
-
-
 def run(args: argparse.Namespace) -> int:
     """Replace this process with the script. If an option is invalid, raise ValueError instead."""
+    program, arguments = _prepare(args)
+    # Replace this process, so that signals, exit code and tracebacks are those of the script.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; restore the default.
+    try:
+        os.execv(program, arguments)
+    except OSError as error:
+        raise ValueError(
+            f"{program} cannot be executed ({error.strerror}): name the program that runs it,"
+            f" as in `run bash {program}`, or add a first line such as #!/bin/bash"
+        ) from None
+
+
+def run_to_file(args: argparse.Namespace, path: Path) -> int:
+    """Run the script as `run` does, but in a subprocess whose output goes to stderr."""
+    args.save_path = str(path)
+    program, arguments = _prepare(args)
+    return _wait(subprocess.Popen(arguments, executable=program, stdout=2))
+
+
+def _prepare(args: argparse.Namespace) -> tuple[str, list[str]]:
+    """Write the options of `run` to the environment. Return the program to start, and its argv."""
     given = vars(args)
     if not args.script:
         raise ValueError("no script is given: write run train.py, or run -m package.module")
     if sys.flags.ignore_environment or sys.flags.no_site:
-        raise ValueError(KEEPS_OUT.format(""))
+        raise ValueError(_IGNORES_SITE.format(""))
     # Check the script before the options, because checking options imports torch.
     program = None if args.is_module else find_program(args.script)
     wanted = {name: given[name] for name in (*SWITCHES, *VALUES) if given[name] is not None}
@@ -114,12 +121,10 @@ def run(args: argparse.Namespace) -> int:
     os.environ |= {VARIABLE: json.dumps(wanted), BEGAN: str(time.time())}
     paths = [os.path.join(os.path.dirname(__file__), "site"), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    # Replace this process, so that signals, exit code and tracebacks are those of the script.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; restore the default.
     if program is not None:
-        os.execv(program, args.script)
+        return program, args.script
     script = ["-m", *args.script] if args.is_module else args.script
-    os.execv(sys.executable, [sys.executable, *interpreter_flags(), *script])
+    return sys.executable, [sys.executable, *interpreter_flags(), *script]
 
 
 def _value(text: str) -> Any:
@@ -142,7 +147,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def bench(args: argparse.Namespace) -> "RunComparison":
     """Run two commands alternately until their comparison is certain. Return the comparison."""
-    from lightning_gputime._runs.compare import compare_groups  # Imports torch.
+    from lightning_gputime._runs.compare import compare_sides  # Imports torch.
 
     commands = {"before": args.before, "after": args.after}
     for side, command in commands.items():
@@ -150,9 +155,7 @@ def bench(args: argparse.Namespace) -> "RunComparison":
             raise ValueError(f"{side} must be a command such as train.py, got {command!r}")
     if args.turns < 2:
         raise ValueError(f"--turns must be 2 or more, got {args.turns}: one run shows no noise")
-    folder = Path(args.out or tempfile.mkdtemp(prefix="bench-")).expanduser()
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"--out must be a new folder: {folder} has files. Choose another name")
+    folder = new_folder(args.out, "bench")
     looks = [*(n for n in _LOOKS if n < args.turns), args.turns]
     runs: dict[str, list[Path]] = {side: [] for side in commands}
     for turn in range(1, args.turns + 1):
@@ -161,15 +164,16 @@ def bench(args: argparse.Namespace) -> "RunComparison":
             _save_run(commands[side], runs[side][-1])
             if turn == 1 and side == "before":
                 # Compare the run with itself, to raise now if --fail-above names an unknown phase.
-                with_itself = compare_groups([runs[side], runs[side]])
+                with_itself = compare_sides(runs[side], runs[side])
                 for bound in args.fail_above:
                     with_itself.outcome(*bound)
-        groups = [*runs.values()]
         # Spend most of the error rate on late turns, which have the narrowest intervals: 1, 4, 9 %
         # of it until 10, 20, 30 % of the turns.
         looked = max((look for look in looks if look < turn), default=0)
         error_share = (turn**2 - looked**2) / args.turns**2
-        found = compare_groups(groups, allow_mismatch=args.allow_mismatch, error_share=error_share)
+        found = compare_sides(
+            *runs.values(), allow_mismatch=args.allow_mismatch, error_share=error_share
+        )
         _report(f"turn {turn} of {args.turns}: {found.sentence}")
         bounds = args.fail_above or [(0.0, "step")]
         outcomes = {found.outcome(*bound) for bound in bounds}
@@ -193,27 +197,41 @@ def _save_run(command: str, path: Path) -> None:
 
 
 def _run_and_save(command: Sequence[str], path: Path) -> int:
-    """Run a command with `run`. Return the exit code; 128 + n if signal n ended the command."""
+    """Run a command with `run`, and return its exit code."""
     run = [sys.executable, "-m", "lightning_gputime", "run", "--save-path", str(path)]
     # Send the command's output to stderr, because stdout is for results.
-    process = subprocess.Popen([*run, *command], stdout=2)
+    return _wait(subprocess.Popen([*run, *command], stdout=2))
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Return the exit code of a process; 128 + n if signal n ended it."""
     is_interrupted = False
     while True:
         try:
             code = process.wait()
             break
-        except KeyboardInterrupt:  # The command also got the signal, and may need time to exit.
+        except KeyboardInterrupt:  # The process also got the signal, and may need time to exit.
             is_interrupted = True
     if is_interrupted:
         return 128 + signal.SIGINT
     return code if code >= 0 else 128 - code
 
 
+def new_folder(path: str | None, command: str) -> Path:
+    """Return a new folder for the runs of a command; without a path, a temporary folder."""
+    folder = Path(path or tempfile.mkdtemp(prefix=f"{command}-")).expanduser()
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"--out must be a new folder: {folder} has files. Choose another name")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def _report(text: str) -> None:
     print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
-KEEPS_OUT = "Python's flags -E, -I and -S prevent the timer from starting: remove them{}"
+_IGNORES_SITE = "Python's flags -E, -I and -S prevent the timer from starting: remove them{}"
+_PYTHON = re.compile(r"(python|pypy)[0-9.]*(\.exe)?")
 # Unlike a script, `python -c` has the current folder ("") on sys.path: remove it.
 _FIND = """\
 import importlib.util, sys
@@ -229,77 +247,45 @@ def find_program(command: Sequence[str]) -> str | None:
     would not reach the Python that it starts.
     """
     first = command[0]
-    if first == "-" or _is_python_script(first):  # For "-", Python reads the script from stdin.
-        return None
-    if not os.path.isfile(first):
+    if first == "-" or os.path.isfile(os.path.join(first, "__main__.py")):
+        return None  # For "-", Python reads the script from stdin.
+    if os.path.isdir(first) or not os.path.exists(first):
         path = shutil.which(first)
         if path is None:
             raise ValueError(f"no such script or command: {first!r}")
-    elif os.access(first, os.X_OK) and (_first_line(first) or _is_binary(first)):
+    elif not os.path.isfile(first) or first.endswith((".py", ".pyw", ".pyc", ".pyz")):
+        return None  # A script, or a pipe such as a shell's `<(...)`.
+    elif os.access(first, os.X_OK):
         path = os.path.abspath(first)
+    elif not Path(first).suffix:
+        return None
     else:
         raise ValueError(
             f"{first} is neither a Python script nor executable. Name the program that runs it, as"
-            f" in `run bash {first}`, or add a first line such as #!/bin/bash and run chmod +x"
-            f" {first}"
+            f" in `run bash {first}`, or run chmod +x {first}"
         )
     _check_python(command)
     # Check the first line of a script, too. Even `python` may be a script, as with pyenv.
-    _check_python([*_first_line(path), path, *command[1:]])
-    return path
-
-
-def _is_python_script(path: str) -> bool:
-    if os.path.isdir(path):
-        return os.path.isfile(os.path.join(path, "__main__.py"))
-    if not os.path.isfile(path):
-        return os.path.exists(path)  # A pipe, such as a shell's `<(...)`.
-    if path.endswith((".py", ".pyw", ".pyc", ".pyz")):
-        return True
-    if command := _first_line(path):
-        # The kernel runs an executable script with the Python of its first line.
-        return _is_python(_without_env(command)) and not os.access(path, os.X_OK)
-    if Path(path).suffix:
-        return False
-    return zipfile.is_zipfile(path) or not _is_binary(path)
-
-
-def _is_binary(path: str) -> bool:
-    with open(path, "rb") as file:
-        return b"\0" in file.read(1024)
-
-
-def _first_line(path: str) -> list[str]:
-    """Return the program and the arguments that the first line of a script names, if any."""
-    if not os.path.isfile(path):
-        return []
     with open(path, "rb") as file:
         line = file.readline(1024)
-    return os.fsdecode(line[2:]).split() if line.startswith(b"#!") else []
-
-
-def _without_env(command: Sequence[str]) -> Sequence[str]:
-    # Without a leading `env`, its flags and its variables.
-    if os.path.basename(command[0]) != "env":
-        return command
-    return [*itertools.dropwhile(lambda part: part.startswith("-") or "=" in part, command[1:])]
-
-
-def _is_python(command: Sequence[str]) -> bool:
-    name = os.path.basename(command[0]) if command else ""
-    return re.fullmatch(r"(python|pypy)[0-9.]*(\.exe)?", name) is not None
+    if line.startswith(b"#!"):
+        _check_python([*os.fsdecode(line[2:]).split(), path, *command[1:]])
+    return path
 
 
 def _check_python(command: Sequence[str]) -> None:
     """Raise ValueError if a command starts a Python in which the timer would not run."""
-    command = _without_env(command)
-    if not _is_python(command):
+    if os.path.basename(command[0]) == "env":  # Skip it, its flags and its variables.
+        command = [*itertools.dropwhile(lambda w: w.startswith("-") or "=" in w, command[1:])]
+    if not command or not _PYTHON.fullmatch(os.path.basename(command[0])):
         return
-    flags = _flags(command[1:])
-    if any(flag in "EIS" for flag in flags):
-        raise ValueError(KEEPS_OUT.format(f" from {shlex.join(command)!r}"))
+    flags = itertools.takewhile(lambda word: word.startswith("-"), command[1:])
+    if any(re.match("-[a-zA-Z]*[EIS]", flag) for flag in flags):
+        raise ValueError(_IGNORES_SITE.format(f" from {shlex.join(command)!r}"))
     python = shutil.which(command[0])
-    if python is None or _folder(python) == _folder(sys.executable) or "V" in flags:
+    # Do not resolve links: Python finds its virtual environment by this folder.
+    folder = os.path.dirname(os.path.abspath(sys.executable))
+    if python is None or os.path.dirname(os.path.abspath(python)) == folder:
         return
     found = subprocess.run([python, "-c", _FIND], check=False, stderr=subprocess.DEVNULL)
     if found.returncode:
@@ -308,28 +294,3 @@ def _check_python(command: Sequence[str]) -> None:
             f" {command[0]} -m pip install lightning-gputime (Python 3.11 or newer), or write run"
             " train.py, without a Python"
         )
-
-
-def _folder(path: str) -> str:
-    # Do not resolve links: Python finds its virtual environment by this folder.
-    return os.path.dirname(os.path.abspath(path))
-
-
-def _flags(arguments: Sequence[str]) -> str:
-    """Return the letters of Python's flags that precede the script."""
-    letters = ""
-    rest = iter(arguments)
-    for argument in rest:
-        if not argument.startswith("-") or argument in ("-", "--"):
-            break
-        if argument.startswith("--"):
-            continue
-        for i, letter in enumerate(argument[1:], 2):
-            if letter in "cm":
-                return letters
-            if letter in "WX":  # Its value is the rest of this argument, or else the next.
-                if i == len(argument):
-                    next(rest, None)
-                break
-            letters += letter
-    return letters

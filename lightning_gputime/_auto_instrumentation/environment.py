@@ -10,7 +10,8 @@ from lightning_gputime._messages import WarnOnce
 
 # Environment variable: unset, empty or "0" for no timer, "1" for the defaults, or options as JSON.
 VARIABLE = "LIGHTNING_GPUTIME"
-BEGAN = f"{VARIABLE}_BEGAN"  # Environment variable with the start time of `run`, as `time.time()`.
+BEGAN = f"{VARIABLE}_BEGAN"  # Start time of `run`, as `time.time()`.
+TUNE = f"{VARIABLE}_TUNE"  # Instructions of `tune` for the processes of a run, as JSON.
 
 warn_once = WarnOnce()
 

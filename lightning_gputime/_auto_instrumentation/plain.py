@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import wraps
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -35,8 +35,8 @@ _NOT_FOUND = (
 )
 _FOUND_NEXT = "Timing the loop that trains %s, the next training loop of this process."
 _MISSED = (
-    "%d more training loops are not shown, because they are too short or come after many other"
-    " loops. To time them, add GPUPhaseHooks to the script."
+    "Some training loops are not shown, because they are too short or come after many other loops."
+    " To time them, add GPUPhaseHooks to the script."
 )
 _NO_CALLBACK = (
     "No step is timed: the Trainer of %s did not call the callback that run adds. Pass a"
@@ -60,15 +60,9 @@ class PlainLoops:
         self._n_loops = 0  # Number of loops that were found.
         self._shows = False  # True on rank zero once a loop has been found.
         self._n_short_loops = 0  # Number of consecutive loops with only warm-up steps.
+        self._has_missed = False  # True if a loop is not shown.
         # Number of updates of other optimizers since the last update of the timed loop.
         self._n_other_updates = 0
-        # Optimizers, counted to report loops that are not shown, by number: the script may delete
-        # them.
-        self._numbers = WeakKeyDictionary[Optimizer, int]()
-        self._n_optimizers = 0  # Number of all optimizers that updated.
-        self._n_not_shown = 0  # Number of timed loops without a result.
-        self._timed = set[int]()  # Optimizers that updated in a timed loop.
-        self._since_update = set[int]()  # Others that updated since the timed loop's last update.
         self._untimeable = WeakSet[Optimizer]()  # Optimizers whose updates start no loop.
         # Weak reference to the timer of a running Trainer, which times its own loop.
         self._trainer_timer: Callable[[], Any] = lambda: None
@@ -86,30 +80,29 @@ class PlainLoops:
             if self._n_other_updates:
                 loop.tolerate(self._n_other_updates)
                 self._n_other_updates = 0
-                # The optimizers that updated meanwhile belong to this loop.
-                self._timed |= self._since_update
-                self._since_update.clear()
             return
         timer = self._trainer_timer()
         if optimizer in self._untimeable or (timer is not None and timer._session.is_attached):
             return
         self._n_other_updates += 1
-        self._since_update.add(self._number_of(optimizer))
-        is_due = self._n_other_updates == (1 if loop is None else loop.ends_after)
-        if is_due and self._n_loops < _MAX_LOOPS and self._n_short_loops < _MAX_SHORT_LOOPS:
-            from lightning_gputime._compat.torch_ import backward_entry
-            from lightning_gputime._instrumentation.patching import Calls, Subscription
+        if self._n_other_updates != (1 if loop is None else loop.ends_after):
+            return
+        if self._n_loops >= _MAX_LOOPS or self._n_short_loops >= _MAX_SHORT_LOOPS:
+            self._has_missed = True
+            return
+        from lightning_gputime._compat.torch_ import backward_entry
+        from lightning_gputime._instrumentation.patching import Calls, Subscription
 
-            reference = ref(optimizer)
+        reference = ref(optimizer)
 
-            def switch(*_: Any, **__: Any) -> None:
-                subscription.remove()
-                self._switch_to(reference())
+        def switch(*_: Any, **__: Any) -> None:
+            subscription.remove()
+            self._switch_to(reference())
 
-            # Switch in the next backward. Now torch is iterating over its hooks, which must not be
-            # changed meanwhile.
-            subscription = Subscription(*backward_entry(), Calls(switch))
-            subscription.attach()
+        # Switch in the next backward. Now torch is iterating over its hooks, which must not be
+        # changed meanwhile.
+        subscription = Subscription(*backward_entry(), Calls(switch))
+        subscription.attach()
 
     @suppress_errors()
     def _switch_to(self, optimizer: Optimizer | None) -> None:
@@ -122,7 +115,7 @@ class PlainLoops:
             self._untimeable.add(self._loop.optimizer)
             is_shown = self._loop.end()
             self._early_stages().attach()
-            self._n_not_shown += not is_shown
+            self._has_missed |= not is_shown
             self._n_short_loops = 0 if is_shown else self._n_short_loops + 1
             self._loop = None
         self._n_other_updates = 0
@@ -144,7 +137,7 @@ class PlainLoops:
             return
         if attached:
             self._trainer_timer = ref(attached[0])
-            self._begin_loop_of(optimizer)
+            self._untimeable.discard(optimizer)
             return
         self._n_loops += 1
         models = _models_of(optimizer)
@@ -162,23 +155,12 @@ class PlainLoops:
             warn_once(_NOT_FOUND, why, "model, optimizer")
         else:
             self._loop = adding.TimedLoop(optimizer, models, self._wanted, self._early_stages())
-            self._begin_loop_of(optimizer)
+            self._untimeable.discard(optimizer)
             self._shows = self._loop.is_shown
             if self._shows and self._n_loops == 1:
                 messages.warning(_FOUND, names, kind)
             elif self._shows:
                 messages.warning(_FOUND_NEXT, names)
-
-    def _number_of(self, optimizer: Optimizer) -> int:
-        if optimizer not in self._numbers:
-            self._numbers[optimizer] = self._n_optimizers
-            self._n_optimizers += 1
-        return self._numbers[optimizer]
-
-    def _begin_loop_of(self, optimizer: Optimizer) -> None:
-        self._untimeable.discard(optimizer)
-        self._timed.add(self._number_of(optimizer))
-        self._since_update.clear()
 
     def _early_stages(self) -> "EarlyStages":
         """Return the timer of the stages of loaders that are read between the timed loops."""
@@ -191,10 +173,8 @@ class PlainLoops:
 
     def _report(self) -> None:
         """Warn at exit if no loop, or not every loop, was timed."""
-        # Optimizers that never updated in a timed loop, and timed loops without a result.
-        n_missed = self._n_optimizers - len(self._timed) + self._n_not_shown
-        if self._shows and n_missed:
-            messages.warning(_MISSED, n_missed)
+        if self._shows and self._has_missed:
+            messages.warning(_MISSED)
         times = os.times()
         # A process whose children took CPU time (in seconds) is a launcher: the children train.
         is_launcher = times.children_user + times.children_system > 0.5
@@ -208,8 +188,10 @@ class PlainLoops:
         if misplaced := FLAGS.keys() & {text.partition("=")[0] for text in sys.argv[1:]}:
             messages.warning("Options of run must precede the script: %s", ", ".join(misplaced))
         else:
-            why = f"no {'second ' if n_missed else ''}update by a torch optimizer"
-            if self._n_other_updates > 1:
+            why = "no update by a torch optimizer"
+            if self._n_other_updates == 1:
+                why = "no second update by a torch optimizer"
+            elif self._n_other_updates:
                 why = "no backward between the updates of a torch optimizer"
             messages.warning(_NOT_FOUND, f"{why} was found", "model")
 

@@ -15,9 +15,6 @@ from traceback import walk_stack
 from types import CodeType, FrameType
 from typing import Any
 
-TUNE = "LIGHTNING_GPUTIME_TUNE"
-"""Environment variable with the instructions of `tune` for the processes of a run, as JSON."""
-
 _PACKAGE = __name__.partition(".")[0] + "."
 
 

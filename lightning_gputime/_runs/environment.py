@@ -21,13 +21,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_gputime._compat.torch_ import is_checkpointed, is_compiled
-from lightning_gputime._diagnosis.codes import COMMUNICATION
 from lightning_gputime._instrumentation.comm import is_distributed
 from lightning_gputime._instrumentation.loop import Loop, attribute, dataset_of, loaders_in
 from lightning_gputime._instrumentation.work import device_name
 from lightning_gputime._measurement.measurement import CostlySetting, TrainingSetup
 from lightning_gputime._measurement.units import percent
-from lightning_gputime._measurement.wall_clock import FIRST_STEP
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, TimerOptions
 from lightning_gputime._phases import BACKWARD, CALLBACKS, FETCH
@@ -99,11 +97,8 @@ def environment_of(loop: Loop, options: Options, **known: Any) -> Environment:
         for name in TimerOptions.__annotations__:
             value = getattr(options, name)
             if value != getattr(defaults, name):
-                is_collection = isinstance(value, Mapping | Sequence) and not isinstance(value, str)
-                # A mapping, such as modules by name, is saved as its keys.
-                content = [*value] if is_collection else value
-                with suppress(TypeError):
-                    changed[name] = json.loads(json.dumps(content))
+                with suppress(TypeError):  # JSON cannot store functions and observers.
+                    changed[name] = json.loads(json.dumps(value))
         found = {
             "device": _processor() if device.type == "cpu" else device_name(device),
             "device_type": device.type,
@@ -281,7 +276,8 @@ class CostlySettings:
         return tuple(found)
 
     def _find(self, setup: TrainingSetup) -> Iterator[CostlySetting]:
-        environment, is_cuda = self.environment, self.environment.device_type == "cuda"
+        device_type = self.environment.device_type
+        is_cuda = device_type == "cuda"
         if option := self.logging:
             text = f"{option}=1 may cost time in loggers: log every 50 steps, for example"
             yield CostlySetting(option, text, CALLBACKS)
@@ -318,7 +314,7 @@ class CostlySettings:
             )
         threads, cores = torch.get_num_threads(), setup.cores
         # Only check the threads of torch on a CPU: with a GPU, few operations use them.
-        if cores is not None and threads > cores and environment.device_type == "cpu":
+        if cores is not None and threads > cores and device_type == "cpu":
             yield CostlySetting(
                 "num_threads",
                 f"{threads} threads of torch may cost time in every operation on {cores} CPU cores:"
@@ -326,8 +322,7 @@ class CostlySettings:
             )
         if self.threads is not None:
             # On a CPU, all times exclude these waits; see `LoopTime`.
-            is_cpu = environment.device_type == "cpu"
-            share = 0.0 if is_cpu else self.threads.core_wait_share()
+            share = 0.0 if device_type == "cpu" else self.threads.core_wait_share()
             if cores is not None and share >= _MIN_CORE_WAIT:
                 yield CostlySetting(
                     "busy_cores",
@@ -356,60 +351,33 @@ class CostlySettings:
                 "deterministic algorithms may cost time in forward and backward: turn them off if"
                 " results do not have to be bitwise reproducible",
             )
-        if torch.version.debug:
-            yield CostlySetting(
-                "debug_build",
-                "a debug build of torch may cost time in every operation: install a release build",
-            )
+        if not is_cuda:
+            return
         cudnn = torch.backends.cudnn
         # The benchmark may choose a different algorithm in each run, so a training that must be
         # repeatable cannot use it.
         must_be_repeatable = is_deterministic or cudnn.deterministic
         can_benchmark = cudnn.enabled and not (cudnn.benchmark or must_be_repeatable)
-        if is_cuda and self.has_convolutions and can_benchmark:
+        if self.has_convolutions and can_benchmark:
             yield CostlySetting(
                 "cudnn.benchmark",
                 "cudnn.benchmark=False may cost time in convolutions: set"
                 " torch.backends.cudnn.benchmark = True if inputs have fixed shapes",
                 operation="convolves",
             )
-        if is_cuda and environment.precision in _FLOAT32 and _has_unused_tf32():
+        if self.environment.precision in _FLOAT32 and _has_unused_tf32():
             yield CostlySetting(
                 "float32_matmul_precision",
                 'float32 matmul precision "highest" may cost time in matrix products outside of'
                 ' autocast: torch.set_float32_matmul_precision("high") uses TF32',
                 operation="multiplies_float32",
             )
-        if is_cuda and _is_on("CUDA_LAUNCH_BLOCKING"):
+        if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
             yield CostlySetting(
                 "CUDA_LAUNCH_BLOCKING",
                 "CUDA_LAUNCH_BLOCKING=1 may cost time in all phases, and distorts all times, as the"
                 " CPU waits for each kernel: unset it and time again",
             )
-        if _is_on("TORCH_LOGS"):
-            # The compiler writes most of these logs, in the first step.
-            entry = FIRST_STEP if environment.compiled else ""
-            text = "TORCH_LOGS may cost time for each log of torch: unset it after debugging"
-            yield CostlySetting("TORCH_LOGS", text, entry)
-        if _is_on("TORCH_SHOW_CPP_STACKTRACES"):
-            yield CostlySetting(
-                "TORCH_SHOW_CPP_STACKTRACES",
-                "TORCH_SHOW_CPP_STACKTRACES=1 may cost time for each error of torch, even if it is"
-                " caught: unset it after debugging",
-            )
-        if environment.world_size == 1:
-            return
-        if _value("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
-            yield CostlySetting(
-                "TORCH_DISTRIBUTED_DEBUG",
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL may cost time in each collective, because it checks"
-                " them: unset it after debugging",
-                COMMUNICATION,
-            )
-        level = _value("NCCL_DEBUG")
-        if is_cuda and level in ("INFO", "TRACE"):
-            text = f"NCCL_DEBUG={level} may cost time in collectives: unset it after debugging"
-            yield CostlySetting("NCCL_DEBUG", text, COMMUNICATION)
 
 
 def merge(*readings: Iterable[CostlySetting]) -> tuple[CostlySetting, ...]:
@@ -428,12 +396,3 @@ def _has_unused_tf32() -> bool:
         return torch.get_float32_matmul_precision() == "highest"
     except RuntimeError:
         return True
-
-
-def _value(variable: str) -> str:
-    """Return an environment variable in upper case; empty if it is not set."""
-    return os.environ.get(variable, "").strip().upper()
-
-
-def _is_on(variable: str) -> bool:
-    return _value(variable) not in ("", "0", "FALSE", "OFF")

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,7 @@ _LONG_STEP = 1.5  # A step is long if it exceeds this multiple of the median.
 # Long steps recur if at least this many have a common period of at least this many steps.
 _MIN_LONG_STEPS, _MIN_PERIOD = 5, 5
 _MAX_RATIO = 2.0  # Maximum factor on the noise of the time before, in errors of relative changes.
-_NORMAL_95, _NORMAL_80 = 1.96, 0.84  # Two-sided and one-sided quantiles.
-_MIN_RUNS, MAX_RUNS = 3, 100  # Range of suggested numbers of runs per side.
+_NORMAL_95 = 1.96  # Two-sided quantile.
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +68,15 @@ class Difference:
         return abs(self.change_ms) > max(self.error_ms, self.resolution_ms)
 
     @property
-    def verdict(self) -> str:
+    def direction(self) -> str:
         """Either "slower" or "faster" if the change is significant, else "alike"."""
         if not self.is_significant:
             return "alike"
         return "slower" if self.change_ms > 0 else "faster"
+
+    def to_dict(self) -> dict[str, Any]:
+        derived = {"change_ms": self.change_ms, "relative_change": self.relative_change}
+        return {**asdict(self), **derived, "direction": self.direction}
 
     def outcome(self, bound: float, tolerance_ms: float = 0.0) -> Outcome:
         """Return whether the time grew by more than a fraction of the time before.
@@ -94,14 +97,6 @@ class Difference:
         max_change_ms = self.change_ms + self.error_ms
         is_passed = is_below or max_change_ms <= max(self.resolution_ms, tolerance_ms)
         return "passed" if is_passed else "cannot tell"
-
-
-def at_equal_speed(runs: Sequence[Estimate], slowness: Sequence[float]) -> list[Estimate]:
-    """Return the times of runs as if the host had been equally fast in all of them."""
-    return [
-        Estimate(run.values / slow, run.variances / slow**2, run.not_sampled_ms / slow)
-        for run, slow in zip(runs, slowness, strict=True)
-    ]
 
 
 def typical_step(times: Floats) -> Estimate:
@@ -254,37 +249,6 @@ def differences(
     resolution = resolution_ms or np.zeros_like(before_ms)
     columns = (before_ms, after_ms, error_of(1.0), relative_error, resolution)
     return [Difference(*row) for row in np.stack(columns, axis=1).tolist()]
-
-
-def runs_needed(
-    difference: Difference, bound: float, runs: tuple[int, int], confidence: float, in_turns: bool
-) -> int | None:
-    """Return the runs per side after which `outcome` would be "passed" or "regression".
-
-    This is so in four of five cases, if the spread between runs stays as observed. With one run per
-    side, only the noise within the runs is observed. At least 3, the result if the spread is
-    unknown; None if more than 100 would be needed.
-    """
-    if not math.isfinite(difference.relative_error):
-        return _MIN_RUNS
-    runs_per_side = 2 / (1 / runs[0] + 1 / runs[1])  # Equal sides with the same error.
-
-    def quantile(n: float) -> float:
-        """Return the half-width of the interval with n runs per side, in standard errors."""
-        freedom = n - 1 if in_turns else 2 * n - 2
-        if sum(runs) == 2:
-            freedom = (_BLOCKS - 1) * n  # Only noise within the runs.
-        return float(quantile_of_t(max(freedom, 1), confidence))
-
-    # Standard error of `relative_change` with a single run per side.
-    unit = difference.relative_error / quantile(runs_per_side) * math.sqrt(runs_per_side)
-
-    distance = abs(difference.relative_change - bound)
-    for n in range(max(math.floor(runs_per_side) + 1, _MIN_RUNS), MAX_RUNS + 1):
-        # In 80 % of all cases, n runs per side detect a distance from the bound above this.
-        if (quantile(n) + _NORMAL_80) * unit / math.sqrt(n) < distance:
-            return n
-    return None
 
 
 def quantile_of_t(freedom: float, confidence: float | Floats) -> Floats:

@@ -8,10 +8,9 @@ from typing import Any
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.units import plain
 from lightning_gputime._runs.compare import RunComparison
-from lightning_gputime._runs.estimates import Difference
 from lightning_gputime._runs.saved import Run
 
-VERSION, MINOR = 2, 0
+VERSION, MINOR = 3, 0
 """Increment `MINOR` to add a key, and `VERSION` to rename or remove a key."""
 
 # Limits of a brief result.
@@ -90,15 +89,10 @@ def _of_run(run: Run, brief: bool) -> dict[str, Any]:
 
 
 def _of_comparison(comparison: RunComparison, brief: bool) -> dict[str, Any]:
-    content = comparison.to_dict() | {
-        "step": _difference(comparison.step),
-        "mean": _difference(comparison.mean),
-        "rows": {name: _difference(row) for name, row in comparison.rows.items()},
-        "others": [result_of(other, brief=brief) for other in comparison.others],
-    }
+    content = comparison.to_dict()
     if not brief:
         return content
-    keys = ("verdict", "sentence", "names", "runs", "steps", "step", "mean", "notes", "others")
+    keys = ("direction", "sentence", "runs", "steps", "step", "mean", "notes")
     return _selected(content, keys) | {"rows": _selected(content["rows"], comparison.judged)}
 
 
@@ -109,12 +103,6 @@ def _selected(content: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]
 def _brief_line(line: LineRow) -> dict[str, Any]:
     keys = ("function", "file", "line", "last_line", "modules", "phases")
     found: dict[str, Any] = plain(_selected(asdict(line), keys))
-    return found
-
-
-def _difference(row: Difference) -> dict[str, Any]:
-    derived = {"change_ms": row.change_ms, "relative_change": row.relative_change}
-    found: dict[str, Any] = plain({**asdict(row), **derived, "verdict": row.verdict})
     return found
 
 

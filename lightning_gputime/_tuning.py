@@ -11,7 +11,6 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,15 +21,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_gputime._compat.python_ import TUNE
+from lightning_gputime._auto_instrumentation.command import new_folder
+from lightning_gputime._auto_instrumentation.environment import TUNE
+from lightning_gputime._auto_instrumentation.tuned import LIGHTNING, LOADER, TRANSFORMERS
 from lightning_gputime._diagnosis.diagnosis import Advice
 from lightning_gputime._measurement.units import duration, plain
 from lightning_gputime._measurement.wall_clock import ONCE
 from lightning_gputime._output.table import Table, Tabular
-from lightning_gputime._runs.compare import compare_groups
+from lightning_gputime._runs.compare import compare
 from lightning_gputime._runs.estimates import quantile_of_t
 from lightning_gputime._runs.saved import Run, load
-from lightning_gputime._tuning.child import LIGHTNING, LOADER, TRANSFORMERS
 
 Effect = Literal["none", "rounding", "random numbers", "numerics"]
 """Effect of a change on the losses, which decides how far the mean loss may move.
@@ -293,32 +293,34 @@ class Trial:
         )
 
     @property
-    def is_kept(self) -> bool:
-        # Without a pair of runs, `low` is 0.
-        is_faster = not self.error and self.speed_up.low > _MIN_SPEED_UP
-        return is_faster and self.parity.is_good(self.change)
-
-    @property
-    def is_decided(self) -> bool:
-        n = len(self.after)
-        if n and not self.parity.is_good(self.change):
-            return True
-        speed_up = self.speed_up
-        is_certain = speed_up.low > _MIN_SPEED_UP or speed_up.high < _MIN_SPEED_UP
-        return n >= _LOOKS[-1] or (n in _LOOKS and is_certain)
-
-    @property
     def outcome(self) -> str:
         if self.error or not self.after:
             return self.error or "not tried: the budget ended"
         if not self.parity.is_good(self.change):
             return "rejected: the losses differ"
-        if self.is_kept:
+        speed_up = self.speed_up
+        if speed_up.low > _MIN_SPEED_UP:
             return "kept"
-        if not self.is_decided:
-            return "uncertain: the budget ended"
-        is_slower = self.speed_up.high < _MIN_SPEED_UP
-        return "rejected: not faster" if is_slower else "uncertain: the gain is within the noise"
+        n = len(self.after)
+        if n in _LOOKS and speed_up.high < _MIN_SPEED_UP:
+            return "rejected: not faster"
+        if n == _LOOKS[-1]:
+            return "uncertain: the gain is within the noise"
+        return "uncertain: the budget ended"
+
+    @property
+    def is_kept(self) -> bool:
+        return self.outcome == "kept"
+
+    @property
+    def is_decided(self) -> bool:
+        """True if no further pair of runs is needed."""
+        is_look = len(self.after) in _LOOKS
+        return (
+            self.outcome.startswith("rejected")
+            or (self.is_kept and is_look)
+            or (len(self.after) == _LOOKS[-1])
+        )
 
 
 @dataclass(slots=True)
@@ -468,7 +470,7 @@ class Tuning(Tabular):
 def _changed_phase(trial: Trial) -> str:
     """Return the phase that changed most, such as "data -4.1 ms"; empty if it may be noise."""
     with suppress(ValueError):  # Too few timed steps.
-        found = compare_groups([[r.run for r in trial.before], [r.run for r in trial.after]])
+        found = compare([r.run for r in trial.before], [r.run for r in trial.after])
         rows = {name: row for name, row in found.rows.items() if "/" not in name}
         name = max(rows, key=lambda name: abs(rows[name].change_ms))
         if rows[name].is_significant:
@@ -489,11 +491,8 @@ def tune(args: argparse.Namespace) -> Tuning:
         raise ValueError(
             f"--steps must be {_MIN_STEPS} or more, got {args.steps}: the first steps are warm-up"
         )
-    folder = Path(args.out or tempfile.mkdtemp(prefix="tune-")).expanduser()
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"--out must be a new folder: {folder} has files. Choose another name")
-    folder.mkdir(parents=True, exist_ok=True)
-    tuning = Tuning(Script(args.script, folder, args.steps), args.budget, args.allow_numerics)
+    script = Script(args.script, new_folder(args.out, "tune"), args.steps)
+    tuning = Tuning(script, args.budget, args.allow_numerics)
     try:
         tuning.run()
     except RunError as error:
