@@ -182,8 +182,8 @@ class SlowStepAnalyzer:
         all_steps, all_ms = read.measured, read.sums.each_ms[read.warmup :]
         baseline, found = self._baseline, list[SlowEvidence]()
         try:
-            for workers in self._culprits.workers:
-                workers.look()
+            for loader in self._culprits.loaders:
+                loader.look()
             for first in range(0, len(all_steps), _BLOCK_STEPS):
                 steps = all_steps[first : first + _BLOCK_STEPS]
                 each_ms = all_ms[first : first + _BLOCK_STEPS]
@@ -243,7 +243,7 @@ class SlowStepAnalyzer:
         if not self._fetch_phase:
             return None
         phase, workers, loops_ns = self._fetch_phase, self._workers, [*self._loops_ns]
-        batches = self._culprits.newest_batches() if workers else []
+        batches = [made for loader in self._culprits.loaders for made in loader.newest_batches()]
 
         def detect(excess: "Excess") -> None:
             start_ns, end_ns = excess.start_ns, excess.end_ns

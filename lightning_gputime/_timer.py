@@ -19,7 +19,7 @@ from lightning_gputime._instrumentation.patching import Attachments, Subscriptio
 from lightning_gputime._instrumentation.traced import NamedPhase
 from lightning_gputime._ledger.ledger import Ledger, forwards_of
 from lightning_gputime._ledger.outside import OutsideLines
-from lightning_gputime._loader import StagedLoaders
+from lightning_gputime._loader.stages import StagedLoaders
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.results import Results

@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, TimeBreakdown
+from lightning_gputime._diagnosis import Advice, Diagnosis, Entry, TimeBreakdown
 
 pytest.importorskip("transformers")
 

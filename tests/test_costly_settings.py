@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gputime import GPUPhaseHooks, load
+from lightning_gputime._diagnosis import Advice, Diagnosis
 from lightning_gputime._diagnosis.diagnose import diagnose
-from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis
 from lightning_gputime._instrumentation import loop as boundaries
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup

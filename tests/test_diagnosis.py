@@ -10,9 +10,8 @@ import pytest
 from fake_loop import Loop, train
 
 from lightning_gputime import Cause, SlowStep, load
-from lightning_gputime._diagnosis.codes import CODES
+from lightning_gputime._diagnosis import CODES, Diagnosis, TimeBreakdown
 from lightning_gputime._diagnosis.diagnose import diagnose
-from lightning_gputime._diagnosis.diagnosis import Diagnosis, TimeBreakdown
 from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.culprits import SAMPLER, Culprit, Source

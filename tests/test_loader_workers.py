@@ -21,12 +21,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data._utils import pin_memory
 from worker_data import Numbers, Repeated, announce
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, _loader
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._compat.torch_ import fetcher_classes
+from lightning_gputime._diagnosis import Advice
 from lightning_gputime._diagnosis.diagnose import diagnose
-from lightning_gputime._diagnosis.diagnosis import Advice
-from lightning_gputime._diagnosis.loader import LoaderCase, advise_on_loader
-from lightning_gputime._loader import (
+from lightning_gputime._loader import LoaderTimes, WorkerTimes, describe_slowdown, stages
+from lightning_gputime._loader.advice import loader_table
+from lightning_gputime._loader.stages import (
     FIELDS,
     LoaderWorkers,
     StagedLoaders,
@@ -34,11 +35,9 @@ from lightning_gputime._loader import (
     loader_times,
 )
 from lightning_gputime._measurement.culprits import Culprit, CulpritSums, Stage
-from lightning_gputime._measurement.loader import LoaderTimes, WorkerTimes, describe_slowdown
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.stats import PhaseStats
-from lightning_gputime._output.summary import loader_table
 
 # The loop of a worker, in this process and on a fake clock
 
@@ -102,14 +101,14 @@ def make_batches(monkeypatch: pytest.MonkeyPatch) -> MakeBatches:
             clock.pass_ms(2.0)
             return default_collate(samples)
 
-        monkeypatch.setattr(_loader, "get_worker_info", lambda: SimpleNamespace(dataset=dataset))
+        monkeypatch.setattr(stages, "get_worker_info", lambda: SimpleNamespace(dataset=dataset))
         timer = WorkerTimer(memoryview(row), clock(), clock, lambda: 0, lines=lines)
         clock.pass_ms(20.0)  # The worker starts.
         map_style, iterable = fetcher_classes()
         kind: Any = iterable if isinstance(dataset, IterableDataset) else map_style
         fetcher = kind(dataset, True, collate, False)
         with monkeypatch.context() as patch:
-            patch.setattr(kind, "fetch", _loader.timed_fetch(kind, timer))
+            patch.setattr(kind, "fetch", stages.timed_fetch(kind, timer))
             for start in range(0, 4 * batches, 4):
                 fetcher.fetch(batch_type(range(start, start + 4)))
                 clock.pass_ms(3.0)  # The worker waits.
@@ -245,9 +244,11 @@ QUICK, UNEVEN = (replace(WORKER, dataset_ms=ms, collate_ms=0.0, wait_ms=10.0) fo
 
 def advise(cores: int | None, **facts: Any) -> list[Advice]:
     """Return the advice for 200 steps of 10 ms, in which the loop waits 5 ms for a batch."""
-    times = replace(TIMES, **facts)
-    case = LoaderCase(times, exposed_ms=5.0, rest_ms=5.0, steps=200, batches=200, cores=cores)
-    return [*advise_on_loader(case)]
+    rows = {"data": constant(5.0, n=200, share=0.5)}
+    loaders = (replace(TIMES, **facts),)
+    measured = Measurement(rows, PhaseStats(200, mean_ms=10.0), 200, loaders=loaders)
+    setup = TrainingSetup(has_loader=True, num_workers=2, cores=cores)
+    return [*diagnose(measured, setup).advice]
 
 
 @pytest.mark.parametrize(
@@ -581,10 +582,10 @@ def test_workers_of_several_loaders_are_timed_separately() -> None:
 
 
 def test_worker_shares_are_fractions_of_the_observed_or_elapsed_time() -> None:
-    row = [0] * _loader.FIELDS
-    row[_loader.BATCHES] = 10
-    row[_loader.CPU_NS], row[_loader.RUN_DELAY_NS] = 150, 100
-    row[_loader.OBSERVED_NS], row[_loader.ELAPSED_NS] = 200, 400  # Idle for half of the time.
-    times = _loader.loader_times([row], "Photos", "collate", (0, 0))
+    row = [0] * stages.FIELDS
+    row[stages.BATCHES] = 10
+    row[stages.CPU_NS], row[stages.RUN_DELAY_NS] = 150, 100
+    row[stages.OBSERVED_NS], row[stages.ELAPSED_NS] = 200, 400  # Idle for half of the time.
+    times = stages.loader_times([row], "Photos", "collate", (0, 0))
     assert times is not None
     assert (times.cpu_share, times.run_delay_share) == (0.75, 0.25)

@@ -26,9 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, MemorySummary, PhaseStats, SlowStep
 from lightning_gputime.__main__ import _new_parser
-from lightning_gputime._diagnosis import advice, codes
+from lightning_gputime._diagnosis import Entry, TimeBreakdown, advice, codes
 from lightning_gputime._diagnosis.diagnose import diagnose
-from lightning_gputime._diagnosis.diagnosis import Entry, TimeBreakdown
 from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement

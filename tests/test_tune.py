@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_gputime.__main__ import _new_parser
-from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, TimeBreakdown
+from lightning_gputime._diagnosis import Advice, Diagnosis, Entry, TimeBreakdown
 from lightning_gputime._tuning.child import LIGHTNING, LOADER, TRANSFORMERS
 from lightning_gputime._tuning.tuning import (
     Change,

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from lightning_gputime._diagnosis.codes import (
+from lightning_gputime._diagnosis import (
     CODES,
     COMMUNICATION,
     COMPILATIONS,
@@ -20,8 +20,9 @@ from lightning_gputime._diagnosis.codes import (
     STANDARD_PHASES,
     TIMING,
     TRANSFER_HOOKS,
+    Entry,
+    TimeBreakdown,
 )
-from lightning_gputime._diagnosis.diagnosis import Entry, TimeBreakdown
 from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.culprits import WORKERS, of_entry
 from lightning_gputime._measurement.measurement import Measurement

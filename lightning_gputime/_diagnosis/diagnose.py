@@ -2,8 +2,24 @@
 
 from dataclasses import replace
 
-from lightning_gputime._diagnosis.advice import (
+from lightning_gputime._diagnosis import (
+    CODES,
+    COMMUNICATION_BOUND,
+    COMPUTE_BOUND,
+    GPU_BOUND,
+    HOST_BOUND,
+    INPUT_BOUND,
+    LAUNCH_BOUND,
+    MODEL_PHASES,
+    OVERHEAD_BOUND,
+    Advice,
     Case,
+    Diagnosis,
+    Entry,
+    Grade,
+    TimeBreakdown,
+)
+from lightning_gputime._diagnosis.advice import (
     advise,
     advise_on_growth,
     advise_on_launches,
@@ -16,18 +32,6 @@ from lightning_gputime._diagnosis.breakdown import (
     is_own_work,
     may_hide_evaluations,
 )
-from lightning_gputime._diagnosis.codes import (
-    CODES,
-    COMMUNICATION_BOUND,
-    COMPUTE_BOUND,
-    GPU_BOUND,
-    HOST_BOUND,
-    INPUT_BOUND,
-    LAUNCH_BOUND,
-    MODEL_PHASES,
-    OVERHEAD_BOUND,
-)
-from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, Grade, TimeBreakdown
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement

@@ -5,12 +5,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
+from lightning_gputime._diagnosis import Diagnosis, TimeBreakdown
 from lightning_gputime._diagnosis.diagnose import diagnose
-from lightning_gputime._diagnosis.diagnosis import Diagnosis, TimeBreakdown
-from lightning_gputime._diagnosis.loader import LoaderCase
 from lightning_gputime._ledger.rows import LineRow
+from lightning_gputime._loader.advice import loader_table
 from lightning_gputime._measurement.changes import Slowdown
-from lightning_gputime._measurement.culprits import STAGES
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.memory import MemorySummary
 from lightning_gputime._measurement.observers import Section
@@ -30,7 +29,6 @@ _RANKS = "min - max (rank)"  # Title of the column with the means of the ranks.
 # Columns to drop from a table that is too wide, in this order.
 _DROPS = ("max", "steps", "host", "p95", "p50", "share", "host-paced", _RANKS)
 _SPEED_UP = "speed-up if removed"
-_WAITING = "waiting for work"
 _MIN_ROW = 0.01  # Entries of the time breakdown with a smaller share are combined in one row.
 _MAX_ROWS = 12  # So are the smallest entries beyond this number.
 _MIN_CORE_WAIT = 0.05  # Minimum fraction of the elapsed time that is reported.
@@ -346,33 +344,3 @@ def _breakdown_table(breakdown: TimeBreakdown, diagnosis: Diagnosis) -> Table:
         drops=(FORWARD, BACKWARD, "time", "pace", _SPEED_UP),
         steps=steps,
     )
-
-
-def loader_table(m: Measurement, setup: TrainingSetup) -> Table | None:
-    """Return a table of the stages of the loader with the most batches; None if not timed."""
-    case = LoaderCase.of(m, setup)
-    if case is None:
-        # Without workers, the stages are timed in the main process.
-        timed = [culprit for culprit in m.culprits if culprit.kind in STAGES]
-        if setup.num_workers or not timed:
-            return None
-        all_s = sum(stage.seconds for stage in timed)
-        lines: list[tuple[str, ...]] = [("loader", "per batch", "share")]
-        for stage in timed:
-            per_batch = duration(1e3 * stage.seconds / stage.calls)
-            lines.append((stage.name, per_batch, percent(stage.seconds / all_s if all_s else 0.0)))
-        lines.append(("batch", duration(1e3 * all_s / timed[0].calls), "100 %"))
-        return Table("DataLoader without workers: stages in the main process", lines, [])
-    times, n = case.times, len(case.times.workers)
-    stages = {"dataset_ms": times.dataset, "collate_ms": times.collate, "wait_ms": _WAITING}
-    all_ms = sum(map(times.mean, stages))
-    lines = [("loader", "per batch", "share", "slowest worker")]
-    for name, title in stages.items():
-        ms_by_worker = [getattr(worker, name) for worker in times.workers]
-        slowest_ms = max(ms_by_worker)
-        slowest = f"{duration(slowest_ms)} ({ms_by_worker.index(slowest_ms)})" if n > 1 else ""
-        share = percent(times.mean(name) / all_ms if all_ms else 0.0)
-        lines.append((title, duration(times.mean(name)), share, slowest))
-    lines.append(("batch", duration(all_ms), "100 %", ""))
-    title = f"DataLoader with {n} worker{'s' * (n > 1)}: stages in a worker"
-    return Table(title, lines, [case.describe()])

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lightning_gputime._compat.python_ import TUNE
-from lightning_gputime._diagnosis.diagnosis import Advice
+from lightning_gputime._diagnosis import Advice
 from lightning_gputime._measurement.plain import plain
 from lightning_gputime._measurement.units import duration
 from lightning_gputime._measurement.wall_clock import ONCE

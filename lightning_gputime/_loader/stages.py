@@ -37,18 +37,17 @@ from lightning_gputime._instrumentation.loop import dataset_of
 from lightning_gputime._instrumentation.patching import Subscription, do_nothing
 from lightning_gputime._ledger.outside import OutsideLines
 from lightning_gputime._ledger.rows import LineRow, PhasePart, line_rows
+from lightning_gputime._loader import LoaderTimes, MadeBatch, WorkerTimes
 from lightning_gputime._measurement.culprits import (
     COLLATE,
     DATASET,
     SAMPLER,
     WORKERS,
     Culprit,
-    LoaderStages,
     Source,
     Stage,
-    short_name,
+    TimedLoader,
 )
-from lightning_gputime._measurement.loader import LoaderTimes, MadeBatch, WorkerTimes
 from lightning_gputime._measurement.threads import core_times
 from lightning_gputime._phases import FETCH
 
@@ -154,6 +153,29 @@ class StagedLoaders:
                 vars(owner).update(originals)
 
 
+class LoaderStages(TimedLoader):
+    """Stages of a loader that run in the main process, and sums of their times."""
+
+    def __init__(self, *stages: Stage) -> None:
+        super().__init__(0, *stages)
+        self._ns = [0] * len(stages)  # Time of each stage.
+        self._batches = 0
+        self.iterators = 0  # Number of started iterators of the loader.
+        self.exhausted = 0  # Number of iterators that have yielded their last batch.
+
+    def add(self, *ns: int) -> None:
+        """Add the time of each stage for a batch (in nanoseconds), in the order of `stages`."""
+        self._batches += 1
+        for i, stage_ns in enumerate(ns):
+            self._ns[i] += stage_ns
+
+    def culprits(self) -> Iterator[Culprit]:
+        n, all_ns, abandoned = self._batches, sum(self._ns), self.iterators - self.exhausted
+        for stage, ns in zip(self.stages, self._ns, strict=True) if n else ():
+            seconds, share = ns / 1e9, ns / (all_ns or 1)
+            yield Culprit(FETCH, stage.name, seconds, n, share, stage.source, stage.kind, abandoned)
+
+
 class _Stages:
     """Replacement for a loader's sampler. Its method `collate` replaces `collate_fn`."""
 
@@ -210,7 +232,12 @@ def _source_of(function: Any) -> Source | None:
     if (found := definition_of(function)) is None:
         return None
     file, line, name = found
-    return Source(file, line, line, short_name(name))
+    return Source(file, line, line, _short_name(name))
+
+
+def _short_name(qualified: str) -> str:
+    """Return a qualified name without its enclosing functions."""
+    return qualified.rpartition("<locals>.")[2]
 
 
 def _stages_of(loader: Any) -> Iterator[Stage]:
@@ -230,7 +257,7 @@ def _stages_of(loader: Any) -> Iterator[Stage]:
     # The transformers Trainer wraps its collator to remove columns.
     collate = getattr(collate, "data_collator", collate)
     is_function = hasattr(collate, "__qualname__")
-    name = short_name(collate.__qualname__) if is_function else type(collate).__name__
+    name = _short_name(collate.__qualname__) if is_function else type(collate).__name__
     yield Stage(COLLATE, name, _source_of(collate if is_function else type(collate).__call__))
 
 
@@ -255,7 +282,7 @@ def _init_worker(
         # The method `fetch` of torch's fetchers makes a batch.
         for kind in fetcher_classes():
             type.__setattr__(kind, "fetch", timed_fetch(kind, timer))
-        leave_out_of_errors(str(Path(__file__).parent))
+        leave_out_of_errors(str(Path(__file__).parents[1]))
     if user_init is not None:
         user_init(worker)
 
@@ -478,7 +505,7 @@ def _tensors_of(batch: Any) -> Iterator[Tensor]:
 # Times of the workers, in the main process
 
 
-class LoaderWorkers:
+class LoaderWorkers(TimedLoader):
     """Times of the workers of a loader, for the main process.
 
     The stages are the dataset and `collate_fn`.
@@ -487,7 +514,8 @@ class LoaderWorkers:
     def __init__(
         self, num_workers: int, *stages: Stage, now_ns: Callable[[], int] = time.perf_counter_ns
     ) -> None:
-        self.num_workers, self.stages, self._now_ns = num_workers, stages, now_ns
+        super().__init__(num_workers, *stages)
+        self._now_ns = now_ns
         self._times = torch.zeros((num_workers, FIELDS), dtype=torch.int64).share_memory_()
         self._lines = torch.zeros((num_workers, _MAX_LINE_BYTES), dtype=torch.uint8).share_memory_()
         self._looks = 0  # Number of times that a busy worker was looked at.
