@@ -271,10 +271,7 @@ class Timer(Tabular):
         """End the measurement: read the last steps, compare the ranks, and remove the hooks."""
         session = self._session
         try:
-            facts = replace(self._costly_settings, not_updated=session.not_updated)
-            if session.forward.repeats_forward:
-                facts = replace(facts, repeats_forward=True)
-            self._costly_settings = facts
+            self._costly_settings = replace(self._costly_settings, not_updated=session.not_updated)
             # The training may have enabled some settings.
             self._read_costly_settings(self._results.setup.costly_settings)
             session.finish()

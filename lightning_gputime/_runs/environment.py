@@ -360,4 +360,3 @@ def _has_unused_tf32() -> bool:
         return torch.get_float32_matmul_precision() == "highest"
     except RuntimeError:
         return True
-
