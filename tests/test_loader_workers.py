@@ -28,11 +28,9 @@ from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._loader import LoaderTimes, WorkerTimes, describe_slowdown, stages
 from lightning_gputime._loader.advice import loader_table
 from lightning_gputime._loader.stages import (
-    FIELDS,
     LoaderWorkers,
     StagedLoaders,
     WorkerTimer,
-    loader_times,
 )
 from lightning_gputime._measurement.culprits import Culprit, CulpritSums, Stage
 from lightning_gputime._measurement.measurement import Measurement
@@ -84,6 +82,10 @@ class Stream(OnClock, IterableDataset[Tensor]):
             yield torch.arange(3.0) + index
 
 
+def two_workers(now_ns: Callable[[], int] = time.perf_counter_ns) -> LoaderWorkers:
+    return LoaderWorkers(2, Stage("dataset", "Photos"), Stage("collate", "pad"), now_ns=now_ns)
+
+
 MakeBatches = Callable[..., None]
 TimesOf = Callable[..., LoaderTimes]
 
@@ -122,9 +124,10 @@ def times_of(make_batches: MakeBatches) -> TimesOf:
     """Return a function that makes batches as a worker does, and returns their times."""
 
     def times_of(*arguments: Any, **options: Any) -> LoaderTimes:
-        rows = torch.zeros((2, FIELDS), dtype=torch.int64)  # Worker 0 has made no batch yet.
-        make_batches(rows.numpy()[1], *arguments, **options)
-        times = loader_times(rows.tolist(), "Photos", "pad", (0, 0))
+        loader = two_workers()
+        # Worker 0 has made no batch yet.
+        make_batches(loader._times.numpy()[1], *arguments, **options)
+        times = loader.times()
         assert times is not None
         return times
 
@@ -149,7 +152,7 @@ def test_worker_stages_have_exact_times(
 def test_lines_of_workers_have_exact_times_even_if_workers_start_again(
     make_batches: MakeBatches,
 ) -> None:
-    loader = LoaderWorkers(2, Stage("dataset", "Photos"), Stage("collate", "pad"))
+    loader = two_workers()
     for kind in (BatchedPhotos, Photos):
         for row, lines in zip(loader._times.numpy(), loader._lines.numpy(), strict=True):
             make_batches(row, kind(Clock()), lines=memoryview(lines))
@@ -445,8 +448,7 @@ def test_pin_times_are_exact_and_a_full_queue_counts_once() -> None:
                 continue
             pinned.put(batch)
 
-    stages = Stage("dataset", "Photos"), Stage("collate", "pad")
-    workers = LoaderWorkers(1, *stages, now_ns=clock)
+    workers = two_workers(clock)
     assert workers.pin_ms is None
     workers.timed_pin_loop(loop)(Queue(), Queue())
     assert workers.pin_ms == 3.0
@@ -582,10 +584,11 @@ def test_workers_of_several_loaders_are_timed_separately() -> None:
 
 
 def test_worker_shares_are_fractions_of_the_observed_or_elapsed_time() -> None:
-    row = [0] * stages.FIELDS
+    loader = two_workers()
+    row: Any = loader._times[1]
     row[stages.BATCHES] = 10
     row[stages.CPU_NS], row[stages.RUN_DELAY_NS] = 150, 100
     row[stages.OBSERVED_NS], row[stages.ELAPSED_NS] = 200, 400  # Idle for half of the time.
-    times = stages.loader_times([row], "Photos", "collate", (0, 0))
+    times = loader.times()
     assert times is not None
     assert (times.cpu_share, times.run_delay_share) == (0.75, 0.25)

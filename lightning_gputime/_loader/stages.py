@@ -572,9 +572,47 @@ class LoaderWorkers(TimedLoader):
 
     def times(self) -> LoaderTimes | None:
         """Return the times so far; None if no batch was made."""
+        rows = self._times.tolist()
+        used = [row for row in rows if row[BATCHES]]
+        if not used:
+            return None
+
+        def total(column: int) -> int:
+            return sum(row[column] for row in used)
+
+        workers = []
+        for i, row in enumerate(rows):
+            n = row[BATCHES]
+            newest_ns = [batch.end_ns - batch.start_ns for batch in _newest_batches(i, row)]
+            dataset_ms, collate_ms, wait_ms = (
+                row[column] / (n or 1) / 1e6 for column in (DATASET_NS, COLLATE_NS, WAIT_NS)
+            )
+            newest_ms = fmean(newest_ns) / 1e6 if newest_ns else 0.0
+            workers.append(WorkerTimes(n, dataset_ms, collate_ms, wait_ms, newest_ms))
+        observed_ns, elapsed_ns = total(OBSERVED_NS), total(ELAPSED_NS)
+        busy_ns = total(DATASET_NS) + total(COLLATE_NS)
+        slowest = max(range(len(rows)), key=lambda worker: rows[worker][MAX_NS])
+        index = rows[slowest][SLOWEST_INDEX]
+        checksums = {tuple(row[column] for column in CHECKSUMS) for row in used}
         dataset, collate = (stage.name for stage in self.stages)
-        looks = self._looks, self._locked
-        return loader_times(self._times.tolist(), dataset, collate, looks, self.pin_ms)
+        return LoaderTimes(
+            dataset,
+            collate,
+            workers=tuple(workers),
+            cpu_share=min(total(CPU_NS) / observed_ns, 1.0) if observed_ns else None,
+            lock_share=self._locked / self._looks if self._looks >= 8 else None,
+            run_delay_share=min(total(RUN_DELAY_NS) / elapsed_ns, 1.0) if elapsed_ns else None,
+            startup_s=total(STARTUP_NS) / max(total(STARTS), 1) / 1e9,
+            starts=max(row[STARTS] for row in used),
+            long_batches=total(LONG_BATCHES),
+            long_share=total(LONG_NS) / busy_ns if busy_ns else 0.0,
+            slowest_ms=rows[slowest][MAX_NS] / 1e6,
+            slowest_worker=slowest,
+            slowest_index=index if index >= 0 else None,
+            # A checksum of 0 is unknown, so it does not show a repeat.
+            repeats=len(used) > 1 and len(checksums) == 1 and all(next(iter(checksums))),
+            pin_ms=self.pin_ms,
+        )
 
     def lines(self) -> tuple[LineRow, ...]:
         """Return the lines that take the time of a batch, the longest first."""
@@ -593,7 +631,8 @@ class LoaderWorkers(TimedLoader):
         return tuple(sorted(rows, key=lambda row: -row.ms))
 
     def newest_batches(self) -> Iterator[MadeBatch]:
-        return newest_batches(self._times.tolist())
+        for worker, row in enumerate(self._times.tolist()):
+            yield from _newest_batches(worker, row)
 
     def culprits(self) -> Iterator[Culprit]:
         if (times := self.times()) is not None:
@@ -604,63 +643,8 @@ class LoaderWorkers(TimedLoader):
                 yield Culprit(FETCH, stage.name, n * ms / 1e3, n, share, stage.source, stage.kind)
 
 
-def newest_batches(rows: Sequence[Sequence[int]]) -> Iterator[MadeBatch]:
-    """Yield the newest batches of each worker, from their rows of shared memory."""
-    for worker, row in enumerate(rows):
-        for i in range(min(row[NEWEST], RING)):
-            start = NEWEST + 1 + i * RING_FIELDS
-            yield MadeBatch(worker, *row[start : start + RING_FIELDS])
-
-
-def loader_times(
-    rows: Sequence[Sequence[int]],
-    dataset: str,
-    collate: str,
-    looks: tuple[int, int],
-    pin_ms: float | None = None,
-) -> LoaderTimes | None:
-    """Return the times of a loader's workers, from their rows; None if they made no batch.
-
-    `looks` is the number of reads of /proc while a worker made a batch, and the number of these
-    reads that found the worker waiting for a lock. For other arguments, see `LoaderTimes`.
-    """
-    used = [row for row in rows if row[BATCHES]]
-    if not used:
-        return None
-
-    def total(column: int) -> int:
-        return sum(row[column] for row in used)
-
-    observed_ns, elapsed_ns = total(OBSERVED_NS), total(ELAPSED_NS)
-    busy_ns = total(DATASET_NS) + total(COLLATE_NS)
-    slowest = max(range(len(rows)), key=lambda worker: rows[worker][MAX_NS])
-    index = int(rows[slowest][SLOWEST_INDEX])
-    workers = []
-    for row in rows:
-        n = int(row[BATCHES])
-        newest_ns = [batch.end_ns - batch.start_ns for batch in newest_batches([row])]
-        dataset_ms, collate_ms, wait_ms = (
-            row[column] / (n or 1) / 1e6 for column in (DATASET_NS, COLLATE_NS, WAIT_NS)
-        )
-        newest_ms = fmean(newest_ns) / 1e6 if newest_ns else 0.0
-        workers.append(WorkerTimes(n, dataset_ms, collate_ms, wait_ms, newest_ms))
-    checksums = {tuple(row[column] for column in CHECKSUMS) for row in used}
-    busy_looks, locked_looks = looks
-    return LoaderTimes(
-        dataset,
-        collate,
-        workers=tuple(workers),
-        cpu_share=min(total(CPU_NS) / observed_ns, 1.0) if observed_ns else None,
-        lock_share=locked_looks / busy_looks if busy_looks >= 8 else None,
-        run_delay_share=min(total(RUN_DELAY_NS) / elapsed_ns, 1.0) if elapsed_ns else None,
-        startup_s=total(STARTUP_NS) / max(total(STARTS), 1) / 1e9,
-        starts=max(row[STARTS] for row in used),
-        long_batches=int(total(LONG_BATCHES)),
-        long_share=total(LONG_NS) / busy_ns if busy_ns else 0.0,
-        slowest_ms=rows[slowest][MAX_NS] / 1e6,
-        slowest_worker=slowest,
-        slowest_index=index if index >= 0 else None,
-        # A checksum of 0 is unknown, so it does not show a repeat.
-        repeats=len(used) > 1 and len(checksums) == 1 and all(next(iter(checksums))),
-        pin_ms=pin_ms,
-    )
+def _newest_batches(worker: int, row: Sequence[int]) -> Iterator[MadeBatch]:
+    """Yield the newest batches of a worker, from its row of shared memory."""
+    for i in range(min(row[NEWEST], RING)):
+        start = NEWEST + 1 + i * RING_FIELDS
+        yield MadeBatch(worker, *row[start : start + RING_FIELDS])
