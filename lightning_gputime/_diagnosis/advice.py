@@ -1,7 +1,6 @@
 """Advice on an entry of the time breakdown, given only if the numbers support it."""
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 
 from lightning_gputime._diagnosis import (
     ALLOCATOR,
@@ -308,11 +307,11 @@ def _save_less(case: Case) -> Iterator[Advice]:
     yield Advice("save_less", f"{reason}{how}")
 
 
-def _evaluate_less(how: str, metrics_hook: str, case: Case) -> Iterator[Advice]:
-    """Yield advice to shorten evaluations, then `how` to evaluate less.
-
-    `metrics_hook` is the function in which metrics are usually computed.
-    """
+def _evaluate_less(case: Case) -> Iterator[Advice]:
+    how, metrics_hook = "evaluate less often, or on fewer samples", "compute_metrics"
+    if case.entry.name == VALIDATION:
+        how = "validate less often: check_val_every_n_epoch or val_check_interval"
+        metrics_hook = "on_validation_epoch_end"
     line, clock = case.line, case.m.wall_clock
     if line is not None:
         took = f"{duration(line.ms)} of {duration(1e3 * case.entry.seconds)}"
@@ -332,8 +331,39 @@ def _shorten_first_step(case: Case) -> Iterator[Advice]:
     yield Advice("first_step", text)
 
 
-def _shorten_outside_steps(code: str, general: str, how: str, case: Case) -> Iterator[Advice]:
-    """Yield the advice `general` if the code of the entry is unknown, else `how` to shorten it."""
+# By entry: code, advice if its code is unknown, and how to shorten its longest code.
+_OUTSIDE_STEPS: Mapping[str, tuple[str, str, str]] = {
+    EPOCH_ENDS: (
+        "epoch_ends",
+        "make hooks at the start and end of epochs faster, or use longer epochs",
+        "make it faster, or run it in fewer epochs",
+    ),
+    SET_UP: (
+        "set_up",
+        "cache results of prepare_data, setup and the construction of loaders; this occurs once",
+        "cache its result; this occurs once",
+    ),
+    BETWEEN_LOOPS: (
+        "between_loops",
+        "run code between two loops, such as an evaluation, less often",
+        "run it less often, or make it faster",
+    ),
+    TEAR_DOWN: (
+        "tear_down",
+        "speed up code after the last epoch, such as a checkpoint, a test or an upload; this occurs"
+        " once",
+        "make it faster; this occurs once, after the last epoch",
+    ),
+    PAUSED: (
+        "paused",
+        "run code in timer.paused(), such as an evaluation, less often",
+        "run it less often, or make it faster",
+    ),
+}
+
+
+def _shorten_outside_steps(case: Case) -> Iterator[Advice]:
+    code, general, how = _OUTSIDE_STEPS[case.entry.name]
     if (line := case.line) is None:
         yield Advice(code, general)
     else:
@@ -387,50 +417,14 @@ _RULES: Mapping[str, Rule] = {
     OTHER_RANKS: _always(
         "other_ranks", "find the rank with the slowest loader or callbacks: all others wait for it"
     ),
-    VALIDATION: partial(
-        _evaluate_less,
-        "validate less often: check_val_every_n_epoch or val_check_interval",
-        "on_validation_epoch_end",
-    ),
-    EVALUATION: partial(
-        _evaluate_less, "evaluate less often, or on fewer samples", "compute_metrics"
-    ),
+    VALIDATION: _evaluate_less,
+    EVALUATION: _evaluate_less,
     CHECKPOINTS: _save_less,
-    EPOCH_ENDS: partial(
-        _shorten_outside_steps,
-        "epoch_ends",
-        "make hooks at the start and end of epochs faster, or use longer epochs",
-        "make it faster, or run it in fewer epochs",
-    ),
-    SET_UP: partial(
-        _shorten_outside_steps,
-        "set_up",
-        "cache results of prepare_data, setup and the construction of loaders; this occurs once",
-        "cache its result; this occurs once",
-    ),
     FIRST_STEP: _shorten_first_step,
-    BETWEEN_LOOPS: partial(
-        _shorten_outside_steps,
-        "between_loops",
-        "run code between two loops, such as an evaluation, less often",
-        "run it less often, or make it faster",
-    ),
     SANITY_CHECK: _always(
         "sanity_check", "pass num_sanity_val_steps=0 to skip it; this occurs once"
     ),
-    TEAR_DOWN: partial(
-        _shorten_outside_steps,
-        "tear_down",
-        "speed up code after the last epoch, such as a checkpoint, a test or an upload; this occurs"
-        " once",
-        "make it faster; this occurs once, after the last epoch",
-    ),
-    PAUSED: partial(
-        _shorten_outside_steps,
-        "paused",
-        "run code in timer.paused(), such as an evaluation, less often",
-        "run it less often, or make it faster",
-    ),
+    **dict.fromkeys(_OUTSIDE_STEPS, _shorten_outside_steps),
     COLLECTIONS: _collect_less,
     COMPILATIONS: _compile_once,
     ALLOCATOR: _always("expandable_segments", "set PYTORCH_ALLOC_CONF=expandable_segments:True"),

@@ -32,8 +32,6 @@ from lightning_gputime._diagnosis.breakdown import (
     is_own_work,
     may_hide_evaluations,
 )
-from lightning_gputime._ledger.rows import LineRow
-from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement
 from lightning_gputime._measurement.setup import TrainingSetup
 from lightning_gputime._measurement.stats import is_uneven
@@ -103,7 +101,20 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
         grown = max(lines, key=lambda line: line.grew_to_ms - line.grew_from_ms, default=None)
         if grown is not None and (grown.grew_to_ms <= 0 or slowdown.until_step is not None):
             grown = None
-        on_slowdown = _advice_on(slowdown, grown)
+        lost_share = min(slowdown.lost_share, 0.99)  # Promise a speed-up of at most 100x.
+        when = f"since step {slowdown.since_step:,}"
+        if slowdown.until_step is not None:
+            when = f"from step {slowdown.since_step:,} to {slowdown.until_step:,}"
+        if grown is not None:
+            text = advise_on_growth(grown).text
+        elif slowdown.phase and slowdown.is_most_in_phase:
+            text = f"find what takes longer in `{slowdown.phase}` {when}"
+        else:
+            text = f"find what slows down all phases {when}"
+        joint = ";" if grown is not None else ":"
+        text += f"{joint} without this the training is up to {1 / (1 - lost_share):.2f}x as fast"
+        parameters = {"step": slowdown.since_step, "phase": slowdown.phase}
+        on_slowdown = Advice("slowdown", text, parameters)
         # Advice on the line that has grown says the same.
         advice = tuple(item for item in advice if grown is None or item != advise_on_growth(grown))
         row = breakdown[found.entry]
@@ -115,22 +126,6 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
 
 def _names(row: Entry) -> tuple[str, ...]:
     return row.name, *row.phases_ms
-
-
-def _advice_on(slowdown: Slowdown, grown: LineRow | None) -> Advice:
-    lost_share = min(slowdown.lost_share, 0.99)  # Promise a speed-up of at most 100x.
-    without = f"without this the training is up to {1 / (1 - lost_share):.2f}x as fast"
-    if slowdown.until_step is None:
-        when = f"since step {slowdown.since_step:,}"
-    else:
-        when = f"from step {slowdown.since_step:,} to {slowdown.until_step:,}"
-    if grown is not None:
-        text = f"{advise_on_growth(grown).text}; {without}"
-    elif slowdown.phase and slowdown.is_most_in_phase:
-        text = f"find what takes longer in `{slowdown.phase}` {when}: {without}"
-    else:
-        text = f"find what slows down all phases {when}: {without}"
-    return Advice("slowdown", text, {"step": slowdown.since_step, "phase": slowdown.phase})
 
 
 def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) -> Diagnosis:
