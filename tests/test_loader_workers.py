@@ -23,7 +23,7 @@ from worker_data import Numbers, Repeated, announce
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._compat.torch_ import fetcher_classes
-from lightning_gputime._diagnosis import Advice
+from lightning_gputime._diagnosis import Diagnosis
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._loader import LoaderTimes, WorkerTimes, describe_slowdown, stages
 from lightning_gputime._loader.advice import loader_table
@@ -233,6 +233,10 @@ KEEP = (
     "loop over the loader (`for batch in loader`), or keep its iterator: `iter(loader)` runs for"
     " each batch; "
 )
+SHARD = (
+    "give each worker its part of the IterableDataset, by torch.utils.data.get_worker_info(): all 2"
+    " workers yield the same batches, so that each sample is used 2 times"
+)
 AHEAD = replace(WORKER, batches=200)
 OFTEN = "workers started 190 times, and the first batch took 100 ms each time"
 CREATE = f"create the DataLoader once, not in each epoch: {RESTARTS}"
@@ -245,13 +249,14 @@ SLOW = replace(WORKER, dataset_ms=58.0)
 QUICK, UNEVEN = (replace(WORKER, dataset_ms=ms, collate_ms=0.0, wait_ms=10.0) for ms in (0.5, 1.0))
 
 
-def advise(cores: int | None, **facts: Any) -> list[Advice]:
-    """Return the advice for 200 steps of 10 ms, in which the loop waits 5 ms for a batch."""
-    rows = {"data": constant(5.0, n=200, share=0.5)}
-    loaders = (replace(TIMES, **facts),)
-    measured = Measurement(rows, PhaseStats(200, mean_ms=10.0), 200, loaders=loaders)
-    setup = TrainingSetup(has_loader=True, num_workers=2, cores=cores)
-    return [*diagnose(measured, setup).advice]
+def diagnosed(
+    times: LoaderTimes, wait_ms: float, step_ms: float, facts: Any = None, **setup: Any
+) -> Diagnosis:
+    """Return the diagnosis of 200 steps, in each of which the loop waits for a batch."""
+    rows = {"data": constant(wait_ms, n=200, share=0.5)}
+    step = PhaseStats(200, mean_ms=step_ms)
+    measured = Measurement(rows, step, 200, loaders=(times,), **(facts or {}))
+    return diagnose(measured, TrainingSetup(has_loader=True, num_workers=2, **setup))
 
 
 @pytest.mark.parametrize(
@@ -278,13 +283,15 @@ def advise(cores: int | None, **facts: Any) -> list[Advice]:
         # Workers make 400 batches, of which the loop reads 200. Then all 200 batches are read.
         ({"workers": (AHEAD,) * 2, "starts": 190}, 16, [KEEP + OFTEN]),
         ({"starts": 190}, 16, [f"set persistent_workers=True: {OFTEN}"]),
+        ({"repeats": True}, 16, [SHARD, KEEP_UP]),
         ({"startup_s": 3.0}, 16, [KEEP_UP]),  # A single start delays only the first step.
     ],
 )
 def test_advice_on_a_loader_follows_from_its_workers(
     facts: dict[str, Any], cores: int | None, texts: list[str]
 ) -> None:
-    assert [advice.text for advice in advise(cores, **facts)] == texts
+    found = diagnosed(replace(TIMES, **facts), 5.0, 10.0, cores=cores)
+    assert [advice.text for advice in found.advice] == texts
 
 
 @pytest.mark.parametrize(
@@ -296,13 +303,10 @@ def test_advice_on_a_loader_follows_from_its_workers(
     ],
 )
 def test_advice_on_workers_that_start_again(setup: dict[str, Any], text: str) -> None:
-    rows = {"data": constant(20.0, n=200, share=0.5)}
+    times = replace(TIMES, starts=4, startup_s=1.0)
     collate = Culprit("data/fetch", "pad", 1.8, calls=200, share=0.9, kind="collate")
-    loaders = (replace(TIMES, starts=4, startup_s=1.0),)
-    step = PhaseStats(200, mean_ms=40.0)
-    measured = Measurement(rows, step, 200, culprits=(collate,), loaders=loaders)
-    advice = diagnose(measured, TrainingSetup(has_loader=True, num_workers=2, **setup)).advice
-    assert [item.text for item in advice][:1] == [text]
+    found = diagnosed(times, 20.0, 40.0, {"culprits": (collate,)}, **setup)
+    assert found.advice[0].text == text
 
 
 @pytest.mark.parametrize(
@@ -318,10 +322,9 @@ def test_line_with_most_of_the_time_of_a_batch_is_named(ms: float, code: str, pl
         timed(function, "data.py:7", host={"workers": part}, entry="workers")
         for function, part in {"Photos.crop": ms, **others}.items()
     ]
-    rows, times = {"data": constant(20.0, n=200, share=0.5)}, replace(TIMES, cpu_share=1.0)
-    measured = Measurement(rows, PhaseStats(200, mean_ms=40.0), 200, loaders=(times,))
-    measured = replace(measured, lines=(*sorted(lines, key=lambda line: -line.ms),))
-    found = diagnose(measured, TrainingSetup(has_loader=True, num_workers=2, cores=2))
+    lines.sort(key=lambda line: -line.ms)
+    times = replace(TIMES, cpu_share=1.0)
+    found = diagnosed(times, 20.0, 40.0, {"lines": (*lines,)}, cores=2)
     assert f" 20 ms of 40 ms per step (50 % of the timed steps){place}; " in found.headline
     assert [item.text for item in found.advice] == [f"make {code} faster"]
 
@@ -388,14 +391,6 @@ def test_table_shows_the_stages_of_a_loader() -> None:
     assert names == ("loader", "Photos.__getitem__", "pad", "batch")
     assert times_ms[1:] == ("9 ms", "1 ms", "10 ms")
     assert shares[1:] == ("90 %", "10 %", "100 %")
-
-
-def test_workers_that_repeat_each_other_are_reported_first() -> None:
-    advice = advise(16, repeats=True)
-    assert [item.code for item in advice] == ["shard_dataset", "num_workers"]
-    assert advice[0].text.endswith(
-        "all 2 workers yield the same batches, so that each sample is used 2 times"
-    )
 
 
 # Real workers
