@@ -43,7 +43,6 @@ from lightning_gputime._phases import DATA, FORWARD
 # uses the same thresholds to grade input pipelines.
 _MIN_BOTTLENECK = 0.2
 _MIN_REPORTED = 0.05
-_MIN_LAUNCHES = 0.3  # The same for launches at many lines, which cannot all be removed.
 _MIN_OF_ALL = 0.5  # With this fraction of an entry or of all launches, a line is named.
 # A verdict must hold in both halves of the run. There, this fraction of the minimum is enough.
 _MIN_HALF = 0.75
@@ -148,7 +147,8 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
     is_certain = _saved_share(largest) - largest.error >= _MIN_BOTTLENECK / 2
     is_certain = is_certain and _least_share(largest, m) >= _MIN_HALF * _MIN_BOTTLENECK
     is_bottleneck = _saved_share(largest) >= _MIN_BOTTLENECK and is_certain
-    if launches >= _MIN_LAUNCHES and not (is_bottleneck and _saved_share(largest) > launches):
+    # Launches at many lines cannot all be removed, so require 30 %.
+    if launches >= 0.3 and not (is_bottleneck and _saved_share(largest) > launches):
         headline = f"{LAUNCH_BOUND}: {_describe_launches(own, launches, breakdown)}"
         if is_worth_a_look:
             headline += f"; worth a look: {_describe(recurring, breakdown, m)}"

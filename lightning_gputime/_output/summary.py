@@ -30,10 +30,6 @@ _DROPS = ("max", "steps", "host", "p95", "p50", "share", "host-paced", _RANKS)
 _SPEED_UP = "speed-up if removed"
 _MIN_ROW = 0.01  # Entries of the time breakdown with a smaller share are combined in one row.
 _MAX_ROWS = 12  # So are the smallest entries beyond this number.
-_MIN_CORE_WAIT = 0.05  # Minimum fraction of the elapsed time that is reported.
-_MIN_VARIATION = 0.05  # Minimum share of unexplained slow steps that is reported.
-# Host time that the timer takes at a phase boundary, from `benchmarks/cold_cost.py`.
-_BOUNDARY_MS = 0.02
 _MIN_COST = 0.01  # Minimum cost of timing that is reported, as a fraction of the step.
 # Fields of the measurement that the JSON omits if they are empty or zero.
 _OMITTED_IF_EMPTY = (
@@ -244,8 +240,9 @@ class PhaseSummary(Tabular):
             was = "was" if n == 1 else "were"
             yield f"{text} {was} not sampled: pass every_n_steps=1 to time all steps"
 
-        # Each phase has a boundary at its start, and the step has another at its end.
-        timing_ms = (len(m.rows) + 1) * _BOUNDARY_MS
+        # Each phase has a boundary at its start, and the step has another at its end. The timer
+        # takes 0.02 ms of the host at each, see `benchmarks/cold_cost.py`.
+        timing_ms = 0.02 * (len(m.rows) + 1)
         is_costly = timing_ms > max(_MIN_COST * step_ms, m.host_wait_mean_ms)
         reason = m.each_timed_for
         if reason and is_costly and not m.on_host_clock:
@@ -253,11 +250,11 @@ class PhaseSummary(Tabular):
                 f"every step is timed because of {reason}, which takes the CPU about"
                 f" {unit.of(timing_ms)} of {step}; remove it to time fewer steps"
             )
-        if m.slow is not None and m.slow.unexplained_share >= _MIN_VARIATION:
+        if m.slow is not None and m.slow.unexplained_share >= 0.05:
             spread = f"{unit.of(m.step.p5_ms)} to {unit.of(m.step.p95_ms)}"
             yield f"step times vary: 90 % of the steps take {spread}"
         waited = 0.0 if m.wall_clock is None else m.wall_clock.core_wait_share
-        if waited >= _MIN_CORE_WAIT:
+        if waited >= 0.05:
             yield (
                 f"the loop waited {percent(waited)} of the elapsed time for a CPU core, which other"
                 " threads or processes used: all times above are without these waits"
