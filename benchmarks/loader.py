@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from lightning_gputime import GPUPhaseHooks
-from lightning_gputime import _loader as workers_module
 from lightning_gputime._compat.torch_ import fetcher_classes
-from lightning_gputime._loader import FIELDS, StagedLoaders
+from lightning_gputime._loader import stages as workers_module
+from lightning_gputime._loader.stages import FIELDS, StagedLoaders
 from lightning_gputime._measurement.culprits import CulpritSums
 
 BATCH = 16

@@ -1,18 +1,17 @@
 """Public names that need torch but not Lightning. `__init__` imports them lazily."""
 
-from lightning_gputime._diagnosis.diagnosis import Advice as Advice
-from lightning_gputime._diagnosis.diagnosis import Diagnosis as Diagnosis
-from lightning_gputime._diagnosis.diagnosis import Entry as Entry
-from lightning_gputime._diagnosis.diagnosis import TimeBreakdown as TimeBreakdown
+from lightning_gputime._diagnosis import Advice as Advice
+from lightning_gputime._diagnosis import Diagnosis as Diagnosis
+from lightning_gputime._diagnosis import Entry as Entry
+from lightning_gputime._diagnosis import TimeBreakdown as TimeBreakdown
 from lightning_gputime._instrumentation.traced import phase as phase
 from lightning_gputime._ledger.rows import LineRow as LineRow
 from lightning_gputime._ledger.rows import PhasePart as PhasePart
+from lightning_gputime._loader import LoaderTimes as LoaderTimes
+from lightning_gputime._loader import WorkerTimes as WorkerTimes
 from lightning_gputime._measurement.changes import Slowdown as Slowdown
 from lightning_gputime._measurement.culprits import Culprit as Culprit
 from lightning_gputime._measurement.culprits import Source as Source
-from lightning_gputime._measurement.loader import LoaderTimes as LoaderTimes
-from lightning_gputime._measurement.loader import WorkerTimes as WorkerTimes
-from lightning_gputime._measurement.measurement import CostlySetting as CostlySetting
 from lightning_gputime._measurement.measurement import Measurement as Measurement
 from lightning_gputime._measurement.measurement import TrainingSetup as TrainingSetup
 from lightning_gputime._measurement.memory import MemorySummary as MemorySummary

@@ -29,6 +29,7 @@ import torch
 from lightning_gputime._compat.python_ import running_line
 from lightning_gputime._compat.torch_ import compile_callbacks
 from lightning_gputime._instrumentation.loop import attribute
+from lightning_gputime._loader import MadeBatch
 from lightning_gputime._measurement.culprits import GC_COLLECT, CulpritSums, Source
 from lightning_gputime._measurement.history import MIN_PACKED_MARKS, pack, unpack
 from lightning_gputime._measurement.observers import ReadSteps
@@ -182,8 +183,9 @@ class SlowStepAnalyzer:
         all_steps, all_ms = read.measured, read.sums.each_ms[read.warmup :]
         baseline, found = self._baseline, list[SlowEvidence]()
         try:
-            for workers in self._culprits.workers:
-                workers.look()
+            for loader in self._culprits.loaders:
+                if loader.num_workers:
+                    loader.look()
             for first in range(0, len(all_steps), _BLOCK_STEPS):
                 steps = all_steps[first : first + _BLOCK_STEPS]
                 each_ms = all_ms[first : first + _BLOCK_STEPS]
@@ -243,7 +245,9 @@ class SlowStepAnalyzer:
         if not self._fetch_phase:
             return None
         phase, workers, loops_ns = self._fetch_phase, self._workers, [*self._loops_ns]
-        batches = self._culprits.newest_batches() if workers else []
+        batches: list[MadeBatch] = []
+        for loader in self._culprits.loaders if workers else ():
+            batches += loader.newest_batches()
 
         def detect(excess: "Excess") -> None:
             start_ns, end_ns = excess.start_ns, excess.end_ns

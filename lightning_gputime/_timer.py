@@ -19,7 +19,7 @@ from lightning_gputime._instrumentation.patching import Attachments, Subscriptio
 from lightning_gputime._instrumentation.traced import NamedPhase
 from lightning_gputime._ledger.ledger import Ledger, forwards_of
 from lightning_gputime._ledger.outside import OutsideLines
-from lightning_gputime._loader import StagedLoaders
+from lightning_gputime._loader.stages import StagedLoaders
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.measurement import CostlySetting
 from lightning_gputime._measurement.results import Results
@@ -270,10 +270,7 @@ class Timer(Tabular):
         """End the measurement: read the last steps, compare the ranks, and remove the hooks."""
         session = self._session
         try:
-            facts = replace(self._costly_settings, not_updated=session.not_updated)
-            if session.forward.repeats_forward:
-                facts = replace(facts, repeats_forward=True)
-            self._costly_settings = facts
+            self._costly_settings = replace(self._costly_settings, not_updated=session.not_updated)
             # The training may have enabled some settings.
             self._read_costly_settings(self._results.setup.costly_settings)
             session.finish()

@@ -24,7 +24,7 @@ import numpy as np
 from lightning_gputime._auto_instrumentation.command import new_folder
 from lightning_gputime._auto_instrumentation.environment import TUNE
 from lightning_gputime._auto_instrumentation.tuned import LIGHTNING, LOADER, TRANSFORMERS
-from lightning_gputime._diagnosis.diagnosis import Advice
+from lightning_gputime._diagnosis import Advice
 from lightning_gputime._measurement.units import duration, plain
 from lightning_gputime._measurement.wall_clock import ONCE
 from lightning_gputime._output.table import Table, Tabular

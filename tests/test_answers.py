@@ -6,6 +6,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, TimeBreakdown
+from lightning_gputime._diagnosis import Advice, Diagnosis, Entry, TimeBreakdown
 
 pytest.importorskip("transformers")
 
@@ -88,53 +89,53 @@ def judged(
     return answers.judge(project, diagnosis, speed_up)["checks"]
 
 
+INPUT = Diagnosis("input-bound", "bound", headline=OTHER)
+
+
 @pytest.mark.parametrize(
-    ("diagnosis", "is_named", "has_code", "is_wrong"),
+    ("diagnosis", "passed"),
     [
-        (Diagnosis("host-bound", "bound", headline=NAMED), True, True, False),
-        (Diagnosis("host-bound", "bound", headline=OTHER), False, True, False),
-        (Diagnosis("input-bound", "bound", headline=NAMED), True, False, False),
-        (Diagnosis("input-bound", "bound", headline=OTHER), False, False, True),
-        (Diagnosis("input-bound", "worth a look", headline=OTHER), False, False, False),
-        (Diagnosis("input-bound", "bound", advice=(Advice("", NAMED),)), True, False, False),
+        (Diagnosis("host-bound", "bound", headline=NAMED), "named code"),
+        (Diagnosis("host-bound", "bound", headline=OTHER), "code"),
+        (replace(INPUT, headline=NAMED), "named"),
+        (INPUT, "wrong"),
+        (replace(INPUT, grade="worth a look"), ""),
+        (replace(INPUT, headline="", advice=(Advice("", NAMED),)), "named"),
         # Only the first piece of advice counts.
-        (
-            Diagnosis("input-bound", "bound", advice=(Advice("", OTHER), Advice("", NAMED))),
-            *(False, False, True),
-        ),
+        (replace(INPUT, headline="", advice=(Advice("", OTHER), Advice("", NAMED))), "wrong"),
     ],
 )
 def test_diagnosis_of_a_planted_problem_is_judged(
-    answers: Any, diagnosis: Diagnosis, is_named: bool, has_code: bool, is_wrong: bool
+    answers: Any, diagnosis: Diagnosis, passed: str
 ) -> None:
     checks = judged(answers, diagnosis, "host-bound")
-    assert checks == {"named": is_named, "code": has_code, "wrong": is_wrong}
+    assert checks == {name: name in passed.split() for name in ("named", "code", "wrong")}
 
 
 @pytest.mark.parametrize(
-    ("diagnosis", "is_false_alarm"),
+    ("code", "grade", "is_false_alarm"),
     [
-        (Diagnosis("host-bound", "bound"), True),
-        (Diagnosis("host-bound", "worth a look"), False),
-        (Diagnosis("compute-bound", "balanced"), False),
-        (Diagnosis("compute-bound", "bound"), False),  # The accepted code.
+        ("host-bound", "bound", True),
+        ("host-bound", "worth a look", False),
+        ("compute-bound", "balanced", False),
+        ("compute-bound", "bound", False),  # The accepted code.
     ],
 )
 def test_diagnosis_of_a_control_is_judged(
-    answers: Any, diagnosis: Diagnosis, is_false_alarm: bool
+    answers: Any, code: str, grade: Any, is_false_alarm: bool
 ) -> None:
-    checks = judged(answers, diagnosis, "compute-bound", culprits=())
+    checks = judged(answers, Diagnosis(code, grade), "compute-bound", culprits=())
     assert checks == {"false alarm": is_false_alarm}
 
 
-@pytest.mark.parametrize(
-    ("code", "has_pace"),
-    [("host-bound", True), ("launch-bound", True), ("GPU-bound", False), ("compute-bound", False)],
-)
-def test_pace_is_judged_on_a_gpu_only(answers: Any, code: str, has_pace: bool) -> None:
-    diagnosis = Diagnosis(code, "bound", headline=NAMED)
-    assert judged(answers, diagnosis, "host-bound", device="cuda")["pace"] == has_pace
-    assert "pace" not in judged(answers, diagnosis, "host-bound")
+def test_pace_is_judged_on_a_gpu_only(answers: Any) -> None:
+    codes = ("host-bound", "launch-bound", "GPU-bound", "compute-bound")
+    all_checks = [
+        judged(answers, Diagnosis(code, "bound", headline=NAMED), "host-bound", device="cuda")
+        for code in codes
+    ]
+    assert [checks["pace"] for checks in all_checks] == [True, True, False, False]
+    assert "pace" not in judged(answers, Diagnosis("host-bound", "bound"), "host-bound")
 
 
 @pytest.mark.parametrize(

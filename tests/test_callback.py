@@ -273,7 +273,7 @@ def test_summary_after_a_fit_describes_the_fit(gpu: FakeGPU) -> None:
     assert str(timer.summary("test")).endswith("No test loop has run since the last fit began.")
     runner.test(model, Loader(gpu, 2))
     assert timer.summary() == timer.summary("fit") == timer.summary(None)
-    assert (timer.summary().steps, timer.summary().stage) == (4, "")
+    assert (timer.summary().steps, timer.summary().measurement.stage) == (4, "")
     assert timer.summary("val").steps == 3
     assert timer.summary("validation") == timer.summary("val")
     assert timer.summary("test").rows["forward"].mean_ms == 4.0

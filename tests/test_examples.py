@@ -42,7 +42,7 @@ def test_quickstart_example_logs_to_csv_and_tensorboard(
 ) -> None:
     timer = example("quickstart.py", max_epochs=2, log_dir=str(tmp_path))
     found = timer.summary()
-    assert found.warmup_steps + found.steps + found.untimed_steps == 48
+    assert found.measurement.warmup_steps + found.steps + found.measurement.untimed_steps == 48
     # The table was printed before the time of the fit was complete.
     breakdown, title, printed = str(timer.summary()).partition("Time per step")
     assert "Time breakdown of the fit" in breakdown

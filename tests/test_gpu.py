@@ -150,7 +150,7 @@ def test_timer_adds_one_event_wait_per_step() -> None:
 def all_steps(timer: Timer) -> int:
     """Return the number of all steps, timed or not."""
     found = timer.summary()
-    return found.warmup_steps + found.steps + found.untimed_steps
+    return found.measurement.warmup_steps + found.steps + found.measurement.untimed_steps
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

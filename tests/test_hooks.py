@@ -233,7 +233,8 @@ def test_untimed_steps_record_no_event(gpu: FakeGPU, loop: Loop) -> None:
 
 def test_warm_up_counts_untimed_steps(loop: Loop) -> None:
     timer = train(loop, 30, every_n_steps=5, warmup_steps=12)
-    assert (timer.summary().steps, timer.summary().warmup_steps) == (4, 2)  # Warm-up: 3 and 7.
+    measured = timer.summary().measurement
+    assert (measured.steps, measured.warmup_steps) == (4, 2)  # Warm-up: 3 and 7.
 
 
 def train_or_replay(loop: Loop, number: int, replays: list[Callable[[], None]]) -> None:

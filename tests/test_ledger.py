@@ -661,7 +661,7 @@ def test_modes_of_the_user_see_no_call_of_the_timer(gpu: FakeGPU) -> None:
                 optimizer.zero_grad()
             seen = [*mode.seen]
             timer.remove()
-        assert (timer.summary().examined_steps > 0) == timed
+        assert (timer.summary().measurement.examined_steps > 0) == timed
         return seen
 
     assert calls(timed=True) == calls(timed=False)
@@ -727,6 +727,6 @@ def test_examined_steps_have_the_same_phases(
     assert [{name: ms for name, ms in row.items() if ms} for row in found] == expected_steps(
         case, front_end
     )
-    assert timer.summary().examined_steps or len(found) < 3
+    assert timer.summary().measurement.examined_steps or len(found) < 3
     assert (hooks_of(loop.model), installed(*optimizers)) == bare
     assert sys.gettrace() is None

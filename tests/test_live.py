@@ -214,9 +214,9 @@ def test_finished_run_replaces_its_live_file(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=120)
     assert (process.returncode, err.count("Another process")) == (0, 0)
     assert sorted(os.listdir(tmp_path)) == ["run.json", "train.py"]
-    summary = load(tmp_path / "run.json").summary()
+    measured = load(tmp_path / "run.json").summary().measurement
     # The loop is only found after its first steps.
-    assert 395 <= summary.steps + summary.untimed_steps + summary.warmup_steps <= 400
+    assert 395 <= measured.steps + measured.untimed_steps + measured.warmup_steps <= 400
 
 
 def has_tables(file: Path, n: int) -> bool:

@@ -21,23 +21,20 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data._utils import pin_memory
 from worker_data import Numbers, Repeated, announce
 
-from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, _loader
+from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._compat.torch_ import fetcher_classes
+from lightning_gputime._diagnosis import Diagnosis
 from lightning_gputime._diagnosis.diagnose import diagnose
-from lightning_gputime._diagnosis.diagnosis import Advice
-from lightning_gputime._diagnosis.loader import LoaderCase, advise_on_loader
-from lightning_gputime._loader import (
-    FIELDS,
+from lightning_gputime._loader import LoaderTimes, WorkerTimes, describe_slowdown, stages
+from lightning_gputime._loader.advice import loader_table
+from lightning_gputime._loader.stages import (
     LoaderWorkers,
     StagedLoaders,
     WorkerTimer,
-    loader_times,
 )
 from lightning_gputime._measurement.culprits import Culprit, CulpritSums, Stage
-from lightning_gputime._measurement.loader import LoaderTimes, WorkerTimes, describe_slowdown
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.sums import PhaseStats
-from lightning_gputime._output.summary import loader_table
 
 # The loop of a worker, in this process and on a fake clock
 
@@ -84,6 +81,10 @@ class Stream(OnClock, IterableDataset[Tensor]):
             yield torch.arange(3.0) + index
 
 
+def two_workers(now_ns: Callable[[], int] = time.perf_counter_ns) -> LoaderWorkers:
+    return LoaderWorkers(2, Stage("dataset", "Photos"), Stage("collate", "pad"), now_ns=now_ns)
+
+
 MakeBatches = Callable[..., None]
 TimesOf = Callable[..., LoaderTimes]
 
@@ -101,14 +102,14 @@ def make_batches(monkeypatch: pytest.MonkeyPatch) -> MakeBatches:
             clock.pass_ms(2.0)
             return default_collate(samples)
 
-        monkeypatch.setattr(_loader, "get_worker_info", lambda: SimpleNamespace(dataset=dataset))
+        monkeypatch.setattr(stages, "get_worker_info", lambda: SimpleNamespace(dataset=dataset))
         timer = WorkerTimer(memoryview(row), clock(), clock, lambda: 0, lines=lines)
         clock.pass_ms(20.0)  # The worker starts.
         map_style, iterable = fetcher_classes()
         kind: Any = iterable if isinstance(dataset, IterableDataset) else map_style
         fetcher = kind(dataset, True, collate, False)
         with monkeypatch.context() as patch:
-            patch.setattr(kind, "fetch", _loader.timed_fetch(kind, timer))
+            patch.setattr(kind, "fetch", stages.timed_fetch(kind, timer))
             for start in range(0, 4 * batches, 4):
                 fetcher.fetch(batch_type(range(start, start + 4)))
                 clock.pass_ms(3.0)  # The worker waits.
@@ -122,9 +123,10 @@ def times_of(make_batches: MakeBatches) -> TimesOf:
     """Return a function that makes batches as a worker does, and returns their times."""
 
     def times_of(*arguments: Any, **options: Any) -> LoaderTimes:
-        rows = torch.zeros((2, FIELDS), dtype=torch.int64)  # Worker 0 has made no batch yet.
-        make_batches(rows.numpy()[1], *arguments, **options)
-        times = loader_times(rows.tolist(), "Photos", "pad", (0, 0))
+        loader = two_workers()
+        # Worker 0 has made no batch yet.
+        make_batches(loader._times.numpy()[1], *arguments, **options)
+        times = loader.times()
         assert times is not None
         return times
 
@@ -149,7 +151,7 @@ def test_worker_stages_have_exact_times(
 def test_lines_of_workers_have_exact_times_even_if_workers_start_again(
     make_batches: MakeBatches,
 ) -> None:
-    loader = LoaderWorkers(2, Stage("dataset", "Photos"), Stage("collate", "pad"))
+    loader = two_workers()
     for kind in (BatchedPhotos, Photos):
         for row, lines in zip(loader._times.numpy(), loader._lines.numpy(), strict=True):
             make_batches(row, kind(Clock()), lines=memoryview(lines))
@@ -230,6 +232,10 @@ KEEP = (
     "loop over the loader (`for batch in loader`), or keep its iterator: `iter(loader)` runs for"
     " each batch; "
 )
+SHARD = (
+    "give each worker its part of the IterableDataset, by torch.utils.data.get_worker_info(): all 2"
+    " workers yield the same batches, so that each sample is used 2 times"
+)
 AHEAD = replace(WORKER, batches=200)
 OFTEN = "workers started 190 times, and the first batch took 100 ms each time"
 CREATE = f"create the DataLoader once, not in each epoch: {RESTARTS}"
@@ -242,11 +248,14 @@ SLOW = replace(WORKER, dataset_ms=58.0)
 QUICK, UNEVEN = (replace(WORKER, dataset_ms=ms, collate_ms=0.0, wait_ms=10.0) for ms in (0.5, 1.0))
 
 
-def advise(cores: int | None, **facts: Any) -> list[Advice]:
-    """Return the advice for 200 steps of 10 ms, in which the loop waits 5 ms for a batch."""
-    times = replace(TIMES, **facts)
-    case = LoaderCase(times, exposed_ms=5.0, rest_ms=5.0, steps=200, batches=200, cores=cores)
-    return [*advise_on_loader(case)]
+def diagnosed(
+    times: LoaderTimes, wait_ms: float, step_ms: float, facts: Any = None, **setup: Any
+) -> Diagnosis:
+    """Return the diagnosis of 200 steps, in each of which the loop waits for a batch."""
+    rows = {"data": constant(wait_ms, n=200, share=0.5)}
+    step = PhaseStats(200, mean_ms=step_ms)
+    measured = Measurement(rows, step, 200, loaders=(times,), **(facts or {}))
+    return diagnose(measured, TrainingSetup(has_loader=True, num_workers=2, **setup))
 
 
 @pytest.mark.parametrize(
@@ -273,13 +282,15 @@ def advise(cores: int | None, **facts: Any) -> list[Advice]:
         # Workers make 400 batches, of which the loop reads 200. Then all 200 batches are read.
         ({"workers": (AHEAD,) * 2, "starts": 190}, 16, [KEEP + OFTEN]),
         ({"starts": 190}, 16, [f"set persistent_workers=True: {OFTEN}"]),
+        ({"repeats": True}, 16, [SHARD, KEEP_UP]),
         ({"startup_s": 3.0}, 16, [KEEP_UP]),  # A single start delays only the first step.
     ],
 )
 def test_advice_on_a_loader_follows_from_its_workers(
     facts: dict[str, Any], cores: int | None, texts: list[str]
 ) -> None:
-    assert [advice.text for advice in advise(cores, **facts)] == texts
+    found = diagnosed(replace(TIMES, **facts), 5.0, 10.0, cores=cores)
+    assert [advice.text for advice in found.advice] == texts
 
 
 @pytest.mark.parametrize(
@@ -291,13 +302,10 @@ def test_advice_on_a_loader_follows_from_its_workers(
     ],
 )
 def test_advice_on_workers_that_start_again(setup: dict[str, Any], text: str) -> None:
-    rows = {"data": constant(20.0, n=200, share=0.5)}
+    times = replace(TIMES, starts=4, startup_s=1.0)
     collate = Culprit("data/fetch", "pad", 1.8, calls=200, share=0.9, kind="collate")
-    loaders = (replace(TIMES, starts=4, startup_s=1.0),)
-    step = PhaseStats(200, mean_ms=40.0)
-    measured = Measurement(rows, step, 200, culprits=(collate,), loaders=loaders)
-    advice = diagnose(measured, TrainingSetup(has_loader=True, num_workers=2, **setup)).advice
-    assert [item.text for item in advice][:1] == [text]
+    found = diagnosed(times, 20.0, 40.0, {"culprits": (collate,)}, **setup)
+    assert found.advice[0].text == text
 
 
 @pytest.mark.parametrize(
@@ -313,10 +321,9 @@ def test_line_with_most_of_the_time_of_a_batch_is_named(ms: float, code: str, pl
         timed(function, "data.py:7", host={"workers": part}, entry="workers")
         for function, part in {"Photos.crop": ms, **others}.items()
     ]
-    rows, times = {"data": constant(20.0, n=200, share=0.5)}, replace(TIMES, cpu_share=1.0)
-    measured = Measurement(rows, PhaseStats(200, mean_ms=40.0), 200, loaders=(times,))
-    measured = replace(measured, lines=(*sorted(lines, key=lambda line: -line.ms),))
-    found = diagnose(measured, TrainingSetup(has_loader=True, num_workers=2, cores=2))
+    lines.sort(key=lambda line: -line.ms)
+    times = replace(TIMES, cpu_share=1.0)
+    found = diagnosed(times, 20.0, 40.0, {"lines": (*lines,)}, cores=2)
     assert f" 20 ms of 40 ms per step (50 % of the timed steps){place}; " in found.headline
     assert [item.text for item in found.advice] == [f"make {code} faster"]
 
@@ -385,14 +392,6 @@ def test_table_shows_the_stages_of_a_loader() -> None:
     assert shares[1:] == ("90 %", "10 %", "100 %")
 
 
-def test_workers_that_repeat_each_other_are_reported_first() -> None:
-    advice = advise(16, repeats=True)
-    assert [item.code for item in advice] == ["shard_dataset", "num_workers"]
-    assert advice[0].text.endswith(
-        "all 2 workers yield the same batches, so that each sample is used 2 times"
-    )
-
-
 # Real workers
 
 
@@ -443,8 +442,7 @@ def test_pin_times_are_exact_and_a_full_queue_counts_once() -> None:
                 continue
             pinned.put(batch)
 
-    stages = Stage("dataset", "Photos"), Stage("collate", "pad")
-    workers = LoaderWorkers(1, *stages, now_ns=clock)
+    workers = two_workers(clock)
     assert workers.pin_ms is None
     workers.timed_pin_loop(loop)(Queue(), Queue())
     assert workers.pin_ms == 3.0
@@ -580,10 +578,11 @@ def test_workers_of_several_loaders_are_timed_separately() -> None:
 
 
 def test_worker_shares_are_fractions_of_the_observed_or_elapsed_time() -> None:
-    row = [0] * _loader.FIELDS
-    row[_loader.BATCHES] = 10
-    row[_loader.CPU_NS], row[_loader.RUN_DELAY_NS] = 150, 100
-    row[_loader.OBSERVED_NS], row[_loader.ELAPSED_NS] = 200, 400  # Idle for half of the time.
-    times = _loader.loader_times([row], "Photos", "collate", (0, 0))
+    loader = two_workers()
+    row: Any = loader._times[1]
+    row[stages.BATCHES] = 10
+    row[stages.CPU_NS], row[stages.RUN_DELAY_NS] = 150, 100
+    row[stages.OBSERVED_NS], row[stages.ELAPSED_NS] = 200, 400  # Idle for half of the time.
+    times = loader.times()
     assert times is not None
     assert (times.cpu_share, times.run_delay_share) == (0.75, 0.25)

@@ -26,9 +26,17 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_gputime
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer, MemorySummary, PhaseStats, SlowStep
 from lightning_gputime.__main__ import _new_parser
-from lightning_gputime._diagnosis import advice, codes
+from lightning_gputime._diagnosis import (
+    CODES,
+    COMPUTE_BOUND,
+    GPU_BOUND,
+    LAUNCH_BOUND,
+    Case,
+    Entry,
+    TimeBreakdown,
+    advice,
+)
 from lightning_gputime._diagnosis.diagnose import diagnose
-from lightning_gputime._diagnosis.diagnosis import Entry, TimeBreakdown
 from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
@@ -271,7 +279,7 @@ def stats(ms: float, share: float, host_ms: float = math.nan) -> PhaseStats:
 
 
 def test_tables_of_verdicts_groups_and_causes_are_complete() -> None:
-    verdicts = {codes.GPU_BOUND, codes.LAUNCH_BOUND, codes.COMPUTE_BOUND, *codes.CODES.values()}
+    verdicts = {GPU_BOUND, LAUNCH_BOUND, COMPUTE_BOUND, *CODES.values()}
     assert len(verdicts) == 8
     text = READMES["docs/reference/verdicts.md"]
     assert {code for code in verdicts if f"`{code}`" not in text} == set()
@@ -372,7 +380,7 @@ def test_manual_quotes_the_advice() -> None:
     fetches = Measurement({"data/fetch": stats(7.0, 0.7)}, stats(10.0, 1.0))
     entry = Entry("data/fetch", 7.0, 0.7, phases_ms={"data": 7.0})
     breakdown = TimeBreakdown((entry,), 10.0, "fit")
-    no_workers = advice.Case(entry, breakdown, fetches, TrainingSetup(num_workers=0))
+    no_workers = Case(entry, breakdown, fetches, TrainingSetup(num_workers=0))
     load_faster = next(advice._load_faster(no_workers)).text
     small_batch = TrainingSetup(batch_size=32)
     launch_less = next(advice.advise_on_launches(fetches, small_batch)).text

@@ -52,7 +52,8 @@ def test_summary_has_the_statistics_of_each_phase_and_of_the_step() -> None:
     assert forward.host_mean_ms == pytest.approx(3.0)
     assert (summary.step.n, summary.step.mean_ms, summary.step.max_ms) == (2, 10.0, 12.0)
     assert summary.step.host_mean_ms == pytest.approx(10.0)
-    assert (summary.steps, summary.warmup_steps, summary.host_wait_mean_ms) == (2, 0, 2.0)
+    assert (summary.steps, summary.measurement.warmup_steps) == (2, 0)
+    assert summary.measurement.host_wait_mean_ms == 2.0
 
 
 @pytest.mark.parametrize(("every", "is_explained"), [(1, False), (2, True), (4, True)])
@@ -70,14 +71,14 @@ def test_table_explains_shares_of_phases_that_run_rarely(every: int, is_explaine
 def test_warm_up_steps_are_left_out_and_counted() -> None:
     steps = [raw(step, forward=100.0 if step < 2 else 1.0) for step in range(5)]
     summary = summarize(*steps, warmup_steps=2)
-    assert (summary.steps, summary.warmup_steps) == (3, 2)
+    assert (summary.steps, summary.measurement.warmup_steps) == (3, 2)
     assert summary.rows["forward"].max_ms == summary.rows["forward"].p95_ms == 1.0
 
 
 def test_run_shorter_than_the_warm_up_shows_the_warm_up() -> None:
     summary = summarize(raw(0, forward=1.0), warmup_steps=5)
     assert (summary.steps, summary.rows["forward"].mean_ms) == (1, 1.0)
-    assert (summary.is_warmup, summary.time_breakdown) == (True, None)
+    assert (summary.measurement.is_warmup, summary.time_breakdown) == (True, None)
     assert "over 1 step of the warm-up; no other step was timed" in str(summary)
     empty = summarize()
     assert (empty.steps, empty.rows, str(empty)) == (0, {}, "No step was timed.")
@@ -162,7 +163,7 @@ def test_observer_sections_are_printed_and_saved(tmp_path: Path) -> None:
     assert str(summary).endswith("\n\n3 J a step")
     assert "<p>3 J a step</p>" in summary._repr_html_()
     saved.save(Run(Environment(), *results.history_and_warmup(), summary), tmp_path / "run.json")
-    assert load(tmp_path / "run.json").summary().sections == (section,)
+    assert load(tmp_path / "run.json").summary().measurement.sections == (section,)
 
 
 # Results of a timer

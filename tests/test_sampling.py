@@ -143,16 +143,17 @@ def test_sampled_percentiles_estimate_those_of_all_steps() -> None:
 def test_long_untimed_step_is_reported_as_not_sampled() -> None:
     # A single long step after the first steps is timed only by chance.
     runs = [train(2000, "data", every(10_000, 400.0, -at)) for at in (1203, 1437, 1666)]
-    reported = [(run, run.timer.summary()) for run in runs if run.timer.summary().not_sampled_steps]
+    summaries = [(run, run.timer.summary()) for run in runs]
+    reported = [pair for pair in summaries if pair[1].measurement.not_sampled_steps]
     assert reported
     for run, summary in reported:
-        assert summary.not_sampled_steps == 1
+        assert summary.measurement.not_sampled_steps == 1
         long_share = (400.0 + SHORT_MS) / sum(run.steps_ms)
-        assert summary.not_sampled_share == pytest.approx(long_share, rel=0.03)
+        assert summary.measurement.not_sampled_share == pytest.approx(long_share, rel=0.03)
         assert summary.step.mean_ms == pytest.approx(run.mean_ms, rel=0.02)
         assert summary.step.max_ms == pytest.approx(400.0 + SHORT_MS, rel=0.02)
         shares = sum(row.share for name, row in summary.rows.items() if "/" not in name)
-        assert shares + summary.not_sampled_share == pytest.approx(1.0)
+        assert shares + summary.measurement.not_sampled_share == pytest.approx(1.0)
 
 
 def test_pauses_between_untimed_steps_belong_to_no_step() -> None:
@@ -170,7 +171,7 @@ def test_pauses_between_untimed_steps_belong_to_no_step() -> None:
 
     found, without = (train_with(ms).summary() for ms in (50.0, 0.0))
     assert found.steps < 1000
-    assert found.not_sampled_steps == 0
+    assert found.measurement.not_sampled_steps == 0
     assert found.step.mean_ms == pytest.approx(without.step.mean_ms, rel=0.01)
     assert found.step.max_ms < 2.0
     assert found.wall_clock is not None
@@ -181,7 +182,7 @@ def test_pauses_between_untimed_steps_belong_to_no_step() -> None:
 @pytest.mark.parametrize("n", [1, 2, 3, 10])
 def test_host_wait_does_not_grow_with_untimed_steps(n: int, lag: int, loop: Loop) -> None:
     summary = train_loop(loop, 100, every_n_steps=n, _lag=lag).summary()
-    assert summary.host_wait_mean_ms == sum(STEP_MS.values())
+    assert summary.measurement.host_wait_mean_ms == sum(STEP_MS.values())
 
 
 @pytest.mark.parametrize("every_n_steps", [7, 10, 50])

@@ -195,5 +195,7 @@ def test_decisions_are_made_at_increasing_intervals() -> None:
         (2000, 500, Windows(1, 2000, 4, end_in_log=True)),
     ],
 )
-def test_timing_windows_have_at_most_5_steps(interval: int | None, n: int, windows: Windows) -> None:
+def test_timing_windows_have_at_most_5_steps(
+    interval: int | None, n: int, windows: Windows
+) -> None:
     assert TimingCost(int, interval).windows(n) == windows

@@ -88,7 +88,7 @@ def test_self_check_finds_a_replaced_call(gpu: FakeGPU, caplog: pytest.LogCaptur
     assert "replaces" not in caplog.text
     summary = train(WithoutHooks()).summary()
     assert caplog.text.count("`WithoutHooks` replaces __call__ of torch.nn.Module") == 1
-    assert summary.blurred == ("forward", "loss", "other")
+    assert summary.measurement.blurred == ("forward", "loss", "other")
 
 
 def update_without_backward(loop: Loop, x: Tensor, number: int) -> None:
@@ -293,7 +293,7 @@ def test_self_check_finds_a_renamed_profiler_action(
     [text] = summary.not_measured
     reason = f"because lightning {version('lightning')} reported"
     assert text.startswith(f"not measured: {feature}, {reason}")
-    assert {*summary.blurred} == hidden
+    assert {*summary.measurement.blurred} == hidden
     assert summary.verdict == ""
     assert summary.advice == ()
     assert caplog.text.count(f"Not measured: {feature}") == 1
@@ -406,7 +406,7 @@ def test_self_check_finds_updates_whose_hooks_do_not_fire(
     timer = fake_lightning.fit(gpu, fake_lightning.Model(gpu), 130)
     text = "not measured: updates, because no update was recorded"
     assert timer.summary().not_measured == (text,)
-    assert {*timer.summary().blurred} == {"optimizer", "other"}
+    assert {*timer.summary().measurement.blurred} == {"optimizer", "other"}
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,8 @@ def test_loops_left_early_count_all_steps_as_sampled_if_all_are_timed(loop: Loop
                     break
         loop.train_all(timer.steps(loop.batches(10)))
     summary = timer.summary()
-    assert (summary.steps, summary.untimed_steps, summary.not_sampled_steps) == (31, 0, 0)
+    assert summary.steps == 31
+    assert summary.measurement.untimed_steps == summary.measurement.not_sampled_steps == 0
     assert summary.step.mean_ms == 15.625
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from lightning_gputime.__main__ import _new_parser
 from lightning_gputime._auto_instrumentation.tuned import LIGHTNING, LOADER, TRANSFORMERS
-from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, TimeBreakdown
+from lightning_gputime._diagnosis import Advice, Diagnosis, Entry, TimeBreakdown
 from lightning_gputime._tuning import (
     Change,
     Parity,

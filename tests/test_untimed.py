@@ -225,7 +225,7 @@ def test_default_sampling_costs_less_than_1_percent() -> None:
 
     timer = train(CostlyGPU(20.0), 4000)
     assert timer.history()["step"].tolist()[:100] == [*range(100)]
-    share = timer.summary().timing_share
+    share = timer.summary().measurement.timing_share
     assert share is not None
     assert 0.05 < share < 0.08  # Seven marks of 20 us in 2 ms.
     # Leave out the first steps: these are all timed, or the cost is measured in them.
@@ -252,7 +252,7 @@ def test_default_sampling_costs_less_than_1_percent() -> None:
 def test_title_shows_how_many_steps_were_timed(n: int, options: dict[str, Any], over: str) -> None:
     timer = train(CostlyGPU(20.0), n, **options)
     assert over in str(timer.summary())
-    untimed = timer.summary().untimed_steps
+    untimed = timer.summary().measurement.untimed_steps
     assert (untimed > 0) == (" of " in over)
     assert untimed == n - len(timer.history())
 

@@ -109,7 +109,7 @@ def test_items_are_counted_neither_in_untimed_nor_in_examined_steps(loop: Loop) 
     assert len(counted) == timer.summary().steps == 10
     assert timer.summary().items_per_sec == 4000 / STEP
     timer = train(loop, 40, items=4, lines=True)
-    assert timer.summary().examined_steps == 4
+    assert timer.summary().measurement.examined_steps == 4
     assert len(items_of(timer)) == timer.summary().steps == 32
     assert set(items_of(timer)) == {4.0}
 

@@ -25,7 +25,7 @@ from lightning_gputime._compat.torch_ import (
     settings_of_iterator,
 )
 from lightning_gputime._instrumentation.patching import Calls, Subscription
-from lightning_gputime._loader import StagedLoaders
+from lightning_gputime._loader.stages import StagedLoaders
 from lightning_gputime._measurement.culprits import CulpritSums, Loader
 from lightning_gputime._messages import messages
 from lightning_gputime._phases import AFTER_BACKWARD, DATA, OTHER

@@ -153,16 +153,6 @@ def hooks_of_calls(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
         yield name.attribute, f"{name.attribute}_with_kwargs", name.of(module)
 
 
-def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether a module recomputes its forward in backward.
-
-    This is the case for torch's checkpoint wrapper, and for modules of transformers and diffusers
-    with the flag `gradient_checkpointing`.
-    """
-    has_flag = vars(module).get("gradient_checkpointing") is True
-    return has_flag or type(module).__name__ == "CheckpointWrapper"
-
-
 _COMPILED_MODULE = Name(
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod", "the modules inside a compiled model"
 )

@@ -1,35 +1,29 @@
 """Advice on an entry of the time breakdown, given only if the numbers support it."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
 
-from lightning_gputime._diagnosis.breakdown import is_own_work
-from lightning_gputime._diagnosis.codes import (
+from lightning_gputime._diagnosis import (
     ALLOCATOR,
     COLLECTIONS,
     COMMUNICATION,
     COMPILATIONS,
     CONTENTION,
+    MIN_OF_ENTRY,
+    MIN_PART,
     MODEL_PHASES,
-    NOT_EXAMINED,
     OTHER_RANKS,
     SLOWEST_RANK,
     STANDARD_PHASES,
     TRANSFER_HOOKS,
+    Advice,
+    Case,
+    Entry,
 )
-from lightning_gputime._diagnosis.diagnosis import Advice, Entry, TimeBreakdown
-from lightning_gputime._diagnosis.loader import (
-    LoaderCase,
-    advise_on_first_step,
-    advise_on_iterators,
-    advise_on_loader,
-    workers_for,
-)
+from lightning_gputime._diagnosis.breakdown import is_own_work
 from lightning_gputime._ledger.rows import LineRow
-from lightning_gputime._measurement.culprits import GC_COLLECT, SAMPLER, STAGES, of_entry
+from lightning_gputime._loader.advice import advise_on_first_step, advise_on_loader
+from lightning_gputime._measurement.culprits import GC_COLLECT, of_entry
 from lightning_gputime._measurement.measurement import CostlySetting, Measurement, TrainingSetup
-from lightning_gputime._measurement.slow import OFF_CPU
 from lightning_gputime._measurement.sums import is_rare, is_uneven
 from lightning_gputime._measurement.units import duration, percent
 from lightning_gputime._measurement.wall_clock import (
@@ -57,37 +51,7 @@ from lightning_gputime._phases import (
 )
 
 _MIN_SHARE = 0.05  # Entries with a smaller fraction of the wall clock get no advice.
-_MIN_PART = 0.1  # Advice ignores parts with a smaller fraction of the step.
-_MIN_OF_ENTRY = 0.25  # Minimum fraction of an entry for code to be reported as its reason.
 _MAX_MEMORY_SHARE = 0.8  # Above this fraction of the GPU memory, suggest no larger batch.
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """An entry of the time breakdown, with the facts on which its advice depends."""
-
-    entry: Entry
-    breakdown: TimeBreakdown
-    m: Measurement
-    setup: TrainingSetup
-
-    @property
-    def phase(self) -> str:
-        """Name of the phase that the entry is, or is a part of."""
-        return self.entry.name.removesuffix(NOT_EXAMINED)
-
-    @property
-    def line(self) -> LineRow | None:
-        """Longest code of the user in the entry; None if all of it takes little of the entry."""
-        all_ms = sum(line.ms for line in self.entry.lines)
-        lines = (line for line in self.entry.lines if line.file)
-        return next((line for line in lines if line.ms >= _MIN_OF_ENTRY * all_ms), None)
-
-    @property
-    def took(self) -> str:
-        """Time of the entry, such as "4.1 ms of 9.8 ms per step"."""
-        return _of_step(self.entry.ms_per_step, self.m)
-
 
 Rule = Callable[[Case], Iterator[Advice]]
 
@@ -148,10 +112,6 @@ def advise_on_growth(line: LineRow) -> Advice:
     return Advice("growth", text, {"function": line.function})
 
 
-def _of_step(ms: float, m: Measurement) -> str:
-    return f"{duration(ms)} of {duration(m.step.mean_ms)} per step"
-
-
 # Code of the user
 
 
@@ -180,7 +140,7 @@ def _shorten_code(case: Case) -> Iterator[Advice]:
         text = f"{line} takes {case.took}{times}: log fewer values, or less often"
         yield Advice("log_less", text, {"function": line.function})
     elif keeps_waiting and line.idle_ms >= 0.5 * line.ms:
-        idle = _of_step(line.idle_ms, m)
+        idle = case.of_step(line.idle_ms)
         text = (
             f"{line} waits for the GPU{times}, which then has no work for {idle}: read the value"
             " less often, or later"
@@ -252,7 +212,7 @@ def advise_on_launches(m: Measurement, setup: TrainingSetup) -> Iterator[Advice]
 
 def _fuse_update(m: Measurement, setup: TrainingSetup) -> Iterator[Advice]:
     share = m.share(OPTIMIZER)
-    if setup.unfused and share >= _MIN_PART:
+    if setup.unfused and share >= MIN_PART:
         text = f"use {setup.unfused}(fused=True): `optimizer` takes {percent(share)} of the step"
         yield Advice("fused", text, {"optimizer": setup.unfused})
 
@@ -262,97 +222,14 @@ def _fuse_update(m: Measurement, setup: TrainingSetup) -> Iterator[Advice]:
 
 def _load_faster(case: Case) -> Iterator[Advice]:
     m, setup = case.m, case.setup
-    fetches = m.rows.get(FETCH, m.rows.get(DATA))
-    if fetches is None:
-        return
-    if (advice := advise_on_iterators(m)) is not None:
-        yield advice
-        return
-    stages = [culprit for culprit in of_entry(m.culprits, FETCH) if culprit.kind in STAGES]
-    stage = stages[0] if stages and stages[0].share >= _MIN_OF_ENTRY else None
-    is_sampler = stage is not None and stage.kind == SAMPLER
-    reason = ""
-    if case.line is not None and not setup.num_workers and case.line.calls and not is_sampler:
-        reason = f"{case.line} takes {_of_step(case.line.ms, m)}: "
-    elif stage is not None:
-        reason = f"{stage} takes {_of_step(stage.share * case.entry.ms_per_step, m)}: "
-    if stage is not None and is_sampler:
-        text = f"{reason}make it faster; it runs in the main process, even with workers"
-        yield Advice("sampler", text, {"sampler": stage.name})
-        return
-    if setup.is_in_memory:
-        # Workers would copy each batch twice, and cannot read device tensors.
-        loader = LoaderCase.of(m, setup)
-        if loader is not None and (restarts := loader.describe_restarts()):
-            # The loop waits for the start of workers, not for the code in `reason`.
-            now = f"(now {setup.num_workers})"
-            reason = f"set {setup.loader_prefix}num_workers=0 {now}: {restarts}; "
-        text = f"{reason}index whole batches with dataset[indices]; the tensors are in memory"
-        yield Advice("index_batches", text)
-        return
-    if not setup.has_loader and FETCH not in m.rows:
+    if DATA in m.rows and FETCH not in m.rows and not setup.has_loader:
         # In a loop that only calls `step()`, `data` is all the time before forward.
-        if is_uneven(fetches):
+        if is_uneven(m.rows[DATA]):
             yield _pause(DATA)
         if setup.num_workers is None:
             text = "iterate over timer.steps(loader), so that `data` excludes your own code"
             yield Advice("iterate_over_steps", text)
-    if fetches.share < _MIN_PART and case.entry.share < _MIN_PART:
-        return  # For a short fetch, workers would cost about as much as they save.
-    yield from _use_workers(case, reason, fetches.frequency * fetches.mean_ms)
-    if setup.num_workers and not m.loaders and is_uneven(fetches):
-        prefix, why = setup.loader_prefix, "a few batches cause most of the data wait"
-        if setup.persistent_workers is False:
-            text = f"set {prefix}persistent_workers=True (now False): {why}"
-            yield Advice("persistent_workers", text, {"now": False, "suggested": True})
-        if factor := setup.prefetch_factor:
-            text = f"set {prefix}prefetch_factor={2 * factor} (now {factor}): {why}"
-            yield Advice("prefetch_factor", text, {"now": factor, "suggested": 2 * factor})
-
-
-def _use_workers(case: Case, reason: str, fetch_ms: float) -> Iterator[Advice]:
-    """Yield advice on the number of workers, or on faster transforms.
-
-    `reason` is the start of a sentence, such as "`Images` takes 4.1 ms of 9.8 ms per step: ", or
-    empty. `fetch_ms` is the data wait per step.
-    """
-    m, setup = case.m, case.setup
-    workers, cores, prefix = setup.num_workers, setup.cores, setup.loader_prefix
-    split = "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
-    per_rank = "" if cores is None else f"; {cores} CPU cores per rank"
-    off_cpu = m.slow.cause_shares.get(OFF_CPU, 0.0) if m.slow is not None else 0.0
-    waited = m.wall_clock.core_wait_share if m.wall_clock is not None else 0.0
-    is_cpu_busy = off_cpu >= _MIN_SHARE or waited >= 0.2  # No core is free for workers.
-    loader = LoaderCase.of(m, setup)
-    if workers and loader is not None:
-        yield from advise_on_loader(loader)
-    elif workers is None:
-        text = "use faster transforms, or workers that load in advance"
-        if setup.foreign_loader:
-            text += (
-                f"; stages of `{setup.foreign_loader}` are not measured, because it is not a torch"
-                ' DataLoader: put `with phase("data/decode")` around a part to time it'
-            )
-        yield Advice("workers", text)
-    elif workers == 0 and is_cpu_busy:
-        faster = f"{reason}make it faster" if reason else "use faster transforms"
-        text = f"{faster}: workers would need CPU cores, and all are busy"
-        yield Advice("cheaper_transforms", text)
-    elif workers == 0:
-        needed = workers_for(fetch_ms, m.step.mean_ms - fetch_ms)
-        n = min(needed, cores or 4)  # 4 if the CPU cores are unknown.
-        faster = ", or make it faster" if reason else ""
-        text = f"{reason}set {prefix}num_workers={n} (now 0){faster}{split}"
-        yield Advice("num_workers", text, {"now": 0, "suggested": n})
-    elif is_cpu_busy or (cores is not None and workers + 1 >= cores):
-        # The training loop needs a core, too.
-        now = f"now {prefix}num_workers={workers}{per_rank}"
-        why = "all CPU cores are busy" if is_cpu_busy else "more workers would lack a CPU core"
-        yield Advice("cheaper_transforms", f"use faster transforms: {why} ({now})")
-    else:
-        text = f"use more workers (now {prefix}num_workers={workers}{per_rank}){split}"
-        yield Advice("num_workers", text, {"now": workers})
-        yield Advice("cheaper_transforms", "use faster transforms")
+    yield from advise_on_loader(case)
 
 
 def _pause(name: str) -> Advice:
@@ -366,7 +243,7 @@ def _pause(name: str) -> Advice:
 def _move_to_workers(case: Case) -> Iterator[Advice]:
     target = "into the dataset, so that the workers run it"
     if (line := case.line) is not None:
-        text = f"{line} takes {_of_step(line.ms, case.m)}, on the CPU: move it {target}"
+        text = f"{line} takes {case.of_step(line.ms)}, on the CPU: move it {target}"
         yield Advice("transfer_hooks", text, {"hook": line.function})
     elif case.setup.is_own_loop:
         text = f"move the code between `{FETCH}` and `{COPY}` {target}: it takes {case.took}"
@@ -429,11 +306,11 @@ def _save_less(case: Case) -> Iterator[Advice]:
     yield Advice("save_less", f"{reason}{how}")
 
 
-def _evaluate_less(how: str, metrics_hook: str, case: Case) -> Iterator[Advice]:
-    """Yield advice to shorten evaluations, then `how` to evaluate less.
-
-    `metrics_hook` is the function in which metrics are usually computed.
-    """
+def _evaluate_less(case: Case) -> Iterator[Advice]:
+    how, metrics_hook = "evaluate less often, or on fewer samples", "compute_metrics"
+    if case.entry.name == VALIDATION:
+        how = "validate less often: check_val_every_n_epoch or val_check_interval"
+        metrics_hook = "on_validation_epoch_end"
     line, clock = case.line, case.m.wall_clock
     if line is not None:
         took = f"{duration(line.ms)} of {duration(1e3 * case.entry.seconds)}"
@@ -448,14 +325,44 @@ def _evaluate_less(how: str, metrics_hook: str, case: Case) -> Iterator[Advice]:
 
 
 def _shorten_first_step(case: Case) -> Iterator[Advice]:
-    if (loader := LoaderCase.of(case.m, case.setup)) is not None:
-        yield from advise_on_first_step(loader, case.entry.seconds)
+    yield from advise_on_first_step(case)
     text = "cache compiled code; compilation, autotuning and the start of workers occur once"
     yield Advice("first_step", text)
 
 
-def _shorten_outside_steps(code: str, general: str, how: str, case: Case) -> Iterator[Advice]:
-    """Yield the advice `general` if the code of the entry is unknown, else `how` to shorten it."""
+# By entry: code, advice if its code is unknown, and how to shorten its longest code.
+_OUTSIDE_STEPS: Mapping[str, tuple[str, str, str]] = {
+    EPOCH_ENDS: (
+        "epoch_ends",
+        "make hooks at the start and end of epochs faster, or use longer epochs",
+        "make it faster, or run it in fewer epochs",
+    ),
+    SET_UP: (
+        "set_up",
+        "cache results of prepare_data, setup and the construction of loaders; this occurs once",
+        "cache its result; this occurs once",
+    ),
+    BETWEEN_LOOPS: (
+        "between_loops",
+        "run code between two loops, such as an evaluation, less often",
+        "run it less often, or make it faster",
+    ),
+    TEAR_DOWN: (
+        "tear_down",
+        "speed up code after the last epoch, such as a checkpoint, a test or an upload; this occurs"
+        " once",
+        "make it faster; this occurs once, after the last epoch",
+    ),
+    PAUSED: (
+        "paused",
+        "run code in timer.paused(), such as an evaluation, less often",
+        "run it less often, or make it faster",
+    ),
+}
+
+
+def _shorten_outside_steps(case: Case) -> Iterator[Advice]:
+    code, general, how = _OUTSIDE_STEPS[case.entry.name]
     if (line := case.line) is None:
         yield Advice(code, general)
     else:
@@ -475,7 +382,7 @@ def _free_cores(case: Case) -> Iterator[Advice]:
 
 def _collect_less(case: Case) -> Iterator[Advice]:
     codes = of_entry(case.m.culprits, COLLECTIONS)
-    if codes and codes[0].share >= _MIN_OF_ENTRY:
+    if codes and codes[0].share >= MIN_OF_ENTRY:
         todo = (
             "create fewer objects there, such as lists of numbers, or call gc.disable(), and"
             " gc.collect() every n steps"
@@ -509,50 +416,14 @@ _RULES: Mapping[str, Rule] = {
     OTHER_RANKS: _always(
         "other_ranks", "find the rank with the slowest loader or callbacks: all others wait for it"
     ),
-    VALIDATION: partial(
-        _evaluate_less,
-        "validate less often: check_val_every_n_epoch or val_check_interval",
-        "on_validation_epoch_end",
-    ),
-    EVALUATION: partial(
-        _evaluate_less, "evaluate less often, or on fewer samples", "compute_metrics"
-    ),
+    VALIDATION: _evaluate_less,
+    EVALUATION: _evaluate_less,
     CHECKPOINTS: _save_less,
-    EPOCH_ENDS: partial(
-        _shorten_outside_steps,
-        "epoch_ends",
-        "make hooks at the start and end of epochs faster, or use longer epochs",
-        "make it faster, or run it in fewer epochs",
-    ),
-    SET_UP: partial(
-        _shorten_outside_steps,
-        "set_up",
-        "cache results of prepare_data, setup and the construction of loaders; this occurs once",
-        "cache its result; this occurs once",
-    ),
     FIRST_STEP: _shorten_first_step,
-    BETWEEN_LOOPS: partial(
-        _shorten_outside_steps,
-        "between_loops",
-        "run code between two loops, such as an evaluation, less often",
-        "run it less often, or make it faster",
-    ),
     SANITY_CHECK: _always(
         "sanity_check", "pass num_sanity_val_steps=0 to skip it; this occurs once"
     ),
-    TEAR_DOWN: partial(
-        _shorten_outside_steps,
-        "tear_down",
-        "speed up code after the last epoch, such as a checkpoint, a test or an upload; this occurs"
-        " once",
-        "make it faster; this occurs once, after the last epoch",
-    ),
-    PAUSED: partial(
-        _shorten_outside_steps,
-        "paused",
-        "run code in timer.paused(), such as an evaluation, less often",
-        "run it less often, or make it faster",
-    ),
+    **dict.fromkeys(_OUTSIDE_STEPS, _shorten_outside_steps),
     COLLECTIONS: _collect_less,
     COMPILATIONS: _compile_once,
     ALLOCATOR: _always("expandable_segments", "set PYTORCH_ALLOC_CONF=expandable_segments:True"),

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from lightning_gputime._diagnosis.codes import (
+from lightning_gputime._diagnosis import (
     CODES,
     COMMUNICATION,
     COMPILATIONS,
@@ -20,8 +20,9 @@ from lightning_gputime._diagnosis.codes import (
     STANDARD_PHASES,
     TIMING,
     TRANSFER_HOOKS,
+    Entry,
+    TimeBreakdown,
 )
-from lightning_gputime._diagnosis.diagnosis import Entry, TimeBreakdown
 from lightning_gputime._ledger.rows import LineRow, PhasePart
 from lightning_gputime._measurement.culprits import WORKERS, of_entry
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
@@ -276,18 +277,35 @@ def _entry_in_steps(
         pace = "host" if of_host >= _MIN_PACE else "GPU" if of_host <= 1 - _MIN_PACE else "both"
     error = part.error * steps_share
     tops = {*part.gpu, *part.host}
+    rows = [m.rows[top] for top in tops if top in m.rows]
+    n, step_ms = m.steps + m.untimed_steps, m.step.mean_ms
+    if name == COMPILATIONS:
+        # A few compilations are necessary: the first of each graph.
+        compilations = sum(code.calls for code in of_entry(m.culprits, COMPILATIONS))
+        is_in_few_steps = 0 < compilations < 5
+    else:
+        # Most of the entry is in one step, which the examined steps are not like.
+        longest_ms = max((row.max_ms for row in rows), default=0.0)
+        is_in_few_steps = longest_ms >= 0.5 * part.share * step_ms * n
+        is_in_few_steps = is_in_few_steps and name.endswith(NOT_EXAMINED)
     is_removable = (
         error < share
         and not is_blurred(tops, m)
-        and not _is_in_few_steps(name, part, tops, m)
+        and not is_in_few_steps
         and name not in (TIMING, NOT_SAMPLED)
         and not (part.line is not None and part.line.is_rest)
         and not (part.line is None and name.removesuffix(NOT_EXAMINED) in MODEL_PHASES)
         and not (name == DATA and may_hide_evaluations(m, setup))
     )
-    rows = [m.rows[top] for top in tops if top in m.rows]
-    can_be_bottleneck = is_removable and not (rows and all(_is_of_one_step(row, m) for row in rows))
-    step_ms = m.step.mean_ms
+
+    def is_of_one_step(row: PhaseStats) -> bool:
+        # Time of the phase, and of all steps, without the step in which the phase is longest.
+        rest_ms = n * row.share * step_ms - row.max_ms
+        other_steps_ms = n * step_ms - row.max_ms
+        return n > 1 and row.max_ms > rest_ms and rest_ms < 0.2 * other_steps_ms
+
+    # A phase that is long in a single step only is not the bottleneck.
+    can_be_bottleneck = is_removable and not (rows and all(map(is_of_one_step, rows)))
     saved_share = share
     if pace == "GPU" and name not in CODES and m.host_wait_mean_ms >= _MIN_WAIT * step_ms:
         # Without this work, the host sets the pace: no step is shorter than its time on the host.
@@ -299,6 +317,16 @@ def _entry_in_steps(
     code = CODES.get(name, GPU_BOUND if pace == "GPU" else HOST_BOUND)
     if name not in CODES and m.on_host_clock and is_own_work(part.line, phases_ms):
         code = COMPUTE_BOUND
+    lines: list[LineRow] = []  # Code that runs in an entry that is not code.
+    if part.line is None and name in (DATA, FETCH) and m.loaders:
+        # The loop only waits for what workers run.
+        lines = [row for row in m.lines if row.entry == WORKERS]
+    elif part.line is None:
+        phase = DATA if name == TRANSFER_HOOKS else name
+        for row in m.lines:
+            if phase in row.phases and row.function and not row.entry:
+                lines.append(replace(row, phases={phase: row.phases[phase]}))
+        lines.sort(key=lambda row: -row.ms)
     return Entry(
         name=name,
         seconds=share * wall_s,
@@ -310,7 +338,7 @@ def _entry_in_steps(
         phases_ms=phases_ms,
         host_share=host * steps_share,
         line=part.line,
-        lines=_lines_in(name, m) if part.line is None else (),
+        lines=tuple(lines),
     )
 
 
@@ -334,19 +362,6 @@ def is_own_work(line: LineRow | None, phases: Mapping[str, float]) -> bool:
     if line is not None and not line.is_library:  # Such as clipping before the update.
         model -= update
     return model >= 0.5 * total > 0
-
-
-def _lines_in(name: str, m: Measurement) -> tuple[LineRow, ...]:
-    """Return the code that runs in an entry that is not code, the longest first."""
-    phases = (DATA,) if name == TRANSFER_HOOKS else (name,)
-    if name in (DATA, FETCH) and m.loaders:  # The loop only waits for what workers run.
-        return tuple(row for row in m.lines if row.entry == WORKERS)
-    found = []
-    for row in m.lines:
-        inside = {phase: part for phase, part in row.phases.items() if phase in phases}
-        if inside and row.function and not row.entry:
-            found.append(replace(row, phases=inside))
-    return tuple(sorted(found, key=lambda row: -row.ms))
 
 
 # Outside of steps
@@ -373,28 +388,6 @@ def _entry_outside(name: str, seconds: float, wall_s: float, m: Measurement) -> 
         code=CODES.get(name, ""),
         lines=tuple(sorted(lines, key=lambda row: -row.ms)),
     )
-
-
-def _is_of_one_step(row: PhaseStats, m: Measurement) -> bool:
-    """Return True if a phase is long in a single step only, so that it cannot be the bottleneck."""
-    n = m.steps + m.untimed_steps
-    # Without the step in which the phase is longest: time of the phase, and of all steps.
-    rest_ms = n * row.share * m.step.mean_ms - row.max_ms
-    other_steps_ms = n * m.step.mean_ms - row.max_ms
-    return n > 1 and row.max_ms > rest_ms and rest_ms < 0.2 * other_steps_ms
-
-
-def _is_in_few_steps(name: str, part: _Part, tops: set[str], m: Measurement) -> bool:
-    """Return True if most of an entry passes in one step, which the examined steps are not like.
-
-    Also for compilations, if there are few: the first of each graph is necessary.
-    """
-    if name == COMPILATIONS:
-        compilations = sum(code.calls for code in of_entry(m.culprits, COMPILATIONS))
-        return 0 < compilations < 5
-    total_ms = part.share * m.step.mean_ms * (m.steps + m.untimed_steps)
-    longest_ms = max((m.rows[top].max_ms for top in tops if top in m.rows), default=0.0)
-    return name.endswith(NOT_EXAMINED) and longest_ms >= 0.5 * total_ms
 
 
 def is_blurred(names: Iterable[str], m: Measurement) -> bool:

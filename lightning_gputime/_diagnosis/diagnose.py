@@ -2,8 +2,24 @@
 
 from dataclasses import replace
 
-from lightning_gputime._diagnosis.advice import (
+from lightning_gputime._diagnosis import (
+    CODES,
+    COMMUNICATION_BOUND,
+    COMPUTE_BOUND,
+    GPU_BOUND,
+    HOST_BOUND,
+    INPUT_BOUND,
+    LAUNCH_BOUND,
+    MODEL_PHASES,
+    OVERHEAD_BOUND,
+    Advice,
     Case,
+    Diagnosis,
+    Entry,
+    Grade,
+    TimeBreakdown,
+)
+from lightning_gputime._diagnosis.advice import (
     advise,
     advise_on_growth,
     advise_on_launches,
@@ -16,20 +32,6 @@ from lightning_gputime._diagnosis.breakdown import (
     is_own_work,
     may_hide_evaluations,
 )
-from lightning_gputime._diagnosis.codes import (
-    CODES,
-    COMMUNICATION_BOUND,
-    COMPUTE_BOUND,
-    GPU_BOUND,
-    HOST_BOUND,
-    INPUT_BOUND,
-    LAUNCH_BOUND,
-    MODEL_PHASES,
-    OVERHEAD_BOUND,
-)
-from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis, Entry, Grade, TimeBreakdown
-from lightning_gputime._ledger.rows import LineRow
-from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.sums import is_uneven
 from lightning_gputime._measurement.units import duration, percent
@@ -40,7 +42,6 @@ from lightning_gputime._phases import DATA, FORWARD
 # uses the same thresholds to grade input pipelines.
 _MIN_BOTTLENECK = 0.2
 _MIN_REPORTED = 0.05
-_MIN_LAUNCHES = 0.3  # The same for launches at many lines, which cannot all be removed.
 _MIN_OF_ALL = 0.5  # With this fraction of an entry or of all launches, a line is named.
 # A verdict must hold in both halves of the run. There, this fraction of the minimum is enough.
 _MIN_HALF = 0.75
@@ -98,7 +99,20 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
         grown = max(lines, key=lambda line: line.grew_to_ms - line.grew_from_ms, default=None)
         if grown is not None and (grown.grew_to_ms <= 0 or slowdown.until_step is not None):
             grown = None
-        on_slowdown = _advice_on(slowdown, grown)
+        lost_share = min(slowdown.lost_share, 0.99)  # Promise a speed-up of at most 100x.
+        when = f"since step {slowdown.since_step:,}"
+        if slowdown.until_step is not None:
+            when = f"from step {slowdown.since_step:,} to {slowdown.until_step:,}"
+        if grown is not None:
+            text = advise_on_growth(grown).text
+        elif slowdown.phase and slowdown.is_most_in_phase:
+            text = f"find what takes longer in `{slowdown.phase}` {when}"
+        else:
+            text = f"find what slows down all phases {when}"
+        joint = ";" if grown is not None else ":"
+        text += f"{joint} without this the training is up to {1 / (1 - lost_share):.2f}x as fast"
+        parameters = {"step": slowdown.since_step, "phase": slowdown.phase}
+        on_slowdown = Advice("slowdown", text, parameters)
         # Advice on the line that has grown says the same.
         advice = tuple(item for item in advice if grown is None or item != advise_on_growth(grown))
         row = breakdown[found.entry]
@@ -110,22 +124,6 @@ def diagnose(measurement: Measurement, setup: TrainingSetup) -> Diagnosis:
 
 def _names(row: Entry) -> tuple[str, ...]:
     return row.name, *row.phases_ms
-
-
-def _advice_on(slowdown: Slowdown, grown: LineRow | None) -> Advice:
-    lost_share = min(slowdown.lost_share, 0.99)  # Promise a speed-up of at most 100x.
-    without = f"without this the training is up to {1 / (1 - lost_share):.2f}x as fast"
-    if slowdown.until_step is None:
-        when = f"since step {slowdown.since_step:,}"
-    else:
-        when = f"from step {slowdown.since_step:,} to {slowdown.until_step:,}"
-    if grown is not None:
-        text = f"{advise_on_growth(grown).text}; {without}"
-    elif slowdown.phase and slowdown.is_most_in_phase:
-        text = f"find what takes longer in `{slowdown.phase}` {when}: {without}"
-    else:
-        text = f"find what slows down all phases {when}: {without}"
-    return Advice("slowdown", text, {"step": slowdown.since_step, "phase": slowdown.phase})
 
 
 def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) -> Diagnosis:
@@ -148,7 +146,8 @@ def _bottleneck(breakdown: TimeBreakdown, m: Measurement, setup: TrainingSetup) 
     is_certain = _saved_share(largest) - largest.error >= _MIN_BOTTLENECK / 2
     is_certain = is_certain and _least_share(largest, m) >= _MIN_HALF * _MIN_BOTTLENECK
     is_bottleneck = _saved_share(largest) >= _MIN_BOTTLENECK and is_certain
-    if launches >= _MIN_LAUNCHES and not (is_bottleneck and _saved_share(largest) > launches):
+    # Launches at many lines cannot all be removed, so require 30 %.
+    if launches >= 0.3 and not (is_bottleneck and _saved_share(largest) > launches):
         headline = f"{LAUNCH_BOUND}: {_describe_launches(own, launches, breakdown)}"
         if is_worth_a_look:
             headline += f"; worth a look: {_describe(recurring, breakdown, m)}"

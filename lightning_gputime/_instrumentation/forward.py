@@ -82,8 +82,6 @@ class ForwardBoundary:
         self.was_ever_called = False
         self.has_trained = False
         """True once a backward has run."""
-        self.repeats_forward = False
-        """True once a module was called inside a backward, as activation checkpointing does."""
         self._n_steps = 0  # Number of steps that have ended.
         self.running: list[int] = []
         """Ids of modules with hooks whose calls have begun and not ended, outermost first."""
@@ -257,7 +255,6 @@ class ForwardBoundary:
         # Ignore these calls: they are part of backward, and if checkpointing is not reentrant, no
         # hook runs at their end.
         if current_graph_task_id() != -1:
-            self.repeats_forward = True
             return
         if get_ident() != recorder.threads.timed and not self._enter_untimed(module):
             return

@@ -6,11 +6,10 @@ The ledger (`_ledger`) names all other code.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar, cast, runtime_checkable
+from typing import TypeVar, cast
 
 from lightning_gputime._ledger.rows import LineRow
-from lightning_gputime._measurement.loader import LoaderTimes, MadeBatch
-from lightning_gputime._phases import FETCH
+from lightning_gputime._loader import LoaderTimes, MadeBatch
 
 SAMPLER, DATASET, COLLATE = STAGES = ("sampler", "dataset", "collate")
 WORKERS = "workers"
@@ -69,61 +68,30 @@ class Stage:
     source: Source | None = None  # Its definition; None if unknown.
 
 
-class TimedLoader(Protocol):
-    """Stages of a loader, and their times."""
+class TimedLoader:
+    """Stages of a loader, and their times. Only loaders with workers have more than `culprits`."""
 
-    num_workers: int
-    stages: tuple[Stage, ...]
+    def __init__(self, num_workers: int, *stages: Stage) -> None:
+        self.num_workers, self.stages = num_workers, stages
 
-    def culprits(self) -> Iterator[Culprit]: ...
+    def culprits(self) -> Iterator[Culprit]:
+        raise NotImplementedError
 
+    def look(self) -> None:
+        """Observe the workers for a moment."""
 
-@runtime_checkable
-class TimedWorkers(TimedLoader, Protocol):
-    """Stages of a loader that run in its workers, and their times."""
+    def times(self) -> LoaderTimes | None:
+        return None
 
-    def look(self) -> None: ...
+    def newest_batches(self) -> Iterator[MadeBatch]:
+        return iter(())
 
-    def times(self) -> LoaderTimes | None: ...
-
-    def newest_batches(self) -> Iterator[MadeBatch]: ...
-
-    def lines(self) -> tuple[LineRow, ...]: ...
+    def lines(self) -> tuple[LineRow, ...]:
+        """Return the lines that take the time of a batch, the longest first."""
+        return ()
 
 
 Loader = TypeVar("Loader", bound=TimedLoader)
-
-
-class LoaderStages:
-    """Stages of a loader that run in the main process, and sums of their times."""
-
-    num_workers = 0
-
-    def __init__(self, *stages: Stage) -> None:
-        self.stages = stages
-        self._ns = [0] * len(stages)  # Time of each stage.
-        self._batches = 0
-        self.iterators = 0
-        """Number of started iterators of the loader."""
-        self.exhausted = 0
-        """Number of iterators that have yielded their last batch."""
-
-    def add(self, *ns: int) -> None:
-        """Add the time of each stage for a batch (in nanoseconds), in the order of `stages`."""
-        self._batches += 1
-        for i, stage_ns in enumerate(ns):
-            self._ns[i] += stage_ns
-
-    def culprits(self) -> Iterator[Culprit]:
-        n, all_ns, abandoned = self._batches, sum(self._ns), self.iterators - self.exhausted
-        for stage, ns in zip(self.stages, self._ns, strict=True) if n else ():
-            seconds, share = ns / 1e9, ns / (all_ns or 1)
-            yield Culprit(FETCH, stage.name, seconds, n, share, stage.source, stage.kind, abandoned)
-
-
-def short_name(qualified: str) -> str:
-    """Return a qualified name without its enclosing functions."""
-    return qualified.rpartition("<locals>.")[2]
 
 
 class CulpritSums:
@@ -132,24 +100,18 @@ class CulpritSums:
     def __init__(self) -> None:
         # Time (in nanoseconds) and number of calls, by entry, name and place.
         self._codes: dict[tuple[str, str, Source | None], list[int]] = {}
-        self._loaders: list[TimedLoader] = []
-        self.workers: list[TimedWorkers] = []
+        self.loaders: list[TimedLoader] = []
 
     def add_loader(self, loader: Loader) -> Loader:
         """Return the object to add times to: `loader`, or an equal loader that was added before."""
-        for known in self._loaders:
+        for known in self.loaders:
             if (known.num_workers, known.stages) == (loader.num_workers, loader.stages):
                 return cast("Loader", known)
-        self._loaders.append(loader)
-        if isinstance(loader, TimedWorkers):
-            self.workers.append(loader)
+        self.loaders.append(loader)
         return loader
 
-    def newest_batches(self) -> list[MadeBatch]:
-        return [batch for workers in self.workers for batch in workers.newest_batches()]
-
-    def loaders(self) -> tuple[LoaderTimes, ...]:
-        all_times = (workers.times() for workers in self.workers)
+    def loader_times(self) -> tuple[LoaderTimes, ...]:
+        all_times = (loader.times() for loader in self.loaders)
         return tuple(times for times in all_times if times is not None)
 
     def add(self, entry: str, name: str, ns: int, source: Source | None) -> None:
@@ -170,7 +132,7 @@ class CulpritSums:
             Culprit(entry, name, ns / 1e9, calls, ns / entries_ns[entry], source)
             for (entry, name, source), (ns, calls) in codes
         ]
-        culprits += [culprit for loader in self._loaders for culprit in loader.culprits()]
+        culprits += [culprit for loader in self.loaders for culprit in loader.culprits()]
         return tuple(sorted(culprits, key=lambda culprit: (culprit.entry, -culprit.seconds)))
 
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_gputime._ledger.rows import LineRow
+from lightning_gputime._loader import LoaderTimes
 from lightning_gputime._measurement.changes import Slowdown
 from lightning_gputime._measurement.culprits import Culprit
-from lightning_gputime._measurement.loader import LoaderTimes
 from lightning_gputime._measurement.memory import MemorySummary
 from lightning_gputime._measurement.observers import Section
 from lightning_gputime._measurement.ranks import RankSummary

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from lightning_gputime._compat.names import NotMeasured, not_measured
 from lightning_gputime._ledger.ledger import Ledger
 from lightning_gputime._ledger.rows import LONG_STEP
+from lightning_gputime._loader import describe_slowdown
 from lightning_gputime._measurement.changes import MIN_STEPS, Slowdown, StepSeries
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.history import StepLog, history, list_phases
-from lightning_gputime._measurement.loader import describe_slowdown
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.memory import MemoryWatch
 from lightning_gputime._measurement.observers import (
@@ -258,7 +258,7 @@ class Results:
         slowdown, work_change = self.series.find(), ""
         if slowdown is not None and slowdown.until_step is None:  # The change lasts.
             if slowdown.phase in (DATA, FETCH):
-                slowdown = replace(slowdown, detail=describe_slowdown(self.culprits.loaders()))
+                slowdown = replace(slowdown, detail=describe_slowdown(self.culprits.loader_times()))
             work_change = self._work_change(steps, slowdown.since_step)
         return replace(
             self._measurement_of(steps[log.warmup_in_history :], log.sums),
@@ -307,7 +307,7 @@ class Results:
             host_paced=Named(self.ledger.host_shares()),
             examined_steps=self.ledger.n,
             lines_unavailable=self.ledger.unavailable,
-            lines=(*lines, *(row for each in self.culprits.workers for row in each.lines())),
+            lines=(*lines, *(row for loader in self.culprits.loaders for row in loader.lines())),
             not_sampled_steps=estimate.unsampled_steps,
             not_sampled_share=estimate.unsampled_ms / (all_ms or 1.0),
             slow=self.slow.summary(n, sums.step.device_ms / slow_correction),
@@ -318,7 +318,7 @@ class Results:
             not_measured=tuple(gap.text for gap in gaps),
             blurred=tuple(dict.fromkeys(phase for gap in gaps for phase in gap.blurred)),
             culprits=self.culprits.summary(),
-            loaders=self.culprits.loaders(),
+            loaders=self.culprits.loader_times(),
         )
 
     def _work_change(self, steps: Sequence[StepRecord], since: int) -> str:

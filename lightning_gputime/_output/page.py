@@ -17,11 +17,6 @@ from lightning_gputime._measurement.units import duration, unit_of
 from lightning_gputime._output.table import marked
 from lightning_gputime._phases import colours_of
 
-_MAX_POINTS = 2000  # Maximum per chart. In longer runs, each point is a mean of several steps.
-_TREND_POINTS = 40  # Approximate number of points of the trend line, each a median.
-# The distance between two timed steps is shown as a gap if it exceeds this multiple of the usual
-# distance and this fraction of the axis.
-_MIN_GAP_FACTOR, _MIN_GAP_SHARE = 3.0, 0.02
 _LEGEND_COLUMNS = 4
 _TERMS = {
     "mean": "Mean over the steps in which the phase ran",
@@ -103,8 +98,8 @@ def _charts(run: Any, limit_ms: float) -> tuple[Markup, Markup, int]:
 
 
 def thin_out(history: npt.NDArray[Any]) -> tuple[Columns, int]:
-    """Return the columns of a history with means over several steps, and the steps per mean."""
-    steps_per_point = max(math.ceil(len(history) / _MAX_POINTS), 1)
+    """Return at most 2000 points of a history, each a mean, and the number of steps per point."""
+    steps_per_point = max(math.ceil(len(history) / 2000), 1)
     starts = np.arange(0, len(history), steps_per_point)
     counts = np.diff(np.append(starts, len(history)))
     columns = {
@@ -117,7 +112,7 @@ def thin_out(history: npt.NDArray[Any]) -> tuple[Columns, int]:
 def trend(columns: Columns) -> tuple[Floats, Floats, int]:
     """Return step numbers, medians of groups of points with NaN in gaps, and points per group."""
     steps, times_ms = columns["step"].astype(float), columns["step_ms"]
-    size = max(len(steps) // _TREND_POINTS, 1)
+    size = max(len(steps) // 40, 1)  # For about 40 points, each a median.
     starts = range(0, len(steps), size)
     medians_ms = np.array([np.median(times_ms[start : start + size]) for start in starts])
     centers = np.array([np.mean(steps[start : start + size]) for start in starts])
@@ -132,7 +127,8 @@ def with_gaps(columns: Columns, fill: float = 0.0) -> Columns:
         return columns
     distances = np.diff(steps)
     usual = float(np.percentile(distances, 90, method="lower"))
-    is_gap = distances > max(_MIN_GAP_FACTOR * usual, _MIN_GAP_SHARE * (steps[-1] - steps[0]))
+    # Show no gap shorter than 2 % of the axis.
+    is_gap = distances > max(3.0 * usual, 0.02 * (steps[-1] - steps[0]))
     rows = np.repeat(np.flatnonzero(is_gap) + 1, 2)
     # The two inserted rows are one usual distance from the timed steps at the ends of the gap.
     ends = np.column_stack((steps[:-1][is_gap] + usual, steps[1:][is_gap] - usual)).ravel()

@@ -5,15 +5,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
+from lightning_gputime._diagnosis import Diagnosis, TimeBreakdown
 from lightning_gputime._diagnosis.diagnose import diagnose
-from lightning_gputime._diagnosis.diagnosis import Diagnosis, TimeBreakdown
-from lightning_gputime._diagnosis.loader import LoaderCase
 from lightning_gputime._ledger.rows import LineRow
+from lightning_gputime._loader.advice import loader_table
 from lightning_gputime._measurement.changes import Slowdown
-from lightning_gputime._measurement.culprits import STAGES
 from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
 from lightning_gputime._measurement.memory import MemorySummary
-from lightning_gputime._measurement.observers import Section
 from lightning_gputime._measurement.ranks import STEP, RankSummary
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.slow import SlowSummary
@@ -27,13 +25,8 @@ _RANKS = "min - max (rank)"  # Title of the column with the means of the ranks.
 # Columns to drop from a table that is too wide, in this order.
 _DROPS = ("max", "steps", "host", "p95", "p50", "share", "host-paced", _RANKS)
 _SPEED_UP = "speed-up if removed"
-_WAITING = "waiting for work"
 _MIN_ROW = 0.01  # Entries of the time breakdown with a smaller share are combined in one row.
 _MAX_ROWS = 12  # So are the smallest entries beyond this number.
-_MIN_CORE_WAIT = 0.05  # Minimum fraction of the elapsed time that is reported.
-_MIN_VARIATION = 0.05  # Minimum share of unexplained slow steps that is reported.
-# Host time that the timer takes at a phase boundary, from `benchmarks/cold_cost.py`.
-_BOUNDARY_MS = 0.02
 _MIN_COST = 0.01  # Minimum cost of timing that is reported, as a fraction of the step.
 # Fields of the measurement that the JSON omits if they are empty or zero.
 _OMITTED_IF_EMPTY = (
@@ -96,20 +89,10 @@ class PhaseSummary(Tabular):
     rows = _Fact[Mapping[str, PhaseStats]]()
     step = _Fact[PhaseStats]()
     steps = _Fact[int]()
-    untimed_steps = _Fact[int]()
-    warmup_steps = _Fact[int]()
-    is_warmup = _Fact[bool]()
-    host_wait_mean_ms = _Fact[float]()
     skipped_updates = _Fact[int]()
-    on_host_clock = _Fact[bool]()
     timed_every_n_steps = _Fact[int]()
-    timing_share = _Fact[float | None]()
-    not_sampled_steps = _Fact[int]()
-    not_sampled_share = _Fact[float]()
     host_paced = _Fact[Mapping[str, float]]()
-    examined_steps = _Fact[int]()
     lines = _Fact[tuple[LineRow, ...]]()
-    lines_unavailable = _Fact[str]()
     ranks = _Fact[RankSummary | None]()
     slow = _Fact[SlowSummary | None]()
     slowdown = _Fact[Slowdown | None]()
@@ -118,18 +101,14 @@ class PhaseSummary(Tabular):
     work = _Fact[WorkSummary | None]()
     items_per_sec = _Fact[float | None]()
     mfu = _Fact[float | None]()
-    sections = _Fact[tuple[Section, ...]]()
     not_measured = _Fact[tuple[str, ...]]()
-    blurred = _Fact[tuple[str, ...]]()
-    stage = _Fact[str]()
-    hint = _Fact[str]()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on the measurement, such as steps that were not timed."""
         if not self.steps:
             return (self._title(),)
-        if self.is_warmup:
+        if self.measurement.is_warmup:
             return ("all of these steps are warm-up: a diagnosis needs more steps",)
         return tuple(filter(None, self._sentences()))
 
@@ -146,13 +125,14 @@ class PhaseSummary(Tabular):
         return found
 
     def _table(self) -> Table:
-        if not self.steps:
+        m = self.measurement
+        if not m.steps:
             return Table(self._title(), [], [])
         diagnosis = self.diagnosis
         above = None
         if diagnosis.time_breakdown is not None:
             above = diagnosis.headline, _breakdown_table(diagnosis.time_breakdown, diagnosis)
-        rows = {name: row for name, row in self.rows.items() if "/" not in name}
+        rows = {name: row for name, row in m.rows.items() if "/" not in name}
         # Mean over all steps: `mean_ms` is that over steps with the phase, `frequency` their share.
         device_ms = {name: row.frequency * row.mean_ms for name, row in rows.items()}
         host_ms = {name: row.frequency * row.host_mean_ms for name, row in rows.items()}
@@ -162,37 +142,39 @@ class PhaseSummary(Tabular):
             self.notes,
             above=above,
             drops=_DROPS,
-            lanes={"CPU": device_ms} if self.on_host_clock else {"GPU": device_ms, "host": host_ms},
-            below=None if self.is_warmup else loader_table(self.measurement, self.setup),
+            lanes={"CPU": device_ms} if m.on_host_clock else {"GPU": device_ms, "host": host_ms},
+            below=None if m.is_warmup else loader_table(m, self.setup),
         )
 
     def _title(self) -> str:
-        n = self.warmup_steps
+        m = self.measurement
+        n = m.warmup_steps
         excluded = f" ({n} warm-up step{'s' * (n != 1)} excluded)" if n else ""
-        if not self.steps:
-            return f"No step was timed{excluded}. {self.hint}".rstrip()
-        unit = unit_of(self.step.mean_ms).name
-        time = f"Time per {self.stage} step" if self.stage else "Time per step"
-        all_steps = self.steps + self.untimed_steps
-        of_all = f" of {all_steps}" if self.untimed_steps else ""
-        title = f"{time} in {unit} over {self.steps}{of_all} step{'s' * (all_steps != 1)}"
-        if self.is_warmup:
+        if not m.steps:
+            return f"No step was timed{excluded}. {m.hint}".rstrip()
+        unit = unit_of(m.step.mean_ms).name
+        time = f"Time per {m.stage} step" if m.stage else "Time per step"
+        all_steps = m.steps + m.untimed_steps
+        of_all = f" of {all_steps}" if m.untimed_steps else ""
+        title = f"{time} in {unit} over {m.steps}{of_all} step{'s' * (all_steps != 1)}"
+        if m.is_warmup:
             return f"{title} of the warm-up; no other step was timed"
-        skipped = f"; {self.skipped_updates} updates skipped" if self.skipped_updates else ""
-        timed_steps = self.steps + n
-        if 2 * self.skipped_updates >= timed_steps:
-            skipped = f"; {self.skipped_updates} of {timed_steps} timed steps have no update"
+        skipped = f"; {m.skipped_updates} updates skipped" if m.skipped_updates else ""
+        timed_steps = m.steps + n
+        if 2 * m.skipped_updates >= timed_steps:
+            skipped = f"; {m.skipped_updates} of {timed_steps} timed steps have no update"
         return f"{title}{excluded}{skipped}"
 
     def _lines(self) -> list[tuple[str, ...]]:
-        unit = unit_of(self.step.mean_ms)
+        m = self.measurement
+        unit = unit_of(m.step.mean_ms)
 
         def time(ms: float | None) -> str:
             return "" if ms is None or math.isnan(ms) else unit.cell(ms)
 
         cells: dict[str, str] = {}
         lines = []
-        for name, title, row in (*table_rows(self.rows), (STEP, STEP, self.step)):
+        for name, title, row in (*table_rows(m.rows), (STEP, STEP, m.step)):
             mean, error = time(row.mean_ms), time(row.error_ms)
             is_visible = error.strip("0.") != ""  # Not rounded to zero.
             cells = {
@@ -205,13 +187,13 @@ class PhaseSummary(Tabular):
                 "host": time(row.host_mean_ms),
                 "steps": str(row.n or ""),
             }
-            if self.on_host_clock:
+            if m.on_host_clock:
                 del cells["host"]  # It equals the mean.
-            if self.host_paced:
-                share = self.host_paced.get(name)
+            if m.host_paced:
+                share = m.host_paced.get(name)
                 cells["host-paced"] = "" if share is None else f"{share:.0%}"
-            if self.ranks is not None:
-                times = self.ranks.rows.get(name)
+            if m.ranks is not None:
+                times = m.ranks.rows.get(name)
                 cells[_RANKS] = (
                     f"{time(times.min_ms)} - {time(times.max_ms)} ({times.slowest_rank})"
                     if times is not None
@@ -221,63 +203,65 @@ class PhaseSummary(Tabular):
         return [tuple(cells), *lines]
 
     def _sentences(self) -> Iterator[str]:
-        step_ms, unit = self.step.mean_ms, unit_of(self.step.mean_ms)
+        m = self.measurement
+        step_ms, unit = m.step.mean_ms, unit_of(m.step.mean_ms)
         step = unit.of(step_ms)
-        if any(2 * row.n <= self.steps for name, row in self.rows.items() if "/" not in name):
+        if any(2 * row.n <= m.steps for name, row in m.rows.items() if "/" not in name):
             yield (
                 "share: fraction of the time of all steps; other columns: only steps in which the"
                 " phase ran"
             )
-        if n := self.examined_steps:
+        if n := m.examined_steps:
             yield f"lines: timed in {n} step{'s' * (n != 1)}, and scaled to the phases of all steps"
-        elif self.lines_unavailable:
-            yield f"lines of code are not timed, because {self.lines_unavailable}"
-        for summary in (self.memory, self.work):
+        elif m.lines_unavailable:
+            yield f"lines of code are not timed, because {m.lines_unavailable}"
+        for summary in (m.memory, m.work):
             yield from summary.sentences if summary is not None else ()
-        every = self.timed_every_n_steps
-        cost = self.timing_share  # Cost of timing every step, as a fraction.
+        every = m.timed_every_n_steps
+        cost = m.timing_share  # Cost of timing every step, as a fraction.
         if every > 1 and cost is not None:
-            added = self.measurement.added_share or 0.0
+            added = m.added_share or 0.0
             now = f", which adds {percent(added)} to the training" if added > _MIN_COST else ""
             yield (
                 f"timed the first {FIRST_STEPS} steps, then 1 of every {every}{now}: timing every"
                 f" step would add {percent(cost)} to a step of {step}"
             )
-        elif cost is not None and self.untimed_steps:
-            yield f"{self.untimed_steps} steps were not timed, to measure the cost of timing"
-        if n := self.not_sampled_steps:
+        elif cost is not None and m.untimed_steps:
+            yield f"{m.untimed_steps} steps were not timed, to measure the cost of timing"
+        if n := m.not_sampled_steps:
             long = "1 long step" if n == 1 else f"{n} long steps"
-            text = f"{long} ({percent(self.not_sampled_share)} of the time)"
+            text = f"{long} ({percent(m.not_sampled_share)} of the time)"
             was = "was" if n == 1 else "were"
             yield f"{text} {was} not sampled: pass every_n_steps=1 to time all steps"
 
-        # Each phase has a boundary at its start, and the step has another at its end.
-        timing_ms = (len(self.rows) + 1) * _BOUNDARY_MS
-        is_costly = timing_ms > max(_MIN_COST * step_ms, self.host_wait_mean_ms)
-        reason = self.measurement.each_timed_for
-        if reason and is_costly and not self.on_host_clock:
+        # Each phase has a boundary at its start, and the step has another at its end. The timer
+        # takes 0.02 ms of the host at each, see `benchmarks/cold_cost.py`.
+        timing_ms = 0.02 * (len(m.rows) + 1)
+        is_costly = timing_ms > max(_MIN_COST * step_ms, m.host_wait_mean_ms)
+        reason = m.each_timed_for
+        if reason and is_costly and not m.on_host_clock:
             yield (
                 f"every step is timed because of {reason}, which takes the CPU about"
                 f" {unit.of(timing_ms)} of {step}; remove it to time fewer steps"
             )
-        if self.slow is not None and self.slow.unexplained_share >= _MIN_VARIATION:
-            spread = f"{unit.of(self.step.p5_ms)} to {unit.of(self.step.p95_ms)}"
+        if m.slow is not None and m.slow.unexplained_share >= 0.05:
+            spread = f"{unit.of(m.step.p5_ms)} to {unit.of(m.step.p95_ms)}"
             yield f"step times vary: 90 % of the steps take {spread}"
-        waited = 0.0 if self.wall_clock is None else self.wall_clock.core_wait_share
-        if waited >= _MIN_CORE_WAIT:
+        waited = 0.0 if m.wall_clock is None else m.wall_clock.core_wait_share
+        if waited >= 0.05:
             yield (
                 f"the loop waited {percent(waited)} of the elapsed time for a CPU core, which other"
                 " threads or processes used: all times above are without these waits"
             )
         # If the slowdown is expensive, the verdict already mentions it.
-        slowdown, change = str(self.slowdown or ""), self.measurement.work_change
+        slowdown, change = str(m.slowdown or ""), m.work_change
         if slowdown not in self.verdict:
             yield f"{slowdown}: {change}" if change else slowdown
-        yield from self.slow.sentences if self.slow is not None else ()
-        yield self.ranks.sentence if self.ranks is not None else ""
-        for section in self.sections:
+        yield from m.slow.sentences if m.slow is not None else ()
+        yield m.ranks.sentence if m.ranks is not None else ""
+        for section in m.sections:
             yield from section.sentences
-        yield from self.not_measured
+        yield from m.not_measured
 
 
 def summary_of(results: Results, stage: str = "") -> PhaseSummary:
@@ -340,33 +324,3 @@ def _breakdown_table(breakdown: TimeBreakdown, diagnosis: Diagnosis) -> Table:
         drops=(FORWARD, BACKWARD, "time", "pace", _SPEED_UP),
         steps=steps,
     )
-
-
-def loader_table(m: Measurement, setup: TrainingSetup) -> Table | None:
-    """Return a table of the stages of the loader with the most batches; None if not timed."""
-    case = LoaderCase.of(m, setup)
-    if case is None:
-        # Without workers, the stages are timed in the main process.
-        timed = [culprit for culprit in m.culprits if culprit.kind in STAGES]
-        if setup.num_workers or not timed:
-            return None
-        all_s = sum(stage.seconds for stage in timed)
-        lines: list[tuple[str, ...]] = [("loader", "per batch", "share")]
-        for stage in timed:
-            per_batch = duration(1e3 * stage.seconds / stage.calls)
-            lines.append((stage.name, per_batch, percent(stage.seconds / all_s if all_s else 0.0)))
-        lines.append(("batch", duration(1e3 * all_s / timed[0].calls), "100 %"))
-        return Table("DataLoader without workers: stages in the main process", lines, [])
-    times, n = case.times, len(case.times.workers)
-    stages = {"dataset_ms": times.dataset, "collate_ms": times.collate, "wait_ms": _WAITING}
-    all_ms = sum(map(times.mean, stages))
-    lines = [("loader", "per batch", "share", "slowest worker")]
-    for name, title in stages.items():
-        ms_by_worker = [getattr(worker, name) for worker in times.workers]
-        slowest_ms = max(ms_by_worker)
-        slowest = f"{duration(slowest_ms)} ({ms_by_worker.index(slowest_ms)})" if n > 1 else ""
-        share = percent(times.mean(name) / all_ms if all_ms else 0.0)
-        lines.append((title, duration(times.mean(name)), share, slowest))
-    lines.append(("batch", duration(all_ms), "100 %", ""))
-    title = f"DataLoader with {n} worker{'s' * (n > 1)}: stages in a worker"
-    return Table(title, lines, [case.describe()])

@@ -531,14 +531,14 @@ def _estimate(run: Run, phases: Sequence[str], is_any_sampled: bool) -> Estimate
 
 
 def _is_sampled(summary: PhaseSummary) -> bool:
-    return summary.untimed_steps > 0 or summary.timed_every_n_steps > 1
+    return summary.measurement.untimed_steps > 0 or summary.timed_every_n_steps > 1
 
 
 def _count_steps(run: Run) -> int:
     summary = run.summary()
     if not _is_sampled(summary):
         return len(run.measured)
-    return summary.steps + summary.untimed_steps
+    return summary.steps + summary.measurement.untimed_steps
 
 
 def _times(run: Run, phases: Sequence[str]) -> Floats:

@@ -16,11 +16,10 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_gputime._compat.torch_ import is_checkpointed, is_compiled
+from lightning_gputime._compat.torch_ import is_compiled
 from lightning_gputime._instrumentation.comm import is_distributed
 from lightning_gputime._instrumentation.loop import Loop, attribute, dataset_of, loaders_in
 from lightning_gputime._instrumentation.work import device_name
@@ -28,7 +27,7 @@ from lightning_gputime._measurement.measurement import CostlySetting, TrainingSe
 from lightning_gputime._measurement.units import percent
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, TimerOptions
-from lightning_gputime._phases import BACKWARD, CALLBACKS, FETCH
+from lightning_gputime._phases import BACKWARD, CALLBACKS
 from lightning_gputime._record.clock import ThreadTimes
 
 _CONVOLUTIONS = (
@@ -242,8 +241,6 @@ class CostlySettings:
     environment: Environment = field(default_factory=Environment)
     logging: str = ""  # Option that makes the trainer log every step; empty if none.
     has_convolutions: bool = False
-    repeats_forward: bool = False  # A part of the model uses gradient checkpointing.
-    finds_unused: bool = False  # DDP searches for unused parameters.
     threads: ThreadTimes | None = None  # CPU time of the Python threads; None if not measured.
     # Modules and parameters that have gradients, and that no optimizer has updated.
     not_updated: tuple[str, ...] = ()
@@ -255,12 +252,6 @@ class CostlySettings:
             environment=environment,
             logging=loop.every_step_log,
             has_convolutions=any(isinstance(module, _CONVOLUTIONS) for module in modules),
-            repeats_forward=any(map(is_checkpointed, modules)),
-            finds_unused=any(
-                isinstance(module, DistributedDataParallel)
-                and attribute(module, "find_unused_parameters") is True
-                for module in modules
-            ),
             threads=threads,
         )
 
@@ -281,12 +272,6 @@ class CostlySettings:
         if option := self.logging:
             text = f"{option}=1 may cost time in loggers: log every 50 steps, for example"
             yield CostlySetting(option, text, CALLBACKS)
-        if self.repeats_forward:
-            yield CostlySetting(
-                "gradient_checkpointing",
-                "gradient checkpointing may cost time in backward, which repeats parts of forward:"
-                " turn it off if memory suffices",
-            )
         if names := self.not_updated:
             shown = ", ".join(f"`{name}`" for name in names[:_MAX_NAMES])
             more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
@@ -295,22 +280,6 @@ class CostlySettings:
                 f"backward computes gradients of {shown}{more}, which no optimizer has updated:"
                 " call requires_grad_(False) on them before training",
                 BACKWARD,
-            )
-        if self.finds_unused:
-            yield CostlySetting(
-                "find_unused_parameters",
-                "find_unused_parameters=True may cost time after forward, in a search of the"
-                " autograd graph: set it to False if no parameter is unused",
-            )
-        # Only loaders of transformers have a prefix. They copy to the GPU inside the fetch. Copies
-        # of other loaders are in `data/copy`, which has its own advice.
-        if is_cuda and setup.pin_memory is False and setup.loader_prefix:
-            option = f"{setup.loader_prefix}pin_memory"
-            yield CostlySetting(
-                option,
-                f"{option}=False may cost time in copies to the GPU, which `{FETCH}` includes:"
-                " set it to True",
-                FETCH,
             )
         threads, cores = torch.get_num_threads(), setup.cores
         # Only check the threads of torch on a CPU: with a GPU, few operations use them.
@@ -344,19 +313,10 @@ class CostlySettings:
                 "detect_anomaly=True may cost time in forward and backward: turn it off after"
                 " debugging",
             )
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        if is_deterministic:
-            yield CostlySetting(
-                "deterministic_algorithms",
-                "deterministic algorithms may cost time in forward and backward: turn them off if"
-                " results do not have to be bitwise reproducible",
-            )
-        if not is_cuda:
-            return
         cudnn = torch.backends.cudnn
         # The benchmark may choose a different algorithm in each run, so a training that must be
         # repeatable cannot use it.
-        must_be_repeatable = is_deterministic or cudnn.deterministic
+        must_be_repeatable = torch.are_deterministic_algorithms_enabled() or cudnn.deterministic
         can_benchmark = cudnn.enabled and not (cudnn.benchmark or must_be_repeatable)
         if self.has_convolutions and can_benchmark:
             yield CostlySetting(
@@ -372,7 +332,8 @@ class CostlySettings:
                 ' autocast: torch.set_float32_matmul_precision("high") uses TF32',
                 operation="multiplies_float32",
             )
-        if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "").strip().upper()
+        if is_cuda and blocking not in ("", "0", "FALSE", "OFF"):
             yield CostlySetting(
                 "CUDA_LAUNCH_BLOCKING",
                 "CUDA_LAUNCH_BLOCKING=1 may cost time in all phases, and distorts all times, as the"

@@ -929,7 +929,7 @@ class NoSession:
     not_updated: tuple[str, ...] = ()
     recorders: Sequence[Recorder] = ()
     recorder = Recorder(HostClock(), lag=0, emit=do_nothing)  # It never begins a step.
-    forward = SimpleNamespace(has_trained=False, repeats_forward=False)
+    forward = SimpleNamespace(has_trained=False)
     optimizer = SimpleNamespace(
         updates=0, has_updated=False, has_any=False, update_begins=do_nothing
     )

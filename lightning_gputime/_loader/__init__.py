@@ -1,4 +1,8 @@
-"""Times of a DataLoader's workers."""
+"""A DataLoader: where its time goes, and what shortens the wait for it.
+
+`stages` times the stages of a loader, in the main process and in its workers. `advice` derives
+advice and a table from these times. This module has the facts that both share.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

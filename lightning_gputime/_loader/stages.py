@@ -37,18 +37,17 @@ from lightning_gputime._instrumentation.loop import dataset_of
 from lightning_gputime._instrumentation.patching import Subscription, do_nothing
 from lightning_gputime._ledger.outside import OutsideLines
 from lightning_gputime._ledger.rows import LineRow, PhasePart, line_rows
+from lightning_gputime._loader import LoaderTimes, MadeBatch, WorkerTimes
 from lightning_gputime._measurement.culprits import (
     COLLATE,
     DATASET,
     SAMPLER,
     WORKERS,
     Culprit,
-    LoaderStages,
     Source,
     Stage,
-    short_name,
+    TimedLoader,
 )
-from lightning_gputime._measurement.loader import LoaderTimes, MadeBatch, WorkerTimes
 from lightning_gputime._phases import FETCH
 from lightning_gputime._record.clock import core_times
 
@@ -154,6 +153,29 @@ class StagedLoaders:
                 vars(owner).update(originals)
 
 
+class LoaderStages(TimedLoader):
+    """Stages of a loader that run in the main process, and sums of their times."""
+
+    def __init__(self, *stages: Stage) -> None:
+        super().__init__(0, *stages)
+        self._ns = [0] * len(stages)  # Time of each stage.
+        self._batches = 0
+        self.iterators = 0  # Number of started iterators of the loader.
+        self.exhausted = 0  # Number of iterators that have yielded their last batch.
+
+    def add(self, *ns: int) -> None:
+        """Add the time of each stage for a batch (in nanoseconds), in the order of `stages`."""
+        self._batches += 1
+        for i, stage_ns in enumerate(ns):
+            self._ns[i] += stage_ns
+
+    def culprits(self) -> Iterator[Culprit]:
+        n, all_ns, abandoned = self._batches, sum(self._ns), self.iterators - self.exhausted
+        for stage, ns in zip(self.stages, self._ns, strict=True) if n else ():
+            seconds, share = ns / 1e9, ns / (all_ns or 1)
+            yield Culprit(FETCH, stage.name, seconds, n, share, stage.source, stage.kind, abandoned)
+
+
 class _Stages:
     """Replacement for a loader's sampler. Its method `collate` replaces `collate_fn`."""
 
@@ -210,7 +232,12 @@ def _source_of(function: Any) -> Source | None:
     if (found := definition_of(function)) is None:
         return None
     file, line, name = found
-    return Source(file, line, line, short_name(name))
+    return Source(file, line, line, _short_name(name))
+
+
+def _short_name(qualified: str) -> str:
+    """Return a qualified name without its enclosing functions."""
+    return qualified.rpartition("<locals>.")[2]
 
 
 def _stages_of(loader: Any) -> Iterator[Stage]:
@@ -230,7 +257,7 @@ def _stages_of(loader: Any) -> Iterator[Stage]:
     # The transformers Trainer wraps its collator to remove columns.
     collate = getattr(collate, "data_collator", collate)
     is_function = hasattr(collate, "__qualname__")
-    name = short_name(collate.__qualname__) if is_function else type(collate).__name__
+    name = _short_name(collate.__qualname__) if is_function else type(collate).__name__
     yield Stage(COLLATE, name, _source_of(collate if is_function else type(collate).__call__))
 
 
@@ -255,7 +282,7 @@ def _init_worker(
         # The method `fetch` of torch's fetchers makes a batch.
         for kind in fetcher_classes():
             type.__setattr__(kind, "fetch", timed_fetch(kind, timer))
-        leave_out_of_errors(str(Path(__file__).parent))
+        leave_out_of_errors(str(Path(__file__).parents[1]))
     if user_init is not None:
         user_init(worker)
 
@@ -478,7 +505,7 @@ def _tensors_of(batch: Any) -> Iterator[Tensor]:
 # Times of the workers, in the main process
 
 
-class LoaderWorkers:
+class LoaderWorkers(TimedLoader):
     """Times of the workers of a loader, for the main process.
 
     The stages are the dataset and `collate_fn`.
@@ -487,7 +514,8 @@ class LoaderWorkers:
     def __init__(
         self, num_workers: int, *stages: Stage, now_ns: Callable[[], int] = time.perf_counter_ns
     ) -> None:
-        self.num_workers, self.stages, self._now_ns = num_workers, stages, now_ns
+        super().__init__(num_workers, *stages)
+        self._now_ns = now_ns
         self._times = torch.zeros((num_workers, FIELDS), dtype=torch.int64).share_memory_()
         self._lines = torch.zeros((num_workers, _MAX_LINE_BYTES), dtype=torch.uint8).share_memory_()
         self._looks = 0  # Number of times that a busy worker was looked at.
@@ -544,9 +572,47 @@ class LoaderWorkers:
 
     def times(self) -> LoaderTimes | None:
         """Return the times so far; None if no batch was made."""
+        rows = self._times.tolist()
+        used = [row for row in rows if row[BATCHES]]
+        if not used:
+            return None
+
+        def total(column: int) -> int:
+            return sum(row[column] for row in used)
+
+        workers = []
+        for i, row in enumerate(rows):
+            n = row[BATCHES]
+            newest_ns = [batch.end_ns - batch.start_ns for batch in _newest_batches(i, row)]
+            dataset_ms, collate_ms, wait_ms = (
+                row[column] / (n or 1) / 1e6 for column in (DATASET_NS, COLLATE_NS, WAIT_NS)
+            )
+            newest_ms = fmean(newest_ns) / 1e6 if newest_ns else 0.0
+            workers.append(WorkerTimes(n, dataset_ms, collate_ms, wait_ms, newest_ms))
+        observed_ns, elapsed_ns = total(OBSERVED_NS), total(ELAPSED_NS)
+        busy_ns = total(DATASET_NS) + total(COLLATE_NS)
+        slowest = max(range(len(rows)), key=lambda worker: rows[worker][MAX_NS])
+        index = rows[slowest][SLOWEST_INDEX]
+        checksums = {tuple(row[column] for column in CHECKSUMS) for row in used}
         dataset, collate = (stage.name for stage in self.stages)
-        looks = self._looks, self._locked
-        return loader_times(self._times.tolist(), dataset, collate, looks, self.pin_ms)
+        return LoaderTimes(
+            dataset,
+            collate,
+            workers=tuple(workers),
+            cpu_share=min(total(CPU_NS) / observed_ns, 1.0) if observed_ns else None,
+            lock_share=self._locked / self._looks if self._looks >= 8 else None,
+            run_delay_share=min(total(RUN_DELAY_NS) / elapsed_ns, 1.0) if elapsed_ns else None,
+            startup_s=total(STARTUP_NS) / max(total(STARTS), 1) / 1e9,
+            starts=max(row[STARTS] for row in used),
+            long_batches=total(LONG_BATCHES),
+            long_share=total(LONG_NS) / busy_ns if busy_ns else 0.0,
+            slowest_ms=rows[slowest][MAX_NS] / 1e6,
+            slowest_worker=slowest,
+            slowest_index=index if index >= 0 else None,
+            # A checksum of 0 is unknown, so it does not show a repeat.
+            repeats=len(used) > 1 and len(checksums) == 1 and all(next(iter(checksums))),
+            pin_ms=self.pin_ms,
+        )
 
     def lines(self) -> tuple[LineRow, ...]:
         """Return the lines that take the time of a batch, the longest first."""
@@ -565,7 +631,8 @@ class LoaderWorkers:
         return tuple(sorted(rows, key=lambda row: -row.ms))
 
     def newest_batches(self) -> Iterator[MadeBatch]:
-        return newest_batches(self._times.tolist())
+        for worker, row in enumerate(self._times.tolist()):
+            yield from _newest_batches(worker, row)
 
     def culprits(self) -> Iterator[Culprit]:
         if (times := self.times()) is not None:
@@ -576,63 +643,8 @@ class LoaderWorkers:
                 yield Culprit(FETCH, stage.name, n * ms / 1e3, n, share, stage.source, stage.kind)
 
 
-def newest_batches(rows: Sequence[Sequence[int]]) -> Iterator[MadeBatch]:
-    """Yield the newest batches of each worker, from their rows of shared memory."""
-    for worker, row in enumerate(rows):
-        for i in range(min(row[NEWEST], RING)):
-            start = NEWEST + 1 + i * RING_FIELDS
-            yield MadeBatch(worker, *row[start : start + RING_FIELDS])
-
-
-def loader_times(
-    rows: Sequence[Sequence[int]],
-    dataset: str,
-    collate: str,
-    looks: tuple[int, int],
-    pin_ms: float | None = None,
-) -> LoaderTimes | None:
-    """Return the times of a loader's workers, from their rows; None if they made no batch.
-
-    `looks` is the number of reads of /proc while a worker made a batch, and the number of these
-    reads that found the worker waiting for a lock. For other arguments, see `LoaderTimes`.
-    """
-    used = [row for row in rows if row[BATCHES]]
-    if not used:
-        return None
-
-    def total(column: int) -> int:
-        return sum(row[column] for row in used)
-
-    observed_ns, elapsed_ns = total(OBSERVED_NS), total(ELAPSED_NS)
-    busy_ns = total(DATASET_NS) + total(COLLATE_NS)
-    slowest = max(range(len(rows)), key=lambda worker: rows[worker][MAX_NS])
-    index = int(rows[slowest][SLOWEST_INDEX])
-    workers = []
-    for row in rows:
-        n = int(row[BATCHES])
-        newest_ns = [batch.end_ns - batch.start_ns for batch in newest_batches([row])]
-        dataset_ms, collate_ms, wait_ms = (
-            row[column] / (n or 1) / 1e6 for column in (DATASET_NS, COLLATE_NS, WAIT_NS)
-        )
-        newest_ms = fmean(newest_ns) / 1e6 if newest_ns else 0.0
-        workers.append(WorkerTimes(n, dataset_ms, collate_ms, wait_ms, newest_ms))
-    checksums = {tuple(row[column] for column in CHECKSUMS) for row in used}
-    busy_looks, locked_looks = looks
-    return LoaderTimes(
-        dataset,
-        collate,
-        workers=tuple(workers),
-        cpu_share=min(total(CPU_NS) / observed_ns, 1.0) if observed_ns else None,
-        lock_share=locked_looks / busy_looks if busy_looks >= 8 else None,
-        run_delay_share=min(total(RUN_DELAY_NS) / elapsed_ns, 1.0) if elapsed_ns else None,
-        startup_s=total(STARTUP_NS) / max(total(STARTS), 1) / 1e9,
-        starts=max(row[STARTS] for row in used),
-        long_batches=int(total(LONG_BATCHES)),
-        long_share=total(LONG_NS) / busy_ns if busy_ns else 0.0,
-        slowest_ms=rows[slowest][MAX_NS] / 1e6,
-        slowest_worker=slowest,
-        slowest_index=index if index >= 0 else None,
-        # A checksum of 0 is unknown, so it does not show a repeat.
-        repeats=len(used) > 1 and len(checksums) == 1 and all(next(iter(checksums))),
-        pin_ms=pin_ms,
-    )
+def _newest_batches(worker: int, row: Sequence[int]) -> Iterator[MadeBatch]:
+    """Yield the newest batches of a worker, from its row of shared memory."""
+    for i in range(min(row[NEWEST], RING)):
+        start = NEWEST + 1 + i * RING_FIELDS
+        yield MadeBatch(worker, *row[start : start + RING_FIELDS])

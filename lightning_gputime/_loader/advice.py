@@ -1,0 +1,340 @@
+"""Advice on a DataLoader, and the table of its stages."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median_high
+
+from lightning_gputime._diagnosis import MIN_OF_ENTRY, MIN_PART, Advice, Case
+from lightning_gputime._ledger.rows import LineRow
+from lightning_gputime._loader import LoaderTimes
+from lightning_gputime._measurement.culprits import SAMPLER, STAGES, WORKERS, of_entry
+from lightning_gputime._measurement.measurement import Measurement, TrainingSetup
+from lightning_gputime._measurement.slow import OFF_CPU
+from lightning_gputime._measurement.sums import is_uneven
+from lightning_gputime._measurement.units import duration, percent
+from lightning_gputime._output.table import Table
+from lightning_gputime._phases import DATA, FETCH
+
+_MIN_SHARE = 0.2  # Minimum fraction of the workers' time or of the wait for a cause to be reported.
+_SMALLER_BATCHES = "return smaller batches, such as uint8 in place of float32"
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderCase:
+    """A loader with workers, and the loop that reads it."""
+
+    times: LoaderTimes
+    setup: TrainingSetup
+    exposed_ms: float  # Time for which the loop waits for a batch.
+    rest_ms: float  # Time between two waits, in which workers load ahead.
+    steps: int
+    batches: int  # Number of batches that the loop read.
+    line: LineRow | None  # Code that takes most of the time of a batch; None if unknown.
+
+    @classmethod
+    def of(cls, m: Measurement, setup: TrainingSetup) -> "LoaderCase | None":
+        """Return the case of the loader with the most batches; None if no workers were timed."""
+        fetches = m.rows.get(FETCH, m.rows.get(DATA))
+        if not m.loaders or fetches is None:
+            return None
+        times = max(m.loaders, key=lambda loader: loader.batches)
+        steps = m.steps + m.untimed_steps + m.warmup_steps
+        batches_per_step = max(round(times.batches / steps), 1)
+        exposed_ms_per_step = fetches.frequency * fetches.mean_ms
+        lines = (line for line in m.lines if line.entry == WORKERS)
+        return cls(
+            times,
+            setup,
+            exposed_ms=exposed_ms_per_step / batches_per_step,
+            rest_ms=(m.step.mean_ms - exposed_ms_per_step) / batches_per_step,
+            steps=steps,
+            batches=steps * batches_per_step,
+            line=next((line for line in lines if line.ms >= 0.5 * times.mean("busy_ms")), None),
+        )
+
+    @property
+    def busy_ms(self) -> float:
+        """Mean time that a worker takes for a batch (in milliseconds)."""
+        return self.times.mean("busy_ms")
+
+    def describe_restarts(self) -> str:
+        """Return the cost of restarts of workers as part of a sentence; empty if it is low."""
+        times = self.times
+        waited_s = self.exposed_ms * self.batches / 1e3
+        restarts = times.starts - 1  # The first start is part of the first step.
+        # The time to create and to end the processes is not measured, so the measured time explains
+        # the wait from this fraction on.
+        if restarts < 1 or waited_s <= 0 or restarts * times.startup_s < 0.3 * waited_s:
+            return ""
+        startup = duration(1e3 * times.startup_s)
+        return f"workers started {times.starts} times, and the first batch took {startup} each time"
+
+    def describe_intervals(self) -> str:
+        """Return, as part of a sentence, how often a batch arrives, and how long the rest takes."""
+        n = len(self.times.workers)
+        workers = f"{n} workers deliver" if n > 1 else "1 worker delivers"
+        return (
+            f"{workers} a batch every {duration(self.busy_ms / n)}, and the rest of the step takes"
+            f" {duration(self.rest_ms)}"
+        )
+
+
+def advise_on_loader(case: Case) -> Iterator[Advice]:
+    """Yield advice that shortens the wait for a loader, with workers or without."""
+    m, setup = case.m, case.setup
+    fetches = m.rows.get(FETCH, m.rows.get(DATA))
+    if fetches is None:
+        return
+    stages = [culprit for culprit in of_entry(m.culprits, FETCH) if culprit.kind in STAGES]
+    slowest = stages[0] if stages else None
+    if slowest is not None and any(stage.abandoned > 0.5 * stage.calls for stage in stages):
+        took = duration(1e3 * slowest.seconds / slowest.calls)
+        yield _keep_iterator(f"`{slowest.name}` takes {took} each time")
+        return
+    reason = ""  # Start of a sentence, such as "`Images` takes 4.1 ms of 9.8 ms per step: ".
+    stage = slowest if slowest is not None and slowest.share >= MIN_OF_ENTRY else None
+    is_sampler = stage is not None and stage.kind == SAMPLER
+    if case.line is not None and not setup.num_workers and case.line.calls and not is_sampler:
+        reason = f"{case.line} takes {case.of_step(case.line.ms)}: "
+    elif stage is not None:
+        reason = f"{stage} takes {case.of_step(stage.share * case.entry.ms_per_step)}: "
+    if stage is not None and is_sampler:
+        text = f"{reason}make it faster; it runs in the main process, even with workers"
+        yield Advice("sampler", text, {"sampler": stage.name})
+        return
+    loader = LoaderCase.of(m, setup)
+    workers, cores, prefix = setup.num_workers, setup.cores, setup.loader_prefix
+    if setup.is_in_memory:
+        # Workers would copy each batch twice, and cannot read device tensors.
+        if loader is not None and (restarts := loader.describe_restarts()):
+            # The loop waits for the start of workers, not for the code in `reason`.
+            reason = f"set {prefix}num_workers=0 (now {workers}): {restarts}; "
+        text = f"{reason}index whole batches with dataset[indices]; the tensors are in memory"
+        yield Advice("index_batches", text)
+        return
+    if fetches.share < MIN_PART and case.entry.share < MIN_PART:
+        return  # For a short fetch, workers would cost about as much as they save.
+    split = "; give each worker its part of the IterableDataset" if setup.is_iterable else ""
+    per_rank = "" if cores is None else f"; {cores} CPU cores per rank"
+    off_cpu = m.slow.cause_shares.get(OFF_CPU, 0.0) if m.slow is not None else 0.0
+    waited = m.wall_clock.core_wait_share if m.wall_clock is not None else 0.0
+    is_cpu_busy = off_cpu >= 0.05 or waited >= 0.2  # No core is free for workers.
+    if workers and loader is not None:
+        yield from _advise_on_workers(loader)
+    elif workers is None:
+        text = "use faster transforms, or workers that load in advance"
+        if setup.foreign_loader:
+            text += (
+                f"; stages of `{setup.foreign_loader}` are not measured, because it is not a torch"
+                ' DataLoader: put `with phase("data/decode")` around a part to time it'
+            )
+        yield Advice("workers", text)
+    elif workers == 0 and is_cpu_busy:
+        faster = f"{reason}make it faster" if reason else "use faster transforms"
+        text = f"{faster}: workers would need CPU cores, and all are busy"
+        yield Advice("cheaper_transforms", text)
+    elif workers == 0:
+        fetch_ms = fetches.frequency * fetches.mean_ms
+        needed = _workers_for(fetch_ms, m.step.mean_ms - fetch_ms)
+        n = min(needed, cores or 4)  # 4 if the CPU cores are unknown.
+        faster = ", or make it faster" if reason else ""
+        text = f"{reason}set {prefix}num_workers={n} (now 0){faster}{split}"
+        yield Advice("num_workers", text, {"now": 0, "suggested": n})
+    elif is_cpu_busy or (cores is not None and workers + 1 >= cores):
+        # The training loop needs a core, too.
+        now = f"now {prefix}num_workers={workers}{per_rank}"
+        why = "all CPU cores are busy" if is_cpu_busy else "more workers would lack a CPU core"
+        yield Advice("cheaper_transforms", f"use faster transforms: {why} ({now})")
+    else:
+        text = f"use more workers (now {prefix}num_workers={workers}{per_rank}){split}"
+        yield Advice("num_workers", text, {"now": workers})
+        yield Advice("cheaper_transforms", "use faster transforms")
+    if workers and loader is None and is_uneven(fetches):
+        why = "a few batches cause most of the data wait"
+        if setup.persistent_workers is False:
+            text = f"set {prefix}persistent_workers=True (now False): {why}"
+            yield Advice("persistent_workers", text, {"now": False, "suggested": True})
+        if factor := setup.prefetch_factor:
+            text = f"set {prefix}prefetch_factor={2 * factor} (now {factor}): {why}"
+            yield Advice("prefetch_factor", text, {"now": factor, "suggested": 2 * factor})
+
+
+def _workers_for(batch_ms: float, rest_ms: float) -> int:
+    """Return the number of workers that deliver a batch every `rest_ms`, with a margin of 10 %."""
+    # The minimum of `rest_ms` caps the suggestion at 110 workers.
+    return max(math.ceil(1.1 * batch_ms / max(rest_ms, 0.01 * batch_ms)), 1)
+
+
+def _keep_iterator(cost: str) -> Advice:
+    text = (
+        "loop over the loader (`for batch in loader`), or keep its iterator: `iter(loader)` runs"
+        f" for each batch; {cost}"
+    )
+    return Advice("keep_iterator", text)
+
+
+def _advise_on_workers(case: LoaderCase) -> Iterator[Advice]:
+    """Yield advice that shortens the wait for workers. The first cause that applies explains it."""
+    times, cores, prefix = case.times, case.setup.cores, case.setup.loader_prefix
+    n = len(times.workers)
+    if times.repeats:
+        text = (
+            "give each worker its part of the IterableDataset, by"
+            f" torch.utils.data.get_worker_info(): all {n} workers yield the same batches, so that"
+            f" each sample is used {n} times"
+        )
+        yield Advice("shard_dataset", text, {"num_workers": n})
+
+    if restarts := case.describe_restarts():
+        starts_in_each_step = times.starts >= 0.9 * case.steps
+        if starts_in_each_step and times.batches >= 1.5 * times.starts:
+            yield _keep_iterator(restarts)  # The loop does not read most batches.
+        elif case.setup.persistent_workers:
+            text = f"create the DataLoader once, not in each epoch: {restarts}"
+            yield Advice("create_once", text)
+        else:
+            text = f"set {prefix}persistent_workers=True: {restarts}"
+            yield Advice("persistent_workers", text, {"now": False, "suggested": True})
+        return
+
+    min_delay_ms = _MIN_SHARE * case.exposed_ms  # Minimum delay of workers per batch.
+    are_few_slow = times.long_batches and times.long_share >= _MIN_SHARE
+    if are_few_slow and times.long_share * case.busy_ms >= min_delay_ms:
+        index = times.slowest_index
+        sample = "" if index is None else f", because of sample {index:,}"
+        text = (
+            f"make rare slow samples faster: 1 of {times.batches / times.long_batches:,.0f} batches"
+            f" takes {percent(times.long_share)} of the workers' time; the slowest took"
+            f" {duration(times.slowest_ms)} in worker {times.slowest_worker}{sample}"
+        )
+        yield Advice("slow_samples", text, {"sample": index})
+        return
+
+    busy_ms = [worker.busy_ms for worker in times.workers]
+    slowest_ms = max(busy_ms)
+    slowest = busy_ms.index(slowest_ms)
+    # Exclude workers without a batch, which have no times yet.
+    others = [ms for ms in busy_ms[:slowest] + busy_ms[slowest + 1 :] if ms]
+    other_ms = median_high(others) if others else math.inf
+    share = times.workers[slowest].batches / times.batches
+    if slowest_ms >= 1.5 * other_ms and share * (slowest_ms - other_ms) >= min_delay_ms:
+        text = (
+            f"check what worker {slowest} reads: a batch takes {duration(slowest_ms)} there,"
+            f" and {duration(other_ms)} in the others; 1 of every {n} batches comes from it"
+        )
+        yield Advice("slow_worker", text, {"worker": slowest})
+        return
+
+    delay = times.run_delay_share
+    if delay is not None and delay >= 0.5 and cores is not None:
+        reason = f"workers wait {percent(delay)} of their time for one of {cores} CPU cores"
+        if n <= cores:
+            text = f"free CPU cores, or make `{times.dataset}` faster: {reason}"
+            yield Advice("busy_cores", text, {"run_delay_share": delay})
+        else:
+            fewer = max(cores - 1, 1)  # The training loop needs a core, too.
+            text = f"set {prefix}num_workers={fewer} (now {n}): {reason}"
+            yield Advice("num_workers", text, {"now": n, "suggested": fewer})
+        return
+
+    if times.pin_ms is not None and times.pin_ms >= 0.8 * (case.exposed_ms + case.rest_ms):
+        text = (
+            f"set {prefix}pin_memory=False, or {_SMALLER_BATCHES}: the pin-memory thread copies one"
+            f" batch at a time, in {duration(times.pin_ms)}, so more workers cannot help"
+        )
+        yield Advice("pin_memory", text, {"now": True, "suggested": False})
+        return
+
+    wait_ms = times.mean("wait_ms")
+    idle_share = wait_ms / (wait_ms + case.busy_ms)
+    if idle_share >= 0.5:
+        text = (
+            f"{_SMALLER_BATCHES}: workers wait {percent(idle_share)} of the time, because the main"
+            " process receives batches too slowly"
+        )
+        yield Advice("hand_over", text, {"idle_share": idle_share})
+        return
+
+    locked = times.lock_share
+    if locked is not None and locked >= _MIN_SHARE:
+        text = (
+            f"remove the lock that workers share in `{times.dataset}`: they wait for it"
+            f" {percent(locked)} of their time, and more workers cannot help"
+        )
+        yield Advice("worker_lock", text, {"lock_share": locked})
+        return
+
+    suggested = needed = _workers_for(case.busy_ms, case.rest_ms)
+    if cores is not None and times.cpu_share is not None:
+        # The training loop needs a core, too. Suggest at most 20 workers per core.
+        suggested = min(needed, max(math.floor((cores - 1) / max(times.cpu_share, 0.05)), 1))
+    if suggested > n:
+        with_cores = "" if cores is None else f"; {cores} CPU cores"
+        goal = "keep up" if suggested == needed else "shorten the wait"
+        text = (
+            f"set {prefix}num_workers={suggested} (now {n}{with_cores}) to {goal}: at present,"
+            f" {case.describe_intervals()}"
+        )
+        yield Advice("num_workers", text, {"now": n, "suggested": suggested})
+        if suggested == needed:
+            return
+    stage = max(("dataset", "collate"), key=lambda stage: times.mean(f"{stage}_ms"))
+    function = times.dataset if stage == "dataset" else times.collate
+    code = f"`{function}`" if case.line is None else f"{case.line}"
+    reason = f": more workers cannot help on {cores} CPU cores" if needed > n else ""
+    yield Advice("cheaper_transforms", f"make {code} faster{reason}", {"stage": stage})
+
+
+def advise_on_first_step(case: Case) -> Iterator[Advice]:
+    """Yield advice if the start of workers takes most of the first step."""
+    loader = LoaderCase.of(case.m, case.setup)
+    if loader is not None and loader.times.startup_s >= 0.5 * case.entry.seconds:
+        text = (
+            "make workers start faster (fewer imports, fewer open files): the first batch of a"
+            f" worker takes {duration(1e3 * loader.times.startup_s)}"
+        )
+        yield Advice("worker_startup", text)
+
+
+def loader_table(m: Measurement, setup: TrainingSetup) -> Table | None:
+    """Return a table of the stages of the loader with the most batches; None if not timed."""
+    case = LoaderCase.of(m, setup)
+    if case is None:
+        # Without workers, the stages are timed in the main process.
+        timed = [culprit for culprit in m.culprits if culprit.kind in STAGES]
+        if setup.num_workers or not timed:
+            return None
+        all_s = sum(stage.seconds for stage in timed)
+        lines: list[tuple[str, ...]] = [("loader", "per batch", "share")]
+        for stage in timed:
+            per_batch = duration(1e3 * stage.seconds / stage.calls)
+            lines.append((stage.name, per_batch, percent(stage.seconds / all_s if all_s else 0.0)))
+        lines.append(("batch", duration(1e3 * all_s / timed[0].calls), "100 %"))
+        return Table("DataLoader without workers: stages in the main process", lines, [])
+    times, n = case.times, len(case.times.workers)
+    stages = {
+        "dataset_ms": times.dataset,
+        "collate_ms": times.collate,
+        "wait_ms": "waiting for work",
+    }
+    all_ms = sum(map(times.mean, stages))
+    lines = [("loader", "per batch", "share", "slowest worker")]
+    for name, title in stages.items():
+        ms_by_worker = [getattr(worker, name) for worker in times.workers]
+        slowest_ms = max(ms_by_worker)
+        slowest = f"{duration(slowest_ms)} ({ms_by_worker.index(slowest_ms)})" if n > 1 else ""
+        share = percent(times.mean(name) / all_ms if all_ms else 0.0)
+        lines.append((title, duration(times.mean(name)), share, slowest))
+    lines.append(("batch", duration(all_ms), "100 %", ""))
+    hidden_ms = max(case.busy_ms - case.exposed_ms, 0.0)
+    cost = f"A batch takes {duration(case.busy_ms)} in a worker; {case.describe_intervals()}"
+    overlap = (
+        f" So the loop waits {duration(case.exposed_ms)} per batch, and {duration(hidden_ms)}"
+        " overlap with training"
+    )
+    pins = ""
+    if times.pin_ms is not None:
+        pins = f". The pin-memory thread takes {duration(times.pin_ms)}"
+    title = f"DataLoader with {n} worker{'s' * (n > 1)}: stages in a worker"
+    return Table(title, lines, [f"{cost}.{overlap}{pins}"])
