@@ -6,15 +6,18 @@ import torch
 from torch import nn
 
 from lightning_gputime._compat.torch_ import report_missing_names, script_entry
-from lightning_gputime._instrumentation.backward import BackwardBoundary
-from lightning_gputime._instrumentation.comm import WaitBoundary, hides_collectives, is_distributed
+from lightning_gputime._instrumentation.backward import (
+    BackwardBoundary,
+    WaitBoundary,
+    hides_collectives,
+)
 from lightning_gputime._instrumentation.forward import (
     CompiledStepBoundary,
     ForwardBoundary,
     GenerationBoundary,
     time_inner_loss,
 )
-from lightning_gputime._instrumentation.loop import Loop
+from lightning_gputime._instrumentation.loop import Loop, is_distributed
 from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
 from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription
 from lightning_gputime._instrumentation.traced import activate, deactivate, without_hooks

@@ -22,8 +22,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_gputime._compat.torch_ import is_checkpointed, is_compiled
 from lightning_gputime._diagnosis.codes import COMMUNICATION
-from lightning_gputime._instrumentation.comm import is_distributed
-from lightning_gputime._instrumentation.loop import Loop, attribute, dataset_of, loaders_in
+from lightning_gputime._instrumentation.loop import (
+    Loop,
+    attribute,
+    dataset_of,
+    is_distributed,
+    loaders_in,
+)
 from lightning_gputime._instrumentation.work import device_name
 from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
 from lightning_gputime._measurement.threads import ThreadTimes
