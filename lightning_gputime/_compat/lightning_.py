@@ -95,22 +95,15 @@ def sigterm_broadcast(trainer: Any) -> tuple[Any, str] | None:
     return (loop, _BROADCAST.attribute) if has_broadcast else None
 
 
-def epoch_entry(trainer: Any) -> tuple[Any, str] | None:
-    """Return the object and the method name that run an epoch of training, or None."""
-    loop = _epoch_loop(trainer)
-    return (loop, "run") if hasattr(loop, "run") else None
-
-
-def fit_end(trainer: Any) -> tuple[Any, str] | None:
-    """Return the object and the method name that end a training, or None."""
-    loop = getattr(trainer, "fit_loop", None)
-    return (loop, "on_run_end") if hasattr(loop, "on_run_end") else None
-
-
-def validation_entry(trainer: Any) -> tuple[Any, str] | None:
-    """Return the object and the method name that run a validation, or None."""
-    loop = _VALIDATION.of(_epoch_loop(trainer))
-    return (loop, "run") if hasattr(loop, "run") else None
+def loop_entries(trainer: Any) -> dict[str, tuple[Any, str]]:
+    """Return the objects and method names that run an epoch and a validation, and end a fit."""
+    epoch, fit = _epoch_loop(trainer), getattr(trainer, "fit_loop", None)
+    entries = {
+        "epoch": (epoch, "run"),
+        "validation": (_VALIDATION.of(epoch), "run"),
+        "end": (fit, "on_run_end"),
+    }
+    return {name: entry for name, entry in entries.items() if hasattr(*entry)}
 
 
 def publish(trainer: Any, metrics: Mapping[str, Any]) -> None:

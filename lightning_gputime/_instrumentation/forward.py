@@ -29,7 +29,6 @@ from lightning_gputime._compat.transformers_ import (
     check_inner_loss,
     generation_class,
     has_inner_loss,
-    lacks_inner_loss,
 )
 from lightning_gputime._instrumentation.loop import Loop, Search, is_training
 from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
@@ -500,11 +499,11 @@ def time_inner_loss(recorder: Recorder, attachments: Attachments, model: nn.Modu
     for module in nn.Module.modules(model):
         if is_compiled(module):
             return  # Compiled code does not call the loss function.
-        if has_inner_loss(module):
-            # The class supports a loss, but this model may lack it.
-            if not lacks_inner_loss(module):
-                attachments.add(Subscription(module, INNER_LOSS, NamedPhase(LOSS, [recorder])))
-                check_inner_loss(module, vars(module).get(INNER_LOSS))
+        has_loss = has_inner_loss(module)
+        if has_loss:
+            attachments.add(Subscription(module, INNER_LOSS, NamedPhase(LOSS, [recorder])))
+            check_inner_loss(module)
+        if has_loss is not None:
             return
 
 

@@ -25,9 +25,9 @@ from lightning_gputime._record.recorder import IDLE, OPEN, Recorder
 
 # Dense peaks of GPUs in TFLOP/s: without sparsity, which data sheets often show first. 16-bit
 # figures are with 32-bit accumulation, as in training. Figures without a source are left out. The
-# names are those of torch, without the maker and the memory. Each row has the numbers of its sources:
+# names are those of torch, without the maker and the memory. Each row has its sources by number:
 #  1 lightning/fabric/utilities/throughput.py, _CUDA_FLOPS, which names the data sheets. Not its
-#    H200 and H100 NVL, which are sparse, nor 16 bits on GA102 and Ada, which are without tensor cores
+#    H200 and H100 NVL, which are sparse, nor 16 bits on GA102 and Ada, without tensor cores
 #  2 stanford-crfm/levanter, src/levanter/utils/flop_utils.py
 #  3 stas00/ml-engineering, compute/accelerator/README.md
 #  4 pytorch/torchtitan, torchtitan/tools/utils.py, get_peak_flops
