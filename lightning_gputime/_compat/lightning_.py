@@ -40,7 +40,6 @@ _LIVE_METRICS = Name(
 
 
 def report_missing_names(trainer: Any, model: Any) -> None:
-    """Report the features that cannot be measured with this trainer."""
     loop = _epoch_loop(trainer)
     if loop is None:
         report(_EPOCH_LOOP, library=_package_of(trainer))
@@ -80,7 +79,6 @@ def step_counter(trainer: Any) -> Callable[[], int]:
 
 
 def is_step_compiled(model: Any) -> bool:
-    """Return whether the `training_step` of a LightningModule is compiled."""
     return _COMPILED_STEP.of(model) is not None
 
 
@@ -134,19 +132,16 @@ IN_STEP = (
 
 
 def fetch_action(trainer: Any) -> str:
-    """Return the name of the action that fetches a batch."""
     loop = _epoch_loop(trainer)
     name = _LOOP.rpartition(".")[2] if loop is None else type(loop).__name__
     return f"[{name}].{_FETCH_ACTION}"
 
 
 def copy_action(trainer: Any) -> str:
-    """Return the name of the action that copies a batch to the device."""
     return f"[Strategy]{type(trainer.strategy).__name__}.{_COPY_ACTION}"
 
 
 def callback_action(callback: Any, hook: str) -> str:
-    """Return the name of the action that runs a hook of a callback."""
     return f"[Callback]{callback.state_key}.{hook}"
 
 

@@ -86,7 +86,6 @@ _ENGINE = Name(f"{_GRPO}.vllm_generation", "generation with vLLM")
 
 
 def report_missing_names(trainer: Any) -> None:
-    """Report the features that cannot be measured with this Trainer."""
     report_missing_of(trainer, _SAVE, _EVALUATE, _FETCH, _LOOP, _PREDICT, _HANDLER)
     if hasattr(trainer, "reward_funcs"):
         report_missing_of(trainer, _REWARDS)
@@ -178,7 +177,6 @@ def _defines(owner: object, method: str) -> bool:
 
 
 def save_method(trainer: Any) -> str | None:
-    """Return the name of the method that saves a checkpoint, or None."""
     return _SAVE.attribute if _SAVE.is_in(trainer) else None
 
 

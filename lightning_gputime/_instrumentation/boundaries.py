@@ -12,7 +12,6 @@ from lightning_gputime._instrumentation.backward import (
     hides_collectives,
 )
 from lightning_gputime._instrumentation.forward import (
-    CompiledStepBoundary,
     ForwardBoundary,
     GenerationBoundary,
     time_inner_loss,
@@ -67,11 +66,10 @@ class Boundaries:
                     " uncompiled run."
                 )
         self.optimizer = OptimizerBoundary(recorder, self._update_hooks, loop)
-        forward_class = CompiledStepBoundary if loop.compiled_step else ForwardBoundary
         on_stream = None if self.waits is None else self.waits.note_stream
         on_calls = [call for call in (on_stream, self._on_call) if call is not None]
         wall_clock = self._wall_clock or WallClock(now_ns=None)
-        self.forward = forward_class(
+        self.forward = ForwardBoundary(
             recorder, attachments, loop, self.optimizer, wall_clock, on_calls
         )
         compilation = Calls(self.forward.compilation_begins, self.forward.compilation_ends)

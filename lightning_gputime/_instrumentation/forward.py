@@ -73,6 +73,9 @@ class ForwardBoundary:
     The model keeps its hooks.
 
     `on_calls` are called with the module of each outermost call in timed steps.
+
+    Compiled code has no hooks, so if the training step is compiled, forward and loss are one phase,
+    `training_step`.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class ForwardBoundary:
         self._recorder, self._attachments = recorder, attachments
         self._model, self._batch = loop.model, loop.batch
         self._has_optimizers, self._on_calls = bool(loop.optimizers), on_calls
+        self._is_step_compiled = loop.compiled_step
         self._evaluation_search = loop.search
         self.evaluation = EvaluationSearch(recorder, loop.model, optimizer, wall_clock)
         # True if the running outermost call is in eval mode without grad, or inside a fetch.
@@ -115,15 +119,25 @@ class ForwardBoundary:
         self._losses = set[int]()  # Modules that `_is_loss` has found to be losses.
         self._not_losses = set[int]()  # Called modules that are certainly no losses.
         self._hooked: dict[int, list[Attachment]] = {}  # Hooks of each module except the model.
+        self._model_hooks = WeakSet[Attachment]()  # Must not keep the model alive.
         self._is_searching = False  # True until a step has shown which modules the loop calls.
         self._compiled: nn.Module | None = None  # Module that is being compiled.
-        self._attach(loop)
-
-    def _attach(self, loop: Loop) -> None:
+        if loop.compiled_step:
+            calls = Calls(
+                lambda *_, **__: recorder.mark(TRAINING_STEP), lambda _: recorder.mark(OTHER)
+            )
+            attachments.add(Subscription(loop.model, TRAINING_STEP, calls))
+            # Each step counts as a step with a call, so that its backward belongs to this model.
+            self.calls = 1
+            self.was_ever_called = True
+            recorder.warn_once(
+                "%s is compiled: forward and loss are one phase of that name.", TRAINING_STEP
+            )
+            return
         self._hook_model(loop.model)
         if loop.wrapper is not None:
             # The wrapper calls the model to run the training step, not to compute an output.
-            self._attachments.add(hook_before(loop.wrapper, self._redirect))
+            attachments.add(hook_before(loop.wrapper, self._redirect))
         self._search()
 
     def find_bypassed(self) -> nn.Module | None:
@@ -164,6 +178,8 @@ class ForwardBoundary:
         If a timed step had no call, hook all modules again. To find evaluations, a step that
         `is_dropped` is not compared with others.
         """
+        if self._is_step_compiled:
+            return
         evaluation = self.evaluation
         self.running.clear()
         if self._limits is not None:
@@ -211,7 +227,6 @@ class ForwardBoundary:
                 self._hooked[id(module)] = self._hook(module)
 
     def _hook_model(self, model: nn.Module) -> None:
-        # The hooks refer to this object: after the end, nothing must keep the model alive.
         self._model_hooks = WeakSet(self._hook(model))
 
     def _hook(self, module: nn.Module) -> list[Attachment]:
@@ -435,27 +450,6 @@ def _modules_inside(model: nn.Module, everywhere: bool, losses: set[int]) -> Ite
             yield from _modules_inside(child, everywhere, losses)
 
 
-class CompiledStepBoundary(ForwardBoundary):
-    """`training_step`: forward and loss in one phase, because compiled code has no hooks."""
-
-    def _attach(self, loop: Loop) -> None:
-        mark = self._recorder.mark
-        calls = Calls(lambda *_, **__: mark(TRAINING_STEP), lambda _: mark(OTHER))
-        self._attachments.add(Subscription(loop.model, TRAINING_STEP, calls))
-        # Each step counts as a step with a call, so that its backward is attributed to this model.
-        self.calls = 1
-        self.was_ever_called = True
-        self._recorder.warn_once(
-            "%s is compiled: forward and loss are one phase of that name.", TRAINING_STEP
-        )
-
-    def find_bypassed(self) -> nn.Module | None:
-        return None
-
-    def step_ended(self, timed: bool, *, is_dropped: bool = False) -> None:
-        pass
-
-
 class GenerationBoundary:
     """`generate`: the calls of the methods of transformers models that generate text."""
 
@@ -552,7 +546,6 @@ class EvaluationSearch:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the calls of the open step."""
         self.is_pending = False
         self._calls: Counter[_Place] = Counter()  # Number of calls at each place.
         self._places_after_backward: set[_Place] = set()  # In a loop without optimizer.

@@ -53,8 +53,6 @@ _CAPTURES = (
 
 
 class State(Enum):
-    """State of a recorder."""
-
     IDLE = 0  # No step is timed. Only named phases are tracked.
     OPEN = 1  # A step is timed: time is attributed to `Recorder.label`.
     PAUSED = 2  # Time is excluded from the step. A step with only such time is dropped at its end.
