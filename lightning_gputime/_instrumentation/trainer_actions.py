@@ -55,8 +55,8 @@ class FitActions:
             "epoch": Calls(fit.start_epoch, fit.end_epoch),
             "end": Calls(lambda *_, **__: wall_clock.switch_to(TEAR_DOWN)),
         }
-        for name, entry in self._loop_entries.items():
-            self._loops.add(Subscription(*entry, calls[name]))
+        for name, (owner, method) in self._loop_entries.items():
+            self._loops.add(Subscription(owner, method, calls[name]))
         # Lightning broadcasts a flag on every batch. Exclude that wait from the loader's time.
         if entry := lightning_.sigterm_broadcast(trainer):
 
