@@ -816,6 +816,20 @@ class Bare(Averaging):
         pass
 
 
+class ScheduleFree:
+    """A wrapper like that of schedulefree: it has no hooks, and updates by its attribute `base`."""
+
+    def __init__(self, params: Iterator[nn.Parameter], gpu: FakeGPU, ms: float) -> None:
+        self.base = Adder(params, gpu, ms)
+        self.param_groups = self.base.param_groups
+
+    def step(self) -> None:
+        self.base.step()
+
+    def zero_grad(self) -> None:
+        self.base.zero_grad()
+
+
 def post_local_sgd(params: Iterator[nn.Parameter], gpu: FakeGPU, ms: float) -> Any:
     from torch.distributed.optim import PostLocalSGDOptimizer
 
@@ -827,6 +841,7 @@ for _variant, _optimizer, _phases in (
     ("alone", Bare, STEP_MS),
     ("around another", Averaging, times(other=3.125)),
     ("PostLocalSGDOptimizer", post_local_sgd, times(optimizer=5.0)),
+    ("schedulefree", ScheduleFree, STEP_MS),
 ):
     CASES.append(
         Case(

@@ -61,37 +61,32 @@ def test_only_the_outermost_call_records_events(gpu: FakeGPU, time_step: TimeSte
     assert timed.end_step() == {"forward": 7.0, "other": 8.0}
 
 
-def test_children_inside_the_model_call_lose_their_hooks(gpu: FakeGPU, time_step: TimeStep) -> None:
-    model = nn.Sequential(*(Layer(gpu, 1.0) for _ in range(10)))
+@pytest.mark.parametrize(
+    ("called", "phases"),
+    [
+        # The calls of each step: the model, or its first layer.
+        (["model", "model"], [{"forward": 3.0}] * 2),
+        (["first, first"] * 3, [{"forward": 2.0 + 8.0}] * 3),
+        # Modules regain their hooks after a step without a call of the model.
+        (["model", "first", "first"], [{"forward": 3.0}, {"data": 1.0}, {"forward": 1.0}]),
+        # A module that is also called alone keeps its hooks.
+        (["model, first"] * 3, [{"forward": 12.0}] * 3),
+    ],
+)
+def test_modules_have_hooks_while_the_loop_may_call_them(
+    gpu: FakeGPU, time_step: TimeStep, called: list[str], phases: list[dict[str, float]]
+) -> None:
+    model = nn.Sequential(Layer(gpu, 1.0), Layer(gpu, 2.0))
     bare = installed(*model)
     timed = time_step(model)
     assert installed(*model) != bare
-    model(X)
-    assert timed.end_step() == {"forward": 10.0}
-    assert installed(*model) == bare
-    model(X)
-    assert timed.end_step() == {"forward": 10.0}
-
-
-def test_children_regain_hooks_if_forward_does_not_run(gpu: FakeGPU, time_step: TimeStep) -> None:
-    model = nn.Sequential(Layer(gpu, 1.0), Layer(gpu, 2.0))
-    timed = time_step(model)
-    model(X)
-    timed.end_step()
-    model[0](X)
-    assert timed.end_step() == {"data": 1.0}
-    model[0](X)
-    assert timed.end_step() == {"forward": 1.0}
-
-
-def test_child_that_is_also_called_alone_keeps_its_hooks(gpu: FakeGPU, time_step: TimeStep) -> None:
-    model = nn.Sequential(Layer(gpu, 1.0), Layer(gpu, 2.0))
-    timed = time_step(model)
-    for _ in range(3):
-        model(X)
-        gpu.work(8.0)
-        model[0](X)
-        assert timed.end_step() == {"forward": 12.0}
+    for names, expected in zip(called, phases, strict=True):
+        for number, name in enumerate(names.split(", ")):
+            gpu.work(8.0 if number else 0.0)
+            (model if name == "model" else model[0])(X)
+        assert timed.end_step() == expected
+    # Modules that only the model calls lose their hooks.
+    assert (installed(*model) == bare) == ("first" not in ", ".join(called))
 
 
 def test_timers_can_be_removed_in_any_order(gpu: FakeGPU) -> None:

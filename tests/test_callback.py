@@ -69,17 +69,6 @@ def test_log_option_selects_the_logged_keys(
     assert evaluation_phases < {*load(tmp_path / "run.json").evaluations[0]}
 
 
-def test_validation_and_callbacks_at_its_end_belong_to_no_step(gpu: FakeGPU) -> None:
-    saves = callback(on_validation_end=lambda *_: gpu.work(1000.0))
-    timers = [timer_of(gpu, prefix=name) for name in "ab"]
-    options: dict[str, Any] = {"val_check_interval": 2, "num_sanity_val_steps": 2}
-    runner = trainer(*timers, saves, max_epochs=2, **options)
-    runner.fit(Model(gpu), Loader(gpu, 4), Loader(gpu, 3))
-    assert [steps(timer) for timer in timers] == [[STEP_MS] * 8] * 2
-    assert [timer.history()["step"].tolist() for timer in timers] == [[*range(8)]] * 2
-    assert "start" not in vars(runner.profiler)  # type: ignore[attr-defined]
-
-
 def test_custom_profiler_keeps_its_start_method(gpu: FakeGPU) -> None:
     profiler = pl.profilers.PassThroughProfiler()
     started: list[str] = []
@@ -284,14 +273,19 @@ def test_summary_after_a_fit_describes_the_fit(gpu: FakeGPU) -> None:
         timer.summary("val_")
 
 
-def test_validation_during_training_is_logged_under_the_training_step(gpu: FakeGPU) -> None:
-    logger = MemoryLogger()
-    options: Any = {"val_check_interval": 2, "num_sanity_val_steps": 1, "logger": logger}
-    timer = fit(gpu, Evaluated(gpu), 4, validation=3, **options)
-    assert steps(timer) == [STEP_MS] * 4
+def test_validation_belongs_to_no_step_and_is_logged_under_the_training_step(gpu: FakeGPU) -> None:
+    saves = callback(on_validation_end=lambda *_: gpu.work(1000.0))
+    logger, timers = MemoryLogger(), [timer_of(gpu, prefix=name) for name in ("phase_time", "b")]
+    options: dict[str, Any] = {"val_check_interval": 2, "num_sanity_val_steps": 2}
+    runner = trainer(*timers, saves, max_epochs=2, logger=logger, **options)
+    runner.fit(Evaluated(gpu), Loader(gpu, 4), Loader(gpu, 3))
+    assert [steps(timer) for timer in timers] == [[STEP_MS] * 8] * 2
+    assert [timer.history()["step"].tolist() for timer in timers] == [[*range(8)]] * 2
+    assert "start" not in vars(runner.profiler)  # type: ignore[attr-defined]
     logged = evaluations(logger, "val")
-    assert [step for step, _ in logged] == [1, 3]
-    assert [metrics["forward_ms"] for _, metrics in logged] == [4.0, 4.0]
+    assert [(step, metrics["forward_ms"]) for step, metrics in logged] == [
+        (step, 4.0) for step in (1, 3, 5, 7)
+    ]
 
 
 def test_every_n_steps_counts_across_epochs_and_validations(gpu: FakeGPU) -> None:

@@ -299,7 +299,7 @@ class WithLoss(nn.Module):
 def test_renamed_loss_function_is_not_separated_from_forward(no_gaps: Any) -> None:
     model = WithLoss()
     assert transformers_.has_inner_loss(model)
-    transformers_.check_inner_loss(model, vars(model).get(transformers_.INNER_LOSS))
+    transformers_.check_inner_loss(model)
     [found] = names.not_measured(["transformers"])
     assert found.blurred == ("forward", "loss")
 

@@ -98,6 +98,21 @@ def update_after_every_third_batch(
         optimizer_closure()
 
 
+def update_after_every_fourth_batch(model: Model, batch: Tensor, batch_idx: int) -> None:
+    train_by_hand(model, batch, batch_idx)
+    if (6 * model.current_epoch + batch_idx) % 4 == 3:
+        update(model)
+
+
+def call_closure(model: Model, epoch: int, i: int, optimizer: Any, closure: Any) -> None:
+    closure()
+
+
+def train_on_iterator(model: Model, dataloader_iter: Any) -> Tensor:
+    batch, _, _ = next(dataloader_iter)
+    return model.loss(batch)
+
+
 def stop_after_three_steps(_: object, runner: pl.Trainer, *__: Any) -> None:
     runner.should_stop = runner.global_step >= 3
 
@@ -120,6 +135,8 @@ class Fit:
     numbers: list[int] | None = None  # Numbers of the steps; None: 0, 1, 2, ...
     skipped_updates: int = 0
 
+
+ITERATED = {"forward": 4.0, "loss": 0.5, "backward": 8.0, "optimizer": 2.0, "other": 1.0}
 
 FITS = {
     **{
@@ -166,6 +183,33 @@ FITS = {
         )
         for validation in (0, 2)
     },
+    "accumulation by hand across epochs": Fit(
+        steps_of(4, 4, 4),
+        {
+            **MANUAL,
+            "training_step": update_after_every_fourth_batch,
+            "on_train_epoch_end": taking(1000.0),
+        },
+        {"max_epochs": 2},
+        n=6,
+        numbers=[3, 7, 11],
+    ),
+    "no optimizer": Fit(
+        [{"data": 1.0, "forward": 4.0, "other": 0.0}] * 6,
+        {**MANUAL, "training_step": call_without_grad, "configure_optimizers": lambda _: None},
+        {"max_epochs": 2},
+    ),
+    # The first step has all batches before it is clear that no update is visible.
+    "updates without hooks": Fit(
+        [{name: 101 * ms for name, ms in WITHOUT_UPDATE.items()}, *[WITHOUT_UPDATE] * 3],
+        {"optimizer_step": call_closure},
+        n=104,
+        numbers=[*range(100, 104)],
+        skipped_updates=4,
+    ),
+    "fetch inside the training step": Fit(
+        [{"data": 0.0, **ITERATED}, ITERATED, ITERATED], {"training_step": train_on_iterator}
+    ),
     # The course of a run
     "max_steps": Fit([STEP_MS] * 7, options={"max_epochs": -1, "max_steps": 7}, n=5),
     "should_stop": Fit(
@@ -184,6 +228,7 @@ FITS = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers.*", "ignore:.*dataloader_iter.*")
 @pytest.mark.parametrize("case", FITS.values(), ids=FITS)
 def test_steps_of_a_fit_have_the_listed_phases(gpu: FakeGPU, case: Fit, tmp_path: Path) -> None:
     options = {**case.options, "default_root_dir": tmp_path}
@@ -249,17 +294,6 @@ def test_wrapper_call_is_not_a_model_call(gpu: FakeGPU, monkeypatch: pytest.Monk
     wrapper = torch.nn.Sequential(model)
     monkeypatch.setattr("lightning_gputime.callback._wrapper_of", lambda _: wrapper)
     assert steps(fit(gpu, model)) == [STEP_MS] * 3
-
-
-def test_fetch_of_a_dataloader_iter_step_is_other(gpu: FakeGPU) -> None:
-    def training_step(self: Model, dataloader_iter: Any) -> Tensor:
-        batch, _, _ = next(dataloader_iter)
-        return self.loss(batch)
-
-    with pytest.warns(UserWarning, match="dataloader_iter"):
-        timer = fit(gpu, changed(gpu, training_step=training_step))
-    row = {"forward": 4.0, "loss": 0.5, "backward": 8.0, "optimizer": 2.0, "other": 1.0}
-    assert steps(timer) == [{"data": 0.0, **row}, row, row]
 
 
 # Epochs
@@ -564,12 +598,6 @@ def test_step_ends_at_the_update_when_accumulation_changes(gpu: FakeGPU, first: 
     assert timer.summary().skipped_updates == 0
 
 
-def test_steps_follow_the_trainer_when_no_update_is_visible(gpu: FakeGPU) -> None:
-    model = changed(gpu, optimizer_step=lambda model, epoch, i, optimizer, closure: closure())
-    timer = fit(gpu, model, 104)
-    assert timer.history()["step"].tolist() == [100, 101, 102, 103]
-
-
 def test_skipped_update_is_marked_and_counted(gpu: FakeGPU) -> None:
     def loss(model: Model, x: Tensor) -> Tensor:
         return Model.loss(model, x) * (float("inf") if model.global_step == 1 else 1.0)
@@ -603,37 +631,6 @@ def test_loss_time_of_a_skipped_micro_batch_does_not_count_as_forward(
 
 
 # Manual optimization
-
-
-@pytest.mark.filterwarnings("ignore:.*configure_optimizers.*")
-def test_without_an_optimizer_every_batch_is_a_step(gpu: FakeGPU) -> None:
-    class Evaluates(Model):
-        automatic_optimization = False
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            with torch.no_grad():
-                self(batch)
-
-        def configure_optimizers(self) -> None:
-            pass
-
-    timer = fit(gpu, Evaluates(gpu), max_epochs=2)
-    assert [step["forward"] for step in steps(timer)] == [4.0] * 6
-    assert timer.summary().skipped_updates == 0
-
-
-def test_manual_accumulation_continues_across_epochs(gpu: FakeGPU) -> None:
-    def training_step(model: Model, batch: Tensor, batch_idx: int) -> None:
-        model.manual_backward(model.loss(batch))
-        batches.append(batch)
-        if len(batches) % 4 == 0:
-            update(model)
-
-    methods = {**MANUAL, "training_step": training_step, "on_train_epoch_end": taking(1000.0)}
-    batches: list[Tensor] = []
-    timer = fit(gpu, changed(gpu, **methods), n=6, max_epochs=2)
-    assert [step["forward"] for step in steps(timer)] == [16.0] * 3
-    assert timer.history()["step_ms"].max() < 100.0
 
 
 def test_batches_end_steps_if_manual_updates_call_no_hooks(gpu: FakeGPU) -> None:

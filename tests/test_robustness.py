@@ -256,26 +256,3 @@ def test_interrupt_of_the_last_host_wait_leaves_no_hooks(
     assert is_bare()
     timer.remove()
     assert not torch_optimizer._global_optimizer_post_hooks
-
-
-class Averaged:
-    """A wrapper like that of schedulefree: it has no hooks, and updates by its attribute `base`."""
-
-    def __init__(self, base: torch.optim.Optimizer) -> None:
-        self.base, self.param_groups = base, base.param_groups
-
-    def step(self) -> None:
-        self.base.step()
-
-    def zero_grad(self) -> None:
-        self.base.zero_grad()
-
-
-def test_optimizer_inside_a_wrapper_with_a_base_is_timed(loop: Loop) -> None:
-    wrapper: Any = Averaged(loop.optimizer)
-    with GPUPhaseHooks(loop.model, wrapper, _clock=loop.gpu, warmup_steps=0) as timer:
-        for x in timer.steps(loop.batches(3)):
-            loop.micro_batch(x)
-            wrapper.step()
-            wrapper.zero_grad()
-    assert [step["optimizer"] for step in steps(timer)] == [2.0] * 3

@@ -40,7 +40,6 @@ _LIVE_METRICS = Name(
 
 
 def report_missing_names(trainer: Any, model: Any) -> None:
-    """Report the features that cannot be measured with this trainer."""
     loop = _epoch_loop(trainer)
     if loop is None:
         report(_EPOCH_LOOP, library=_package_of(trainer))
@@ -80,7 +79,6 @@ def step_counter(trainer: Any) -> Callable[[], int]:
 
 
 def is_step_compiled(model: Any) -> bool:
-    """Return whether the `training_step` of a LightningModule is compiled."""
     return _COMPILED_STEP.of(model) is not None
 
 
@@ -95,22 +93,15 @@ def sigterm_broadcast(trainer: Any) -> tuple[Any, str] | None:
     return (loop, _BROADCAST.attribute) if has_broadcast else None
 
 
-def epoch_entry(trainer: Any) -> tuple[Any, str] | None:
-    """Return the object and the method name that run an epoch of training, or None."""
-    loop = _epoch_loop(trainer)
-    return (loop, "run") if hasattr(loop, "run") else None
-
-
-def fit_end(trainer: Any) -> tuple[Any, str] | None:
-    """Return the object and the method name that end a training, or None."""
-    loop = getattr(trainer, "fit_loop", None)
-    return (loop, "on_run_end") if hasattr(loop, "on_run_end") else None
-
-
-def validation_entry(trainer: Any) -> tuple[Any, str] | None:
-    """Return the object and the method name that run a validation, or None."""
-    loop = _VALIDATION.of(_epoch_loop(trainer))
-    return (loop, "run") if hasattr(loop, "run") else None
+def loop_entries(trainer: Any) -> dict[str, tuple[Any, str]]:
+    """Return the objects and method names that run an epoch and a validation, and end a fit."""
+    epoch, fit = _epoch_loop(trainer), getattr(trainer, "fit_loop", None)
+    entries = {
+        "epoch": (epoch, "run"),
+        "validation": (_VALIDATION.of(epoch), "run"),
+        "end": (fit, "on_run_end"),
+    }
+    return {name: entry for name, entry in entries.items() if hasattr(*entry)}
 
 
 def publish(trainer: Any, metrics: Mapping[str, Any]) -> None:
@@ -141,19 +132,16 @@ IN_STEP = (
 
 
 def fetch_action(trainer: Any) -> str:
-    """Return the name of the action that fetches a batch."""
     loop = _epoch_loop(trainer)
     name = _LOOP.rpartition(".")[2] if loop is None else type(loop).__name__
     return f"[{name}].{_FETCH_ACTION}"
 
 
 def copy_action(trainer: Any) -> str:
-    """Return the name of the action that copies a batch to the device."""
     return f"[Strategy]{type(trainer.strategy).__name__}.{_COPY_ACTION}"
 
 
 def callback_action(callback: Any, hook: str) -> str:
-    """Return the name of the action that runs a hook of a callback."""
     return f"[Callback]{callback.state_key}.{hook}"
 
 

@@ -32,8 +32,6 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A private name of another library."""
-
     path: str  # The dotted name, module first, such as "torch._C._current_graph_task_id".
     feature: str = ""  # Measurement that is missing without it. Empty if a public name replaces it.
     blurred: tuple[str, ...] = ()  # Phases that cannot be separated without it.
@@ -57,7 +55,6 @@ class Name:
         return default if found is MISSING else found
 
     def of(self, owner: Any, default: Any = None) -> Any:
-        """Return this attribute of an object, or `default`."""
         found = read(owner, self.attribute)
         return default if found is MISSING else found
 
@@ -72,7 +69,6 @@ _not_measured: dict[str, NotMeasured] = {}
 
 
 def read(owner: Any, attribute: str) -> Any:
-    """Return an attribute of an object, or `MISSING`."""
     return getattr(owner, attribute, MISSING)
 
 
@@ -102,7 +98,6 @@ def report(name: Name, *, library: str = "") -> None:
 
 
 def report_missing(*names: Name) -> None:
-    """Look names up, and report those that are missing."""
     for name in names:
         if name.find(MISSING) is MISSING:
             report(name)
@@ -120,6 +115,5 @@ def report_missing_of(owner: Any, *names: Name) -> None:
 
 
 def not_measured(libraries: Iterable[str]) -> list[NotMeasured]:
-    """Return the reports about missing names in some libraries."""
     wanted = {*libraries}
     return [gap for path, gap in _not_measured.items() if path.partition(".")[0] in wanted]

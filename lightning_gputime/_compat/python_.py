@@ -34,7 +34,6 @@ def definition_of(function: Any) -> tuple[str, int, str] | None:
 
 
 def interpreter_flags() -> list[str]:
-    """Return the flags that this Python was started with; empty if unknown."""
     flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()
     return flags
 

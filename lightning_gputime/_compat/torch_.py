@@ -45,7 +45,6 @@ def backward_entry() -> tuple[Any, str]:
 
 
 def runs_for_pipeline() -> bool:
-    """Return whether a pipeline schedule called the autograd engine."""
     schedule = "torch.distributed.pipelining._backward"
     return schedule in sys.modules and calling_module("torch.autograd") == schedule
 
@@ -415,7 +414,6 @@ def waits_for_stage() -> bool:
 
 
 def waits_in_torch() -> bool:
-    """Return whether `torch.distributed` called the patched wait of a stream."""
     return calling_module(*_BETWEEN).startswith("torch.distributed")
 
 

@@ -51,21 +51,19 @@ INNER_LOSS = _INNER_LOSS.attribute
 """Attribute in which the property `loss_function` of a model stores its value."""
 
 
-def has_inner_loss(model: Any) -> bool:
-    """Return whether a model has a settable property `loss_function`."""
+def has_inner_loss(model: Any) -> bool | None:
+    """Return whether a model has a settable `loss_function`; None if its class cannot have one."""
     found = getattr(type(model), "loss_function", None)
-    return isinstance(found, property) and found.fset is not None
+    if not isinstance(found, property) or found.fset is None:
+        return None
+    # Reading the property of a model without a loss function would warn.
+    return getattr(model, "loss_type", "") is not None or hasattr(model, INNER_LOSS)
 
 
-def check_inner_loss(model: Any, called: object) -> None:
+def check_inner_loss(model: Any) -> None:
     """Report that the loss cannot be separated if a model ignores the function that was set."""
-    if read(model, "loss_function") is not called:
+    if read(model, "loss_function") is not vars(model).get(INNER_LOSS):
         report(_INNER_LOSS)
-
-
-def lacks_inner_loss(model: Any) -> bool:
-    """Return whether a model has no loss function. Reading the property would then warn."""
-    return getattr(model, "loss_type", "") is None and not hasattr(model, INNER_LOSS)
 
 
 _TRAINER = "transformers.Trainer"
@@ -88,7 +86,6 @@ _ENGINE = Name(f"{_GRPO}.vllm_generation", "generation with vLLM")
 
 
 def report_missing_names(trainer: Any) -> None:
-    """Report the features that cannot be measured with this Trainer."""
     report_missing_of(trainer, _SAVE, _EVALUATE, _FETCH, _LOOP, _PREDICT, _HANDLER)
     if hasattr(trainer, "reward_funcs"):
         report_missing_of(trainer, _REWARDS)
@@ -180,7 +177,6 @@ def _defines(owner: object, method: str) -> bool:
 
 
 def save_method(trainer: Any) -> str | None:
-    """Return the name of the method that saves a checkpoint, or None."""
     return _SAVE.attribute if _SAVE.is_in(trainer) else None
 
 

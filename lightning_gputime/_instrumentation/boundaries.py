@@ -6,15 +6,17 @@ import torch
 from torch import nn
 
 from lightning_gputime._compat.torch_ import report_missing_names, script_entry
-from lightning_gputime._instrumentation.backward import BackwardBoundary
-from lightning_gputime._instrumentation.comm import WaitBoundary, hides_collectives, is_distributed
+from lightning_gputime._instrumentation.backward import (
+    BackwardBoundary,
+    WaitBoundary,
+    hides_collectives,
+)
 from lightning_gputime._instrumentation.forward import (
-    CompiledStepBoundary,
     ForwardBoundary,
     GenerationBoundary,
     time_inner_loss,
 )
-from lightning_gputime._instrumentation.loop import Loop
+from lightning_gputime._instrumentation.loop import Loop, is_distributed
 from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
 from lightning_gputime._instrumentation.patching import Attachments, Calls, Subscription
 from lightning_gputime._instrumentation.traced import activate, deactivate, without_hooks
@@ -64,11 +66,10 @@ class Boundaries:
                     " uncompiled run."
                 )
         self.optimizer = OptimizerBoundary(recorder, self._update_hooks, loop)
-        forward_class = CompiledStepBoundary if loop.compiled_step else ForwardBoundary
         on_stream = None if self.waits is None else self.waits.note_stream
         on_calls = [call for call in (on_stream, self._on_call) if call is not None]
         wall_clock = self._wall_clock or WallClock(now_ns=None)
-        self.forward = forward_class(
+        self.forward = ForwardBoundary(
             recorder, attachments, loop, self.optimizer, wall_clock, on_calls
         )
         compilation = Calls(self.forward.compilation_begins, self.forward.compilation_ends)

@@ -1,7 +1,11 @@
-"""`forward`, `loss` and `generate`: marks at the calls of models and losses."""
+"""`forward`, `loss` and `generate`: marks at the calls of models and losses.
+
+It also finds evaluations inside a training step: calls in eval mode without grad.
+"""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
 from typing import Any
 from weakref import WeakSet
@@ -25,27 +29,40 @@ from lightning_gputime._compat.transformers_ import (
     check_inner_loss,
     generation_class,
     has_inner_loss,
-    lacks_inner_loss,
 )
-from lightning_gputime._instrumentation.evaluations import EvaluationSearch
 from lightning_gputime._instrumentation.loop import Loop, Search, is_training
 from lightning_gputime._instrumentation.optimizer import OptimizerBoundary
 from lightning_gputime._instrumentation.patching import Attachment, Attachments, Calls, Subscription
 from lightning_gputime._instrumentation.traced import NamedPhase, hook_after, hook_before
-from lightning_gputime._measurement.wall_clock import WallClock
+from lightning_gputime._measurement.wall_clock import EVALUATION as EVALUATION_ENTRY
+from lightning_gputime._measurement.wall_clock import STEPS, WallClock
 from lightning_gputime._phases import (
+    AFTER_BACKWARD,
     AFTER_FORWARD,
+    AFTER_UPDATE,
+    BACKWARD,
     DATA,
+    EVALUATION,
     FORWARD,
     GENERATE,
+    GRAD,
+    INTERRUPTIONS,
     LOSS,
+    OPTIMIZER,
     OTHER,
     TRAINING_STEP,
     is_metric,
 )
-from lightning_gputime._record.recorder import OPEN, PAUSED, Recorder
+from lightning_gputime._record.pending_steps import is_fetch
+from lightning_gputime._record.recorder import IDLE, OPEN, PAUSED, Recorder
 
 _ACTIVE = Search.ACTIVE  # A global, because every model call looks it up.
+# Number of previous steps that a step with evaluation calls is compared with.
+_N_COMPARED_STEPS = 10
+# Place of a call in its step: the number of training calls, and of updates, before it.
+_Place = tuple[int, int]
+# Consecutive marks of a step: the index of the first mark, and the index after the last mark.
+_Span = tuple[int, int]
 
 
 class ForwardBoundary:
@@ -56,6 +73,9 @@ class ForwardBoundary:
     The model keeps its hooks.
 
     `on_calls` are called with the module of each outermost call in timed steps.
+
+    Compiled code has no hooks, so if the training step is compiled, forward and loss are one phase,
+    `training_step`.
     """
 
     def __init__(
@@ -70,6 +90,7 @@ class ForwardBoundary:
         self._recorder, self._attachments = recorder, attachments
         self._model, self._batch = loop.model, loop.batch
         self._has_optimizers, self._on_calls = bool(loop.optimizers), on_calls
+        self._is_step_compiled = loop.compiled_step
         self._evaluation_search = loop.search
         self.evaluation = EvaluationSearch(recorder, loop.model, optimizer, wall_clock)
         # True if the running outermost call is in eval mode without grad, or inside a fetch.
@@ -96,15 +117,25 @@ class ForwardBoundary:
         self._losses = set[int]()  # Modules that `_is_loss` has found to be losses.
         self._not_losses = set[int]()  # Called modules that are certainly no losses.
         self._hooked: dict[int, list[Attachment]] = {}  # Hooks of each module except the model.
+        self._model_hooks = WeakSet[Attachment]()  # Must not keep the model alive.
         self._is_searching = False  # True until a step has shown which modules the loop calls.
         self._compiled: nn.Module | None = None  # Module that is being compiled.
-        self._attach(loop)
-
-    def _attach(self, loop: Loop) -> None:
+        if loop.compiled_step:
+            calls = Calls(
+                lambda *_, **__: recorder.mark(TRAINING_STEP), lambda _: recorder.mark(OTHER)
+            )
+            attachments.add(Subscription(loop.model, TRAINING_STEP, calls))
+            # Each step counts as a step with a call, so that its backward belongs to this model.
+            self.calls = 1
+            self.was_ever_called = True
+            recorder.warn_once(
+                "%s is compiled: forward and loss are one phase of that name.", TRAINING_STEP
+            )
+            return
         self._hook_model(loop.model)
         if loop.wrapper is not None:
             # The wrapper calls the model to run the training step, not to compute an output.
-            self._attachments.add(hook_before(loop.wrapper, self._redirect))
+            attachments.add(hook_before(loop.wrapper, self._redirect))
         self._search()
 
     def find_bypassed(self) -> nn.Module | None:
@@ -145,6 +176,8 @@ class ForwardBoundary:
         If a timed step had no call, hook all modules again. To find evaluations, a step that
         `is_dropped` is not compared with others.
         """
+        if self._is_step_compiled:
+            return
         evaluation = self.evaluation
         self.running.clear()
         if self._limits is not None:
@@ -192,7 +225,6 @@ class ForwardBoundary:
                 self._hooked[id(module)] = self._hook(module)
 
     def _hook_model(self, model: nn.Module) -> None:
-        # The hooks refer to this object: after the end, nothing must keep the model alive.
         self._model_hooks = WeakSet(self._hook(model))
 
     def _hook(self, module: nn.Module) -> list[Attachment]:
@@ -295,10 +327,10 @@ class ForwardBoundary:
             if not is_training(self._model):
                 place = self.evaluation.count(self.calls)
                 if self._evaluation_search is _ACTIVE:
-                    self.evaluation.untimed_spans.start(place)
+                    self.evaluation.start_untimed_span(place)
             return False
         if self.evaluation.is_pending:
-            self.evaluation.untimed_spans.end()
+            self.evaluation.end_untimed_span()
         recorder.captures.detect()  # Later replays of a graph captured here call no hooks.
         if self._is_searching:
             return True
@@ -415,27 +447,6 @@ def _modules_inside(model: nn.Module, everywhere: bool, losses: set[int]) -> Ite
             yield from _modules_inside(child, everywhere, losses)
 
 
-class CompiledStepBoundary(ForwardBoundary):
-    """`training_step`: forward and loss in one phase, because compiled code has no hooks."""
-
-    def _attach(self, loop: Loop) -> None:
-        mark = self._recorder.mark
-        calls = Calls(lambda *_, **__: mark(TRAINING_STEP), lambda _: mark(OTHER))
-        self._attachments.add(Subscription(loop.model, TRAINING_STEP, calls))
-        # Each step counts as a step with a call, so that its backward is attributed to this model.
-        self.calls = 1
-        self.was_ever_called = True
-        self._recorder.warn_once(
-            "%s is compiled: forward and loss are one phase of that name.", TRAINING_STEP
-        )
-
-    def find_bypassed(self) -> nn.Module | None:
-        return None
-
-    def step_ended(self, timed: bool, *, is_dropped: bool = False) -> None:
-        pass
-
-
 class GenerationBoundary:
     """`generate`: the calls of the methods of transformers models that generate text."""
 
@@ -479,9 +490,195 @@ def time_inner_loss(recorder: Recorder, attachments: Attachments, model: nn.Modu
     for module in nn.Module.modules(model):
         if is_compiled(module):
             return  # Compiled code does not call the loss function.
-        if has_inner_loss(module):
-            # The class supports a loss, but this model may lack it.
-            if not lacks_inner_loss(module):
-                attachments.add(Subscription(module, INNER_LOSS, NamedPhase(LOSS, [recorder])))
-                check_inner_loss(module, vars(module).get(INNER_LOSS))
+        has_loss = has_inner_loss(module)
+        if has_loss:
+            attachments.add(Subscription(module, INNER_LOSS, NamedPhase(LOSS, [recorder])))
+            check_inner_loss(module)
+        if has_loss is not None:
             return
+
+
+class EvaluationSearch:
+    """Search for evaluations among calls without grad, and exclude their time from the steps.
+
+    A teacher, a rollout and pseudo-labels also call a model in eval mode without grad, but are part
+    of the step. These rules distinguish them if the entire trained model is in eval mode:
+
+    - Calls under `torch.inference_mode` are an evaluation: autograd cannot use the results.
+    - Calls after the last update of a step are an evaluation: nothing in the step uses the results.
+    - Other calls are an evaluation if they are an exception: few steps have such calls, or the
+      other steps all have equally many, and this step has more.
+    - Calls before the first work of a step are an evaluation if every step except the first has
+      equally many. Such a loop evaluates after `step()`. If the calls were a part of each step, the
+      first step would have them, too.
+
+    The rules are applied when the step ends. Until then the calls have the label `EVALUATION`,
+    which counts as `other` if no rule applies.
+
+    An untimed step has no marks. There, a span of calls lasts on the host's clock from the first
+    call until other work of the step follows.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        model: nn.Module,
+        optimizer: OptimizerBoundary,
+        wall_clock: WallClock,
+    ) -> None:
+        self._recorder, self._model, self._optimizer = recorder, model, optimizer
+        self._wall_clock = wall_clock
+        self._open_span: tuple[_Place, int] | None = None  # Place and start of an untimed span.
+        self._spans_ns: Counter[_Place] = Counter()  # Time of the ended untimed spans.
+        self.has_found = False
+        """True once an evaluation was found inside a step."""
+        self._was_at_start = False  # True if the newest timed step began with its inner calls.
+        self.is_pending = False
+        """True if the open step has calls in eval mode, so `exclude_evaluations` must be called."""
+        # Only steps with inner calls, that is calls in eval mode before the last update: the newest
+        # of these steps as (step index, number of inner calls), and the number of all of them.
+        self._inner_calls: deque[tuple[int, int]] = deque(maxlen=_N_COMPARED_STEPS)
+        self._n_steps_with_inner_calls = 0
+        self._first_had_inner_calls = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.is_pending = False
+        self._calls: Counter[_Place] = Counter()  # Number of calls at each place.
+        self._places_after_backward: set[_Place] = set()  # In a loop without optimizer.
+        self._generations = 0  # Number of calls that generate text.
+        self._is_inference = True  # True if all calls are under inference mode.
+        self._open_span = None
+        self._spans_ns.clear()
+
+    def on_call_start(self, forwards: int, label: str = EVALUATION) -> None:
+        """Mark an outermost call in eval mode without grad, after `forwards` training calls."""
+        recorder = self._recorder
+        if is_training(self._model):
+            # Only a part of the model is in eval mode, so this is part of the step.
+            if recorder.label == DATA:
+                recorder.mark(OTHER)
+            return
+        place = self.count(forwards, label)
+        if recorder.state is IDLE:
+            self.start_untimed_span(place)
+        if recorder.label == AFTER_BACKWARD and not self._optimizer.has_any:
+            self._places_after_backward.add(place)
+        if recorder.label in (DATA, OTHER, AFTER_BACKWARD, AFTER_UPDATE):
+            recorder.mark(label)
+
+    def count(self, forwards: int, label: str = EVALUATION) -> _Place:
+        """Count a call in eval mode without grad. Return its place in the step."""
+        place = forwards, self._optimizer.updates
+        self.is_pending = True
+        self._is_inference &= torch.is_inference_mode_enabled()
+        if label == GENERATE:
+            self._generations += 1
+        else:
+            self._calls[place] += 1
+        return place
+
+    def start_untimed_span(self, place: _Place) -> None:
+        """Start a span, unless this call continues a span.
+
+        As in timed steps, calls in a named phase, and between forward and the update, are never
+        excluded.
+        """
+        forwards, updates = place
+        may_be_excluded = not forwards or updates > 0
+        if self._open_span is None and may_be_excluded and not self._recorder.named.names:
+            self._open_span = place, self._wall_clock.steps_ns(self._recorder.clock.host_ns())
+
+    def end_untimed_span(self) -> None:
+        """End the open span, if any, because other work of the step follows."""
+        if self._open_span is not None:
+            place, start_ns = self._open_span
+            self._open_span = None
+            now_ns = self._wall_clock.steps_ns(self._recorder.clock.host_ns())
+            self._spans_ns[place] += now_ns - start_ns
+
+    def exclude_evaluations(self, forwards: int, step: int) -> None:
+        """Exclude those calls of a step that are an evaluation. Call when the step ends.
+
+        `forwards` is its number of training calls.
+        """
+        updates = self._optimizer.updates
+        # Final calls follow the last update, or the last backward in a loop without an optimizer.
+        # They are certainly an evaluation. The rules decide on all other calls, the inner calls.
+        end = forwards, updates
+        has_final = end in self._calls and (updates > 0 or end in self._places_after_backward)
+        n_final = self._calls[end] if has_final else 0
+        n_inner = self._calls.total() + self._generations - n_final
+        labels = [EVALUATION, GENERATE] if self._generations else [EVALUATION]
+        spans, ends_in_span = _spans_of(labels, self._recorder.open.labels)
+        final_spans = [spans.pop()] if ends_in_span and has_final else []
+        are_inner_excluded = (
+            not n_inner or self._is_inference or self._is_exception(n_inner, spans, step)
+        )
+        inner_spans = spans if are_inner_excluded else []
+        for first, stop in [*final_spans, *reversed(inner_spans)]:
+            self.has_found = True
+            self._wall_clock.shorten_step(self._recorder.exclude_evaluation(first, stop))
+        self.end_untimed_span()
+        for place, ns in self._spans_ns.items():
+            if are_inner_excluded or (has_final and place == end):
+                self.has_found = True
+                self._wall_clock.shorten_step(ns)
+                # For a timed step, `StepReader` moves the time, once it has read the marks.
+                self._wall_clock.move(STEPS, EVALUATION_ENTRY, ns / 1e6)
+        if self.had_inner_calls(step):
+            # The step was remembered when it seemed to end, but continued. Replace its number.
+            self._inner_calls.pop()
+            self._n_steps_with_inner_calls -= 1
+        if n_inner:
+            self._first_had_inner_calls |= step == 0
+            self._inner_calls.append((step, n_inner))
+            self._n_steps_with_inner_calls += 1
+        self.reset()
+
+    def had_inner_calls(self, step: int) -> bool:
+        """Return whether a recent step had calls in eval mode before its last update."""
+        return any(index == step for index, _ in self._inner_calls)
+
+    def _is_exception(self, n_inner: int, spans: Sequence[_Span], step: int) -> bool:
+        """Return whether the inner calls of a step are an exception, compared with earlier steps.
+
+        `spans` are their marks. The index `step` is also the number of earlier steps.
+        """
+        n_compared = min(step, _N_COMPARED_STEPS)
+        counts = [n for index, n in self._inner_calls if step - n_compared <= index < step]
+        n_without = n_compared - len(counts)
+        if n_without >= max(2, n_compared / 2):
+            return True  # Few steps have such calls.
+        if len({*counts}) > 1:
+            return False  # The number of calls varies between steps, as with rollouts.
+        if n_compared == _N_COMPARED_STEPS and n_inner >= max(counts, default=0) + 2:
+            return True  # All steps have such calls, and this step has more.
+        # If the loop evaluates after `step()`, each step but the first begins with an evaluation.
+        # In a loop over `steps()`, each step begins with its batch, so this cannot occur.
+        if self._recorder.state is not IDLE:
+            labels = self._recorder.open.labels
+            self._was_at_start = len(spans) == 1 and is_fetch(labels[: spans[0][0]])
+        n_without_in_all = step - self._n_steps_with_inner_calls
+        only_first_without = n_without_in_all == 1 and not self._first_had_inner_calls
+        return self._was_at_start and only_first_without and {*counts} <= {n_inner}
+
+
+def _spans_of(searched: Sequence[str], labels: Sequence[str]) -> tuple[list[_Span], bool]:
+    """Return the spans of marks with a searched label, and True if the last span is open.
+
+    A span lasts until work of the step follows; until then it is open. Other marks may lie inside.
+    """
+    spans: list[_Span] = []
+    is_open = False
+    for index, label in enumerate(labels):
+        if label in searched:
+            first = spans.pop()[0] if is_open else index
+            spans.append((first, index + 1))
+            is_open = True
+        elif is_open and label in INTERRUPTIONS and spans[-1][1] == index:
+            # A wait for other ranks right after a call is part of the evaluation.
+            spans[-1] = spans[-1][0], index + 1
+        elif label.partition("/")[0] in (FORWARD, LOSS, BACKWARD, GRAD, OPTIMIZER):
+            is_open = False  # This phase separates two evaluations.
+    return spans, is_open

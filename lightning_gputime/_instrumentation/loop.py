@@ -90,6 +90,21 @@ def is_engine(model: nn.Module) -> bool:
     return hasattr(type(model), "is_gradient_accumulation_boundary")
 
 
+def is_distributed() -> bool:
+    distributed = torch.distributed
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    # By FSDP. Compare names, because importing it is slow.
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return not names.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))
+
+
 def parameters_of(optimizer: Any) -> list[Any]:
     """Return the parameters that an optimizer updates; empty without torch-style groups."""
     try:

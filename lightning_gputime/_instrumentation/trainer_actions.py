@@ -40,29 +40,31 @@ class FitActions:
         self.attachments = Attachments()
         """Attachments that are removed while no step is timed."""
         self._loops = Attachments()  # Around whole loops of the trainer, at no cost per step.
-        self._validation_entry = lightning_.validation_entry(trainer)
-        self._callback = ""  # Phase name of the callback that was called last inside a step.
-
-    @property
-    def reports_validations(self) -> bool:
+        self._loop_entries = lightning_.loop_entries(trainer)
+        self.reports_validations = "validation" in self._loop_entries
         """True if the Trainer reports the exact start and end of its validations."""
-        return self._validation_entry is not None
+        self._callback = ""  # Phase name of the callback that was called last inside a step.
 
     def listen(self, fit: Any, recorder: Recorder) -> None:
         """Notify a fit until `remove`. Mark actions that do not need the fit in `recorder`."""
-        trainer, self._recorder = self._trainer, recorder
+        trainer, self._recorder, wall_clock = self._trainer, recorder, self._wall_clock
         self._calls.update(self._actions(fit))
         self.attachments.add(self._listener)
-        if self._validation_entry is not None:
-            validation = Calls(fit.start_validation, fit.end_validation)
-            self._loops.add(Subscription(*self._validation_entry, validation))
-        if entry := lightning_.epoch_entry(trainer):
-            self._loops.add(Subscription(*entry, Calls(fit.start_epoch, fit.end_epoch)))
-        if entry := lightning_.fit_end(trainer):
-            self._loops.add(_call_at_start(*entry, partial(self._wall_clock.switch_to, TEAR_DOWN)))
+        calls = {
+            "validation": Calls(fit.start_validation, fit.end_validation),
+            "epoch": Calls(fit.start_epoch, fit.end_epoch),
+            "end": Calls(lambda *_, **__: wall_clock.switch_to(TEAR_DOWN)),
+        }
+        for name, (owner, method) in self._loop_entries.items():
+            self._loops.add(Subscription(owner, method, calls[name]))
         # Lightning broadcasts a flag on every batch. Exclude that wait from the loader's time.
         if entry := lightning_.sigterm_broadcast(trainer):
-            self.attachments.add(_call_at_start(*entry, partial(recorder.mark, WAIT)))
+
+            def start_wait(*_: Any, **__: Any) -> bool:
+                recorder.mark(WAIT)
+                return False
+
+            self.attachments.add(Subscription(*entry, Calls(start_wait)))
 
     def refresh(self, fit: Any) -> None:
         """Add changed names of actions, which contain, for example, a callback's `state_key`."""
@@ -219,11 +221,3 @@ class _Relay:
     def start(self, action_name: str) -> Any:
         self._actions[action_name]  # Its `__missing__` calls the listeners.
         return self._call(action_name)
-
-
-def _call_at_start(owner: Any, name: str, call: Callable[[], object]) -> Subscription:
-    def begins(*_: Any, **__: Any) -> bool:
-        call()
-        return False
-
-    return Subscription(owner, name, Calls(begins))

@@ -1,11 +1,9 @@
 """The work of each step: number of items, FLOPs per item, precision, and peak FLOP/s of GPUs."""
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from importlib.resources import files
 from math import isfinite, isnan, nan
 from typing import Any
 
@@ -25,7 +23,47 @@ from lightning_gputime._phases import IN_NO_STEP
 from lightning_gputime._record.clock import device_of
 from lightning_gputime._record.recorder import IDLE, OPEN, Recorder
 
-# Parts of device names that the names in `peaks.json` do not contain.
+# Dense peaks of GPUs in TFLOP/s: without sparsity, which data sheets often show first. 16-bit
+# figures are with 32-bit accumulation, as in training. Figures without a source are left out. The
+# names are those of torch, without the maker and the memory. Each row has its sources by number:
+#  1 lightning/fabric/utilities/throughput.py, _CUDA_FLOPS, which names the data sheets. Not its
+#    H200 and H100 NVL, which are sparse, nor 16 bits on GA102 and Ada, without tensor cores
+#  2 stanford-crfm/levanter, src/levanter/utils/flop_utils.py
+#  3 stas00/ml-engineering, compute/accelerator/README.md
+#  4 pytorch/torchtitan, torchtitan/tools/utils.py, get_peak_flops
+#  5 karpathy/nanochat, nanochat/common.py, in copies
+#  6 https://www.mullet.se/product.html?product_id=355414 (a data sheet's table)
+#  7 https://www.ecer.com/corp/details-uuuedqa-p1bsay9-... (a data sheet's table)
+#  8 https://glennklockwood.com/garden/processors/B200 and
+#    https://zdszero.github.io/Computer/Artificial_Intelligence/Hardware.html
+#  9 https://waredb.com/processor/nvidia-geforce-rtx-4090
+# 10 tables of 16 bits in several repositories; no other source was found
+_PEAKS: Mapping[str, Mapping[str, float]] = {
+    "H200 NVL": {"bf16": 836.0, "fp16": 836.0},  # 5
+    "H200": {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},  # 3
+    "GH200": {"bf16": 989.0, "fp16": 989.0},  # 10
+    "H100 NVL": {"bf16": 835.0, "fp16": 835.0},  # 4
+    "H100 PCIe": {"bf16": 756.0, "fp16": 756.0, "tf32": 378.0, "fp32": 51.2},  # 1
+    "H100": {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},  # 1
+    "GB200": {"bf16": 2500.0, "fp16": 2500.0, "tf32": 1250.0, "fp32": 80.0},  # 3, 8
+    "B200": {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1100.0, "fp32": 75.0},  # 3, 8
+    "A100": {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5},  # 1
+    "A30": {"bf16": 165.0, "fp16": 165.0},  # 5
+    "A10": {"bf16": 125.0, "fp16": 125.0, "tf32": 62.5, "fp32": 31.2},  # 1, 16 bits 2
+    "A40": {"bf16": 149.7, "fp16": 149.7, "tf32": 74.8, "fp32": 37.4},  # 5, 16 bits 7, 32 bits 1
+    "RTX A6000": {"bf16": 154.8, "fp16": 154.8, "tf32": 77.4, "fp32": 38.7},  # 10, 32 bits 1
+    "L40S": {"bf16": 362.0, "fp16": 362.0, "tf32": 183.0, "fp32": 91.6},  # 3, 6
+    "L40": {"bf16": 181.0, "fp16": 181.0, "tf32": 90.5, "fp32": 90.5},  # 1, 6
+    "L4": {"bf16": 121.0, "fp16": 121.0, "tf32": 60.0, "fp32": 30.3},  # 1
+    "T4": {"fp16": 65.0, "fp32": 8.1},  # 1
+    "V100-SXM2": {"fp16": 125.0, "fp32": 15.7},  # 1
+    "V100-PCIE": {"fp16": 112.0, "fp32": 14.0},  # 1
+    "RTX 4090": {"bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6},  # 5, 9, 32 bits 1
+    "RTX 3090": {"bf16": 71.0, "fp16": 71.0, "tf32": 35.6, "fp32": 35.6},  # 5, 32 bits 1
+    "MI300X": {"bf16": 1307.4, "fp16": 1307.4, "fp32": 163.4},  # 3
+    "MI325X": {"bf16": 1307.4, "fp16": 1307.4, "fp32": 163.4},  # 4, 5
+}
+# Parts of device names that the names in `_PEAKS` do not contain.
 _MAKER = re.compile(r"^(NVIDIA |AMD |Tesla |GeForce |Instinct )+")
 _MEMORY = re.compile(r"([ -](\d+GB|HBM\d\w*|SXM[45]|OAM|(?<=A100-)PCIE|(?<=GB )PCIe))+$")
 _CONVOLUTIONS = (
@@ -95,12 +133,9 @@ def _allows_tf32(model: nn.Module, device: torch.device) -> bool:
 
 def peaks_tflops(device_name: str) -> Mapping[str, float]:
     """Return the dense peak of a GPU for each precision (in TFLOP/s); empty if unknown."""
-    known = json.loads(files(__package__).joinpath("peaks.json").read_text(encoding="utf-8"))
     # Without maker and memory size, match the full name. A suffix means a different GPU, such as a
     # laptop GPU, a "Ti" or a MIG slice.
-    peaks: Mapping[str, float]
-    peaks = known["peaks"].get(_MAKER.sub("", _MEMORY.sub("", device_name)), {})
-    return peaks
+    return _PEAKS.get(_MAKER.sub("", _MEMORY.sub("", device_name)), {})
 
 
 def device_name(device: torch.device) -> str:

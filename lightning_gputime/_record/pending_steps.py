@@ -59,8 +59,6 @@ class LineMark(NamedTuple):
 
 @dataclass(slots=True)
 class StepMarks:
-    """Marks of a step."""
-
     marks: list[Mark] = field(default_factory=list)
     lines: list[LineMark] | None = None  # Marks of lines, if the step is examined.
     _phases: set[str] = field(default_factory=set)  # Phases of the first marks.
@@ -90,7 +88,6 @@ class StepMarks:
 
     @property
     def is_waiting(self) -> bool:
-        """True during a wait for other ranks."""
         return bool(self.marks) and self.marks[-1][0] in (WAITS, RECEIVES)
 
     def relabel(self, label: str) -> None:
@@ -221,7 +218,6 @@ class PendingSteps:
 
     @property
     def count(self) -> int:
-        """Number of pending steps."""
         return len(self._pending)
 
     def add(

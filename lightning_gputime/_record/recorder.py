@@ -1,6 +1,6 @@
 """Record marks on a timeline, and divide it into steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from enum import Enum
 from math import nan
@@ -53,8 +53,6 @@ _CAPTURES = (
 
 
 class State(Enum):
-    """State of a recorder."""
-
     IDLE = 0  # No step is timed. Only named phases are tracked.
     OPEN = 1  # A step is timed: time is attributed to `Recorder.label`.
     PAUSED = 2  # Time is excluded from the step. A step with only such time is dropped at its end.
@@ -63,13 +61,6 @@ class State(Enum):
 
 # Globals, because every mark looks them up.
 IDLE, OPEN, PAUSED, LOST = State
-
-_TRANSITIONS: Mapping[State, frozenset[State]] = {
-    IDLE: frozenset({IDLE, OPEN}),  # begin
-    OPEN: frozenset({IDLE, OPEN, PAUSED, LOST}),  # stop, begin, pause, error or capture
-    PAUSED: frozenset({IDLE, OPEN, PAUSED, LOST}),  # stop, resume or end, pause, error
-    LOST: frozenset({IDLE, OPEN, LOST}),  # stop, end, error
-}
 
 
 class Captures:
@@ -214,7 +205,7 @@ class Recorder:
 
     The time from a mark to the next mark belongs to the label of the first. The last mark of a step
     is also the first mark of the next step. `PendingSteps` reads the steps that have ended. `state`
-    determines how time is attributed, and changes only by `_TRANSITIONS`.
+    determines how time is attributed.
 
     Nothing here raises into the training loop: an error drops the step, with one warning. Only the
     thread that last called `begin` is timed; calls from other threads do nothing. There is no lock:
@@ -370,13 +361,13 @@ class Recorder:
         else:
             self.open.relabel(EXCLUDED)
         self.label = EXCLUDED
-        self._go_to(PAUSED)
+        self.state = PAUSED
         self._show(None)
 
     def resume(self, label: str = DATA) -> None:
         """End a `pause`, and attribute the time to `label` from now on."""
         if self.state is PAUSED and get_ident() == self.threads.timed:
-            self._go_to(OPEN)
+            self.state = OPEN
             self.named.follow_with(label)
             self._record(self.named.label)
 
@@ -397,7 +388,7 @@ class Recorder:
         self.open.exclude(begin, stop, label=EVALUATED)
         if stop == len(marks):
             self.label = EVALUATED
-            self._go_to(PAUSED)
+            self.state = PAUSED
             self._show(None)
         return ns
 
@@ -407,7 +398,7 @@ class Recorder:
         """Drop the open step, and start a step in the calling thread."""
         self.threads.start()
         self.pending.take_back(self._clear())
-        self._go_to(OPEN)
+        self.state = OPEN
         self._record(self.named.start_step(label))
 
     def end_step(
@@ -444,7 +435,7 @@ class Recorder:
         if not is_dropped:
             first_label = label
             if self.state is PAUSED:
-                self._go_to(OPEN)
+                self.state = OPEN
                 first_label = DATA
             # One event ends this step and starts the next, so that no time is lost between them.
             self._record(self.named.start_step(first_label) if names else first_label)
@@ -470,11 +461,10 @@ class Recorder:
         """
         if self.state not in (OPEN, PAUSED) or get_ident() != self.threads.timed:
             return False
-        has_excluded = self.open.exclude_after(label)
-        if not has_excluded:
+        if not self.open.exclude_after(label):
             return False
         self.label = EXCLUDED
-        self._go_to(OPEN)
+        self.state = OPEN
         self.end_step(number, may_wait=False, index=index, items=items)
         return True
 
@@ -483,7 +473,7 @@ class Recorder:
         self.threads.stop()
         if self.state is not IDLE:
             self.pending.take_back(self._clear())
-            self._go_to(IDLE)
+            self.state = IDLE
             self._show(None)
 
     def examine(self, lines: list[LineMark]) -> None:
@@ -496,7 +486,7 @@ class Recorder:
         The caller must keep these objects: destroying an event would abort the process.
         """
         held = [self._clear(), self.pending.forget()]
-        self._go_to(IDLE)
+        self.state = IDLE
         self.threads.forget()
         return held
 
@@ -506,7 +496,7 @@ class Recorder:
         try:
             if self._may_capture() and self.captures.detect():
                 self.pending.take_back(self._clear())
-                self._go_to(LOST)
+                self.state = LOST
                 return
             if not self._free and len(self.open.marks) >= MAX_MARKS:
                 self.warn_once(_NEVER_ENDS, MAX_MARKS)
@@ -532,18 +522,13 @@ class Recorder:
                 self._annotate = None
                 self.warn_once("Phases are no longer shown in other profilers: %r", error)
 
-    def _go_to(self, state: State) -> None:
-        if state not in _TRANSITIONS[self.state]:
-            raise RuntimeError(f"A recorder cannot go from {self.state.name} to {state.name}.")
-        self.state = state
-
     def _lose(self, error: Exception | None = None) -> None:
         """Drop the open step after an error, with its events, which may be broken."""
         if error is not None:
             self.warn_once(LEFT_OUT, error)
         self._clear()
         if self.state is not IDLE:
-            self._go_to(LOST)
+            self.state = LOST
 
     def _clear(self) -> StepMarks:
         step, self.open, self.label = self.open, StepMarks(), None

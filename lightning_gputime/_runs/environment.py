@@ -20,8 +20,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_gputime._compat.torch_ import is_compiled
-from lightning_gputime._instrumentation.comm import is_distributed
-from lightning_gputime._instrumentation.loop import Loop, attribute, dataset_of, loaders_in
+from lightning_gputime._instrumentation.loop import (
+    Loop,
+    attribute,
+    dataset_of,
+    is_distributed,
+    loaders_in,
+)
 from lightning_gputime._instrumentation.work import device_name
 from lightning_gputime._measurement.measurement import CostlySetting, TrainingSetup
 from lightning_gputime._measurement.units import percent

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed
 
 from lightning_gputime._compat.torch_ import default_store
-from lightning_gputime._instrumentation.comm import is_distributed
+from lightning_gputime._instrumentation.loop import is_distributed
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.ranks import BatchMeans, RankTotals, compare, since, totals_of
 from lightning_gputime._measurement.results import Results

@@ -9,8 +9,13 @@ from torch import nn
 
 from lightning_gputime._compat.names import NotMeasured
 from lightning_gputime._instrumentation.boundaries import Boundaries
-from lightning_gputime._instrumentation.comm import is_distributed
-from lightning_gputime._instrumentation.loop import Loop, Search, is_engine, parameters_of
+from lightning_gputime._instrumentation.loop import (
+    Loop,
+    Search,
+    is_distributed,
+    is_engine,
+    parameters_of,
+)
 from lightning_gputime._measurement.observers import ReadSteps
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._messages import WarnOnce, messages

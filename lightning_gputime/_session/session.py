@@ -17,8 +17,7 @@ from lightning_gputime._causes import SlowStepAnalyzer
 from lightning_gputime._compat.torch_ import has_compiled
 from lightning_gputime._instrumentation import traced
 from lightning_gputime._instrumentation.boundaries import Boundaries
-from lightning_gputime._instrumentation.comm import is_distributed
-from lightning_gputime._instrumentation.loop import Loop, Search
+from lightning_gputime._instrumentation.loop import Loop, Search, is_distributed
 from lightning_gputime._instrumentation.patching import Attachment, Attachments, do_nothing
 from lightning_gputime._instrumentation.work import WorkCounter
 from lightning_gputime._ledger.examiner import Examiner
@@ -301,7 +300,7 @@ class Session:
 
     def fetch_begins(self) -> None:
         """End an evaluation before a fetch in an untimed step, in a loop without `steps()`."""
-        self.forward.evaluation.untimed_spans.end()
+        self.forward.evaluation.end_untimed_span()
 
     def add_batches(self, batches: Sequence[Any]) -> None:
         """Count the items of micro-batches that were fetched together."""
