@@ -19,6 +19,7 @@ from lightning_gputime._measurement.observers import StepObserver as StepObserve
 from lightning_gputime._measurement.ranks import RankStats as RankStats
 from lightning_gputime._measurement.ranks import RankSummary as RankSummary
 from lightning_gputime._measurement.setup import CostlySetting as CostlySetting
+from lightning_gputime._measurement.setup import Environment as Environment
 from lightning_gputime._measurement.setup import TrainingSetup as TrainingSetup
 from lightning_gputime._measurement.slow import Cause as Cause
 from lightning_gputime._measurement.slow import SlowStep as SlowStep
@@ -36,7 +37,6 @@ from lightning_gputime._runs.compare import LineChange as LineChange
 from lightning_gputime._runs.compare import ProportionalStep as ProportionalStep
 from lightning_gputime._runs.compare import RunComparison as RunComparison
 from lightning_gputime._runs.compare import compare as compare
-from lightning_gputime._runs.environment import Environment as Environment
 from lightning_gputime._runs.estimates import Difference as Difference
 from lightning_gputime._runs.saved import Run as Run
 from lightning_gputime._runs.saved import load as load

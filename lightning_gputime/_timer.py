@@ -17,7 +17,8 @@ from lightning_gputime._compat.torch_ import CHECKPOINT, unwrapped
 from lightning_gputime._instrumentation.loop import Loop, loaders_in
 from lightning_gputime._instrumentation.patching import Attachments, Subscription
 from lightning_gputime._instrumentation.traced import NamedPhase
-from lightning_gputime._ledger.ledger import Ledger, forwards_of
+from lightning_gputime._ledger.examiner import forwards_of
+from lightning_gputime._ledger.ledger import Ledger
 from lightning_gputime._ledger.outside import OutsideLines
 from lightning_gputime._loader import StagedLoaders
 from lightning_gputime._measurement.culprits import CulpritSums

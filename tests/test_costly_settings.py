@@ -25,11 +25,11 @@ from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._diagnosis.diagnosis import Advice, Diagnosis
 from lightning_gputime._instrumentation import loop as boundaries
 from lightning_gputime._ledger.rows import LineRow
-from lightning_gputime._measurement.setup import CostlySetting, TrainingSetup
+from lightning_gputime._measurement.setup import CostlySetting, Environment, TrainingSetup
 from lightning_gputime._measurement.threads import ThreadTimes
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import PhaseSummary
-from lightning_gputime._runs.environment import CostlySettings, Environment
+from lightning_gputime._runs.environment import CostlySettings
 
 VARIABLES = ["CUDA_LAUNCH_BLOCKING", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES"]
 VARIABLES += ["TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG"]

@@ -23,10 +23,10 @@ from lightning_gputime import Cause, GPUPhaseHooks, GPUPhaseTimer, Run, SlowStep
 from lightning_gputime._measurement.observers import Section
 from lightning_gputime._measurement.ranks import RankStats, RankSummary
 from lightning_gputime._measurement.results import Results
+from lightning_gputime._measurement.setup import Environment
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import summary_of
 from lightning_gputime._runs import environment, saved
-from lightning_gputime._runs.environment import Environment
 
 
 def reload(run: Run, path: Path) -> Run:

@@ -99,12 +99,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("no script is given: write run train.py, or run -m package.module")
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise ValueError(KEEPS_OUT.format(""))
-    # Check the script before the options, because checking options imports torch.
     program = None if args.is_module else find_program(args.script)
     wanted = {name: given[name] for name in (*SWITCHES, *VALUES) if given[name] is not None}
     try:
         if options := timer_options(wanted):
-            from lightning_gputime._options import Options  # Imports torch.
+            from lightning_gputime._options import Options
 
             Options(**options)
         if "save_path" in wanted:
@@ -142,7 +141,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def bench(args: argparse.Namespace) -> "RunComparison":
     """Run two commands alternately until their comparison is certain. Return the comparison."""
-    from lightning_gputime._runs.compare import compare_groups  # Imports torch.
+    from lightning_gputime._runs.compare import compare_groups
 
     commands = {"before": args.before, "after": args.after}
     for side, command in commands.items():

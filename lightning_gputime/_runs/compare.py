@@ -12,6 +12,7 @@ import numpy as np
 
 from lightning_gputime._measurement.history import list_phases
 from lightning_gputime._measurement.plain import plain
+from lightning_gputime._measurement.setup import Environment
 from lightning_gputime._measurement.stats import largest_part
 from lightning_gputime._measurement.units import duration, unit_of
 from lightning_gputime._measurement.wall_clock import STEPS
@@ -19,7 +20,6 @@ from lightning_gputime._messages import Named, format_value
 from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._phases import in_order, of_one_callback
-from lightning_gputime._runs.environment import Environment
 from lightning_gputime._runs.estimates import (
     MAX_RUNS,
     MIN_STEPS,
