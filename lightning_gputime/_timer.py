@@ -24,7 +24,7 @@ from lightning_gputime._loader import StagedLoaders
 from lightning_gputime._measurement.culprits import CulpritSums
 from lightning_gputime._measurement.means import MeanLog
 from lightning_gputime._measurement.results import Results
-from lightning_gputime._measurement.setup import CostlySetting
+from lightning_gputime._measurement.setup import CostlySetting, Environment
 from lightning_gputime._measurement.slow import SlowStep
 from lightning_gputime._measurement.threads import ThreadTimes
 from lightning_gputime._measurement.wall_clock import WallClock
@@ -37,7 +37,6 @@ from lightning_gputime._record.clock import Clock, HostClock, clock_for, loop_ti
 from lightning_gputime._runs import saved
 from lightning_gputime._runs.environment import (
     CostlySettings,
-    Environment,
     environment_of,
     loader_settings,
     merge,
