@@ -13,43 +13,6 @@ from torch import Tensor, nn
 Batch = tuple[Tensor, Tensor]
 
 
-class Block(nn.Module):
-    """A transformer block with causal attention."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
-        mlp: Tensor = self.mlp(self.norm2(x))
-        return x + mlp
-
-
-class GPT(nn.Module):
-    """A language model that predicts the next token."""
-
-    def __init__(self, layers: int, width: int, vocabulary: int, length: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Parameter(torch.zeros(length, width))
-        self.blocks = nn.Sequential(*(Block(width, width // 64) for _ in range(layers)))
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.blocks(self.tokens(x) + self.positions[: x.shape[1]]))
-        return logits
-
-
 class Task(pl.LightningModule):
     """LightningModule that trains a net with cross entropy and AdamW."""
 
@@ -69,8 +32,10 @@ class Task(pl.LightningModule):
 
 
 def _gpt12() -> tuple[nn.Module, Batch]:
+    from projects import GPT  # Imports transformers.
+
     tokens = torch.randint(0, 32768, (14, 513))
-    return GPT(12, 768, 32768, 512), (tokens[:, :-1], tokens[:, 1:])
+    return GPT(32768, 768, 12), (tokens[:, :-1], tokens[:, 1:])
 
 
 def _mlp() -> tuple[nn.Module, Batch]:
