@@ -2,7 +2,7 @@
 
     python benchmarks/answers.py --device cpu --list
     python benchmarks/answers.py --device cpu --only EMA --only lightning --load 2
-    python benchmarks/answers.py --device cuda --json benchmarks/results/answers.json
+    python benchmarks/answers.py --device cuda --out benchmarks/results/answers.json
 
 The true speed-up is the time per step with the problem divided by the time without, both without a
 timer. Then the program runs with its problem and a timer, whose diagnosis is judged:
@@ -14,7 +14,6 @@ timer. Then the program runs with its problem and a timer, whose diagnosis is ju
 - false alarm: a control, in which nothing is planted, is "bound" with another code
 """
 
-import argparse
 import contextlib
 import inspect
 import io
@@ -33,7 +32,7 @@ import projects_gpu
 import torch
 from gates import load
 from projects import PACES, Project, Run
-from record import environment, save
+from record import environment, new_parser, save
 
 CHECKS = ("named", "code", "pace", "promise", "wrong", "false alarm")
 TOLERANCE = 0.2
@@ -123,9 +122,7 @@ def check(project: Project, rounds: int, *, show: bool, **variant: Any) -> dict[
 
 def main() -> None:
     """Check the selected programs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
     parser.add_argument("--only", action="append", help="programs with this in the name")
@@ -134,7 +131,6 @@ def main() -> None:
     parser.add_argument("--load", type=int, default=0, help="number of busy processes")
     parser.add_argument("--small", action="store_true", help="test the GPU programs on a CPU")
     parser.add_argument("--show", action="store_true", help="print the summaries")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     chosen = [
         project
@@ -170,19 +166,16 @@ def main() -> None:
     columns = {name: [checks[name] for checks in found if name in checks] for name in CHECKS}
     counts = {name: f"{sum(values)} of {len(values)}" for name, values in columns.items()}
     print(*(f"{name}: {count}" for name, count in counts.items()), sep="\n")
-    if arguments.json:
+    if arguments.out:
         packages = [name for name in ("torch", "lightning") if find_spec(name)]
         header = environment(*["gpu"] * torch.cuda.is_available(), "host", "python", *packages)
         header |= {"load": arguments.load, **environment("command"), **counts}
-        rows = {name: _row(answer) for name, answer in answers.items()}
-        save(arguments.json, {**header, "skipped": skipped, "answers": rows})
-
-
-def _row(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer with the names of the checks that passed."""
-    passed = ", ".join(name for name, has_passed in answer["checks"].items() if has_passed)
-    kept = {name: answer[name] for name in ("code", "grade", "speed-up", "promised", "headline")}
-    return {**kept, "passed": passed}
+        rows = {}
+        for name, answer in answers.items():
+            passed = [check for check, has_passed in answer["checks"].items() if has_passed]
+            kept = ("code", "grade", "speed-up", "promised", "headline")
+            rows[name] = {key: answer[key] for key in kept} | {"passed": ", ".join(passed)}
+        save(arguments.out, {**header, "skipped": skipped, "answers": rows})
 
 
 if __name__ == "__main__":

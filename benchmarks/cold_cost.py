@@ -183,11 +183,6 @@ def added_by_least(training: Training) -> Added:
         yield us - without_us
 
 
-def use_schedule(timer: Any, schedule: Alternating) -> None:
-    """Replace the schedule of an attached timer."""
-    timer._session.schedule = schedule
-
-
 def examine_no_pauses(timer: Any) -> None:
     """Do not time lines in pauses, which would slow down the training without a timer there."""
     timer._outside_lines.stop()
@@ -202,7 +197,7 @@ def added_by_timed(training: Training) -> Added:
         lines=False,  # An examined step would distort its block.
     ) as timer:
         # Remove hooks between blocks, as "auto" does between timing windows.
-        use_schedule(timer, Alternating())
+        timer._session.schedule = Alternating()  # type: ignore[union-attr]
         batches = iter(timer.steps(repeat(training.x)))
 
         def step() -> None:
@@ -284,7 +279,7 @@ class Stopwatch(pl.Callback):
         elif self._timer is not None:
             examine_no_pauses(self._timer)
             if self._schedule is not None:
-                use_schedule(self._timer, self._schedule)
+                self._timer._session.schedule = self._schedule  # type: ignore[union-attr]
         if self._turns is not None and len(self.steps_us) % RUN == 0:
             with self._timer.paused() if self._timer is not None else nullcontext():
                 mine, other = self._turns

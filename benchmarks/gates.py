@@ -1,6 +1,6 @@
 """Check the decisions of `bench` as a gate in CI, on an idle and on a busy machine.
 
-    python benchmarks/gates.py --json benchmarks/results/gates.json
+    python benchmarks/gates.py --out benchmarks/results/gates.json
     python benchmarks/gates.py --slower 0 --slower 15 --load 4 --rounds 10 --cores 0-1
 
 Each gate has two cores, shared with a number of busy processes. It compares two versions of a
@@ -8,7 +8,6 @@ training script, of which the second has slower steps by a known amount. It pass
 fails (1), or cannot tell (3).
 """
 
-import argparse
 import os
 import queue
 import subprocess
@@ -22,7 +21,7 @@ from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
-from record import environment, save
+from record import environment, new_parser, save
 
 BOUND = "7.5%"
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
@@ -77,17 +76,12 @@ def gate(slower: int, busy: int, cores: set[int], log: Path) -> tuple[str, float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--train", type=int, help="run the training script")
     parser.add_argument("--slower", type=int, action="append", help="percentage")
     parser.add_argument("--load", type=int, action="append", help="busy processes on two cores")
     parser.add_argument("--rounds", type=int, default=5, help="number of gates of each kind")
-    parser.add_argument("--minutes", type=float, default=60.0, help="start no gate afterwards")
     parser.add_argument("--cores", help="such as 0-7, for a gate on each two; all by default")
-    parser.add_argument("--logs", type=Path, help="folder of outputs")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     if arguments.train is not None:
         train(arguments.train)
@@ -96,17 +90,13 @@ def main() -> None:
     pairs = queue.SimpleQueue[set[int]]()
     for core in range(int(first), int(last), 2):
         pairs.put({core, core + 1})
-    logs = arguments.logs or Path(tempfile.mkdtemp())
-    end_s = time.monotonic() + 60 * arguments.minutes
+    logs = Path(tempfile.mkdtemp(prefix="gates-"))
     found = dict[tuple[int, int], list[tuple[str, float]]]()
 
     def decide(kind: tuple[int, int]) -> None:
-        if time.monotonic() > end_s:
-            return
         cores = pairs.get()
         try:
-            log = logs / f"cores-{min(cores)}.txt"
-            decision = gate(kind[1], kind[0], cores, log)
+            decision = gate(kind[1], kind[0], cores, logs / f"cores-{min(cores)}.txt")
         finally:
             pairs.put(cores)
         found.setdefault(kind, []).append(decision)
@@ -125,9 +115,8 @@ def main() -> None:
         for busy, slower in sorted(found)
     ]
     print(*rows, sep="\n")
-    if arguments.json:
-        header = environment("host", "python", "torch", "command") | {"bound": BOUND}
-        save(arguments.json, {**header, "gates": rows})
+    header = environment("host", "python", "torch", "command") | {"bound": BOUND}
+    save(arguments.out, {**header, "gates": rows})
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import lightning.pytorch as pl
@@ -34,13 +35,6 @@ BOUNDS = Path(__file__).parent / "host_bounds.json"
 SETTLE, STEPS = 60, 400  # Steps before the measurement, and in it.
 NEVER = 10**9  # With this `every_n_steps` no step is timed.
 SLOW_EVERY = 4  # On a noisy host, 1 of every n steps is slow.
-
-
-class Meter(Protocol):
-    """Interface of an object that measures the steps between two calls."""
-
-    def begin(self) -> None: ...
-    def end(self) -> None: ...
 
 
 class Calls:
@@ -109,8 +103,8 @@ class Task(pl.LightningModule):
 class Batches:
     """Loader that begins and ends a measurement."""
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
 
     def __len__(self) -> int:
         return SETTLE + STEPS + 1  # The measurement ends before the last batch.
@@ -119,44 +113,37 @@ class Batches:
         x = torch.ones(2, 2)
         for number in range(len(self)):
             if number == SETTLE:
-                self._meter.begin()
+                self._calls.begin()
             elif number == SETTLE + STEPS:
-                self._meter.end()
+                self._calls.end()
             yield x
 
 
-def in_steps(time: HostTime, meter: Meter, every_n_steps: int) -> None:
-    """Train in a plain loop over `steps()`."""
+def in_plain_loop(
+    time: HostTime, calls: Calls, every_n_steps: int, *, with_steps: bool = False
+) -> None:
+    """Train in a plain loop over `steps()`, or in one that calls `step()`."""
     net = Net(time)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     with GPUPhaseHooks(net, optimizer, every_n_steps=every_n_steps) as timer:
-        for x in timer.steps(Batches(meter)):
+        batches = Batches(calls)
+        for x in timer.steps(batches) if with_steps else batches:
             optimizer.zero_grad()
             net(x).square().mean().backward()
             optimizer.step()
+            if not with_steps:
+                timer.step()
 
 
-def in_step(time: HostTime, meter: Meter, every_n_steps: int) -> None:
-    """Train in a plain loop that calls `step()`."""
-    net = Net(time)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    with GPUPhaseHooks(net, optimizer, every_n_steps=every_n_steps) as timer:
-        for x in Batches(meter):
-            optimizer.zero_grad()
-            net(x).square().mean().backward()
-            optimizer.step()
-            timer.step()
-
-
-def in_lightning(time: HostTime, meter: Meter, every_n_steps: int) -> None:
+def in_lightning(time: HostTime, calls: Calls, every_n_steps: int) -> None:
     timer = GPUPhaseTimer(print_summary=False, every_n_steps=every_n_steps)
     trainer = bare_trainer(accelerator="cpu", max_epochs=1, callbacks=[timer])
-    trainer.fit(Task(time), Batches(meter))
+    trainer.fit(Task(time), Batches(calls))
 
 
-WAYS: dict[str, Callable[[HostTime, Meter, int], None]] = {
-    "GPUPhaseHooks.steps": in_steps,
-    "GPUPhaseHooks.step": in_step,
+WAYS: dict[str, Callable[[HostTime, Calls, int], None]] = {
+    "GPUPhaseHooks.steps": partial(in_plain_loop, with_steps=True),
+    "GPUPhaseHooks.step": in_plain_loop,
     "GPUPhaseTimer": in_lightning,
 }
 

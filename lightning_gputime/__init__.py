@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_gputime._api import *
+    from lightning_gputime._instrumentation.traced import phase as phase
     from lightning_gputime.callback import GPUPhaseTimer
+    from lightning_gputime.hooks import GPUPhaseHooks as GPUPhaseHooks
     from lightning_gputime.metric import PhaseTimeMetric
 
 __all__ = [
@@ -58,8 +60,13 @@ __all__ = [
 
 __version__ = "0.2.0"
 
-_HEAVY = {"GPUPhaseTimer": "callback", "PhaseTimeMetric": "metric"}
-"""Modules of the names that need optional dependencies. All other names are in `_api`."""
+_HEAVY = {
+    "GPUPhaseHooks": "hooks",
+    "GPUPhaseTimer": "callback",
+    "PhaseTimeMetric": "metric",
+    "phase": "_instrumentation.traced",
+}
+"""Modules of the names that need torch or Lightning. All other names are in `_api`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -69,9 +76,11 @@ def __getattr__(name: str) -> Any:
 
         fix = "" if name.startswith("_") else f": {suggest(name, __all__)}"
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{fix}")
-    module = importlib.import_module(f"{__name__}.{_HEAVY.get(name, '_api')}")
-    found = globals()[name] = getattr(module, name)
+    module = importlib.import_module(f"{__name__}._api")
     if name in _HEAVY:
+        module = importlib.import_module(f"{__name__}.{_HEAVY[name]}")
+    found = globals()[name] = getattr(module, name)
+    if isinstance(found, type):
         found.__module__ = __name__
     return found
 

@@ -1,10 +1,9 @@
-"""Public names that need torch but not Lightning. `__init__` imports them lazily."""
+"""Public names that need neither torch nor Lightning. `__init__` imports them lazily."""
 
 from lightning_gputime._diagnosis import Advice as Advice
 from lightning_gputime._diagnosis import Diagnosis as Diagnosis
 from lightning_gputime._diagnosis import Entry as Entry
 from lightning_gputime._diagnosis import TimeBreakdown as TimeBreakdown
-from lightning_gputime._instrumentation.traced import phase as phase
 from lightning_gputime._ledger.rows import LineRow as LineRow
 from lightning_gputime._ledger.rows import PhasePart as PhasePart
 from lightning_gputime._loader import LoaderTimes as LoaderTimes
@@ -34,12 +33,10 @@ from lightning_gputime._phases import Timeline as Timeline
 from lightning_gputime._runs.compare import LineChange as LineChange
 from lightning_gputime._runs.compare import RunComparison as RunComparison
 from lightning_gputime._runs.compare import compare as compare
-from lightning_gputime._runs.environment import Environment as Environment
 from lightning_gputime._runs.estimates import Difference as Difference
 from lightning_gputime._runs.host_speed import ProportionalStep as ProportionalStep
 from lightning_gputime._runs.saved import Run as Run
 from lightning_gputime._runs.saved import load as load
-from lightning_gputime.hooks import GPUPhaseHooks as GPUPhaseHooks
 
 for found in [value for value in vars().values() if isinstance(value, type)]:
     found.__module__ = "lightning_gputime"  # Users import the classes from there.

@@ -8,13 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from math import isfinite
 from numbers import Number
-from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from lightning_gputime._measurement.observers import is_observer
 from lightning_gputime._messages import format_value, suggest
 from lightning_gputime._output.loggers import GROUPS
 from lightning_gputime._phases import StepTimes
-from lightning_gputime._record.clock import Clock
+
+if TYPE_CHECKING:
+    from lightning_gputime._record.clock import Clock  # Imports torch.
 
 AUTO = "auto"
 LOG_GROUPS = ("default", "all", "phases", "comm", "slow", "fit")  # Accepted values of `log=`.
@@ -74,7 +76,7 @@ class TimerOptions(TypedDict, total=False):
 class AllOptions(TimerOptions, total=False):
     """`TimerOptions` and the private options of tests and benchmarks, which no signature shows."""
 
-    _clock: Clock | None  # Replaces the device's clock.
+    _clock: "Clock | None"  # Replaces the device's clock.
     # Number of ended steps that the GPU may still be running after the host has waited for it. With
     # 1, the GPU has work during that wait.
     _lag: int
@@ -95,7 +97,7 @@ class Options:
     items: Any = None
     flops: Any = None
     observers: Sequence[Any] = ()
-    _clock: Clock | None = None
+    _clock: "Clock | None" = None
     _lag: int = 1
 
     def __post_init__(self) -> None:

@@ -17,11 +17,12 @@ from lightning_gputime._compat.torch_ import CHECKPOINT, unwrapped
 from lightning_gputime._instrumentation.loop import Loop, loaders_in
 from lightning_gputime._instrumentation.patching import Attachments, Subscription
 from lightning_gputime._instrumentation.traced import NamedPhase
-from lightning_gputime._ledger.ledger import Ledger, forwards_of
+from lightning_gputime._ledger.examiner import forwards_of
+from lightning_gputime._ledger.ledger import Ledger
 from lightning_gputime._ledger.outside import OutsideLines
 from lightning_gputime._loader.stages import StagedLoaders
 from lightning_gputime._measurement.culprits import CulpritSums
-from lightning_gputime._measurement.measurement import CostlySetting
+from lightning_gputime._measurement.measurement import CostlySetting, Environment
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.slow import SlowStep
 from lightning_gputime._measurement.wall_clock import WallClock
@@ -35,7 +36,6 @@ from lightning_gputime._record.clock import Clock, HostClock, ThreadTimes, clock
 from lightning_gputime._runs import saved
 from lightning_gputime._runs.environment import (
     CostlySettings,
-    Environment,
     environment_of,
     loader_settings,
     merge,

@@ -10,11 +10,11 @@ from fake_gpu import Adder, FakeGPU, Layer, batches, work
 from torch import Tensor
 
 from lightning_gputime import GPUPhaseHooks, Run, SlowStep
+from lightning_gputime._measurement.measurement import Environment
 from lightning_gputime._measurement.results import Results
 from lightning_gputime._measurement.slow import SlowEvidence
 from lightning_gputime._output.summary import PhaseSummary, summary_of
 from lightning_gputime._phases import StepRecord
-from lightning_gputime._runs.environment import Environment
 from lightning_gputime._session.schedule import Schedule, Windows
 
 

@@ -184,7 +184,7 @@ def test_answers_are_counted_and_saved(
     monkeypatch.setattr(answers, "logging", MagicMock())  # Keep the levels of the loggers.
     monkeypatch.setattr(answers.projects_cpu, "PROJECTS", programs)
     path = tmp_path / "answers.json"
-    monkeypatch.setattr(sys, "argv", ["answers.py", "--device", "cpu", "--json", str(path)])
+    monkeypatch.setattr(sys, "argv", ["answers.py", "--device", "cpu", "--out", str(path)])
     answers.main()
     saved = json.loads(path.read_text())
     counts = {"named": "1 of 2", "code": "1 of 2", "wrong": "1 of 2", "false alarm": "0 of 1"}

@@ -10,6 +10,7 @@ import pytest
 from processes import ENVIRONMENT
 from test_compare import run
 
+from lightning_gputime._auto_instrumentation.environment import VARIABLE
 from lightning_gputime._runs import saved
 
 yaml = pytest.importorskip("yaml")
@@ -76,15 +77,17 @@ def test_action_fails_according_to_the_outcome(
 
 @pytest.mark.slow
 def test_action_alternates_two_commands(tmp_path: Path) -> None:
+    # Instead of a training, the commands copy saved runs.
     script = (
-        "import torch; net = torch.nn.Linear(2, 2)\n"
-        "optimizer = torch.optim.SGD(net.parameters(), lr=0.01)\n"
-        "for _ in range(60):\n    net(torch.ones(2, 2)).sum().backward(); optimizer.step()\n"
+        f"import json, os, shutil, sys\nto = json.loads(os.environ[{VARIABLE!r}])['save_path']\n"
+        "shutil.copy(sys.argv[1], to)\n"
     )
     (tmp_path / "train.py").write_text(script)
-    inputs = {"bench": "true", "before": "train.py", "after": "train.py --new"}
-    code, outcome, _ = run_action(tmp_path, **inputs, **{"fail-above": "step:900%"})
-    assert (code, outcome) == (0, "passed")
+    for name, more_ms in (("old", 0.0), ("new", 1.5)):
+        saved.save(run(n=200, more={"backward": more_ms}), tmp_path / f"{name}.json.gz")
+    inputs = {"bench": "true", "before": "train.py old.json.gz", "after": "train.py new.json.gz"}
+    code, outcome, printed = run_action(tmp_path, **inputs)
+    assert (code, outcome) == (1, "regression"), printed
     assert "of 3 runs" in (tmp_path / "step-time.md").read_text()
 
 

@@ -21,10 +21,10 @@ from scipy import signal, stats
 
 from lightning_gputime import Cause, Difference, PhaseStats, Run, RunComparison, SlowStep, compare
 from lightning_gputime._measurement.history import history, structured
+from lightning_gputime._measurement.measurement import Environment
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._phases import StepRecord
 from lightning_gputime._runs import saved
-from lightning_gputime._runs.environment import Environment
 from lightning_gputime._runs.estimates import quantile_of_t
 
 PHASES = ("data", "forward", "backward")

@@ -22,11 +22,11 @@ from lightning_gputime._diagnosis import Advice, Diagnosis
 from lightning_gputime._diagnosis.diagnose import diagnose
 from lightning_gputime._instrumentation import loop as boundaries
 from lightning_gputime._ledger.rows import LineRow
-from lightning_gputime._measurement.measurement import CostlySetting, TrainingSetup
+from lightning_gputime._measurement.measurement import CostlySetting, Environment, TrainingSetup
 from lightning_gputime._measurement.wall_clock import WallClockBreakdown
 from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._record.clock import ThreadTimes
-from lightning_gputime._runs.environment import CostlySettings, Environment
+from lightning_gputime._runs.environment import CostlySettings
 
 
 @pytest.fixture(autouse=True)

@@ -45,7 +45,7 @@ def optimizer(net: Any) -> torch.optim.Optimizer:
 
 
 def test_every_recipe_is_one_file_and_one_line() -> None:
-    assert len(RECIPES) == 4
+    assert len(RECIPES) == 3
     for file, line in RECIPES.values():
         compile(file, "recipe", "exec")
         assert len(line.splitlines()) == 1
@@ -61,17 +61,17 @@ def test_recipe_adds_a_phase(net: Any, optimizer: torch.optim.Optimizer) -> None
     assert timer.summary().rows["augment"].n == 5
 
 
-def test_recipe_adds_a_cause(net: Any, optimizer: torch.optim.Optimizer) -> None:
-    cache = SimpleNamespace(load=lambda step: time.sleep(0.2 if step == 40 else 0))
-    follow("Add a cause of slow steps", cache=cache)
+def test_added_phase_is_a_cause_of_slow_steps(net: Any, optimizer: torch.optim.Optimizer) -> None:
+    model = SimpleNamespace(augment=lambda step: time.sleep(0.2 if step == 40 else 0))
+    follow("Add a phase", model=model)
     with GPUPhaseHooks(net, optimizer, every_n_steps=1) as timer:
         for step in timer.steps(range(60)):
-            cache.load(step)
+            model.augment(step)
             net(torch.randn(4, 4)).mean().backward()
             optimizer.step()
     # A busy machine may slow other steps even more.
     [planted] = [slow for slow in timer.slow_steps() if slow.step == 40]
-    assert planted.causes[0].name == "phase cache miss"
+    assert planted.causes[0].name == "phase augment"
 
 
 def test_recipe_adds_a_front_end(
@@ -90,7 +90,7 @@ def test_recipe_adds_a_front_end(
     assert "backward" in capsys.readouterr().out
 
 
-def test_recipe_adds_an_output(net: Any, optimizer: torch.optim.Optimizer) -> None:
+def test_recipe_adds_a_feature(net: Any, optimizer: torch.optim.Optimizer) -> None:
     logged: dict[str, float] = {}
     logger = SimpleNamespace(log_metrics=lambda *, metrics, step: logged.update(metrics))
     names: dict[str, Any] = {"net": net, "optimizer": optimizer}
@@ -98,7 +98,7 @@ def test_recipe_adds_an_output(net: Any, optimizer: torch.optim.Optimizer) -> No
     names["GPUPhaseHooks"] = lambda *args, **options: GPUPhaseHooks(
         *args, **options, logger=logger, log_every_n_steps=10
     )
-    timer = follow("Add an output", **names)["timer"]
+    timer = follow("Add a feature", **names)["timer"]
     with timer:
         train(timer, net, optimizer)
     assert logged["phase_time/longest_ms"] > 0

@@ -645,7 +645,6 @@ def test_run_names_a_loop_that_makes_an_iterator_for_each_batch(workers: int, ru
 def test_script_gets_one_timer(script: str, steps: int, message: str, run: Runner) -> None:
     if script is TRANSFORMERS:
         pytest.importorskip("transformers")
-    # To check an option the command imports torch, which is slow: once per front end is enough.
     has_option = script in (PLAIN, LIGHTNING, FABRIC, TRANSFORMERS)
     options = ["--warmup-steps", "0", "--lines", "False"] if has_option else []
     out, err = run(script, *SAVED, *options, "train.py")

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_gputime import GPUPhaseHooks
 
-LATE_MS, WARMUP, STEPS = 40.0, 2, 12
+LATE_MS, WARMUP, STEPS = 40.0, 2, 10
 WIDTH, LAYERS, MICRO_BATCHES = 8, 4, 2
 PLACES = ("nobody", "data", "forward", "third layer", "backward", "optimizer")
 

@@ -19,6 +19,18 @@ class Numbers(Dataset[Tensor]):
         return torch.tensor([*drawn, float(index)])
 
 
+class FailingSamples(Dataset[Tensor]):
+    """A dataset whose third batch of two fails."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 4:
+            raise ValueError("bad sample")
+        return torch.zeros(2)
+
+
 class Repeated(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         yield from torch.arange(60.0).view(20, 3)

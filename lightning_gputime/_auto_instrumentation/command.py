@@ -106,12 +106,11 @@ def _prepare(args: argparse.Namespace) -> tuple[str, list[str]]:
         raise ValueError("no script is given: write run train.py, or run -m package.module")
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise ValueError(_IGNORES_SITE.format(""))
-    # Check the script before the options, because checking options imports torch.
     program = None if args.is_module else find_program(args.script)
     wanted = {name: given[name] for name in (*SWITCHES, *VALUES) if given[name] is not None}
     try:
         if options := timer_options(wanted):
-            from lightning_gputime._options import Options  # Imports torch.
+            from lightning_gputime._options import Options
 
             Options(**options)
         if "save_path" in wanted:
@@ -147,7 +146,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def bench(args: argparse.Namespace) -> "RunComparison":
     """Run two commands alternately until their comparison is certain. Return the comparison."""
-    from lightning_gputime._runs.compare import compare_sides  # Imports torch.
+    from lightning_gputime._runs.compare import compare_sides
 
     commands = {"before": args.before, "after": args.after}
     for side, command in commands.items():

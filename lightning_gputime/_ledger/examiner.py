@@ -5,14 +5,19 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from types import CodeType
 from typing import Any
 
+from torch import nn
+
+from lightning_gputime._compat.python_ import code_of
 from lightning_gputime._compat.torch_ import (
     GraphNode,
     graph_nodes,
     is_autograd_compiled,
     next_sequence,
     without_function_modes,
+    without_wrappers,
 )
 from lightning_gputime._ledger.places import Line, Operations
 from lightning_gputime._ledger.watch import LineWatch
@@ -212,3 +217,22 @@ def _kind_of(node: GraphNode) -> str:
         return "convolutions"
     is_product = operation.startswith(("Mm", "Addmm", "Bmm", "Baddbmm", "Linear"))
     return "float32_products" if is_product and node.is_float32 else ""
+
+
+def forwards_of(model: object) -> dict[CodeType, str]:
+    """Return the code of each forward in a model, and the modules that run it.
+
+    The text is the name of a single module, such as "blocks.3.att", or the number and the class of
+    several, such as "8 x Block"; empty for the model itself.
+    """
+    names: dict[CodeType, list[tuple[str, str]]] = {}
+    # The model of some trainers, such as SetFit, is not a module.
+    modules = nn.Module.named_modules(model) if isinstance(model, nn.Module) else ()
+    for name, module in modules:
+        code = code_of(getattr(type(module), "forward", None))
+        if code is not None:
+            names.setdefault(code, []).append((without_wrappers(name), type(module).__name__))
+    return {
+        code: found[0][0] if len(found) == 1 else f"{len(found)} x {found[0][1]}"
+        for code, found in names.items()
+    }

@@ -6,10 +6,6 @@ from itertools import accumulate
 from statistics import mean, stdev
 from types import CodeType
 
-from torch import nn
-
-from lightning_gputime._compat.python_ import code_of
-from lightning_gputime._compat.torch_ import without_wrappers
 from lightning_gputime._ledger.cells import GPU, ExaminedStep, examined_step
 from lightning_gputime._ledger.outside import OutsideLines
 from lightning_gputime._ledger.pace import PaceSums
@@ -161,22 +157,3 @@ class Ledger:
         for entry, found in occurrences.items():
             rows += make_rows(found, entry=entry)
         return rows
-
-
-def forwards_of(model: object) -> dict[CodeType, str]:
-    """Return the code of each forward in a model, and the modules that run it.
-
-    The text is the name of a single module, such as "blocks.3.att", or the number and the class of
-    several, such as "8 x Block"; empty for the model itself.
-    """
-    names: dict[CodeType, list[tuple[str, str]]] = {}
-    # The model of some trainers, such as SetFit, is not a module.
-    modules = nn.Module.named_modules(model) if isinstance(model, nn.Module) else ()
-    for name, module in modules:
-        code = code_of(getattr(type(module), "forward", None))
-        if code is not None:
-            names.setdefault(code, []).append((without_wrappers(name), type(module).__name__))
-    return {
-        code: found[0][0] if len(found) == 1 else f"{len(found)} x {found[0][1]}"
-        for code, found in names.items()
-    }

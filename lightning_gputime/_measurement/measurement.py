@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._loader import LoaderTimes
@@ -118,3 +119,44 @@ class TrainingSetup:
     compiled: bool = False  # torch compiles at least a part of the model.
     unfused: str = ""  # Class of optimizers that could be fused but are not.
     costly_settings: tuple[CostlySetting, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Environment of a run. Unknown values are empty or None.
+
+    Attributes:
+        device: Name of the GPU; without a GPU, of the CPU.
+        device_type: Type of the device, such as "cuda" or "cpu".
+        cuda: Version of CUDA that torch was built with.
+        torch: Version of torch.
+        lightning: Version of Lightning.
+        package: Version of lightning_gputime.
+        world_size: Number of processes that train together.
+        rank: Rank of this process.
+        precision: Precision of the trainer; in a plain loop, dtype of the parameters.
+        compiled: True if torch compiles at least a part of the model.
+        parameters: Number of parameters of the model.
+        batch_size: Batch size of the loader.
+        accumulate_grad_batches: Number of batches per step.
+        commit: Git commit of the program.
+        started: Start of the measurement (UTC, ISO 8601).
+        options: Options of the timer that differ from their defaults, if JSON can store them.
+    """
+
+    device: str = ""
+    device_type: str = ""
+    cuda: str = ""
+    torch: str = ""
+    lightning: str = ""
+    package: str = ""
+    world_size: int = 1
+    rank: int = 0
+    precision: str = ""
+    compiled: bool = False
+    parameters: int = 0
+    batch_size: int | None = None
+    accumulate_grad_batches: int | None = None
+    commit: str = ""
+    started: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lightning_gputime._measurement.history import list_phases
+from lightning_gputime._measurement.measurement import Environment
 from lightning_gputime._measurement.sums import largest_part
 from lightning_gputime._measurement.units import duration, plain, unit_of
 from lightning_gputime._measurement.wall_clock import STEPS
@@ -18,7 +19,6 @@ from lightning_gputime._messages import Named, format_value
 from lightning_gputime._output.summary import PhaseSummary
 from lightning_gputime._output.table import Table, Tabular
 from lightning_gputime._phases import in_order, of_one_callback
-from lightning_gputime._runs.environment import Environment
 from lightning_gputime._runs.estimates import (
     MIN_STEPS,
     OUTCOMES,

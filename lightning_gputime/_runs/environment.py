@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -28,7 +28,7 @@ from lightning_gputime._instrumentation.loop import (
     loaders_in,
 )
 from lightning_gputime._instrumentation.work import device_name
-from lightning_gputime._measurement.measurement import CostlySetting, TrainingSetup
+from lightning_gputime._measurement.measurement import CostlySetting, Environment, TrainingSetup
 from lightning_gputime._measurement.units import percent
 from lightning_gputime._messages import messages
 from lightning_gputime._options import Options, TimerOptions
@@ -44,47 +44,6 @@ _AMPERE = (8, 0)  # The first compute capability of CUDA with TF32 and fast bflo
 _MIN_CORE_WAIT = 0.2  # Shorter waits for a CPU core, as a fraction of the time, are not reported.
 _MAX_NAMES = 3  # Number of modules to name.
 _MIN_THREAD = 0.3  # Other Python threads that run a smaller fraction of the time are ignored.
-
-
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """Environment of a run. Unknown values are empty or None.
-
-    Attributes:
-        device: Name of the GPU; without a GPU, of the CPU.
-        device_type: Type of the device, such as "cuda" or "cpu".
-        cuda: Version of CUDA that torch was built with.
-        torch: Version of torch.
-        lightning: Version of Lightning.
-        package: Version of lightning_gputime.
-        world_size: Number of processes that train together.
-        rank: Rank of this process.
-        precision: Precision of the trainer; in a plain loop, dtype of the parameters.
-        compiled: True if torch compiles at least a part of the model.
-        parameters: Number of parameters of the model.
-        batch_size: Batch size of the loader.
-        accumulate_grad_batches: Number of batches per step.
-        commit: Git commit of the program.
-        started: Start of the measurement (UTC, ISO 8601).
-        options: Options of the timer that differ from their defaults, if JSON can store them.
-    """
-
-    device: str = ""
-    device_type: str = ""
-    cuda: str = ""
-    torch: str = ""
-    lightning: str = ""
-    package: str = ""
-    world_size: int = 1
-    rank: int = 0
-    precision: str = ""
-    compiled: bool = False
-    parameters: int = 0
-    batch_size: int | None = None
-    accumulate_grad_batches: int | None = None
-    commit: str = ""
-    started: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def environment_of(loop: Loop, options: Options, **known: Any) -> Environment:
