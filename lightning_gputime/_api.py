@@ -11,6 +11,8 @@ from lightning_gputime._loader import WorkerTimes as WorkerTimes
 from lightning_gputime._measurement.changes import Slowdown as Slowdown
 from lightning_gputime._measurement.culprits import Culprit as Culprit
 from lightning_gputime._measurement.culprits import Source as Source
+from lightning_gputime._measurement.measurement import CostlySetting as CostlySetting
+from lightning_gputime._measurement.measurement import Environment as Environment
 from lightning_gputime._measurement.measurement import Measurement as Measurement
 from lightning_gputime._measurement.measurement import TrainingSetup as TrainingSetup
 from lightning_gputime._measurement.memory import MemorySummary as MemorySummary

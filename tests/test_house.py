@@ -57,8 +57,10 @@ def own_imports(module: str) -> set[str]:
             paths = [".".join(filter(None, (path, *ends))) for ends in ([name], [], ["__init__"])]
             found.add(next(path for path in paths if path in MODULES))
             folder = path.partition(".")[0]
-            if folder != module.partition(".")[0]:
-                found |= {f"{folder}.__init__"} & {*MODULES}
+            package = f"{folder}.__init__"
+            # Most packages have an empty `__init__`.
+            if folder != module.partition(".")[0] and package in MODULES and imports(package):
+                found.add(package)
     return found
 
 

@@ -277,6 +277,8 @@ class CostlySettings:
                 "detect_anomaly=True may cost time in forward and backward: turn it off after"
                 " debugging",
             )
+        if not is_cuda:
+            return
         cudnn = torch.backends.cudnn
         # The benchmark may choose a different algorithm in each run, so a training that must be
         # repeatable cannot use it.
@@ -297,7 +299,7 @@ class CostlySettings:
                 operation="multiplies_float32",
             )
         blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "").strip().upper()
-        if is_cuda and blocking not in ("", "0", "FALSE", "OFF"):
+        if blocking not in ("", "0", "FALSE", "OFF"):
             yield CostlySetting(
                 "CUDA_LAUNCH_BLOCKING",
                 "CUDA_LAUNCH_BLOCKING=1 may cost time in all phases, and distorts all times, as the"
