@@ -15,11 +15,10 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice, pairwise, repeat
-from threading import Semaphore, get_ident
+from threading import get_ident
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -31,6 +30,7 @@ from torch.optim import optimizer as optimizers
 
 from lightning_gputime import GPUPhaseHooks, GPUPhaseTimer
 from lightning_gputime._session.schedule import Schedule, Windows
+from lightning_gputime._session.session import OFF
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -42,6 +42,12 @@ RUN = 10 * BLOCK  # Steps with "auto" in a row, before as many without a timer.
 CHUNK = 2 * RUN  # Steps with "auto" to compare with the same number without a timer.
 TOGETHER = 20  # Consecutive cycles of the same way.
 LEAST, TIMED, DEFAULT = "least timer", "every step timed", "default"
+EMPTY, UNTIMED = "empty callback", "no step timed"
+# Ways that take turns of `RUN` steps with a training without a timer, and options of the timer.
+IN_RUNS: dict[str, dict[str, Any]] = {
+    UNTIMED: {"every_n_steps": 10**9, "lines": False},
+    DEFAULT: {},
+}
 
 T = TypeVar("T")
 Added = Generator[float, None, None]
@@ -211,10 +217,10 @@ def added_by_timed(training: Training) -> Added:
             yield us_per_step(step) - without_us
 
 
-def added_by_default(training: Training, layers: int, chunks: int) -> Iterator[float]:
+def added_in_runs(training: Training, layers: int, chunks: int, **options: Any) -> Iterator[float]:
     """Yield the mean of a chunk of steps minus that of the same training without a timer."""
     bare = Training(layers)
-    with GPUPhaseHooks(training.net, training.optimizer) as timer:
+    with GPUPhaseHooks(training.net, training.optimizer, **options) as timer:
         examine_no_pauses(timer)
         batches = iter(timer.steps(repeat(training.x)))
         next(batches)
@@ -251,80 +257,107 @@ def in_plain_loop(layers: int, cycles: int) -> dict[str, list[float]]:
                 next(added)
             found[name] += islice(added, TOGETHER)
             added.close()
-    found[DEFAULT] = [*added_by_default(training, layers, cycles // 4)]
+    for name, options in IN_RUNS.items():
+        found[name] = [*added_in_runs(training, layers, cycles // 4, **options)]
     return found
 
 
 class Stopwatch(pl.Callback):
-    """Callback that records the duration of each batch, and replaces the schedule of a timer.
+    """Callback that records the time of each batch (in microseconds)."""
 
-    Fits in two threads alternate every `RUN` batches if each gets the semaphores of both, its
-    semaphore first.
-    """
-
-    def __init__(
-        self,
-        timer: GPUPhaseTimer | None = None,
-        schedule: Alternating | None = None,
-        turns: tuple[Semaphore, Semaphore] | None = None,
-    ) -> None:
+    def __init__(self) -> None:
         self.steps_us: list[float] = []
-        self._timer, self._schedule, self._turns = timer, schedule, turns
         self._start = 0.0
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         now = time.perf_counter()
         if self._start:
             self.steps_us.append((now - self._start) * 1e6)
-        elif self._timer is not None:
-            examine_no_pauses(self._timer)
-            if self._schedule is not None:
-                self._timer._session.schedule = self._schedule  # type: ignore[union-attr]
-        if self._turns is not None and len(self.steps_us) % RUN == 0:
-            with self._timer.paused() if self._timer is not None else nullcontext():
-                mine, other = self._turns
-                if self.steps_us:
-                    other.release()
-                mine.acquire()
+        self.batch_begins(trainer)
         self._start = time.perf_counter()
 
+    def batch_begins(self, trainer: Any) -> None: ...
 
-def fit(layers: int, steps: int, watch: Stopwatch) -> list[float]:
-    """Train in Lightning, and return the microseconds of each step."""
-    callbacks = [watch, *([watch._timer] if watch._timer is not None else [])]
+
+class Scheduled(Stopwatch):
+    """Sets the schedule of a timer in its first batch."""
+
+    def __init__(self, timer: Any) -> None:
+        super().__init__()
+        self._timer = timer
+
+    def batch_begins(self, trainer: Any) -> None:
+        if not self.steps_us:
+            self._timer._session.schedule = Alternating()
+
+
+class EmptyCallback(pl.Callback):
+    """Callback with the two hooks that run in every batch."""
+
+    def on_train_batch_start(self, *_: Any) -> None: ...
+
+    def on_train_batch_end(self, *_: Any) -> None: ...
+
+
+class Turns(Stopwatch):
+    """Removes a callback from its trainer for `RUN` steps, adds it for `RUN` steps, and so on.
+
+    A timer is removed only while it has no hooks, and is paused meanwhile.
+    """
+
+    def __init__(self, callback: pl.Callback) -> None:
+        super().__init__()
+        self._callback, self._pause = callback, ExitStack()
+        self._left, self._is_on = 2 * CHUNK, True  # "auto" measures the cost of timing first.
+        self.added_us: list[float] = []
+        self._without_us = 0.0
+
+    def batch_begins(self, trainer: Any) -> None:
+        is_timer = isinstance(self._callback, GPUPhaseTimer)
+        if is_timer and not self.steps_us:
+            examine_no_pauses(self._callback)
+        self._left -= 1
+        if self._left > 0 or (is_timer and self._is_on and not self._has_no_hooks()):
+            return
+        took_us, self.steps_us = statistics.mean(self.steps_us), []
+        self._left, self._is_on = RUN, not self._is_on
+        if self._is_on:
+            self._without_us = took_us
+            self._pause.close()
+            trainer.callbacks.append(self._callback)
+            return
+        if self._without_us:
+            self.added_us.append(took_us - self._without_us)
+        trainer.callbacks.remove(self._callback)
+        if is_timer:
+            self._pause.enter_context(self._callback.paused())  # type: ignore[attr-defined]
+
+    def _has_no_hooks(self) -> bool:
+        session: Any = self._callback._session  # type: ignore[attr-defined]
+        return session.mode is OFF
+
+
+def fit(layers: int, steps: int, callbacks: list[pl.Callback]) -> None:
+    """Train in Lightning."""
     trainer = bare_trainer(max_epochs=1, callbacks=callbacks)
     trainer.fit(Task(layers), Repeat(torch.randn(64, 96), steps + 1))
-    return watch.steps_us
-
-
-def added_by_default_in_lightning(layers: int, chunks: int) -> list[float]:
-    """Return the mean of each chunk of a fit minus that of a fit without a timer."""
-    first, second = Semaphore(1), Semaphore(0)
-    timer = GPUPhaseTimer(print_summary=False)
-    watches = [Stopwatch(timer, turns=(first, second)), Stopwatch(turns=(second, first))]
-    steps = (chunks + 2) * CHUNK
-    with ThreadPoolExecutor(2) as threads:
-        fits = [threads.submit(fit, layers, steps, watch) for watch in watches]
-        # A fit that has ended lets the other fit finish.
-        fits[0].add_done_callback(lambda _: second.release(steps))
-        fits[1].add_done_callback(lambda _: first.release(steps))
-        timed, bare = (
-            [statistics.mean(chunk) for chunk in batched(fit.result(), CHUNK)] for fit in fits
-        )
-    print(f"1 of {timer.summary().timed_every_n_steps} steps was timed")
-    # Skip the first chunk, in which "auto" measures the cost of timing, and the last, in which one
-    # fit may train alone.
-    return [us - bare_us for us, bare_us in zip(timed, bare, strict=True)][1:-1]
 
 
 def in_lightning(layers: int, rounds: int) -> dict[str, list[float]]:
     """Return the microseconds that each way adds to a step in Lightning, and the bare step."""
     timer = GPUPhaseTimer(every_n_steps=2 * BLOCK, print_summary=False, lines=False)
-    steps_us = fit(layers, 4 * rounds * BLOCK, Stopwatch(timer, Alternating()))
-    blocks = [statistics.mean(block) for block in batched(steps_us[4 * BLOCK :], BLOCK)]
+    watch = Scheduled(timer)
+    fit(layers, 4 * rounds * BLOCK, [watch, timer])
+    blocks = [statistics.mean(block) for block in batched(watch.steps_us[4 * BLOCK :], BLOCK)]
     found = {"step": blocks[::2]}
     found[TIMED] = [us - off_us for off_us, us in zip(blocks[::2], blocks[1::2], strict=False)]
-    found[DEFAULT] = added_by_default_in_lightning(layers, rounds)
+    callbacks: dict[str, pl.Callback] = {EMPTY: EmptyCallback()}
+    for way, options in IN_RUNS.items():
+        callbacks[way] = GPUPhaseTimer(print_summary=False, **options)
+    for way, callback in callbacks.items():
+        turns = Turns(callback)
+        fit(layers, 2 * CHUNK + 2 * RUN * rounds, [turns, callback])
+        found[way] = turns.added_us
     return found
 
 

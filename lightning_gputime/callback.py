@@ -66,6 +66,8 @@ class Fit(BatchState):
     """
 
     is_open = False
+    has_hooks = True
+    """False while steps are only counted. Then the trainer need not report the start of a batch."""
 
     def __init__(
         self,
@@ -82,7 +84,10 @@ class Fit(BatchState):
         self._step_number = lightning_.step_counter(trainer)
         self.row = dict[str, float]()
         """Further values of each logged row: the epoch of its steps."""
-        self._in_batch = False  # True between our hooks at the start and at the end of a batch.
+        # True between our hooks at the start and at the end of a batch, while there are hooks.
+        self._in_batch = False
+        # True for a `training_step(dataloader_iter)`, which fetches its batches itself.
+        self._fetches = "dataloader_iter" in signature(model.training_step).parameters
         # True if micro-batches have ended since the last step. A step may span epochs.
         self._accumulates = False
         # Exception that was already being handled when the epoch began.
@@ -96,8 +101,6 @@ class Fit(BatchState):
         """Describe the loop in which the trainer trains the model."""
         trainer, model = self.trainer, self._model
         wrappers = [] if model.automatic_optimization else model.optimizers()
-        # A `training_step(dataloader_iter)` fetches its batches itself.
-        fetches = "dataloader_iter" in signature(model.training_step).parameters
         others = [other for other in trainer.callbacks if not isinstance(other, timer_class)]
         logs_every_step = trainer.log_every_n_steps == 1 and len(trainer.loggers) > 0
         return Loop(
@@ -109,7 +112,7 @@ class Fit(BatchState):
             trains_in_closure=model.automatic_optimization,
             batch=self,
             needs_updates=not model.automatic_optimization,
-            expects=[] if fetches else lightning_.expected_of(trainer, others),
+            expects=[] if self._fetches else lightning_.expected_of(trainer, others),
             # An overridden `optimizer_step` may skip updates that the trainer counts.
             counts_steps=model.automatic_optimization
             and not lightning_.defines(model, "optimizer_step"),
@@ -163,6 +166,7 @@ class Fit(BatchState):
             has_ended = session.leave_loop(number)
             if not has_ended:
                 session.end_step(number)
+            self._follow_hooks()
 
     # Batches. The next two methods run in every batch, so they avoid the extra call of
     # `never_raises`.
@@ -176,9 +180,8 @@ class Fit(BatchState):
             self._in_batch = True
             if self._wall_clock.entry is not STEPS:
                 self._wall_clock.resume_steps()
-            if session.mode is not OFF:
-                self.is_open = True
-                session.batch_begins(batch)
+            self.is_open = True
+            session.batch_begins(batch)
         except Exception as error:
             self._fail(error)
 
@@ -187,11 +190,10 @@ class Fit(BatchState):
         try:
             # Lightning ends a batch that is None without starting it. The time of this batch is
             # `data` of the next batch.
-            if batch is None and not self._in_batch:
+            if batch is None and not (self._in_batch or self._fetches):
                 return
             session = self._session
-            if session.mode is OFF:
-                self._in_batch = False
+            if not self.has_hooks:
                 # Until the hooks return, the trainer's count of batches ends steps, unless it was
                 # wrong before. Without calls of functions, because most batches end here.
                 n, trainer = batch_idx + 1, self.trainer
@@ -200,8 +202,7 @@ class Fit(BatchState):
                 else:
                     ends = n % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
                 if ends and session.end_step_without_hooks(self._step_number()):
-                    self.is_open = False
-                    self._actions.attachments.reattach()
+                    self._follow_hooks()
                 return
             self._in_batch = self.is_open = False
             has_updated = session.optimizer.updates > 0
@@ -213,9 +214,8 @@ class Fit(BatchState):
             if self._accumulates:
                 session.batch_ends(CALLBACKS)
             else:
-                has_hooks = session.end_step(self._step_number(), CALLBACKS)
-                if not has_hooks:
-                    self._actions.attachments.suspend()
+                if not session.end_step(self._step_number(), CALLBACKS):
+                    self._follow_hooks()
                 if not self._wall_clock.has_stepped:
                     self._wall_clock.end_first_step()
         except Exception as error:
@@ -250,6 +250,16 @@ class Fit(BatchState):
             self._session.recorder.resume(CALLBACKS)
 
     # Ends of steps
+
+    def _follow_hooks(self) -> None:
+        """Remove or attach the trainer's actions, as the session has done with its hooks."""
+        if (self._session.mode is not OFF) is not self.has_hooks:
+            self.has_hooks = not self.has_hooks
+            attachments = self._actions.attachments
+            if self.has_hooks:
+                attachments.reattach()
+            else:
+                attachments.suspend()
 
     def _ends_step(self, batch_idx: int) -> bool:
         """Return True if a step ends with this batch, by the boundaries that hooks recorded.
@@ -303,9 +313,8 @@ class Fit(BatchState):
             # A hook at the end of the last batch ran the update. The trainer has already counted
             # that batch.
             self._accumulates = False
-            has_hooks = session.end_step(self._step_number() - 1, CALLBACKS)
-            if not has_hooks:
-                self._actions.attachments.suspend()
+            if not session.end_step(self._step_number() - 1, CALLBACKS):
+                self._follow_hooks()
         if recorder.state is PAUSED:
             recorder.resume(FETCH)
         else:
@@ -520,8 +529,9 @@ class GPUPhaseTimer(Timer, pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._fit is not None:
-            self._fit.batch_begins(batch)
+        fit = self._fit
+        if fit is not None and fit.has_hooks:
+            fit.batch_begins(batch)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
+from operator import attrgetter
 from statistics import median
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -113,6 +114,8 @@ class _Gap(NamedTuple):
             return Estimate(unsampled_steps=self.n + self.uncertain, unsampled_ms=self.ms)
         return Estimate(self.divided_like(block))
 
+
+_TOTAL = attrgetter("total")  # In C, because logs call it.
 
 Totals = Sequence[_Gap]
 """Untimed steps of each stratum since the start of a run."""
@@ -325,7 +328,7 @@ class UntimedSteps:
     @property
     def totals(self) -> Totals:
         """Untimed steps of each stratum."""
-        return [stratum.total for stratum in self._strata]
+        return [*map(_TOTAL, self._strata)]
 
     def _block_for(self, k: int) -> _Block | None:
         """Return the newest block of stratum `k`, or of a neighbor with similar durations."""

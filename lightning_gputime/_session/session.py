@@ -54,7 +54,7 @@ _MIN_EXAMINED, _MIN_COMPARED = 3, 50  # Numbers of examined steps, and of others
 # time, the next multiple is twice as large.
 _SLOWER, _N_NEWEST = 1.5, 20
 _MIN_INDEX_OFF = 20  # Index of the first step that may run without hooks.
-_CHECK_STEPS = 10  # Number of steps without hooks between two checks.
+_CHECK_STEPS = 25  # Number of steps without hooks between two checks.
 _NO_BATCH = object()
 
 
@@ -96,7 +96,7 @@ class Session:
     Lightning. So the hooks are removed at the end of a step if the next window is at least one step
     away, and return at the first step of that window. In a plain loop they return one step earlier,
     because only the previous step shows which calls in eval mode are an evaluation. Without hooks,
-    the end of each step only reads the clock, and every 10th step also reads the timed steps that
+    the end of each step only reads the clock, and every 25th step also reads the timed steps that
     are still to be read. The hooks stay attached:
 
     - in the first 20 steps, which show what the loop calls and captures,
