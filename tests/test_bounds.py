@@ -68,7 +68,7 @@ def test_unreferenced_timer_is_detached(loop: Loop) -> None:
     timer = hooks(loop).attach()
     timer = hooks(loop).attach()  # Like a notebook cell that is run again.
     train_calling_step(loop, timer, 1000)
-    assert loop.gpu.created < 200
+    assert loop.gpu.created < 400  # Seven in each of the 50 steps that are read together.
     timer.remove()
     assert steps(timer) == [IN_STEP_LOOP] * 1000
     cycle: list[object] = [hooks(loop).attach()]

@@ -25,13 +25,13 @@ def test_means_are_logged_under_the_number_of_their_newest_step(gpu: FakeGPU) ->
     # The host does no work, so it waits for all work of the GPU.
     phases = {**STEP_MS, "callbacks": 0.0, "step": total, "host_wait": total}
     means = {f"phase_time/{name}_ms": ms for name, ms in phases.items()}
-    means |= {"phase_time/items_per_sec": 1000 / total, "epoch": 0}
+    means |= {"phase_time/items_per_sec": 1000 / total, "phase_time/estimated": 0, "epoch": 0}
     assert logger.phase_times() == [(step, means) for step in (1, 3, 4)]
     # Lightning logs its metrics under the same step numbers.
     assert [step for step, metrics in logger.calls if "loss" in metrics] == [1, 3]
 
 
-PHASES = {f"{name}_ms" for name in (*STEP_MS, "callbacks", "step")}
+PHASES = {f"{name}_ms" for name in (*STEP_MS, "callbacks", "step")} | {"estimated"}
 DEFAULT = PHASES | {"host_wait_ms", "items_per_sec"}
 FETCH = {"data/fetch_ms", "data/copy_ms"}
 FIT = {"fit/wall_s", "fit/steps_share"}  # Keys that each fit has; others depend on the fit.

@@ -203,6 +203,7 @@ def test_copy_of_a_timer_keeps_the_culprits_and_the_lines(loop: Loop) -> None:
             for x in timer.steps(DataLoader(Photos(loop.gpu, 4.0))):
                 loop.gpu.host_work(9.0)
                 loop.train(x)
+        timer.summary()  # Reads the steps.
         copied = copy.deepcopy(timer)
         results = pickle.loads(pickle.dumps(timer._results))
     found = timer.summary().measurement

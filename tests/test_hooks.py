@@ -44,7 +44,7 @@ def test_means_are_logged_to_every_logger_with_their_step(loop: Loop) -> None:
     # The host does no work, so it waits for all work of the GPU.
     totals = {name: sum(STEP_MS.values()) for name in ("step", "host_wait")}
     means = {f"gpu/{name}_ms": ms for name, ms in {**STEP_MS, **totals}.items()}
-    means["gpu/items_per_sec"] = 1000 / sum(STEP_MS.values())
+    means |= {"gpu/items_per_sec": 1000 / sum(STEP_MS.values()), "gpu/estimated": 0}
     assert first.calls == second.calls == [(step, means) for step in (1, 3, 4)]
 
 

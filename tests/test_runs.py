@@ -110,7 +110,7 @@ def test_saved_run_keeps_every_optional_part(path: Path) -> None:
     history = results.history_and_warmup()
     run = Run(Environment(), *history, summary, slow_steps=[slow], evaluations=evaluations)
     found = reload(run, path)
-    assert {name: getattr(found.summary(), name) for name in facts} == facts
+    assert {name: getattr(found.summary().measurement, name) for name in facts} == facts
     assert (found.slow_steps, found.evaluations) == ([slow], evaluations)
 
 

@@ -372,7 +372,7 @@ def step_called_in_an_optimizer_hook(loop: Loop, timer: GPUPhaseHooks) -> None:
 
 @scene(
     [*[STEP_MS] * 24, *[{"data": 1.0, "backward": 8.0, "other": 6.625}] * 48],
-    messages=(("48 of 72 steps have no model call. Call step() once", "another model"),),
+    messages=(("26 of 50 steps have no model call. Call step() once", "another model"),),
     skipped_updates=48,
 )
 def training_of_another_model(loop: Loop, timer: GPUPhaseHooks) -> None:
