@@ -13,6 +13,7 @@ import numpy as np
 from lightning_gputime._ledger.rows import LineRow
 from lightning_gputime._measurement.sums import Sums, largest_part
 from lightning_gputime._measurement.units import duration
+from lightning_gputime._messages import messages
 from lightning_gputime._phases import (
     BACKWARD,
     BETWEEN_BATCHES,
@@ -374,7 +375,11 @@ class RankResults:
         if complete is not None:
             complete()
         if (totals := self._totals) is not None:
-            self.add(compare(totals))
+            try:
+                self.add(compare(totals))
+            except Exception as error:
+                self.add(None)
+                messages.warning("The times of the ranks are no longer compared: %r", error)
         return self._summary
 
 
@@ -625,7 +630,7 @@ def _pattern(
         n, n_late = len(is_late), int(is_late.sum())
         if n < _MIN_WINDOWS or not n_late:
             continue
-        windows = f"{which}{n} {f'windows of {size} steps' if size > 1 else 'steps'}"
+        windows = f"{which}{n} steps" if size == 1 else f"{n} windows of {size} steps"
         cost = f"which costs {duration(float(excess_ms[is_late].sum()) / n)} per step"
         culprits = Counter(ranks[i] for i in last[is_late])
         rank, count = culprits.most_common(1)[0]
